@@ -27,12 +27,12 @@ from finetune.report.reporter import NullReporter
 from finetune.run.context import RunContext, make_context
 from finetune.run.setup.accelerator import make_accelerator
 from finetune.run.setup.data import TrainingData, prepare_data
-from finetune.run.setup.evaluator import make_evaluator
+from finetune.run.setup.loop import make_evaluator
 from finetune.run.setup.prepared_model import PreparedModel, prepare_model
 from finetune.run.setup.strategy import launched_strategy
 from finetune.run.train import train_from_config
 from finetune.runtime import distributed
-from finetune.train import counted_groups, loop, step
+from finetune.train import loop, step
 
 PHASES: Mapping[str, str] = {"forward": "forward", "backward": "backward", "update.after": "update"}
 """Points of a step, and the phases that end there."""
@@ -46,17 +46,14 @@ def observed(
     phase: Callable[[str], object] = lambda name: None,
 ) -> Iterator[None]:
     """Have every step call `begin` when its data has come, `phase` when a phase ends, and `end` with its record."""
-    of_data, of_step, take_step = counted_groups.fault_point, step.fault_point, loop.take_step
+    fault_point, take_step = step.fault_point, loop.take_step
 
-    def data_point(point: str, **where: Any) -> bool:
+    def observed_point(point: str, **where: Any) -> bool:
         if point == "data":
             begin()
-        return of_data(point, **where)
-
-    def phase_point(point: str, **where: Any) -> bool:
-        if point in PHASES:
+        elif point in PHASES:
             phase(PHASES[point])
-        return of_step(point, **where)
+        return fault_point(point, **where)
 
     def taking(*parts: Any, **named: Any) -> Any:
         record = take_step(*parts, **named)
@@ -64,8 +61,7 @@ def observed(
         return record
 
     with (
-        patch.object(counted_groups, "fault_point", data_point),
-        patch.object(step, "fault_point", phase_point),
+        patch.object(step, "fault_point", observed_point),
         patch.object(loop, "take_step", taking),
     ):
         yield

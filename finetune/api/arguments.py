@@ -1,4 +1,4 @@
-"""What the API's functions share: an unknown argument is an error with a suggestion, as an unknown key of a job is.
+"""Shared by all API functions: an unknown argument is an error with a suggestion, as an unknown key of a job is.
 
 And what libraries write into the environment when they are imported does not stay there.
 """

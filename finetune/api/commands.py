@@ -29,7 +29,7 @@ Prompt = str | Sequence[Mapping[str, Any]] | Mapping[str, Any]
 
 @api_function
 def check(job: JobLike, *, overrides: Overrides | None = None, num_processes: int | None = None) -> str:
-    """Return what the job will do, in a few lines; raises ConfigError with everything that is wrong with it.
+    """Return what the job will do, in a few lines; raises ConfigError with all of its problems.
 
     With `num_processes`, also that they can share the global batch. Loads no weights and no data; imports no torch.
     """

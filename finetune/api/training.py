@@ -6,7 +6,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,10 @@ def train(
     """
     given = as_job(job)
     file = None if accelerate is None else find_accelerate_file(os.fspath(accelerate))
-    watching = _checked_reporters(reporters)
+    watching = tuple(reporters)
+    for reporter in watching:
+        if not callable(reporter):
+            raise UserError(f"reporters: `{type(reporter).__name__}` cannot be called. Give functions of one event.")
     if num_processes is not None:
         if watching:
             raise UserError("reporters: with num_processes, events are in other processes: read events.jsonl instead.")
@@ -62,14 +65,6 @@ def train(
         accelerate_file=file,
         launch_variables={} if ranks is None else ranks.variables(),
     )
-
-
-def _checked_reporters(reporters: Iterable[Callable[[Any], object]]) -> Sequence[Callable[[Any], object]]:
-    watching = tuple(reporters)
-    for reporter in watching:
-        if not callable(reporter):
-            raise UserError(f"reporters: `{type(reporter).__name__}` cannot be called. Give functions of one event.")
-    return watching
 
 
 def _train_on_ranks(job: Job, overrides: Overrides, *, num_processes: int, accelerate_file: Path | None) -> RunResult:
@@ -105,7 +100,7 @@ def _train_on_ranks(job: Job, overrides: Overrides, *, num_processes: int, accel
 
 
 def _print_until_end(process: "subprocess.Popen[bytes]", log: Path) -> str:
-    """Print what the process writes until it ends, but for its error message, which is returned.
+    """Print the output of the process until it ends, except for its error message, which is returned.
 
     Ctrl-C has the run save a checkpoint and stop, and is raised when it has; a second one kills it.
     """

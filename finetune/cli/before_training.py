@@ -1,4 +1,4 @@
-"""What is typed before a job is trained: `init`, `doctor`, `plan` and `rehearse`."""
+"""The commands that prepare a job: `init`, `doctor`, `plan` and `rehearse`."""
 
 from pathlib import Path
 from typing import Annotated

@@ -78,7 +78,7 @@ def show_warning(
 
 @contextmanager
 def guarded_command_line() -> Iterator[None]:
-    """Turn whatever ends the program into an exit code and at most one message, which is printable."""
+    """Turn any exception that ends the program into an exit code and at most one printable message."""
     code: int | None = 0
     with guarded_output():
         try:
@@ -98,7 +98,7 @@ def guarded_command_line() -> Iterator[None]:
                 print_traceback(error)
                 code = 1
         except BaseException as error:
-            if type(error).__name__ == "PanicException":  # of Rust: tokenizers or safetensors met what they cannot read
+            if type(error).__name__ == "PanicException":  # of Rust: tokenizers or safetensors could not read a file
                 text = (
                     f"a file of the model or tokenizer is damaged: {str(error)[:200]}. Copy it again from its source."
                 )
@@ -118,13 +118,8 @@ def guarded_command_line() -> Iterator[None]:
     raise SystemExit(code)
 
 
-def format_error(error: FinetuneError, *, rank: int) -> str:
-    """Return what this rank prints."""
-    return printable(f"error: {error}" if rank == 0 else f"[rank {rank}] error: {error}")
-
-
 def _end_by_surroundings(error: OSError) -> int:
-    """Print what the machine has refused and return the exit code; raises the error if it is none of these."""
+    """Print the error of the operating system and return the exit code; re-raises an error that is not known here."""
     if error.errno == errno.EPIPE and is_pipe_closed():
         for descriptor in (1, 2):
             discard_output(descriptor)
@@ -161,7 +156,8 @@ def _print_error(error: FinetuneError) -> None:
         # Every rank meets most of them, and the launcher ends all ranks with the first that exits: rank 0 prints it.
         time.sleep(_FIRST_RANK_SECONDS)
     with suppress(OSError, ValueError):  # nobody reads it
-        print(format_error(error, rank=_rank()), file=sys.stderr, flush=True)
+        prefix = f"[rank {_rank()}] " if _rank() else ""
+        print(printable(f"{prefix}error: {error}"), file=sys.stderr, flush=True)
         is_launched = any(name in os.environ for name in _LAUNCHED) and not is_started_by_run_ranks(os.environ)
         if isinstance(error, UserError) and is_launched:
             print("Ignore the launcher's traceback below: it only reports this exit.", file=sys.stderr, flush=True)

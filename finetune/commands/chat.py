@@ -206,14 +206,19 @@ class ChatModel:
         num_free = maximum if limit is None else max(min(maximum, limit - len(tokens)), 1)
         self.number[0] += 1
         with self._adapted():
+            known = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id, 0)
             (answer,) = generate_batch(
                 self.model,
                 [tokens],
                 [derive_seed("chat", self.number[0])],
                 sampling=replace(self.sampling, max_new_tokens=num_free),
-                pad_id=self._pad_id(),
+                pad_id=int(next(limit for limit in known if limit is not None)),
                 stop_ids=stop_ids(self.tokenizer),
-                streamer=TextStreamer(self.tokenizer, skip_prompt=not self._is_encoder(), skip_special_tokens=True),
+                streamer=TextStreamer(
+                    self.tokenizer,
+                    skip_prompt=not getattr(self.model.config, "is_encoder_decoder", False),
+                    skip_special_tokens=True,
+                ),
             )
         return str(self.tokenizer.decode(answer, skip_special_tokens=True)).strip()
 
@@ -226,13 +231,6 @@ class ChatModel:
 
     def _prompt(self, turns: list[Turn]) -> list[int]:
         return prompt_ids(self.tokenizer, ChatPrompt(turns, has_own_system=turns[0]["role"] == "system"))
-
-    def _pad_id(self) -> int:
-        known = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id, 0)
-        return int(next(limit for limit in known if limit is not None))
-
-    def _is_encoder(self) -> bool:
-        return bool(getattr(self.model.config, "is_encoder_decoder", False))
 
     def _limit(self) -> int | None:
         limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)

@@ -8,7 +8,7 @@ from finetune.config.load import RESOLVED_NAME, LoadedConfig, load_config, load_
 from finetune.runtime.optional import lazily
 
 with lazily(freeze=True):  # torch
-    from finetune.commands.compare import differences
+    from finetune.commands.compare import runs as compared_runs
     from finetune.commands.rehearse import accelerate_file as accelerate_files
     from finetune.run.setup import model
 
@@ -62,8 +62,8 @@ def changed_defaults(loaded: LoadedConfig, run: Path) -> Iterator[str]:
     Raises UserError where the run's config cannot be read.
     """
     load_resolved(run)
-    then = dict(differences.config_values((run / RESOLVED_NAME).read_text(encoding="utf-8")))
-    for key, (value, source) in differences.config_values(resolved_yaml(loaded)):
+    then = dict(compared_runs.config_values((run / RESOLVED_NAME).read_text(encoding="utf-8")))
+    for key, (value, source) in compared_runs.config_values(resolved_yaml(loaded)):
         before, source_before = then.get(key, (value, ""))
         if (source, source_before) == (_DEFAULT, _DEFAULT) and before != value:
             yield f"{key}: {before} then, {value} now"

@@ -22,7 +22,8 @@ from finetune.checkpoint.read.inventory import locate_run, select_checkpoint
 from finetune.checkpoint.read.load import load_checkpoint
 from finetune.checkpoint.sharding.access import build_access
 from finetune.checkpoint.sharding.state_access import StateAccess
-from finetune.checkpoint.write.writer import write_checkpoint
+from finetune.checkpoint.write.snapshot import StreamingSource
+from finetune.checkpoint.write.writer import write_contents
 from finetune.commands.source import with_trust
 from finetune.config.load import LoadedConfig, load_resolved
 from finetune.data.sample_checks import digest_of_steps
@@ -34,7 +35,7 @@ from finetune.run.setup.accelerator import make_accelerator
 from finetune.run.setup.data import TrainingData, prepare_data
 from finetune.run.setup.prepared_model import PreparedModel, prepare_model
 from finetune.run.setup.strategy import launched_strategy
-from finetune.run.state.fingerprint import make_fingerprint
+from finetune.run.state.resume import make_fingerprint
 from finetune.runtime import distributed
 from finetune.runtime.distributed import run_on_all_ranks, run_on_rank_0
 from finetune.runtime.files.read import open_regular, read_regular
@@ -147,7 +148,12 @@ def convert_from(run: Path, folder: Path, *, step: int, trust_remote_code: bool 
     if step in layout.steps(location.checkpoints):
         raise UserError(f"--step {step}: {layout.step_folder(location.checkpoints, step)} already exists.")
     loaded, strategy = _launched(location.run, trusts=trust_remote_code)
-    _require_trust(folder, strategy, trusts=trust_remote_code)
+    expected = strategy.expected()
+    if not trust_remote_code and (expected.zero_stage is not None or expected.fsdp_version is not None):
+        raise UserError(
+            f"--from {folder}: under {strategy.name} such a folder is unpickled, which can run code of its author. "
+            "If you trust it, add --trust-remote-code."
+        )
     require_accelerate_folder(folder, strategy=strategy, world=distributed.world())
     with lock_run_folder(location.run, log=print) if distributed.is_main() else nullcontext():
         _read_folder(folder, _build(loaded, strategy, checkpoints=location.checkpoints), step=step)
@@ -176,8 +182,10 @@ def _read_folder(folder: Path, conversion: Conversion, *, step: int) -> None:
     counts_updates = OPTIMIZERS[conversion.context.config.train.optimizer.name].counts_updates
     _require_step(access, counts_updates=counts_updates, step=step, folder=folder)
     progress = _progress(folder, conversion, step=step)
-    manifest = write_checkpoint(
-        conversion.checkpoints, step, access=access, run=_fingerprint(conversion), progress=progress.state_dict()
+    manifest = write_contents(
+        conversion.checkpoints,
+        StreamingSource(access).capture(step, progress=progress.state_dict()),
+        run=_fingerprint(conversion),
     )
     conversion.context.log(f"wrote {layout.step_folder(conversion.checkpoints, manifest.step)}")
 
@@ -203,16 +211,6 @@ def require_intact_archives(folder: Path) -> None:
                 f"--from {folder}: {path.name} is damaged: the checksum of {damaged} in it does not match. Nothing was "
                 "written."
             )
-
-
-def _require_trust(folder: Path, strategy: Strategy, *, trusts: bool) -> None:
-    """Raise UserError if reading the folder could run code and that was not allowed."""
-    expected = strategy.expected()
-    if not trusts and (expected.zero_stage is not None or expected.fsdp_version is not None):
-        raise UserError(
-            f"--from {folder}: under {strategy.name} such a folder is unpickled, which can run code of its author. "
-            "If you trust it, add --trust-remote-code."
-        )
 
 
 def _launched(run: Path, *, trusts: bool) -> tuple[LoadedConfig, Strategy]:

@@ -158,7 +158,7 @@ def _export(
         facts=_card(request, loaded=loaded, checkpoint=checkpoint, head=task.head),
         trust_remote_code=config.model.trust_remote_code,
         is_quantized=config.model.quantization is not None,
-        load_options=load_options(config),
+        load_options=load_options(config.model),
     )
     return export_verified(source, request.folder, verify=config.export.verify, log=print)
 

@@ -21,7 +21,6 @@ from finetune.commands.source import use_written_arguments
 from finetune.config.sections.data import SourceSection
 from finetune.data.encoding.prompts import ChatPrompt, prompt_ids, read_prompt
 from finetune.data.rows import RawRow, Row
-from finetune.data.sources.files import Origin
 from finetune.data.sources.local import find_local
 from finetune.data.templates.chat_template import stop_ids
 from finetune.errors import DataError, UserError
@@ -217,10 +216,14 @@ def _answer_file(
     saved = inspect_model_folder(source, key="generate", trust_remote_code=trust_remote_code)
     _check(saved, output=output, adapter=adapter)
     origin = find_local(SourceSection(path=str(rows)), key="--input", log=no_op)
-    raw = list(_raw_rows(origin))  # an invalid file is refused before the whole of it is hashed
+    # An invalid file is refused before the whole of it is hashed.
+    raw = [row for shard in origin.shards() for row in shard.rows()]
     settings = {"rows": origin.digest(), "sampling": asdict(sampling), "seed": seed, "system": system}
     distributed.init_cpu_process_group()
-    parts = PartialAnswers.open(output, settings | _model_settings(saved, adapter, template_arguments))
+    settings |= {"model": _weight_files(saved.folder), "adapter": _weight_files(adapter)}
+    if template_arguments:
+        settings["template_arguments"] = list(template_arguments)
+    parts = PartialAnswers.open(output, settings)
     tokenizer = _tokenizer(saved, template_arguments, trust_remote_code=trust_remote_code)
     model = _load(saved, adapter, trust_remote_code=trust_remote_code)
     generator = _Generator(model, tokenizer, sampling=sampling, batch_size=batch_size, seed=seed)
@@ -229,11 +232,6 @@ def _answer_file(
     if distributed.is_main():
         parts.join([row.parse() for row in raw])
     return len(raw)
-
-
-def _model_settings(saved: SavedModel, adapter: Path | None, template_arguments: Sequence[str]) -> dict[str, Any]:
-    settings = {"model": _weight_files(saved.folder), "adapter": _weight_files(adapter)}
-    return settings | ({"template_arguments": list(template_arguments)} if template_arguments else {})
 
 
 def _weight_files(folder: Path | None) -> Any:
@@ -282,11 +280,6 @@ def local_device() -> torch.device:
     accelerator = torch.accelerator.current_accelerator()
     assert accelerator is not None, "there is one"
     return torch.device(accelerator.type, index)
-
-
-def _raw_rows(origin: Origin) -> Iterator[RawRow]:
-    for shard in origin.shards():
-        yield from shard.rows()
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ def export_for(
 
 
 def write_serving_files(folder: Path, engine: Engine, *, gguf_type: GGUFType, trust_remote_code: bool) -> list[Path]:
-    """Write what the engine needs into the model folder, and return the files; the last one has the commands.
+    """Write the files that the engine needs into the model folder, and return the files; the last one has the commands.
 
     Raises UserError for an adapter that the engine would not serve as it was trained, ModelError for a model that
     cannot be written as GGUF.

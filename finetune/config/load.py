@@ -89,8 +89,11 @@ def load_config(
     document.problems += rename_keys(document.values, document.lines, file=path.name)
     overrides = rename_overrides(overrides)
     overridden = apply_overrides(document.values, overrides)
-    sources = _file_locations(document, overridden.replaced, name=path.name) | overridden.sources
-    overridden.problems[:0] = _not_overridden(document.problems, overridden.replaced)
+    replaced = frozenset(overridden.replaced)
+    lines = {key: line for key, line in document.lines.items() if not _is_inside(key, replaced)}
+    sources = {key: KeyLocation(path.name, line) for key, line in lines.items()} | overridden.sources
+    # Problems of the file in values that an override replaced do not count.
+    overridden.problems[:0] = [problem for problem in document.problems if not _is_inside(problem.key, replaced)]
     folder = path.absolute().parent.resolve()
     config = _load_overridden(
         overridden, path, folder=folder, sources=sources, overrides=overrides, elsewhere=elsewhere
@@ -241,17 +244,6 @@ def _line(fault: InvalidKey, sources: KeyLocations) -> float:
     if source is None:
         return math.inf
     return sys.maxsize if source.line is None else source.line
-
-
-def _file_locations(document: Document, replaced: Iterable[str], *, name: str) -> dict[str, KeyLocation]:
-    keys = frozenset(replaced)
-    return {key: KeyLocation(name, line) for key, line in document.lines.items() if not _is_inside(key, keys)}
-
-
-def _not_overridden(problems: Iterable[Problem], replaced: Sequence[str]) -> list[Problem]:
-    """Return the problems of the file without those of values that an override replaced."""
-    keys = frozenset(replaced)
-    return [problem for problem in problems if not _is_inside(problem.key, keys)]
 
 
 def _is_inside(key: str, outer: frozenset[str]) -> bool:

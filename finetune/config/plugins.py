@@ -92,7 +92,7 @@ TRUSTED_VARIABLE = "FINETUNE_PLUGINS"
 def untrusted_plugins(values: Mapping[str, Any]) -> list[Problem]:
     """Return a problem for each plugin that the config of a run folder names and that its reader has not allowed.
 
-    Allowed are installed distributions that declare plugins, and what the variable FINETUNE_PLUGINS names.
+    Allowed are installed distributions that declare plugins, and modules that the variable FINETUNE_PLUGINS names.
     """
     written = values.get("plugins")
     names = [name for name in written if isinstance(name, str)] if isinstance(written, list) else []

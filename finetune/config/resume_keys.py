@@ -167,7 +167,7 @@ def keys_that_must_match(config: RunConfig) -> dict[str, str]:
 
 
 def keys_that_may_differ(config: RunConfig) -> dict[str, str]:
-    """Return the dotted keys that may differ between starts, with their values as JSON, and digests likewise."""
+    """Return the dotted keys that may differ between starts, with their values as JSON, and such digests."""
     recorded = {*COMPARED_BY_CONTENT, *MAY_DIFFER}
     keys = {key: text for key, text in _flat(config) if key in recorded or _is_option_of_observer(key)}
     return {key: redacted_text(text) for key, text in keys.items()} | plugin_identities(config)[1]

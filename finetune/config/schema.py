@@ -154,12 +154,13 @@ def _describe_one(node: Node) -> str:
         case "array":
             return _describe_list(node)
         case "string":
+            text = f"text such as `{node['examples'][0]}`" if node.get("examples") else "text"
             formats = {
                 "path": "a path",
                 "name or path": "a name or a path",
                 "name of a plugin": "a name that a plugin adds",
             }
-            return formats.get(node.get("format", ""), _describe_text(node))
+            return formats.get(node.get("format", ""), text)
         case "integer":
             return "a whole number" + _describe_bounds(node)
         case "number":
@@ -178,10 +179,6 @@ def _describe_list(node: Node) -> str:
     plural = f"{name}s" if (high or low) != 1 else name
     count = f"{low} " if low == high else f"{low} to {high} " if high is not None else f"at least {low} "
     return f"a list of {count if low is not None else ''}{plural}{_describe_bounds(items)}"
-
-
-def _describe_text(node: Node) -> str:
-    return f"text such as `{node['examples'][0]}`" if node.get("examples") else "text"
 
 
 def _format_bound(bound: float) -> str:
@@ -245,7 +242,7 @@ def reference_pages() -> dict[str, str]:
 
 
 def write_reference(folder: Path) -> None:
-    """Write the pages of the reference into the folder, which is made."""
+    """Write the pages of the reference into the folder, and create it if it is missing."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, page in reference_pages().items():
         (folder / name).write_text(page, encoding="utf-8")

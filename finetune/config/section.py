@@ -36,7 +36,7 @@ NAMED_SECTIONS = ("model", "model.tokenizer", "model.image_processor")
 
 
 def expand_names(values: dict[str, Any], locations: dict[str, Any]) -> None:
-    """Replace `model: NAME` by `model: {name: NAME}`, and likewise all of `NAMED_SECTIONS`; both are changed in place.
+    """Replace `model: NAME` by `model: {name: NAME}`, as for all of `NAMED_SECTIONS`; both are changed in place.
 
     `locations` are lines or sources by dotted key: the name gets that of the text.
     """

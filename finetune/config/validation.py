@@ -115,7 +115,9 @@ def read_validation_errors(error: ValidationError, values: Any) -> list[InvalidK
         first = next(pairs)[1]
         is_unknown = first["type"] == "extra_forbidden"
         num_meant += is_unknown
-        meant = _suggested_key(key) if is_unknown and num_meant <= MAX_LISTED else None
+        meant = None
+        if is_unknown and num_meant <= MAX_LISTED:  # a key of the same section, or the equivalent of another tool's
+            meant = _suggested_sibling(key) or KEYS_OF_OTHER_TOOLS.get(key.rpartition(".")[2])
         hint = _hint_of_columns(key, first["input"], values)
         invalid.append(InvalidKey(key, first["type"], first["input"], meant, hint))
     meant_keys = {fault.meant for fault in invalid}
@@ -164,11 +166,6 @@ def _unknown_key(key: str) -> str:
         return f"there is no such key. There is {format_list(elsewhere, last='and')}."
     where = f"`{here}`" if here else "the file"
     return f"there is no such key. {where} has {format_list(keys_of(node_at(here) or {}))}."
-
-
-def _suggested_key(key: str) -> str | None:
-    """Return the key that an unknown key probably means: of the same section, or the equivalent of another tool's."""
-    return _suggested_sibling(key) or KEYS_OF_OTHER_TOOLS.get(key.rpartition(".")[2])
 
 
 def _suggested_sibling(key: str) -> str | None:

@@ -1,8 +1,8 @@
 """Reads YAML 1.2 and records the line of every key.
 
 Only plain values exist: text, whole numbers, decimal numbers, true/false, null, lists and mappings with text keys.
-Dates are text. Nothing is expanded. What no job file needs is refused while it is read, before it costs time or
-memory: see `config/limits.py`.
+Dates are text. Nothing is expanded. Constructs that no job file needs are refused while reading, before they cost
+time or memory: see `config/limits.py`.
 """
 
 import re
@@ -118,7 +118,11 @@ class NodeReader:
                 continue
             name, line = str(name_node.value), name_node.start_mark.line + 1
             inner_key = join_key(key, name)
-            is_text = name_node.tag in TEXT_TAGS or (key != "" and _is_position(name_node))
+            # A plain whole number, such as a column's position, is taken as its text.
+            is_position = (
+                name_node.tag == f"{TAG}int" and re.fullmatch(r"0|[1-9][0-9]{0,8}", name_node.value) is not None
+            )
+            is_text = name_node.tag in TEXT_TAGS or (key != "" and is_position)
             fault = invalid_characters(name) if is_text else "a key must be text. Put it in quotes."
             if fault is not None:
                 self._complain(name_node, inner_key, fault)
@@ -173,11 +177,6 @@ class NodeReader:
     def _complain(self, node: Node, key: str, message: str) -> None:
         line = self._document.lines.get(key, node.start_mark.line + 1)
         self._document.problems.append(Problem(key, message, line=line))
-
-
-def _is_position(node: ScalarNode) -> bool:
-    """Return whether a key is a plain whole number, such as a column's position, which is taken as its text."""
-    return node.tag == f"{TAG}int" and re.fullmatch(r"0|[1-9][0-9]{0,8}", node.value) is not None
 
 
 def _tag_error(node: Node) -> str:

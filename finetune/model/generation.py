@@ -1,7 +1,6 @@
 """Text generation with an unsharded model: greedy, or sampled with a seed per row."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,7 +56,7 @@ def generate_batch(
         eos_token_id=sorted(stop_ids) or None,
         pad_token_id=pad_id,
     )
-    with _generation_errors():
+    try:
         generated = model.generate(
             input_ids=torch.tensor(rows, device=model.device),
             attention_mask=torch.tensor(mask, device=model.device),
@@ -65,23 +64,16 @@ def generate_batch(
             logits_processor=logits_processors(sampling, seeds),
             streamer=streamer,
         )
+    except (ValueError, TypeError, AttributeError, LookupError) as error:  # of its own settings, which also apply
+        raise ModelError(
+            f"The model cannot generate: {error_summary(error)} Check its generation_config.json and config.json."
+        ) from error
     start = 1 if is_encoder else longest  # a decoder starts with its start token
     return [_cut_at_stop(row[start:].tolist(), stop_ids, pad_id) for row in generated]
 
 
-@contextmanager
-def _generation_errors() -> Iterator[None]:
-    """Turn transformers' errors about the model's own generation settings, which also apply, into a ModelError."""
-    try:
-        yield
-    except (ValueError, TypeError, AttributeError, LookupError) as error:
-        raise ModelError(
-            f"The model cannot generate: {error_summary(error)} Check its generation_config.json and config.json."
-        ) from error
-
-
 def logits_processors(sampling: SamplingParams, seeds: Sequence[int]) -> LogitsProcessorList:
-    """Return what makes a greedy choice of tokens a sample, with a seed per row; nothing at a temperature of 0."""
+    """Return the processors that turn a greedy choice into a sample, with a seed per row; empty at temperature 0."""
     if sampling.temperature == 0.0:
         return LogitsProcessorList()
     warpers: list[Any] = [TemperatureLogitsWarper(sampling.temperature)]

@@ -119,7 +119,7 @@ class Shapes:
 
     hidden: int
     queries: int  # numbers of all query heads of a token
-    keys: int  # numbers of all key heads of a token, and likewise of its value heads
+    keys: int  # numbers of all key heads of a token, and the same of its value heads
     heads: int
     intermediate: int  # of the MLP, or of a token's experts together
     layers: int

@@ -31,7 +31,7 @@ def find_accelerate_file(written: str) -> Path:
         raise UserError(f"`{written}` is a folder. Write the path of a file, or a name: {', '.join(names)}.")
     near = path.stem if path.stem in names else next(iter(difflib.get_close_matches(path.stem, names, n=1)), None)
     meant = f" Did you mean `{near}`?" if near else ""
-    raise UserError(f"there is no file `{written}`, and no name like it.{meant} Names: {', '.join(names)}.")
+    raise UserError(f"`{written}` is neither a file nor a known name.{meant} Names: {', '.join(names)}.")
 
 
 def find_deepspeed_file(written: str, *, accelerate_file: Path | None) -> Path:

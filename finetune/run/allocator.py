@@ -20,7 +20,7 @@ _NAMES = (
     "PYTORCH_NO_CUDA_MEMORY_CACHING",
     "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK",  # registers segments, which must not grow then
 )
-"""Variables with which a user sets up the allocator, or what needs another one."""
+"""Variables with which a user sets up the allocator, or settings that need another allocator."""
 
 _VIRTUAL_MEMORY = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
 

@@ -1,4 +1,4 @@
-"""What a run records of the model it exports: its logits on a few held rows, and its tokens, for `export.verify`.
+"""Records of the model that a run exports: its logits on a few held rows, and its tokens, for `export.verify`.
 
 The prepared model itself computes the logits, with the weights that are about to be gathered: no copy of them stands
 between the training and the verification.
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from finetune.config.rules.model import adapter_of
 from finetune.config.run_config import RunConfig
+from finetune.config.sections.model import ModelSection
 from finetune.data.audit.audit import Streamed
 from finetune.data.batch import Batch
 from finetune.data.features import Features
@@ -106,7 +107,7 @@ class Trained:
 def expected_of_run(
     config: RunConfig, training_data: TrainingData, trained: Trained, *, unmerged: Path | None
 ) -> Expected:
-    """Return what the export must reproduce."""
+    """Return the logits and tokens that the export must reproduce."""
     text = trained.preprocessors.text
     tokens = None
     if text is not None:
@@ -165,12 +166,11 @@ def facts_of(config: RunConfig, model: Any, *, head: str) -> ModelFacts:
     """Return the facts of the job's model that are needed to load its export."""
     merge = config.export.merge and adapter_of(config) is not None
     trusts = config.model.trust_remote_code
-    return model_facts(model, head=head, merge=merge, trust_remote_code=trusts, options=load_options(config))
+    return model_facts(model, head=head, merge=merge, trust_remote_code=trusts, options=load_options(config.model))
 
 
-def load_options(config: RunConfig) -> dict[str, Any]:
+def load_options(section: ModelSection) -> dict[str, Any]:
     """Return the options with which transformers finds the job's base model."""
-    section = config.model
     local = section.name is None or is_local_path(section.name) or is_offline()
     options = {"revision": section.revision, "cache_dir": section.cache_folder, "local_files_only": local}
     return {name: value for name, value in options.items() if value is not None}

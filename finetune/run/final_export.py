@@ -176,7 +176,7 @@ def _write_final(
             expected = expected_of_run(loaded.config, training_data, trained, unmerged=unmerged)
             verified = verifier.check(report, expected, final=final)
     report = replace(report, folder=final)
-    _record(loaded, report, step=progress.step, reason=reason)
+    _record(loaded.config, report, step=progress.step, reason=reason)
     exported = f"exported {report.num_tensors} tensors, {format_size(report.size_bytes)}, to {final}"
     for text in filter(None, (exported, verified, vllm_hint(final))):
         reporter(Noted(progress.step, text))
@@ -214,19 +214,19 @@ def _card(loaded: LoadedConfig, progress: Progress, *, head: str) -> CardFacts:
     )
 
 
-def _record(loaded: LoadedConfig, report: ExportReport, *, step: int, reason: str) -> None:
+def _record(config: RunConfig, report: ExportReport, *, step: int, reason: str) -> None:
     sizes = {name: (report.folder / name).stat().st_size for name in report.files}
-    facts = {"step": step, "reason": reason, "export": loaded.config.export.model_dump(), "files": sizes}
-    facts |= {"inputs": input_stamps(loaded.config, before=psutil.Process().create_time())}
-    atomic.write_json(Path(loaded.config.run.folder) / FINAL_RECORD, facts)
+    facts = {"step": step, "reason": reason, "export": config.export.model_dump(), "files": sizes}
+    facts |= {"inputs": input_stamps(config, before=psutil.Process().create_time())}
+    atomic.write_json(Path(config.run.folder) / FINAL_RECORD, facts)
 
 
-def push_final(loaded: LoadedConfig, *, log: Callable[[str], None] = print) -> None:
+def push_final(config: RunConfig, *, log: Callable[[str], None] = print) -> None:
     """Upload `final/` once, from rank 0; log its address, or a warning why it failed. Not collective.
 
     The record next to `final/` keeps the outcome, and the same command retries a failed upload.
     """
-    section, run = loaded.config.export, Path(loaded.config.run.folder)
+    section, run = config.export, Path(config.run.folder)
     if section.push_to_hub is None or not distributed.is_main() or (record := read_record(run)) is None:
         return
     if record.get("pushed_to") == redacted_text(section.push_to_hub):

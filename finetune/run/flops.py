@@ -1,6 +1,6 @@
 """What model FLOPs utilization (MFU) is computed from: the arithmetic of a trained token, and the peak of the devices.
 
-And what a device costs.
+It also looks up the price of a device.
 
 Chowdhery et al. (2022, arXiv:2204.02311), appendix B: 6 N + 12 L H Q T per token, of which a third is the forward pass.
 What gradient checkpointing computes again is not counted: the utilization is the model's, not the hardware's.
@@ -17,7 +17,6 @@ from finetune.registry.precisions import ARITHMETIC
 from finetune.runtime.gpus.prices import lowest, prices_of
 from finetune.runtime.gpus.specifications import find_gpu
 from finetune.runtime.parameters import num_values
-from finetune.task.model_inputs import unwrap_model
 from finetune.train.plan import StepPlan
 
 _EXPERTS = ".experts."
@@ -25,11 +24,6 @@ _EXPERTS = ".experts."
 
 _SEEN_POSITIONS = 256
 """At the start of the data, whose samples stand for all."""
-
-
-def model_flops(model: nn.Module, training: DatasetView, plan: StepPlan) -> float | None:
-    """Return the FLOPs of one trained token; None where they are not known."""
-    return flops_per_token(unwrap_model(model), attended=attended_tokens(training, plan))
 
 
 def flops_per_token(model: nn.Module, *, attended: float) -> float | None:
@@ -46,7 +40,10 @@ def flops_per_token(model: nn.Module, *, attended: float) -> float | None:
     if shapes is None or getattr(config, "is_encoder_decoder", False) or hasattr(config, "vision_config"):
         return None
     multiplied = trained = 0.0
-    looked_up = _looked_up(model)
+    # The parameters of embeddings, except one that is the head's matrix, too.
+    heads = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    looked_up = {id(module.weight) for module in tables} - heads
     for name, parameter in model.named_parameters():
         if id(parameter) in looked_up:
             continue
@@ -85,7 +82,7 @@ def peak_flops(device: torch.device, *, precision: str, world: int) -> float | N
 
 
 def device_price(device: torch.device, *, stated: float | None) -> dict[str, Any]:
-    """Return what a device costs, in USD per hour, and the price's source; empty where unknown, as on a CPU."""
+    """Return the price of a device in USD per hour, and its source; empty where unknown, as on a CPU."""
     if stated is not None:
         return {"usd_per_hour": stated, "source": "report.price_per_device_hour"}
     gpu = find_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
@@ -99,13 +96,6 @@ def _first_lengths(training: DatasetView, plan: StepPlan) -> tuple[Any, int]:
     """Return the lengths of the samples in the first positions, and the number of these."""
     num = min(_SEEN_POSITIONS, plan.num_positions or plan.microbatch_size)
     return training.samples.lengths_of(training.order.samples(0, num)).astype(float), num
-
-
-def _looked_up(model: nn.Module) -> set[int]:
-    """Return the parameters of embeddings, without one that is the head's matrix, too."""
-    heads = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
-    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    return {id(module.weight) for module in tables} - heads
 
 
 def _expert_share(config: Any) -> float:

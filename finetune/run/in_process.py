@@ -1,4 +1,4 @@
-"""A run within a caller's process: whatever of the process the run changes is as it was when the run is over.
+"""A run within a caller's process: all process state that the run changes is restored at its end.
 
 What stays: imported modules, memory that malloc keeps, and a random number generator of CUDA that the run was the
 first to use.
@@ -74,7 +74,7 @@ def train_in_process(
 
 @contextmanager
 def isolated_run() -> Iterator[None]:
-    """Have nothing that the run changes in this process outlive it; a signal that stopped it is then sent again.
+    """Restore all process state that the run changes; a signal that stopped the run is then sent again.
 
     So Ctrl-C raises KeyboardInterrupt once the checkpoint is saved, and SIGTERM does what it did before. Raises
     UserError in a process that was forked from one that had used CUDA.
@@ -118,7 +118,10 @@ def _open_file_limit() -> Iterator[None]:
 def _loggers() -> Iterator[None]:
     """Restore loggers that exist already, and the filters of all; and whether libraries show progress bars."""
     root = logging.root
-    before = {logger: _logger_state(logger) for logger in (root, *_all_loggers())}
+    before = {
+        logger: (logger.level, logger.propagate, logger.disabled, list(logger.handlers), list(logger.filters))
+        for logger in (root, *_all_loggers())
+    }
     bars = transformers_logging.is_progress_bar_enabled()
     datasets_bars, hub_bars = datasets.are_progress_bars_disabled(), are_progress_bars_disabled()
     try:
@@ -143,10 +146,6 @@ def _loggers() -> Iterator[None]:
 
 def _all_loggers() -> list[logging.Logger]:
     return [logger for logger in logging.root.manager.loggerDict.values() if isinstance(logger, logging.Logger)]
-
-
-def _logger_state(logger: logging.Logger) -> tuple[int, bool, bool, list[logging.Handler], list[Any]]:
-    return logger.level, logger.propagate, logger.disabled, list(logger.handlers), list(logger.filters)
 
 
 @contextmanager

@@ -95,16 +95,10 @@ def _timed_optimizer(parts: TrainingComponents, profile: StepProfile) -> Iterato
         if hasattr(parts.model, "zero_optimization_stage"):
             engine: Any = parts.model
             stack.enter_context(replace_engine_step(engine, timed_call(engine.step, OPTIMIZER, profile)))
-        else:
-            _time_steps(without_accelerate_wrapper(parts.optimizer), profile, stack=stack)
+        elif isinstance(optimizer := without_accelerate_wrapper(parts.optimizer), torch.optim.Optimizer):
+            running = ExitStack()
+            before = optimizer.register_step_pre_hook(lambda *_: running.enter_context(profile.phase(OPTIMIZER)))
+            after = optimizer.register_step_post_hook(lambda *_: running.close())
+            stack.callback(before.remove)
+            stack.callback(after.remove)
         yield
-
-
-def _time_steps(optimizer: Any, profile: StepProfile, *, stack: ExitStack) -> None:
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        return
-    running = ExitStack()
-    before = optimizer.register_step_pre_hook(lambda *_: running.enter_context(profile.phase(OPTIMIZER)))
-    after = optimizer.register_step_post_hook(lambda *_: running.close())
-    stack.callback(before.remove)
-    stack.callback(after.remove)

@@ -79,7 +79,8 @@ class Supervision:
 
     def end(self, reason: str) -> int:
         """Write the end of the run to the status file and return its exit code."""
-        code, state = EXIT_CODES.get(reason, 0), _state_of(reason)
+        code = EXIT_CODES.get(reason, 0)
+        state = status.FINISHED if reason in FINAL_REASONS else status.STOPPED
         self.status.end(state, reason=reason, exit_code=code)
         self.sentinel.end_training(state, reason=reason)
         return code
@@ -109,7 +110,7 @@ class Supervision:
 
 @contextmanager
 def model_code_errors() -> Iterator[None]:
-    """Raise ModelError for what the code of the model raises: it does not accept the inputs of this job.
+    """Raise ModelError for an exception from the model's own code: it does not accept the inputs of this job.
 
     A device error, one out of memory, of another rank or of ours, is raised as it is.
     """
@@ -130,10 +131,6 @@ def model_code_errors() -> Iterator[None]:
             f"({Path(paths[last]).name}, line {frames[last].lineno}). It may not support the task, or may need another "
             "tokenizer or other values in its config."
         ) from error
-
-
-def _state_of(reason: str) -> str:
-    return status.FINISHED if reason in FINAL_REASONS else status.STOPPED
 
 
 @contextmanager
@@ -171,7 +168,7 @@ def supervised_run(
                     _start_sentinel(config.run.on_end_section, sentinel, log=log)
                 yield supervision
         except BaseException as error:
-            if stop := watchdog.stop_before_training():  # whatever a signal interrupted
+            if stop := watchdog.stop_before_training():  # a signal may have interrupted any line above
                 leave.after(stop)
             if distributed.world() > 1 or outlives_run:
                 leave.exit_after_error(error)

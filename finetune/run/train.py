@@ -22,7 +22,7 @@ from finetune.report.timing import StartupTimer
 from finetune.run.context import RunContext
 from finetune.run.final_export import push_final
 from finetune.run.fit import finish, fit
-from finetune.run.remote.background import Uploader, make_uploader
+from finetune.run.remote.upload import Uploader, make_uploader
 from finetune.run.setup.accelerator import make_accelerator
 from finetune.run.setup.checks import require_sample_isolation
 from finetune.run.setup.data import PreparedData, prepare_data, verify_before_training
@@ -54,10 +54,10 @@ def train_from_config(loaded: LoadedConfig, checksums: ChecksumPrefetch | None =
         trained = _train(context, supervision, uploader=uploader, checksums=checksums)
 
     def upload_rest(code: int) -> int:
-        """Upload what is left, when no other process waits for this one any more; return the exit code."""
+        """Upload the remaining files when no other process waits for this one; return the exit code."""
         code = uploader.finish(code)
         if code == 0:
-            push_final(context.loaded)
+            push_final(context.config)
         return supervision.sentinel.exit(code)
 
     return distributed.shut_down(trained.code, afterwards=upload_rest)
@@ -89,7 +89,7 @@ def train_for_caller(
     if (missing := uploader.upload_rest()) is not None:
         raise HubError(missing)
     if trained.code == 0:
-        push_final(context.loaded)
+        push_final(context.config)
     return result
 
 

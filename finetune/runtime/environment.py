@@ -67,7 +67,12 @@ def environment_facts() -> dict[str, Any]:
         "git": git_state(Path.cwd()),
         "command": redacted_command(sys.argv),
         "launcher": launcher_variables(os.environ),
-        "process_group": _process_group(),
+        "process_group": {
+            "backend": torch.distributed.get_backend(),
+            "num_processes": torch.distributed.get_world_size(),
+        }
+        if torch.distributed.is_initialized()
+        else None,
         "accelerate_default_config": default_config(os.environ),
     }
 
@@ -137,13 +142,6 @@ def _cuda_driver() -> str | None:
         return None
     drivers = _command_output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
     return drivers.splitlines()[0] if drivers else None
-
-
-def _process_group() -> dict[str, Any] | None:
-    """Return backend and size of the process group; None for a single process."""
-    if not torch.distributed.is_initialized():
-        return None
-    return {"backend": torch.distributed.get_backend(), "num_processes": torch.distributed.get_world_size()}
 
 
 def nccl_version() -> str | None:

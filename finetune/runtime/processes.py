@@ -105,16 +105,7 @@ def stop_with_launcher() -> None:
         return
     if parent == 1 and not is_launcher(_command(parent)):  # died before this call; in a container its pid may be 1
         os.kill(os.getpid(), signal.SIGTERM)
-    terminate_with_parent(parent)
-
-
-def terminate_with_parent(parent: int) -> None:
-    """Make the kernel send SIGTERM to this process when its parent dies; does nothing on other systems than Linux.
-
-    The parent is the thread that started this process. The setting survives `exec`.
-    """
-    if sys.platform != "linux":
-        return
+    # The parent is the thread that started this process. The setting survives `exec`.
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     if os.getppid() != parent:  # the parent died before the call, so the kernel sends no signal
         os.kill(os.getpid(), signal.SIGTERM)
@@ -196,16 +187,12 @@ def _run_exit_handlers(code: int, *, seconds: float, joins_threads: bool) -> Non
     guard.daemon = True
     guard.start()
     if joins_threads:  # pools of `concurrent.futures` finish their tasks; only the main thread may wait for them
-        _join_threads()
+        try:
+            threading._shutdown()  # type: ignore[attr-defined]
+        except Exception as error:  # of a registered callback: it does not affect the others
+            print("".join(traceback.format_exception(error)), file=sys.stderr)
     atexit._run_exitfuncs()  # in reverse order of registration; an error in one is only printed
     guard.cancel()
-
-
-def _join_threads() -> None:
-    try:
-        threading._shutdown()  # type: ignore[attr-defined]
-    except Exception as error:  # of a registered callback: it does not affect the others
-        print("".join(traceback.format_exception(error)), file=sys.stderr)
 
 
 def _give_up(code: int, seconds: float) -> None:

@@ -97,7 +97,7 @@ def torch_waits_for_locks() -> bool:
 
 
 def build_locks(folder: Path) -> list[BuildLock]:
-    """Return all locks of builds in the folder, by path; none where torch does not wait for them."""
+    """Return all locks of builds in the folder, by path; empty if torch does not wait for them."""
     if not torch_waits_for_locks():
         return []
     return [inspect_lock(path) for path in sorted(folder.glob("**/lock")) if path.is_file()]

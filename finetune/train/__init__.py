@@ -1,1 +1,1 @@
-"""The loop, the step, and what they are handed."""
+"""The loop, the step, and their components."""

@@ -25,7 +25,7 @@ from finetune.report.reporter import Reporter
 from finetune.runtime import distributed
 from finetune.runtime.parameters import AVERAGE
 from finetune.runtime.supervision.heartbeat import fault_point
-from finetune.task.generation.evaluation import Answer, GenerationEvaluator
+from finetune.task.generation.evaluation import GenerationEvaluator
 from finetune.task.protocol import Task
 from finetune.train.meters import sum_over_ranks
 from finetune.train.optim.averages import average_from_fast
@@ -144,19 +144,14 @@ class Evaluator:
             metrics = dict(self.task.metrics(sum_over_ranks(sums), _gather_records(records)))
             if self.answers is not None:
                 answered = self.answers.generate_all(self.model, step=step)
-                metrics |= self._score(answered)
+                with distributed.rank_0_works_alone():  # a user's metric may take long
+                    scores = self.answers.score(answered) if distributed.is_main() else {}
+                metrics |= distributed.broadcast_object(scores)
                 for answer in answered[: self.answers.section.show]:
                     self.reporter(Answered(step, answer.prompt, answer.answer, answer.reference))
         self.model.train(was_training)
         self.reporter(Evaluated(step, metrics, len(self.rows), time.perf_counter() - started))
         return metrics
-
-    def _score(self, answered: Sequence[Answer]) -> dict[str, float]:
-        """Return the metrics of the answers, computed on rank 0; a user's metric may take long. Collective."""
-        assert self.answers is not None
-        with distributed.rank_0_works_alone():
-            metrics = self.answers.score(answered) if distributed.is_main() else {}
-        return distributed.broadcast_object(metrics)
 
     def _measure(self, step: int) -> tuple[dict[str, Tensor], list[Tensor]]:
         """Return this rank's sums and records; every rank runs the same number of forward passes."""

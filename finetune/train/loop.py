@@ -6,15 +6,14 @@ from functools import partial
 
 from finetune.report.events import Warned
 from finetune.runtime.progress import Progress
-from finetune.train.counted_groups import CountedGroups
 from finetune.train.early_stopping import EARLY_STOPPING, FINISHED
 from finetune.train.meters import StepRecord
 from finetune.train.parts import TrainingComponents
-from finetune.train.step import record_skipped_step, take_step
+from finetune.train.step import CountedGroups, record_skipped_step, take_step
 
 
 def train(parts: TrainingComponents, progress: Progress) -> str:
-    """Train from `progress` to the end of the plan and return why it ended; by then it is saved. Collective."""
+    """Train from `progress` to the end of the plan and return the reason of its end, after saving. Collective."""
     if parts.early_stopping.is_over(progress):
         return EARLY_STOPPING
     parts.profile.begin(progress.step)

@@ -5,7 +5,6 @@ on how the global batch is split, and a resumed run draws the same noise.
 """
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -52,20 +51,15 @@ def sample_noise(batch: Batch, embedded: Tensor, *, alpha: float) -> Tensor:
     """
     noise = torch.zeros_like(embedded)
     width = embedded.shape[-1]
-    for target, sample_id, length in _sample_views(batch, noise):
-        generator = torch.Generator(noise.device).manual_seed(derive_seed(batch.seed, "embedding noise", sample_id))
-        drawn = torch.rand((length, width), generator=generator, device=noise.device, dtype=torch.float32)
-        target[:length] = ((2.0 * drawn - 1.0) * (alpha / math.sqrt(length * width))).to(noise.dtype)
-    return noise
-
-
-def _sample_views(batch: Batch, noise: Tensor) -> Iterator[tuple[Tensor, int, int]]:
-    """Yield a view that starts at the sample's first token, its id and its number of tokens, for every sample."""
     is_row = batch.cumulative_lengths is not None
     start = 0
     for row, (sample_id, length) in enumerate(zip(batch.sample_ids, batch.lengths, strict=True)):
-        yield (noise[0, start:] if is_row else noise[row]), sample_id, length
+        target = noise[0, start:] if is_row else noise[row]
+        generator = torch.Generator(noise.device).manual_seed(derive_seed(batch.seed, "embedding noise", sample_id))
+        drawn = torch.rand((length, width), generator=generator, device=noise.device, dtype=torch.float32)
+        target[:length] = ((2.0 * drawn - 1.0) * (alpha / math.sqrt(length * width))).to(noise.dtype)
         start += length
+    return noise
 
 
 def _input_embeddings(model: Any) -> nn.Module | None:

@@ -57,7 +57,7 @@ def make_plan(
 ) -> StepPlan:
     """Return the plan; `steps_for_tokens` returns the number of steps to process a number of tokens.
 
-    `unit` is the plural name of what a position holds. If `num_positions` is None, the budget must be in steps.
+    `unit` is the plural name of a position's content. If `num_positions` is None, the budget must be in steps.
     `sequence_size` ranks share each microbatch.
     """
     num_steps, budget = _budget(section, num_positions, unit, steps_for_tokens)
@@ -103,18 +103,15 @@ def _budget(
         return section.steps, f"{section.steps} steps x {batch} / {num_positions:,} {unit} = {epochs:.2f} epochs"
     assert num_positions is not None  # the config's rules: a stream has a budget in steps
     if section.epochs is not None:
-        return _epochs(section.epochs, num_positions=num_positions, unit=unit, batch=batch)
+        epochs = section.epochs
+        positions = round(epochs * num_positions)
+        num_steps = math.ceil(positions / batch)
+        extra = num_steps * batch - positions
+        line = f"{epochs:g} epochs x {num_positions:,} {unit} / {batch} = {positions / batch:.2f} -> {num_steps} steps"
+        return num_steps, line + (f"; the last one takes {extra} {unit} from the next epoch" if extra else "")
     assert section.tokens is not None  # the config's rules: exactly one budget
     num_steps = steps_for_tokens(section.tokens)
     return num_steps, f"{section.tokens:,} tokens are reached in {num_steps} steps of {batch} {unit}"
-
-
-def _epochs(epochs: float, *, num_positions: int, unit: str, batch: int) -> tuple[int, str]:
-    positions = round(epochs * num_positions)
-    num_steps = math.ceil(positions / batch)
-    extra = num_steps * batch - positions
-    line = f"{epochs:g} epochs x {num_positions:,} {unit} / {batch} = {positions / batch:.2f} -> {num_steps} steps"
-    return num_steps, line + (f"; the last one takes {extra} {unit} from the next epoch" if extra else "")
 
 
 def _rate(section: TrainSection, peak: float) -> str:

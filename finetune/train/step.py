@@ -184,7 +184,10 @@ def update_weights(parts: TrainingComponents, progress: Progress) -> tuple[Tenso
     """
     gradient_norm = parts.update.clip()
     fault_point("update.before", step=progress.step)
-    is_taken = parts.update(gradient_norm, num_allowed=_num_allowed(parts, progress))
+    skips = parts.nonfinite.action == "skip"
+    is_taken = parts.update(
+        gradient_norm, num_allowed=parts.nonfinite.max_skips - progress.num_nonfinite_skips if skips else 0
+    )
     fault_point("update.after", step=progress.step)
     return gradient_norm, is_taken
 
@@ -194,19 +197,15 @@ def record_skipped_step(parts: TrainingComponents, progress: Progress, record: S
     is_loss_finite = distributed.sum_counts([int(not is_finite(record.losses))]) == [0]
     reason = LOSS_SCALE if parts.scales_loss and is_loss_finite else NON_FINITE
     sample_ids = _nonfinite_samples(record)
-    rows = _describe_rows(sample_ids, parts.row_location)
+    locations = [parts.row_location(sample_id) for sample_id in sample_ids[:MAX_NAMED_ROWS]]
+    more = len(sample_ids) - len(locations)
+    rows = "; ".join([*locations, f"and {more} more"] if more else locations)
     if reason == NON_FINITE:
         _stop_unless_skipping(parts, progress, number=record.number, rows=rows)
         progress.num_nonfinite_skips += 1
     else:
         progress.num_scale_skips += 1
     parts.reporter(StepSkipped(record.number, reason, sample_ids, rows))
-
-
-def _num_allowed(parts: TrainingComponents, progress: Progress) -> int:
-    """Return the number of further steps that may be skipped because they are not finite."""
-    skips = parts.nonfinite.action == "skip"
-    return parts.nonfinite.max_skips - progress.num_nonfinite_skips if skips else 0
 
 
 def _nonfinite_samples(record: StepRecord) -> tuple[int, ...]:
@@ -216,13 +215,6 @@ def _nonfinite_samples(record: StepRecord) -> tuple[int, ...]:
     gathered = distributed.gather_objects((nonfinite, [i for ids in record.sample_ids for i in ids]))
     sample_ids = [i for ids, _ in gathered for i in ids] or [i for _, ids in gathered for i in ids]
     return tuple(sorted(set(sample_ids)))  # ranks that share a row report the same ids
-
-
-def _describe_rows(sample_ids: tuple[int, ...], row_location: Callable[[int], str]) -> str:
-    """Return the locations of the first samples, and the number of the others."""
-    locations = [row_location(sample_id) for sample_id in sample_ids[:MAX_NAMED_ROWS]]
-    more = len(sample_ids) - len(locations)
-    return "; ".join([*locations, f"and {more} more"] if more else locations)
 
 
 def _stop_unless_skipping(parts: TrainingComponents, progress: Progress, *, number: int, rows: str) -> None:
@@ -237,3 +229,77 @@ def _stop_unless_skipping(parts: TrainingComponents, progress: Progress, *, numb
         raise NonFiniteError(
             f"{problem} {parts.nonfinite.max_skips} steps have already been skipped (train.nonfinite.max_skips)."
         )
+
+
+SLOW_SECONDS = 1.0
+"""From here on a step is not counted in advance."""
+
+
+@dataclass(frozen=True)
+class CountedGroup:
+    """The microbatches of one step on this rank, and the counts of the group over all ranks."""
+
+    batches: tuple[Batch, ...]
+    counts: StepCounts
+    data_seconds: float  # for which this rank waited for the batches
+
+
+class CountedGroups:
+    """Hands out the groups in the order of the steps; the next one is counted while a step ends.
+
+    The counts go round a ring of all ranks, some 50 microseconds each: with 1,000 ranks 60 to 100 ms, in which a short
+    step could be taken. So they are started before the last backward pass. A stop requested after that takes effect one
+    step later, which is why slow steps, whose device hides the ring anyway, are not counted in advance.
+    """
+
+    def __init__(self, parts: TrainingComponents, *, first_step: int) -> None:
+        self._parts = parts
+        self._groups = parts.groups(first_step=first_step)
+        self._first_step = first_step
+        self._taken_at = time.perf_counter()
+        self._next: _StartedGroup | None = None
+
+    def take(self, step: int) -> CountedGroup:
+        """Return the group of this step, which is counted now unless that was started. Collective.
+
+        Raises TrainingError as `start_step_counts` says.
+        """
+        if self._next is None:
+            batches, data_seconds = self._fetch()
+            fault_point("data", step=step)
+            started = self._start(batches, data_seconds, step=step)
+        else:
+            started, self._next = self._next, None
+            fault_point("data", step=step)
+        self._taken_at = time.perf_counter()
+        return CountedGroup(started.batches, started.wait(), started.data_seconds)
+
+    def start_next_count(self, step: int, *, counts: StepCounts) -> None:
+        """Start to count the group of this step, unless it may never be taken, or steps are slow. Collective.
+
+        `counts` are those of the step before it. The first step of a start is over when the second group is requested,
+        and an evaluation may end the run: after either, nothing is started.
+        """
+        parts = self._parts
+        may_be_last = step >= parts.plan.num_steps or step == parts.stop_after_steps or parts.evaluate_due.due(step)
+        if parts.counts_ahead and not counts.is_slow and not may_be_last and step > self._first_step + 1:
+            self._next = self._start(*self._fetch(), step=step)
+
+    def _fetch(self) -> tuple[tuple[Batch, ...], float]:
+        started = time.perf_counter()
+        batches = next(self._groups)
+        return batches, time.perf_counter() - started
+
+    def _start(self, batches: tuple[Batch, ...], data_seconds: float, *, step: int) -> "_StartedGroup":
+        is_slow = time.perf_counter() - self._taken_at > SLOW_SECONDS
+        wait = start_step_counts(self._parts, batches, step=step, is_slow=is_slow)
+        return _StartedGroup(batches, data_seconds, wait)
+
+
+@dataclass(frozen=True)
+class _StartedGroup:
+    """A group whose counts are under way."""
+
+    batches: tuple[Batch, ...]
+    data_seconds: float
+    wait: Callable[[], StepCounts]

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from finetune.checkpoint.format.manifest import RunFingerprint
 from finetune.checkpoint.read.find import find_checkpoint, verify_checkpoint
 from finetune.checkpoint.sharding import gather, save_plan
-from finetune.checkpoint.write import save_preflight, saver
+from finetune.checkpoint.write import saver
 from finetune.checkpoint.write.saver import SavedCheckpoint, Saver
 from finetune.checkpoint.write.writer import WrittenFiles
 from finetune.config.sections.checkpoint import CheckpointSection
@@ -140,7 +140,7 @@ def unforeseen_on_one_rank(folder: Path) -> object:
 
 def not_shared(folder: Path) -> object:
     """Every rank has a folder of its own, as on machines that share none."""
-    with patch.object(save_preflight, "_VISIBILITY_CHECKS", 1):
+    with patch.object(saver, "_VISIBILITY_CHECKS", 1):
         try:
             Saving(folder / f"machine-{distributed.rank()}").saver.rehearse(num_saves=5)
         except CheckpointError as error:

@@ -18,7 +18,7 @@ from transformers import (
 )
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from finetune.model.positions import Positions, keep_positions_exact, positions_of, table_size
+from finetune.model.loading.rope import Positions, keep_positions_exact, positions_of, table_size
 from tests.devices import EVERY_DEVICE
 
 SIZES = {

@@ -131,7 +131,7 @@ def over(trained, job, tmp_path):
     def ask(*overrides):
         loaded = load_config(job, [f"run.folder={folder}", *overrides])
         said = []
-        push_final(loaded, log=said.append)
+        push_final(loaded.config, log=said.append)
         return said, json.loads((folder / "final.json").read_text())
 
     return ask

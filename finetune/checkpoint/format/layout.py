@@ -67,19 +67,9 @@ def steps(folder: Path) -> dict[int, Path]:
     return dict(sorted((step, path) for path, step in named.items() if step is not None))
 
 
-def misnamed_checkpoints(folder: Path) -> list[Path]:
-    """Return paths that are named like checkpoints but are not: copies, broken links, files."""
-    return [path for path in sorted(folder.glob("step-*")) if step_of(path) is None or not path.is_dir()]
-
-
 def newest_checkpoint(folder: Path) -> Path | None:
     """Return the folder with a checkpoint's name of the highest step; None if there is none."""
     return next(reversed(steps(folder).values()), None)
-
-
-def bad_checkpoints(folder: Path) -> list[Path]:
-    """Return the checkpoints that were renamed because they failed verification."""
-    return sorted(folder.glob(".bad-step-*"))
 
 
 def deleted_checkpoints(folder: Path) -> dict[Path, int]:

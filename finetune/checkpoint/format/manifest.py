@@ -156,7 +156,12 @@ def parse_manifest(content: bytes, *, path: Path) -> Manifest:
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
     for name in stored["files"]:
-        _refuse_unsafe_name(path, name)
+        # A manifest may come from an untrusted source: no file outside of the folder.
+        parts = PurePosixPath(name).parts
+        if not parts or name.startswith("/") or "\\" in name or ".." in parts or name == MANIFEST:
+            raise CheckpointError(
+                f"{path}: lists the file {name!r}, which is not a plain relative path. Do not trust this checkpoint."
+            )
     return _manifest(stored)
 
 
@@ -215,12 +220,3 @@ def _manifest(stored: Mapping[str, Any]) -> Manifest:
     run, members = stored["run"], stored["files"]
     parsed = {"run": RunFingerprint(**run), "files": {name: FileChecksum(**stored) for name, stored in members.items()}}
     return Manifest(**{**stored, **parsed})
-
-
-def _refuse_unsafe_name(path: Path, name: str) -> None:
-    """Refuse a file outside of the folder: a manifest may come from an untrusted source."""
-    parts = PurePosixPath(name).parts
-    if not parts or name.startswith("/") or "\\" in name or ".." in parts or name == MANIFEST:
-        raise CheckpointError(
-            f"{path}: lists the file {name!r}, which is not a plain relative path. Do not trust this checkpoint."
-        )

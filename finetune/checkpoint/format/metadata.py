@@ -96,10 +96,11 @@ def read_index(path: Path, manifest: Manifest) -> Mapping[str, Mapping[str, Any]
     """Return the index entry of each tensor; raises CheckpointError, or OSError if the file cannot be read."""
     index: Mapping[str, Mapping[str, Any]] = _parse(path, layout.INDEX, _INDEX)
     for stored, entry in index.items():
+        name = entry["name"]
         if entry["file"] not in manifest.files or entry["file"] in layout.METADATA_FILES:
             problem = f"lists the file {entry['file'][:80]!r}, which is not in the manifest"
-        elif stored != _stored_name(entry):
-            problem = f"stores a tensor of {entry['name'][:80]!r} under the name {stored[:80]!r}"
+        elif stored != (name if entry["key"] in ("parameter", "buffer") else f"{name}/{entry['key']}"):
+            problem = f"stores a tensor of {name[:80]!r} under the name {stored[:80]!r}"
         elif _size_bytes(entry) > manifest.files[entry["file"]].size_bytes:
             problem = f"gives {stored[:80]!r} more elements than fit into {entry['file']}"
         else:
@@ -147,11 +148,6 @@ def _progress(path: Path, manifest: Manifest) -> Mapping[str, Any]:
     except ValueError as error:
         raise CheckpointError(f"{path}: {layout.PROGRESS} is invalid: {error}") from None
     return progress.state_dict()
-
-
-def _stored_name(entry: Mapping[str, Any]) -> str:
-    """Return the name in the file, equal to `TensorRecord.stored_name`."""
-    return str(entry["name"]) if entry["key"] in ("parameter", "buffer") else f"{entry['name']}/{entry['key']}"
 
 
 def _size_bytes(entry: Mapping[str, Any]) -> int:

@@ -95,7 +95,7 @@ def _find_newest(folder: Path, *, log: Callable[[str], None], checksum_of: Check
             aside = run_on_rank_0(partial(layout.rename_aside, path, "bad"))
             if distributed.is_main():
                 log(f"skipped {path.name}, renamed to {aside.name}: {error}")
-    bad = run_on_rank_0(lambda: layout.bad_checkpoints(folder))
+    bad = run_on_rank_0(lambda: sorted(folder.glob(".bad-step-*")))
     if bad:
         raise CheckpointError(
             f"{folder}: has no valid checkpoint, only damaged ones: {', '.join(path.name for path in bad)}. "

@@ -116,7 +116,14 @@ class CheckpointEntry:
         if self.manifest is None:
             return ()
         problems = {name: self._problem(name, read_all=read_all) for name in sorted(self.manifest.files)}
-        return tuple(BadFile(name, problem, self._damaged_in(name)) for name, problem in problems.items() if problem)
+        bad = {name: problem for name, problem in problems.items() if problem}
+        inside = {
+            name: {stored: each for stored, each in self.index.items() if each.get("file") == name} for name in bad
+        }
+        return tuple(
+            BadFile(name, problem, tuple(damaged_tensors(self.path / name, inside[name])))
+            for name, problem in bad.items()
+        )
 
     def metadata_problem(self, *, read_all: bool) -> str | None:
         """Return the problem of index, scalars, progress or, with `read_all`, of a tensor file's header.
@@ -142,10 +149,6 @@ class CheckpointEntry:
             return first_file_problem(self.path, expected, [name]) if reads or not has_size else None
         except OSError as error:
             return f"{name} cannot be read: {error.strerror}"
-
-    def _damaged_in(self, name: str) -> tuple[str, ...]:
-        inside = {stored: entry for stored, entry in self.index.items() if entry.get("file") == name}
-        return tuple(damaged_tensors(self.path / name, inside))
 
 
 @dataclass(frozen=True)
@@ -241,9 +244,9 @@ def find_leftovers(checkpoints: Path) -> list[Leftover]:
         for prefix, meaning in LEFTOVERS.items()
         if path.name.startswith(prefix) and path.is_dir()
     ]
-    return hidden + [
-        Leftover(path, _size_bytes(path), NOT_A_CHECKPOINT_NAME) for path in layout.misnamed_checkpoints(checkpoints)
-    ]
+    named = sorted(checkpoints.glob("step-*"))  # copies, broken links and files among them
+    misnamed = [path for path in named if layout.step_of(path) is None or not path.is_dir()]
+    return hidden + [Leftover(path, _size_bytes(path), NOT_A_CHECKPOINT_NAME) for path in misnamed]
 
 
 def count_tensors(entry: CheckpointEntry) -> list[TensorCount]:

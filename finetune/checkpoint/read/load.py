@@ -84,11 +84,6 @@ def _record(entry: Mapping[str, Any]) -> TensorRecord:
     return TensorRecord(name=entry["name"], key=entry["key"], shape=tuple(entry["shape"]), dtype=entry["dtype"])
 
 
-def no_cached_bytes(path: Path) -> np.ndarray | None:
-    """Return None: no file is in memory."""
-    return None
-
-
 def resume_checkpoint(
     checkpoint: VerifiedCheckpoint,
     *,
@@ -112,7 +107,7 @@ def resume_checkpoint(
 
 
 def load_checkpoint(
-    verified: VerifiedCheckpoint, *, access: StateAccess, cached_bytes: CachedBytes = no_cached_bytes
+    verified: VerifiedCheckpoint, *, access: StateAccess, cached_bytes: CachedBytes = lambda path: None
 ) -> dict[str, Any]:
     """Load the verified checkpoint and return its progress; raises CheckpointError for differences. Collective."""
     path = verified.path

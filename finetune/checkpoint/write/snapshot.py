@@ -1,4 +1,4 @@
-"""What a checkpoint consists of: copied to host memory first, or gathered while it is written and training waits."""
+"""The contents of a checkpoint: copied to host memory first, or gathered while it is written and training waits."""
 
 import mmap
 import weakref
@@ -49,16 +49,13 @@ class PinnedMemory:
         self.bytes: Tensor = memory[start : start + locked_bytes].zero_()[:size_bytes]
         address = self.bytes.data_ptr()
         (register or _register)(address, locked_bytes)
+        unlock = unregister or _unregister
         # The call holds a reference to the memory until it is unlocked.
-        weakref.finalize(self, _unlock, unregister or _unregister, address, memory)
+        weakref.finalize(self, lambda memory: unlock(address), memory)
 
 
 def _whole_pages(size_bytes: int) -> int:
     return max(1, -(-size_bytes // PAGE_BYTES)) * PAGE_BYTES
-
-
-def _unlock(unregister: Callable[[int], None], address: int, memory: Tensor) -> None:
-    unregister(address)
 
 
 def _register(address: int, size_bytes: int) -> None:
@@ -147,15 +144,13 @@ class SnapshotSource:
         pins = self._access.device.type == "cuda"  # a GPU copies several times faster to pinned memory
         for file in planned:
             if file.writer == distributed.rank():
-                self._buffers.update(_cut(self._new_memory(_size(file), pins=pins), file))
+                if pins:
+                    self._pinned.append(PinnedMemory(_size(file)))
+                    memory = self._pinned[-1].bytes
+                else:
+                    memory = torch.empty(_size(file), dtype=torch.uint8).zero_()  # commits its pages
+                self._buffers.update(_cut(memory, file))
         self._planned = planned
-
-    def _new_memory(self, size: int, *, pins: bool) -> Tensor:
-        """Return this many bytes of host memory, zeroed so that its pages are committed."""
-        if not pins:
-            return torch.empty(size, dtype=torch.uint8).zero_()
-        self._pinned.append(PinnedMemory(size))
-        return self._pinned[-1].bytes
 
     def _buffer(self, file: PlannedFile, record: TensorRecord) -> Tensor:
         return self._buffers[record.stored_name]

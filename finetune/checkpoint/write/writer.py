@@ -26,8 +26,7 @@ from finetune.checkpoint.format.manifest import (
 from finetune.checkpoint.format.metadata import state_digest
 from finetune.checkpoint.format.tensor_file import BUFFER, TensorFile, TensorRecord
 from finetune.checkpoint.sharding.save_plan import PlannedFile
-from finetune.checkpoint.sharding.state_access import StateAccess
-from finetune.checkpoint.write.snapshot import Contents, StreamingSource
+from finetune.checkpoint.write.snapshot import Contents
 from finetune.errors import CheckpointError, NonFiniteError
 from finetune.runtime import distributed
 from finetune.runtime.distributed import Group, run_on_all_ranks, run_on_rank_0
@@ -112,13 +111,6 @@ class RankWriter:
             fault_point("save.written", step=self._step, path=self._staging / name)
 
 
-def write_checkpoint(
-    folder: Path, step: int, *, access: StateAccess, run: RunFingerprint, progress: Mapping[str, Any]
-) -> Manifest:
-    """Write the checkpoint of a step into `folder` and return its manifest; a failure leaves nothing. Collective."""
-    return write_contents(folder, StreamingSource(access).capture(step, progress=progress), run=run)
-
-
 def write_contents(folder: Path, contents: Contents, *, run: RunFingerprint, group: Group = Group.HOST) -> Manifest:
     """Write the contents as a checkpoint in `folder` and return its manifest; a failure leaves nothing.
 
@@ -160,7 +152,18 @@ def _stage(staging: Path, *, num_bytes: int) -> None:
 
 def _commit(staging: Path, contents: Contents, *, run: RunFingerprint, written: WrittenFiles) -> Manifest:
     """Write the JSON files, the manifest last, and rename the folder to its final name."""
-    index = _index(contents.planned, written.tensors)
+    index = {
+        record.stored_name: {
+            "file": file.name,
+            "name": record.name,
+            "key": record.key,
+            "shape": record.shape,
+            "dtype": record.dtype,
+            "sha256": written.tensors[record.stored_name],
+        }
+        for file in contents.planned
+        for record in file.records
+    }
     metadata = {layout.INDEX: index, layout.SCALARS: contents.scalars, layout.PROGRESS: contents.progress}
     final = layout.step_folder(staging.parent, contents.step)
     with explain_disk_errors(staging):
@@ -193,21 +196,6 @@ def _manifest(
         versions=_versions(),
         files=files,
     )
-
-
-def _index(planned: Sequence[PlannedFile], digests: Mapping[str, str]) -> dict[str, Any]:
-    return {
-        record.stored_name: {
-            "file": file.name,
-            "name": record.name,
-            "key": record.key,
-            "shape": record.shape,
-            "dtype": record.dtype,
-            "sha256": digests[record.stored_name],
-        }
-        for file in planned
-        for record in file.records
-    }
 
 
 def _not_finite(step: int, *, names: Sequence[str], newest: Path | None) -> str:

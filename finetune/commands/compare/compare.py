@@ -1,19 +1,260 @@
-"""`finetune compare`: prints the comparison as tables or JSON, and writes it as a page and PNG files."""
+"""`finetune compare`: runs side by side, with curves, results, differences, and whether their losses agree.
 
+Losses are bitwise equal, equal within rounding, equal within noise, or different from a step on. They are paired by
+step, which removes the common trend; if the samples of each step are the same, the noise of the data cancels as well.
+The remaining differences d are cut into windows. The runs agree within noise unless the mean of some window is further
+from 0, in standard deviations of its window, than the furthest window of 95% of simulated series, so that many windows
+raise no false alarm (max-T: Westfall and Young 1993, Resampling-Based Multiple Testing, ch. 2). A series is simulated
+by the sieve bootstrap of order 1, which keeps the correlation of neighboring steps (Bühlmann 1997, Bernoulli 3(2),
+123-148): an autoregression is fitted to the differences minus their window's mean, its coefficient corrected for that
+(Marriott and Pope 1954, Biometrika 41, 390-402), and driven by its own residuals, drawn at random. So noise means
+fluctuation within a window of steps; a difference that lasts for a window counts, be it a better learning rate or
+another seed's luck.
+"""
+
+import math
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, Literal
 
+import numpy as np
 from rich.table import Table
 
-from finetune.commands.compare.comparison import Comparison, build_comparison
-from finetune.commands.compare.differences import Difference
-from finetune.commands.compare.time_to_metric import TimeToMetric
+from finetune.commands.compare.runs import (
+    ComparedRun,
+    Difference,
+    TimeToMetric,
+    choose_metric,
+    config_differences,
+    environment_differences,
+    is_lower_better,
+    measure_time_to_metric,
+    short_names,
+)
 from finetune.commands.printing import print_facts, print_json, print_table
-from finetune.report.page.charts import step_scales, write_pngs
-from finetune.report.page.facts import format_count, format_duration, format_time, format_value
+from finetune.commands.report.report import require_events
+from finetune.errors import UserError
+from finetune.report.history import Steps, read_history
+from finetune.report.page.charts import chart_kinds, format_chart, in_unit, step_scales, write_pngs
+from finetune.report.page.facts import (
+    format_count,
+    format_duration,
+    format_time,
+    format_value,
+    read_run_files,
+    run_state,
+)
 from finetune.report.page.page import SMOOTHING, render_page
 from finetune.runtime.files import atomic
+
+ROUNDING = 1e-4
+"""The largest relative difference that counts as rounding, as between strategies (`finetune verify parity`)."""
+
+LEVEL = 0.05
+MIN_STEPS, MIN_WINDOW, MAX_WINDOWS, MAX_GROUPS = 40, 20, 20, 4000
+_NUM_SERIES, _SEED = 1000, 0
+_LARGEST_COEFFICIENT = 0.99
+
+Verdict = Literal["bitwise equal", "equal within rounding", "same within noise", "different", "unknown"]
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """The comparison of a run's losses with those of the first run."""
+
+    verdict: Verdict
+    sentence: str
+    num_common: int
+    max_relative: float | None  # the largest difference of two losses at a step
+    different_from: int | None  # the step
+    order_differs_at: int | None  # the first step with different samples; None: never, or not known
+    has_same_samples: bool
+
+
+def compare_losses(reference: Steps, other: Steps) -> Agreement:
+    """Return how the losses at common steps agree, and from which step on the samples differ."""
+    steps, ours, theirs = np.intersect1d(reference.numbers, other.numbers, assume_unique=True, return_indices=True)
+    if not len(steps):
+        return Agreement("unknown", "the runs have no step in common", 0, None, None, None, False)
+    first, second = reference.losses[ours], other.losses[theirs]
+    samples, other_samples = reference.samples[ours], other.samples[theirs]
+    differs = (samples != other_samples) & (samples != 0) & (other_samples != 0)
+    order = int(steps[differs.argmax()]) if differs.any() else None
+    is_known = bool(np.all(samples) and np.all(other_samples))
+    verdict, sentence, largest, start = _judge(steps, first, second)
+    return Agreement(verdict, sentence, len(steps), largest, start, order, is_known and order is None)
+
+
+def _judge(steps: np.ndarray, first: np.ndarray, second: np.ndarray) -> tuple[Verdict, str, float | None, int | None]:
+    at_steps = f"at all {len(steps):,} common steps"
+    if np.array_equal(first, second, equal_nan=True):
+        return "bitwise equal", f"every loss is bitwise equal {at_steps}", 0.0, None
+    is_finite = np.isfinite(first) & np.isfinite(second)
+    if (np.isfinite(first) != np.isfinite(second)).any():
+        start = int(steps[(np.isfinite(first) != np.isfinite(second)).argmax()])
+        return "different", f"at step {start:,} one loss is finite and the other is not", None, start
+    steps, first, second = steps[is_finite], first[is_finite], second[is_finite]
+    largest = float(np.max(np.abs(first - second) / np.maximum(np.abs(first), 1e-12), initial=0.0))
+    if largest <= ROUNDING:
+        return "equal within rounding", f"losses are equal within {largest:.1e} (relative) {at_steps}", largest, None
+    if len(steps) < MIN_STEPS:
+        text = f"losses differ by up to {largest:.1e} (relative), and {len(steps)} steps are too few to know the noise"
+        return "unknown", text, largest, None
+    index, window, deviation = first_different_window(second - first)
+    if index is None:
+        text = f"no mean of {window} steps differs by more than noise explains (95%, bootstrap); "
+        return "same within noise", text + f"the largest single difference is {largest:.1e} (relative)", largest, None
+    start = int(steps[index])
+    text = f"from step {start:,} on: over {window} steps the loss is {abs(deviation):.4f} "
+    return "different", text + ("higher" if deviation > 0 else "lower") + ", more than noise explains", largest, start
+
+
+def first_different_window(differences: np.ndarray) -> tuple[int | None, int, float]:
+    """Return the start of the first window whose mean is not noise (None: none), its width, and that mean."""
+    width = -(-len(differences) // MAX_GROUPS)  # steps in a group: in long runs, means of neighbors are compared
+    groups = differences[: len(differences) // width * width].reshape(-1, width).mean(axis=1)
+    num_windows = min(MAX_WINDOWS, len(groups) // MIN_WINDOW)
+    window, left_over = divmod(len(groups), num_windows)
+    windows = groups[left_over:].reshape(num_windows, window)  # at most 19 groups, at the start, are in no window
+    means = windows.mean(axis=1)
+    deviations = np.maximum(windows.std(axis=1, ddof=1), 1e-300)
+    is_outside = np.abs(means) / deviations > _critical_value((windows - means[:, None]) / deviations[:, None])
+    if not is_outside.any():
+        return None, window * width, 0.0
+    index = int(is_outside.argmax())
+    return (left_over + index * window) * width, window * width, float(means[index])
+
+
+def _critical_value(noise: np.ndarray) -> float:
+    """Return the distance that the furthest window exceeds in 5% of simulated series; `noise` is [windows, steps]."""
+    num_windows, window = noise.shape
+    before, after = noise[:, :-1], noise[:, 1:]
+    fitted = float((before * after).sum() / max((before * before).sum(), 1e-300))
+    coefficient = min((fitted * window + 1) / (window - 3), _LARGEST_COEFFICIENT)
+    generator = np.random.default_rng(_SEED)
+    drawn = generator.choice((after - coefficient * before).ravel(), size=(num_windows * window + window, _NUM_SERIES))
+    for step in range(1, len(drawn)):
+        drawn[step] += coefficient * drawn[step - 1]
+    series = drawn[window:].reshape(num_windows, window, _NUM_SERIES)  # the first window is the warm-up
+    distances = np.abs(series.mean(axis=1)) / np.maximum(series.std(axis=1, ddof=1), 1e-300)
+    return float(np.quantile(distances.max(axis=0), 1 - LEVEL))
+
+
+@dataclass(frozen=True)
+class Result:
+    """The state of a run, and its metrics: each evaluation metric's last and best value."""
+
+    run: str
+    folder: str
+    state: str
+    num_processes: int
+    steps: int
+    tokens: float
+    seconds: float
+    device_hours: float
+    cost: float | None
+    training_loss: float | None  # mean of the last 20 steps
+    last: dict[str, float]
+    best: dict[str, float]
+    missing: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The results of several runs; `agreements` compare the second and later runs with the first."""
+
+    runs: tuple[ComparedRun, ...]
+    results: tuple[Result, ...]
+    agreements: tuple[Agreement, ...]
+    time_to_metric: TimeToMetric | None
+    config: tuple[Difference, ...]
+    environment: tuple[Difference, ...]
+    price: float | None
+
+    @property
+    def metrics(self) -> list[str]:
+        """Return the evaluation metrics of any run, by name."""
+        return sorted({name for result in self.results for name in result.last})
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the comparison as plain values, without curves."""
+        names = [run.name for run in self.runs]
+        values = {
+            "runs": [asdict(result) for result in self.results],
+            "agreement_with_first": {
+                name: asdict(agreement) for name, agreement in zip(names[1:], self.agreements, strict=True)
+            },
+            "time_to_level": asdict(self.time_to_metric) if self.time_to_metric else None,
+        }
+        tables = {"config_differences": self.config, "environment_differences": self.environment}
+        return values | {
+            title: {row.key: dict(zip(names, row.values, strict=True)) for row in rows}
+            for title, rows in tables.items()
+        }
+
+    def charts(self) -> list[dict[str, Any]]:
+        """Return the charts, each with the curves of all runs that have one."""
+        curves = [(run.name, run.history.curves) for run in self.runs]
+        names = set().union(*(run.history.curves for run in self.runs))
+        unit = self.runs[0].history.unit
+        return [format_chart(in_unit(chart, unit), curves) for chart in chart_kinds(names)]
+
+
+def build_comparison(
+    runs: Sequence[Path], *, metric: str | None = None, level: float | None = None, price: float | None = None
+) -> Comparison:
+    """Return the runs compared with the first one.
+
+    Raises UserError for a folder that is not that of a run, and for a metric that no run has.
+    """
+    if len(runs) < 2:
+        raise UserError("compare: name two or more run folders. `finetune report RUN` shows a single one.")
+    for run in runs:
+        require_events(run)
+    compared = [
+        ComparedRun(name, folder, read_history(folder), read_run_files(folder))
+        for folder, name in zip(runs, short_names(runs), strict=True)
+    ]
+    first, *others = compared
+    return Comparison(
+        runs=tuple(compared),
+        results=tuple(_result(run, price=price) for run in compared),
+        agreements=tuple(compare_losses(first.history.steps, other.history.steps) for other in others),
+        time_to_metric=measure_time_to_metric(compared, choose_metric(compared, metric), level=level, price=price),
+        config=tuple(config_differences(compared)),
+        environment=tuple(environment_differences(compared)),
+        price=price,
+    )
+
+
+def _result(run: ComparedRun, *, price: float | None) -> Result:
+    history = run.history
+    state, _ = run_state(history, run.files.status, now=time.time())
+    _, losses = run.metric_points("loss")
+    hours = history.device_seconds / 3600
+    last, best = {}, {}
+    for curve_name, curve in history.curves.items():
+        values = curve.points().values.tolist()
+        if curve_name.startswith("evaluation/") and values:
+            name = curve_name.partition("/")[2]
+            last[name], best[name] = values[-1], min(values) if is_lower_better(name) else max(values)
+    return Result(
+        run=run.name,
+        folder=str(run.folder),
+        state=state,
+        num_processes=history.num_processes,
+        steps=history.step,
+        tokens=history.tokens,
+        seconds=history.seconds,
+        device_hours=hours,
+        cost=None if price is None else price * hours,
+        training_loss=float(losses[-1]) if len(losses) and math.isfinite(losses[-1]) else None,
+        last=last,
+        best=best,
+        missing=(*run.files.missing, *run.history.damaged),
+    )
 
 
 def compare_runs(

@@ -24,7 +24,7 @@ from finetune.report.reporter import NullReporter
 from finetune.report.run_log import RunLog
 from finetune.run.setup.accelerator import make_accelerator
 from finetune.run.setup.data import make_encoding
-from finetune.run.setup.evaluator import make_evaluator
+from finetune.run.setup.loop import make_evaluator
 from finetune.run.setup.precompute import attach_teacher, precompute_set
 from finetune.run.setup.prepared_model import PreparedModel
 from finetune.run.setup.strategy import launched_strategy

@@ -83,11 +83,10 @@ def find_evaluation_target(
     overrides: Sequence[str],
     trust_remote_code: bool = False,
 ) -> EvaluationTarget:
-    """Return what is measured; raises UserError where there is no model, or no job that says how to measure it.
+    """Return the model to measure and its job; raises UserError without a model, or without a job for it.
 
-    `overrides` change the run's own job, where no other is named. Code that a model brings runs where the caller says
-    so, or `job`; what a run's own record says of it
-    does not count.
+    `overrides` change the run's own job if no other is named. A model's own code runs only if the caller or `job`
+    allows it; the run's own record does not count.
     """
     trusts = trust_remote_code or (job is not None and job.config.model.trust_remote_code)
     if is_run(source):

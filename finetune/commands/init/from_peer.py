@@ -12,7 +12,7 @@ from finetune.runtime.optional import lazily
 from finetune.runtime.text.library_output import quiet_libraries
 
 with lazily(freeze=True):  # torch
-    from finetune.commands.init import rates, samples
+    from finetune.commands.init import samples
 
 _TITLES: tuple[tuple[Fate, str], ...] = (("not_possible", "not possible here"), ("unknown", "unknown"))
 
@@ -26,7 +26,7 @@ def init_from(
     is_strict: bool = False,
     proves: bool = False,
 ) -> int:
-    """Write the job and its files, and print what became of the keys and what the job's check reports.
+    """Write the job and its files, and print how each key was converted and the report of the job's check.
 
     Return 2 where the job does not check, or keys are unknown and `is_strict`, else 0. Raises UserError or ConfigError
     for a file that cannot be read, and for a folder that holds other files of these names.
@@ -47,7 +47,7 @@ def init_from(
         print(f"{error}\nCorrect the job, then: finetune check {folder / JOB_FILE}")
         return 2
     if proves:
-        for line in rates.format_rates(draft, loaded.config, title=migration.title):
+        for line in samples.format_rates(draft, loaded.config, title=migration.title):
             print(line)
         if migration.title == "TRL":
             quiet_libraries(is_main=True)

@@ -28,7 +28,7 @@ _SHOWN_ROWS = 2
 
 @dataclass(frozen=True)
 class Answers:
-    """What was answered, by flags or on the terminal; None: not yet."""
+    """The answers so far, from flags or the terminal; None: not answered yet."""
 
     task: str | None = None
     data: str | None = None
@@ -43,7 +43,7 @@ def is_asked(answers: Answers) -> bool:
 
 
 def init_by_answers(answers: Answers, into: Path | None) -> None:
-    """Write a job and its accelerate file, and check them; what is not answered is asked, on a terminal.
+    """Write a job and its accelerate file, and check them; questions without a flag are asked on a terminal.
 
     Raises UserError for an answer that is not possible, and without a terminal for one that is missing.
     """
@@ -71,7 +71,7 @@ def init_by_answers(answers: Answers, into: Path | None) -> None:
 
 
 def _answer(given: Any, flag: str, read: Callable[[Any], Any], *, question: str, default: str | None = None) -> Any:
-    """Return what the flag gives, else ask until an answer can be read; without a terminal, use the default."""
+    """Return the flag's value, else ask until the answer is valid; without a terminal, use the default."""
     if given is not None:
         try:
             return read(given)
@@ -85,7 +85,7 @@ def _answer(given: Any, flag: str, read: Callable[[Any], Any], *, question: str,
         except FinetuneError as error:
             print(f"  {error}")
     if default is None or flag == "task":
-        raise UserError(f"--{flag}: it is missing, and there is no terminal to ask on.")
+        raise UserError(f"--{flag}: it is missing, and without a terminal it cannot be asked for.")
     return read(default)
 
 

@@ -1,8 +1,6 @@
 """The inputs of a plan: the job's shapes, its batch, and its numbers of tokens and steps."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from finetune.config.load import LoadedConfig
 from finetune.config.run_config import RunConfig
@@ -95,11 +93,11 @@ def read_job(loaded: LoadedConfig) -> PlannedJob:
     return PlannedJob(loaded.config, shapes, count_data(loaded))
 
 
-def count_data(loaded: LoadedConfig, *, prepared: Callable[[LoadedConfig], Any] | None = None) -> DataCounts:
+def count_data(loaded: LoadedConfig) -> DataCounts:
     """Return the counts of the prepared data, else those of the job file; nothing is tokenized."""
     config = loaded.config
     try:
-        data = (prepared or _prepared_data)(loaded)
+        data = make_training_data(config, RunLog(is_main=False), locations=loaded.sources, builds=False)
     except NotPrepared:
         return _written_counts(config, reason="is not prepared")
     except FinetuneError as error:  # a dataset or tokenizer of the hub that cannot be reached from this machine
@@ -112,10 +110,6 @@ def count_data(loaded: LoadedConfig, *, prepared: Callable[[LoadedConfig], Any] 
     unit = config.data.batching.unit
     sentence = f"The prepared data has {num_positions:,} {unit} with {tokens_per_position:,.0f} tokens each on average."
     return DataCounts(tokens_per_position, plan.num_steps, is_measured=True, sentence=sentence)
-
-
-def _prepared_data(loaded: LoadedConfig) -> Any:
-    return make_training_data(loaded.config, RunLog(is_main=False), locations=loaded.sources, builds=False)
 
 
 def _max_position_tokens(config: RunConfig) -> int:

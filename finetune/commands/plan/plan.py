@@ -17,16 +17,18 @@ from finetune.commands.plan.cost.assumptions import (
 from finetune.commands.plan.cost.scaling import ScalePoint
 from finetune.commands.plan.hardware import COMMON_HARDWARE, Hardware, own_hardware, parse_hardware
 from finetune.commands.plan.job import PlannedJob, read_job
-from finetune.commands.plan.memory import Fit, PlannedMemory, Predict, with_ranks
 from finetune.commands.plan.outlook import Assumed, make_outlook
 from finetune.commands.plan.result import HardwarePlan, Plan, plan_json
 from finetune.commands.plan.strategies import (
+    Fit,
+    PlannedMemory,
+    Predict,
     StrategyPlan,
     choose,
-    plan_strategies,
     plan_strategy,
     timed,
     with_microbatch,
+    with_ranks,
 )
 from finetune.commands.plan.tables import print_plan
 from finetune.commands.printing import print_json
@@ -157,7 +159,7 @@ def _plan_hardware(
 ) -> HardwarePlan:
     print(f"planning for {hardware} ...", file=sys.stderr, flush=True)
     prices = prices_of(hardware.gpu.name, table=options.prices, gpu_table=options.gpu_table)
-    plans = plan_strategies(job, hardware, memory)
+    plans = [plan_strategy(name, job, hardware, memory) for name in STRATEGIES]
     best = choose(plans)
     cheapest = lowest(prices, "on_demand")
     usd = cheapest.on_demand if cheapest is not None else None

@@ -1,6 +1,7 @@
-"""The strategies on one machine: memory, microbatch and time of a step, and the choice among them."""
+"""The strategies on one machine: memory, largest microbatch and time of a step, and the choice among them."""
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -8,10 +9,9 @@ from finetune.commands.plan.cost.assumptions import ADAPTED_TRAFFIC_PER_FEATURE,
 from finetune.commands.plan.cost.step_time import StepTime, Work, step_time
 from finetune.commands.plan.hardware import Hardware
 from finetune.commands.plan.job import PlannedJob
-from finetune.commands.plan.memory import Fit, PlannedMemory, unpredictable
 from finetune.config.run_config import RunConfig
 from finetune.errors import ModelError, StrategyError
-from finetune.memory.layout import STRATEGIES, Layout, Method, Prediction, StrategyName
+from finetune.memory.layout import Layout, Method, Prediction, StrategyName
 from finetune.memory.step.fake_model import runs_fused_layers
 from finetune.model.kernels.compilation import (
     FUSED_TRAFFIC_PER_HIDDEN,
@@ -23,6 +23,84 @@ from finetune.registry.accelerate_files import SHIPPED
 from finetune.run.setup.strategy import job_settings, require_supported_by_strategy
 from finetune.strategy.environment import LaunchEnvironment
 from finetune.strategy.reconcile import find_conflicts
+
+Predict = Callable[[Layout], Prediction]
+
+_SHARDED_PARTS = ("weights", "gradients", "optimizer")
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The largest microbatch that fits, with its prediction; 0 if not even one sample fits.
+
+    `smallest` is the prediction with one sample.
+    """
+
+    microbatch_size: int
+    smallest: Prediction
+    largest: Prediction | None = None
+
+
+class PlannedMemory:
+    """The cached predictions of a job."""
+
+    def __init__(self, predict: Predict, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._predict = predict
+        self._clock = clock
+        self._predictions: dict[Layout, Prediction] = {}
+        self.seconds = 0.0
+
+    def at(self, layout: Layout) -> Prediction:
+        """Return the prediction for the layout; raises ModelError if it cannot be predicted."""
+        if layout not in self._predictions:
+            started = self._clock()
+            self._predictions[layout] = self._predict(layout)
+            self.seconds += self._clock() - started
+        return self._predictions[layout]
+
+    def peaks(self) -> Iterator[tuple[Layout, int]]:
+        """Yield the predicted layouts with their peaks in bytes."""
+        yield from ((layout, prediction.peak_bytes) for layout, prediction in self._predictions.items())
+
+    def largest_fit(self, layout: Layout, *, usable_bytes: int, sizes: Sequence[int]) -> Fit:
+        """Return the largest of the microbatch sizes (ascending, from 1) that fits, confirmed by a prediction at it.
+
+        Above some size, memory grows linearly, so interpolation between a size that fits and one that does not finds
+        the next size to try.
+        """
+
+        def at(size: int) -> Prediction:
+            return self.at(replace(layout, microbatch_size=size))
+
+        one, fits, fails = at(1), 0, len(sizes) - 1
+        if one.peak_bytes > usable_bytes:
+            return Fit(0, one)
+        if at(sizes[fails]).peak_bytes <= usable_bytes:
+            return Fit(sizes[fails], one, at(sizes[fails]))
+        while fails - fits > 1:
+            low, high = at(sizes[fits]).peak_bytes, at(sizes[fails]).peak_bytes
+            estimate = sizes[fits] + (usable_bytes - low) / (high - low) * (sizes[fails] - sizes[fits])
+            between = range(fits + 1, fails)
+            tried = max((index for index in between if sizes[index] <= estimate), default=between[0])
+            if at(sizes[tried]).peak_bytes <= usable_bytes:
+                fits = tried
+            else:
+                fails = tried
+        return Fit(sizes[fits], one, at(sizes[fits]))
+
+
+def with_ranks(prediction: Prediction, *, ranks: int, others: int) -> Prediction:
+    """Return the prediction for a rank under FSDP with `others` ranks, given that with `ranks`.
+
+    >>> with_ranks(Prediction(11, {"weights": 8, "activations": 3}), ranks=2, others=8).peak_bytes
+    5
+    """
+    parts = {
+        name: round(size * ranks / others) if name in _SHARDED_PARTS else size
+        for name, size in prediction.parts.items()
+    }
+    return replace(prediction, peak_bytes=sum(parts.values()), parts=parts)
+
 
 NEARLY_FASTEST = 1.07
 """A simpler strategy is preferred if its step is at most this much slower: the cost model is no more accurate."""
@@ -82,24 +160,15 @@ def accelerate_file(strategy: str, hardware: Hardware) -> str:
     return path if Path(path).is_file() else str(SHIPPED / Path(path).name)
 
 
-def plan_strategies(job: PlannedJob, hardware: Hardware, memory: PlannedMemory) -> list[StrategyPlan]:
-    """Return a plan for every strategy, in their usual order."""
-    return [plan_strategy(name, job, hardware, memory) for name in STRATEGIES]
-
-
 def choose(plans: Sequence[StrategyPlan]) -> StrategyPlan | None:
     """Return the simplest of the fastest strategies that fit; None if none fits."""
-    fitting = [plan for plan in plans if plan.fits and not is_partial(plan, plans)]
+    has_several = any(plan.layout.num_ranks > 1 for plan in plans)  # then one of several GPUs is not a plan
+    fitting = [plan for plan in plans if plan.fits and not (plan.strategy == "single" and has_several)]
     if not fitting:
         return None
     fastest = min(_seconds(plan) for plan in fitting)
     near = [plan for plan in fitting if _seconds(plan) <= fastest * NEARLY_FASTEST]
     return min(near, key=lambda plan: _SIMPLEST_FIRST.index(plan.strategy))
-
-
-def is_partial(plan: StrategyPlan, plans: Sequence[StrategyPlan]) -> bool:
-    """Return whether the strategy uses only one of several GPUs."""
-    return plan.strategy == "single" and any(other.layout.num_ranks > 1 for other in plans)
 
 
 def plan_strategy(
@@ -132,7 +201,7 @@ def plan_strategy(
         sizes = [size for size in range(1, min(share, max_size) + 1) if share % size == 0]
         fit = memory.largest_fit(layout, usable_bytes=hardware.usable_bytes, sizes=sizes)
     except ModelError as error:
-        return StrategyPlan(strategy, layout, reason=unpredictable(error))
+        return StrategyPlan(strategy, layout, reason=str(error).splitlines()[0])
     if fit.largest is None:
         return StrategyPlan(strategy, layout, fit, reason="out of memory with one sample")
     return timed(job, hardware, layout, fit)

@@ -35,17 +35,15 @@ def print_plan(plan: Plan) -> None:
 
 def _print_job(plan: Plan) -> None:
     job, counts = plan.job, plan.job.counts
-    sizes = next((strategy.prediction for strategy in _all_plans(plan) if strategy.prediction is not None), None)
+    sizes = next(
+        (strategy.prediction for hardware in plan.machines for strategy in hardware.plans if strategy.prediction), None
+    )
     trained = "" if sizes is None else _format_parameters(sizes)
     steps = "" if counts.num_steps is None else f", {counts.num_steps:,} steps"
     method = f"{_NAMES[job.method]}{trained}, {job.train.precision}, {_format_recomputation(job.checkpointing)}"
     batch = f"{job.train.global_batch_size} {job.config.data.batching.unit}"
     shape = f"{batch} of {counts.tokens_per_position:,.0f} tokens per step{steps}"
     print_facts([("", f"{plan.job_file}: {method}"), ("", shape)], indent=0)
-
-
-def _all_plans(plan: Plan) -> Iterable[StrategyPlan]:
-    return (strategy for hardware in plan.machines for strategy in hardware.plans)
 
 
 def _format_parameters(sizes: Prediction) -> str:
@@ -86,7 +84,8 @@ def _format_cheapest(outlook: Outlook) -> str:
         return "no price known" if best is None else "never ends"
     if best.usd is None:
         return f"${best.usd_per_million_tokens:.3f} per million tokens"
-    return f"{_format_usd(best.usd)} ({best.price.provider})"
+    dollars = f"${best.usd:,.2f}" if best.usd < 100 else f"${best.usd:,.0f}"
+    return f"{dollars} ({best.price.provider})"
 
 
 def _print_hardware(plan: Plan, planned: HardwarePlan) -> None:
@@ -99,7 +98,11 @@ def _print_hardware(plan: Plan, planned: HardwarePlan) -> None:
         print_facts(_facts(plan, planned, best, planned.outlook))
     print()
     print_table(_strategies_table(planned))
-    for reason, names in _without_prediction(planned).items():
+    strategies: dict[str, list[str]] = {}
+    for strategy in planned.plans:
+        if strategy.prediction is None:
+            strategies.setdefault(strategy.reason or "", []).append(strategy.strategy)
+    for reason, names in strategies.items():
         print_facts([("", f"{', '.join(names)}: {reason}")], indent=0)
     if planned.variants:
         print("\nother methods, with this strategy" if best else "\nother methods")
@@ -221,15 +224,6 @@ def _strategies_table(planned: HardwarePlan) -> Table:
     return table
 
 
-def _without_prediction(planned: HardwarePlan) -> dict[str, list[str]]:
-    """Return the strategies that cannot be used regardless of memory, by reason."""
-    strategies: dict[str, list[str]] = {}
-    for strategy in planned.plans:
-        if strategy.prediction is None:
-            strategies.setdefault(strategy.reason or "", []).append(strategy.strategy)
-    return strategies
-
-
 def _cells(strategy: StrategyPlan, planned: HardwarePlan) -> list[str]:
     peak = "" if strategy.prediction is None else f"{strategy.prediction.peak_bytes / _GIB:.1f}"
     if not strategy.fits or strategy.time is None:
@@ -332,10 +326,6 @@ def _format_hours(hours: float | None) -> str:
     if hours < 1:
         return f"{hours * 60:.0f} min"
     return f"{hours:.1f} hours" if hours < 72 else f"{hours / 24:.1f} days"
-
-
-def _format_usd(usd: float) -> str:
-    return f"${usd:,.2f}" if usd < 100 else f"${usd:,.0f}"
 
 
 def _format_number(number: float) -> str:

@@ -214,13 +214,12 @@ def _facts_of_rows(read: ReadRows, form: str, *, is_tokens: bool) -> Iterator[tu
     yield "rows", f"{read.num_rows:,}" + (stopped or ("" if read.is_all else ", the rest was not read"))
     if read.lengths and form != "image_label":
         lengths = sorted(read.lengths)
-        quantiles = (f"{name} {_quantile(lengths, share):,}" for name, share in (("median", 0.5), ("99%", 0.99)))
+        quantiles = (
+            f"{name} {lengths[math.ceil(share * len(lengths)) - 1]:,}"
+            for name, share in (("median", 0.5), ("99%", 0.99))
+        )
         unit = "tokens" if is_tokens else "characters"
         yield unit, f"{', '.join(quantiles)}, longest {lengths[-1]:,}, total {sum(lengths):,}"
-
-
-def _quantile(lengths: Sequence[int], share: float) -> int:
-    return lengths[min(len(lengths) - 1, math.ceil(share * len(lengths)) - 1)]
 
 
 def _no_format(keys: Keys, row: Row) -> str:
@@ -237,18 +236,17 @@ def _no_format(keys: Keys, row: Row) -> str:
     )
 
 
+_YAML_WORDS = ("true", "false", "null", "yes", "no", "on", "off", "~", ".nan", ".inf")
+"""Texts that YAML parses as something other than a string."""
+
+
 def _yaml(value: Any) -> str:
     """Return a value as YAML on one line: JSON, with quotes only where needed."""
     if isinstance(value, dict):
         return f"{{{', '.join(f'{name}: {_yaml(inner)}' for name, inner in value.items())}}}"
-    if isinstance(value, str) and re.fullmatch(r"[A-Za-z/~.][\w./~-]*", value) and not _is_word(value):
+    if isinstance(value, str) and re.fullmatch(r"[A-Za-z/~.][\w./~-]*", value) and value.lower() not in _YAML_WORDS:
         return value
     return format_json(value)
-
-
-def _is_word(text: str) -> bool:
-    """Return whether YAML parses the text as something other than a string."""
-    return text.lower() in ("true", "false", "null", "yes", "no", "on", "off", "~", ".nan", ".inf")
 
 
 _SAMPLE_BYTES = 1 << 20
@@ -381,7 +379,7 @@ def guess_columns(rows: Sequence[Row], *, kind: str) -> Iterator[Keys]:
 
 
 def _two_texts(rows: Sequence[Mapping[Any, Any]], others: Sequence[Any]) -> tuple[Any, Any] | None:
-    """Return the two columns of texts, in their order; None if there are fewer or more, apart from the others."""
+    """Return the two columns of texts, in their order; None unless there are exactly two besides the others."""
     texts = [name for name in rows[0] if name not in others and _is_text([row.get(name) for row in rows])]
     return (texts[0], texts[1]) if len(texts) == 2 else None
 

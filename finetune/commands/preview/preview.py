@@ -13,8 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from finetune.commands.audit_tables import audit_lines, audit_rows, headline_numbers, print_audit
-from finetune.commands.preview.batches import BatchPreview, PreviewBatch, PreviewPosition, PreviewSample
-from finetune.commands.preview.tokens import spans
+from finetune.commands.preview.batches import BatchPreview, PreviewBatch, PreviewPosition, PreviewSample, spans
 from finetune.commands.printing import width
 from finetune.config.load import load_config
 from finetune.config.run_config import RunConfig
@@ -193,15 +192,6 @@ def format_position(position: PreviewPosition, *, unit: str) -> str:
     return f"┏━ {unit} at position {position.number}: {number} samples{shown}, {position.num_tokens:,} tokens"
 
 
-def format_sample(sample: PreviewSample) -> str:
-    """Return a line with the sample's id, location and numbers of tokens and targets."""
-    share = sample.num_targets / sample.num_tokens if sample.num_tokens else 0.0
-    return (
-        f"sample {sample.sample_id}  {sample.location}  {sample.num_tokens:,} tokens, "
-        f"{sample.num_targets:,} targets ({share:.0%}){f' → {sample.answer}' if sample.answer else ''}"
-    )
-
-
 def plain_text(sample: PreviewSample) -> str:
     """Return the tokens without colors: targets in brackets, a mark between tokens."""
     texts = []
@@ -225,7 +215,10 @@ def _print_position(console: Console, position: PreviewPosition, *, unit: str, h
     if is_group:
         console.print(Text(f"\n{format_position(position, unit=unit)}", style="bold cyan"))
     for sample in position.samples:
-        head = format_sample(sample)
+        share = sample.num_targets / sample.num_tokens if sample.num_tokens else 0.0
+        answer = f" → {sample.answer}" if sample.answer else ""
+        counts = f"{sample.num_tokens:,} tokens, {sample.num_targets:,} targets ({share:.0%}){answer}"
+        head = f"sample {sample.sample_id}  {sample.location}  {counts}"
         console.print(Text(f"┣━ {head}" if is_group else f"\nposition {position.number}  {head}", style="cyan"))
         text = colored_text(sample) if has_colors else Text(plain_text(sample))
         text.rstrip()

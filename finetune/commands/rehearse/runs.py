@@ -17,7 +17,7 @@ from finetune.checkpoint.read.inventory import find_problems, read_entry
 from finetune.commands.rehearse.job import Schedule
 from finetune.commands.rehearse.report import Rehearsal
 from finetune.commands.verify.resume import CompletedRun, differences, read_completed_run, short_digest
-from finetune.config.run_config import RunConfig
+from finetune.config.sections.data import DataSection
 from finetune.errors import CheckpointError, FinetuneError, UserError
 from finetune.launch.child import child_process, train_command
 from finetune.report.history import read_events
@@ -194,7 +194,7 @@ def error_in(log: str) -> str | None:
 _MAX_LINES = 4
 
 
-def template_evidence(config: RunConfig, data: TrainingData) -> Iterator[str]:
+def template_evidence(section: DataSection, data: TrainingData) -> Iterator[str]:
     """Yield the numbers of samples, tokens and targets of the rows, and of long rows."""
     for key, source in data.sources.items():
         counts = source.counts
@@ -205,12 +205,12 @@ def template_evidence(config: RunConfig, data: TrainingData) -> Iterator[str]:
             f"{key}: {counts.rows:,} rows gave {counts.samples:,} samples of {counts.tokens:,} tokens, "
             f"{counts.targets:,} of them targets"
         )
-        if config.data.max_length is not None and counts.longest > config.data.max_length:
+        if section.max_length is not None and counts.longest > section.max_length:
             yield (
-                f"{key}: max_length {config.data.max_length:,}, longest row {counts.longest:,} tokens: "
+                f"{key}: max_length {section.max_length:,}, longest row {counts.longest:,} tokens: "
                 f"{counts.truncated_rows:,} rows truncated, {counts.split_rows:,} split, {counts.long_rows:,} dropped"
             )
-    if config.data.batching.by == "packs" and data.training.order.num_positions:
+    if section.batching.by == "packs" and data.training.order.num_positions:
         yield f"{data.training.order.num_positions:,} packs"
 
 

@@ -68,7 +68,7 @@ def file_problems(
     problems: list[Problem] = []
     checks: tuple[Callable[[], Iterator[FileCheck]], ...] = (
         lambda: _row_files(config),
-        lambda: _model_folders(config, folder),
+        lambda: ((key, name, _model_folder_problems(key, name, folder)) for key, name in _model_names(config)),
         lambda: _template_file(config),
         lambda: _checkpoint_folder(config),
         lambda: _written_folders(config),
@@ -117,11 +117,6 @@ def _row_file_problems(key: str, written: str) -> Iterator[Problem]:
             yield from _permission_problems(key, match)
     else:
         yield Problem(key, f"the file {path} does not exist. {_RELATIVE_PATH_HINT}")
-
-
-def _model_folders(config: RunConfig, folder: Path) -> Iterator[FileCheck]:
-    for key, name in _model_names(config):
-        yield key, name, _model_folder_problems(key, name, folder)
 
 
 def _model_names(config: RunConfig) -> Iterator[tuple[str, str]]:

@@ -148,7 +148,7 @@ def later_starts_are_within_the_run(config: RunConfig) -> Iterator[Problem]:
 
 
 def in_backward_fits_the_step(config: RunConfig) -> Iterator[Problem]:
-    """An update in the backward pass needs one microbatch per step, and nothing that depends on the whole gradient."""
+    """An update in the backward pass needs one microbatch per step, and no use of the whole gradient."""
     train, key = config.train, "train.optimizer.in_backward"
     if not train.optimizer.in_backward:
         return

@@ -141,7 +141,11 @@ def _keys_of_task() -> Iterator[ConditionalKey]:
         keys = [key for key in section.model_fields if key not in _SECTIONS]
         yield from (_only(f"task.{name}.{key}", names) for key in keys)
     yield _only("task.distillation", ("distillation",))
-    yield ConditionalKey("task.distillation.jsd_beta", _is_jsd, "only `divergence: jsd` has a mixture")
+    yield ConditionalKey(
+        "task.distillation.jsd_beta",
+        lambda config: config.task.distillation is None or config.task.distillation.divergence == "jsd",
+        "only `divergence: jsd` has a mixture",
+    )
     yield ConditionalKey(
         "task.classification.kind",
         lambda config: TASKS[config.task.name].sample not in ("tokens_and_tags", "image"),
@@ -154,11 +158,11 @@ def _keys_of_task() -> Iterator[ConditionalKey]:
     )
     for key in _keys_read_by_some(EMBEDDING_LOSSES):
         names = tuple(loss.name for loss in EMBEDDING_LOSSES if key in loss.reads)
-        has_effect = partial(_embedding_loss_is, losses=names)
+        has_effect = partial(_loss_is, task="embedding", losses=names)
         yield ConditionalKey(f"task.embedding.{key}", has_effect, _only_losses(names))
     for key in _keys_read_by_some(PREFERENCE_LOSSES):
         names = tuple(loss.name for loss in PREFERENCE_LOSSES if key in loss.reads)
-        has_effect = partial(_preference_loss_is, losses=names)
+        has_effect = partial(_loss_is, task="preference", losses=names)
         yield ConditionalKey(f"task.preference.{key}", has_effect, _only_losses(names))
 
 
@@ -206,19 +210,10 @@ def _for_tasks(key: str, fact: str) -> ConditionalKey:
 
 def _only(key: str, tasks: tuple[str, ...]) -> ConditionalKey:
     needs = f"only {' and '.join(f'`task.name: {name}`' for name in tasks)} read{'s' if len(tasks) == 1 else ''} it"
-    return ConditionalKey(key, partial(_task_is, names=tasks), needs)
+    return ConditionalKey(key, lambda config: config.task.name in tasks, needs)
 
 
 _KEYS_OF_LENGTHS = ("data.no_target", "data.batching.length_window_steps")
-
-
-def _task_is(config: RunConfig, *, names: tuple[str, ...]) -> bool:
-    return config.task.name in names
-
-
-def _is_jsd(config: RunConfig) -> bool:
-    section = config.task.distillation
-    return section is None or section.divergence == "jsd"
 
 
 def _has_cross_entropy(config: RunConfig) -> bool:
@@ -231,12 +226,8 @@ def _is_smoothed(config: RunConfig) -> bool:
     return TASKS[config.task.name].smooths_labels and config.task.classification.kind == "single_label"
 
 
-def _preference_loss_is(config: RunConfig, *, losses: tuple[str, ...]) -> bool:
-    return config.task.preference.loss in losses
-
-
-def _embedding_loss_is(config: RunConfig, *, losses: tuple[str, ...]) -> bool:
-    return config.task.embedding.loss in losses
+def _loss_is(config: RunConfig, *, task: str, losses: tuple[str, ...]) -> bool:
+    return getattr(config.task, task).loss in losses
 
 
 def _has_tokens(config: RunConfig) -> bool:

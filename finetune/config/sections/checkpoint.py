@@ -45,7 +45,7 @@ NEVER_ALLOWED: Mapping[str, str] = {
     "first adapter": "the training so far started from another one",
     "base weights": "the training so far was on top of the others",
 }
-"""What must match the checkpoint even with `allow_changes`, and why."""
+"""The keys that must match the checkpoint even with `allow_changes`, each with the reason."""
 
 
 class KeepBestSection(Section):

@@ -196,7 +196,7 @@ class BatchingSection(Section):
 
     @property
     def unit(self) -> str:
-        """Return what a position holds, in the plural."""
+        """Return the plural name of the unit of a position: samples, packs or batches."""
         return {"samples": "samples", "packs": "packs", "tokens": "batches"}[self.by]
 
 

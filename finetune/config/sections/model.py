@@ -260,6 +260,6 @@ class ModelSection(NamedSection):
 
     @property
     def config_changes(self) -> dict[str, Any]:
-        """Return what the job writes in the place of values in the config of pre-trained weights."""
+        """Return the job's values that replace those in the config of pre-trained weights."""
         scaling = self.rope_scaling
         return {**self.config, **({} if scaling is None else {"rope_scaling": scaling.model_dump(exclude_none=True)})}

@@ -1,8 +1,11 @@
 """Adds adapters to a frozen base through peft: new ones, or a saved one to continue training."""
 
+import dataclasses
+import inspect
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ from peft import (
     get_peft_model,
     get_peft_model_state_dict,
 )
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from peft.tuners.lora import LoraLayer
 from peft.tuners.oft import OFTLayer
 from safetensors import SafetensorError
@@ -50,7 +54,6 @@ from finetune.model.adapters.lora import (
     lora_config,
     record_initial_factors,
 )
-from finetune.model.adapters.other import peft_config, require_trained
 from finetune.model.adapters.targets import INITS_FROM_BASE
 from finetune.model.adapters.upstream import keep_targets
 from finetune.model.freeze import peft_exclude_pattern
@@ -63,8 +66,51 @@ from finetune.model.loading.pretrained import (
     load_adapter_config,
     read_saved_adapter_config,
 )
+from finetune.registry.adapters import PEFT_TYPES
 from finetune.runtime.optional import no_op
 from finetune.runtime.seeds import derive_seed
+
+_KEY = "model.peft"
+
+
+def peft_config(model: PreTrainedModel, section: PeftSection, context: AdapterContext) -> PeftConfig:
+    """Return peft's config of this type; raises ModelError for an unknown type, value or module."""
+    classes = {str(kind.value).lower(): config for kind, config in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
+    if section.type not in classes:
+        known = sorted(name for name in classes if name not in PEFT_TYPES or not PEFT_TYPES[name].refusal)
+        near = get_close_matches(section.type, known, n=1)
+        hint = f"Did you mean `{near[0]}`?" if near else f"It has {', '.join(known)}."
+        raise ModelError(f"{_KEY}.type: the installed peft has no `{section.type}`. {hint}")
+    config_class: Any = classes[section.type]
+    arguments = {field.name for field in dataclasses.fields(config_class)}
+    for name in section.values:
+        if name not in arguments:
+            near = get_close_matches(name, arguments, n=1)
+            hint = f"Did you mean `{near[0]}`?" if near else f"It has {', '.join(sorted(arguments))}."
+            raise ModelError(f"{_KEY}.values: {config_class.__name__} has no `{name}`. {hint}")
+    targets = section.values.get("target_modules")
+    if isinstance(targets, list):
+        check_module_names(model, targets, key=f"{_KEY}.values.target_modules")
+    values = {**section.values, "task_type": TASK_TYPES.get(context.head)}
+    if section.type == "vera":  # peft draws the projections again from `projection_prng_key`, the same on every machine
+        values = {"save_projection": False, **values}
+    if "modules_to_save" in inspect.signature(config_class).parameters:
+        heads = list(new_head_modules(model, head=context.head))
+        values["modules_to_save"] = [*(section.values.get("modules_to_save") or ()), *heads] or None
+    try:
+        config: PeftConfig = config_class(**values)
+    except (TypeError, ValueError) as error:
+        raise ModelError(f"{_KEY}.values: {error}") from error
+    if config.is_prompt_learning:
+        raise ModelError(f"{_KEY}.type: `{section.type}` trains virtual tokens. Write `model.prompt_tuning`.")
+    return config
+
+
+def require_trained(model: PeftModel, section: PeftSection, context: AdapterContext) -> None:
+    """Raise ModelError where the adapter has no trained parameters."""
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ModelError(f"{_KEY}: `{section.type}` with these values trains nothing. Write its `target_modules`.")
+
 
 _PROMPT_KEY = "prompt_embeddings"
 

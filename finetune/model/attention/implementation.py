@@ -102,7 +102,9 @@ def _attend_row(
         qkv = qkv._replace(value=pad(qkv.value, (0, qkv.query.shape[-1] - width)))
     kernel: Callable[..., Tensor] | None = varlen_kernel(qkv, settings)
     if chunk is not None and max(lengths.values) > chunk:
-        lengths, kernel = _in_chunks(lengths, chunk), None
+        # Every sample starts a new chunk.
+        chunks = [min(chunk, length - start) for length in lengths.values for start in range(0, length, chunk)]
+        lengths, kernel = SampleLengths(chunks), None
     if kernel is not None:
         output = kernel(qkv, others["cu_seq_lens_q"], others["max_length_q"], settings)
     elif not settings.is_causal and qkv.query.device.type != "cpu":
@@ -110,11 +112,6 @@ def _attend_row(
     else:
         output = attend_sample_by_sample(qkv, lengths, settings)
     return output.narrow(-1, 0, width)
-
-
-def _in_chunks(lengths: SampleLengths, size: int) -> SampleLengths:
-    """Return the lengths of chunks of at most `size` tokens; every sample starts a new chunk."""
-    return SampleLengths([min(size, length - start) for length in lengths.values for start in range(0, length, size)])
 
 
 def _chunk_size(module: nn.Module) -> int | None:
@@ -216,13 +213,9 @@ def require_position_ids(arguments: frozenset[str], *, config: Any) -> None:
 
     A purely recurrent model does not need them if its layers receive the sample lengths.
     """
-    if "position_ids" not in arguments and not (receives_lengths(config) and carries_state(config)):
+    receives_lengths = getattr(config, "_attn_implementation", None) == PER_SAMPLE_ATTENTION
+    if "position_ids" not in arguments and not (receives_lengths and carries_state(config)):
         raise _isolation_error(config, "it has no `position_ids` argument, which separates the samples")
-
-
-def receives_lengths(config: Any) -> bool:
-    """Return whether the model uses `per_sample` attention, so that its forward receives sample lengths."""
-    return getattr(config, "_attn_implementation", None) == PER_SAMPLE_ATTENTION
 
 
 def _tokens(length: int, vocabulary_size: int, salt: int) -> list[int]:

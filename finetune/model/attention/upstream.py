@@ -110,7 +110,7 @@ def _batch(parts: Sequence[Tensor], group: Sequence[int], dimension: int) -> Ten
 class RowFunction:
     """A function of transformers' modeling files that mixes the positions of a row."""
 
-    by_sample: Callable[..., Any]  # (function, lengths, its arguments) -> what it returns, sample by sample
+    by_sample: Callable[..., Any]  # (function, lengths, its arguments) -> its results, sample by sample
     kernel: tuple[str, str]  # module and name of the kernel that transformers calls where it is installed
     boundaries: str  # the kernel's argument for the boundaries of samples
 

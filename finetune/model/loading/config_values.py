@@ -12,6 +12,7 @@ from finetune.config.sections.model import RopeScalingSection
 from finetune.errors import ModelError
 from finetune.model.loading.config_names import ROPE_VALUES, known_names, sub_configs, suggestion
 from finetune.model.loading.rope import (
+    ROPE,
     ROPE_SCALING_KEY,
     merged_rope,
     require_as_written,
@@ -19,7 +20,6 @@ from finetune.model.loading.rope import (
     rope_scaling_values,
     rope_values,
 )
-from finetune.model.positions import ROPE
 from finetune.model.upstream import written_head_size
 
 CONFIG_KEY = "model.config"
@@ -94,7 +94,7 @@ def check_names(config_class: Any, values: Mapping[str, Any], *, key: str) -> No
 def _merged(
     config: PreTrainedConfig, values: Mapping[str, Any], *, content: Mapping[str, Any], key: str
 ) -> dict[str, Any]:
-    """Return the content of the config with the values; those of sub-configs are merged likewise."""
+    """Return the content of the config with the values; those of sub-configs are merged, too."""
     content, rope = dict(content), rope_values(values)
     own_names = getattr(config, "attribute_map", {})
     for name, value in values.items():

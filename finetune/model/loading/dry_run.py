@@ -54,25 +54,25 @@ def dry_run_model(section: ModelSection, *, head: str) -> None:
         config = trial.config()
         with torch.device("meta"):
             model = trial.model(config)
-        _check_parameters(model, key=values_key(section))
+        empty = [f"{name} {list(shape)}" for name, shape in _shapes(model).items() if shape.numel() == 0]
+        if empty:
+            raise ModelError(f"{values_key(section)}: the model would have empty parameters: {', '.join(empty[:3])}.")
+        total = sum(parameter.numel() for parameter in model.parameters())
+        if total == 0 or total > _MAX_PARAMETERS:
+            raise ModelError(f"{values_key(section)}: the model would have {total:,} parameters. Write other values.")
         if head == SEQ2SEQ_HEAD:
             check_decoder_start(model)
-        _check_loadable(model, head)
+        auto_class = HEADS[head]
+        if not is_remote_code(model) and type(model.config) not in auto_class._model_mapping:
+            raise ModelError(
+                f"{auto_class.__name__} builds only the text part of this model, `{model.config.model_type}`, and "
+                "transformers cannot load that from an exported folder. Use another model."
+            )
         _check_same_shapes(model, trial)
         _check_rope_is_used(model, trial)
         error = forward_error(model)
         if error is not None and (confirmed := _confirmed_error(error, trial, config, model)):
             raise confirmed
-
-
-def _check_loadable(model: PreTrainedModel, head: str) -> None:
-    """Raise ModelError if the Auto class that built the model cannot load it because it is part of another type."""
-    auto_class = HEADS[head]
-    if not is_remote_code(model) and type(model.config) not in auto_class._model_mapping:
-        raise ModelError(
-            f"{auto_class.__name__} builds only the text part of this model, `{model.config.model_type}`, and "
-            "transformers cannot load that from an exported folder. Use another model."
-        )
 
 
 def _check_same_shapes(model: PreTrainedModel, trial: "_DryRun") -> None:
@@ -188,16 +188,6 @@ def _check_special_token_ids(config: PreTrainedConfig) -> None:
                 f"{FROM_CONFIG_KEY}.values.{name}: {value} is outside the vocabulary of {size:,}. Remove it: the "
                 "tokenizer sets it."
             )
-
-
-def _check_parameters(model: PreTrainedModel, *, key: str) -> None:
-    """Raise ModelError for empty parameters, and for more parameters than any memory can hold."""
-    empty = [f"{name} {list(shape)}" for name, shape in _shapes(model).items() if shape.numel() == 0]
-    if empty:
-        raise ModelError(f"{key}: the model would have empty parameters: {', '.join(empty[:3])}.")
-    total = sum(parameter.numel() for parameter in model.parameters())
-    if total == 0 or total > _MAX_PARAMETERS:
-        raise ModelError(f"{key}: the model would have {total:,} parameters. Write other values.")
 
 
 def forward_error(model: PreTrainedModel) -> Exception | None:

@@ -35,8 +35,11 @@ def initialize_weights(
             excluded += [parameter for full, parameter in own.items() if full in tied]
             with gather(parameters) if parameters else nullcontext(), as_cpu_float32(parameters):
                 torch.default_generator.manual_seed(derive_seed(seed, "weights", name))
-                with _protected_from_init(excluded):
-                    owner._init_weights(module)
+                for parameter in excluded:  # transformers' initializers skip parameters with this flag
+                    parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+                owner._init_weights(module)
+                for parameter in set(excluded):
+                    del parameter._is_hf_initialized  # type: ignore[attr-defined]
                 initialize_marked(module)
 
 
@@ -75,13 +78,3 @@ def _parameters_written_by(module: nn.Module) -> list[nn.Parameter]:
         if not isinstance(child, PreTrainedModel):
             parameters.update(dict.fromkeys(child.parameters(recurse=False)))
     return list(parameters)
-
-
-@contextmanager
-def _protected_from_init(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Set the flag with which transformers' initializers skip a parameter."""
-    for parameter in parameters:
-        parameter._is_hf_initialized = True  # type: ignore[attr-defined]
-    yield
-    for parameter in set(parameters):
-        del parameter._is_hf_initialized  # type: ignore[attr-defined]

@@ -33,7 +33,7 @@ from finetune.model.loading.architecture import (
 from finetune.model.loading.hub import is_local_path, loading_errors
 from finetune.model.loading.initialize import initialize_weights
 from finetune.model.loading.pretrained import build_from_config, load_weights, placed_on
-from finetune.model.positions import keep_positions_exact
+from finetune.model.loading.rope import keep_positions_exact
 from finetune.model.quantize import dequantize_while_loading, quantization_config, stored_method
 from finetune.model.upstream import (
     allow_missing_embeddings,

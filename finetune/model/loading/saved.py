@@ -27,7 +27,7 @@ from finetune.model.loading.pretrained import (
     read_adapter_config,
     without_warnings,
 )
-from finetune.model.positions import keep_positions_exact
+from finetune.model.loading.rope import keep_positions_exact
 from finetune.runtime.hub import is_offline
 from finetune.runtime.run_folder import FINAL_FOLDER
 from finetune.runtime.upstream import without_hub_retries

@@ -35,7 +35,7 @@ def with_local_folder(loaded: LoadedConfig) -> LoadedConfig:
 
 
 def download_run(loaded: LoadedConfig, *, log: Callable[[str], None]) -> None:
-    """Download what is newer at the run's URL to its local folder, in one process while the others wait on a lock file.
+    """Download newer files at the run's URL to its local folder, in one process while the others wait on a lock file.
 
     No collective, as it may take longer than one allows. Raises CheckpointError where the URL cannot be reached or
     written to: now, and not when the first checkpoint is due. Does nothing for a run without a URL.
@@ -105,7 +105,7 @@ def _download_newer(remote: RemoteFolder, stage: Path, *, log: Callable[[str], N
 
 
 def _download_checkpoint(remote: RemoteFolder, path: Path) -> str | None:
-    """Download a checkpoint, marker first, and rename it into place when it verifies; else return what is wrong."""
+    """Download a checkpoint, marker first, and rename it into place when it verifies; else return the problem."""
     staging = path.with_name(f".fetched-{path.name}")
     shutil.rmtree(staging, ignore_errors=True)
     remote_folder = f"{CHECKPOINTS_FOLDER}/{path.name}"

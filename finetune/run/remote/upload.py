@@ -1,23 +1,32 @@
 """One-way synchronization: files that the run folder has are uploaded, files that it has deleted are deleted.
 
 A checkpoint's files go first and its manifest last: the manifest is the marker, and a folder without it is no
-checkpoint. Whatever is deleted loses its marker first, and only once the newest checkpoint's is up.
+checkpoint. Whatever is deleted loses its marker first, and only once the newest checkpoint's is up. Files are uploaded
+in the background, in a thread of rank 0; the end of the run waits for them.
 """
 
 import os
 import shutil
+import sys
+import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from types import TracebackType
+from typing import Protocol, TypeVar
 
 from finetune.checkpoint.format import layout
 from finetune.checkpoint.format.manifest import parse_manifest, read_manifest
 from finetune.checkpoint.write.retention import metrics_of, removable_steps
+from finetune.config.load import LoadedConfig
 from finetune.config.sections.checkpoint import CheckpointSection
 from finetune.errors import CheckpointError
+from finetune.report.events import CheckpointSaved, Event, RunEnded, Warned
+from finetune.report.reporter import Reporter
 from finetune.run.remote.download import marked_steps, step_of
+from finetune.runtime import distributed
 from finetune.runtime.files.remote import RemoteFolder
 from finetune.runtime.run_folder import CHECKPOINTS_FOLDER, FAILED_FINAL_FOLDER, FINAL_FOLDER
 from finetune.runtime.supervision.heartbeat import fault_point
@@ -47,12 +56,12 @@ class FolderSync:
         self._wait = wait
         self._up: dict[int, bytes] = {}  # the markers that are known to be up
         self._known: set[int] = set()  # steps whose checkpoints have been in the folder
-        self._sent: dict[str, tuple[int, int]] = {}  # size and time of change of what was uploaded
+        self._sent: dict[str, tuple[int, int]] = {}  # size and modification time of each uploaded file
         self.repeated: list[str] = []
         shutil.rmtree(folder / _LINKS, ignore_errors=True)
 
     def sync(self, *, is_last: bool) -> list[str]:
-        """Upload and delete what is due and return what could not be, in words; `final/` goes with the last call."""
+        """Upload and delete files as needed; return failures as sentences. The last call also uploads `final/`."""
         self.repeated = []
         failures: list[str] = []
         try:
@@ -67,13 +76,17 @@ class FolderSync:
         return failures
 
     def _tasks(self, sizes: dict[str, int], *, is_last: bool) -> Iterator[tuple[str, Callable[[], None]]]:
-        """Yield what there is to do by name, the newest checkpoint first: an older one may be let go of meanwhile."""
-        local = _complete_checkpoints(self._folder / CHECKPOINTS_FOLDER)
+        """Yield the tasks by name, the newest checkpoint first: an older one may be deleted meanwhile."""
+        local = {
+            step: path
+            for step, path in layout.steps(self._folder / CHECKPOINTS_FOLDER).items()
+            if (path / layout.MANIFEST).is_file()
+        }
         self._known |= local.keys()
         for step in sorted(local, reverse=True):
             yield f"{CHECKPOINTS_FOLDER}/{local[step].name}", partial(self._checkpoint, step, local[step], sizes)
         if not local or max(local) in self._up:
-            yield "what is gone here", partial(self._delete_gone, local, sizes)
+            yield "files that were deleted here", partial(self._delete_gone, local, sizes)
         for name in sorted(_other_files(self._folder, is_last=is_last)):
             yield name, partial(self._file, name)
         if is_last and (self._folder / FINAL_FOLDER).is_dir():
@@ -184,10 +197,6 @@ class FolderSync:
         return act()
 
 
-def _complete_checkpoints(folder: Path) -> dict[int, Path]:
-    return {step: path for step, path in layout.steps(folder).items() if (path / layout.MANIFEST).is_file()}
-
-
 def _metrics_in(marker: bytes | None, *, name: str) -> Mapping[str, float]:
     """Return the metrics in a manifest's bytes; none where it is not there or cannot be believed."""
     try:
@@ -203,3 +212,159 @@ def _other_files(folder: Path, *, is_last: bool) -> Iterator[str]:
         name = path.relative_to(folder)
         if name.parts[0] not in left_out and not any(part.startswith(".") for part in name.parts) and path.is_file():
             yield name.as_posix()
+
+
+_SECONDS_AFTER_ERROR = 20.0
+"""For what is left to upload after an error: launchers end a process soon, and the next start uploads the rest."""
+
+
+class Uploader(Protocol):
+    """What keeps a run's folder also elsewhere, while it is entered."""
+
+    def watch_reporter(self, reporter: Reporter) -> Reporter:
+        """Return the reporter, which then also notifies the mirror when there is something to upload."""
+
+    def finish(self, code: int) -> int:
+        """Wait until everything is uploaded and return the exit code: a failure where something is missing."""
+
+    def upload_rest(self) -> str | None:
+        """Wait until everything is uploaded; return what is missing."""
+
+    def __enter__(self) -> object: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+def make_uploader(loaded: LoadedConfig) -> Uploader:
+    """Return who uploads this rank's run: rank 0 of a run at a URL does."""
+    if loaded.remote is None or not distributed.is_main():
+        return NullUploader()
+    return BackgroundUploader(
+        Path(loaded.config.run.folder), RemoteFolder(loaded.remote), section=loaded.config.checkpoint
+    )
+
+
+class NullUploader:
+    """A run in a folder, or a rank that uploads nothing."""
+
+    def watch_reporter(self, reporter: Reporter) -> Reporter:
+        """Return the reporter as it is."""
+        return reporter
+
+    def finish(self, code: int) -> int:
+        """Return the code."""
+        return code
+
+    def upload_rest(self) -> str | None:
+        """Return that nothing is missing."""
+
+    def __enter__(self) -> "NullUploader":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Do nothing."""
+
+
+class BackgroundUploader:
+    """Uploads a run's folder whenever a checkpoint is whole, and at the end."""
+
+    def __init__(self, folder: Path, remote: RemoteFolder, *, section: CheckpointSection) -> None:
+        self._folder = folder
+        self._url = remote.url
+        self._due, self._ending = threading.Event(), threading.Event()
+        self._uploads = FolderSync(folder, remote, section=section, wait=self._ending.wait)
+        self._failures: list[str] = []
+        self._warnings: deque[str] = deque()  # from the thread to the reporter
+        self._thread = threading.Thread(target=self._work, name="uploads", daemon=True)
+
+    def __enter__(self) -> "BackgroundUploader":
+        self._thread.start()
+        self._due.set()  # what an earlier start could not upload
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """After an error, upload what a short time allows; otherwise leave the rest to `finish`."""
+        if kind is not None:
+            self._end()
+            self._thread.join(_SECONDS_AFTER_ERROR)
+
+    def watch_reporter(self, reporter: Reporter) -> Reporter:
+        """Return the reporter, which then also wakes the uploads and reports their warnings."""
+        return _UploadingReporter(reporter, self)
+
+    def wake(self) -> None:
+        """Start uploading new files."""
+        self._due.set()
+
+    def warnings(self) -> list[str]:
+        """Return what could not be done since the last call."""
+        return [self._warnings.popleft() for _ in range(len(self._warnings))]
+
+    def finish(self, code: int) -> int:
+        """Wait until everything is uploaded, and log it; return the code, or 1 for a success that was not uploaded."""
+        missing = self.upload_rest()
+        if missing is None:
+            return code
+        print(f"error: {missing}", file=sys.stderr, flush=True)
+        return code or 1
+
+    def upload_rest(self) -> str | None:
+        """Wait until everything is uploaded, and log it; return what is missing."""
+        self._end()
+        if self._thread.ident is None:  # a run that was over already: an earlier start may have left something
+            self._thread.start()
+        self._thread.join()
+        for warning in self.warnings():  # the reporter is closed
+            print(f"warning: {warning}", flush=True)
+        if not self._failures:
+            print(f"everything is at {self._url}", flush=True)
+            return None
+        lines = "".join(f"  {failure}\n" for failure in self._failures)
+        return (
+            f"{self._url} lacks {len(self._failures)} of this run's files or folders\n{lines}"
+            f"They are in {self._folder}. Run the same command again: it uploads what is missing."
+        )
+
+    def _end(self) -> None:
+        self._ending.set()
+        self._due.set()
+
+    def _work(self) -> None:
+        is_last = False
+        while not is_last:
+            self._due.wait()
+            self._due.clear()
+            is_last = self._ending.is_set()
+            self._failures = self._uploads.sync(is_last=is_last)
+            if not (is_last and self._failures):  # `finish` reports those in full
+                self._queue_warnings()
+
+    def _queue_warnings(self) -> None:
+        if self._failures:
+            self._warnings.append(f"not uploaded, tried again at the next checkpoint: {'; '.join(self._failures)}")
+        elif self._uploads.repeated:
+            self._warnings.append(f"uploaded only when tried again: {'; '.join(self._uploads.repeated)}")
+
+
+class _UploadingReporter:
+    """A reporter that also notifies a mirror."""
+
+    def __init__(self, reporter: Reporter, mirror: BackgroundUploader) -> None:
+        self._reporter = reporter
+        self._mirror = mirror
+
+    def __call__(self, event: Event) -> None:
+        self._reporter(event)
+        for warning in self._mirror.warnings():
+            self._reporter(Warned(event.step, warning))
+        if isinstance(event, CheckpointSaved | RunEnded):
+            self._mirror.wake()
+
+    def close(self) -> None:
+        self._reporter.close()

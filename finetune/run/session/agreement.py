@@ -59,7 +59,7 @@ def send_call(method: str, arguments: Mapping[str, Any]) -> None:
     """Send rank 0's call to the ranks that follow. Raises UserError on all where it cannot be sent. Collective."""
     try:
         content: bytes | str = pickle.dumps((method, dict(arguments)))
-    except Exception as error:  # of whatever type the argument's own code raises
+    except Exception as error:  # any exception that the argument's own code raises
         content = f"{method}: an argument cannot be sent to ranks that follow ({error}). Functions must be importable."
     distributed.broadcast_object(content)
     if isinstance(content, str):

@@ -17,13 +17,14 @@ from torch import Tensor
 from finetune.checkpoint.format import layout
 from finetune.config.sections.data import DataSection
 from finetune.data.batch import Batch
-from finetune.data.sample_checks import extend_digest
+from finetune.data.sample_checks import extend_digest, samples_checksum
+from finetune.data.token_cache.integrity import sample_checksum
 from finetune.errors import CheckpointError, UserError
 from finetune.run.final_export import export_final
 from finetune.run.session.losses import JobLoss, TargetLosses, resolve_loss
 from finetune.run.session.open import SESSION_CLOSED, OpenedRun
 from finetune.run.session.results import ForwardBackward, JobBatch, LossFunction, OptimStep, Rows, Scores
-from finetune.run.session.rows import WEIGHTS, EncodedRow, RowEncoder, checksum_of_rows, cut_rows, step_seed
+from finetune.run.session.rows import WEIGHTS, EncodedRow, RowEncoder, cut_rows, step_seed
 from finetune.run.state.resume import restore
 from finetune.runtime import distributed, seeds
 from finetune.runtime.progress import Progress
@@ -249,7 +250,12 @@ class StepEngine:
         on_device = tuple(batch.to(device) for batch in batches)
         columns = frozenset().union(*(row.values for row in encoded))
         return _Group(
-            on_device, num_targets, num_tokens, checksum_of_rows(encoded), columns, row_location=_location_in_call
+            on_device,
+            num_targets,
+            num_tokens,
+            samples_checksum(range(len(encoded)), [sample_checksum(row.features.arrays) for row in encoded]),
+            columns,
+            row_location=lambda sample_id: f"row {sample_id + 1} of the call",
         )
 
     def _resolve(self, loss: str | LossFunction | None, scores: Scores, columns: frozenset[str]) -> TargetLosses:
@@ -358,7 +364,3 @@ def _positive(learning_rate: float) -> float:
     if not isinstance(learning_rate, int | float) or not 0 <= learning_rate < math.inf:
         raise UserError(f"optim_step: learning_rate must be a number of at least 0, and is {learning_rate!r}.")
     return float(learning_rate)
-
-
-def _location_in_call(sample_id: int) -> str:
-    return f"row {sample_id + 1} of the call"

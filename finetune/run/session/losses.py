@@ -24,7 +24,7 @@ class JobLoss:
     task: StepTask
 
     def prepare_step(self, model: nn.Module, batches: Sequence[Batch]) -> Sequence[Batch]:
-        """Return what the task makes of them. Collective."""
+        """Return the task's results for them. Collective."""
         return self.task.prepare_step(model, batches)
 
     def loss_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:

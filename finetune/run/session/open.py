@@ -38,7 +38,7 @@ _LEFT_TO_CALLER = (
     *("train.stop_after_steps", "train.time_limit_minutes", "train.early_stopping", "train.callbacks"),
     *("run.on_end", "run.spot_notice", "run.hang_after_seconds"),
 )
-"""Keys about what the loop of `finetune train` does besides its steps, and about its supervision."""
+"""Keys that only the loop of `finetune train` and its supervision read."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,16 @@ def open_run(loaded: LoadedConfig) -> Iterator[OpenedRun]:
             started = time.monotonic()
             yield OpenedRun(context, restored, parts, reporter)
             save.wait_for_writes()
-            reporter(_run_ended(context, restored, seconds=time.monotonic() - started))
+            reporter(
+                RunEnded(
+                    step=restored.progress.step,
+                    reason=SESSION_CLOSED,
+                    seconds=time.monotonic() - started,
+                    metrics=restored.progress.last_metrics,
+                    final_folder=None,
+                    talks=TASKS[context.config.task.name].can_chat,
+                )
+            )
             distributed.barrier()
 
 
@@ -117,14 +126,3 @@ def _require_steppable(context: RunContext) -> None:
         raise UserError(
             f"run.folder: a session writes to a folder on this machine, not to {context.loaded.remote}. Write a path."
         )
-
-
-def _run_ended(context: RunContext, restored: RestoredRun, *, seconds: float) -> RunEnded:
-    return RunEnded(
-        step=restored.progress.step,
-        reason=SESSION_CLOSED,
-        seconds=seconds,
-        metrics=restored.progress.last_metrics,
-        final_folder=None,
-        talks=TASKS[context.config.task.name].can_chat,
-    )

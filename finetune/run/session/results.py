@@ -1,4 +1,4 @@
-"""What a session is given and gives back, without torch."""
+"""Arguments and results of a session, without torch."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ LossFunction = Callable[[Any, Any, Any], Any]
 """From the scores of the targets, their labels, [targets], and the batch to the loss of each target, [targets]."""
 
 Scores = Literal["log_probabilities", "logits"]
-"""What a loss function is given: [targets], or [targets, vocabulary]."""
+"""The shape of a loss function's input: [targets], or [targets, vocabulary]."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class JobBatch:
 
 @dataclass(frozen=True)
 class ForwardBackward:
-    """What a call of `forward_backward` computed, over all ranks."""
+    """The results of a call of `forward_backward`, over all ranks."""
 
     loss: float  # the mean over the targets of this call
     loss_sum: float
@@ -38,7 +38,7 @@ class ForwardBackward:
 
 @dataclass(frozen=True)
 class OptimStep:
-    """What a call of `optim_step` did."""
+    """The results of a call of `optim_step`."""
 
     step: int  # from 1
     loss: float  # the mean over the targets of the step

@@ -13,8 +13,7 @@ from finetune.data.batch import Batch
 from finetune.data.features import Features
 from finetune.data.formats.row_format import choose_format
 from finetune.data.rows import RawRow, row_location
-from finetune.data.sample_checks import samples_checksum, with_checksums
-from finetune.data.token_cache.integrity import sample_checksum
+from finetune.data.sample_checks import with_checksums
 from finetune.errors import DataError
 from finetune.run.setup.data import TrainingData, make_encoding
 from finetune.runtime.optional import no_op
@@ -162,11 +161,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return list(value)
     return value.tolist() if isinstance(value, np.ndarray | np.generic | torch.Tensor) else value
-
-
-def checksum_of_rows(rows: Sequence[EncodedRow]) -> int:
-    """Return the mark of the rows, as `data/sample_checks.py` has it of a step's samples."""
-    return samples_checksum(range(len(rows)), [sample_checksum(row.features.arrays) for row in rows])
 
 
 def cut_rows(

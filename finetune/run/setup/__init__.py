@@ -1,1 +1,1 @@
-"""The parts of a run, built from its config: data, model, and what the training loop works with."""
+"""The parts of a run, built from its config: data, model, and the components of the training loop."""

@@ -14,7 +14,7 @@ from finetune.data.features import Features
 from finetune.errors import ModelError
 from finetune.model.attention.implementation import check_isolation, require_position_ids
 from finetune.model.attention.supported_models import carries_state, check_padding, randomness
-from finetune.model.positions import positions_of
+from finetune.model.loading.rope import positions_of
 from finetune.registry.tasks import TASKS, ModelHead
 from finetune.report.run_log import RunLog
 from finetune.run.setup.data import TrainingData
@@ -30,7 +30,7 @@ def require_sample_isolation(
 ) -> None:
     """Raise ModelError where the result of a sample would depend on others. Collective.
 
-    Samples that share rows are checked not to affect each other, padded ones to give what they give alone.
+    Samples that share rows are checked not to affect each other, padded samples to give the same results as alone.
     """
     model, task = prepared.model, training_data.task
     model_config = unwrap_model(prepared.unwrapped_model).config

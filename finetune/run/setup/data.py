@@ -54,7 +54,7 @@ class TrainingData:
     processing: Processing
     task: Task
     training: DatasetView
-    sources: Mapping[str, Prepared | Streamed]  # what the pool is made of, by place in the job YAML: for the audit
+    sources: Mapping[str, Prepared | Streamed]  # the pool's sources by key in the job YAML: for the audit
     validation_set: TokenCache | None
     answer_metrics: dict[str, Metric]
 
@@ -146,7 +146,7 @@ def input_identity(processing: Processing, task: Task) -> dict[str, str]:
 
 
 def _load_processing(config: RunConfig, sources: OpenedSources, log: RunLog, locations: KeyLocations) -> Processing:
-    """Return what the model's inputs are made with, the chat template set."""
+    """Return the tokenizer or processor, with the chat template set."""
     processing = load_processing(
         config.model,
         reads=TASKS[config.task.name].reads,
@@ -200,11 +200,11 @@ def _steps_for_tokens(training: DatasetView, global_batch_size: int, tokens: int
 
 
 VERIFY_TIMEOUT_SECONDS = 10.0
-"""For a large set; what is verified later is compared sample by sample, too, before a step trains on it."""
+"""For a large set; each sample is also verified before a step trains on it."""
 
 
 def verify_before_training(training_data: TrainingData) -> None:
-    """Rebuild sets in which damage has been detected by now. Not collective: each rank checks what it reads.
+    """Rebuild sets in which damage was detected. Not collective: each rank checks what it reads.
 
     Where something is precomputed for all samples, all of them are verified first.
     """

@@ -7,7 +7,7 @@ import numpy as np
 
 from finetune.config.run_config import RunConfig
 from finetune.data.audit.audit import Audit, Padding, audit_sources, measure_padding
-from finetune.data.audit.template_check import TemplateCheck, check_template
+from finetune.data.audit.template_check import check_template
 from finetune.data.encoding.labelled_images import LABEL
 from finetune.data.features import LENGTHS_OF_SEQUENCES
 from finetune.data.order.grouping import tokens_per_position
@@ -36,7 +36,7 @@ def audit_training_data(config: RunConfig, training_data: TrainingData) -> Audit
 
 
 def write_audit(folder: Path, config: RunConfig, training_data: TrainingData, *, log: RunLog) -> None:
-    """Write the audit into the run folder and log what no count of a single source shows."""
+    """Write the audit into the run folder and log the problems that show only across sources."""
     audit = audit_training_data(config, training_data)
     atomic.write_json(folder / AUDIT_FILE, audit.as_json())
     for line in _notices(audit):
@@ -45,7 +45,7 @@ def write_audit(folder: Path, config: RunConfig, training_data: TrainingData, *,
 
 def _padding(config: RunConfig, training_data: TrainingData) -> Padding | None:
     if training_data.training.order.num_positions is None:
-        return None  # a stream: its samples are not there yet
+        return None  # the samples of a stream have not been read yet
     if not TASKS[config.task.name].has_tokens:
         return None
     batching, train = config.data.batching, config.train
@@ -60,7 +60,7 @@ def _padding(config: RunConfig, training_data: TrainingData) -> Padding | None:
 
 
 def _classes(training_data: TrainingData) -> dict[str, int]:
-    """Return the training images of each class; those of streams are not there yet."""
+    """Return the training images of each class; streams have not been read yet and are left out."""
     names = list(training_data.task.data_facts.values["labels"])
     prepared = [rows for rows in training_data.sources.values() if isinstance(rows, TokenCache)]
     labels = (piece for rows in prepared for piece in rows.pieces(LABEL))
@@ -69,7 +69,7 @@ def _classes(training_data: TrainingData) -> dict[str, int]:
 
 
 def _num_sequences(training_data: TrainingData) -> int:
-    """Return the texts of all training samples; those of streams are not there yet."""
+    """Return the texts of all training samples; streams have not been read yet and are left out."""
     prepared = [rows for rows in training_data.sources.values() if isinstance(rows, TokenCache)]
     return sum(len(piece) for rows in prepared for piece in rows.pieces(LENGTHS_OF_SEQUENCES))
 
@@ -87,14 +87,10 @@ def _notices(audit: Audit) -> Iterator[str]:
                 "`data.validation.exclude_from_train: true` leaves such rows out."
             )
     if audit.template is not None:
-        yield from _template_notices(audit.template)
-
-
-def _template_notices(check: TemplateCheck) -> Iterator[str]:
-    if check.learnt and not check.is_end_learnt:
-        yield "warning: chat template: the end-of-turn token is not a target, so the model will not learn to stop"
-    for difference in check.differences[:1]:  # the others differ likewise
-        yield (
-            f"warning: chat template: {difference.case}: the model will be asked with {difference.prompt} and is "
-            f"trained on {difference.trained}"
-        )
+        if audit.template.learnt and not audit.template.is_end_learnt:
+            yield "warning: chat template: the end-of-turn token is not a target, so the model will not learn to stop"
+        for difference in audit.template.differences[:1]:  # the other cases differ in the same way
+            yield (
+                f"warning: chat template: {difference.case}: the prompt at inference is {difference.prompt}, but the "
+                f"model is trained on {difference.trained}"
+            )

@@ -1,17 +1,23 @@
 """The parts that the training loop is handed: batches, update, evaluation, stop sources, and times of the start."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
+from accelerate import Accelerator
 from torch import nn
 
 from finetune.config.run_config import RunConfig
+from finetune.config.sections.evaluate import EvaluateSection
+from finetune.config.sections.train import TrainSection
 from finetune.data.batch import Batch
-from finetune.data.loader import StepGroups, train_loader
+from finetune.data.loader import StepGroups, evaluation_loader, train_loader
 from finetune.data.sample_checks import SampleVerifier
+from finetune.data.templates.chat_template import stop_ids
 from finetune.model.batch_norm import GhostBatchNorm, sync_batch_norm, update_running_statistics
 from finetune.report.events import Noted, StartedUp
 from finetune.report.gpu import DeviceColumns
@@ -20,8 +26,8 @@ from finetune.report.run_log import RunLog
 from finetune.report.timing import StartupTimer
 from finetune.run.context import RunPaths
 from finetune.run.samples import SampleRecord
-from finetune.run.setup.evaluator import make_evaluator
 from finetune.run.setup.prepared_model import BuiltRun, PreparedModel, make_weights
+from finetune.run.setup.strategy import require_sliceable_model
 from finetune.runtime import distributed
 from finetune.runtime.optional import no_op
 from finetune.runtime.parallel.sequence import sequence_group
@@ -29,9 +35,11 @@ from finetune.runtime.parallel.tensor import tensor_group
 from finetune.runtime.progress import Cadence, NeverDue
 from finetune.runtime.supervision.signals import ReceivedSignals
 from finetune.runtime.supervision.spot import SpotNotice
+from finetune.task.generation.evaluation import GenerationEvaluator, Metric
+from finetune.task.protocol import Task
 from finetune.train.accelerator import own_batches
 from finetune.train.early_stopping import EarlyStopping, NeverStop
-from finetune.train.evaluate import EvaluationWithWeights, NoEvaluation
+from finetune.train.evaluate import EvaluationWithWeights, Evaluator, NoEvaluation
 from finetune.train.meters import Meters
 from finetune.train.parts import CheckpointSaving, Evaluation, TrainingComponents
 from finetune.train.stopping import FAILED_SAVE, SPOT_NOTICE, STOP_FILE, TIME_LIMIT, StopFile, StopSources, TimeLimit
@@ -62,7 +70,7 @@ def make_parts(
     gpu: DeviceColumns,
     log: RunLog,
 ) -> TrainingComponents:
-    """Return the record that the loop works with; its first step reports what the start took."""
+    """Return the loop's components; the first step reports the duration of the start."""
     training_data, prepared, plan = built.training_data, built.prepared, built.plan
     stopping = config.train.early_stopping
     return TrainingComponents(
@@ -75,7 +83,7 @@ def make_parts(
         deliveries=SampleVerifier(training_data.training, plan.global_batch_size),
         row_location=training_data.training.samples.location,
         seed=config.run.seed,
-        update=make_update(config, prepared),
+        update=make_update(config.train, prepared),
         nonfinite=config.train.nonfinite,
         scales_loss=config.train.precision == "fp16",
         meters=Meters(built.step_task.step_metrics, device=gpu),
@@ -97,11 +105,11 @@ def make_parts(
     )
 
 
-def make_update(config: RunConfig, prepared: PreparedModel) -> Update:
-    """Return what clips the gradients and updates the weights."""
-    if config.train.optimizer.in_backward:
+def make_update(train: TrainSection, prepared: PreparedModel) -> Update:
+    """Return the object that clips the gradients and updates the weights."""
+    if train.optimizer.in_backward:
         return UpdateInBackward(prepared.accelerator, prepared.model, prepared.optimizer)
-    limit = config.train.max_gradient_norm
+    limit = train.max_gradient_norm
     return Update(prepared.accelerator, prepared.model, prepared.optimizer, max_gradient_norm=limit)
 
 
@@ -128,7 +136,14 @@ def _step_groups(
     def end_step(step: int) -> None:
         if step == first_step + 1:
             startup.end("first step")
-            report(_started_up(startup, step=step))
+            report(
+                StartedUp(
+                    step=step,
+                    seconds={phase.name: phase.seconds for phase in startup.phases},
+                    cpu_seconds={phase.name: phase.cpu_seconds for phase in startup.phases},
+                    memory_bytes={phase.name: phase.memory_bytes for phase in startup.phases},
+                )
+            )
         if step == first_step + 2 and prepared.memory is not None:
             # It is the first with activations and optimizer state at the same time.
             report(Noted(step, prepared.memory(plan).peak_line))
@@ -147,15 +162,6 @@ def _step_groups(
         on_step_end=end_step,
     )
     return iter(groups)
-
-
-def _started_up(startup: StartupTimer, *, step: int) -> StartedUp:
-    return StartedUp(
-        step=step,
-        seconds={phase.name: phase.seconds for phase in startup.phases},
-        cpu_seconds={phase.name: phase.cpu_seconds for phase in startup.phases},
-        memory_bytes={phase.name: phase.memory_bytes for phase in startup.phases},
-    )
 
 
 def _has_ghost_norms(model: nn.Module) -> bool:
@@ -205,3 +211,61 @@ def remove_stop_file(path: Path, *, log: Callable[[str], None]) -> None:
         path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
     except OSError as error:
         log(f"{path} cannot be removed ({error.strerror}). Remove it, or the next start stops at once.")
+
+
+def make_evaluator(
+    config: RunConfig,
+    task: Task,
+    *,
+    rows: Any,
+    model: Any,
+    accelerator: Accelerator,
+    tokenizer: Any,
+    answer_metrics: Mapping[str, Metric],
+    reporter: Reporter,
+) -> Evaluator:
+    """Return what measures the prepared model on all rows, and on its answers where `evaluate.generate` is written."""
+    section = config.evaluate or EvaluateSection()
+    sequence, tensor = sequence_group(), tensor_group()
+    require_sliceable_model(config, size=sequence.size)
+    loader = evaluation_loader(
+        rows,
+        task.collate,
+        dummy_batch=task.dummy_batch,
+        microbatch_size=section.microbatch_size or config.train.known_microbatch_size,
+        world=sequence.num_groups // tensor.size,
+        section=config.data,
+        cost=task.samples.loading_cost,
+    )
+    return Evaluator(
+        task=task,
+        model=model,
+        batches=StepGroups(
+            own_batches(accelerator, loader), 1, accelerator.device, sequence=sequence, are_copies=tensor.index > 0
+        ),
+        rows=rows,
+        reporter=reporter,
+        answers=_answers(section, task, rows, accelerator=accelerator, tokenizer=tokenizer, metrics=answer_metrics),
+    )
+
+
+def _answers(
+    section: EvaluateSection,
+    task: Task,
+    rows: Any,
+    *,
+    accelerator: Accelerator,
+    tokenizer: Any,
+    metrics: Mapping[str, Metric],
+) -> GenerationEvaluator | None:
+    if section.generate is None:
+        return None
+    prompts = (task.prompt(rows.intact(i)) for i in range(len(rows)))
+    return GenerationEvaluator(
+        section=section.generate,
+        prompts=list(islice((prompt for prompt in prompts if prompt is not None), section.generate.num_samples)),
+        tokenizer=tokenizer,
+        stop_ids=stop_ids(tokenizer),
+        device=accelerator.device,
+        metrics=dict(metrics),
+    )

@@ -24,6 +24,7 @@ from finetune.memory.trial.limits import (
 )
 from finetune.memory.trial.longest import LongestBatch, find_longest_batch
 from finetune.memory.trial.trial import Trial, later_host_bytes, missing_state_bytes, zero_buffer_bytes
+from finetune.report.run_log import RunLog
 from finetune.run.context import RunContext
 from finetune.run.setup.padding_free import resolve_padding_free
 from finetune.run.setup.prepared_model import BuiltRun
@@ -122,7 +123,7 @@ class _Tries:
                 strategy=self._context.strategy.name,
                 longest=longest,
                 rows=[view.samples.location(sample) for sample in longest.batch.sample_ids],
-                smaller=[other for other in _sizes(self._context) if other < size],
+                smaller=[other for other in _sizes(self._context.config) if other < size],
                 free=self._free,
             )
         )
@@ -139,7 +140,7 @@ def resolve_microbatch_size(context: RunContext, built: BuiltRun, *, first_step:
     Raises UserError where it does not fit into memory. The run has its weights, those of a checkpoint included.
     """
     if first_step >= built.plan.num_steps:
-        return _with_size(context, built, size=_sizes(context)[0])
+        return _with_size(context, built, size=_sizes(context.config)[0])
     tries = _Tries(context, built, first_step=first_step)
     if context.config.train.microbatch_size == "auto":
         return _with_size(context, built, size=_choose(context, built, tries, is_resumed=first_step > 0))
@@ -148,7 +149,7 @@ def resolve_microbatch_size(context: RunContext, built: BuiltRun, *, first_step:
 
 
 def _try_written(context: RunContext, built: BuiltRun, tries: _Tries) -> None:
-    if (reason := _why_not_tried(context, built, tries)) is not None:
+    if (reason := _why_not_tried(context.config.train.try_longest_batch, built, tries)) is not None:
         if reason:
             context.log(reason)
         return
@@ -159,9 +160,8 @@ def _try_written(context: RunContext, built: BuiltRun, tries: _Tries) -> None:
     context.log(_tried_line(tried.longest, tries.by_name(tried.peaks), tries.memories))
 
 
-def _why_not_tried(context: RunContext, built: BuiltRun, tries: _Tries) -> str | None:
+def _why_not_tried(requested: str, built: BuiltRun, tries: _Tries) -> str | None:
     """Return why the batch is not tried, empty where the user has written that; None to try it. Collective."""
-    requested = context.config.train.try_longest_batch
     if requested != "auto":
         return "" if requested == "never" else None
     if built.prepared.accelerator.device.type != "cpu" or built.prepared.memory is None:
@@ -180,7 +180,7 @@ def _choose(context: RunContext, built: BuiltRun, tries: _Tries, *, is_resumed: 
     if not tries.memories:
         device = built.prepared.accelerator.device.type
         raise UserError(f"{KEY}: auto needs to measure memory, which is not supported on `{device}`. Write a number.")
-    sizes: Sequence[int] = _sizes(context)
+    sizes: Sequence[int] = _sizes(context.config)
     record = distributed.run_on_rank_0(lambda: read_record(context.paths.folder)) if is_resumed else None
     if record is not None and _still_holds(record, context, tries, sizes=sizes):
         context.log(f"{KEY}: auto: {record.microbatch_size}, as at the start of this run")
@@ -196,7 +196,7 @@ def _choose(context: RunContext, built: BuiltRun, tries: _Tries, *, is_resumed: 
     best = largest_fitting(tries.measured, tries.limits)
     if best is None:
         tries.refuse(sizes[0], tries.tried[sizes[0]].longest)
-    _log_choice(context, tries, best, sizes=sizes)
+    _log_choice(tries, best, sizes=sizes, log=context.log)
     _record(context, tries, best)
     return best
 
@@ -231,13 +231,13 @@ def _sizes_after(record: MicrobatchRecord, context: RunContext, sizes: Sequence[
     return [other for other in sizes if other <= size]
 
 
-def _log_choice(context: RunContext, tries: _Tries, size: int, *, sizes: Sequence[int]) -> None:
+def _log_choice(tries: _Tries, size: int, *, sizes: Sequence[int], log: RunLog) -> None:
     tried, longest = tries.tried[size].peaks, tries.tried[size].longest
     assert tried is not None, "the chosen size was measured"
     measured = ", ".join(str(each) for each in tries.tried)
     limits = "" if size < sizes[-1] else ", the most that the global batch allows"
-    context.log(f"{KEY}: auto: {size}{limits} (tried {measured} of {', '.join(map(str, sizes))})")
-    context.log(_tried_line(longest, tries.by_name(tried), tries.memories))
+    log(f"{KEY}: auto: {size}{limits} (tried {measured} of {', '.join(map(str, sizes))})")
+    log(_tried_line(longest, tries.by_name(tried), tries.memories))
 
 
 def _record(context: RunContext, tries: _Tries, size: int) -> None:
@@ -254,14 +254,14 @@ def _record(context: RunContext, tries: _Tries, size: int) -> None:
     distributed.run_on_rank_0(lambda: write_record(context.paths.folder, record))
 
 
-def _sizes(context: RunContext) -> tuple[int, ...]:
-    return possible_microbatch_sizes(context.config, num_processes=sequence_group().num_groups)
+def _sizes(config: RunConfig) -> tuple[int, ...]:
+    return possible_microbatch_sizes(config, num_processes=sequence_group().num_groups)
 
 
 def _memory_limits(own: Sequence[MemoryLimit], *, fixed: int, later: int) -> MemoryLimits:
     """Return the memory of all ranks. Collective.
 
-    In addition to what is used, every size takes `fixed` on this rank, and the run needs `later` for other things.
+    In addition to the used memory, every size takes `fixed` on this rank, and the run needs `later` for other things.
     """
     gathered = distributed.gather_objects([(memory.used() + fixed, memory.limit - later) for memory in own])
     pairs = [pair for of_rank in gathered for pair in of_rank]

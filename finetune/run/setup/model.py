@@ -30,7 +30,7 @@ from finetune.model.loading.architecture import SpecialTokenIds, load_model_conf
 from finetune.model.loading.dry_run import dry_run_model, may_have_experts, meta_model
 from finetune.model.loading.load import load_model
 from finetune.model.loading.pretrained import base_mismatch_warning, read_saved_adapter_config
-from finetune.model.positions import positions_of, table_size
+from finetune.model.loading.rope import positions_of, table_size
 from finetune.model.quantize import stored_method, stored_problems, unquantized_weights_folder
 from finetune.model.size import precision_warnings
 from finetune.model.tokenizer import add_embedding_rows, new_token_ids
@@ -76,7 +76,12 @@ def _build_trainable(
     recorded: Collection[str],
 ) -> Any:
     section, seed = config.model, config.run.seed
-    init_context = _init_context(section, init_context)
+    if _computes_from_weights(section):
+        init_context = replace(init_context, device=None)  # on the CPU, so that initial values do not depend on devices
+    if section.quantization is not None:
+        init_context = replace(
+            init_context, context=nullcontext, on_meta_device=False
+        )  # Accelerate sends no packed weights
     ids = () if section.new_tokens is None or tokenizer is None else new_token_ids(tokenizer, section.new_tokens)
     model: Any = load_model(
         section,
@@ -108,17 +113,6 @@ def _build_trainable(
     freeze(model, section.freeze)
     train_only(model, section.train_only)
     return model
-
-
-def _init_context(section: ModelSection, init_context: InitContext) -> InitContext:
-    """Return the context as the job's initial values and quantized weights need it."""
-    if _computes_from_weights(section):
-        init_context = replace(init_context, device=None)  # on the CPU, so that initial values do not depend on devices
-    if section.quantization is not None:
-        init_context = replace(
-            init_context, context=nullcontext, on_meta_device=False
-        )  # Accelerate sends no packed weights
-    return init_context
 
 
 def recorded_parameters(config: RunConfig) -> frozenset[str]:
@@ -320,10 +314,9 @@ def require_routers(loaded: LoadedConfig) -> None:
         raise ConfigError(problems, loaded.path.name)
 
 
-def router_coefficient(config: RunConfig, model_config: Any) -> float | None:
+def router_coefficient(written: float | str | None, model_config: Any) -> float | None:
     """Return the coefficient of the routers' balance loss; None for no such loss. `auto` is the model's own."""
-    written = config.train.router_aux_loss
-    return _own_coefficient(model_config) if written == "auto" else written
+    return _own_coefficient(model_config) if isinstance(written, str) else written
 
 
 def _router_problems(config: RunConfig) -> Iterator[Problem]:

@@ -23,7 +23,7 @@ AdapterConfig = Mapping[str, Any] | None
 """The content of an adapter_config.json."""
 
 LAYOUT, PADDING_FREE = "batches", "padding-free"
-"""What a checkpoint records where samples share rows that older versions padded."""
+"""The key in a checkpoint of a run whose samples share rows that older versions padded."""
 
 
 def resolve_padding_free(config: RunConfig, *, model: Any = None, adapter: AdapterConfig = None) -> DataSection:
@@ -36,7 +36,7 @@ def resolve_padding_free(config: RunConfig, *, model: Any = None, adapter: Adapt
     data, batching = config.data, config.data.batching
     is_free = batching.padding_free
     if is_free == "auto":
-        is_free = batching.by != "packs" and can_share_rows(config, model=model, adapter=adapter)
+        is_free = batching.by != "packs" and why_padded(config, model=model, adapter=adapter) is None
     steps = batching.length_window_steps
     if steps == "auto":
         is_sorted = batching.by == "samples" and not is_free and TASKS[config.task.name].has_tokens
@@ -56,11 +56,6 @@ def format_padding_free(config: RunConfig, data: DataSection) -> tuple[str, ...]
     return (f"samples are padded{sorting}: {why_padded(config)}",)
 
 
-def can_share_rows(config: RunConfig, *, model: Any = None, adapter: AdapterConfig = None) -> bool:
-    """Return whether samples may share one row without a proof by the model itself."""
-    return why_padded(config, model=model, adapter=adapter) is None
-
-
 def why_padded(config: RunConfig, *, model: Any = None, adapter: AdapterConfig = None) -> str | None:
     """Return why samples are padded where the user leaves the choice; None where they share rows."""
     attention = config.model.attention
@@ -72,7 +67,8 @@ def why_padded(config: RunConfig, *, model: Any = None, adapter: AdapterConfig =
         return "samples in one row would share what the adapter prepends to the text"
     try:
         own = load_model_config(config.model) if model is None else model
-        teachers = _teachers(config)
+        section = config.task.distillation
+        teachers = () if section is None else (load_teacher_config(section, model=config.model),)
     except ModelError:
         return "the model cannot be loaded"  # loading it raises the error
     reasons = (*(padding_reason(each) for each in (own, *teachers)), None)
@@ -80,7 +76,7 @@ def why_padded(config: RunConfig, *, model: Any = None, adapter: AdapterConfig =
         return reason
     if needs_own_attention(own) and attention != "auto":
         return f"`model.attention: {attention}` does not keep samples of this model apart. Write `auto`"
-    if model is None and _was_once_padded(config, own) and _resumes_padded(config):
+    if model is None and _was_once_padded(config.task.name, own) and _resumes_padded(config):
         return (
             "the checkpoint that the run resumes from is of a run that padded them. To pack them from here on, which "
             "changes losses within rounding and dropout, write `data.batching.padding_free: true`"
@@ -89,16 +85,16 @@ def why_padded(config: RunConfig, *, model: Any = None, adapter: AdapterConfig =
 
 
 def recorded_layout(config: RunConfig) -> Mapping[str, str]:
-    """Return what checkpoints of this run record about its layout; nothing where every version has the same."""
+    """Return the layout that checkpoints of this run record; empty if it is the same in every version."""
     batching = resolve_padding_free(config).batching
-    if batching.padding_free is not True or not _was_once_padded(config, load_model_config(config.model)):
+    if batching.padding_free is not True or not _was_once_padded(config.task.name, load_model_config(config.model)):
         return {}
     return {LAYOUT: PADDING_FREE}
 
 
-def _was_once_padded(config: RunConfig, own: Any) -> bool:
+def _was_once_padded(task: str, own: Any) -> bool:
     """Return whether older versions pad this task, or the samples of this model."""
-    return not TASKS[config.task.name].may_be_packed or was_once_padded(own)
+    return not TASKS[task].may_be_packed or was_once_padded(own)
 
 
 def _resumes_padded(config: RunConfig) -> bool:
@@ -112,12 +108,6 @@ def _resumes_padded(config: RunConfig) -> bool:
         return path is not None and read_manifest_of_step(path).run.origin.get(LAYOUT) != PADDING_FREE
     except (CheckpointError, OSError):
         return False  # resuming raises the error
-
-
-def _teachers(config: RunConfig) -> tuple[Any, ...]:
-    """Return the config of the teacher, which reads the same rows, where there is one."""
-    section = config.task.distillation
-    return () if section is None else (load_teacher_config(section, model=config.model),)
 
 
 def _has_prompt_adapter(config: RunConfig, adapter: AdapterConfig) -> bool:

@@ -68,7 +68,7 @@ class Scorer:
     """A frozen model that scores samples."""
 
     model: Callable[[], nn.Module]  # the prepared one, or a teacher, which is loaded on its first use
-    identity: Mapping[str, Any]  # JSON: what its scores depend on
+    identity: Mapping[str, Any]  # JSON: all that its scores depend on
     scoring_context: Callable[[], AbstractContextManager[None]]  # entered while it scores
 
 
@@ -85,7 +85,7 @@ def add_frozen_models(
 
 
 def precompute(config: RunConfig, training_data: TrainingData, prepared: PreparedModel, *, log: RunLog) -> TrainingData:
-    """Return the data with what the task precomputes for each sample, of training and of validation.
+    """Return the data with the values that the task precomputes for each training and validation sample.
 
     The prepared model must have the weights that the run started from. Raises DataError for streams, whose samples are
     not known yet, and where the cache cannot be written. Collective.
@@ -107,7 +107,7 @@ def precompute(config: RunConfig, training_data: TrainingData, prepared: Prepare
 def precompute_set(
     config: RunConfig, task: Task, rows: TokenCache, *, key: str, prepared: PreparedModel, log: RunLog
 ) -> TokenCache | PrecomputedSet:
-    """Return one set with what the task precomputes for its samples, by the model as it starts. Collective."""
+    """Return one set with the values that the task precomputes with the initial model. Collective."""
     if task.precomputed is None:
         return rows
     scorer = make_scorer(config, task, prepared, log=log)
@@ -146,7 +146,7 @@ def load_unsharded_teacher(model: ModelSection, task: Task, *, accelerator: Acce
 
 
 def teacher_identity(config: RunConfig, *, log: RunLog) -> str | None:
-    """Return what identifies the teacher's weights, None where there is no teacher. Collective."""
+    """Return the digest of the teacher's weights; None without a teacher. Collective."""
     section = config.task.distillation
     if section is None:
         return None

@@ -1,5 +1,6 @@
 """The model and optimizer that the Accelerator prepared, and all that was learned about them meanwhile."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -31,7 +32,7 @@ from finetune.model.processing import check_image_shape
 from finetune.model.size import measure_model, read_shapes
 from finetune.model.tensor_parallel import split_layers
 from finetune.report.run_log import RunLog
-from finetune.run.flops import model_flops, tokens_per_position
+from finetune.run.flops import attended_tokens, flops_per_token, tokens_per_position
 from finetune.run.setup import accelerator as accelerators
 from finetune.run.setup.data import TrainingData
 from finetune.run.setup.model import (
@@ -41,14 +42,13 @@ from finetune.run.setup.model import (
     recorded_parameters,
     router_coefficient,
 )
-from finetune.run.setup.optimizer import make_optimizer, plan_accumulation
 from finetune.run.setup.strategy import require_tied_weights_supported
 from finetune.runtime import distributed
 from finetune.runtime.gpus.specifications import GpuModel, find_gpu
 from finetune.runtime.optional import no_op
 from finetune.runtime.parallel.tensor import tensor_group
-from finetune.runtime.resources import resident_bytes
-from finetune.strategy.gradient_sync import Accumulation
+from finetune.runtime.resources import available_bytes, resident_bytes
+from finetune.strategy.gradient_sync import Accumulation, GradientReduction, choose_accumulation
 from finetune.strategy.protocol import Strategy
 from finetune.task.lm_loss.target_loss import fallback_warning, resolve_kernel
 from finetune.task.model_inputs import unwrap_model
@@ -56,7 +56,8 @@ from finetune.task.protocol import Task
 from finetune.task.router_loss import RoutedTask, Router, RoutingRecorder, find_routers
 from finetune.train.evaluate import AveragedWeights, EvaluationWeights, TrainedWeights, average_formula
 from finetune.train.neftune import EmbeddingNoise
-from finetune.train.optim.parameter_groups import list_parameters
+from finetune.train.optim.optimizers import build_optimizer, slow_update_warning
+from finetune.train.optim.parameter_groups import NamedParameter, describe_groups, list_parameters
 from finetune.train.parts import StepTask
 from finetune.train.plan import StepPlan
 
@@ -125,7 +126,9 @@ def prepare_model(
         unwrap_model(unwrapped), config, strategy, training_data.training, plan, device=accelerator.device, log=log
     )
     routers = _find_routers(config, unwrapped, log=log)
-    flops = model_flops(unwrapped, training_data.training, plan) if plan else None
+    flops = None
+    if plan is not None:
+        flops = flops_per_token(unwrap_model(unwrapped), attended=attended_tokens(training_data.training, plan))
     model, prepared_optimizer = accelerators.prepare(
         config, strategy, accelerator=accelerator, model=unwrapped, optimizer=optimizer
     )
@@ -157,7 +160,7 @@ def _log_size(
 ) -> tuple[Accumulation, PredictMemory | None]:
     """Log the model's size and the memory that a rank needs; return how it accumulates gradients. Collective.
 
-    What it needs with `train.microbatch_size: auto` is logged when that is known.
+    With `train.microbatch_size: auto`, the memory is logged once the size is known.
     """
     size = measure_model(model)
     predict = partial(predict_memory, config, strategy, size=size, process_bytes=process_bytes, accelerator=accelerator)
@@ -190,18 +193,18 @@ def _replace_forwards(
 ) -> None:
     """Fuse layers, convert them to 8-bit products and compile them, as the job says; raises UserError if impossible."""
     if strategy.expected().tensor_size > 1:
-        return  # what would replace a forward pass is refused
+        return  # the config's rules refuse keys that would replace a forward pass
     compiled = _chosen_compilation(config, model, strategy, training, plan, log=log)
     _fuse_layers(model, config.model, compiled=compiled, device_type=device.type, log=log)
-    _convert_to_float8(model, config, device=device, log=log)
+    _convert_to_float8(model, config.train, device=device, log=log)
     _compile(model, compiled, strategy=strategy, log=log)
 
 
-def _convert_to_float8(model: Any, config: RunConfig, *, device: torch.device, log: RunLog) -> None:
+def _convert_to_float8(model: Any, train: TrainSection, *, device: torch.device, log: RunLog) -> None:
     """Make linear layers multiply in 8 bits where the job says so; raises UserError where the device cannot."""
-    if config.train.precision != "fp8":
+    if train.precision != "fp8":
         return
-    section = config.train.fp8 or Fp8Section()
+    section = train.fp8 or Fp8Section()
     if (missing := float8.missing_requirement(device, section)) is not None:
         raise UserError(f"train.precision: `fp8` needs {missing}. Write `bf16`.")
     count = float8.convert_linear_layers(model, section)
@@ -217,7 +220,7 @@ def _convert_to_float8(model: Any, config: RunConfig, *, device: torch.device, l
 def _chosen_compilation(
     config: RunConfig, model: Any, strategy: Strategy, training: DatasetView, plan: StepPlan | None, *, log: RunLog
 ) -> Literal["off", "regional", "full"]:
-    """Return what the job names, or for `auto` what pays in this run, logged; each rank estimates for its own GPU."""
+    """Return the job's choice, or for `auto` the faster one, which is logged; each rank estimates for its own GPU."""
     if config.model.compile != "auto":
         return config.model.compile
     if plan is None:
@@ -290,7 +293,7 @@ def _fuse_layers(model: Any, section: ModelSection, *, compiled: str, device_typ
 
 
 def _compile(model: Any, mode: Literal["off", "regional", "full"], *, strategy: Strategy, log: RunLog) -> None:
-    """Compile what the job names, before a strategy wraps or shards it; under ZeRO-3 warn that nothing is compiled."""
+    """Compile as the job says, before a strategy wraps or shards the model; ZeRO-3 warns that nothing is compiled."""
     if mode == "off":
         return
     if strategy.name == "zero3":
@@ -319,7 +322,7 @@ def _find_routers(config: RunConfig, unwrapped: Any, *, log: RunLog) -> tuple[Ro
 
 
 def _without_wrappers(name: str) -> str:
-    """Return the name without what adapters on the module insert; their parameters are siblings of the base."""
+    """Return the name without the parts that adapters insert; their parameters are siblings of the base."""
     return name.replace(".base_layer", "")
 
 
@@ -329,7 +332,8 @@ def make_step_task(config: RunConfig, task: Task, prepared: PreparedModel) -> St
         return task
     inner = unwrap_model(prepared.unwrapped_model)
     recorder = RoutingRecorder(inner, prepared.routers)
-    return RoutedTask(task, recorder, router_coefficient(config, inner.config), prepared.before_batch)
+    coefficient = router_coefficient(config.train.router_aux_loss, inner.config)
+    return RoutedTask(task, recorder, coefficient, prepared.before_batch)
 
 
 def make_weights(train: TrainSection, prepared: PreparedModel) -> EvaluationWeights:
@@ -339,3 +343,68 @@ def make_weights(train: TrainSection, prepared: PreparedModel) -> EvaluationWeig
         return TrainedWeights()
     key, formula = average
     return AveragedWeights(build_access(prepared.accelerator, prepared.model, prepared.optimizer), key, formula)
+
+
+GRADIENT_BYTES = 4
+"""Bytes per trained parameter of a gradient that is accumulated before it is reduced: float32."""
+
+
+def make_optimizer(
+    config: RunConfig, named: list[NamedParameter], *, learning_rate: float, log: RunLog
+) -> torch.optim.Optimizer:
+    """Return the optimizer of these parameters, not yet prepared; its parameter groups are logged."""
+    train = config.train
+    optimizer = build_optimizer(
+        named,
+        train.optimizer,
+        learning_rate=learning_rate,
+        unfreeze=train.unfreeze,
+        average=train.average,
+        seed=config.run.seed,
+    )
+    for line in describe_groups(optimizer.param_groups, named):
+        log(line)
+    if (warning := slow_update_warning(optimizer)) is not None:
+        log(warning)
+    return optimizer
+
+
+def plan_accumulation(
+    config: RunConfig,
+    strategy: Strategy,
+    *,
+    device: torch.device,
+    num_trained: int,
+    num_batches: int,
+    planned_bytes: int,
+    log: RunLog,
+) -> Accumulation:
+    """Return how the gradients of `num_batches` microbatches are accumulated, and log why. Collective.
+
+    `planned_bytes` is what weights, gradients and optimizer state will take on each rank. All ranks decide by the one
+    with the least memory.
+    """
+    reduction = strategy.reduction()
+    free_bytes = 0
+    if reduction is GradientReduction.EITHER and num_batches > 1:
+        free_bytes = min(distributed.gather_objects(free_device_bytes(device))) - planned_bytes
+    accumulation = choose_accumulation(
+        reduction,
+        num_batches=num_batches,
+        num_processes=strategy.expected().num_processes,
+        unsharded_bytes=GRADIENT_BYTES * num_trained,
+        free_bytes=free_bytes,
+        is_deterministic=config.run.deterministic,
+        has_bf16_shards=config.train.optimizer.stochastic_rounding,
+    )
+    if accumulation.reason is not None and config.train.microbatch_size != "auto":
+        log(accumulation.reason)
+    return accumulation
+
+
+def free_device_bytes(device: torch.device) -> int:
+    """Return the bytes that this rank can still allocate on its device; 0 where the device does not report it."""
+    if device.type == "cpu":
+        return available_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    module = torch.get_device_module(device)
+    return int(module.mem_get_info(device)[0]) if hasattr(module, "mem_get_info") else 0

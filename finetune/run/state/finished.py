@@ -26,6 +26,7 @@ from finetune.config.paths import is_path, is_url
 from finetune.config.rules.sources import row_sources
 from finetune.config.run_config import RunConfig
 from finetune.config.sections.export import ExportSection
+from finetune.config.sections.train import EarlyStoppingSection
 from finetune.errors import CheckpointError
 from finetune.registry.tasks import TASKS
 from finetune.runtime.files.read import parse_as, read_regular
@@ -115,7 +116,7 @@ class _Record(TypedDict):
 _RECORD: TypeAdapter[Any] = TypeAdapter(_Record)
 
 BEST_METRIC_KEYS = ("train.early_stopping", "train.early_stopping.metric", "train.early_stopping.goal")
-"""What early stopping remembers means nothing once one of these has changed."""
+"""The state of early stopping is invalid once one of these keys has changed."""
 
 
 @dataclass(frozen=True)
@@ -139,9 +140,12 @@ def read_finished_run(config: RunConfig, *, num_steps: int) -> tuple[FinishedRun
         progress = Progress.from_state_dict(read_metadata(path, manifest).progress)
     except OtherFormatError:  # reported before a model is built
         raise
-    except (CheckpointError, OSError):  # whatever it is, `continue_run` meets it too, and sets aside or refuses
+    except (
+        CheckpointError,
+        OSError,
+    ):  # `continue_run` meets the same error, and sets the checkpoint aside or refuses it
         return None
-    reason = _finish_reason(config, progress, num_steps=num_steps)
+    reason = _finish_reason(config.train.early_stopping, progress, num_steps=num_steps)
     if reason is None or not is_exported(folder, step=progress.step, section=config.export):
         return None
     return FinishedRun(path, progress, reason), manifest
@@ -197,8 +201,7 @@ def is_complete(path: Path, manifest: Manifest) -> bool:
     return first_file_problem(path, manifest.files, manifest.files.keys() & layout.METADATA_FILES) is None
 
 
-def _finish_reason(config: RunConfig, progress: Progress, *, num_steps: int) -> str | None:
-    section = config.train.early_stopping
+def _finish_reason(section: EarlyStoppingSection | None, progress: Progress, *, num_steps: int) -> str | None:
     if section is not None and EarlyStopping(section).is_over(progress):
         return EARLY_STOPPING
     return FINISHED if progress.step >= num_steps else None

@@ -24,7 +24,7 @@ _SET_BY_SAVING = ("architectures", "dtype", "torch_dtype", "transformers_version
 
 
 def write_rows(given: Any, folder: Path, *, key: str) -> Path:
-    """Write a `datasets.Dataset`, an iterable of dicts, or what a function without arguments returns; return the file.
+    """Write a `datasets.Dataset`, an iterable of dicts, or the result of a function without arguments; return the file.
 
     Raises DataError where there are no rows, or where one is not a dict of what JSON can hold.
     """

@@ -1,4 +1,4 @@
-"""What a start does before torch is imported: answer from the run folder alone, and start to compute checksums.
+"""The start of a run before torch is imported: answer from the run folder alone, and start to compute checksums.
 
 The answer is that the run is finished, or that it cannot be resumed. Whatever is not clear from the folder is left to
 the start itself: damaged files, a URL, anything that depends on the data.
@@ -90,7 +90,7 @@ def _manifest(path: Path) -> Manifest | None:
 
 
 def _facts_from_config(config: RunConfig, saved: RunFingerprint) -> RunFingerprint | None:
-    """Return what the run is if data, tokenizer and frozen weights are as they were; None where their keys differ."""
+    """Return the fingerprint if data, tokenizer and frozen weights are unchanged; None where their keys differ."""
     maths, settings = keys_that_must_match(config), keys_that_may_differ(config)
     if any(name in COMPARED_BY_CONTENT for name in differences(saved.settings, settings)):
         return None
@@ -101,7 +101,9 @@ def _facts_from_config(config: RunConfig, saved: RunFingerprint) -> RunFingerpri
 def _finished(config: RunConfig, *, rank: int) -> int | None:
     """Return 0 for a finished run whose inputs are unchanged, and log it; None otherwise."""
     num_steps = config.train.steps
-    if num_steps is None or config.export.push_to_hub is not None or not _is_one_machine():
+    # Processes of several machines may see different files, and must not disagree on whether the run is over.
+    is_distributed = os.environ.get("WORLD_SIZE", "1") != os.environ.get("LOCAL_WORLD_SIZE", "1")
+    if num_steps is None or config.export.push_to_hub is not None or is_distributed:
         return None
     finished_run = read_finished_run(config, num_steps=num_steps)
     current = None if finished_run is None else _facts_from_config(config, finished_run[1].run)
@@ -117,11 +119,6 @@ def _finished(config: RunConfig, *, rank: int) -> int | None:
     status = open_status_file(Path(config.run.folder), rank=rank)
     status.start()
     return record_finished(status, finished.progress, str(finished.checkpoint), finished.reason, num_steps=num_steps)
-
-
-def _is_one_machine() -> bool:
-    """Return whether all processes see the same files: they must not disagree on whether the run is over."""
-    return os.environ.get("WORLD_SIZE", "1") == os.environ.get("LOCAL_WORLD_SIZE", "1")
 
 
 def _is_unchanged(config: RunConfig, manifest: Manifest) -> bool:

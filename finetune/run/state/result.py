@@ -1,4 +1,4 @@
-"""What a training returns to a caller in Python, from the run itself or read from its folder. Imports no torch."""
+"""The result of a training for a caller in Python, from the run or read from its folder. Imports no torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

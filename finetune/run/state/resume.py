@@ -6,6 +6,7 @@ The same command on a finished run is a success that does nothing.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from finetune.checkpoint.format.manifest import RunFingerprint
 from finetune.checkpoint.read.checksum_prefetch import ChecksumPrefetch
@@ -13,14 +14,19 @@ from finetune.checkpoint.read.find import find_checkpoint
 from finetune.checkpoint.read.load import resume_checkpoint
 from finetune.checkpoint.sharding.access import build_access
 from finetune.checkpoint.sharding.state_access import StateAccess
+from finetune.config.resume_keys import keys_that_may_differ, keys_that_must_match
 from finetune.config.run_config import RunConfig
+from finetune.model.frozen_models import base_digest
+from finetune.model.loading.pretrained import adapter_digest
 from finetune.report.run_log import RunLog
 from finetune.run.context import RunContext
 from finetune.run.samples import require_same_samples
-from finetune.run.setup.data import PreparedData
+from finetune.run.setup.data import PreparedData, TrainingData, input_identity
+from finetune.run.setup.padding_free import recorded_layout
+from finetune.run.setup.precompute import teacher_identity
 from finetune.run.setup.prepared_model import BuiltRun
-from finetune.run.state.fingerprint import fingerprint_with, make_fingerprint
 from finetune.run.state.finished import BEST_METRIC_KEYS, FinishedRun, format_finished, read_finished_run
+from finetune.runtime import distributed
 from finetune.runtime.distributed import run_on_rank_0
 from finetune.runtime.progress import Progress
 from finetune.strategy.protocol import Strategy
@@ -32,7 +38,7 @@ class RestoredRun:
     """What `restore` returns: the run with the weights and states of its checkpoint, if it has one."""
 
     built: BuiltRun
-    access: StateAccess  # to what checkpoints hold of the model and the optimizer
+    access: StateAccess  # to the saved state of the model and the optimizer
     fingerprint: RunFingerprint
     progress: Progress
 
@@ -123,7 +129,7 @@ def reset_incomparable_best(progress: Progress, saved: RunFingerprint, *, curren
 
 
 def format_restored(position: int, *, is_scaled: bool, was_scaled: bool) -> Iterator[str]:
-    """Yield what came out of the checkpoint and what is derived; of the loss scale, if the loss is scaled now."""
+    """Yield a line about the restored and the derived state; of the loss scale, if the loss is scaled now."""
     also = ", step and loss scale" if is_scaled and was_scaled else " and step"
     reset = "; the loss scale is reset: the checkpoint has none" if is_scaled and not was_scaled else ""
     yield f"restored: parameters, optimizer state{also}{reset}"
@@ -134,7 +140,7 @@ def format_restored(position: int, *, is_scaled: bool, was_scaled: bool) -> Iter
 
 
 def format_strategy_change(saved: RunFingerprint, *, current: RunFingerprint) -> Iterator[str]:
-    """Yield what another strategy or number of processes changes in the results; nothing where both are the same."""
+    """Yield how another strategy or number of processes changes the results; nothing if both are the same."""
     there = saved.origin
     if not there or all(there[name] == current.origin[name] for name in ("strategy", "processes")):
         return
@@ -152,3 +158,55 @@ def format_strategy_change(saved: RunFingerprint, *, current: RunFingerprint) ->
 def _processes(facts: RunFingerprint) -> str:
     count = facts.origin["processes"]
     return f"{count} process{'' if count == '1' else 'es'}"
+
+
+def make_fingerprint(
+    config: RunConfig, strategy: Strategy, training_data: TrainingData, *, model: Any, log: RunLog
+) -> RunFingerprint:
+    """Return what checkpoints remember of this run; rank 0 reads the frozen weights for all ranks. Collective.
+
+    `model` is the model as it was built; its config knows the commit that a hub model came from.
+    """
+    precomputed = training_data.task.precomputed
+    is_reference = precomputed is not None and precomputed.scorer == "reference"
+    digest = partial(base_digest, config.model, model=model, is_reference=is_reference, log=log)
+    base = run_on_rank_0(digest)
+    adapter = run_on_rank_0(lambda: adapter_digest(config.model.adapter))
+    teacher = teacher_identity(config, log=log)
+    return fingerprint_with(config, strategy, training_data, base=base, adapter=adapter, teacher=teacher)
+
+
+def fingerprint_with(
+    config: RunConfig,
+    strategy: Strategy,
+    training_data: TrainingData,
+    *,
+    base: str | None,
+    adapter: str | None,
+    teacher: str | None,
+) -> RunFingerprint:
+    """Return the same with these digests of frozen weights, first adapter and teacher; None: there is none."""
+    digests = {
+        "training data": training_data.training.fingerprint,
+        "tokenizer": ", ".join(
+            f"{name} {digest}" for name, digest in input_identity(training_data.processing, training_data.task).items()
+        ),
+    }
+    if base is not None:
+        digests["base weights"] = base
+    if adapter is not None:
+        digests["first adapter"] = adapter
+    if teacher is not None:
+        digests["teacher"] = teacher
+    expected = strategy.expected()
+    shared = {"rows": expected.sequence_size, "layers": 1 if strategy.name == "tp" else expected.tensor_size}
+    return RunFingerprint(
+        identity={**keys_that_must_match(config), **digests},
+        settings=keys_that_may_differ(config),
+        origin={
+            "strategy": strategy.name
+            + "".join(f" with {name} shared by {size}" for name, size in shared.items() if size > 1),
+            "processes": str(distributed.world()),
+            **recorded_layout(config),
+        },
+    )

@@ -49,13 +49,13 @@ from finetune.task.lm_loss.target_loss import resolve_kernel
 from finetune.task.protocol import Task, TaskContext, build_task
 
 _PROBE_BYTES = 256 << 10
-"""About what a run writes before its first step."""
+"""The approximate size of the files that a run writes before its first step."""
 
 
 def fetch_run_folder(
     loaded: LoadedConfig, checksums: ChecksumPrefetch | None, *, log: RunLog
 ) -> ChecksumPrefetch | None:
-    """Remove leftovers of killed starts, download what is newer at the run's URL, and return the started checksums."""
+    """Remove leftovers of killed starts, download newer files at the run's URL, and return the started checksums."""
     if distributed.is_main():
         remove_leftovers(loaded.config, log=log)
     download_run(loaded, log=print)
@@ -75,15 +75,11 @@ def remove_leftovers(config: RunConfig, *, log: RunLog) -> None:
         more = f" and {len(cleared) - 1} more" if len(cleared) > 1 else ""
         log(f"removed {cleared[0]}{more}: left by a process that was killed")
     if read_record(run) is None:  # a finished run may have nothing left to write
-        _try_to_write(run)
-
-
-def _try_to_write(run: Path) -> None:
-    probe = temporary_path(run / "probe")
-    try:
-        atomic.write_bytes(probe, bytes(_PROBE_BYTES))
-    finally:
-        probe.unlink(missing_ok=True)
+        probe = temporary_path(run / "probe")
+        try:
+            atomic.write_bytes(probe, bytes(_PROBE_BYTES))
+        finally:
+            probe.unlink(missing_ok=True)
 
 
 INPUTS_FOLDER = "inputs"
@@ -105,14 +101,6 @@ class RunInputs:
         kernel, _ = resolve_kernel(config.train.loss_kernel)
         data = data or resolve_padding_free(config)
         return build_task(TaskContext(config.task, data, tokenizer, processor, facts=self.facts, loss_kernel=kernel))
-
-
-def save_run_inputs(run: Path, processing: Processing, facts: Mapping[str, Any]) -> None:
-    """Write tokenizer (its chat template included), processor and facts into the run's folder. On one process."""
-    with replace_folder(run / INPUTS_FOLDER) as staging:
-        processing.save(staging)
-        (staging / TASK_FACTS_FILE).write_text(format_json(facts, indent=1), encoding="utf-8")
-        write_folder_digests(staging)
 
 
 def load_run_inputs(run: Path, config: RunConfig) -> RunInputs:
@@ -174,7 +162,12 @@ def open_run_folder(
             atomic.write_text(folder / "config.yaml", config_copy(loaded.text))
             atomic.write_text(folder / "resolved.yaml", resolved_yaml(loaded))
             atomic.write_json(folder / "environment.json", environment_facts() | {"loading": asdict(loading)})
-            save_run_inputs(folder, training_data.processing, training_data.task.data_facts.values)
+            with replace_folder(folder / INPUTS_FOLDER) as staging:
+                training_data.processing.save(staging)
+                (staging / TASK_FACTS_FILE).write_text(
+                    format_json(training_data.task.data_facts.values, indent=1), encoding="utf-8"
+                )
+                write_folder_digests(staging)
             write_audit(folder, loaded.config, training_data, log=log)
     return build_reporter(
         loaded.config.report,

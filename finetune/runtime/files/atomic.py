@@ -267,8 +267,13 @@ def replace_folder(folder: Path) -> Iterator[Path]:
     older = staging.with_name(f"{staging.name}{REPLACED_SUFFIX}")
     try:
         yield staging
-        _open_to_others(staging)
-        _sync_all(staging)
+        # Modes by the umask: libraries make some files readable only by their owner.
+        for path in (staging, *staging.rglob("*")):
+            if not path.is_symlink():
+                path.chmod((0o777 if path.is_dir() else 0o666) & ~UMASK)
+        for path in staging.rglob("*"):
+            fsync(path)
+        fsync(staging)
         if folder.exists():
             folder.replace(older)
         staging.replace(folder)
@@ -281,16 +286,3 @@ def replace_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(staging, ignore_errors=True)
         if folder.exists():
             shutil.rmtree(older, ignore_errors=True)
-
-
-def _open_to_others(folder: Path) -> None:
-    """Set the modes of all files and folders by the umask: libraries make some readable only by their owner."""
-    for path in (folder, *folder.rglob("*")):
-        if not path.is_symlink():
-            path.chmod((0o777 if path.is_dir() else 0o666) & ~UMASK)
-
-
-def _sync_all(folder: Path) -> None:
-    for path in folder.rglob("*"):
-        fsync(path)
-    fsync(folder)

@@ -35,7 +35,7 @@ def file_digest(path: Path) -> str:
 
 
 def sha256_digest(path: Path) -> str:
-    """Return the SHA-256 digest of the file, cached likewise."""
+    """Return the SHA-256 digest of the file, cached in the same way."""
 
     def read() -> str:
         with path.open("rb") as stream:
@@ -45,7 +45,7 @@ def sha256_digest(path: Path) -> str:
 
 
 def files_digest(paths: Sequence[Path]) -> str:
-    """Return a digest of the files' contents in this order; that of large files is cached likewise.
+    """Return a digest of the files' contents in this order; that of large files is cached in the same way.
 
     Raises OSError for a file that cannot be read.
     """

@@ -74,9 +74,9 @@ def parse_json(content: bytes | str) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
-def read_json(path: Path, *, max_bytes: int = MAX_BYTES) -> Any:
+def read_json(path: Path) -> Any:
     """Return the file's value; raises only OSError or ValueError."""
-    return parse_json(read_regular(path, max_bytes=max_bytes))
+    return parse_json(read_regular(path))
 
 
 def parse_as(schema: TypeAdapter[T], content: bytes) -> T:

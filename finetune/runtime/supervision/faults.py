@@ -97,7 +97,9 @@ class Fault:
         print(f"{INJECTED}: {self.action} at {self.point}", file=sys.stderr, flush=True)
         _INJECTORS[self.action](self, path)
         if self.action == "nan" and tensor is not None:
-            _turn_into_nan(tensor)
+            tensor.data.fill_(float("nan"))
+            if tensor.requires_grad:
+                tensor.register_hook(lambda gradient: gradient * float("nan"))
 
 
 def read_faults(written: str) -> list[Fault]:
@@ -123,13 +125,6 @@ def _read_fault(words: list[str]) -> Fault:
             f"{VARIABLE}: `{' '.join(words)}` is not a valid fault. Write POINT do=ACTION [step=N] [rank=N] "
             f"[part=TEXT] [seconds=N], points: {', '.join(POINTS)}; actions: {', '.join(ACTIONS)}."
         ) from None
-
-
-def _turn_into_nan(tensor: Any) -> None:
-    """Make the tensor's value and its gradient NaN."""
-    tensor.data.fill_(float("nan"))
-    if tensor.requires_grad:
-        tensor.register_hook(lambda gradient: gradient * float("nan"))
 
 
 def _raise(error: Exception) -> None:

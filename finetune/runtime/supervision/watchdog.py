@@ -1,6 +1,9 @@
 """The watchdog thread, which ends this process when another rank has ended, or when the run hangs or must stop.
 
 It checks every second, and ends the process even if the main thread is blocked in a collective forever.
+Rank 0 may work alone without heartbeats while all others wait for it: writing a large model takes longer than the limit
+of a step. Rank 0 then checks the CPU time of its main thread; the others check the status file, which rank 0 refreshes
+until it ends or detects that it hangs.
 """
 
 import faulthandler
@@ -10,16 +13,62 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Protocol
 
 from finetune.errors import Hang, LostContact
 from finetune.runtime import distributed
 from finetune.runtime.run_folder import HANG_FOLDER
 from finetune.runtime.supervision import hang, heartbeat
-from finetune.runtime.supervision.activity import Activity, OthersActivity, OwnActivity
 from finetune.runtime.supervision.attempt import format_newer, newer_attempt
 from finetune.runtime.supervision.exit import ProcessExit, find_dead_peers, format_lost_peers
 from finetune.runtime.supervision.signals import EXIT_CODES, ReceivedSignals
 from finetune.runtime.supervision.status import STOPPED, RankExit, StatusFile, exit_from_error
+
+_LEAST_CPU_SECONDS = 0.01
+"""CPU time of a working main thread, also while writing to disk; waiting for a dead disk or a lock takes none."""
+
+
+class Activity(Protocol):
+    """A sign of progress of rank 0."""
+
+    def has_progressed(self) -> bool:
+        """Return whether there was any activity since the last call that returned True."""
+
+
+class OwnActivity:
+    """The CPU time of the main thread of this process, rank 0."""
+
+    def __init__(self) -> None:
+        self._seen = _main_thread_seconds()
+
+    def has_progressed(self) -> bool:
+        """Return whether the main thread has worked."""
+        now = _main_thread_seconds()
+        if now - self._seen < _LEAST_CPU_SECONDS:
+            return False
+        self._seen = now
+        return True
+
+
+class OthersActivity:
+    """The status file of the run, which rank 0 refreshes."""
+
+    def __init__(self, status: StatusFile) -> None:
+        self._status = status
+        self._seen: float | None = None
+
+    def has_progressed(self) -> bool:
+        """Return whether rank 0 has refreshed the file."""
+        before, self._seen = self._seen, self._status.refreshed_at() or self._seen
+        return self._seen != before
+
+
+def _main_thread_seconds() -> float:
+    """Return the CPU time of the main thread; without a clock for it, the current time, as if it worked."""
+    if not hasattr(time, "pthread_getcpuclockid"):
+        return time.monotonic()
+    return time.clock_gettime(time.pthread_getcpuclockid(threading.main_thread().ident or 0))
+
 
 _TICK_SECONDS = 1.0
 _QUIET_SECONDS = 3.0  # without progress, after which the other ranks are checked

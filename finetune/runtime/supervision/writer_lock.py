@@ -84,9 +84,11 @@ def lock_run_folder(folder: Path, *, log: Callable[[str], None]) -> Iterator[Non
         require_free_names(folder)
         descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
     except OSError as error:
-        raise UserError(
-            f"run.folder: {_format_os_error(folder, error)} Set another run.folder, or fix this one."
-        ) from error
+        blocking = next((path for path in (folder, *folder.parents) if path.exists() and not path.is_dir()), None)
+        problem = f"{folder} cannot be written: {error.strerror or error}."
+        if blocking is not None:
+            problem = f"{folder} cannot be created: {blocking} is not a folder."
+        raise UserError(f"run.folder: {problem} Set another run.folder, or fix this one.") from error
     try:
         _lock(descriptor, folder, log=log)
         yield
@@ -126,13 +128,6 @@ def _lock(descriptor: int, folder: Path, *, log: Callable[[str], None]) -> None:
     with suppress(OSError):  # on a full disk the lock works without the name of its holder
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, json.dumps(me).encode(), 0)
-
-
-def _format_os_error(folder: Path, error: OSError) -> str:
-    blocking = next((parent for parent in (folder, *folder.parents) if parent.exists() and not parent.is_dir()), None)
-    if blocking is not None:
-        return f"{folder} cannot be created: {blocking} is not a folder."
-    return f"{folder} cannot be written: {error.strerror or error}."
 
 
 def _format_held_lock(descriptor: int, folder: Path) -> str:

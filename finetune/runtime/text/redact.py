@@ -55,7 +55,11 @@ class KnownSecrets:
     def read_environment(self) -> None:
         """Replace the values of environment variables by the current ones."""
         with self._lock:
-            self._of_variables = frozenset(_secret_variables(os.environ))
+            self._of_variables = frozenset(
+                value
+                for name, value in os.environ.items()
+                if is_secret_variable(name, value) and _is_searched_for(value)
+            )
             self._make_forms()
 
     def add(self, values: Iterable[str]) -> None:
@@ -86,12 +90,6 @@ def is_secret_variable(name: str, value: str) -> bool:
     is_number = name.upper().endswith("S") and value.isdecimal()
     is_named = SECRET_VARIABLE.search(name) and not _NO_SECRET_VARIABLE.search(name)
     return bool(is_named) and not is_number and not NO_VALUE.fullmatch(value)
-
-
-def _secret_variables(variables: Mapping[str, str]) -> Iterator[str]:
-    for name, value in variables.items():
-        if is_secret_variable(name, value) and _is_searched_for(value):
-            yield value
 
 
 def _is_searched_for(value: str) -> bool:

@@ -83,19 +83,24 @@ def keep_average(optimizer: torch.optim.Optimizer, section: AverageSection) -> N
     first: dict[Tensor, Tensor] = {}
 
     def remember(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        for parameter in _with_gradient(optimizer):
-            if AVERAGE not in optimizer.state.get(parameter, {}):
+        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+            if parameter.grad is not None and AVERAGE not in optimizer.state.get(parameter, {}):
                 first[parameter] = parameter.detach().to(torch.float32, copy=True)
 
     @torch.no_grad()
     def follow(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        # 1 if an fp16 overflow skipped a fused optimizer's update, whose `step` is called nevertheless and reads the
+        # same flag on the device (`torch.amp.GradScaler`).
+        overflow: Tensor | None = getattr(optimizer, "found_inf", None)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     state = optimizer.state[parameter]
                     if parameter in first:
                         state[AVERAGE] = first.pop(parameter)
-                    share = _weight_share(optimizer, decay=group[AVERAGE_DECAY], like=parameter)
+                    share: float | Tensor = 1.0 - group[AVERAGE_DECAY]
+                    if overflow is not None:
+                        share = share * (1.0 - overflow.to(parameter.device))
                     _local(state[AVERAGE]).lerp_(_local(parameter).to(torch.float32), share)
 
     for group in optimizer.param_groups:
@@ -110,20 +115,5 @@ def set_average_decay(group: dict[str, Any], *, step: int) -> None:
         group[AVERAGE_DECAY] = group[_CONFIGURED_DECAY] if step >= group[_STARTS_AFTER] else 0.0
 
 
-def _weight_share(optimizer: Any, *, decay: float, like: Tensor) -> float | Tensor:
-    """Return the weight of the parameters in the new average: 0 if an fp16 overflow skipped the update.
-
-    A fused optimizer's `step` is called nevertheless and reads the same flag on the device (`torch.amp.GradScaler`).
-    """
-    overflow: Tensor | None = getattr(optimizer, "found_inf", None)
-    return 1.0 - decay if overflow is None else (1.0 - decay) * (1.0 - overflow.to(like.device))
-
-
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
-
-
-def _with_gradient(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [
-        parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.grad is not None
-    ]

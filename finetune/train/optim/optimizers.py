@@ -181,8 +181,9 @@ def build_optimizer(
             "no parameter is trained: everything is frozen. Remove patterns from model.freeze, or set model.lora."
         )
     if section.in_backward:
-        groups = one_group_per_parameter(groups)
-    if _is_low_bit(named, section):
+        groups = [{**group, "params": [parameter]} for group in groups for parameter in group["params"]]
+    dtypes = {str(entry.parameter.dtype).removeprefix("torch.") for entry in named if entry.parameter.requires_grad}
+    if any(uses_low_bit_adamw(section, dtype=dtype) for dtype in dtypes):
         optimizer = _low_bit(add_rounding_keys(groups, named, seed=seed), section, learning_rate)
     else:
         inputs = OptimizerInputs(named, groups, section, learning_rate)
@@ -237,17 +238,6 @@ def slow_update_warning(optimizer: torch.optim.Optimizer) -> str | None:
         "warning: train.optimizer: an update with rounded states or weights is one triton kernel per parameter, but "
         f"{missing}. Falling back to plain operators: about 60 kernels, several times slower."
     )
-
-
-def one_group_per_parameter(groups: Groups) -> Groups:
-    """Return the groups split into groups of one parameter."""
-    return [{**group, "params": [parameter]} for group in groups for parameter in group["params"]]
-
-
-def _is_low_bit(named: Sequence[NamedParameter], section: OptimizerSection) -> bool:
-    """Return whether the moments' dtype differs from a trained weight's, or weights are rounded stochastically."""
-    dtypes = {str(entry.parameter.dtype).removeprefix("torch.") for entry in named if entry.parameter.requires_grad}
-    return any(uses_low_bit_adamw(section, dtype=dtype) for dtype in dtypes)
 
 
 def _low_bit(groups: Groups, section: OptimizerSection, learning_rate: float) -> torch.optim.Optimizer:

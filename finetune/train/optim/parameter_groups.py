@@ -157,7 +157,12 @@ def describe_groups(groups: Sequence[Mapping[str, Any]], named: Sequence[NamedPa
     if all(group[RATE_FACTOR] == 1.0 and not group[UNFREEZE_AFTER] for group in groups):
         return
     names = {id(entry.parameter): entry.name for entry in named}
-    groups = _merge_alike(groups)
+    # Groups with equal settings are merged: some optimizers split groups internally.
+    merged: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for alike in groups:
+        key = (alike[RATE_FACTOR], alike["weight_decay"], alike[UNFREEZE_AFTER])
+        merged.setdefault(key, {**alike, "params": []})["params"].extend(alike["params"])
+    groups = list(merged.values())
     yield "parameter groups:"
     for group in groups[:MAX_DESCRIBED_GROUPS]:
         count, first = len(group["params"]), names[id(group["params"][0])]
@@ -174,15 +179,6 @@ def describe_groups(groups: Sequence[Mapping[str, Any]], named: Sequence[NamedPa
             "  frozen parameters keep their values and are excluded from the gradient norm and the optimizer state; "
             "their gradients are computed nevertheless"
         )
-
-
-def _merge_alike(groups: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the groups with equal settings merged: some optimizers split groups internally."""
-    merged: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for group in groups:
-        key = (group[RATE_FACTOR], group["weight_decay"], group[UNFREEZE_AFTER])
-        merged.setdefault(key, {**group, "params": []})["params"].extend(group["params"])
-    return list(merged.values())
 
 
 def _depths(named: Sequence[NamedParameter]) -> dict[str, int]:

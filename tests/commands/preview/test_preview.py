@@ -7,9 +7,8 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
-from finetune.commands.preview.batches import PreviewBatch, PreviewPosition, PreviewSample
+from finetune.commands.preview.batches import Piece, PreviewBatch, PreviewPosition, PreviewSample, pieces_of, visible
 from finetune.commands.preview.preview import ForwardRow, Segment, forward_rows, plain_text, preview
-from finetune.commands.preview.tokens import Piece, pieces_of, visible
 from finetune.data.features import Features
 from finetune.errors import UserError
 from finetune.model.tokenizer import train_or_load_tokenizer

@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from finetune.errors import ModelError
-from finetune.model.loading.tokenizer_class import HOSTILE_TEXTS, as_loaded_for, differing_text
+from finetune.model.tokenizer import HOSTILE_TEXTS, as_loaded_for, differing_text
 
 TYPES = (
     *("llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe"),

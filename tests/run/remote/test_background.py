@@ -3,10 +3,9 @@ import pytest
 from finetune.config.load import load_config
 from finetune.config.sections.checkpoint import CheckpointSection
 from finetune.report.events import CheckpointSaved, Noted, Warned
-from finetune.run.remote import background as mirrors
 from finetune.run.remote import upload
-from finetune.run.remote.background import BackgroundUploader, NullUploader, make_uploader
 from finetune.run.remote.download import with_local_folder
+from finetune.run.remote.upload import BackgroundUploader, NullUploader, make_uploader
 from tests.run.remote.staging import NotedRemote, checkpoint
 
 SAVED = CheckpointSaved(4, "path", size_bytes=1, seconds=0.0, stall_seconds=0.0)
@@ -90,7 +89,7 @@ def test_only_rank_0_of_a_run_at_a_url_uploads(job, monkeypatch):
     there = with_local_folder(load_config(job, ["run.folder=memory://runs/first"]))
     assert isinstance(make_uploader(here), NullUploader)
     assert isinstance(make_uploader(there), BackgroundUploader)
-    monkeypatch.setattr(mirrors.distributed, "is_main", lambda: False)
+    monkeypatch.setattr(upload.distributed, "is_main", lambda: False)
     assert isinstance(make_uploader(there), NullUploader)
     reporter = Told()
     with NullUploader() as nobody:

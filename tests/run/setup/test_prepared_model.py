@@ -10,7 +10,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from finetune.config.load import load_config
 from finetune.model.kernels import fused_layers
 from finetune.run.setup import prepared_model
-from finetune.run.setup.prepared_model import _chosen_compilation
+from finetune.run.setup.prepared_model import _chosen_compilation, free_device_bytes, plan_accumulation
+from finetune.strategy.gradient_sync import GradientReduction
 
 JOB = """
 run: {folder: run}
@@ -94,3 +95,51 @@ def test_nothing_is_compiled_on_a_cpu_or_where_the_compiler_does_not_work(decide
 def test_the_gpu_of_this_machine_is_decided_for(decide):
     mode, (line,) = decide(10**9, gpu=torch.cuda.get_device_name())
     assert (mode == "regional") == ("saves about" in line)
+
+
+GB = 10**9
+CPU = torch.device("cpu")
+
+
+def arguments_of(reduction=GradientReduction.EITHER, **settings):
+    log = []
+    strategy = SimpleNamespace(
+        reduction=lambda: reduction, expected=lambda: SimpleNamespace(num_processes=8), name="fsdp2"
+    )
+    config = SimpleNamespace(
+        run=SimpleNamespace(deterministic=settings.get("deterministic", False)),
+        train=SimpleNamespace(microbatch_size=1, optimizer=SimpleNamespace(stochastic_rounding=False)),
+    )
+    return {"config": config, "strategy": strategy, "log": log.append}, log
+
+
+@pytest.mark.parametrize(("least", "reduces"), [(80, False), (79, True)])
+def test_the_rank_with_the_least_memory_decides_for_all(monkeypatch, least, reduces):
+    monkeypatch.setattr(prepared_model.distributed, "gather_objects", lambda own: [130 * GB, least * GB, 120 * GB])
+    arguments, lines = arguments_of()
+    accumulation = plan_accumulation(**arguments, device=CPU, num_trained=8 * GB, num_batches=4, planned_bytes=16 * GB)
+    assert accumulation.reduces_every_microbatch == reduces
+    assert len(lines) == 1
+
+
+@pytest.mark.parametrize(
+    ("reduction", "num_batches"),
+    [(GradientReduction.LAST, 4), (GradientReduction.EVERY, 4), (GradientReduction.EITHER, 1)],
+)
+def test_free_memory_is_not_gathered_if_the_gradient_reduction_is_fixed(monkeypatch, reduction, num_batches):
+    monkeypatch.setattr(prepared_model.distributed, "gather_objects", None)
+    arguments, lines = arguments_of(reduction)
+    plan_accumulation(**arguments, device=CPU, num_trained=8 * GB, num_batches=num_batches, planned_bytes=0)
+    assert lines == []
+
+
+def test_ranks_of_a_machine_share_its_memory(monkeypatch):
+    monkeypatch.setattr(prepared_model, "available_bytes", lambda: 64 * GB)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert free_device_bytes(CPU) == 8 * GB
+    monkeypatch.setattr(
+        prepared_model.torch, "get_device_module", lambda _: SimpleNamespace(mem_get_info=lambda _: (5, 9))
+    )
+    assert free_device_bytes(torch.device("cuda")) == 5
+    monkeypatch.setattr(prepared_model.torch, "get_device_module", lambda _: SimpleNamespace())
+    assert free_device_bytes(torch.device("mps")) == 0

@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerFast
 
 from finetune.config.load import load_config
 from finetune.model.processing import Processing
-from finetune.run.state.fingerprint import make_fingerprint
+from finetune.run.state.resume import make_fingerprint
 from finetune.task.preference.dpo import precomputed_reference
 
 

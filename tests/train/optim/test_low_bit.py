@@ -6,10 +6,17 @@ from torch import nn
 
 from finetune.config.sections.train import AverageSection, OptimizerSection
 from finetune.train.optim import low_bit
-from finetune.train.optim.low_bit import LowBitAdamW
+from finetune.train.optim.low_bit import (
+    SIGNED_8BIT,
+    UNSIGNED_8BIT,
+    LowBitAdamW,
+    high_half,
+    low_half,
+    random_bits,
+    to_bfloat16,
+)
 from finetune.train.optim.optimizers import begin_step, build_optimizer, uses_low_bit_adamw
 from finetune.train.optim.parameter_groups import list_parameters
-from finetune.train.optim.rounding import SIGNED_8BIT, UNSIGNED_8BIT, high_half, low_half, random_bits, to_bfloat16
 from finetune.train.upstream import supports_found_inf
 
 CPU = torch.device("cpu")

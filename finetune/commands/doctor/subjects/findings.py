@@ -1,9 +1,8 @@
 """Findings of the checks: the problem, its consequence, and the command or key that fixes it."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import Any
 
 
 class Severity(IntEnum):
@@ -54,11 +53,6 @@ def merge_hosts(findings: Iterable[Finding], *, num_hosts: int) -> list[Finding]
         for finding, hosts in hosts_by_finding.items()
     ]
     return sorted(merged, key=lambda finding: finding.severity)
-
-
-def finding_as_json(finding: Finding) -> dict[str, Any]:
-    """Return the finding as plain JSON values."""
-    return asdict(finding) | {"severity": finding.severity.name.lower()}
 
 
 def format_finding(finding: Finding) -> str:

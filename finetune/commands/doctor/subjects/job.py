@@ -13,7 +13,6 @@ from finetune.config.load import LoadedConfig
 from finetune.config.run_config import RunConfig
 from finetune.config.sections.data import SourceSection
 from finetune.config.sections.model import LoraSection
-from finetune.data.token_cache.cache import cache_folder
 from finetune.model.adapters.context import adapter_config
 from finetune.model.loading.dry_run import meta_model
 from finetune.model.loading.hub import is_local_path
@@ -169,8 +168,3 @@ def _size(path: Path) -> int:
     if path.is_file():
         return path.stat().st_size
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file()) if path.is_dir() else 0
-
-
-def folders_of(config: RunConfig) -> dict[str, Path]:
-    """Return the folders that a job writes to."""
-    return {"cache": cache_folder(config.data), "run": Path(config.run.folder)}

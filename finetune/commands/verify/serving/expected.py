@@ -1,4 +1,4 @@
-"""What an engine must reproduce: tokens, log-probabilities and greedy answers of the folder under transformers."""
+"""The results that an engine must reproduce: tokens, log-probabilities and greedy answers under transformers."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -24,7 +24,7 @@ from finetune.errors import DataError, FinetuneError, UserError
 from finetune.export.verify.rows import CONVERSATIONS
 from finetune.model.generation import SamplingParams, generate_batch
 from finetune.model.loading.saved import SavedModel, inspect_model_folder, load_saved_model
-from finetune.model.loading.tokenizer_class import HOSTILE_TEXTS
+from finetune.model.tokenizer import HOSTILE_TEXTS
 from finetune.runtime.optional import no_op
 from finetune.task.causal_lm import pad_id
 

@@ -47,7 +47,7 @@ class OpenAIModel:
             raise ServingError(f"--engine {engine.name}:{url}: write a URL such as http://localhost:8000/v1.")
         self.title = f"{engine.title} at {url}"
         self.name = ""
-        self.not_supported: dict[str, str] = {}  # what is not offered, and the server's answer to it
+        self.not_supported: dict[str, str] = {}  # by feature that is not offered, the server's response
         self._engine = engine
         self._url = url.rstrip("/")
         self._timeout = timeout_seconds

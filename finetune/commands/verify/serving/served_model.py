@@ -27,12 +27,12 @@ class ServedAnswer:
 
 
 class ServedModel(Protocol):
-    """A model in a serving engine; None stands for what the engine does not offer."""
+    """A model in a serving engine; None marks a value that the engine does not return."""
 
     title: str
     name: str
     dtype: str | None  # in which it computes; None: that of the folder
-    not_supported: dict[str, str]  # what the engine does not offer, and why
+    not_supported: dict[str, str]  # by feature, the reason why the engine does not offer it
 
     def prepare(self, arguments: Arguments, *, num_tokens: int) -> None:
         """Render prompts with these template arguments; rows and prompts have at most this number of tokens."""

@@ -18,9 +18,9 @@ import finetune
 from finetune.errors import UserError
 from finetune.runtime.processes import ELASTIC_VARIABLE, is_launcher
 from finetune.runtime.supervision import heartbeat
-from finetune.runtime.supervision.activity import OwnActivity
 from finetune.runtime.supervision.on_end.outcome import EndHook, Process
 from finetune.runtime.supervision.status import Peer
+from finetune.runtime.supervision.watchdog import OwnActivity
 from finetune.runtime.text.terminal import format_json
 
 _MODULE = "finetune.runtime.supervision.on_end.sentinel"
