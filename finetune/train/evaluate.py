@@ -28,7 +28,6 @@ from finetune.runtime.supervision.heartbeat import fault_point
 from finetune.task.generation.evaluation import GenerationEvaluator
 from finetune.task.protocol import Task
 from finetune.train.meters import sum_over_ranks
-from finetune.train.optim.averages import average_from_fast
 from finetune.train.parts import Evaluation
 
 Formula = Callable[[Tensor, Tensor], Tensor]
@@ -109,7 +108,8 @@ def average_formula(section: TrainSection) -> tuple[str, Formula] | None:
     fast_key = OPTIMIZERS[section.optimizer.name].fast_key
     if fast_key is not None:
         beta = section.optimizer.betas[0]
-        return fast_key, lambda weights, fast: average_from_fast(weights, fast, beta=beta)
+        # the average x of the weights y and the fast sequence z, where y = beta * x + (1 - beta) * z
+        return fast_key, lambda weights, fast: weights.lerp(fast, 1.0 - 1.0 / beta)
     if section.average is not None:
         return AVERAGE, lambda _, average: average
     return None

@@ -112,7 +112,12 @@ class Meters:
         if not records:
             return []
         losses = distributed.sum_in_rank_order(torch.stack([record.losses.sum() for record in records]))
-        rows = _rows(records, losses, _other_sums(records)).tolist()
+        norms = torch.stack([record.gradient_norm for record in records])  # on the CPU if parameters are offloaded
+        columns = [norms[:, None].to(losses), losses[:, None]]
+        if records[0].sums:
+            flat = [torch.cat([value.flatten() for value in record.sums.values()]) for record in records]
+            columns.append(distributed.sum_tensor(torch.stack(flat)))  # [steps, numbers]
+        rows = torch.cat(columns, dim=1).tolist()
         memory = peak_memory_bytes()
         events = [
             _event(record, loss_sum=loss, gradient_norm=norm, metrics=self._metrics(record, sums), memory=memory)
@@ -132,23 +137,6 @@ class Meters:
         parts = zip(record.sums.items(), flat, strict=True)
         named = {name: part.view(value.shape).tolist() for (name, value), part in parts}  # floats, or nested lists
         return dict(self._step_metrics(named, num_targets=record.num_targets))
-
-
-def _other_sums(records: Sequence[StepRecord]) -> list[Tensor]:
-    """Return a list of one tensor with the other sums of all ranks, [steps, numbers]; empty if there are none."""
-    if not records[0].sums:
-        return []
-    flat = [torch.cat([value.flatten() for value in record.sums.values()]) for record in records]
-    return [distributed.sum_tensor(torch.stack(flat))]
-
-
-def _rows(records: Sequence[StepRecord], losses: Tensor, others: Sequence[Tensor]) -> Tensor:
-    """Return norm, loss and other sums of every step, [steps, 2 + numbers], on the losses' device.
-
-    If parameters are offloaded, as with `fsdp_offload_params`, the gradient norm is on the CPU.
-    """
-    norms = torch.stack([record.gradient_norm for record in records])
-    return torch.cat([norms[:, None].to(losses), losses[:, None], *others], dim=1)
 
 
 def sum_over_ranks(sums: dict[str, Tensor]) -> dict[str, float]:

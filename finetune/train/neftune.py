@@ -18,10 +18,14 @@ from finetune.runtime.seeds import derive_seed
 class EmbeddingNoise:
     """Adds noise to the next output of the model's input embeddings once a batch has been set."""
 
-    def __init__(self, model: nn.Module, *, alpha: float) -> None:
+    def __init__(self, model: Any, *, alpha: float) -> None:
         """Raises ModelError for a model without input embeddings; `model` may be wrapped afterwards."""
-        embeddings = _input_embeddings(model)
-        if embeddings is None:
+        try:
+            is_pair = getattr(model.config, "is_encoder_decoder", False)
+            embeddings = (model.get_encoder() if is_pair else model).get_input_embeddings()
+        except (AttributeError, NotImplementedError):
+            embeddings = None
+        if not isinstance(embeddings, nn.Module):
             raise ModelError(f"train.embedding_noise: {type(model).__name__} has no input embeddings. Remove it.")
         self._alpha = alpha
         self._batch: Batch | None = None
@@ -60,12 +64,3 @@ def sample_noise(batch: Batch, embedded: Tensor, *, alpha: float) -> Tensor:
         target[:length] = ((2.0 * drawn - 1.0) * (alpha / math.sqrt(length * width))).to(noise.dtype)
         start += length
     return noise
-
-
-def _input_embeddings(model: Any) -> nn.Module | None:
-    try:
-        is_pair = getattr(model.config, "is_encoder_decoder", False)
-        embeddings = (model.get_encoder() if is_pair else model).get_input_embeddings()
-    except (AttributeError, NotImplementedError):
-        return None
-    return embeddings if isinstance(embeddings, nn.Module) else None

@@ -19,14 +19,14 @@ from torch.distributed.tensor import DTensor
 
 from finetune.config.sections.train import AverageSection
 from finetune.runtime.optional import require
-from finetune.runtime.parameters import AVERAGE, AVERAGE_DECAY
+from finetune.runtime.parameters import AVERAGE, AVERAGE_DECAY, local_tensor
 
 INITIAL_COUNTS = {"step": 0, "weight_sum": 0.0, "lr_max": -1.0}
 """The counters before the first update: updates, sum of the average's weights, highest learning rate."""
 
 
 class ScheduleFreeAdamW(torch.optim.Optimizer):
-    """The package's update rule; its `train` and `eval` are not used; `average_from_fast` computes the average."""
+    """The package's update rule; instead of its `train` and `eval`, `train.evaluate.average_formula` is used."""
 
     def __init__(
         self,
@@ -52,11 +52,6 @@ class ScheduleFreeAdamW(torch.optim.Optimizer):
                 self._rule.step()
                 for parameter in parameters:
                     self.state[parameter].update(step=one["k"], weight_sum=one["weight_sum"], lr_max=one["lr_max"])
-
-
-def average_from_fast(weights: Tensor, fast: Tensor, *, beta: float) -> Tensor:
-    """Return the average x from y = `weights` and z = `fast`, where y = beta * x + (1 - beta) * z."""
-    return weights.lerp(fast, 1.0 - 1.0 / beta)
 
 
 def _by_counts(state: Any, parameters: Sequence[Tensor]) -> Iterator[tuple[dict[str, Any], list[Tensor]]]:
@@ -101,7 +96,7 @@ def keep_average(optimizer: torch.optim.Optimizer, section: AverageSection) -> N
                     share: float | Tensor = 1.0 - group[AVERAGE_DECAY]
                     if overflow is not None:
                         share = share * (1.0 - overflow.to(parameter.device))
-                    _local(state[AVERAGE]).lerp_(_local(parameter).to(torch.float32), share)
+                    local_tensor(state[AVERAGE]).lerp_(local_tensor(parameter).to(torch.float32), share)
 
     for group in optimizer.param_groups:
         group.update({AVERAGE_DECAY: 0.0, _STARTS_AFTER: section.after_steps, _CONFIGURED_DECAY: section.decay})
@@ -113,7 +108,3 @@ def set_average_decay(group: dict[str, Any], *, step: int) -> None:
     """Set the decay of a group's average for the update after `step` steps."""
     if AVERAGE_DECAY in group:
         group[AVERAGE_DECAY] = group[_CONFIGURED_DECAY] if step >= group[_STARTS_AFTER] else 0.0
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from finetune.model.kernels.compilation import missing_triton_toolchain
 from finetune.runtime import seeds
 from finetune.runtime.optional import lazily
-from finetune.runtime.parameters import local_rows
+from finetune.runtime.parameters import local_rows, local_tensor
 from finetune.train.optim.parameter_groups import NamedParameter
 
 BLOCK_SIZE = 256
@@ -176,7 +176,7 @@ class LowBitAdamW(torch.optim.Optimizer):
             if not self.state[parameter]:
                 self.state[parameter].update(self._first_state(parameter))
             if grad_scale is not None:
-                _local(parameter.grad).div_(grad_scale)
+                local_tensor(parameter.grad).div_(grad_scale)
         skip = None if found_inf is None else found_inf.reshape(())
         self._count([parameter for parameter, _, _ in updates], skip=skip)
         for parameter, group, key in updates:
@@ -205,10 +205,20 @@ class LowBitAdamW(torch.optim.Optimizer):
         if has_kernel(parameter.device):
             self._launch(parameter, group, key=key, skip=skip)
             return
-        factors = _host_factors if parameter.device.type == "cpu" and skip is None else _device_factors
-        rate, spread = factors(state["step"], group)
+        # the negative bias-corrected learning rate, and the root of the second moment's bias correction
+        rate: float | Tensor
+        spread: float | Tensor
+        beta1, beta2 = group["betas"]
+        if parameter.device.type == "cpu" and skip is None:
+            count = int(state["step"].item())
+            rate = -group["lr"] / (1.0 - beta1**count)
+            spread = math.sqrt(1.0 - beta2**count)
+        else:  # only the device knows the number of skipped steps
+            steps = state["step"].to(torch.float64)
+            rate = (-group["lr"] / (1.0 - torch.pow(beta1, steps))).to(torch.float32)
+            spread = (1.0 - torch.pow(beta2, steps)).sqrt().to(torch.float32)
         for rows in _chunks(parameter, state):
-            before = [each.clone() for each in rows.tensors()] if skip is not None else []
+            before = [tensor.clone() for tensor in rows.tensors()] if skip is not None else []
             self._update_rows(rows, group, key=key, rate=rate, spread=spread)
             if skip is not None:
                 for tensor, old in zip(rows.tensors(), before, strict=True):
@@ -262,7 +272,12 @@ class LowBitAdamW(torch.optim.Optimizer):
             bits = random_bits(rows.start, stop, key=key, device=gradient.device).view_as(gradient)
             _store_moment(rows.state, FIRST, first, low_half(bits))
             _store_moment(rows.state, SECOND, second, high_half(bits))
-        weights = _updated_weights(rows.weights, first, second, group=group, rate=rate, spread=spread)
+        weights = rows.weights.to(torch.float32).mul_(1.0 - group["lr"] * group["weight_decay"])  # float32: in place
+        divisor = second.sqrt().div_(spread).add_(group["eps"])
+        if isinstance(rate, Tensor):
+            weights.add_(first.mul(rate).div_(divisor))
+        else:
+            weights.addcdiv_(first, divisor, value=rate)
         if self._rounds_weights and rows.weights.dtype == torch.bfloat16:
             bits = random_bits(rows.start, stop, key=~key, device=gradient.device).view_as(gradient)
             rows.weights.copy_(to_bfloat16(weights, low_half(bits)))
@@ -294,36 +309,6 @@ def add_rounding_keys(
         }
         for group in groups
     ]
-
-
-def _host_factors(count: Tensor, group: Mapping[str, Any]) -> tuple[float, float]:
-    """Return the negative bias-corrected learning rate and the root of the second moment's bias correction."""
-    step, (beta1, beta2) = int(count.item()), group["betas"]
-    return -group["lr"] / (1.0 - beta1**step), math.sqrt(1.0 - beta2**step)
-
-
-def _device_factors(count: Tensor, group: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Return the same as float32 scalars on the device; only the device knows how many steps were skipped."""
-    step, (beta1, beta2) = count.to(torch.float64), group["betas"]
-    rate = -group["lr"] / (1.0 - torch.pow(beta1, step))
-    return rate.to(torch.float32), (1.0 - torch.pow(beta2, step)).sqrt().to(torch.float32)
-
-
-def _updated_weights(
-    weights: Tensor,
-    first: Tensor,
-    second: Tensor,
-    *,
-    group: Mapping[str, Any],
-    rate: float | Tensor,
-    spread: float | Tensor,
-) -> Tensor:
-    """Return the weights after AdamW's update, float32; overwrites the moments, and float32 weights in place."""
-    moved = weights.to(torch.float32).mul_(1.0 - group["lr"] * group["weight_decay"])
-    divisor = second.sqrt().div_(spread).add_(group["eps"])
-    if isinstance(rate, Tensor):
-        return moved.add_(first.mul(rate).div_(divisor))
-    return moved.addcdiv_(first, divisor, value=rate)
 
 
 def _moments(state: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -380,12 +365,12 @@ def _chunks(parameter: Tensor, state: Mapping[str, Any], *, is_whole: bool = Fal
     """Yield this rank's rows of the parameter, in chunks or all at once; the rows of a vector have one element."""
     local = local_rows(parameter)
     assert local is not None and parameter.grad is not None, "rejected at startup (strategy/reconcile.py)"
-    weights, gradient = _local(parameter), _local(parameter.grad)
+    weights, gradient = local_tensor(parameter), local_tensor(parameter.grad)
     if not weights.numel():
         return
     width = weights.numel() // local[1]
     tensors = {
-        name: _local(value).view(local[1], -1)
+        name: local_tensor(value).view(local[1], -1)
         for name, value in state.items()
         if isinstance(value, Tensor) and name in _MOMENT_KEYS
     }
@@ -397,7 +382,3 @@ def _chunks(parameter: Tensor, state: Mapping[str, Any], *, is_whole: bool = Fal
         yield _RowChunk((local[0] + row) * width, flat[some], gradient.reshape(local[1], width)[some], parts)
     if not weights.is_contiguous():
         weights.copy_(flat.view(weights.shape))
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()

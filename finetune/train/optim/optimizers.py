@@ -184,7 +184,14 @@ def build_optimizer(
         groups = [{**group, "params": [parameter]} for group in groups for parameter in group["params"]]
     dtypes = {str(entry.parameter.dtype).removeprefix("torch.") for entry in named if entry.parameter.requires_grad}
     if any(uses_low_bit_adamw(section, dtype=dtype) for dtype in dtypes):
-        optimizer = _low_bit(add_rounding_keys(groups, named, seed=seed), section, learning_rate)
+        optimizer: torch.optim.Optimizer = LowBitAdamW(
+            add_rounding_keys(groups, named, seed=seed),
+            learning_rate=learning_rate,
+            betas=(section.betas[0], section.betas[1]),
+            eps=section.eps,
+            state_dtype=getattr(torch, section.state_dtype) if section.state_dtype else None,
+            rounds_weights=section.stochastic_rounding,
+        )
     else:
         inputs = OptimizerInputs(named, groups, section, learning_rate)
         optimizer = cast(torch.optim.Optimizer, (build or OPTIMIZERS.resolve(section.name))(inputs))
@@ -237,15 +244,4 @@ def slow_update_warning(optimizer: torch.optim.Optimizer) -> str | None:
     return (
         "warning: train.optimizer: an update with rounded states or weights is one triton kernel per parameter, but "
         f"{missing}. Falling back to plain operators: about 60 kernels, several times slower."
-    )
-
-
-def _low_bit(groups: Groups, section: OptimizerSection, learning_rate: float) -> torch.optim.Optimizer:
-    return LowBitAdamW(
-        groups,
-        learning_rate=learning_rate,
-        betas=(section.betas[0], section.betas[1]),
-        eps=section.eps,
-        state_dtype=getattr(torch, section.state_dtype) if section.state_dtype else None,
-        rounds_weights=section.stochastic_rounding,
     )

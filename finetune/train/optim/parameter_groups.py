@@ -141,7 +141,15 @@ def rate_factors(named: Sequence[NamedParameter], section: OptimizerSection) -> 
     of `rates` and the LoRA+ ratio (Hayou et al., 2024, arXiv:2402.12354).
     """
     trained = [entry for entry in named if entry.parameter.requires_grad]
-    depths = _depths(named) if section.layer_decay != 1.0 else {}
+    depths: dict[str, int] = {}
+    if section.layer_decay != 1.0:
+        depths = layer_depths({entry.name: entry.aliases for entry in named})
+        if not depths:
+            raise ModelError(
+                "train.optimizer.layer_decay: no parameter name contains a layer number (`layers.0.`, `h.0.`, "
+                f"`layer.0.`, `blocks.0.`). {_examples([entry.name for entry in named])} Use train.optimizer.rates "
+                "instead."
+            )
     for pattern in section.rates:
         _require_match(pattern, trained, key="train.optimizer.rates")
     return {
@@ -179,16 +187,6 @@ def describe_groups(groups: Sequence[Mapping[str, Any]], named: Sequence[NamedPa
             "  frozen parameters keep their values and are excluded from the gradient norm and the optimizer state; "
             "their gradients are computed nevertheless"
         )
-
-
-def _depths(named: Sequence[NamedParameter]) -> dict[str, int]:
-    depths = layer_depths({entry.name: entry.aliases for entry in named})
-    if not depths:
-        raise ModelError(
-            "train.optimizer.layer_decay: no parameter name contains a layer number (`layers.0.`, `h.0.`, "
-            f"`layer.0.`, `blocks.0.`). {_examples([entry.name for entry in named])} Use train.optimizer.rates instead."
-        )
-    return depths
 
 
 def _unfreeze_steps(trained: Sequence[NamedParameter], unfreeze: Sequence[UnfreezeSection]) -> dict[str, int]:
