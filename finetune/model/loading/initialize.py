@@ -25,7 +25,11 @@ def initialize_weights(
     tied = frozenset(getattr(model, "all_tied_weights_keys", ()))
     with torch.no_grad(), torch.random.fork_rng(devices=()):
         for name, module, owner in _children_first(model, name="", owner=model):
-            parameters = _parameters_written_by(module)
+            written = dict.fromkeys(module.parameters(recurse=False))
+            for child in module.children():  # in some models `_init_weights` of a module also writes to its children
+                if not isinstance(child, PreTrainedModel):
+                    written.update(dict.fromkeys(child.parameters(recurse=False)))
+            parameters = list(written)
             prefix = f"{name}." if name else ""
             own = {prefix + own_name: parameter for own_name, parameter in module.named_parameters(recurse=False)}
             excluded = [parameter for full, parameter in own.items() if only is not None and full not in only]
@@ -69,12 +73,3 @@ def _children_first(
         child_owner = child if isinstance(child, PreTrainedModel) else owner
         yield from _children_first(child, name=f"{name}.{child_name}" if name else child_name, owner=child_owner)
     yield name, module, owner
-
-
-def _parameters_written_by(module: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters that `_init_weights(module)` may write: its own and, in some models, its children's."""
-    parameters = dict.fromkeys(module.parameters(recurse=False))
-    for child in module.children():
-        if not isinstance(child, PreTrainedModel):
-            parameters.update(dict.fromkeys(child.parameters(recurse=False)))
-    return list(parameters)
