@@ -75,7 +75,7 @@ def test_questions_are_asked_on_a_terminal_until_they_are_answered(monkeypatch, 
 def test_nothing_is_asked_without_a_terminal():
     assert init().stdout.splitlines()[0].split()[0] == next(iter(recipes()))
     result = init("--task", "sft")
-    assert result.exit_code == 2 and "--data: it is missing, and there is no terminal" in result.output
+    assert result.exit_code == 2 and "--data: it is missing, and without a terminal" in result.output
     result = init("--data", "chats.jsonl")
     assert result.exit_code == 2 and "--task: it is missing" in result.output
 

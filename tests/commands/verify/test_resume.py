@@ -76,7 +76,7 @@ def test_the_microbatch_size_of_the_job_is_kept_where_the_processes_can_share_it
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"target": "zero9:2"}, "--to zero9: there is no file `zero9`"),
+        ({"target": "zero9:2"}, "--to zero9: `zero9` is neither a file nor a known name"),
         ({"source": "ddp:3"}, "--from ddp:3: a global batch of 8 cannot be shared by 3 processes"),
         ({"source": "ddp:two"}, "--from ddp:two: write the number of processes"),
         ({"steps": 3}, "nothing is left to compare after --stop-at 3"),
