@@ -37,7 +37,7 @@ from finetune.commands.plan.job import DataCounts, PlannedJob  # noqa: E402
 from finetune.commands.plan.strategies import step_work  # noqa: E402
 from finetune.config.load import load_config  # noqa: E402
 from finetune.errors import ModelError  # noqa: E402
-from finetune.memory.layout import Layout, Prediction  # noqa: E402
+from finetune.memory.layout import Layout, Prediction, StrategyName  # noqa: E402
 from finetune.memory.step.predict import Predictor  # noqa: E402
 from finetune.model.loading.architecture import load_model_config  # noqa: E402
 from finetune.model.size import read_shapes  # noqa: E402
@@ -61,6 +61,7 @@ MPT = {  # layers, width, heads
 }
 LLAMA_3B = "hidden_size: 3072, intermediate_size: 8192, num_hidden_layers: 28, num_attention_heads: 24, "
 LLAMA_8B = "hidden_size: 4096, intermediate_size: 14336, num_hidden_layers: 32, num_attention_heads: 32, "
+LLAMA_70B = "hidden_size: 8192, intermediate_size: 28672, num_hidden_layers: 80, num_attention_heads: 64, "
 LLAMA_3 = "num_key_value_heads: 8, vocab_size: 128256, max_position_embeddings: 131072"
 QWEN_7B = (
     "hidden_size: 3584, intermediate_size: 18944, num_hidden_layers: 28, num_attention_heads: 28, "
@@ -124,6 +125,7 @@ class Row:
     logit_bytes: int = 4  # of one logit at the peak, as they have it
     tokens_per_sample: float | None = None  # fewer than the length
     memory_bandwidth: float | None = None
+    tensor_size: int = 1  # GPUs that share every layer and a microbatch
 
     @property
     def hardware(self) -> Hardware:
@@ -154,6 +156,7 @@ class Planned:
         return (
             work.tokens_per_step
             / step_time(self.layout.strategy, work, device=device, cluster=hardware.cluster).seconds
+            / row.tensor_size
         )
 
     @property
@@ -171,8 +174,8 @@ class Planned:
 
     @property
     def fits(self) -> bool:
-        """Return whether the plan would let it run."""
-        return self.peak_bytes <= self.row.hardware.usable_bytes
+        """Return whether the plan would let it run; not asked of peers that also split tokens between layers."""
+        return self.row.tensor_size > 1 or self.peak_bytes <= self.row.hardware.usable_bytes
 
 
 def main() -> int:
@@ -274,6 +277,13 @@ def peers() -> Iterator[Row]:
     qwen = {"model_type": "qwen2", "values": QWEN_7B}
     yield Row(name="NeMo AutoModel 8B LoRA", tokens_per_second=12473, **lora, **adapter, **llama)  # type: ignore[arg-type]
     yield Row(name="NeMo AutoModel Qwen2.5-7B LoRA", tokens_per_second=14110, **lora, **adapter, **qwen)  # type: ignore[arg-type]
+    large = {"model_type": "llama", "values": f"{LLAMA_70B}{LLAMA_3}, tie_word_embeddings: false"}
+    titan |= {"gpus": "256xH100", "samples": 16, "compiles": "regional", "recomputes": True}
+    yield Row(name="torchtitan 70B, FSDP 32 x TP 8", tokens_per_second=597, tensor_size=8, **titan, **large)  # type: ignore[arg-type]
+    lora |= {"gpus": "8xH100"}
+    yield Row(
+        name="NeMo AutoModel 70B LoRA, FSDP 4 x TP 2", tokens_per_second=1092, tensor_size=2, **lora, **adapter, **large
+    )  # type: ignore[arg-type]
 
 
 def plan(row: Row, scratch: Path, known: dict[str, Any]) -> Planned:
@@ -283,7 +293,7 @@ def plan(row: Row, scratch: Path, known: dict[str, Any]) -> Planned:
     written = {
         **asdict(row),
         "folder": scratch,
-        "batch": row.samples * row.microbatches * hardware.num_gpus,
+        "batch": row.samples * row.microbatches * hardware.num_gpus // row.tensor_size,
         "recomputes": str(row.recomputes).lower(),
     }
     path = scratch / "job.yaml"
@@ -292,13 +302,15 @@ def plan(row: Row, scratch: Path, known: dict[str, Any]) -> Planned:
     tokens = row.tokens_per_sample or row.length
     counts = DataCounts(tokens, None, is_measured=True, sentence="")
     job = PlannedJob(config, read_shapes(load_model_config(config.model)), counts)
+    sharded: StrategyName = "fsdp2" if row.tensor_size == 1 else "fsdp2_tensor_parallel"
     layout = Layout(
-        "fsdp2" if hardware.num_gpus > 1 else "single",
+        sharded if hardware.num_gpus > 1 else "single",
         hardware.num_gpus,
         job.method,
         row.recomputes,
         microbatch_size=row.samples,
         ranks_per_node=min(hardware.num_gpus, hardware.gpus_per_node),
+        tensor_size=row.tensor_size,
     )
     key = repr((row.values, row.adapter, row.dtype, row.precision.replace("bf16", ""), row.length, layout))
     if key not in known:

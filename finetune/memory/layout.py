@@ -8,10 +8,15 @@ from finetune.config.rules.model import adapter_of
 from finetune.config.run_config import RunConfig
 from finetune.model.activations import CheckpointingMode
 
-StrategyName = Literal["single", "ddp", "fsdp2", "hsdp", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload"]
+DataParallelName = Literal[
+    "single", "ddp", "fsdp2", "hsdp", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload"
+]
+TensorParallelName = Literal["tensor_parallel", "fsdp2_tensor_parallel"]
+StrategyName = DataParallelName | TensorParallelName
 Method = Literal["full", "lora", "qlora"]
 
-STRATEGIES: tuple[StrategyName, ...] = get_args(StrategyName)
+STRATEGIES: tuple[DataParallelName, ...] = get_args(DataParallelName)
+"""The strategies that a plan compares; tensor parallelism is planned where none of them can run the job."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +30,12 @@ class Layout:
     microbatch_size: int
     ranks_per_node: int = 8  # the shards of HSDP
     device: Literal["cuda", "cpu"] = "cuda"
+    tensor_size: int = 1  # ranks that share every layer and compute the same microbatch
+
+    @property
+    def num_groups(self) -> int:
+        """Return the number of microbatches that are computed in parallel."""
+        return self.num_ranks // self.tensor_size
 
 
 @dataclass(frozen=True)

@@ -34,9 +34,10 @@ TENSOR = Unsupported(
 )
 PIPELINE = Unsupported(
     "pipeline parallelism",
-    "it needs a model in stages, into which neither Accelerate nor DeepSpeed's engine divides it",
-    "Remove it, and launch with accelerate_configs/fsdp2.yaml or zero3.yaml. For stages, use torchtitan, nanotron "
-    "or Megatron-LM",
+    "it needs a model in stages, into which neither Accelerate nor DeepSpeed's engine divides it, and pays where there "
+    "are more than 8 GPUs for each sample of a step (docs/proof/scaling.md)",
+    "Remove it, and launch with accelerate_configs/fsdp2.yaml or zero3.yaml, or with fsdp2_tensor_parallel.yaml where "
+    "GPUs outnumber samples. For stages, use torchtitan, nanotron or Megatron-LM",
 )
 EXPERT = Unsupported(
     "expert parallelism",

@@ -25,6 +25,7 @@ from finetune.commands.plan.strategies import (
     Predict,
     StrategyPlan,
     choose,
+    plan_strategies,
     plan_strategy,
     timed,
     with_microbatch,
@@ -159,7 +160,7 @@ def _plan_hardware(
 ) -> HardwarePlan:
     print(f"planning for {hardware} ...", file=sys.stderr, flush=True)
     prices = prices_of(hardware.gpu.name, table=options.prices, gpu_table=options.gpu_table)
-    plans = [plan_strategy(name, job, hardware, memory) for name in STRATEGIES]
+    plans = plan_strategies(job, hardware, memory)
     best = choose(plans)
     cheapest = lowest(prices, "on_demand")
     usd = cheapest.on_demand if cheapest is not None else None
@@ -184,13 +185,17 @@ def _variants(
 ) -> list[StrategyPlan]:
     """Return the chosen strategy with each method, with and without recomputation, until the time budget is spent."""
     strategy = best.strategy if best is not None else ("fsdp2" if hardware.num_gpus > 1 else "single")
-    own = bool(job.checkpointing)
+    own, tensor_size = bool(job.checkpointing), best.layout.tensor_size if best is not None else 1
     pairs = [(method, recomputes) for recomputes in (own, not own) for method in _METHODS]
     variants: list[StrategyPlan] = []
     for method, recomputes in sorted(pairs, key=lambda variant: variant[0] != job.method):
         if is_over():
             break
-        variants.append(plan_strategy(strategy, job, hardware, memory, method=method, checkpointing=recomputes))
+        variants.append(
+            plan_strategy(
+                strategy, job, hardware, memory, method=method, checkpointing=recomputes, tensor_size=tensor_size
+            )
+        )
     return variants
 
 
@@ -200,6 +205,12 @@ def _why(best: StrategyPlan | None, plans: Sequence[StrategyPlan]) -> str:
         return "No strategy fits on these GPUs."
     if best.strategy == "single":
         return "One GPU is enough: nothing is sharded and no communication is needed."
+    if best.layout.tensor_size > 1:
+        size = best.layout.tensor_size
+        return (
+            f"{best.strategy}: no other strategy can run this job. Groups of {size} GPUs share every layer and a "
+            f"microbatch (`parallelism_config_tp_size: {size}`)."
+        )
     simpler = [other for other in plans if STRATEGIES.index(other.strategy) < STRATEGIES.index(best.strategy)]
     too_large = [other.strategy for other in simpler if other.fit is not None and other.reason is not None]
     fitting = [other for other in plans if other.fits and other.time is not None and other is not best]
@@ -327,6 +338,8 @@ def _with_gpus(job: PlannedJob, hardware: Hardware, plan: StrategyPlan, memory: 
     num_gpus, fit = hardware.num_gpus, plan.fit
     strategy: StrategyName = "hsdp" if plan.strategy == "fsdp2" and hardware.num_nodes > 1 else plan.strategy
     if fit is None or (strategy == "single") != (num_gpus == 1) or plan.strategy == "hsdp":
+        return None
+    if plan.layout.tensor_size > 1:
         return None
     share = job.train.global_batch_size // num_gpus
     layout = replace(plan.layout, strategy=strategy, num_ranks=num_gpus, ranks_per_node=hardware.gpus_per_node)

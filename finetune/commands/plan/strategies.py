@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import get_args
 
 from finetune.commands.plan.cost.assumptions import ADAPTED_TRAFFIC_PER_FEATURE, TRAFFIC_PER_INTERMEDIATE
 from finetune.commands.plan.cost.step_time import StepTime, Work, step_time
@@ -11,7 +12,7 @@ from finetune.commands.plan.hardware import Hardware
 from finetune.commands.plan.job import PlannedJob
 from finetune.config.run_config import RunConfig
 from finetune.errors import ModelError, StrategyError
-from finetune.memory.layout import Layout, Method, Prediction, StrategyName
+from finetune.memory.layout import STRATEGIES, Layout, Method, Prediction, StrategyName, TensorParallelName
 from finetune.memory.step.fake_model import runs_fused_layers
 from finetune.model.kernels.compilation import (
     FUSED_TRAFFIC_PER_HIDDEN,
@@ -20,7 +21,12 @@ from finetune.model.kernels.compilation import (
     estimate_compilation,
 )
 from finetune.registry.accelerate_files import SHIPPED
-from finetune.run.setup.strategy import job_settings, require_supported_by_strategy
+from finetune.run.setup.strategy import (
+    job_settings,
+    require_splittable_job,
+    require_splittable_model,
+    require_supported_by_strategy,
+)
 from finetune.strategy.environment import LaunchEnvironment
 from finetune.strategy.reconcile import find_conflicts
 
@@ -118,6 +124,8 @@ _SIMPLEST_FIRST: tuple[StrategyName, ...] = (
     "zero3",
     "zero2_offload",
     "zero3_offload",
+    "tensor_parallel",
+    "fsdp2_tensor_parallel",
 )
 
 MULTI_NODE_FILES: Mapping[str, str] = {
@@ -160,6 +168,27 @@ def accelerate_file(strategy: str, hardware: Hardware) -> str:
     return path if Path(path).is_file() else str(SHIPPED / Path(path).name)
 
 
+def plan_strategies(job: PlannedJob, hardware: Hardware, memory: PlannedMemory) -> list[StrategyPlan]:
+    """Return a plan for every strategy, in their usual order.
+
+    Where none can run the job on all GPUs (fewer samples than GPUs, too little memory), also for tensor parallelism.
+    """
+    plans = [plan_strategy(name, job, hardware, memory) for name in STRATEGIES]
+    if choose(plans) is None and hardware.num_gpus > 1:
+        plans += [_fastest_groups(name, job, hardware, memory) for name in get_args(TensorParallelName)]
+    return plans
+
+
+def _fastest_groups(
+    strategy: TensorParallelName, job: PlannedJob, hardware: Hardware, memory: PlannedMemory
+) -> StrategyPlan:
+    """Return the plan with the groups of ranks of one machine that make it fastest."""
+    per_node = hardware.gpus_per_node
+    sizes = [per_node] if strategy == "tensor_parallel" else [size for size in (2, 4, 8) if per_node % size == 0]
+    plans = [plan_strategy(strategy, job, hardware, memory, tensor_size=size) for size in sizes or [1]]
+    return min(plans, key=lambda plan: (not plan.fits, 0.0 if plan.time is None else plan.time.seconds))
+
+
 def choose(plans: Sequence[StrategyPlan]) -> StrategyPlan | None:
     """Return the simplest of the fastest strategies that fit; None if none fits."""
     has_several = any(plan.layout.num_ranks > 1 for plan in plans)  # then one of several GPUs is not a plan
@@ -179,6 +208,7 @@ def plan_strategy(
     *,
     method: Method | None = None,
     checkpointing: bool | None = None,
+    tensor_size: int = 1,
 ) -> StrategyPlan:
     """Return the plan of one strategy; `method` and `checkpointing` replace the job's own."""
     ranks = 1 if strategy == "single" else hardware.num_gpus
@@ -189,11 +219,13 @@ def plan_strategy(
         gradient_checkpointing=job.checkpointing if checkpointing is None else checkpointing,
         microbatch_size=1,
         ranks_per_node=min(ranks, hardware.gpus_per_node),
+        tensor_size=tensor_size,
     )
     reason = _why_not(job.config, layout)
-    share = job.train.global_batch_size // ranks
-    if reason is None and share * ranks != job.train.global_batch_size:
-        reason = f"train.global_batch_size {job.train.global_batch_size} cannot be shared by {ranks} GPUs"
+    share = job.train.global_batch_size // layout.num_groups
+    if reason is None and share * layout.num_groups != job.train.global_batch_size:
+        sharing = f"{layout.num_groups} groups of {tensor_size} GPUs" if tensor_size > 1 else f"{ranks} GPUs"
+        reason = f"train.global_batch_size {job.train.global_batch_size} cannot be shared by {sharing}"
     if reason is not None:
         return StrategyPlan(strategy, layout, reason=reason)
     try:
@@ -212,7 +244,7 @@ def timed(job: PlannedJob, hardware: Hardware, layout: Layout, fit: Fit) -> Stra
     assert fit.largest is not None
     ranks = layout.num_ranks
     layout = with_microbatch(layout, fit.microbatch_size)
-    num_microbatches = job.train.global_batch_size // (ranks * fit.microbatch_size)
+    num_microbatches = job.train.global_batch_size // (layout.num_groups * fit.microbatch_size)
     compilation = _estimated_compilation(job, hardware, layout)
     work = step_work(job, layout, fit.largest, num_microbatches=num_microbatches, compilation=compilation)
     fp8_share = job.fp8_share(fit.largest.flops_per_token)
@@ -232,6 +264,8 @@ def _why_not(config: RunConfig, layout: Layout) -> str | None:
     name = layout.strategy
     if layout.num_ranks == 1 and name not in ("single", "zero2_offload", "zero3_offload"):
         return "for several GPUs"
+    if name in get_args(TensorParallelName):
+        return _why_no_groups(config, layout)
     if name == "hsdp" and layout.num_ranks <= layout.ranks_per_node:
         return "for several machines: on one it is fsdp2"
     if config.run.strategy not in (None, name.removesuffix("_offload")):
@@ -242,6 +276,23 @@ def _why_not(config: RunConfig, layout: Layout) -> str | None:
         return str(error).splitlines()[0]
     conflicts = find_conflicts(_environment(layout), job_settings(config))
     return conflicts[0] if conflicts else None
+
+
+def _why_no_groups(config: RunConfig, layout: Layout) -> str | None:
+    """Return why groups of ranks cannot share the layers of the job's model; None if they can."""
+    is_alone = layout.strategy == "tensor_parallel"
+    if is_alone and layout.num_ranks > layout.ranks_per_node:
+        return "for the GPUs of one machine"
+    if not is_alone and (layout.tensor_size == 1 or layout.num_groups == 1):
+        return "for several groups of GPUs"
+    if config.run.strategy not in (None, "tp" if is_alone else "fsdp2"):
+        return f"the job sets run.strategy: {config.run.strategy}"
+    try:
+        require_splittable_job(config)
+        require_splittable_model(config, size=layout.tensor_size, is_sharded=not is_alone)
+    except StrategyError as error:
+        return str(error).splitlines()[-1].strip()
+    return None
 
 
 def _environment(layout: Layout) -> LaunchEnvironment:
@@ -299,7 +350,7 @@ def step_work(
     passes = 3 if recomputes else 2
     # FSDP2 and ZeRO reduce gradients in float32, DDP in the type of the weights.
     is_half = layout.strategy == "ddp" and layout.method == "full" and job.config.model.dtype != "float32"
-    return Work(
+    work = Work(
         num_tokens=layout.microbatch_size * job.counts.tokens_per_position,
         num_microbatches=num_microbatches,
         flops_per_token=prediction.flops_per_token,
@@ -314,6 +365,32 @@ def step_work(
         trained_weight_bytes=trained * job.compute_bytes,
         num_casts=(passes - 1 if is_copied else 0),
         dequantized_bytes=passes * 2.5 * parameters if layout.method == "qlora" else 0.0,
+    )
+    return work if layout.tensor_size == 1 else _shared_work(work, job, size=layout.tensor_size)
+
+
+def _shared_work(work: Work, job: PlannedJob, *, size: int) -> Work:
+    """Return the work of one of the ranks that share every layer.
+
+    It has its part of all products. Hidden states are summed after attention and MLP, forward and backward, and again
+    where they are recomputed; what is between the products is computed on whole ones.
+    """
+    assert job.shapes is not None, "a model of these types has shapes"
+    inner = job.shapes.layers * TRAFFIC_PER_INTERMEDIATE * job.shapes.intermediate * (job.compute_bytes / 2)
+    return replace(
+        work,
+        flops_per_token=work.flops_per_token / size,
+        recomputed_flops_per_token=work.recomputed_flops_per_token / size,
+        attention_flops_per_token=work.attention_flops_per_token / size,
+        traffic_per_token=work.traffic_per_token - inner * (1 - 1 / size),
+        num_parameters=work.num_parameters // size,
+        num_trained=work.num_trained // size,
+        weight_bytes=work.weight_bytes / size,
+        gradient_bytes=work.gradient_bytes / size,
+        trained_weight_bytes=work.trained_weight_bytes / size,
+        tensor_size=size,
+        num_sums=job.shapes.layers * (6 if work.recomputed_flops_per_token else 4),
+        summed_bytes_per_token=job.shapes.hidden * job.compute_bytes,
     )
 
 

@@ -34,7 +34,7 @@ from finetune.memory.step.fake_model import (
     runs_fused_layers,
     with_method,
 )
-from finetune.memory.step.rank_parts import SymbolicStep, traced_parts, zero_parts
+from finetune.memory.step.rank_parts import SymbolicStep, tensor_parallel_parts, traced_parts, zero_parts
 from finetune.memory.step.trace import BETWEEN, Sharding, Values, trace_step
 from finetune.model.kernels.fused_layers import fuse_layers
 from finetune.model.layers import (
@@ -46,7 +46,7 @@ from finetune.model.layers import (
     with_one_more,
 )
 from finetune.model.processing import load_processing
-from finetune.model.size import optimizer_state_bytes
+from finetune.model.size import optimizer_state_bytes, read_shapes
 from finetune.registry.tasks import TASKS, SampleContent
 from finetune.runtime.optional import no_op
 from finetune.task.lm_loss.target_loss import resolve_kernel
@@ -81,6 +81,8 @@ class Predictor:
         step = self._step(layout, sharding if precision != "fp32" or sharding.is_sharded else Sharding())
         is_zero = layout.strategy.startswith("zero")
         parts = zero_parts(self._config, layout, step) if is_zero else traced_parts(layout, step)
+        if layout.tensor_size > 1:
+            parts = tensor_parallel_parts(parts, layout, read_shapes(step.config))
         parts |= self._outside_step(layout, num_trained=step.values["num_trained",])
         rounded = {name: round(size) for name, size in parts.items() if round(size)}
         flops = step.flops_per_token
@@ -180,8 +182,8 @@ def _sharding(layout: Layout) -> Sharding:
     """Return the sharding of parameters in the trace for this strategy."""
     if layout.strategy.startswith("zero"):
         return Sharding(is_half=True)
-    if layout.strategy == "fsdp2":
-        return Sharding(num_shards=layout.num_ranks)
+    if layout.strategy in ("fsdp2", "fsdp2_tensor_parallel"):
+        return Sharding(num_shards=layout.num_groups)
     if layout.strategy == "hsdp":
         shards = min(layout.ranks_per_node, layout.num_ranks)
         return Sharding(num_shards=shards, num_copies=layout.num_ranks // shards)

@@ -19,7 +19,7 @@ from finetune.memory.step.trace import (
     Values,
 )
 from finetune.memory.step.tracer import ACTIVATIONS, GATHERED, GRADIENTS, OPTIMIZER, WEIGHTS
-from finetune.model.size import AVERAGE_BYTES, optimizer_state_bytes
+from finetune.model.size import AVERAGE_BYTES, Shapes, optimizer_state_bytes
 from finetune.registry.precisions import ARITHMETIC
 from finetune.strategy.upstream import zero_bucket_sizes
 
@@ -78,6 +78,21 @@ def traced_parts(layout: Layout, step: SymbolicStep) -> dict[str, float]:
     peak = max(step.phases, key=lambda phase: step.values["peak", phase])
     categories = (WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, GATHERED)
     return {category: step.values.get(("part", peak, category), 0.0) for category in categories}
+
+
+def tensor_parallel_parts(parts: Mapping[str, float], layout: Layout, shapes: Shapes | None) -> dict[str, float]:
+    """Return the parts of a rank that shares every layer with others, from those of a rank that does not.
+
+    Weights and their state are divided (norms, too, which are few). Of a layer's activations, those of heads and of the
+    MLP's inner features are; the residual stream and the inputs and outputs of norms are not, about 6 tensors of the
+    hidden size, and of these are the ones that recomputation keeps.
+    """
+    size, split = layout.tensor_size, 0.0
+    if shapes is not None and not layout.gradient_checkpointing:
+        inner = 2 * shapes.queries + 2 * shapes.keys + 3 * shapes.intermediate
+        split = inner / (inner + 6 * shapes.hidden)
+    shares = {ACTIVATIONS: 1 - split * (1 - 1 / size)}
+    return {name: value * shares.get(name, 1 / size) for name, value in parts.items()}
 
 
 KEPT_NUMEL = 5 * 10**8

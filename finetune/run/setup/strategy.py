@@ -49,12 +49,14 @@ def launched_strategy(loaded: LoadedConfig) -> Strategy:
             config, _NOT_IN_SLICES, f"{SETTING} shares the tokens of a row over ranks, which this job does not allow"
         )
     if environment.tensor_size > 1:
-        _require_allowed(
-            config,
-            _NOT_IN_TENSOR_PARALLEL,
-            f"{TENSOR_SETTING} shares the matrices of a layer over ranks, which this job does not allow",
-        )
+        require_splittable_job(config)
     return strategy
+
+
+def require_splittable_job(config: RunConfig) -> None:
+    """Raise StrategyError with everything in the job that tensor parallelism does not support."""
+    problem = f"{TENSOR_SETTING} shares the matrices of a layer over ranks, which this job does not allow"
+    _require_allowed(config, _NOT_IN_TENSOR_PARALLEL, problem)
 
 
 def job_settings(config: RunConfig) -> JobSettings:

@@ -106,7 +106,7 @@ _LONG = ("model.compile=auto", "train.steps=2000")
 
 
 def test_a_batch_that_cannot_be_shared_is_the_reason(planned: Planned):
-    plan = planned("8b", "train.global_batch_size=12", gpus="8xH100")
+    plan = planned("8b", "train.global_batch_size=12", "run.strategy=fsdp2", "train.embedding_noise=5.0", gpus="8xH100")
     assert plan.machines[0].best is None
     assert by_name(plan)["fsdp2"].reason == "train.global_batch_size 12 cannot be shared by 8 GPUs"
 
@@ -187,3 +187,24 @@ def test_the_ends_take_fewer_predictions(usable: int, sizes: tuple[int, ...], si
 def test_sharded_parts_of_a_prediction_scale_with_the_number_of_ranks():
     own = Prediction(16, {"weights": 8, "gradients": 4, "optimizer": 2, "activations": 2})
     assert with_ranks(own, ranks=2, others=4).peak_bytes == 4 + 2 + 1 + 2
+
+
+def test_where_there_are_fewer_samples_than_gpus_groups_of_gpus_share_layers(planned: Planned):
+    """4 samples on 8 GPUs: no rank of FSDP2 may be without one; four groups of two have one each."""
+    plan = planned("8b", "train.global_batch_size=4", "model.dtype=bfloat16", gpus="8xH100-80GB")
+    best, found = plan.machines[0].best, by_name(plan)
+    assert found["fsdp2"].reason == "train.global_batch_size 4 cannot be shared by 8 GPUs"
+    assert best is not None and best.strategy == "fsdp2_tensor_parallel"
+    assert (best.layout.tensor_size, best.num_microbatches * best.layout.microbatch_size) == (2, 1)
+    assert "Groups of 2 GPUs share every layer and a microbatch (`parallelism_config_tp_size: 2`)" in (
+        plan.machines[0].why
+    )
+    assert found["tensor_parallel"].fits and found["tensor_parallel"].layout.tensor_size == 8
+
+
+def test_tensor_parallelism_is_not_planned_where_another_strategy_runs_or_the_job_does_not_allow_it(planned: Planned):
+    assert "tensor_parallel" not in by_name(planned("8b", gpus="8xH100-80GB"))
+    refused = by_name(planned("8b", "train.global_batch_size=4", "train.embedding_noise=5.0", gpus="8xH100-80GB"))
+    assert "train.embedding_noise" in str(refused["tensor_parallel"].reason)
+    heads = ["model.from_config.values.num_key_value_heads=1", "train.global_batch_size=4"]
+    assert "num_key_value_heads is 1" in str(by_name(planned("8b", *heads, gpus="8xH100"))["tensor_parallel"].reason)

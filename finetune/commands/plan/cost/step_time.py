@@ -8,7 +8,7 @@ or last piece, is exposed. All ranks wait for the slowest.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import NormalDist
 
 from finetune.commands.plan.cost.assumptions import (
@@ -70,6 +70,9 @@ class Work:
     dequantized_bytes: float = 0.0  # written per microbatch if weights have 4 or 8 bits
     num_collective_layers: int = 0  # gathered one by one; 0: num_layers
     attention_flops_per_token: float = 0.0  # those of attention, in all passes
+    tensor_size: int = 1  # ranks of a machine that compute the same microbatch; everything else is of one of them
+    num_sums: int = 0  # over these ranks, in all passes of a microbatch
+    summed_bytes_per_token: float = 0.0  # of one of them
 
     @property
     def tokens_per_step(self) -> float:
@@ -105,6 +108,8 @@ def step_time(
 
     `hsdp_shards` ranks hold one copy under HSDP; None: those of a machine.
     """
+    if work.tensor_size > 1:
+        return _with_groups(work, device=device, cluster=cluster)
     shards = num_shards(strategy, cluster, hsdp_shards=hsdp_shards)
     computed = _pass_seconds(strategy, work, device=device)
     exposed, hidden = _communication(strategy, work, computed=computed, cluster=cluster, shards=shards)
@@ -119,6 +124,19 @@ def step_time(
     if strategy.endswith("_offload"):
         parts["transfers"] = _transfer_seconds(strategy, work, device=device, cluster=cluster)
     return StepTime(parts, hidden)
+
+
+def _with_groups(work: Work, *, device: Device, cluster: Cluster) -> StepTime:
+    """Return the time of a step under tensor parallelism, with FSDP2 over the groups if there are several.
+
+    Nothing hides the sums over a group: the next product needs them.
+    """
+    groups = cluster.replica_group(work.tensor_size)
+    strategy = "fsdp2" if groups.num_ranks > 1 else "single"
+    time = step_time(strategy, replace(work, tensor_size=1), device=device, cluster=groups)
+    one_sum = all_reduce_seconds(work.num_tokens * work.summed_bytes_per_token, cluster.shard_group(work.tensor_size))
+    sums = work.num_microbatches * work.num_sums * one_sum
+    return replace(time, parts={**time.parts, "communication": time.parts["communication"] + sums})
 
 
 def num_shards(strategy: str, cluster: Cluster, *, hsdp_shards: int | None = None) -> int:

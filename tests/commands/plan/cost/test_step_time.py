@@ -137,3 +137,15 @@ def test_an_offloaded_optimizer_updates_on_the_host_and_moves_gradients_and_weig
     assert found.parts["transfers"] == pytest.approx(6e9 / 8 / 20e9)
     third = step_time("zero3_offload", WORK, device=DEVICE, cluster=EIGHT)
     assert third.parts["transfers"] == pytest.approx((6e9 + 4 * 2e9) / 8 / 20e9)
+
+
+def test_ranks_that_share_layers_wait_for_every_sum():
+    """Four groups of two: FSDP2's step of four ranks, and 40 sums of 20 MB at 100 GB/s for each of two microbatches."""
+    shared = replace(WORK, tensor_size=2, num_sums=40, summed_bytes_per_token=2_000.0)
+    found = step_time("fsdp2_tensor_parallel", shared, device=DEVICE, cluster=EIGHT)
+    four = step_time("fsdp2", WORK, device=DEVICE, cluster=Cluster(4, 4, 100e9, 10e9))
+    sums = 80 * (2 * 20e6 * (1 / 2) / 100e9)
+    assert found.parts["communication"] - four.parts["communication"] == pytest.approx(sums, rel=0.25)  # and latency
+    assert found.parts["computation"] == four.parts["computation"]
+    alone = step_time("tensor_parallel", shared, device=DEVICE, cluster=Cluster(2, 2, 100e9, 10e9))
+    assert alone.parts["communication"] == pytest.approx(sums, rel=0.25)
