@@ -33,7 +33,7 @@ TENSOR_PARALLEL_TYPES = frozenset(
 _BIASED_COLUMNS = ("glm4", "seed_oss")
 """Model types of whose layers `attention_bias` concerns only column-wise ones."""
 
-_PACKED_TYPES = ("glm4", "mixtral", "olmoe", "phi3", "qwen3_moe")
+PACKED_TYPES = ("glm4", "mixtral", "olmoe", "phi3", "qwen3_moe")
 """Model types with gate and up in one tensor, of which a rank has a part of both (`_StridedShard`)."""
 
 _PACKED_MLP = {"mlp.gate_up_proj": "packed_colwise", "mlp.down_proj": "rowwise"}
@@ -189,7 +189,7 @@ def splitting_problem(config: Any, size: int, *, is_sharded: bool = False) -> st
         return (
             f"`{config.model_type}` was not compared with one process; {', '.join(sorted(TENSOR_PARALLEL_TYPES))} were"
         )
-    if is_sharded and config.model_type in _PACKED_TYPES:
+    if is_sharded and config.model_type in PACKED_TYPES:
         return f"FSDP2 cannot shard gate and up in one tensor, as `{config.model_type}` has them, that is split in two"
     names = ("attention_out_bias", "mlp_bias", *(() if config.model_type in _BIASED_COLUMNS else ("attention_bias",)))
     if biased := [name for name in names if getattr(config, name, False)]:

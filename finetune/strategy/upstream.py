@@ -88,7 +88,7 @@ def without_accelerate_parallelism() -> Iterator[None]:
 def without_accelerate_splitting(accelerator: Accelerator) -> Iterator[None]:
     """Have Accelerate prepare for FSDP2 a model whose layers are split already; its mesh knows the groups.
 
-    For every whole parameter of such a model it imports `ReplicateParallel`, which transformers 5.2 no longer has
+    For every whole parameter of such a model it imports `ReplicateParallel`, which transformers 5.23 no longer has
     (`_prepare_tp` in accelerate 1.15). Whole parameters stay plain here, as the layers that read them expect.
     """
     sizes = accelerator.parallelism_config

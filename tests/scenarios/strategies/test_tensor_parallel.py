@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from finetune.model.tensor_parallel import TENSOR_PARALLEL_TYPES
+from finetune.model.tensor_parallel import PACKED_TYPES, TENSOR_PARALLEL_TYPES
 from finetune.run.samples import read_samples
 from tests import launching
 from tests.scenarios.conftest import Ended
@@ -78,20 +78,25 @@ def jobs_of_every_type(folder):
 
 @full
 def test_every_model_type_has_the_losses_and_the_export_of_one_process(job, tmp_path):
-    """All jobs in one process after the other, and then all of them on two ranks."""
+    """All jobs in one process after the other, all of them on two ranks, and those that FSDP2 can shard on four."""
     launches = {
         "alone": lambda *words: [sys.executable, *words],
         "split": partial(launching.accelerate_command, "tensor_parallel"),
+        "sharded": partial(launching.accelerate_command, "fsdp2_tensor_parallel", processes=4),
     }
-    for name, command in launches.items():
-        jobs = jobs_of_every_type(tmp_path / name)
+    compared = []
+    for launched, command in launches.items():
+        jobs = jobs_of_every_type(tmp_path / launched)
+        if launched == "sharded":
+            jobs = {name: words for name, words in jobs.items() if name.rpartition("-")[0] not in PACKED_TYPES}
         words = ["-m", "tests.scenarios.several_jobs", str(job), json.dumps(list(jobs.values()))]
-        log = tmp_path / f"{name}.log"
+        log = tmp_path / f"{launched}.log"
         code = launching.run(command(*words), log=log, timeout_seconds=900)
         assert code == 0, log.read_text()[-4000:]
-    assert len(jobs) == 2 * len(TENSOR_PARALLEL_TYPES) >= 22
-    for name in jobs:
-        run, alone = (Ended(0, "", tmp_path / launched / name) for launched in ("split", "alone"))
+        compared += [] if launched == "alone" else [(launched, name) for name in jobs]
+    assert len(compared) == 4 * len(TENSOR_PARALLEL_TYPES) - 2 * len(PACKED_TYPES) >= 44
+    for launched, name in compared:
+        run, alone = (Ended(0, "", tmp_path / folder / name) for folder in (launched, "alone"))
         assert_equal(run, alone)
         assert run.losses()[-1] < run.losses()[0] - 0.02, f"{name} is trained"
         exported, wanted = (load_file(ended.folder / "final" / "model.safetensors") for ended in (run, alone))
