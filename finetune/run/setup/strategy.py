@@ -229,19 +229,9 @@ _NOT_IN_TENSOR_PARALLEL: _JobLimits = (
         "only plain `adamw` and `sgd` update parts of a matrix as they update all of it. Write one of them.",
     ),
     (
-        "train.average, train.unfreeze, train.embedding_noise, train.router_aux_loss",
-        lambda config: bool(
-            config.train.average
-            or config.train.unfreeze
-            or config.train.embedding_noise
-            or config.train.router_aux_loss is not None
-        ),
+        "train.embedding_noise, train.router_aux_loss",
+        lambda config: bool(config.train.embedding_noise or config.train.router_aux_loss is not None),
         "they were not compared with one process. Remove them.",
-    ),
-    (
-        "evaluate.generate",
-        lambda config: config.evaluate is not None and config.evaluate.generate is not None,
-        "each rank would answer prompts of its own. Remove it.",
     ),
 )
 """What of a job tensor parallelism does not support."""

@@ -21,6 +21,7 @@ from finetune.errors import ModelError, RegistryError, UserError
 from finetune.registry.metrics import METRICS
 from finetune.registry.table import import_attribute
 from finetune.runtime import distributed
+from finetune.runtime.parallel.tensor import tensor_group
 from finetune.runtime.supervision.heartbeat import fault_point
 from finetune.task.causal_lm import pad_id
 from finetune.task.model_inputs import unwrap_model
@@ -51,9 +52,14 @@ class GenerationEvaluator:
     metrics: dict[str, Metric]
 
     def generate_all(self, model: nn.Module, *, step: int) -> list[Answer]:
-        """Return the answers in the order of the prompts, on every rank. Collective."""
-        own = list(self.prompts[distributed.rank() :: distributed.world()])
-        num_prompts_per_rank = -(-len(self.prompts) // distributed.world())
+        """Return the answers in the order of the prompts, on every rank; ranks that share layers share prompts.
+
+        Collective.
+        """
+        size = tensor_group().size
+        num_groups = distributed.world() // size
+        own = list(self.prompts[distributed.rank() // size :: num_groups])
+        num_prompts_per_rank = -(-len(self.prompts) // num_groups)
         answered: list[tuple[int, ...]] = []
         # prompts with images, and those of a model with prompt learning, are generated one by one
         has_images = any(prompt.inputs for prompt in self.prompts)
@@ -70,9 +76,10 @@ class GenerationEvaluator:
                 device=self.device,
             )
             answered += map(tuple, answers[: len(batch)])
-        gathered = distributed.gather_objects(answered)
-        world = distributed.world()
-        return [self._as_text(prompt, gathered[i % world][i // world]) for i, prompt in enumerate(self.prompts)]
+        gathered = distributed.gather_objects(answered)[::size]
+        return [
+            self._as_text(prompt, gathered[i % num_groups][i // num_groups]) for i, prompt in enumerate(self.prompts)
+        ]
 
     def score(self, answers: Sequence[Answer]) -> dict[str, float]:
         """Return each metric over (answers, references)."""

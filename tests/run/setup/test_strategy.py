@@ -66,9 +66,7 @@ def test_a_job_that_the_strategy_supports_is_accepted(job, written, strategy):
         (["train.microbatch_size=auto"], "train.microbatch_size"),
         (["train.optimizer.name=muon"], "train.optimizer"),
         (["train.optimizer.state_dtype=int8"], "train.optimizer"),
-        (["train.average={}"], "train.average"),
-        (["train.embedding_noise=5.0"], "train.average, train.unfreeze, train.embedding_noise"),
-        (["evaluate.generate={}"], "evaluate.generate"),
+        (["train.embedding_noise=5.0"], "train.embedding_noise, train.router_aux_loss"),
     ],
 )
 def test_unsupported_jobs_are_refused_under_tensor_parallelism_with_the_reason(job, monkeypatch, written, key):

@@ -116,8 +116,13 @@ def test_every_model_type_has_the_losses_and_the_export_of_one_process(job, tmp_
             "num_attention_heads: 6, num_key_value_heads: 2, head_dim: 6}",
             "model.freeze=['*embed*', '*q_norm*']",
         ),
+        (
+            "train.average={decay: 0.5, after_steps: 2}",
+            "train.unfreeze=[{patterns: ['*mlp*', '*embed*'], after_steps: 3}]",
+            "evaluate.generate={num_samples: 5, max_new_tokens: 12, batch_size: 2}",
+        ),
     ],
-    ids=["accumulation and clipping", "packs and checkpointing", "frozen embedding and norm"],
+    ids=["accumulation and clipping", "packs and checkpointing", "frozen embedding and norm", "average and answers"],
 )
 def test_settings_under_tensor_parallelism_have_the_losses_of_one_process(launch, settings, request):
     overrides = [*SETTINGS, "model.from_config.model_type=qwen3", *settings]
