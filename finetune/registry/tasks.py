@@ -156,7 +156,7 @@ TASKS = Table(
         TaskEntry(
             name="preference",
             description="prefer the chosen answer of a pair (`task.preference.loss`)",
-            implementation=f"{_PACKAGE}.build:preference_task",
+            implementation=f"{_PACKAGE}.protocol:preference_task",
             head="causal_lm",
             formats=("preference", "judged"),
             metrics=PAIR_METRICS,  # and those of the loss
