@@ -1,6 +1,6 @@
 """Builds one reporter from the `report:` section."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,14 @@ def build_reporter(
         require_client()
     if not is_main:
         return NullReporter()
-    reporters: list[Reporter] = [*_plugin_reporters(section.reporters, run_folder)]
+    reporters: list[Reporter] = []
+    for name in section.reporters:
+        try:
+            reporters.append(REPORTERS.resolve(name)(run_folder))
+        except Exception as error:
+            raise UserError(
+                f"report.reporters: `{name}` failed to start: {type(error).__name__}: {error}. Correct it or remove it."
+            ) from error
     reporters += [
         JsonlReporter(run_folder / EVENTS_FILE, notes=notes),
         ConsoleReporter(choose_screen(section.console), log_every_steps=section.log_every_steps),
@@ -50,14 +57,3 @@ def build_reporter(
         address, name = section.prometheus_address, run_folder.name
         reporters.append(PrometheusReporter(section.prometheus, address=address, name=name, world=distributed.world()))
     return FanOut([*reporters, *map(FunctionReporter, others)])
-
-
-def _plugin_reporters(names: Sequence[str], run_folder: Path) -> Iterator[Reporter]:
-    """Yield the reporters of plugins; raises UserError if one cannot be constructed."""
-    for name in names:
-        try:
-            yield REPORTERS.resolve(name)(run_folder)
-        except Exception as error:
-            raise UserError(
-                f"report.reporters: `{name}` failed to start: {type(error).__name__}: {error}. Correct it or remove it."
-            ) from error

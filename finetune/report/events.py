@@ -185,19 +185,16 @@ def _schemas() -> Mapping[str, type[BaseModel]]:
     schemas = {}
     for event in Event.__subclasses__():
         may_be_missing = event in (RunStarted, StartedUp, StepTaken)
-        fields: dict[str, Any] = {
-            field.name: (field.type, None if may_be_missing or not _is_required(field) else ...)
-            for field in dataclasses.fields(event)
-        }
+        fields: dict[str, Any] = {}
+        for attribute in dataclasses.fields(event):
+            defaults = (attribute.default, attribute.default_factory)
+            is_required = all(default is dataclasses.MISSING for default in defaults)
+            fields[attribute.name] = (attribute.type, ... if is_required and not may_be_missing else None)
         fields["step"] = (Step, ...)
         if "samples_sha256" in fields:
             fields["samples_sha256"] = (Digest, "")
         schemas[event.__name__] = create_model(event.__name__, __base__=_AnyEvent, **fields)
     return schemas
-
-
-def _is_required(field: dataclasses.Field[Any]) -> bool:
-    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
 def _is_bounded(value: Any, depth: int = 0) -> bool:

@@ -67,9 +67,12 @@ def collate_row(
     ends = np.cumsum([0, *lengths])
     inputs = {name: torch.from_numpy(np.concatenate(arrays, dtype=np.int64))[None] for name, arrays in columns.items()}
     inputs["position_ids"] = torch.from_numpy(np.arange(ends[-1]) - np.repeat(ends[:-1], lengths))[None]
-    targets = None if token_labels is None else _targets_of_samples(token_labels, ends)
+    targets = None
     if token_labels is not None:
         labels = torch.from_numpy(token_labels)[None]
+        positions = np.flatnonzero(token_labels != IGNORED)
+        counts = np.diff(np.searchsorted(positions, ends)).tolist()  # of targets, per sample
+        targets = Targets(torch.from_numpy(positions), torch.from_numpy(token_labels[positions]), tuple(counts))
     assert labels is not None, "pass `labels` or `token_labels`"
     return Batch(
         inputs=inputs,
@@ -82,13 +85,6 @@ def collate_row(
         lengths=tuple(lengths),
         targets=targets,
     )
-
-
-def _targets_of_samples(labels: np.ndarray, ends: np.ndarray) -> Targets:
-    """Return the targets of a row, with counts per sample; `ends` are the sample starts followed by the row's end."""
-    positions = np.flatnonzero(labels != IGNORED)
-    per_sample = np.diff(np.searchsorted(positions, ends))
-    return Targets(torch.from_numpy(positions), torch.from_numpy(labels[positions]), tuple(per_sample.tolist()))
 
 
 def _labels(features: Features) -> np.ndarray:

@@ -255,10 +255,14 @@ def audit_sources(
         _sum([each.in_validation for each in audits]),
         **_spread(list(prepared.values())),
     )
+    held_out = None
+    if validation is not None:
+        (num,) = num_duplicates([validation.digests])
+        held_out = _audit("data.validation", validation, num, None)
     return Audit(
         sources=audits,
         total=total,
-        validation=_of_validation(validation) if validation is not None else None,
+        validation=held_out,
         padding=padding,
         template=template,
         exceeded=tuple(exceeded(audits, limits)) if limits is not None else (),
@@ -285,11 +289,6 @@ def exceeded(audits: Iterable[SourceAudit], limits: AuditSection) -> Iterator[Ex
 def _audit(key: str, prepared: Prepared, duplicates: int, validation: Prepared | None) -> SourceAudit:
     held_out = None if validation is None else int(np.isin(prepared.digests, validation.digests).sum())
     return SourceAudit(key, prepared.counts, False, duplicates, held_out, **_spread([prepared]))
-
-
-def _of_validation(prepared: Prepared) -> SourceAudit:
-    (duplicates,) = num_duplicates([prepared.digests])
-    return _audit("data.validation", prepared, duplicates, None)
 
 
 def _streamed(key: str, stream: Streamed) -> SourceAudit:

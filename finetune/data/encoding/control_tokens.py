@@ -27,7 +27,12 @@ def renamed_tokenizer(tokenizer: PreTrainedTokenizerBase, names: Mapping[str, st
     if backend is not None:
         renamed._tokenizer = _renamed_backend(json.loads(backend.to_str()), names)
     else:
-        _rename_in_python(renamed, names)
+        tokens = {index: copy.copy(token) for index, token in tokenizer._added_tokens_decoder.items()}
+        for token in tokens.values():
+            token.content = names.get(token.content, token.content)
+        renamed._added_tokens_decoder = tokens
+        renamed._added_tokens_encoder = {token.content: index for index, token in tokens.items()}
+        renamed.tokens_trie = Trie(list(renamed._added_tokens_encoder))
     return renamed
 
 
@@ -66,15 +71,6 @@ def _renamed_model(model: Mapping[str, Any], names: Mapping[str, str]) -> dict[s
     if isinstance(model.get("unk_token"), str):
         renamed["unk_token"] = names.get(model["unk_token"], model["unk_token"])
     return renamed
-
-
-def _rename_in_python(tokenizer: Any, names: Mapping[str, str]) -> None:
-    renamed = {index: copy.copy(token) for index, token in tokenizer._added_tokens_decoder.items()}
-    for token in renamed.values():
-        token.content = names.get(token.content, token.content)
-    tokenizer._added_tokens_decoder = renamed
-    tokenizer._added_tokens_encoder = {token.content: index for index, token in renamed.items()}
-    tokenizer.tokens_trie = Trie(list(tokenizer._added_tokens_encoder))
 
 
 _PLACEHOLDERS, _NEW_NAMES = 0x100000, 0x108000

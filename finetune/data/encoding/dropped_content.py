@@ -83,19 +83,14 @@ def _check_written(turns: Sequence[Turn], *, text: str, template: str) -> None:
                 f"the chat template ({template}) writes the content of turn {number}, a list of parts, as Python code. "
                 "Give it as text."
             )
-        for arguments in _arguments_as_text(turn):
-            if arguments not in text and json.dumps(arguments, ensure_ascii=False) in text:
+        for call in turn.get("tool_calls") or ():
+            arguments = call.get("function", call).get("arguments")
+            has_quotes = isinstance(arguments, str) and '"' in arguments
+            if has_quotes and arguments not in text and json.dumps(arguments, ensure_ascii=False) in text:
                 raise DataError(
                     f"the chat template ({template}) writes the arguments of the tool call in turn {number}, which are "
                     'text, in quotes. Give them as an object: {"city": "Oslo"}.'
                 )
-
-
-def _arguments_as_text(turn: Turn) -> Iterator[str]:
-    for call in turn.get("tool_calls") or ():
-        arguments = call.get("function", call).get("arguments")
-        if isinstance(arguments, str) and '"' in arguments:
-            yield arguments
 
 
 _ANOTHER = "Xyzzy"

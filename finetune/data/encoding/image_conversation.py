@@ -16,7 +16,6 @@ from finetune.data.encoding.target_spans import LAST_ALONE, RenderedChat, Span, 
 from finetune.data.encoding.tokenizer import EncodedText
 from finetune.data.features import Features
 from finetune.data.images.decode import decode_image
-from finetune.data.images.stored_image import StoredImage
 from finetune.data.rows import Row
 from finetune.data.templates.chat_template import is_special
 from finetune.data.templates.rendering import render
@@ -187,7 +186,8 @@ class ImageConversationEncoder(ConversationEncoder):
         chat = super()._rendered_chat(row, drops)
         if chat is None:
             return None
-        num_images = sum(_num_images(turn) for turn in self._turns(row))
+        contents = [content for turn in self._turns(row) if isinstance(content := turn.get("content"), list)]
+        num_images = sum(part.get("type") == "image" for content in contents for part in content)
         mark = self.pictures.mark
         if (num_marks := chat.text.count(mark)) != num_images:
             raise DataError(
@@ -195,7 +195,7 @@ class ImageConversationEncoder(ConversationEncoder):
                 f"placeholder, {num_marks} times. The chat template must write one for each part of type "
                 f"`image`, and no text may contain it."
             )
-        images = tuple(_read(image) for image in list(row.get("images", ()))[:num_images])
+        images = tuple(image.read() for image in list(row.get("images", ()))[:num_images])
         expansion = self.pictures.expand(chat.text, images)
         spans = [Span(expansion.moved(s.start), expansion.moved(s.end), s.what) for s in chat.spans]
         return RenderedImageChat(
@@ -233,10 +233,6 @@ def images_of(features: Features) -> list[Image.Image]:
         decode_row_image(content[start:end].tobytes(), number)
         for number, (start, end) in enumerate(zip(starts, ends, strict=True), start=1)
     ]
-
-
-def _read(image: StoredImage) -> bytes:
-    return image.read()
 
 
 def _image_arrays(images: Sequence[bytes]) -> dict[str, np.ndarray]:
@@ -292,8 +288,3 @@ def _requires_parts(tokenizer: Any) -> bool:
 def _in_parts(turn: Turn) -> Turn:
     content = turn.get("content")
     return {**turn, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else turn
-
-
-def _num_images(turn: Turn) -> int:
-    content = turn.get("content")
-    return sum(part.get("type") == "image" for part in content) if isinstance(content, list) else 0

@@ -1,7 +1,6 @@
 """Advice if the first row of a file fits no format: another delimiter, no header, records under a key."""
 
 from collections import Counter
-from collections.abc import Sequence
 
 from finetune.config.section import DELIMITED_KINDS
 from finetune.config.sections.data import SourceSection
@@ -15,22 +14,16 @@ from finetune.registry.formats import FORMATS
 DELIMITERS = (";", "\t", "|", ",")
 
 
-def delimiter_in(names: Sequence[str]) -> str | None:
-    """Return the most common delimiter in the name of the only column, which is then an unsplit header; else None."""
-    if len(names) != 1:
-        return None
-    counts = Counter(character for character in names[0] if character in DELIMITERS)
-    return counts.most_common(1)[0][0] if counts else None
-
-
 def column_hint(section: SourceSection, row: Row, *, suffix: str) -> str:
     """Return advice for a file with this suffix whose row has unexpected columns; empty if there is none."""
     if suffix == ".json" and section.records is None and (paths := record_paths(row)):
         return f" If the file's rows are in `{paths[0]}`, write `records: {paths[0]}` next to its path."
     if suffix not in DELIMITED_KINDS or section.has_positions:
         return ""
-    delimiter = delimiter_in(list(row))
-    if delimiter is not None:
+    # a header that was not split at its delimiter is a single column
+    delimiters = Counter(character for character in next(iter(row)) if character in DELIMITERS) if len(row) == 1 else {}
+    if delimiters:
+        delimiter = max(delimiters, key=lambda character: delimiters[character])
         quoted = {"\t": '"\\t"'}.get(delimiter, f'"{delimiter}"')
         return (
             f" The header is a single column that contains {'tabs' if delimiter == chr(9) else f'`{delimiter}`'}: if "

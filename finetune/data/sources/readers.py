@@ -82,7 +82,8 @@ def _lines(stream: io.BufferedReader, origin: str, *, keep_blanks_around: bool =
 def _json(stream: io.BufferedReader, origin: str, options: ReadOptions) -> Iterator[RawRow]:
     """Yield the objects of one array; a file whose first line is a complete value is read as JSON lines."""
     if options.records is not None:
-        records = records_at(_parsed(_whole(stream, origin), origin), options.records, origin)
+        value, names = _parsed(_whole(stream, origin), origin), options.records.split(".")
+        records = _records(value, names, origin, path="", carried={})
         yield from (RawRow(origin, number, record) for number, record in enumerate(records, start=1))
         return
     if stream.peek(4096).removeprefix(_BYTE_ORDER_MARK).lstrip().startswith(b"["):
@@ -173,15 +174,6 @@ def _not_valid(error: json.JSONDecodeError, origin: str) -> DataError:
         f"{origin}, line {error.lineno}: not valid JSON: {error.msg} at column {error.colno}. "
         "The file must be an array of objects, or one object per line."
     )
-
-
-def records_at(value: Any, path: str, origin: str) -> Iterator[dict[str, Any]]:
-    """Yield the objects at a dotted path; raises DataError if there are none.
-
-    Lists along the path are flattened: the other values of their objects are added to every object in them.
-    """
-    names = path.split(".")
-    yield from _records(value, names, origin, path="", carried={})
 
 
 def _records(

@@ -152,19 +152,17 @@ def referenced_digest(origin: Origin, form: RowFormat) -> str | None:
 
 
 def _files_of(raw: RawRow, form: RowFormat) -> list[Path]:
+    """Return the files that the row refers to, in order; raises DataError for one that must not be read."""
     row = form.read(raw)
     try:
-        return list(referenced_files(row))
+        return [
+            item.file()
+            for value in row.values()
+            for item in (value if isinstance(value, list | tuple) else (value,))
+            if isinstance(item, StoredImage) and item.path is not None
+        ]
     except DataError as error:
         raise DataError(f"{raw.location}: {error}") from error
-
-
-def referenced_files(row: Row) -> Iterator[Path]:
-    """Yield the files that the row refers to, in order; raises DataError for one that must not be read."""
-    for value in row.values():
-        for item in value if isinstance(value, list | tuple) else (value,):
-            if isinstance(item, StoredImage) and item.path is not None:
-                yield item.file()
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,15 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ha
         self.peak = self.now
 
     def __enter__(self) -> Self:
-        self._patch = patch.object(torch.UntypedStorage, "resize_", _reporting(torch.UntypedStorage.resize_, self))
+        resize = torch.UntypedStorage.resize_
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+            before = storage.nbytes()
+            result = resize(storage, size)
+            self.resized(storage, by=storage.nbytes() - before)
+            return result
+
+        self._patch = patch.object(torch.UntypedStorage, "resize_", resize_)
         self._patch.start()
         super().__enter__()  # type: ignore[no-untyped-call]  # likewise
         return self
@@ -103,16 +111,6 @@ def _storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
                 yield from _storages_of(part)
     elif tensor.device.type != "meta":
         yield tensor.untyped_storage()
-
-
-def _reporting(resize: Any, live: LiveBytes) -> Any:
-    def resize_(storage: torch.UntypedStorage, size: int) -> Any:
-        before = storage.nbytes()
-        result = resize(storage, size)
-        live.resized(storage, by=storage.nbytes() - before)
-        return result
-
-    return resize_
 
 
 class Tracer(LiveBytes):  # type: ignore[no-untyped-call]  # torch has no types for its base

@@ -30,8 +30,17 @@ class MemoryLimit:
 def memories(device: torch.device) -> tuple[MemoryLimit, ...]:
     """Return the memory limits of this rank; none if the device has no counters."""
     if device.type == "cpu":
-        return (*_resident(), *_data_segment())
-    return _device_memory(device) if device.type == "cuda" else ()
+        free = available_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # shared equally by a machine's ranks
+        resident = MemoryLimit("memory", resident_bytes() + free, resident_bytes, _resident_peak)
+        return (resident, *_data_segment())
+    if device.type != "cuda":
+        return ()
+    # torch may allocate the free memory, and that which it has reserved
+    free, total = torch.cuda.mem_get_info(device)
+    share = torch.cuda.get_per_process_memory_fraction(device)
+    limit = min(free + torch.cuda.memory_reserved(device), int(share * total))
+    used = partial(torch.cuda.memory_allocated, device)
+    return (MemoryLimit("GPU memory", limit, used, partial(_device_peak, device)),)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -52,16 +61,6 @@ def release_freed_memory() -> None:
         trim(0)
 
 
-def _device_memory(device: torch.device) -> tuple[MemoryLimit, ...]:
-    """Return the memory that torch may allocate on the GPU: free memory, and that already reserved by torch."""
-    free, total = torch.cuda.mem_get_info(device)
-    share = torch.cuda.get_per_process_memory_fraction(device)
-    limit = min(free + torch.cuda.memory_reserved(device), int(share * total))
-    return (
-        MemoryLimit("GPU memory", limit, partial(torch.cuda.memory_allocated, device), partial(_device_peak, device)),
-    )
-
-
 def _device_peak(device: torch.device) -> Callable[[], int]:
     """Reset the peak: the caller has saved the counter."""
     torch.cuda.synchronize(device)
@@ -72,12 +71,6 @@ def _device_peak(device: torch.device) -> Callable[[], int]:
         return torch.cuda.max_memory_allocated(device)
 
     return peak
-
-
-def _resident() -> tuple[MemoryLimit, ...]:
-    """Return the resident memory; the ranks of a machine share the free memory equally."""
-    free = available_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return (MemoryLimit("memory", resident_bytes() + free, resident_bytes, _resident_peak),)
 
 
 def _resident_peak() -> Callable[[], int]:

@@ -221,7 +221,11 @@ class _ModuleState:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._buffers = {name: (buffer, buffer.clone()) for name, buffer in _real_buffers(module)}
+        self._buffers = {
+            name: (buffer, buffer.clone())
+            for name, buffer in module._buffers.items()
+            if buffer is not None and buffer.device.type != "meta"
+        }
         self._plain = {name: value for name, value in vars(module).items() if type(value) in _PLAIN}
         self._groups: Any = copy(module.groups) if isinstance(module, GhostBatchNorm) else None
 
@@ -235,12 +239,6 @@ class _ModuleState:
                 setattr(self._module, name, value)
         if isinstance(self._module, GhostBatchNorm):
             self._module.groups = self._groups
-
-
-def _real_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for name, buffer in module._buffers.items():
-        if buffer is not None and buffer.device.type != "meta":
-            yield name, buffer
 
 
 def missing_state_bytes(optimizer: Any, train: TrainSection) -> int:

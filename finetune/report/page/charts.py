@@ -69,8 +69,9 @@ def chart_kinds(names: set[str]) -> list[ChartKind]:
     """Return the charts for curves of these names: the loss, then the evaluated metrics, then the others."""
     fixed = [chart for chart in (*FIXED, *DEVICE) if names & chart.curves.keys()]
     used = {name for chart in fixed for name in chart.curves}
-    others = sorted(names - used - {"tokens", "seconds", "device_seconds", "epoch"})
-    own = [ChartKind(_own_title(name), {name: name.partition("/")[2] or name}) for name in _first_evaluated(others)]
+    others = names - used - {"tokens", "seconds", "device_seconds", "epoch"}
+    evaluated_first = sorted(others, key=lambda name: (not name.startswith("evaluation/"), name))
+    own = [ChartKind(_own_title(name), {name: name.partition("/")[2] or name}) for name in evaluated_first]
     return [*fixed[:1], *own, *fixed[1:]]
 
 
@@ -137,10 +138,6 @@ def _series(
     if not has_marks and points.width > 1:  # otherwise each point is its mean
         trace["means"] = {"x": rounded(points.mean_steps, digits=9), "y": rounded(points.means * kind.scale)}
     return trace
-
-
-def _first_evaluated(names: list[str]) -> list[str]:
-    return sorted(names, key=lambda name: (not name.startswith("evaluation/"), name))
 
 
 def _own_title(name: str) -> str:

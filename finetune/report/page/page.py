@@ -108,6 +108,8 @@ def report_page(folder: Path, history: RunHistory, *, price: float | None = None
     files = read_run_files(folder)
     state, sentence = run_state(history, files.status, now=now)
     start = history.starts[-1] if history.starts else {}
+    source = history.restarts.price_source
+    cost = f" Cost: start-up and repeated steps, by the price of {source}." if source else ""
     return render_page(
         "report.html.jinja",
         folder=TEMPLATES,
@@ -125,7 +127,7 @@ def report_page(folder: Path, history: RunHistory, *, price: float | None = None
         reload_seconds=RELOAD_SECONDS if state in ("starting", "running") else None,
         phases=phase_rows(history.profiles),
         restarts=restart_rows(history),
-        restart_note=_restart_note(history),
+        restart_note=f"Waiting is the time in which no process of the run existed.{cost}",
         advice=advice_line(interval_advice(history, hours_stated=stated_hours(history))),
         checkpoints=list(history.checkpoints)[-SHOWN_CHECKPOINTS:],
         skipped=list(history.skipped),
@@ -148,13 +150,6 @@ def write_report(folder: Path, history: RunHistory, *, price: float | None = Non
     page = report_page(folder, history, price=price)
     atomic.write_bytes(path, page.encode("utf-8", errors="backslashreplace"), survives_power_cut=False)
     return path
-
-
-def _restart_note(history: RunHistory) -> str:
-    """Return how the cost of restarts was counted."""
-    source = history.restarts.price_source
-    price = f" Cost: start-up and repeated steps, by the price of {source}." if source else ""
-    return f"Waiting is the time in which no process of the run existed.{price}"
 
 
 def _chart_data(name: str, history: RunHistory, *, price: float | None) -> dict[str, Any]:

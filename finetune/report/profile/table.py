@@ -46,13 +46,11 @@ def format_profile(event: Profiled) -> tuple[str, ...]:
     hidden = 1000 * event.overlapped_seconds / max(1, event.num_steps)
     lines.append(f"  {COMMUNICATION}: exposed; another {hidden:.2f} ms overlaps with computation")
     busy = event.ranks.get(BUSY, {"min": 0.0, "max": 0.0})
-    lines += [_slowest_rank(busy, num_steps=event.num_steps)] if busy["min"] < busy["max"] else []
+    if busy["min"] < busy["max"]:
+        most, median = (1000 * busy[name] / max(1, event.num_steps) for name in ("max", "median"))
+        rank = f"{busy['slowest_rank']:.0f}"
+        lines.append(f"  slowest: rank {rank}, {most:.2f} ms a step outside communication, median {median:.2f}")
     return (*lines, *([f"  trace {event.trace}"] if event.trace else []))
-
-
-def _slowest_rank(busy: Mapping[str, float], *, num_steps: int) -> str:
-    most, usual = (1000 * busy[name] / max(1, num_steps) for name in ("max", "median"))
-    return f"  slowest: rank {busy['slowest_rank']:.0f}, {most:.2f} ms a step outside communication, median {usual:.2f}"
 
 
 def _value(of_rank: PhaseSeconds, name: str) -> float:

@@ -89,7 +89,11 @@ def phase_seconds(segments: Sequence[Segment], traced: Traced, *, wall: float) -
     """Return the time by phase; exposed communication is its own phase, not part of the others."""
     exposed = difference(traced.collectives, traced.computing)
     spent = dict.fromkeys(PHASES, 0)
-    for phase, intervals in _by_phase(segments).items():
+    intervals_of: dict[str, list[Interval]] = {}
+    for segment in segments:
+        intervals_of.setdefault(segment.phase, []).append(segment.interval)
+    for phase, overlapping in intervals_of.items():
+        intervals = union(overlapping)
         sent = length(intersection(intervals, exposed))
         spent[phase] += length(intervals) - sent
         spent[COMMUNICATION] += sent
@@ -158,10 +162,3 @@ class TraceRecorder:
             atomic.write_bytes(folder / f"{name}.memory.pickle", pickle.dumps(self._snapshot))
         elif traced.allocations:
             atomic.write_json(folder / f"{name}.memory.json", live_memory(segments, traced.allocations))
-
-
-def _by_phase(segments: Sequence[Segment]) -> dict[str, list[Interval]]:
-    by_name: dict[str, list[Interval]] = {}
-    for segment in segments:
-        by_name.setdefault(segment.phase, []).append(segment.interval)
-    return {phase: union(intervals) for phase, intervals in by_name.items()}

@@ -194,18 +194,18 @@ class LinearGradients:
     def _add_to_weight(self, gradient: Tensor, rows: Tensor, *, is_only: bool) -> None:
         is_float32 = gradient.dtype == torch.float32
         if self._weight is None:
-            is_half = not (is_float32 or is_only)
-            self._weight = _fp32_product(gradient.t(), rows) if is_half else torch.mm(gradient.t(), rows)
+            if is_float32 or is_only:
+                self._weight = torch.mm(gradient.t(), rows)
+            elif gradient.is_cuda:
+                self._weight = torch.mm(gradient.t(), rows, out_dtype=torch.float32)
+            else:
+                self._weight = torch.mm(gradient.t(), rows).float()
         elif is_float32:
             self._weight.addmm_(gradient.t(), rows)
         elif gradient.is_cuda:  # the matrix product accumulates in float32
             torch.addmm(self._weight, gradient.t(), rows, out_dtype=torch.float32, out=self._weight)
         else:
             self._weight.add_(torch.mm(gradient.t(), rows))
-
-
-def _fp32_product(one: Tensor, other: Tensor) -> Tensor:
-    return torch.mm(one, other, out_dtype=torch.float32) if one.is_cuda else torch.mm(one, other).float()
 
 
 def loss_sums(rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, spec: LossSpec) -> Tensor:

@@ -33,7 +33,9 @@ class LmHead:
         self.vocabulary = int(getattr(module, "out_features", sys.maxsize))
         self._own_forward: Forward = module.forward
         self._interceptor: Interceptor | None = None
-        self._forward = _uncompiled(self._intercepted)
+        self._forward: Callable[..., Tensor] = self._intercepted
+        if "torch._dynamo" in sys.modules:  # it differs between forward passes: not to be compiled
+            self._forward = torch.compiler.disable(self._intercepted)  # type: ignore[no-untyped-call]  # torch has no types for it
 
     @classmethod
     def of_logits(cls) -> "LmHead":
@@ -138,7 +140,10 @@ def find_lm_head(model: nn.Module) -> LmHead | None:
     The transform of its output is determined in the first call for a model.
     """
     inner: Any = unwrap_model(model)
-    module = _output_embeddings(inner)
+    try:
+        module: nn.Module | None = inner.get_output_embeddings()
+    except (AttributeError, NotImplementedError):
+        module = None
     if module is None:
         return None
     head = _HEADS.get(inner)
@@ -147,20 +152,3 @@ def find_lm_head(model: nn.Module) -> LmHead | None:
         head = LmHead(module, transform, is_rowwise=transform is not None or is_rowwise(inner, module))
         _HEADS[inner] = head
     return head
-
-
-def _output_embeddings(model: Any) -> nn.Module | None:
-    """Return the module that produces logits over a vocabulary; None if the model does not define it."""
-    try:
-        module: nn.Module | None = model.get_output_embeddings()
-    except (AttributeError, NotImplementedError):
-        return None
-    return module
-
-
-def _uncompiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Exclude the function from compilation, if torch.compile is loaded, because it differs between forward passes."""
-    if "torch._dynamo" not in sys.modules:
-        return function
-    uncompiled: Callable[..., Tensor] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]  # torch has no types for it
-    return uncompiled

@@ -63,8 +63,11 @@ def find_logit_transform(model: nn.Module, head: nn.Module) -> LogitTransform | 
         return None
     if any(output.shape != probe.shape or output.requires_grad for output in logits):  # such as a trained scale
         return None
-    transforms = candidates(getattr(model, "config", None))
-    return next((transform for transform in transforms if _explains(transform, probe, logits)), None)
+    for transform in candidates(getattr(model, "config", None)):
+        expected = transform.apply(probe)
+        if all(torch.allclose(expected, output.to(expected.dtype), rtol=3e-6, atol=0.0) for output in logits):
+            return transform
+    return None
 
 
 def candidates(config: Any) -> Iterator[LogitTransform]:
@@ -95,11 +98,6 @@ def is_rowwise(model: nn.Module, head: nn.Module) -> bool:
 def _numbers(config: Any, names: tuple[str, ...]) -> list[float]:
     values = (getattr(config, name, None) for name in names)
     return [float(value) for value in values if isinstance(value, int | float) and value]
-
-
-def _explains(transform: LogitTransform, probe: Tensor, logits: list[Tensor]) -> bool:
-    expected = transform.apply(probe)
-    return all(torch.allclose(expected, output.to(expected.dtype), rtol=3e-6, atol=0.0) for output in logits)
 
 
 def _device(head: nn.Module) -> torch.device:
