@@ -182,16 +182,13 @@ def evaluation_loader(
 
     Samples are packed or batched by tokens like the training samples; padded batches have samples of similar length.
     """
-    order = _evaluation_order(prepared, section)
-    sampler = EvaluationSampler(order, microbatch_size=microbatch_size, world=world)
-    return _loader(prepared, sampler, _CollateOrDummy(prepared, collate, dummy_batch), section=section, cost=cost)
-
-
-def _evaluation_order(prepared: TokenCache, section: DataSection) -> Order:
     batching = section.batching
     if batching.by == "samples" and batching.padding_free is not True:
-        return LongestFirstOrder(prepared.lengths)
-    return set_order(prepared.lengths, seed=0, shuffle=False, batching=batching, max_length=section.longest)
+        order = LongestFirstOrder(prepared.lengths)
+    else:
+        order = set_order(prepared.lengths, seed=0, shuffle=False, batching=batching, max_length=section.longest)
+    sampler = EvaluationSampler(order, microbatch_size=microbatch_size, world=world)
+    return _loader(prepared, sampler, _CollateOrDummy(prepared, collate, dummy_batch), section=section, cost=cost)
 
 
 @dataclass(frozen=True)

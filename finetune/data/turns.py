@@ -29,30 +29,21 @@ def is_image(part: Any) -> bool:
     return isinstance(part, Mapping) and part.get("type") in _IMAGE_TYPES
 
 
-def read_parts(content: Sequence[Any], *, number: int) -> list[Part]:
-    """Return the parts of turn `number` in a uniform format; raises DataError for one that is not text or an image."""
-    return [_read_part(part, number=number) for part in content]
-
-
 def _read_part(part: Any, *, number: int) -> Part:
     if isinstance(part, str):
         return {"type": "text", "text": part}
     if is_image(part):
-        return _read_image(part)
+        for name in _SOURCES:
+            if part.get(name) is not None:
+                source = part[name]
+                nested = source.get("url") if name == "image_url" and isinstance(source, Mapping) else source
+                return {"type": "image", "image": nested}
+        index = part.get("index")
+        return {"type": "image"} if index is None else {"type": "image", "index": index}
     if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
         return {"type": "text", "text": part["text"]}
     actual = f"a part of type {part.get('type')!r}" if isinstance(part, Mapping) else f"{describe(part)} as a part"
     raise DataError(f"turn {number} has {actual}. Only parts of types `text` and `image` are supported.")
-
-
-def _read_image(part: Part) -> Part:
-    for name in _SOURCES:
-        if part.get(name) is not None:
-            source = part[name]
-            nested = source.get("url") if name == "image_url" and isinstance(source, Mapping) else source
-            return {"type": "image", "image": nested}
-    index = part.get("index")
-    return {"type": "image"} if index is None else {"type": "image", "index": index}
 
 
 ARGUMENTS = "chat_template_kwargs"
@@ -153,7 +144,7 @@ def _content(number: int, turn: Mapping[str, Any], *, with_images: bool) -> str 
     if isinstance(content, str):
         return content
     if with_images and has_images(content):
-        return read_parts(content, number=number)
+        return [_read_part(part, number=number) for part in content]
     if content is None and any(turn.get(name) for name in _CALLS):
         return None
     if isinstance(content, list) and len(content) == 1 and isinstance(content[0], dict):

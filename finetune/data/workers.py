@@ -87,7 +87,15 @@ def format_loader_settings(
     """
     autos = [name for name in _NAMES if getattr(section, name) == "auto"]
     reported = [name for name in autos if name in section.model_fields_set or getattr(settings, name)]
-    without_effect = _describe_without_effect(section, settings)
+    requested = {
+        "persistent_workers": section.persistent_workers is True,
+        "prefetch_factor": isinstance(section.prefetch_factor, int),
+    }
+    names = [f"`{name}`" for name, is_requested in requested.items() if is_requested]
+    if settings.num_workers or not names:
+        without_effect = ""
+    else:
+        without_effect = f"; {' and '.join(names)} {'has' if len(names) == 1 else 'have'} no effect without workers"
     if not reported and without_effect:
         reported = ["num_workers"]
     if not reported:
@@ -109,18 +117,6 @@ def _num_workers(resources: MachineResources, cost: LoadingCost) -> int:
     if not resources.has_device:
         return 0
     return min(spare, LIGHT_WORKERS if resources.cores_per_rank >= _CORES_FOR_SECOND_WORKER else 1)
-
-
-def _describe_without_effect(section: DataSection, settings: LoaderSettings) -> str:
-    """Return a clause with the keys that have no effect because `num_workers: auto` resolved to 0."""
-    requested = {
-        "persistent_workers": section.persistent_workers is True,
-        "prefetch_factor": isinstance(section.prefetch_factor, int),
-    }
-    names = [f"`{name}`" for name, is_requested in requested.items() if is_requested]
-    if settings.num_workers or not names:
-        return ""
-    return f"; {' and '.join(names)} {'has' if len(names) == 1 else 'have'} no effect without workers"
 
 
 def _count(number: int, noun: str) -> str:

@@ -124,7 +124,15 @@ def export_model(
     """
     with replace_folder(folder) as staging:
         if has_adapter(model) and section.merge:
-            written = _write_merged(staging, model=model, weights=weights, preprocessors=preprocessors, section=section)
+            merged = merging.merge(model, weights, dtype=getattr(torch, section.dtype) if section.dtype else None)
+            written = _write_model(
+                staging,
+                model=unwrap_adapter(model),
+                weights=merged.weights,
+                preprocessors=preprocessors,
+                section=section,
+                untie=merged.has_untied_weights,
+            )
         elif has_adapter(model):
             weights = _cast(weights, section.dtype)
             written = _write_adapter(
@@ -201,25 +209,6 @@ def _write_model(
         meta_model.generation_config = generation_config(model.generation_config, preprocessors.text)
     meta_model.save_pretrained(folder, state_dict=dict(complete), max_shard_size=section.max_shard_size)
     return _Written(*check_files(folder, complete), tensors=complete)
-
-
-def _write_merged(
-    folder: Path,
-    *,
-    model: Any,
-    weights: Mapping[str, Tensor],
-    preprocessors: Preprocessors,
-    section: ExportSection,
-) -> _Written:
-    merged = merging.merge(model, weights, dtype=getattr(torch, section.dtype) if section.dtype else None)
-    return _write_model(
-        folder,
-        model=unwrap_adapter(model),
-        weights=merged.weights,
-        preprocessors=preprocessors,
-        section=section,
-        untie=merged.has_untied_weights,
-    )
 
 
 def _generates(model: PreTrainedModel) -> bool:

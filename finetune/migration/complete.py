@@ -69,7 +69,16 @@ def complete(draft: Draft) -> None:
     if limit >= 1:
         comment = "at least 2: the newest may still be being written" if limit == 1 else ""
         draft.put("checkpoint.keep_last", max(2, limit), "save_limit", comment=comment)
-    _tracking(draft)
+    names = [name.lower() for name in draft.get("trackers", []) if not is_off(name) and name.lower() != "all"]
+    names += [name for name in ("wandb", "trackio", "swanlab") if draft.get(f"uses_{name}")]
+    known = [entry.name for entry in TRACKERS]
+    if unknown := [name for name in names if name not in known]:
+        draft.refuse(f"`{unknown[0]}` is not one of `report.trackers`: {', '.join(known)}.", "trackers")
+    elif names:
+        draft.put("report.trackers", list(dict.fromkeys(names)), "trackers", *(f"uses_{name}" for name in names))
+    if not draft.has("report.trackers"):
+        for key in ("project", "entity", "group", "tags", "run_name"):
+            draft.withdraw(f"report.{key}", Outcome("not_needed", "there is no tracker"))
     _strategy(draft)
     for name, (_, leaf) in draft.facts.items():
         if (reason := LEFT_OVER.get(name.partition(".")[0])) is not None:
@@ -235,19 +244,6 @@ def _put_interval(draft: Draft, key: str, event: str, *, otherwise: int) -> None
         often = f"{times:g} times per epoch" if times else f"after each {steps:g} of the run"
         fact = f"{event}s_per_epoch" if times else f"{event}_steps"
         draft.put(key, otherwise, fact, f"{event}_strategy", comment=f"{often} {_ADAPT}")
-
-
-def _tracking(draft: Draft) -> None:
-    names = [name.lower() for name in draft.get("trackers", []) if not is_off(name) and name.lower() != "all"]
-    names += [name for name in ("wandb", "trackio", "swanlab") if draft.get(f"uses_{name}")]
-    known = [entry.name for entry in TRACKERS]
-    if unknown := [name for name in names if name not in known]:
-        draft.refuse(f"`{unknown[0]}` is not one of `report.trackers`: {', '.join(known)}.", "trackers")
-    elif names:
-        draft.put("report.trackers", list(dict.fromkeys(names)), "trackers", *(f"uses_{name}" for name in names))
-    if not draft.has("report.trackers"):
-        for key in ("project", "entity", "group", "tags", "run_name"):
-            draft.withdraw(f"report.{key}", Outcome("not_needed", "there is no tracker"))
 
 
 def _strategy(draft: Draft) -> None:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
 
 from finetune.config.sections.task import MaskedLmSection
 from finetune.data.batch import IGNORED, Batch, Targets
@@ -86,7 +85,15 @@ class MaskedLmTask(BaseTask):
         self.pad_id = pad_id(tokenizer)
         self.loss = make_target_loss(context)
         self._section = section.masked_lm
-        mask_id = _mask_id(tokenizer)
+        if tokenizer.mask_token_id is None:
+            vocabulary = tokenizer.get_vocab()
+            tokenizer.mask_token = next((name for name in MASK_TOKENS if name in vocabulary), None)
+        if tokenizer.mask_token_id is None:
+            raise DataError(
+                "task.masked_lm: the tokenizer has no mask token. Write `model.new_tokens: {special: ['<mask>']}`, or "
+                "use the tokenizer of a masked language model."
+            )
+        mask_id = int(tokenizer.mask_token_id)
         special = TextTokenizer(tokenizer).special
         ordinary = np.array([i for i in sorted(tokenizer.get_vocab().values()) if i not in special], np.int64)
         self._mask = TokenMasker(self._section, mask_id, ordinary)
@@ -141,16 +148,3 @@ class MaskedLmTask(BaseTask):
         measured = token_metrics(sums)
         measured["masked_accuracy"] = measured.pop("token_accuracy")
         return measured
-
-
-def _mask_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the id of the mask token; sets the tokenizer's `mask_token` from MASK_TOKENS if it has none."""
-    if tokenizer.mask_token_id is None:
-        vocabulary = tokenizer.get_vocab()
-        tokenizer.mask_token = next((name for name in MASK_TOKENS if name in vocabulary), None)
-    if tokenizer.mask_token_id is None:
-        raise DataError(
-            "task.masked_lm: the tokenizer has no mask token. Write `model.new_tokens: {special: ['<mask>']}`, or use "
-            "the tokenizer of a masked language model."
-        )
-    return int(tokenizer.mask_token_id)

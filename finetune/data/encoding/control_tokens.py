@@ -15,27 +15,6 @@ from finetune.data.encoding.tokenizer import TextTokenizer
 from finetune.errors import DataError
 
 
-def renamed_tokenizer(tokenizer: PreTrainedTokenizerBase, names: Mapping[str, str]) -> PreTrainedTokenizerBase:
-    """Return a copy of the tokenizer with these tokens renamed; ids and everything else are the same.
-
-    Raises DataError for a tokenizer whose tokens cannot be renamed.
-    """
-    renamed = copy.copy(tokenizer)
-    renamed._special_tokens_map = {key: _renamed(value, names) for key, value in tokenizer._special_tokens_map.items()}
-    renamed._extra_special_tokens = [_renamed(token, names) for token in tokenizer._extra_special_tokens]
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is not None:
-        renamed._tokenizer = _renamed_backend(json.loads(backend.to_str()), names)
-    else:
-        tokens = {index: copy.copy(token) for index, token in tokenizer._added_tokens_decoder.items()}
-        for token in tokens.values():
-            token.content = names.get(token.content, token.content)
-        renamed._added_tokens_decoder = tokens
-        renamed._added_tokens_encoder = {token.content: index for index, token in tokens.items()}
-        renamed.tokens_trie = Trie(list(renamed._added_tokens_encoder))
-    return renamed
-
-
 def _renamed(token: Any, names: Mapping[str, str]) -> Any:
     return None if token is None else names.get(str(token), token)
 
@@ -48,7 +27,15 @@ def _renamed_backend(parts: dict[str, Any], names: Mapping[str, str]) -> Tokeniz
     parts["truncation"] = parts["padding"] = None
     model = parts["model"]
     try:
-        return Tokenizer.from_str(json.dumps({**parts, "model": _renamed_model(model, names)}))
+        renamed = dict(model)
+        vocabulary = model.get("vocab")
+        if isinstance(vocabulary, dict):
+            renamed["vocab"] = {names.get(token, token): number for token, number in vocabulary.items()}
+        elif isinstance(vocabulary, list):
+            renamed["vocab"] = [[names.get(token, token), score] for token, score in vocabulary]
+        if isinstance(model.get("unk_token"), str):
+            renamed["unk_token"] = names.get(model["unk_token"], model["unk_token"])
+        return Tokenizer.from_str(json.dumps({**parts, "model": renamed}))
     except Exception:  # `tokenizers` raises plain Exception: a token that is the result of merges cannot be renamed
         pass
     try:
@@ -58,19 +45,6 @@ def _renamed_backend(parts: dict[str, Any], names: Mapping[str, str]) -> Tokeniz
             f"this tokenizer cannot encode the names of control tokens as plain text ({error}). Remove them "
             "from the row, or set data.allow_special_tokens: true."
         ) from error
-
-
-def _renamed_model(model: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """Return the model with the tokens of its vocabulary renamed, so that plain text never becomes such a token."""
-    renamed = dict(model)
-    vocabulary = model.get("vocab")
-    if isinstance(vocabulary, dict):
-        renamed["vocab"] = {names.get(token, token): number for token, number in vocabulary.items()}
-    elif isinstance(vocabulary, list):
-        renamed["vocab"] = [[names.get(token, token), score] for token, score in vocabulary]
-    if isinstance(model.get("unk_token"), str):
-        renamed["unk_token"] = names.get(model["unk_token"], model["unk_token"])
-    return renamed
 
 
 _PLACEHOLDERS, _NEW_NAMES = 0x100000, 0x108000
@@ -145,7 +119,24 @@ class ControlTokens:
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """Return the tokenizer that encodes the names as plain text; raises DataError if it cannot be built."""
-        return renamed_tokenizer(self._tokenizer, self._new_names)
+        renamed = copy.copy(self._tokenizer)
+        renamed._special_tokens_map = {
+            key: _renamed(value, self._new_names) for key, value in self._tokenizer._special_tokens_map.items()
+        }
+        renamed._extra_special_tokens = [
+            _renamed(token, self._new_names) for token in self._tokenizer._extra_special_tokens
+        ]
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is not None:
+            renamed._tokenizer = _renamed_backend(json.loads(backend.to_str()), self._new_names)
+        else:
+            tokens = {index: copy.copy(token) for index, token in self._tokenizer._added_tokens_decoder.items()}
+            for token in tokens.values():
+                token.content = self._new_names.get(token.content, token.content)
+            renamed._added_tokens_decoder = tokens
+            renamed._added_tokens_encoder = {token.content: index for index, token in tokens.items()}
+            renamed.tokens_trie = Trie(list(renamed._added_tokens_encoder))
+        return renamed
 
     @cached_property
     def tokens(self) -> TextTokenizer:

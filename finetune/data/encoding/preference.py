@@ -59,7 +59,15 @@ class PreferenceEncoder:
         if self.judged:
             extra_arrays[IS_GOOD] = np.array([is_good for _, is_good in answers])
         if self.margin:
-            extra_arrays[MARGIN] = _margin(row)
+            value = row.get("margin")
+            if value is None:
+                raise DataError(
+                    "has no `margin`, which `task.reward.use_margin` requires. Name its column with `columns: "
+                    "{margin: ...}`, or write `use_margin: false`."
+                )
+            if abs(value) > _LARGEST_MARGIN:
+                raise DataError(f"has a `margin` of {value:g}; it must be at most {_LARGEST_MARGIN:g}.")
+            extra_arrays[MARGIN] = np.array([value], np.float32)
         sides = [side for side, _ in answers]
         if len(sides) > 1 and sides[0] == sides[1]:
             return _Plan((), extra_arrays)
@@ -116,15 +124,3 @@ def _conversation(row: Row, answer: Sequence[Turn]) -> Row:
         "num_context_turns": len(row["prompt"]),
     }
     return conversation | {name: row[name] for name in ("tools", ARGUMENTS) if row.get(name)}
-
-
-def _margin(row: Row) -> np.ndarray:
-    value = row.get("margin")
-    if value is None:
-        raise DataError(
-            "has no `margin`, which `task.reward.use_margin` requires. Name its column with `columns: {margin: ...}`, "
-            "or write `use_margin: false`."
-        )
-    if abs(value) > _LARGEST_MARGIN:
-        raise DataError(f"has a `margin` of {value:g}; it must be at most {_LARGEST_MARGIN:g}.")
-    return np.array([value], np.float32)

@@ -127,7 +127,20 @@ def tiles(history: RunHistory) -> Iterator[Tile]:
     """Yield the headline figures."""
     planned = f"of {history.num_steps:,}" if history.num_steps else ""
     yield Tile("steps", f"{history.step:,}", planned)
-    yield from _loss_tiles(history)
+    losses = [loss for event in list(history.recent)[-10:] if isinstance(loss := event["loss"], int | float)]
+    if losses:
+        yield Tile("training loss", f"{sum(losses) / len(losses):.4f}", f"mean of the last {len(losses)} steps")
+    names = [name for name in history.curves if name.startswith("evaluation/")]
+    for name in sorted(names, key=lambda name: (name != "evaluation/loss", name)):
+        points = history.curves[name].points()
+        if not len(points.values):
+            continue
+        metric = name.partition("/")[2]
+        is_low = any(word in metric for word in _LOWER_IS_BETTER)
+        best = int(points.values.argmin() if is_low else points.values.argmax())
+        word = "lowest" if is_low else "highest"
+        note = f"{word} {format_value(points.values[best])} at step {points.steps[best]:,.0f}"
+        yield Tile(f"evaluation {metric}", format_value(points.values[-1]), note)
     yield Tile(
         "training time", format_duration(history.seconds), f"start-up {format_duration(history.startup_seconds)}"
     )
@@ -147,23 +160,6 @@ def tiles(history: RunHistory) -> Iterator[Tile]:
         _counted(history.num_skipped, "skipped step"),
     )
     yield Tile("warnings", f"{history.num_warnings:,}", f"{resumes}; {skipped}" if history.num_skipped else resumes)
-
-
-def _loss_tiles(history: RunHistory) -> Iterator[Tile]:
-    losses = [loss for event in list(history.recent)[-10:] if isinstance(loss := event["loss"], int | float)]
-    if losses:
-        yield Tile("training loss", f"{sum(losses) / len(losses):.4f}", f"mean of the last {len(losses)} steps")
-    names = [name for name in history.curves if name.startswith("evaluation/")]
-    for name in sorted(names, key=lambda name: (name != "evaluation/loss", name)):
-        points = history.curves[name].points()
-        if not len(points.values):
-            continue
-        metric = name.partition("/")[2]
-        is_low = any(word in metric for word in _LOWER_IS_BETTER)
-        best = int(points.values.argmin() if is_low else points.values.argmax())
-        word = "lowest" if is_low else "highest"
-        note = f"{word} {format_value(points.values[best])} at step {points.steps[best]:,.0f}"
-        yield Tile(f"evaluation {metric}", format_value(points.values[-1]), note)
 
 
 def config_lines(text: str) -> list[ConfigLine]:

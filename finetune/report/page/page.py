@@ -113,7 +113,15 @@ def report_page(folder: Path, history: RunHistory, *, price: float | None = None
     return render_page(
         "report.html.jinja",
         folder=TEMPLATES,
-        data=_chart_data(folder.name, history, price=price),
+        data={
+            "charts": charts_of(history),
+            "runs": [{"name": folder.name, "scales": step_scales(history), "color": 0}],
+            "skipped": [event["step"] for event in history.skipped],
+            "resumed": [event["step"] for event in history.starts[1:]],
+            "price": price,
+            "reload_seconds": RELOAD_SECONDS,
+            "unit": history.unit,
+        },
         title=folder.resolve().name,
         unit=history.unit,
         state=state,
@@ -150,18 +158,6 @@ def write_report(folder: Path, history: RunHistory, *, price: float | None = Non
     page = report_page(folder, history, price=price)
     atomic.write_bytes(path, page.encode("utf-8", errors="backslashreplace"), survives_power_cut=False)
     return path
-
-
-def _chart_data(name: str, history: RunHistory, *, price: float | None) -> dict[str, Any]:
-    return {
-        "charts": charts_of(history),
-        "runs": [{"name": name, "scales": step_scales(history), "color": 0}],
-        "skipped": [event["step"] for event in history.skipped],
-        "resumed": [event["step"] for event in history.starts[1:]],
-        "price": price,
-        "reload_seconds": RELOAD_SECONDS,
-        "unit": history.unit,
-    }
 
 
 MIN_SECONDS = 10.0

@@ -187,25 +187,22 @@ class LinearGradients:
         if self._rows is not None:
             self._rows[part] = torch.mm(cast, chunk.weight)
         if self._trained_weight is not None:
-            self._add_to_weight(cast, chunk.rows, is_only=self._rows is not None and len(cast) == len(self._rows))
+            is_float32 = cast.dtype == torch.float32
+            if self._weight is None:
+                if is_float32 or (self._rows is not None and len(cast) == len(self._rows)):
+                    self._weight = torch.mm(cast.t(), chunk.rows)
+                elif cast.is_cuda:
+                    self._weight = torch.mm(cast.t(), chunk.rows, out_dtype=torch.float32)
+                else:
+                    self._weight = torch.mm(cast.t(), chunk.rows).float()
+            elif is_float32:
+                self._weight.addmm_(cast.t(), chunk.rows)
+            elif cast.is_cuda:  # the matrix product accumulates in float32
+                torch.addmm(self._weight, cast.t(), chunk.rows, out_dtype=torch.float32, out=self._weight)
+            else:
+                self._weight.add_(torch.mm(cast.t(), chunk.rows))
         if self._bias is not None:
             self._bias.add_(gradient.sum(dim=0))
-
-    def _add_to_weight(self, gradient: Tensor, rows: Tensor, *, is_only: bool) -> None:
-        is_float32 = gradient.dtype == torch.float32
-        if self._weight is None:
-            if is_float32 or is_only:
-                self._weight = torch.mm(gradient.t(), rows)
-            elif gradient.is_cuda:
-                self._weight = torch.mm(gradient.t(), rows, out_dtype=torch.float32)
-            else:
-                self._weight = torch.mm(gradient.t(), rows).float()
-        elif is_float32:
-            self._weight.addmm_(gradient.t(), rows)
-        elif gradient.is_cuda:  # the matrix product accumulates in float32
-            torch.addmm(self._weight, gradient.t(), rows, out_dtype=torch.float32, out=self._weight)
-        else:
-            self._weight.add_(torch.mm(gradient.t(), rows))
 
 
 def loss_sums(rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, spec: LossSpec) -> Tensor:
