@@ -184,7 +184,7 @@ def evaluation_loader(
     """
     batching = section.batching
     if batching.by == "samples" and batching.padding_free is not True:
-        order = LongestFirstOrder(prepared.lengths)
+        order: Order = LongestFirstOrder(prepared.lengths)
     else:
         order = set_order(prepared.lengths, seed=0, shuffle=False, batching=batching, max_length=section.longest)
     sampler = EvaluationSampler(order, microbatch_size=microbatch_size, world=world)

@@ -1,6 +1,6 @@
 """Every workaround for `datasets` and transformers' tokenizers in this wing.
 
-Each says what it works around and when it can be removed; a test per workaround fails once it is no longer needed.
+Each names the bug that it works around and when it can be removed; a test of each fails once it is no longer needed.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The model card: what the model is, how it was made, and how to load it."""
+"""The model card: the origin of the model, its training, and how to load it."""
 
 import json
 from collections.abc import Mapping

@@ -34,7 +34,7 @@ LEFT_OVER = {
     **dict.fromkeys(("model_parallel", "sequence_parallel"), "it is off there, too"),
     "deepspeed": "it is off there, too",
     "packing": "samples of a microbatch are concatenated without padding",
-    "train_on_inputs": "prompts are no targets here, either",
+    "train_on_inputs": "prompts are not targets here, either",
 }
 """Why a fact that no key was written from is not needed."""
 
@@ -52,7 +52,7 @@ _ADAPT = "there: adapt it to the steps of your data"
 
 def complete(draft: Draft) -> None:
     """Write the keys that follow from the facts; run it after the peer's own part, before its defaults."""
-    if draft.gpus == 0:  # not given: what the strategy of the file needs at least
+    if draft.gpus == 0:  # not given: the fewest that the strategy of the file needs
         is_sharded = draft.is_sharded or any(
             not is_off(draft.get(name)) for name in ("deepspeed", "fsdp", "fsdp_version")
         )

@@ -114,7 +114,7 @@ class Draft:
         return self.facts[name][0] if name in self.facts else default
 
     def is_named(self, name: str) -> bool:
-        """Return whether the leaf of a fact has its outcome already, or there is no such fact."""
+        """Return whether the leaf of a fact has its outcome already, or the fact does not exist."""
         return name not in self.facts or self.facts[name][1].key in self.outcomes
 
     def put(self, key: str, value: Any, *facts: str, comment: str = "") -> None:

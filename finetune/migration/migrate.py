@@ -79,7 +79,7 @@ def migrate_file(path: Path, *, peer: str | None = None, gpus: int | None = None
     if not draft.out_of_scope and any(draft.outcomes[key].text == QAT for key in draft.keys_of("not_possible")):
         draft.out_of_scope = "quantization-aware training"
     if draft.out_of_scope:
-        draft.note(f"what is trained there is not a task here ({draft.out_of_scope}): this job trains something else.")
+        draft.note(f"the task of the file does not exist here ({draft.out_of_scope}): this job trains something else.")
     draft.require_complete()
     return Migration(source.title, draft, job_text(draft, title=source.title), problems)
 

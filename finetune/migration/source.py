@@ -1,8 +1,8 @@
 """Reads a peer's config, YAML or JSON, as a flat table of its keys, each with its line and its plain value.
 
 Empty values are `null`, as the peers read them, and aliases are expanded. `${key}` is replaced by the value of a key
-of the same file, as OmegaConf does; environment variables and Jinja in values are refused, since the file does not
-have what they stand for.
+of the same file, as OmegaConf does; environment variables and Jinja in values are refused, since their
+values are not in the file.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""Writes the job: our keys, each with the line that it is from, below comments on what differs and what is missing."""
+"""Writes the job: our keys, each with the line that it is from, below comments on differences and missing parts."""
 
 import re
 import textwrap

@@ -8,7 +8,7 @@ from finetune.registry.table import Entry, Table
 
 @dataclass(frozen=True, kw_only=True)
 class FormatEntry(Entry):
-    """A format. Its implementation is a function from `data.formats.columns.Columns` to what the row says."""
+    """A format. Its implementation is a function from `data.formats.columns.Columns` to the content of the row."""
 
     required: tuple[str, ...]  # columns that a row must have
     optional: tuple[str, ...] = ()

@@ -146,7 +146,7 @@ class PairLossEntry(Entry):
     """A loss on texts that belong together, or that have a score."""
 
     scores: tuple[float, float] | None = None  # the lowest and the highest score that it accepts; None: it reads none
-    is_logit: bool = False  # what the model predicts: its sigmoid is the score
+    is_logit: bool = False  # the model predicts a logit, whose sigmoid is the score
     compares_rows: bool = False  # with all others of the global batch
     reads: frozenset[str] = frozenset()  # keys of `task.embedding` that not all losses read
 

@@ -10,7 +10,7 @@ from finetune.registry.table import Entry, Table
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerState:
-    """The state that a class of optimizers keeps for each parameter, apart from numbers such as a step count."""
+    """The state that a class of optimizers keeps for each parameter, except for numbers such as a step count."""
 
     class_name: str
     keys: tuple[str, ...] = ()  # tensors of the parameter's shape; empty where the state has another shape

@@ -181,7 +181,7 @@ def _load_file(path: pathlib.Path) -> Plugin:
     specification = importlib.util.spec_from_file_location(module, path)
     assert specification is not None and specification.loader is not None, "it ends with .py"
     imported = importlib.util.module_from_spec(specification)
-    sys.modules[module] = imported  # so that what it defines can be pickled
+    sys.modules[module] = imported  # so that its classes and functions can be pickled
     with _adding_entries(module, str(path)):
         specification.loader.exec_module(imported)
     return _enter(Plugin(str(path), module, str(path), digest))

@@ -6,7 +6,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """How forward and backward passes compute, apart from the linear layers of fp8."""
+    """The dtypes of forward and backward passes, except in the linear layers of fp8."""
 
     name: Literal["fp32", "bf16", "fp16"]  # also the name of its peak FLOP/s in a GPU's specification
     dtype: Literal["float32", "bfloat16", "float16"]  # torch's name

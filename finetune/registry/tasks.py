@@ -30,7 +30,7 @@ class TaskEntry(Entry):
 
     head: ModelHead
     formats: tuple[str, ...]  # of the rows that it reads
-    metrics: tuple[str, ...]  # of every evaluation, apart from those of generated answers
+    metrics: tuple[str, ...]  # of every evaluation, except those of generated answers
     reads: InputKind = "text"
     sample: SampleContent = "tokens"
     section: str | None = None  # of `task`, which it alone, or with its relatives, reads
@@ -279,7 +279,7 @@ TASKS = Table(
 
 
 def reads_of_head(head: str) -> InputKind:
-    """Return what the inputs of a model with this head are made from; text for an unknown one."""
+    """Return the kind of input that a model with this head reads; text for an unknown head."""
     return next((entry.reads for entry in TASKS if entry.head == head), "text")
 
 

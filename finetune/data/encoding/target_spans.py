@@ -237,7 +237,7 @@ class _Conversation:
 
     def _through_end(self, start: int, end: int) -> Span:
         end = self.finder.end_of_turn.end_in(self.whole.text, start=start, end=end)
-        return Span(start, end, "what the template marks with {% generation %}")
+        return Span(start, end, "the text that the template marks with {% generation %}")
 
     def _answer(self, index: int) -> Span:
         """Return the span of the turn, from after the generation prompt through the end of turn."""
@@ -293,9 +293,9 @@ REMEDY = (
     "file that marks the answers with {% generation %} (the `_training` variants that TRL ships do)."
 )
 REMEDY_OF_GENERATION_PROMPT = (
-    "The prompt at inference would differ from training. Give the turn what the generation prompt begins (such as its "
-    "reasoning_content); or pass the argument that changes the prompt (data.chat_template_arguments: {enable_thinking: "
-    "...}); or set data.chat_template to `chatml` or to a Jinja file that marks the answers with "
+    "The prompt at inference would differ from training. Give the turn the content that the generation prompt opens "
+    "(such as its reasoning_content); or pass the argument that changes the prompt (data.chat_template_arguments: "
+    "{enable_thinking: ...}); or set data.chat_template to `chatml` or to a Jinja file that marks the answers with "
     "{% generation %} (the `_training` variants that TRL ships do)."
 )
 

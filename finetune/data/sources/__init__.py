@@ -1,1 +1,1 @@
-"""Where rows come from: files here or in object storage, hub datasets, and what a source takes of them."""
+"""The origins of rows: files here or in object storage, hub datasets, and the part of them that a source reads."""

@@ -23,7 +23,7 @@ class OriginShard(Protocol):
 
     @property
     def name(self) -> str:
-        """Return what it is called in messages."""
+        """Return its name in messages."""
 
     def rows(self, start: int = 0) -> Iterator[RawRow]:
         """Yield its rows in order, without the first `start`; raises DataError if it cannot be read."""
@@ -37,7 +37,7 @@ class Origin(Protocol):
 
     @property
     def name(self) -> str:
-        """Return what it is called in messages."""
+        """Return its name in messages."""
 
     def shards(self) -> Sequence[OriginShard]:
         """Return its shards in order."""

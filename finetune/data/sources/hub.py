@@ -35,7 +35,7 @@ class HubDataset:
         return self.digest()
 
     def image_folders(self) -> Sequence[Path]:
-        """Return where `datasets` keeps what it has downloaded, or the dataset's own folder."""
+        """Return the download folder of `datasets`, or the dataset's own folder."""
         return _image_folders(self.local)
 
     def class_names(self) -> ClassNames:
@@ -75,7 +75,7 @@ class HubStream:
         return [self.name, self.version]
 
     def image_folders(self) -> Sequence[Path]:
-        """Return where `datasets` keeps what it has downloaded, or the dataset's own folder."""
+        """Return the download folder of `datasets`, or the dataset's own folder."""
         return _image_folders(self.local)
 
     def class_names(self) -> ClassNames:
@@ -115,7 +115,7 @@ class HubShard:
 
 
 def load_hub_dataset(source: SourceSection) -> Origin:
-    """Return the split, downloaded unless it is cached, or streamed if the section says so.
+    """Return the split, downloaded unless it is cached, or streamed if the section has `stream`.
 
     Raises DataError if it cannot be loaded.
     """

@@ -48,7 +48,7 @@ class PluginRows:
 
     @property
     def name(self) -> str:
-        """Return what it is called in messages."""
+        """Return its name in messages."""
         return f"the source `{self.source}`"
 
     def shards(self) -> Sequence[OriginShard]:

@@ -114,7 +114,7 @@ MARGIN = 0.1
 """Share of the free memory that stays free, since batches of other shapes fragment it."""
 
 MAX_GROWTH = 4
-"""Maximum ratio of the next size to the largest measured one, unless sizes lie further apart."""
+"""Maximum ratio of the next size to the largest measured one, unless the sizes to choose from grow faster."""
 
 Peaks = tuple[int, ...]
 """The peak of each kind of memory on each rank, always in the same order."""

@@ -79,7 +79,7 @@ def prepare(draft: Draft) -> None:
     if "CutCrossEntropyPlugin" in names and draft.value("task.name") in ("sft", "pretrain", "vision_language_sft"):
         draft.put("train.loss_kernel", "cce", "plugins")
     else:
-        draft.drop("what they do is mapped or named at their own keys", "plugins")
+        draft.drop("their settings are converted or listed at their own keys", "plugins")
 
 
 def _task(draft: Draft) -> None:

@@ -28,7 +28,7 @@ from finetune.migration.tables.trainer import TRAINER
 
 _HUB = "models and rows are read from the Hugging Face hub"
 _CACHE = "tokenized rows are cached by their content and the tokenizer"
-_CARD = "`final/` says what it was trained on"
+_CARD = "the model card in `final/` names the training data"
 _ANSWERS = "how answers are generated is for `finetune chat` and `evaluate.generate`"
 _RL = "reinforcement learning is not a task here: use the Session API (docs/how-to/session.md)."
 

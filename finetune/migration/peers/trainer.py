@@ -52,7 +52,7 @@ def finish_arguments(draft: Draft, *, learning_rate: float = 5e-5) -> None:
 
 
 def prepare(draft: Draft) -> None:
-    """Write what a job needs and the arguments do not say."""
+    """Write the keys that a job needs and the arguments do not give."""
     prepare_arguments(draft)
     name_placeholders(draft)
     draft.default("task.name", "sft", "the arguments do not name the task: write it (docs/how-to/tasks.md)")

@@ -293,7 +293,9 @@ def _rows(draft: Draft) -> None:
     if draft.get("packing") and task in ("sft", "pretrain"):
         draft.put("data.batching.by", "packs", "packing")
         if draft.get("packing_strategy") == "wrapped":
-            draft.note("`wrapped` packs cut samples, whose parts see each other; here packs hold whole samples apart.")
+            draft.note(
+                "`wrapped` packs cut samples, whose parts attend to each other; here packs hold whole samples only."
+            )
         else:
             draft.note(
                 "packed samples do not attend to each other here; there, only flash attention keeps them isolated."

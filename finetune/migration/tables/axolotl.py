@@ -28,7 +28,7 @@ from finetune.migration.rules import (
     words,
 )
 
-_KERNEL = "a kernel: it changes speed and memory, not what is trained"
+_KERNEL = "a kernel: it changes speed and memory, not the result"
 _CACHE = "tokenized rows are cached by their content and the tokenizer"
 _LOADING = "how a model of this size is loaded follows from the accelerate file"
 _OWN_CLASS = "the class follows from the model's config"
@@ -49,7 +49,7 @@ AXOLOTL = {
     "is_falcon_derived_model": ours(_OWN_CLASS),
     "tokenizer_config": to("model.tokenizer.name", text),
     "tokenizer_type": ours(_OWN_CLASS),
-    "tokenizer_legacy": ours("the tokenizer is loaded as its own config says"),
+    "tokenizer_legacy": ours("the tokenizer is loaded according to its own config"),
     "tokenizer_use_fast": ours("the fast tokenizer is used where there is one"),
     "tokenizer_use_mistral_common": ours("transformers' tokenizer is used: compare with `finetune preview`"),
     "processor_type": fact("processor", text),
@@ -62,7 +62,7 @@ AXOLOTL = {
     "flex_attention": to("model.attention", flag("flex_attention")),
     "xformers_attention": ours("`model.attention: auto` chooses what the model supports"),
     "s2_attention": no("shifted sparse attention: leave it out, or train with `ddp_sequence_parallel.yaml`."),
-    "model_quantization_config": ours("a quantized model is loaded as its own config says"),
+    "model_quantization_config": ours("a quantized model is loaded according to its own config"),
     "model_quantization_config_kwargs.dequantize": no("name a checkpoint in bf16 in `model.name`."),
     "bnb_config_kwargs.*": no("write `model.quantization.kind` and `double`."),
     "gptq": no("name the model in 16 bits, and write `model.quantization`."),

@@ -21,7 +21,7 @@ from finetune.migration.rules import (
 
 _LAUNCHER = "the launcher and the accelerate file say it"
 _LOGS = "every run writes events.jsonl, and every rank its own log"
-_SPEED = "it changes speed and memory, not what is trained"
+_SPEED = "it changes speed and memory, not the result"
 _EVALUATION = "metrics are summed where they are computed"
 _RESUME = "the same command resumes from its newest checkpoint; a peer's cannot be read."
 
@@ -96,7 +96,7 @@ TRAINER = {
     "full_determinism": to("run.deterministic", truth),
     # evaluation and checkpoints
     "do_eval": ours("validation rows are evaluated where there are any"),
-    **each(ours("the command says what is done"), "do_train do_predict"),
+    **each(ours("the command selects the action"), "do_train do_predict"),
     "eval_strategy": fact("eval_strategy", lambda value: text(value).removeprefix("IntervalStrategy.").lower()),
     "evaluation_strategy": fact("eval_strategy", lambda value: text(value).removeprefix("IntervalStrategy.").lower()),
     "eval_steps": fact("eval_steps", number),

@@ -36,7 +36,7 @@ def test_prompts_of_a_built_in_template_are_prefixes_of_training_texts(name):
 def test_unsupported_template_features_are_reported_with_the_reason():
     check, lines = checked("chatml")
     assert check.targets_by == "renderings"
-    assert "chat template of the tokenizer: targets are found by rendering prefixes" in lines
+    assert "chat template of the tokenizer: its targets are located by rendering prefixes" in lines
     assert "  not trainable: tools: the chat template (the tokenizer's own) drops the `tools` of the row" in lines
     assert "  end of turn: '<|im_end|>', one token, a target" in lines
     assert checked("chatml", chat_template="chatml")[0].template == "`chatml`"

@@ -135,7 +135,7 @@ def test_a_token_across_the_beginning_of_a_marker_is_refused(make_tokenizer):
         "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% endfor %}"
     )
     said = refused([ASKED, turn("assistant", "wo and two is four.")], tokenizer=tokenizer)
-    assert "a token crosses the boundary of what the template marks with {% generation %}" in said
+    assert "a token crosses the boundary of the text that the template marks with {% generation %}" in said
 
 
 def test_two_beginnings_of_sequence_are_refused():
