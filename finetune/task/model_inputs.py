@@ -1,6 +1,12 @@
-"""The inputs of a language model: samples collated with padding or padding-free, and passed to the wrapped model."""
+"""The inputs of a language model: samples collated with padding or padding-free, and passed to the wrapped model.
 
-from collections.abc import Mapping, Sequence
+For heads that read whole samples, such as a classifier's, the body of the model computes a row of samples without
+padding, and its output is passed to the model's own head as a padded batch, so that the head (first token, mean, last
+token before the padding) works as usual.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import numpy as np
@@ -13,6 +19,7 @@ from finetune.data.features import Features
 from finetune.errors import StrategyError
 from finetune.registry.attention import PER_SAMPLE_ATTENTION, takes_boundaries
 from finetune.runtime.packed_rows import SAMPLE_LENGTHS, SampleLengths
+from finetune.task.upstream import replaced_forward
 
 
 def is_padding_free(batching: BatchingSection) -> bool:
@@ -176,3 +183,66 @@ def decoder_input_ids(model: Any, labels: Tensor) -> Tensor:
     shifted = labels.roll(1, dims=-1)
     shifted[:, 0] = model.config.decoder_start_token_id
     return shifted.masked_fill(shifted == IGNORED, model.config.pad_token_id)
+
+
+_INPUTS_OF_BODY = (
+    "input_ids",
+    "attention_mask",
+    "token_type_ids",
+    "position_ids",
+    "inputs_embeds",
+    "past_key_values",
+    "cache",  # its name from transformers 5.24 on
+)
+
+
+def sample_logits(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the outputs of a head that reads whole samples, for each sample of a row, [samples, outputs]."""
+    inputs = forward_inputs(model, batch)
+    inner: Any = unwrap_model(model)
+    pad_id = inner.config.get_text_config().pad_token_id or 0
+    padded = {
+        "input_ids": pad_samples(batch.inputs["input_ids"][0], batch, filled_with=pad_id),
+        "attention_mask": _mask(batch).long(),
+        "use_cache": False,
+    }
+    with _body_computes_row(inner, inputs, batch):
+        logits: Tensor = model(**padded).logits
+    return logits
+
+
+def pad_samples(values: Tensor, batch: Batch, *, filled_with: float = 0) -> Tensor:
+    """Return the values of a row's tokens, [tokens, ...], padded by sample: [samples, longest, ...]."""
+    ends, mask = batch.cumulative_lengths, _mask(batch)
+    assert ends is not None, "only an unpadded row is split"
+    indices = ends[:-1, None].long() + torch.arange(batch.longest, device=ends.device)
+    by_sample = values[torch.where(mask, indices, 0)]
+    is_padding = ~mask.view(*mask.shape, *[1] * (values.dim() - 1))
+    return by_sample.masked_fill(is_padding, filled_with)
+
+
+def _mask(batch: Batch) -> Tensor:
+    """Return the mask of tokens in the padded samples, [samples, longest]."""
+    ends = batch.cumulative_lengths
+    assert ends is not None, "only an unpadded row has boundaries"
+    return torch.arange(batch.longest, device=ends.device) < ends.diff()[:, None]
+
+
+@contextmanager
+def _body_computes_row(model: Any, inputs: Mapping[str, Any], batch: Batch) -> Iterator[None]:
+    """In this context, pass the row to the model's body, and its output as padded samples to the head."""
+    body: Any = model.base_model
+    original_forward = body.forward
+
+    def forward(*_: Any, **padded: Any) -> Any:
+        others = {name: value for name, value in padded.items() if name not in _INPUTS_OF_BODY}
+        output: Any = original_forward(**{**others, **inputs})
+        hidden = output.last_hidden_state = pad_samples(output.last_hidden_state[0], batch)
+        if hasattr(body, "pooler_activation"):  # ALBERT's pooler is a layer over the first tokens
+            output.pooler_output = body.pooler_activation(body.pooler(hidden[:, 0]))
+        elif getattr(body, "pooler", None) is not None:
+            output.pooler_output = body.pooler(hidden)
+        return output
+
+    with replaced_forward(body, forward):
+        yield

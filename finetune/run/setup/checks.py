@@ -21,8 +21,7 @@ from finetune.run.setup.data import TrainingData
 from finetune.run.setup.model import computes_in_half
 from finetune.run.setup.padding_free import resolve_padding_free
 from finetune.run.setup.prepared_model import PreparedModel
-from finetune.task.model_inputs import collate_row, forward_logits, is_padding_free, unwrap_model
-from finetune.task.pooling import sample_logits
+from finetune.task.model_inputs import collate_row, forward_logits, is_padding_free, sample_logits, unwrap_model
 
 
 def require_sample_isolation(

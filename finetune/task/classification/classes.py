@@ -18,8 +18,7 @@ from finetune.data.features import Features
 from finetune.data.rows import Row
 from finetune.errors import DataError
 from finetune.task.causal_lm import pad_id
-from finetune.task.model_inputs import forward_logits
-from finetune.task.pooling import sample_logits
+from finetune.task.model_inputs import forward_logits, sample_logits
 from finetune.task.protocol import DataFacts, TaskContext
 
 LabelsOf = Callable[[Row], Iterable[Any]]

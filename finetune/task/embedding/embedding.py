@@ -21,11 +21,10 @@ from finetune.registry.losses import EMBEDDING_LOSSES
 from finetune.runtime.seeds import keep_random_state
 from finetune.task.base import BaseTask
 from finetune.task.classification.classes import TextPadding
-from finetune.task.embedding.ranking_metrics import ranking_metrics, ranks_among
 from finetune.task.embedding.sentence_files import embedding_files
 from finetune.task.embedding.similarity_losses import CosentOfStep, InfoNceOfStep, LossOfStep, OwnVectors, Similarity
 from finetune.task.embedding.text_batches import collate_groups, pooled_vectors
-from finetune.task.metrics import regression_metrics
+from finetune.task.metrics import ranking_metrics, ranks_among, regression_metrics
 from finetune.task.protocol import EvaluationOutput, ModelHead, SampleSpec, TaskContext
 
 GRADIENT, LOSS, MASKED = "cached_gradient", "cached_loss", "cached_masked"

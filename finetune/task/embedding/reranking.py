@@ -16,10 +16,9 @@ from finetune.data.features import LENGTHS_OF_SEQUENCES, Features
 from finetune.registry.losses import RERANKING_LOSSES
 from finetune.task.base import BaseTask
 from finetune.task.classification.classes import TextPadding
-from finetune.task.embedding.ranking_metrics import ranking_metrics, ranks_in
 from finetune.task.embedding.sentence_files import activation_of, reranking_files
 from finetune.task.embedding.text_batches import collate_groups
-from finetune.task.metrics import regression_metrics
+from finetune.task.metrics import ranking_metrics, ranks_in, regression_metrics
 from finetune.task.model_inputs import forward_logits
 from finetune.task.protocol import EvaluationOutput, ModelHead, SampleSpec, TaskContext
 

@@ -16,8 +16,7 @@ from finetune.data.token_cache.lengths import SequencesLengthLimit, sequence_bou
 from finetune.task.base import BaseTask
 from finetune.task.causal_lm import pad_id
 from finetune.task.lm_loss.target_loss import log_probabilities_at_targets
-from finetune.task.model_inputs import collate_padded, collate_padding_free, is_padding_free
-from finetune.task.pooling import pad_samples
+from finetune.task.model_inputs import collate_padded, collate_padding_free, is_padding_free, pad_samples
 from finetune.task.protocol import SampleSpec, TaskContext
 
 PAIR_WEIGHTS = "counts"

@@ -12,8 +12,7 @@ from finetune.data.batch import Batch
 from finetune.data.encoding.preference import MARGIN
 from finetune.data.features import Features
 from finetune.data.token_cache.lengths import sequence_bounds
-from finetune.task.model_inputs import forward_logits
-from finetune.task.pooling import sample_logits
+from finetune.task.model_inputs import forward_logits, sample_logits
 from finetune.task.preference.answer_pairs import PAIR_WEIGHTS, AnswerPairsTask, pair_metrics, pair_sums
 from finetune.task.preference.losses import bradley_terry
 from finetune.task.protocol import DataFacts, ModelHead, TaskContext
