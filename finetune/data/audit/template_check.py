@@ -60,9 +60,9 @@ class TemplateCheck:
     targets_by: str  # `markers` of the template, or `renderings` of prefixes
     end_of_turn: str  # empty if the template writes none
     end_of_turn_tokens: tuple[int, ...]
-    is_end_target: bool  # the last target of an answer ends the turn; False without targets
+    is_end_learnt: bool  # the last target of an answer ends the turn; False without targets
     begins_with: str  # the beginning-of-sequence that the template writes; empty if it writes none
-    trainable: tuple[str, ...]  # the cases that have targets
+    learnt: tuple[str, ...]  # the cases that have targets
     refused: Mapping[str, str]  # the other cases, with the reason
     differences: tuple[PromptMismatch, ...]
     notes: tuple[str, ...]
@@ -75,10 +75,10 @@ class TemplateCheck:
         if self.arguments:
             named = ", ".join(f"{name}: {format_json(value)}" for name, value in self.arguments.items())
             yield f"  rendered with {named}"
-        yield f"  trainable: {', '.join(self.trainable) or 'nothing'}"
+        yield f"  trainable: {', '.join(self.learnt) or 'nothing'}"
         yield from (f"  not trainable: {case}: {reason}" for case, reason in self.refused.items())
-        if self.trainable:
-            yield f"  end of turn: {self._end()}, {'a target' if self.is_end_target else 'NOT a target'}"
+        if self.learnt:
+            yield f"  end of turn: {self._end()}, {'a target' if self.is_end_learnt else 'NOT a target'}"
             yield f"  beginning of sequence: {self.begins_with or 'not written'}"
         for difference in self.differences:
             yield (
@@ -86,7 +86,7 @@ class TemplateCheck:
                 f"{difference.trained}"
             )
             yield f"    tokens {list(difference.prompt_tokens)} vs. {list(difference.trained_tokens)}"
-        if self.trainable and not self.differences:
+        if self.learnt and not self.differences:
             yield "  prompts at inference are prefixes of the training samples"
         yield from (f"  {note}" for note in self.notes)
 
@@ -118,9 +118,9 @@ def check_template(tokenizer: PreTrainedTokenizerBase, section: DataSection) -> 
         targets_by="markers" if has_markers(_template(tokenizer)) else "renderings",
         end_of_turn=ending.text,
         end_of_turn_tokens=ending.tokens,
-        is_end_target=bool(samples) and all(sample.trains_on_end(ending) for sample in samples),
+        is_end_learnt=bool(samples) and all(sample.trains_on_end(ending) for sample in samples),
         begins_with=str(tokenizer.bos_token) if samples and samples[0].begins_with(tokenizer.bos_token_id) else "",
-        trainable=tuple(encoded),
+        learnt=tuple(encoded),
         refused={case: _reason(outcome) for case, outcome in outcomes.items() if case not in encoded},
         differences=tuple(difference for sample in samples for difference in sample.differences()),
         notes=tuple(_notes(samples, ending, tokenizer)) + (_WANTS_PARTS if rows is not CASES else ()),
