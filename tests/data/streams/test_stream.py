@@ -143,7 +143,7 @@ def streams(write_rows, make_section, tmp_path):
 @pytest.fixture
 def no_process(monkeypatch):
     """Have nothing prepared but what the test prepares itself."""
-    monkeypatch.setattr("finetune.data.streams.windows.ProducerProcess", lambda job, *, lock: Nobody())
+    monkeypatch.setattr("finetune.data.streams.stream.ProducerProcess", lambda job, *, lock: Nobody())
 
 
 def texts_of(pool, start, stop):
@@ -318,7 +318,7 @@ def test_the_stream_process_exits_when_there_are_no_readers(streams, no_process)
 
 
 def test_a_process_that_ends_again_and_again_is_given_up(streams, monkeypatch):
-    monkeypatch.setattr("finetune.data.streams.windows._COMMAND", "raise SystemExit(3)")
+    monkeypatch.setattr("finetune.data.streams.stream._COMMAND", "raise SystemExit(3)")
     pool = streams.open()
     with pytest.raises(DataError, match=r"data\.train: the process that prepares windows exited 3 times.*code 3"):
         pool.order.samples(0, 1)
@@ -327,7 +327,7 @@ def test_a_process_that_ends_again_and_again_is_given_up(streams, monkeypatch):
 def test_a_stream_process_that_is_still_importing_exits_with_its_starter(streams, monkeypatch):
     importing = _COMMAND.replace("from finetune.data.streams.producer import main", "import time; time.sleep(60)")
     assert "sleep" in importing
-    monkeypatch.setattr("finetune.data.streams.windows._COMMAND", importing)
+    monkeypatch.setattr("finetune.data.streams.stream._COMMAND", importing)
     pool = streams.open()
     process = maker_of(pool)
     started = time.monotonic()
