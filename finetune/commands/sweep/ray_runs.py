@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,19 +44,23 @@ class RayCluster:
 
 @contextmanager
 def ray_cluster(address: str) -> Iterator[RayCluster]:
-    """Join the cluster, or start Ray here for `local`; runs left at the end save and stop. Raises UserError."""
-    ray = connect_to_ray(
-        None if address == "auto" else address,
-        num_cpus=usable_cores(),
-        num_gpus=None,
-        purpose="finetune sweep --ray",
-        prints_output=False,  # on standard output, which has nothing but JSON with --json
-    )
-    try:
-        resources = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        yield RayCluster(ray, tuple(HostResources(int(r.get("CPU", 0)), int(r.get("GPU", 0))) for r in resources))
-    finally:
-        ray.shutdown()
+    """Join the cluster, or start Ray here for `local`; runs left at the end save and stop. Raises UserError.
+
+    Until the end, what is printed goes to standard error: Ray prints its messages about lost hosts to standard output.
+    """
+    with redirect_stdout(sys.stderr):
+        ray = connect_to_ray(
+            None if address == "auto" else address,
+            num_cpus=usable_cores(),
+            num_gpus=None,
+            purpose="finetune sweep --ray",
+            prints_output=False,
+        )
+        try:
+            resources = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+            yield RayCluster(ray, tuple(HostResources(int(r.get("CPU", 0)), int(r.get("GPU", 0))) for r in resources))
+        finally:
+            ray.shutdown()
 
 
 class RunActor:

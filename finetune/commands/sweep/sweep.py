@@ -8,7 +8,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, nullcontext
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -134,8 +134,9 @@ def sweep(request: SweepRequest, *, start: Start = start_child) -> int:
                 f"confirm with --max-runs {count}."
             )
         points = grid_points(axes)
-    with nullcontext() if request.ray is None else ray_runs.ray_cluster(request.ray) as cluster:
-        return _sweep(request, axes, space, points, cluster=cluster, start=start)
+    with ExitStack() as connection:
+        cluster = None if request.ray is None else connection.enter_context(ray_runs.ray_cluster(request.ray))
+        return _sweep(request, axes, space, points, cluster=cluster, connection=connection, start=start)
 
 
 def _sweep(
@@ -145,9 +146,10 @@ def _sweep(
     points: Sequence[Values],
     *,
     cluster: "ray_runs.RayCluster | None",
+    connection: ExitStack,
     start: Start,
 ) -> int:
-    """Run the sweep here, or on the cluster, and return the exit code."""
+    """Run the sweep here, or on the cluster, and return the exit code. Results are printed once it is disconnected."""
     plan = plan_launch(
         request.job.absolute(),
         num_processes=request.processes_per_run,
@@ -180,7 +182,9 @@ def _sweep(
 
     with StopSignals() as stop:
         if request.is_dry_run:
-            open_session(stop).print_plan()
+            session = open_session(stop)
+            connection.close()
+            session.print_plan()
             return 0
         with lock_sweep(folder):
             session = open_session(stop)
@@ -190,6 +194,7 @@ def _sweep(
                 session.run_grid()
             else:
                 session.run_search(request.search)
+            connection.close()
             return session.conclude()
 
 
