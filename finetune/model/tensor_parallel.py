@@ -197,6 +197,11 @@ def splitting_problem(config: Any, size: int, *, is_sharded: bool = False) -> st
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size"):
         if (number := getattr(config, name, 0)) % size:
             return f"{name} is {number}, which {size} ranks cannot share evenly"
+    if dropout := getattr(config, "attention_dropout", 0.0):
+        return (
+            f"attention_dropout is {dropout}, which would drop the same positions in heads of different ranks; "
+            "`model.config: {attention_dropout: 0.0}` turns it off"
+        )
     return None
 
 

@@ -56,12 +56,13 @@ def group():
         (LlamaConfig(**{**SIZES, "intermediate_size": 33}), 2, "intermediate_size is 33, which 2 ranks"),
         (LlamaConfig(**SIZES, attention_bias=True), 2, "`attention_bias`"),
         (LlamaConfig(**SIZES, mlp_bias=True), 2, "`mlp_bias`"),
+        (LlamaConfig(**SIZES, attention_dropout=0.1), 2, "`model.config: {attention_dropout: 0.0}` turns it off"),
         (Glm4Config(**SIZES, attention_bias=True), 2, None),
         (Qwen3MoeConfig(**SIZES, moe_intermediate_size=15), 2, "moe_intermediate_size is 15"),
         (GPT2Config(), 2, "`gpt2` was not compared with one process"),
     ],
 )
-def test_sizes_that_the_ranks_cannot_share_are_named(config, size, problem):
+def test_what_the_ranks_cannot_share_is_named(config, size, problem):
     found = splitting_problem(config, size)
     assert found is None if problem is None else problem in found
 
