@@ -145,7 +145,7 @@ def test_a_file_is_refused_before_it_is_launched(tmp_path, name):
     (tmp_path / "job.yaml").write_text(JOB)
     (tmp_path / "rows.txt").write_text("one row\n")
     with pytest.raises(StrategyError, match="is not supported"):
-        make_job(tmp_path / "job.yaml", [], accelerate_file=file, ranks_per_host=2, stop_seconds=1.0)
+        make_job(tmp_path / "job.yaml", [], accelerate_file=file, ranks_per_host=2)
 
 
 JOB = """\
