@@ -62,7 +62,7 @@ def group():
         (GPT2Config(), 2, "`gpt2` was not compared with one process"),
     ],
 )
-def test_what_the_ranks_cannot_share_is_named(config, size, problem):
+def test_configs_that_ranks_cannot_split_are_refused_by_name(config, size, problem):
     found = splitting_problem(config, size)
     assert found is None if problem is None else problem in found
 
