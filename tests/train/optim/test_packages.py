@@ -8,7 +8,6 @@ from torch import nn
 from finetune.checkpoint.sharding.access import build_access
 from finetune.config.sections.train import OptimizerSection
 from finetune.errors import ModelError
-from finetune.train.optim import packages
 from finetune.train.optim.optimizers import begin_step, build_optimizer
 from finetune.train.optim.parameter_groups import list_parameters
 
@@ -20,7 +19,7 @@ def built(net, name):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="only where there is no CUDA")
 def test_8_bit_adamw_without_cpu_support_in_bitsandbytes_is_rejected_with_the_setting_to_write(monkeypatch):
     pytest.importorskip("bitsandbytes")
-    monkeypatch.setattr(packages, "_is_on_cpu", lambda operator: False)
+    monkeypatch.setattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", lambda operator, key: False)
     with pytest.raises(ModelError, match="Write `name: adamw` with `state_dtype: int8`"):
         built(nn.Linear(4, 4), "adamw_8bit")
 
