@@ -51,6 +51,9 @@ def no(instead: str) -> Rule:
 
 
 QAT = "quantization-aware training has no counterpart: train in bf16, then quantize the export."
+RL = "reinforcement learning is not a task here: use the Session API (docs/how-to/session.md)."
+CACHED = "tokenized rows are cached by their content and the tokenizer"
+ANSWERS = "how answers are generated is for `finetune chat` and `evaluate.generate`"
 qat = no(QAT)
 
 

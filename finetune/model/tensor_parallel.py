@@ -221,10 +221,10 @@ def split_layers(model: Any, group: TensorGroup) -> str:
     parallelize_module(model, group.mesh, styles, src_data_rank=None)
     reason = _split_vocabulary(model, group.mesh)
     assert any(isinstance(parameter, DTensor) for parameter in model.parameters()), "weights are split"
-    vocabulary = "embedding and head" if reason is None else f"embedding and head are whole, since {reason}"
-    return f"{group.size} ranks share the matrices of every layer" + (
-        f", and {vocabulary}" if reason is None else f"; {vocabulary}"
-    )
+    layers = f"{group.size} ranks share the matrices of every layer"
+    if reason is not None:
+        return f"{layers}; embedding and head are whole, since {reason}"
+    return f"{layers}, and embedding and head"
 
 
 def _styles_of(model: Any) -> Iterator[tuple[str, nn.Module, str]]:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from finetune.model.tensor_parallel import partial_gradient_parameters
 from finetune.runtime.parallel.tensor import tensor_group
-from finetune.runtime.parameters import NOT_YET_UNFROZEN
+from finetune.runtime.parameters import NOT_YET_UNFROZEN, local_tensor
 from finetune.train.optim.optimizers import drop_not_yet_unfrozen
 from finetune.train.upstream import supports_found_inf, without_accelerate_wrapper
 
@@ -167,7 +167,7 @@ class Update:
         """Sum over the ranks that share weights the gradients of which each has a part, in one message. Collective."""
         found = [parameter.grad for parameter in self._partial if parameter.grad is not None]
         if found:
-            local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in found]
+            local = [local_tensor(gradient) for gradient in found]
             total = torch.cat([gradient.flatten() for gradient in local])
             dist.all_reduce(total, group=tensor_group().process_group)
             for gradient, summed in zip(local, torch.split(total, [one.numel() for one in local]), strict=True):

@@ -20,7 +20,7 @@ from finetune.checkpoint.sharding.state_layout import (
 from finetune.checkpoint.upstream import fsdp1_handles, reshard_fsdp1
 from finetune.errors import CheckpointError
 from finetune.runtime.parallel.tensor import tensor_group
-from finetune.runtime.parameters import divides, local_part
+from finetune.runtime.parameters import divides, local_part, local_tensor
 
 
 def fsdp2_layout(model: nn.Module) -> StateLayout:
@@ -103,7 +103,7 @@ def _split_rows(parameter: DTensor, inner: Any) -> tuple[int, int, int, tuple[in
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().view(-1)
+    return local_tensor(tensor).view(-1)
 
 
 def _is_copy(parameter: DTensor) -> bool:

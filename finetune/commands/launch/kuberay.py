@@ -9,7 +9,7 @@ import shlex
 from dataclasses import dataclass
 from typing import Any
 
-from finetune.commands.launch.ray import RayArguments
+from finetune.commands.launch.ray import RayArguments, read_limits
 from finetune.commands.launch.ray_submit import STOP_MARGIN_SECONDS, STOP_WAIT, ray_words
 from finetune.errors import UserError
 from finetune.launch.jobs.request import JobRequest
@@ -60,7 +60,7 @@ def read_redis(address: str | None, secret: str | None) -> Redis | None:
 
 def ray_job_spec(request: JobRequest, arguments: RayArguments, *, pod: Object, redis: Redis | None) -> Object:
     """Return the spec of the RayJob. `pod` is that of a host with all its GPUs; the head's has the same but those."""
-    least, _, most = arguments.nodes.partition(":")
+    least, most = read_limits(arguments.nodes)
     seconds = request.stop_seconds
     cluster: Object = {
         "headGroupSpec": {
@@ -70,15 +70,15 @@ def ray_job_spec(request: JobRequest, arguments: RayArguments, *, pod: Object, r
         "workerGroupSpecs": [
             {
                 "groupName": "hosts",
-                "replicas": int(least),
-                "minReplicas": int(least),
-                "maxReplicas": int(most or least),
+                "replicas": least,
+                "minReplicas": least,
+                "maxReplicas": most,
                 "rayStartParams": {"num-gpus" if request.uses_gpus else "num-cpus": str(request.ranks_per_node)},
                 "template": {"spec": _worker(pod, stop_seconds=seconds)},
             }
         ],
     }
-    if most not in ("", least):  # asks for pods up to the maximum; without it the job would wait for all of them
+    if most > least:  # asks for pods up to the maximum; without it the job would wait for all of them
         cluster |= {"enableInTreeAutoscaling": True, "autoscalerOptions": {"idleTimeoutSeconds": _IDLE_SECONDS}}
     if redis is not None:
         password = redis.password and {"secretKeyRef": {"name": redis.password[0], "key": redis.password[1]}}

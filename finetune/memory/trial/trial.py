@@ -30,6 +30,7 @@ from finetune.memory.trial.limits import MemoryLimit, is_out_of_memory
 from finetune.model.batch_norm import GhostBatchNorm
 from finetune.model.size import AVERAGE_BYTES, optimizer_state_bytes
 from finetune.runtime import distributed
+from finetune.runtime.parameters import local_tensor
 from finetune.runtime.seeds import keep_random_state
 from finetune.strategy.gradient_sync import accumulate_gradients
 from finetune.strategy.protocol import Strategy
@@ -290,9 +291,3 @@ def zero_buffer_bytes(model: Any) -> int:
     partitions: Sequence[Tensor] = getattr(zero, "single_partition_of_fp32_groups", ())
     bucket: int = getattr(zero, "reduce_bucket_size", 0) * next(model.parameters()).element_size()
     return 2 * bucket + sum(4 * partition.numel() for partition in partitions)
-
-
-def local_tensor(parameter: Any) -> Tensor:
-    """Return the part of the parameter that this rank holds."""
-    local: Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-    return local

@@ -9,6 +9,9 @@ from finetune.migration.draft import Draft
 from finetune.migration.peers.peer import BUILT_IN, CHAT_NAMES, Peer
 from finetune.migration.peers.trainer import finish_arguments, prepare_arguments
 from finetune.migration.rules import (
+    ANSWERS,
+    CACHED,
+    RL,
     attention,
     each,
     fact,
@@ -29,11 +32,8 @@ from finetune.migration.rules import (
 from finetune.migration.tables.trainer import TRAINER
 from finetune.registry.losses import PREFERENCE_LOSSES
 
-_CACHE = "tokenized rows are cached by their content and the tokenizer"
-_ANSWERS = "how answers are generated is for `finetune chat` and `evaluate.generate`"
 _VIDEO = "videos are not read here: rows with text and images are"
 _FP8 = "it makes steps faster, not better: `train.precision: fp8` does"
-_RL = "reinforcement learning is not a task here: use the Session API (docs/how-to/session.md)."
 _OPTIMIZER = "this optimizer has no counterpart: choose another `train.optimizer.name` (docs/how-to/learning.md)."
 _PRECISION = "weights, norms and head have the dtype of `model.dtype`, adapters are kept in float32"
 
@@ -56,7 +56,7 @@ TABLE = {
     "quantization_device_map": ours("the accelerate file places the weights"),
     "use_unsloth": ours("a faster implementation of the same training"),
     "use_unsloth_gc": to("model.gradient_checkpointing", truth),
-    "use_kv_cache": ours(_ANSWERS),
+    "use_kv_cache": ours(ANSWERS),
     "enable_liger_kernel": to("train.loss_kernel", flag("liger")),
     "disable_gradient_checkpointing": to("model.gradient_checkpointing", lambda value: not truth(value)),
     "use_reentrant_gc": ours("the non-reentrant implementation is used"),
@@ -119,7 +119,7 @@ TABLE = {
     "ld_alpha": no("LD-DPO has no counterpart: `ipo` and `simpo` divide by the length."),
     "ref_model": no("the model before training is the reference: start from that model."),
     **each(no("the model before training is the reference."), "ref_model_adapters ref_model_quantization_bit"),
-    **each(no(_RL), "reward_model reward_model_adapters reward_model_type ppo_epochs ppo_target ppo_buffer_size"),
+    **each(no(RL), "reward_model reward_model_adapters reward_model_type ppo_epochs ppo_target ppo_buffer_size"),
     "use_dft_loss": fact("own_loss_dft", truth),
     "use_asft_loss": fact("own_loss_asft", truth),
     "use_eaft_loss": fact("own_loss_eaft", truth),
@@ -153,12 +153,12 @@ TABLE = {
     "enable_thinking": fact("thinking", truth),
     "preserve_thinking": ours("`data.train_on_reasoning` decides"),
     "preprocessing_num_workers": to("data.prepare_workers", whole),
-    "preprocessing_batch_size": ours(_CACHE),
-    **each(ours(_CACHE), "overwrite_cache tokenized_path data_shared_file_system"),
+    "preprocessing_batch_size": ours(CACHED),
+    **each(ours(CACHED), "overwrite_cache tokenized_path data_shared_file_system"),
     "eval_on_each_dataset": no("validation rows are evaluated together: evaluate each with `finetune evaluate`."),
     "ignore_pad_token_for_loss": ours("padding is never a target"),
-    **each(ours(_ANSWERS), "predict_with_generate do_sample temperature top_p top_k max_new_tokens infer_backend"),
-    **each(ours(_ANSWERS), "vllm_maxlen vllm_enforce_eager vllm_gpu_util print_param_status"),
+    **each(ours(ANSWERS), "predict_with_generate do_sample temperature top_p top_k max_new_tokens infer_backend"),
+    **each(ours(ANSWERS), "vllm_maxlen vllm_enforce_eager vllm_gpu_util print_param_status"),
     # where it runs and is written
     **each(
         ours("`finetune launch ray` (docs/how-to/clusters.md)"),

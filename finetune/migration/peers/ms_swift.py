@@ -7,6 +7,9 @@ from finetune.migration.draft import Draft
 from finetune.migration.peers.peer import Peer
 from finetune.migration.peers.trainer import finish_arguments, name_placeholders, prepare_arguments
 from finetune.migration.rules import (
+    ANSWERS,
+    CACHED,
+    RL,
     attention,
     dtype,
     each,
@@ -27,10 +30,7 @@ from finetune.migration.rules import (
 from finetune.migration.tables.trainer import TRAINER
 
 _HUB = "models and rows are read from the Hugging Face hub"
-_CACHE = "tokenized rows are cached by their content and the tokenizer"
 _CARD = "the model card in `final/` names the training data"
-_ANSWERS = "how answers are generated is for `finetune chat` and `evaluate.generate`"
-_RL = "reinforcement learning is not a task here: use the Session API (docs/how-to/session.md)."
 
 TABLE = {
     **TRAINER,
@@ -81,7 +81,7 @@ TABLE = {
     "interleave_prob": no("write `weight` at each source of `data.train.mix`."),
     "dataset_shuffle": to("data.shuffle", truth),
     "dataset_num_proc": to("data.prepare_workers", whole),
-    **each(ours(_CACHE), "load_from_cache_file cached_dataset lazy_tokenize strict"),
+    **each(ours(CACHED), "load_from_cache_file cached_dataset lazy_tokenize strict"),
     "template": ours("the tokenizer's own chat template is used: look with `finetune preview`"),
     "template_backend": ours("chat templates are Jinja"),
     "system": to("data.system_prompt", text),
@@ -108,11 +108,11 @@ TABLE = {
     "ref_model": no("the model before training is the reference: start from that model."),
     "teacher_model": fact("teacher", text),
     "lmbda": no("texts of the student are not generated in training."),
-    **each(no(_RL), "num_generations reward_funcs reward_model use_vllm vllm_mode"),
+    **each(no(RL), "num_generations reward_funcs reward_model use_vllm vllm_mode"),
     "router_aux_loss_coef": to("train.router_aux_loss", number),
     "use_liger_kernel": to("train.loss_kernel", flag("liger")),
     **each(ours(_CARD), "model_author model_name add_version create_checkpoint_symlink"),
-    **each(ours(_ANSWERS), "max_new_tokens temperature top_p top_k repetition_penalty stream"),
+    **each(ours(ANSWERS), "max_new_tokens temperature top_p top_k repetition_penalty stream"),
     "eval_use_evalscope": ours("`finetune evaluate` measures a model on benchmarks"),
     "acc_strategy": ours("the accuracy of tokens is always written"),
 }

@@ -1,6 +1,7 @@
 """axolotl's keys."""
 
 from finetune.migration.rules import (
+    CACHED,
     adapter,
     address,
     attention,
@@ -29,7 +30,6 @@ from finetune.migration.rules import (
 )
 
 _KERNEL = "a kernel: it changes speed and memory, not the result"
-_CACHE = "tokenized rows are cached by their content and the tokenizer"
 _LOADING = "how a model of this size is loaded follows from the accelerate file"
 _OWN_CLASS = "the class follows from the model's config"
 _IN_FILE = "the accelerate file that is written has it"
@@ -201,10 +201,10 @@ AXOLOTL = {
     "group_by_length": to("data.batching.length_window_steps", by_length),
     "val_set_size": fact("validation_fraction", number),
     "dataset_exact_deduplication": no("remove equal rows; `data.audit.max_duplicate_samples` stops a run with many."),
-    "dataset_prepared_path": ours(_CACHE),
+    "dataset_prepared_path": ours(CACHED),
     "dataset_processes": to("data.prepare_workers", whole),
     "dataset_num_proc": to("data.prepare_workers", whole),
-    "dataset_keep_in_memory": ours(_CACHE),
+    "dataset_keep_in_memory": ours(CACHED),
     "push_dataset_to_hub": no("`finetune prepare` tokenizes once; share its cache folder."),
     "skip_prepare_dataset": ours("rows are tokenized before training, images while it runs"),
     "remove_unused_columns": ours("columns that the format does not read are ignored"),
