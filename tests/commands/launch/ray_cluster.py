@@ -98,7 +98,13 @@ class RayRun:
             self.process = launching.begin(command, output=output, folder=job.parent, is_cold=True)
 
     def wait_for_step(self, step: int) -> None:
-        until(lambda: any(event["step"] >= step for event in self.events("StepTaken")), seconds=TIMEOUT_SECONDS)
+        def has_taken_step() -> bool:
+            has_ended = self.process.poll() is not None
+            has_step = any(event["step"] >= step for event in self.events("StepTaken"))
+            assert has_step or not has_ended, self.log.read_text()
+            return has_step
+
+        until(has_taken_step, seconds=TIMEOUT_SECONDS)
 
     def finish(self) -> int:
         """Return the exit code; no process of the command is left."""
