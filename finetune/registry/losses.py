@@ -118,7 +118,7 @@ PREFERENCE_LOSSES = Table(
             implementation="finetune.task.preference.losses:kto",
             score="ratio",
             reads=frozenset({"desirable_weight", "undesirable_weight"}),
-            task="finetune.task.preference.kto:KtoTask",
+            task="finetune.task.preference.dpo:KtoTask",
             formats=("preference", "judged"),
             metrics=("reference_point",),
         ),

@@ -171,7 +171,7 @@ TASKS = Table(
         TaskEntry(
             name="reward",
             description="score answers, from pairs of them",
-            implementation=f"{_PACKAGE}.preference.reward:RewardTask",
+            implementation=f"{_PACKAGE}.preference.answer_pairs:RewardTask",
             head="sequence_classification",
             formats=("preference",),
             metrics=PAIR_METRICS,

@@ -1,7 +1,8 @@
-"""Code shared by the preference tasks: samples of several sequences, their log-probabilities, sums over pairs."""
+"""Tasks on pairs of answers: samples of several sequences, their log-probabilities, sums over pairs; reward models."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -9,15 +10,23 @@ from torch import Tensor, nn
 
 from finetune.data.batch import IGNORED, Batch
 from finetune.data.encoding.conversation import ConversationEncoder
-from finetune.data.encoding.preference import PreferenceEncoder
+from finetune.data.encoding.preference import MARGIN, PreferenceEncoder
 from finetune.data.features import Features
 from finetune.data.templates.chat_template import require_chat_template
 from finetune.data.token_cache.lengths import SequencesLengthLimit, sequence_bounds
 from finetune.task.base import BaseTask
 from finetune.task.causal_lm import pad_id
 from finetune.task.lm_loss.target_loss import log_probabilities_at_targets
-from finetune.task.model_inputs import collate_padded, collate_padding_free, is_padding_free, pad_samples
-from finetune.task.protocol import SampleSpec, TaskContext
+from finetune.task.model_inputs import (
+    collate_padded,
+    collate_padding_free,
+    forward_logits,
+    is_padding_free,
+    pad_samples,
+    sample_logits,
+)
+from finetune.task.preference.losses import bradley_terry
+from finetune.task.protocol import DataFacts, ModelHead, SampleSpec, TaskContext
 
 PAIR_WEIGHTS = "counts"
 NUM_PAIRS = "num_firsts"
@@ -32,16 +41,19 @@ def collate_pairs(features: Sequence[Features], *, pad_id: int | None) -> Batch:
     Extras: `num_firsts`, the number of sequences per sample in the upper half, and `counts`, the weight of each of them
     (1, or 0 in a dummy batch).
     """
-    samples = [_sequences(sample) for sample in features]
-    num_firsts = [len(sequences) // 2 for sequences in samples]
-    upper = [one for sequences, num in zip(samples, num_firsts, strict=True) for one in sequences[:num]]
-    lower = [one for sequences, num in zip(samples, num_firsts, strict=True) for one in sequences[num:]]
+    upper: list[Features] = []
+    lower: list[Features] = []
+    num_firsts: list[int] = []
+    for sample in features:
+        ids, is_target = sample.arrays["input_ids"], sample.arrays["is_target"]
+        bounds = list(sequence_bounds(sample))
+        sequences = [Features({"input_ids": ids[a:b], "is_target": is_target[a:b]}) for a, b in bounds]
+        num_firsts.append(len(sequences) // 2)
+        upper += sequences[: num_firsts[-1]]
+        lower += sequences[num_firsts[-1] :]
     ordered = [*upper, *lower]
     batch = collate_padding_free(ordered) if pad_id is None else collate_padded(ordered, pad_id=pad_id)
-    extras = {
-        NUM_PAIRS: torch.tensor(num_firsts),
-        PAIR_WEIGHTS: torch.ones(len(upper)),
-    }
+    extras = {NUM_PAIRS: torch.tensor(num_firsts), PAIR_WEIGHTS: torch.ones(len(upper))}
     ids = tuple(sample.sample_id for sample in features)
     return replace(batch, num_targets=len(upper), sample_ids=ids, extras=extras)
 
@@ -91,11 +103,6 @@ def _by_sequence(values: Tensor, batch: Batch) -> Tensor:
 
 def _num_sequences(batch: Batch) -> int:
     return len(batch.labels) if batch.cumulative_lengths is None else len(batch.lengths)
-
-
-def _sequences(features: Features) -> list[Features]:
-    ids, is_target = features.arrays["input_ids"], features.arrays["is_target"]
-    return [Features({"input_ids": ids[a:b], "is_target": is_target[a:b]}) for a, b in sequence_bounds(features)]
 
 
 def _select(batch: Batch, sequences: slice) -> Batch:
@@ -179,3 +186,74 @@ def pair_metrics(sums: Mapping[str, float]) -> dict[str, float]:
     num_pairs = sums["num_pairs"] or float("nan")
     names = {name: "loss" if name == "loss_sum" else name for name in sums if name != "num_pairs"}
     return {title: sums[name] / num_pairs for name, title in names.items()}
+
+
+class RewardTask(AnswerPairsTask):
+    """Score the chosen answer higher than the rejected one, at the last token before the padding.
+
+    One pair is one target. If end-of-sequence is the padding token, transformers also treats an end-of-sequence token
+    at the end of an answer as padding, in training and in inference.
+    """
+
+    head: ModelHead = "sequence_classification"
+
+    def __init__(self, context: TaskContext) -> None:
+        self.section = context.section.reward
+        super().__init__(context, margin=self.section.use_margin)
+        self._tokenizer: Any = context.tokenizer
+
+    @property
+    def data_facts(self) -> DataFacts:
+        """Return a line about the token at which a conversation is scored; none if the template cannot render one."""
+        (outcome,) = self.encode([_SAMPLE])
+        if not isinstance(outcome, Features):
+            return DataFacts()
+        start, end = next(sequence_bounds(outcome))
+        ids = outcome.arrays["input_ids"][start:end].tolist()
+        while len(ids) > 1 and ids[-1] == self.pad_id:  # treated as padding by the model
+            ids.pop()
+        before, last = (repr(self._tokenizer.decode([token])) for token in (ids[-2:] if len(ids) > 1 else ids * 2))
+        line = f"reward: a conversation is scored at its last token, {last} (token {ids[-1]}) after {before}"
+        return DataFacts(lines=(line,))
+
+    @property
+    def head_values(self) -> Mapping[str, Any]:
+        """Return the number of scores, and the padding token, by which the model finds the last other token."""
+        return {"num_labels": 1, "pad_token_id": self.pad_id}
+
+    def collate(self, features: Sequence[Features]) -> Batch:
+        """Return chosen answers followed by rejected ones, with the margins if they are used."""
+        batch = super().collate(features)
+        if not self.section.use_margin:
+            return batch
+        margins = torch.from_numpy(np.concatenate([sample.arrays[MARGIN] for sample in features]))
+        return replace(batch, extras={**batch.extras, MARGIN: margins})
+
+    def loss_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
+        """Return the sums over the pairs of loss, scores, margins and correct preferences."""
+        chosen, rejected = scores(model, batch).chunk(2)
+        margin = batch.extras[MARGIN] if self.section.use_margin else 0.0
+        losses = bradley_terry(chosen, rejected, margin=margin, centering=self.section.centering)
+        return pair_sums(losses, chosen, rejected, counts=batch.extras[PAIR_WEIGHTS])
+
+    def metric_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
+        """Return the same sums and the number of pairs."""
+        return {**self.loss_sums(model, batch), "num_pairs": batch.extras[PAIR_WEIGHTS].sum()}
+
+    def metrics(self, sums: Mapping[str, float], records: Tensor | None = None) -> Mapping[str, float]:
+        """Return the means over the pairs: `loss`, `preference_accuracy`, both scores and their difference."""
+        return pair_metrics(sums)
+
+
+def scores(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the model's score of each sequence, float32 [sequences]."""
+    logits = forward_logits(model, batch) if batch.cumulative_lengths is None else sample_logits(model, batch)
+    return logits.squeeze(-1).float()
+
+
+_SAMPLE = {
+    "prompt": [{"role": "user", "content": "a"}],
+    "chosen": [{"role": "assistant", "content": "b"}],
+    "rejected": [{"role": "assistant", "content": "c"}],
+    MARGIN: 0.0,
+}

@@ -83,23 +83,15 @@ def apo_zero(chosen: Tensor, rejected: Tensor, section: PreferenceSection) -> Te
     return 1 - torch.sigmoid(section.beta * chosen) + torch.sigmoid(section.beta * rejected)
 
 
-def kto(
-    ratio: Tensor,
-    is_good: Tensor,
-    reference_point: Tensor,
-    *,
-    beta: float,
-    desirable_weight: float = 1.0,
-    undesirable_weight: float = 1.0,
-) -> Tensor:
+def kto(ratio: Tensor, is_good: Tensor, reference_point: Tensor, section: PreferenceSection) -> Tensor:
     """Return `w_D (1 - s(beta (ratio - z)))` of good answers and `w_U (1 - s(beta (z - ratio)))` of bad ones.
 
     KTO: Ethayarajh et al., 2024, arXiv:2402.01306, equation 8. All are [answers]; z, a scalar without gradient,
     is how far the model is from its reference: see `reference_point`.
     """
     sign = torch.where(is_good, 1.0, -1.0).to(ratio.dtype)
-    weight = torch.where(is_good, desirable_weight, undesirable_weight).to(ratio.dtype)
-    return weight * (1 - torch.sigmoid(beta * sign * (ratio - reference_point)))
+    weight = torch.where(is_good, section.desirable_weight, section.undesirable_weight).to(ratio.dtype)
+    return weight * (1 - torch.sigmoid(section.beta * sign * (ratio - reference_point)))
 
 
 def reference_point(ratio_sum: Tensor, num_answers: Tensor) -> Tensor:

@@ -25,8 +25,7 @@ from finetune.task.causal_lm import CausalTask
 from finetune.task.distillation import DistillationTask
 from finetune.task.masked_lm import MaskedLmTask
 from finetune.task.model_inputs import unwrap_model
-from finetune.task.preference.dpo import PreferenceTask
-from finetune.task.preference.kto import KtoTask
+from finetune.task.preference.dpo import KtoTask, PreferenceTask
 from finetune.task.seq2seq import Seq2SeqTask
 from tests.live_bytes import LiveBytes
 from tests.scenarios.trained import forget

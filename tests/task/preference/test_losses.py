@@ -97,9 +97,8 @@ def test_kto_is_equation_8():
         1.5 - 1.5 * logistic(0.3 * (ratio - point)) if good else 0.5 - 0.5 * logistic(0.3 * (point - ratio))
         for ratio, good in zip(MARGINS, is_good, strict=True)
     ]
-    loss = losses.kto(
-        doubles(MARGINS), torch.tensor(is_good), doubles(point), beta=0.3, desirable_weight=1.5, undesirable_weight=0.5
-    )
+    section = PreferenceSection(beta=0.3, desirable_weight=1.5, undesirable_weight=0.5)
+    loss = losses.kto(doubles(MARGINS), torch.tensor(is_good), doubles(point), section)
     close(loss, expected)
 
 
