@@ -95,7 +95,7 @@ IMPORTS_BY_NAME = {
     "finetune/runtime/optional.py": "packages that may be missing, modules that a job may not need",
     "finetune/registry/table.py": "the implementation of an entry of a table",
     "finetune/registry/plugins.py": "a plugin that a job names",
-    "finetune/task/generation/evaluation.py": "a metric that the user names as package.module:function",
+    "finetune/task/generation.py": "a metric that the user names as package.module:function",
 }
 """The only files that import by name while they run, and what."""
 

@@ -33,10 +33,10 @@ from finetune.runtime.files.recorded_names import recorded_name
 from finetune.runtime.progress import Progress
 from finetune.runtime.supervision.hang import HangReport
 from finetune.runtime.supervision.status import Peer
-from finetune.task.base import BaseTask, RequireImageMessages, RequireMessages, RequireText
 from finetune.task.classification.text_classification import MultiLabel, Regression, SingleLabel
 from finetune.task.distillation import DistillationTask
 from finetune.task.preference.dpo import precomputed_reference
+from finetune.task.protocol import BaseTask, RequireImageMessages, RequireMessages, RequireText
 
 
 def instance_of(kind):

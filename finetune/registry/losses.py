@@ -272,24 +272,24 @@ SESSION_LOSSES = Table(
         SessionLossEntry(
             name="cross_entropy",
             description="the negative log-probability",
-            implementation="finetune.task.lm_loss.policy_losses:cross_entropy",
+            implementation="finetune.task.lm_loss.token_loss:cross_entropy",
         ),
         SessionLossEntry(
             name="policy_gradient",
             description="the negative log-probability times the advantage (Williams, 1992)",
-            implementation="finetune.task.lm_loss.policy_losses:policy_gradient",
+            implementation="finetune.task.lm_loss.token_loss:policy_gradient",
             columns=("advantages",),
         ),
         SessionLossEntry(
             name="importance_sampling",
             description="the negative ratio of the probability to that of the sampling model, times the advantage",
-            implementation="finetune.task.lm_loss.policy_losses:importance_sampling",
+            implementation="finetune.task.lm_loss.token_loss:importance_sampling",
             columns=_POLICY_COLUMNS,
         ),
         SessionLossEntry(
             name="clipped_importance_sampling",
             description="the same with the ratio clipped to 0.8 and 1.2 (PPO; Schulman et al., 2017, arXiv:1707.06347)",
-            implementation="finetune.task.lm_loss.policy_losses:clipped_importance_sampling",
+            implementation="finetune.task.lm_loss.token_loss:clipped_importance_sampling",
             columns=_POLICY_COLUMNS,
         ),
     ),

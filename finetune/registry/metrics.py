@@ -28,7 +28,7 @@ METRICS = Table(
         MetricEntry(name="cross_entropy", goal="minimize"),
         MetricEntry(name="divergence", goal="minimize"),
         MetricEntry(name="token_accuracy"),
-        MetricEntry(name="exact_match", implementation="finetune.task.generation.evaluation:exact_match"),
+        MetricEntry(name="exact_match", implementation="finetune.task.generation:exact_match"),
         MetricEntry(name="accuracy"),
         MetricEntry(name="subset_accuracy"),
         MetricEntry(name="top5_accuracy"),

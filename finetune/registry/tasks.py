@@ -241,7 +241,7 @@ TASKS = Table(
         TaskEntry(
             name="vision_language_sft",
             description="`sft` with images",
-            implementation=f"{_PACKAGE}.vision_language_sft:VisionLanguageSftTask",
+            implementation=f"{_PACKAGE}.causal_lm:VisionLanguageSftTask",
             head="image_text_to_text",
             formats=_CHAT_FORMATS,
             metrics=TOKEN_METRICS,

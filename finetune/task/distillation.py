@@ -20,8 +20,7 @@ from finetune.data.batch import Batch
 from finetune.data.features import Features
 from finetune.errors import DataError
 from finetune.task.causal_lm import SftTask
-from finetune.task.lm_loss.at_targets import compute_at_targets, logits_at_targets
-from finetune.task.lm_loss.head import LmHead, map_chunks
+from finetune.task.lm_loss.head import LmHead, compute_at_targets, logits_at_targets, map_chunks
 from finetune.task.metrics import perplexity
 from finetune.task.protocol import Precomputed, TaskContext
 

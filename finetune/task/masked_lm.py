@@ -18,11 +18,10 @@ from finetune.data.features import Features
 from finetune.data.token_cache.lengths import SampleLengthLimit
 from finetune.errors import DataError
 from finetune.runtime.seeds import derive_seed
-from finetune.task.base import BaseTask, RequireText
 from finetune.task.causal_lm import make_target_loss, pad_id
 from finetune.task.metrics import token_metrics
 from finetune.task.model_inputs import collate_row, is_padding_free
-from finetune.task.protocol import ModelHead, SampleSpec, TaskContext
+from finetune.task.protocol import BaseTask, ModelHead, RequireText, SampleSpec, TaskContext
 
 
 @dataclass(frozen=True)

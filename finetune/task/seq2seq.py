@@ -13,11 +13,10 @@ from finetune.data.encoding.text import SourceTargetEncoder
 from finetune.data.encoding.tokenizer import num_special_tokens_around
 from finetune.data.features import Features
 from finetune.data.token_cache.lengths import SourceTargetLengthLimit
-from finetune.task.base import BaseTask
 from finetune.task.causal_lm import make_target_loss, pad_id
 from finetune.task.metrics import token_metrics
 from finetune.task.model_inputs import decoder_input_ids, unwrap_model
-from finetune.task.protocol import GenerationPrompt, ModelHead, SampleSpec, TaskContext
+from finetune.task.protocol import BaseTask, GenerationPrompt, ModelHead, SampleSpec, TaskContext
 
 
 class Seq2SeqTask(BaseTask):

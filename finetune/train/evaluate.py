@@ -25,7 +25,7 @@ from finetune.report.reporter import Reporter
 from finetune.runtime import distributed
 from finetune.runtime.parameters import AVERAGE
 from finetune.runtime.supervision.heartbeat import fault_point
-from finetune.task.generation.evaluation import GenerationEvaluator
+from finetune.task.generation import GenerationEvaluator
 from finetune.task.protocol import Task
 from finetune.train.meters import sum_over_ranks
 from finetune.train.parts import Evaluation

@@ -10,7 +10,7 @@ from finetune.data.batch import IGNORED
 from finetune.data.encoding.image_conversation import images_of
 from finetune.data.images.stored_image import StoredImage
 from finetune.errors import DataError
-from finetune.task.generation.evaluation import generate
+from finetune.task.generation import generate
 from finetune.task.protocol import TaskContext, build_task
 from tests.data.picture_processors import llava, picture, qwen, smolvlm
 

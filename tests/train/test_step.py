@@ -17,7 +17,7 @@ from finetune.errors import NonFiniteError, TrainingError
 from finetune.report.events import StepSkipped, StepTaken
 from finetune.runtime.progress import Cadence, NeverDue, Progress
 from finetune.runtime.supervision.signals import ReceivedSignals
-from finetune.task.base import BaseTask
+from finetune.task.protocol import BaseTask
 from finetune.train import step as steps
 from finetune.train import update
 from finetune.train.early_stopping import NeverStop

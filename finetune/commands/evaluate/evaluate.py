@@ -35,7 +35,7 @@ from finetune.runtime.text.library_output import quiet_libraries
 from finetune.runtime.text.redact import redacted_config
 from finetune.runtime.text.terminal import format_json
 from finetune.strategy.upstream import unsharded
-from finetune.task.generation.evaluation import load_metrics
+from finetune.task.generation import load_metrics
 from finetune.task.protocol import Task
 
 

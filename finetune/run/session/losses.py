@@ -12,7 +12,7 @@ from finetune.errors import DataError, UserError
 from finetune.registry.losses import SESSION_LOSSES, TOKEN_LOSSES
 from finetune.run.session.results import LossFunction, Scores
 from finetune.run.session.rows import WEIGHTS
-from finetune.task.lm_loss.at_targets import logits_at_targets
+from finetune.task.lm_loss.head import logits_at_targets
 from finetune.task.lm_loss.target_loss import log_probabilities_at_targets
 from finetune.train.parts import StepTask
 

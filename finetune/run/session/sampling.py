@@ -13,7 +13,7 @@ from finetune.run.session.results import Prompt, Sample
 from finetune.runtime import distributed
 from finetune.runtime.seeds import derive_seed
 from finetune.task.causal_lm import pad_id
-from finetune.task.generation.evaluation import generate, has_prompt_learning
+from finetune.task.generation import generate, has_prompt_learning
 from finetune.task.model_inputs import unwrap_model
 from finetune.task.protocol import GenerationPrompt
 

@@ -31,7 +31,7 @@ from finetune.run.context import RunContext
 from finetune.run.setup.padding_free import format_padding_free, resolve_padding_free
 from finetune.runtime import distributed
 from finetune.runtime.seeds import derive_seed
-from finetune.task.generation.evaluation import Metric, load_metrics
+from finetune.task.generation import Metric, load_metrics
 from finetune.task.lm_loss.target_loss import resolve_kernel
 from finetune.task.protocol import Task, TaskContext, build_task
 from finetune.train.plan import StepPlan, make_plan

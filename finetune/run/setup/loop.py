@@ -35,7 +35,7 @@ from finetune.runtime.parallel.tensor import tensor_group
 from finetune.runtime.progress import Cadence, NeverDue
 from finetune.runtime.supervision.signals import ReceivedSignals
 from finetune.runtime.supervision.spot import SpotNotice
-from finetune.task.generation.evaluation import GenerationEvaluator, Metric
+from finetune.task.generation import GenerationEvaluator, Metric
 from finetune.task.protocol import Task
 from finetune.train.accelerator import own_batches
 from finetune.train.early_stopping import EarlyStopping, NeverStop

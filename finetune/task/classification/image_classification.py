@@ -16,11 +16,10 @@ from finetune.data.images.decode import decode_image
 from finetune.data.images.transforms import ImageTransform, mix_images
 from finetune.data.rows import Row
 from finetune.runtime.seeds import derive_seed
-from finetune.task.base import BaseTask
 from finetune.task.classification.classes import class_loss_sum, find_classes
 from finetune.task.metrics import TOP_K, class_metrics
 from finetune.task.model_inputs import unwrap_model
-from finetune.task.protocol import DataFacts, EvaluationOutput, ModelHead, SampleSpec, TaskContext
+from finetune.task.protocol import BaseTask, DataFacts, EvaluationOutput, ModelHead, SampleSpec, TaskContext
 
 
 class ImageClassificationTask(BaseTask):

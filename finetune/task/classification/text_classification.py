@@ -26,7 +26,6 @@ from finetune.data.encoding.labelled_text import (
 from finetune.data.features import Features
 from finetune.errors import DataError
 from finetune.runtime.files.recorded_names import recorded_as, recorded_name
-from finetune.task.base import BaseTask
 from finetune.task.classification.classes import (
     TextPadding,
     WeightedClasses,
@@ -39,7 +38,7 @@ from finetune.task.classification.classes import (
 )
 from finetune.task.metrics import class_metrics, multi_label_metrics, regression_metrics
 from finetune.task.model_inputs import collate_row, is_padding_free
-from finetune.task.protocol import DataFacts, EvaluationOutput, ModelHead, Row, SampleSpec, TaskContext
+from finetune.task.protocol import BaseTask, DataFacts, EvaluationOutput, ModelHead, Row, SampleSpec, TaskContext
 
 
 class ProblemType(Protocol):

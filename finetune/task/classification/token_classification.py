@@ -14,7 +14,6 @@ from finetune.data.encoding.labelled_text import LABELS, TaggedWordsEncoder, tag
 from finetune.data.encoding.tokenizer import num_special_tokens_around
 from finetune.data.features import Features
 from finetune.data.token_cache.lengths import SampleLengthLimit
-from finetune.task.base import BaseTask
 from finetune.task.classification.classes import (
     TextPadding,
     class_loss_sum,
@@ -25,7 +24,7 @@ from finetune.task.classification.classes import (
 )
 from finetune.task.metrics import are_entity_tags, class_metrics, entity_scores
 from finetune.task.model_inputs import collate_row, is_padding_free
-from finetune.task.protocol import DataFacts, EvaluationOutput, ModelHead, SampleSpec, TaskContext
+from finetune.task.protocol import BaseTask, DataFacts, EvaluationOutput, ModelHead, SampleSpec, TaskContext
 
 
 class TokenClassificationTask(BaseTask):

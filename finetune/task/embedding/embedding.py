@@ -5,27 +5,89 @@ runs each of them twice: first without gradients to compute all vectors, then wi
 Both passes draw the same random numbers.
 """
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from finetune.config.sections.task import EmbeddingSection
 from finetune.data.batch import Batch
 from finetune.data.encoding.labelled_text import Truncation
 from finetune.data.encoding.text_groups import SCORE, Contents, Prompts, TextGroupsEncoder, TextsLengthLimit, append_eos
 from finetune.data.features import LENGTHS_OF_SEQUENCES, Features
+from finetune.data.token_cache.lengths import sequence_bounds
 from finetune.registry.losses import EMBEDDING_LOSSES
 from finetune.runtime.seeds import keep_random_state
-from finetune.task.base import BaseTask
 from finetune.task.classification.classes import TextPadding
-from finetune.task.embedding.sentence_files import embedding_files
 from finetune.task.embedding.similarity_losses import CosentOfStep, InfoNceOfStep, LossOfStep, OwnVectors, Similarity
-from finetune.task.embedding.text_batches import collate_groups, pooled_vectors
 from finetune.task.metrics import ranking_metrics, ranks_among, regression_metrics
-from finetune.task.protocol import EvaluationOutput, ModelHead, SampleSpec, TaskContext
+from finetune.task.model_inputs import forward_inputs
+from finetune.task.protocol import BaseTask, EvaluationOutput, ModelHead, SampleSpec, TaskContext
+
+Pooling = Literal["mean", "cls", "last_token"]
+
+_TEXT_ID_BITS = 52
+"""Bits of a text's digest: the number that a float64 represents exactly."""
+
+
+def split_sequences(features: Features) -> list[Features]:
+    """Return the sequences of a sample with their model inputs."""
+    names = [name for name in ("input_ids", "token_type_ids") if name in features.arrays]
+    return [
+        Features({name: features.arrays[name][start:end] for name in names}, features.sample_id)
+        for start, end in sequence_bounds(features)
+    ]
+
+
+def collate_groups(features: Sequence[Features], padding: TextPadding) -> Batch:
+    """Return all first sequences, then all second ones, then the others sample by sample, padded on the right.
+
+    `group_sizes` are the numbers of sequences per sample, `text_ids` the digests of the sequences. A sample is one
+    target; its label is its score, if samples have scores.
+    """
+    groups = [split_sequences(sample) for sample in features]
+    firsts, seconds = [group[0] for group in groups], [group[1] for group in groups if len(group) > 1]
+    sequences = [*firsts, *seconds, *(sequence for group in groups for sequence in group[2:])]
+    labels = (
+        torch.tensor([float(sample.arrays[SCORE][0]) for sample in features])
+        if SCORE in features[0].arrays
+        else torch.zeros(len(features), dtype=torch.long)
+    )
+    return Batch(
+        inputs=padding.inputs(sequences),
+        labels=labels,
+        num_targets=len(features),
+        num_tokens=sum(sample.length for sample in features),
+        sample_ids=tuple(sample.sample_id for sample in features),
+        text_ids=tuple(text_id(sequence) for sequence in sequences),
+        group_sizes=tuple(len(group) for group in groups),
+    )
+
+
+def text_id(sequence: Features) -> int:
+    """Return a digest of the sequence's tokens as a non-negative integer of at most 52 bits."""
+    content = np.ascontiguousarray(sequence.arrays["input_ids"], np.uint32).tobytes()
+    digest = hashlib.blake2b(content, digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> (64 - _TEXT_ID_BITS)
+
+
+def pooled_vectors(model: nn.Module, batch: Batch, pooling: Pooling) -> Tensor:
+    """Return one vector per sequence, float32 [sequences, dimensions], not normalized."""
+    states: Tensor = model(**forward_inputs(model, batch)).last_hidden_state  # [sequences, length, dimensions]
+    mask = batch.inputs["attention_mask"]
+    if pooling == "mean":
+        weights = mask.to(torch.float32)[..., None]
+        vectors: Tensor = (states.to(torch.float32) * weights).sum(dim=1) / weights.sum(dim=1)
+        return vectors
+    if pooling == "cls":
+        return states[:, 0].to(torch.float32)
+    last = (mask.sum(dim=1) - 1)[:, None, None].expand(-1, 1, states.shape[-1])
+    return states.gather(1, last).squeeze(1).to(torch.float32)
+
 
 GRADIENT, LOSS, MASKED = "cached_gradient", "cached_loss", "cached_masked"
 ANCHOR, POSITIVE, NEGATIVE = range(3)
@@ -194,3 +256,39 @@ def _unique_texts(ids: np.ndarray, *, num_rows: int) -> tuple[np.ndarray, np.nda
     for query, passage in zip(query_of_row.tolist(), index_of_passage[:num_rows].tolist(), strict=True):
         relevant[query].add(passage)
     return queries, num_rows + corpus, [sorted(passages) for passages in relevant]
+
+
+_POOLING_MODES = {
+    "cls": "pooling_mode_cls_token",
+    "mean": "pooling_mode_mean_tokens",
+    "last_token": "pooling_mode_lasttoken",
+}
+_OTHER_MODES = ("pooling_mode_max_tokens", "pooling_mode_mean_sqrt_len_tokens", "pooling_mode_weightedmean_tokens")
+
+
+def embedding_files(section: EmbeddingSection, *, dimension: int, max_length: int) -> dict[str, Any]:
+    """Return the files of sentence-transformers by relative path, in version 2, which all versions up to 6 read."""
+    modes = {name: mode == section.pooling for mode, name in _POOLING_MODES.items()}
+    pooling = {"word_embedding_dimension": dimension, **modes, **dict.fromkeys(_OTHER_MODES, False)}
+    names = ["Transformer", "Pooling", *(["Normalize"] if section.normalize else [])]
+    modules = [
+        {
+            "idx": number,
+            "name": str(number),
+            "path": f"{number}_{name}" if number else "",
+            "type": f"sentence_transformers.models.{name}",
+        }
+        for number, name in enumerate(names)
+    ]
+    passage = section.prompts.passage
+    return {
+        "modules.json": modules,
+        "sentence_bert_config.json": {"max_seq_length": max_length, "do_lower_case": False},
+        "1_Pooling/config.json": {**pooling, "include_prompt": True},
+        "config_sentence_transformers.json": {
+            "model_type": "SentenceTransformer",
+            "prompts": {"query": section.prompts.query, "document": passage, "passage": passage},
+            "default_prompt_name": None,
+            "similarity_fn_name": "cosine" if section.normalize else "dot",
+        },
+    }

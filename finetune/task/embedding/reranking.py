@@ -9,18 +9,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from finetune.config.sections.task import RerankingSection
 from finetune.data.batch import Batch
 from finetune.data.encoding.labelled_text import Truncation
 from finetune.data.encoding.text_groups import SCORE, TextGroupsEncoder, TextsLengthLimit
 from finetune.data.features import LENGTHS_OF_SEQUENCES, Features
 from finetune.registry.losses import RERANKING_LOSSES
-from finetune.task.base import BaseTask
 from finetune.task.classification.classes import TextPadding
-from finetune.task.embedding.sentence_files import activation_of, reranking_files
-from finetune.task.embedding.text_batches import collate_groups
+from finetune.task.embedding.embedding import collate_groups
 from finetune.task.metrics import ranking_metrics, ranks_in, regression_metrics
 from finetune.task.model_inputs import forward_logits
-from finetune.task.protocol import EvaluationOutput, ModelHead, SampleSpec, TaskContext
+from finetune.task.protocol import BaseTask, EvaluationOutput, ModelHead, SampleSpec, TaskContext
 
 GROUP = "group_of_sequence"
 
@@ -151,3 +150,36 @@ def squared_error(scores: Tensor, batch: Batch) -> Tensor:
 def _scores(model: nn.Module, batch: Batch) -> Tensor:
     """Return the score of every query-passage pair, float32 [sequences]."""
     return forward_logits(model, batch).squeeze(-1).float()
+
+
+def activation_of(section: RerankingSection) -> str:
+    """Return the activation of `CrossEncoder`: a sigmoid if the score is a logit, else the identity."""
+    is_logit = RERANKING_LOSSES[section.loss].is_logit
+    return f"torch.nn.modules.{'activation.Sigmoid' if is_logit else 'linear.Identity'}"
+
+
+def reranking_files(section: RerankingSection, *, max_length: int) -> Mapping[str, Any]:
+    """Return the files of a cross-encoder by relative path; versions before 6 only read the model's config."""
+    text = {"text": {"method": "forward", "method_output_name": "logits"}}
+    return {
+        "modules.json": [
+            {
+                "idx": 0,
+                "name": "0",
+                "path": "",
+                "type": "sentence_transformers.base.modules.transformer.Transformer",
+            }
+        ],
+        "sentence_bert_config.json": {
+            "transformer_task": "sequence-classification",
+            "modality_config": text,
+            "module_output_name": "scores",
+            "max_seq_length": max_length,
+        },
+        "config_sentence_transformers.json": {
+            "model_type": "CrossEncoder",
+            "activation_fn": activation_of(section),
+            "prompts": {},
+            "default_prompt_name": None,
+        },
+    }

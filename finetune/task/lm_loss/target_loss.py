@@ -19,7 +19,6 @@ from finetune.errors import UserError
 from finetune.registry.losses import LOSS_KERNELS, TOKEN_LOSSES
 from finetune.runtime.optional import require
 from finetune.task.lm_loss import chunked_loss
-from finetune.task.lm_loss.at_targets import compute_at_targets, logits_at_targets, logits_everywhere
 from finetune.task.lm_loss.chunked_loss import (
     AUTOGRAD_LOGIT_BYTES,
     SMOOTHED_LOGIT_BYTES,
@@ -27,7 +26,14 @@ from finetune.task.lm_loss.chunked_loss import (
     bytes_per_logit,
     rows_per_chunk,
 )
-from finetune.task.lm_loss.head import LmHead, find_lm_head, map_chunks
+from finetune.task.lm_loss.head import (
+    LmHead,
+    compute_at_targets,
+    find_lm_head,
+    logits_at_targets,
+    logits_everywhere,
+    map_chunks,
+)
 from finetune.task.lm_loss.logit_transform import LogitTransform
 from finetune.task.lm_loss.token_loss import TokenLoss
 from finetune.task.metrics import token_sums
@@ -65,14 +71,16 @@ def liger(rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, tra
     function: Any = require(_module("liger"), extra="kernels", purpose="`train.loss_kernel: liger`")
     settings = {"reduction": "sum", "softcap": transform.soft_cap, "accum_dtype": torch.float32}
     bias = None if bias is None else _scaled(bias, transform)
-    return _sum(function.liger_fused_linear_cross_entropy(_scaled(rows, transform), weight, labels, bias, **settings))
+    loss = function.liger_fused_linear_cross_entropy(_scaled(rows, transform), weight, labels, bias, **settings)
+    return cast(Tensor, loss.to(torch.float32))
 
 
 def cce(rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, transform: LogitTransform) -> Tensor:
     """Return the sum by cut-cross-entropy, including the gradients of unlikely tokens (`filter_eps`)."""
     package: Any = require(_module("cce"), extra="kernels", purpose="`train.loss_kernel: cce`")
     settings = {"reduction": "sum", "softcap": transform.soft_cap, "filter_eps": None}
-    return _sum(package.linear_cross_entropy(_scaled(rows, transform), weight, labels, **settings))
+    loss = package.linear_cross_entropy(_scaled(rows, transform), weight, labels, **settings)
+    return cast(Tensor, loss.to(torch.float32))
 
 
 def _module(kernel: LossKernel) -> str:
@@ -83,11 +91,6 @@ def _module(kernel: LossKernel) -> str:
 
 def _scaled(values: Tensor, transform: LogitTransform) -> Tensor:
     return values if transform.scale == 1.0 else values * transform.scale
-
-
-def _sum(loss: Any) -> Tensor:
-    summed: Tensor = loss.to(torch.float32)
-    return summed
 
 
 MAX_FULL_LOGITS = 1 << 18
@@ -196,8 +199,12 @@ def _training_loss(rows: Tensor, head: LmHead, *, labels: Tensor, loss: TokenLos
         assert weight is not None
         return fused_kernel(rows.to(spec.dtype), weight, bias, labels, spec.transform).expand(2)
     logit_bytes = AUTOGRAD_LOGIT_BYTES if loss.is_plain else SMOOTHED_LOGIT_BYTES
-    sums = map_chunks(partial(_logits_loss_sums, loss, head), head, rows, labels, logit_bytes=logit_bytes)
-    return torch.stack(sums).sum(dim=0)
+
+    def chunk_sums(rows: Tensor, labels: Tensor) -> Tensor:
+        sums = loss.sums(head.logits(rows), labels)
+        return torch.stack([sums["loss_sum"], sums.get("cross_entropy", sums["loss_sum"])])
+
+    return torch.stack(map_chunks(chunk_sums, head, rows, labels, logit_bytes=logit_bytes)).sum(dim=0)
 
 
 def _loss_of_each(rows: Tensor, head: LmHead, *, labels: Tensor) -> Tensor:
@@ -206,7 +213,11 @@ def _loss_of_each(rows: Tensor, head: LmHead, *, labels: Tensor) -> Tensor:
     if linear is not None:
         spec = _loss_spec(rows, head, linear[0], TokenLoss())
         return chunked_loss.row_losses(head.share(rows), *linear, labels, spec)[0]
-    return torch.cat(map_chunks(partial(_logits_losses, head), head, rows, labels))
+
+    def chunk_losses(rows: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(head.logits(rows), labels, reduction="none")
+
+    return torch.cat(map_chunks(chunk_losses, head, rows, labels))
 
 
 def _evaluation_sums(rows: Tensor, head: LmHead, *, labels: Tensor) -> Tensor:
@@ -214,22 +225,13 @@ def _evaluation_sums(rows: Tensor, head: LmHead, *, labels: Tensor) -> Tensor:
     linear = head.linear_weights(rows)
     if linear is not None:
         return chunked_loss.loss_and_num_correct(rows, *linear, labels, _loss_spec(rows, head, linear[0], TokenLoss()))
-    return torch.stack(map_chunks(partial(_logits_evaluation_sums, head), head, rows, labels)).sum(dim=0)
 
+    def chunk_sums(rows: Tensor, labels: Tensor) -> Tensor:
+        logits = head.logits(rows)
+        loss_sum = nn.functional.cross_entropy(logits, labels, reduction="sum")
+        return torch.stack([loss_sum, (logits.argmax(dim=-1) == labels).sum()])
 
-def _logits_loss_sums(loss: TokenLoss, head: LmHead, rows: Tensor, labels: Tensor) -> Tensor:
-    sums = loss.sums(head.logits(rows), labels)
-    return torch.stack([sums["loss_sum"], sums.get("cross_entropy", sums["loss_sum"])])
-
-
-def _logits_losses(head: LmHead, rows: Tensor, labels: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(head.logits(rows), labels, reduction="none")
-
-
-def _logits_evaluation_sums(head: LmHead, rows: Tensor, labels: Tensor) -> Tensor:
-    logits = head.logits(rows)
-    loss_sum = nn.functional.cross_entropy(logits, labels, reduction="sum")
-    return torch.stack([loss_sum, (logits.argmax(dim=-1) == labels).sum()])
+    return torch.stack(map_chunks(chunk_sums, head, rows, labels)).sum(dim=0)
 
 
 def _loss_spec(rows: Tensor, head: LmHead, weight: Tensor, loss: TokenLoss) -> LossSpec:
@@ -250,39 +252,29 @@ def fallback_warning(model: nn.Module, model_head: ModelHead, kernel: LossKernel
     if model_head not in HEADS_OVER_VOCABULARY or kernel == "plain":
         return None
     head, name = find_lm_head(model), type(unwrap_model(model)).__name__
-    if head is None or head.transform is None:
-        return f"warning: {_kernel_prefix(kernel)}{_describe_all_logits(head, name)}, which needs more memory"
-    if (reason := _kernel_problem(head, kernel)) is not None:
-        return f"warning: train.loss_kernel: `{kernel}` does not support {reason}; `chunked` is used"
+    prefix = "" if kernel == "auto" else f"train.loss_kernel: `{kernel}` cannot be used: "
+    if head is None:
+        problem = f"the head of {name} cannot be located: the loss holds the logits of all positions at once"
+        return f"warning: {prefix}{problem}, which needs more memory"
+    if head.transform is None:
+        positions = "target positions" if head.is_rowwise else "positions"
+        return (
+            f"warning: {prefix}{name} transforms the output of its head in a way not described by its config: the loss "
+            f"holds the logits of all {positions} of a microbatch at once, which needs more memory"
+        )
+    entry, unsupported = LOSS_KERNELS[kernel], None
+    if entry.module is not None:
+        if not head.is_linear:
+            unsupported = "a head that is not a single linear layer (adapters, quantization)"
+        elif head.part is not None:
+            unsupported = "a vocabulary that ranks share"
+        elif getattr(head.module, "bias", None) is not None and not entry.takes_bias:
+            unsupported = "a head with a bias"
+    if unsupported is not None:
+        return f"warning: train.loss_kernel: `{kernel}` does not support {unsupported}; `chunked` is used"
     if head.is_partitioned and not head.is_linear and list(head.module.parameters()):
         return (
-            f"warning: {_kernel_prefix(kernel)}the head of {name} is not a single linear layer (adapters, "
-            "quantization), and ZeRO-3 gathers it once: the loss holds the logits of all targets of a microbatch at "
-            "once, which needs more memory"
+            f"warning: {prefix}the head of {name} is not a single linear layer (adapters, quantization), and ZeRO-3 "
+            "gathers it once: the loss holds the logits of all targets of a microbatch at once, which needs more memory"
         )
     return None
-
-
-def _kernel_prefix(kernel: LossKernel) -> str:
-    return "" if kernel == "auto" else f"train.loss_kernel: `{kernel}` cannot be used: "
-
-
-def _describe_all_logits(head: LmHead | None, name: str) -> str:
-    if head is None:
-        return f"the head of {name} cannot be located: the loss holds the logits of all positions at once"
-    positions = "target positions" if head.is_rowwise else "positions"
-    return (
-        f"{name} transforms the output of its head in a way not described by its config: the loss holds the logits of "
-        f"all {positions} of a microbatch at once"
-    )
-
-
-def _kernel_problem(head: LmHead, kernel: LossKernel) -> str | None:
-    if LOSS_KERNELS[kernel].module is None:
-        return None
-    if not head.is_linear:
-        return "a head that is not a single linear layer (adapters, quantization)"
-    if head.part is not None:
-        return "a vocabulary that ranks share"
-    has_bias = getattr(head.module, "bias", None) is not None
-    return "a head with a bias" if has_bias and not LOSS_KERNELS[kernel].takes_bias else None

@@ -1,4 +1,8 @@
-"""Losses as sums over targets, never means: a mean is taken once, over the whole world."""
+"""Losses of predicted tokens: the cross-entropy, label smoothing and z-loss as sums over targets; policy gradients.
+
+A loss by log-probabilities is a function from those of the targets, their labels, both [targets], and the batch, whose
+extras hold the numbers of the rows by column, to the loss of each target, [targets].
+"""
 
 from dataclasses import dataclass
 
@@ -6,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from finetune.data.batch import IGNORED
+from finetune.data.batch import IGNORED, Batch
 
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
@@ -49,3 +53,33 @@ class TokenLoss:
             uniform = (denominators - fp32_logits.mean(dim=-1)).where(is_target, 0.0).sum()
             loss = loss + self.label_smoothing * (uniform - plain)
         return {"loss_sum": loss, "cross_entropy": plain.detach()}
+
+
+CLIP_RANGE = 0.2
+"""How far the ratio of probabilities may be from 1 where it is clipped."""
+
+
+def cross_entropy(log_probabilities: Tensor, labels: Tensor, batch: Batch) -> Tensor:
+    """Return the negative log-probabilities."""
+    return -log_probabilities
+
+
+def policy_gradient(log_probabilities: Tensor, labels: Tensor, batch: Batch) -> Tensor:
+    """Return the negative log-probabilities times `advantages`: REINFORCE (Williams, 1992)."""
+    return -log_probabilities * batch.extras["advantages"]
+
+
+def importance_sampling(log_probabilities: Tensor, labels: Tensor, batch: Batch) -> Tensor:
+    """Return the negative ratios to `old_log_probabilities`, of the model that sampled, times `advantages`."""
+    return -_ratio(log_probabilities, batch) * batch.extras["advantages"]
+
+
+def clipped_importance_sampling(log_probabilities: Tensor, labels: Tensor, batch: Batch) -> Tensor:
+    """Return the same, where a ratio beyond the clip range gains nothing (Schulman et al., 2017, arXiv:1707.06347)."""
+    ratio, advantages = _ratio(log_probabilities, batch), batch.extras["advantages"]
+    clipped = ratio.clamp(1.0 - CLIP_RANGE, 1.0 + CLIP_RANGE)
+    return -torch.minimum(ratio * advantages, clipped * advantages)
+
+
+def _ratio(log_probabilities: Tensor, batch: Batch) -> Tensor:
+    return (log_probabilities - batch.extras["old_log_probabilities"]).exp()

@@ -14,7 +14,6 @@ from finetune.data.encoding.preference import MARGIN, PreferenceEncoder
 from finetune.data.features import Features
 from finetune.data.templates.chat_template import require_chat_template
 from finetune.data.token_cache.lengths import SequencesLengthLimit, sequence_bounds
-from finetune.task.base import BaseTask
 from finetune.task.causal_lm import pad_id
 from finetune.task.lm_loss.target_loss import log_probabilities_at_targets
 from finetune.task.model_inputs import (
@@ -26,7 +25,7 @@ from finetune.task.model_inputs import (
     sample_logits,
 )
 from finetune.task.preference.losses import bradley_terry
-from finetune.task.protocol import DataFacts, ModelHead, SampleSpec, TaskContext
+from finetune.task.protocol import BaseTask, DataFacts, ModelHead, SampleSpec, TaskContext
 
 PAIR_WEIGHTS = "counts"
 NUM_PAIRS = "num_firsts"
@@ -45,9 +44,10 @@ def collate_pairs(features: Sequence[Features], *, pad_id: int | None) -> Batch:
     lower: list[Features] = []
     num_firsts: list[int] = []
     for sample in features:
-        ids, is_target = sample.arrays["input_ids"], sample.arrays["is_target"]
-        bounds = list(sequence_bounds(sample))
-        sequences = [Features({"input_ids": ids[a:b], "is_target": is_target[a:b]}) for a, b in bounds]
+        names = ("input_ids", "is_target")
+        sequences = [
+            Features({name: sample.arrays[name][start:end] for name in names}) for start, end in sequence_bounds(sample)
+        ]
         num_firsts.append(len(sequences) // 2)
         upper += sequences[: num_firsts[-1]]
         lower += sequences[num_firsts[-1] :]

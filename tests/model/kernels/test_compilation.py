@@ -16,7 +16,7 @@ from finetune.model.adapters.context import AdapterContext, adapter_config
 from finetune.model.kernels import compilation
 from finetune.model.kernels.compilation import compile_model, repeated_layers
 from finetune.runtime.parameters import InitContext
-from finetune.task.lm_loss.at_targets import logits_at_targets
+from finetune.task.lm_loss.head import logits_at_targets
 from finetune.task.model_inputs import collate_padding_free, unwrap_model
 from tests.devices import ON_GPU
 from tests.model.attention.flash_on_cpu import flash_on_cpu

@@ -14,9 +14,8 @@ from finetune.data.encoding.text_groups import append_eos, ends_with_eos
 from finetune.errors import DataError
 from finetune.model.activations import enable_gradient_checkpointing
 from finetune.runtime import seeds
-from finetune.task.embedding.embedding import GRADIENT
+from finetune.task.embedding.embedding import GRADIENT, collate_groups, pooled_vectors
 from finetune.task.embedding.similarity_losses import OwnVectors
-from finetune.task.embedding.text_batches import collate_groups, pooled_vectors
 from tests.task.embedding.conftest import ROWS, SCORED
 
 LOSSES = {

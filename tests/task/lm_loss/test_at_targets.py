@@ -11,8 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from finetune.data.batch import IGNORED, Targets
 from finetune.data.features import Features
 from finetune.task.lm_loss import chunked_loss, target_loss
-from finetune.task.lm_loss.at_targets import logits_at_targets
-from finetune.task.lm_loss.head import LmHead, find_lm_head
+from finetune.task.lm_loss.head import LmHead, find_lm_head, logits_at_targets
 from finetune.task.lm_loss.logit_transform import LogitTransform, find_logit_transform, is_rowwise
 from finetune.task.lm_loss.target_loss import TargetLoss, log_probabilities_at_targets
 from finetune.task.lm_loss.token_loss import TokenLoss

@@ -9,7 +9,7 @@ from transformers import GenerationConfig
 
 from finetune.errors import ModelError
 from finetune.model.generation import SamplingParams, generate_batch
-from finetune.task.generation.evaluation import generate
+from finetune.task.generation import generate
 from finetune.task.protocol import GenerationPrompt
 from tests.devices import EVERY_DEVICE
 from tests.model.attention.small_models import tiny_model

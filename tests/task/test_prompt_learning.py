@@ -7,8 +7,8 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from finetune.data.batch import Batch
-from finetune.task.generation.evaluation import generate, has_prompt_learning
-from finetune.task.lm_loss.at_targets import logits_everywhere
+from finetune.task.generation import generate, has_prompt_learning
+from finetune.task.lm_loss.head import logits_everywhere
 from finetune.task.protocol import GenerationPrompt
 
 PROMPTS = [(5, 17, 20, 31), (7,), (9, 10, 11, 12, 13, 14)]
