@@ -4,22 +4,9 @@ import random
 from pathlib import Path
 from typing import Any
 
-from tests.small_job import reversal
+import yaml
 
-MODEL = {
-    "from_config": {
-        "model_type": "llama",
-        "values": {
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "tie_word_embeddings": True,
-        },
-    },
-    "tokenizer": {"train": {"vocabulary_size": 320}},
-}
+from tests.small_job import JOB, reversal
 
 
 def rows(count: int = 50, *, seed: int = 1) -> list[dict[str, object]]:
@@ -30,21 +17,9 @@ def rows(count: int = 50, *, seed: int = 1) -> list[dict[str, object]]:
 
 def sections(folder: Path, **others: Any) -> dict[str, Any]:
     """Return the sections of a job of four steps into the folder; `others` replace some."""
-    return {
-        "run": {"folder": str(folder / "run"), "seed": 7},
-        "model": MODEL,
-        "data": {
-            "train": rows(),
-            "validation": rows(7, seed=2),
-            "max_length": 128,
-            "chat_template": "chatml",
-            "cache_folder": str(folder / "cache"),
-        },
-        "task": {"name": "sft"},
-        "train": {"global_batch_size": 8, "microbatch_size": 4, "steps": 4, "learning_rate": 1e-2},
-        "checkpoint": {"every_steps": 2},
-        "evaluate": {"every_steps": 2},
-        "report": {"console": "plain", "log_every_steps": 1},
-        "export": {"verify": False},
-        **others,
-    }
+    job = yaml.safe_load(JOB)
+    job["run"] = {"folder": str(folder / "run"), "seed": 7}
+    job["data"] |= {"train": rows(), "validation": rows(7, seed=2), "cache_folder": str(folder / "cache")}
+    job["train"] = {"global_batch_size": 8, "microbatch_size": 4, "steps": 4, "learning_rate": 1e-2}
+    job["checkpoint"] = job["evaluate"] = {"every_steps": 2}
+    return {**job, **others}

@@ -14,7 +14,10 @@ from tests.small_job import JOB, write_job
 
 PROGRAM = Path(__file__).with_name("session_program.py")
 SESSION_JOB = JOB.replace("runs/job", "runs/session")
-STRATEGIES = ("single", "ddp", "fsdp2", "zero2", "zero3")
+STRATEGIES = [
+    *("single", "zero3"),
+    *(pytest.param(name, marks=pytest.mark.full) for name in ("ddp", "fsdp2", "zero2")),
+]
 TOLERANCE = 1e-6
 TIMEOUT_SECONDS = 400.0
 
@@ -49,7 +52,7 @@ def launch(strategy: str, job: Path, results: Path) -> dict[str, Any]:
     return json.loads(results.read_text())
 
 
-@pytest.fixture(scope="module", params=[pytest.param(name, id=name) for name in STRATEGIES])
+@pytest.fixture(scope="module", params=STRATEGIES)
 def session(
     request: pytest.FixtureRequest, trained: tuple[Path, list[list[float]]], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, dict[str, Any]]:

@@ -79,7 +79,7 @@ def test_reporters_see_every_step(tmp_path):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("strategy", [pytest.param(name, marks=needs(name)) for name in ("ddp", "fsdp2", "zero2")])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("zero2", marks=[pytest.mark.full, *needs("zero2")])])
 def test_a_script_under_accelerate_launch_trains_twice_on_all_ranks(tmp_path, strategy, trained):
     command = [sys.executable, "-m", "accelerate.commands.launch"]
     command += ["--config_file", str(ROOT / f"accelerate_configs/{strategy}.yaml"), "--num_processes", "2"]

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import psutil
 import pytest
@@ -14,7 +13,6 @@ import pytest
 from gpu_comparison.cases import cases
 from gpu_comparison.workers import Settings, Worker, alive, environment
 
-ROOT = Path(__file__).parents[2]
 FAKE = "tests.benchmarks.fake_gpu_worker"
 
 

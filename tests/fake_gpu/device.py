@@ -40,7 +40,6 @@ _READ = "waits for the GPU: its result goes to the host"
 _PAGEABLE = "waits for a copy to the GPU: the source is not in page-locked memory"
 _BLOCKING = "waits for a copy to the GPU: without non_blocking"
 _TO_HOST = "waits for a copy to the host: without non_blocking"
-_WAITS = "waits for the GPU"
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ class Running:
 
     def until_gone(self, pids: Sequence[int]) -> None:
         """Wait until none of the processes lives."""
-        self.until(lambda: not any(psutil.pid_exists(pid) and _lives(pid) for pid in pids))
+        self.until(lambda: not any(has_process(pid) for pid in pids))
 
     def kill_all(self) -> None:
         for pid in [*self.pids(), self.process.pid]:
@@ -72,7 +72,8 @@ class Running:
         self.process.end()
 
 
-def _lives(pid: int) -> bool:
+def has_process(pid: int) -> bool:
+    """Return whether the process exists and is no zombie."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     return False

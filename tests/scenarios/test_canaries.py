@@ -234,14 +234,6 @@ def _cores(canary: str) -> set[str]:
     return {canary[:12], canary[3:14]} if canary.startswith("hf_") else {canary[:8]}
 
 
-def _is_text(path: Path) -> bool:
-    return (
-        path.is_file()
-        and path.suffix in (".json", ".jsonl", ".yaml", ".md", ".html", ".txt", "")
-        and ".lock" not in path.name
-    )
-
-
 def test_every_command_of_the_canary_session_exits_as_expected(session):
     refused = {"evaluate", "convert", "chat", "no such option", "no such file", "key in the file", "key in the address"}
     refused |= {"evil value", "address that is gone", "closed address", "password", "bad row"}

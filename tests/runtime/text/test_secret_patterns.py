@@ -8,8 +8,6 @@ from finetune.runtime.text.secret_patterns import (
     without_query,
 )
 
-CANARY = "c0ffee+/=Ab"
-
 
 @pytest.mark.parametrize(
     "name",

@@ -11,10 +11,7 @@ MEASURED = re.compile(r"memory: .*, measured peak ([\d.]+) (MB|GB)")
 CASES = {
     "full": (None, ()),
     "recomputed": (None, ("model.gradient_checkpointing=true",)),
-    "lora": (None, ("model.lora={rank: 4}",)),
-    "ddp": ("ddp", ()),
     "fsdp2": ("fsdp2", ()),
-    "zero2": ("zero2", ()),
     "zero3 with LoRA": ("zero3", ("model.lora={rank: 4}",)),
 }
 

@@ -97,13 +97,9 @@ def test_ddp_sends_no_buffers_in_forward_passes(measured, figure):
     figure("ddp: times that buffers are sent in three steps", run.of_rank(1)["buffers_sent"], at_most=0)
 
 
-full = pytest.mark.full
-
-
+@pytest.mark.full
 @pytest.mark.distributed
-@pytest.mark.parametrize(
-    ("strategy", "processes"), [("fsdp2", 2), pytest.param("fsdp1", 2, marks=full), pytest.param("hsdp", 4, marks=full)]
-)
+@pytest.mark.parametrize(("strategy", "processes"), [("fsdp2", 2), ("fsdp1", 2)])
 def test_a_sum_of_shards_trains_as_a_sum_of_whole_gradients(launch, strategy, processes):
     overrides = ["train.microbatch_size=1", *WITHOUT_EVALUATION]
     whole = launch(strategy, name=f"whole-{strategy}", processes=processes, overrides=overrides)

@@ -128,16 +128,7 @@ def test_a_finished_run_is_not_trained_again_and_rejects_another_job(launch):
 
 
 @pytest.mark.distributed
-def test_another_jobs_folder_is_refused(launch):
-    assert launch(None, name="mine", overrides=["train.stop_after_steps=1"]).code == 0
-    other = launch(None, name="mine", overrides=["run.seed=8"])
-    assert other.code == 2
-    assert "run.seed" in other.output
-    assert "Traceback" not in other.output
-
-
-@pytest.mark.distributed
-def test_config_and_environment_are_recorded_in_the_run_folder(launch):
+def test_config_and_environment_are_recorded_in_the_run_folder_which_another_job_is_refused(launch):
     run = launch(None, name="described", overrides=["train.stop_after_steps=1"])
     resolved = (run.folder / "resolved.yaml").read_text()
     assert re.search(r"learning_rate: 0\.01 +# job\.yaml line 21$", resolved, re.MULTILINE), resolved
@@ -145,6 +136,9 @@ def test_config_and_environment_are_recorded_in_the_run_folder(launch):
     assert (run.folder / "config.yaml").read_text().startswith("\nrun:")
     facts = json.loads((run.folder / "environment.json").read_text())
     assert facts["packages"]["torch"]
+    other = launch(None, name="described", overrides=["run.seed=8"])
+    assert other.code == 2
+    assert "run.seed" in other.output and "Traceback" not in other.output
 
 
 @pytest.mark.full

@@ -8,8 +8,7 @@ from safetensors.torch import load_file
 
 from tests.scenarios.strategies.test_tensor_parallel import LORA, SETTINGS, assert_equal, samples_by_step
 
-pytestmark = pytest.mark.distributed
-full = pytest.mark.full
+pytestmark = [pytest.mark.distributed, pytest.mark.full]
 
 STRATEGY = "fsdp2_tensor_parallel"
 SMALL = (*SETTINGS, "train.microbatch_size=2")
@@ -41,20 +40,6 @@ def test_a_run_resumes_under_and_after_two_groups_of_two_ranks(launch):
     assert len(run.losses()) == 8
 
 
-@full
-def test_two_groups_of_two_ranks_have_the_losses_samples_and_export_of_one_process(launch):
-    """Of one model type; `test_tensor_parallel.py` compares the losses of all that FSDP2 can shard, in one launch."""
-    overrides = [*SMALL, "model.from_config.model_type=mistral"]
-    alone = launch(None, name="fsdp2-tp-alone-mistral", overrides=overrides)
-    run = launch(STRATEGY, name="fsdp2-tp-mistral", processes=4, overrides=overrides)
-    assert_equal(run, alone)
-    assert samples_by_step(run) == samples_by_step(alone)
-    exported, wanted = (load_file(ended.folder / "final" / "model.safetensors") for ended in (run, alone))
-    for name, tensor in wanted.items():
-        torch.testing.assert_close(exported[name], tensor, rtol=0, atol=1e-4)
-
-
-@full
 @pytest.mark.parametrize(
     "settings",
     [
@@ -75,7 +60,6 @@ def test_settings_have_the_losses_of_one_process(launch, settings, request):
     assert_equal(run, alone)
 
 
-@full
 def test_adapters_have_the_losses_and_the_export_of_one_process(launch):
     """Also resumed: from tensor parallelism alone, and from FSDP2 alone."""
     overrides = [*SMALL, *LORA, "export.merge=true"]
@@ -90,7 +74,6 @@ def test_adapters_have_the_losses_and_the_export_of_one_process(launch):
         torch.testing.assert_close(exported[name], tensor, rtol=0, atol=1e-4)
 
 
-@full
 def test_checkpoints_resume_under_other_strategies_and_bitwise_under_the_same(launch):
     overrides = [*SMALL, "checkpoint={every_steps: 2, keep_last: 4}"]
     whole = launch(STRATEGY, name="fsdp2-tp-whole", processes=4, overrides=overrides)
@@ -109,7 +92,6 @@ def test_checkpoints_resume_under_other_strategies_and_bitwise_under_the_same(la
     assert len(first) >= 4
 
 
-@full
 def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all_four(launch):
     run = launch(
         STRATEGY,
@@ -123,7 +105,6 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all_four(launch):
     assert skipped["step"] == 3
 
 
-@full
 def test_copies_of_two_groups_have_the_losses_of_one_process(launch, tmp_path):
     """HSDP: two copies of what two groups of two ranks share."""
     written = (FILES / f"{STRATEGY}.yaml").read_text()

@@ -7,7 +7,8 @@ from finetune.checkpoint.format.manifest import read_manifest
 from tests.devices import ON_GPU, needs
 
 STRATEGIES = ("ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3")
-ESSENTIAL = {("ddp", "fp32"), ("fsdp2", "fp32"), ("fsdp2", "bf16"), ("zero3", "fp32")}
+ON_CPU = {("fsdp2", "bf16"), ("zero3", "fp32")}
+"""What is enough of it without a GPU, where tests of two processes take every strategy."""
 TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
 GPU = [
     "model.from_config.values={hidden_size: 1024, intermediate_size: 2816, num_hidden_layers: 4, "
@@ -33,9 +34,9 @@ pytestmark = pytest.mark.distributed
 def cases():
     for precision in TOLERANCE:
         for strategy in STRATEGIES:
-            marks = needs(strategy)
-            yield pytest.param("cpu", strategy, precision, marks=[] if (strategy, precision) in ESSENTIAL else full)
-            yield pytest.param("cuda", strategy, precision, marks=[*ON_GPU, *marks])
+            if (strategy, precision) in ON_CPU:
+                yield pytest.param("cpu", strategy, precision, marks=full)
+            yield pytest.param("cuda", strategy, precision, marks=[*ON_GPU, *needs(strategy)])
 
 
 @pytest.fixture(scope="module")
@@ -76,9 +77,9 @@ def test_twenty_steps_are_those_of_one_process(run_of, figure, device, strategy,
 
 
 def chains():
-    for device, marks in (("cpu", [full]), ("cuda", ON_GPU)):
-        yield pytest.param(device, ("fsdp2", "zero3", "ddp"), marks=[*marks, *needs("zero3")])
-        yield pytest.param(device, ("fsdp2", "ddp", None), marks=ON_GPU if device == "cuda" else [])
+    yield pytest.param("cuda", ("fsdp2", "zero3", "ddp"), marks=[*ON_GPU, *needs("zero3")])
+    yield pytest.param("cuda", ("fsdp2", "ddp", None), marks=ON_GPU)
+    yield pytest.param("cpu", ("fsdp2", "ddp", None), marks=full)
 
 
 @pytest.mark.parametrize(("device", "chain"), list(chains()))
@@ -97,21 +98,15 @@ def test_a_run_that_changes_its_strategy_twice_takes_the_same_steps(launch, run_
     figure(f"{', '.join(map(str, chain))}: relative difference of 12 losses", worst, at_most=1e-4)
 
 
-def resumes():
-    for strategy in (None, "ddp", "fsdp2", "zero3"):
-        marks = needs(strategy or "single")
-        yield pytest.param("cpu", strategy, marks=[] if strategy == "fsdp2" else full)
-        yield pytest.param("cuda", strategy, marks=[*ON_GPU, *marks])
+def under(*strategies):
+    yield pytest.param("cpu", "fsdp2", marks=full)
+    for strategy in strategies:
+        yield pytest.param("cuda", strategy, marks=[*ON_GPU, *needs(strategy or "single")])
 
 
-@pytest.mark.parametrize(("device", "strategy"), list(resumes()))
+@pytest.mark.parametrize(("device", "strategy"), list(under(None, "ddp", "fsdp2", "zero3")))
 def test_a_resumed_run_is_the_straight_one_bit_by_bit(launch, run_of, device, strategy):
-    overrides = [
-        *EIGHT,
-        "run.deterministic=true",
-        "train.precision=bf16",
-        "model.lora={rank: 4, alpha: 8, dropout: 0.1}",
-    ]
+    overrides = [*EIGHT, "run.deterministic=true", "train.precision=bf16", LORA]
     whole, name = run_of(device, strategy, overrides, name="exact"), f"one-{device}-exact-{strategy}-twice"
     for until in ([*overrides, "train.stop_after_steps=4"], overrides):
         run = launch(strategy, name=name, processes=1, overrides=[*SIZE[device], *until])
@@ -122,14 +117,7 @@ def test_a_resumed_run_is_the_straight_one_bit_by_bit(launch, run_of, device, st
     assert state_of(run) == state_of(whole)
 
 
-def skips():
-    for strategy in (None, "ddp", "fsdp2", "zero2", "zero3"):
-        marks = needs(strategy or "single")
-        yield pytest.param("cpu", strategy, marks=[] if strategy == "fsdp2" else full)
-        yield pytest.param("cuda", strategy, marks=[*ON_GPU, *marks])
-
-
-@pytest.mark.parametrize(("device", "strategy"), list(skips()))
+@pytest.mark.parametrize(("device", "strategy"), list(under(None, "ddp", "fsdp2", "zero2", "zero3")))
 def test_a_loss_that_is_not_a_number_leaves_every_bit_of_the_weights(launch, device, strategy):
     overrides = [*SIZE[device], "evaluate=null", "data.validation=null", "checkpoint={every_steps: 1, keep_last: 9}"]
     overrides += ["train.steps=5", "train.nonfinite.action=skip"]
@@ -143,12 +131,9 @@ def test_a_loss_that_is_not_a_number_leaves_every_bit_of_the_weights(launch, dev
     assert not any(third[name].equal(tensor) for name, tensor in fifth.items() if "proj" in name)
 
 
-def overflows():
-    for strategy in (None, "fsdp2", "zero2"):
-        yield pytest.param(strategy, marks=[*ON_GPU, *needs(strategy or "single")])
-
-
-@pytest.mark.parametrize("strategy", list(overflows()))
+@pytest.mark.gpu
+@ON_GPU[1]
+@pytest.mark.parametrize("strategy", [None, "fsdp2", pytest.param("zero2", marks=needs("zero2"))])
 def test_a_resumed_run_continues_with_its_reduced_loss_scale(launch, run_of, figure, strategy):
     """Wild weights have gradients that overflow at 65,536, until the scale has been halved some times."""
     overrides = [*EIGHT, WILD, "train.precision=fp16", "checkpoint.every_steps=2"]

@@ -13,9 +13,9 @@ import torch
 
 from finetune.runtime.supervision.faults import VARIABLE as FAULTS
 from tests import launching
-from tests.devices import EVERY_DEVICE, NEEDS_DEEPSPEED, SELDOM_ON_CPU
+from tests.devices import NEEDS_DEEPSPEED, SELDOM_ON_CPU
 from tests.scenarios.conftest import TIMEOUT_SECONDS, Ended
-from tests.scenarios.running import Running
+from tests.scenarios.running import Running, has_process
 from tests.scenarios.strategies.tiny_timeout_program import LOADING
 from tests.scenarios.strategies.tiny_timeout_program import VARIABLE as TIMEOUT
 
@@ -95,12 +95,12 @@ def test_ranks_outwait_a_rank_0_that_loads_past_the_groups_timeout(job, strategy
     assert code == 0, log.read_text(errors="replace")
 
 
-@EVERY_DEVICE
+@SELDOM_ON_CPU
 def test_a_killed_rank_is_named_soon(begin_two, device, figure):
     run = begin_two(f"killed-{device}", overrides=LONG, faults="backward step=5 rank=1 do=kill")
     run.until(lambda: len(run.pids()) == 2)
     gone = run.pids()[1]
-    run.until(lambda: not lives(gone))
+    run.until(lambda: not has_process(gone))
     killed_at = time.monotonic()
     run.until(lambda: f"lost contact with rank 1 (process {gone} on " in run.output)
     figure("seconds until a killed rank is named", time.monotonic() - killed_at, at_most=10.0)
@@ -108,7 +108,7 @@ def test_a_killed_rank_is_named_soon(begin_two, device, figure):
     assert (run.status()["state"], run.status()["error"]["type"]) == ("failed", "LostContact")
 
 
-@EVERY_DEVICE
+@SELDOM_ON_CPU
 def test_sigterm_leaves_no_process_and_no_memory(begin_two, device, figure):
     before = gpu_bytes() if device == "cuda" else 0
     run = begin_two(f"sigterm-{device}", overrides=LONG)
@@ -135,12 +135,6 @@ def children(pid: int) -> list[psutil.Process]:
     with contextlib.suppress(psutil.NoSuchProcess):
         return psutil.Process(pid).children(recursive=True)
     return []
-
-
-def lives(pid: int) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    return False
 
 
 def gpu_bytes() -> int:
