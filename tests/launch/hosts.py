@@ -90,10 +90,12 @@ class RayRun:
     strategy: str
     ranks_per_host: int = 1
     stop_seconds: int = 20
+    max_failures: int = 10
     model: Mapping[str, object] = field(default_factory=dict)
     hang_seconds: int = 60
     faults: str = ""
     events: list[str] = field(default_factory=list)  # what was done to it, for the table
+    lost: list[tuple[int, float]] = field(default_factory=list)  # the event of each lost host, and when it was
     groups: list[list[str]] = field(default_factory=list)  # the hosts of each attempt whose ranks trained
 
     def __post_init__(self) -> None:
@@ -114,10 +116,11 @@ class RayRun:
         self._begin_raylet(self.head, "--head", "--port", str(_PORT), "--include-dashboard", "false", num_cpus=0)
         until(lambda: "Ray runtime started" in self.text(self.head), seconds=_TIMEOUT_SECONDS)
 
-    def join(self, host: Host) -> None:
-        self._begin_raylet(host, "--address", f"{self.head.address}:{_PORT}", num_cpus=self.ranks_per_host)
+    def join(self, host: Host, **environment: str) -> None:
+        words = ("--address", f"{self.head.address}:{_PORT}")
+        self._begin_raylet(host, *words, num_cpus=self.ranks_per_host, **environment)
 
-    def _begin_raylet(self, host: Host, *words: str, num_cpus: int) -> None:
+    def _begin_raylet(self, host: Host, *words: str, num_cpus: int, **environment: str) -> None:
         text = "; ".join(fault for fault in (_PACE, self.faults) if fault)
         host.begin(
             *("-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats", *words),
@@ -125,7 +128,7 @@ class RayRun:
             *("--temp-dir", str(self.temporary / host.name), "--object-store-memory", "100000000"),
             log=self.log(host),
             **_raylet_settings(),
-            **{faults.VARIABLE: text},
+            **{faults.VARIABLE: text, **environment},
         )
 
     def launch(self) -> None:
@@ -134,7 +137,7 @@ class RayRun:
             *("-m", "finetune", "launch", "ray", "--config", str(self.job), "--cpu"),
             *("--accelerate", f"accelerate_configs/{self.strategy}.yaml", "--nodes", f"1:{len(self.hosts)}"),
             *("--gpus-per-node", str(self.ranks_per_host), "--stop", str(self.stop_seconds)),
-            *("--address", f"{self.head.address}:{_PORT}"),
+            *("--address", f"{self.head.address}:{_PORT}", "--max-failures", str(self.max_failures)),
             log=self.folder / f"{self.name}.log",
             **_raylet_settings(),
         )
@@ -151,6 +154,7 @@ class RayRun:
     def kill(self, host: Host, *, at_step: int | None = None) -> None:
         """Take the host away, at a random step unless one is given."""
         self.until_step(at_step if at_step is not None else self.chance.randrange(5, 30))
+        self.lost.append((len(self.events), time.time()))
         self.events.append(f"{host.name} lost at step {self.step()}")
         host.kill()
 
@@ -236,6 +240,10 @@ class RayRun:
 
     def _outcome(self, found: Mapping[int, float]) -> "Outcome":
         taken = _steps(self.run)
+        for number, lost_at in self.lost:
+            resumed_at = min(event["time"] for event in _events(self.run, "RunStarted") if event["time"] > lost_at)
+            seconds = min(event["time"] for event in taken if event["time"] > resumed_at) - lost_at
+            self.events[number] += f" (next step after {seconds:.0f} s)"
         lost, newest, at = 0.0, 0, 0.0
         for event in taken:
             if event["step"] > newest:
@@ -273,8 +281,17 @@ class Outcome:
 
 def _raylet_settings() -> dict[str, str]:
     settings = {f"RAY_{name}": str(value) for name, value in HEAD_SETTINGS.items()}
-    return {**settings, "RAY_AUTH_MODE": "disabled", "RAY_memory_monitor_refresh_ms": "0"}
+    own = {
+        "RAY_AUTH_MODE": "disabled",
+        "RAY_memory_monitor_refresh_ms": "0",
+        "RAY_worker_niceness": "0",  # 15 by default: on a machine with other work, ranks would hardly run
+    }
+    return {**settings, **own}
 
 
 def _steps(folder: Path) -> list[dict]:
-    return [event for event in read_events(folder / "events.jsonl") if event["event"] == "StepTaken"]
+    return _events(folder, "StepTaken")
+
+
+def _events(folder: Path, name: str) -> list[dict]:
+    return [event for event in read_events(folder / "events.jsonl") if event["event"] == name]

@@ -4,12 +4,14 @@ Hosts are network namespaces and talk through gloo: what NCCL does when a host i
 lost leaves the network first, so no connection to it is closed, as when a machine loses its power.
 """
 
+import signal
+import time
 from pathlib import Path
 
 import pytest
 
-from tests.launch.cluster import Host, has_namespaces, read_status, until
-from tests.launch.hosts import LORA, RayRun
+from tests.launch.cluster import Host, cluster, has_namespaces, read_status, until
+from tests.launch.hosts import LORA, STEPS, RayRun
 
 pytest.importorskip("ray", reason="ray is not installed")
 pytestmark = [
@@ -36,6 +38,31 @@ def test_the_first_host_is_lost_and_returns(folder: Path, hosts: list[Host]) -> 
     run.start(*others)
     run.lose_and_take_back(others[0])
     run.finish()
+
+
+def test_one_of_three_hosts_is_lost_and_returns(folder: Path) -> None:
+    with cluster(3, has_head=True) as (head, *others):
+        run = RayRun(folder, "three-hosts", others, head, "multi_node_ddp")
+        run.start(*others)
+        run.lose_and_take_back(others[1])
+        run.finish()
+
+
+def test_a_host_that_is_shut_down_saves_first(folder: Path, hosts: list[Host]) -> None:
+    """All its processes get SIGTERM, as from an init system: raylet, worker and rank."""
+    head, *others = hosts
+    run = RayRun(folder, "leaves", others, head, "multi_node_fsdp2")
+    run.start(*others)
+    run.until_step(20)
+    run.events.append(f"SIGTERM on h2 at step {run.step()}")
+    others[1].send(signal.SIGTERM)
+    until(lambda: not others[1].pids(), seconds=60)
+    others[1].kill()
+    run.until_hosts("h1")
+    run.restart(others[1])
+    run.until_hosts("h1", "h2")
+    outcome = run.finish()
+    assert outcome.steps_again == 0
 
 
 def test_lora_on_hosts_that_come_and_go(folder: Path, hosts: list[Host]) -> None:
@@ -97,16 +124,23 @@ def test_both_hosts_are_lost_and_return(folder: Path, hosts: list[Host]) -> None
 
 
 def test_the_same_command_resumes_after_the_loss_of_the_head(folder: Path, hosts: list[Host]) -> None:
-    """Nothing of the run is on the head, nor is the command here; but its raylets end with it."""
+    """The command is lost with it. Ranks train on, until their raylets find that another head has begun; they save."""
     head, *others = hosts
-    run = RayRun(folder, "head", others, head, "multi_node_fsdp2")
+    slow_steps = "; ".join(f"data step={step} do=sleep seconds=1" for step in range(16, STEPS + 1))
+    run = RayRun(folder, "head", others, head, "multi_node_fsdp2", faults=slow_steps)
     run.start(*others)
     run.until_step(15)
-    run.events.append(f"head lost at step {run.step()}")
+    run.events.append(f"head and command lost at step {run.step()}")
     head.kill()
-    until(lambda: not any(host.pids() for host in others), seconds=200)
-    run.events.append(f"raylets gone at step {run.step()}, head, raylets and command started again")
+    until(lambda: run.step() >= 20)
     head.boot()
     run.log(head).unlink()
-    run.start(*others)
-    run.finish()
+    began = time.monotonic()
+    run.begin_head()
+    until(lambda: not any(host.pids() for host in others), seconds=400)
+    run.events.append(f"head back at step 20, raylets end {time.monotonic() - began:.0f} s later at step {run.step()}")
+    for host in others:
+        run.join(host)
+    run.launch()
+    outcome = run.finish()
+    assert outcome.steps_again == 0

@@ -119,6 +119,42 @@ def test_a_killed_rank_is_named_and_the_same_hosts_continue(folder: Path, hosts:
     run.finish()
 
 
+def test_failures_in_a_row_end_the_run(folder: Path, hosts: list[Host]) -> None:
+    head, *others = hosts
+    fault = "data step=3 rank=1 do=kill"  # in each attempt, before the first checkpoint
+    run = RayRun(folder, "max-failures", others, head, "multi_node_ddp", faults=fault, max_failures=2)
+    run.start(*others)
+    until(lambda: run.command.poll() is not None)
+    assert run.command.returncode == 1 and run.num_attempts() == 3, run.text()[-3000:]
+    assert "3 failures in a row made no progress; the last one: rank 1 ended with exit code 137: it" in run.text()
+
+
+_WITHOUT_FINETUNE = """
+import sys
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "finetune":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Missing())
+"""
+
+
+def test_a_host_without_the_package_is_named(folder: Path, hosts: list[Host]) -> None:
+    head, *others = hosts
+    run = RayRun(folder, "without-package", others, head, "multi_node_ddp")
+    (packages := folder / "packages").mkdir()
+    (packages / "sitecustomize.py").write_text(_WITHOUT_FINETUNE)
+    run.begin_head()
+    run.join(others[0])
+    run.join(others[1], PYTHONPATH=f"{packages}:{os.environ.get('PYTHONPATH', '')}")
+    run.launch()
+    until(lambda: run.command.poll() is not None)
+    assert run.command.returncode == 2, run.text()[-3000:]
+    assert f"error: host {others[1].address}: No module named 'finetune'. Ranks run in the Python" in run.text()
+
+
 @pytest.mark.parametrize("delay_ms", [1, 20])
 def test_links_with_a_delay_make_steps_slower_and_change_no_loss(folder: Path, delay_ms: int) -> None:
     with cluster(2, has_head=True, delay_ms=delay_ms) as (head, *hosts):

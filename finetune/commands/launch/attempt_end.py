@@ -52,7 +52,8 @@ def read_run_end(facts: Mapping[str, Any]) -> RunEnd | None:
     if code is not None and (isinstance(code, bool) or not isinstance(code, int)):
         return None
     message = error.get("message") if isinstance(error, Mapping) else None
-    return RunEnd(code, str(message or facts.get("reason") or facts.get("state") or ""))
+    state = None if code is None else facts.get("state")  # of a process that was killed: what it last did
+    return RunEnd(code, str(message or facts.get("reason") or state or ""))
 
 
 def decide(end: RunEnd | None, *, code: int, step: int, last: Decision | None, max_restarts: int) -> Decision:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from finetune.commands.launch.attempt_end import newest_step
+from finetune.commands.launch.attempt_end import USER_MISTAKE, newest_step
 from finetune.commands.launch.job_files import check_processes
 from finetune.commands.launch.ray_worker import (
     PURPOSE,
@@ -186,7 +186,7 @@ def _run(arguments: RayArguments, job: RankJob) -> int:
             _log_hosts(hosts, now)
             hosts = now
             _refresh_reservations(ray)
-    code = _exit_code(results[0])
+    code = exit_code_of(results[0])
     return 128 + received[0] if received and code == 128 + signal.SIGTERM else code
 
 
@@ -198,11 +198,17 @@ def _fit(trainer: Any, results: list[Any]) -> None:
         results.append(error)
 
 
-def _exit_code(result: Any) -> int:
+def exit_code_of(result: Any) -> int:
+    """Return the exit code of the run, after printing the reason for which Ray gave it up."""
     if not isinstance(result, BaseException):
         return int(result)
-    reason = str(getattr(result, "controller_failure", result))
-    print(f"error: Ray has ended the run: {reason.strip().splitlines()[0]}", file=sys.stderr, flush=True)
+    reason = str(getattr(result, "controller_failure", result)).strip()
+    host, missing = re.search(r"\bip=([^,)]+)", reason), re.search(r"^ModuleNotFoundError: (.+)", reason, re.MULTILINE)
+    if host is not None and missing is not None:  # a worker cannot read what it is to run
+        print(f"error: host {host[1]}: {missing[1]}. Ranks run in the Python with which Ray was started on their host: "
+              "install the same packages there.", file=sys.stderr, flush=True)  # fmt: skip
+        return USER_MISTAKE
+    print(f"error: Ray has ended the run: {reason.splitlines()[0]}", file=sys.stderr, flush=True)
     return 1
 
 

@@ -173,7 +173,7 @@ def test_a_job_is_never_restarted_in_a_row_more_often_than_allowed():
     [
         ({"exit_code": 2, "error": {"message": "no"}, "reason": None}, RunEnd(2, "no")),
         ({"exit_code": 143, "error": None, "reason": "signal SIGTERM"}, RunEnd(143, "signal SIGTERM")),
-        ({"exit_code": None, "state": "running"}, RunEnd(None, "running")),
+        ({"exit_code": None, "state": "running"}, RunEnd(None, "")),
         ({"exit_code": "2"}, None),
         ({"exit_code": True}, None),
         ({"exit_code": 1, "error": "text"}, RunEnd(1, "")),

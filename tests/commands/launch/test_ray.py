@@ -8,7 +8,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from finetune.commands.launch.ray import RayArguments, failure_limit, fitting_worlds, launch_ray, read_limits
+from finetune.commands.launch.ray import (
+    RayArguments,
+    exit_code_of,
+    failure_limit,
+    fitting_worlds,
+    launch_ray,
+    read_limits,
+)
 from finetune.commands.launch.ray_worker import RankFailed
 from finetune.commands.rehearse.accelerate_file import read_accelerate_file, with_copies_for
 from finetune.config.load import load_config
@@ -70,6 +77,19 @@ def test_failures_in_a_row_end_the_run_unless_a_later_step_was_saved(tmp_path: P
     limit.after_exception(None, lost)
     with pytest.raises(RankFailed, match="3 failures in a row made no progress; the last one: rank 1 ended"):
         limit.after_exception(None, lost)
+
+
+def test_a_host_without_the_package_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    text = """\x1b[36mray::RayTrainWorker.init_train_context()\x1b[39m (pid=15680, ip=10.77.0.3, actor_id=34c14ad1)
+      File "serialization.py", line 366, in _deserialize_pickle5_data
+        obj = pickle.loads(in_band)
+ModuleNotFoundError: No module named 'finetune'"""
+    assert exit_code_of(RuntimeError(text)) == 2
+    assert capsys.readouterr().err.startswith(
+        "error: host 10.77.0.3: No module named 'finetune'. Ranks run in the Python"
+    )
+    assert exit_code_of(RuntimeError("the placement group was removed")) == 1
+    assert capsys.readouterr().err == "error: Ray has ended the run: the placement group was removed\n"
 
 
 def test_a_local_cluster_with_an_address_is_refused(tmp_path: Path) -> None:
