@@ -32,7 +32,7 @@ from finetune.config.sections.report import ProfileSection  # noqa: E402
 from finetune.report.events import JsonlReporter, StepTaken  # noqa: E402
 from finetune.report.gpu import GpuSampler  # noqa: E402
 from finetune.report.history import read_events  # noqa: E402
-from finetune.report.profile.window import StepProfile  # noqa: E402
+from finetune.report.profile import StepProfile  # noqa: E402
 from finetune.report.prometheus import PrometheusReporter  # noqa: E402
 from finetune.report.reporter import NullReporter  # noqa: E402
 from finetune.run.profiling import timed_call  # noqa: E402

@@ -135,7 +135,7 @@ def _count(text: str) -> int:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpu", help="a kind of GPU of finetune/runtime/gpus/specifications.yaml")
+    parser.add_argument("--gpu", help="a kind of GPU of finetune/runtime/gpu_specifications.yaml")
     parser.add_argument("--gpus-per-node", type=_count, default=8)
     parser.add_argument("--network-gbit", type=float, help="between machines, of a whole machine")
     parser.add_argument("--facts", type=Path, help="what `finetune doctor --json` printed")

@@ -22,13 +22,11 @@ from finetune.registry.losses import (
     TokenLossEntry,
     TokenScores,
 )
-from finetune.registry.metrics import METRICS, MetricEntry
 from finetune.registry.observers import CALLBACKS, REPORTERS, CallbackEntry, ReporterEntry, Request
-from finetune.registry.optimizers import OPTIMIZERS, OptimizerEntry, OptimizerState
+from finetune.registry.optimizers import OPTIMIZERS, SCHEDULES, OptimizerEntry, OptimizerState, ScheduleEntry
 from finetune.registry.plugins import importing_module
-from finetune.registry.schedules import SCHEDULES, ScheduleEntry
 from finetune.registry.table import Entry, Table
-from finetune.registry.tasks import TASKS, TaskEntry
+from finetune.registry.tasks import METRICS, TASKS, MetricEntry, TaskEntry
 
 __all__ = [
     "OptimizerState",

@@ -35,7 +35,7 @@ from finetune.config.load import load_config
 from finetune.config.schema import all_keys
 from finetune.config.yaml import read_yaml
 from finetune.registry.plugins import unload_plugins
-from finetune.runtime.gpus.prices import prices_of
+from finetune.runtime.gpus import prices_of
 from tests import launching
 
 ROOT = Path(__file__).parents[1]

@@ -29,10 +29,10 @@ from finetune.data.token_cache.store import TokenCacheManifest
 from finetune.data.workers import LoaderSettings
 from finetune.model.generation import SamplingParams
 from finetune.report import events
-from finetune.runtime.files.recorded_names import recorded_name
+from finetune.runtime.files.digests import recorded_name
 from finetune.runtime.progress import Progress
-from finetune.runtime.supervision.hang import HangReport
 from finetune.runtime.supervision.status import Peer
+from finetune.runtime.supervision.watchdog import HangReport
 from finetune.task.classification.text_classification import MultiLabel, Regression, SingleLabel
 from finetune.task.distillation import DistillationTask
 from finetune.task.preference.dpo import precomputed_reference

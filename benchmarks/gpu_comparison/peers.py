@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from finetune.model.attention import implementation
-from finetune.runtime.packed_rows import SAMPLE_LENGTHS, SampleLengths
+from finetune.runtime.parallel import SAMPLE_LENGTHS, SampleLengths
 
 from comparison.data import padded
 from gpu_comparison.by_hand import LEARNING_RATE, PAD

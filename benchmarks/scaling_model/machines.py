@@ -12,7 +12,7 @@ from finetune.commands.plan.cost.collectives import Cluster
 from finetune.commands.plan.cost.step_time import Device
 from finetune.commands.plan.hardware import Hardware, parse_hardware
 from finetune.errors import UserError
-from finetune.runtime.gpus.specifications import GpuModel, find_gpu
+from finetune.runtime.gpus import GpuModel, find_gpu
 
 
 @dataclass(frozen=True)

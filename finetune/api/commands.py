@@ -8,8 +8,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
 
-from finetune.api.arguments import Overrides, api_function
-from finetune.api.job import JobLike, as_job
+from finetune.api.job import JobLike, Overrides, api_function, as_job
 from finetune.config.explain import format_summary
 from finetune.config.load import require_divisible_batch
 from finetune.config.overrides import override_text

@@ -3,28 +3,52 @@
 Rows, models and tokenizers that stand in a job as objects are replaced by the paths of their files.
 """
 
+import functools
+import inspect
 import numbers
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
-from finetune.api.arguments import Overrides, api_function
-from finetune.config.formatting import job_yaml
-from finetune.config.limits import invalid_characters
+from finetune.config.formatting import did_you_mean, format_list, job_yaml
 from finetune.config.load import PYTHON_JOB, LoadedConfig, load_config, load_values
 from finetune.config.overrides import override_text
 from finetune.config.paths import local_run_folder
 from finetune.config.run_config import RunConfig
 from finetune.config.section import Section, join_key
+from finetune.config.yaml import invalid_characters
 from finetune.errors import ConfigError, Problem, UserError
 from finetune.runtime.optional import lazily
+from finetune.runtime.processes import restored_environment
 
 with lazily():  # torch
     from finetune.run.state import given
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+Overrides = Mapping[str, Any]
+"""Values by dotted key, such as `{"train.learning_rate": 1e-4}`."""
+
+
+def api_function(function: Callable[P, R]) -> Callable[P, R]:
+    """Return the function, which raises UserError for an argument that it does not have, and restores os.environ."""
+    names = list(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        for name in kwargs:
+            if name not in names:
+                hint = did_you_mean(name, names) or f"It takes {format_list(names)}."
+                raise UserError(f"{function.__name__}: there is no argument `{name}`. {hint}")
+        with restored_environment():
+            return function(*args, **kwargs)
+
+    return call
 
 
 class Job:

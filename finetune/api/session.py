@@ -8,8 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from finetune.api.arguments import Overrides
-from finetune.api.job import JobLike, as_job
+from finetune.api.job import JobLike, Overrides, as_job
 from finetune.errors import UserError
 from finetune.run.session.results import (
     ForwardBackward,

@@ -11,8 +11,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from finetune.api.arguments import Overrides, api_function
-from finetune.api.job import Job, JobLike, as_job
+from finetune.api.job import Job, JobLike, Overrides, api_function, as_job
 from finetune.config.paths import local_run_folder
 from finetune.errors import TrainingError, UserError
 from finetune.launch.child import kill_child, start_child

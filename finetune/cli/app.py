@@ -6,10 +6,9 @@ from typing import Annotated
 import typer
 
 from finetune import __version__
-from finetune.cli import after_training, before_training, checkpoint, launch, plugins, reports, sweep, verify
-from finetune.cli.exit_codes import handle_errors
+from finetune.cli import after_training, before_training, checkpoint, launch, verify
+from finetune.cli.exit_codes import handle_errors, with_ranks
 from finetune.cli.options import Config, OptionalAccelerateFile, Overrides
-from finetune.cli.ranks import with_ranks
 from finetune.errors import UserError
 from finetune.runtime.optional import lazily
 
@@ -35,6 +34,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,  # a bug keeps Python's own traceback, with no locals in it
 )
 app.add_typer(verify.app, name="verify")
+app.add_typer(verify.plugin_app, name="plugin")
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(launch.app, name="launch")
 
@@ -193,6 +193,5 @@ def schema(config: OptionalConfig = None) -> None:
 
 after_training.add_to(app)
 before_training.add_to(app)
-reports.add_to(app)
-sweep.add_to(app)
-plugins.add_to(app)
+app.command()(launch.sweep)
+app.command()(verify.plugins)

@@ -5,9 +5,8 @@ from typing import Annotated
 
 import typer
 
-from finetune.cli.exit_codes import handle_errors
+from finetune.cli.exit_codes import handle_errors, with_ranks
 from finetune.cli.options import AccelerateFile, Config, Overrides
-from finetune.cli.ranks import with_ranks
 from finetune.errors import UserError
 from finetune.runtime.optional import lazily
 

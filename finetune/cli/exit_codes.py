@@ -1,4 +1,4 @@
-"""How a command ends: its exit code, and one message for an error that the user can fix."""
+"""How a command begins and ends: its ranks, its exit code, and one message for an error that the user can fix."""
 
 import errno
 import functools
@@ -9,12 +9,12 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, ParamSpec, TextIO
+from typing import Any, ParamSpec, TextIO, TypeVar
 
 import typer
 
 from finetune.errors import FinetuneError, NotAFile, RenamedKeyWarning, UserError, disk_text, system_error
-from finetune.launch.ranks import is_started_by_run_ranks
+from finetune.launch.ranks import adopt_ranks, is_started_by_run_ranks
 from finetune.runtime.text.redact import redacted_command, register_command
 from finetune.runtime.text.standard_streams import (
     CLOSED_PIPE,
@@ -27,6 +27,7 @@ from finetune.runtime.text.standard_streams import (
 from finetune.runtime.text.terminal import guarded_output, print_traceback, printable
 
 P = ParamSpec("P")
+R = TypeVar("R")
 
 _FIRST_RANK_SECONDS = 10.0
 
@@ -56,6 +57,22 @@ def handle_errors(command: Callable[P, Any]) -> Callable[P, None]:
             except KeyboardInterrupt:
                 code = _end_by_interrupt()
         raise typer.Exit(code or 0)
+
+    return run
+
+
+def with_ranks(command: Callable[P, R]) -> Callable[P, R]:
+    """Return the command, which first takes the ranks of `srun` or `mpirun` for its own; rank 0 prints them.
+
+    Not for commands that start processes themselves: `srun` may start one `finetune launch` on each host.
+    """
+
+    @functools.wraps(command)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        ranks = adopt_ranks(os.environ)
+        if ranks is not None and ranks.rank == 0:
+            print(ranks, file=sys.stderr, flush=True)
+        return command(*args, **kwargs)
 
     return run
 

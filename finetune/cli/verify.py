@@ -1,4 +1,4 @@
-"""`finetune verify`: test the guarantees of this package on your own job."""
+"""`finetune verify` and `finetune plugin test`: test the guarantees of this package on your own job or plugin."""
 
 from pathlib import Path
 from typing import Annotated
@@ -11,6 +11,7 @@ from finetune.errors import UserError
 from finetune.runtime.optional import lazily
 
 with lazily(freeze=True):
+    from finetune.commands import plugins as plugins_command
     from finetune.commands.verify import parity as parity_command
     from finetune.commands.verify import resume as resume_command
     from finetune.commands.verify.serving import serving as serving_command
@@ -153,3 +154,44 @@ def _number(word: str) -> int:
     if not word.isdigit() or int(word) == 0:
         raise UserError(f"--accumulations {word}: write positive integers separated by commas, such as 1,2,4.")
     return int(word)
+
+
+Job = Annotated[Path | None, typer.Option("--config", metavar="JOB.yaml", help="A job that names plugins.")]
+
+plugin_app = typer.Typer(help="Test a plugin.", no_args_is_help=True, rich_markup_mode=None)
+
+
+@plugin_app.callback()
+def plugin() -> None:
+    """Test a plugin."""
+
+
+@handle_errors
+def plugins(config: Job = None, override: Overrides = None) -> None:
+    """List the plugins that are installed, from where, and conflicts; with --config also what the job imports.
+
+    An installed plugin is imported only where a job names it. See docs/how-to/plugins.md.
+    """
+    plugins_command.list_plugins(config, override or [])
+
+
+@plugin_app.command()
+@handle_errors
+def test(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The name that the plugin adds.")],
+    config: Job = None,
+    strategies: Annotated[
+        str, typer.Option(metavar="A,B", help="Accelerate files: names such as fsdp2, or paths.")
+    ] = "ddp,fsdp2,zero2,zero3",
+    processes: Annotated[int, typer.Option(min=1, help="Processes per strategy.")] = 2,
+    steps: Annotated[int, typer.Option(min=2, help="Steps of each run.")] = 6,
+    tolerance: Annotated[float, typer.Option(min=0.0, help="Maximum relative difference.")] = 1e-4,
+    override: Overrides = None,
+) -> int:
+    """Test a plugin: audit of its rows, parity under several strategies, and a resume under another one.
+
+    Without a job, on the recipe `quickstart` with the plugin in it. Exit code 1 unless everything passes.
+    """
+    names = tuple(word.strip() for word in strategies.split(",") if word.strip())
+    request = plugins_command.PluginTest(names, processes, steps, tolerance)
+    return 0 if plugins_command.test_plugin(name, config, override or [], request) else 1

@@ -28,7 +28,7 @@ from finetune.model.loading.saved import (
 )
 from finetune.model.processing import has_processing, load_saved_processing
 from finetune.runtime.seeds import derive_seed
-from finetune.runtime.text.library_output import quiet_libraries
+from finetune.runtime.text.terminal import quiet_libraries
 
 _SHOWN = 5
 

@@ -40,8 +40,8 @@ from finetune.runtime import distributed
 from finetune.runtime.distributed import run_on_all_ranks, run_on_rank_0
 from finetune.runtime.files.read import open_regular, read_regular
 from finetune.runtime.progress import Progress, parse_progress
-from finetune.runtime.supervision.writer_lock import lock_run_folder
-from finetune.runtime.text.library_output import quiet_libraries
+from finetune.runtime.run_folder import lock_run_folder
+from finetune.runtime.text.terminal import quiet_libraries
 from finetune.strategy.protocol import Strategy
 
 _MODEL = "pytorch_model"

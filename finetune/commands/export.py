@@ -27,8 +27,7 @@ from finetune.data.templates.arguments import arguments_of
 from finetune.data.templates.chat_template import stop_ids
 from finetune.errors import CheckpointError, ModelError, UserError
 from finetune.export.card import CardFacts, vllm_hint
-from finetune.export.push import push_folder
-from finetune.export.save import ExportReport, Preprocessors, TextPreprocessor
+from finetune.export.save import ExportReport, Preprocessors, TextPreprocessor, push_folder
 from finetune.model.loading.saved import SavedModel, inspect_model_folder, load_saved_model
 from finetune.model.processing import Processing, has_processing, load_saved_processing
 from finetune.registry.tasks import reads_of_head
@@ -48,7 +47,7 @@ from finetune.runtime.parameters import InitContext
 from finetune.runtime.progress import Progress
 from finetune.runtime.resources import format_size
 from finetune.runtime.run_folder import CHECKPOINTS_FOLDER, FINAL_FOLDER
-from finetune.runtime.text.library_output import quiet_libraries
+from finetune.runtime.text.terminal import quiet_libraries
 from finetune.train.evaluate import average_formula
 
 _MAX_LISTED = 5

@@ -37,9 +37,8 @@ from finetune.runtime.files import atomic
 from finetune.runtime.files.read import read_json, require_regular
 from finetune.runtime.optional import no_op
 from finetune.runtime.seeds import derive_seed
-from finetune.runtime.text.library_output import quiet_libraries
 from finetune.runtime.text.redact import redacted_config
-from finetune.runtime.text.terminal import format_json
+from finetune.runtime.text.terminal import format_json, quiet_libraries
 from finetune.task.causal_lm import pad_id
 
 ANSWER = "answer"

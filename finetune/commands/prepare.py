@@ -14,11 +14,11 @@ from finetune.config.load import LoadedConfig, load_config
 from finetune.data.audit.audit import Audit, Streamed
 from finetune.data.token_cache.counts import REMEDY
 from finetune.errors import DataError
-from finetune.report.run_log import RunLog, print_line
+from finetune.report.reporter import RunLog, print_line
 from finetune.run.setup.data import make_training_data, verify_sets
 from finetune.run.setup.data_audit import audit_training_data
 from finetune.runtime.text import rich_console
-from finetune.runtime.text.library_output import quiet_libraries
+from finetune.runtime.text.terminal import quiet_libraries
 
 SECONDS_BETWEEN_LINES = 10.0
 

@@ -16,7 +16,7 @@ from finetune.data.templates.chat_template import stop_ids
 from finetune.errors import ModelError, UserError
 from finetune.export.engines import Engine, adapter_problems, find_engine
 from finetune.export.gguf import GGUFType, write_gguf
-from finetune.export.push import push_folder
+from finetune.export.save import push_folder
 from finetune.model.loading.saved import SavedModel, find_model_folder, inspect_model_folder
 from finetune.runtime.files import atomic
 from finetune.runtime.files.read import parse_as, read_regular

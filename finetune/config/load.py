@@ -19,7 +19,6 @@ from typing import Any
 from pydantic import ValidationError
 
 from finetune.config.formatting import closest, format_list, job_yaml
-from finetune.config.limits import MAX_FILE_BYTES, MAX_LISTED, MAX_RESOLVED_VALUES
 from finetune.config.overrides import OverrideResult, apply_overrides, override_label
 from finetune.config.paths import is_url, path_problems, with_absolute_paths
 from finetune.config.plugins import activate_options, load_plugins, missing_options, untrusted_plugins
@@ -29,7 +28,7 @@ from finetune.config.rules.versions import rename_keys, rename_overrides, versio
 from finetune.config.run_config import RunConfig, with_run_folder, world_size_problems
 from finetune.config.section import KeyLocation, KeyLocations, expand_names, join_key, parent_keys, with_location
 from finetune.config.validation import InvalidKey, draft_section, read_validation_errors
-from finetune.config.yaml import Document, read_yaml
+from finetune.config.yaml import MAX_FILE_BYTES, MAX_LISTED, MAX_RESOLVED_VALUES, Document, read_yaml
 from finetune.errors import ConfigError, Problem, RenamedKeyWarning, UserError
 from finetune.runtime.text.redact import register_secrets
 

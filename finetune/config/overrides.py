@@ -5,9 +5,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from finetune.config.limits import MAX_DEPTH, MAX_KEY_LENGTH, MAX_OVERRIDES, MAX_OVERRIDES_LENGTH, invalid_characters
 from finetune.config.section import KeyLocation, expand_names
-from finetune.config.yaml import read_yaml
+from finetune.config.yaml import (
+    MAX_DEPTH,
+    MAX_KEY_LENGTH,
+    MAX_OVERRIDES,
+    MAX_OVERRIDES_LENGTH,
+    invalid_characters,
+    read_yaml,
+)
 from finetune.errors import Problem
 from finetune.runtime.text.redact import redacted_command
 from finetune.runtime.text.terminal import format_json

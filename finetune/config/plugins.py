@@ -13,12 +13,10 @@ from finetune.errors import Problem, RegistryError
 from finetune.registry import plugins
 from finetune.registry.formats import FORMATS, SOURCES, TEMPLATES
 from finetune.registry.losses import PREFERENCE_LOSSES, TOKEN_LOSSES
-from finetune.registry.metrics import METRICS
 from finetune.registry.observers import CALLBACKS, REPORTERS
-from finetune.registry.optimizers import OPTIMIZERS
-from finetune.registry.schedules import SCHEDULES
+from finetune.registry.optimizers import OPTIMIZERS, SCHEDULES
 from finetune.registry.table import Entry, Table, use_options
-from finetune.registry.tasks import TASKS
+from finetune.registry.tasks import METRICS, TASKS
 
 NAMED_BY: tuple[tuple[str, str, Table[Any]], ...] = (
     ("task.name", "tasks", TASKS),

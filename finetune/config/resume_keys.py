@@ -16,8 +16,8 @@ from typing import Any
 from finetune.config.plugins import plugin_identities
 from finetune.config.run_config import RunConfig
 from finetune.config.section import Section, join_key
-from finetune.registry.metrics import METRICS
 from finetune.registry.observers import CALLBACKS, REPORTERS
+from finetune.registry.tasks import METRICS
 from finetune.runtime.text.redact import comparable_config, redacted_text
 
 MUST_MATCH = (

@@ -10,8 +10,8 @@ from typing import Any
 from pydantic import BaseModel, create_model
 
 from finetune.config.formatting import format_list
-from finetune.config.limits import MAX_DEPTH, MAX_VALUES
 from finetune.config.run_config import RunConfig
+from finetune.config.yaml import MAX_DEPTH, MAX_VALUES
 from finetune.runtime.text.terminal import format_json
 
 Node = Mapping[str, Any]

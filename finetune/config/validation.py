@@ -11,7 +11,6 @@ from typing import Any, TypeVar, cast, get_args
 from pydantic import ValidationError
 
 from finetune.config.formatting import MAX_SHOWN_CHARACTERS, closest, did_you_mean, format_list, format_value, type_name
-from finetune.config.limits import MAX_LISTED
 from finetune.config.schema import (
     Node,
     all_keys,
@@ -23,6 +22,7 @@ from finetune.config.schema import (
     node_at,
 )
 from finetune.config.section import Section, join_key, parent_keys
+from finetune.config.yaml import MAX_LISTED
 from finetune.errors import Problem
 
 KEYS_OF_OTHER_TOOLS: Mapping[str, str] = {

@@ -25,7 +25,7 @@ from finetune.data.token_cache.store import TokenCache
 from finetune.data.workers import LoadingCost, loader_settings
 from finetune.errors import StrategyError
 from finetune.runtime.optional import no_op
-from finetune.runtime.parallel.sequence import SequenceGroup
+from finetune.runtime.parallel import SequenceGroup
 from finetune.runtime.processes import ForkBlockingSignals, ignore_run_signals
 from finetune.runtime.seeds import derive_seed
 

@@ -1,21 +1,29 @@
-"""Writes the trained model: complete, checked, and loadable without this package."""
+"""Writes the trained model: complete, checked, and loadable without this package; and uploads it to the hub."""
 
 import copy
+import hashlib
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import HfApi
+from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError: of whichever client it is built on
+    HfHubHTTPError,
+    HFValidationError,
+    HTTPError,
+    LocalTokenNotFoundError,
+)
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from finetune.config.sections.export import ExportSection
+from finetune.errors import HubError
 from finetune.export.card import CardBase, CardFacts, write_card
 from finetune.export.upstream import savable_generation_config
-from finetune.export.verify.files import file_digest
 from finetune.export.weights import (
     build_meta_model,
     check_files,
@@ -28,7 +36,9 @@ from finetune.model.adapters.context import ADAPTER_NAME, has_adapter
 from finetune.model.loading.architecture import NEW_HEADS
 from finetune.model.loading.saved import CONFIG_FOLDER
 from finetune.runtime.files.atomic import replace_folder
+from finetune.runtime.hub import is_offline
 from finetune.runtime.optional import lazily
+from finetune.runtime.text.redact import redacted_text
 from finetune.runtime.text.terminal import printable
 
 with lazily():
@@ -266,3 +276,84 @@ def _dtype(weights: Mapping[str, Tensor]) -> torch.dtype:
         if tensor.is_floating_point():
             sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.numel()
     return max(sizes, key=lambda dtype: sizes[dtype], default=torch.float32)
+
+
+_FORBIDDEN = (401, 403)
+
+
+def push_folder(folder: Path, repository: str, *, private: bool) -> str:
+    """Upload the folder as one commit and return the repository's URL; the repository is created if it does not exist.
+
+    The token is that of HF_TOKEN or of `hf auth login`. Raises HubError with the remedy; the folder is not changed.
+    """
+    failed = f"`{repository}` was not uploaded:"
+    retry = f"The model is in {folder}. To retry: finetune export {folder} --push-to-hub {repository}"
+    if is_offline():
+        raise HubError(f"{failed} the hub cannot be reached. {retry}")
+    hub = HfApi()
+    try:
+        address = hub.create_repo(repository, private=private, exist_ok=True)
+        hub.upload_folder(repo_id=address.repo_id, folder_path=folder, commit_message="Upload model")
+    except (HTTPError, OSError, ValueError) as error:  # the other errors of the hub are among these
+        lines = [line.strip() for line in redacted_text(str(error)).splitlines() if line.strip()]
+        reason = lines[0] if lines else type(error).__name__
+        reason = reason if reason.endswith((".", "!", "?")) else f"{reason}."
+        log_in = "Set HF_TOKEN to a token with write access, or log in with `hf auth login`."
+        if isinstance(error, HFValidationError):
+            reason = f"this is not a repository name ({reason}). Write `name` or `organization/name`."
+        elif isinstance(error, LocalTokenNotFoundError):
+            reason = log_in
+        elif isinstance(error, HfHubHTTPError) and error.response is not None:
+            reason = f"{reason} {log_in}" if error.response.status_code in _FORBIDDEN else reason
+        raise HubError(f"{failed} {reason} {retry}") from error
+    return str(address)
+
+
+_MAX_NAMED = 3
+_MAX_SHOWN = 80
+_NOT_COMPARED = {"architectures", "dtype", "transformers_version", "tie_word_embeddings", "truncation", "padding"}
+"""Settings changed by saving, a merge or the tokenizer's last call; ties are verified through the tensors."""
+
+
+def file_problems(folder: Path, written: Mapping[str, str | None], settings: Mapping[str, str]) -> Iterator[str]:
+    """Yield the problems of the files; `written` has their digests, `settings` the expected JSON texts, by name."""
+    paths = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
+    changed = [name for name in written.keys() & paths.keys() if file_digest(paths[name]) != written[name]]
+    for names, problem in (
+        (written.keys() - paths.keys(), "is missing, although the export wrote it"),
+        (paths.keys() - written.keys(), "is in the folder, although the export did not write it"),
+        (changed, "has changed since the export wrote it"),
+    ):
+        yield from (f"{name} {problem}." for name in sorted(names)[:_MAX_NAMED])
+    for name in settings.keys() & paths.keys():
+        try:
+            loaded, expected = _values(paths[name].read_text(encoding="utf-8")), _values(settings[name])
+        except (ValueError, AttributeError) as error:
+            yield f"{name} is not a JSON object ({error})."
+            continue
+        wrong = [
+            f"`{key}` is {loaded.get(key)} instead of {expected.get(key)}"
+            for key in sorted(loaded.keys() | expected.keys())
+            if loaded.get(key) != expected.get(key)
+        ]
+        if wrong:
+            yield f"{name}: {', '.join(wrong[:_MAX_NAMED])}."
+
+
+def file_digest(path: Path) -> str | None:
+    """Return a digest of the file; None for weights, whose tensors are compared."""
+    return None if path.suffix == ".safetensors" else hashlib.sha256(path.read_bytes()).hexdigest()[:32]
+
+
+def _values(text: str) -> dict[str, str]:
+    """Return the values in a JSON file as texts, by key or `key.name`; long ones as their length and digest."""
+    flat: dict[str, Any] = {}
+    for key, value in json.loads(text).items():
+        flat |= {f"{key}.{name}": inner for name, inner in value.items()} if isinstance(value, dict) else {key: value}
+    values: dict[str, str] = {}
+    for name, value in flat.items():
+        if _NOT_COMPARED.isdisjoint(name.split(".")):
+            written = json.dumps(value, sort_keys=True)
+            digest = hashlib.sha256(written.encode()).hexdigest()[:8]
+            values[name] = written if len(written) <= _MAX_SHOWN else f"{len(value)} entries with digest {digest}"
+    return values

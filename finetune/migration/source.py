@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from finetune.config.limits import invalid_characters
 from finetune.config.load import read_text
 from finetune.config.section import join_key
-from finetune.config.yaml import EMPTY, NOT_EXPANDED, read_yaml
+from finetune.config.yaml import EMPTY, NOT_EXPANDED, invalid_characters, read_yaml
 from finetune.errors import ConfigError, Problem, UserError
 
 _REFERENCE = re.compile(r"\$\{([^${}]*)\}")

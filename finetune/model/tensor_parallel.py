@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn import functional
 
 from finetune.errors import StrategyError
-from finetune.runtime.parallel.tensor import SplitHead, TensorGroup, gathered, shared_input
+from finetune.runtime.parallel import SplitHead, TensorGroup, gathered, shared_input
 
 SETTING = "parallelism_config_tp_size"
 

@@ -1,4 +1,4 @@
-"""The optimizers that `train.optimizer.name` chooses from."""
+"""The optimizers and learning rate schedules that `train.optimizer.name` and `train.schedule.name` choose from."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -188,3 +188,41 @@ def describe_defaults(key: str) -> str:
     """Return the sentence of the reference page with the optimizers that have a default of their own for a key."""
     own = [f"`{entry.name}` {entry.defaults[key]}" for entry in OPTIMIZERS if key in entry.defaults]
     return f" Unset, {', '.join(own)}." if own else ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleEntry(Entry):
+    """A shape. Its implementation is a function from a `Schedule` and the steps done to a factor, 1 at the peak."""
+
+    decays: bool = True  # to `final_fraction`
+    has_decay_phase: bool = False  # of its own, `decay_fraction` of the run
+
+
+SCHEDULES = Table(
+    "schedule",
+    ScheduleEntry,
+    (
+        ScheduleEntry(
+            name="constant",
+            description="no decay",
+            implementation="finetune.train.optim.schedule:constant",
+            decays=False,
+        ),
+        ScheduleEntry(
+            name="linear",
+            description="a straight line to the end",
+            implementation="finetune.train.optim.schedule:linear",
+        ),
+        ScheduleEntry(
+            name="cosine",
+            description="half a cosine to the end (Loshchilov & Hutter, 2016, arXiv:1608.03983)",
+            implementation="finetune.train.optim.schedule:cosine",
+        ),
+        ScheduleEntry(
+            name="warmup_stable_decay",
+            description="constant, then a straight line over `decay_fraction` (Hu et al., 2024, arXiv:2404.06395)",
+            implementation="finetune.train.optim.schedule:warmup_stable_decay",
+            has_decay_phase=True,
+        ),
+    ),
+)

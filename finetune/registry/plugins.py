@@ -21,12 +21,10 @@ from typing import Any
 from finetune.errors import RegistryError
 from finetune.registry.formats import FORMATS, SOURCES, TEMPLATES
 from finetune.registry.losses import PREFERENCE_LOSSES, TOKEN_LOSSES
-from finetune.registry.metrics import METRICS
 from finetune.registry.observers import CALLBACKS, REPORTERS
-from finetune.registry.optimizers import OPTIMIZERS
-from finetune.registry.schedules import SCHEDULES
+from finetune.registry.optimizers import OPTIMIZERS, SCHEDULES
 from finetune.registry.table import Entry, Table, options_of, use_options
-from finetune.registry.tasks import TASKS
+from finetune.registry.tasks import METRICS, TASKS
 
 TABLES: Mapping[str, tuple[Table[Any], ...]] = {
     "tasks": (TASKS,),

@@ -26,7 +26,7 @@ from finetune.report.events import (
     StepTaken,
     Warned,
 )
-from finetune.report.profile.table import format_profile
+from finetune.report.phases import format_profile
 from finetune.report.timing import ThroughputMeter
 from finetune.runtime.progress import Cadence
 from finetune.runtime.resources import format_size

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from finetune.config.load import LoadedConfig
 from finetune.config.run_config import RunConfig
-from finetune.report.run_log import RunLog
+from finetune.report.reporter import RunLog
 from finetune.runtime import distributed
 from finetune.runtime.run_folder import CHECKPOINTS_FOLDER, FINAL_FOLDER
 from finetune.strategy.protocol import Strategy

@@ -33,7 +33,7 @@ from finetune.export.verify.rows import (
 )
 from finetune.export.verify.verifier import Expected, ExportVerifier, ModelFacts, Precision, model_facts
 from finetune.model.loading.hub import is_local_path
-from finetune.registry.precisions import ARITHMETIC
+from finetune.registry.model import ARITHMETIC
 from finetune.run.setup.data import TrainingData
 from finetune.run.setup.prepared_model import PreparedModel
 from finetune.runtime import distributed

@@ -23,8 +23,7 @@ from finetune.data.templates.arguments import arguments_of
 from finetune.data.templates.chat_template import stop_ids
 from finetune.errors import DiskError, HubError, ModelError
 from finetune.export.card import CardFacts, vllm_hint
-from finetune.export.push import push_folder
-from finetune.export.save import ExportReport, Preprocessors, TextPreprocessor, export_model
+from finetune.export.save import ExportReport, Preprocessors, TextPreprocessor, export_model, push_folder
 from finetune.export.verify.verifier import staged_export
 from finetune.model.processing import Processing
 from finetune.report.events import Noted

@@ -13,9 +13,8 @@ from torch import nn
 
 from finetune.data.order.dataset_view import DatasetView
 from finetune.model.size import read_shapes
-from finetune.registry.precisions import ARITHMETIC
-from finetune.runtime.gpus.prices import lowest, prices_of
-from finetune.runtime.gpus.specifications import find_gpu
+from finetune.registry.model import ARITHMETIC
+from finetune.runtime.gpus import find_gpu, lowest, prices_of
 from finetune.runtime.parameters import num_values
 from finetune.train.plan import StepPlan
 

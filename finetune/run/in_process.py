@@ -28,7 +28,7 @@ from finetune.config.load import LoadedConfig
 from finetune.errors import TrainingError, UserError
 from finetune.model.kernels.fused_layers import restored_rotary_functions
 from finetune.report.events import Event
-from finetune.report.run_log import RunLog
+from finetune.report.reporter import RunLog
 from finetune.run.allocator import use_expandable_segments
 from finetune.run.state.preflight import prefetch_checksums, preflight
 from finetune.run.state.result import RunResult, read_result

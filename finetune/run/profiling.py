@@ -14,8 +14,8 @@ import torch
 
 from finetune.config.sections.report import ProfileSection
 from finetune.data.batch import Batch
-from finetune.report.profile.phases import BACKWARD, DATA, EVALUATE, FORWARD, LOG, OPTIMIZER, SAVE
-from finetune.report.profile.window import StepProfile
+from finetune.report.phases import BACKWARD, DATA, EVALUATE, FORWARD, LOG, OPTIMIZER, SAVE
+from finetune.report.profile import StepProfile
 from finetune.runtime.run_folder import PROFILE_FOLDER
 from finetune.train.parts import TrainingComponents
 from finetune.train.upstream import replace_engine_step, without_accelerate_wrapper

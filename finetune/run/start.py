@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from finetune.config.load import load_config
-from finetune.report.run_log import RunLog
+from finetune.report.reporter import RunLog
 from finetune.run.allocator import use_expandable_segments
 from finetune.run.state.preflight import prefetch_checksums, preflight
 from finetune.runtime.optional import lazily

@@ -17,14 +17,14 @@ from finetune.config.sections.run import OnEndSection
 from finetune.data.token_cache.cache import cache_folder
 from finetune.errors import FinetuneError, ModelError, UserError
 from finetune.memory.trial.limits import is_out_of_memory
-from finetune.report.run_log import RunLog
+from finetune.report.reporter import RunLog
 from finetune.report.timing import StartupTimer
 from finetune.run.state.finished import FinishedRun
 from finetune.runtime import distributed
 from finetune.runtime.processes import stop_with_launcher
 from finetune.runtime.resources import disk_errors, raise_file_limit
-from finetune.runtime.supervision import hang, signals, status
-from finetune.runtime.supervision.attempt import require_newest_attempt
+from finetune.runtime.run_folder import lock_run_folder, require_newest_attempt
+from finetune.runtime.supervision import signals, status
 from finetune.runtime.supervision.exit import (
     ProcessExit,
     RaisedExit,
@@ -32,12 +32,11 @@ from finetune.runtime.supervision.exit import (
     is_broken_collective,
     kill_children,
 )
-from finetune.runtime.supervision.on_end.outcome import EndHook
-from finetune.runtime.supervision.on_end.start import RunSentinel
+from finetune.runtime.supervision.on_end import RunSentinel
+from finetune.runtime.supervision.sentinel import EndHook
 from finetune.runtime.supervision.signals import ReceivedSignals, record_signals
 from finetune.runtime.supervision.status import StatusFile, exit_from_error, open_status_file, record_finished
-from finetune.runtime.supervision.watchdog import Watchdog, running_watchdog
-from finetune.runtime.supervision.writer_lock import lock_run_folder
+from finetune.runtime.supervision.watchdog import Watchdog, keep_previous_reports, running_watchdog
 from finetune.runtime.text.terminal import printable
 from finetune.train.early_stopping import FINAL_REASONS
 from finetune.train.stopping import FAILED_SAVE, SPOT_NOTICE
@@ -154,7 +153,7 @@ def supervised_run(
             log(f"warning: {warning}")
         if rank == 0:
             require_newest_attempt()
-            hang.keep_previous_reports(folder)
+            keep_previous_reports(folder)
         file = open_status_file(folder, rank=rank)
         file.start()
         leave = RaisedExit(file, rank=rank, world=distributed.world()) if outlives_run else ProcessExit(file, rank=rank)

@@ -8,7 +8,7 @@ from finetune.errors import ModelError
 from finetune.model.loading.architecture import load_model_config
 from finetune.model.loading.sentence_modules import pooling_warning
 from finetune.registry.tasks import TASKS
-from finetune.report.run_log import RunLog
+from finetune.report.reporter import RunLog
 from finetune.run.context import RunContext, make_context
 from finetune.run.final_export import require_mergeable
 from finetune.run.remote.download import with_local_folder
@@ -26,7 +26,7 @@ from finetune.run.setup.strategy import (
     require_supported_by_strategy,
 )
 from finetune.runtime import distributed
-from finetune.runtime.text.library_output import quiet_libraries
+from finetune.runtime.text.terminal import quiet_libraries
 from finetune.strategy.launch_file import is_set_by_accelerate
 from finetune.strategy.protocol import Strategy
 

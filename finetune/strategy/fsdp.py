@@ -12,7 +12,7 @@ from accelerate import ParallelismConfig, init_empty_weights
 from accelerate.utils import FullyShardedDataParallelPlugin
 from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
-from finetune.registry.precisions import ARITHMETIC
+from finetune.registry.model import ARITHMETIC
 from finetune.runtime.parameters import InitContext
 from finetune.strategy.environment import LaunchEnvironment
 from finetune.strategy.gradient_sync import GradientReduction

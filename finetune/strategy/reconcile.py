@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from finetune.errors import StrategyError
+from finetune.registry.model import ARITHMETIC
 from finetune.registry.optimizers import OPTIMIZERS
-from finetune.registry.precisions import ARITHMETIC
 from finetune.strategy.environment import LaunchEnvironment
 from finetune.strategy.unsupported import TENSOR, may_split_layers
 

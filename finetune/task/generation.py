@@ -18,10 +18,10 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from finetune.config.sections.evaluate import GenerateSection
 from finetune.errors import ModelError, RegistryError, UserError
-from finetune.registry.metrics import METRICS
 from finetune.registry.table import import_attribute
+from finetune.registry.tasks import METRICS
 from finetune.runtime import distributed
-from finetune.runtime.parallel.tensor import tensor_group
+from finetune.runtime.parallel import tensor_group
 from finetune.runtime.supervision.heartbeat import fault_point
 from finetune.task.causal_lm import pad_id
 from finetune.task.model_inputs import unwrap_model

@@ -25,7 +25,7 @@ from finetune.errors import DataError
 from finetune.registry.losses import PREFERENCE_LOSSES
 from finetune.registry.table import import_attribute
 from finetune.registry.tasks import TASKS, ModelHead
-from finetune.runtime.files.recorded_names import recorded_as
+from finetune.runtime.files.digests import recorded_as
 
 
 def no_rows() -> Iterable[Row]:

@@ -12,10 +12,9 @@ from torch.utils.data import DataLoader
 
 from finetune.data.batch import Batch
 from finetune.errors import StrategyError
-from finetune.registry.precisions import ARITHMETIC
+from finetune.registry.model import ARITHMETIC
 from finetune.runtime import distributed
-from finetune.runtime.parallel.sequence import open_sequence_groups, sequence_group
-from finetune.runtime.parallel.tensor import open_tensor_groups, tensor_group
+from finetune.runtime.parallel import open_sequence_groups, open_tensor_groups, sequence_group, tensor_group
 from finetune.strategy.protocol import Expected, Strategy
 from finetune.strategy.upstream import set_default_group_timeout, without_accelerate_parallelism
 

@@ -20,7 +20,7 @@ from finetune.errors import NonFiniteError, TrainingError
 from finetune.report.events import StepSkipped
 from finetune.runtime import distributed, seeds
 from finetune.runtime.optional import no_op
-from finetune.runtime.parallel.tensor import tensor_group
+from finetune.runtime.parallel import tensor_group
 from finetune.runtime.parameters import is_finite
 from finetune.runtime.progress import Progress
 from finetune.runtime.supervision.heartbeat import fault_point

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from finetune.model.tensor_parallel import partial_gradient_parameters
-from finetune.runtime.parallel.tensor import tensor_group
+from finetune.runtime.parallel import tensor_group
 from finetune.runtime.parameters import NOT_YET_UNFROZEN, local_tensor
 from finetune.train.optim.optimizers import drop_not_yet_unfrozen
 from finetune.train.upstream import supports_found_inf, without_accelerate_wrapper

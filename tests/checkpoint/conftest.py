@@ -2,7 +2,7 @@ import pytest
 
 from finetune.checkpoint.write import saver
 from finetune.runtime.supervision import heartbeat
-from finetune.runtime.supervision.faults import VARIABLE
+from finetune.runtime.supervision.heartbeat import VARIABLE
 
 
 @pytest.fixture

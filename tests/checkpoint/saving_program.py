@@ -23,7 +23,7 @@ from finetune.errors import CheckpointError, NonFiniteError
 from finetune.runtime import distributed
 from finetune.runtime.progress import Progress
 from finetune.runtime.supervision import heartbeat
-from finetune.runtime.supervision.faults import VARIABLE
+from finetune.runtime.supervision.heartbeat import VARIABLE
 from tests.checkpoint.parted_run import Parted
 
 RESULTS: dict[str, object] = {}

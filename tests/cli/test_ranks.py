@@ -7,9 +7,8 @@ import pytest
 from finetune.cli.after_training import evaluate, generate
 from finetune.cli.app import check, train
 from finetune.cli.before_training import doctor
-from finetune.cli.launch import torchrun
-from finetune.cli.ranks import with_ranks
-from finetune.cli.sweep import sweep
+from finetune.cli.exit_codes import with_ranks
+from finetune.cli.launch import sweep, torchrun
 from finetune.errors import UserError
 from tests.launch.test_ranks import ON_ONE_HOST
 

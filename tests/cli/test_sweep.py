@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from finetune.cli import sweep as words
+from finetune.cli import launch as words
 from finetune.commands.sweep.sweep import SweepRequest
 
 

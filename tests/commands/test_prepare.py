@@ -8,7 +8,7 @@ import pytest
 from finetune.commands.prepare import SECONDS_BETWEEN_LINES, Pace, ProgressBars, ProgressLines, prepare
 from finetune.data.token_cache import build, encoder_pool
 from finetune.errors import DataError
-from finetune.runtime.supervision.faults import VARIABLE
+from finetune.runtime.supervision.heartbeat import VARIABLE
 
 JOB = """
 run: {folder: run, seed: 3}

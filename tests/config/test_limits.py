@@ -6,9 +6,8 @@ import time
 
 import pytest
 
-from finetune.config.limits import MAX_DEPTH, MAX_FILE_BYTES, MAX_LISTED, MAX_OVERRIDES, MAX_VALUES
 from finetune.config.load import load_config, load_resolved
-from finetune.config.yaml import read_yaml
+from finetune.config.yaml import MAX_DEPTH, MAX_FILE_BYTES, MAX_LISTED, MAX_OVERRIDES, MAX_VALUES, read_yaml
 from finetune.errors import ConfigError, UserError
 
 SECONDS = 5.0

@@ -27,7 +27,7 @@ from finetune.data.order.order import SetOrder
 from finetune.data.sources.source import open_source
 from finetune.data.token_cache.cache import prepare_set
 from finetune.data.token_cache.chunks import Encoding
-from finetune.runtime.parallel.sequence import SequenceGroup
+from finetune.runtime.parallel import SequenceGroup
 from finetune.task.model_inputs import collate_padding_free
 from tests.devices import EVERY_DEVICE
 

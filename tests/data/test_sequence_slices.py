@@ -8,7 +8,7 @@ from finetune.data.batch import IGNORED
 from finetune.data.features import Features
 from finetune.data.loader import slice_batch
 from finetune.errors import StrategyError
-from finetune.runtime.parallel.sequence import SequenceGroup
+from finetune.runtime.parallel import SequenceGroup
 from finetune.task.model_inputs import collate_padded, collate_padding_free
 
 

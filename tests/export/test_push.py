@@ -9,8 +9,8 @@ import pytest
 from huggingface_hub import constants
 
 from finetune.errors import HubError
-from finetune.export import push
-from finetune.export.push import push_folder
+from finetune.export import save
+from finetune.export.save import push_folder
 
 TOKEN = "hf_" + "a" * 34
 
@@ -60,7 +60,7 @@ def hub(monkeypatch):
     address = f"http://127.0.0.1:{server.server_port}"
     Hub.asked.clear()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(push, "is_offline", lambda: False)
+    monkeypatch.setattr(save, "is_offline", lambda: False)
     monkeypatch.setattr(constants, "ENDPOINT", address)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     yield address
@@ -108,13 +108,13 @@ def test_an_invalid_repository_name_is_rejected(hub, folder):
 
 
 def test_an_unreachable_hub_is_reported_before_uploading(folder, monkeypatch):
-    monkeypatch.setattr(push, "is_offline", lambda: True)
+    monkeypatch.setattr(save, "is_offline", lambda: True)
     with pytest.raises(HubError, match=r"the hub cannot be reached\. The model is in"):
         push_folder(folder, "me/model", private=True)
 
 
 def test_a_hub_that_closes_the_connection_is_reported(folder, monkeypatch):
-    monkeypatch.setattr(push, "is_offline", lambda: False)
+    monkeypatch.setattr(save, "is_offline", lambda: False)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setenv("HF_TOKEN", TOKEN)

@@ -14,7 +14,7 @@ import torch
 from finetune.config.load import load_config
 from finetune.data.workers import loader_settings
 from finetune.model.attention import varlen_kernels
-from finetune.registry.attention import PER_SAMPLE_ATTENTION
+from finetune.registry.model import PER_SAMPLE_ATTENTION
 from finetune.run import allocator
 from finetune.run.flops import peak_flops
 from finetune.task.lm_loss.target_loss import resolve_kernel

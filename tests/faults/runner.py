@@ -11,7 +11,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from finetune.runtime.supervision.faults import INJECTED, VARIABLE
+from finetune.runtime.supervision.heartbeat import INJECTED, VARIABLE
 from tests import launching
 from tests.faults import judge
 from tests.faults.evidence import LATE, Attempted, Run
@@ -28,7 +28,7 @@ LIMIT_SECONDS = 200.0
 ACTIONS: Mapping[str, str] = {
     **{"kill": "kill", "terminate": "terminate", "hang": "stop", "no space": "no_space", "bit rot": "flip"},
 }
-"""What a kind is called at a point, see finetune/runtime/supervision/faults.py."""
+"""What a kind is called at a point, see finetune/runtime/supervision/heartbeat.py."""
 
 Environment = Mapping[str, str]
 

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from finetune.runtime.supervision.faults import POINTS, read_faults
+from finetune.runtime.supervision.heartbeat import POINTS, read_faults
 from tests.faults.runner import _at_point as written
 from tests.faults.schedule import ENDING, PLACES, STEPS, Kind, chains_with, draw_chain
 

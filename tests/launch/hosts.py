@@ -18,7 +18,7 @@ import psutil
 
 from finetune.launch.ray import HEAD_SETTINGS
 from finetune.report.history import read_events
-from finetune.runtime.supervision import faults
+from finetune.runtime.supervision import heartbeat
 from tests import launching
 from tests.launch.cluster import Host, read_status, until
 
@@ -128,7 +128,7 @@ class RayRun:
             *("--temp-dir", str(self.temporary / host.name), "--object-store-memory", "100000000"),
             log=self.log(host),
             **_raylet_settings(),
-            **{faults.VARIABLE: text, **environment},
+            **{heartbeat.VARIABLE: text, **environment},
         )
 
     def launch(self) -> None:

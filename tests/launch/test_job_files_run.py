@@ -24,10 +24,10 @@ from finetune.commands.launch.kubernetes import KubernetesArguments, launch_kube
 from finetune.commands.launch.skypilot import SkypilotArguments, launch_skypilot
 from finetune.commands.launch.slurm import SlurmArguments, launch_slurm
 from finetune.report.history import read_events
-from finetune.runtime.supervision import faults
+from finetune.runtime.supervision import heartbeat
 from tests.launch import fake_slurm
 from tests.launch.cluster import read_status, until
-from tests.launch.jobs.expansion import as_kubernetes_expands
+from tests.launch.expansion import as_kubernetes_expands
 
 pytestmark = [pytest.mark.distributed, pytest.mark.full, pytest.mark.timeout(240)]
 
@@ -73,7 +73,7 @@ def started() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
 
     def start(command: Sequence[str], environment: Mapping[str, str], *, log: Path) -> subprocess.Popen[bytes]:
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-        variables = {**os.environ, faults.VARIABLE: PACE, "PATH": path, **environment}
+        variables = {**os.environ, heartbeat.VARIABLE: PACE, "PATH": path, **environment}
         with log.open("ab") as output:
             programs.append(subprocess.Popen(command, stdout=output, stderr=output, env=variables))
         return programs[-1]

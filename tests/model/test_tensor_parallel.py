@@ -22,7 +22,7 @@ from finetune.checkpoint.sharding.access import state_layout
 from finetune.checkpoint.sharding.state_layout import ShardRange
 from finetune.model.size import measure_model
 from finetune.model.tensor_parallel import _split_vocabulary, split_layers, splitting_problem
-from finetune.runtime.parallel.tensor import TensorGroup
+from finetune.runtime.parallel import TensorGroup
 from finetune.runtime.processes import free_port
 
 SIZES = {

@@ -7,15 +7,13 @@ from pydantic import ValidationError
 from finetune.config.sections.train import OptimizerSection
 from finetune.errors import MissingPackage, ModelError, RegistryError
 from finetune.model.size import optimizer_state_bytes
-from finetune.registry.attention import ATTENTIONS, PER_SAMPLE_ATTENTION, takes_boundaries
 from finetune.registry.formats import FORMATS
 from finetune.registry.losses import EMBEDDING_LOSSES, LOSS_KERNELS, PREFERENCE_LOSSES, RERANKING_LOSSES
-from finetune.registry.metrics import METRICS
+from finetune.registry.model import ATTENTIONS, PER_SAMPLE_ATTENTION, takes_boundaries
 from finetune.registry.observers import TRACKERS
-from finetune.registry.optimizers import OPTIMIZERS, OptimizerEntry, OptimizerState, state_of_class
-from finetune.registry.schedules import SCHEDULES
+from finetune.registry.optimizers import OPTIMIZERS, SCHEDULES, OptimizerEntry, OptimizerState, state_of_class
 from finetune.registry.table import import_attribute
-from finetune.registry.tasks import TASKS, reads_of_head, tasks_where
+from finetune.registry.tasks import METRICS, TASKS, reads_of_head, tasks_where
 from finetune.train.optim.optimizers import build_optimizer
 from finetune.train.optim.parameter_groups import NamedParameter
 

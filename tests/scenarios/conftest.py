@@ -10,7 +10,7 @@ import pytest
 
 from finetune.export.verify import verifier
 from finetune.report.history import read_events
-from finetune.runtime.supervision.faults import VARIABLE
+from finetune.runtime.supervision.heartbeat import VARIABLE
 from tests import launching
 from tests.scenarios.running import Running
 from tests.scenarios.trained import forget, run_folder, stay

@@ -8,7 +8,7 @@ import pytest
 
 from finetune.config.load import load_config
 from finetune.report.history import read_events
-from finetune.report.profile.phases import PHASES
+from finetune.report.phases import PHASES
 from finetune.run.train import train_from_config
 from finetune.runtime import distributed
 from finetune.runtime.files.digests import file_digest

@@ -38,7 +38,7 @@ from finetune.config.sections.train import (
 from finetune.data.batch import Batch
 from finetune.data.features import Features
 from finetune.model.attention.implementation import register_per_sample
-from finetune.registry.precisions import ARITHMETIC
+from finetune.registry.model import ARITHMETIC
 from finetune.runtime.processes import free_port
 from finetune.runtime.progress import Progress
 from finetune.runtime.supervision.signals import ReceivedSignals

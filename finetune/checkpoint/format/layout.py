@@ -14,7 +14,7 @@ import shutil
 from pathlib import Path
 
 from finetune.runtime.files import atomic
-from finetune.runtime.supervision.attempt import own_attempt
+from finetune.runtime.run_folder import own_attempt
 
 MANIFEST = "manifest.json"
 INDEX = "index.json"

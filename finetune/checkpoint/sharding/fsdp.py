@@ -19,7 +19,7 @@ from finetune.checkpoint.sharding.state_layout import (
 )
 from finetune.checkpoint.upstream import fsdp1_handles, reshard_fsdp1
 from finetune.errors import CheckpointError
-from finetune.runtime.parallel.tensor import tensor_group
+from finetune.runtime.parallel import tensor_group
 from finetune.runtime.parameters import divides, local_part, local_tensor
 
 

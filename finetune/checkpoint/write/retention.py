@@ -9,7 +9,7 @@ from finetune.checkpoint.format import layout
 from finetune.checkpoint.format.manifest import read_manifest
 from finetune.config.sections.checkpoint import CheckpointSection, KeepBestSection
 from finetune.errors import CheckpointError
-from finetune.runtime.supervision.attempt import require_newest_attempt
+from finetune.runtime.run_folder import require_newest_attempt
 from finetune.runtime.supervision.heartbeat import fault_point
 
 NO_METRICS: Mapping[int, Mapping[str, float]] = {}

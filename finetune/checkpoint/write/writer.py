@@ -33,7 +33,7 @@ from finetune.runtime.distributed import Group, run_on_all_ranks, run_on_rank_0
 from finetune.runtime.files import atomic
 from finetune.runtime.parameters import is_finite
 from finetune.runtime.resources import format_size, free_bytes
-from finetune.runtime.supervision.attempt import require_newest_attempt
+from finetune.runtime.run_folder import require_newest_attempt
 from finetune.runtime.supervision.heartbeat import fault_point
 
 SLACK_BYTES = 16 << 20

@@ -14,7 +14,7 @@ from finetune.config.load import RESOLVED_NAME, load_resolved
 from finetune.config.sections.checkpoint import CheckpointSection, KeepBestSection
 from finetune.errors import CheckpointError, UserError
 from finetune.runtime.resources import format_size
-from finetune.runtime.supervision.writer_lock import lock_run_folder
+from finetune.runtime.run_folder import lock_run_folder
 
 GOALS = ("minimize", "maximize")
 

@@ -22,10 +22,10 @@ from finetune.data.batch import Batch
 from finetune.data.loader import train_loader
 from finetune.data.workers import LoaderSettings, MachineResources, machine_resources
 from finetune.report.history import EVENTS_FILE, read_history
-from finetune.report.run_log import RunLog
+from finetune.report.reporter import RunLog
 from finetune.run.setup.data import TrainingData, make_training_data
 from finetune.runtime.files.read import read_json
-from finetune.runtime.text.library_output import quiet_libraries
+from finetune.runtime.text.terminal import quiet_libraries
 
 MAX_WAITING_SHARE = 0.02
 """Share of a step that may be spent waiting: saving less does not justify another worker."""

@@ -34,8 +34,7 @@ from finetune.run.remote.download import with_local_folder
 from finetune.runtime import distributed
 from finetune.runtime.processes import exit_process
 from finetune.runtime.resources import format_size
-from finetune.runtime.text.library_output import quiet_libraries
-from finetune.runtime.text.terminal import printable
+from finetune.runtime.text.terminal import printable, quiet_libraries
 
 WAIT_SECONDS = 60.0
 

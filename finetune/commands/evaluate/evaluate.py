@@ -20,8 +20,7 @@ from finetune.errors import UserError
 from finetune.model.loading.pretrained import check_loadable
 from finetune.model.loading.saved import inspect_model_folder
 from finetune.model.upstream import data_only_loading
-from finetune.report.reporter import NullReporter
-from finetune.report.run_log import RunLog
+from finetune.report.reporter import NullReporter, RunLog
 from finetune.run.setup.accelerator import make_accelerator
 from finetune.run.setup.data import make_encoding
 from finetune.run.setup.loop import make_evaluator
@@ -31,9 +30,8 @@ from finetune.run.setup.strategy import launched_strategy
 from finetune.runtime import distributed
 from finetune.runtime.files import atomic
 from finetune.runtime.optional import require
-from finetune.runtime.text.library_output import quiet_libraries
 from finetune.runtime.text.redact import redacted_config
-from finetune.runtime.text.terminal import format_json
+from finetune.runtime.text.terminal import format_json, quiet_libraries
 from finetune.strategy.upstream import unsharded
 from finetune.task.generation import load_metrics
 from finetune.task.protocol import Task

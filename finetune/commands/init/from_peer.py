@@ -6,10 +6,9 @@ from finetune.commands.init.init import JOB_FILE, Files, format_written, launch_
 from finetune.config.load import load_config, require_divisible_batch
 from finetune.errors import ConfigError
 from finetune.migration.draft import Fate
-from finetune.migration.migrate import Migration, migrate_file
-from finetune.migration.write import source_of_key
+from finetune.migration.migrate import Migration, migrate_file, source_of_key
 from finetune.runtime.optional import lazily
-from finetune.runtime.text.library_output import quiet_libraries
+from finetune.runtime.text.terminal import quiet_libraries
 
 with lazily(freeze=True):  # torch
     from finetune.commands.init import samples

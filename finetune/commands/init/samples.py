@@ -29,7 +29,7 @@ from finetune.data.features import LENGTHS_OF_SEQUENCES, Features
 from finetune.errors import FinetuneError, UserError
 from finetune.migration.draft import Draft
 from finetune.registry.tasks import TASKS
-from finetune.report.run_log import RunLog
+from finetune.report.reporter import RunLog
 from finetune.run.setup.data import TrainingData, make_training_data
 from finetune.runtime.optional import require
 from finetune.train.optim.schedule import build_schedule

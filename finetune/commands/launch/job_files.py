@@ -16,7 +16,7 @@ from finetune.config.load import LoadedConfig
 from finetune.config.paths import is_url
 from finetune.config.rules.files import read_paths
 from finetune.errors import StrategyError, UserError
-from finetune.launch.jobs.request import Job, JobRequest
+from finetune.launch.jobs import Job, JobRequest
 from finetune.runtime.files import atomic
 from finetune.runtime.optional import lazily
 from finetune.runtime.text.terminal import write_file_to_stdout

@@ -12,7 +12,7 @@ from typing import Any
 from finetune.commands.launch.ray import RayArguments, read_limits
 from finetune.commands.launch.ray_submit import STOP_MARGIN_SECONDS, STOP_WAIT, ray_words
 from finetune.errors import UserError
-from finetune.launch.jobs.request import JobRequest
+from finetune.launch.jobs import JobRequest
 from finetune.launch.ray import HEAD_SETTINGS
 
 Object = dict[str, Any]

@@ -21,8 +21,7 @@ from finetune.commands.launch.ray import RayArguments, check_ray_job
 from finetune.commands.rehearse.accelerate_file import read_accelerate_file
 from finetune.config.load import LoadedConfig, read_text
 from finetune.errors import UserError
-from finetune.launch.jobs.request import PORT, JobRequest, host_script
-from finetune.launch.jobs.yaml_text import yaml_text
+from finetune.launch.jobs import PORT, JobRequest, host_script, yaml_text
 from finetune.runtime.text.redact import redacted_yaml
 
 JOBSET, TRAINJOB = "jobset", "trainjob"

@@ -28,9 +28,8 @@ from finetune.launch.child import kill_child, start_child
 from finetune.launch.ranks import TORCHRUN_DEFAULTS, Ranks, free_port
 from finetune.runtime.files import atomic
 from finetune.runtime.optional import require
-from finetune.runtime.supervision.attempt import is_replaced, mark_attempt, mark_of
+from finetune.runtime.run_folder import is_locked, is_replaced, mark_attempt, mark_of
 from finetune.runtime.supervision.status import read_status
-from finetune.runtime.supervision.writer_lock import is_locked
 from finetune.runtime.text.terminal import format_json
 
 RAY_FOLDER = "ray"

@@ -18,8 +18,7 @@ from finetune.commands.launch.job_files import (
     require_kept,
 )
 from finetune.errors import UserError
-from finetune.launch.jobs.request import PORT, JobRequest, host_script
-from finetune.launch.jobs.yaml_text import yaml_text
+from finetune.launch.jobs import PORT, JobRequest, host_script, yaml_text
 
 SETUP = "pip install 'finetune-accelerate[s3]'\n"
 

@@ -13,8 +13,19 @@ from finetune.config.load import LoadedConfig
 from finetune.config.overrides import override_label
 from finetune.config.paths import is_url
 from finetune.errors import UserError
-from finetune.launch.jobs.request import JobRequest, Rendezvous, launch_words, next_words, rank_words
-from finetune.launch.jobs.shell import ShellText, Word, command_line, exports, quoted, render
+from finetune.launch.jobs import (
+    JobRequest,
+    Rendezvous,
+    ShellText,
+    Word,
+    command_line,
+    exports,
+    launch_words,
+    next_words,
+    quoted,
+    rank_words,
+    render,
+)
 
 APPTAINER, PYXIS = "apptainer", "pyxis"
 

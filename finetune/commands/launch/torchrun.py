@@ -8,7 +8,7 @@ from finetune.commands.launch.contents import check_text
 from finetune.commands.rehearse.accelerate_file import AccelerateFile, read_accelerate_file
 from finetune.config.load import LoadedConfig, load_config, require_divisible_batch
 from finetune.errors import StrategyError
-from finetune.launch.jobs.request import Job, launch_command
+from finetune.launch.jobs import Job, launch_command
 from finetune.runtime.text.terminal import write_file_to_stdout
 from finetune.strategy.unsupported import TENSOR
 

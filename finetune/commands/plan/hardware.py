@@ -18,7 +18,7 @@ from finetune.commands.plan.cost.assumptions import (
 from finetune.commands.plan.cost.collectives import Cluster
 from finetune.commands.plan.cost.step_time import Device
 from finetune.errors import UserError
-from finetune.runtime.gpus.specifications import GpuModel, find_gpu, require_gpu
+from finetune.runtime.gpus import GpuModel, find_gpu, require_gpu
 
 COMMON_HARDWARE = ("1xRTX4090", "1xA100-80GB", "8xA100-80GB", "8xH100-80GB")
 """The machines of a plan without `--gpus` on a machine without a GPU."""

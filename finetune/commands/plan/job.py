@@ -11,8 +11,8 @@ from finetune.memory.layout import Method, method_of
 from finetune.model.activations import CheckpointingMode
 from finetune.model.loading.architecture import load_model_config
 from finetune.model.size import Shapes, read_shapes
-from finetune.registry.precisions import ARITHMETIC
-from finetune.report.run_log import RunLog
+from finetune.registry.model import ARITHMETIC
+from finetune.report.reporter import RunLog
 from finetune.run.setup.data import make_run_plan, make_training_data
 
 

@@ -13,7 +13,7 @@ from finetune.commands.plan.hardware import Hardware
 from finetune.commands.plan.job import PlannedJob
 from finetune.commands.plan.strategies import StrategyPlan, checkpoint_bytes
 from finetune.model.size import optimizer_state_bytes
-from finetune.runtime.gpus.prices import Price
+from finetune.runtime.gpus import Price
 from finetune.runtime.supervision.checkpoint_interval import best_interval, expected_time, young_interval
 
 _COPY_SHARE = 0.5

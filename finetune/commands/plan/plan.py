@@ -41,9 +41,8 @@ from finetune.memory.step.predict import Predictor
 from finetune.report.history import read_history
 from finetune.run.setup.padding_free import resolve_padding_free
 from finetune.runtime.files.read import read_json
-from finetune.runtime.gpus.prices import lowest, prices_of
-from finetune.runtime.gpus.specifications import GpuModel, find_gpu
-from finetune.runtime.text.library_output import quiet_libraries
+from finetune.runtime.gpus import GpuModel, find_gpu, lowest, prices_of
+from finetune.runtime.text.terminal import quiet_libraries
 
 BUDGET_SECONDS = 30.0
 """CPU time of this process after which no further method or recomputation is tried."""
@@ -287,7 +286,7 @@ def _assumptions(assumed: Assumed) -> list[str]:
         f"Spot machines are preempted: {spot}. Others fail once in {FAILURE_GPU_HOURS:,.0f} GPU-hours.",
         f"A restart takes {assumed.restart_seconds / 60:g} minutes; checkpoints are written at "
         f"{assumed.disk_bandwidth / 1e9:g} GB/s. Evaluation, start-up and export are not counted.",
-        "Prices are those of finetune/runtime/gpus/prices.yaml, without storage, traffic and discounts: --prices FILE.",
+        "Prices are those of finetune/runtime/gpu_prices.yaml, without storage, traffic and discounts: --prices FILE.",
     ]
 
 

@@ -24,8 +24,7 @@ from finetune.errors import DataError, FinetuneError, UserError
 from finetune.model.tokenizer import load_tokenizer
 from finetune.registry.formats import FORMATS
 from finetune.runtime.optional import no_op
-from finetune.runtime.text.library_output import quiet_libraries
-from finetune.runtime.text.terminal import format_json
+from finetune.runtime.text.terminal import format_json, quiet_libraries
 
 MAX_ROWS = 100_000
 """Maximum number of rows that are read in full: more would take minutes."""

@@ -25,14 +25,13 @@ from finetune.data.images.decode import image_facts
 from finetune.data.order.dataset_view import DatasetView
 from finetune.errors import UserError
 from finetune.registry.tasks import TASKS
-from finetune.report.run_log import RunLog
+from finetune.report.reporter import RunLog
 from finetune.run.setup.data import make_training_data
 from finetune.run.setup.data_audit import audit_training_data
 from finetune.runtime.files import atomic
 from finetune.runtime.resources import format_size
-from finetune.runtime.text.library_output import quiet_libraries
 from finetune.runtime.text.rich_console import SafeConsole
-from finetune.runtime.text.terminal import printable
+from finetune.runtime.text.terminal import printable, quiet_libraries
 from finetune.task.protocol import Task
 
 

@@ -41,13 +41,13 @@ from finetune.data.sources.local import ImageFolder
 from finetune.data.sources.source import Source, find_origin, open_source
 from finetune.errors import UserError
 from finetune.registry.tasks import TASKS
-from finetune.report.run_log import RunLog
+from finetune.report.reporter import RunLog
 from finetune.run.setup.data import make_training_data
 from finetune.run.setup.model import require_adaptable, require_buildable, require_routers, require_trainable_weights
 from finetune.runtime.files import atomic
 from finetune.runtime.optional import no_op
 from finetune.runtime.resources import available_bytes, format_size
-from finetune.runtime.text.library_output import quiet_libraries
+from finetune.runtime.text.terminal import quiet_libraries
 
 _CHARACTERS_PER_TOKEN = 4
 _MIN_FIRST_ROWS = 32

@@ -16,10 +16,10 @@ from rich.text import Text
 from finetune.commands.sweep.axes import short_keys, shown_value
 from finetune.commands.sweep.runs import FAILED, FINISHED, PRUNED, Outcome, SweepRun
 from finetune.config.formatting import format_list
-from finetune.config.rules.evaluate import metrics_of
+from finetune.config.rules.checkpoint import metrics_of
 from finetune.config.run_config import RunConfig
 from finetune.errors import UserError
-from finetune.registry.metrics import METRICS
+from finetune.registry.tasks import METRICS
 from finetune.report.console import format_duration
 from finetune.report.history import RunHistory, read_history
 from finetune.runtime.optional import lazily

@@ -9,12 +9,12 @@ from typing import Any
 from pydantic import ConfigDict, with_config
 
 from finetune.commands.sweep.axes import Axis, Values, run_name, value_text
-from finetune.config.limits import MAX_LISTED
 from finetune.config.load import LoadedConfig, load_config, require_divisible_batch
 from finetune.config.overrides import override_text
 from finetune.config.resume_keys import COMPARED_BY_CONTENT, keys_that_may_differ, keys_that_must_match
 from finetune.config.run_config import RunConfig
 from finetune.config.section import parent_keys, with_location
+from finetune.config.yaml import MAX_LISTED
 from finetune.errors import ConfigError, Problem, UserError
 from finetune.runtime.supervision import status as status_file
 

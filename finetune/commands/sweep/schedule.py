@@ -33,8 +33,8 @@ from finetune.report.console import format_duration, format_metrics
 from finetune.report.history import EVENTS_FILE, HistoryReader, RunHistory
 from finetune.runtime.processes import free_port
 from finetune.runtime.resources import usable_cores
+from finetune.runtime.run_folder import is_locked
 from finetune.runtime.supervision.status import read_status
-from finetune.runtime.supervision.writer_lock import is_locked
 from finetune.runtime.text.rich_console import SafeConsole, styled_stream
 from finetune.runtime.text.terminal import printable
 

@@ -59,7 +59,7 @@ from finetune.config.paths import is_url
 from finetune.errors import UserError
 from finetune.launch.child import kill_child, start_child
 from finetune.runtime.optional import lazily
-from finetune.runtime.supervision.writer_lock import is_locked
+from finetune.runtime.run_folder import is_locked
 from finetune.runtime.text.redact import redacted_command
 
 with lazily():  # Ray's commands

@@ -5,9 +5,8 @@ A rule may be given a draft (`config/validation.py`): where it reads an invalid 
 
 from collections.abc import Callable, Iterator
 
-from finetune.config.rules.checkpoint import CHECKPOINT_RULES
+from finetune.config.rules.checkpoint import CHECKPOINT_RULES, EVALUATION_RULES
 from finetune.config.rules.data import BATCHING_RULES, DATA_RULES, FORMAT_RULES, IMAGE_RULES
-from finetune.config.rules.evaluate import EVALUATION_RULES
 from finetune.config.rules.model import ADAPTER_RULES, MODEL_RULES
 from finetune.config.rules.sources import FILE_OPTION_RULES, SOURCE_RULES, STREAM_RULES
 from finetune.config.rules.task import PAIR_RULES, PREFERENCE_RULES, TASK_RULES

@@ -9,7 +9,7 @@ from finetune.config.formatting import did_you_mean, format_list
 from finetune.config.run_config import RunConfig
 from finetune.config.section import join_key
 from finetune.errors import Problem
-from finetune.registry.adapters import PEFT_TYPES
+from finetune.registry.model import PEFT_TYPES
 from finetune.registry.observers import TRACKERS
 from finetune.registry.tasks import TASKS, tasks_where
 
@@ -25,7 +25,7 @@ ADAPTERS = ("lora", "ia3", "oft", "peft", "prompt_tuning", "prefix_tuning", "ada
 """Keys of `model` that train adapters instead of the model's own weights."""
 
 MERGEABLE = ("lora", "ia3", "oft", "peft", "adapter")
-"""Adapters that can be merged into the weights, those of peft by `registry.adapters`."""
+"""Adapters that can be merged into the weights, those of peft by `registry.model`."""
 
 
 def adapter_of(config: RunConfig) -> str | None:

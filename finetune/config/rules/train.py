@@ -7,8 +7,7 @@ from finetune.config.rules.model import adapter_of
 from finetune.config.run_config import RunConfig
 from finetune.errors import Problem
 from finetune.registry.losses import LOSS_KERNELS
-from finetune.registry.optimizers import OPTIMIZERS
-from finetune.registry.schedules import SCHEDULES
+from finetune.registry.optimizers import OPTIMIZERS, SCHEDULES
 
 BUDGETS = ("steps", "epochs", "tokens")
 

@@ -26,8 +26,7 @@ from finetune.config.sections.task import (
 from finetune.errors import Problem
 from finetune.registry.losses import EMBEDDING_LOSSES, PREFERENCE_LOSSES, PairLossEntry, PreferenceLossEntry
 from finetune.registry.observers import TRACKERS
-from finetune.registry.optimizers import OPTIMIZERS
-from finetune.registry.schedules import SCHEDULES
+from finetune.registry.optimizers import OPTIMIZERS, SCHEDULES
 from finetune.registry.tasks import TASKS, tasks_where
 
 _HUB_KEYS = ("config", "revision", "split")

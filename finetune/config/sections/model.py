@@ -21,8 +21,7 @@ from finetune.config.section import (
     Width,
     key,
 )
-from finetune.registry.adapters import trainable_types
-from finetune.registry.attention import ATTENTIONS
+from finetune.registry.model import ATTENTIONS, trainable_types
 
 DType = Literal["float32", "bfloat16", "float16"]
 GradientCheckpointing = bool | Literal["selective"] | Annotated[int, Field(ge=2, le=10_000)]

@@ -19,8 +19,7 @@ from finetune.config.section import (
 )
 from finetune.registry.losses import LOSS_KERNELS
 from finetune.registry.observers import CALLBACKS
-from finetune.registry.optimizers import OPTIMIZERS, describe_defaults
-from finetune.registry.schedules import SCHEDULES
+from finetune.registry.optimizers import OPTIMIZERS, SCHEDULES, describe_defaults
 
 DecayRate = Annotated[float, Field(ge=0.0, lt=1.0)]
 Rate = Annotated[float, Field(gt=0.0, le=MAX_FACTOR)]

@@ -19,7 +19,7 @@ from finetune.data.templates.chat_template import end_of_turn
 from finetune.data.templates.rendering import plain_turn_marks, render, turn_tokens
 from finetune.data.turns import ARGUMENTS, Turn
 from finetune.errors import DataError
-from finetune.runtime.files.recorded_names import recorded_as
+from finetune.runtime.files.digests import recorded_as
 
 
 @recorded_as("data.encoding.encode.ConversationEncoder")

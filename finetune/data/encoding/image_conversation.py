@@ -21,7 +21,7 @@ from finetune.data.templates.chat_template import is_special
 from finetune.data.templates.rendering import render
 from finetune.data.turns import Turn
 from finetune.errors import DataError
-from finetune.runtime.files.recorded_names import recorded_as
+from finetune.runtime.files.digests import recorded_as
 
 _OFFSETS = "text_replacement_offsets"
 _PLAIN = frozenset({"input_ids", "attention_mask", _OFFSETS})

@@ -12,7 +12,7 @@ from finetune.data.images.decode import Mode, decode_image
 from finetune.data.images.stored_image import StoredImage
 from finetune.data.rows import Row
 from finetune.errors import DataError
-from finetune.runtime.files.recorded_names import recorded_as
+from finetune.runtime.files.digests import recorded_as
 
 LABEL, IMAGE, NAME = "label", "image", "name"
 """The arrays of a sample: the index of its class (int64, [1]), its encoded bytes, and the file's name in UTF-8."""

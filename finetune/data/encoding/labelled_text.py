@@ -14,7 +14,7 @@ from finetune.data.features import Features, Outcome, result_or_error
 from finetune.data.rows import Row, describe, parse_json, require_valid_unicode, shortened
 from finetune.data.upstream import truncating
 from finetune.errors import DataError
-from finetune.runtime.files.recorded_names import recorded_as
+from finetune.runtime.files.digests import recorded_as
 
 _LARGEST = 1e38
 """The largest number of a label: labels become float32."""

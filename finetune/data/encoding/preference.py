@@ -11,7 +11,7 @@ from finetune.data.features import LENGTHS_OF_SEQUENCES, Features, Outcome
 from finetune.data.rows import Row
 from finetune.data.turns import ARGUMENTS, Turn
 from finetune.errors import DataError
-from finetune.runtime.files.recorded_names import recorded_as
+from finetune.runtime.files.digests import recorded_as
 
 IS_GOOD = "is_good"
 MARGIN = "margin"

@@ -18,7 +18,7 @@ from finetune.data.encoding.tokenizer import TextTokenizer, has_double_bos, requ
 from finetune.data.features import Features, Outcome, result_or_error
 from finetune.data.rows import Row, require_valid_unicode
 from finetune.errors import DataError
-from finetune.runtime.files.recorded_names import recorded_as
+from finetune.runtime.files.digests import recorded_as
 
 
 class TextRowsEncoder:

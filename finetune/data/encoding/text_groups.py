@@ -19,7 +19,7 @@ from finetune.data.rows import Row, require_valid_unicode
 from finetune.data.token_cache.lengths import SequencesLengthLimit
 from finetune.data.upstream import fast_backend, truncating
 from finetune.errors import DataError
-from finetune.runtime.files.recorded_names import recorded_as
+from finetune.runtime.files.digests import recorded_as
 
 SCORE = "score"
 

@@ -20,7 +20,7 @@ from finetune.data.token_cache.integrity import DamagedSet
 from finetune.data.token_cache.store import Identity, TokenCache
 from finetune.data.workers import num_prepare_workers
 from finetune.errors import DataError
-from finetune.runtime.text.library_output import quiet_libraries
+from finetune.runtime.text.terminal import quiet_libraries
 
 NUM_KEPT_WINDOWS = 2
 """Windows that are kept before the one in use: a step, or samples sorted by length, may still read them."""

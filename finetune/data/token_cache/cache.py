@@ -21,7 +21,7 @@ from finetune.data.token_cache.store import FORMAT_VERSION, Identity, TokenCache
 from finetune.data.workers import num_prepare_workers
 from finetune.errors import DataError
 from finetune.runtime.files.atomic import build_once
-from finetune.runtime.files.recorded_names import recorded_name
+from finetune.runtime.files.digests import recorded_name
 from finetune.runtime.supervision.heartbeat import fault_point
 
 VERIFIED_AT_ONCE_BYTES = 256 << 20

@@ -23,9 +23,8 @@ from transformers.tokenization_utils_base import FULL_TOKENIZER_FILE
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from finetune.errors import ExportError
-from finetune.export.save import ExportReport, TextPreprocessor, generation_config
+from finetune.export.save import ExportReport, TextPreprocessor, file_problems, generation_config
 from finetune.export.verify import program
-from finetune.export.verify.files import file_problems
 from finetune.export.verify.rows import VerificationRow
 from finetune.export.weights import build_meta_model, map_in_threads, num_threads_for, unwrap_adapter
 from finetune.model.adapters.context import has_adapter

@@ -20,7 +20,7 @@ from finetune.memory.step.trace import (
 )
 from finetune.memory.step.tracer import ACTIVATIONS, GATHERED, GRADIENTS, OPTIMIZER, WEIGHTS
 from finetune.model.size import AVERAGE_BYTES, Shapes, optimizer_state_bytes
-from finetune.registry.precisions import ARITHMETIC
+from finetune.registry.model import ARITHMETIC
 from finetune.strategy.upstream import zero_bucket_sizes
 
 FORWARD_PASS, BACKWARD = (FORWARD, LOSS), (HEAD, FIRST, BETWEEN, LAST)

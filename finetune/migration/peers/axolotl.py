@@ -3,8 +3,7 @@
 from typing import Any
 
 from finetune.migration.complete import put_source, source_of
-from finetune.migration.draft import Draft, Outcome
-from finetune.migration.peers.peer import ALPACA_ROWS, Peer
+from finetune.migration.draft import ALPACA_ROWS, Draft, Outcome, Peer
 from finetune.migration.tables.axolotl import AXOLOTL as TABLE
 
 _TEMPLATES = {

@@ -3,8 +3,7 @@
 import re
 
 from finetune.migration.complete import put_source, source_of
-from finetune.migration.draft import Draft
-from finetune.migration.peers.peer import Peer
+from finetune.migration.draft import Draft, Peer
 from finetune.migration.peers.trainer import finish_arguments, name_placeholders, prepare_arguments
 from finetune.migration.rules import (
     ANSWERS,

@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.migration.complete import put_source, source_of
-from finetune.migration.draft import Draft
-from finetune.migration.peers.peer import ALPACA_ROWS, Peer
+from finetune.migration.draft import ALPACA_ROWS, Draft, Peer
 from finetune.migration.tables.torchtune import TORCHTUNE as TABLE
 
 _OWNERS = {

@@ -1,7 +1,6 @@
 """transformers' Trainer: what its arguments mean, for TRL, LLaMA-Factory and ms-swift, too."""
 
-from finetune.migration.draft import Draft, Outcome
-from finetune.migration.peers.peer import Peer
+from finetune.migration.draft import Draft, Outcome, Peer
 from finetune.migration.tables.trainer import TRAINER as TABLE
 
 

@@ -66,7 +66,7 @@ from finetune.model.loading.pretrained import (
     load_adapter_config,
     read_saved_adapter_config,
 )
-from finetune.registry.adapters import PEFT_TYPES
+from finetune.registry.model import PEFT_TYPES
 from finetune.runtime.optional import no_op
 from finetune.runtime.seeds import derive_seed
 

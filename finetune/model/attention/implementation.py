@@ -33,8 +33,8 @@ from finetune.model.attention.sequence_parallel import attend_slices
 from finetune.model.attention.supported_models import carries_state, supports_packed_samples
 from finetune.model.attention.upstream import patch_row_functions, retune_queries
 from finetune.model.attention.varlen_kernels import detect_kernels, varlen_kernel
-from finetune.registry.attention import ATTENTIONS, PER_SAMPLE_ATTENTION
-from finetune.runtime.packed_rows import SAMPLE_LENGTHS, SampleLengths
+from finetune.registry.model import ATTENTIONS, PER_SAMPLE_ATTENTION
+from finetune.runtime.parallel import SAMPLE_LENGTHS, SampleLengths
 
 
 def register_per_sample() -> None:

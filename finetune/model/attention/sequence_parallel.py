@@ -16,7 +16,7 @@ from torch import Tensor
 from finetune.errors import StrategyError
 from finetune.model.attention.sample_attention import AttentionSettings, QueryKeyValue
 from finetune.model.attention.supported_models import PLAIN_MODEL_TYPES, SINK_MODEL_TYPES, text_config
-from finetune.runtime.parallel.sequence import SequenceGroup, sequence_group, swap_blocks
+from finetune.runtime.parallel import SequenceGroup, sequence_group, swap_blocks
 
 Attend = Callable[[QueryKeyValue, AttentionSettings], Tensor]
 """Computes the attention of a whole row, [1, tokens, heads, width of the values]."""

@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from finetune.errors import MissingPackage
 from finetune.runtime.optional import require
-from finetune.runtime.packed_rows import SAMPLE_LENGTHS, SampleLengths
+from finetune.runtime.parallel import SAMPLE_LENGTHS, SampleLengths
 
 CHECKED = {"transformers": (5, 24)}
 

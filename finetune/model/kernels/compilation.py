@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from finetune.model.activations import take_checkpointing
 from finetune.model.size import Shapes
-from finetune.runtime.gpus.specifications import MEMORY_SHARE, GpuModel
+from finetune.runtime.gpus import MEMORY_SHARE, GpuModel
 from finetune.runtime.optional import require
 
 BACKEND = "inductor"

@@ -27,8 +27,8 @@ from finetune.run.train import build
 from finetune.run.validate import validate, validate_model
 from finetune.runtime import distributed
 from finetune.runtime.optional import no_op
+from finetune.runtime.run_folder import lock_run_folder
 from finetune.runtime.supervision.signals import ReceivedSignals
-from finetune.runtime.supervision.writer_lock import lock_run_folder
 from finetune.train.parts import TrainingComponents
 
 SESSION_CLOSED = "session closed"

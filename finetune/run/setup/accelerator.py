@@ -11,7 +11,7 @@ from finetune.config.run_config import RunConfig
 from finetune.errors import UserError
 from finetune.model.kernels import float8
 from finetune.model.upstream import expose_hidden_size, head_as_one_unit
-from finetune.report.run_log import RunLog
+from finetune.report.reporter import RunLog
 from finetune.runtime import distributed, seeds
 from finetune.runtime.upstream import bound_primitive_cache
 from finetune.strategy.experts import keep_experts_in_graph, set_zero3_leaf_modules

@@ -16,7 +16,7 @@ from finetune.model.attention.implementation import check_isolation, require_pos
 from finetune.model.attention.supported_models import carries_state, check_padding, randomness
 from finetune.model.loading.rope import positions_of
 from finetune.registry.tasks import TASKS, ModelHead
-from finetune.report.run_log import RunLog
+from finetune.report.reporter import RunLog
 from finetune.run.setup.data import TrainingData
 from finetune.run.setup.model import computes_in_half
 from finetune.run.setup.padding_free import resolve_padding_free

@@ -26,7 +26,7 @@ from finetune.data.token_cache.store import TokenCache, dataset_view, grouped_by
 from finetune.model.processing import Processing, load_processing
 from finetune.registry.plugins import code_identity
 from finetune.registry.tasks import TASKS
-from finetune.report.run_log import RunLog
+from finetune.report.reporter import RunLog
 from finetune.run.context import RunContext
 from finetune.run.setup.padding_free import format_padding_free, resolve_padding_free
 from finetune.runtime import distributed

@@ -13,7 +13,7 @@ from finetune.data.features import LENGTHS_OF_SEQUENCES
 from finetune.data.order.grouping import tokens_per_position
 from finetune.data.token_cache.store import TokenCache
 from finetune.registry.tasks import TASKS
-from finetune.report.run_log import RunLog
+from finetune.report.reporter import RunLog
 from finetune.run.setup.data import TrainingData
 from finetune.runtime.files import atomic
 

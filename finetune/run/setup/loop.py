@@ -21,8 +21,7 @@ from finetune.data.templates.chat_template import stop_ids
 from finetune.model.batch_norm import GhostBatchNorm, sync_batch_norm, update_running_statistics
 from finetune.report.events import Noted, StartedUp
 from finetune.report.gpu import DeviceColumns
-from finetune.report.reporter import CallbackReporter, Reporter
-from finetune.report.run_log import RunLog
+from finetune.report.reporter import CallbackReporter, Reporter, RunLog
 from finetune.report.timing import StartupTimer
 from finetune.run.context import RunPaths
 from finetune.run.samples import SampleRecord
@@ -30,11 +29,9 @@ from finetune.run.setup.prepared_model import BuiltRun, PreparedModel, make_weig
 from finetune.run.setup.strategy import require_sliceable_model
 from finetune.runtime import distributed
 from finetune.runtime.optional import no_op
-from finetune.runtime.parallel.sequence import sequence_group
-from finetune.runtime.parallel.tensor import tensor_group
+from finetune.runtime.parallel import sequence_group, tensor_group
 from finetune.runtime.progress import Cadence, NeverDue
-from finetune.runtime.supervision.signals import ReceivedSignals
-from finetune.runtime.supervision.spot import SpotNotice
+from finetune.runtime.supervision.signals import ReceivedSignals, SpotNotice
 from finetune.task.generation import GenerationEvaluator, Metric
 from finetune.task.protocol import Task
 from finetune.train.accelerator import own_batches

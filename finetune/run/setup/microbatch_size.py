@@ -24,14 +24,14 @@ from finetune.memory.trial.limits import (
 )
 from finetune.memory.trial.longest import LongestBatch, find_longest_batch
 from finetune.memory.trial.trial import Trial, later_host_bytes, missing_state_bytes, zero_buffer_bytes
-from finetune.report.run_log import RunLog
+from finetune.report.reporter import RunLog
 from finetune.run.context import RunContext
 from finetune.run.setup.padding_free import resolve_padding_free
 from finetune.run.setup.prepared_model import BuiltRun
 from finetune.runtime import distributed
 from finetune.runtime.files import atomic
 from finetune.runtime.files.read import read_regular
-from finetune.runtime.parallel.sequence import sequence_group
+from finetune.runtime.parallel import sequence_group
 from finetune.runtime.resources import format_size
 from finetune.runtime.supervision.heartbeat import keep_alive
 from finetune.runtime.upstream import keep_freed_memory

@@ -15,7 +15,7 @@ from finetune.model.attention.supported_models import needs_own_attention, paddi
 from finetune.model.frozen_models import load_teacher_config
 from finetune.model.loading.architecture import load_model_config
 from finetune.model.loading.pretrained import ADAPTER_CONFIG, read_adapter_config
-from finetune.registry.attention import ATTENTIONS
+from finetune.registry.model import ATTENTIONS
 from finetune.registry.tasks import TASKS
 from finetune.runtime.run_folder import CHECKPOINTS_FOLDER
 

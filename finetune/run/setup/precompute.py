@@ -43,7 +43,7 @@ from finetune.model.frozen_models import (
     teacher_digest,
 )
 from finetune.model.size import measure_model
-from finetune.report.run_log import RunLog
+from finetune.report.reporter import RunLog
 from finetune.run.setup.data import TrainingData
 from finetune.run.setup.prepared_model import PreparedModel
 from finetune.runtime import distributed

@@ -31,7 +31,7 @@ from finetune.model.kernels.compilation import (
 from finetune.model.processing import check_image_shape
 from finetune.model.size import measure_model, read_shapes
 from finetune.model.tensor_parallel import split_layers
-from finetune.report.run_log import RunLog
+from finetune.report.reporter import RunLog
 from finetune.run.flops import attended_tokens, flops_per_token, tokens_per_position
 from finetune.run.setup import accelerator as accelerators
 from finetune.run.setup.data import TrainingData
@@ -44,9 +44,9 @@ from finetune.run.setup.model import (
 )
 from finetune.run.setup.strategy import require_tied_weights_supported
 from finetune.runtime import distributed
-from finetune.runtime.gpus.specifications import GpuModel, find_gpu
+from finetune.runtime.gpus import GpuModel, find_gpu
 from finetune.runtime.optional import no_op
-from finetune.runtime.parallel.tensor import tensor_group
+from finetune.runtime.parallel import tensor_group
 from finetune.runtime.resources import available_bytes, resident_bytes
 from finetune.strategy.gradient_sync import Accumulation, GradientReduction, choose_accumulation
 from finetune.strategy.protocol import Strategy

@@ -20,12 +20,12 @@ from finetune.model.attention.sequence_parallel import SETTING, require_equal_lo
 from finetune.model.loading.architecture import load_model_config
 from finetune.model.tensor_parallel import SETTING as TENSOR_SETTING
 from finetune.model.tensor_parallel import splitting_problem
-from finetune.registry.adapters import PEFT_TYPES, trainable_types
+from finetune.registry.model import PEFT_TYPES, trainable_types
 from finetune.registry.tasks import TASKS
-from finetune.report.run_log import RunLog
+from finetune.report.reporter import RunLog
 from finetune.run.setup.padding_free import resolve_padding_free, why_padded
 from finetune.runtime import distributed
-from finetune.runtime.parallel.sequence import sequence_group
+from finetune.runtime.parallel import sequence_group
 from finetune.strategy.choose import choose_strategy
 from finetune.strategy.environment import read_environment
 from finetune.strategy.launch_file import require_parallelism_fits, use_deepspeed_file

@@ -17,7 +17,7 @@ from finetune.config.paths import is_url
 from finetune.config.resume_keys import COMPARED_BY_CONTENT, keys_that_may_differ, keys_that_must_match
 from finetune.config.run_config import RunConfig
 from finetune.errors import CheckpointError
-from finetune.report.run_log import RunLog
+from finetune.report.reporter import RunLog
 from finetune.run.state.finished import (
     are_inputs_unchanged,
     format_finished,
@@ -27,9 +27,8 @@ from finetune.run.state.finished import (
     read_record,
 )
 from finetune.runtime.optional import lazily
-from finetune.runtime.run_folder import CHECKPOINTS_FOLDER
+from finetune.runtime.run_folder import CHECKPOINTS_FOLDER, lock_run_folder
 from finetune.runtime.supervision.status import exit_from_error, open_status_file, record_finished
-from finetune.runtime.supervision.writer_lock import lock_run_folder
 
 with lazily():  # numpy
     from finetune.checkpoint.read import checksum_prefetch

@@ -18,7 +18,7 @@ from finetune.config.resume_keys import keys_that_may_differ, keys_that_must_mat
 from finetune.config.run_config import RunConfig
 from finetune.model.frozen_models import base_digest
 from finetune.model.loading.pretrained import adapter_digest
-from finetune.report.run_log import RunLog
+from finetune.report.reporter import RunLog
 from finetune.run.context import RunContext
 from finetune.run.samples import require_same_samples
 from finetune.run.setup.data import PreparedData, TrainingData, input_identity

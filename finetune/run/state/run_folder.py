@@ -23,8 +23,7 @@ from finetune.registry.tasks import TASKS
 from finetune.report.build import build_reporter
 from finetune.report.events import Event
 from finetune.report.page.interruptions import InterruptionCosts
-from finetune.report.reporter import Reporter
-from finetune.report.run_log import RunLog
+from finetune.report.reporter import Reporter, RunLog
 from finetune.run.remote.download import download_run
 from finetune.run.setup.data_audit import write_audit
 from finetune.run.setup.padding_free import resolve_padding_free

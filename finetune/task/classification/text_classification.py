@@ -25,7 +25,7 @@ from finetune.data.encoding.labelled_text import (
 )
 from finetune.data.features import Features
 from finetune.errors import DataError
-from finetune.runtime.files.recorded_names import recorded_as, recorded_name
+from finetune.runtime.files.digests import recorded_as, recorded_name
 from finetune.task.classification.classes import (
     TextPadding,
     WeightedClasses,

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from finetune.runtime.parallel.tensor import VocabularyPart
+from finetune.runtime.parallel import VocabularyPart
 from finetune.task.lm_loss.logit_transform import LogitTransform
 from finetune.task.lm_loss.token_loss import TokenLoss
 

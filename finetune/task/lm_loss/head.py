@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import checkpoint
 
 from finetune.data.batch import Batch, Targets
-from finetune.runtime.parallel.tensor import SplitHead, VocabularyPart
+from finetune.runtime.parallel import SplitHead, VocabularyPart
 from finetune.task.lm_loss.chunked_loss import AUTOGRAD_LOGIT_BYTES, rows_per_chunk
 from finetune.task.lm_loss.logit_transform import LogitTransform, find_logit_transform, is_rowwise
 from finetune.task.model_inputs import forward_inputs, unwrap_model

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from finetune.config.sections.train import ScalingSection, ScheduleSection
-from finetune.registry.schedules import SCHEDULES
+from finetune.registry.optimizers import SCHEDULES
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from finetune.checkpoint.sharding.access import state_layout
-from finetune.runtime.parallel.tensor import open_tensor_groups
+from finetune.runtime.parallel import open_tensor_groups
 
 SHARDS, GROUP = 2, 2
 

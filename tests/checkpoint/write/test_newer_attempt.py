@@ -6,7 +6,7 @@ from finetune.checkpoint.write import saver
 from finetune.checkpoint.write.retention import prune
 from finetune.config.sections.checkpoint import CheckpointSection
 from finetune.errors import CheckpointError, LostContact
-from finetune.runtime.supervision.attempt import mark_attempt
+from finetune.runtime.run_folder import mark_attempt
 from tests.checkpoint.small_run import Run
 
 

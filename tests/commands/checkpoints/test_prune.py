@@ -8,7 +8,7 @@ import pytest
 from finetune.commands.checkpoints.prune import parse_keep_best, prune
 from finetune.errors import CheckpointError, UserError
 
-HOLD = "import sys; from pathlib import Path; from finetune.runtime.supervision.writer_lock import lock_run_folder\n"
+HOLD = "import sys; from pathlib import Path; from finetune.runtime.run_folder import lock_run_folder\n"
 HOLD += "with lock_run_folder(Path(sys.argv[1]), log=print): print('held', flush=True); sys.stdin.read()"
 
 

@@ -14,7 +14,7 @@ import psutil
 from finetune.launch.ray import HEAD_SETTINGS
 from finetune.report.history import read_events
 from finetune.runtime.processes import free_port
-from finetune.runtime.supervision.faults import VARIABLE
+from finetune.runtime.supervision.heartbeat import VARIABLE
 from finetune.runtime.supervision.status import read_status
 from tests import launching
 from tests.launch.cluster import until

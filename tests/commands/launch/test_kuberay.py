@@ -19,7 +19,7 @@ from finetune.commands.launch.ray_submit import STOP_WAIT
 from finetune.errors import UserError
 from tests.commands.launch.conftest import CONFIGS, fits
 from tests.commands.launch.kuberay_schema import require_valid_ray_job
-from tests.launch.jobs.hostile import HIDDEN, NAMES
+from tests.launch.hostile import HIDDEN, NAMES
 
 
 def ray_job(words: JobFileArguments, **kubernetes: Any) -> dict[str, Any]:

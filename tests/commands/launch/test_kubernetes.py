@@ -13,9 +13,9 @@ from finetune.commands.launch.job_files import Destination, JobFileArguments
 from finetune.commands.launch.kubernetes import KubernetesArguments, launch_kubernetes
 from finetune.errors import UserError
 from tests.commands.launch.conftest import CONFIGS, fits
-from tests.launch.jobs.checkers import shellcheck
-from tests.launch.jobs.expansion import as_kubernetes_expands
-from tests.launch.jobs.hostile import HIDDEN, NAMES
+from tests.launch.checkers import shellcheck
+from tests.launch.expansion import as_kubernetes_expands
+from tests.launch.hostile import HIDDEN, NAMES
 
 KUBERNETES = "1.34"
 MODELS = {

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from finetune.commands.launch.ray_worker import Attempt, end_replaced_ranks, largest_world, place_rank, read_metrics
-from finetune.runtime.supervision.attempt import mark_attempt
+from finetune.runtime.run_folder import mark_attempt
 
 ATTEMPT = Attempt(3, 6, "10.0.0.1", 29500, since=0.0)
 

@@ -14,8 +14,8 @@ from finetune.commands.launch.job_files import Destination, JobFileArguments
 from finetune.commands.launch.skypilot import SkypilotArguments, launch_skypilot
 from finetune.errors import UserError
 from tests.commands.launch.conftest import CONFIGS, fits
-from tests.launch.jobs.checkers import shellcheck
-from tests.launch.jobs.hostile import HIDDEN, HOSTILE, NAMES
+from tests.launch.checkers import shellcheck
+from tests.launch.hostile import HIDDEN, HOSTILE, NAMES
 
 PYTHON = os.environ.get("FINETUNE_TEST_SKYPILOT_PYTHON")
 """An interpreter with SkyPilot, which needs another version of click than huggingface_hub; `.ci/run` makes one."""

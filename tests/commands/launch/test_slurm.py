@@ -14,8 +14,8 @@ from finetune.commands.launch.slurm import SlurmArguments, launch_slurm
 from finetune.errors import UserError
 from tests.commands.launch.conftest import CONFIGS, fits
 from tests.launch import fake_slurm
-from tests.launch.jobs.checkers import directives, shellcheck
-from tests.launch.jobs.hostile import HIDDEN, NAMES
+from tests.launch.checkers import directives, shellcheck
+from tests.launch.hostile import HIDDEN, NAMES
 
 SETUPS = {
     "venv": {},

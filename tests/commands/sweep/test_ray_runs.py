@@ -13,7 +13,7 @@ import pytest
 
 from finetune.commands.sweep.sweep import SweepRequest, sweep
 from finetune.report.history import read_events
-from finetune.runtime.supervision.faults import VARIABLE
+from finetune.runtime.supervision.heartbeat import VARIABLE
 from finetune.runtime.supervision.status import read_status
 from tests import launching
 from tests.commands.launch.ray_cluster import RayHosts, losses_of, two_raylets

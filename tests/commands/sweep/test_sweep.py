@@ -16,7 +16,7 @@ from finetune.commands.sweep.sweep import SweepRequest, sweep
 from finetune.commands.verify.resume import differences, read_completed_run
 from finetune.errors import UserError
 from finetune.report.history import read_events
-from finetune.runtime.supervision.writer_lock import is_locked
+from finetune.runtime.run_folder import is_locked
 from tests import launching
 from tests.scenarios.conftest import job  # noqa: F401  # the tiny job, which trains in a second
 

@@ -18,7 +18,7 @@ from finetune.data.token_cache.samples import chunk_name
 from finetune.data.token_cache.store import Identity, TokenCache
 from finetune.errors import DataError
 from finetune.runtime.files.atomic import temporary_path
-from finetune.runtime.supervision.faults import VARIABLE
+from finetune.runtime.supervision.heartbeat import VARIABLE
 from tests.data.byte_encoding import encode_bytes
 
 NUM_ROWS = 53

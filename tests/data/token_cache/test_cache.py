@@ -20,7 +20,7 @@ from finetune.data.token_cache.encoder_pool import EncoderPool
 from finetune.data.token_cache.integrity import DamagedSet
 from finetune.data.token_cache.samples import SAMPLES_FILE, chunk_name
 from finetune.errors import DataError
-from finetune.runtime.supervision.faults import VARIABLE
+from finetune.runtime.supervision.heartbeat import VARIABLE
 from tests.data.byte_encoding import encode_bytes
 
 TEXTS = [f"{'question ' * (number % 5 + 1)}{number}>answer {number}" for number in range(40)]

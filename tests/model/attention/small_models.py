@@ -7,7 +7,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from finetune.model.attention.implementation import register_per_sample
 from finetune.model.attention.upstream import patch_row_functions
-from finetune.runtime.packed_rows import SAMPLE_LENGTHS, SampleLengths
+from finetune.runtime.parallel import SAMPLE_LENGTHS, SampleLengths
 
 WINDOW, LENGTHS = 6, (11, 3, 17, 2, 1, 8)
 """Two of the samples are longer than the window."""

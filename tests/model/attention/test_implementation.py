@@ -24,7 +24,7 @@ from finetune.model.attention.implementation import (
 )
 from finetune.model.attention.sample_attention import AttentionSettings, QueryKeyValue, causal_attention
 from finetune.model.attention.supported_models import PACKING_MODEL_TYPES, supports_packed_samples
-from finetune.runtime.packed_rows import SampleLengths
+from finetune.runtime.parallel import SampleLengths
 from finetune.task.lm_loss.token_loss import cross_entropy_sum
 from finetune.task.model_inputs import collate_padded, collate_padding_free, forward_logits
 from tests.model.attention.small_models import LENGTHS, row_of, tiny_config, tiny_model, tokens

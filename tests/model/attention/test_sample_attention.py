@@ -30,7 +30,7 @@ from finetune.model.attention.supported_models import (
     supports_packed_samples,
 )
 from finetune.model.attention.upstream import patch_row_functions
-from finetune.runtime.packed_rows import SampleLengths
+from finetune.runtime.parallel import SampleLengths
 from finetune.task import model_inputs
 from finetune.task.model_inputs import collate_row, forward_logits, sample_logits
 from tests.model.attention.small_models import LENGTHS, tiny_config

@@ -13,7 +13,7 @@ from finetune.model.attention.sequence_parallel import (
     slicing_problem,
 )
 from finetune.model.attention.supported_models import PLAIN_MODEL_TYPES, SINK_MODEL_TYPES
-from finetune.runtime.parallel.sequence import SequenceGroup
+from finetune.runtime.parallel import SequenceGroup
 from tests.model.attention.small_models import tiny_config
 
 WIDTH, VALUE_WIDTH, TOKENS = 3, 2, 2

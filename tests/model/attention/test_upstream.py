@@ -20,7 +20,7 @@ from finetune.model.attention.upstream import (
     sample_index,
     scan_samples,
 )
-from finetune.runtime.packed_rows import SAMPLE_LENGTHS, SampleLengths
+from finetune.runtime.parallel import SAMPLE_LENGTHS, SampleLengths
 from tests.model.attention.small_models import LENGTHS, row_of, tiny_config, tiny_model, tokens
 
 EDGES = torch.tensor([0, 2, 5], dtype=torch.int32)

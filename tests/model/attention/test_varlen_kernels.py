@@ -16,7 +16,7 @@ from finetune.model.attention.implementation import per_sample_attention
 from finetune.model.attention.sample_attention import AttentionSettings, QueryKeyValue
 from finetune.model.attention.varlen_kernels import AvailableKernels, detect_kernels, varlen_kernel
 from finetune.runtime import seeds
-from finetune.runtime.packed_rows import SampleLengths
+from finetune.runtime.parallel import SampleLengths
 from tests.devices import EVERY_DEVICE, ON_GPU
 from tests.model.attention.flash_on_cpu import flash_on_cpu, reference_attention
 

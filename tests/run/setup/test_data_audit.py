@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from finetune.config.load import load_config
-from finetune.report.run_log import RunLog
+from finetune.report.reporter import RunLog
 from finetune.run.setup.data import make_training_data
 from finetune.run.setup.data_audit import audit_training_data, write_audit
 from tests.run.setup.plain_audit import gsm8k, hh_rlhf, plain_audit

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from finetune.commands.export import export
 from finetune.config.load import RESOLVED_NAME
 from finetune.errors import HubError, ModelError, UserError
-from finetune.export import push
+from finetune.export import save
 
 PLAIN = {"step": None, "to": None, "dtype": None, "merge": False, "push_to_hub": None}
 
@@ -128,7 +128,7 @@ def test_export_never_overwrites_an_existing_folder(trained, tmp_path):
 
 
 def test_a_push_that_fails_leaves_the_export(trained, tmp_path, monkeypatch):
-    monkeypatch.setattr(push, "is_offline", lambda: True)
+    monkeypatch.setattr(save, "is_offline", lambda: True)
     with pytest.raises(HubError, match="cannot be reached"):
         export(trained("lora"), **{**PLAIN, "merge": True, "to": tmp_path / "kept", "push_to_hub": "me/model"})
     assert (tmp_path / "kept" / "model.safetensors").is_file()

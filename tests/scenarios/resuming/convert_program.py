@@ -8,7 +8,7 @@ import torch
 
 from finetune.commands.convert import convert_from, convert_to
 from finetune.runtime import distributed
-from finetune.runtime.text.library_output import quiet_libraries
+from finetune.runtime.text.terminal import quiet_libraries
 from tests.scenarios.trained import forget
 
 

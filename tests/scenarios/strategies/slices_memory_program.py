@@ -15,7 +15,7 @@ import torch.distributed as dist
 from finetune.data.features import Features
 from finetune.data.loader import slice_batch
 from finetune.runtime import distributed
-from finetune.runtime.parallel.sequence import open_sequence_groups, sequence_group
+from finetune.runtime.parallel import open_sequence_groups, sequence_group
 from finetune.task.lm_loss.target_loss import TargetLoss
 from finetune.task.lm_loss.token_loss import TokenLoss
 from finetune.task.model_inputs import collate_padding_free

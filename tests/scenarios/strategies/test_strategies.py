@@ -10,7 +10,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetune.config.load import load_config
-from finetune.report.run_log import RunLog
+from finetune.report.reporter import RunLog
 from finetune.run.setup.data import make_training_data
 
 ROOT = Path(__file__).parents[3]

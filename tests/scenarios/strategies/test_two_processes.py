@@ -11,7 +11,7 @@ import psutil
 import pytest
 import torch
 
-from finetune.runtime.supervision.faults import VARIABLE as FAULTS
+from finetune.runtime.supervision.heartbeat import VARIABLE as FAULTS
 from tests import launching
 from tests.devices import NEEDS_DEEPSPEED, SELDOM_ON_CPU
 from tests.scenarios.conftest import TIMEOUT_SECONDS, Ended

@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from finetune.runtime.parallel.tensor import VocabularyPart
+from finetune.runtime.parallel import VocabularyPart
 from finetune.task.lm_loss import chunked_loss
 from finetune.task.lm_loss.chunked_loss import LossSpec
 from finetune.task.lm_loss.logit_transform import LogitTransform

@@ -1,6 +1,6 @@
 """The assumptions of the cost model and of the outlook, with units and sources.
 
-Figures of a GPU, such as its bandwidths, are in `finetune/runtime/gpus/specifications.yaml`.
+Figures of a GPU, such as its bandwidths, are in `finetune/runtime/gpu_specifications.yaml`.
 """
 
 # Computation

@@ -29,7 +29,7 @@ from finetune.commands.plan.cost.collectives import (
     all_reduce_seconds,
     reduce_scatter_seconds,
 )
-from finetune.runtime.gpus.specifications import MEMORY_SHARE
+from finetune.runtime.gpus import MEMORY_SHARE
 
 
 @dataclass(frozen=True)

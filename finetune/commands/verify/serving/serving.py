@@ -19,7 +19,7 @@ from finetune.model.loading.saved import SavedModel, inspect_model_folder
 from finetune.runtime.files import atomic
 from finetune.runtime.optional import require
 from finetune.runtime.run_folder import FINAL_FOLDER
-from finetune.runtime.text.library_output import quiet_libraries
+from finetune.runtime.text.terminal import quiet_libraries
 
 REPORT_NAME = "serving.json"
 

@@ -1,1 +1,0 @@
-"""Specifications and rental prices of GPU models, as two editable tables."""
