@@ -125,7 +125,7 @@ GUARDED_ELSEWHERE: dict[str, tuple[str, ...]] = {
 EXACT_JSON = (
     *("finetune.runtime.text.terminal", "finetune.config.resume_keys", "finetune.config.explain"),
     *("finetune.config.formatting", "finetune.run.state.given", "finetune.commands.generate"),
-    *("finetune.data.templates.row_template", "finetune.data.encoding.dropped_content", "finetune.data.sources.slices"),
+    *("finetune.data.templates.row_template", "finetune.data.encoding.conversation", "finetune.data.sources.slices"),
 )
 """Where JSON is compared, digested or trained on, and shown to nobody; elsewhere characters that reorder text lie."""
 
@@ -199,11 +199,8 @@ REFUSED_PHRASES = {
     "without a word": "without a message, unexpectedly",
 }
 
-RECORDED_NAMES = {
-    "learnt": "finetune/data/audit/template_check.py",
-    "is_end_learnt": "finetune/data/audit/template_check.py",
-}
-"""Fields that are written down field by field, and so keep their names: `tests/test_recorded_names.py`."""
+RECORDED_KEYS = {"learnt": "finetune/data/template_check.py"}
+"""Keys of files of earlier runs, by the module that writes them: `tests/test_recorded_names.py`."""
 
 NOT_IN_TEST_NAMES = {
     "says": "logs, reports, names",
@@ -588,16 +585,12 @@ def empty_file_names(module: Module) -> Iterator[str]:
 def home_made_words(module: Module) -> Iterator[str]:
     for where, name in names_in(module):
         whole = name.lstrip("_")
-        if RECORDED_NAMES.get(whole) == module.file:
-            continue
         found = {word: REFUSED_WORDS[word] for word in words_of(name) if word in REFUSED_WORDS}
         found |= {each: REFUSED_NAMES[each] for each in (whole, whole.lower()) if each in REFUSED_NAMES}
         for word, term in found.items():
             yield f"{where} {name}: `{word}` is a word of our own; the field says: {term}"
 
     for where, name in variables_in(module):
-        if RECORDED_NAMES.get(name.lstrip("_")) == module.file:
-            continue
         for word in set(words_of(name)) & REFUSED_WORDS.keys():
             yield f"{where} {name}: `{word}` is a word of our own; the field says: {REFUSED_WORDS[word]}"
 
@@ -607,6 +600,8 @@ def home_made_sentences(module: Module) -> Iterator[str]:
     terms = {word: term for word, term in REFUSED_WORDS.items() if word not in WORDS_OF_SENTENCES} | REFUSED_PHRASES
     pattern = re.compile(rf"(?<![\w.`-])({'|'.join(map(re.escape, terms))})(?![\w-])", re.IGNORECASE)
     for line, text in sentences_in(module):
+        if RECORDED_KEYS.get(text) == module.file:
+            continue
         for match in pattern.finditer(" ".join(text.split())):
             yield f"{module.file}:{line}: `{match[0]}`: write {terms[match[0].lower()]}"
 

@@ -11,20 +11,24 @@ import pytest
 from finetune import errors
 from finetune.checkpoint.format.manifest import FileChecksum, Manifest, RunFingerprint
 from finetune.config.sections.data import DataSection, TrainingSourceSection
-from finetune.data.audit.audit import Audit, Exceeded, Histogram, Padding, SourceAudit
-from finetune.data.audit.template_check import PromptMismatch, TemplateCheck
+from finetune.data.audit import Audit, Exceeded, Histogram, Padding, SourceAudit
 from finetune.data.encoding.conversation import ConversationEncoder
 from finetune.data.encoding.image_conversation import ImageConversationEncoder
-from finetune.data.encoding.labelled_images import LabelledImageEncoder
-from finetune.data.encoding.labelled_text import LabelledTextEncoder, TaggedWordsEncoder
+from finetune.data.encoding.labelled import LabelledImageEncoder, LabelledTextEncoder, TaggedWordsEncoder
 from finetune.data.encoding.preference import PreferenceEncoder
-from finetune.data.encoding.text import MaskedTextEncoder, SourceTargetEncoder, TextEncoder, TextRowsEncoder
-from finetune.data.encoding.text_groups import TextGroupsEncoder
-from finetune.data.precomputed import PrecomputedManifest as KnownManifest
+from finetune.data.encoding.text import (
+    MaskedTextEncoder,
+    SourceTargetEncoder,
+    TextEncoder,
+    TextGroupsEncoder,
+    TextRowsEncoder,
+)
 from finetune.data.sources.source import open_source
+from finetune.data.template_check import PromptMismatch, TemplateCheck
 from finetune.data.token_cache.cache import identify
 from finetune.data.token_cache.chunks import Encoding
 from finetune.data.token_cache.counts import Counts, Share
+from finetune.data.token_cache.store import PrecomputedManifest as KnownManifest
 from finetune.data.token_cache.store import TokenCacheManifest
 from finetune.data.workers import LoaderSettings
 from finetune.model.generation import SamplingParams
@@ -152,8 +156,6 @@ WRITTEN = [
     (PromptMismatch, "case prompt trained prompt_tokens trained_tokens"),
     (Histogram, "edges bars"),
     (Padding, "num_batches num_samples tokens computed plain_computed num_positions budget"),
-    (TemplateCheck, "template targets_by end_of_turn end_of_turn_tokens is_end_learnt begins_with learnt refused "
-     "differences notes arguments"),
     (HangReport, "rank host pid point step silent_seconds where called"),
     (Peer, "rank host pid"),
     (LoaderSettings, "num_workers pin_memory persistent_workers prefetch_factor"),
@@ -164,6 +166,14 @@ WRITTEN = [
 @pytest.mark.parametrize(("kind", "names"), WRITTEN, ids=lambda value: getattr(value, "__name__", ""))
 def test_records_written_field_by_field_keep_their_keys(kind, names):
     assert " ".join(field.name for field in fields(kind)) == names
+
+
+def test_a_check_of_a_template_is_written_with_the_same_keys():
+    check = TemplateCheck("`qwen`", "markers", "", (), True, "", (), {}, (), ())
+    assert " ".join(check.as_json()) == (
+        "template targets_by end_of_turn end_of_turn_tokens is_end_learnt begins_with learnt refused differences notes "
+        "arguments"
+    )
 
 
 MODELS = [

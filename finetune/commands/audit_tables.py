@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from rich.table import Table
 
 from finetune.commands.printing import print_facts, print_table, width
-from finetune.data.audit.audit import Audit, Histogram, Padding, SourceAudit
+from finetune.data.audit import Audit, Histogram, Padding, SourceAudit
 
 HEAD = (
     "source",

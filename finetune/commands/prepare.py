@@ -11,7 +11,7 @@ from rich.progress import BarColumn, Progress, TaskID
 from finetune.commands.audit_tables import print_audit
 from finetune.commands.preview.preview import without_audit_limits
 from finetune.config.load import LoadedConfig, load_config
-from finetune.data.audit.audit import Audit, Streamed
+from finetune.data.audit import Audit, Streamed
 from finetune.data.token_cache.counts import REMEDY
 from finetune.errors import DataError
 from finetune.report.reporter import RunLog, print_line

@@ -8,8 +8,7 @@ import numpy as np
 
 from finetune.data.batch import Batch
 from finetune.data.features import Features
-from finetune.data.order.dataset_view import DatasetView, Samples
-from finetune.data.order.order import Order
+from finetune.data.order.order import DatasetView, Order, Samples
 from finetune.data.token_cache.integrity import sample_checksum
 from finetune.errors import DataError
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from finetune.config.rules.model import adapter_of
 from finetune.config.run_config import RunConfig
 from finetune.config.sections.model import ModelSection
-from finetune.data.audit.audit import Streamed
+from finetune.data.audit import Streamed
 from finetune.data.batch import Batch
 from finetune.data.features import Features
 from finetune.data.templates.rendering import render

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from finetune.data.order.dataset_view import DatasetView
+from finetune.data.order.order import DatasetView
 from finetune.model.size import read_shapes
 from finetune.registry.model import ARITHMETIC
 from finetune.runtime.gpus import find_gpu, lowest, prices_of

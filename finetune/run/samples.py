@@ -11,7 +11,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 from typing_extensions import TypedDict
 
 from finetune.data.batch import Batch
-from finetune.data.order.dataset_view import DatasetView
+from finetune.data.order.order import DatasetView
 from finetune.data.sample_checks import digest_of_step_ids, digest_of_steps
 from finetune.errors import FULL, CheckpointError
 from finetune.runtime import distributed

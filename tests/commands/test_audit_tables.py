@@ -3,7 +3,7 @@
 import pytest
 
 from finetune.commands.audit_tables import audit_rows, print_audit, sparkline
-from finetune.data.audit.audit import Histogram, Streamed, audit_sources
+from finetune.data.audit import Histogram, Streamed, audit_sources
 from finetune.data.token_cache.counts import Counts
 
 COUNTS = Counts(rows=7473, samples=7469, tokens=1_358_002, targets=741_293, rows_without_target=4, longest=577)

@@ -42,7 +42,7 @@ def small_llama(tokenizer, *, max_position_embeddings=96):
 
 @pytest.fixture(scope="module")
 def final(tmp_path_factory, tokenizer):
-    """Return a run's `final/` whose model has learnt to answer `moon` to `say moon`, and `star` to `say star`."""
+    """Return a run's `final/` whose model is trained to answer `moon` to `say moon`, and `star` to `say star`."""
     model = small_llama(tokenizer)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for _ in range(60):

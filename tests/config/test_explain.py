@@ -1,4 +1,4 @@
-"""What `finetune check` says of the rows that are learnt from and evaluated on."""
+"""What `finetune check` says of the rows for training and evaluation."""
 
 import pytest
 

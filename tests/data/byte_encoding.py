@@ -12,7 +12,7 @@ from finetune.errors import DataError
 
 
 def encode_bytes(rows):
-    """Encode texts byte by byte; what stands behind `>` is learnt."""
+    """Encode texts byte by byte; the text after `>` is the target."""
     return [_encode(row) for row in rows]
 
 

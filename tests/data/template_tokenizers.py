@@ -1,4 +1,4 @@
-"""Tokenizers for chat templates: byte-level, knowing the marks that a template writes; and what is learnt, as text."""
+"""Tokenizers for chat templates: byte-level, knowing the marks that a template writes; and the targets, as text."""
 
 import importlib.util
 import re
@@ -42,7 +42,7 @@ def tokenizer_for(template, **named):
 
 
 def targets(features, tokenizer):
-    """Return the learnt stretches as text."""
+    """Return the targets as text."""
     ids, is_target = features.arrays["input_ids"].astype(int), features.arrays["is_target"]
     edges = np.flatnonzero(np.diff(np.concatenate([[False], is_target, [False]]).astype(int)))
     return [tokenizer.decode(ids[a:b].tolist()) for a, b in zip(edges[::2], edges[1::2], strict=True)]

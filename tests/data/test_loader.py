@@ -22,8 +22,7 @@ from finetune.data.loader import (
     evaluation_loader,
     train_loader,
 )
-from finetune.data.order.dataset_view import DatasetView
-from finetune.data.order.order import SetOrder
+from finetune.data.order.order import DatasetView, SetOrder
 from finetune.data.sources.source import open_source
 from finetune.data.token_cache.cache import prepare_set
 from finetune.data.token_cache.chunks import Encoding

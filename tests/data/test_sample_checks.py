@@ -9,10 +9,8 @@ import torch
 
 from finetune.data.batch import Batch
 from finetune.data.loader import train_loader
-from finetune.data.order.dataset_view import DatasetView, source_offset
 from finetune.data.order.mixing import MixedSamples
-from finetune.data.order.order import SetOrder
-from finetune.data.precomputed import PrecomputedWriter, with_precomputed
+from finetune.data.order.order import DatasetView, SetOrder, source_offset
 from finetune.data.sample_checks import (
     SampleVerifier,
     digest_of_step_ids,
@@ -27,10 +25,10 @@ from finetune.data.sample_checks import (
     with_checksums,
 )
 from finetune.data.sources.source import open_source
-from finetune.data.token_cache.array_file import ArrayFile
 from finetune.data.token_cache.cache import prepare_set
 from finetune.data.token_cache.chunks import Encoding
-from finetune.data.token_cache.store import TokenCache
+from finetune.data.token_cache.samples import ArrayFile
+from finetune.data.token_cache.store import PrecomputedWriter, TokenCache, with_precomputed
 from finetune.errors import DataError
 from tests.data.byte_encoding import encode_bytes
 

@@ -1,4 +1,4 @@
-"""What is learnt before the text: its positions are in no loss, and answers are those of one prompt at a time."""
+"""Trained positions before the text are in no loss, and answers are those of one prompt at a time."""
 
 import pytest
 import torch

@@ -8,7 +8,7 @@ from finetune.config.sections.data import DataSection, TrainingSourceSection
 from finetune.config.sections.task import TaskSection
 from finetune.data.batch import IGNORED
 from finetune.data.encoding.image_conversation import images_of
-from finetune.data.images.stored_image import StoredImage
+from finetune.data.images import StoredImage
 from finetune.errors import DataError
 from finetune.task.generation import generate
 from finetune.task.protocol import TaskContext, build_task
@@ -110,7 +110,7 @@ def test_a_vision_batch_equals_the_output_of_the_processor(task):
     assert all(texts)
     assert batch.inputs.keys() == given.keys()
     for key in given:
-        if key in ("input_ids", "attention_mask", "mm_token_type_ids"):  # the line behind the answer is not learnt
+        if key in ("input_ids", "attention_mask", "mm_token_type_ids"):  # the newline after the answer is not a target
             shortened = [each[:length] for each, length in zip(given[key], _lengths(features), strict=True)]
             own = [each[:length] for each, length in zip(batch.inputs[key], _lengths(features), strict=True)]
             assert all(torch.equal(*pair) for pair in zip(own, shortened, strict=True))

@@ -1,4 +1,4 @@
-"""`export.merge`: what an adapter has learnt, in a whole model that plain transformers loads."""
+"""`export.merge`: a trained adapter, in a whole model that plain transformers loads."""
 
 import json
 from pathlib import Path

@@ -8,7 +8,7 @@ from typing import Any
 
 from finetune.data.batch import Batch
 from finetune.data.features import Features
-from finetune.data.order.dataset_view import DatasetView
+from finetune.data.order.order import DatasetView
 from finetune.data.templates.chat_template import is_special
 from finetune.task.protocol import Task
 

@@ -15,8 +15,7 @@ from finetune.config.paths import is_url
 from finetune.config.section import CONLL_KINDS, DELIMITED_KINDS, TEXT_KINDS
 from finetune.config.sections.data import TrainingSourceSection
 from finetune.config.sections.model import ModelSection, TokenizerSection
-from finetune.data.formats.columns import quoted_list
-from finetune.data.formats.hints import DELIMITERS
+from finetune.data.formats.columns import DELIMITERS, quoted_list
 from finetune.data.rows import RawRow, Row, record_paths, shortened
 from finetune.data.sources.files import DataFile, Files, Origin, kind_of
 from finetune.data.sources.source import Source, find_origin, open_source, texts_of

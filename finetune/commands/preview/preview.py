@@ -18,11 +18,11 @@ from finetune.commands.printing import width
 from finetune.config.load import load_config
 from finetune.config.run_config import RunConfig
 from finetune.config.sections.data import AuditSection
-from finetune.data.audit.audit import Audit, Histogram
-from finetune.data.encoding.labelled_images import IMAGE, LABEL, image_name
+from finetune.data.audit import Audit, Histogram
+from finetune.data.encoding.labelled import IMAGE, LABEL, image_name
 from finetune.data.features import Features
-from finetune.data.images.decode import image_facts
-from finetune.data.order.dataset_view import DatasetView
+from finetune.data.images import image_facts
+from finetune.data.order.order import DatasetView
 from finetune.errors import UserError
 from finetune.registry.tasks import TASKS
 from finetune.report.reporter import RunLog

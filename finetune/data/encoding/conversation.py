@@ -1,25 +1,169 @@
-"""Encode conversations as token ids and targets, in batches of rows."""
+"""Encode conversations as token ids and targets; rows of which a chat template would drop content are refused."""
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from finetune.data.encoding.control_tokens import ControlTokens, texts_in
-from finetune.data.encoding.dropped_content import DroppedContentCheck, role_hint
-from finetune.data.encoding.reasoning import split_reasoning
-from finetune.data.encoding.target_spans import RenderedChat, TargetFinder, TrainOn
+from finetune.data.encoding.target_spans import REASONING, RenderedChat, TargetFinder, TrainOn, split_reasoning
 from finetune.data.encoding.tokenizer import EncodedText, TextTokenizer, has_double_bos, require_eos_id
 from finetune.data.features import Features, Outcome, result_or_error
 from finetune.data.rows import Row, require_valid_unicode
-from finetune.data.templates.arguments import arguments_of, own_arguments, readable_names
+from finetune.data.templates.arguments import Arguments, arguments_of, own_arguments, readable_names
 from finetune.data.templates.chat_template import end_of_turn
-from finetune.data.templates.rendering import plain_turn_marks, render, turn_tokens
+from finetune.data.templates.rendering import Tools, plain_turn_marks, render, turn_tokens
 from finetune.data.turns import ARGUMENTS, Turn
 from finetune.errors import DataError
 from finetune.runtime.files.digests import recorded_as
+
+
+class Part(NamedTuple):
+    """A kind of content that a row can have."""
+
+    kind: str
+    role: str = ""
+    detail: str = ""
+
+
+class DroppedContentCheck:
+    """Checks the first row with each kind of part; one instance per chunk of rows, so the cost is low."""
+
+    def __init__(self, finder: TargetFinder) -> None:
+        self._finder = finder
+        self._seen: set[Part] = set()
+
+    def check(self, turns: Sequence[Turn], tools: Tools | None, arguments: Arguments | None = None) -> None:
+        """Raise DataError naming the part of the row that the template drops or writes incorrectly."""
+        unseen = [part for part in parts_of(turns, tools) if part not in self._seen]
+        if not unseen:
+            return
+        self._seen.update(unseen)
+        text = render(self._finder.tokenizer, turns, tools=tools, arguments=arguments).text
+        for part in unseen:
+            if self._is_same_without(part, turns, tools, arguments, text=text):
+                hint = role_hint(self._finder, turns, dropped=part.role) if part.kind == "content" else ""
+                what = hint or _NAMES[part.kind](part)
+                raise DataError(f"the chat template ({self._finder.template}) drops {what}")
+        _check_written(turns, text=text, template=self._finder.template)
+
+    def _is_same_without(
+        self, part: Part, turns: Sequence[Turn], tools: Tools | None, arguments: Arguments | None, *, text: str
+    ) -> bool:
+        less, others = None if part.kind == "tools" else tools, without_part(part, turns)
+        try:
+            return render(self._finder.tokenizer, others, tools=less, arguments=arguments).text == text
+        except DataError:  # the template requires the part
+            return False
+
+
+def parts_of(turns: Sequence[Turn], tools: Tools | None) -> Iterator[Part]:
+    """Yield the parts of the row."""
+    if tools:
+        yield Part("tools")
+    for turn in turns:
+        content = turn.get("content")
+        if content and not (isinstance(content, str) and content.isspace()):
+            yield Part("content", turn["role"], type(content).__name__)
+        if turn.get("tool_calls"):
+            yield Part("tool_calls", turn["role"], "with content" if content else "")
+    if turns and any(turns[-1].get(name) for name in REASONING):  # templates omit earlier reasoning by design
+        yield Part("reasoning", turns[-1]["role"])
+
+
+def without_part(part: Part, turns: Sequence[Turn]) -> list[Turn]:
+    """Return the turns with the part removed from its role; content is replaced, since some templates require it."""
+    if part.kind == "tools":
+        return list(turns)
+    other = _ANOTHER if part.detail == "str" else [{"type": "text", "text": _ANOTHER}]
+    absent: Turn = {"content": other} if part.kind == "content" else dict.fromkeys(_FIELDS[part.kind])
+    return [{**turn, **absent} if turn["role"] == part.role else turn for turn in turns]
+
+
+def _check_written(turns: Sequence[Turn], *, text: str, template: str) -> None:
+    """Raise DataError if the template writes a structure as Python code, or text in quotes."""
+    for number, turn in enumerate(turns, start=1):
+        content = turn.get("content")
+        if isinstance(content, list) and repr(content) in text:
+            raise DataError(
+                f"the chat template ({template}) writes the content of turn {number}, a list of parts, as Python code. "
+                "Give it as text."
+            )
+        for call in turn.get("tool_calls") or ():
+            arguments = call.get("function", call).get("arguments")
+            has_quotes = isinstance(arguments, str) and '"' in arguments
+            if has_quotes and arguments not in text and json.dumps(arguments, ensure_ascii=False) in text:
+                raise DataError(
+                    f"the chat template ({template}) writes the arguments of the tool call in turn {number}, which are "
+                    'text, in quotes. Give them as an object: {"city": "Oslo"}.'
+                )
+
+
+_ANOTHER = "Xyzzy"
+_FIELDS = {"tool_calls": ("tool_calls",), "reasoning": REASONING}
+_OTHER = "Set data.chat_template to one that writes it, or leave it out of the rows."
+_NAMES = {
+    "tools": lambda part: f"the `tools` of the row: the model would not see them. {_OTHER}",
+    "content": lambda part: (
+        f"the content of `{part.role}` turns: the rendered conversation does not depend on it. "
+        + ("It may require a list of parts: " if part.detail == "str" else "It may require text, not a list of parts: ")
+        + ('[{"type": "text", "text": ...}].' if part.detail == "str" else '"content": "...".')
+    ),
+    "tool_calls": lambda part: f"`tool_calls` of {part.role} turns{f' {part.detail}' if part.detail else ''}. {_OTHER}",
+    "reasoning": lambda part: f"the reasoning of the last turn. {_OTHER}",
+}
+
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_ASKED: Turn = {"role": "user", "content": "a"}
+_ANSWERED: Turn = {"role": "assistant", "content": "b"}
+_CALL = {"id": "call00001", "type": "function", "function": {"name": "double", "arguments": {"a": 2}}}
+_CALLING: Turn = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
+
+
+def role_hint(finder: TargetFinder, turns: Sequence[Turn], *, dropped: str = "") -> str:
+    """Return a hint listing the roles that the template renders if the turns have another role, else an empty string.
+
+    With `dropped`, a role that the template silently drops, the hint starts with its content.
+    """
+    roles = tuple(role for role in _ROLES if _is_rendered(finder, role))
+    others = [role for role in dict.fromkeys(turn["role"] for turn in turns) if role not in roles]
+    if not others or (dropped and dropped not in others):
+        return ""
+    named = ", ".join(f"`{role}`" for role in roles)
+    role = dropped or others[0]
+    instead = _INSTEAD.get(role, "Rename it in the rows")
+    head = f"the content of `{role}` turns: it writes" if dropped else f"It has no `{role}`; it writes"
+    return f"{head} turns of {named}. {instead}, or set data.chat_template to one that has this role."
+
+
+_INSTEAD = {
+    "developer": "`developer` is what gpt-oss and OpenAI's API call the system message: rename it to `system` in the "
+    "rows",
+    "system": "Put the text in front of the first user turn",
+}
+
+
+def _is_rendered(finder: TargetFinder, role: str) -> bool:
+    turn: Turn = {"role": role, "content": _ANOTHER, "name": "double", "tool_call_id": "call00001"}
+    turns = {
+        "user": [turn, _ANSWERED],
+        "assistant": [_ASKED, turn],
+        "tool": [_ASKED, _CALLING, turn, _ANSWERED],
+    }.get(role, [turn, _ASKED, _ANSWERED])
+    for shown in (turns, [_in_parts(each) for each in turns]):
+        try:
+            if _ANOTHER in render(finder.tokenizer, shown).text:
+                return True
+        except DataError:
+            continue
+    return False
+
+
+def _in_parts(turn: Turn) -> Turn:
+    return {**turn, "content": [{"type": "text", "text": turn["content"]}]}
 
 
 @recorded_as("data.encoding.encode.ConversationEncoder")

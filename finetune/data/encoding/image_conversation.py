@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from finetune.data.encoding.conversation import ConversationEncoder
-from finetune.data.encoding.dropped_content import DroppedContentCheck
+from finetune.data.encoding.conversation import ConversationEncoder, DroppedContentCheck
 from finetune.data.encoding.target_spans import LAST_ALONE, RenderedChat, Span, TrainOn
 from finetune.data.encoding.tokenizer import EncodedText
 from finetune.data.features import Features
-from finetune.data.images.decode import decode_image
+from finetune.data.images import decode_image
 from finetune.data.rows import Row
 from finetune.data.templates.chat_template import is_special
 from finetune.data.templates.rendering import render

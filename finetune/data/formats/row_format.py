@@ -8,7 +8,7 @@ from typing import Any, Protocol, cast
 
 from finetune.config.sections.data import SourceSection
 from finetune.data.formats.columns import ColumnNames, Columns, quoted_list
-from finetune.data.images.stored_image import ImageRoot, stored_image
+from finetune.data.images import ImageRoot, stored_image
 from finetune.data.rows import FAULTS_OF_VALUES, RawRow, Row, describe
 from finetune.data.templates.row_template import WHOLE_ROW, check_row_template, columns_used
 from finetune.data.turns import (
@@ -144,7 +144,10 @@ def choose_format(
     row = first.parse()
     name = section.format or _detect(section, first, key=key)
     expected = FORMATS[name].columns
-    unread = _unread(section, row, expected)
+    by_template = {name for written in section.template.values() for name in columns_used(written)}
+    by_name = {section.column_names.get(column, column) for column in expected if column not in section.template}
+    is_whole_read = WHOLE_ROW in by_template
+    unread = [] if is_whole_read else [name for name in row if name not in by_template | by_name]
     if section.format is None:
         used = [column for column in _available(section, row) if column not in unread]
         log(f"{key}.format is not set: the columns {quoted_list(used)} are read as `{name}`")
@@ -202,14 +205,6 @@ def _detect(section: SourceSection, first: RawRow, *, key: str) -> str:
 def _available(section: SourceSection, row: Row) -> tuple[str, ...]:
     """Return the columns available to a format: those of templates, then the row's."""
     return tuple(dict.fromkeys((*section.template, *row)))
-
-
-def _unread(section: SourceSection, row: Row, expected: tuple[str, ...]) -> list[str]:
-    by_template = {name for written in section.template.values() for name in columns_used(written)}
-    if WHOLE_ROW in by_template:
-        return []
-    by_name = {section.column_names.get(column, column) for column in expected if column not in section.template}
-    return [name for name in row if name not in by_template | by_name]
 
 
 def read_messages(columns: Columns) -> Row:
@@ -340,27 +335,34 @@ def attach_images(row: Row, columns: Columns) -> Row:
         stored_image(source, folder=columns.folder, title=f"image {number}", root=columns.image_root)
         for number, source in enumerate(sources, start=1)
     ]
-    return {**row, "messages": [_without_sources(turn) for turn in placed], "images": images}
+    turns = []
+    for turn in placed:
+        content = turn.get("content")
+        if isinstance(content, list):
+            content = [{"type": "image"} if _is_image(part) else part for part in content]
+            turn = {**turn, "content": content}
+        turns.append(turn)
+    return {**row, "messages": turns, "images": images}
 
 
 def _placed(messages: Sequence[Turn], *, num_images: int) -> Sequence[Turn]:
     """Return the turns with an image part for each placeholder, or with all images before the first question."""
     if any(PLACEHOLDER in _text(turn) for turn in messages):
-        return [_with_parts(turn) if PLACEHOLDER in _text(turn) else turn for turn in messages]
-    first = next((index for index, turn in enumerate(messages) if turn["role"] == "user"), None)
-    if first is None:
+        turns = []
+        for turn in messages:
+            first, *others = _text(turn).split(PLACEHOLDER)
+            if others:  # without the whitespace around placeholders, which the template writes
+                parts = _text_part(first.rstrip())
+                for text in others:
+                    parts += [{"type": "image"}, *_text_part(text.strip())]
+                turn = {**turn, "content": parts}
+            turns.append(turn)
+        return turns
+    question = next((index for index, turn in enumerate(messages) if turn["role"] == "user"), None)
+    if question is None:
         raise DataError(f"has {_count(num_images)}, but no user turn to put it in.")
-    parts = [{"type": "image"}] * num_images + _text_part(_text(messages[first]))
-    return [{**turn, "content": parts} if index == first else turn for index, turn in enumerate(messages)]
-
-
-def _with_parts(turn: Turn) -> Turn:
-    """Return the turn split at its placeholders, without the whitespace around them, which the template writes."""
-    texts = _text(turn).split(PLACEHOLDER)
-    parts = _text_part(texts[0].rstrip())
-    for text in texts[1:]:
-        parts += [{"type": "image"}, *_text_part(text.strip())]
-    return {**turn, "content": parts}
+    parts = [{"type": "image"}] * num_images + _text_part(_text(messages[question]))
+    return [{**turn, "content": parts} if index == question else turn for index, turn in enumerate(messages)]
 
 
 def _text_part(text: str) -> list[Part]:
@@ -384,13 +386,6 @@ def _sources(messages: Sequence[Turn], given: Sequence[Any]) -> list[Any]:
         )
     ordered = iter([given[index] for index in indices])
     return [part["image"] if "image" in part else next(ordered) for part in parts]
-
-
-def _without_sources(turn: Turn) -> Turn:
-    content = turn.get("content")
-    if not isinstance(content, list):
-        return turn
-    return {**turn, "content": [{"type": "image"} if _is_image(part) else part for part in content]}
 
 
 def _is_image(part: Any) -> bool:
@@ -425,18 +420,14 @@ def read_scored_pairs(columns: Columns) -> Row:
 def _group(columns: Columns, anchor: str) -> Row:
     row = {"anchor": columns.text(anchor), "positive": columns.text("positive")}
     single = columns.optional_text("negative")
-    return {**row, "negatives": [*([single] if single.strip() else []), *_negatives(columns)]}
-
-
-def _negatives(columns: Columns) -> list[str]:
-    """Return the texts of the list without null and blank ones, which pad rows to equal numbers."""
-    value = columns.optional("negatives")
-    if value is None or value == "":
-        return []
-    texts: Any = columns.json_value("negatives")
-    if not isinstance(texts, list):
-        raise DataError(f"{columns.title('negatives')} must be a list of texts, but is {describe(texts)}.")
-    for text in texts:
-        if text is not None and not isinstance(text, str):
-            raise DataError(f"{columns.title('negatives')} must be a list of texts, but contains {describe(text)}.")
-    return [text for text in texts if text is not None and text.strip()]
+    negatives = [single]
+    if columns.optional("negatives") not in (None, ""):
+        texts, title = columns.json_value("negatives"), columns.title("negatives")
+        if not isinstance(texts, list):
+            raise DataError(f"{title} must be a list of texts, but is {describe(texts)}.")
+        for text in texts:
+            if text is not None and not isinstance(text, str):
+                raise DataError(f"{title} must be a list of texts, but contains {describe(text)}.")
+            negatives.append(text or "")
+    # blank ones only pad rows to equal numbers
+    return {**row, "negatives": [text for text in negatives if text.strip()]}

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from finetune.config.sections.data import BatchingSection
-from finetune.data.order.order import LengthsOf, Order, PiecewiseOrder, SetOrder, concatenated, permutation
+from finetune.data.order.order import LengthsOf, Order, PiecewiseOrder, SetOrder, permutation
 
 
 class SampleGroups(NamedTuple):
@@ -76,7 +76,15 @@ class _OpenPacks:
 
         A pack is filled with as many of them as fit: after one sample it has less space, so it still fits best.
         """
-        space, open_packs = self._best_fit(length, num_samples=len(members))
+        fitting = self._spaces >> length
+        if fitting == 0:
+            first, num_new = self.num_packs, -(-len(members) // (self._budget // length))
+            self.num_packs += num_new
+            space, open_packs = self._budget, np.arange(first, first + num_new, dtype=np.int64)
+        else:
+            space = length + (fitting & -fitting).bit_length() - 1
+            self._spaces ^= 1 << space
+            open_packs = np.concatenate(self._packs.pop(space))
         samples_per_pack = space // length
         used, unused = np.split(open_packs, [-(-len(members) // samples_per_pack)])
         num_added = min(len(members), len(used) * samples_per_pack)
@@ -86,16 +94,6 @@ class _OpenPacks:
         self._keep(used[-1:], space=space - num_in_last * length)
         self._keep(unused, space=space)
         return members[num_added:]
-
-    def _best_fit(self, length: int, *, num_samples: int) -> tuple[int, np.ndarray]:
-        fitting = self._spaces >> length
-        if fitting == 0:
-            first, num_new = self.num_packs, -(-num_samples // (self._budget // length))
-            self.num_packs += num_new
-            return self._budget, np.arange(first, first + num_new, dtype=np.int64)
-        space = length + (fitting & -fitting).bit_length() - 1
-        self._spaces ^= 1 << space
-        return space, np.concatenate(self._packs.pop(space))
 
     def _keep(self, packs: np.ndarray, *, space: int) -> None:
         if len(packs) and space:
@@ -240,18 +238,17 @@ class LengthGroupedOrder(PiecewiseOrder):
     def _compute_sorted(self, window: int) -> np.ndarray:
         start, stop = window * self._window_size, (window + 1) * self._window_size
         ends = _multiples(self._order.num_positions, start, stop) if self._order.num_positions else []
-        edges = [start, *ends, stop]
-        return concatenated(self._of_one_epoch(*edge) for edge in pairwise(edges))
-
-    def _of_one_epoch(self, start: int, stop: int) -> np.ndarray:
-        ids = self._order.samples(start, stop)
-        ids = ids[np.argsort(-self._lengths_of(ids), kind="stable")]
-        edges = [start, *_multiples(self._step_size, start, stop), stop]
-        part_order = permutation(len(edges) - 1, self._seed, "lengths", start)  # of the parts of the sorted samples
-        sizes = np.empty_like(part_order)
-        sizes[part_order] = np.diff(edges)
-        parts = np.split(ids, np.cumsum(sizes)[:-1])
-        return concatenated(parts[number] for number in part_order)
+        pieces: list[np.ndarray] = []
+        for first, last in pairwise([start, *ends, stop]):  # of one epoch each
+            ids = self._order.samples(first, last)
+            ids = ids[np.argsort(-self._lengths_of(ids), kind="stable")]
+            edges = [first, *_multiples(self._step_size, first, last), last]
+            part_order = permutation(len(edges) - 1, self._seed, "lengths", first)  # of the parts of the sorted samples
+            sizes = np.empty_like(part_order)
+            sizes[part_order] = np.diff(edges)
+            parts = np.split(ids, np.cumsum(sizes)[:-1])
+            pieces += [parts[number] for number in part_order]
+        return np.concatenate(pieces)
 
 
 class LongestFirstOrder(PiecewiseOrder):

@@ -13,15 +13,17 @@ import numpy as np
 
 from finetune.config.sections.data import MixedSourceSection, TrainingSourceSection
 from finetune.data.features import Features
-from finetune.data.order.dataset_view import (
+from finetune.data.order.order import (
     DatasetView,
+    Order,
+    PiecewiseOrder,
     Samples,
     fingerprint_of,
+    shuffled_rows,
     source_offset,
     sources_of,
     split_sample_id,
 )
-from finetune.data.order.order import Order, PiecewiseOrder, shuffled_rows
 from finetune.errors import DataError
 
 _POSITIONS_PER_DRAW = 1024
@@ -30,7 +32,7 @@ _POSITIONS_PER_DRAW = 1024
 class MixedOrder(PiecewiseOrder):
     """An endless order of windows; in each, every source has a fixed number of positions, shuffled.
 
-    Each of these takes the next position of the source's own order. The ids are those of `data/order/dataset_view.py`.
+    Each of these takes the next position of the source's own order. The ids are those of `data/order/order.py`.
     """
 
     def __init__(self, orders: Sequence[Order], counts: Sequence[int], *, seed: int, until: str | None) -> None:
@@ -100,14 +102,13 @@ class MixedOrder(PiecewiseOrder):
         known = [size for size in sizes if size is not None]
         if len(known) < len(sizes):
             return None
-        ends = [self._position_of(source, size - 1) + 1 for source, size in enumerate(known)]
+        ends = []
+        for source, size in enumerate(known):
+            window, rest = divmod(size - 1, int(self._counts[source]))  # of its last position
+            start = window * self.window_size
+            sources, _ = self._draws(start, start + self.window_size)
+            ends.append(start + int(np.flatnonzero(sources == source)[rest]) + 1)
         return min(ends) if until == "first" else max(ends)
-
-    def _position_of(self, source: int, draw: int) -> int:
-        window, rest = divmod(draw, int(self._counts[source]))
-        start = window * self.window_size
-        sources, _ = self._draws(start, start + self.window_size)
-        return start + int(np.flatnonzero(sources == source)[rest])
 
 
 MAX_WINDOW = 10_000

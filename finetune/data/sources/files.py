@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol, cast
 
 from finetune.data.rows import RawRow
-from finetune.data.sources.options import DEFAULT_OPTIONS, ReadOptions
+from finetune.data.sources.decoding import DEFAULT_OPTIONS, ReadOptions
 from finetune.data.sources.readers import TABLE_KINDS, TEXT_KINDS, rows_of
 from finetune.data.sources.tables import BoundedStream, ClassNames, num_parquet_rows, table_class_names
 from finetune.errors import DataError, FinetuneError

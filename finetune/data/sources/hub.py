@@ -125,22 +125,16 @@ def load_hub_dataset(source: SourceSection) -> Origin:
         with without_hub_retries(is_local=False):
             datasets = require("datasets", extra="dev", purpose="Reading a hub dataset")
             set_datasets_offline(datasets, is_offline=is_offline())
-            return (_streamed if is_streamed else _downloaded)(datasets, source)
+            if is_streamed:
+                builder = datasets.load_dataset_builder(source.name, source.config, revision=source.revision)
+                dataset = _undecoded(datasets, builder.as_streaming_dataset(split=source.split))
+                return HubStream(_title(source), dataset, str(builder.hash), str(source.name))
+            dataset = datasets.load_dataset(
+                source.name, source.config, split=source.split, revision=source.revision, streaming=False
+            )
+            return HubDataset(_title(source), _undecoded(datasets, dataset), str(source.name))
     except Exception as error:  # `datasets` raises many exception types for a bad name
         raise DataError(f"hub dataset {_title(source)} cannot be loaded: {_reason(error)}") from error
-
-
-def _downloaded(datasets: Any, source: SourceSection) -> HubDataset:
-    loaded = datasets.load_dataset(
-        source.name, source.config, split=source.split, revision=source.revision, streaming=False
-    )
-    return HubDataset(_title(source), _undecoded(datasets, loaded), str(source.name))
-
-
-def _streamed(datasets: Any, source: SourceSection) -> HubStream:
-    builder = datasets.load_dataset_builder(source.name, source.config, revision=source.revision)
-    dataset = _undecoded(datasets, builder.as_streaming_dataset(split=source.split))
-    return HubStream(_title(source), dataset, str(builder.hash), str(source.name))
 
 
 def _undecoded(datasets: Any, dataset: Any) -> Any:

@@ -1,13 +1,16 @@
-"""Local data files: a file, a folder, a glob, or a folder of images whose subfolders are classes."""
+"""Data files on this machine (a file, folder, glob, or folder of images), in object storage and on the hub."""
 
 import glob
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
+
+import fsspec
 
 from finetune.config.sections.data import SourceSection
 from finetune.data.rows import RawRow
@@ -22,9 +25,12 @@ from finetune.data.sources.files import (
 )
 from finetune.data.sources.readers import TEXT_KINDS
 from finetune.data.sources.tables import ClassNames
-from finetune.errors import DataError, NotAFile
+from finetune.errors import DataError, FinetuneError, NotAFile
 from finetune.runtime.files.digests import file_digest, files_digest
 from finetune.runtime.files.read import open_regular, require_regular
+from finetune.runtime.files.remote import STORAGE_PACKAGES
+from finetune.runtime.optional import require
+from finetune.runtime.text.secret_patterns import REDACTED, unsigned_url, without_query
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".pbm", ".jp2", ".avif")
 """The extensions of image files."""
@@ -151,7 +157,8 @@ def find_local(section: SourceSection, *, key: str, log: Callable[[str], None]) 
     assert section.path is not None
     path = Path(section.path)
     if path.is_dir():
-        images = None if _has_rows(path) else find_image_folder(path)
+        has_rows = any(is_readable(file.name) and file.is_file() for file in path.iterdir())
+        images = None if has_rows else find_image_folder(path)
         if images is not None:
             if not section.follow_links:
                 _refuse_links_out([path / file for file in images.files], path, key=key)
@@ -166,7 +173,8 @@ def find_local(section: SourceSection, *, key: str, log: Callable[[str], None]) 
             raise DataError(f"{path}: {error.strerror}. Rows are read several times: write them to a file.") from error
         files, base = [path], None
     else:
-        base = _base(path)
+        patterns = (index for index, part in enumerate(path.parts) if glob.has_magic(part))
+        base = Path(*path.parts[: next(patterns, len(path.parts) - 1)])
         files = sorted(match for match in base.glob(str(path.relative_to(base))) if match.is_file())
     if not files:
         raise DataError(f"{path}: there is no such file. A relative path is resolved against the config file's folder.")
@@ -197,10 +205,6 @@ def _require_no_hole(path: Path) -> None:
                 )
 
 
-def _has_rows(folder: Path) -> bool:
-    return any(is_readable(path.name) and path.is_file() for path in folder.iterdir())
-
-
 def _of_folder(folder: Path, *, key: str, log: Callable[[str], None]) -> list[Path]:
     entries = sorted(folder.iterdir())
     data_files, others = select_one_kind([str(entry) for entry in entries if entry.is_file()], folder=str(folder))
@@ -211,14 +215,6 @@ def _of_folder(folder: Path, *, key: str, log: Callable[[str], None]) -> list[Pa
     return [Path(name) for name in data_files]
 
 
-def _base(pattern: Path) -> Path:
-    """Return the base folder of a glob: all path components before the first pattern."""
-    for index, part in enumerate(pattern.parts):
-        if glob.has_magic(part):
-            return Path(*pattern.parts[:index])
-    return pattern.parent
-
-
 def _refuse_links_out(files: list[Path], base: Path, *, key: str) -> None:
     allowed = base.resolve()
     for file in files:
@@ -227,3 +223,89 @@ def _refuse_links_out(files: list[Path], base: Path, *, key: str) -> None:
             raise DataError(
                 f"{file} is a link to {target}, outside of {base}. To read it, set {key}.follow_links: true."
             )
+
+
+_BLOCK_BYTES = 8 << 20
+_TAGS = ("ETag", "etag", "checksum", "md5Hash", "content_md5", "crc32c", "blob_id", "sha256", "hash")
+_TIMES = ("LastModified", "last_modified", "updated", "mtime", "created")
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    """A file at a URL, as listed by the storage; `url` may be signed, `name` is not."""
+
+    url: str
+    facts: Mapping[str, Any] = field(hash=False)
+    faults = (Exception,)  # every storage has its own exceptions
+
+    @property
+    def name(self) -> str:
+        """Return the URL without user, token and signature: it does not change when the URL is signed again."""
+        return unsigned_url(self.url)
+
+    def open(self) -> BinaryIO:
+        """Open it for reading, a few megabytes at a time."""
+        storage, path = fsspec.core.url_to_fs(self.url)
+        opened: BinaryIO = storage.open(path, "rb", block_size=_BLOCK_BYTES)
+        return opened
+
+    def digest(self) -> str:
+        """Return size and checksum as reported by the storage, or without a checksum, name, size and time."""
+        tag = next((str(self.facts[name]) for name in _TAGS if self.facts.get(name)), None)
+        return f"{self.facts.get('size')} {tag}" if tag else " ".join(map(str, self.listing()))
+
+    def listing(self) -> Any:
+        """Return name, size, and checksum or time; the folder does not matter."""
+        tag = next((str(self.facts[name]) for name in (*_TAGS, *_TIMES) if self.facts.get(name)), None)
+        return [without_query(self.name).rpartition("/")[2], self.facts.get("size"), tag]
+
+
+def find_remote(section: SourceSection, *, key: str, log: Callable[[str], None]) -> Files:
+    """Return the file at the URL, the data files of a folder, or the matches of a glob, sorted by name.
+
+    Raises DataError if there are none or they cannot be read, MissingPackage if the storage requires a package.
+    """
+    url = str(section.path)
+    if REDACTED in url:
+        raise DataError(
+            f"{url}: the secret in this URL was removed from the saved job. Pass the URL again with --set, or in "
+            f"the job file of --config."
+        )
+    scheme = url.partition("://")[0]
+    if scheme in STORAGE_PACKAGES:
+        package, extra = STORAGE_PACKAGES[scheme]
+        require(package, extra=extra, purpose=f"{key}.path at {scheme}://")
+    with _reachable(url):
+        storage, path = fsspec.core.url_to_fs(url)
+        storage.invalidate_cache()
+        is_pattern = any(character in without_query(path) for character in "*?[")
+        matches: dict[str, Any] = storage.glob(path, detail=True) if is_pattern else {path: storage.info(path)}
+        facts = {name: file_facts for name, file_facts in matches.items() if file_facts["type"] == "file"}
+        if not facts and not is_pattern:
+            entries = {entry["name"]: entry for entry in storage.ls(path, detail=True)}
+            files = [name for name, entry in entries.items() if entry["type"] == "file"]
+            data_files, others = select_one_kind(files, folder=url.rstrip("/"))
+            facts = {name: entries[name] for name in data_files}
+            if others:
+                log(f"{key}.path: {url} {format_not_read([other.rpartition('/')[2] for other in others])}")
+    if not facts:
+        raise DataError(f"{url}: there is no such file.")
+    facts_of = {str(storage.unstrip_protocol(name)): file_facts for name, file_facts in sorted(facts.items())}
+    for name in facts_of:
+        require_readable(name)
+    return Files(unsigned_url(url), tuple(RemoteFile(name, file_facts) for name, file_facts in facts_of.items()))
+
+
+@contextmanager
+def _reachable(url: str) -> Iterator[None]:
+    try:
+        yield
+    except FinetuneError:
+        raise
+    except FileNotFoundError as error:
+        raise DataError(f"{url}: there is no such file, folder or bucket.") from error
+    except Exception as error:  # every storage has its own exceptions
+        reason = str(error).rstrip(".") or type(error).__name__
+        raise DataError(
+            f"{url} cannot be loaded: {reason}. Check the URL, and the credentials in the environment."
+        ) from error

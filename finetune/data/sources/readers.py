@@ -13,8 +13,7 @@ from typing import Any, BinaryIO, Literal
 
 from finetune.config.section import CONLL_KINDS
 from finetune.data.rows import RawRow, not_utf8, parse_json, parse_json_at, record_paths, shortened
-from finetune.data.sources.decoding import as_utf8, decode_line, decoded_chunks
-from finetune.data.sources.options import DEFAULT_OPTIONS, ReadOptions
+from finetune.data.sources.decoding import DEFAULT_OPTIONS, ReadOptions, as_utf8, decode_line, decoded_chunks
 from finetune.data.sources.tables import MAX_ROW_BYTES, arrow_rows, parquet_rows
 from finetune.errors import DataError
 
@@ -227,7 +226,13 @@ def _sentences(stream: io.BufferedReader, origin: str) -> Iterator[list[list[str
     """Yield the words and tags of each sentence, all with the same number of columns."""
     sentence: list[list[str]] = []
     width = num_bytes = 0
-    for number, text in _sentence_lines(stream, origin):
+    for number, line in enumerate(iter(partial(stream.readline, MAX_SENTENCE_BYTES + 1), b""), start=1):
+        if len(line) > MAX_SENTENCE_BYTES:
+            raise DataError(
+                f"{origin}, line {number}: has more than {MAX_SENTENCE_BYTES >> 20} MB: this is not a word."
+            )
+        text = decode_line(line, origin=origin, number=number)
+        text = text.removeprefix("\ufeff" if number == 1 else "").strip("\r\n")
         if not text.strip():
             if sentence:
                 yield sentence
@@ -257,33 +262,19 @@ def _sentences(stream: io.BufferedReader, origin: str) -> Iterator[list[list[str
         yield sentence
 
 
-def _sentence_lines(stream: io.BufferedReader, origin: str) -> Iterator[tuple[int, str]]:
-    for number, line in enumerate(iter(partial(stream.readline, MAX_SENTENCE_BYTES + 1), b""), start=1):
-        if len(line) > MAX_SENTENCE_BYTES:
-            raise DataError(
-                f"{origin}, line {number}: has more than {MAX_SENTENCE_BYTES >> 20} MB: this is not a word."
-            )
-        text = decode_line(line, origin=origin, number=number)
-        yield number, text.removeprefix("\ufeff" if number == 1 else "").strip("\r\n")
-
-
 class _DelimitedLines:
     """The lines of the file, and the position of the current row."""
 
     def __init__(self, stream: io.BufferedReader, origin: str) -> None:
         self._stream, self._origin = stream, origin
-        self._num_bytes = 0  # of the current row
+        self.num_bytes = 0  # of the current row
         self.number = 0  # of lines read
         self.first = 1  # first line of the current row
 
-    def begin_row(self) -> None:
-        """Start counting the lines and bytes of a new row."""
-        self.first, self._num_bytes = self.number + 1, 0
-
     def __iter__(self) -> Iterator[str]:
         for line in iter(partial(self._stream.readline, MAX_ROW_BYTES + 1), b""):
-            self._num_bytes += len(line)
-            if self._num_bytes > MAX_ROW_BYTES:
+            self.num_bytes += len(line)
+            if self.num_bytes > MAX_ROW_BYTES:
                 raise DataError(
                     f"{self._origin}, line {self.first}: the row has more than {MAX_ROW_BYTES >> 20} MB: a quotation "
                     "mark in it is never closed, or this is not a CSV file. `quotes: false` reads them as characters."
@@ -330,11 +321,18 @@ def _parsed_fields(lines: _DelimitedLines, origin: str, *, delimiter: str, quote
     quoting: Literal[0, 3] = csv.QUOTE_NONE if quotes is False else csv.QUOTE_MINIMAL
     reader = csv.reader(iter(lines), delimiter=delimiter, strict=True, quoting=quoting)
     while True:
-        lines.begin_row()
+        lines.first, lines.num_bytes = lines.number + 1, 0
         try:
             fields = next(reader, None)
         except csv.Error as error:
-            raise DataError(f"{origin}, line {lines.first}: {_damage(error, lines)}") from error
+            advice = "A quotation mark inside of quotes is written twice; `quotes: false` reads them as characters."
+            problem = f"{error}. {advice}"
+            if "unexpected end of data" in str(error):
+                problem = (
+                    "a quotation mark in the row that starts here is not closed before the end of the file (line "
+                    f"{lines.number}). Close it, or write `quotes: false` if quotation marks are ordinary characters."
+                )
+            raise DataError(f"{origin}, line {lines.first}: not valid CSV: {problem}") from error
         if fields is None:
             return
         may_be_merged = lines.number > lines.first and delimiter == "\t" and quotes is None
@@ -346,16 +344,6 @@ def _parsed_fields(lines: _DelimitedLines, origin: str, *, delimiter: str, quote
             )
         if fields:
             yield fields
-
-
-def _damage(error: csv.Error, lines: _DelimitedLines) -> str:
-    if "unexpected end of data" in str(error):
-        return (
-            f"not valid CSV: a quotation mark in the row that starts here is not closed before the end of the file "
-            f"(line {lines.number}). Close it, or write `quotes: false` if quotation marks are ordinary characters."
-        )
-    advice = "A quotation mark inside of quotes is written twice; `quotes: false` reads them as characters."
-    return f"not valid CSV: {error}. {advice}"
 
 
 def _header(fields: list[str], origin: str) -> list[str]:

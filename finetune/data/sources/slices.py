@@ -7,7 +7,7 @@ rows refer to, such as images, are part of the content.
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, islice
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 from finetune.config.sections.data import SourceSection
 from finetune.data.formats.row_format import RowFormat
-from finetune.data.images.stored_image import StoredImage
+from finetune.data.images import StoredImage
 from finetune.data.rows import RawRow, Row
 from finetune.data.sources.files import Files, Origin, OriginShard
 from finetune.data.sources.local import ImageFolder
@@ -103,18 +103,12 @@ class ValidationContents:
         return frozenset(content_digest(row) for row in self.rows())
 
 
+@dataclass
 class Exclusion:
     """Excludes the rows of a source whose content equals a validation row's, and counts them."""
 
-    def __init__(self, contents: ValidationContents) -> None:
-        self.contents = contents
-        self.num_left_out = 0
-
-    def leaves_out(self, content: RowContent) -> bool:
-        """Return whether a validation row has this content."""
-        is_excluded = content.digest in self.contents.digests
-        self.num_left_out += is_excluded
-        return is_excluded
+    contents: ValidationContents
+    num_left_out: int = 0
 
 
 def content_digest(row: Row) -> bytes:
@@ -141,28 +135,24 @@ def referenced_digest(origin: Origin, form: RowFormat) -> str | None:
     """
     if isinstance(origin, ImageFolder):
         return None
-    files = (_files_of(raw, form) for shard in origin.shards() for raw in shard.rows())
-    first = next(files, [])
-    if not first:
-        return None
+    files: list[Path] = []
+    for raw in chain.from_iterable(shard.rows() for shard in origin.shards()):
+        row = form.read(raw)
+        try:
+            files += [
+                item.file()
+                for value in row.values()
+                for item in (value if isinstance(value, list | tuple) else (value,))
+                if isinstance(item, StoredImage) and item.path is not None
+            ]
+        except DataError as error:
+            raise DataError(f"{raw.location}: {error}") from error
+        if not files:  # of the first row
+            break
     try:
-        return files_digest([*first, *chain.from_iterable(files)])
+        return files_digest(files) if files else None
     except OSError as error:
         raise DataError(f"a row refers to {error.filename}, which cannot be read: {error.strerror}.") from error
-
-
-def _files_of(raw: RawRow, form: RowFormat) -> list[Path]:
-    """Return the files that the row refers to, in order; raises DataError for one that must not be read."""
-    row = form.read(raw)
-    try:
-        return [
-            item.file()
-            for value in row.values()
-            for item in (value if isinstance(value, list | tuple) else (value,))
-            if isinstance(item, StoredImage) and item.path is not None
-        ]
-    except DataError as error:
-        raise DataError(f"{raw.location}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -196,15 +186,17 @@ class SliceShard:
         if self.source_slice.keeps_all:
             first = self.first + start
             yield from islice(self.whole.rows(first), None if self.stop is None else max(0, self.stop - first))
-        else:
-            yield from islice(self._selected(), start, None)
-
-    def _selected(self) -> Iterator[RawRow]:
+            return
+        num_skipped = 0
         rows = islice(self.whole.rows(self.first), None if self.stop is None else self.stop - self.first)
         for row, raw in enumerate(rows, start=self.first):
             content = RowContent(raw, self.source_slice.format)
-            if self.source_slice.keeps(RowPosition(self.number, row), content):
-                yield raw if not self.source_slice.is_held_out else RawRow(raw.origin, raw.number, content.row)
+            if not self.source_slice.keeps(RowPosition(self.number, row), content):
+                continue
+            if num_skipped < start:
+                num_skipped += 1
+                continue
+            yield raw if not self.source_slice.is_held_out else RawRow(raw.origin, raw.number, content.row)
 
 
 @dataclass(frozen=True)
@@ -227,12 +219,33 @@ class SourceSlice:
         """Return whether the row belongs to it; rows excluded by validation rows are counted."""
         if self.split is not None and self.split.holds_out(position, content) != self.is_held_out:
             return False
-        return self.exclusion is None or not self.exclusion.leaves_out(content)
+        if self.exclusion is None:
+            return True
+        is_excluded = content.digest in self.exclusion.contents.digests
+        self.exclusion.num_left_out += is_excluded
+        return not is_excluded
 
     @cached_property
     def shards(self) -> tuple[SliceShard, ...]:
         """Return the shards with rows between `skip` and `take`; counts only as many rows as necessary."""
-        return tuple(self._cut(self.origin.shards()))
+        shards: list[SliceShard] = []
+        wholes = self.origin.shards()
+        skip, take = self.section.skip, self.section.take
+        for number, whole in enumerate(wholes):
+            needed = None if take is None else skip + take
+            if needed == 0:
+                break
+            if number == len(wholes) - 1 or (skip == 0 and take is None):
+                shards.append(SliceShard(self, number, whole, skip, needed))
+                skip = 0
+                continue
+            num_rows = whole.num_rows(at_most=skip + 1 if needed is None else needed)
+            if num_rows > skip:
+                shards.append(SliceShard(self, number, whole, skip, needed))
+            if take is not None:
+                take -= max(0, num_rows - skip)
+            skip = max(0, skip - num_rows)
+        return tuple(shards)
 
     def identity(self) -> Mapping[str, Any]:
         """Return JSON values that determine the rows and how they are read, with a digest of their content."""
@@ -253,21 +266,3 @@ class SourceSlice:
             "excluded": self.exclusion and self.exclusion.contents.identity,
             **({"read": options} if options else {}),
         }
-
-    def _cut(self, wholes: Sequence[OriginShard]) -> Iterator[SliceShard]:
-        skip, take = self.section.skip, self.section.take
-        for number, whole in enumerate(wholes):
-            needed = None if take is None else skip + take
-            if needed == 0:
-                return
-            is_last = number == len(wholes) - 1
-            if is_last or (skip == 0 and take is None):
-                yield SliceShard(self, number, whole, skip, needed)
-                skip = 0
-                continue
-            num_rows = whole.num_rows(at_most=skip + 1 if needed is None else needed)
-            if num_rows > skip:
-                yield SliceShard(self, number, whole, skip, needed)
-            if take is not None:
-                take -= max(0, num_rows - skip)
-            skip = max(0, skip - num_rows)

@@ -16,16 +16,14 @@ from finetune.config.sections.data import (
     TrainedSourceSection,
     ValidationSourceSection,
 )
-from finetune.data.formats.hints import column_hint, require_columns, require_positions
+from finetune.data.formats.columns import column_hint, require_columns, require_positions
 from finetune.data.formats.row_format import ALREADY_READ, RowFormat, UnknownFormat, choose_format
-from finetune.data.images.stored_image import ImageRoot
-from finetune.data.order.stream_plan import excerpt
+from finetune.data.images import ImageRoot
 from finetune.data.rows import RawRow, Row, describe
+from finetune.data.sources.decoding import read_options
 from finetune.data.sources.files import Files, Origin, OriginShard
 from finetune.data.sources.hub import load_hub_dataset
-from finetune.data.sources.local import find_local
-from finetune.data.sources.options import read_options
-from finetune.data.sources.remote import find_remote
+from finetune.data.sources.local import find_local, find_remote
 from finetune.data.sources.slices import (
     ContentSplit,
     Exclusion,
@@ -93,12 +91,6 @@ class PluginRows:
         return {}
 
 
-def load_plugin_rows(section: SourceSection) -> PluginRows:
-    """Return the rows of the section's source."""
-    assert section.source is not None
-    return PluginRows(section.source)
-
-
 Log = Callable[[str], None]
 
 EXCERPT_ROWS, EXCERPT_SHARDS = 50_000, 16
@@ -146,7 +138,10 @@ class Source:
             f"{self.key}: since it is a stream, the tokenizer is trained on at most {EXCERPT_ROWS:,} rows, from the "
             f"start of at most {EXCERPT_SHARDS} of its files"
         )
-        yield from excerpt(self.shards(), num_rows=EXCERPT_ROWS, num_shards=EXCERPT_SHARDS)
+        shards = self.shards()
+        num_chosen = min(EXCERPT_SHARDS, len(shards))
+        for number in range(num_chosen):  # the same number of rows of evenly spaced shards
+            yield from islice(shards[number * len(shards) // num_chosen].rows(), EXCERPT_ROWS // num_chosen)
 
     def identity(self) -> Mapping[str, Any]:
         """Return JSON values that determine the rows and how they are read; reads all local files once."""
@@ -178,7 +173,11 @@ def open_sources(section: DataSection, *, seed: int, log: Log) -> OpenedSources:
     slices = {key: _open(each, key=key, log=log) for key, each in sections.items()}
     validation = None
     if section.validation is not None:
-        split = _split(section.validation, seed=seed)
+        split: Split | None = None
+        if section.validation.fraction is not None:
+            split = PositionSplit(section.validation.fraction, seed)
+        elif section.validation.hash_fraction is not None:
+            split = ContentSplit(section.validation.hash_fraction)
         slices = {key: replace(each_slice, split=split) for key, each_slice in slices.items()}
         validation = _validation(section.validation, list(slices.values()), log=log)
         if section.validation.exclude_from_train:
@@ -230,7 +229,7 @@ def _open(section: SourceSection, *, key: str, log: Log) -> SourceSlice:
         form = choose_format(section, first, key=key, log=log, class_names=origin.class_names, image_root=root)
     except UnknownFormat as error:
         raise DataError(f"{error}{column_hint(section, first.parse(), suffix=kind)}") from error
-    require_columns(section, form, first, key=key, suffix=kind)
+    require_columns(section, form.name, first, key=key, suffix=kind)
     return replace(unread, format=form)
 
 
@@ -246,31 +245,24 @@ def image_root(section: SourceSection, folders: Sequence[Path], *, key: str) -> 
 
 def find_origin(section: SourceSection, *, key: str, log: Log) -> Origin:
     """Return the origin of the section's rows; raises DataError naming the key if there is none."""
-    find: Callable[[SourceSection], Origin]
-    if section.source is not None:
-        origin_key, find = f"{key}.source", load_plugin_rows
-    elif section.path is None:
-        origin_key, find = f"{key}.name", load_hub_dataset
-    else:
-        finder = find_remote if "://" in section.path else find_local
-        origin_key, find = f"{key}.path", partial(finder, key=key, log=log)
+    name = "source" if section.source is not None else "name" if section.path is None else "path"
+    origin: Origin
     try:
-        origin = find(section)
+        if section.source is not None:
+            origin = PluginRows(section.source)
+        elif section.path is None:
+            origin = load_hub_dataset(section)
+        else:
+            origin = (find_remote if "://" in section.path else find_local)(section, key=key, log=log)
     except DataError as error:
-        raise DataError(f"{origin_key}: {error}") from error
+        raise DataError(f"{key}.{name}: {error}") from error
     except OSError as error:
-        raise DataError(f"{origin_key}: {error.filename or section.path} cannot be read: {error.strerror}.") from error
+        raise DataError(f"{key}.{name}: {error.filename or section.path} cannot be read: {error.strerror}.") from error
     if isinstance(origin, Files):
         return replace(origin, options=read_options(section, origin.endings, key=key))
     what = "a folder of images" if section.path else origin.name if section.source else "a hub dataset"
     read_options(section, [what], key=key)
     return origin
-
-
-def _split(validation: ValidationSourceSection, *, seed: int) -> Split | None:
-    if validation.fraction is not None:
-        return PositionSplit(validation.fraction, seed)
-    return None if validation.hash_fraction is None else ContentSplit(validation.hash_fraction)
 
 
 def _validation(section: ValidationSourceSection, train: Sequence[SourceSlice], *, log: Log) -> Source:

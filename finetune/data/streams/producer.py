@@ -10,12 +10,18 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from finetune.config.sections.data import DataSection
-from finetune.data.order.stream_plan import START, StreamPlan, WindowRows
 from finetune.data.rows import RawRow
-from finetune.data.streams.folder import NOTHING, StreamFolder, WindowRecord, window_requests
+from finetune.data.streams.folder import (
+    NOTHING,
+    START,
+    StreamFolder,
+    StreamPlan,
+    WindowRecord,
+    WindowRows,
+    window_requests,
+)
 from finetune.data.token_cache.build import build_set, refuse_counts, refuse_shares
-from finetune.data.token_cache.chunks import EncodingPlan
-from finetune.data.token_cache.encoder_pool import EncoderPool
+from finetune.data.token_cache.chunks import EncoderPool, EncodingPlan
 from finetune.data.token_cache.integrity import DamagedSet
 from finetune.data.token_cache.store import Identity, TokenCache
 from finetune.data.workers import num_prepare_workers

@@ -15,14 +15,19 @@ from typing import TypeVar
 
 import numpy as np
 
-from finetune.data.audit.audit import Streamed
+from finetune.data.audit import Streamed
 from finetune.data.features import Features
-from finetune.data.order.dataset_view import DatasetView, fingerprint_of, split_stream_index, window_offset
 from finetune.data.order.grouping import set_order, tokens_per_position
-from finetune.data.order.order import Order, PiecewiseOrder
-from finetune.data.order.stream_plan import StreamPlan
+from finetune.data.order.order import (
+    DatasetView,
+    Order,
+    PiecewiseOrder,
+    fingerprint_of,
+    split_stream_index,
+    window_offset,
+)
 from finetune.data.sources.source import Source, stream_of
-from finetune.data.streams.folder import NOTHING, StreamFolder, StreamReader, WindowRecord
+from finetune.data.streams.folder import NOTHING, StreamFolder, StreamPlan, StreamReader, WindowRecord
 from finetune.data.streams.producer import NUM_KEPT_WINDOWS, StreamJob
 from finetune.data.token_cache.cache import cache_folder, folder_name, identify, log_older_versions
 from finetune.data.token_cache.chunks import Encoding

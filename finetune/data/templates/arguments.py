@@ -13,8 +13,7 @@ from jinja2 import Environment, TemplateError, meta
 from transformers import PreTrainedTokenizerBase
 
 from finetune.config.section import KeyLocations, join_key, with_location
-from finetune.data.templates.sandbox import run_sandboxed
-from finetune.data.templates.static_check import is_bounded, without_markers
+from finetune.data.templates.sandbox import is_bounded, run_sandboxed, without_markers
 from finetune.errors import DataError, Problem
 
 Arguments = Mapping[str, Any]

@@ -11,8 +11,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from finetune.data.templates.arguments import Arguments, arguments_of
-from finetune.data.templates.sandbox import TemplateRefused, render_chat, run_sandboxed
-from finetune.data.templates.static_check import is_bounded
+from finetune.data.templates.sandbox import TemplateRefused, is_bounded, render_chat, run_sandboxed
 from finetune.data.turns import Turn
 from finetune.errors import DataError
 

@@ -10,8 +10,7 @@ from jinja2 import StrictUndefined, Template, TemplateError, TemplateSyntaxError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from finetune.data.rows import Row
-from finetune.data.templates.sandbox import TemplateRefused, TemplateSyntax, run_sandboxed
-from finetune.data.templates.static_check import is_bounded
+from finetune.data.templates.sandbox import TemplateRefused, TemplateSyntax, is_bounded, run_sandboxed
 from finetune.errors import DataError
 
 WHOLE_ROW = "row"

@@ -1,20 +1,31 @@
-"""Runs untrusted templates in a separate process with limits on time and memory. Does not import torch."""
+"""Which templates are safe to render here; the others run in a process with limits on time and memory, without torch.
+
+A request to that process is a pickle of (function, arguments), an answer is JSON: `{"made": ...}` or the exception,
+with the `seconds` of CPU time. Both are preceded by their length.
+"""
 
 import json
 import os
 import pickle
+import re
+import resource
 import select
+import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import Any
+from functools import lru_cache
+from pathlib import Path
+from typing import IO, Any
 
+from jinja2 import Environment, TemplateError, nodes
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from finetune.data.templates.sandbox_worker import MAX_BYTES, receive, send
 from finetune.errors import DataError
+from finetune.runtime.processes import ignore_run_signals
 
 
 def is_ready() -> bool:
@@ -118,7 +129,7 @@ class _Worker:
     def __init__(self) -> None:
         child_end, self._pipe = os.pipe()
         path = json.dumps(sys.path)
-        module = "finetune.data.templates.sandbox_worker"
+        module = "finetune.data.templates.sandbox"
         code = f"import sys; sys.path[:] = {path}; from {module} import main; main({child_end})"
         try:
             self._process = subprocess.Popen(
@@ -161,3 +172,159 @@ class _Worker:
                 "the process that runs untrusted templates failed to start; its output is above. Set "
                 "data.chat_template to a built-in one, or remove it."
             ) from error
+
+
+_MAX_CHARACTERS = 1 << 18
+_MAX_LOOP_DEPTH = 4
+_MAX_NUMBER = 10_000
+_MARKERS = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
+
+# fmt: off
+_FILTERS = frozenset({
+    "trim", "tojson", "fromjson", "length", "count", "string", "int", "float", "join", "items",
+    "upper", "lower", "title", "capitalize", "first", "last", "default", "d", "list", "reverse",
+    "sort", "selectattr", "rejectattr", "select", "reject", "map", "unique", "dictsort", "safe", "e",
+    "escape", "abs", "round", "min", "max", "sum", "striptags", "groupby",
+})
+_METHODS = frozenset({
+    "strip", "lstrip", "rstrip", "split", "rsplit", "splitlines", "partition", "rpartition",
+    "startswith", "endswith", "removeprefix", "removesuffix", "items", "keys", "values", "get",
+    "lower", "upper", "title", "capitalize", "find", "rfind", "index", "count", "isdigit", "isspace",
+    "isalpha", "changed", "previtem", "nextitem", "cycle", "append", "pop",
+})
+# fmt: on
+_FUNCTIONS = frozenset(("raise_exception", "namespace", "dict", "strftime_now"))
+_GROWING = (nodes.Mul, nodes.Pow, nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends)
+
+
+@lru_cache(maxsize=64)
+def is_bounded(template: str, *, may_gather: bool = True) -> bool:
+    """Return whether the template cannot amplify its input: it has no products, formats, ranges, or recursion.
+
+    Returns False if that cannot be decided. With `may_gather`, a namespace may accumulate text over the turns of a
+    conversation, as most chat templates do; repeated doubling is not detected then.
+    """
+    if len(template) > _MAX_CHARACTERS:
+        return False
+    try:
+        tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(without_markers(template))
+        has_unbounded_node = any(True for _ in _unbounded_nodes(tree, may_gather=may_gather))
+        return not has_unbounded_node and _loop_depth(tree) <= _MAX_LOOP_DEPTH
+    except (TemplateError, RecursionError, MemoryError):  # reported when it is compiled in the sandbox
+        return False
+
+
+def without_markers(template: str) -> str:
+    """Return the template without `{% generation %}` and its end, which only transformers' Jinja extension supports."""
+    return _MARKERS.sub("", template)
+
+
+def _unbounded_nodes(tree: nodes.Template, *, may_gather: bool) -> Iterator[nodes.Node]:
+    """Yield the nodes whose result may be much larger than the template's input."""
+    macros = {macro.name for macro in tree.find_all(nodes.Macro)}
+    yield from tree.find_all(_GROWING)
+    yield from (node for node in tree.find_all(nodes.Mod) if not _is_loop_modulo(node))
+    yield from (node for node in tree.find_all(nodes.Filter) if node.name not in _FILTERS)
+    yield from (node for node in tree.find_all(nodes.For) if node.recursive)
+    for constant in tree.find_all(nodes.Const):
+        if isinstance(constant.value, int) and abs(constant.value) > _MAX_NUMBER:
+            yield constant
+    yield from (node for node in tree.find_all(nodes.Call) if not _is_bounded_call(node, macros))
+    for macro in tree.find_all(nodes.Macro):
+        yield from (name for name in macro.find_all(nodes.Name) if name.name in macros and name.ctx == "load")
+    if not may_gather:
+        yield from tree.find_all(nodes.NSRef)
+
+
+def _loop_depth(node: nodes.Node) -> int:
+    """Return the maximum depth of nested loops."""
+    inner = max((_loop_depth(child) for child in node.iter_child_nodes()), default=0)
+    return inner + isinstance(node, nodes.For)
+
+
+def _is_loop_modulo(node: nodes.Mod) -> bool:
+    """Return whether this is an expression such as `loop.index0 % 2`, and not a format."""
+    is_loop_attribute = isinstance(node.left, nodes.Getattr) and getattr(node.left.node, "name", None) == "loop"
+    return is_loop_attribute and isinstance(node.right, nodes.Const)
+
+
+def _is_bounded_call(call: nodes.Call, macros: set[str]) -> bool:
+    function, arguments = call.node, call.args
+    if isinstance(function, nodes.Name):
+        if function.name == "strftime_now":  # a format may contain a width
+            return all(isinstance(value, nodes.Const) and not re.search(r"\d", str(value.value)) for value in arguments)
+        return function.name in _FUNCTIONS or function.name in macros
+    if not isinstance(function, nodes.Getattr):
+        return False
+    if function.attr != "replace":
+        return function.attr in _METHODS
+    lengths = [len(str(value.value)) for value in arguments[:2] if isinstance(value, nodes.Const)]
+    return len(lengths) == 2 and lengths[0] > 0 and lengths[1] <= lengths[0] + 1
+
+
+MAX_BYTES = 512 << 20
+"""The memory that templates may use in addition to the process's memory at its start."""
+
+_MAX_ANSWER_BYTES = 1 << 28
+_LENGTH = struct.Struct("<Q")
+
+
+def main(pipe: int) -> None:
+    """Answer requests on standard input until it is closed, or until the other end of the pipe is closed."""
+    threading.Thread(target=_exit_with_starter, args=(pipe,), daemon=True).start()
+    ignore_run_signals()
+    requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # printed output must not become part of an answer
+    is_limited = False
+    while (content := receive(requests)) is not None:
+        run, arguments = pickle.loads(content)
+        if not is_limited:
+            _limit_memory()
+            is_limited = True
+        send(answers, _answer(run, arguments))
+
+
+def send(stream: IO[bytes], content: bytes) -> None:
+    """Write the content, preceded by its length."""
+    stream.write(_LENGTH.pack(len(content)))
+    stream.write(content)
+    stream.flush()
+
+
+def receive(stream: IO[bytes]) -> bytes | None:
+    """Read the content of one `send`; None at the end of the stream."""
+    head = stream.read(_LENGTH.size)
+    if len(head) < _LENGTH.size:
+        return None
+    (size,) = _LENGTH.unpack(head)
+    content = stream.read(size)
+    return content if len(content) == size else None
+
+
+def _answer(run: Any, arguments: tuple[Any, ...]) -> bytes:
+    start = time.process_time()
+    try:
+        result = run(*arguments)
+        answer = json.dumps({"made": result, "seconds": time.process_time() - start}).encode()
+        return answer if len(answer) <= _MAX_ANSWER_BYTES else json.dumps({"memory": True}).encode()
+    except MemoryError:
+        return json.dumps({"memory": True}).encode()
+    except Exception as error:  # templates can raise anything; it is sent to the calling process
+        is_syntax = any(parent.__name__ == "TemplateSyntaxError" for parent in type(error).__mro__)
+        facts = {"raised": str(error)[:2000], "line": getattr(error, "lineno", 0), "is_syntax": is_syntax}
+        return json.dumps({**facts, "seconds": time.process_time() - start}).encode()
+
+
+def _limit_memory() -> None:
+    try:
+        used = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
+    except OSError:  # not Linux: only the time is limited
+        return
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limit = used + MAX_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+
+
+def _exit_with_starter(pipe: int) -> None:
+    os.read(pipe, 1)
+    os._exit(0)

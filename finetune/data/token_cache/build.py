@@ -12,13 +12,11 @@ import numpy as np
 
 from finetune.config.sections.data import AuditSection, DataSection
 from finetune.data.rows import RawRow
-from finetune.data.token_cache.array_file import ArrayFile
-from finetune.data.token_cache.chunks import Chunk
+from finetune.data.token_cache.chunks import Chunk, EncoderPool
 from finetune.data.token_cache.counts import REMEDY, Counts, exceeded_shares, num_duplicates
-from finetune.data.token_cache.encoder_pool import EncoderPool
 from finetune.data.token_cache.integrity import DamagedSet
 from finetune.data.token_cache.lengths import LengthLimit
-from finetune.data.token_cache.samples import CHUNK_BYTES, SampleArrays, SampleWriter, chunk_name
+from finetune.data.token_cache.samples import CHUNK_BYTES, ArrayFile, SampleArrays, SampleWriter, chunk_name
 from finetune.data.token_cache.store import FORMAT_VERSION, MANIFEST, Identity, TokenCache
 from finetune.errors import DataError
 from finetune.runtime.files.digests import Damaged, write_json_with_digest

@@ -14,8 +14,7 @@ from typing import Any
 from finetune.config.sections.data import DataSection
 from finetune.data.sources.source import Source
 from finetune.data.token_cache.build import OnProgress, build_set, num_written_rows, refuse_counts, refuse_shares
-from finetune.data.token_cache.chunks import Encode, Encoding, EncodingPlan
-from finetune.data.token_cache.encoder_pool import EncoderPool, WorkersLost
+from finetune.data.token_cache.chunks import Encode, EncoderPool, Encoding, EncodingPlan, WorkersLost
 from finetune.data.token_cache.integrity import DamagedSet, quarantine_set
 from finetune.data.token_cache.store import FORMAT_VERSION, Identity, TokenCache
 from finetune.data.workers import num_prepare_workers

@@ -3,19 +3,213 @@
 `chunk-000000.bin`, `chunk-000001.bin`, ... contain the concatenated arrays of their samples, the number of values of
 every sample, and the columns, which have one value per sample, such as its length. `samples.bin` contains the columns
 of the whole dataset, and the offsets of every sample's values.
+
+Each of these files is written atomically, memory-mapped for reading, and verified block by block. It contains its
+arrays, each aligned to 64 bytes, then a JSON footer and the length of the footer in 8 bytes. The footer contains the
+types and lengths of the arrays, the digests of their blocks, and a digest of itself.
 """
 
+import json
+import os
+import threading
+import time
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+import xxhash
 
-from finetune.data.token_cache.array_file import ArrayFile, ArrayPieces, Verification, write_array_file
-from finetune.runtime.files.digests import Damaged
+from finetune.runtime.files.atomic import write_atomically
+from finetune.runtime.files.digests import Damaged, check_digest, require_undamaged_file, with_digest
+from finetune.runtime.files.read import parse_json
+from finetune.runtime.resources import usable_cores
+
+BLOCK_BYTES = 4 << 20
+_DIGEST_DIGITS = 32  # of 128 bits in hexadecimal
+_ALIGNMENT = 64
+_LENGTH_BYTES = 8  # of the footer's length, at the end of the file
+_READ_BYTES = 256 << 10  # fits into the private cache of a core
+
+ArrayPieces = tuple[np.dtype[Any], Iterable[np.ndarray]]
+"""The dtype of an array, and its values in consecutive pieces."""
+
+
+def write_array_file(path: Path, arrays: Mapping[str, ArrayPieces], *, facts: Mapping[str, Any]) -> None:
+    """Write the arrays and `facts`, which are plain JSON, atomically; the file survives a power cut."""
+    layout: list[tuple[str, str, int]] = []
+    digests = _BlockDigests()
+    with write_atomically(path) as file:
+        for name, (dtype, pieces) in arrays.items():
+            num_values = 0
+            for piece in pieces:
+                if piece.dtype != dtype:
+                    raise TypeError(f"{name} is {dtype}, but a piece is {piece.dtype}")
+                content = np.ascontiguousarray(piece).view(np.uint8)
+                file.write(content.data)
+                digests.update(content)
+                num_values += len(piece)
+            padding = np.zeros(-num_values * dtype.itemsize % _ALIGNMENT, np.uint8)
+            file.write(padding.data)
+            digests.update(padding)
+            layout.append((name, dtype.str, num_values))
+        footer = json.dumps(with_digest({"arrays": layout, "digests": digests.hexdigest(), "facts": facts})).encode()
+        file.write(footer + len(footer).to_bytes(_LENGTH_BYTES, "little"))
+
+
+class _BlockDigests:
+    """Computes the digests of blocks of bytes that are added piece by piece."""
+
+    def __init__(self) -> None:
+        self._complete: list[str] = []
+        self._block = xxhash.xxh3_128()
+        self._missing_bytes = BLOCK_BYTES  # of the last block
+
+    def update(self, content: np.ndarray) -> None:
+        """Add the next bytes."""
+        while len(content):
+            piece, content = content[: self._missing_bytes], content[self._missing_bytes :]
+            self._block.update(piece.data)
+            self._missing_bytes -= len(piece)
+            if self._missing_bytes == 0:
+                self._complete.append(self._block.hexdigest())
+                self._block, self._missing_bytes = xxhash.xxh3_128(), BLOCK_BYTES
+
+    def hexdigest(self) -> str:
+        """Return the concatenated digests; the last block may be shorter than the others."""
+        last = [self._block.hexdigest()] if self._missing_bytes < BLOCK_BYTES else []
+        return "".join(self._complete + last)
+
+
+class ArrayFile:
+    """The arrays of a file by name, mapped read-only; raises Damaged if the footer has changed since it was written.
+
+    The file is not kept open: a dataset may have more files than the process's limit of open files.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            require_undamaged_file(path)
+            with path.open("rb") as file:
+                state = os.fstat(file.fileno())
+                footer, self._content_bytes = _read_footer(file.fileno(), state.st_size)
+            # unlike NumPy and `mmap`, torch does not keep the file open
+            mapped = torch.from_file(str(path), shared=False, size=state.st_size, dtype=torch.uint8).numpy()
+        except (OSError, ValueError, RuntimeError) as error:
+            raise Damaged(f"{path.name} cannot be read: {error}") from error
+        mapped.flags.writeable = False
+        self._inode = (state.st_dev, state.st_ino)
+        self._digests: str = footer["digests"]
+        self.facts: dict[str, Any] = footer["facts"]
+        self.content_digest = xxhash.xxh3_128_hexdigest(json.dumps([footer["arrays"], self._digests]).encode())
+        self.arrays: dict[str, np.ndarray] = {}
+        start = 0
+        for name, dtype, num_values in footer["arrays"]:
+            stop = start + num_values * np.dtype(dtype).itemsize
+            self.arrays[name] = mapped[start:stop].view(dtype)
+            start = stop + -stop % _ALIGNMENT
+        if start != self._content_bytes:
+            raise Damaged(f"{path.name} has {self._content_bytes:,} bytes of arrays, but {start:,} were written")
+
+    @property
+    def content_bytes(self) -> int:
+        """Return the size of the arrays in bytes."""
+        return self._content_bytes
+
+    @property
+    def num_blocks(self) -> int:
+        """Return the number of blocks, each of which can be verified separately."""
+        return -(-self._content_bytes // BLOCK_BYTES)
+
+    def verify(self) -> None:
+        """Raise Damaged if a block has changed since it was written."""
+        for number in range(self.num_blocks):
+            self.verify_block(number)
+
+    def verify_block(self, number: int) -> None:
+        """Raise Damaged if the block has changed since it was written; thread-safe."""
+        start = number * BLOCK_BYTES
+        stop = min(start + BLOCK_BYTES, self._content_bytes)
+        written = self._digests[number * _DIGEST_DIGITS : (number + 1) * _DIGEST_DIGITS]
+        digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(_READ_BYTES))
+        try:
+            with self._path.open("rb") as file:  # read, not mapped: a bad sector then raises instead of SIGBUS
+                state = os.fstat(file.fileno())
+                if (state.st_dev, state.st_ino) != self._inode:
+                    raise OSError("it was replaced after it was opened")
+                offset = start
+                while offset < stop:
+                    num_read = os.preadv(file.fileno(), [buffer[: min(stop - offset, _READ_BYTES)]], offset)
+                    if num_read == 0:
+                        raise OSError("it was truncated after it was opened")
+                    digest.update(buffer[:num_read])
+                    offset += num_read
+        except OSError as error:
+            raise Damaged(f"{self._path.name} cannot be read: {error}") from error
+        if digest.hexdigest() != written:
+            raise Damaged(f"{self._path.name} has changed between bytes {start:,} and {stop:,}")
+
+
+def _read_footer(descriptor: int, file_bytes: int) -> tuple[dict[str, Any], int]:
+    """Return the footer and the number of bytes before it; raises ValueError if it has changed since it was written."""
+    end = file_bytes - _LENGTH_BYTES
+    length = int.from_bytes(os.pread(descriptor, _LENGTH_BYTES, max(end, 0)), "little")
+    if not 0 < length <= end:
+        raise ValueError("its footer is damaged")
+    return check_digest(parse_json(os.pread(descriptor, length, end - length))), end - length
+
+
+MAX_THREADS = 4
+"""Hashing is limited by memory bandwidth: more threads are not faster."""
+
+
+class Verification:
+    """Reads all blocks of the files once, and stops at the first damaged one."""
+
+    def __init__(self, files: Sequence[ArrayFile]) -> None:
+        self._blocks = [(file, number) for file in files for number in range(file.num_blocks)]
+        self._remaining: Iterator[int] = iter(range(len(self._blocks)))
+        self._lock = threading.Lock()
+        self._threads: list[threading.Thread] = []
+        self.size_bytes = sum(file.content_bytes for file in files)
+        self.problem: str | None = None  # the damage found so far
+        self.damaged_block = -1
+
+    def verify_block(self, index: int) -> None:
+        """Read one block; raises Damaged."""
+        file, number = self._blocks[index]
+        file.verify_block(number)
+
+    def run(self) -> None:
+        """Read all blocks in this thread."""
+        while self.problem is None:
+            with self._lock:
+                index = next(self._remaining, None)
+            if index is None:
+                return
+            try:
+                self.verify_block(index)
+            except Damaged as damage:
+                self.damaged_block, self.problem = index, str(damage)
+
+    def start(self) -> None:
+        """Read all blocks in background threads."""
+        num_threads = max(1, min(MAX_THREADS, usable_cores() - 1))
+        self._threads = [threading.Thread(target=self.run, daemon=True) for _ in range(num_threads)]
+        for thread in self._threads:
+            thread.start()
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Wait until all blocks are verified or one is damaged, for at most `seconds`."""
+        end = None if seconds is None else time.monotonic() + seconds
+        for thread in self._threads:
+            thread.join(None if end is None else max(0.0, end - time.monotonic()))
+
 
 CHUNK_BYTES = 64 << 20
 """The approximate maximum size of the arrays in a chunk file."""

@@ -1,4 +1,7 @@
-"""A prepared set on disk as memory-mapped arrays, which open instantly at any size, and as a dataset view."""
+"""A prepared set on disk as memory-mapped arrays, which open instantly at any size, and as a dataset view.
+
+Arrays that are precomputed for its samples, such as reference log-probabilities, are in a folder of their own.
+"""
 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
@@ -13,15 +16,14 @@ from torch.utils.data import Dataset
 
 from finetune.config.sections.data import BatchingSection, DataSection
 from finetune.data.features import Features
-from finetune.data.order.dataset_view import DatasetView, fingerprint_of
 from finetune.data.order.grouping import LengthGroupedOrder, set_order, tokens_per_position
-from finetune.data.order.order import Order
+from finetune.data.order.order import DatasetView, Order, fingerprint_of
 from finetune.data.rows import row_location
 from finetune.data.token_cache.counts import Counts
-from finetune.data.token_cache.integrity import DamagedSet, format_damage, sample_checksum
-from finetune.data.token_cache.samples import StoredSamples
+from finetune.data.token_cache.integrity import DamagedSet, format_damage, sample_checksum, sample_checksums
+from finetune.data.token_cache.samples import CHUNK_BYTES, SampleArrays, SampleWriter, StoredSamples
 from finetune.errors import DataError
-from finetune.runtime.files.digests import Damaged, read_json_with_digest
+from finetune.runtime.files.digests import Damaged, read_json_with_digest, write_json_with_digest
 from finetune.runtime.files.read import first_problem
 
 FORMAT_VERSION = 4
@@ -82,7 +84,7 @@ class TokenCache(Dataset[Features]):
     def __getitem__(self, index: int) -> Features:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        return Features(self._samples[index], sample_id=int(index))
+        return Features(self.stored[index], sample_id=int(index))
 
     def intact(self, index: int) -> Features:
         """Return the sample after verifying its checksum; raises DamagedSet."""
@@ -100,7 +102,7 @@ class TokenCache(Dataset[Features]):
 
     def pieces(self, name: str) -> list[np.ndarray]:
         """Return the concatenated array of all samples, in memory-mapped pieces."""
-        return self._samples.pieces(name)
+        return self.stored.pieces(name)
 
     def lengths_of(self, sample_ids: np.ndarray) -> np.ndarray:
         """Return the number of tokens of each sample."""
@@ -153,12 +155,13 @@ class TokenCache(Dataset[Features]):
         return row_location(self._current_names.get(origin, origin), int(self._row_numbers[index]))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _reopen, (self.folder, self.shards)  # another process maps the files again: their content is not sent
+        # another process maps the files again: their content is not sent
+        return partial(TokenCache, shards=self.shards, is_verified=True), (self.folder,)
 
     def _stores(self, damaged: np.ndarray) -> list[tuple[Path, Callable[[], bool]]]:
         """Return the folders of the samples, each with a function that checks whether these samples are damaged."""
-        is_damaged = partial(_has_damaged, self.folder, damaged) if len(damaged) else self.is_still_damaged
-        return [(self.folder, is_damaged)]
+        has_damaged = partial(_has_damaged, partial(TokenCache, self.folder), damaged)
+        return [(self.folder, has_damaged if len(damaged) else self.is_still_damaged)]
 
     def _open(self, manifest: TokenCacheManifest, *, is_verified: bool) -> None:
         self.fingerprint = manifest.fingerprint
@@ -170,13 +173,13 @@ class TokenCache(Dataset[Features]):
             first_without_target=self._with_current_name(counts.first_without_target),
         )
         self.files = manifest.files
-        self._samples = StoredSamples(self.folder, manifest.files, manifest.names, is_verified=is_verified)
-        self.verification = self._samples.verification
-        self.lengths = self._samples.columns["lengths"]
-        self.num_targets_each = self._samples.columns["num_targets"]
-        self.digests = self._samples.columns["digests"]
-        self.checksums = self._samples.columns["marks"]
-        self._row_numbers = self._samples.columns["row_numbers"]
+        self.stored = StoredSamples(self.folder, manifest.files, manifest.names, is_verified=is_verified)
+        self.verification = self.stored.verification
+        self.lengths = self.stored.columns["lengths"]
+        self.num_targets_each = self.stored.columns["num_targets"]
+        self.digests = self.stored.columns["digests"]
+        self.checksums = self.stored.columns["marks"]
+        self._row_numbers = self.stored.columns["row_numbers"]
         self._origins = manifest.origins
 
     def _with_current_name(self, location: str) -> str:
@@ -184,18 +187,14 @@ class TokenCache(Dataset[Features]):
         return f"{self._current_names.get(origin, origin)}{comma}{row}"
 
 
-def _has_damaged(folder: Path, sample_ids: np.ndarray) -> bool:
-    """Return whether one of these samples is damaged in the current files."""
+def _has_damaged(reopen: "Callable[[], TokenCache | PrecomputedArrays]", sample_ids: np.ndarray) -> bool:
+    """Return whether the own or the precomputed arrays of one of these samples are damaged in the current files."""
     try:
-        current = TokenCache(folder)
+        current = reopen()
     except DamagedSet:
         return True
-    checksums = [sample_checksum(current[index].arrays) for index in sample_ids.tolist()]
-    return bool((np.array(checksums, np.uint64) != current.checksums_of(sample_ids)).any())
-
-
-def _reopen(folder: Path, shards: Sequence[str]) -> TokenCache:
-    return TokenCache(folder, shards=shards, is_verified=True)
+    checksums = [sample_checksum(current.stored[index]) for index in sample_ids.tolist()]
+    return bool((np.array(checksums, np.uint64) != current.checksums[sample_ids]).any())
 
 
 def dataset_view(prepared: TokenCache, section: DataSection, *, seed: int, key: str) -> DatasetView:
@@ -245,3 +244,125 @@ def _describe_order(
     num_groups = order.num_positions or 0
     share = epoch_tokens / (num_groups * budget) if num_groups else 0.0
     return (f"{key}: {epoch_tokens:,} tokens in {num_groups:,} {unit} of at most {budget:,}: {share:.1%} full",)
+
+
+PRECOMPUTED_MANIFEST = "known.json"
+_COLUMNS = {"marks": "<u8"}
+_MAX_SAMPLES_PER_FILE = 65_536
+
+
+class PrecomputedManifest(BaseModel):
+    """The content of `known.json`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    version: Literal[3]
+    names: tuple[str, ...]
+    samples: int
+    made_of: dict[str, Any]
+    files: dict[str, str]  # digests of their contents
+
+
+class PrecomputedArrays:
+    """The arrays by sample, mapped from disk, verified except for the values; raises DamagedSet."""
+
+    def __init__(self, folder: Path, *, is_verified: bool = False) -> None:
+        self.folder = folder
+        try:
+            manifest = PrecomputedManifest.model_validate(read_json_with_digest(folder / PRECOMPUTED_MANIFEST))
+            self.stored = StoredSamples(folder, manifest.files, manifest.names, is_verified=is_verified)
+        except (Damaged, ValidationError) as error:
+            raise DamagedSet(folder, str(error), title="the folder of precomputed arrays") from error
+        self._num_samples = manifest.samples
+        self.checksums = self.stored.columns["marks"]
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        return self.stored[index]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(PrecomputedArrays, is_verified=True), (self.folder,)  # another process maps the files again
+
+    def verify(self) -> None:
+        """Read all values once; raises DamagedSet if they have changed since they were written."""
+        self.stored.verification.run()
+        if problem := self.stored.verification.problem:
+            raise DamagedSet(self.folder, problem, title="the folder of precomputed arrays")
+
+
+class PrecomputedSet(TokenCache):
+    """A prepared set whose samples include precomputed arrays; raises DataError if the numbers of samples differ."""
+
+    def __init__(
+        self, folder: Path, precomputed: PrecomputedArrays, *, shards: Sequence[str] = (), is_verified: bool = False
+    ) -> None:
+        super().__init__(folder, shards=shards, is_verified=is_verified)
+        self.precomputed = precomputed
+        if len(precomputed) != len(self):
+            raise DataError(
+                f"{precomputed.folder} has {len(precomputed)} samples, but the set {folder} has {len(self)}. Delete "
+                f"{precomputed.folder}, and it will be computed again."
+            )
+
+    def __getitem__(self, index: int) -> Features:
+        features = super().__getitem__(index)
+        return replace(features, arrays={**features.arrays, **self.precomputed[index]})
+
+    def precomputed_checksums_of(self, sample_ids: np.ndarray) -> np.ndarray:
+        """Return the checksum of the precomputed arrays of each sample."""
+        return np.asarray(self.precomputed.checksums[sample_ids])
+
+    def _stores(self, damaged: np.ndarray) -> list[tuple[Path, Callable[[], bool]]]:
+        folder = self.precomputed.folder
+        is_damaged = partial(_has_damaged, partial(PrecomputedArrays, folder), damaged)
+        return [*super()._stores(damaged), (folder, is_damaged)]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(PrecomputedSet, shards=self.shards, is_verified=True), (self.folder, self.precomputed)
+
+
+def with_precomputed(prepared: TokenCache, folder: Path) -> PrecomputedSet:
+    """Return the set with the precomputed arrays in the folder; raises DataError."""
+    return PrecomputedSet(prepared.folder, PrecomputedArrays(folder), shards=prepared.shards)
+
+
+class PrecomputedWriter:
+    """Writes the precomputed arrays of consecutive samples into an empty folder; raises OSError."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._writer = SampleWriter(folder, _COLUMNS)
+        self._num_samples = 0
+        self._num_pending = 0
+
+    def append(self, arrays: Sequence[Mapping[str, np.ndarray]]) -> None:
+        """Append the 1-D arrays of the next samples; all have the same names."""
+        if not arrays:
+            return
+        values = {name: np.concatenate([sample[name] for sample in arrays]) for name in arrays[0]}
+        lengths = {name: np.array([len(sample[name]) for sample in arrays], np.int64) for name in arrays[0]}
+        checksums = sample_checksums(values, lengths, num_samples=len(arrays))
+        self._writer.append(SampleArrays(values, lengths, {"marks": checksums}))
+        self._num_pending += len(arrays)
+        if self._num_pending >= _MAX_SAMPLES_PER_FILE or self._writer.pending_bytes >= CHUNK_BYTES:
+            self._write_file()
+
+    def finish(self, made_of: Mapping[str, Any]) -> None:
+        """Write the remaining files, which complete the folder."""
+        self._write_file()
+        names, files = self._writer.finish()
+        manifest = {
+            "version": 3,
+            "names": names,
+            "samples": self._num_samples,
+            "made_of": dict(made_of),
+            "files": files,
+        }
+        write_json_with_digest(self._folder / PRECOMPUTED_MANIFEST, manifest)
+
+    def _write_file(self) -> None:
+        self._writer.write_chunk({})
+        self._num_samples += self._num_pending
+        self._num_pending = 0

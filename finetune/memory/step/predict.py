@@ -21,8 +21,7 @@ from transformers import PreTrainedTokenizerFast
 from finetune.config.run_config import RunConfig
 from finetune.config.sections.data import DataSection
 from finetune.data.batch import Batch
-from finetune.data.encoding.labelled_images import IMAGE, LABEL
-from finetune.data.encoding.labelled_text import LABELS
+from finetune.data.encoding.labelled import IMAGE, LABEL, LABELS
 from finetune.data.features import LENGTHS_OF_SEQUENCES, Features
 from finetune.data.token_cache.cache import cache_folder
 from finetune.errors import FinetuneError, ModelError

@@ -9,8 +9,8 @@ from finetune.config.run_config import RunConfig
 from finetune.config.sections.data import BatchingSection
 from finetune.data.batch import Batch
 from finetune.data.loader import training_batch
-from finetune.data.order.dataset_view import DatasetView
 from finetune.data.order.grouping import LengthGroupedOrder
+from finetune.data.order.order import DatasetView
 from finetune.task.model_inputs import is_padding_free
 from finetune.task.protocol import Task
 

@@ -10,12 +10,11 @@ from typing import Any
 from finetune.config.run_config import RunConfig
 from finetune.config.section import KeyLocations
 from finetune.config.sections.data import DataSection
-from finetune.data.audit.audit import Prepared, Streamed, refuse_exceeded
+from finetune.data.audit import Prepared, Streamed, refuse_exceeded
 from finetune.data.encoding.tokenizer import drops_unknown_text, tokenizer_identity, unknown_ids
 from finetune.data.features import Features
-from finetune.data.order.dataset_view import DatasetView, fingerprint_of
 from finetune.data.order.mixing import mixed_view
-from finetune.data.order.order import steps_for_tokens
+from finetune.data.order.order import DatasetView, fingerprint_of, steps_for_tokens
 from finetune.data.sources.source import OpenedSources, open_sources, rows_read, stream_of, texts
 from finetune.data.streams.stream import stream_view
 from finetune.data.templates.arguments import arguments_of, use_arguments

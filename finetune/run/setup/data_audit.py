@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 
 from finetune.config.run_config import RunConfig
-from finetune.data.audit.audit import Audit, Padding, audit_sources, measure_padding
-from finetune.data.audit.template_check import check_template
-from finetune.data.encoding.labelled_images import LABEL
+from finetune.data.audit import Audit, Padding, audit_sources, measure_padding
+from finetune.data.encoding.labelled import LABEL
 from finetune.data.features import LENGTHS_OF_SEQUENCES
 from finetune.data.order.grouping import tokens_per_position
+from finetune.data.template_check import check_template
 from finetune.data.token_cache.store import TokenCache
 from finetune.registry.tasks import TASKS
 from finetune.report.reporter import RunLog
@@ -87,7 +87,7 @@ def _notices(audit: Audit) -> Iterator[str]:
                 "`data.validation.exclude_from_train: true` leaves such rows out."
             )
     if audit.template is not None:
-        if audit.template.learnt and not audit.template.is_end_learnt:
+        if audit.template.trained_cases and not audit.template.trains_on_end:
             yield "warning: chat template: the end-of-turn token is not a target, so the model will not learn to stop"
         for difference in audit.template.differences[:1]:  # the other cases differ in the same way
             yield (

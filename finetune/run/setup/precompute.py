@@ -21,19 +21,19 @@ from torch import nn
 
 from finetune.config.run_config import RunConfig
 from finetune.config.sections.model import ModelSection
-from finetune.data.audit.audit import Prepared, Streamed
-from finetune.data.order.dataset_view import fingerprint_of
+from finetune.data.audit import Prepared, Streamed
 from finetune.data.order.mixing import MixedSamples
-from finetune.data.precomputed import (
+from finetune.data.order.order import fingerprint_of
+from finetune.data.token_cache.cache import cache_folder
+from finetune.data.token_cache.integrity import DamagedSet, quarantine_set
+from finetune.data.token_cache.store import (
     FORMAT_VERSION,
     PrecomputedArrays,
     PrecomputedSet,
     PrecomputedWriter,
+    TokenCache,
     with_precomputed,
 )
-from finetune.data.token_cache.cache import cache_folder
-from finetune.data.token_cache.integrity import DamagedSet, quarantine_set
-from finetune.data.token_cache.store import TokenCache
 from finetune.errors import DataError
 from finetune.model.frozen_models import (
     check_teacher_tokenizer,

@@ -17,7 +17,7 @@ from finetune.config.run_config import RunConfig
 from finetune.config.sections.model import ModelSection
 from finetune.config.sections.train import Fp8Section, TrainSection
 from finetune.data.batch import Batch
-from finetune.data.order.dataset_view import DatasetView
+from finetune.data.order.order import DatasetView
 from finetune.errors import UserError
 from finetune.memory.state import PredictMemory, predict_memory
 from finetune.model.kernels import float8, fused_layers

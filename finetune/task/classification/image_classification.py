@@ -10,10 +10,9 @@ from torch import Tensor, nn
 
 from finetune.config.sections.data import ImagesSection
 from finetune.data.batch import IGNORED, Batch
-from finetune.data.encoding.labelled_images import IMAGE, LABEL, LabelledImageEncoder
+from finetune.data.encoding.labelled import IMAGE, LABEL, LabelledImageEncoder
 from finetune.data.features import Features
-from finetune.data.images.decode import decode_image
-from finetune.data.images.transforms import ImageTransform, mix_images
+from finetune.data.images import ImageTransform, decode_image, mix_images
 from finetune.data.rows import Row
 from finetune.runtime.seeds import derive_seed
 from finetune.task.classification.classes import class_loss_sum, find_classes

@@ -11,18 +11,18 @@ from torch import Tensor, nn
 
 from finetune.data.batch import Batch
 from finetune.data.classes import Classes
-from finetune.data.encoding.labelled_text import (
+from finetune.data.encoding.labelled import (
     LABELS,
     ClassLabelEncoder,
     LabelEncoder,
     LabelledTextEncoder,
     MultiLabelEncoder,
     NumericLabelEncoder,
-    Truncation,
     label_of,
     read_label_list,
     read_label_numbers,
 )
+from finetune.data.encoding.text import Truncation
 from finetune.data.features import Features
 from finetune.errors import DataError
 from finetune.runtime.files.digests import recorded_as, recorded_name

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from finetune.data.batch import IGNORED, Batch
-from finetune.data.encoding.labelled_text import LABELS, TaggedWordsEncoder, tags_of
+from finetune.data.encoding.labelled import LABELS, TaggedWordsEncoder, tags_of
 from finetune.data.encoding.tokenizer import num_special_tokens_around
 from finetune.data.features import Features
 from finetune.data.token_cache.lengths import SampleLengthLimit

@@ -16,8 +16,15 @@ from torch import Tensor, nn
 
 from finetune.config.sections.task import EmbeddingSection
 from finetune.data.batch import Batch
-from finetune.data.encoding.labelled_text import Truncation
-from finetune.data.encoding.text_groups import SCORE, Contents, Prompts, TextGroupsEncoder, TextsLengthLimit, append_eos
+from finetune.data.encoding.text import (
+    SCORE,
+    Contents,
+    Prompts,
+    TextGroupsEncoder,
+    TextsLengthLimit,
+    Truncation,
+    append_eos,
+)
 from finetune.data.features import LENGTHS_OF_SEQUENCES, Features
 from finetune.data.token_cache.lengths import sequence_bounds
 from finetune.registry.losses import EMBEDDING_LOSSES

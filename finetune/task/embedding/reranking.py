@@ -11,8 +11,7 @@ from torch.nn import functional
 
 from finetune.config.sections.task import RerankingSection
 from finetune.data.batch import Batch
-from finetune.data.encoding.labelled_text import Truncation
-from finetune.data.encoding.text_groups import SCORE, TextGroupsEncoder, TextsLengthLimit
+from finetune.data.encoding.text import SCORE, TextGroupsEncoder, TextsLengthLimit, Truncation
 from finetune.data.features import LENGTHS_OF_SEQUENCES, Features
 from finetune.registry.losses import RERANKING_LOSSES
 from finetune.task.classification.classes import TextPadding

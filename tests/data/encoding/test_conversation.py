@@ -1,4 +1,4 @@
-"""What is learnt from a conversation or a text, token by token."""
+"""The targets of a conversation or a text, token by token."""
 
 import gzip
 import json

@@ -3,10 +3,10 @@
 import pytest
 
 from finetune.config.sections.data import DataSection, TrainingSourceSection
-from finetune.data.audit.template_check import check_template
 from finetune.data.encoding.conversation import ConversationEncoder
 from finetune.data.formats.row_format import ALREADY_READ
 from finetune.data.rows import RawRow
+from finetune.data.template_check import check_template
 from finetune.data.templates.arguments import set_template_arguments
 from finetune.data.templates.chat_template import set_chat_template
 from finetune.data.token_cache.chunks import Encoding, encode_chunk
@@ -156,7 +156,7 @@ def test_a_row_encoded_as_one_sample_counts_no_answers(tokenizer):
 def test_the_template_check_of_each_answer_finds_no_differences():
     section = DataSection(train=TrainingSourceSection(path="/nowhere.jsonl"), max_length=64, train_on="each_assistant")
     check = check_template(tokenizer_for(TEMPLATES["qwen3"]), section)
-    assert {"several answers", "tools"} <= set(check.learnt)
+    assert {"several answers", "tools"} <= set(check.trained_cases)
     assert check.differences == ()
     tokenizer = tokenizer_for(TEMPLATES["qwen3"])
     set_template_arguments(tokenizer, {"enable_thinking": False})

@@ -8,7 +8,7 @@ from PIL import Image
 from tokenizers.processors import TemplateProcessing
 
 from finetune.data.encoding.image_conversation import ImageConversationEncoder, ImageTextProcessor, images_of
-from finetune.data.images.stored_image import StoredImage
+from finetune.data.images import StoredImage
 from finetune.errors import DataError
 from tests.data.picture_processors import llava, picture, qwen, smolvlm
 from tests.data.template_tokenizers import targets

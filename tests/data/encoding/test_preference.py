@@ -28,7 +28,7 @@ def encoder(tokenizer):
 
 
 def texts(features, tokenizer) -> list[tuple[str, str]]:
-    """Return each sequence as text, and the part of it that is learnt."""
+    """Return each sequence as text, and its targets."""
     ends = np.cumsum(features.arrays[LENGTHS_OF_SEQUENCES])[:-1]
     parts = zip(np.split(features.arrays["input_ids"], ends), np.split(features.arrays["is_target"], ends), strict=True)
     return [(tokenizer.decode(ids), tokenizer.decode(ids[is_target])) for ids, is_target in parts]
@@ -42,13 +42,13 @@ def test_a_preference_pair_is_two_conversations_with_their_answers_as_targets(en
     (features,) = PreferenceEncoder(encoder, "`t`")([row("a?", "yes", "no")])
     found = texts(features, tokenizer)
     assert [text.startswith(whole("a?", answer)[:-1]) for (text, _), answer in zip(found, ("yes", "no"), strict=True)]
-    assert [learnt.removesuffix("\n") for _, learnt in found] == ["yes<|im_end|>", "no<|im_end|>"]
+    assert [target.removesuffix("\n") for _, target in found] == ["yes<|im_end|>", "no<|im_end|>"]
 
 
 def test_assistant_turns_in_a_preference_prompt_are_not_targets(encoder, tokenizer):
     asked = {"prompt": [turn("user", "a?"), turn("assistant", "hm"), turn("user", "b?")]}
     (features,) = PreferenceEncoder(encoder, "`t`")([row("", "yes", "no") | asked])
-    assert [learnt for _, learnt in texts(features, tokenizer)] == ["yes<|im_end|>", "no<|im_end|>"]
+    assert [target for _, target in texts(features, tokenizer)] == ["yes<|im_end|>", "no<|im_end|>"]
 
 
 def test_equal_answers_teach_nothing(encoder):
@@ -58,10 +58,10 @@ def test_equal_answers_teach_nothing(encoder):
 def test_judged_answers_come_with_the_next_rows_answer(encoder, tokenizer):
     rows = [judged("a?", "one", True), judged("b?", "two", False), row("c?", "three", "four")]
     first, second, third = PreferenceEncoder(encoder, "`t`", judged=True)(rows)
-    assert [learnt for _, learnt in texts(first, tokenizer)] == ["one<|im_end|>", "two<|im_end|>"]
+    assert [target for _, target in texts(first, tokenizer)] == ["one<|im_end|>", "two<|im_end|>"]
     assert texts(first, tokenizer)[1][0].startswith(whole("a?", "two")[:-1])
-    assert [learnt for _, learnt in texts(second, tokenizer)] == ["two<|im_end|>", "three<|im_end|>"]
-    assert [learnt.removesuffix("<|im_end|>") for _, learnt in texts(third, tokenizer)] == [
+    assert [target for _, target in texts(second, tokenizer)] == ["two<|im_end|>", "three<|im_end|>"]
+    assert [target.removesuffix("<|im_end|>") for _, target in texts(third, tokenizer)] == [
         *("three", "four"),
         *("one", "one"),
     ]

@@ -3,7 +3,7 @@
 import pytest
 
 from finetune.data.encoding.conversation import ConversationEncoder
-from finetune.data.encoding.reasoning import split_reasoning
+from finetune.data.encoding.target_spans import split_reasoning
 from finetune.data.templates.chat_template import set_chat_template
 from finetune.errors import DataError
 from tests.data.template_rows import trained_tokenizer

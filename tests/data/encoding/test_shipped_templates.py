@@ -1,4 +1,4 @@
-"""What is learnt with the chat templates of real models, as TRL ships them, against expectations checked by hand.
+"""The targets with the chat templates of real models, as TRL ships them, against expectations checked by hand.
 
 `pytest -s` prints the table. `refused` stands for what a template cannot do, with the beginning of the reason.
 """
@@ -8,9 +8,9 @@ from functools import cache
 
 import pytest
 
-from finetune.data.audit.template_check import CASES
 from finetune.data.encoding.conversation import ConversationEncoder
 from finetune.data.encoding.tokenizer import TextTokenizer
+from finetune.data.template_check import CASES
 from finetune.errors import DataError
 from tests.data.template_tokenizers import END, shipped_templates, targets, tokenizer_for
 
@@ -19,7 +19,7 @@ TEMPLATES = shipped_templates()
 
 @dataclass(frozen=True)
 class Refused:
-    """A part of the reason why a conversation cannot be learnt from."""
+    """A part of the reason why a conversation cannot be trained on."""
 
     reason: str
 
@@ -45,12 +45,12 @@ AFTER_THOUGHT = "\n</think>\n\n"  # where the prompt ends in <think> and a line 
 
 
 def says(before, end, call=None):
-    """Return what is learnt where each answer stands between `before` and `end`, and so does a call of a tool."""
+    """Return the targets where each answer stands between `before` and `end`, and so does a call of a tool."""
     tools = call if isinstance(call, Refused) else [f"{before}{call}{end}", f"{before}Four.{end}"]
     return [f"{before}Four.{end}", f"{before}Six.{end}"], [f"{before}Four.{end}"], tools
 
 
-# by template: what is learnt of several answers, of a conversation with a system message, and of one with tools
+# by template: the targets of several answers, of a conversation with a system message, and of one with tools
 EXPECTED = {
     "cohere cohere_training": says("", "<|END_OF_TURN_TOKEN|>", ALTERNATE),
     "cohere2 cohere2_training": says("", "<|END_RESPONSE|><|END_OF_TURN_TOKEN|>", ALTERNATE),

@@ -1,4 +1,4 @@
-"""Which turns are learnt, where each begins and ends, and what is refused rather than learnt wrongly."""
+"""Which turns are targets, where each begins and ends, and which conversations are refused as ambiguous."""
 
 import pytest
 
@@ -31,8 +31,8 @@ def outcome(turns, template=CHATML, *, tools=None, tokenizer=None, **keys):
     return ConversationEncoder(tokenizer or tokenizer_for(template), **keys)([{"messages": turns, "tools": tools}])[0]
 
 
-def learnt(turns, template=CHATML, **keys):
-    """Return the learnt stretches as text, one character being one token."""
+def target_texts(turns, template=CHATML, **keys):
+    """Return the targets as text, one character being one token."""
     tokenizer = tokenizer_for(template)
     found = outcome(turns, tokenizer=tokenizer, **keys)
     assert not isinstance(found, DataError), found
@@ -47,9 +47,9 @@ def refused(turns, template=CHATML, **keys):
 
 @pytest.mark.parametrize("template", [CHATML, QWEN])
 def test_train_on_selects_all_answers_the_last_answer_or_everything(template):
-    assert learnt(TALK, template) == [f"Four.{END}", f"Six.{END}"]
-    assert learnt(TALK, template, train_on="last_assistant") == [f"Six.{END}"]
-    (everything,) = learnt(TALK, template, train_on="all")
+    assert target_texts(TALK, template) == [f"Four.{END}", f"Six.{END}"]
+    assert target_texts(TALK, template, train_on="last_assistant") == [f"Six.{END}"]
+    (everything,) = target_texts(TALK, template, train_on="all")
     assert everything == f"user\nTwo and two?{END}\n<|im_start|>assistant\nFour.{END}\n" + (
         f"<|im_start|>user\nAnd three?{END}\n<|im_start|>assistant\nSix.{END}"
     )
@@ -58,10 +58,10 @@ def test_train_on_selects_all_answers_the_last_answer_or_everything(template):
 @pytest.mark.parametrize("template", [CHATML, QWEN])
 def test_the_weight_of_each_message_selects_its_targets(template):
     talk = [turn("user", "Two?", weight=1), turn("assistant", "Four.", weight=0), AGAIN, AGAIN_ANSWERED]
-    said = learnt(talk, template, train_on="per_message")
+    said = target_texts(talk, template, train_on="per_message")
     assert said == [f"user\nTwo?{END}", f"Six.{END}"]  # the first token is not predicted
     talk = [ASKED, ANSWERED, turn("user", "And three?", weight=1.0), turn("assistant", "Six.", weight=1)]
-    assert learnt(talk, template, train_on="per_message") == [
+    assert target_texts(talk, template, train_on="per_message") == [
         f"Four.{END}",
         f"<|im_start|>user\nAnd three?{END}",
         f"Six.{END}",
@@ -94,7 +94,7 @@ def test_the_last_answer_is_a_target_with_a_template_that_rewrites_earlier_turns
     assert "and when it continues ('...tart|>assistant\\nFour.<|im_end|>" in said
     assert "Set data.train_on: each_assistant, which makes each answer a sample of its own" in said
     assert "`_training` variants" in said
-    assert learnt(TALK, shipped_templates()["qwen3"], train_on="last_assistant") == [
+    assert target_texts(TALK, shipped_templates()["qwen3"], train_on="last_assistant") == [
         f"<think>\n\n</think>\n\nSix.{END}"
     ]
 
@@ -105,27 +105,27 @@ def test_a_prompt_that_training_does_not_begin_with_has_another_remedy():
     assert "The prompt at inference would differ from training" in said
     assert "Set data.train_on" not in said
     thinking = [ASKED, turn("assistant", "Four.", reasoning_content="Two twos.")]
-    said = learnt(thinking, shipped_templates()["nemotron_3_nano"])
+    said = target_texts(thinking, shipped_templates()["nemotron_3_nano"])
     assert said == ["Two twos.\n</think>\nFour.<|im_end|>"]
 
 
 def test_an_end_of_turn_after_the_marker_is_a_target_and_whitespace_is_not():
-    assert learnt(TALK, MARKED) == ["Four.<|end|>", "Six.<|end|>"]
+    assert target_texts(TALK, MARKED) == ["Four.<|end|>", "Six.<|end|>"]
     inside = MARKED.replace("{% endgeneration %}<|end|>\n", "<|end|>\n{% endgeneration %}")
-    assert learnt(TALK, inside) == ["Four.<|end|>", "Six.<|end|>"]
+    assert target_texts(TALK, inside) == ["Four.<|end|>", "Six.<|end|>"]
     spaced = MARKED.replace("{% endgeneration %}<|end|>", "{% endgeneration %}{{ '\n' }}<|end|>")
-    assert learnt(TALK, spaced) == ["Four.\n<|end|>", "Six.\n<|end|>"]
+    assert target_texts(TALK, spaced) == ["Four.\n<|end|>", "Six.\n<|end|>"]
 
 
 def test_a_marker_without_any_end_of_turn_is_ended_with_end_of_sequence():
     open_ended = MARKED.replace("<|end|>\n", "")
-    assert learnt([ASKED, ANSWERED], open_ended) == ["Four.</s>"]
+    assert target_texts([ASKED, ANSWERED], open_ended) == ["Four.</s>"]
 
 
 def test_every_marked_span_is_a_target_and_the_last_answer_is_found_by_its_own_span():
     twice = MARKED.replace("{{ m.content }}{% endgen", "{{ m.content }}{% endgeneration %}{% generation %}!{% endgen")
-    assert learnt(TALK, twice) == ["Four.!<|end|>", "Six.!<|end|>"]
-    assert learnt(TALK, twice, train_on="last_assistant") == ["Six.!<|end|>"]
+    assert target_texts(TALK, twice) == ["Four.!<|end|>", "Six.!<|end|>"]
+    assert target_texts(TALK, twice, train_on="last_assistant") == ["Six.!<|end|>"]
 
 
 def test_a_token_across_the_beginning_of_a_marker_is_refused(make_tokenizer):
@@ -145,7 +145,7 @@ def test_two_beginnings_of_sequence_are_refused():
 
 def test_an_end_of_sequence_after_the_conversation_is_not_a_target():
     ends = CHATML.replace("{%- if add", "{%- if not add_generation_prompt -%}{{ eos_token }}{%- endif -%}{%- if add")
-    assert learnt(TALK, ends) == [f"Four.{END}", f"Six.{END}"]
+    assert target_texts(TALK, ends) == [f"Four.{END}", f"Six.{END}"]
 
 
 def test_the_tools_and_calls_of_a_row_reach_the_template():
@@ -153,9 +153,9 @@ def test_the_tools_and_calls_of_a_row_reach_the_template():
     tools = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {}}}]
     talk = [ASKED, turn("assistant", None, tool_calls=[call]), turn("tool", "4"), ANSWERED]
     called = '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call>'
-    assert learnt(talk, QWEN, tools=tools) == [f"{called}{END}", f"Four.{END}"]
+    assert target_texts(talk, QWEN, tools=tools) == [f"{called}{END}", f"Four.{END}"]
     thinking = [ASKED, turn("assistant", "Four.", reasoning_content="Twice two.")]
-    assert learnt(thinking, QWEN) == [f"<think>\nTwice two.\n</think>\n\nFour.{END}"]
+    assert target_texts(thinking, QWEN) == [f"<think>\nTwice two.\n</think>\n\nFour.{END}"]
 
 
 def test_content_that_a_template_drops_is_reported():
@@ -170,7 +170,7 @@ def test_content_that_a_template_drops_is_reported():
     assert "drops the content of `system` turns: it writes turns of `developer`, `user`, `assistant`, `tool`. Put" in (
         refused([turn("system", "Be brief."), *TALK], no_system)
     )
-    assert learnt(TALK, no_system)[0].endswith("Four.</s>")
+    assert target_texts(TALK, no_system)[0].endswith("Four.</s>")
 
 
 @pytest.mark.skipif(not shipped_templates(), reason="trl, whose chat templates are the test data, is not installed")
@@ -185,7 +185,7 @@ def test_the_roles_that_a_template_takes_are_named_where_a_row_has_another():
         [turn("system", "Be brief."), *TALK], templates["gemma"]
     )
     for name in ("gptoss_training", "gemma4_v5"):
-        assert learnt(turns, templates[name])[0].strip("<>|")
+        assert target_texts(turns, templates[name])[0].strip("<>|")
 
 
 def test_a_content_that_the_template_cannot_write_is_named():
@@ -202,7 +202,7 @@ def test_arguments_that_would_be_quoted_twice_are_named():
     quoting = QWEN.replace("function['arguments'] if function['arguments'] is string else ", "")
     talk = [ASKED, turn("assistant", "", tool_calls=[call])]
     assert "writes the arguments of the tool call in turn 2, which are text, in quotes" in refused(talk, quoting)
-    assert learnt(talk, QWEN) == [f'<tool_call>\n{{"name": "add", "arguments": {{"a": 2}}}}\n</tool_call>{END}']
+    assert target_texts(talk, QWEN) == [f'<tool_call>\n{{"name": "add", "arguments": {{"a": 2}}}}\n</tool_call>{END}']
 
 
 def test_one_bad_row_does_not_spoil_the_others():

@@ -5,9 +5,8 @@ import pytest
 
 from finetune.config.sections.data import TrainingSourceSection
 from finetune.data.features import Features
-from finetune.data.order.dataset_view import DatasetView, source_offset, sources_of, split_sample_id
 from finetune.data.order.mixing import MixedOrder, mixed_view
-from finetune.data.order.order import SetOrder
+from finetune.data.order.order import DatasetView, SetOrder, source_offset, sources_of, split_sample_id
 from finetune.errors import DataError
 from tests.data.order.test_grouping import made as packs
 

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from finetune.config.sections.data import DataSection
-from finetune.data.encoding.labelled_text import LabelledTextEncoder, NumericLabelEncoder
+from finetune.data.encoding.labelled import LabelledTextEncoder, NumericLabelEncoder
 from finetune.data.encoding.preference import PreferenceEncoder
 from finetune.data.encoding.text import TextEncoder
 from finetune.data.sources import readers

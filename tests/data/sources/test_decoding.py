@@ -7,9 +7,9 @@ import pyarrow
 import pytest
 
 from finetune.data.sources import decoding
+from finetune.data.sources.decoding import ReadOptions
 from finetune.data.sources.files import DataFile
 from finetune.data.sources.local import LocalFile
-from finetune.data.sources.options import ReadOptions
 from finetune.errors import DataError
 
 TEXTS = ["grün", "ein Café, leer", "naïve", "süß"]

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from finetune.config.sections.data import BatchingSection, StreamSection, TrainingSourceSection
-from finetune.data.order.dataset_view import split_stream_index, window_offset
 from finetune.data.order.grouping import set_order
-from finetune.data.order.order import SetOrder
+from finetune.data.order.order import SetOrder, split_stream_index, window_offset
 from finetune.data.sample_checks import digest_of_step_ids
 from finetune.data.sources.source import open_source
 from finetune.data.streams import producer as stream_maker

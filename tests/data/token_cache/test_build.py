@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 
 from finetune.data.sources.source import open_source
-from finetune.data.token_cache import build, encoder_pool
+from finetune.data.token_cache import build, chunks
 from finetune.data.token_cache.build import build_set, num_written_rows
-from finetune.data.token_cache.chunks import Encoding
-from finetune.data.token_cache.encoder_pool import EncoderPool
+from finetune.data.token_cache.chunks import EncoderPool, Encoding
 from finetune.data.token_cache.samples import chunk_name
 from finetune.data.token_cache.store import Identity, TokenCache
 from finetune.errors import DataError
@@ -53,7 +52,7 @@ class Build:
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(encoder_pool, "ROWS_PER_CHUNK", 5)
+    monkeypatch.setattr(chunks, "ROWS_PER_CHUNK", 5)
     monkeypatch.setattr(build, "CHUNKS_PER_FILE", 2)
 
 

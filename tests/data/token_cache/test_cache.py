@@ -12,13 +12,11 @@ import pytest
 
 from finetune.config.sections.data import DataSection, ValidationSourceSection
 from finetune.data.sources.source import open_source, open_sources
-from finetune.data.token_cache import array_file, build, cache, encoder_pool
-from finetune.data.token_cache.array_file import write_array_file
+from finetune.data.token_cache import build, cache, chunks, samples
 from finetune.data.token_cache.cache import prepare_set, repair
-from finetune.data.token_cache.chunks import Encoding
-from finetune.data.token_cache.encoder_pool import EncoderPool
+from finetune.data.token_cache.chunks import EncoderPool, Encoding
 from finetune.data.token_cache.integrity import DamagedSet
-from finetune.data.token_cache.samples import SAMPLES_FILE, chunk_name
+from finetune.data.token_cache.samples import SAMPLES_FILE, chunk_name, write_array_file
 from finetune.errors import DataError
 from finetune.runtime.supervision.heartbeat import VARIABLE
 from tests.data.byte_encoding import encode_bytes
@@ -208,8 +206,8 @@ def test_a_sample_that_is_read_alone_is_compared_with_its_mark(prepare):
 
 def test_a_copy_in_another_process_reads_the_files_and_not_their_digests(prepare, monkeypatch):
     sent = pickle.dumps(prepare())
-    monkeypatch.setattr(array_file.ArrayFile, "verify", None)  # would be needed to verify
-    monkeypatch.setattr(array_file.ArrayFile, "verify_block", None)
+    monkeypatch.setattr(samples.ArrayFile, "verify", None)  # would be needed to verify
+    monkeypatch.setattr(samples.ArrayFile, "verify_block", None)
     copy = pickle.loads(sent)
     assert texts_of(copy) == TEXTS
 
@@ -217,7 +215,7 @@ def test_a_copy_in_another_process_reads_the_files_and_not_their_digests(prepare
 @pytest.fixture
 def staging_of_20_rows(prepare, monkeypatch):
     """The folder of a build that was interrupted when it had written two files of 10 rows."""
-    monkeypatch.setattr(encoder_pool, "ROWS_PER_CHUNK", 5)
+    monkeypatch.setattr(chunks, "ROWS_PER_CHUNK", 5)
     monkeypatch.setattr(build, "CHUNKS_PER_FILE", 2)
     monkeypatch.setenv(VARIABLE, "prepare.saved step=2 do=raise")
     with pytest.raises(RuntimeError):
@@ -415,12 +413,12 @@ def test_the_validation_source_is_named_as_such(write_rows, make_section):
 @pytest.fixture
 def only_workers(monkeypatch):
     """Have nothing encoded in the main process, neither first nor while workers start."""
-    monkeypatch.setattr(encoder_pool, "CHUNKS_BEFORE_WORKERS", 0)
+    monkeypatch.setattr(chunks, "CHUNKS_BEFORE_WORKERS", 0)
     monkeypatch.setattr(EncoderPool, "_is_worker_ready", lambda encoders: True)
 
 
 def test_several_processes_write_the_same_bytes(write_rows, make_section, tmp_path, monkeypatch, only_workers):
-    monkeypatch.setattr(encoder_pool, "ROWS_PER_CHUNK", 7)
+    monkeypatch.setattr(chunks, "ROWS_PER_CHUNK", 7)
     source = write_rows([{"text": "x" * (n % 13) + ">" + str(n)} for n in range(100)])
     sets = []
     for workers in (0, 2):
@@ -448,7 +446,7 @@ def test_a_prepared_set_travels_to_another_process_by_its_path(prepare_cache):
 
 
 def test_a_chunk_in_which_nothing_is_kept_does_no_harm(prepare_cache, monkeypatch):
-    monkeypatch.setattr(encoder_pool, "ROWS_PER_CHUNK", 1)
+    monkeypatch.setattr(chunks, "ROWS_PER_CHUNK", 1)
     assert texts_of_cache(prepare_cache(["", "a>b", "", "c>d", ""], no_target="drop")) == ["a>b", "c>d"]
 
 
@@ -459,7 +457,7 @@ def test_a_folder_that_cannot_be_written_is_named(prepare_cache, tmp_path):
 
 
 def test_a_full_disk_is_one_message_and_the_next_start_resumes(prepare_cache, monkeypatch, tmp_path):
-    monkeypatch.setattr(encoder_pool, "ROWS_PER_CHUNK", 1)
+    monkeypatch.setattr(chunks, "ROWS_PER_CHUNK", 1)
     monkeypatch.setattr(build, "CHUNKS_PER_FILE", 2)
     monkeypatch.setenv(VARIABLE, "prepare.write step=4 do=no_space")
     texts = ["a>b", "c>d", "e>f", "g>h"]
@@ -515,7 +513,7 @@ def test_a_share_above_its_limit_stops_before_training_and_keeps_the_set(prepare
 
 
 def test_the_progress_callback_gets_rows_done_and_total(prepare_cache, write_rows, make_section, monkeypatch):
-    monkeypatch.setattr(encoder_pool, "ROWS_PER_CHUNK", 2)
+    monkeypatch.setattr(chunks, "ROWS_PER_CHUNK", 2)
     source = write_rows([{"text": "a>b"}] * 5, format="text")
     told = []
     prepare_set(
@@ -564,7 +562,7 @@ class Processes:
 
 @pytest.fixture
 def processes(write_rows, tmp_path, monkeypatch):
-    monkeypatch.setattr(encoder_pool, "ROWS_PER_CHUNK", 5)
+    monkeypatch.setattr(chunks, "ROWS_PER_CHUNK", 5)
     monkeypatch.setattr(build, "CHUNKS_PER_FILE", 2)
     return Processes(write_rows([{"text": f"{n}>x"} for n in range(50)], format="text"), tmp_path)
 

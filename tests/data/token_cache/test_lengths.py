@@ -67,8 +67,8 @@ def test_a_row_without_any_target_does_not_count_as_split():
 def test_splitting_loses_no_target_for_any_length(length, max_length):
     all_but_first = Features({"input_ids": np.arange(length, dtype=np.uint32), "is_target": np.arange(length) > 0})
     windows, counts = SampleLengthLimit(max_length, "split").shorten(all_but_first)
-    learnt = [window.arrays["input_ids"][window.arrays["is_target"]] for window in windows]
-    assert np.concatenate(learnt).tolist() == list(range(1, length))
+    targets = [window.arrays["input_ids"][window.arrays["is_target"]] for window in windows]
+    assert np.concatenate(targets).tolist() == list(range(1, length))
     assert max(window.length for window in windows) == max_length
     assert counts == Counts(split_rows=1)
 

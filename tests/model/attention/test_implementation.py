@@ -79,7 +79,7 @@ def block_masked(given):
     return {name: given[name] for name in ("input_ids", "position_ids", "use_cache")}
 
 
-def learnt(model, given):
+def logits_and_gradients(model, given):
     """Return the logits, and the gradients of all trained parameters."""
     model.zero_grad()
     logits = model(**given).logits
@@ -97,18 +97,24 @@ def assert_equal(one, other):
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral", "gemma3_text", "gpt2"])
 def test_logits_and_gradients_are_those_of_sdpa_with_a_block_mask(kind):
     given = row_of(samples())
-    assert_equal(learnt(tiny_model(kind), given), learnt(tiny_model(kind, "sdpa"), block_masked(given)))
+    assert_equal(
+        logits_and_gradients(tiny_model(kind), given),
+        logits_and_gradients(tiny_model(kind, "sdpa"), block_masked(given)),
+    )
 
 
 def test_softcapped_attention_equals_eager_attention_with_a_block_mask():
     given, caps = row_of(samples()), {"attn_logit_softcapping": 2.0}
     ours, eager = tiny_model("gemma2", **caps), tiny_model("gemma2", "eager", **caps)
-    assert_equal(learnt(ours, given), learnt(eager, block_masked(given)))
+    assert_equal(logits_and_gradients(ours, given), logits_and_gradients(eager, block_masked(given)))
 
 
 def test_samples_of_one_length_are_one_call_with_the_same_numbers():
     given = row_of(samples((9, 9, 9, 9)))
-    assert_equal(learnt(tiny_model("mistral"), given), learnt(tiny_model("mistral", "sdpa"), block_masked(given)))
+    assert_equal(
+        logits_and_gradients(tiny_model("mistral"), given),
+        logits_and_gradients(tiny_model("mistral", "sdpa"), block_masked(given)),
+    )
 
 
 @pytest.mark.parametrize("is_reentrant", [False, True])
@@ -117,7 +123,7 @@ def test_recomputed_layers_get_the_sample_lengths_again(is_reentrant):
     settings = {"use_reentrant": is_reentrant}
     recomputing.train().gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
     given = row_of(samples())
-    assert_equal(learnt(recomputing, given), learnt(plain, given))
+    assert_equal(logits_and_gradients(recomputing, given), logits_and_gradients(plain, given))
 
 
 def test_adapters_get_the_same_gradients_with_per_sample_and_sdpa_attention():
@@ -127,7 +133,9 @@ def test_adapters_get_the_same_gradients_with_per_sample_and_sdpa_attention():
         return get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
 
     given = row_of(samples())
-    assert_equal(learnt(adapted("per_sample"), given), learnt(adapted("sdpa"), block_masked(given)))
+    assert_equal(
+        logits_and_gradients(adapted("per_sample"), given), logits_and_gradients(adapted("sdpa"), block_masked(given))
+    )
 
 
 class Largest(TorchDispatchMode):

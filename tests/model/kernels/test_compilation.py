@@ -60,7 +60,7 @@ def model(build, from_config):
     return make
 
 
-def learnt(model, *, shapes=SHAPES):
+def losses_and_gradients(model, *, shapes=SHAPES):
     """Return the loss and all gradients of one batch of each shape."""
     found = []
     for number, shape in enumerate(shapes):
@@ -102,7 +102,7 @@ def test_a_compiled_model_trains_like_the_plain_one(model, how, wish):
     compile_model(unwrap_model(quick), how, log=lambda _: None)
     assert list(quick.state_dict()) == names
     before = num_graphs()
-    assert_alike(learnt(quick, shapes=SHAPES[:1]), learnt(plain, shapes=SHAPES[:1]))
+    assert_alike(losses_and_gradients(quick, shapes=SHAPES[:1]), losses_and_gradients(plain, shapes=SHAPES[:1]))
     assert num_graphs() > before
 
 
@@ -114,7 +114,7 @@ def test_equal_layers_are_compiled_once_and_lengths_that_vary_a_few_times(model,
     compile_model(quick, "regional", log=lambda _: None)
     before = num_graphs()
     for shape in SHAPES:
-        learnt(quick, shapes=[shape])
+        losses_and_gradients(quick, shapes=[shape])
         counts.append(num_graphs() - before)
     # the first shape; any length; any number of rows; one row alone
     assert counts == [1, 2, 2, 3, 4, 4, 4, 4]
@@ -159,7 +159,7 @@ def test_training_continues_uncompiled_after_a_compiler_failure(model, monkeypat
     monkeypatch.setattr(compilation, "BACKEND", broken)
     plain, quick, messages = model(), model(), []
     compile_model(quick, "regional", log=messages.append)
-    assert_alike(learnt(quick, shapes=SHAPES[:2]), learnt(plain, shapes=SHAPES[:2]))
+    assert_alike(losses_and_gradients(quick, shapes=SHAPES[:2]), losses_and_gradients(plain, shapes=SHAPES[:2]))
     warnings = [line for line in messages if line.startswith("warning")]
     assert len(warnings) == 1
     assert "no room for kernels" in warnings[0]
@@ -170,7 +170,7 @@ def test_too_many_compiled_variants_are_warned_about_and_compilation_stops(model
     monkeypatch.setattr(compilation, "RECOMPILE_LIMIT", 1)
     plain, quick, messages = model(), model(), []
     compile_model(quick, "regional", log=messages.append)
-    assert_alike(learnt(quick), learnt(plain))
+    assert_alike(losses_and_gradients(quick), losses_and_gradients(plain))
     assert any("FailOnRecompileLimitHit" in line for line in messages)
 
 
@@ -291,4 +291,4 @@ def test_compiled_kernels_train_like_the_plain_ones(model, monkeypatch, how):
     monkeypatch.setattr(compilation, "BACKEND", "inductor")
     plain, quick = model(lora=LORA), model(lora=LORA)
     compile_model(unwrap_model(quick), how, log=lambda _: None)
-    assert_alike(learnt(quick, shapes=SHAPES[:3]), learnt(plain, shapes=SHAPES[:3]))
+    assert_alike(losses_and_gradients(quick, shapes=SHAPES[:3]), losses_and_gradients(plain, shapes=SHAPES[:3]))

@@ -168,8 +168,8 @@ def test_a_run_starts_from_the_adapter_of_another_and_does_not_resume_if_it_chan
     again = f"model.adapter={first}"
     second = train("second", again, "train.stop_after_steps=2", "train.learning_rate=1e-9")
     export_checkpoint(second, step=None, to=tmp_path / "out", dtype=None)
-    learnt = adapter_in(tmp_path / "out")
-    assert all((learnt[name] - tensor).abs().max() < 1e-6 for name, tensor in adapter_in(first).items())
+    exported = adapter_in(tmp_path / "out")
+    assert all((exported[name] - tensor).abs().max() < 1e-6 for name, tensor in adapter_in(first).items())
     save_file({name: 2 * tensor for name, tensor in adapter_in(first).items()}, first / "adapter_model.safetensors")
     with pytest.raises(CheckpointError, match="first adapter cannot be changed"):
         train("second", again, "train.learning_rate=1e-9")

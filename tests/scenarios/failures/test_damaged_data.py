@@ -1,4 +1,4 @@
-"""Damage of what was prepared is never learnt from: found before the start it is made again, later it stops the run."""
+"""Damaged prepared data is never trained on: before the start it is prepared again, later the run stops."""
 
 from pathlib import Path
 

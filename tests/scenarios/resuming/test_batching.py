@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from finetune.data.order.dataset_view import split_sample_id
+from finetune.data.order.order import split_sample_id
 from finetune.run.samples import read_samples
 
 NO_EVALUATION = ["evaluate=null", "data.validation=null"]

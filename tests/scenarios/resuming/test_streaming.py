@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from finetune.data.order.dataset_view import split_sample_id, split_stream_index
+from finetune.data.order.order import split_sample_id, split_stream_index
 from finetune.run.samples import read_samples
 from tests.scenarios.resuming.test_exactness import NOTHING_ELSE, in_order
 
@@ -74,4 +74,4 @@ def test_a_refused_row_ends_all_ranks_with_one_message(launch, parts):
     (message,) = re.findall(r"^(?:\[rank \d\] )?error: (.*)$", ended.output, flags=re.MULTILINE)
     assert re.match(r"data\.train\.mix\.0: window \d: 1 of \d+ rows are longer than data\.max_length: 128", message)
     assert "refused/4.jsonl, row 4" in message
-    assert len(ended.losses()) > 0  # what stands before it was learnt
+    assert len(ended.losses()) > 0  # the rows before it were trained on

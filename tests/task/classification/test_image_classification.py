@@ -17,9 +17,9 @@ from finetune.config.sections.data import DataSection
 from finetune.config.sections.model import ImageProcessorSection
 from finetune.config.sections.task import TaskSection
 from finetune.data.batch import IGNORED
-from finetune.data.encoding.labelled_images import image_name
+from finetune.data.encoding.labelled import image_name
 from finetune.data.features import Features
-from finetune.data.images.stored_image import StoredImage
+from finetune.data.images import StoredImage
 from finetune.errors import DataError
 from finetune.model.processing import build_image_processor
 from finetune.task.classification.image_classification import ImageClassificationTask

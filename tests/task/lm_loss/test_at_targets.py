@@ -80,8 +80,8 @@ def samples(*lengths, share=0.6):
     ]
 
 
-def learnt(loss, model, batch, inputs=None):
-    """Return the sums and the gradients of all parameters that learn."""
+def sums_and_gradients(loss, model, batch, inputs=None):
+    """Return the sums and the gradients of all trained parameters."""
     model.zero_grad()
     sums = loss.sums(model, batch, inputs)
     (sums["loss_sum"] * 0.37).backward()
@@ -108,13 +108,19 @@ def test_losses_and_gradients_are_those_of_all_logits(name, loss):
     model = made(name)
     assert find_lm_head(model).transform is not None
     for batch in (collate_padded(samples(9, 4, 21), pad_id=0), collate_padded(samples(5, share=1.0), pad_id=0)):
-        assert_same(learnt(TargetLoss(loss), model, batch), learnt(TargetLoss(loss, "plain"), model, batch))
+        assert_same(
+            sums_and_gradients(TargetLoss(loss), model, batch),
+            sums_and_gradients(TargetLoss(loss, "plain"), model, batch),
+        )
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
 def test_loss_at_targets_equals_the_plain_loss_in_packed_rows(name):
     model, batch = made(name), collate_padding_free(samples(9, 4, 21))
-    assert_same(learnt(TargetLoss(PLAIN), model, batch), learnt(TargetLoss(PLAIN, "plain"), model, batch))
+    assert_same(
+        sums_and_gradients(TargetLoss(PLAIN), model, batch),
+        sums_and_gradients(TargetLoss(PLAIN, "plain"), model, batch),
+    )
 
 
 @pytest.mark.parametrize("loss", [PLAIN, SMOOTHED], ids=["plain", "smoothed"])
@@ -124,7 +130,10 @@ def test_loss_at_targets_equals_the_plain_loss_in_other_models(name, loss):
     inputs = {**batch.inputs, "use_cache": False} if name != "bert" else dict(batch.inputs)
     if name != "bert":
         inputs["decoder_input_ids"] = batch.inputs["input_ids"]
-    assert_same(learnt(TargetLoss(loss), model, batch, inputs), learnt(TargetLoss(loss, "plain"), model, batch, inputs))
+    assert_same(
+        sums_and_gradients(TargetLoss(loss), model, batch, inputs),
+        sums_and_gradients(TargetLoss(loss, "plain"), model, batch, inputs),
+    )
     assert (find_lm_head(model).transform is None) == (
         name == "bart"
     )  # to whose logits a bias is added: they are picked
@@ -136,22 +145,34 @@ def test_loss_at_targets_equals_the_plain_loss_with_adapters(modules):
     torch.manual_seed(0)
     model = peft.get_peft_model(made("llama"), peft.LoraConfig(target_modules=modules, init_lora_weights=False))
     batch = collate_padded(samples(9, 4, 21), pad_id=0)
-    assert_same(learnt(TargetLoss(PLAIN), model, batch), learnt(TargetLoss(PLAIN, "plain"), model, batch))
+    assert_same(
+        sums_and_gradients(TargetLoss(PLAIN), model, batch),
+        sums_and_gradients(TargetLoss(PLAIN, "plain"), model, batch),
+    )
     saved = peft.get_peft_model(made("gemma2"), peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]))
-    assert_same(learnt(TargetLoss(PLAIN), saved, batch), learnt(TargetLoss(PLAIN, "plain"), saved, batch))
+    assert_same(
+        sums_and_gradients(TargetLoss(PLAIN), saved, batch),
+        sums_and_gradients(TargetLoss(PLAIN, "plain"), saved, batch),
+    )
 
 
 def test_trained_prompt_tokens_before_the_text_are_not_targets():
     peft = pytest.importorskip("peft")
     kind = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     model, batch = peft.get_peft_model(made("llama"), kind), collate_padded(samples(9, 4, 21), pad_id=0)
-    assert_same(learnt(TargetLoss(PLAIN), model, batch), learnt(TargetLoss(PLAIN, "plain"), model, batch))
+    assert_same(
+        sums_and_gradients(TargetLoss(PLAIN), model, batch),
+        sums_and_gradients(TargetLoss(PLAIN, "plain"), model, batch),
+    )
 
 
 def test_a_frozen_head_gets_no_gradient():
     model, batch = made("llama"), collate_padded(samples(9, 4, 21), pad_id=0)
     model.lm_head.requires_grad_(False)
-    assert_same(learnt(TargetLoss(PLAIN), model, batch), learnt(TargetLoss(PLAIN, "plain"), model, batch))
+    assert_same(
+        sums_and_gradients(TargetLoss(PLAIN), model, batch),
+        sums_and_gradients(TargetLoss(PLAIN, "plain"), model, batch),
+    )
     assert model.lm_head.weight.grad is None
 
 
@@ -159,7 +180,7 @@ def test_a_batch_without_targets_has_a_gradient_of_zeros_everywhere():
     model, batch = made("llama"), collate_padded(samples(9, 4), pad_id=0)
     empty = copy.copy(batch)
     object.__setattr__(empty, "targets", batch.targets.none)
-    sums, gradients = learnt(TargetLoss(PLAIN), model, empty)
+    sums, gradients = sums_and_gradients(TargetLoss(PLAIN), model, empty)
     assert sums["loss_sum"].item() == 0.0
     assert all(gradient is not None and not gradient.any() for gradient in gradients.values())
 
@@ -200,23 +221,23 @@ def test_metrics_at_targets_equal_those_of_all_logits():
 def test_outputs_cut_to_half_floats_cut_no_loss():
     """FSDP2 under bf16 hands out half floats; the loss and its gradient go round them."""
     model, batch = made("llama"), collate_padded(samples(9, 4, 21), pad_id=0)
-    wanted = learnt(TargetLoss(PLAIN, "plain"), model, batch)
+    wanted = sums_and_gradients(TargetLoss(PLAIN, "plain"), model, batch)
 
     def halved(module, given, outputs):
         outputs.logits = outputs.logits.bfloat16()
         return outputs
 
     with model.register_forward_hook(halved):
-        assert_same(learnt(TargetLoss(PLAIN), model, batch), wanted)
+        assert_same(sums_and_gradients(TargetLoss(PLAIN), model, batch), wanted)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_in_half_floats_the_loss_is_as_near_to_that_of_full_ones_as_from_all_logits(name):
     model, batch = made(name), collate_padded(samples(9, 4, 21), pad_id=0)
-    sums, exact = learnt(TargetLoss(PLAIN, "plain"), model, batch)
+    sums, exact = sums_and_gradients(TargetLoss(PLAIN, "plain"), model, batch)
     with torch.autocast("cpu", torch.bfloat16):
-        theirs = learnt(TargetLoss(PLAIN, "plain"), model, batch)
-        ours = learnt(TargetLoss(PLAIN), model, batch)
+        theirs = sums_and_gradients(TargetLoss(PLAIN, "plain"), model, batch)
+        ours = sums_and_gradients(TargetLoss(PLAIN), model, batch)
     assert ours[0]["loss_sum"].dtype == torch.float32
     assert ours[0]["loss_sum"].item() == pytest.approx(sums["loss_sum"].item(), rel=3e-3)
 
@@ -232,9 +253,9 @@ def test_no_tensor_of_all_logits_is_ever_made(loss):
     model, batch = made("llama"), collate_padded(samples(40, 64, 50), pad_id=0)
     whole = batch.labels.numel() * VOCABULARY
     with _Largest() as plain:
-        learnt(TargetLoss(loss, "plain"), model, batch)
+        sums_and_gradients(TargetLoss(loss, "plain"), model, batch)
     with _Largest() as ours:
-        learnt(TargetLoss(loss), model, batch)
+        sums_and_gradients(TargetLoss(loss), model, batch)
     assert plain.num_elements >= whole  # the counter counts
     assert ours.num_elements < whole / 2  # of attention
     assert ours.num_elements < len(batch.targets.labels) * VOCABULARY  # nor of all targets'
@@ -245,9 +266,9 @@ def test_all_logits_are_computed_if_they_are_few(monkeypatch):
     whole = batch.labels.numel() * VOCABULARY
     monkeypatch.setattr(target_loss, "MAX_FULL_LOGITS", whole)
     with _Largest() as largest:
-        few = learnt(TargetLoss(PLAIN), model, batch)
+        few = sums_and_gradients(TargetLoss(PLAIN), model, batch)
     assert largest.num_elements >= whole
-    assert_same(few, learnt(TargetLoss(PLAIN, "chunked"), model, batch))
+    assert_same(few, sums_and_gradients(TargetLoss(PLAIN, "chunked"), model, batch))
 
 
 def test_the_transform_of_a_heads_output_is_read_from_the_config_and_confirmed_by_the_forward():
@@ -289,7 +310,10 @@ def test_a_model_that_does_something_else_with_its_logits_is_asked_for_all_of_th
     torch.manual_seed(0)
     model, batch = Odd(hf.LlamaConfig(**DECODER)), collate_padded(samples(9, 4, 21), pad_id=0)
     assert find_lm_head(model).transform is None and not find_lm_head(model).is_rowwise
-    assert_same(learnt(TargetLoss(PLAIN), model, batch), learnt(TargetLoss(PLAIN, "plain"), model, batch))
+    assert_same(
+        sums_and_gradients(TargetLoss(PLAIN), model, batch),
+        sums_and_gradients(TargetLoss(PLAIN, "plain"), model, batch),
+    )
 
 
 def test_a_head_is_itself_again_after_a_pass_that_failed():

@@ -8,9 +8,8 @@ from multiprocessing import active_children
 import pytest
 
 from finetune.data.rows import RawRow
-from finetune.data.token_cache import encoder_pool
-from finetune.data.token_cache.chunks import EncodingPlan
-from finetune.data.token_cache.encoder_pool import EncoderPool, WorkersLost, cut_into_chunks
+from finetune.data.token_cache import chunks
+from finetune.data.token_cache.chunks import EncoderPool, EncodingPlan, WorkersLost, cut_into_chunks
 from finetune.data.token_cache.lengths import SampleLengthLimit
 from tests.data.byte_encoding import AsWritten, EncodeForever, encode_bytes, encode_in_the_main_process_only
 
@@ -31,29 +30,29 @@ def assume_device(rows, encode, *, num_workers):
 @pytest.fixture
 def only_workers(monkeypatch):
     """Have nothing encoded in the main process, neither first nor while workers start."""
-    monkeypatch.setattr(encoder_pool, "CHUNKS_BEFORE_WORKERS", 0)
+    monkeypatch.setattr(chunks, "CHUNKS_BEFORE_WORKERS", 0)
     monkeypatch.setattr(EncoderPool, "_is_worker_ready", lambda encoders: True)
 
 
 def test_a_chunk_is_full_by_rows_or_by_bytes(monkeypatch):
-    monkeypatch.setattr(encoder_pool, "ROWS_PER_CHUNK", 4)
+    monkeypatch.setattr(chunks, "ROWS_PER_CHUNK", 4)
     assert [len(chunk) for chunk in cut_into_chunks(rows(10))] == [4, 4, 2]
-    monkeypatch.setattr(encoder_pool, "BYTES_PER_CHUNK", 300)
+    monkeypatch.setattr(chunks, "BYTES_PER_CHUNK", 300)
     assert [len(chunk) for chunk in cut_into_chunks(rows(5, text="x" * 140))] == [2, 2, 1]
     assert list(cut_into_chunks(rows(0))) == []
 
 
 def test_a_small_set_starts_no_process(monkeypatch):
-    monkeypatch.setattr(encoder_pool, "ProcessPoolExecutor", None)  # calling it would raise
-    chunks = assume_device(rows(500), encode_bytes, num_workers=4)
-    assert sum(chunk.counts.samples for chunk in chunks) == 500
+    monkeypatch.setattr(chunks, "ProcessPoolExecutor", None)  # calling it would raise
+    encoded = assume_device(rows(500), encode_bytes, num_workers=4)
+    assert sum(chunk.counts.samples for chunk in encoded) == 500
 
 
 def test_the_main_process_encodes_until_a_worker_is_ready(monkeypatch):
-    monkeypatch.setattr(encoder_pool, "ROWS_PER_CHUNK", 1)
-    monkeypatch.setattr(encoder_pool, "CHUNKS_BEFORE_WORKERS", 1)
-    chunks = assume_device(rows(5), encode_in_the_main_process_only, num_workers=1)
-    assert [chunk.row_numbers.tolist() for chunk in chunks] == [[1], [2], [3], [4], [5]]
+    monkeypatch.setattr(chunks, "ROWS_PER_CHUNK", 1)
+    monkeypatch.setattr(chunks, "CHUNKS_BEFORE_WORKERS", 1)
+    encoded = assume_device(rows(5), encode_in_the_main_process_only, num_workers=1)
+    assert [chunk.row_numbers.tolist() for chunk in encoded] == [[1], [2], [3], [4], [5]]
     assert active_children() == []
 
 

@@ -1,16 +1,18 @@
-"""Encode texts or pairs of texts with labels: one for the whole text, or a tag per word."""
+"""Encode texts with labels, words with tags, and images with labels."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, Self
+from pathlib import PurePath
+from typing import Any, Protocol, Self
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from finetune.data.classes import Classes
-from finetune.data.encoding.text import TextRowsEncoder
+from finetune.data.encoding.text import TextRowsEncoder, Truncation, arrays_in, arrays_of
 from finetune.data.features import Features, Outcome, result_or_error
+from finetune.data.images import Mode, StoredImage, decode_image
 from finetune.data.rows import Row, describe, parse_json, require_valid_unicode, shortened
 from finetune.data.upstream import truncating
 from finetune.errors import DataError
@@ -112,17 +114,6 @@ def _number(value: Any) -> float:
 LABELS = "labels"
 """The array that holds the label."""
 
-_TYPES: Mapping[str, type[np.generic]] = {"input_ids": np.uint32, "token_type_ids": np.uint8}
-"""The model inputs among the tokenizer's outputs, without the attention mask."""
-
-
-@dataclass(frozen=True)
-class Truncation:
-    """How texts are truncated: the longer text of a pair first; special tokens are kept."""
-
-    max_length: int  # in tokens
-    side: Literal["end", "start"]
-
 
 @recorded_as("data.encoding.labelled.LabelledEncoder")
 class LabelledTextEncoder(TextRowsEncoder):
@@ -188,23 +179,6 @@ def label_of(row: Row) -> Any:
     if "label" not in row or "text" not in row:
         raise DataError("this task trains on labelled texts. Use `format: labelled`: columns `text` and `label`.")
     return row["label"]
-
-
-def arrays_of(tokenizer: PreTrainedTokenizerBase, *texts: Any, **options: Any) -> list[dict[str, np.ndarray]]:
-    """Return the model inputs of each text; `texts` and `options` are passed to the tokenizer."""
-    if not texts[0]:
-        return []
-    return arrays_in(tokenizer(*texts, verbose=False, **options))
-
-
-def arrays_in(encoded: Mapping[str, Any]) -> list[dict[str, np.ndarray]]:
-    """Return the model inputs of each text in the tokenizer's output."""
-    names = [name for name in _TYPES if name in encoded]
-    columns = (encoded[name] for name in names)
-    return [
-        {name: np.asarray(values, _TYPES[name]) for name, values in zip(names, row, strict=True)}
-        for row in zip(*columns, strict=True)
-    ]
 
 
 def _texts(rows: Sequence[Row]) -> tuple[list[str], ...]:
@@ -296,3 +270,42 @@ def tags_of(row: Row) -> Sequence[Any]:
     if "tags" not in row:
         raise DataError("this task trains on tagged words. Use `format: tagged`: columns `tokens` and `tags`.")
     return list(row["tags"])
+
+
+LABEL, IMAGE, NAME = "label", "image", "name"
+"""The arrays of a sample: the index of its class (int64, [1]), its encoded bytes, and the file's name in UTF-8."""
+
+_NAME_PARTS = 2
+"""The number of path components in a name: the folder is usually the class."""
+
+
+@recorded_as("data.encoding.labelled_images.ImageEncoder")
+@dataclass(frozen=True)
+class LabelledImageEncoder:
+    """Encodes rows of `image` and `label`. Cheap to pickle."""
+
+    classes: Classes
+    mode: Mode
+
+    def __call__(self, rows: Sequence[Row]) -> Sequence[Outcome]:
+        """Return label, encoded bytes and name of each row, or its error."""
+        return [result_or_error(self._encoded, row) for row in rows]
+
+    def _encoded(self, row: Row) -> Features:
+        image: StoredImage = row["image"]
+        content = image.read()
+        try:
+            decode_image(content, mode=self.mode)
+        except DataError as error:
+            raise DataError(f"the image {image.name} cannot be used: {error}.") from error
+        arrays: dict[str, np.ndarray] = {
+            LABEL: np.array([self.classes.index(row["label"])], np.int64),
+            IMAGE: np.frombuffer(content, np.uint8),
+            NAME: np.frombuffer("/".join(PurePath(image.name).parts[-_NAME_PARTS:]).encode(), np.uint8),
+        }
+        return Features(arrays)
+
+
+def image_name(features: Features) -> str:
+    """Return the name of the sample's image."""
+    return bytes(features.arrays[NAME]).decode("utf-8", "replace")

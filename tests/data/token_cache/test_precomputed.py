@@ -4,11 +4,10 @@ import numpy as np
 import pytest
 
 from finetune.data.features import Features
-from finetune.data.precomputed import PrecomputedArrays, PrecomputedWriter, with_precomputed
 from finetune.data.token_cache.build import TokenCacheWriter
 from finetune.data.token_cache.chunks import Chunk
 from finetune.data.token_cache.counts import Counts
-from finetune.data.token_cache.store import Identity, TokenCache
+from finetune.data.token_cache.store import Identity, PrecomputedArrays, PrecomputedWriter, TokenCache, with_precomputed
 from finetune.errors import DataError
 
 VALUES = [np.array([1.0, 2.0], np.float32), np.array([], np.float32), np.array([3.0], np.float32)]

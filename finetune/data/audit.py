@@ -8,11 +8,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from finetune.config.sections.data import AuditSection
-from finetune.data.audit.template_check import TemplateCheck
 from finetune.data.batch import Batch
 from finetune.data.features import Features
-from finetune.data.order.dataset_view import DatasetView
-from finetune.data.order.order import permutation
+from finetune.data.order.order import DatasetView, permutation
+from finetune.data.template_check import TemplateCheck
 from finetune.data.token_cache.counts import (
     REMEDY,
     Counts,
@@ -222,6 +221,7 @@ class Audit:
         plain = {"version": VERSION, **asdict(self)}
         plain["sources"] = [_plain(source) for source in self.sources]
         plain["total"] = _plain(self.total)
+        plain["template"] = self.template.as_json() if self.template else None
         if not self.num_sequences:
             del plain["num_sequences"]
         plain["validation"] = _plain(self.validation) if self.validation else None

@@ -5,7 +5,7 @@ import pickle
 import pytest
 
 from finetune.data.classes import Classes
-from finetune.data.encoding.labelled_text import (
+from finetune.data.encoding.labelled import (
     ClassLabelEncoder,
     LabelledTextEncoder,
     MultiLabelEncoder,

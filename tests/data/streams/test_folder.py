@@ -5,8 +5,8 @@ from itertools import islice
 
 import pytest
 
-from finetune.data.order.stream_plan import START, Cursor, StreamPlan
 from finetune.data.rows import RawRow
+from finetune.data.streams.folder import START, Cursor, StreamPlan
 from finetune.errors import DataError
 
 

@@ -1,7 +1,7 @@
 """Check of a chat template with its tokenizer: encodes small conversations, once per prepared dataset."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -41,6 +41,9 @@ CASES: Mapping[str, Row] = {
 """Conversations that a template may be able to render, by the feature they use."""
 
 
+_RECORDED_KEYS = {"trains_on_end": "is_end_learnt", "trained_cases": "learnt"}
+
+
 @dataclass(frozen=True)
 class PromptMismatch:
     """A prompt at inference that is not a prefix of the corresponding training sample."""
@@ -60,9 +63,9 @@ class TemplateCheck:
     targets_by: str  # `markers` of the template, or `renderings` of prefixes
     end_of_turn: str  # empty if the template writes none
     end_of_turn_tokens: tuple[int, ...]
-    is_end_learnt: bool  # the last target of an answer ends the turn; False without targets
+    trains_on_end: bool  # the last target of an answer ends the turn; False without targets
     begins_with: str  # the beginning-of-sequence that the template writes; empty if it writes none
-    learnt: tuple[str, ...]  # the cases that have targets
+    trained_cases: tuple[str, ...]  # those that have targets
     refused: Mapping[str, str]  # the other cases, with the reason
     differences: tuple[PromptMismatch, ...]
     notes: tuple[str, ...]
@@ -75,10 +78,14 @@ class TemplateCheck:
         if self.arguments:
             named = ", ".join(f"{name}: {format_json(value)}" for name, value in self.arguments.items())
             yield f"  rendered with {named}"
-        yield f"  trainable: {', '.join(self.learnt) or 'nothing'}"
+        yield f"  trainable: {', '.join(self.trained_cases) or 'nothing'}"
         yield from (f"  not trainable: {case}: {reason}" for case, reason in self.refused.items())
-        if self.learnt:
-            yield f"  end of turn: {self._end()}, {'a target' if self.is_end_learnt else 'NOT a target'}"
+        if self.trained_cases:
+            end, num_tokens = "none, so end-of-sequence follows the last answer", len(self.end_of_turn_tokens)
+            if self.end_of_turn:
+                size = "one token" if num_tokens == 1 else f"{num_tokens} tokens of plain text"
+                end = f"{self.end_of_turn!r}, {size}"
+            yield f"  end of turn: {end}, {'a target' if self.trains_on_end else 'NOT a target'}"
             yield f"  beginning of sequence: {self.begins_with or 'not written'}"
         for difference in self.differences:
             yield (
@@ -86,15 +93,13 @@ class TemplateCheck:
                 f"{difference.trained}"
             )
             yield f"    tokens {list(difference.prompt_tokens)} vs. {list(difference.trained_tokens)}"
-        if self.learnt and not self.differences:
+        if self.trained_cases and not self.differences:
             yield "  prompts at inference are prefixes of the training samples"
         yield from (f"  {note}" for note in self.notes)
 
-    def _end(self) -> str:
-        if not self.end_of_turn:
-            return "none, so end-of-sequence follows the last answer"
-        num_tokens = len(self.end_of_turn_tokens)
-        return f"{self.end_of_turn!r}, " + ("one token" if num_tokens == 1 else f"{num_tokens} tokens of plain text")
+    def as_json(self) -> dict[str, Any]:
+        """Return the findings with the names that `audit.json` has for them."""
+        return {_RECORDED_KEYS.get(name, name): value for name, value in asdict(self).items()}
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase, section: DataSection) -> TemplateCheck:
@@ -106,22 +111,34 @@ def check_template(tokenizer: PreTrainedTokenizerBase, section: DataSection) -> 
         train_on_reasoning=section.train_on_reasoning,
     )
     # Some templates render content only as a list of parts.
-    in_parts = {case: _in_parts(row) for case, row in CASES.items()}
+    in_parts = {
+        case: {
+            **row,
+            "messages": [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in row["messages"]],
+        }
+        for case, row in CASES.items()
+    }
     as_text, as_parts = (_last(encoder([rows["one answer"]])[0]) for rows in (CASES, in_parts))
     rows = in_parts if isinstance(as_text, DataError) and isinstance(as_parts, Features) else CASES
     outcomes = {case: _last(encoder([row])[0]) for case, row in rows.items()}
     encoded = {case: outcome for case, outcome in outcomes.items() if isinstance(outcome, Features)}
     samples = [_Sample(case, rows[case], features, tokenizer) for case, features in encoded.items()]
-    ending = end_of_turn(tokenizer)
+    # without the remedies, which apply to rows
+    refused = {
+        case: str(outcome or "it has no target").partition(" Set ")[0].partition(" The prompt at inference ")[0]
+        for case, outcome in outcomes.items()
+        if case not in encoded
+    }
+    ending, bos = end_of_turn(tokenizer), tokenizer.bos_token_id
     return TemplateCheck(
         template=f"`{section.chat_template}`" if section.chat_template else "of the tokenizer",
-        targets_by="markers" if has_markers(_template(tokenizer)) else "renderings",
+        targets_by="markers" if has_markers(str(tokenizer.get_chat_template())) else "renderings",
         end_of_turn=ending.text,
         end_of_turn_tokens=ending.tokens,
-        is_end_learnt=bool(samples) and all(sample.trains_on_end(ending) for sample in samples),
-        begins_with=str(tokenizer.bos_token) if samples and samples[0].begins_with(tokenizer.bos_token_id) else "",
-        learnt=tuple(encoded),
-        refused={case: _reason(outcome) for case, outcome in outcomes.items() if case not in encoded},
+        trains_on_end=bool(samples) and all(sample.trains_on_end(ending) for sample in samples),
+        begins_with=str(tokenizer.bos_token) if samples and samples[0].ids[0] == bos else "",
+        trained_cases=tuple(encoded),
+        refused=refused,
         differences=tuple(difference for sample in samples for difference in sample.differences()),
         notes=tuple(_notes(samples, ending, tokenizer)) + (_WANTS_PARTS if rows is not CASES else ()),
         arguments=dict(arguments_of(tokenizer)),
@@ -134,22 +151,6 @@ def _last(outcome: Outcome) -> Features | DataError | None:
 
 
 _WANTS_PARTS = ('content must be a list of parts: [{"type": "text", "text": "..."}]',)
-
-
-def _in_parts(row: Row) -> Row:
-    turns = [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in row["messages"]]
-    return {**row, "messages": turns}
-
-
-def _reason(outcome: Outcome) -> str:
-    """Return the reason without the remedy, which applies to rows."""
-    if outcome is None:
-        return "it has no target"
-    return str(outcome).partition(" Set ")[0].partition(" The prompt at inference ")[0]
-
-
-def _template(tokenizer: PreTrainedTokenizerBase) -> str:
-    return str(tokenizer.get_chat_template())
 
 
 @dataclass(frozen=True)
@@ -171,9 +172,6 @@ class _Sample:
         turns, tools = self.row["messages"][:-1], self.row.get("tools")
         return tokenize(self.tokenizer, render(self.tokenizer, turns, tools=tools, add_generation_prompt=True).text)
 
-    def begins_with(self, token: int | None) -> bool:
-        return self.ids[0] == token
-
     def trains_on_end(self, ending: EndOfTurn) -> bool:
         """Return whether the last target is a token that ends an answer."""
         last = self.ids[int(np.flatnonzero(self.features.arrays["is_target"])[-1])]
@@ -188,26 +186,24 @@ class _Sample:
             tokens = (tuple(self.tokenizer.convert_ids_to_tokens(ids[around])) for ids in (self.prompt, self.ids))
             yield PromptMismatch(self.case, *texts, *tokens)
 
-    def notes(self) -> Iterator[str]:
-        """Yield a note on the text between the end of the prompt and the first target."""
-        start, end = int(np.flatnonzero(self.features.arrays["is_target"])[0]), len(self.prompt)
-        between = repr(self.tokenizer.decode(self.ids[min(start, end) : max(start, end)]))
-        if self.ids[:end] != self.prompt or start == 1:  # reported as a mismatch; or all tokens are targets
-            return
-        if start < end:
-            yield f"{between}, the end of the prompt, is a target, too: the markers start before it"
-        if start > end:
-            yield f"{between}, which a model has to write after the prompt, is not a target: the markers start after it"
-
 
 def _notes(samples: Sequence[_Sample], ending: EndOfTurn, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+    bos = tokenizer.bos_token_id
     for sample in samples[:1]:
-        yield from sample.notes()
-        bos = tokenizer.bos_token_id
-        if bos is not None and not sample.begins_with(bos) and list(tokenizer("a")["input_ids"][:1]) == [bos]:
+        start, end = int(np.flatnonzero(sample.features.arrays["is_target"])[0]), len(sample.prompt)
+        between = repr(tokenizer.decode(sample.ids[min(start, end) : max(start, end)]))
+        if sample.ids[:end] == sample.prompt and start != 1:  # else a mismatch, or all tokens are targets
+            if start < end:
+                yield f"{between}, the end of the prompt, is a target, too: the markers start before it"
+            if start > end:
+                yield (
+                    f"{between}, which a model has to write after the prompt, is not a target: the markers start after "
+                    "it"
+                )
+        if bos is not None and sample.ids[0] != bos and list(tokenizer("a")["input_ids"][:1]) == [bos]:
             yield f"the template does not write {tokenizer.bos_token}, which the tokenizer prepends to plain texts"
         rendering = render(tokenizer, sample.row["messages"])
         if rendering.marked and not rendering.text[: rendering.marked[-1][1]].rstrip().endswith(ending.special):
             yield "the markers end before the end of turn, which is still a target"
-    if "strftime_now" in _template(tokenizer):
+    if "strftime_now" in str(tokenizer.get_chat_template()):
         yield "the template writes the date: a dataset prepared on another day has different prompts"

@@ -6,7 +6,7 @@ from dataclasses import asdict
 import pytest
 
 from finetune.config.sections.data import DataSection, TrainingSourceSection
-from finetune.data.audit.template_check import CASES, check_template
+from finetune.data.template_check import CASES, check_template
 from finetune.data.templates.chat_template import BUILT_IN
 from tests.data.template_tokenizers import tokenizer_for
 
@@ -25,11 +25,11 @@ def checked(template, **keys):
 def test_prompts_of_a_built_in_template_are_prefixes_of_training_texts(name):
     check, lines = checked(name)
     assert check.differences == ()
-    assert check.is_end_learnt
+    assert check.trains_on_end
     assert len(check.end_of_turn_tokens) == 1
-    assert {"one answer", "several answers", "system message"} <= set(check.learnt)
-    assert set(check.learnt) | set(check.refused) == set(CASES)
-    assert ("tools" in check.learnt) == (name == "qwen")
+    assert {"one answer", "several answers", "system message"} <= set(check.trained_cases)
+    assert set(check.trained_cases) | set(check.refused) == set(CASES)
+    assert ("tools" in check.trained_cases) == (name == "qwen")
     assert "prompts at inference are prefixes of the training samples" in lines
 
 
@@ -63,13 +63,13 @@ def test_generation_markers_that_do_not_start_at_the_end_of_the_prompt_are_repor
     check, lines = checked(late)
     assert "'final:', which a model has to write after the prompt, is not a target" in lines
     assert "the markers end before the end of turn, which is still a target" in lines
-    assert check.is_end_learnt
+    assert check.trains_on_end
 
 
 def test_a_template_that_wants_parts_gets_parts():
     check, lines = checked("{% for m in messages %}<|{{ m.role }}|>{{ m.content[0].text }}</s>{% endfor %}")
     assert 'content must be a list of parts: [{"type": "text", "text": "..."}]' in lines
-    assert check.is_end_learnt
+    assert check.trains_on_end
 
 
 def test_a_template_that_reads_the_date_is_reported():
@@ -80,11 +80,11 @@ def test_a_template_without_end_of_turn_ends_with_end_of_sequence():
     form = "{% for m in messages %}{{ m.role }}: {{ m.content + '\n' }}{% endfor %}"
     check, lines = checked(form + "{% if add_generation_prompt %}assistant:{% endif %}")
     assert "end of turn: none, so end-of-sequence follows the last answer, a target" in lines
-    assert check.learnt[:2] == ("one answer", "several answers")
+    assert check.trained_cases[:2] == ("one answer", "several answers")
 
 
 def test_a_template_without_trainable_tokens_is_reported():
     check, lines = checked("{{ raise_exception('not today') }}")
-    assert check.learnt == ()
+    assert check.trained_cases == ()
     assert "trainable: nothing" in lines
     assert "not trainable: one answer: the chat template refuses the conversation (user, assistant): not today" in lines

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from finetune.config.sections.data import AuditSection
-from finetune.data.audit.audit import (
+from finetune.data.audit import (
     Streamed,
     audit_sources,
     histogram,
@@ -20,8 +20,7 @@ from finetune.data.audit.audit import (
 )
 from finetune.data.batch import Batch
 from finetune.data.features import Features
-from finetune.data.order.dataset_view import DatasetView
-from finetune.data.order.order import SetOrder
+from finetune.data.order.order import DatasetView, SetOrder
 from finetune.data.token_cache.counts import Counts, num_duplicates, shares
 from finetune.errors import DataError
 

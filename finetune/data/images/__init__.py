@@ -1,1 +1,0 @@
-"""Images: reading them from rows, decoding, and transforms."""
