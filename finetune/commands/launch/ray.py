@@ -136,10 +136,9 @@ def check_ray_job(arguments: RayArguments, *, elsewhere: Sequence[Path] = ()) ->
     if is_url(run.folder) and run.local_folder is None:
         raise UserError("run.local_folder: is not set. A run at a URL needs a folder that all hosts share here.")
     run_folder = local_run_folder(run.folder, run.local_folder).absolute()
-    words = ["-m", "finetune", "train", "--config", str(arguments.config.absolute())]
+    words = ["-m", "finetune", "train", "--config", str(arguments.config)]
     words += [word for override in arguments.override for word in ("--set", override)]
-    accelerate = arguments.accelerate.absolute()
-    return RankJob(tuple(words), accelerate, Path.cwd(), run_folder, worlds, arguments.stop)
+    return RankJob(tuple(words), arguments.accelerate, Path.cwd(), run_folder, worlds, arguments.stop)
 
 
 def _run(arguments: RayArguments, job: RankJob) -> int:

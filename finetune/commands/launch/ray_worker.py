@@ -54,7 +54,7 @@ class RankJob:
     """What each worker starts."""
 
     words: tuple[str, ...]  # arguments of Python: -m finetune train --config JOB.yaml ...
-    accelerate_file: Path
+    accelerate_file: Path  # it and the job may be relative to the working folder
     working_folder: Path  # of the ranks, on each host
     run_folder: Path
     worlds: tuple[int, ...]  # numbers of ranks that can share the batch
@@ -129,7 +129,10 @@ def run_worker(settings: Mapping[str, Any]) -> int:
     context = require("ray.train", extra="ray", purpose=PURPOSE).get_context()
     rank, num_workers = context.get_world_rank(), context.get_world_size()
     address = require("ray.util", extra="ray", purpose=PURPOSE).get_node_ip_address()
-    os.chdir(job.working_folder)
+    folder, copy = job.working_folder, Path.cwd()
+    if copy.name.startswith("_ray_pkg_") and copy.name in folder.parts:  # Ray has sent it: each host has a copy
+        folder = copy.joinpath(*folder.parts[folder.parts.index(copy.name) + 1 :])
+    os.chdir(folder)
     logging.disable(logging.INFO)  # Ray writes a line for each report
     begun = _begin_attempt(job, control, address=address, num_workers=num_workers) if rank == 0 else None
     attempt: Attempt | int = _broadcast(begun)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from finetune.commands.launch.ray import RayArguments
@@ -115,6 +116,22 @@ class TestJobsOfACluster:
         assert client.get_job_info(identifier).driver_exit_code == 0, client.get_job_logs(identifier)
         assert [event["step"] for event in again.events("StepTaken")] == list(range(1, STEPS + 1))
         assert "finetune: exit code 0; state finished; step 24" in client.get_job_logs(identifier)
+
+    def test_ranks_run_in_their_copies_of_a_folder_that_is_sent(
+        self, cluster: tuple[RayHosts, str], tmp_path: Path
+    ) -> None:
+        job = write_job(tmp_path / "project", text=PACED_JOB)
+        words = ["--working-dir", str(job.parent), "--accelerate", "ddp", "--set", f"run.folder={tmp_path}/run"]
+        run = submit(job, cluster, *words)
+        run.folder = tmp_path / "run"
+        run.wait_for_step(2)
+        ranks = [psutil.Process(peer["pid"]) for peer in run.status()["ranks"]]
+        copies = {rank.cwd() for rank in ranks}
+        files = {rank.cmdline()[rank.cmdline().index("--config") + 1] for rank in ranks}
+        print(copies, files)
+        assert run.finish() == 0, run.log.read_text()
+        assert [event["step"] for event in run.events("StepTaken")] == list(range(1, STEPS + 1))
+        assert len(copies) == 2, copies
 
 
 def _client(cluster: tuple[RayHosts, str]) -> Any:
