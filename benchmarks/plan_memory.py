@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from finetune.config.load import load_config  # noqa: E402  # found by the line above
-from finetune.memory.layout import Layout  # noqa: E402
+from finetune.memory.state import Layout  # noqa: E402
 from finetune.memory.step.predict import Predictor  # noqa: E402
 from finetune.run.setup.padding_free import resolve_padding_free  # noqa: E402
 from tests.launching import accelerate_command  # noqa: E402

@@ -37,7 +37,7 @@ from finetune.commands.plan.job import DataCounts, PlannedJob  # noqa: E402
 from finetune.commands.plan.strategies import step_work  # noqa: E402
 from finetune.config.load import load_config  # noqa: E402
 from finetune.errors import ModelError  # noqa: E402
-from finetune.memory.layout import Layout, Prediction, StrategyName  # noqa: E402
+from finetune.memory.state import Layout, Prediction, StrategyName  # noqa: E402
 from finetune.memory.step.predict import Predictor  # noqa: E402
 from finetune.model.loading.architecture import load_model_config  # noqa: E402
 from finetune.model.size import read_shapes  # noqa: E402

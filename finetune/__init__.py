@@ -33,7 +33,7 @@ with lazily():  # pydantic, and torch at the first call
     from finetune.api import job as _job
     from finetune.api import session as _session
     from finetune.api import training as _training
-    from finetune.run.state import result as _result
+    from finetune.run.state import finished as _finished
 
 __version__ = "0.2.0"
 
@@ -70,7 +70,7 @@ __all__ = [
 
 _HOMES = {
     "Job": _job,
-    "RunResult": _result,
+    "RunResult": _finished,
     "Session": _session,
     "check": _commands,
     "evaluate": _commands,

@@ -26,6 +26,6 @@ from finetune.errors import RegistryError as RegistryError
 from finetune.errors import StrategyError as StrategyError
 from finetune.errors import TrainingError as TrainingError
 from finetune.errors import UserError as UserError
-from finetune.run.state.result import RunResult as RunResult
+from finetune.run.state.finished import RunResult as RunResult
 
 __version__: str

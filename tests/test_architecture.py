@@ -34,7 +34,13 @@ PRINTING = {
 BELOW_RUN = {"memory", "train", "task", "export", *WINGS, "config", "registry", "runtime", "errors"}
 
 MAY_IMPORT: dict[str, set[str]] = {
-    "": {"api", "register", "errors", "finetune.runtime.optional", "finetune.run.state.result"},  # the names of the API
+    "": {
+        "api",
+        "register",
+        "errors",
+        "finetune.runtime.optional",
+        "finetune.run.state.finished",
+    },  # the names of the API
     "__main__": {"cli"},
     "cli": {"commands", "run", "launch", "config", "registry", "errors", "finetune.runtime.optional", *PRINTING},
     "api": {

@@ -157,10 +157,10 @@ def build(job: Path, overrides: Sequence[str] = ()) -> Built:
     prepared = prepare_model(
         context.config,
         context.strategy,
-        data.training_data,
+        data,
         accelerator=accelerator,
-        learning_rate=data.plan.schedule.peak,
         log=context.log,
+        trains=False,
     )
     return Built(context.loaded, data.training_data, prepared)
 

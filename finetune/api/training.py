@@ -17,7 +17,7 @@ from finetune.errors import TrainingError, UserError
 from finetune.launch.child import kill_child, start_child
 from finetune.launch.ranks import find_ranks, is_launched
 from finetune.registry.accelerate_files import find_accelerate_file
-from finetune.run.state.result import RunResult, read_error, read_result
+from finetune.run.state.finished import RunResult, read_error, read_result
 from finetune.runtime.optional import lazily
 
 with lazily():  # torch

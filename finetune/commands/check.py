@@ -35,20 +35,10 @@ def check(
         num_processes = accelerate_files.data_parallel_size(accelerate_file, num_processes=num_processes)
     if num_processes is not None:
         require_divisible_batch(loaded, num_processes=num_processes)
-    stored = None
-    if tries_model:
-        model.require_buildable(loaded)
-        stored = model.require_trainable_weights(loaded)
-        model.require_adaptable(loaded)
-        model.require_routers(loaded)
-    warning = model.require_positions(loaded) if tries_model else None
+    of_model = model.check_model(loaded) if tries_model else ()
     print(f"{path.name} is ready.")
-    for line in format_summary(loaded.config, num_processes=num_processes):
+    for line in (*format_summary(loaded.config, num_processes=num_processes), *of_model):
         print(f"  {line}")
-    if stored is not None:
-        print(f"  {stored}")
-    if warning is not None:
-        print(f"  warning: {warning}")
     if run is not None:
         lines = list(changed_defaults(loaded, run))
         print(f"defaults that have changed since {run}: {'none' if not lines else ''}".rstrip())

@@ -22,8 +22,7 @@ from finetune.checkpoint.read.inventory import locate_run, select_checkpoint
 from finetune.checkpoint.read.load import load_checkpoint
 from finetune.checkpoint.sharding.access import build_access
 from finetune.checkpoint.sharding.state_access import StateAccess
-from finetune.checkpoint.write.snapshot import StreamingSource
-from finetune.checkpoint.write.writer import write_contents
+from finetune.checkpoint.write.writer import StreamingSource, write_contents
 from finetune.commands.source import with_trust
 from finetune.config.load import LoadedConfig, load_resolved
 from finetune.data.sample_checks import digest_of_steps
@@ -230,10 +229,10 @@ def _build(loaded: LoadedConfig, strategy: Strategy, *, checkpoints: Path) -> Co
     prepared = prepare_model(
         small.config,
         strategy,
-        data.training_data,
+        data,
         accelerator=make_accelerator(small.config, strategy, log=small.log),
-        learning_rate=data.plan.schedule.peak,
         log=small.log,
+        trains=False,
     )
     return Conversion(replace(small, loaded=loaded), checkpoints, data.training_data, prepared)
 

@@ -28,19 +28,20 @@ from finetune.data.templates.chat_template import stop_ids
 from finetune.errors import CheckpointError, ModelError, UserError
 from finetune.export.card import CardFacts, vllm_hint
 from finetune.export.save import ExportReport, Preprocessors, TextPreprocessor, push_folder
+from finetune.model.build import build_model
 from finetune.model.loading.saved import SavedModel, inspect_model_folder, load_saved_model
 from finetune.model.processing import Processing, has_processing, load_saved_processing
 from finetune.registry.tasks import reads_of_head
-from finetune.run.export_verification import load_options
 from finetune.run.final_export import (
     MERGED_UNQUANTIZED,
     export_inputs,
     exports_trained_only,
+    load_options,
     load_unquantized_base,
     require_mergeable,
     resolve_export_section,
 )
-from finetune.run.setup.model import build_model, parameters_in
+from finetune.run.setup.model import parameters_in
 from finetune.run.state.run_folder import RunInputs, load_run_inputs
 from finetune.runtime.environment import package_versions
 from finetune.runtime.parameters import InitContext
@@ -147,7 +148,15 @@ def _export(
 ) -> ExportReport:
     config, tokenizer, task = loaded.config, run_inputs.processing.tokenizer, run_inputs.task(loaded.config)
     recorded = parameters_in(request.checkpoint)
-    model = build_model(config, task=task, tokenizer=tokenizer, init_context=InitContext(), recorded=recorded)
+    model = build_model(
+        config.model,
+        head=task.head,
+        head_values=task.head_values,
+        tokenizer=tokenizer,
+        seed=config.run.seed,
+        init_context=InitContext(),
+        recorded=recorded,
+    )
     weights = exported_weights(model, checkpoint, train=config.train, trained_only=exports_trained_only(config))
     source = ModelToExport(
         model=model,

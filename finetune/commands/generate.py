@@ -296,7 +296,8 @@ class _Generator:
                 raise DataError(f"{row.location}: already has a column `{ANSWER}`. Rename it.")
         answered = parts.answered()
         unanswered = [number for number in range(len(prompts)) if number not in answered]
-        own = [TokenizedPrompt(number, self._tokens(prompts[number], raw[number])) for number in unanswered[_share()]]
+        share = unanswered[distributed.rank() :: distributed.world()]
+        own = [TokenizedPrompt(number, self._tokens(prompts[number], raw[number])) for number in share]
         logged_at = time.monotonic()
         num_done = 0
         for batch in self._batches(own):
@@ -348,7 +349,3 @@ class _Generator:
             stop_ids=stop_ids(self.tokenizer),
         )
         return [str(self.tokenizer.decode(tokens, skip_special_tokens=True)).strip() for tokens in generated]
-
-
-def _share() -> slice:
-    return slice(distributed.rank(), None, distributed.world())

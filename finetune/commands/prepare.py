@@ -15,8 +15,7 @@ from finetune.data.audit import Audit, Streamed
 from finetune.data.token_cache.counts import REMEDY
 from finetune.errors import DataError
 from finetune.report.reporter import RunLog, print_line
-from finetune.run.setup.data import make_training_data, verify_sets
-from finetune.run.setup.data_audit import audit_training_data
+from finetune.run.setup.data import audit_training_data, make_training_data, verify_sets
 from finetune.runtime.text import rich_console
 from finetune.runtime.text.terminal import quiet_libraries
 

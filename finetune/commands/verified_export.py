@@ -17,7 +17,7 @@ from finetune.export.verify.rows import VerificationRow, expected_tokens, logits
 from finetune.export.verify.verifier import Expected, ExportVerifier, model_facts, staged_export
 from finetune.export.weights import unwrap_adapter
 from finetune.model.adapters.context import has_adapter
-from finetune.run.export_verification import template_renders
+from finetune.run.final_export import template_renders
 from finetune.runtime.resources import available_bytes
 
 _COPIES = 1.2

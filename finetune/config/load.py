@@ -12,7 +12,7 @@ import stat
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 from finetune.config.formatting import closest, format_list, job_yaml
 from finetune.config.overrides import OverrideResult, apply_overrides, override_label
-from finetune.config.paths import is_url, path_problems, with_absolute_paths
+from finetune.config.paths import is_url, local_run_folder, path_problems, with_absolute_paths
 from finetune.config.plugins import activate_options, load_plugins, missing_options, untrusted_plugins
 from finetune.config.rules import rule_problems
 from finetune.config.rules.files import file_problems
@@ -70,6 +70,12 @@ class LoadedConfig:
     text: str
     sources: KeyLocations
     remote: str | None = None
+
+    def refuse(self, problems: Iterable[Problem]) -> None:
+        """Raise ConfigError with these problems, each with the line of its key; nothing where there are none."""
+        located = [with_location(problem, self.sources) for problem in problems]
+        if located:
+            raise ConfigError(located, self.path.name)
 
 
 def load_config(
@@ -309,3 +315,12 @@ def load_resolved(run: pathlib.Path, overrides: Sequence[str] = ()) -> LoadedCon
     activate_options(config.plugin_options)
     remote = config.run.folder if is_url(config.run.folder) else None
     return LoadedConfig(with_run_folder(config, str(run.absolute())), path, text, {}, remote)
+
+
+def with_local_folder(loaded: LoadedConfig) -> LoadedConfig:
+    """Return the config with the folder on this machine in place of the URL, which it remembers; a path stays."""
+    run = loaded.config.run
+    if not is_url(run.folder):
+        return loaded
+    local = local_run_folder(run.folder, run.local_folder)
+    return replace(loaded, config=with_run_folder(loaded.config, str(local)), remote=run.folder)

@@ -1,24 +1,25 @@
-"""The one prediction of a rank's memory at the start: weights, gradients and optimizer state, counted.
+"""The distribution of a job over ranks, and the prediction of a rank's memory at the start.
 
-Activations are not counted. If `finetune plan` has traced the job's symbolic step, the prediction is the peak of that
-step.
+Weights, gradients and optimizer state are counted, activations are not. If `finetune plan` has traced the job's
+symbolic step, the prediction is the peak of that step.
 """
 
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from accelerate import Accelerator
 
 from finetune import __version__
+from finetune.config.rules.model import adapter_of
 from finetune.config.run_config import RunConfig
 from finetune.data.token_cache.cache import cache_folder
-from finetune.memory.layout import Layout, method_of
+from finetune.model.activations import CheckpointingMode
 from finetune.model.size import AVERAGE_BYTES, ModelSize, optimizer_state_bytes
 from finetune.runtime.files import atomic
 from finetune.runtime.files.read import parse_json, read_regular
@@ -27,6 +28,57 @@ from finetune.strategy.protocol import Sharded, Strategy
 from finetune.strategy.reconcile import offloads_optimizer
 from finetune.train.meters import peak_memory_bytes
 from finetune.train.plan import StepPlan
+
+DataParallelName = Literal[
+    "single", "ddp", "fsdp2", "hsdp", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload"
+]
+TensorParallelName = Literal["tensor_parallel", "fsdp2_tensor_parallel"]
+StrategyName = DataParallelName | TensorParallelName
+Method = Literal["full", "lora", "qlora"]
+
+STRATEGIES: tuple[DataParallelName, ...] = get_args(DataParallelName)
+"""The strategies that a plan compares; tensor parallelism is planned where none of them can run the job."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Strategy, ranks and method of a job; everything else is in its config."""
+
+    strategy: StrategyName
+    num_ranks: int
+    method: Method
+    gradient_checkpointing: CheckpointingMode
+    microbatch_size: int
+    ranks_per_node: int = 8  # the shards of HSDP
+    device: Literal["cuda", "cpu"] = "cuda"
+    tensor_size: int = 1  # ranks that share every layer and compute the same microbatch
+
+    @property
+    def num_groups(self) -> int:
+        """Return the number of microbatches that are computed in parallel."""
+        return self.num_ranks // self.tensor_size
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The peak memory of one rank in a step in bytes, from running the step itself without values."""
+
+    peak_bytes: int
+    parts: Mapping[str, int] = field(default_factory=dict)  # they add up to the peak
+    flops_per_token: float = 0.0  # forward and backward pass, of one token of a row, padding included
+    recomputed_flops_per_token: float = 0.0  # added by recomputation
+    attention_flops_per_token: float = 0.0  # of both, those of attention
+    num_adapted_features: int = 0  # inputs and outputs of all layers with an adapter
+    num_parameters: int = 0
+    num_trained: int = 0
+
+
+def method_of(config: RunConfig) -> Method:
+    """Return the training method of a job: all weights, or adapters on a frozen base, which may be quantized."""
+    if config.model.quantization is not None:
+        return "qlora"
+    return "full" if adapter_of(config) is None else "lora"
+
 
 _FOLDER = "plans"
 _IGNORED_KEYS = ("microbatch_size", "global_batch_size", "steps", "epochs", "tokens", "learning_rate", "schedule")

@@ -48,36 +48,29 @@ def train_or_load_tokenizer(
     if num_texts == 0:
         raise ModelError("model.tokenizer.train: there are no texts to train the tokenizer on.")
     folder = cache_folder / "tokenizers" / f"{digest}-{_FORMAT_VERSION}"
-    is_new = _train_once(folder, lambda staging: _train(texts(), staging, vocabulary_size=vocabulary_size), log=log)
+
+    def train(staging: Path) -> None:
+        _train(texts(), staging, vocabulary_size=vocabulary_size)
+
+    is_new = build_once(folder, train, log=log)
+    if (damage := find_folder_damage(folder)) is not None:  # it is moved aside, and trained again
+        try:
+            aside = quarantine(folder, lambda: find_folder_damage(folder) is not None, log=log)
+            if aside is not None:
+                log(f"warning: the trained tokenizer {folder} is damaged: {damage}. It was renamed to {aside.name}.")
+            is_new = build_once(folder, train, log=log)
+            again = find_folder_damage(folder)
+        except OSError as error:
+            raise ModelError(
+                f"the trained tokenizer {folder} is damaged ({damage}) and cannot be created again: {error}. "
+                "Set data.cache_folder to a writable folder."
+            ) from error
+        if again is not None:
+            raise ModelError(f"{folder}: {again}, and its replacement is damaged, too. Check the disk of this machine.")
     tokenizer = load_trained_tokenizer(folder)
     verb = "trained" if is_new else "found"
     log(f"{verb} a tokenizer of {len(tokenizer)} tokens for {num_texts} texts in {folder}")
     return tokenizer
-
-
-def _train_once(folder: Path, train: Callable[[Path], None], *, log: Callable[[str], None]) -> bool:
-    """Create the folder unless it exists, return whether it was created; a damaged one is quarantined and recreated.
-
-    Raises ModelError.
-    """
-    is_new = build_once(folder, train, log=log)
-    damage = find_folder_damage(folder)
-    if damage is None:
-        return is_new
-    try:
-        quarantined = quarantine(folder, lambda: find_folder_damage(folder) is not None, log=log)
-        if quarantined is not None:
-            log(f"warning: the trained tokenizer {folder} is damaged: {damage}. It was renamed to {quarantined.name}.")
-        is_new = build_once(folder, train, log=log)
-        damage = find_folder_damage(folder)
-    except OSError as error:
-        raise ModelError(
-            f"the trained tokenizer {folder} is damaged ({damage}) and cannot be created again: {error}. "
-            "Set data.cache_folder to a writable folder."
-        ) from error
-    if damage is not None:
-        raise ModelError(f"{folder}: {damage}, and its replacement is damaged, too. Check the disk of this machine.")
-    return is_new
 
 
 def _digest(texts: Iterable[str], *, vocabulary_size: int) -> tuple[str, int]:

@@ -25,7 +25,7 @@ from transformers.integrations import peft as peft_integration
 from transformers.models.auto import auto_factory, processing_auto, tokenization_auto
 
 from finetune.errors import ModelError
-from finetune.model.loading.model_files import PICKLE_ADVICE, REMOTE_CODE_ADVICE, check_index
+from finetune.model.loading.hub import PICKLE_ADVICE, REMOTE_CODE_ADVICE, check_index
 
 CHECKED = {"transformers": (5, 24), "accelerate": (1, 15), "peft": (0, 21), "bitsandbytes": (0, 50), "torch": (2, 14)}
 

@@ -98,7 +98,7 @@ OPTIMIZERS = Table(
         OptimizerEntry(
             name="adamw_8bit",
             description="AdamW of bitsandbytes, with 8-bit moments",
-            implementation="finetune.train.optim.packages:adamw_8bit",
+            implementation="finetune.train.optim.optimizers:adamw_8bit",
             states=(OptimizerState(class_name="AdamW8bit", is_elementwise=False),),
             num_moments=2,
             moment_bytes=INT8_BYTES,
@@ -107,7 +107,7 @@ OPTIMIZERS = Table(
         OptimizerEntry(
             name="adamw_4bit",
             description="AdamW of torchao, with 4-bit moments (Li et al., 2023, arXiv:2309.01507)",
-            implementation="finetune.train.optim.packages:adamw_4bit",
+            implementation="finetune.train.optim.optimizers:adamw_4bit",
             states=(OptimizerState(class_name="AdamW4bit", is_elementwise=False),),
             num_moments=2,
             moment_bytes=INT4_BYTES,
@@ -116,7 +116,7 @@ OPTIMIZERS = Table(
         OptimizerEntry(
             name="paged_adamw",
             description="AdamW of bitsandbytes, whose moments move to the host while the GPU is short of memory",
-            implementation="finetune.train.optim.packages:paged_adamw",
+            implementation="finetune.train.optim.optimizers:paged_adamw",
             states=(OptimizerState(class_name="PagedAdamW", is_elementwise=False),),
             needs_cuda=True,
             num_moments=2,
@@ -126,7 +126,7 @@ OPTIMIZERS = Table(
         OptimizerEntry(
             name="paged_adamw_8bit",
             description="the same, with 8-bit moments",
-            implementation="finetune.train.optim.packages:paged_adamw_8bit",
+            implementation="finetune.train.optim.optimizers:paged_adamw_8bit",
             states=(OptimizerState(class_name="PagedAdamW8bit", is_elementwise=False),),
             needs_cuda=True,
             num_moments=2,
@@ -156,7 +156,7 @@ OPTIMIZERS = Table(
         OptimizerEntry(
             name="lion",
             description="Chen et al., 2023, arXiv:2302.06675; half of AdamW's state, at 3 to 10 times lower rates",
-            implementation="finetune.train.optim.lion:lion",
+            implementation="finetune.train.optim.optimizers:lion",
             states=(OptimizerState(class_name="Lion", keys=("exp_avg",)),),
             num_moments=1,
             reads=frozenset({"betas"}),

@@ -1,16 +1,20 @@
-"""`final/`: the model that a finished run exports, the record of the step it is from, and its upload to the hub.
+"""`final/`: the model that a finished run exports and verifies, the record of the step it is from, and its upload.
 
-A failed upload is a warning: it fails no training.
+The prepared model itself computes the logits that the export must reproduce, with the weights that are about to be
+gathered: no copy of them stands between the training and the verification. A failed upload is a warning.
 """
 
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
+from itertools import islice, pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import psutil
+import torch
 from torch import Tensor
 
 from finetune.checkpoint.sharding.gather import gather_weights
@@ -19,29 +23,46 @@ from finetune.config.load import LoadedConfig
 from finetune.config.rules.model import ADAPTERS, adapter_of
 from finetune.config.run_config import RunConfig
 from finetune.config.sections.export import ExportSection
+from finetune.config.sections.model import ModelSection
+from finetune.data.audit import Streamed
+from finetune.data.batch import Batch
+from finetune.data.features import Features
 from finetune.data.templates.arguments import arguments_of
 from finetune.data.templates.chat_template import stop_ids
-from finetune.errors import DiskError, HubError, ModelError
+from finetune.data.templates.rendering import render
+from finetune.errors import DataError, DiskError, HubError, ModelError
 from finetune.export.card import CardFacts, vllm_hint
-from finetune.export.save import ExportReport, Preprocessors, TextPreprocessor, export_model, push_folder
-from finetune.export.verify.verifier import staged_export
+from finetune.export.save import Preprocessors, TextPreprocessor, export_model, push_folder
+from finetune.export.verify.rows import (
+    NUM_ROWS,
+    VerificationRow,
+    expected_tokens,
+    logits_of,
+    synthetic_rows,
+    verification_row,
+)
+from finetune.export.verify.verifier import Expected, ExportVerifier, ModelFacts, Precision, model_facts, staged_export
+from finetune.model.build import build_model
+from finetune.model.loading.hub import is_local_path
 from finetune.model.processing import Processing
+from finetune.registry.model import ARITHMETIC
 from finetune.report.events import Noted
 from finetune.report.reporter import Reporter
 from finetune.run.context import RunPaths
-from finetune.run.export_verification import Trained, expected_of_run, needs_unmerged, start_verifier, trained_logits
-from finetune.run.setup.model import build_model
-from finetune.run.setup.prepared_model import BuiltRun, make_weights
+from finetune.run.setup.data import TrainingData
+from finetune.run.setup.prepared_model import BuiltRun, PreparedModel, make_weights
 from finetune.run.state.finished import FINAL_RECORD, input_stamps, is_exported, read_record
 from finetune.runtime import distributed
 from finetune.runtime.environment import package_versions
 from finetune.runtime.files import atomic
+from finetune.runtime.hub import is_offline
 from finetune.runtime.parameters import InitContext
 from finetune.runtime.progress import Progress
-from finetune.runtime.resources import format_size, free_bytes
+from finetune.runtime.resources import format_size, free_bytes, usable_cores
 from finetune.runtime.run_folder import FINAL_FOLDER
 from finetune.runtime.supervision.heartbeat import fault_point
 from finetune.runtime.text.redact import redacted_text
+from finetune.task.model_inputs import decoder_input_ids, unwrap_model
 from finetune.task.protocol import Task
 
 MERGED_UNQUANTIZED = (
@@ -73,8 +94,14 @@ def load_unquantized_base(
     log(MERGED_UNQUANTIZED)
     without: dict[str, Any] = {**dict.fromkeys(ADAPTERS), "quantization": None, "dtype": "float32"}
     section = config.model.model_copy(update=without)
-    bare = config.model_copy(update={"model": section})
-    model = build_model(bare, task=task, tokenizer=tokenizer, init_context=InitContext())
+    model = build_model(
+        section,
+        head=task.head,
+        head_values=task.head_values,
+        tokenizer=tokenizer,
+        seed=config.run.seed,
+        init_context=InitContext(),
+    )
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
@@ -103,6 +130,15 @@ def resolve_export_section(config: RunConfig) -> ExportSection:
 
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The trained model's logits on a few rows, and the preprocessors of its inputs."""
+
+    rows: Sequence[VerificationRow]
+    logits: Sequence[Tensor] | None
+    preprocessors: Preprocessors
 
 
 def export_final(loaded: LoadedConfig, built: BuiltRun, reporter: Reporter, *, progress: Progress, reason: str) -> None:
@@ -148,7 +184,14 @@ def _write_final(
     """Export the gathered weights, verify them and record the step they are from. Not collective: for rank 0."""
     run_folder, training_data = Path(loaded.config.run.folder), built.training_data
     final = RunPaths(run_folder).final
-    _require_disk_space(run_folder, weights.values(), dtype=loaded.config.export.dtype)
+    free, dtype = free_bytes(run_folder), loaded.config.export.dtype
+    num_bytes = sum(weight.numel() * (_ITEM_BYTES[dtype] if dtype else weight.itemsize) for weight in weights.values())
+    if free < num_bytes:
+        raise DiskError(
+            f"{final}: no space for the model: it needs {format_size(num_bytes)}, and {format_size(free)} are free. "
+            "Free some space and run the same command again: it resumes from the newest checkpoint and exports the "
+            "model."
+        )
     (run_folder / FINAL_RECORD).unlink(missing_ok=True)
     model, head = built.prepared.unwrapped_model, training_data.task.head
     with (
@@ -174,23 +217,13 @@ def _write_final(
             weights.clear()  # verifying needs the memory
             expected = expected_of_run(loaded.config, training_data, trained, unmerged=unmerged)
             verified = verifier.check(report, expected, final=final)
-    report = replace(report, folder=final)
-    _record(loaded.config, report, step=progress.step, reason=reason)
+    sizes = {name: (final / name).stat().st_size for name in report.files}
+    facts = {"step": progress.step, "reason": reason, "export": loaded.config.export.model_dump(), "files": sizes}
+    facts |= {"inputs": input_stamps(loaded.config, before=psutil.Process().create_time())}
+    atomic.write_json(run_folder / FINAL_RECORD, facts)
     exported = f"exported {report.num_tensors} tensors, {format_size(report.size_bytes)}, to {final}"
     for text in filter(None, (exported, verified, vllm_hint(final))):
         reporter(Noted(progress.step, text))
-
-
-def _require_disk_space(run_folder: Path, weights: Iterable[Tensor], *, dtype: str | None) -> None:
-    """Raise DiskError where the disk has no space for the weights in this type, next to an existing `final/`."""
-    free = free_bytes(run_folder)
-    num_bytes = sum(weight.numel() * (_ITEM_BYTES[dtype] if dtype else weight.itemsize) for weight in weights)
-    if free < num_bytes:
-        raise DiskError(
-            f"{run_folder / FINAL_FOLDER}: no space for the model: it needs {format_size(num_bytes)}, and "
-            f"{format_size(free)} are free. Free some space and run the same command again: it resumes from the newest "
-            "checkpoint and exports the model."
-        )
 
 
 def export_inputs(processing: Processing, task: Task, model: Any) -> Preprocessors:
@@ -213,13 +246,6 @@ def _card(loaded: LoadedConfig, progress: Progress, *, head: str) -> CardFacts:
     )
 
 
-def _record(config: RunConfig, report: ExportReport, *, step: int, reason: str) -> None:
-    sizes = {name: (report.folder / name).stat().st_size for name in report.files}
-    facts = {"step": step, "reason": reason, "export": config.export.model_dump(), "files": sizes}
-    facts |= {"inputs": input_stamps(config, before=psutil.Process().create_time())}
-    atomic.write_json(Path(config.run.folder) / FINAL_RECORD, facts)
-
-
 def push_final(config: RunConfig, *, log: Callable[[str], None] = print) -> None:
     """Upload `final/` once, from rank 0; log its address, or a warning why it failed. Not collective.
 
@@ -239,3 +265,137 @@ def push_final(config: RunConfig, *, log: Callable[[str], None] = print) -> None
         log(f"uploaded to {address}")
         record |= {"pushed_to": section.push_to_hub, "push_problem": None}
     atomic.write_json(run / FINAL_RECORD, record)
+
+
+_MAX_TRAINING_TEXTS = 150
+
+
+def trained_logits(
+    config: RunConfig, training_data: TrainingData, prepared: PreparedModel, *, preprocessors: Preprocessors
+) -> tuple[tuple[VerificationRow, ...], list[Tensor] | None]:
+    """Return a few held rows and the prepared model's logits on them; none of a quantized model. Collective."""
+    if not config.export.verify:
+        return (), None
+    with distributed.rank_0_works_alone():
+        rows = _held_rows(training_data, prepared, preprocessors=preprocessors) if distributed.is_main() else ()
+    rows = distributed.broadcast_object(rows)
+    if config.model.quantization is not None:
+        return rows, None
+    return rows, logits_of(prepared.model, rows, device=prepared.accelerator.device)
+
+
+def _held_rows(
+    training_data: TrainingData, prepared: PreparedModel, *, preprocessors: Preprocessors
+) -> tuple[VerificationRow, ...]:
+    task, inner = training_data.task, unwrap_model(prepared.model)
+    samples = list(islice(_samples(training_data), NUM_ROWS))
+    if not samples:
+        start_id = getattr(inner.config, "decoder_start_token_id", None)
+        return synthetic_rows(preprocessors, head=task.head, start_id=start_id)
+    inputs_of_rows = [inputs for sample in samples for inputs in _inputs(task.collate([sample]), inner, head=task.head)]
+    return tuple(verification_row(inputs, head=task.head) for inputs in inputs_of_rows[:NUM_ROWS])
+
+
+def _samples(training_data: TrainingData) -> Iterator[Features]:
+    """Yield validation samples, else training samples; none of a stream, whose first ones are gone by now."""
+    validation = training_data.validation_set
+    if validation is not None:
+        yield from (validation.intact(index) for index in range(len(validation)))
+    elif not any(isinstance(source, Streamed) for source in training_data.sources.values()):
+        training = training_data.training
+        first = training.order.samples(0, min(_MAX_TRAINING_TEXTS, training.order.num_positions or 1))
+        yield from (training.samples[int(index)] for index in np.unique(first))
+
+
+def _inputs(batch: Batch, model: Any, *, head: str) -> Iterator[dict[str, Tensor]]:
+    """Yield the inputs of a plain model: samples that share a row are separated."""
+    if batch.cumulative_lengths is not None:
+        ends = batch.cumulative_lengths.tolist()
+        for start, end in pairwise(ends):
+            ids = batch.inputs["input_ids"][:, start:end]
+            yield {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        return
+    inputs = dict(batch.inputs)
+    if head == "seq2seq_lm":
+        inputs["decoder_input_ids"] = decoder_input_ids(model, batch.labels)
+    yield inputs
+
+
+def expected_of_run(
+    config: RunConfig, training_data: TrainingData, trained: Trained, *, unmerged: Path | None
+) -> Expected:
+    """Return the logits and tokens that the export must reproduce."""
+    text = trained.preprocessors.text
+    tokens = None
+    if text is not None:
+        texts = (
+            text.tokenizer.decode(sample.arrays["input_ids"].tolist())
+            for sample in islice(_samples(training_data), _MAX_TRAINING_TEXTS)
+            if "input_ids" in sample.arrays
+        )
+        tokens = expected_tokens(text.tokenizer, texts, renders=lambda turns: template_renders(text.tokenizer, turns))
+    return Expected(trained.rows, trained.logits, computed_in(config), tokens, text, unmerged)
+
+
+def template_renders(tokenizer: Any, turns: Any) -> bool:
+    """Return whether the tokenizer's template renders the conversation, within the limits of templates."""
+    try:
+        render(tokenizer, turns)
+    except DataError:
+        return False
+    return True
+
+
+def computed_in(config: RunConfig) -> Precision:
+    """Return the lowest precision in which the run's forward pass computes."""
+    if config.train.precision != "fp32":
+        return ARITHMETIC[config.train.precision].dtype
+    if config.model.dtype != "float32":
+        return config.model.dtype
+    is_tf32 = torch.cuda.is_available() and torch.get_float32_matmul_precision() != "highest"
+    return "tf32" if is_tf32 else "float32"
+
+
+@dataclass(frozen=True)
+class NoVerifier:
+    """Verifies nothing: `export.verify: false`."""
+
+    def __enter__(self) -> "NoVerifier":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Do nothing."""
+
+    def check(self, report: object, expected: object, *, final: object = None) -> str:
+        """Return that nothing was verified."""
+        return "not verified (`export.verify: false`)"
+
+
+def start_verifier(config: RunConfig, model: Any, *, head: str) -> ExportVerifier | NoVerifier:
+    """Start the process that verifies the folder; it imports libraries meanwhile. Not collective: for rank 0."""
+    if not config.export.verify:
+        return NoVerifier()
+    num_threads = usable_cores() if distributed.world() > 1 else torch.get_num_threads()
+    return ExportVerifier(facts_of(config, model, head=head), num_threads=num_threads)
+
+
+def facts_of(config: RunConfig, model: Any, *, head: str) -> ModelFacts:
+    """Return the facts of the job's model that are needed to load its export."""
+    merge = config.export.merge and adapter_of(config) is not None
+    trusts = config.model.trust_remote_code
+    return model_facts(model, head=head, merge=merge, trust_remote_code=trusts, options=load_options(config.model))
+
+
+def load_options(section: ModelSection) -> dict[str, Any]:
+    """Return the options with which transformers finds the job's base model."""
+    local = section.name is None or is_local_path(section.name) or is_offline()
+    options = {"revision": section.revision, "cache_dir": section.cache_folder, "local_files_only": local}
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def needs_unmerged(config: RunConfig) -> bool:
+    """Return whether a merge is compared with base and adapter in float32: where run or folder have less precision."""
+    if not (config.export.verify and config.export.merge and adapter_of(config) is not None):
+        return False
+    dtypes = (config.model.dtype, config.export.dtype or "float32")
+    return config.model.quantization is not None or computed_in(config) != "float32" or set(dtypes) != {"float32"}

@@ -19,9 +19,8 @@ from finetune.report.gpu import sampled_gpu
 from finetune.report.reporter import CallbackReporter, Reporter
 from finetune.run.context import RunContext
 from finetune.run.final_export import export_final
-from finetune.run.flops import device_price, peak_flops
-from finetune.run.profiling import profile_parts
-from finetune.run.setup.loop import make_parts, remove_stop_file
+from finetune.run.setup.forwards import device_price, peak_flops
+from finetune.run.setup.loop import make_parts, profile_parts, remove_stop_file
 from finetune.run.state.resume import RestoredRun
 from finetune.run.supervision import Supervision
 from finetune.runtime import distributed
@@ -30,10 +29,9 @@ from finetune.runtime.progress import Progress
 from finetune.runtime.upstream import keep_freed_memory
 from finetune.strategy.choose import describe_strategy
 from finetune.strategy.protocol import Strategy
-from finetune.train.early_stopping import FINAL_REASONS
 from finetune.train.loop import report_steps, train
 from finetune.train.parts import TrainingComponents
-from finetune.train.stopping import STOP_FILE
+from finetune.train.stopping import FINAL_REASONS, STOP_FILE
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,7 @@ from pathlib import Path
 
 from finetune.config.load import load_config
 from finetune.report.reporter import RunLog
-from finetune.run.allocator import use_expandable_segments
-from finetune.run.state.preflight import prefetch_checksums, preflight
+from finetune.run.state.preflight import prefetch_checksums, preflight, use_expandable_segments
 from finetune.runtime.optional import lazily
 
 with lazily(freeze=True):  # torch

@@ -38,8 +38,7 @@ from finetune.runtime.supervision.signals import ReceivedSignals, record_signals
 from finetune.runtime.supervision.status import StatusFile, exit_from_error, open_status_file, record_finished
 from finetune.runtime.supervision.watchdog import Watchdog, keep_previous_reports, running_watchdog
 from finetune.runtime.text.terminal import printable
-from finetune.train.early_stopping import FINAL_REASONS
-from finetune.train.stopping import FAILED_SAVE, SPOT_NOTICE
+from finetune.train.stopping import FAILED_SAVE, FINAL_REASONS, SPOT_NOTICE
 
 ON_END_LOG = "on_end.log"
 

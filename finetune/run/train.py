@@ -22,17 +22,16 @@ from finetune.report.timing import StartupTimer
 from finetune.run.context import RunContext
 from finetune.run.final_export import push_final
 from finetune.run.fit import finish, fit
-from finetune.run.remote.upload import Uploader, make_uploader
 from finetune.run.setup.accelerator import make_accelerator
-from finetune.run.setup.checks import require_sample_isolation
-from finetune.run.setup.data import PreparedData, prepare_data, verify_before_training
+from finetune.run.setup.data import VERIFY_TIMEOUT_SECONDS, PreparedData, prepare_data, verify_sets
 from finetune.run.setup.microbatch_size import resolve_microbatch_size
 from finetune.run.setup.precompute import add_frozen_models
-from finetune.run.setup.prepared_model import BuiltRun, make_step_task, prepare_model
+from finetune.run.setup.prepared_model import BuiltRun, make_step_task, prepare_model, require_sample_isolation
 from finetune.run.setup.strategy import require_exact_slices
-from finetune.run.state.result import RunResult, result_of_run
+from finetune.run.state.finished import RunResult, result_of_run
 from finetune.run.state.resume import find_finished, restore
 from finetune.run.state.run_folder import fetch_run_folder, open_run_folder
+from finetune.run.state.upload import Uploader, make_uploader
 from finetune.run.supervision import Supervision, model_code_errors, supervised_run
 from finetune.run.validate import validate, validate_model
 from finetune.runtime import distributed
@@ -149,15 +148,7 @@ def build(
     `on_model` is called when the model is prepared. Collective.
     """
     config, log = context.config, context.log
-    prepared = prepare_model(
-        config,
-        context.strategy,
-        data.training_data,
-        accelerator=accelerator,
-        learning_rate=data.plan.schedule.peak,
-        log=log,
-        plan=data.plan,
-    )
+    prepared = prepare_model(config, context.strategy, data, accelerator=accelerator, log=log)
     require_sample_isolation(config, data.training_data, prepared, log=log)
     require_exact_slices(
         prepared.model,
@@ -165,7 +156,8 @@ def build(
         tokenizer=data.training_data.tokenizer,
         device=accelerator.device,
     )
-    verify_before_training(data.training_data)
+    is_all_verified = data.training_data.task.precomputed is not None  # for all samples, which must be intact
+    verify_sets(data.training_data, seconds=None if is_all_verified else VERIFY_TIMEOUT_SECONDS)
     startup.end("model")
     on_model()
     training_data = add_frozen_models(config, data.training_data, prepared, log=log)

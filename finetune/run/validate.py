@@ -2,23 +2,15 @@
 
 import os
 
-from finetune.config.load import LoadedConfig
-from finetune.config.run_config import RunConfig
+from finetune.config.load import LoadedConfig, with_local_folder
 from finetune.errors import ModelError
 from finetune.model.loading.architecture import load_model_config
-from finetune.model.loading.sentence_modules import pooling_warning
+from finetune.model.loading.pretrained import pooling_warning
 from finetune.registry.tasks import TASKS
 from finetune.report.reporter import RunLog
 from finetune.run.context import RunContext, make_context
 from finetune.run.final_export import require_mergeable
-from finetune.run.remote.download import with_local_folder
-from finetune.run.setup.model import (
-    require_adaptable,
-    require_buildable,
-    require_positions,
-    require_routers,
-    require_trainable_weights,
-)
+from finetune.run.setup.model import check_model
 from finetune.run.setup.strategy import (
     launched_strategy,
     require_sliceable_model,
@@ -39,7 +31,13 @@ def validate(loaded: LoadedConfig) -> RunContext:
     config, strategy = context.config, context.strategy.name
     require_supported_by_strategy(config, strategy)
     require_mergeable(config, strategy=strategy)
-    _require_vector_sizes(config)
+    if sizes := config.task.embedding.matryoshka_dims:
+        whole = load_model_config(config.model).get_text_config().hidden_size
+        if too_large := [size for size in sizes if size > whole]:
+            raise ModelError(
+                f"task.embedding.matryoshka_dims: {too_large[0]} is more than the {whole} numbers of this model's "
+                "vectors. Remove it, or write a smaller one."
+            )
     if TASKS[config.task.name].head == "embedding" and distributed.is_main():
         warning = pooling_warning(config.model, config.task.embedding.pooling)
         if warning is not None:
@@ -58,30 +56,10 @@ def validate_model(loaded: LoadedConfig, strategy: Strategy, *, log: RunLog, on_
     if not distributed.is_main() and not on_every_rank:
         return
     section = loaded.config.model
-    if section.from_config is not None or section.config_changes:
-        require_buildable(loaded)
-    if (stored := require_trainable_weights(loaded, strategy=strategy.name)) is not None:
-        log(stored)
-    require_adaptable(loaded, strategy=strategy.name)
-    require_routers(loaded)
+    builds = section.from_config is not None or bool(section.config_changes)
+    for line in check_model(loaded, strategy=strategy.name, builds=builds):
+        log(line)
     require_sliceable_model(loaded.config, size=strategy.expected().sequence_size)
     require_splittable_model(
         loaded.config, size=strategy.expected().tensor_size, is_sharded=strategy.expected().data_parallel_size > 1
     )
-    warning = require_positions(loaded)
-    if warning is not None:
-        log(warning)
-
-
-def _require_vector_sizes(config: RunConfig) -> None:
-    """Raise ModelError where vectors are to be cut to a size that they do not have."""
-    sizes = config.task.embedding.matryoshka_dims
-    if not sizes:
-        return
-    whole = load_model_config(config.model).get_text_config().hidden_size
-    too_large = [size for size in sizes if size > whole]
-    if too_large:
-        raise ModelError(
-            f"task.embedding.matryoshka_dims: {too_large[0]} is more than the {whole} numbers of this model's vectors. "
-            "Remove it, or write a smaller one."
-        )

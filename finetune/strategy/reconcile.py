@@ -41,7 +41,17 @@ def find_conflicts(environment: LaunchEnvironment, job: JobSettings) -> list[str
         )
     if job.precision == "fp16" and not environment.has_device:
         conflicts.append("train.precision: fp16 needs a GPU, but this machine has none. Set fp32 or bf16.")
-    conflicts += _fp8_conflicts(environment, job) if job.precision == "fp8" else []
+    if job.precision == "fp8" and (environment.zero_stage is not None or environment.fsdp_version == 1):
+        conflicts.append(
+            f"train.precision: fp8 does not work under {'FSDP1' if environment.zero_stage is None else 'ZeRO'}, "
+            "which flattens weights and casts them itself. Launch with accelerate_configs/fsdp2.yaml or ddp.yaml, or "
+            "set bf16."
+        )
+    if job.precision == "fp8" and not environment.has_device and not job.emulates_fp8:
+        conflicts.append(
+            "train.precision: fp8 needs a GPU of compute capability 8.9 or newer, but this machine has none. Set bf16, "
+            "or `train.fp8.emulate: true`, which computes the same numbers slowly."
+        )
     if job.pins_memory and not environment.has_device:
         conflicts.append("data.pin_memory: true has no effect on a machine without a GPU. Remove it.")
     if environment.fsdp_activation_checkpointing:
@@ -60,22 +70,6 @@ def find_conflicts(environment: LaunchEnvironment, job: JobSettings) -> list[str
     conflicts += _sequence_conflicts(environment)
     conflicts += _tensor_conflicts(environment)
     return conflicts + _optimizer_conflicts(environment, job) + _deepspeed_conflicts(environment, job)
-
-
-def _fp8_conflicts(environment: LaunchEnvironment, job: JobSettings) -> list[str]:
-    conflicts = []
-    if environment.zero_stage is not None or environment.fsdp_version == 1:
-        name = "FSDP1" if environment.zero_stage is None else "ZeRO"
-        conflicts.append(
-            f"train.precision: fp8 does not work under {name}, which flattens weights and casts them itself. Launch "
-            "with accelerate_configs/fsdp2.yaml or ddp.yaml, or set bf16."
-        )
-    if not environment.has_device and not job.emulates_fp8:
-        conflicts.append(
-            "train.precision: fp8 needs a GPU of compute capability 8.9 or newer, but this machine has none. Set bf16, "
-            "or `train.fp8.emulate: true`, which computes the same numbers slowly."
-        )
-    return conflicts
 
 
 def _sequence_conflicts(environment: LaunchEnvironment) -> list[str]:
@@ -178,12 +172,8 @@ def _deepspeed_conflicts(environment: LaunchEnvironment, job: JobSettings) -> li
         conflicts.append(
             f"an offloaded optimizer must be adamw (DeepSpeedCPUAdam), but the job sets {job.optimizer}. Set adamw."
         )
-    return conflicts + _offload_conflicts(environment, job)
-
-
-def _offload_conflicts(environment: LaunchEnvironment, job: JobSettings) -> list[str]:
     used = {"train.average": job.averages_weights, "train.unfreeze": job.unfreezes_later}
-    return [
+    return conflicts + [
         f"{key} is not supported with an offloaded optimizer (DeepSpeedCPUAdam). Launch without offload_optimizer, "
         f"or remove {key}."
         for key, is_used in used.items()

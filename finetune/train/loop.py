@@ -6,10 +6,10 @@ from functools import partial
 
 from finetune.report.events import Warned
 from finetune.runtime.progress import Progress
-from finetune.train.early_stopping import EARLY_STOPPING, FINISHED
 from finetune.train.meters import StepRecord
 from finetune.train.parts import TrainingComponents
 from finetune.train.step import CountedGroups, record_skipped_step, take_step
+from finetune.train.stopping import EARLY_STOPPING, FINISHED
 
 
 def train(parts: TrainingComponents, progress: Progress) -> str:

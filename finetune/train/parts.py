@@ -15,10 +15,9 @@ from finetune.report.profile import NullProfile, Profile
 from finetune.report.reporter import Reporter
 from finetune.runtime.optional import no_op
 from finetune.runtime.progress import Cadence, NeverDue, Progress
-from finetune.train.early_stopping import EarlyStopping, NeverStop
 from finetune.train.meters import Meters
 from finetune.train.plan import StepPlan
-from finetune.train.stopping import StopSources
+from finetune.train.stopping import EarlyStopping, NeverStop, StopSources
 from finetune.train.update import Update
 
 

@@ -13,10 +13,10 @@ import torch
 
 from finetune.config.load import load_config
 from finetune.data.workers import loader_settings
-from finetune.model.attention import varlen_kernels
+from finetune.model.attention import sample_attention
 from finetune.registry.model import PER_SAMPLE_ATTENTION
-from finetune.run import allocator
-from finetune.run.flops import peak_flops
+from finetune.run.setup.forwards import peak_flops
+from finetune.run.state import preflight
 from finetune.task.lm_loss.target_loss import resolve_kernel
 from finetune.task.model_inputs import unwrap_model
 from finetune.train.parts import TrainingComponents
@@ -73,8 +73,8 @@ def _choices(job: Path, parts: TrainingComponents, groups: Sequence[Mapping[str,
     config = load_config(job, []).config
     accelerator, device = parts.accelerator, parts.accelerator.device
     loader = loader_settings(config.data)
-    with patch.object(allocator, "has_virtual_memory", lambda: True):
-        allocator.use_expandable_segments(variables := {})
+    with patch.object(preflight, "has_virtual_memory", lambda: True):
+        preflight.use_expandable_segments(variables := {})
     optimizer = parts.optimizer.optimizer
     group = optimizer.param_groups[0]
     flops = peak_flops(device, precision=config.train.precision, world=accelerator.num_processes)
@@ -112,7 +112,7 @@ def _attention(parts: TrainingComponents) -> str:
     name = unwrap_model(parts.model).config._attn_implementation
     if name != PER_SAMPLE_ATTENTION:
         return str(name)
-    kernels = varlen_kernels._available
+    kernels = sample_attention._available
     return f"{name}, " + ("varlen kernel" if kernels.is_capable and kernels.torch_varlen else "sample by sample")
 
 

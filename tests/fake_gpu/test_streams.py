@@ -8,7 +8,7 @@ from torch import nn
 
 from finetune.checkpoint.sharding.gather import Transfer, run_transfers
 from finetune.checkpoint.sharding.state_layout import ShardRange
-from finetune.checkpoint.write.snapshot import PinnedMemory
+from finetune.checkpoint.write.writer import PinnedMemory
 from finetune.data.batch import Batch
 from finetune.data.loader import DeviceCopyStream, StepGroups
 from finetune.model import activations

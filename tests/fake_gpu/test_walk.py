@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from finetune.model import activations
-from finetune.run.setup import model as setup_model
+from finetune.model import build as model_build
 from finetune.task import causal_lm
 from finetune.train import loop, step
 from tests.fake_gpu.walk import CPU_BUILD, Launch, walk
@@ -150,7 +150,7 @@ class PackedLinear(torch.nn.Linear):
 
 
 def test_adapters_on_a_packed_base_do_not_wait(folder):
-    load = setup_model.load_model
+    load = model_build.load_model
 
     def load_packed(*given, **named):
         model = load(*given, **named)
@@ -161,7 +161,7 @@ def test_adapters_on_a_packed_base_do_not_wait(folder):
                         setattr(module, name, PackedLinear(child))
         return model
 
-    with patch.object(setup_model, "load_model", load_packed):
+    with patch.object(model_build, "load_model", load_packed):
         walked = start(folder, "sft", "lora", "train.precision=bf16")
     packed = [module for module in walked.parts.model.modules() if isinstance(module, PackedLinear)]
     assert len(packed) == 14 and all(module.weight.dtype == torch.int8 for module in packed)

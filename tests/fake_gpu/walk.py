@@ -19,11 +19,10 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from finetune.checkpoint.write import snapshot
 from finetune.checkpoint.write.saver import Saver
 from finetune.data import workers
 from finetune.data.sample_checks import SampleVerifier
-from finetune.model.attention import varlen_kernels
+from finetune.model.attention import sample_attention
 from finetune.run import fit
 from finetune.run import train as run_train
 from finetune.run.in_process import isolated_run
@@ -92,12 +91,13 @@ def walk(
         os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # a mode of torch holds for one thread
         num_cores = MACHINES[machine].cores_per_gpu * launch.num_gpus
         stack.enter_context(patch.object(workers, "usable_cores", lambda: num_cores))
-        stack.enter_context(patch.object(varlen_kernels, "_available", varlen_kernels._available))  # is detected anew
+        stack.enter_context(
+            patch.object(sample_attention, "_available", sample_attention._available)
+        )  # is detected anew
         timeline = stack.enter_context(on_machine(gpu, MACHINES[machine], num_gpus=launch.num_gpus))
         walked = Walk(folder, gpu, timeline)
         if launch.strategy != "single":
             stack.enter_context(_rank_0_of(launch, walked))
-        stack.enter_context(patch.object(snapshot, "_unregister", lambda _: None))  # which may be called later
         stack.enter_context(gpu)
         stack.enter_context(_watched_steps(walked, inspect, takes_steps=takes_steps, is_alone=launch.world == 1))
         train_here(job, f"run.folder={folder}", *OVERRIDES, *overrides)

@@ -8,8 +8,15 @@ import pytest
 
 from finetune.config.load import load_config
 from finetune.config.run_config import RunConfig
-from finetune.memory.layout import Layout, method_of
-from finetune.memory.state import RankMemory, count_state, predict_memory, read_planned, write_planned
+from finetune.memory.state import (
+    Layout,
+    RankMemory,
+    count_state,
+    method_of,
+    predict_memory,
+    read_planned,
+    write_planned,
+)
 from finetune.model.size import ModelSize
 from finetune.strategy.protocol import Sharded
 

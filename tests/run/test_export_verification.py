@@ -16,7 +16,7 @@ from finetune.errors import ExportError
 from finetune.export import save
 from finetune.export.verify import program, verifier
 from finetune.export.verify.rows import verification_row
-from finetune.run import export_verification
+from finetune.run import final_export
 from finetune.run.state.finished import is_exported
 from finetune.run.train import train_from_config
 from finetune.runtime import distributed
@@ -150,7 +150,7 @@ def features(length):
 
 def test_samples_are_taken_out_of_the_row_that_they_share():
     batch = collate_padding_free([features(3), features(5)])
-    first, second = export_verification._inputs(batch, None, head="causal_lm")
+    first, second = final_export._inputs(batch, None, head="causal_lm")
     assert first["input_ids"].tolist() == [[1, 2, 3]] and second["input_ids"].tolist() == [[1, 2, 3, 4, 5]]
     assert second["attention_mask"].tolist() == [[1] * 5]
 
@@ -166,7 +166,7 @@ def test_positions_are_those_of_tokens_and_long_rows_are_cut():
 
 def test_a_merge_is_compared_unmerged_where_rounding_would_hide_a_fault(job):
     def asks(*overrides):
-        return export_verification.needs_unmerged(load_config(job, ["export.verify=true", *overrides]).config)
+        return final_export.needs_unmerged(load_config(job, ["export.verify=true", *overrides]).config)
 
     assert not asks() and not asks(LORA) and not asks(LORA, "export.merge=true")
     assert asks(LORA, "export={merge: true, dtype: bfloat16}") and asks(

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from finetune.config.load import load_config
 from finetune.config.sections.export import ExportSection
 from finetune.errors import HubError, ModelError, StrategyError
+from finetune.model.build import build_model
 from finetune.run import final_export
 from finetune.run.final_export import (
     exports_trained_only,
@@ -19,7 +20,6 @@ from finetune.run.final_export import (
     require_mergeable,
     resolve_export_section,
 )
-from finetune.run.setup.model import build_model
 from finetune.run.setup.strategy import require_tied_weights_supported
 from finetune.run.state.finished import is_exported, read_record
 from finetune.run.state.run_folder import load_run_inputs
@@ -81,7 +81,15 @@ def test_an_adapter_on_a_tied_weight_is_rejected_if_accelerate_ties_the_weights_
         asked = config(f"model.lora={{rank: 4, target_modules: [{module}]}}")
         kept = load_run_inputs(run, asked)
         tokenizer = kept.processing.tokenizer
-        model = build_model(asked, task=kept.task(asked), tokenizer=tokenizer, init_context=InitContext())
+        task = kept.task(asked)
+        model = build_model(
+            asked.model,
+            head=task.head,
+            head_values=task.head_values,
+            tokenizer=tokenizer,
+            seed=asked.run.seed,
+            init_context=InitContext(),
+        )
         require_tied_weights_supported(model, "zero3")
         with pytest.raises(StrategyError, match="on the tied weight `lm_head`") if is_refused else nullcontext():
             require_tied_weights_supported(model, "fsdp2")

@@ -23,7 +23,7 @@ from finetune.config.load import load_config
 from finetune.errors import ConfigError, UserError
 from finetune.report.events import Event, StepTaken
 from finetune.run.in_process import train_in_process
-from finetune.run.state.result import RunResult, read_result
+from finetune.run.state.finished import RunResult, read_result
 from tests.launching import capture
 from tests.small_job import write_job
 

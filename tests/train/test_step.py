@@ -20,7 +20,6 @@ from finetune.runtime.supervision.signals import ReceivedSignals
 from finetune.task.protocol import BaseTask
 from finetune.train import step as steps
 from finetune.train import update
-from finetune.train.early_stopping import NeverStop
 from finetune.train.evaluate import NoEvaluation
 from finetune.train.loop import train
 from finetune.train.meters import Meters
@@ -29,7 +28,7 @@ from finetune.train.optim.parameter_groups import list_parameters
 from finetune.train.parts import TrainingComponents
 from finetune.train.plan import make_plan
 from finetune.train.step import CountedGroups, StepCounts
-from finetune.train.stopping import StopRequest, StopSources
+from finetune.train.stopping import NeverStop, StopRequest, StopSources
 from finetune.train.update import Update
 
 NUM_SAMPLES, LENGTH = 8, 6

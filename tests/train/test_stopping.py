@@ -9,11 +9,11 @@ from finetune.config.sections.train import EarlyStoppingSection
 from finetune.errors import UserError
 from finetune.runtime.progress import Cadence, NeverDue, Progress
 from finetune.runtime.supervision.signals import ReceivedSignals
-from finetune.train.early_stopping import EarlyStopping
 from finetune.train.stopping import (
     FAILED_SAVE,
     STOP_FILE,
     TIME_LIMIT,
+    EarlyStopping,
     StopFile,
     StopRequest,
     StopSources,

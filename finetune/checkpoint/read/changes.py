@@ -40,8 +40,19 @@ def check_changes(path: Path, saved: RunFingerprint, *, current: RunFingerprint,
     settings = differences(comparable_config(saved.settings), current.settings)
     refused = {name: pair for name, pair in identity.items() if name not in allowed or name in NEVER_ALLOWED}
     if refused:
-        already_allowed = [name for name in identity if name in allowed]
-        raise CheckpointError(_refusal(path, refused, settings=settings, already_allowed=already_allowed))
+        lines = [f"{path} was written by a run with other training settings"]
+        for name, values in refused.items():
+            lines.append(f"  {_difference(name, values)}")
+            causes = [key for key in settings if name in CAUSES and key.startswith(CAUSES[name])]
+            lines += [f"    {_difference(key, settings[key])}" for key in causes]
+        restore = "Restore the values of the checkpoint, or write another run.folder to start from scratch"
+        if never := [name for name in refused if name in NEVER_ALLOWED]:
+            lines += [*(f"{name} cannot be changed: {NEVER_ALLOWED[name]}." for name in never), f"{restore}."]
+        else:
+            names = [*(name for name in identity if name in allowed), *refused]
+            lines += [f"{restore}, or, to", "resume with the new values, write"]
+            lines.append(f"  checkpoint.allow_changes: [{', '.join(dict.fromkeys(names))}]")
+        raise CheckpointError("\n".join(lines))
     messages = []
     if identity:
         messages.append(f"changed since the checkpoint, allowed by checkpoint.allow_changes: {_arrows(identity)}")
@@ -71,29 +82,6 @@ def differences(saved: Mapping[str, str], current: Mapping[str, str]) -> dict[st
     names = [name for name in {**saved, **current} if saved.get(name) != current.get(name)]
     outermost = [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
     return {name: (saved.get(name, ABSENT), current.get(name, ABSENT)) for name in outermost}
-
-
-def _refusal(
-    path: Path,
-    refused: Mapping[str, tuple[str, str]],
-    *,
-    settings: Mapping[str, tuple[str, str]],
-    already_allowed: Sequence[str],
-) -> str:
-    lines = [f"{path} was written by a run with other training settings"]
-    for name, values in refused.items():
-        lines.append(f"  {_difference(name, values)}")
-        causes = [key for key in settings if name in CAUSES and key.startswith(CAUSES[name])]
-        lines += [f"    {_difference(key, settings[key])}" for key in causes]
-    never = [name for name in refused if name in NEVER_ALLOWED]
-    if never:
-        lines += [f"{name} cannot be changed: {NEVER_ALLOWED[name]}." for name in never]
-        lines.append("Restore the values of the checkpoint, or write another run.folder to start from scratch.")
-    else:
-        lines.append("Restore the values of the checkpoint, or write another run.folder to start from scratch, or, to")
-        lines.append("resume with the new values, write")
-        lines.append(f"  checkpoint.allow_changes: [{', '.join(dict.fromkeys([*already_allowed, *refused]))}]")
-    return "\n".join(lines)
 
 
 def _difference(name: str, values: tuple[str, str]) -> str:

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import sys
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -11,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 
-from finetune.checkpoint.background import run_in_background
 from finetune.checkpoint.format import layout
 from finetune.checkpoint.format.manifest import BLOCK_BYTES, FileChecksum, file_checksum, files_to_verify, read_manifest
 from finetune.errors import CheckpointError
@@ -47,7 +47,7 @@ class ChecksumPrefetch:
         self._queue = deque(self._futures.items())
         self._cached: dict[Path, np.ndarray] = {}
         for number in range(min(num_threads, len(paths))):
-            run_in_background(self._work, name=f"checksums {number}")
+            threading.Thread(target=self._work, name=f"checksums {number}", daemon=True).start()
 
     def checksum(self, path: Path) -> FileChecksum:
         """Return the file's checksum; it is read now unless a prefetched one is still valid. Raises OSError."""

@@ -9,13 +9,15 @@ from typing import TypeVar
 from finetune.checkpoint.format import layout
 from finetune.checkpoint.format.manifest import (
     Manifest,
+    Metadata,
     OtherFormatError,
     file_checksum,
     files_to_verify,
     first_file_problem,
+    header_problem,
     read_manifest_of_step,
+    read_metadata,
 )
-from finetune.checkpoint.format.metadata import Metadata, header_problem, read_metadata
 from finetune.checkpoint.read.changes import refuse_existing_checkpoint
 from finetune.checkpoint.read.checksum_prefetch import ChecksumOf
 from finetune.errors import CheckpointError

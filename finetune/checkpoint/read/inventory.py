@@ -1,7 +1,8 @@
 """Lists a run's checkpoints and their problems, down to damaged tensors. Needs neither torch nor ranks."""
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -9,8 +10,14 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from finetune.checkpoint.format import layout
-from finetune.checkpoint.format.manifest import Manifest, first_file_problem, read_manifest
-from finetune.checkpoint.format.metadata import header_problem, read_index, read_metadata
+from finetune.checkpoint.format.manifest import (
+    Manifest,
+    first_file_problem,
+    header_problem,
+    read_index,
+    read_manifest,
+    read_metadata,
+)
 from finetune.errors import CheckpointError, UserError
 from finetune.runtime.files.read import open_regular, parse_json, read_regular
 from finetune.runtime.progress import parse_progress
@@ -267,13 +274,8 @@ def count_tensors(entry: CheckpointEntry) -> list[TensorCount]:
 
 def _size_bytes(folder: Path) -> int:
     """Return the size of all files; those that a running save removes are not counted."""
-    return sum(_file_bytes(folder))
-
-
-def _file_bytes(folder: Path) -> Iterator[int]:
+    size = 0
     for path in folder.rglob("*"):
-        try:
-            if path.is_file():
-                yield path.stat().st_size
-        except OSError:
-            continue
+        with suppress(OSError):
+            size += path.stat().st_size if path.is_file() else 0
+    return size

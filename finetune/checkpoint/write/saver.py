@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from finetune.checkpoint.background import run_in_background, run_now
 from finetune.checkpoint.format import layout
 from finetune.checkpoint.format.manifest import Manifest, OtherFormatError, RunFingerprint
 from finetune.checkpoint.format.tensor_file import PARAMETER, TensorRecord
@@ -26,8 +25,15 @@ from finetune.checkpoint.sharding.gather import agree_on_records
 from finetune.checkpoint.sharding.save_plan import plan_files
 from finetune.checkpoint.sharding.state_access import StateAccess
 from finetune.checkpoint.write.retention import prune
-from finetune.checkpoint.write.snapshot import Contents, SnapshotSource, StreamingSource, host_memory_bytes
-from finetune.checkpoint.write.writer import SLACK_BYTES, explain_disk_errors, write_contents
+from finetune.checkpoint.write.writer import (
+    SLACK_BYTES,
+    Contents,
+    SnapshotSource,
+    StreamingSource,
+    explain_disk_errors,
+    host_memory_bytes,
+    write_contents,
+)
 from finetune.config.sections.checkpoint import CheckpointSection
 from finetune.errors import CheckpointError, NonFiniteError
 from finetune.runtime import distributed
@@ -138,8 +144,14 @@ class Saver:
         outcome, self._future = self._outcome(), None
         if outcome is None:
             return
+        own = outcome if isinstance(outcome, Exception) else None
+        failures = [failure for failure in distributed.gather_objects(_Failure.of(own)) if failure is not None]
+        if any(not failure.is_agreed for failure in failures):
+            distributed.close_background_group()  # on all ranks, so that the next save opens it again
         try:
-            _raise_first_failure(outcome)
+            if failures:
+                first = min(failures, key=lambda failure: failure.is_echo)
+                raise (NonFiniteError if first.is_nonfinite else CheckpointError)(first.text) from own
         except CheckpointError as error:
             if self._stops_on_failure:
                 raise
@@ -156,11 +168,13 @@ class Saver:
         contents = self._contents.capture(step, progress=progress.state_dict())
         fault_point("save.copied", step=step)
         distributed.open_background_group()  # its timeout allows for slow disks
+        future: Future[SavedCheckpoint] = Future()
+        self._future = future
         if self._section.asynchronous:
-            work = partial(self._write, contents, started=started, stall=time.monotonic() - started)
-            self._future = run_in_background(work, name=f"checkpoint of step {step}")
+            work = partial(self._write_into, future, contents, started=started, stall=time.monotonic() - started)
+            threading.Thread(target=work, name=f"checkpoint of step {step}", daemon=True).start()
         else:
-            self._future = run_now(partial(self._write, contents, started=started))
+            self._write_into(future, contents, started=started)
 
     def _outcome(self) -> SavedCheckpoint | BaseException | None:
         """Return the result or error of the current save on this rank; None while it runs, and if there is none."""
@@ -171,7 +185,21 @@ class Saver:
     def _warn_of_failure(self, error: CheckpointError) -> None:
         self._warn(self._step, f"{error} Training continues with the next save.")
 
-    def _write(self, contents: Contents, *, started: float, stall: float | None = None) -> SavedCheckpoint:
+    def _write_into(
+        self, future: Future[SavedCheckpoint], contents: Contents, *, started: float, stall: float | None = None
+    ) -> None:
+        """Write the contents and complete the future with the result, or with the error that is raised when it is read.
+
+        The end of the process does not wait for it. Collective.
+        """
+        try:
+            saved = self._write(contents, started=started, stall=stall)
+        except Exception as error:
+            future.set_exception(error)
+        else:
+            future.set_result(saved)
+
+    def _write(self, contents: Contents, *, started: float, stall: float | None) -> SavedCheckpoint:
         """Write the contents, with retries; ranks communicate in the background group. Collective."""
         try:
             manifest = self._try(contents)
@@ -219,17 +247,6 @@ class Saver:
             aside = run_on_rank_0(partial(layout.rename_aside, path, "bad"), group=Group.BACKGROUND)
             self._notes.append((step, f"replaced {path.name}; the damaged one was renamed to {aside.name}: {error}"))
             return None
-
-
-def _raise_first_failure(outcome: object) -> None:
-    """Raise the error of a failed rank on all ranks. Collective."""
-    own = outcome if isinstance(outcome, Exception) else None
-    failures = [failure for failure in distributed.gather_objects(_Failure.of(own)) if failure is not None]
-    if any(not failure.is_agreed for failure in failures):
-        distributed.close_background_group()  # on all ranks, so that the next save opens it again
-    if failures:
-        first = min(failures, key=lambda failure: failure.is_echo)
-        raise (NonFiniteError if first.is_nonfinite else CheckpointError)(first.text) from own
 
 
 @dataclass(frozen=True)

@@ -27,10 +27,9 @@ from finetune.commands.doctor.subjects.links import pair_links
 from finetune.commands.doctor.subjects.network import NetworkFacts
 from finetune.commands.doctor.subjects.ranks import LinkFacts, gather_rank, measure_link
 from finetune.commands.printing import print_facts, print_json, print_table
-from finetune.config.load import LoadedConfig, load_config
+from finetune.config.load import LoadedConfig, load_config, with_local_folder
 from finetune.data.token_cache.cache import DEFAULT_FOLDER, cache_folder
 from finetune.errors import LostContact, UserError
-from finetune.run.remote.download import with_local_folder
 from finetune.runtime import distributed
 from finetune.runtime.processes import exit_process
 from finetune.runtime.resources import format_size

@@ -18,9 +18,10 @@ from finetune.config.run_config import RunConfig
 from finetune.data.templates.arguments import use_arguments
 from finetune.data.templates.chat_template import set_chat_template
 from finetune.errors import UserError
+from finetune.model.build import build_model
 from finetune.model.loading.architecture import NEW_HEADS
 from finetune.model.loading.saved import SavedModel, inspect_model_folder, load_saved_model
-from finetune.run.setup.model import build_model, parameters_in
+from finetune.run.setup.model import parameters_in
 from finetune.run.setup.padding_free import resolve_padding_free
 from finetune.run.state.run_folder import RunInputs, load_run_inputs
 from finetune.runtime.parameters import InitContext
@@ -61,7 +62,15 @@ class EvaluationTarget:
             return load_saved_model(self.saved, key="evaluate", dtype=section.dtype, trust_remote_code=trusts)
         tokenizer = self.run_inputs.processing.tokenizer
         recorded = parameters_in(self.source)
-        return build_model(self.origin, task=task, tokenizer=tokenizer, init_context=InitContext(), recorded=recorded)
+        return build_model(
+            self.origin.model,
+            head=task.head,
+            head_values=task.head_values,
+            tokenizer=tokenizer,
+            seed=self.origin.run.seed,
+            init_context=InitContext(),
+            recorded=recorded,
+        )
 
     def load_weights(self, model: Any) -> None:
         """Give the model the weights of the checkpoint; those of a folder are in it already."""

@@ -7,7 +7,7 @@ from finetune.config.run_config import RunConfig
 from finetune.config.sections.train import TrainSection
 from finetune.data.token_cache.cache import NotPrepared
 from finetune.errors import FinetuneError
-from finetune.memory.layout import Method, method_of
+from finetune.memory.state import Method, method_of
 from finetune.model.activations import CheckpointingMode
 from finetune.model.loading.architecture import load_model_config
 from finetune.model.size import Shapes, read_shapes

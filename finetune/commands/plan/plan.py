@@ -35,8 +35,7 @@ from finetune.commands.plan.tables import print_plan
 from finetune.commands.printing import print_json
 from finetune.config.load import LoadedConfig, load_config
 from finetune.errors import ModelError
-from finetune.memory.layout import STRATEGIES, Method, StrategyName
-from finetune.memory.state import write_planned
+from finetune.memory.state import STRATEGIES, Method, StrategyName, write_planned
 from finetune.memory.step.predict import Predictor
 from finetune.report.history import read_history
 from finetune.run.setup.padding_free import resolve_padding_free

@@ -12,7 +12,7 @@ from finetune.commands.plan.hardware import Hardware
 from finetune.commands.plan.job import PlannedJob
 from finetune.config.run_config import RunConfig
 from finetune.errors import ModelError, StrategyError
-from finetune.memory.layout import STRATEGIES, Layout, Method, Prediction, StrategyName, TensorParallelName
+from finetune.memory.state import STRATEGIES, Layout, Method, Prediction, StrategyName, TensorParallelName
 from finetune.memory.step.fake_model import runs_fused_layers
 from finetune.model.kernels.compilation import (
     FUSED_TRAFFIC_PER_HIDDEN,

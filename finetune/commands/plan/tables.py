@@ -14,7 +14,7 @@ from finetune.commands.plan.outlook import Offer, Outlook
 from finetune.commands.plan.result import HardwarePlan, Plan
 from finetune.commands.plan.strategies import MULTI_NODE_FILES, StrategyPlan, accelerate_file
 from finetune.commands.printing import print_facts, print_table
-from finetune.memory.layout import Prediction
+from finetune.memory.state import Prediction
 
 _GIB = 2**30
 _WORTH_A_HINT = 1.05

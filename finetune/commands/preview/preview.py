@@ -26,8 +26,7 @@ from finetune.data.order.order import DatasetView
 from finetune.errors import UserError
 from finetune.registry.tasks import TASKS
 from finetune.report.reporter import RunLog
-from finetune.run.setup.data import make_training_data
-from finetune.run.setup.data_audit import audit_training_data
+from finetune.run.setup.data import audit_training_data, make_training_data
 from finetune.runtime.files import atomic
 from finetune.runtime.resources import format_size
 from finetune.runtime.text.rich_console import SafeConsole

@@ -24,7 +24,7 @@ from finetune.errors import ModelError
 from finetune.model.adapters.context import AdapterContext
 from finetune.model.layers import LAYER_COUNTS, MIN_LAYERS, LayerStack, find_stacks
 from finetune.model.loading.architecture import HEADS, load_model_config, pretrained_arguments
-from finetune.model.loading.config_names import known_names
+from finetune.model.loading.config_values import known_names
 from finetune.model.loading.dry_run import forward_error, meta_model
 from finetune.model.loading.hub import is_local_path, loading_errors
 from finetune.model.loading.pretrained import build_from_config

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice, takewhile
@@ -12,7 +12,10 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from finetune.data.templates.arguments import RECORDED_AS, arguments_of
+from finetune.config.section import KeyLocations
+from finetune.config.sections.data import DataSection
+from finetune.data.templates.arguments import RECORDED_AS, arguments_of, use_arguments
+from finetune.data.templates.chat_template import set_chat_template
 from finetune.data.upstream import unrestricted_backend
 from finetune.errors import DataError
 
@@ -61,6 +64,24 @@ def drops_unknown_text(tokenizer: PreTrainedTokenizerBase) -> bool:
         tokenizer(f"a {sign}", add_special_tokens=False, verbose=False)["input_ids"] for sign in ("", *rare)
     )
     return any(ids == known for ids in others)
+
+
+def prepare_tokenizer(
+    tokenizer: PreTrainedTokenizerBase, data: DataSection, *, locations: KeyLocations, log: Callable[[str], None]
+) -> None:
+    """Set the job's chat template and its arguments; log the tokenizer's own ones, and that it drops unknown text."""
+    set_chat_template(tokenizer, data.chat_template)
+    use_arguments(tokenizer, data.chat_template_arguments, locations)
+    if data.chat_template_arguments is None and (brought := arguments_of(tokenizer)):
+        log(
+            f"the tokenizer comes with chat template arguments, which are used: {json.dumps(dict(brought))}. "
+            "`data.chat_template_arguments` replaces them."
+        )
+    if drops_unknown_text(tokenizer):
+        log(
+            "warning: the tokenizer has neither an unknown token nor bytes: characters that it does not know are "
+            "dropped silently. Look at `finetune preview`, or choose another tokenizer."
+        )
 
 
 def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> Mapping[str, str]:

@@ -29,7 +29,7 @@ from finetune.export.verify.rows import VerificationRow
 from finetune.export.weights import build_meta_model, map_in_threads, num_threads_for, unwrap_adapter
 from finetune.model.adapters.context import has_adapter
 from finetune.model.loading.architecture import HEADS
-from finetune.model.loading.model_files import CONFIG
+from finetune.model.loading.hub import CONFIG
 from finetune.model.loading.saved import CONFIG_FOLDER
 from finetune.runtime.files.atomic import replace_folder
 from finetune.runtime.resources import available_bytes

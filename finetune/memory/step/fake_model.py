@@ -11,7 +11,7 @@ from finetune.config.run_config import RunConfig
 from finetune.config.sections.model import LoraSection, ModelSection, QuantizationSection
 from finetune.data.token_cache.cache import cache_folder
 from finetune.errors import ModelError
-from finetune.memory.layout import Method
+from finetune.memory.state import Method
 from finetune.model.adapters.context import AdapterContext, adapter_config
 from finetune.model.freeze import freeze, train_only
 from finetune.model.kernels.fused_layers import are_wanted

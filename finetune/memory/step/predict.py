@@ -25,7 +25,7 @@ from finetune.data.encoding.labelled import IMAGE, LABEL, LABELS
 from finetune.data.features import LENGTHS_OF_SEQUENCES, Features
 from finetune.data.token_cache.cache import cache_folder
 from finetune.errors import FinetuneError, ModelError
-from finetune.memory.layout import Layout, Prediction
+from finetune.memory.state import Layout, Prediction
 from finetune.memory.step.fake_model import (
     FUSED_FUNCTIONS,
     empty_model,
@@ -33,8 +33,16 @@ from finetune.memory.step.fake_model import (
     runs_fused_layers,
     with_method,
 )
-from finetune.memory.step.rank_parts import SymbolicStep, tensor_parallel_parts, traced_parts, zero_parts
-from finetune.memory.step.trace import BETWEEN, Sharding, Values, trace_step
+from finetune.memory.step.trace import (
+    BETWEEN,
+    Sharding,
+    SymbolicStep,
+    Values,
+    tensor_parallel_parts,
+    trace_step,
+    traced_parts,
+    zero_parts,
+)
 from finetune.model.kernels.fused_layers import fuse_layers
 from finetune.model.layers import (
     KeptLayers,

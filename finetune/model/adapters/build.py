@@ -59,7 +59,7 @@ from finetune.model.adapters.upstream import keep_targets
 from finetune.model.freeze import peft_exclude_pattern
 from finetune.model.loading.architecture import new_head_modules
 from finetune.model.loading.hub import error_summary, loading_errors
-from finetune.model.loading.initialize import as_cpu_float32
+from finetune.model.loading.load import as_cpu_float32
 from finetune.model.loading.pretrained import (
     ADAPTER_KEY,
     ADAPTER_WEIGHTS,

@@ -28,17 +28,19 @@ from transformers import (
 
 from finetune.config.sections.model import FromConfigSection, ModelSection
 from finetune.errors import FinetuneError, ModelError
-from finetune.model.loading.config_names import (
+from finetune.model.loading.config_values import (
+    CONFIG_KEY,
     DECODER_START_TOKEN,
+    DEDICATED_KEYS,
+    ROPE_SCALING_KEY,
     known_names,
     sub_config_class,
     sub_configs,
     suggestion,
+    with_config_values,
 )
-from finetune.model.loading.config_values import CONFIG_KEY, DEDICATED_KEYS, with_config_values
 from finetune.model.loading.hub import error_summary, is_local_path, loading_errors, resolve_name
 from finetune.model.loading.pretrained import ADAPTER_CONFIG, load_auto_class, read_config_content
-from finetune.model.loading.rope import ROPE_SCALING_KEY
 from finetune.runtime.hub import is_offline
 from finetune.runtime.upstream import without_hub_retries
 

@@ -1,28 +1,85 @@
-"""Values of a pre-trained model's config that the job changes (`model.config`): checked, and merged into the config."""
+"""Values of a model's config: which can be set, and those that a job changes, checked and merged into the config.
 
+Among them the scaling of rotary positions, for a pre-trained model (`model.config`, `model.rope_scaling`) or a new one.
+"""
+
+import inspect
 import logging
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from difflib import get_close_matches
 from typing import Any
 
-from transformers import PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from finetune.config.sections.model import RopeScalingSection
 from finetune.errors import ModelError
-from finetune.model.loading.config_names import ROPE_VALUES, known_names, sub_configs, suggestion
-from finetune.model.loading.rope import (
-    ROPE,
-    ROPE_SCALING_KEY,
-    merged_rope,
-    require_as_written,
-    rewritten_type,
-    rope_scaling_values,
-    rope_values,
-)
+from finetune.model.loading.rope import ROPE
 from finetune.model.upstream import written_head_size
 
-CONFIG_KEY = "model.config"
+ROPE_VALUES = frozenset({"rope_theta", "rope_scaling", "partial_rotary_factor"})
+"""Values that transformers folds into `rope_parameters`."""
+DECODER_START_TOKEN = "decoder_start_token_id"
+"""The first token of a decoder; not every config of an encoder-decoder declares it."""
+
+# fmt: off
+UNDECLARED: Mapping[str, frozenset[str]] = {
+    "head_dim": frozenset({
+        "apertus", "apertus1p5_text", "bamba", "bitnet", "blt", "cohere", "dbrx", "doge", "dots1", "emu3",
+        "ernie4_5_moe", "ernie4_5_vl_moe_text", "exaone4", "exaone_moe", "falcon_h1", "flex_olmo", "glm4_moe",
+        "glm4v_moe_text", "glm_image_text", "glm_ocr_text", "gpt_neox", "gpt_neox_japanese", "granite",
+        "granite4_vision_text", "granite_docling_text", "granite_swa", "granitemoe", "granitemoe_swa",
+        "granitemoehybrid", "granitemoeshared", "jamba", "lfm2", "lfm2_moe", "modernbert-decoder", "nanochat",
+        "olmo", "olmo2", "olmo3", "olmo_hybrid", "olmoe", "persimmon", "phi", "phi3", "phi4_multimodal", "phimoe",
+        "qwen2", "qwen2_moe", "qwen3_moe", "qwen3_omni_moe_text", "smollm3", "stablelm", "starcoder2",
+    }),
+    "classifier_dropout": frozenset({"biogpt", "bloom", "bros", "falcon", "gpt2", "gpt_bigcode", "mpt"}),
+    "hidden_dropout": frozenset({"gpt2", "gpt_bigcode", "mpt"}),
+    "sliding_window": frozenset({"olmoe"}),
+}
+# fmt: on
+"""Values that models look up with `getattr(config, ...)` and their config classes do not declare, with the model types.
+
+Checked against transformers 5.24; `tests/model/loading/test_config_names.py` fails when a decoder is missing.
+"""
+
+
+def known_names(config_class: type[Any]) -> frozenset[str]:
+    """Return the names of all values that can be set in the config: the parameters of its class, and their aliases."""
+    names: set[str] = set(getattr(config_class, "attribute_map", {}))
+    for owner in (config_class, PreTrainedConfig):
+        parameters: Mapping[str, inspect.Parameter] = inspect.signature(owner.__init__).parameters
+        names.update(name for name, parameter in parameters.items() if parameter.kind != parameter.VAR_KEYWORD)
+    names |= ROPE_VALUES if "rope_parameters" in names else frozenset()
+    names |= {DECODER_START_TOKEN} if getattr(config_class, "is_encoder_decoder", False) is True else frozenset()
+    model_type = getattr(config_class, "model_type", "")
+    names.update(name for name, model_types in UNDECLARED.items() if model_type in model_types)
+    return frozenset(names - {"self"})
+
+
+def suggestion(name: str, names: list[str]) -> str:
+    """Return a sentence with the most similar name; empty if none is similar."""
+    matches = get_close_matches(name, names, n=1)
+    return f" Did you mean `{matches[0]}`?" if matches else ""
+
+
+def sub_configs(config_class: Any) -> Mapping[str, Any]:
+    """Return the sub-configs by name, such as `text_config` and `vision_config`."""
+    return getattr(config_class, "sub_configs", None) or {}
+
+
+def sub_config_class(config_class: Any, name: str, written: Mapping[str, Any]) -> Any:
+    """Return the class of a sub-config; None if it cannot be determined before loading."""
+    if sub_configs(config_class)[name] is not AutoConfig:
+        return sub_configs(config_class)[name]
+    defaults = getattr(config_class, "sub_configs_defaults", {})
+    model_type = written.get("model_type") or getattr(defaults.get(name), "model_type", None)
+    return CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING else None  # noqa: SIM401  # `get` loads nothing
+
+
+CONFIG_KEY, ROPE_SCALING_KEY = "model.config", "model.rope_scaling"
 
 DEDICATED_KEYS = {
     "dtype": "model.dtype",
@@ -163,3 +220,154 @@ class _Collector(logging.Handler):
         text = record.getMessage()
         if any(words in text for words in ("Unrecognized keys", "field must be", "Missing validation function")):
             self.messages.append(text)
+
+
+_ORIGIN = "original_max_position_embeddings"
+_TYPES_WITH_ORIGIN = ("yarn", "llama3", "longrope")
+"""Types of scaling that are relative to the length in pre-training."""
+
+# fmt: off
+_SCALING_VALUES = frozenset({
+    "rope_type", "type", "factor", _ORIGIN, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
+    "truncate", "short_factor", "long_factor", "low_freq_factor", "high_freq_factor",
+})
+# fmt: on
+"""The values that belong to a scaling; others (`rope_theta`, `mrope_section`, `llama_4_scaling_beta`) are kept."""
+
+_PARTIAL = "proportional"
+_FULL_ATTENTION, _SLIDING_ATTENTION = "full_attention", "sliding_attention"
+
+
+def rope_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values for rotary embeddings."""
+    return {name: value for name, value in values.items() if name == ROPE or name in ROPE_VALUES}
+
+
+def merged_rope(config: PreTrainedConfig, values: Mapping[str, Any], *, key: str) -> dict[str, Any]:
+    """Return `rope_parameters` with a new scaling; other values are kept unless they are given."""
+    old: dict[str, Any] = dict(getattr(config, ROPE, None) or {})
+    nested = _by_layer(old)
+    written = [name for name in ("rope_scaling", ROPE) if name in values]
+    if len(written) > 1:
+        raise ModelError(f"{key}.rope_scaling: `rope_parameters` sets the same. Keep only one of them.")
+    given = values[written[0]] if written else None
+    full_key = f"{key}.{written[0]}" if written and key != ROPE_SCALING_KEY else key
+    if written and given is not None and not isinstance(given, Mapping):
+        raise ModelError(
+            f"{full_key}: must be a mapping such as `{{rope_type: yarn, factor: 4.0}}`, or `null` for none."
+        )
+    direct = {name: values[name] for name in ("rope_theta", "partial_rotary_factor") if name in values}
+    if not nested:
+        return _scaled(config, old, {**(given or {}), **direct}, replaces=bool(written), key=full_key)
+    if direct or any(name not in nested for name in given or {}):
+        raise ModelError(f"{full_key}: this model has one per layer type. Write {', '.join(nested)} in it.")
+    for name, scaling in (given or {}).items():
+        old[name] = _scaled(config, nested[name], scaling, replaces=True, key=full_key)
+    return old
+
+
+def _by_layer(parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    return {name: inner for name, inner in parameters.items() if isinstance(inner, dict)}
+
+
+def _scaled(
+    config: PreTrainedConfig, old: Mapping[str, Any], given: Any, *, replaces: bool, key: str
+) -> dict[str, Any]:
+    if not isinstance(given, Mapping):
+        raise ModelError(f"{key}: the value of a layer type is a mapping, `{{rope_type: yarn, factor: 4.0}}`.")
+    if replaces and given and "rope_type" not in given and "type" not in given:
+        raise ModelError(f"{key}: `rope_type` is missing. Write `rope_type: yarn` (or `linear`, `llama3`, ...) in it.")
+    rope_type = given.get("rope_type", given.get("type", "default" if replaces else old.get("rope_type", "default")))
+    dropped = {"attention_factor"} if rope_type == old.get("rope_type") and given else _SCALING_VALUES
+    base = {name: old[name] for name in old if name not in dropped} if replaces else old
+    new = {name: value for name, value in {**base, **given}.items() if name != "type"} | {"rope_type": rope_type}
+    if rope_type not in (*ROPE_INIT_FUNCTIONS, "default", old.get("rope_type")):
+        hint = suggestion(str(rope_type), sorted(ROPE_INIT_FUNCTIONS))
+        raise ModelError(f"{key}: transformers has no `rope_type: {rope_type}`.{hint}")
+    if old.get("rope_type") == _PARTIAL and rope_type != _PARTIAL:
+        raise ModelError(
+            f"{key}: `{config.model_type}` rotates only a part of each head (`rope_type: {_PARTIAL}`), for which "
+            f"transformers has no `{rope_type}`. Write `{{rope_type: {_PARTIAL}, factor: ...}}` for that layer type "
+            "in `model.config`."
+        )
+    if rope_type in _TYPES_WITH_ORIGIN:
+        new.setdefault(_ORIGIN, _origin(config, old))
+    return new
+
+
+def _origin(config: PreTrainedConfig, old: Mapping[str, Any]) -> Any:
+    """Return the number of positions in pre-training, None if the config does not contain it."""
+    return old.get(_ORIGIN) or getattr(config, _ORIGIN, None) or getattr(config, "max_position_embeddings", None)
+
+
+def require_as_written(config: PreTrainedConfig, values: Mapping[str, Any], *, key: str) -> None:
+    """Raise ModelError if a value of the scaling in the built config differs from the one in the job."""
+    for name in sub_configs(type(config)):
+        part, inner = getattr(config, name, None), values.get(name)
+        if isinstance(part, PreTrainedConfig) and isinstance(inner, Mapping):
+            require_as_written(part, inner, key=f"{key}.{name}")
+    built: dict[str, Any] = getattr(config, ROPE, None) or {}
+    for name, value in rope_values(values).items():
+        written = value if isinstance(value, Mapping) else {name: value}
+        full_key = f"{key}.{name}" if key != ROPE_SCALING_KEY else key
+        for layer_type, scaling in _by_layer(written).items() or [("", written)]:
+            actual = built.get(layer_type, {}) if layer_type else built
+            for part, expected in scaling.items():
+                field = "rope_type" if part == "type" else part
+                if expected is None or field not in _SCALING_VALUES or actual.get(field) == expected:
+                    continue
+                advice = f" Write it in `model.config.{field}`." if hasattr(config, field) else ""
+                raise ModelError(
+                    f"{full_key}: `{config.model_type}` would use `{field}: {actual.get(field)}` instead.{advice}"
+                )
+
+
+def rewritten_type(text: str, model_type: str, values: Mapping[str, Any]) -> str:
+    """Return a sentence if transformers' error names another `rope_type` than the job.
+
+    >>> rewritten_type("missing for 'rope_type'='longrope'", "phi3", {"rope_scaling": {"rope_type": "yarn"}})
+    ' `phi3` treats `rope_type: yarn` as `longrope`.'
+    """
+    match = re.search(r"'rope_type'='(\w+)'", text)
+    scaling = values.get("rope_scaling", values.get(ROPE))
+    written = scaling.get("rope_type", scaling.get("type")) if isinstance(scaling, Mapping) else None
+    if match is None or not isinstance(written, str) or written == match[1]:
+        return ""
+    return f" `{model_type}` treats `rope_type: {written}` as `{match[1]}`."
+
+
+def rope_scaling_values(config: PreTrainedConfig, section: RopeScalingSection) -> dict[str, Any]:
+    """Return the config values for `model.rope_scaling`: the scaling, and the resulting number of positions.
+
+    In a model with full and sliding attention, only the layers with full attention are scaled. Raises ModelError.
+    """
+    text = config.get_text_config()
+    if ROPE not in known_names(type(text)):
+        raise ModelError(f"{ROPE_SCALING_KEY}: `{text.model_type}` has no rotary position embedding. Remove it.")
+    old: dict[str, Any] = getattr(text, ROPE, None) or {}
+    nested = _by_layer(old)
+    if nested and not nested.keys() <= {_FULL_ATTENTION, _SLIDING_ATTENTION}:
+        raise ModelError(
+            f"{ROPE_SCALING_KEY}: `{text.model_type}` has one for each of {', '.join(nested)}. Write `rope_scaling` in "
+            "`model.config` with the ones to change."
+        )
+    current = nested.get(_FULL_ATTENTION, {}) if nested else old
+    current_positions = getattr(text, "max_position_embeddings", None)
+    if not isinstance(current_positions, int):
+        raise ModelError(f"{ROPE_SCALING_KEY}: `{text.model_type}` has no `max_position_embeddings`. Remove it.")
+    origin = section.original_max_position_embeddings or _origin(text, current)
+    positions = int(origin * section.factor)
+    if positions < current_positions:
+        raise ModelError(
+            f"{ROPE_SCALING_KEY}: {origin:,} positions x {section.factor:g} = {positions:,}, but the model already has "
+            f"{current_positions:,}. Write a larger `factor`."
+        )
+    scaling: dict[str, Any] = {"rope_type": section.rope_type, "factor": section.factor}
+    scaling |= {_ORIGIN: origin} if section.rope_type == "yarn" else {}
+    values = {"rope_scaling": {_FULL_ATTENTION: scaling} if nested else scaling, "max_position_embeddings": positions}
+    if text is config:
+        return values
+    for name in sub_configs(type(config)):
+        if getattr(config, name, None) is text:
+            return {name: values}
+    raise ModelError(f"{ROPE_SCALING_KEY}: `{config.model_type}` is not supported. Write it in `model.config`.")

@@ -1,11 +1,21 @@
-"""Hub names and folders of models and tokenizers, and one error message for any failure to load them."""
+"""Hub names and folders of models and tokenizers, checks of their files, and one message for any failure to load them.
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
+Files are checked before they are parsed, and the damaged one is named after a failure. The rules of a tokenizer.json
+can transform text in any way, so they are tried on a short text within limits.
+"""
 
-from finetune.errors import FinetuneError, ModelError
-from finetune.model.loading.model_files import PICKLE_ADVICE, REMOTE_CODE_ADVICE, damaged_file, is_panic
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path, PurePath
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from tokenizers import NormalizedString, Regex, Tokenizer, normalizers
+from transformers import PreTrainedTokenizerBase
+
+from finetune.errors import FinetuneError, ModelError, NotAFile
+from finetune.runtime.files.read import require_regular
 from finetune.runtime.hub import is_offline
 
 
@@ -74,3 +84,295 @@ def _failure_reason(name: str, error: BaseException) -> str:
         advice = "Check the spelling and `model.revision`; for a gated or private model log in with `hf auth login`."
     type_name = f"{type(error).__name__}: " if isinstance(error, LookupError | TypeError | AttributeError) else ""
     return f"{type_name}{error_summary(error)} {advice}"
+
+
+CONFIG = "config.json"
+# fmt: off
+SETTINGS = (
+    CONFIG, "generation_config.json", "adapter_config.json", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json", "chat_template.json", "preprocessor_config.json", "processor_config.json",
+    "video_preprocessor_config.json",
+)
+# fmt: on
+"""Files that contain one JSON object of settings."""
+
+VOCABULARIES = ("tokenizer.json", "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model")
+TEMPLATES = ("chat_template.jinja", "additional_chat_templates/*.jinja")
+INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
+PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+
+MAX_SETTINGS_BYTES = 16 << 20
+MAX_VOCABULARY_BYTES = 128 << 20
+"""More than four times the largest known vocabulary file (33 MB, 262,144 tokens)."""
+MAX_NESTING = 64
+MAX_LAYERS = 1000
+"""More layers are accepted only if the weights have enough tensors: building a billion layers would never finish."""
+
+REMOTE_CODE_ADVICE = (
+    "it contains Python code. Review the code; if you trust it, set `model.trust_remote_code: true` in the job, "
+    "or pass `--trust-remote-code` to a command without a job file."
+)
+
+PICKLE_ADVICE = (
+    "its weights are pickles (.bin), which can run code when they are loaded; only safetensors are loaded. Convert "
+    'them once in their folder: python -c "import torch; from safetensors.torch import save_file; save_file({name: '
+    "each.clone() for name, each in torch.load('pytorch_model.bin', weights_only=True).items()}, 'model.safetensors', "
+    "{'format': 'pt'})\" (an adapter: adapter_model.bin, adapter_model.safetensors). A whole model that you trust "
+    "like code is loaded as it is with `model.trust_remote_code: true` or `--trust-remote-code`."
+)
+
+
+def check_files(folder: Path) -> None:
+    """Raise ModelError, which names the file, for invalid settings, and for absurd sizes or nesting."""
+    for path in sorted(folder.iterdir()):
+        is_file = path.suffix in (".json", ".safetensors", ".model", ".bin", ".jinja")
+        if not path.exists() or (path.is_dir() and not is_file):
+            continue
+        try:
+            require_regular(path)  # reading a FIFO, socket or device may never finish
+        except NotAFile as error:
+            raise ModelError(f"{path}: {error.strerror}. Copy the folder again from its source.") from error
+    limits = {folder / name: MAX_SETTINGS_BYTES for name in SETTINGS}
+    limits |= {folder / name: MAX_VOCABULARY_BYTES for name in VOCABULARIES}
+    limits |= {path: MAX_SETTINGS_BYTES for pattern in TEMPLATES for path in folder.glob(pattern)}
+    for path, limit in limits.items():
+        if path.is_file() and (size := path.stat().st_size) > limit:
+            raise ModelError(f"{path}: the file has {size:,} bytes, but the limit is {limit:,}. Is it the right file?")
+    for name in SETTINGS:
+        if (folder / name).is_file():
+            settings = read_json_settings(folder / name)
+            if name == CONFIG:
+                _check_depth(folder, settings)
+
+
+def read_json_settings(path: Path) -> dict[str, Any]:
+    """Return the JSON object in the file; raises ModelError, which names the file, for any other content."""
+    try:
+        if path.stat().st_size > MAX_SETTINGS_BYTES:
+            raise ValueError(f"it has more than {MAX_SETTINGS_BYTES:,} bytes")
+        settings = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(settings, dict):
+            names = {list: "a list", str: "a string", type(None): "`null`", bool: "a boolean"}
+            type_name = names.get(type(settings), "a number")
+            raise ValueError(f"it contains {type_name} instead of a JSON object (`{{...}}`)")
+        level: list[Any] = [settings]
+        for _ in range(MAX_NESTING):
+            level = [inner for value in level for inner in _children(value)]
+        if level:
+            raise ValueError(f"it is nested more than {MAX_NESTING} deep")
+        _require_valid_unicode(settings)
+    except UnicodeError as error:
+        raise ModelError(
+            f"{path}: the file is damaged: it is not valid UTF-8, or has an unpaired surrogate. Copy it again from "
+            "its source."
+        ) from error
+    except RecursionError as error:
+        raise ModelError(f"{path}: the file is damaged: it is nested more than {MAX_NESTING} deep.") from error
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read: {error.strerror}.") from error
+    except ValueError as error:
+        raise ModelError(f"{path}: the file is damaged: {error}. Copy it again from its source.") from error
+    return settings
+
+
+def check_weights(folder: Path, *, trust_remote_code: bool) -> None:
+    """Raise ModelError if the folder's weights are untrusted pickles, or its index is invalid."""
+    if (folder / WEIGHTS).is_file():
+        return
+    if (folder / INDEX).is_file():
+        check_index(folder / INDEX)
+        return
+    pickles = [name for name in PICKLES if (folder / name).is_file()]
+    if pickles and not trust_remote_code:
+        raise ModelError(f"{folder / pickles[0]}: {PICKLE_ADVICE}")
+
+
+def check_matrix_sizes(folder: Path, config: Any) -> None:
+    """Raise ModelError if the config has matrices far larger than all of the folder's weights.
+
+    For loading with `ignore_mismatched_sizes`, which initializes mismatched weights of any size.
+    """
+    text = config.get_text_config()
+    named = ((name, getattr(text, name, None)) for name in ("hidden_size", "intermediate_size", "vocab_size"))
+    sizes: dict[str, int] = {name: size for name, size in named if isinstance(size, int)}
+    weight_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    if max(sizes.values(), default=0) * sizes.get("hidden_size", 0) > 16 * weight_bytes + (1 << 28):
+        listed = ", ".join(f"`{name}` {size:,}" for name, size in sizes.items())
+        raise ModelError(
+            f"{folder / CONFIG}: {listed} do not match the weights in the folder. One of them belongs to another model."
+        )
+
+
+def check_index(index: str | PurePath) -> None:
+    """Raise ModelError unless the index maps names of tensors to safetensors files in the same folder."""
+    path = Path(index)
+    if path.stat().st_size > MAX_VOCABULARY_BYTES:
+        raise ModelError(f"{path}: the file has {path.stat().st_size:,} bytes, which is too large for a weight index.")
+    try:
+        index_content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(index_content["metadata"], dict):
+            raise TypeError("`metadata` is not an object")
+        shards = set(index_content["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ModelError(
+            f"{path}: the file is damaged: it has no `weight_map` of names and no `metadata`. Copy it again from "
+            "its source."
+        ) from error
+    for shard in shards or {None}:
+        if not isinstance(shard, str) or PurePath(shard).name != shard or not shard.endswith(".safetensors"):
+            raise ModelError(f"{path}: {shard!r} is not a safetensors file in the same folder.")
+
+
+def damaged_file(folder: Path) -> str | None:
+    """Return a sentence that names the first damaged file of weights or tokenizer; None if there is none.
+
+    For use after loading has failed: reads the headers of all weights, and the whole tokenizer.
+    """
+    shards = sorted(folder.glob("*.safetensors"))
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        names = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()
+        shards += [folder / name for name in sorted(set(names)) if not (folder / name).exists()]
+    for path in shards:
+        try:
+            with safe_open(path, framework="pt") as file:
+                file.keys()
+        except (SafetensorError, OSError) as error:
+            return f"{path} is damaged or missing ({_first_line(error)}): copy it again."
+    path = folder / "tokenizer.json"
+    try:
+        if path.is_file():
+            Tokenizer.from_file(str(path))
+    except BaseException as error:
+        if not is_panic(error) and not isinstance(error, Exception):
+            raise
+        return f"{path} is damaged ({_first_line(error)}): copy it again."
+    return None
+
+
+def is_panic(error: BaseException) -> bool:
+    """Return whether this is a Rust panic in safetensors or tokenizers, which is not an Exception."""
+    return type(error).__name__ == "PanicException"
+
+
+def _check_depth(folder: Path, config: Mapping[str, Any]) -> None:
+    """Raise ModelError if the config, or a part of it, has more layers or experts than the weights have tensors."""
+    counts: dict[str, int] = {}
+    for part in (config, *_children(config)):
+        for key, value in part.items() if isinstance(part, dict) else ():
+            if isinstance(value, int) and ("layer" in key or "expert" in key):
+                counts[key] = value
+    largest = max(counts.values(), default=0)
+    if largest <= MAX_LAYERS:
+        return
+    num_tensors = 0
+    for path in folder.glob("*.safetensors"):
+        with suppress(SafetensorError, OSError), safe_open(path, framework="pt") as file:
+            num_tensors += len(file.keys())
+    if largest > num_tensors:
+        key = next(key for key, value in counts.items() if value == largest)
+        raise ModelError(
+            f"{folder / CONFIG}: `{key}` is {largest:,}, but the weights in the folder have {num_tensors:,} tensors. "
+            "The file is damaged: copy it again from its source."
+        )
+
+
+def _require_valid_unicode(value: Any) -> None:
+    """Raise UnicodeError if a text in the value has an unpaired surrogate."""
+    names = value if isinstance(value, dict) else ()
+    for text in (value, *names):
+        if isinstance(text, str):
+            text.encode("utf-8")
+    for inner in _children(value):
+        _require_valid_unicode(inner)
+
+
+def _children(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict):
+        yield from value.values()
+    elif isinstance(value, list):
+        yield from value
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0][:200] if lines else type(error).__name__
+
+
+MAX_INSERTED = 256
+"""The maximum number of characters that a tokenizer's rule may insert for a match; known rules insert at most 30."""
+MAX_GROWTH = 64
+"""The maximum factor by which a normalizer may lengthen a text; NFKC can expand one character to 18."""
+MAX_ADDED_TOKENS = 1_000
+"""The maximum number of special tokens added to each text."""
+
+_PROBE = "".join(map(chr, range(0x20, 0x7F))) + "\u00e9\u2581\ufdfa\n"
+
+
+def check_tokenizer(loaded: Any, source: str) -> None:
+    """Raise ModelError for a tokenizer (or a processor's) whose rules lengthen text excessively, or that panics."""
+    tokenizer = getattr(loaded, "tokenizer", loaded)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if not isinstance(tokenizer, PreTrainedTokenizerBase) or backend is None:
+        return
+    try:
+        problem = _tokenizer_problem(backend)
+    except BaseException as error:
+        if not is_panic(error) and not isinstance(error, Exception):
+            raise
+        problem = f"it cannot encode plain text ({_first_line(error)})"
+    if problem is not None:
+        raise ModelError(f"{source}: tokenizer.json is damaged: {problem}. Copy it again from its source.")
+
+
+def _tokenizer_problem(backend: Any) -> str | None:
+    """Return the reason why the tokenizer cannot be used; exceptions from encoding plain text propagate.
+
+    Each rule is checked first; then the normalizer's rules are applied one by one to a text with all patterns, so that
+    every step is fast.
+    """
+    if backend.num_special_tokens_to_add(False) > MAX_ADDED_TOKENS:
+        return f"its post-processor adds more than {MAX_ADDED_TOKENS:,} special tokens to each text"
+    text = _PROBE
+    for part in ("normalizer", "pre_tokenizer"):
+        for rule in _rules(json.loads(getattr(backend, part).__getstate__()) if getattr(backend, part) else None):
+            pattern = rule.get("pattern")
+            if rule.get("type") == "Replace" and rule.get("content") and _inserts_before_text(pattern):
+                return f"a rule of its {part} matches the empty text"
+            for key in ("content", "prepend", "replacement"):
+                if isinstance(rule.get(key), str) and len(rule[key]) > MAX_INSERTED:
+                    return f"a rule of its {part} inserts {len(rule[key]):,} characters for each match"
+            text += str(pattern.get("String", "")) if isinstance(pattern, dict) else ""
+    text = text[:10_000]
+    allowed = MAX_GROWTH * len(text)
+    for step in _steps(backend.normalizer):
+        text = step.normalize_str(text)
+        if len(text) > allowed:
+            return f"its normalizer makes texts more than {MAX_GROWTH} times as long"
+    backend.encode(_PROBE)
+    return None
+
+
+def _rules(state: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(state, dict):
+        yield state
+    for part in _children(state):
+        yield from _rules(part)
+
+
+def _inserts_before_text(pattern: Any) -> bool:
+    """Return whether the pattern matches the empty text at the start of another one.
+
+    Encoding panics where a rule inserts there (tokenizers 0.23); Python's `re` does not know this dialect of patterns.
+    """
+    if not isinstance(pattern, dict) or not isinstance(pattern.get("Regex"), str):
+        return bool(pattern == {"String": ""})
+    regex = Regex(pattern["Regex"])
+    return any(NormalizedString(text).split(regex, "isolated")[0].original == "" for text in _PROBE)
+
+
+def _steps(normalizer: Any) -> Iterator[Any]:
+    if isinstance(normalizer, normalizers.Sequence):
+        for index in range(len(normalizer)):
+            yield from _steps(normalizer[index])
+    elif normalizer is not None:
+        yield normalizer

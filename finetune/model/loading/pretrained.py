@@ -6,6 +6,7 @@ adapter is loaded, not for reading its config or digest.
 """
 
 import hashlib
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,18 +15,22 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
+from transformers.utils.hub import cached_file
 
+from finetune.config.sections.model import ModelSection
 from finetune.errors import ModelError
-from finetune.model.loading.hub import is_local_path
-from finetune.model.loading.model_files import (
+from finetune.model.loading.hub import (
     PICKLE_ADVICE,
     check_files,
     check_matrix_sizes,
     check_tokenizer,
     check_weights,
+    is_local_path,
     read_json_settings,
+    resolve_name,
 )
 from finetune.model.upstream import data_only_loading
+from finetune.runtime.hub import is_offline
 from finetune.runtime.optional import lazily
 
 with lazily():
@@ -225,3 +230,51 @@ def read_saved_adapter_config(folder: Path) -> dict[str, Any]:
             "exported by a run with adapters, such as `runs/NAME/final`."
         )
     return read_adapter_config(folder)
+
+
+_POOLING_FILE = "1_Pooling/config.json"
+_NAMES = {"mean": "mean", "cls": "cls", "lasttoken": "last_token"}
+"""This package's names of pooling by those of sentence-transformers 6."""
+_OLDER_KEYS = {
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_lasttoken": "last_token",
+}
+
+
+def pooling_warning(section: ModelSection, pooling: str) -> str | None:
+    """Return a warning if the files of a sentence-transformers model name another pooling than this one.
+
+    None as well where they name none, several or an unknown one.
+    """
+    if section.name is None:
+        return None
+    try:
+        if is_local_path(section.name):
+            path: Any = Path(resolve_name(section.name, key="model.name")) / _POOLING_FILE
+        else:
+            path = cached_file(
+                section.name,
+                _POOLING_FILE,
+                revision=section.revision,
+                cache_dir=section.cache_folder,
+                local_files_only=is_offline(),
+                _raise_exceptions_for_missing_entries=False,
+                _raise_exceptions_for_connection_errors=False,
+            )
+        settings: Any = None if path is None else json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    if not isinstance(settings, dict):
+        return None
+    if "pooling_mode" in settings:
+        mode = settings["pooling_mode"]
+        names = [_NAMES[mode]] if isinstance(mode, str) and mode in _NAMES else []
+    else:
+        names = [name for key, name in _OLDER_KEYS.items() if settings.get(key)]
+    if len(names) != 1 or names[0] == pooling:
+        return None
+    return (
+        f"warning: task.embedding.pooling: `{section.name}` was trained with `{names[0]}` pooling, according to "
+        f"its {_POOLING_FILE}, but this job uses `{pooling}`. To keep its vectors, write `pooling: {names[0]}`."
+    )

@@ -15,8 +15,7 @@ from finetune.errors import ModelError
 from finetune.model.attention.implementation import default_attention
 from finetune.model.freeze import unused_modules
 from finetune.model.loading.architecture import HEADS, NEW_HEADS
-from finetune.model.loading.hub import is_local_path, loading_errors
-from finetune.model.loading.model_files import CONFIG, read_json_settings
+from finetune.model.loading.hub import CONFIG, is_local_path, loading_errors, read_json_settings
 from finetune.model.loading.pretrained import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from finetune.errors import FinetuneError, LostContact, UserError
-from finetune.run.session.losses import loss_name
+from finetune.run.session.rows import loss_name
 from finetune.runtime import distributed
 from finetune.runtime.supervision.exit import is_broken_collective
 

@@ -21,10 +21,18 @@ from finetune.data.sample_checks import extend_digest, samples_checksum
 from finetune.data.token_cache.integrity import sample_checksum
 from finetune.errors import CheckpointError, UserError
 from finetune.run.final_export import export_final
-from finetune.run.session.losses import JobLoss, TargetLosses, resolve_loss
 from finetune.run.session.open import SESSION_CLOSED, OpenedRun
 from finetune.run.session.results import ForwardBackward, JobBatch, LossFunction, OptimStep, Rows, Scores
-from finetune.run.session.rows import WEIGHTS, EncodedRow, RowEncoder, cut_rows, step_seed
+from finetune.run.session.rows import (
+    WEIGHTS,
+    EncodedRow,
+    JobLoss,
+    RowEncoder,
+    TargetLosses,
+    cut_rows,
+    resolve_loss,
+    step_seed,
+)
 from finetune.run.state.resume import restore
 from finetune.runtime import distributed, seeds
 from finetune.runtime.progress import Progress
@@ -153,9 +161,11 @@ class StepEngine:
         opened, parts, progress = self._open_step, self.parts, self.progress
         if opened is None:
             raise UserError("optim_step: there is no gradient. Call `forward_backward` first.")
-        rate = self._scheduled_rate() if learning_rate is None else _positive(learning_rate)
+        rate = self._scheduled_rate() if learning_rate is None else learning_rate
+        if not isinstance(rate, int | float) or not 0 <= rate < math.inf:
+            raise UserError(f"optim_step: learning_rate must be a number of at least 0, and is {rate!r}.")
         with self._changing():
-            begin_step(parts.optimizer, step=progress.step, learning_rate=rate)
+            begin_step(parts.optimizer, step=progress.step, learning_rate=float(rate))
             complete_gradients(parts.accelerator, parts.model, divisor=opened.num_targets / opened.divisor)
             norm, is_taken = update_weights(parts, progress)
             self._open_step = None
@@ -358,9 +368,3 @@ def _by_row(batches: Sequence[Batch], per_target: Sequence[Tensor]) -> tuple[tup
         own |= {sample_id: tuple(part.tolist()) for sample_id, part in zip(batch.sample_ids, parts, strict=True)}
     everyone = {sample_id: row for rank_rows in distributed.gather_objects(own) for sample_id, row in rank_rows.items()}
     return tuple(everyone[sample_id] for sample_id in sorted(everyone))
-
-
-def _positive(learning_rate: float) -> float:
-    if not isinstance(learning_rate, int | float) or not 0 <= learning_rate < math.inf:
-        raise UserError(f"optim_step: learning_rate must be a number of at least 0, and is {learning_rate!r}.")
-    return float(learning_rate)

@@ -1,27 +1,30 @@
 """The training data of a run: tokenizer, task and tokenized samples, made without any process group."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+
+import numpy as np
 
 from finetune.config.run_config import RunConfig
 from finetune.config.section import KeyLocations
 from finetune.config.sections.data import DataSection
-from finetune.data.audit import Prepared, Streamed, refuse_exceeded
-from finetune.data.encoding.tokenizer import drops_unknown_text, tokenizer_identity, unknown_ids
-from finetune.data.features import Features
-from finetune.data.order.mixing import mixed_view
+from finetune.data.audit import Audit, Padding, Prepared, Streamed, audit_sources, measure_padding
+from finetune.data.encoding.labelled import LABEL
+from finetune.data.encoding.tokenizer import prepare_tokenizer, tokenizer_identity, unknown_ids
+from finetune.data.features import LENGTHS_OF_SEQUENCES, Features
+from finetune.data.order.grouping import tokens_per_position
 from finetune.data.order.order import DatasetView, fingerprint_of, steps_for_tokens
-from finetune.data.sources.source import OpenedSources, open_sources, rows_read, stream_of, texts
-from finetune.data.streams.stream import stream_view
-from finetune.data.templates.arguments import arguments_of, use_arguments
-from finetune.data.templates.chat_template import set_chat_template
-from finetune.data.token_cache.cache import OnSourceProgress, cache_folder, prepare_set, repair
+from finetune.data.sources.source import open_sources, rows_read, texts
+from finetune.data.template_check import check_template
+from finetune.data.token_cache.cache import OnSourceProgress, cache_folder, repair
 from finetune.data.token_cache.chunks import Encoding
-from finetune.data.token_cache.store import TokenCache, dataset_view, grouped_by_length
+from finetune.data.token_cache.store import TokenCache
+from finetune.data.training_rows import prepare_rows
 from finetune.model.processing import Processing, load_processing
 from finetune.registry.plugins import code_identity
 from finetune.registry.tasks import TASKS
@@ -29,21 +32,11 @@ from finetune.report.reporter import RunLog
 from finetune.run.context import RunContext
 from finetune.run.setup.padding_free import format_padding_free, resolve_padding_free
 from finetune.runtime import distributed
-from finetune.runtime.seeds import derive_seed
+from finetune.runtime.files import atomic
 from finetune.task.generation import Metric, load_metrics
 from finetune.task.lm_loss.target_loss import resolve_kernel
 from finetune.task.protocol import Task, TaskContext, build_task
 from finetune.train.plan import StepPlan, make_plan
-
-_DROPS_UNKNOWN_TEXT = (
-    "warning: the tokenizer has neither an unknown token nor bytes: characters that it does not know are "
-    "dropped silently. Look at `finetune preview`, or choose another tokenizer."
-)
-
-_TEMPLATE_ARGUMENTS = (
-    "the tokenizer comes with chat template arguments, which are used: {}. `data.chat_template_arguments` replaces "
-    "them."
-)
 
 
 @dataclass(frozen=True)
@@ -96,30 +89,35 @@ def make_training_data(
     generate = config.evaluate.generate if config.evaluate else None
     answer_metrics = load_metrics(generate.metrics if generate else ())
     sources = open_sources(data, seed=config.run.seed, log=log)
-    processing = _load_processing(config, sources, log, locations)
-    rows = partial(rows_read, sources.train)
+    processing = load_processing(
+        config.model,
+        reads=TASKS[config.task.name].reads,
+        texts=partial(texts, sources.train),
+        cache_folder=cache_folder(data),
+        log=log,
+        images=data.images,
+    )
+    if processing.tokenizer is not None:
+        prepare_tokenizer(processing.tokenizer, data, locations=locations, log=log)
     kernel, warnings = resolve_kernel(config.train.loss_kernel)
     layout = resolve_padding_free(config)
+    rows = partial(rows_read, sources.train)
     task = build_task(
         TaskContext(config.task, layout, processing.tokenizer, processing.processor, rows=rows, loss_kernel=kernel)
     )
     for line in (*warnings, *task.data_facts.lines, *format_padding_free(config, layout)):
         log(line)
-    encoding = make_encoding(data, processing, task, name=config.task.name)
-    prepare = partial(prepare_set, encoding=encoding, log=log, on_progress=on_progress, builds=builds)
-    audited: dict[str, Prepared | Streamed] = {}
-    pools = []
-    for source in sources.train:
-        seed = derive_seed(config.run.seed, source.key) if data.train.mix else config.run.seed
-        if stream_of(source.section) is not None:
-            pool, audited[source.key] = stream_view(source, encoding, seed=seed, log=log)
-        else:
-            audited[source.key] = prepared = prepare(source)
-            pool = dataset_view(prepared, data, seed=seed, key=source.key)
-        pools.append(pool)
-    refuse_exceeded(audited, data.audit)
-    validation_set = prepare(sources.validation) if sources.validation else None
-    return TrainingData(processing, task, _mix(pools, config, layout), audited, validation_set, answer_metrics)
+    encoded = prepare_rows(
+        sources,
+        make_encoding(data, processing, task, name=config.task.name),
+        layout,
+        seed=config.run.seed,
+        global_batch_size=config.train.global_batch_size,
+        log=log,
+        on_progress=on_progress,
+        builds=builds,
+    )
+    return TrainingData(processing, task, encoded.training, encoded.sources, encoded.validation_set, answer_metrics)
 
 
 def make_encoding(data: DataSection, processing: Processing, task: Task, *, name: str) -> Encoding:
@@ -142,33 +140,6 @@ def input_identity(processing: Processing, task: Task) -> dict[str, str]:
     if task.samples.identity:
         identity["task"] = fingerprint_of(json.dumps(task.samples.identity, sort_keys=True))
     return identity
-
-
-def _load_processing(config: RunConfig, sources: OpenedSources, log: RunLog, locations: KeyLocations) -> Processing:
-    """Return the tokenizer or processor, with the chat template set."""
-    processing = load_processing(
-        config.model,
-        reads=TASKS[config.task.name].reads,
-        texts=partial(texts, sources.train),
-        cache_folder=cache_folder(config.data),
-        log=log,
-        images=config.data.images,
-    )
-    if processing.tokenizer is not None:
-        set_chat_template(processing.tokenizer, config.data.chat_template)
-        use_arguments(processing.tokenizer, config.data.chat_template_arguments, locations)
-        if config.data.chat_template_arguments is None and (brought := arguments_of(processing.tokenizer)):
-            log(_TEMPLATE_ARGUMENTS.format(json.dumps(dict(brought))))
-        if drops_unknown_text(processing.tokenizer):
-            log(_DROPS_UNKNOWN_TEXT)
-    return processing
-
-
-def _mix(pools: Sequence[DatasetView], config: RunConfig, data: DataSection) -> DatasetView:
-    """Return the views mixed, and sorted by length, as configured; `data` is its resolved section."""
-    seed = config.run.seed
-    pool = mixed_view(pools, data.train, seed=seed, unit=data.batching.unit) if data.train.mix else pools[0]
-    return grouped_by_length(pool, data.batching, seed=seed, global_batch_size=config.train.global_batch_size)
 
 
 def make_run_plan(config: RunConfig, training_data: TrainingData, *, sequence_size: int = 1) -> StepPlan:
@@ -202,16 +173,87 @@ VERIFY_TIMEOUT_SECONDS = 10.0
 """For a large set; each sample is also verified before a step trains on it."""
 
 
-def verify_before_training(training_data: TrainingData) -> None:
-    """Rebuild sets in which damage was detected. Not collective: each rank checks what it reads.
-
-    Where something is precomputed for all samples, all of them are verified first.
-    """
-    verify_sets(training_data, seconds=VERIFY_TIMEOUT_SECONDS if training_data.task.precomputed is None else None)
-
-
 def verify_sets(training_data: TrainingData, *, seconds: float | None = None) -> None:
     """Wait until all sets are verified, at most `seconds` for each; damaged ones are rebuilt."""
     for prepared in (*training_data.sources.values(), training_data.validation_set):
         if isinstance(prepared, TokenCache):
             repair(prepared, seconds=seconds)
+
+
+AUDIT_FILE = "audit.json"
+
+
+def audit_training_data(config: RunConfig, training_data: TrainingData) -> Audit:
+    """Return the audit of the training data; of a stream, of the rows prepared by now."""
+    task = TASKS[config.task.name]
+    is_template_checked = task.chooses_turns and not task.has_images
+    return audit_sources(
+        training_data.sources,
+        validation=training_data.validation_set,
+        limits=config.data.audit,
+        padding=_padding(config, training_data),
+        template=check_template(training_data.tokenizer, config.data) if is_template_checked else None,
+        classes=_classes(training_data) if task.sample == "image" else None,
+        num_sequences=_num_sequences(training_data) if "pairs" in task.formats else 0,
+    )
+
+
+def write_audit(folder: Path, config: RunConfig, training_data: TrainingData, *, log: RunLog) -> None:
+    """Write the audit into the run folder and log the problems that show only across sources."""
+    audit = audit_training_data(config, training_data)
+    atomic.write_json(folder / AUDIT_FILE, audit.as_json())
+    for line in _notices(audit):
+        log(line)
+
+
+def _padding(config: RunConfig, training_data: TrainingData) -> Padding | None:
+    if training_data.training.order.num_positions is None:
+        return None  # the samples of a stream have not been read yet
+    if not TASKS[config.task.name].has_tokens:
+        return None
+    batching, train = config.data.batching, config.train
+    budget = tokens_per_position(batching, max_length=config.data.longest)
+    return measure_padding(
+        training_data.training,
+        training_data.task.collate,
+        global_batch_size=train.global_batch_size,
+        microbatch_size=train.known_microbatch_size,
+        budget=None if batching.by == "samples" else budget,
+    )
+
+
+def _classes(training_data: TrainingData) -> dict[str, int]:
+    """Return the training images of each class; streams have not been read yet and are left out."""
+    names = list(training_data.task.data_facts.values["labels"])
+    prepared = [rows for rows in training_data.sources.values() if isinstance(rows, TokenCache)]
+    labels = (piece for rows in prepared for piece in rows.pieces(LABEL))
+    counts = sum((np.bincount(piece, minlength=len(names)) for piece in labels), np.zeros(len(names)))
+    return {name: int(count) for name, count in zip(names, counts, strict=True)}
+
+
+def _num_sequences(training_data: TrainingData) -> int:
+    """Return the texts of all training samples; streams have not been read yet and are left out."""
+    prepared = [rows for rows in training_data.sources.values() if isinstance(rows, TokenCache)]
+    return sum(len(piece) for rows in prepared for piece in rows.pieces(LENGTHS_OF_SEQUENCES))
+
+
+def _notices(audit: Audit) -> Iterator[str]:
+    if audit.padding is not None and audit.padding.share > 0:
+        share, plain = audit.padding.share, audit.padding.plain_share
+        yield f"padding: {share:.1%} of the computed positions (plain batches: {plain:.1%})"
+    if audit.total.duplicates:
+        yield f"{audit.total.duplicates:,} of {audit.total.counts.samples:,} training samples are duplicates"
+    for source in audit.sources:
+        if source.in_validation:
+            yield (
+                f"warning: {source.key}: {source.in_validation:,} samples are among the validation samples, too. "
+                "`data.validation.exclude_from_train: true` leaves such rows out."
+            )
+    if audit.template is not None:
+        if audit.template.trained_cases and not audit.template.trains_on_end:
+            yield "warning: chat template: the end-of-turn token is not a target, so the model will not learn to stop"
+        for difference in audit.template.differences[:1]:  # the other cases differ in the same way
+            yield (
+                f"warning: chat template: {difference.case}: the prompt at inference is {difference.prompt}, but the "
+                f"model is trained on {difference.trained}"
+            )

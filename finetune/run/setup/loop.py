@@ -1,18 +1,24 @@
-"""The parts that the training loop is handed: batches, update, evaluation, stop sources, and times of the start."""
+"""The parts that the training loop is handed: batches, update, evaluation, stop sources, and times of the start.
+
+Where steps are profiled, each call of a part that belongs to a phase counts for it; the parts know nothing of it.
+"""
 
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from torch import nn
 
 from finetune.config.run_config import RunConfig
 from finetune.config.sections.evaluate import EvaluateSection
+from finetune.config.sections.report import ProfileSection
 from finetune.config.sections.train import TrainSection
 from finetune.data.batch import Batch
 from finetune.data.loader import StepGroups, evaluation_loader, train_loader
@@ -21,6 +27,8 @@ from finetune.data.templates.chat_template import stop_ids
 from finetune.model.batch_norm import GhostBatchNorm, sync_batch_norm, update_running_statistics
 from finetune.report.events import Noted, StartedUp
 from finetune.report.gpu import DeviceColumns
+from finetune.report.phases import BACKWARD, DATA, EVALUATE, FORWARD, LOG, OPTIMIZER, SAVE
+from finetune.report.profile import StepProfile
 from finetune.report.reporter import CallbackReporter, Reporter, RunLog
 from finetune.report.timing import StartupTimer
 from finetune.run.context import RunPaths
@@ -31,16 +39,27 @@ from finetune.runtime import distributed
 from finetune.runtime.optional import no_op
 from finetune.runtime.parallel import sequence_group, tensor_group
 from finetune.runtime.progress import Cadence, NeverDue
+from finetune.runtime.run_folder import PROFILE_FOLDER
 from finetune.runtime.supervision.signals import ReceivedSignals, SpotNotice
 from finetune.task.generation import GenerationEvaluator, Metric
 from finetune.task.protocol import Task
 from finetune.train.accelerator import own_batches
-from finetune.train.early_stopping import EarlyStopping, NeverStop
 from finetune.train.evaluate import EvaluationWithWeights, Evaluator, NoEvaluation
 from finetune.train.meters import Meters
 from finetune.train.parts import CheckpointSaving, Evaluation, TrainingComponents
-from finetune.train.stopping import FAILED_SAVE, SPOT_NOTICE, STOP_FILE, TIME_LIMIT, StopFile, StopSources, TimeLimit
+from finetune.train.stopping import (
+    FAILED_SAVE,
+    SPOT_NOTICE,
+    STOP_FILE,
+    TIME_LIMIT,
+    EarlyStopping,
+    NeverStop,
+    StopFile,
+    StopSources,
+    TimeLimit,
+)
 from finetune.train.update import Update, UpdateInBackward
+from finetune.train.upstream import replace_engine_step, without_accelerate_wrapper
 
 
 @dataclass(frozen=True)
@@ -70,6 +89,13 @@ def make_parts(
     """Return the loop's components; the first step reports the duration of the start."""
     training_data, prepared, plan = built.training_data, built.prepared, built.plan
     stopping = config.train.early_stopping
+    stops: dict[str, Callable[[], bool]] = {FAILED_SAVE: lambda: save.has_failed}  # of this rank
+    if config.train.time_limit_minutes:
+        stops[TIME_LIMIT] = TimeLimit(config.train.time_limit_minutes * 60, startup.started_at)
+    if distributed.is_main():
+        stops[STOP_FILE] = StopFile(RunPaths(Path(config.run.folder)).stop_file)
+    if config.run.spot_notice and os.environ.get("LOCAL_RANK", "0") == "0":  # one process of a machine
+        stops[SPOT_NOTICE] = SpotNotice(config.run.spot_notice, log=log).start()
     return TrainingComponents(
         accelerator=prepared.accelerator,
         model=prepared.model,
@@ -90,10 +116,7 @@ def make_parts(
         log_due=Cadence(config.report.log_every_steps, plan.num_steps),
         evaluate_due=Cadence(config.evaluate.every_steps, plan.num_steps) if config.evaluate else NeverDue(),
         save_due=Cadence(config.checkpoint.every_steps, plan.num_steps),
-        stop_sources=replace(
-            make_stop_sources(config, signals=signals, save=save, started=startup.started_at, log=log),
-            requests=reporter.take_requests,
-        ),
+        stop_sources=StopSources(signals, stops, requests=reporter.take_requests),
         stop_after_steps=config.train.stop_after_steps,
         early_stopping=EarlyStopping(stopping) if stopping else NeverStop(),
         before_batch=prepared.before_batch,
@@ -185,23 +208,6 @@ def _evaluation(config: RunConfig, built: BuiltRun, *, reporter: Reporter) -> Ev
     )
 
 
-def make_stop_sources(
-    config: RunConfig, *, signals: ReceivedSignals, save: CheckpointSaving, started: float, log: RunLog
-) -> StopSources:
-    """Return everything that can request a stop of this rank.
-
-    Only rank 0 looks for the file `STOP` in the run folder, and one process of a machine for the spot notice.
-    """
-    sources: dict[str, Callable[[], bool]] = {FAILED_SAVE: lambda: save.has_failed}
-    if config.train.time_limit_minutes:
-        sources[TIME_LIMIT] = TimeLimit(config.train.time_limit_minutes * 60, started)
-    if distributed.is_main():
-        sources[STOP_FILE] = StopFile(RunPaths(Path(config.run.folder)).stop_file)
-    if config.run.spot_notice and os.environ.get("LOCAL_RANK", "0") == "0":
-        sources[SPOT_NOTICE] = SpotNotice(config.run.spot_notice, log=log).start()
-    return StopSources(signals, sources)
-
-
 def remove_stop_file(path: Path, *, log: Callable[[str], None]) -> None:
     """Remove the stop file, so that the same command resumes; log where that fails."""
     try:
@@ -266,3 +272,86 @@ def _answers(
         device=accelerator.device,
         metrics=dict(metrics),
     )
+
+
+def profile_parts(parts: TrainingComponents, section: ProfileSection | None, *, run_folder: Path) -> TrainingComponents:
+    """Return the parts, timed in the window that the section describes; they compute the same."""
+    if section is None:
+        return parts
+    profile = StepProfile(
+        section,
+        folder=run_folder / PROFILE_FOLDER,
+        reporter=parts.reporter,
+        device=parts.accelerator.device,
+        num_steps=parts.plan.num_steps,
+    )
+    profile.attach = partial(_timed_optimizer, parts)
+    timed: Callable[..., Any] = partial(_Timed, profile=profile)
+    return replace(
+        parts,
+        groups=partial(_timed_groups, parts.groups, profile),
+        task=timed(parts.task, phases={"prepare_step": FORWARD, "loss_sums": FORWARD}),
+        before_batch=timed_call(parts.before_batch, FORWARD, profile),
+        update=timed(parts.update, phases={"backward": BACKWARD, "clip": OPTIMIZER}, called=OPTIMIZER),
+        meters=timed(parts.meters, phases={"read": LOG}),
+        reporter=timed(parts.reporter, phases={}, called=LOG),
+        evaluate=timed_call(parts.evaluate, EVALUATE, profile),
+        save=timed(parts.save, phases={"report_written": SAVE, "wait_for_writes": SAVE}, called=SAVE),
+        profile=profile,
+    )
+
+
+def timed_call(function: Callable[..., Any], phase: str, profile: StepProfile) -> Callable[..., Any]:
+    """Return the function, whose time counts for the phase while the window of the profile is open."""
+
+    def call(*given: Any, **named: Any) -> Any:
+        if not profile.is_open:
+            return function(*given, **named)
+        with profile.phase(phase):
+            return function(*given, **named)
+
+    return call
+
+
+class _Timed:
+    """Stands for an object whose calls count for phases: the named methods, and calls of the object itself."""
+
+    def __init__(
+        self, inner: Any, *, profile: StepProfile, phases: Mapping[str, str], called: str | None = None
+    ) -> None:
+        self._inner = inner
+        self._call = timed_call(inner, called, profile) if called else inner
+        for name, phase in phases.items():
+            setattr(self, name, timed_call(getattr(inner, name), phase, profile))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        """Call the object itself."""
+        return self._call(*given, **named)
+
+
+def _timed_groups(
+    groups: Callable[..., Iterator[tuple[Batch, ...]]], profile: StepProfile, *, first_step: int
+) -> Iterator[tuple[Batch, ...]]:
+    coming = groups(first_step=first_step)
+    fetch = timed_call(partial(next, coming, None), DATA, profile)
+    while (group := fetch()) is not None:
+        yield group
+
+
+@contextmanager
+def _timed_optimizer(parts: TrainingComponents, profile: StepProfile) -> Iterator[None]:
+    """Have the optimizer's steps inside a backward pass count as such: DeepSpeed's engine's, and `in_backward`."""
+    with ExitStack() as stack:
+        if hasattr(parts.model, "zero_optimization_stage"):
+            engine: Any = parts.model
+            stack.enter_context(replace_engine_step(engine, timed_call(engine.step, OPTIMIZER, profile)))
+        elif isinstance(optimizer := without_accelerate_wrapper(parts.optimizer), torch.optim.Optimizer):
+            running = ExitStack()
+            before = optimizer.register_step_pre_hook(lambda *_: running.enter_context(profile.phase(OPTIMIZER)))
+            after = optimizer.register_step_post_hook(lambda *_: running.close())
+            stack.callback(before.remove)
+            stack.callback(after.remove)
+        yield

@@ -7,24 +7,23 @@ from typing import NoReturn
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from finetune.config.load import LoadedConfig
 from finetune.config.rules.model import adapter_of
 from finetune.config.run_config import RunConfig, possible_microbatch_sizes
 from finetune.config.section import KeyLocation
 from finetune.data.loader import slice_batch
 from finetune.errors import UserError
 from finetune.memory.trial.limits import (
+    LongestBatch,
     MemoryLimit,
     MemoryLimits,
     Peaks,
+    find_longest_batch,
     largest_fitting,
     memories,
     next_size,
     release_freed_memory,
 )
-from finetune.memory.trial.longest import LongestBatch, find_longest_batch
 from finetune.memory.trial.trial import Trial, later_host_bytes, missing_state_bytes, zero_buffer_bytes
-from finetune.report.reporter import RunLog
 from finetune.run.context import RunContext
 from finetune.run.setup.padding_free import resolve_padding_free
 from finetune.run.setup.prepared_model import BuiltRun
@@ -72,16 +71,33 @@ class _Tries:
     def __init__(self, context: RunContext, built: BuiltRun, *, first_step: int) -> None:
         self._context, self._built = context, built
         self._steps = range(first_step, built.plan.num_steps)
-        self._trial = _make_trial(context, built)
-        device = built.prepared.accelerator.device
+        strategy, prepared = context.strategy, built.prepared
+        is_sharded = Sharded.PARAMETERS in strategy.sharded() or strategy.expected().fsdp_version is not None
+        self._trial = Trial(
+            accelerator=prepared.accelerator,
+            model=prepared.model,
+            unwrapped_model=prepared.unwrapped_model,
+            optimizer=prepared.optimizer,
+            before_batch=prepared.before_batch,
+            reduces_every_microbatch=prepared.reduces_every_microbatch,
+            task=built.step_task,
+            is_sharded=is_sharded,
+            frees_gradients=context.config.train.optimizer.in_backward or strategy.expected().zero_stage == 2,
+            extra_bytes=missing_state_bytes(prepared.optimizer, context.config.train)
+            + (0 if is_sharded else zero_buffer_bytes(prepared.model)),
+        )
+        device = prepared.accelerator.device
         if device.type == "cpu":
             release_freed_memory()
             keep_freed_memory()  # as in the steps: what malloc keeps counts
         self.memories = memories(device)
         self._free = {memory.name: (max(0, memory.limit - memory.used()), memory.limit) for memory in self.memories}
+        # In addition to the used memory, every size takes `fixed` on this rank, and the run needs `later`.
         fixed = self._trial.extra_bytes + self._trial.gradient_bytes
-        later = later_host_bytes(built.prepared.optimizer, context.config, strategy=context.strategy)
-        self.limits = _memory_limits(self.memories, fixed=fixed, later=later if device.type == "cpu" else 0)
+        later = later_host_bytes(prepared.optimizer, context.config, strategy=strategy) if device.type == "cpu" else 0
+        own = [(memory.used() + fixed, memory.limit - later) for memory in self.memories]
+        pairs = [pair for of_rank in distributed.gather_objects(own) for pair in of_rank]
+        self.limits = MemoryLimits(tuple(used for used, _ in pairs), tuple(limit for _, limit in pairs))
         self.tried: dict[int, _Tried] = {}
 
     @property
@@ -116,16 +132,19 @@ class _Tries:
 
     def refuse(self, size: int, longest: LongestBatch) -> NoReturn:
         """Raise UserError: the batch does not fit."""
-        view = self._built.training_data.training
+        view, config = self._built.training_data.training, self._context.config
+        rows = [view.samples.location(sample) for sample in longest.batch.sample_ids]
+        more = [f"and {len(rows) - _MAX_NAMED_ROWS} more"] if len(rows) > _MAX_NAMED_ROWS else []
+        named = "; ".join([*rows[:_MAX_NAMED_ROWS], *more])
+        had = ", ".join(
+            f"{format_size(left)} of {format_size(limit)} {name}" for name, (left, limit) in self._free.items()
+        )
+        smaller = [other for other in _sizes(config) if other < size]
         raise UserError(
-            _out_of_memory_message(
-                self._context.config,
-                strategy=self._context.strategy.name,
-                longest=longest,
-                rows=[view.samples.location(sample) for sample in longest.batch.sample_ids],
-                smaller=[other for other in _sizes(self._context.config) if other < size],
-                free=self._free,
-            )
+            f"out of memory: the longest batch of this run does not fit, so step {longest.step} would end it. It has "
+            f"{longest.format()}. Rows: {named}. A forward and backward pass over it needs more than is free on this "
+            f"rank: {had}. To make it fit:\n"
+            + "\n".join(f"  {line}" for line in _advice(config, self._context.strategy.name, smaller))
         )
 
     def by_name(self, peaks: Peaks) -> dict[str, int]:
@@ -144,20 +163,15 @@ def resolve_microbatch_size(context: RunContext, built: BuiltRun, *, first_step:
     tries = _Tries(context, built, first_step=first_step)
     if context.config.train.microbatch_size == "auto":
         return _with_size(context, built, size=_choose(context, built, tries, is_resumed=first_step > 0))
-    _try_written(context, built, tries)
+    if (reason := _why_not_tried(context.config.train.try_longest_batch, built, tries)) is None:
+        size = built.plan.microbatch_size
+        tried = tries.run(size)
+        if tried.peaks is None:
+            tries.refuse(size, tried.longest)
+        context.log(_tried_line(tried.longest, tries.by_name(tried.peaks), tries.memories))
+    elif reason:
+        context.log(reason)
     return context, built
-
-
-def _try_written(context: RunContext, built: BuiltRun, tries: _Tries) -> None:
-    if (reason := _why_not_tried(context.config.train.try_longest_batch, built, tries)) is not None:
-        if reason:
-            context.log(reason)
-        return
-    size = built.plan.microbatch_size
-    tried = tries.run(size)
-    if tried.peaks is None:
-        tries.refuse(size, tried.longest)
-    context.log(_tried_line(tried.longest, tries.by_name(tried.peaks), tries.memories))
 
 
 def _why_not_tried(requested: str, built: BuiltRun, tries: _Tries) -> str | None:
@@ -196,8 +210,21 @@ def _choose(context: RunContext, built: BuiltRun, tries: _Tries, *, is_resumed: 
     best = largest_fitting(tries.measured, tries.limits)
     if best is None:
         tries.refuse(sizes[0], tries.tried[sizes[0]].longest)
-    _log_choice(tries, best, sizes=sizes, log=context.log)
-    _record(context, tries, best)
+    peaks, longest = tries.tried[best].peaks, tries.tried[best].longest
+    assert peaks is not None, "the chosen size was measured"
+    measured = ", ".join(str(each) for each in tries.tried)
+    most = "" if best < sizes[-1] else ", the most that the global batch allows"
+    context.log(f"{KEY}: auto: {best}{most} (tried {measured} of {', '.join(map(str, sizes))})")
+    context.log(_tried_line(longest, tries.by_name(peaks), tries.memories))
+    found = MicrobatchRecord(
+        microbatch_size=best,
+        strategy=context.strategy.name,
+        processes=distributed.world(),
+        sequence_size=sequence_group().size,
+        peaks=tries.by_name(peaks),
+        settings=dict(memory_settings(context.config)),
+    )
+    distributed.run_on_rank_0(lambda: write_record(context.paths.folder, found))
     return best
 
 
@@ -231,79 +258,25 @@ def _sizes_after(record: MicrobatchRecord, context: RunContext, sizes: Sequence[
     return [other for other in sizes if other <= size]
 
 
-def _log_choice(tries: _Tries, size: int, *, sizes: Sequence[int], log: RunLog) -> None:
-    tried, longest = tries.tried[size].peaks, tries.tried[size].longest
-    assert tried is not None, "the chosen size was measured"
-    measured = ", ".join(str(each) for each in tries.tried)
-    limits = "" if size < sizes[-1] else ", the most that the global batch allows"
-    log(f"{KEY}: auto: {size}{limits} (tried {measured} of {', '.join(map(str, sizes))})")
-    log(_tried_line(longest, tries.by_name(tried), tries.memories))
-
-
-def _record(context: RunContext, tries: _Tries, size: int) -> None:
-    peaks = tries.tried[size].peaks
-    assert peaks is not None, "the chosen size was measured"
-    record = MicrobatchRecord(
-        microbatch_size=size,
-        strategy=context.strategy.name,
-        processes=distributed.world(),
-        sequence_size=sequence_group().size,
-        peaks=tries.by_name(peaks),
-        settings=dict(memory_settings(context.config)),
-    )
-    distributed.run_on_rank_0(lambda: write_record(context.paths.folder, record))
-
-
 def _sizes(config: RunConfig) -> tuple[int, ...]:
     return possible_microbatch_sizes(config, num_processes=sequence_group().num_groups)
 
 
-def _memory_limits(own: Sequence[MemoryLimit], *, fixed: int, later: int) -> MemoryLimits:
-    """Return the memory of all ranks. Collective.
-
-    In addition to the used memory, every size takes `fixed` on this rank, and the run needs `later` for other things.
-    """
-    gathered = distributed.gather_objects([(memory.used() + fixed, memory.limit - later) for memory in own])
-    pairs = [pair for of_rank in gathered for pair in of_rank]
-    return MemoryLimits(tuple(used for used, _ in pairs), tuple(limit for _, limit in pairs))
-
-
-def _make_trial(context: RunContext, built: BuiltRun) -> Trial:
-    strategy, prepared = context.strategy, built.prepared
-    is_sharded = Sharded.PARAMETERS in strategy.sharded() or strategy.expected().fsdp_version is not None
-    return Trial(
-        accelerator=prepared.accelerator,
-        model=prepared.model,
-        unwrapped_model=prepared.unwrapped_model,
-        optimizer=prepared.optimizer,
-        before_batch=prepared.before_batch,
-        reduces_every_microbatch=prepared.reduces_every_microbatch,
-        task=built.step_task,
-        is_sharded=is_sharded,
-        frees_gradients=context.config.train.optimizer.in_backward or strategy.expected().zero_stage == 2,
-        extra_bytes=missing_state_bytes(prepared.optimizer, context.config.train)
-        + (0 if is_sharded else zero_buffer_bytes(prepared.model)),
-    )
-
-
 def _with_size(context: RunContext, built: BuiltRun, *, size: int) -> tuple[RunContext, BuiltRun]:
-    """Return both with the size in place of `auto`; anything else is left alone."""
+    """Return both with the size in place of `auto`, at the line where that was written; anything else is left alone."""
     if context.config.train.microbatch_size != "auto":
         return context, built
     plan: StepPlan = built.plan.with_microbatch_size(size)
     if built.prepared.memory is not None:
         context.log(built.prepared.memory(plan).line)
-    return replace(context, loaded=_with_number(context.loaded, size)), replace(built, plan=plan)
-
-
-def _with_number(loaded: LoadedConfig, size: int) -> LoadedConfig:
-    """Return the config with the number, and with its source: where `auto` was written."""
+    loaded = context.loaded
     written = loaded.sources.get(KEY)
     line = written.line if written is not None else None
     where = f"auto: the most that fit; {written.where if written and line is not None else '--set'}"
     train = loaded.config.train.model_copy(update={"microbatch_size": size})
     config = loaded.config.model_copy(update={"train": train})
-    return replace(loaded, config=config, sources={**loaded.sources, KEY: KeyLocation(where, line)})
+    loaded = replace(loaded, config=config, sources={**loaded.sources, KEY: KeyLocation(where, line)})
+    return replace(context, loaded=loaded), replace(built, plan=plan)
 
 
 def _tried_line(longest: LongestBatch, peaks: Mapping[str, int], memories: Sequence[MemoryLimit]) -> str:
@@ -315,29 +288,6 @@ def _tried_line(longest: LongestBatch, peaks: Mapping[str, int], memories: Seque
     )
     part = "" if longest.is_of_all else "; later steps may have longer ones"
     return f"longest batch: {longest.format()} (step {longest.step}) takes {taken}: tried before the first step{part}"
-
-
-def _out_of_memory_message(
-    config: RunConfig,
-    *,
-    strategy: str,
-    longest: LongestBatch,
-    rows: Sequence[str],
-    smaller: Sequence[int],
-    free: Mapping[str, tuple[int, int]],
-) -> str:
-    """Return the message on a batch that does not fit, with its rows and what to set.
-
-    `free` has by kind of memory the bytes that were free on this rank before, and the limit.
-    """
-    more = [f"and {len(rows) - _MAX_NAMED_ROWS} more"] if len(rows) > _MAX_NAMED_ROWS else []
-    named = "; ".join([*rows[:_MAX_NAMED_ROWS], *more])
-    had = ", ".join(f"{format_size(left)} of {format_size(limit)} {name}" for name, (left, limit) in free.items())
-    return (
-        f"out of memory: the longest batch of this run does not fit, so step {longest.step} would end it. It has "
-        f"{longest.format()}. Rows: {named}. A forward and backward pass over it needs more than is free on this rank: "
-        f"{had}. To make it fit:\n" + "\n".join(f"  {line}" for line in _advice(config, strategy, smaller))
-    )
 
 
 def _advice(config: RunConfig, strategy: str, smaller: Sequence[int]) -> Iterator[str]:

@@ -63,7 +63,11 @@ def why_padded(config: RunConfig, *, model: Any = None, adapter: AdapterConfig =
         return f"`task: {config.task.name}` pads"
     if ATTENTIONS[attention].masks_whole_rows:
         return f"`model.attention: {attention}` needs a mask of the whole row. Write `auto`"
-    if _has_prompt_adapter(config, adapter):
+    if adapter is None and config.model.adapter is not None:
+        path = Path(config.model.adapter).expanduser() / ADAPTER_CONFIG
+        adapter = read_adapter_config(path.parent) if path.is_file() else None
+    adapter_type = adapter_of(config) if adapter is None else str(adapter.get("peft_type", "")).lower()
+    if adapter_type in PROMPT_ADAPTERS:
         return "samples in one row would share what the adapter prepends to the text"
     try:
         own = load_model_config(config.model) if model is None else model
@@ -108,12 +112,3 @@ def _resumes_padded(config: RunConfig) -> bool:
         return path is not None and read_manifest_of_step(path).run.origin.get(LAYOUT) != PADDING_FREE
     except (CheckpointError, OSError):
         return False  # resuming raises the error
-
-
-def _has_prompt_adapter(config: RunConfig, adapter: AdapterConfig) -> bool:
-    """Return whether something is learned before the text, which samples in one row would share."""
-    if adapter is None and config.model.adapter is not None:
-        path = Path(config.model.adapter).expanduser() / ADAPTER_CONFIG
-        adapter = read_adapter_config(path.parent) if path.is_file() else None
-    adapter_type = adapter_of(config) if adapter is None else str(adapter.get("peft_type", "")).lower()
-    return adapter_type in PROMPT_ADAPTERS

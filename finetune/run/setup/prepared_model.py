@@ -1,65 +1,66 @@
-"""The model and optimizer that the Accelerator prepared, and all that was learned about them meanwhile."""
+"""The model and optimizer that the Accelerator prepared, and all that was learned about them meanwhile.
 
+Checked with it: the result of a sample does not depend on the others of its batch or row.
+"""
+
+import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 
 from finetune.checkpoint.sharding.access import build_access
-from finetune.config.rules.model import compile_fits_the_model
-from finetune.config.rules.train import router_loss_fits_the_model
 from finetune.config.run_config import RunConfig
-from finetune.config.sections.model import ModelSection
-from finetune.config.sections.train import Fp8Section, TrainSection
+from finetune.config.sections.train import TrainSection
 from finetune.data.batch import Batch
-from finetune.data.order.order import DatasetView
-from finetune.errors import UserError
+from finetune.data.features import Features
+from finetune.errors import ModelError
 from finetune.memory.state import PredictMemory, predict_memory
-from finetune.model.kernels import float8, fused_layers
-from finetune.model.kernels.compilation import (
-    CompilationEstimate,
-    compile_model,
-    estimate_compilation,
-    repeated_layers,
-    why_not_compilable,
-)
+from finetune.model.adapters.context import has_adapter
+from finetune.model.attention.implementation import check_isolation, require_position_ids
+from finetune.model.attention.supported_models import carries_state, check_padding, randomness
+from finetune.model.build import build_model
+from finetune.model.loading.rope import positions_of
 from finetune.model.processing import check_image_shape
-from finetune.model.size import measure_model, read_shapes
+from finetune.model.size import measure_model
 from finetune.model.tensor_parallel import split_layers
+from finetune.registry.tasks import TASKS, ModelHead
 from finetune.report.reporter import RunLog
-from finetune.run.flops import attended_tokens, flops_per_token, tokens_per_position
 from finetune.run.setup import accelerator as accelerators
-from finetune.run.setup.data import TrainingData
+from finetune.run.setup.data import PreparedData, TrainingData
+from finetune.run.setup.forwards import EmbeddingNoise, attended_tokens, flops_per_token, replace_forwards
 from finetune.run.setup.model import (
-    adapter_summary_of,
-    build_model,
+    computes_in_half,
     model_warnings,
+    own_router_coefficient,
     recorded_parameters,
-    router_coefficient,
 )
+from finetune.run.setup.padding_free import resolve_padding_free
 from finetune.run.setup.strategy import require_tied_weights_supported
 from finetune.runtime import distributed
-from finetune.runtime.gpus import GpuModel, find_gpu
-from finetune.runtime.optional import no_op
+from finetune.runtime.optional import lazily, no_op
 from finetune.runtime.parallel import tensor_group
 from finetune.runtime.resources import available_bytes, resident_bytes
 from finetune.strategy.gradient_sync import Accumulation, GradientReduction, choose_accumulation
 from finetune.strategy.protocol import Strategy
 from finetune.task.lm_loss.target_loss import fallback_warning, resolve_kernel
-from finetune.task.model_inputs import unwrap_model
+from finetune.task.model_inputs import collate_row, forward_logits, is_padding_free, sample_logits, unwrap_model
 from finetune.task.protocol import Task
 from finetune.task.router_loss import RoutedTask, Router, RoutingRecorder, find_routers
 from finetune.train.evaluate import AveragedWeights, EvaluationWeights, TrainedWeights, average_formula
-from finetune.train.neftune import EmbeddingNoise
 from finetune.train.optim.optimizers import build_optimizer, slow_update_warning
 from finetune.train.optim.parameter_groups import NamedParameter, describe_groups, list_parameters
 from finetune.train.parts import StepTask
 from finetune.train.plan import StepPlan
+
+with lazily():
+    from finetune.model.adapters import lora
 
 
 @dataclass(frozen=True)
@@ -90,22 +91,21 @@ class BuiltRun:
 def prepare_model(
     config: RunConfig,
     strategy: Strategy,
-    training_data: TrainingData,
+    data: PreparedData,
     *,
     accelerator: Accelerator,
-    learning_rate: float,
     log: RunLog,
-    plan: StepPlan | None = None,
+    trains: bool = True,
 ) -> PreparedModel:
-    """Return the prepared model and optimizer, checked to be what was launched. Collective.
-
-    Without a plan, nothing is going to be trained.
-    """
+    """Return the prepared model and optimizer, checked to be what was launched. Collective."""
+    training_data, plan = data.training_data, data.plan if trains else None
     process_bytes = 0 if torch.cuda.is_available() else resident_bytes()  # what `mem` of a step measures
     unwrapped: Any = build_model(
-        config,
-        task=training_data.task,
+        config.model,
+        head=training_data.task.head,
+        head_values=training_data.task.head_values,
         tokenizer=training_data.tokenizer,
+        seed=config.run.seed,
         init_context=strategy.init_context(accelerator.device),
         recorded=recorded_parameters(config),
     )
@@ -119,10 +119,10 @@ def prepare_model(
     )
     for warning in model_warnings(config, unwrapped):
         log(warning)
-    optimizer = make_optimizer(config, list_parameters(unwrapped), learning_rate=learning_rate, log=log)
+    optimizer = make_optimizer(config, list_parameters(unwrapped), learning_rate=data.plan.schedule.peak, log=log)
     noise = config.train.embedding_noise
     before_batch = EmbeddingNoise(unwrapped, alpha=noise).set_batch if noise else no_op
-    _replace_forwards(
+    replace_forwards(
         unwrap_model(unwrapped), config, strategy, training_data.training, plan, device=accelerator.device, log=log
     )
     routers = _find_routers(config, unwrapped, log=log)
@@ -174,135 +174,12 @@ def _log_size(
         log=log,
     )
     memory = predict(unsharded_gradient_bytes=accumulation.unsharded_gradient_bytes)
-    for line in (*size.lines, *adapter_summary_of(model)):
-        log(line)
+    for line in (*size.lines, lora.adapter_summary(model) if has_adapter(model) else None):
+        if line is not None:
+            log(line)
     if plan is None or config.train.microbatch_size != "auto":
         log(memory(plan).line)
     return accumulation, memory if plan else None
-
-
-def _replace_forwards(
-    model: Any,
-    config: RunConfig,
-    strategy: Strategy,
-    training: DatasetView,
-    plan: StepPlan | None,
-    *,
-    device: torch.device,
-    log: RunLog,
-) -> None:
-    """Fuse layers, convert them to 8-bit products and compile them, as the job says; raises UserError if impossible."""
-    if strategy.expected().tensor_size > 1:
-        return  # the config's rules refuse keys that would replace a forward pass
-    compiled = _chosen_compilation(config, model, strategy, training, plan, log=log)
-    _fuse_layers(model, config.model, compiled=compiled, device_type=device.type, log=log)
-    _convert_to_float8(model, config.train, device=device, log=log)
-    _compile(model, compiled, strategy=strategy, log=log)
-
-
-def _convert_to_float8(model: Any, train: TrainSection, *, device: torch.device, log: RunLog) -> None:
-    """Make linear layers multiply in 8 bits where the job says so; raises UserError where the device cannot."""
-    if train.precision != "fp8":
-        return
-    section = train.fp8 or Fp8Section()
-    if (missing := float8.missing_requirement(device, section)) is not None:
-        raise UserError(f"train.precision: `fp8` needs {missing}. Write `bf16`.")
-    count = float8.convert_linear_layers(model, section)
-    if not count:
-        raise UserError(
-            f"train.precision: `fp8` finds no linear layer in the body of `{model.config.model_type}` whose sides are "
-            "multiples of 16. Write `bf16`."
-        )
-    emulated = ", emulated" if section.emulate else ""
-    log(f"fp8: {count} linear layers multiply in 8 bits while they train ({section.recipe}{emulated})")
-
-
-def _chosen_compilation(
-    config: RunConfig, model: Any, strategy: Strategy, training: DatasetView, plan: StepPlan | None, *, log: RunLog
-) -> Literal["off", "regional", "full"]:
-    """Return the job's choice, or for `auto` the faster one, which is logged; each rank estimates for its own GPU."""
-    if config.model.compile != "auto":
-        return config.model.compile
-    if plan is None:
-        return "off"
-    gpu = find_gpu(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
-    estimate = None if gpu is None else _estimate(config, model, training, plan, gpu=gpu)
-    reason = _why_not_compiled(config, strategy, plan, has_gpu=torch.cuda.is_available())
-    if reason is None and estimate is None:
-        reason = "the GPU is not in the table, or the model's shapes are not known"
-    mode: Literal["off", "regional"] = (
-        "regional" if reason is None and estimate is not None and estimate.pays else "off"
-    )
-    log(f"model.compile: auto: {mode}, since {reason or f'in {plan.num_steps:,} steps {estimate}'}")
-    return mode
-
-
-def _why_not_compiled(config: RunConfig, strategy: Strategy, plan: StepPlan, *, has_gpu: bool) -> str | None:
-    """Return why `model.compile: auto` compiles nothing in this run, however long it is; None if it may."""
-    if not has_gpu:
-        return "this run has no GPU"
-    if strategy.name == "zero3" or plan.sequence_size > 1:
-        return f"{strategy.name if plan.sequence_size == 1 else 'splitting rows over ranks'} breaks the compiled graph"
-    compiled = config.model_copy(update={"model": config.model.model_copy(update={"compile": "regional"})})
-    problems = [*compile_fits_the_model(compiled), *router_loss_fits_the_model(compiled)]
-    if problems:
-        return f"of another key: {problems[0].key}: {problems[0].message}"
-    is_wanted = fused_layers.are_wanted(config.model, compiled="off")
-    if is_wanted and (config.model.kernels == "liger" or fused_layers.missing_requirement("cuda") is None):
-        return "the kernels of liger-kernel fuse the same layers (`model.kernels`)"
-    return why_not_compilable()
-
-
-def _estimate(
-    config: RunConfig, model: Any, training: DatasetView, plan: StepPlan, *, gpu: GpuModel
-) -> CompilationEstimate | None:
-    """Return what compiling takes and saves in the whole run; None for a model whose shapes are not known."""
-    shapes = read_shapes(model.config)
-    if shapes is None:
-        return None
-    tokens = tokens_per_position(training, plan)
-    return estimate_compilation(
-        shapes,
-        gpu,
-        num_tokens=plan.num_steps * plan.global_batch_size * tokens / plan.world,
-        item_bytes=4 if config.train.precision == "fp32" else 2,
-        recomputes=bool(config.model.gradient_checkpointing),
-        num_kinds=len({type(layer) for layer in repeated_layers(model)}),
-    )
-
-
-def _fuse_layers(model: Any, section: ModelSection, *, compiled: str, device_type: str, log: RunLog) -> None:
-    """Use the fused kernels that the job names, and log where; raises UserError if there are none to use."""
-    is_required, missing = section.kernels == "liger", fused_layers.missing_requirement(device_type)
-    if is_required and missing is not None:
-        raise UserError(f"model.kernels: `liger` needs {missing}. Write `auto`, or remove the key.")
-    if not fused_layers.are_wanted(section, compiled=compiled):
-        return
-    if missing is not None:
-        if device_type == "cuda":
-            log(f"warning: model.kernels: no fused kernels are used, which need {missing}")
-        return
-    counts = fused_layers.fuse_layers(model, fuses_rotary=section.gradient_checkpointing != "selective")
-    if counts:
-        log(f"kernels of liger-kernel: {', '.join(f'{name} ({count})' for name, count in counts.items())}")
-    elif is_required:
-        raise UserError(
-            f"model.kernels: no layer of `{model.config.model_type}` computes what a kernel of liger-kernel computes. "
-            "Write `auto`, or remove the key."
-        )
-
-
-def _compile(model: Any, mode: Literal["off", "regional", "full"], *, strategy: Strategy, log: RunLog) -> None:
-    """Compile as the job says, before a strategy wraps or shards the model; ZeRO-3 warns that nothing is compiled."""
-    if mode == "off":
-        return
-    if strategy.name == "zero3":
-        log(
-            f"warning: model.compile: {mode} has no effect under ZeRO-3, which gathers parameters in hooks of every "
-            "module, and each of them breaks the compiled graph. To compile, launch with fsdp2.yaml."
-        )
-        return
-    compile_model(model, mode, log=log)
 
 
 def _find_routers(config: RunConfig, unwrapped: Any, *, log: RunLog) -> tuple[Router, ...]:
@@ -332,7 +209,8 @@ def make_step_task(config: RunConfig, task: Task, prepared: PreparedModel) -> St
         return task
     inner = unwrap_model(prepared.unwrapped_model)
     recorder = RoutingRecorder(inner, prepared.routers)
-    coefficient = router_coefficient(config.train.router_aux_loss, inner.config)
+    written = config.train.router_aux_loss
+    coefficient = own_router_coefficient(inner.config) if isinstance(written, str) else written
     return RoutedTask(task, recorder, coefficient, prepared.before_batch)
 
 
@@ -408,3 +286,96 @@ def free_device_bytes(device: torch.device) -> int:
         return available_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     module = torch.get_device_module(device)
     return int(module.mem_get_info(device)[0]) if hasattr(module, "mem_get_info") else 0
+
+
+def require_sample_isolation(
+    config: RunConfig, training_data: TrainingData, prepared: PreparedModel, *, log: RunLog
+) -> None:
+    """Raise ModelError where the result of a sample would depend on others. Collective.
+
+    Samples that share rows are checked not to affect each other, padded samples to give the same results as alone.
+    """
+    model, task = prepared.model, training_data.task
+    model_config = unwrap_model(prepared.unwrapped_model).config
+    if (warning := randomness(model_config)) is not None:
+        log(f"warning: {warning}")
+    is_requested = is_padding_free(config.data.batching)
+    is_row = is_padding_free(resolve_padding_free(config).batching)
+    is_already_checked = is_row and not is_requested and task.head == "causal_lm" and not carries_state(model_config)
+    if is_already_checked or task.head in ("image_classification", "image_text_to_text"):
+        return
+    check = _check_rows if is_row else _check_padding
+    was_training = model.training
+    model.eval()
+    check(config, training_data, prepared)
+    model.train(was_training)
+
+
+def _check_rows(config: RunConfig, training_data: TrainingData, prepared: PreparedModel) -> None:
+    model, task, device = prepared.model, training_data.task, prepared.accelerator.device
+    inner = unwrap_model(prepared.unwrapped_model)
+    require_position_ids(frozenset(inspect.signature(inner.forward).parameters), config=inner.config)
+    check_isolation(
+        partial(_row_logits, model, task.head, device),
+        config=inner.config,
+        vocabulary_size=len(training_data.tokenizer),
+        is_half=computes_in_half(config),
+        logits_alone=None if task.head == "causal_lm" else partial(_logits_alone, model, device),
+    )
+
+
+def _check_padding(config: RunConfig, training_data: TrainingData, prepared: PreparedModel) -> None:
+    model_config = unwrap_model(prepared.unwrapped_model).config
+    has_several_texts = TASKS[config.task.name].has_several_texts
+    evaluated = config.evaluate and config.evaluate.microbatch_size
+    sizes = {config.train.microbatch_size, evaluated or config.train.microbatch_size}
+    if sizes == {1} and not has_several_texts:
+        return
+    positions = positions_of(model_config)
+    check_padding(
+        partial(_padded_outputs, prepared.model, training_data.task.head, prepared.accelerator.device),
+        config=model_config,
+        tokenizer=training_data.tokenizer,
+        longest=min(config.data.longest, positions.number if positions else config.data.longest),
+        is_half=computes_in_half(config),
+        advice="Its samples have several texts, so that no batch is without padding: use a model of another type."
+        if has_several_texts
+        else "Write `train.microbatch_size: 1` and, for evaluations, `evaluate.microbatch_size: 1`: single samples are "
+        "not padded.",
+    )
+
+
+def _padded_outputs(
+    model: nn.Module, head: ModelHead, device: torch.device, samples: Sequence[Sequence[int]]
+) -> Tensor:
+    """Return the model's outputs for padded samples, [samples, tokens, outputs] or [samples, outputs]."""
+    rows = [torch.tensor(ids, device=device) for ids in samples]
+    inner: Any = unwrap_model(model)
+    pad_id = inner.config.get_text_config().pad_token_id or 0
+    inputs = {
+        "input_ids": nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad_id),
+        "attention_mask": nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True),
+        "use_cache": False,
+    }
+    if head == "seq2seq_lm":
+        inputs["decoder_input_ids"] = inputs["input_ids"]
+    outputs: Any = model(**inputs)
+    values: Tensor | None = getattr(outputs, "last_hidden_state" if head == "embedding" else "logits", None)
+    if values is None:
+        raise ModelError(f"`{inner.config.model_type}` returns no hidden states, of which an embedding could be made.")
+    return values
+
+
+def _row_logits(model: nn.Module, head: ModelHead, device: torch.device, row: Sequence[Sequence[int]]) -> Tensor:
+    """Return the logits of the samples end to end, [tokens, outputs], or [samples, outputs] of a classifier."""
+    ids = [np.array(sample, np.uint32) for sample in row]
+    samples = [Features({"input_ids": sample}) for sample in ids]
+    batch = collate_row(samples, {"input_ids": ids}, labels=torch.zeros(len(ids))).to(device)
+    return sample_logits(model, batch) if head == "sequence_classification" else forward_logits(model, batch)[0]
+
+
+def _logits_alone(model: nn.Module, device: torch.device, ids: Sequence[int]) -> Tensor:
+    """Return the logits of one sample as a batch of its own, in the same shape."""
+    batch = torch.tensor([ids], device=device)
+    logits: Tensor = model(input_ids=batch, attention_mask=torch.ones_like(batch)).logits
+    return logits if logits.dim() == 2 else logits[0]

@@ -16,7 +16,7 @@ from finetune.config.sections.model import ModelSection
 from finetune.data.features import Features
 from finetune.data.loader import slice_batch
 from finetune.errors import StrategyError
-from finetune.model.attention.sequence_parallel import SETTING, require_equal_logits, slicing_problem
+from finetune.model.attention.implementation import SETTING, require_equal_logits, slicing_problem
 from finetune.model.loading.architecture import load_model_config
 from finetune.model.tensor_parallel import SETTING as TENSOR_SETTING
 from finetune.model.tensor_parallel import splitting_problem

@@ -1,11 +1,11 @@
-"""Whether a run is finished, read from its folder as JSON alone, without torch.
+"""Whether a run is finished, and the result of one for a caller in Python, read as JSON alone, without torch.
 
 The record next to `final/` names the step, the files with their sizes, and size and times of the input files.
 """
 
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NotRequired
 
@@ -19,21 +19,22 @@ from finetune.checkpoint.format.manifest import (
     RunFingerprint,
     first_file_problem,
     read_manifest_of_step,
+    read_metadata,
 )
-from finetune.checkpoint.format.metadata import read_metadata
 from finetune.checkpoint.read.changes import check_changes
 from finetune.config.paths import is_path, is_url
 from finetune.config.rules.sources import row_sources
 from finetune.config.run_config import RunConfig
 from finetune.config.sections.export import ExportSection
 from finetune.config.sections.train import EarlyStoppingSection
-from finetune.errors import CheckpointError
+from finetune.errors import CheckpointError, FinetuneError, TrainingError, error_of_type
 from finetune.registry.tasks import TASKS
-from finetune.runtime.files.read import parse_as, read_regular
+from finetune.runtime.files.read import parse_as, read_json, read_regular
 from finetune.runtime.progress import Progress
 from finetune.runtime.run_folder import CHECKPOINTS_FOLDER, FINAL_FOLDER
+from finetune.runtime.supervision.status import STATUS_FILE
 from finetune.runtime.text.redact import redacted_config
-from finetune.train.early_stopping import EARLY_STOPPING, FINISHED, EarlyStopping
+from finetune.train.stopping import EARLY_STOPPING, FINAL_REASONS, FINISHED, EarlyStopping
 
 Stamps = dict[str, list[int]]
 """Of each file, by its path: inode, size, and the times in nanoseconds when it was written and changed."""
@@ -205,3 +206,60 @@ def _finish_reason(section: EarlyStoppingSection | None, progress: Progress, *, 
     if section is not None and EarlyStopping(section).is_over(progress):
         return EARLY_STOPPING
     return FINISHED if progress.step >= num_steps else None
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """How a run ended, and where it left its checkpoint and its model."""
+
+    folder: Path
+    reason: str  # `finished`, `early stopping`, `time limit`, `STOP file`, `signal SIGTERM`, ...
+    num_steps: int  # taken so far, over all starts
+    metrics: Mapping[str, float] = field(default_factory=dict)  # of the last evaluation
+    checkpoint: Path | None = None  # the newest
+    final: Path | None = None  # the exported model of a run that is over
+
+    @property
+    def is_finished(self) -> bool:
+        """Return whether the run is over; otherwise the same call resumes it."""
+        return self.reason in FINAL_REASONS
+
+
+def result_of_run(folder: Path, *, reason: str, progress: Progress) -> RunResult:
+    """Return the result of the run in the folder that has come so far."""
+    final = folder / FINAL_FOLDER
+    return RunResult(
+        folder,
+        reason,
+        progress.step,
+        metrics=dict(progress.last_metrics),
+        checkpoint=layout.newest_checkpoint(folder / CHECKPOINTS_FOLDER),
+        final=final if reason in FINAL_REASONS and final.is_dir() else None,
+    )
+
+
+def read_result(folder: Path) -> RunResult:
+    """Return the result of the run in the folder, which ended in another process; raises TrainingError for none."""
+    try:
+        status = read_json(folder / STATUS_FILE)
+        reason, step = str(status["reason"]), int(status["step"])
+        checkpoint = layout.newest_checkpoint(folder / CHECKPOINTS_FOLDER)
+        progress = Progress(step=step)
+        if checkpoint is not None:
+            progress = Progress.from_state_dict(read_metadata(checkpoint, read_manifest_of_step(checkpoint)).progress)
+        progress.step = step
+    except (OSError, ValueError, KeyError, TypeError, CheckpointError) as error:
+        raise TrainingError(f"{folder}: the end of the run cannot be read: {error}") from error
+    return result_of_run(folder, reason=reason, progress=progress)
+
+
+def read_error(folder: Path, *, since: float) -> FinetuneError | None:
+    """Return the error that ended a run of other processes after this time (unix seconds); None where none is known."""
+    try:
+        status = read_json(folder / STATUS_FILE)
+        error = status["error"]
+        if error is None or status["time"] < since:
+            return None
+        return error_of_type(str(error["type"]), str(error["message"]), exit_code=int(status["exit_code"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

@@ -1,15 +1,19 @@
-"""The run folder: leftovers of killed starts are removed, and config, environment and inputs written before step 1.
+"""The run folder: leftovers are removed, newer files at its URL fetched, and config and inputs written before step 1.
 
 Tokenizer, processor and task facts are kept in `inputs/`, so that a checkpoint can be exported without the data.
 """
 
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
 from pydantic import TypeAdapter
 
+from finetune.checkpoint.format import layout
+from finetune.checkpoint.format.manifest import OtherFormatError, first_file_problem, read_manifest
 from finetune.checkpoint.read.checksum_prefetch import ChecksumPrefetch
 from finetune.config.explain import resolved_yaml
 from finetune.config.load import LoadedConfig
@@ -17,15 +21,14 @@ from finetune.config.run_config import RunConfig
 from finetune.config.sections.data import DataSection
 from finetune.data.token_cache.cache import cache_folder
 from finetune.data.workers import format_loader_settings, loader_settings, machine_resources
-from finetune.errors import UserError
+from finetune.errors import CheckpointError, FinetuneError, UserError
 from finetune.model.processing import Processing, load_saved_processing
 from finetune.registry.tasks import TASKS
 from finetune.report.build import build_reporter
 from finetune.report.events import Event
 from finetune.report.page.interruptions import InterruptionCosts
 from finetune.report.reporter import Reporter, RunLog
-from finetune.run.remote.download import download_run
-from finetune.run.setup.data_audit import write_audit
+from finetune.run.setup.data import write_audit
 from finetune.run.setup.padding_free import resolve_padding_free
 from finetune.run.setup.prepared_model import BuiltRun
 from finetune.run.state.finished import read_record
@@ -42,6 +45,10 @@ from finetune.runtime.files.atomic import (
 )
 from finetune.runtime.files.digests import digests_file, find_folder_damage, write_folder_digests
 from finetune.runtime.files.read import parse_as, read_regular
+from finetune.runtime.files.remote import RemoteFolder
+from finetune.runtime.resources import format_size
+from finetune.runtime.run_folder import CHECKPOINTS_FOLDER, FINAL_FOLDER
+from finetune.runtime.supervision.status import STATUS_FILE as STATUS
 from finetune.runtime.text.redact import redacted_yaml
 from finetune.runtime.text.terminal import format_json
 from finetune.task.lm_loss.target_loss import resolve_kernel
@@ -125,14 +132,11 @@ def load_run_inputs(run: Path, config: RunConfig) -> RunInputs:
 
 def _require_undamaged(folder: Path) -> None:
     """Raise UserError where a file is not as it was written; folders without recorded digests are accepted."""
-    digests = digests_file(folder)
-    if digests is None:
-        return
-    damage = find_folder_damage(folder)
-    if damage is not None:
+    recorded = digests_file(folder)
+    if recorded is not None and (damage := find_folder_damage(folder)) is not None:
         raise UserError(
             f"{folder}: {damage}: damaged, or changed since the run wrote it. Start the job again, which writes it "
-            f"again, or delete {digests.name} to use the files as they are."
+            f"again, or delete {recorded.name} to use the files as they are."
         )
 
 
@@ -183,3 +187,100 @@ def config_copy(text: str) -> str:
     """Return the job file as it was written; where it holds secrets, without them and with a last line about it."""
     cleaned = redacted_yaml(text)
     return text if cleaned == text else cleaned.rstrip("\n") + "\n" + SECRETS_REMOVED
+
+
+_NOT_DOWNLOADED = ("", CHECKPOINTS_FOLDER, FINAL_FOLDER, STATUS, "STOP")
+"""Beginnings of names that are not brought with the rest; hidden ones are not either: `..` and our locks are such."""
+
+_LOCK = ".fetch.lock"
+_PROBE = ".probe"
+
+
+def download_run(loaded: LoadedConfig, *, log: Callable[[str], None]) -> None:
+    """Download newer files at the run's URL to its local folder, in one process while the others wait on a lock file.
+
+    No collective, as it may take longer than one allows. Raises CheckpointError where the URL cannot be reached or
+    written to: now, and not when the first checkpoint is due. Does nothing for a run without a URL.
+    """
+    if loaded.remote is None:
+        return
+    stage = Path(loaded.config.run.folder)
+    stage.mkdir(parents=True, exist_ok=True)
+    with FileLock(stage / _LOCK):
+        try:
+            remote = RemoteFolder(loaded.remote)
+            probe = stage / _PROBE  # a storage that answers may still refuse to take anything
+            probe.write_text("finetune looked whether it may write here\n", encoding="utf-8")
+            try:
+                remote.upload(probe, _PROBE)
+            finally:
+                probe.unlink()
+            remote.delete([_PROBE])
+            _download_newer(remote, stage, log=log)
+        except FinetuneError:
+            raise
+        except Exception as error:  # each storage has exceptions of its own
+            raise CheckpointError(
+                f"run.folder: {loaded.remote} cannot be used: {type(error).__name__}: {error}. Check the bucket, the "
+                "permissions and the credentials in the environment of this machine."
+            ) from error
+
+
+def marked_steps(sizes: dict[str, int]) -> list[int]:
+    """Return the steps whose checkpoints are whole in the storage, oldest first: their marker, the manifest, is up."""
+    markers = [name for name in sizes if name.split("/")[2:] == [layout.MANIFEST]]
+    return sorted(step for name in markers if (step := step_of(name)) is not None)
+
+
+def step_of(name: str) -> int | None:
+    """Return the step of the checkpoint that a file in the storage belongs to, None for any other file.
+
+    >>> step_of("checkpoints/step-000004/model/00000.safetensors"), step_of("events.jsonl")
+    (4, None)
+    """
+    parts = name.split("/")
+    return layout.step_of(Path(parts[1])) if len(parts) > 2 and parts[0] == CHECKPOINTS_FOLDER else None
+
+
+def _download_newer(remote: RemoteFolder, stage: Path, *, log: Callable[[str], None]) -> None:
+    sizes = remote.sizes()
+    newest_here = max(layout.steps(stage / CHECKPOINTS_FOLDER), default=-1)
+    newer = [step for step in marked_steps(sizes) if step > newest_here]
+    if newer:
+        for name in sizes:
+            if name.partition("/")[0] not in _NOT_DOWNLOADED and not any(
+                part.startswith(".") for part in name.split("/")
+            ):
+                remote.download(name, stage / name)
+    for step in reversed(newer):
+        path = layout.step_folder(stage / CHECKPOINTS_FOLDER, step)
+        problem = _download_checkpoint(remote, path)
+        if problem is None:
+            log(f"fetched {path.name}, {format_size(read_manifest(path).size_bytes)}, from {remote.url}")
+            return
+        log(f"warning: passed over {remote.url}/{CHECKPOINTS_FOLDER}/{path.name}: {problem}")
+
+
+def _download_checkpoint(remote: RemoteFolder, path: Path) -> str | None:
+    """Download a checkpoint, marker first, and rename it into place when it verifies; else return the problem."""
+    staging = path.with_name(f".fetched-{path.name}")
+    shutil.rmtree(staging, ignore_errors=True)
+    remote_folder = f"{CHECKPOINTS_FOLDER}/{path.name}"
+    try:
+        remote.download(f"{remote_folder}/{layout.MANIFEST}", staging / layout.MANIFEST)
+        manifest = read_manifest(staging)
+        for name in manifest.files:
+            remote.download(f"{remote_folder}/{name}", staging / name)
+        problem = first_file_problem(staging, manifest.files, manifest.files)
+        if problem is None and manifest.step != layout.step_of(path):
+            problem = f"its manifest is of step {manifest.step}"
+    except OtherFormatError:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+    except (CheckpointError, FileNotFoundError) as error:
+        problem = str(error)
+    if problem is None:
+        staging.rename(path)
+    else:
+        shutil.rmtree(staging, ignore_errors=True)
+    return problem

@@ -4,6 +4,11 @@ Muon (Jordan et al., 2024) updates hidden matrices and AdamW everything else, co
 orthogonalizes the momentum of a matrix before applying it. Its updates are scaled to the root mean square of AdamW's
 (Liu et al., 2025, arXiv:2502.16982), so both use the same learning rate and weight decay. `torch.optim.Muon` accepts
 matrices only.
+
+Lion (Chen et al., 2023, arXiv:2302.06675) takes the sign of an interpolated momentum, elementwise, so each rank updates
+its own shard of a parameter, however it is sharded. bitsandbytes and torchao quantize or page AdamW's moments. 8 bits:
+Dettmers et al., 2021, arXiv:2110.02861. 4 bits: Li et al., 2023, arXiv:2309.01507. Paged: Dettmers et al., 2023,
+arXiv:2305.14314; CUDA moves them to the memory of the host while the GPU needs their space.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,8 +21,8 @@ from finetune.config.sections.train import AverageSection, OptimizerSection, Unf
 from finetune.errors import ModelError
 from finetune.model.kernels.compilation import missing_triton_toolchain
 from finetune.registry.optimizers import OPTIMIZERS
-from finetune.runtime.optional import lazily
-from finetune.runtime.parameters import NOT_YET_UNFROZEN, full_shape
+from finetune.runtime.optional import lazily, require
+from finetune.runtime.parameters import NOT_YET_UNFROZEN, full_shape, local_tensor
 from finetune.train.optim.averages import ScheduleFreeAdamW, keep_average, set_average_decay
 from finetune.train.optim.low_bit import LowBitAdamW, add_rounding_keys, set_rounding_step
 from finetune.train.optim.parameter_groups import (
@@ -245,3 +250,92 @@ def slow_update_warning(optimizer: torch.optim.Optimizer) -> str | None:
         "warning: train.optimizer: an update with rounded states or weights is one triton kernel per parameter, but "
         f"{missing}. Falling back to plain operators: about 60 kernels, several times slower."
     )
+
+
+MOMENT = "exp_avg"
+"""The key of the momentum in a parameter's optimizer state."""
+
+
+class Lion(torch.optim.Optimizer):
+    """Moves every weight by the learning rate in the direction of the sign of its interpolated momentum."""
+
+    def __init__(self, groups: Sequence[dict[str, Any]], *, learning_rate: float, betas: tuple[float, float]) -> None:
+        super().__init__(groups, {"lr": learning_rate, "betas": betas, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update all parameters that have a gradient: algorithm 2 of the paper."""
+        for group in self.param_groups:
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            for parameter in parameters:
+                if MOMENT not in self.state[parameter]:
+                    self.state[parameter][MOMENT] = torch.zeros_like(parameter)
+            if not parameters:
+                continue
+            weights = [local_tensor(parameter) for parameter in parameters]
+            gradients = [local_tensor(parameter.grad) for parameter in parameters]
+            moments = [local_tensor(self.state[parameter][MOMENT]) for parameter in parameters]
+            first, second = group["betas"]
+            directions = torch._foreach_lerp(moments, gradients, 1.0 - first)
+            torch._foreach_sign_(directions)
+            torch._foreach_mul_(weights, 1.0 - group["lr"] * group["weight_decay"])
+            torch._foreach_add_(weights, directions, alpha=-group["lr"])
+            torch._foreach_lerp_(moments, gradients, 1.0 - second)
+
+
+def lion(inputs: OptimizerInputs) -> torch.optim.Optimizer:
+    """Return Lion over the groups."""
+    return Lion(inputs.groups, learning_rate=inputs.learning_rate, betas=inputs.betas)
+
+
+def adamw_8bit(inputs: OptimizerInputs) -> torch.optim.Optimizer:
+    """Return bitsandbytes' 8-bit AdamW; raises MissingPackage if it is missing, ModelError on unsupported devices."""
+    bitsandbytes = _bitsandbytes(inputs)
+    operator = "bitsandbytes::optimizer_update_8bit_blockwise"
+    if not torch.cuda.is_available() and not torch._C._dispatch_has_kernel_for_dispatch_key(operator, "CPU"):
+        raise ModelError(
+            f"train.optimizer.name: adamw_8bit needs a CUDA GPU and none was found: bitsandbytes "
+            f"{bitsandbytes.__version__} does not support it on CPUs. Write `name: adamw` with `state_dtype: int8`."
+        )
+    return _build(bitsandbytes.optim.AdamW8bit, inputs)
+
+
+def paged_adamw(inputs: OptimizerInputs) -> torch.optim.Optimizer:
+    """Return bitsandbytes' AdamW with float32 moments in paged memory; raises MissingPackage, or ModelError on CPUs."""
+    return _paged("PagedAdamW", inputs)
+
+
+def paged_adamw_8bit(inputs: OptimizerInputs) -> torch.optim.Optimizer:
+    """Return bitsandbytes' AdamW with 8-bit moments in paged memory; raises MissingPackage, or ModelError on CPUs."""
+    return _paged("PagedAdamW8bit", inputs)
+
+
+def adamw_4bit(inputs: OptimizerInputs) -> torch.optim.Optimizer:
+    """Return torchao's AdamW with 4-bit moments; raises MissingPackage if torchao is not installed.
+
+    Parameters of fewer than 4,096 elements, or whose number of elements is not a multiple of 128, keep moments in full.
+    The first step compiles the update: with triton on a GPU, with a C++ compiler on a CPU.
+    """
+    torchao_optim = require("torchao.optim", extra="torchao", purpose="train.optimizer.name: adamw_4bit")
+    return _build(torchao_optim.AdamW4bit, inputs)
+
+
+def _paged(class_name: str, inputs: OptimizerInputs) -> torch.optim.Optimizer:
+    bitsandbytes = _bitsandbytes(inputs)
+    if not torch.cuda.is_available():
+        raise ModelError(
+            f"train.optimizer.name: {inputs.section.name} needs a CUDA GPU, whose driver moves the pages, and none was "
+            "found. Write `name: adamw`."
+        )
+    return _build(getattr(bitsandbytes.optim, class_name), inputs)
+
+
+def _bitsandbytes(inputs: OptimizerInputs) -> Any:
+    return require("bitsandbytes", extra="quantization", purpose=f"train.optimizer.name: {inputs.section.name}")
+
+
+def _build(optimizer_class: Any, inputs: OptimizerInputs) -> torch.optim.Optimizer:
+    optimizer: torch.optim.Optimizer = optimizer_class(
+        inputs.groups, lr=inputs.learning_rate, betas=inputs.betas, eps=inputs.section.eps
+    )
+    return optimizer

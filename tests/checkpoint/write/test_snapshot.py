@@ -10,8 +10,8 @@ import torch
 
 from finetune.checkpoint.format.tensor_file import TensorRecord
 from finetune.checkpoint.sharding.save_plan import plan_files
-from finetune.checkpoint.write import snapshot
-from finetune.checkpoint.write.snapshot import PAGE_BYTES, PinnedMemory, SnapshotSource, host_memory_bytes, pinned_size
+from finetune.checkpoint.write import writer
+from finetune.checkpoint.write.writer import PAGE_BYTES, PinnedMemory, SnapshotSource, host_memory_bytes, pinned_size
 from finetune.errors import CheckpointError
 from tests.checkpoint.small_run import Run
 from tests.devices import EVERY_DEVICE
@@ -79,14 +79,14 @@ def test_a_refusal_of_the_driver_is_an_error(monkeypatch):
 def test_a_capture_pins_exactly_the_planned_buffers(tmp_path, monkeypatch):
     driver = Driver()
     monkeypatch.setattr(
-        snapshot,
+        writer,
         "PinnedMemory",
         lambda size: PinnedMemory(size, register=driver.register, unregister=driver.unregister),
     )
     run = Run(tmp_path, width=5000).train(range(1), save=False)
     source = SnapshotSource(run.access)
     monkeypatch.setattr(run.access, "device", torch.device("cuda"))
-    planned = snapshot._plan(run.access)
+    planned = writer._plan(run.access)
     source._allocate(planned)
     size = sum(record.size_bytes for file in planned for record in file.records)
     assert size <= sum(driver.locked.values()) <= host_memory_bytes(planned) <= size + 2 * PAGE_BYTES * len(planned)

@@ -5,7 +5,7 @@ What `finetune.memory.step` predicts is tested there; here only what a plan make
 
 from dataclasses import dataclass
 
-from finetune.memory.layout import Layout, Prediction
+from finetune.memory.state import Layout, Prediction
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch
 
 from finetune.config.load import load_config
 from finetune.errors import ModelError
-from finetune.memory.layout import Layout
+from finetune.memory.state import Layout
 from finetune.memory.step import predict as predicting
 from finetune.memory.step import trace
 from finetune.memory.step.predict import Predictor

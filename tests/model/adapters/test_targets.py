@@ -1,5 +1,7 @@
 """LoRA's targets in mixtures of experts and models with mixers are selected, described and checked early."""
 
+import re
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -14,7 +16,7 @@ from finetune.model.adapters.context import AdapterContext
 from finetune.model.adapters.lora import adapter_summary
 from finetune.model.adapters.targets import find_experts, find_routers, shortest_names, target_problems
 from finetune.model.loading.dry_run import meta_model
-from finetune.run.setup.model import require_adaptable
+from finetune.run.setup.model import adapter_problems
 from tests.model.moe_models import HYBRID_MODELS, MOE_MODELS
 
 MODELS = {**MOE_MODELS, **HYBRID_MODELS}
@@ -161,16 +163,16 @@ train: {{global_batch_size: 2, microbatch_size: 1, steps: 1, learning_rate: 1e-3
 """
     (tmp_path / "job.yaml").write_text(job)
     (tmp_path / "absent.jsonl").write_text("")
+    loaded = load_config(tmp_path / "job.yaml")
     with pytest.raises(ConfigError, match=r"line 8, model\.lora\.dora: peft adapts the matrices"):
-        require_adaptable(load_config(tmp_path / "job.yaml"))
-    require_adaptable(load_config(tmp_path / "job.yaml", ["model.lora.dora=false"]))
-    require_adaptable(load_config(tmp_path / "job.yaml", ["model.lora.experts=false"]))
-    plain = load_config(tmp_path / "job.yaml", ["model.lora.dora=false"])
-    require_adaptable(plain, strategy="fsdp2")
-    require_adaptable(plain, strategy="fsdp1")
-    with_router = load_config(tmp_path / "job.yaml", ["model.lora={router: true}"])
-    with pytest.raises(ConfigError, match=r"model\.lora\.router: adapters of routers.* under fsdp1"):
-        require_adaptable(with_router, strategy="fsdp1")
+        loaded.refuse(adapter_problems(loaded.config))
+    plain = load_config(tmp_path / "job.yaml", ["model.lora.dora=false"]).config
+    without_experts = load_config(tmp_path / "job.yaml", ["model.lora.experts=false"]).config
+    for config, strategy in ((plain, ""), (plain, "fsdp2"), (plain, "fsdp1"), (without_experts, "")):
+        assert not list(adapter_problems(config, strategy))
+    (problem,) = adapter_problems(load_config(tmp_path / "job.yaml", ["model.lora={router: true}"]).config, "fsdp1")
+    assert problem.key == "model.lora.router"
+    assert re.search("adapters of routers.* under fsdp1", problem.message)
 
 
 def test_names_of_expert_matrices_are_hinted_at(adapt):

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import varlen
 
-from finetune.model.attention import varlen_kernels
-from finetune.model.attention.varlen_kernels import AvailableKernels
+from finetune.model.attention import sample_attention
+from finetune.model.attention.sample_attention import AvailableKernels
 
 
 def reference_attention(
@@ -100,14 +100,14 @@ class FlashOnCpu:
 @contextmanager
 def flash_on_cpu() -> Iterator[FlashOnCpu]:
     """Make torch's varlen attention run on the CPU, and our attention use it; yields the counted calls."""
-    stand_in, before = FlashOnCpu(), varlen_kernels._available
+    stand_in, before = FlashOnCpu(), sample_attention._available
     library = torch.library.Library("aten", "IMPL")
     library.impl("_flash_attention_forward", stand_in.forward, "CPU")
     library.impl("_flash_attention_backward", stand_in.backward, "CPU")
     groups = "enable_gqa" in varlen.varlen_attn.__kwdefaults__
-    varlen_kernels._available = AvailableKernels(True, None, varlen.varlen_attn, groups, device_type="cpu")
+    sample_attention._available = AvailableKernels(True, None, varlen.varlen_attn, groups, device_type="cpu")
     try:
         yield stand_in
     finally:
-        varlen_kernels._available = before
+        sample_attention._available = before
         library._destroy()

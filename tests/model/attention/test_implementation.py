@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.data.features import Features
 from finetune.errors import ModelError
-from finetune.model.attention import varlen_kernels
+from finetune.model.attention import sample_attention
 from finetune.model.attention.implementation import (
     attend_sample_by_sample,
     check_isolation,
@@ -220,9 +220,11 @@ def test_the_torch_varlen_kernel_gets_the_settings_of_the_layer(monkeypatch, gro
         assert (max_q, max_k, window_size[1]) == (17, 17, 0)
         return row_by_row(query, key, value, cu_q.tolist(), scale=scale, window=window_size[0])
 
-    monkeypatch.setattr(varlen_kernels, "_available", varlen_kernels.AvailableKernels(True, None, torchs, groups_heads))
+    monkeypatch.setattr(
+        sample_attention, "_available", sample_attention.AvailableKernels(True, None, torchs, groups_heads)
+    )
     scores, edges = AttentionSettings(0.5, window=window), torch.tensor([0, *LENGTHS]).cumsum(0).int()
-    output = varlen_kernels._torch_varlen(heads(), edges, 17, scores)
+    output = sample_attention._torch_varlen(heads(), edges, 17, scores)
     torch.testing.assert_close(output, attend_sample_by_sample(heads(), SampleLengths(LENGTHS), scores))
 
 
@@ -235,35 +237,35 @@ def test_flash_attention_gets_the_settings_of_the_layer(monkeypatch):
 
     package = ModuleType("flash_attn")
     package.flash_attn_varlen_func = flash
-    monkeypatch.setattr(varlen_kernels, "_available", varlen_kernels.AvailableKernels(True, package))
+    monkeypatch.setattr(sample_attention, "_available", sample_attention.AvailableKernels(True, package))
     scores, edges = AttentionSettings(0.5, softcap=2.0, window=6), torch.tensor([0, *LENGTHS]).cumsum(0).int()
-    output = varlen_kernels._flash_varlen(heads(), edges, 17, scores)
+    output = sample_attention._flash_varlen(heads(), edges, 17, scores)
     torch.testing.assert_close(output, attend_sample_by_sample(heads(), SampleLengths(LENGTHS), scores))
 
 
 def test_no_varlen_kernel_is_used_without_a_gpu(monkeypatch):
-    monkeypatch.setattr(varlen_kernels, "_available", varlen_kernels.AvailableKernels(True, torch, torch.add))
-    assert varlen_kernels.varlen_kernel(heads(), AttentionSettings()) is None
-    assert varlen_kernels.missing_kernel_warning(is_half=True) is None
+    monkeypatch.setattr(sample_attention, "_available", sample_attention.AvailableKernels(True, torch, torch.add))
+    assert sample_attention.varlen_kernel(heads(), AttentionSettings()) is None
+    assert sample_attention.missing_kernel_warning(is_half=True) is None
 
 
 @pytest.mark.parametrize(
     ("found", "said"),
     [
-        (varlen_kernels.AvailableKernels(False), "this GPU supports no varlen kernel"),
-        (varlen_kernels.AvailableKernels(True), "flash attention is not installed"),
-        (varlen_kernels.AvailableKernels(True, None, torch.add), None),
+        (sample_attention.AvailableKernels(False), "this GPU supports no varlen kernel"),
+        (sample_attention.AvailableKernels(True), "flash attention is not installed"),
+        (sample_attention.AvailableKernels(True, None, torch.add), None),
     ],
 )
 def test_a_gpu_without_a_varlen_kernel_is_warned_about(monkeypatch, found, said):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(
-        varlen_kernels, "detect_kernels", lambda: monkeypatch.setattr(varlen_kernels, "_available", found)
+        sample_attention, "detect_kernels", lambda: monkeypatch.setattr(sample_attention, "_available", found)
     )
-    warning = varlen_kernels.missing_kernel_warning(is_half=True)
+    warning = sample_attention.missing_kernel_warning(is_half=True)
     assert warning is None if said is None else said in warning
-    assert varlen_kernels.missing_kernel_warning(is_half=False) is None
-    of_sinks = varlen_kernels.missing_kernel_warning(is_half=True, has_sinks=True)
+    assert sample_attention.missing_kernel_warning(is_half=False) is None
+    of_sinks = sample_attention.missing_kernel_warning(is_half=True, has_sinks=True)
     assert of_sinks is not None
     assert said is not None or "no varlen kernel supports attention sinks" in of_sinks
 

@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from finetune.errors import StrategyError
-from finetune.model.attention import sequence_parallel
-from finetune.model.attention.sample_attention import AttentionSettings, QueryKeyValue
-from finetune.model.attention.sequence_parallel import (
+from finetune.model.attention import implementation
+from finetune.model.attention.implementation import (
     attend_slices,
     require_divisible_heads,
     require_equal_logits,
     slicing_problem,
 )
+from finetune.model.attention.sample_attention import AttentionSettings, QueryKeyValue
 from finetune.model.attention.supported_models import PLAIN_MODEL_TYPES, SINK_MODEL_TYPES
 from finetune.runtime.parallel import SequenceGroup
 from tests.model.attention.small_models import tiny_config
@@ -24,8 +24,8 @@ class Ranks:
 
     def __init__(self, monkeypatch, size):
         self._size, self._sent, self._place = size, {}, 0
-        monkeypatch.setattr(sequence_parallel, "sequence_group", lambda: SequenceGroup(size, self._place))
-        monkeypatch.setattr(sequence_parallel, "swap_blocks", self._swap)
+        monkeypatch.setattr(implementation, "sequence_group", lambda: SequenceGroup(size, self._place))
+        monkeypatch.setattr(implementation, "swap_blocks", self._swap)
 
     def _swap(self, blocks):
         self._sent[self._place, self._call] = blocks

@@ -11,10 +11,15 @@ import torch
 from torch import Tensor
 from transformers.modeling_flash_attention_utils import _process_flash_attention_kwargs
 
-from finetune.model.attention import varlen_kernels
+from finetune.model.attention import sample_attention
 from finetune.model.attention.implementation import per_sample_attention
-from finetune.model.attention.sample_attention import AttentionSettings, QueryKeyValue
-from finetune.model.attention.varlen_kernels import AvailableKernels, detect_kernels, varlen_kernel
+from finetune.model.attention.sample_attention import (
+    AttentionSettings,
+    AvailableKernels,
+    QueryKeyValue,
+    detect_kernels,
+    varlen_kernel,
+)
 from finetune.runtime import seeds
 from finetune.runtime.parallel import SampleLengths
 from tests.devices import EVERY_DEVICE, ON_GPU
@@ -80,13 +85,13 @@ def kernels(device):
             yield counted
         return
     detect_kernels()
-    before = varlen_kernels._available
-    varlen_kernels._available = AvailableKernels(
+    before = sample_attention._available
+    sample_attention._available = AvailableKernels(
         before.is_capable, None, before.torch_varlen, supports_gqa=before.supports_gqa
     )
     assert before.torch_varlen is not None
     yield None
-    varlen_kernels._available = before
+    sample_attention._available = before
 
 
 def lengths_on(device):
@@ -224,7 +229,7 @@ def test_flash_attention_is_asked_for_a_deterministic_backward_pass(monkeypatch,
         request.getfixturevalue("deterministic")
     flash = flash_package()
     available = AvailableKernels(True, flash.package, device_type="cpu", is_flash_repeatable=True)
-    monkeypatch.setattr(varlen_kernels, "_available", available)
+    monkeypatch.setattr(sample_attention, "_available", available)
     qkv = inputs((3, 4), heads=2, key_heads=2, width=8, dtype=torch.bfloat16, device="cpu")
     kernel = varlen_kernel(QueryKeyValue(*qkv), AttentionSettings())
     kernel(QueryKeyValue(*qkv), torch.tensor([0, 3, 7]).int(), 4, AttentionSettings())
@@ -235,11 +240,11 @@ def test_flash_attention_is_asked_for_a_deterministic_backward_pass(monkeypatch,
 def test_an_old_flash_attention_that_cannot_repeat_itself_is_not_used_in_a_deterministic_run(monkeypatch):
     flash = flash_package()
     available = AvailableKernels(True, flash.package, torch.add, device_type="cpu", is_flash_repeatable=False)
-    monkeypatch.setattr(varlen_kernels, "_available", available)
+    monkeypatch.setattr(sample_attention, "_available", available)
     qkv = QueryKeyValue(*inputs((3,), heads=2, key_heads=2, width=8, dtype=torch.bfloat16, device="cpu"))
-    assert varlen_kernel(qkv, AttentionSettings()) is varlen_kernels._torch_varlen
+    assert varlen_kernel(qkv, AttentionSettings()) is sample_attention._torch_varlen
     torch.use_deterministic_algorithms(False)
-    assert varlen_kernel(qkv, AttentionSettings()) is varlen_kernels._flash_varlen
+    assert varlen_kernel(qkv, AttentionSettings()) is sample_attention._flash_varlen
 
 
 @pytest.mark.usefixtures("deterministic")

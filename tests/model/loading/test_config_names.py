@@ -11,7 +11,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from finetune.config.sections.model import FromConfigSection
 from finetune.errors import ModelError
 from finetune.model.loading.architecture import SpecialTokenIds, build_model_config
-from finetune.model.loading.config_names import UNDECLARED, known_names, sub_config_class, sub_configs
+from finetune.model.loading.config_values import UNDECLARED, known_names, sub_config_class, sub_configs
 
 BY_GETATTR = (
     *("qwen2", "qwen3_moe", "glm4_moe", "olmo2", "olmo3", "olmoe", "phi3", "smollm3", "granite", "granitemoe"),

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from finetune.model.loading.initialize import as_cpu_float32, initialize_weights
+from finetune.model.loading.load import as_cpu_float32, initialize_weights
 from finetune.model.upstream import skip_weight_init
 from finetune.runtime.parameters import InitContext
 

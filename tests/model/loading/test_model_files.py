@@ -7,7 +7,7 @@ from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, pr
 from transformers import PreTrainedTokenizerFast
 
 from finetune.errors import ModelError
-from finetune.model.loading.model_files import check_files, check_tokenizer
+from finetune.model.loading.hub import check_files, check_tokenizer
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "generation_config.json", "x.jinja"])

@@ -9,8 +9,7 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, dynamic_module_utils
 
 from finetune.errors import ModelError
-from finetune.model.loading.hub import loading_errors
-from finetune.model.loading.model_files import check_matrix_sizes, read_json_settings
+from finetune.model.loading.hub import check_matrix_sizes, loading_errors, read_json_settings
 from finetune.model.loading.pretrained import load_auto_class
 from finetune.model.upstream import data_only_loading, loading_patches
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from finetune.config.sections.model import ModelSection
-from finetune.model.loading.sentence_modules import pooling_warning
+from finetune.model.loading.pretrained import pooling_warning
 
 OLD = {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}
 NEW = {"embedding_dimension": 8, "pooling_mode": "lasttoken"}

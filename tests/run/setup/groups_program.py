@@ -38,14 +38,13 @@ def main() -> None:
     context = validate(load_config(Path(job), overrides))
     data = prepare_data(context)
     accelerator = make_accelerator(context.config, context.strategy, log=context.log)
-    rate = data.plan.schedule.peak
     prepare_model(
         context.config,
         context.strategy,
-        data.training_data,
+        data,
         accelerator=accelerator,
-        learning_rate=rate,
         log=context.log,
+        trains=False,
     )
     if distributed.is_main():
         atomic.write_json(Path(file), group_timeouts())

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from finetune.config.load import load_config
+from finetune.model import build
 from finetune.registry.tasks import TASKS
-from finetune.run.setup import model as building
 from finetune.runtime.parameters import InitContext
 from finetune.strategy.ddp import DataParallel
 from finetune.strategy.deepspeed import ZeroRedundancy
@@ -37,14 +37,13 @@ def test_initial_values_that_are_computed_from_weights_are_computed_on_the_cpu(j
     def load(section, *, init_context, **others):
         raise Asked(init_context.device)
 
-    monkeypatch.setattr(building, "load_model", load)
+    monkeypatch.setattr(build, "load_model", load)
     config = load_config(job, overrides).config
-
-    class Task:
-        head, head_values = TASKS[config.task.name].head, {}
-
+    head = TASKS[config.task.name].head
     with pytest.raises(Asked) as found:
-        building.build_model(config, task=Task(), tokenizer=None, init_context=InitContext(device=CUDA))
+        build.build_model(
+            config.model, head=head, head_values={}, tokenizer=None, seed=1, init_context=InitContext(device=CUDA)
+        )
     assert found.value.args == (expected,)
 
 

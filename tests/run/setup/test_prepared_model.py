@@ -9,8 +9,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from finetune.config.load import load_config
 from finetune.model.kernels import fused_layers
-from finetune.run.setup import prepared_model
-from finetune.run.setup.prepared_model import _chosen_compilation, free_device_bytes, plan_accumulation
+from finetune.run.setup import forwards, prepared_model
+from finetune.run.setup.forwards import _chosen_compilation
+from finetune.run.setup.prepared_model import free_device_bytes, plan_accumulation
 from finetune.strategy.gradient_sync import GradientReduction
 
 JOB = """
@@ -33,7 +34,7 @@ def decide(tmp_path, monkeypatch):
     (tmp_path / "job.yaml").write_text(JOB)
     (tmp_path / "rows.jsonl").write_text('{"text": "a row"}\n')
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(prepared_model, "why_not_compilable", lambda: None)
+    monkeypatch.setattr(forwards, "why_not_compilable", lambda: None)
     monkeypatch.setattr(fused_layers, "find_spec", lambda _: None)
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(**SHAPES, vocab_size=320))
@@ -84,7 +85,7 @@ def test_nothing_is_compiled_however_long_the_run_is(decide, facts, overrides, r
 
 
 def test_nothing_is_compiled_on_a_cpu_or_where_the_compiler_does_not_work(decide, monkeypatch):
-    monkeypatch.setattr(prepared_model, "why_not_compilable", lambda: "triton is not installed")
+    monkeypatch.setattr(forwards, "why_not_compilable", lambda: "triton is not installed")
     assert decide(10**6) == ("off", ["model.compile: auto: off, since triton is not installed"])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert decide(10**6) == ("off", ["model.compile: auto: off, since this run has no GPU"])
@@ -137,9 +138,7 @@ def test_ranks_of_a_machine_share_its_memory(monkeypatch):
     monkeypatch.setattr(prepared_model, "available_bytes", lambda: 64 * GB)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     assert free_device_bytes(CPU) == 8 * GB
-    monkeypatch.setattr(
-        prepared_model.torch, "get_device_module", lambda _: SimpleNamespace(mem_get_info=lambda _: (5, 9))
-    )
+    monkeypatch.setattr(torch, "get_device_module", lambda _: SimpleNamespace(mem_get_info=lambda _: (5, 9)))
     assert free_device_bytes(torch.device("cuda")) == 5
-    monkeypatch.setattr(prepared_model.torch, "get_device_module", lambda _: SimpleNamespace())
+    monkeypatch.setattr(torch, "get_device_module", lambda _: SimpleNamespace())
     assert free_device_bytes(torch.device("mps")) == 0

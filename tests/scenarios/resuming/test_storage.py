@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from finetune.runtime.files.remote import RemoteFolder
-from tests.run.remote.staging import NotedRemote
+from tests.run.state.staging import NotedRemote
 
 pytestmark = [pytest.mark.distributed, pytest.mark.full]
 

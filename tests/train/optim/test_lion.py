@@ -6,8 +6,7 @@ from torch import nn
 
 from finetune.config.sections.train import OptimizerSection
 from finetune.model.size import optimizer_state_bytes
-from finetune.train.optim.lion import Lion
-from finetune.train.optim.optimizers import begin_step, build_optimizer
+from finetune.train.optim.optimizers import Lion, begin_step, build_optimizer
 from finetune.train.optim.parameter_groups import list_parameters
 from tests.train.optim.test_averages import Job
 

@@ -25,7 +25,7 @@ from finetune.config.sections.checkpoint import CheckpointSection
 from finetune.errors import CheckpointError
 from finetune.report.events import CheckpointSaved, Event, RunEnded, Warned
 from finetune.report.reporter import Reporter
-from finetune.run.remote.download import marked_steps, step_of
+from finetune.run.state.run_folder import marked_steps, step_of
 from finetune.runtime import distributed
 from finetune.runtime.files.remote import RemoteFolder
 from finetune.runtime.run_folder import CHECKPOINTS_FOLDER, FAILED_FINAL_FOLDER, FINAL_FOLDER
@@ -87,8 +87,11 @@ class FolderSync:
             yield f"{CHECKPOINTS_FOLDER}/{local[step].name}", partial(self._checkpoint, step, local[step], sizes)
         if not local or max(local) in self._up:
             yield "files that were deleted here", partial(self._delete_gone, local, sizes)
-        for name in sorted(_other_files(self._folder, is_last=is_last)):
-            yield name, partial(self._file, name)
+        left_out = _NOT_UPLOADED if is_last else (*_NOT_UPLOADED, FINAL_FOLDER)
+        for path in sorted(self._folder.rglob("*")):
+            parts = path.relative_to(self._folder).parts
+            if parts[0] not in left_out and not any(part.startswith(".") for part in parts) and path.is_file():
+                yield "/".join(parts), partial(self._file, "/".join(parts))
         if is_last and (self._folder / FINAL_FOLDER).is_dir():
             yield f"old files of {FINAL_FOLDER}", partial(self._delete_old_export, sizes)
 
@@ -149,7 +152,11 @@ class FolderSync:
         metrics: dict[int, Mapping[str, float]] = {step: metrics_of(path) for step, path in local.items()}
         for step in strangers:
             name = f"{CHECKPOINTS_FOLDER}/{layout.step_folder(Path(), step).name}/{layout.MANIFEST}"
-            metrics[step] = _metrics_in(self._with_retries(partial(self.remote.read, name)), name=name)
+            marker = self._with_retries(partial(self.remote.read, name)) or b""
+            try:
+                metrics[step] = parse_manifest(marker, path=Path(name)).metrics
+            except CheckpointError:  # it is not there, or cannot be believed
+                metrics[step] = {}
         return removable_steps(
             metrics,
             keep_last=self._section.keep_last,
@@ -195,23 +202,6 @@ class FolderSync:
                 self.repeated.append(f"{type(error).__name__}: {error}")
                 self._wait(pause)
         return act()
-
-
-def _metrics_in(marker: bytes | None, *, name: str) -> Mapping[str, float]:
-    """Return the metrics in a manifest's bytes; none where it is not there or cannot be believed."""
-    try:
-        return parse_manifest(marker or b"", path=Path(name)).metrics
-    except CheckpointError:
-        return {}
-
-
-def _other_files(folder: Path, *, is_last: bool) -> Iterator[str]:
-    """Yield every file that is not hidden, by its name in the folder; checkpoints are not among them."""
-    left_out = _NOT_UPLOADED if is_last else (*_NOT_UPLOADED, FINAL_FOLDER)
-    for path in folder.rglob("*"):
-        name = path.relative_to(folder)
-        if name.parts[0] not in left_out and not any(part.startswith(".") for part in name.parts) and path.is_file():
-            yield name.as_posix()
 
 
 _SECONDS_AFTER_ERROR = 20.0

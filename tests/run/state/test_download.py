@@ -6,11 +6,11 @@ import pytest
 
 from finetune.checkpoint.format.manifest import manifest_digest, read_manifest
 from finetune.config.explain import resolved_yaml
-from finetune.config.load import LoadedConfig, load_config
+from finetune.config.load import LoadedConfig, load_config, with_local_folder
 from finetune.errors import CheckpointError
-from finetune.run.remote.download import download_run, with_local_folder
+from finetune.run.state.run_folder import download_run
 from finetune.runtime.files.remote import RemoteFolder
-from tests.run.remote.staging import checkpoint
+from tests.run.state.staging import checkpoint
 
 
 @dataclass

@@ -1,12 +1,11 @@
 import pytest
 
-from finetune.config.load import load_config
+from finetune.config.load import load_config, with_local_folder
 from finetune.config.sections.checkpoint import CheckpointSection
 from finetune.report.events import CheckpointSaved, Noted, Warned
-from finetune.run.remote import upload
-from finetune.run.remote.download import with_local_folder
-from finetune.run.remote.upload import BackgroundUploader, NullUploader, make_uploader
-from tests.run.remote.staging import NotedRemote, checkpoint
+from finetune.run.state import upload
+from finetune.run.state.upload import BackgroundUploader, NullUploader, make_uploader
+from tests.run.state.staging import NotedRemote, checkpoint
 
 SAVED = CheckpointSaved(4, "path", size_bytes=1, seconds=0.0, stall_seconds=0.0)
 

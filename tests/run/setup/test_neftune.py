@@ -9,7 +9,7 @@ from transformers import PretrainedConfig, T5Config, T5ForConditionalGeneration
 
 from finetune.data.batch import Batch
 from finetune.errors import ModelError
-from finetune.train.neftune import EmbeddingNoise, sample_noise
+from finetune.run.setup.forwards import EmbeddingNoise, sample_noise
 
 WIDTH, ALPHA = 6, 5.0
 LENGTHS = {1: 3, 2: 5, 3: 2}

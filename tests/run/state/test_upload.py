@@ -3,8 +3,8 @@ import shutil
 import pytest
 
 from finetune.config.sections.checkpoint import CheckpointSection
-from finetune.run.remote.upload import RETRY_PAUSES_SECONDS, FolderSync
-from tests.run.remote.staging import NotedRemote, checkpoint
+from finetune.run.state.upload import RETRY_PAUSES_SECONDS, FolderSync
+from tests.run.state.staging import NotedRemote, checkpoint
 
 WHOLE = ["manifest.json", "model/0", "progress.json"]
 

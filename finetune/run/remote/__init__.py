@@ -1,1 +1,0 @@
-"""A run at a URL: downloaded when it starts, uploaded while it trains."""
