@@ -33,9 +33,6 @@ TENSOR_PARALLEL_TYPES = frozenset(
 _BIASED_COLUMNS = ("glm4", "seed_oss")
 """Model types of whose layers `attention_bias` concerns only column-wise ones."""
 
-PACKED_TYPES = ("glm4", "mixtral", "olmoe", "phi3", "qwen3_moe")
-"""Model types with gate and up in one tensor, of which a rank has a part of both (`_StridedShard`)."""
-
 _PACKED_MLP = {"mlp.gate_up_proj": "packed_colwise", "mlp.down_proj": "rowwise"}
 _NORMS_OVER_HEADS = {
     **dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "colwise"),
@@ -180,17 +177,12 @@ _SPLIT_OUTPUT = ("colwise", "colwise_gather_output", "packed_colwise")
 _SPLIT_INPUT = ("rowwise", "rowwise_split_input")
 
 
-def splitting_problem(config: Any, size: int, *, is_sharded: bool = False) -> str | None:
-    """Return why `size` ranks cannot share the layers of a model with this config; None if they can.
-
-    `is_sharded`: FSDP2 shards what they share.
-    """
+def splitting_problem(config: Any, size: int) -> str | None:
+    """Return why `size` ranks cannot share the layers of a model with this config; None if they can."""
     if config.model_type not in TENSOR_PARALLEL_TYPES:
         return (
             f"`{config.model_type}` was not compared with one process; {', '.join(sorted(TENSOR_PARALLEL_TYPES))} were"
         )
-    if is_sharded and config.model_type in PACKED_TYPES:
-        return f"FSDP2 cannot shard gate and up in one tensor, as `{config.model_type}` has them, that is split in two"
     names = ("attention_out_bias", "mlp_bias", *(() if config.model_type in _BIASED_COLUMNS else ("attention_bias",)))
     if biased := [name for name in names if getattr(config, name, False)]:
         return f"the biases of row-wise layers (`{biased[0]}`) would be added by every rank"

@@ -60,6 +60,4 @@ def validate_model(loaded: LoadedConfig, strategy: Strategy, *, log: RunLog, on_
     for line in check_model(loaded, strategy=strategy.name, builds=builds):
         log(line)
     require_sliceable_model(loaded.config, size=strategy.expected().sequence_size)
-    require_splittable_model(
-        loaded.config, size=strategy.expected().tensor_size, is_sharded=strategy.expected().data_parallel_size > 1
-    )
+    require_splittable_model(loaded.config, size=strategy.expected().tensor_size)

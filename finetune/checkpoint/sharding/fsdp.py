@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from finetune.checkpoint.sharding.state_layout import (
+    ShardRange,
     ShardView,
     StateLayout,
     named_buffers,
@@ -57,49 +58,56 @@ def _dtensor_view(name: str, parameter: nn.Parameter) -> ShardView:
     if not isinstance(parameter, DTensor):
         return replicated_view(parameter)
     placements: list[Any] = [placement for placement in parameter.placements if not isinstance(placement, Replicate)]
-    inner = next((placement for placement in placements if placement.dim or _is_packed(parameter)), None)
+    inner = next((placement for placement in reversed(placements) if placement.dim or _is_packed(parameter)), None)
     if not all(divides(placement, 0) for placement in placements if placement is not inner):
         raise CheckpointError(
             f"{name}: has the placements {parameter.placements}; only sharding by rows, and by columns, can be saved"
         )
-    (first, num_rows), columns = local_part(parameter, dimension=0), None
-    row = math.prod(parameter.shape[1:])  # elements
-    if inner is not None:
-        first, num_rows, row, columns = _split_rows(parameter, inner)
-    own_elements = num_rows * (row if columns is None else columns[2] - columns[1])
-    assert own_elements == parameter.to_local().numel(), f"{name}: {parameter.placements} is not sharded as expected"
+    if inner is None:
+        (first, num_rows), row = local_part(parameter, dimension=0), math.prod(parameter.shape[1:])  # in elements
+        own = ShardRange(first * row, (first + num_rows) * row)
+    else:
+        own = _range_within_rows(parameter, inner, is_sharded=len(placements) > 1)
+    num_own = sum((part.stop - part.start) * (part.last - part.first) for part in own.rectangles())
+    assert num_own == parameter.to_local().numel(), f"{name}: {parameter.placements} is not sharded as expected"
     return ShardView(
         tensor=parameter,
         local_view=_local,
         shape=tuple(parameter.shape),
-        start=first * (row if columns is None else 1),
-        stop=(first + num_rows) * (row if columns is None else 1),
+        start=own.start,
+        stop=own.stop,
         is_trained=parameter.requires_grad,
         is_replicated=False,
         is_copy=_is_copy(parameter),
-        columns=columns,
+        columns=None if inner is None else own[2:],
     )
 
 
 def _is_packed(parameter: DTensor) -> bool:
-    """Return whether several matrices that are stacked in the rows are each split by rows; FSDP2 has a mesh of more."""
-    return parameter.device_mesh.ndim == 1 and isinstance(parameter.placements[0], _StridedShard)
+    """Return whether matrices that are stacked in the rows are each split by rows; FSDP2 may shard that again."""
+    is_split = (parameter.device_mesh.mesh_dim_names or ("",))[-1] == "tp"
+    return is_split and isinstance(parameter.placements[-1], _StridedShard)
 
 
-def _split_rows(parameter: DTensor, inner: Any) -> tuple[int, int, int, tuple[int, int, int]]:
+def _range_within_rows(parameter: DTensor, inner: Any, *, is_sharded: bool) -> ShardRange:
     """Return what this rank has of a tensor that a tensor-parallel group splits evenly within its rows.
 
-    First row, number of rows, their width in elements, and width, first and last column. The columns are all
-    dimensions from the split one on; where several matrices are packed in that (gate and up), each is a row.
+    The columns are all dimensions from the split one on; where several matrices are packed in that (gate and up), each
+    is a row. `is_sharded`: FSDP2 shards what the rank has of them, by rows of the parameter.
     """
-    packed = getattr(inner, "split_factor", 1)
+    mesh, packed = parameter.device_mesh, getattr(inner, "split_factor", 1)
     blocks = math.prod(parameter.shape[1 : inner.dim]) * packed  # rows for each index of the first dimension
     first, num_rows = local_part(parameter, dimension=0) if inner.dim else (0, 1)
     width = parameter.numel() // (blocks * (parameter.shape[0] if inner.dim else 1))
-    axis = parameter.placements.index(inner)
-    own = width // parameter.device_mesh.size(axis)
-    left = own * parameter.device_mesh.get_local_rank(axis)
-    return first * blocks, num_rows * blocks, width, (width, left, left + own)
+    own = width // mesh.size(-1)
+    left = own * mesh.get_local_rank(mesh.ndim - 1)
+    columns = ShardRange(first * blocks, (first + num_rows) * blocks, width, left, left + own)
+    if inner.dim or not is_sharded:
+        return columns
+    row, total = math.prod(parameter.shape[1:]), packed * own
+    shard = -(-total // row // mesh.size(-2)) * row
+    low = min(shard * mesh.get_local_rank(mesh.ndim - 2), total)
+    return columns._replace(low=low, high=min(low + shard, total))
 
 
 def _local(tensor: Tensor) -> Tensor:

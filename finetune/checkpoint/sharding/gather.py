@@ -48,22 +48,24 @@ def run_transfers(transfers: Sequence[Transfer], *, device: torch.device) -> Non
 def _add(batch: "_P2PBatch", transfer: Transfer, *, first: int, last: int) -> None:
     me = distributed.rank()
     for sender in range(distributed.world()) if me == transfer.receiver else (me,):
-        sent = transfer.ranges[sender]
-        low, high = max(-(-first // sent.width), sent.start), min(-(-last // sent.width), sent.stop)
-        if low >= high:
-            continue
-        size = sent.last - sent.first
-        local = transfer.local[(low - sent.start) * size : (high - sent.start) * size]
-        if me != transfer.receiver:
-            batch.send(local, to=transfer.receiver)
-            continue
-        assert transfer.destination is not None, "the receiver has a buffer"
-        rows = transfer.destination[low * sent.width : high * sent.width]
-        elements = rows if sent.width == 1 else rows.view(-1, sent.width)[:, sent.first : sent.last]
-        if sender == me:
-            elements.copy_(local.view(elements.shape))
-        else:
-            batch.receive(elements, sender=sender)
+        num_before = 0  # elements of the sender
+        for sent in transfer.ranges[sender].rectangles():
+            low, high = max(-(-first // sent.width), sent.start), min(-(-last // sent.width), sent.stop)
+            size = sent.last - sent.first
+            local = transfer.local[num_before + (low - sent.start) * size : num_before + (high - sent.start) * size]
+            num_before += (sent.stop - sent.start) * size
+            if low >= high:
+                continue
+            if me != transfer.receiver:
+                batch.send(local, to=transfer.receiver)
+                continue
+            assert transfer.destination is not None, "the receiver has a buffer"
+            rows = transfer.destination[low * sent.width : high * sent.width]
+            elements = rows if sent.width == 1 else rows.view(-1, sent.width)[:, sent.first : sent.last]
+            if sender == me:
+                elements.copy_(local.view(elements.shape))
+            else:
+                batch.receive(elements, sender=sender)
 
 
 @dataclass

@@ -5,7 +5,7 @@ elements), so one description is enough: a rank holds elements [start, stop). A 
 not depend on the strategy.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
@@ -58,7 +58,8 @@ def _unique(tensors: Iterable[tuple[str, T]]) -> dict[str, T]:
 class ShardRange(NamedTuple):
     """Elements [first, last) of the rows [start, stop) of a tensor, seen as rows of `width` elements.
 
-    A range of consecutive elements has rows of one element.
+    A range of consecutive elements has rows of one element. Where FSDP2 shards rows that are each split, it has
+    [low, high) of these elements, flat.
     """
 
     start: int
@@ -66,10 +67,26 @@ class ShardRange(NamedTuple):
     width: int = 1
     first: int = 0
     last: int = 1
+    low: int = 0
+    high: int | None = None
 
     def of(self, rows: Tensor) -> Tensor:
         """Return its elements, flat, from the whole rows, given flat."""
-        return rows if self.width == 1 else rows.view(-1, self.width)[:, self.first : self.last].reshape(-1)
+        if self.width == 1:
+            return rows
+        return rows.view(-1, self.width)[:, self.first : self.last].reshape(-1)[self.low : self.high]
+
+    def rectangles(self) -> Iterator["ShardRange"]:
+        """Yield it in parts, in order, each with the same columns of all its rows."""
+        if self.high is None:
+            yield self
+            return
+        size = self.last - self.first
+        for row in range(self.start, self.stop):
+            before = (row - self.start) * size
+            low, high = max(self.low - before, 0), min(self.high - before, size)
+            if low < high:
+                yield ShardRange(row, row + 1, self.width, self.first + low, self.first + high)
 
 
 @dataclass(frozen=True)
@@ -84,7 +101,7 @@ class ShardView:
     is_trained: bool
     is_replicated: bool  # every rank holds all of it
     is_copy: bool = False  # another rank holds the same elements (HSDP, whole parameters next to split ones)
-    columns: tuple[int, int, int] | None = None  # width of a row, first, last: then start and stop are rows
+    columns: tuple[int, int, int, int, int | None] | None = None  # `width` to `high` of a range of rows
 
     @property
     def range(self) -> ShardRange:

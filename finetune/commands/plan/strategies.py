@@ -289,7 +289,7 @@ def _why_no_groups(config: RunConfig, layout: Layout) -> str | None:
         return f"the job sets run.strategy: {config.run.strategy}"
     try:
         require_splittable_job(config)
-        require_splittable_model(config, size=layout.tensor_size, is_sharded=not is_alone)
+        require_splittable_model(config, size=layout.tensor_size)
     except StrategyError as error:
         return str(error).splitlines()[-1].strip()
     return None

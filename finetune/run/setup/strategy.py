@@ -102,12 +102,11 @@ def _is_plain_lora(model: ModelSection) -> bool:
     return is_plain and lora is not None and lora.init in ("default", "gaussian")
 
 
-def require_splittable_model(config: RunConfig, *, size: int, is_sharded: bool) -> None:
-    """Raise StrategyError where `size` ranks cannot share the layers of this job's model, which FSDP2 may shard."""
+def require_splittable_model(config: RunConfig, *, size: int) -> None:
+    """Raise StrategyError where `size` ranks cannot share the layers of this job's model."""
     if size == 1:
         return
-    problem = splitting_problem(load_model_config(config.model), size, is_sharded=is_sharded)
-    if problem is not None:
+    if (problem := splitting_problem(load_model_config(config.model), size)) is not None:
         raise StrategyError(f"{TENSOR_SETTING}: {size}: {problem}. Launch with accelerate_configs/fsdp2.yaml.")
 
 

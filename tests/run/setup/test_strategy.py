@@ -79,17 +79,16 @@ def test_unsupported_jobs_are_refused_under_tensor_parallelism_with_the_reason(j
 
 
 def test_models_that_ranks_cannot_split_are_refused_with_the_reason(job):
-    require_splittable_model(load_config(job).config, size=2, is_sharded=True)
+    require_splittable_model(load_config(job).config, size=2)
     for written, reason in (
         ("model.from_config.model_type=olmo", "`olmo` was not compared with one process"),
-        ("model.from_config.model_type=phi3", "FSDP2 cannot shard gate and up in one tensor, as `phi3` has them"),
         (
             "model.from_config.values={hidden_size: 48, num_attention_heads: 3, num_key_value_heads: 1}",
             "num_attention_heads is 3",
         ),
     ):
         with pytest.raises(StrategyError, match=f"parallelism_config_tp_size: 2: {reason}"):
-            require_splittable_model(load_config(job, [written]).config, size=2, is_sharded=True)
+            require_splittable_model(load_config(job, [written]).config, size=2)
 
 
 def test_all_settings_that_are_not_exact_where_ranks_share_rows_are_refused_at_once(job, monkeypatch):

@@ -6,7 +6,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.scenarios.strategies.test_tensor_parallel import LORA, SETTINGS, assert_equal, samples_by_step
+from tests.scenarios.strategies.test_tensor_parallel import (
+    LORA,
+    SETTINGS,
+    assert_equal,
+    samples_by_step,
+    settings_of,
+)
 
 pytestmark = [pytest.mark.distributed, pytest.mark.full]
 
@@ -61,8 +67,8 @@ def test_settings_have_the_losses_of_one_process(launch, settings, request):
 
 
 def test_adapters_have_the_losses_and_the_export_of_one_process(launch):
-    """Also resumed: from tensor parallelism alone, and from FSDP2 alone."""
-    overrides = [*SMALL, *LORA, "export.merge=true"]
+    """Also resumed: from tensor parallelism alone, and from FSDP2 alone; adapters are on routed experts, too."""
+    overrides = [*SMALL, *LORA, "export.merge=true", *settings_of("qwen3_moe")]
     alone = launch(None, name="fsdp2-tp-alone-lora", overrides=overrides)
     for strategy, processes, last in (("tensor_parallel", 2, 2), (STRATEGY, 4, 4), ("fsdp2", 2, 6), (STRATEGY, 4, 8)):
         stop = [f"train.stop_after_steps={last}"] if last < 8 else []
@@ -75,7 +81,8 @@ def test_adapters_have_the_losses_and_the_export_of_one_process(launch):
 
 
 def test_checkpoints_resume_under_other_strategies_and_bitwise_under_the_same(launch):
-    overrides = [*SMALL, "checkpoint={every_steps: 2, keep_last: 4}"]
+    """Of a model with gate and up in one matrix, of which FSDP2 shards what a rank of a group has of both."""
+    overrides = [*SMALL, "checkpoint={every_steps: 2, keep_last: 4}", *settings_of("phi3")]
     whole = launch(STRATEGY, name="fsdp2-tp-whole", processes=4, overrides=overrides)
     for strategy, processes, last in ((STRATEGY, 4, 2), (STRATEGY, 4, 4), ("zero3", 2, 6), (None, 1, 8)):
         stop = [f"train.stop_after_steps={last}"] if last < 8 else []

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from finetune.model.tensor_parallel import PACKED_TYPES, TENSOR_PARALLEL_TYPES
+from finetune.model.tensor_parallel import TENSOR_PARALLEL_TYPES
 from finetune.run.samples import read_samples
 from tests import launching
 from tests.scenarios.conftest import Ended
@@ -61,13 +61,18 @@ SHAPES = {
 """By model type, the values of its config that differ from those of the small job."""
 
 
+def settings_of(model_type):
+    """Return the overrides that make the small job one of this model type."""
+    values = SHAPES.get(model_type, {}).items()
+    shape = [f"model.from_config.values.{key}={json.dumps(value)}" for key, value in values]
+    return [f"model.from_config.model_type={model_type}", *shape]
+
+
 def jobs_of_every_type(folder):
     """Return the overrides of a run per model type, in full and with LoRA, by the name of the run."""
     jobs = {}
     for model_type in sorted(TENSOR_PARALLEL_TYPES):
-        values = SHAPES.get(model_type, {})
-        shape = [f"model.from_config.values.{key}={json.dumps(value)}" for key, value in values.items()]
-        model = [f"model.from_config.model_type={model_type}", *shape]
+        model = settings_of(model_type)
         for name, method in (("full", ()), ("lora", (LORA[0], "train.learning_rate=5e-3", "export.merge=true"))):
             settings = ("train.steps=8", "checkpoint.every_steps=8", "evaluate.every_steps=8")
             jobs[f"{model_type}-{name}"] = [f"run.folder={folder}/{model_type}-{name}", *settings, *model, *method]
@@ -76,7 +81,7 @@ def jobs_of_every_type(folder):
 
 @full
 def test_every_model_type_has_the_losses_and_the_export_of_one_process(job, tmp_path):
-    """All jobs in one process after the other, all of them on two ranks, and those that FSDP2 can shard on four."""
+    """All jobs in one process after the other, on two ranks, and on four under FSDP2."""
     launches = {
         "alone": lambda *words: [sys.executable, *words],
         "split": partial(launching.accelerate_command, "tensor_parallel"),
@@ -85,14 +90,12 @@ def test_every_model_type_has_the_losses_and_the_export_of_one_process(job, tmp_
     compared = []
     for launched, command in launches.items():
         jobs = jobs_of_every_type(tmp_path / launched)
-        if launched == "sharded":
-            jobs = {name: words for name, words in jobs.items() if name.rpartition("-")[0] not in PACKED_TYPES}
         words = ["-m", "tests.scenarios.several_jobs", str(job), json.dumps(list(jobs.values()))]
         log = tmp_path / f"{launched}.log"
         code = launching.run(command(*words), log=log, timeout_seconds=900)
         assert code == 0, log.read_text()[-4000:]
         compared += [] if launched == "alone" else [(launched, name) for name in jobs]
-    assert len(compared) == 4 * len(TENSOR_PARALLEL_TYPES) - 2 * len(PACKED_TYPES) >= 44
+    assert len(compared) == 4 * len(TENSOR_PARALLEL_TYPES) >= 64
     for launched, name in compared:
         run, alone = (Ended(0, "", tmp_path / folder / name) for folder in (launched, "alone"))
         assert_equal(run, alone)
@@ -100,7 +103,7 @@ def test_every_model_type_has_the_losses_and_the_export_of_one_process(job, tmp_
         exported, wanted = (load_file(ended.folder / "final" / "model.safetensors") for ended in (run, alone))
         assert exported.keys() == wanted.keys()
         for key, tensor in wanted.items():
-            torch.testing.assert_close(exported[key], tensor, rtol=0, atol=1e-4, msg=f"{name}: {key}")
+            torch.testing.assert_close(exported[key], tensor, rtol=0, atol=2e-4, msg=f"{name}: {key}")
 
 
 @full
