@@ -49,12 +49,13 @@ def test_one_of_three_hosts_is_lost_and_returns(folder: Path) -> None:
 
 
 def test_a_host_that_is_shut_down_saves_first(folder: Path, hosts: list[Host]) -> None:
-    """All its processes get SIGTERM, as from an init system: raylet, worker and rank."""
+    """All its processes get SIGTERM, as from an init system; the save takes longer than Ray, which starts again."""
     head, *others = hosts
-    run = RayRun(folder, "leaves", others, head, "multi_node_fsdp2")
+    slow_saves = "; ".join(f"save.rename step={step} do=sleep seconds=20" for step in range(21, 25))
+    run = RayRun(folder, "leaves", others, head, "multi_node_fsdp2", faults=slow_saves, stop_seconds=30)
     run.start(*others)
-    run.until_step(20)
-    run.events.append(f"SIGTERM on h2 at step {run.step()}")
+    run.until_step(21)
+    run.events.append(f"SIGTERM on h2 at step {run.step()}, a save takes 20 s")
     others[1].send(signal.SIGTERM)
     until(lambda: not others[1].pids(), seconds=60)
     others[1].kill()

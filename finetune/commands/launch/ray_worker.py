@@ -45,6 +45,9 @@ _OVER = (0, USER_MISTAKE, INTERRUPTED)
 _STOPPED = 143
 """Exit code after SIGTERM: the command replaces it by that of its own signal."""
 
+_SHUT_DOWN = (1, 3)
+"""Reasons of Ray's NodeDeathInfo (common.proto): the raylet ended at a request, or its host was preempted."""
+
 _POLL_SECONDS, _REPORT_SECONDS, _FINAL_REPORT_SECONDS = 0.5, 5.0, 15.0
 _TAIL_BYTES = 1 << 16
 
@@ -278,8 +281,10 @@ class _Control:
         self._ray.get(self._actor.begin.remote(number, hosts))
 
     def hosts(self) -> frozenset[str]:
-        """Return the hosts that Ray believes to be alive."""
-        return frozenset(node["NodeID"] for node in self._ray.nodes() if node["Alive"])
+        """Return the hosts that Ray believes to be alive, and those that were shut down: their ranks may be saving."""
+        return frozenset(
+            node["NodeID"] for node in self._ray.nodes() if node["Alive"] or node.get("DeathReason") in _SHUT_DOWN
+        )
 
     def wait_while(self, is_so: Callable[[], bool], message: str) -> bool:
         """Wait while it is so, and log that; return False after a stop request, which ends the run."""
