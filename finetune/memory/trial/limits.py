@@ -133,6 +133,10 @@ Peaks = tuple[int, ...]
 """The peak of each kind of memory on each rank, always in the same order."""
 
 
+Measured = Mapping[int, Peaks | None]
+"""The peaks by tried size; None if it ran out of memory."""
+
+
 @dataclass(frozen=True)
 class MemoryLimits:
     """The memory of all ranks: used by weights, gradients and states, and the limits."""
@@ -151,38 +155,29 @@ class MemoryLimits:
         """Return whether the peaks leave the margin free on every rank."""
         return all(peak <= target for peak, target in zip(peaks, self.targets, strict=True))
 
+    def next_size(self, sizes: Sequence[int], measured: Measured) -> int | None:
+        """Return the next of the ascending sizes to try; None once the largest that fits is known."""
+        if not measured:
+            return sizes[0]
+        top = self.largest_fitting(measured)
+        if top is None:
+            return None
+        too_large = min((size for size in measured if size > top), default=sizes[-1] + 1)
+        larger = [size for size in sizes if top < size < too_large]
+        options = [size for size in larger if size <= MAX_GROWTH * top] or larger[:1]
+        fitting = [size for size in options if self.holds(self.predict(size, measured))]
+        return max(fitting, default=None)
 
-Measured = Mapping[int, Peaks | None]
-"""The peaks by tried size; None if it ran out of memory."""
+    def largest_fitting(self, measured: Measured) -> int | None:
+        """Return the largest size that was measured to fit."""
+        return max((size for size, peaks in measured.items() if peaks is not None and self.holds(peaks)), default=None)
 
-
-def next_size(sizes: Sequence[int], measured: Measured, limits: MemoryLimits) -> int | None:
-    """Return the next of the ascending sizes to try; None once the largest that fits is known."""
-    if not measured:
-        return sizes[0]
-    top = largest_fitting(measured, limits)
-    if top is None:
-        return None
-    too_large = min((size for size in measured if size > top), default=sizes[-1] + 1)
-    larger = [size for size in sizes if top < size < too_large]
-    options = [size for size in larger if size <= MAX_GROWTH * top] or larger[:1]
-    fitting = [size for size in options if limits.holds(predict(size, measured, limits))]
-    return max(fitting, default=None)
-
-
-def largest_fitting(measured: Measured, limits: MemoryLimits) -> int | None:
-    """Return the largest size that was measured to fit."""
-    return max((size for size, peaks in measured.items() if peaks is not None and limits.holds(peaks)), default=None)
-
-
-def predict(size: int, measured: Measured, limits: MemoryLimits) -> Peaks:
-    """Return the expected peaks of a size that is larger than the measured ones."""
-    known = sorted((size, peaks) for size, peaks in measured.items() if peaks is not None)
-    peaks_by_limit = zip(*(peaks for _, peaks in known), strict=True)
-    sizes = [size for size, _ in known]
-    return tuple(
-        _extrapolated(size, sizes, values, base=base) for values, base in zip(peaks_by_limit, limits.used, strict=True)
-    )
+    def predict(self, size: int, measured: Measured) -> Peaks:
+        """Return the expected peaks of a size that is larger than the measured ones."""
+        known = sorted((size, peaks) for size, peaks in measured.items() if peaks is not None)
+        sizes = [size for size, _ in known]
+        peaks_by_limit = zip(zip(*(peaks for _, peaks in known), strict=True), self.used, strict=True)
+        return tuple(_extrapolated(size, sizes, values, base=base) for values, base in peaks_by_limit)
 
 
 def _extrapolated(size: int, sizes: Sequence[int], peaks: Sequence[int], *, base: int) -> int:

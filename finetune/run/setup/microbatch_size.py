@@ -18,9 +18,7 @@ from finetune.memory.trial.limits import (
     MemoryLimits,
     Peaks,
     find_longest_batch,
-    largest_fitting,
     memories,
-    next_size,
     release_freed_memory,
 )
 from finetune.memory.trial.trial import Trial, later_host_bytes, missing_state_bytes, zero_buffer_bytes
@@ -205,9 +203,9 @@ def _choose(context: RunContext, built: BuiltRun, tries: _Tries, *, is_resumed: 
         return record.microbatch_size
     if record is not None:
         sizes = _sizes_after(record, context, sizes)
-    while (size := next_size(sizes, tries.measured, tries.limits)) is not None:
+    while (size := tries.limits.next_size(sizes, tries.measured)) is not None:
         tries.run(size)
-    best = largest_fitting(tries.measured, tries.limits)
+    best = tries.limits.largest_fitting(tries.measured)
     if best is None:
         tries.refuse(sizes[0], tries.tried[sizes[0]].longest)
     peaks, longest = tries.tried[best].peaks, tries.tried[best].longest

@@ -2,16 +2,16 @@
 
 import pytest
 
-from finetune.memory.trial.limits import MARGIN, MemoryLimits, largest_fitting, next_size, predict
+from finetune.memory.trial.limits import MARGIN, MemoryLimits
 
 
 def search(sizes, limits, memory):
     """Return the size that is found and the sizes that were tried; `memory` gives the peaks of a size."""
     measured = {}
-    while (size := next_size(sizes, measured, limits)) is not None:
+    while (size := limits.next_size(sizes, measured)) is not None:
         assert size not in measured
         measured[size] = memory(size)
-    return largest_fitting(measured, limits), list(measured)
+    return limits.largest_fitting(measured), list(measured)
 
 
 def affine(base, each):
@@ -62,5 +62,5 @@ def test_a_size_that_was_out_of_memory_is_not_exceeded():
 
 
 def test_one_measured_size_is_extrapolated_in_proportion():
-    assert predict(4, {1: (150,)}, MemoryLimits((100,), (1000,))) == (300,)
-    assert predict(4, {1: (150,), 2: (160,)}, MemoryLimits((100,), (1000,))) == (180,)
+    assert MemoryLimits((100,), (1000,)).predict(4, {1: (150,)}) == (300,)
+    assert MemoryLimits((100,), (1000,)).predict(4, {1: (150,), 2: (160,)}) == (180,)
