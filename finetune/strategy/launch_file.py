@@ -47,14 +47,30 @@ def use_launch_file(file: Path) -> list[str]:
     with _without_launch_variables() as before:
         defaults, variables = _accelerate_variables(file, world=world, name=name)
     distributed_type = defaults.distributed_type.value
-    _refuse_other_world(
-        defaults, distributed_type=distributed_type, world=world, has_ranks=has_ranks or bool(before), name=name
-    )
-    _refuse_contradictions(before, variables, name=name)
+    if distributed_type == _NO_GROUP and world > 1:
+        raise StrategyError(f"{name}: distributed_type NO is for one process, and {world} were started.")
+    if not has_ranks and not before and defaults.num_processes > 1:
+        raise StrategyError(
+            f"{name}: num_processes is {defaults.num_processes}, and no launcher has started this process. Add "
+            f"--processes {defaults.num_processes}, or start it with: torchrun --nproc-per-node "
+            f"{defaults.num_processes} -m finetune ..., or with srun or mpirun."
+        )
+    problems = [
+        f"  {variable} is {value}, the file {'gives ' + variables[variable] if variable in variables else 'sets none'}"
+        for variable, value in sorted(before.items())
+        if variables.get(variable) != value and not (variable == _FOR_SINGLE and value.lower() == "false")
+    ]
+    if problems:
+        listed = "\n".join(problems)
+        raise StrategyError(
+            f"{name} contradicts the environment, which `accelerate launch` or a script has set:\n{listed}\n"
+            "Start without `accelerate launch`, or leave --accelerate out."
+        )
     os.environ.update(variables)
     sentences = use_deepspeed_file(file)
     if not has_ranks and distributed_type != _NO_GROUP:
-        os.environ.update(_group_of_one())
+        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     if _THREADS in variables:
         torch.set_num_threads(int(variables[_THREADS]))  # torch has read the variable already
     return sentences if before else [*sentences, *_differences(defaults, world=world, name=name)]
@@ -163,36 +179,6 @@ def _chosen_environment(options: Any, defaults: Any, *, has_precision: bool) -> 
     if not check_cuda_p2p_ib_support():
         variables = {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"} | variables
     return dict(variables)
-
-
-def _refuse_contradictions(before: Mapping[str, str], variables: Mapping[str, str], *, name: str) -> None:
-    problems = [
-        f"{variable} is {value}, the file {'gives ' + variables[variable] if variable in variables else 'sets none'}"
-        for variable, value in sorted(before.items())
-        if variables.get(variable) != value and not (variable == _FOR_SINGLE and value.lower() == "false")
-    ]
-    if problems:
-        listed = "\n".join(f"  {problem}" for problem in problems)
-        raise StrategyError(
-            f"{name} contradicts the environment, which `accelerate launch` or a script has set:\n{listed}\n"
-            "Start without `accelerate launch`, or leave --accelerate out."
-        )
-
-
-def _refuse_other_world(defaults: Any, *, distributed_type: str, world: int, has_ranks: bool, name: str) -> None:
-    if distributed_type == _NO_GROUP and world > 1:
-        raise StrategyError(f"{name}: distributed_type NO is for one process, and {world} were started.")
-    if not has_ranks and defaults.num_processes > 1:
-        raise StrategyError(
-            f"{name}: num_processes is {defaults.num_processes}, and no launcher has started this process. Add "
-            f"--processes {defaults.num_processes}, or start it with: torchrun --nproc-per-node "
-            f"{defaults.num_processes} -m finetune ..., or with srun or mpirun."
-        )
-
-
-def _group_of_one() -> dict[str, str]:
-    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    return {**ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
 
 
 def _differences(defaults: Any, *, world: int, name: str) -> list[str]:

@@ -45,7 +45,11 @@ def memories(device: torch.device) -> tuple[MemoryLimit, ...]:
     if device.type == "cpu":
         free = available_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # shared equally by a machine's ranks
         resident = MemoryLimit("memory", resident_bytes() + free, resident_bytes, _resident_peak)
-        return (resident, *_data_segment())
+        limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
+        if limit == resource.RLIM_INFINITY or not _status("VmData"):
+            return (resident,)
+        size = partial(_status, "VmData")  # a peak, since malloc keeps freed memory
+        return resident, MemoryLimit("data segment (ulimit -d)", limit, size, lambda: size)
     if device.type != "cuda":
         return ()
     # torch may allocate the free memory, and that which it has reserved
@@ -102,15 +106,6 @@ def _resident_peak() -> Callable[[], int]:
 
 def _peak_resident() -> int:
     return _status("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def _data_segment() -> tuple[MemoryLimit, ...]:
-    """Return the data segment if it is limited (`ulimit -d`); its size is a peak, since malloc keeps freed memory."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
-    if limit == resource.RLIM_INFINITY or not _status("VmData"):
-        return ()
-    used = partial(_status, "VmData")
-    return (MemoryLimit("data segment (ulimit -d)", limit, used, lambda: used),)
 
 
 def _status(name: str) -> int:
@@ -244,10 +239,11 @@ def find_longest_batch(
     `batching` is the job's section with `auto` values resolved.
     """
     is_row = is_padding_free(batching)
-    searched = _searched(config, view, steps)
-    by_samples = config.data.batching.by == "samples"
+    by_samples, batch_size = config.data.batching.by == "samples", config.train.global_batch_size
+    max_steps = max(1, (MAX_POSITIONS if by_samples else MAX_GROUPED_POSITIONS) // batch_size)
+    searched = steps[: 1 if view.order.num_positions is None else max_steps]  # a stream's later rows are not known yet
     scan = _longest_of_samples if by_samples else _longest_of_groups
-    candidates = scan(view, searched, microbatch_size, config.train.global_batch_size, is_row)
+    candidates = scan(view, searched, microbatch_size, batch_size, is_row)
     num = _NUM_COLLATED if task.samples.loading_cost == "light" else 1
     batches = [
         LongestBatch(
@@ -265,14 +261,6 @@ def find_longest_batch(
         for step, ids in candidates[:num]
     ]
     return max(batches, key=lambda longest: (longest.num_positions, longest.batch.num_tokens))
-
-
-def _searched(config: RunConfig, view: DatasetView, steps: range) -> range:
-    """Return the steps to search; only the first for a stream, whose rows are not available yet."""
-    if view.order.num_positions is None:
-        return steps[:1]
-    max_positions = MAX_POSITIONS if config.data.batching.by == "samples" else MAX_GROUPED_POSITIONS
-    return steps[: max(1, max_positions // config.train.global_batch_size)]
 
 
 Candidates = list[tuple[int, np.ndarray]]
@@ -327,18 +315,13 @@ def _scored(
 def _longest_of_groups(view: DatasetView, steps: range, size: int, global_batch_size: int, is_row: bool) -> Candidates:
     """Return the longest microbatches if a position holds several samples."""
     start, stop = steps.start * global_batch_size, steps.stop * global_batch_size
-    return _best(
-        (
-            (_length_of_group(view.samples.lengths_of(ids), is_row), start + number * size, ids)
-            for number, ids in enumerate(view.order.cut(start, stop, size))
-        ),
-        global_batch_size,
-    )
-
-
-def _length_of_group(lengths: np.ndarray, is_row: bool) -> tuple[int, int]:
-    longest = int(lengths.max())
-    return (int(lengths.sum()), longest) if is_row else (longest * len(lengths), longest)
+    scored = []
+    for number, ids in enumerate(view.order.cut(start, stop, size)):
+        lengths = view.samples.lengths_of(ids)
+        longest = int(lengths.max())
+        total = int(lengths.sum()) if is_row else longest * len(lengths)
+        scored.append(((total, longest), start + number * size, ids))
+    return _best(iter(scored), global_batch_size)
 
 
 def _best(scored: Iterator[tuple[tuple[int, int], int, np.ndarray]], global_batch_size: int) -> Candidates:

@@ -246,9 +246,10 @@ class LowBitAdamW(torch.optim.Optimizer):
             )
 
     def _first_state(self, parameter: Tensor) -> dict[str, Any]:
-        width = _block_width(parameter)
+        row = math.prod(parameter.shape[1:]) if parameter.dim() > 1 else 1
+        width = max(width for width in range(1, BLOCK_SIZE + 1) if row % width == 0)  # of a block
         count = torch.zeros((), dtype=torch.float32, device=parameter.device)
-        if self._state_dtype != torch.int8 or width is None:
+        if self._state_dtype != torch.int8 or width < _NARROWEST:
             dtype = torch.float32 if self._state_dtype == torch.int8 else self._state_dtype or parameter.dtype
             return {"step": count, FIRST: _zeros(parameter, dtype), SECOND: _zeros(parameter, dtype)}
         num_blocks = math.prod(parameter.shape[1:]) // width
@@ -339,13 +340,6 @@ def _store_moment(state: Mapping[str, Tensor], name: str, values: Tensor, bits: 
 
 def _blocks(state: Mapping[str, Tensor], name: str) -> Tensor:
     return state[name].reshape(state[name + SCALE].numel(), -1)
-
-
-def _block_width(parameter: Tensor) -> int | None:
-    """Return the block size of a row: its largest divisor up to BLOCK_SIZE; None if that is below _NARROWEST."""
-    row = math.prod(parameter.shape[1:]) if parameter.dim() > 1 else 1
-    widest = max(width for width in range(1, BLOCK_SIZE + 1) if row % width == 0)
-    return widest if widest >= _NARROWEST else None
 
 
 def _zeros(parameter: Tensor, dtype: torch.dtype, *, width: int | None = None) -> Tensor:

@@ -81,7 +81,12 @@ def split_for_muon(groups: Sequence[dict[str, Any]], named: Sequence[NamedParame
     Hidden matrices are the two-dimensional parameters of numbered layers. Embeddings, heads, vectors, convolutions and
     experts stacked in one tensor are not.
     """
-    hidden = {id(entry.parameter) for entry in named if _is_hidden_matrix(entry)}
+    hidden = {
+        id(entry.parameter)
+        for entry in named
+        if len(full_shape(entry.parameter)) == 2 and layer_of(entry.name) is not None
+        if not entry.is_embedding and not any(map(is_embedding, entry.aliases))
+    }
     split = [
         {**group, "params": chosen, IS_MUON: is_muon}
         for group in groups
@@ -94,11 +99,6 @@ def split_for_muon(groups: Sequence[dict[str, Any]], named: Sequence[NamedParame
             "trained. Use adamw."
         )
     return split
-
-
-def _is_hidden_matrix(entry: NamedParameter) -> bool:
-    is_matrix = len(full_shape(entry.parameter)) == 2 and layer_of(entry.name) is not None
-    return is_matrix and not entry.is_embedding and not any(map(is_embedding, entry.aliases))
 
 
 Groups = list[dict[str, Any]]
