@@ -88,10 +88,10 @@ class FolderSync:
         if not local or max(local) in self._up:
             yield "files that were deleted here", partial(self._delete_gone, local, sizes)
         left_out = _NOT_UPLOADED if is_last else (*_NOT_UPLOADED, FINAL_FOLDER)
-        for path in sorted(self._folder.rglob("*")):
-            parts = path.relative_to(self._folder).parts
-            if parts[0] not in left_out and not any(part.startswith(".") for part in parts) and path.is_file():
-                yield "/".join(parts), partial(self._file, "/".join(parts))
+        files = [path.relative_to(self._folder) for path in self._folder.rglob("*") if path.is_file()]
+        for name in sorted(file.as_posix() for file in files if file.parts[0] not in left_out):
+            if not any(part.startswith(".") for part in name.split("/")):
+                yield name, partial(self._file, name)
         if is_last and (self._folder / FINAL_FOLDER).is_dir():
             yield f"old files of {FINAL_FOLDER}", partial(self._delete_old_export, sizes)
 
