@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from finetune.commands import generate as generating
 from finetune.commands.generate import generate_file
 from finetune.errors import DataError, UserError
+from finetune.runtime import distributed
 from finetune.runtime.files.atomic import read_json_lines
 
 ROWS = [
@@ -72,16 +73,23 @@ def test_the_likeliest_share_alone_is_drawn_from(trained, answered):
     assert texts(answered(run, temperature=1.0, top_p=1e-6)) == texts(answered(run))
 
 
+class SecondOfTwo:
+    """Stands for `finetune.runtime.distributed` in a process that answers as the second of two, and joins the parts."""
+
+    def __getattr__(self, name):
+        return {"rank": lambda: 1, "world": lambda: 2}.get(name) or getattr(distributed, name)
+
+
 def test_a_share_of_the_ranks_is_the_whole(trained, answered, monkeypatch, tmp_path):
     """Two processes, one after the other in this one: each writes its part, and the first joins both."""
     run = trained("full")
     alone = texts(answered(run))
     parts = tmp_path / ".answers.jsonl.parts"
-    monkeypatch.setattr(generating, "_share", lambda: slice(1, None, 2))
+    monkeypatch.setattr(generating, "distributed", SecondOfTwo())
     with pytest.raises(UserError, match="has no answer for row 1 "):  # the other rank has not written its part
         answered(run)
     assert {line["row"] for path in parts.glob("rank-*") for line in read_json_lines(path)} == {1, 3}
-    monkeypatch.setattr(generating, "_share", lambda: slice(0, None, 1))
+    monkeypatch.setattr(generating, "distributed", distributed)
     assert texts(answered(run)) == alone
     assert not parts.exists()
 
