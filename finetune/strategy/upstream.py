@@ -70,7 +70,7 @@ def without_accelerate_parallelism() -> Iterator[None]:
 
     Its only kind of sequence parallelism is DeepSpeed's, with batches of its own making and a loss that the caller
     averages (`ParallelismConfig`, `DeepSpeedSequenceParallelConfig` in accelerate 1.15); its ring attention drops masks
-    (accelerate#4177). Ours is in the attention (`model/attention/sequence_parallel.py`). Its tensor parallelism wants a
+    (accelerate#4177). Ours is in the attention (`model/attention/implementation.py`). Its tensor parallelism wants a
     model that transformers has split while loading it; ours is `model/tensor_parallel.py`.
     """
     sizes = (_SEQUENCE_SIZE, _TENSOR_SIZE)
