@@ -71,13 +71,16 @@ def measure_padding(
     """Return the padding of the order's first steps: at least one step, at most an epoch."""
     num_batches = num_positions = computed = tokens = 0
     lengths: list[int] = []
-    for ids in _first_batches(view, global_batch_size=global_batch_size, microbatch_size=microbatch_size):
-        batch = collate([view.samples[sample_id] for sample_id in ids.tolist()])
-        num_batches, num_positions = num_batches + 1, num_positions + microbatch_size
-        has_all_lengths = len(batch.lengths) == len(ids)  # the encoder of a seq2seq model reads the source only
-        lengths.extend(batch.lengths if has_all_lengths else view.samples.lengths_of(ids).tolist())
-        tokens += sum(batch.lengths) if has_all_lengths else batch.num_tokens
-        computed += math.prod(batch.positions)
+    start, last = 0, view.order.num_positions or 0
+    while start == 0 or (len(lengths) < MAX_MEASURED_SAMPLES and start + global_batch_size <= last):
+        for ids in view.order.cut(start, start + global_batch_size, microbatch_size):
+            batch = collate([view.samples[sample_id] for sample_id in ids.tolist()])
+            num_batches, num_positions = num_batches + 1, num_positions + microbatch_size
+            has_all_lengths = len(batch.lengths) == len(ids)  # the encoder of a seq2seq model reads the source only
+            lengths.extend(batch.lengths if has_all_lengths else view.samples.lengths_of(ids).tolist())
+            tokens += sum(batch.lengths) if has_all_lengths else batch.num_tokens
+            computed += math.prod(batch.positions)
+        start += global_batch_size
     plain = plain_computed(np.array(lengths, np.int64), microbatch_size=microbatch_size)
     return Padding(num_batches, len(lengths), tokens, computed, plain, num_positions, budget)
 
@@ -88,16 +91,6 @@ def plain_computed(lengths: np.ndarray, *, microbatch_size: int) -> int:
     starts = np.arange(0, len(lengths), microbatch_size)
     sizes = np.minimum(microbatch_size, len(lengths) - starts)
     return int((np.maximum.reduceat(shuffled, starts) * sizes).sum())
-
-
-def _first_batches(view: DatasetView, *, global_batch_size: int, microbatch_size: int) -> Iterator[np.ndarray]:
-    start = seen = 0
-    last = view.order.num_positions or 0
-    while start == 0 or (seen < MAX_MEASURED_SAMPLES and start + global_batch_size <= last):
-        for ids in view.order.cut(start, start + global_batch_size, microbatch_size):
-            seen += len(ids)
-            yield ids
-        start += global_batch_size
 
 
 QUANTILES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
@@ -244,7 +237,9 @@ def audit_sources(
     prepared = {key: each for key, each in sources.items() if not isinstance(each, Streamed)}
     duplicates = dict(zip(prepared, num_duplicates([each.digests for each in prepared.values()]), strict=True))
     audits = tuple(
-        _streamed(key, each) if isinstance(each, Streamed) else _audit(key, each, duplicates[key], validation)
+        SourceAudit(key, each.counts, True, None, None, {}, None, None)
+        if isinstance(each, Streamed)
+        else _audit(key, each, duplicates[key], validation)
         for key, each in sources.items()
     )
     total = SourceAudit(
@@ -289,10 +284,6 @@ def exceeded(audits: Iterable[SourceAudit], limits: AuditSection) -> Iterator[Ex
 def _audit(key: str, prepared: Prepared, duplicates: int, validation: Prepared | None) -> SourceAudit:
     held_out = None if validation is None else int(np.isin(prepared.digests, validation.digests).sum())
     return SourceAudit(key, prepared.counts, False, duplicates, held_out, **_spread([prepared]))
-
-
-def _streamed(key: str, stream: Streamed) -> SourceAudit:
-    return SourceAudit(key, stream.counts, True, None, None, {}, None, None)
 
 
 def _spread(prepared: Sequence[Prepared]) -> dict[str, Any]:

@@ -280,18 +280,14 @@ def _flat(image: Image.Image, mode: Mode) -> Image.Image:
     rows = max(1, _STRIP_PIXELS // image.width)
     for top in range(0, image.height, rows):
         strip = image.crop((0, top, image.width, min(top + rows, image.height)))
-        flat.paste(_flat_strip(strip).convert(mode), (0, top))
+        if strip.mode.startswith("I"):  # 16 bits, which Pillow itself would clip to 255
+            grays = np.clip(np.asarray(strip).astype(np.int64), 0, _WHITE_16)
+            strip = Image.fromarray(np.round(grays / 257).astype(np.uint8))
+        if strip.has_transparency_data:
+            colored = strip.convert("RGBA")
+            strip = Image.alpha_composite(Image.new("RGBA", colored.size, _BACKGROUND), colored)
+        flat.paste(strip.convert(mode), (0, top))
     return flat
-
-
-def _flat_strip(strip: Image.Image) -> Image.Image:
-    if strip.mode.startswith("I"):  # 16 bits, which Pillow itself would clip to 255
-        grays = np.clip(np.asarray(strip).astype(np.int64), 0, _WHITE_16)
-        strip = Image.fromarray(np.round(grays / 257).astype(np.uint8))
-    if not strip.has_transparency_data:
-        return strip
-    colored = strip.convert("RGBA")
-    return Image.alpha_composite(Image.new("RGBA", colored.size, _BACKGROUND), colored)
 
 
 _RATIOS = (3 / 4, 4 / 3)

@@ -135,7 +135,12 @@ def _read_turn(number: int, turn: Any, *, with_images: bool) -> Turn:
     if calls is not None:
         if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
             raise DataError(f"`tool_calls` of turn {number} must be a list of objects, but is {describe(calls)}.")
-        present["tool_calls"] = [_read_call(number, call) for call in calls]
+        present["tool_calls"] = [
+            {**call, "function": _with_parsed_arguments(number, call["function"])}
+            if isinstance(call.get("function"), dict)
+            else _with_parsed_arguments(number, call)
+            for call in calls
+        ]
     return {**present, "content": _content(number, turn, with_images=with_images)}
 
 
@@ -157,12 +162,6 @@ def _content(number: int, turn: Mapping[str, Any], *, with_images: bool) -> str 
 
 def _describe_value(turn: Mapping[str, Any], name: str) -> str:
     return f"is {describe(turn[name])}" if name in turn else "is missing"
-
-
-def _read_call(number: int, call: Mapping[str, Any]) -> Mapping[str, Any]:
-    if isinstance(call.get("function"), dict):
-        return {**call, "function": _with_parsed_arguments(number, call["function"])}
-    return _with_parsed_arguments(number, call)
 
 
 def _with_parsed_arguments(number: int, function: Mapping[str, Any]) -> Mapping[str, Any]:

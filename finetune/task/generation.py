@@ -77,8 +77,17 @@ class GenerationEvaluator:
             )
             answered += map(tuple, answers[: len(batch)])
         gathered = distributed.gather_objects(answered)[::size]
+
+        def decode(ids: Sequence[int]) -> str:
+            return str(self.tokenizer.decode(list(ids), skip_special_tokens=True)).strip()
+
         return [
-            self._as_text(prompt, gathered[i % num_groups][i // num_groups]) for i, prompt in enumerate(self.prompts)
+            Answer(
+                str(self.tokenizer.decode(list(prompt.input_ids), skip_special_tokens=False)),
+                decode(gathered[number % num_groups][number // num_groups]),
+                decode(prompt.reference_ids),
+            )
+            for number, prompt in enumerate(self.prompts)
         ]
 
     def score(self, answers: Sequence[Answer]) -> dict[str, float]:
@@ -86,13 +95,6 @@ class GenerationEvaluator:
         texts = [answer.answer for answer in answers]
         references = [answer.reference for answer in answers]
         return {name: float(metric(texts, references)) for name, metric in self.metrics.items()}
-
-    def _as_text(self, prompt: GenerationPrompt, answer: Sequence[int]) -> Answer:
-        def decode(ids: Sequence[int]) -> str:
-            return str(self.tokenizer.decode(list(ids), skip_special_tokens=True)).strip()
-
-        text = str(self.tokenizer.decode(list(prompt.input_ids), skip_special_tokens=False))
-        return Answer(text, decode(answer), decode(prompt.reference_ids))
 
 
 def load_metrics(names: Sequence[str]) -> dict[str, Metric]:

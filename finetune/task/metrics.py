@@ -181,18 +181,18 @@ def ranking_metrics(ranks: Iterable[Sequence[int]]) -> dict[str, float]:
     >>> ranking_metrics([[1], [3]])["recall_at_1"]
     0.5
     """
-    values = [_metrics_of_query(np.sort(np.asarray(query_ranks))) for query_ranks in ranks]
+    values: list[tuple[float, ...]] = []
+    for query_ranks in ranks:
+        ordered = np.sort(np.asarray(query_ranks))
+        recalls = [float((ordered <= k).mean()) for k in RECALL_AT]
+        within = ordered[ordered <= CUTOFF]
+        ideal = (1 / np.log2(np.arange(2, min(len(ordered), CUTOFF) + 2))).sum()
+        reciprocal = float(1 / within[0]) if len(within) else 0.0
+        values.append((*recalls, float((1 / np.log2(within + 1)).sum() / ideal), reciprocal))
     names = [*(f"recall_at_{k}" for k in RECALL_AT), f"ndcg_at_{CUTOFF}", f"mrr_at_{CUTOFF}"]
     if not values:
         return dict.fromkeys(names, math.nan)
     return dict(zip(names, np.mean(values, axis=0).tolist(), strict=True))
-
-
-def _metrics_of_query(ranks: np.ndarray) -> tuple[float, ...]:
-    recalls = [float((ranks <= k).mean()) for k in RECALL_AT]
-    within = ranks[ranks <= CUTOFF]
-    ideal = (1 / np.log2(np.arange(2, min(len(ranks), CUTOFF) + 2))).sum()
-    return (*recalls, float((1 / np.log2(within + 1)).sum() / ideal), float(1 / within[0]) if len(within) else 0.0)
 
 
 def ranks_among(queries: Tensor, candidates: Tensor, relevant: Sequence[Sequence[int]]) -> Iterator[list[int]]:

@@ -94,6 +94,14 @@ def collate_row(
     )
 
 
+def pad_rows(arrays: Sequence[np.ndarray], pad_value: int) -> Tensor:
+    """Return the arrays as rows of integers, int64 [rows, longest], padded on the right."""
+    rows = np.full((len(arrays), max(map(len, arrays))), pad_value, np.int64)
+    for row, array in zip(rows, arrays, strict=True):
+        row[: len(array)] = array
+    return torch.from_numpy(rows)
+
+
 def _labels(features: Features) -> np.ndarray:
     """Return the next token of every position if it is a target, else IGNORED; the last position has none."""
     ids, is_target = features.arrays["input_ids"], features.arrays["is_target"]
@@ -129,7 +137,8 @@ def _boundaries(model: nn.Module, batch: Batch) -> dict[str, Any]:
     Without them flash attention computes them in every layer, with a host-device synchronization each. `per_sample`
     also receives the sample lengths, and a dummy mask so that transformers does not build one.
     """
-    ends, attention = batch.cumulative_lengths, _attention(model)
+    ends, config = batch.cumulative_lengths, getattr(unwrap_model(model), "config", None)
+    attention: str | None = getattr(config, "_attn_implementation", None)
     if batch.num_slices > 1 and attention != PER_SAMPLE_ATTENTION:
         raise StrategyError(
             f"sequence parallelism needs `per_sample` attention, and this model has `{attention}`. Write "
@@ -164,10 +173,6 @@ def _positions(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
     firsts = torch.arange(len(positions), device=positions.device) - positions
     before = (counted - is_text)[firsts]  # tokens of earlier samples
     return {"position_ids": ((counted - before) * is_text + padding_idx)[None]}
-
-
-def _attention(model: nn.Module) -> str | None:
-    return getattr(getattr(unwrap_model(model), "config", None), "_attn_implementation", None)
 
 
 def decoder_input_ids(model: Any, labels: Tensor) -> Tensor:

@@ -112,30 +112,25 @@ def expert_probabilities(logits: Tensor, score_function: ScoreFunction) -> Tenso
     return scores if score_function == "softmax" else scores / scores.sum(dim=-1, keepdim=True)
 
 
-def _softmax(logits: Tensor) -> Tensor:
-    return logits.softmax(dim=-1)
-
-
-SCORE_FUNCTIONS: Mapping[ScoreFunction, Callable[[Tensor], Tensor]] = {"softmax": _softmax, "sigmoid": torch.sigmoid}
+SCORE_FUNCTIONS: Mapping[ScoreFunction, Callable[[Tensor], Tensor]] = {
+    "softmax": partial(torch.softmax, dim=-1),
+    "sigmoid": torch.sigmoid,
+}
 
 
 def _recorded_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
     """Yield the name and module of every router, and the index of the logits in its output."""
-    classes = dict(_recorders(model))
+    classes: dict[type, int] = {}  # those whose router logits are recorded; the default index of the logits is 1
+    for module in model.modules():
+        recorded = (getattr(type(module), "_can_record_outputs", None) or {}).get(RECORDED, ())
+        for recorder in recorded if isinstance(recorded, list | tuple) else (recorded,):
+            router_class = getattr(recorder, "target_class", recorder)
+            if isinstance(router_class, type):
+                classes[router_class] = getattr(recorder, "index", 1)
     for name, module in model.named_modules():
         index = next((index for router_class, index in classes.items() if isinstance(module, router_class)), None)
         if index is not None and _FROZEN_ORIGINAL not in name.split("."):
             yield name, module, index
-
-
-def _recorders(model: nn.Module) -> Iterator[tuple[type, int]]:
-    """Yield the classes whose router logits the model's modules record; the default index of the logits is 1."""
-    for module in model.modules():
-        recorded = (getattr(type(module), "_can_record_outputs", None) or {}).get(RECORDED, ())
-        for recorder in recorded if isinstance(recorded, list | tuple) else (recorded,):
-            router_class, index = getattr(recorder, "target_class", recorder), getattr(recorder, "index", 1)
-            if isinstance(router_class, type):
-                yield router_class, index
 
 
 def _probe(module: nn.Module, *, logits_index: int) -> tuple[ScoreFunction, RouterOutput]:
@@ -143,7 +138,8 @@ def _probe(module: nn.Module, *, logits_index: int) -> tuple[ScoreFunction, Rout
     class_name = type(module).__name__
     twin = _with_random_weights(module, torch.Generator().manual_seed(0))
     try:
-        output = read_output(_call(twin, _matrix(twin)), logits_index=logits_index)
+        matrix = next(parameter for parameter in twin.parameters() if parameter.dim() > 1)  # [experts, hidden]
+        output = read_output(_call(twin, matrix), logits_index=logits_index)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         raise ModelError(f"its router {class_name} cannot be called standalone ({reason})") from error
@@ -164,22 +160,18 @@ def _with_random_weights(module: nn.Module, generator: torch.Generator) -> nn.Mo
     fresh = twin.__dict__
     twin.__dict__ = {**module.__dict__, **{name: value for name, value in fresh.items() if name.startswith("_")}}
     for name, parameter in module._parameters.items():
-        twin._parameters[name] = None if parameter is None else nn.Parameter(_random_values(parameter, generator))
+        if parameter is None:
+            twin._parameters[name] = None
+            continue
+        shape: Sequence[int] = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3 empties its parameters
+        is_vector = len(shape) < 2
+        values = torch.ones(shape) if is_vector else torch.randn(shape, generator=generator) / shape[-1] ** 0.5
+        twin._parameters[name] = nn.Parameter(values)
     for name, buffer in module._buffers.items():
         twin._buffers[name] = None if buffer is None else torch.zeros(buffer.shape)
     for name, child in module._modules.items():
         twin._modules[name] = None if child is None else _with_random_weights(child, generator)
     return twin.eval()
-
-
-def _random_values(parameter: Any, generator: torch.Generator) -> Tensor:
-    shape: Sequence[int] = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3 empties its parameters
-    return torch.ones(shape) if len(shape) < 2 else torch.randn(shape, generator=generator) / shape[-1] ** 0.5
-
-
-def _matrix(module: nn.Module) -> Tensor:
-    """Return the weight that produces the logits, [experts, hidden]."""
-    return next(parameter for parameter in module.parameters() if parameter.dim() > 1)
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from finetune.data.features import Features
 from finetune.data.token_cache.lengths import SourceTargetLengthLimit
 from finetune.task.causal_lm import make_target_loss, pad_id
 from finetune.task.metrics import token_metrics
-from finetune.task.model_inputs import decoder_input_ids, unwrap_model
+from finetune.task.model_inputs import decoder_input_ids, pad_rows, unwrap_model
 from finetune.task.protocol import BaseTask, GenerationPrompt, ModelHead, SampleSpec, TaskContext
 
 
@@ -58,18 +58,18 @@ class Seq2SeqTask(BaseTask):
         sources, targets = [source for source, _ in pairs], [target for _, target in pairs]
         lengths = np.array([len(source) for source in sources])
         mask = np.arange(lengths.max()) < lengths[:, None]
-        labels = _pad_rows(targets, filled_with=IGNORED)
+        labels = pad_rows(targets, IGNORED)
         return Batch(
             inputs={
-                "input_ids": torch.from_numpy(_pad_rows(sources, filled_with=self.pad_id)),
+                "input_ids": pad_rows(sources, self.pad_id),
                 "attention_mask": torch.from_numpy(mask.astype(np.int64)),
             },
-            labels=torch.from_numpy(labels),
+            labels=labels,
             num_targets=sum(map(len, targets)),
             num_tokens=sum(sample.length for sample in features),
             sample_ids=tuple(sample.sample_id for sample in features),
             lengths=tuple(map(len, sources)),
-            targets=Targets.of(labels),
+            targets=Targets.of(labels.numpy()),
         )
 
     def loss_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
@@ -102,10 +102,3 @@ def _seq2seq_inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:
 def _source_and_target(features: Features) -> tuple[np.ndarray, np.ndarray]:
     ids, is_target = features.arrays["input_ids"].astype(np.int64), features.arrays["is_target"]
     return ids[~is_target], ids[is_target]
-
-
-def _pad_rows(rows: Sequence[np.ndarray], *, filled_with: int) -> np.ndarray:
-    filled = np.full((len(rows), max(map(len, rows))), filled_with, dtype=np.int64)
-    for index, row in enumerate(rows):
-        filled[index, : len(row)] = row
-    return filled

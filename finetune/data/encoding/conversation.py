@@ -44,20 +44,21 @@ class DroppedContentCheck:
         self._seen.update(unseen)
         text = render(self._finder.tokenizer, turns, tools=tools, arguments=arguments).text
         for part in unseen:
-            if self._is_same_without(part, turns, tools, arguments, text=text):
+            less = None if part.kind == "tools" else tools
+            others = list(turns)
+            if part.kind != "tools":  # content is replaced, since some templates require it
+                other = _ANOTHER if part.detail == "str" else [{"type": "text", "text": _ANOTHER}]
+                absent: Turn = {"content": other} if part.kind == "content" else dict.fromkeys(_FIELDS[part.kind])
+                others = [{**turn, **absent} if turn["role"] == part.role else turn for turn in turns]
+            try:
+                is_dropped = render(self._finder.tokenizer, others, tools=less, arguments=arguments).text == text
+            except DataError:  # the template requires the part
+                is_dropped = False
+            if is_dropped:
                 hint = role_hint(self._finder, turns, dropped=part.role) if part.kind == "content" else ""
                 what = hint or _NAMES[part.kind](part)
                 raise DataError(f"the chat template ({self._finder.template}) drops {what}")
         _check_written(turns, text=text, template=self._finder.template)
-
-    def _is_same_without(
-        self, part: Part, turns: Sequence[Turn], tools: Tools | None, arguments: Arguments | None, *, text: str
-    ) -> bool:
-        less, others = None if part.kind == "tools" else tools, without_part(part, turns)
-        try:
-            return render(self._finder.tokenizer, others, tools=less, arguments=arguments).text == text
-        except DataError:  # the template requires the part
-            return False
 
 
 def parts_of(turns: Sequence[Turn], tools: Tools | None) -> Iterator[Part]:
@@ -72,15 +73,6 @@ def parts_of(turns: Sequence[Turn], tools: Tools | None) -> Iterator[Part]:
             yield Part("tool_calls", turn["role"], "with content" if content else "")
     if turns and any(turns[-1].get(name) for name in REASONING):  # templates omit earlier reasoning by design
         yield Part("reasoning", turns[-1]["role"])
-
-
-def without_part(part: Part, turns: Sequence[Turn]) -> list[Turn]:
-    """Return the turns with the part removed from its role; content is replaced, since some templates require it."""
-    if part.kind == "tools":
-        return list(turns)
-    other = _ANOTHER if part.detail == "str" else [{"type": "text", "text": _ANOTHER}]
-    absent: Turn = {"content": other} if part.kind == "content" else dict.fromkeys(_FIELDS[part.kind])
-    return [{**turn, **absent} if turn["role"] == part.role else turn for turn in turns]
 
 
 def _check_written(turns: Sequence[Turn], *, text: str, template: str) -> None:
@@ -153,17 +145,14 @@ def _is_rendered(finder: TargetFinder, role: str) -> bool:
         "assistant": [_ASKED, turn],
         "tool": [_ASKED, _CALLING, turn, _ANSWERED],
     }.get(role, [turn, _ASKED, _ANSWERED])
-    for shown in (turns, [_in_parts(each) for each in turns]):
+    in_parts = [{**each, "content": [{"type": "text", "text": each["content"]}]} for each in turns]
+    for shown in (turns, in_parts):
         try:
             if _ANOTHER in render(finder.tokenizer, shown).text:
                 return True
         except DataError:
             continue
     return False
-
-
-def _in_parts(turn: Turn) -> Turn:
-    return {**turn, "content": [{"type": "text", "text": turn["content"]}]}
 
 
 @recorded_as("data.encoding.encode.ConversationEncoder")
@@ -202,7 +191,14 @@ class ConversationEncoder:
         """
         if self._finder.train_on != "each_assistant":
             return self._encoded(rows)
-        conversations = [list(conversations_by_answer(row)) for row in rows]
+        conversations = [
+            [  # for each answer after the row's prompt, the conversation up to it: the answer is its only target
+                {**row, "messages": row["messages"][:number]}
+                for number, turn in enumerate(row["messages"], start=1)
+                if turn["role"] == "assistant" and number > row.get("num_context_turns", 0)
+            ]
+            for row in rows
+        ]
         outcomes = iter(self._encoded([each for of_row in conversations for each in of_row]))
         return [_joined([next(outcomes) for _ in of_row]) for of_row in conversations]
 
@@ -270,8 +266,11 @@ class ConversationEncoder:
         return chat
 
     def _turns(self, row: Row) -> Sequence[Turn]:
-        """Return the turns that are passed to the chat template."""
-        return with_system_prompt(row["messages"], self._system_prompt)
+        """Return the turns that are passed to the chat template, with the system prompt unless they have one."""
+        turns: Sequence[Turn] = row["messages"]
+        if self._system_prompt is None or any(turn["role"] == "system" for turn in turns):
+            return turns
+        return [{"role": "system", "content": self._system_prompt}, *turns]
 
     def _sample(self, chat: RenderedChat, encoded: EncodedText) -> Features:
         if chat.has_control_names:
@@ -298,14 +297,6 @@ class ConversationEncoder:
         return _features([*ids[:end].tolist(), require_eos_id(self._tokenizer)], np.append(is_target[:end], True))
 
 
-def conversations_by_answer(row: Row) -> Iterator[Row]:
-    """Yield, for each answer after the row's prompt, the conversation up to it; the answer is its only target."""
-    turns, num_context = row["messages"], row.get("num_context_turns", 0)
-    for number, turn in enumerate(turns, start=1):
-        if turn["role"] == "assistant" and number > num_context:
-            yield {**row, "messages": turns[:number]}
-
-
 def _joined(outcomes: Sequence[Outcome]) -> Outcome:
     """Return the samples of a row's answers, or the first error."""
     for outcome in outcomes:
@@ -328,13 +319,6 @@ def _require_same_reasoning(turns: Sequence[Turn], replaced: Sequence[Turn]) -> 
 
 def _named(messages: Any, tools: Any, arguments: Any) -> dict[str, Any]:
     return {"messages": messages, "tools": tools, ARGUMENTS: arguments}
-
-
-def with_system_prompt(turns: Sequence[Turn], system_prompt: str | None) -> Sequence[Turn]:
-    """Return the turns with the system prompt prepended, unless they have one or none is configured."""
-    if system_prompt is None or any(turn["role"] == "system" for turn in turns):
-        return turns
-    return [{"role": "system", "content": system_prompt}, *turns]
 
 
 def _edge(encoded: EncodedText, offset: int, *, what: str) -> int:

@@ -219,7 +219,11 @@ class ImageConversationEncoder(ConversationEncoder):
         per_token = chat.expansion.per_token
         if chat.has_control_names:
             per_token = {name: _by_token(values, chat.expansion.ids, ids) for name, values in per_token.items()}
-        per_token_arrays = {name: _fitted(per_token.get(name), len(ids)) for name in self.pictures.per_token}
+        per_token_arrays = {}
+        for name in self.pictures.per_token:
+            values = per_token.get(name, np.zeros(0, np.uint8))[: len(ids)]
+            per_token_arrays[name] = np.zeros(len(ids), np.uint8)  # 0 for a token appended at the end
+            per_token_arrays[name][: len(values)] = values
         return Features({"input_ids": ids, "is_target": is_target, **per_token_arrays, **_image_arrays(chat.images)})
 
 
@@ -237,14 +241,6 @@ def images_of(features: Features) -> list[Image.Image]:
 def _image_arrays(images: Sequence[bytes]) -> dict[str, np.ndarray]:
     content = np.frombuffer(b"".join(images), np.uint8)
     return {IMAGES: content, SIZES: np.array([len(image) for image in images], np.int64)}
-
-
-def _fitted(values: np.ndarray | None, length: int) -> np.ndarray:
-    """Return the values of the tokens, 0 for a token appended at the end."""
-    padded = np.zeros(length, np.uint8)
-    if values is not None:
-        padded[: min(len(values), length)] = values[:length]
-    return padded
 
 
 def _by_token(values: np.ndarray, theirs: Sequence[int], ours: np.ndarray) -> np.ndarray:

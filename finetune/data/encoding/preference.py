@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -74,7 +73,11 @@ class PreferenceEncoder:
         if partner is not None:
             others = [side for side, _ in self._answers(partner)]
             sides += [others[number % len(others)] for number in range(len(sides))]
-        return _Plan(tuple(_conversation(row, side) for side in sides), extra_arrays)
+        shared = {name: row[name] for name in ("tools", ARGUMENTS) if row.get(name)}
+        conversations: tuple[Row, ...] = tuple(  # assistant turns of the prompt are context
+            {"messages": [*row["prompt"], *side], "num_context_turns": len(row["prompt"]), **shared} for side in sides
+        )
+        return _Plan(conversations, extra_arrays)
 
     def _answers(self, row: Row) -> list[tuple[Sequence[Turn], bool]]:
         """Return the answers, and whether each is good; raises DataError for a row without answers."""
@@ -115,12 +118,3 @@ class _Plan:
             has_overrides=any(sequence.has_overrides for sequence in sequences),
             has_dropped_reasoning=any(sequence.has_dropped_reasoning for sequence in sequences),
         )
-
-
-def _conversation(row: Row, answer: Sequence[Turn]) -> Row:
-    """Return the prompt and an answer as one conversation; assistant turns of the prompt are context."""
-    conversation: dict[str, Any] = {
-        "messages": [*row["prompt"], *answer],
-        "num_context_turns": len(row["prompt"]),
-    }
-    return conversation | {name: row[name] for name in ("tools", ARGUMENTS) if row.get(name)}

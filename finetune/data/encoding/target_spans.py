@@ -119,8 +119,8 @@ def _answer(has_reasoning: bool, calls: bool) -> Turn:
 
 
 def _common_prefix(one: str, other: str) -> str:
-    length = next((offset for offset, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
-    return one[: min(len(one), len(other)) if length is None else length]
+    differs = (offset for offset, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    return one[: next(differs, min(len(one), len(other)))]
 
 
 def _longest_first(marks: set[str]) -> list[str]:
@@ -221,7 +221,14 @@ def target_turns(turns: Sequence[Turn], train_on: TrainOn, *, num_context_turns:
     Raises DataError for a `weight` that would be ignored or is neither 0 nor 1, and for an answer without a prompt.
     """
     for number, turn in enumerate(turns, start=1):
-        _check_weight(turn, number=number, train_on=train_on)
+        weight = turn.get("weight")
+        if weight is not None and train_on != "per_message":
+            raise DataError(
+                f"turn {number} has a `weight`, which `data.train_on: {train_on}` does not read. "
+                "Set data.train_on: per_message, or leave the weights out."
+            )
+        if weight is not None and (not isinstance(weight, int | float) or weight not in (0, 1)):
+            raise DataError(f"turn {number} has weight {weight!r}: it must be 1 (trained on) or 0 (not).")
     if train_on == "all":
         return list(range(len(turns)))
     if train_on == "per_message":
@@ -233,19 +240,6 @@ def target_turns(turns: Sequence[Turn], train_on: TrainOn, *, num_context_turns:
     if targets and targets[0] == 0 and turns[0]["role"] == "assistant":
         raise DataError("the conversation starts with an assistant turn: there is no prompt before the answer.")
     return targets
-
-
-def _check_weight(turn: Turn, *, number: int, train_on: TrainOn) -> None:
-    weight = turn.get("weight")
-    if weight is None:
-        return
-    if train_on != "per_message":
-        raise DataError(
-            f"turn {number} has a `weight`, which `data.train_on: {train_on}` does not read. "
-            "Set data.train_on: per_message, or leave the weights out."
-        )
-    if not isinstance(weight, int | float) or weight not in (0, 1):
-        raise DataError(f"turn {number} has weight {weight!r}: it must be 1 (trained on) or 0 (not).")
 
 
 def _weight(turn: Turn) -> bool:
@@ -285,7 +279,7 @@ class _Conversation:
             tools=self.tools,
             arguments=self.arguments,
         ).text
-        end = _num_same(self.whole.text, other)
+        end = len(_common_prefix(self.whole.text, other))
         start = self.whole.text.rfind(generation_prompt, 0, end)
         if generation_prompt == prompt or start < 0:
             raise self._difference(prompt, what=f"the prompt of turn {index + 1}", remedy=REMEDY_OF_GENERATION_PROMPT)
@@ -414,7 +408,7 @@ REMEDY_OF_GENERATION_PROMPT = (
 
 def first_difference(one: str, other: str) -> tuple[str, str]:
     """Return short excerpts of both texts around the first character in which they differ."""
-    offset = _num_same(one, other)
+    offset = len(_common_prefix(one, other))
     start = max(0, offset - 16)
     lead = "..." if start else ""
 
@@ -422,12 +416,6 @@ def first_difference(one: str, other: str) -> tuple[str, str]:
         return repr(lead + text[start : offset + 32] + ("..." if offset + 32 < len(text) else ""))
 
     return excerpt(one), excerpt(other)
-
-
-def _num_same(one: str, other: str) -> int:
-    """Return the length of the common prefix of both texts."""
-    differs = (offset for offset, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
-    return next(differs, min(len(one), len(other)))
 
 
 def text_of(turn: Mapping[str, Any]) -> str:

@@ -42,7 +42,11 @@ class TextRowsEncoder:
         outcomes: list[Outcome] = [None] * len(rows)
         for index, outcome in zip(ordinary, self._encoded([rows[index] for index in ordinary]), strict=True):
             outcomes[index] = outcome
-        for index, outcome in zip(guarded, self._encoded_renamed([rows[index] for index in guarded]), strict=True):
+        try:
+            renamed = self._renamed_encoder._encoded([rows[index] for index in guarded])
+        except DataError as error:
+            renamed = [error] * len(guarded)
+        for index, outcome in zip(guarded, renamed, strict=True):
             is_good = isinstance(outcome, Features)
             outcomes[index] = result_or_error(self._checked, outcome, texts[index]) if is_good else outcome
         return outcomes
@@ -58,12 +62,6 @@ class TextRowsEncoder:
     def _texts_of(self, row: Row) -> Iterable[str]:
         """Return the values of the row that are encoded and are strings."""
         return (value for name in ("text", "text_pair") if isinstance(value := row.get(name), str))
-
-    def _encoded_renamed(self, rows: Sequence[Row]) -> list[Outcome]:
-        try:
-            return self._renamed_encoder._encoded(rows)
-        except DataError as error:
-            return [error] * len(rows)
 
     def _checked(self, features: Features, texts: Sequence[str]) -> Features:
         self._control.check_plain(texts)

@@ -117,7 +117,12 @@ def _prepare_window(job: StreamJob, window: int) -> str | None:
         except DamagedSet:
             return None  # of a record, now quarantined: its window is prepared first
         except DataError as error:
-            if not pauses or not _is_transient(error):
+            # Retrying may help if the storage did not respond: storage libraries raise their own exceptions, while
+            # invalid content is a DataError, ValueError or EOFError.
+            cause = error.__cause__
+            permanent = (FileNotFoundError, PermissionError, DataError, ValueError, EOFError)
+            is_transient = isinstance(error, UnreadableRows) and cause is not None and not isinstance(cause, permanent)
+            if not pauses or not is_transient:
                 return str(error)
             time.sleep(pauses.pop(0))
         except OSError as error:
@@ -174,13 +179,3 @@ def _with_heartbeat(rows: WindowRows, folder: StreamFolder) -> Iterator[RawRow]:
             yield row
     except DataError as error:
         raise UnreadableRows(str(error)) from error.__cause__
-
-
-def _is_transient(error: DataError) -> bool:
-    """Return whether retrying may help: the storage did not respond, as opposed to an invalid file.
-
-    Storage libraries raise their own exceptions; invalid content is a DataError, ValueError or EOFError.
-    """
-    cause = error.__cause__
-    permanent = (FileNotFoundError, PermissionError, DataError, ValueError, EOFError)
-    return isinstance(error, UnreadableRows) and cause is not None and not isinstance(cause, permanent)

@@ -131,19 +131,8 @@ class _ReaderState:
         result = read()
         if result is None:
             self.request(window)
-            result = self._wait(window, read)
-        self._num_failed_starts = 0
-        return result
-
-    def close(self) -> None:
-        """Unregister the reader and end the producers that were started here."""
-        self._reader.close()
-        for producer in self._producers:
-            producer.end()
-
-    def _wait(self, window: int, read: Callable[[], T | None]) -> T:
         start, is_logged, last_heartbeat = time.monotonic(), False, 0
-        while (result := read()) is None:
+        while result is None and (result := read()) is None:
             self._reader.raise_error()
             self._ensure_producer()
             if not is_logged and time.monotonic() - start > _QUIET_SECONDS:
@@ -155,7 +144,14 @@ class _ReaderState:
                 keep_alive()
             last_heartbeat = heartbeat
             time.sleep(_POLL_SECONDS)
+        self._num_failed_starts = 0
         return result
+
+    def close(self) -> None:
+        """Unregister the reader and end the producers that were started here."""
+        self._reader.close()
+        for producer in self._producers:
+            producer.end()
 
     def _read(self, window: int) -> WindowRecord:
         folder = self._job.folder
@@ -251,18 +247,14 @@ class StreamOrder(PiecewiseOrder):
         self._arranged = lru_cache(maxsize=_KEPT_ORDERS)(arrange)
         self._ends: list[int] = []  # of the positions of each known window
 
-    def window_at(self, position: int) -> int:
-        """Return the window that holds the position."""
-        while not self._ends or self._ends[-1] <= position:
-            order = self._arranged(len(self._ends))
-            num_positions = 0 if order is None else order.num_positions or 0
-            self._ends.append((self._ends[-1] if self._ends else 0) + num_positions)
-        return bisect_right(self._ends, position)
-
     def pieces(self, start: int, stop: int) -> Iterator[np.ndarray]:
         """Yield the ids at positions [start, stop), window by window."""
         while start < stop:
-            window = self.window_at(start)
+            while not self._ends or self._ends[-1] <= start:
+                order = self._arranged(len(self._ends))
+                num_positions = 0 if order is None else order.num_positions or 0
+                self._ends.append((self._ends[-1] if self._ends else 0) + num_positions)
+            window = bisect_right(self._ends, start)
             order, window_start = self._arranged(window), self._ends[window - 1] if window else 0
             last = min(self._ends[window], stop)
             assert order is not None, "a position is in a window with samples"

@@ -50,14 +50,30 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | N
         )
     is_named = chat_template in BUILT_IN or chat_template in TEMPLATES
     try:
-        tokenizer.chat_template = _of_plugin(chat_template) if chat_template in TEMPLATES else _read(path)
+        if chat_template in TEMPLATES:
+            tokenizer.chat_template = _of_plugin(chat_template)
+        else:
+            with open_regular(path) as file:
+                content = file.read(MAX_TEMPLATE_BYTES + 1)
+            if len(content) > MAX_TEMPLATE_BYTES:
+                size = f"more than {MAX_TEMPLATE_BYTES >> 20} MB, too large for a template"
+                raise DataError(f"data.chat_template: {path} has {size}.")
+            tokenizer.chat_template = content.decode("utf-8")
         set_template_file(tokenizer, None if is_named else chat_template)
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
             f"data.chat_template: {chat_template} cannot be read: {error}. "
             f"Give a Jinja file (beginning with `.`, `/` or `~`) or a built-in name: {', '.join(BUILT_IN)}."
         ) from error
-    _check_syntax(tokenizer, chat_template)
+    try:
+        render(tokenizer, [{"role": "user", "content": "a"}])
+    except DataError as error:
+        cause = error.__cause__
+        if isinstance(cause, TemplateSyntaxError | TemplateSyntax):
+            line = f", line {cause.lineno}"
+            raise DataError(f"data.chat_template: {chat_template}{line}: not valid Jinja: {cause}") from error
+        if not isinstance(cause, TemplateRefused | TemplateError):
+            raise DataError(f"data.chat_template: {error}") from error
 
 
 def _of_plugin(name: str) -> str:
@@ -182,25 +198,3 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, turns: Sequence[Turn]) -> str:
         return render(tokenizer, turns).text
     except DataError:
         return ""
-
-
-def _read(path: Path) -> str:
-    with open_regular(path) as file:
-        content = file.read(MAX_TEMPLATE_BYTES + 1)
-    if len(content) > MAX_TEMPLATE_BYTES:
-        raise DataError(
-            f"data.chat_template: {path} has more than {MAX_TEMPLATE_BYTES >> 20} MB, too large for a template."
-        )
-    return content.decode("utf-8")
-
-
-def _check_syntax(tokenizer: PreTrainedTokenizerBase, chat_template: str) -> None:
-    try:
-        render(tokenizer, [{"role": "user", "content": "a"}])
-    except DataError as error:
-        cause = error.__cause__
-        if isinstance(cause, TemplateSyntaxError | TemplateSyntax):
-            line = f", line {cause.lineno}"
-            raise DataError(f"data.chat_template: {chat_template}{line}: not valid Jinja: {cause}") from error
-        if not isinstance(cause, TemplateRefused | TemplateError):
-            raise DataError(f"data.chat_template: {error}") from error

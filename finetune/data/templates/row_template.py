@@ -36,7 +36,15 @@ def render_template(written: Any, row: Row, *, column: str) -> Any:
     Raises DataError naming the column and the line of its template.
     """
     if isinstance(written, str):
-        return _text(written, row, column=column)
+        try:
+            if is_bounded(written, may_gather=False):
+                return render_text(written, row)
+            return str(run_sandboxed(render_text, written, dict(row), name=f"of `{column}`", template=written))
+        except (*_FAILURES, TemplateRefused) as error:
+            line = error.lineno if isinstance(error, TemplateRefused) else _line(error)
+            columns = ", ".join(f"`{name}`" for name in row)
+            message = f"template of `{column}`, line {line}: {error}. The row's columns are {columns}."
+            raise DataError(message) from error
     if isinstance(written, Mapping):
         return {name: render_template(inner, row, column=column) for name, inner in written.items()}
     if isinstance(written, list | tuple):
@@ -81,17 +89,6 @@ def _texts(written: Any) -> Iterator[str]:
     elif isinstance(written, Mapping | list | tuple):
         for inner in written.values() if isinstance(written, Mapping) else written:
             yield from _texts(inner)
-
-
-def _text(written: str, row: Row, *, column: str) -> str:
-    try:
-        if is_bounded(written, may_gather=False):
-            return render_text(written, row)
-        return str(run_sandboxed(render_text, written, dict(row), name=f"of `{column}`", template=written))
-    except (*_FAILURES, TemplateRefused) as error:
-        line = error.lineno if isinstance(error, TemplateRefused) else _line(error)
-        columns = ", ".join(f"`{name}`" for name in row)
-        raise DataError(f"template of `{column}`, line {line}: {error}. The row's columns are {columns}.") from error
 
 
 def render_text(written: str, row: Row) -> str:

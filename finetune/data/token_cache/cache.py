@@ -14,7 +14,7 @@ from typing import Any
 from finetune.config.sections.data import DataSection
 from finetune.data.sources.source import Source
 from finetune.data.token_cache.build import OnProgress, build_set, num_written_rows, refuse_counts, refuse_shares
-from finetune.data.token_cache.chunks import Encode, EncoderPool, Encoding, EncodingPlan, WorkersLost
+from finetune.data.token_cache.chunks import EncoderPool, Encoding, EncodingPlan, WorkersLost
 from finetune.data.token_cache.integrity import DamagedSet, quarantine_set
 from finetune.data.token_cache.store import FORMAT_VERSION, Identity, TokenCache
 from finetune.data.workers import num_prepare_workers
@@ -197,24 +197,22 @@ def identify(source: Source, encoding: Encoding, *, stream: Mapping[str, Any] | 
 
     For a stream, `stream` identifies the windows instead, and the files are not read.
     """
+    recorded = recorded_name(encoding.encode)
+    if recorded is None:  # of a plugin
+        qualified = getattr(encoding.encode, "__qualname__", type(encoding.encode).__qualname__)
+        encoder = f"{encoding.encode.__module__}.{qualified}"
+    else:
+        encoder = f"finetune.{recorded}"
     parts: dict[str, Any] = {
         "code_version": [CODE_VERSION, _FIRST_FORMAT],
         "source": source.identity() if stream is None else stream,
         "options": encoding.section.model_dump(mode="json", exclude=set(WITHOUT_EFFECT), exclude_defaults=True),
-        "encode": _name_of(encoding.encode),
+        "encode": encoder,
         "identity": dict(encoding.identity),
     }
     written = json.dumps(parts, sort_keys=True).encode()
     shards = tuple(shard.name for shard in source.shards())
     return Identity(hashlib.blake2b(written, digest_size=16).hexdigest(), parts, shards)
-
-
-def _name_of(encode: Encode) -> str:
-    """Return the encoder's name in prepared sets: the recorded name, or the module path of a plugin's encoder."""
-    recorded = recorded_name(encode)
-    if recorded is not None:
-        return f"finetune.{recorded}"
-    return f"{encode.__module__}.{getattr(encode, '__qualname__', type(encode).__qualname__)}"
 
 
 def _build(

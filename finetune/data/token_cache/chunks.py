@@ -89,6 +89,12 @@ def encode_chunk(plan: EncodingPlan, raws: Sequence[RawRow]) -> Chunk:
     without = [row_index for row_index in range(len(raws)) if row_index not in with_sample and row_index not in is_long]
     longest = max(encoded, key=lambda indexed: _whole_length(indexed[1]), default=None)
 
+    num_empty = 0
+    for row_index in without:
+        turns = rows[row_index].get("messages")
+        texts = [turn.get("content") for turn in turns] if isinstance(turns, Sequence) else rows[row_index].values()
+        num_empty += not any(texts)
+
     def num_rows(flag: str) -> int:
         return len({row_index for row_index, sample in encoded if getattr(sample, flag)})
 
@@ -96,7 +102,7 @@ def encode_chunk(plan: EncodingPlan, raws: Sequence[RawRow]) -> Chunk:
         rows=len(raws),
         rows_without_target=len(without),
         first_without_target=raws[without[0]].location if without else "",
-        empty_rows=sum(_has_no_text(rows[row_index]) for row_index in without),
+        empty_rows=num_empty,
         control_rows=num_rows("has_control_names"),
         turn_mark_rows=num_rows("has_turn_marks"),
         argument_rows=num_rows("has_arguments"),
@@ -213,13 +219,6 @@ def _slices(array: np.ndarray, lengths: Sequence[int]) -> Iterator[memoryview]:
     """Yield the bytes of each sample."""
     content, size = memoryview(array.tobytes()), array.itemsize
     return (content[a * size : b * size] for a, b in pairwise(accumulate(lengths, initial=0)))
-
-
-def _has_no_text(row: Row) -> bool:
-    """Return whether all texts of the row are empty."""
-    turns = row.get("messages")
-    texts = [turn.get("content") for turn in turns] if isinstance(turns, Sequence) else list(row.values())
-    return not any(texts)
 
 
 ROWS_PER_CHUNK = 1024

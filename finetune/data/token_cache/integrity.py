@@ -74,22 +74,21 @@ def format_damage(damage: str, stores: Iterable[tuple[Path, Callable[[], bool]]]
 
     Each folder comes with a function that checks whether it is damaged on disk; if it is, it is quarantined.
     """
-    quarantines = [line for folder, is_damaged in stores if (line := _quarantine_if_damaged(folder, is_damaged))]
+    remedy = "Run the same command again: it rebuilds the set and resumes from the last checkpoint."
+    quarantines = []
+    for folder, is_damaged in stores:
+        try:
+            quarantined = quarantine_set(folder, is_damaged, log=no_op)
+        except DataError as error:
+            quarantines.append(str(error))
+            continue
+        if quarantined is not None:
+            quarantines.append(f"{folder} is damaged and was renamed to {quarantined.name}. {remedy}")
+        elif not folder.exists():
+            quarantines.append(f"{folder} was damaged and renamed by another process. {remedy}")
     if quarantines:
         return damage, *quarantines
     return (
         f"{damage}, but the copy on disk is intact: it was corrupted in the memory of a process. Run the same command "
         f"again: it resumes from the last checkpoint. If this happens again, test the memory of this machine.",
     )
-
-
-def _quarantine_if_damaged(folder: Path, is_damaged: Callable[[], bool]) -> str | None:
-    """Quarantine the folder and return a message; None if it is intact."""
-    remedy = "Run the same command again: it rebuilds the set and resumes from the last checkpoint."
-    try:
-        quarantined = quarantine_set(folder, is_damaged, log=no_op)
-    except DataError as error:
-        return str(error)
-    if quarantined is not None:
-        return f"{folder} is damaged and was renamed to {quarantined.name}. {remedy}"
-    return None if folder.exists() else f"{folder} was damaged and renamed by another process. {remedy}"

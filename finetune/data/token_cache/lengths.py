@@ -66,18 +66,17 @@ class SampleLengthLimit:
             shorter = truncated(features, self.max_length, side=self.truncate_side, frame=self.frame)
             return (shorter,), truncation_counts(features, shorter)
         if self.over_length == "split":
+            if not features.num_targets:
+                return (), Counts()
+            # windows without a target are dropped, and so are the tokens that are in no other window
             windows = tuple(split(features, self.max_length, frame=self.frame))
-            return self._with_targets(windows, features) if features.num_targets else ((), Counts())
+            has_target = [window.num_targets > 0 for window in windows]
+            kept = tuple(compress(windows, has_target))
+            frame = sum(self.frame)
+            num_shared = 0 if frame else sum(first and second for first, second in pairwise(has_target))
+            num_covered = sum(window.length - frame for window in kept) - num_shared + frame
+            return kept, Counts(split_rows=1, dropped_tokens=features.length - num_covered)
         return (), dropped_counts(features)
-
-    def _with_targets(self, windows: Sequence[Features], features: Features) -> tuple[tuple[Features, ...], Counts]:
-        """Return the windows that have a target; tokens that are in none of them count as dropped."""
-        has_target = [window.num_targets > 0 for window in windows]
-        kept = tuple(compress(windows, has_target))
-        frame = sum(self.frame)
-        num_shared = 0 if frame else sum(first and second for first, second in pairwise(has_target))
-        num_covered = sum(window.length - frame for window in kept) - num_shared + frame
-        return kept, Counts(split_rows=1, dropped_tokens=features.length - num_covered)
 
 
 @dataclass(frozen=True)

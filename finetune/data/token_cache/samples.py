@@ -97,7 +97,7 @@ class ArrayFile:
             require_undamaged_file(path)
             with path.open("rb") as file:
                 state = os.fstat(file.fileno())
-                footer, self._content_bytes = _read_footer(file.fileno(), state.st_size)
+                footer, self.content_bytes = _read_footer(file.fileno(), state.st_size)
             # unlike NumPy and `mmap`, torch does not keep the file open
             mapped = torch.from_file(str(path), shared=False, size=state.st_size, dtype=torch.uint8).numpy()
         except (OSError, ValueError, RuntimeError) as error:
@@ -113,18 +113,13 @@ class ArrayFile:
             stop = start + num_values * np.dtype(dtype).itemsize
             self.arrays[name] = mapped[start:stop].view(dtype)
             start = stop + -stop % _ALIGNMENT
-        if start != self._content_bytes:
-            raise Damaged(f"{path.name} has {self._content_bytes:,} bytes of arrays, but {start:,} were written")
-
-    @property
-    def content_bytes(self) -> int:
-        """Return the size of the arrays in bytes."""
-        return self._content_bytes
+        if start != self.content_bytes:
+            raise Damaged(f"{path.name} has {self.content_bytes:,} bytes of arrays, but {start:,} were written")
 
     @property
     def num_blocks(self) -> int:
         """Return the number of blocks, each of which can be verified separately."""
-        return -(-self._content_bytes // BLOCK_BYTES)
+        return -(-self.content_bytes // BLOCK_BYTES)
 
     def verify(self) -> None:
         """Raise Damaged if a block has changed since it was written."""
@@ -134,7 +129,7 @@ class ArrayFile:
     def verify_block(self, number: int) -> None:
         """Raise Damaged if the block has changed since it was written; thread-safe."""
         start = number * BLOCK_BYTES
-        stop = min(start + BLOCK_BYTES, self._content_bytes)
+        stop = min(start + BLOCK_BYTES, self.content_bytes)
         written = self._digests[number * _DIGEST_DIGITS : (number + 1) * _DIGEST_DIGITS]
         digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(_READ_BYTES))
         try:

@@ -18,7 +18,7 @@ from finetune.data.features import Features
 from finetune.data.rows import Row
 from finetune.errors import DataError
 from finetune.task.causal_lm import pad_id
-from finetune.task.model_inputs import forward_logits, sample_logits
+from finetune.task.model_inputs import forward_logits, pad_rows, sample_logits
 from finetune.task.protocol import DataFacts, TaskContext
 
 LabelsOf = Callable[[Row], Iterable[Any]]
@@ -204,14 +204,6 @@ class TextPadding:
         lengths = torch.tensor([sample.length for sample in features])
         longest = inputs["input_ids"].shape[1]
         return {**inputs, "attention_mask": (torch.arange(longest)[None] < lengths[:, None]).long()}
-
-
-def pad_rows(arrays: Sequence[np.ndarray], pad_value: int) -> Tensor:
-    """Return the arrays as rows of integers, int64 [rows, longest], padded on the right."""
-    rows = np.full((len(arrays), max(map(len, arrays))), pad_value, np.int64)
-    for row, array in zip(rows, arrays, strict=True):
-        row[: len(array)] = array
-    return torch.from_numpy(rows)
 
 
 def input_columns(features: Sequence[Features]) -> dict[str, list[np.ndarray]]:

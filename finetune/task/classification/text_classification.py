@@ -1,9 +1,10 @@
 """Text classification of single texts or text pairs: single-label, multi-label or regression."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,42 +42,51 @@ from finetune.task.model_inputs import collate_row, is_padding_free
 from finetune.task.protocol import BaseTask, DataFacts, EvaluationOutput, ModelHead, Row, SampleSpec, TaskContext
 
 
-class ProblemType(Protocol):
+class ProblemType(ABC):
     """The labels, the loss and the metrics of a text classifier."""
 
     @property
+    @abstractmethod
     def labels(self) -> LabelEncoder:
         """Return the encoder of a row's label."""
 
     @property
+    @abstractmethod
     def head_values(self) -> Mapping[str, Any]:
         """Return the model config values of its outputs."""
 
     @property
+    @abstractmethod
     def data_facts(self) -> DataFacts:
         """Return the facts that were read from the rows."""
 
     def batch_labels(self, labels: Tensor) -> Tensor:
-        """Return a batch's labels, [rows, numbers of a label], in the format of the loss."""
+        """Return a batch's labels in the format of the loss, float32 [rows, numbers of a label]."""
+        return labels.to(torch.float32)
 
+    @abstractmethod
     def label_text(self, label: np.ndarray) -> str:
         """Return the label as text."""
 
+    @abstractmethod
     def loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the trained loss, summed over the rows."""
 
     def unweighted_loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the loss of evaluations, summed over the rows: without class weights and label smoothing."""
+        return self.loss_sum(logits, labels)
 
+    @abstractmethod
     def predictions(self, logits: Tensor) -> Tensor:
         """Return the predictions, one per row."""
 
+    @abstractmethod
     def metrics(self, labels: Tensor, predicted: Tensor) -> Mapping[str, float]:
         """Return the metrics, from float64 [rows, columns]."""
 
 
 @dataclass(frozen=True)
-class _WithClasses:
+class _WithClasses(ProblemType):
     """Base of the problem types with classes."""
 
     classification: WeightedClasses
@@ -145,10 +155,6 @@ class MultiLabel(_WithClasses):
         """Return number and names of the classes."""
         return {**self.classification.head_values, "problem_type": "multi_label_classification"}
 
-    def batch_labels(self, labels: Tensor) -> Tensor:
-        """Return 0 or 1 per class, float32 [rows, classes]."""
-        return labels.to(torch.float32)
-
     def label_text(self, label: np.ndarray) -> str:
         """Return the names of the classes, or `none`."""
         names = self.classification.classes.names
@@ -173,7 +179,7 @@ class MultiLabel(_WithClasses):
 
 @recorded_as("Regression")
 @dataclass(frozen=True)
-class Regression:
+class Regression(ProblemType):
     """One or several numbers per row."""
 
     num_numbers: int
@@ -200,20 +206,12 @@ class Regression:
         """Return the number of outputs and their names, if they have any."""
         return DataFacts({"num_numbers": self.num_numbers, "labels": list(self.names)})
 
-    def batch_labels(self, labels: Tensor) -> Tensor:
-        """Return the numbers, float32 [rows, numbers]."""
-        return labels.to(torch.float32)
-
     def label_text(self, label: np.ndarray) -> str:
         """Return the numbers."""
         return ", ".join(f"{number:g}" for number in label)
 
     def loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the squared error, averaged over the numbers of a row, summed over the rows."""
-        return regression_loss_sum(logits, labels)
-
-    def unweighted_loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the same as `loss_sum`."""
         return regression_loss_sum(logits, labels)
 
     def predictions(self, logits: Tensor) -> Tensor:

@@ -20,10 +20,9 @@ from finetune.task.classification.classes import (
     classifier_logits,
     find_classes,
     input_columns,
-    pad_rows,
 )
 from finetune.task.metrics import are_entity_tags, class_metrics, entity_scores
-from finetune.task.model_inputs import collate_row, is_padding_free
+from finetune.task.model_inputs import collate_row, is_padding_free, pad_rows
 from finetune.task.protocol import BaseTask, DataFacts, EvaluationOutput, ModelHead, SampleSpec, TaskContext
 
 

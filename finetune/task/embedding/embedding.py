@@ -41,22 +41,20 @@ _TEXT_ID_BITS = 52
 """Bits of a text's digest: the number that a float64 represents exactly."""
 
 
-def split_sequences(features: Features) -> list[Features]:
-    """Return the sequences of a sample with their model inputs."""
-    names = [name for name in ("input_ids", "token_type_ids") if name in features.arrays]
-    return [
-        Features({name: features.arrays[name][start:end] for name in names}, features.sample_id)
-        for start, end in sequence_bounds(features)
-    ]
-
-
 def collate_groups(features: Sequence[Features], padding: TextPadding) -> Batch:
     """Return all first sequences, then all second ones, then the others sample by sample, padded on the right.
 
     `group_sizes` are the numbers of sequences per sample, `text_ids` the digests of the sequences. A sample is one
     target; its label is its score, if samples have scores.
     """
-    groups = [split_sequences(sample) for sample in features]
+    names = [name for name in ("input_ids", "token_type_ids") if name in features[0].arrays]
+    groups = [
+        [
+            Features({name: sample.arrays[name][start:end] for name in names}, sample.sample_id)
+            for start, end in sequence_bounds(sample)
+        ]
+        for sample in features
+    ]
     firsts, seconds = [group[0] for group in groups], [group[1] for group in groups if len(group) > 1]
     sequences = [*firsts, *seconds, *(sequence for group in groups for sequence in group[2:])]
     labels = (

@@ -209,7 +209,7 @@ class InfoNceOfStep:
 
     def of_all(self, vectors: Tensor, ids: np.ndarray, *, num_rows: int) -> Tensor:
         """Return the loss of every row for the texts of all ranks, ordered by role."""
-        everyone = _Everyone.alone(vectors, ids, num_rows=num_rows)
+        everyone = _Everyone.of([vectors], [ids], [num_rows], 0)
         masked = everyone.masked(symmetric=self.loss.symmetric)
         return self.loss(everyone.anchors, everyone.passages, rows=everyone.own_rows, masked=masked)
 
@@ -233,11 +233,6 @@ class _Everyone:
         all_ids = [rank_ids for rank_ids, _ in gathered]
         all_vectors = distributed.gather_rows(vectors, [len(rank_ids) for rank_ids in all_ids])
         return cls.of(all_vectors, all_ids, [rows for _, rows in gathered], distributed.rank())
-
-    @classmethod
-    def alone(cls, vectors: Tensor, ids: np.ndarray, *, num_rows: int) -> "_Everyone":
-        """Return the texts of a single rank."""
-        return cls.of([vectors], [ids], [num_rows], 0)
 
     @classmethod
     def of(cls, vectors: Sequence[Tensor], ids: Sequence[np.ndarray], rows: Sequence[int], rank: int) -> "_Everyone":
