@@ -25,7 +25,7 @@ from finetune.checkpoint.sharding.state_access import StateAccess
 from finetune.checkpoint.write.writer import StreamingSource, write_contents
 from finetune.commands.source import with_trust
 from finetune.config.load import LoadedConfig, load_resolved
-from finetune.data.sample_checks import digest_of_steps
+from finetune.data.token_cache.integrity import digest_of_steps
 from finetune.errors import CheckpointError, FinetuneError, UserError
 from finetune.registry.optimizers import OPTIMIZERS
 from finetune.run.context import RunContext, make_context

@@ -23,8 +23,8 @@ from finetune.config.load import RESOLVED_NAME, LoadedConfig, load_resolved
 from finetune.config.rules.model import adapter_of
 from finetune.config.sections.export import ExportSection
 from finetune.config.sections.train import TrainSection
-from finetune.data.templates.arguments import arguments_of
 from finetune.data.templates.chat_template import stop_ids
+from finetune.data.templates.rendering import arguments_of
 from finetune.errors import CheckpointError, ModelError, UserError
 from finetune.export.card import CardFacts, vllm_hint
 from finetune.export.save import ExportReport, Preprocessors, TextPreprocessor, push_folder

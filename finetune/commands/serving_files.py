@@ -11,8 +11,8 @@ from transformers import GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from finetune.commands.export import export, processing_in
-from finetune.data.templates.arguments import arguments_of
 from finetune.data.templates.chat_template import stop_ids
+from finetune.data.templates.rendering import arguments_of
 from finetune.errors import ModelError, UserError
 from finetune.export.engines import Engine, adapter_problems, find_engine
 from finetune.export.gguf import GGUFType, write_gguf

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from finetune.config.load import LoadedConfig
-from finetune.data.templates.arguments import arguments_of, set_template_arguments, unread_problems
+from finetune.data.templates.rendering import arguments_of, set_template_arguments, unread_problems
 from finetune.errors import UserError
 
 

@@ -19,7 +19,7 @@ from finetune.data.batch import IGNORED, Batch, Targets
 from finetune.data.features import Features
 from finetune.data.order.grouping import LongestFirstOrder, set_order
 from finetune.data.order.order import DatasetView, Order, Samples
-from finetune.data.sample_checks import Collate, collate_with_checksums
+from finetune.data.token_cache.integrity import Collate, collate_with_checksums
 from finetune.data.token_cache.store import TokenCache
 from finetune.data.workers import LoadingCost, loader_settings
 from finetune.errors import StrategyError

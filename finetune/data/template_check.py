@@ -13,9 +13,8 @@ from finetune.data.encoding.conversation import ConversationEncoder
 from finetune.data.encoding.target_spans import first_difference
 from finetune.data.features import Features, Outcome
 from finetune.data.rows import Row
-from finetune.data.templates.arguments import arguments_of
 from finetune.data.templates.chat_template import EndOfTurn, end_of_turn, is_special, tokenize
-from finetune.data.templates.rendering import has_markers, render
+from finetune.data.templates.rendering import arguments_of, has_markers, render
 from finetune.errors import DataError
 from finetune.runtime.text.terminal import format_json
 

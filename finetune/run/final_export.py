@@ -27,9 +27,8 @@ from finetune.config.sections.model import ModelSection
 from finetune.data.audit import Streamed
 from finetune.data.batch import Batch
 from finetune.data.features import Features
-from finetune.data.templates.arguments import arguments_of
 from finetune.data.templates.chat_template import stop_ids
-from finetune.data.templates.rendering import render
+from finetune.data.templates.rendering import arguments_of, render
 from finetune.errors import DataError, DiskError, HubError, ModelError
 from finetune.export.card import CardFacts, vllm_hint
 from finetune.export.save import Preprocessors, TextPreprocessor, export_model, push_folder

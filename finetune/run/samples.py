@@ -12,7 +12,7 @@ from typing_extensions import TypedDict
 
 from finetune.data.batch import Batch
 from finetune.data.order.order import DatasetView
-from finetune.data.sample_checks import digest_of_step_ids, digest_of_steps
+from finetune.data.token_cache.integrity import digest_of_step_ids, digest_of_steps
 from finetune.errors import FULL, CheckpointError
 from finetune.runtime import distributed
 from finetune.runtime.files import atomic

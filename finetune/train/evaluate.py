@@ -17,7 +17,7 @@ from finetune.checkpoint.format.tensor_file import PARAMETER, TensorRecord
 from finetune.checkpoint.sharding.state_access import StateAccess
 from finetune.config.sections.train import TrainSection
 from finetune.data.batch import Batch
-from finetune.data.sample_checks import require_intact
+from finetune.data.token_cache.integrity import require_intact
 from finetune.data.token_cache.store import TokenCache
 from finetune.registry.optimizers import OPTIMIZERS
 from finetune.report.events import Answered, Evaluated

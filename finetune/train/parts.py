@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from finetune.config.sections.train import NonFiniteSection
 from finetune.data.batch import Batch
-from finetune.data.sample_checks import SampleVerifier
+from finetune.data.token_cache.integrity import SampleVerifier
 from finetune.report.profile import NullProfile, Profile
 from finetune.report.reporter import Reporter
 from finetune.runtime.optional import no_op

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from finetune.data.batch import Batch
-from finetune.data.sample_checks import Delivery, extend_digest, join_uint64, split_uint64
+from finetune.data.token_cache.integrity import Delivery, extend_digest, join_uint64, split_uint64
 from finetune.errors import NonFiniteError, TrainingError
 from finetune.report.events import StepSkipped
 from finetune.runtime import distributed, seeds
@@ -41,7 +41,7 @@ class StepCounts:
 
     num_targets: int
     num_tokens: int
-    samples: int  # the mark of the samples (`data/sample_checks.py`)
+    samples: int  # the mark of the samples (`data/token_cache/integrity.py`)
     stop_request: StopRequest
     has_news: bool  # some rank has read a skipped step
     is_slow: bool = False  # on some rank: handle a stop request now, not one step later

@@ -18,8 +18,7 @@ from PIL import Image, features
 
 from finetune.config.sections.data import DataSection, ImagesSection
 from finetune.data import images
-from finetune.data.classes import Classes
-from finetune.data.encoding.labelled import LabelledImageEncoder
+from finetune.data.encoding.labelled import Classes, LabelledImageEncoder
 from finetune.data.images import (
     MAX_BYTES,
     ImageTransform,

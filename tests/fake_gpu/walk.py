@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from finetune.checkpoint.write.saver import Saver
 from finetune.data import workers
-from finetune.data.sample_checks import SampleVerifier
+from finetune.data.token_cache.integrity import SampleVerifier
 from finetune.model.attention import sample_attention
 from finetune.run import fit
 from finetune.run import train as run_train

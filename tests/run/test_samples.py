@@ -10,7 +10,7 @@ import torch
 
 from finetune.data.batch import Batch
 from finetune.data.order.order import DatasetView, SetOrder
-from finetune.data.sample_checks import digest_of_step_ids, digest_of_steps
+from finetune.data.token_cache.integrity import digest_of_step_ids, digest_of_steps
 from finetune.errors import CheckpointError
 from finetune.run.samples import SampleRecord, read_samples, require_same_samples
 from finetune.runtime.progress import Progress

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from finetune.data.batch import Batch
-from finetune.data.classes import Classes
+from finetune.data.encoding.labelled import Classes
 from finetune.task.classification.classes import WeightedClasses
 from finetune.task.classification.image_classification import ImageClassificationTask
 from finetune.task.classification.text_classification import MultiLabel, SingleLabel, TextClassificationTask

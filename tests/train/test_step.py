@@ -12,7 +12,7 @@ from torch import nn
 
 from finetune.config.sections.train import NonFiniteSection, OptimizerSection, ScheduleSection, TrainSection
 from finetune.data.batch import Batch
-from finetune.data.sample_checks import Delivery, samples_checksum
+from finetune.data.token_cache.integrity import Delivery, samples_checksum
 from finetune.errors import NonFiniteError, TrainingError
 from finetune.report.events import StepSkipped, StepTaken
 from finetune.runtime.progress import Cadence, NeverDue, Progress

@@ -15,8 +15,8 @@ from finetune.commands.export import exported_weights, is_run, processing_in
 from finetune.commands.source import require_trusted_metrics, with_trust
 from finetune.config.load import RESOLVED_NAME, LoadedConfig, load_resolved
 from finetune.config.run_config import RunConfig
-from finetune.data.templates.arguments import use_arguments
 from finetune.data.templates.chat_template import set_chat_template
+from finetune.data.templates.rendering import use_arguments
 from finetune.errors import UserError
 from finetune.model.build import build_model
 from finetune.model.loading.architecture import NEW_HEADS

@@ -13,9 +13,17 @@ from finetune.data.encoding.target_spans import REASONING, RenderedChat, TargetF
 from finetune.data.encoding.tokenizer import EncodedText, TextTokenizer, has_double_bos, require_eos_id
 from finetune.data.features import Features, Outcome, result_or_error
 from finetune.data.rows import Row, require_valid_unicode
-from finetune.data.templates.arguments import Arguments, arguments_of, own_arguments, readable_names
 from finetune.data.templates.chat_template import end_of_turn
-from finetune.data.templates.rendering import Tools, plain_turn_marks, render, turn_tokens
+from finetune.data.templates.rendering import (
+    Arguments,
+    Tools,
+    arguments_of,
+    own_arguments,
+    plain_turn_marks,
+    readable_names,
+    render,
+    turn_tokens,
+)
 from finetune.data.turns import ARGUMENTS, Turn
 from finetune.errors import DataError
 from finetune.runtime.files.digests import recorded_as

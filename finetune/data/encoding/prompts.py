@@ -9,9 +9,8 @@ from transformers import PreTrainedTokenizerBase
 
 from finetune.data.encoding.control_tokens import ControlTokens
 from finetune.data.rows import RawRow, Row, require_valid_unicode
-from finetune.data.templates.arguments import Arguments, own_arguments, readable_names
 from finetune.data.templates.chat_template import tokenize
-from finetune.data.templates.rendering import Tools, render, turn_tokens
+from finetune.data.templates.rendering import Arguments, Tools, own_arguments, readable_names, render, turn_tokens
 from finetune.data.turns import (
     ARGUMENTS,
     Turn,

@@ -8,9 +8,8 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from finetune.data.templates.arguments import Arguments
 from finetune.data.templates.chat_template import EndOfTurn, after_content
-from finetune.data.templates.rendering import Rendering, Tools, render
+from finetune.data.templates.rendering import Arguments, Rendering, Tools, render
 from finetune.data.turns import Turn
 from finetune.errors import DataError
 

@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerBase
 
 from finetune.config.section import KeyLocations
 from finetune.config.sections.data import DataSection
-from finetune.data.templates.arguments import RECORDED_AS, arguments_of, use_arguments
 from finetune.data.templates.chat_template import set_chat_template
+from finetune.data.templates.rendering import RECORDED_AS, arguments_of, use_arguments
 from finetune.data.upstream import unrestricted_backend
 from finetune.errors import DataError
 

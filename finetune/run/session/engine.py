@@ -17,8 +17,7 @@ from torch import Tensor
 from finetune.checkpoint.format import layout
 from finetune.config.sections.data import DataSection
 from finetune.data.batch import Batch
-from finetune.data.sample_checks import extend_digest, samples_checksum
-from finetune.data.token_cache.integrity import sample_checksum
+from finetune.data.token_cache.integrity import extend_digest, sample_checksum, samples_checksum
 from finetune.errors import CheckpointError, UserError
 from finetune.run.final_export import export_final
 from finetune.run.session.open import SESSION_CLOSED, OpenedRun

@@ -14,7 +14,7 @@ from finetune.data.batch import Batch
 from finetune.data.features import Features
 from finetune.data.formats.row_format import choose_format
 from finetune.data.rows import RawRow, row_location
-from finetune.data.sample_checks import with_checksums
+from finetune.data.token_cache.integrity import with_checksums
 from finetune.errors import DataError, UserError
 from finetune.registry.losses import SESSION_LOSSES, TOKEN_LOSSES
 from finetune.run.session.results import LossFunction, Scores

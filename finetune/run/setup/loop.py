@@ -22,8 +22,8 @@ from finetune.config.sections.report import ProfileSection
 from finetune.config.sections.train import TrainSection
 from finetune.data.batch import Batch
 from finetune.data.loader import StepGroups, evaluation_loader, train_loader
-from finetune.data.sample_checks import SampleVerifier
 from finetune.data.templates.chat_template import stop_ids
+from finetune.data.token_cache.integrity import SampleVerifier
 from finetune.model.batch_norm import GhostBatchNorm, sync_batch_norm, update_running_statistics
 from finetune.report.events import Noted, StartedUp
 from finetune.report.gpu import DeviceColumns

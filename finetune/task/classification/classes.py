@@ -13,7 +13,7 @@ from torch.nn import functional
 from transformers import PreTrainedTokenizerBase
 
 from finetune.data.batch import IGNORED, Batch
-from finetune.data.classes import Classes, balanced_weights, label_name, positive_weights, sort_names
+from finetune.data.encoding.labelled import Classes, balanced_weights, label_name, positive_weights, sort_names
 from finetune.data.features import Features
 from finetune.data.rows import Row
 from finetune.errors import DataError

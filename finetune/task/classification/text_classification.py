@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from finetune.data.batch import Batch
-from finetune.data.classes import Classes
 from finetune.data.encoding.labelled import (
     LABELS,
+    Classes,
     ClassLabelEncoder,
     LabelEncoder,
     LabelledTextEncoder,

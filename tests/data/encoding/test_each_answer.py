@@ -7,8 +7,8 @@ from finetune.data.encoding.conversation import ConversationEncoder
 from finetune.data.formats.row_format import ALREADY_READ
 from finetune.data.rows import RawRow
 from finetune.data.template_check import check_template
-from finetune.data.templates.arguments import set_template_arguments
 from finetune.data.templates.chat_template import set_chat_template
+from finetune.data.templates.rendering import set_template_arguments
 from finetune.data.token_cache.chunks import Encoding, encode_chunk
 from finetune.data.token_cache.lengths import SampleLengthLimit
 from finetune.errors import DataError

@@ -4,8 +4,8 @@ import pickle
 
 import pytest
 
-from finetune.data.classes import Classes
 from finetune.data.encoding.labelled import (
+    Classes,
     ClassLabelEncoder,
     LabelledTextEncoder,
     MultiLabelEncoder,

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from finetune.data.encoding.conversation import ConversationEncoder
-from finetune.data.templates.arguments import set_template_arguments
+from finetune.data.templates.rendering import set_template_arguments
 from finetune.errors import DataError
 from tests.data.template_rows import DATA, KINDS, trained_tokenizer
 from tests.data.template_tokenizers import shipped_templates, targets

@@ -13,13 +13,12 @@ import pytest
 from finetune.config.sections.data import BatchingSection, StreamSection, TrainingSourceSection
 from finetune.data.order.grouping import set_order
 from finetune.data.order.order import SetOrder, split_stream_index, window_offset
-from finetune.data.sample_checks import digest_of_step_ids
 from finetune.data.sources.source import open_source
 from finetune.data.streams import producer as stream_maker
 from finetune.data.streams.producer import NUM_KEPT_WINDOWS, make_window, serve
 from finetune.data.streams.stream import _COMMAND, StreamOrder, stream_view
 from finetune.data.token_cache.chunks import Encoding
-from finetune.data.token_cache.integrity import sample_checksum
+from finetune.data.token_cache.integrity import digest_of_step_ids, sample_checksum
 from finetune.errors import DataError
 from tests.data.byte_encoding import encode_bytes
 

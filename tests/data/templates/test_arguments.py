@@ -10,14 +10,14 @@ from finetune.data.encoding.conversation import ConversationEncoder
 from finetune.data.encoding.prompts import prompt_ids, read_prompt
 from finetune.data.encoding.tokenizer import tokenizer_identity
 from finetune.data.rows import RawRow
-from finetune.data.templates.arguments import (
+from finetune.data.templates.rendering import (
     arguments_of,
     own_arguments,
     readable_names,
+    render,
     set_template_arguments,
     use_arguments,
 )
-from finetune.data.templates.rendering import render
 from finetune.errors import DataError
 from tests.data.template_tokenizers import shipped_templates, tokenizer_for
 

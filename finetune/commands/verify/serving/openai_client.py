@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from urllib.request import ProxyHandler, Request, build_opener
 
 from finetune.commands.verify.serving.served_model import Prompt, ServedAnswer, ServingError
-from finetune.data.templates.arguments import Arguments
+from finetune.data.templates.rendering import Arguments
 from finetune.export.engines import Engine
 from finetune.runtime.files.read import parse_json
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from finetune.data.templates.arguments import Arguments
+from finetune.data.templates.rendering import Arguments
 from finetune.data.turns import Turn
 from finetune.errors import UserError
 

@@ -12,7 +12,7 @@ from finetune.commands.verify.serving.comparison import Comparison, Limits, limi
 from finetune.commands.verify.serving.expected import ANSWER_TOKENS, ExpectedResults, compute_expected
 from finetune.commands.verify.serving.openai_client import OpenAIModel
 from finetune.commands.verify.serving.served_model import Prompt, ServedAnswer, ServedModel, ServingError
-from finetune.data.templates.arguments import Arguments
+from finetune.data.templates.rendering import Arguments
 from finetune.errors import UserError
 from finetune.export.engines import find_engine
 from finetune.model.loading.saved import SavedModel, inspect_model_folder

@@ -11,7 +11,10 @@ from finetune.data.batch import Batch
 from finetune.data.loader import train_loader
 from finetune.data.order.mixing import MixedSamples
 from finetune.data.order.order import DatasetView, SetOrder, source_offset
-from finetune.data.sample_checks import (
+from finetune.data.sources.source import open_source
+from finetune.data.token_cache.cache import prepare_set
+from finetune.data.token_cache.chunks import Encoding
+from finetune.data.token_cache.integrity import (
     SampleVerifier,
     digest_of_step_ids,
     digest_of_steps,
@@ -24,9 +27,6 @@ from finetune.data.sample_checks import (
     step_checksum,
     with_checksums,
 )
-from finetune.data.sources.source import open_source
-from finetune.data.token_cache.cache import prepare_set
-from finetune.data.token_cache.chunks import Encoding
 from finetune.data.token_cache.samples import ArrayFile
 from finetune.data.token_cache.store import PrecomputedWriter, TokenCache, with_precomputed
 from finetune.errors import DataError

@@ -2,7 +2,7 @@
 
 import pytest
 
-from finetune.data.classes import Classes, balanced_weights, label_name, positive_weights, sort_names
+from finetune.data.encoding.labelled import Classes, balanced_weights, label_name, positive_weights, sort_names
 from finetune.errors import DataError
 
 
