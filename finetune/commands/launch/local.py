@@ -7,7 +7,8 @@ from pathlib import Path
 from finetune.commands.rehearse.accelerate_file import data_parallel_size
 from finetune.config.load import load_config, require_divisible_batch
 from finetune.errors import UserError
-from finetune.launch.ranks import is_launched, run_ranks
+from finetune.launch.local import run_ranks
+from finetune.launch.ranks import is_launched
 
 
 def train_on_ranks(config: Path, overrides: Sequence[str], *, num_processes: int, accelerate_file: Path | None) -> int:
