@@ -1,7 +1,7 @@
 """The training data of a run: tokenizer, task and tokenized samples, made without any process group."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ import numpy as np
 from finetune.config.run_config import RunConfig
 from finetune.config.section import KeyLocations
 from finetune.config.sections.data import DataSection
-from finetune.data.audit import Audit, Padding, Prepared, Streamed, audit_sources, measure_padding
+from finetune.data.audit import Audit, Prepared, Streamed, audit_sources, measure_padding
 from finetune.data.encoding.labelled import LABEL
 from finetune.data.encoding.tokenizer import prepare_tokenizer, tokenizer_identity, unknown_ids
 from finetune.data.features import LENGTHS_OF_SEQUENCES, Features
@@ -153,20 +153,16 @@ def make_run_plan(config: RunConfig, training_data: TrainingData, *, sequence_si
         num_positions=training.order.num_positions,
         unit=config.data.batching.unit,
         world=distributed.world(),
-        steps_for_tokens=partial(_steps_for_tokens, training, batch),
+        steps_for_tokens=lambda tokens: steps_for_tokens(
+            training.order,
+            training.samples.lengths_of,
+            epoch_tokens=training.epoch_tokens,
+            global_batch_size=batch,
+            tokens=tokens,
+        ),
         sequence_size=sequence_size,
     )
     return replace(plan, arithmetic=(*plan.arithmetic, *training.lines(plan.num_steps * batch)))
-
-
-def _steps_for_tokens(training: DatasetView, global_batch_size: int, tokens: int) -> int:
-    return steps_for_tokens(
-        training.order,
-        training.samples.lengths_of,
-        epoch_tokens=training.epoch_tokens,
-        global_batch_size=global_batch_size,
-        tokens=tokens,
-    )
 
 
 VERIFY_TIMEOUT_SECONDS = 10.0
@@ -185,16 +181,34 @@ AUDIT_FILE = "audit.json"
 
 def audit_training_data(config: RunConfig, training_data: TrainingData) -> Audit:
     """Return the audit of the training data; of a stream, of the rows prepared by now."""
-    task = TASKS[config.task.name]
+    task, data, training = TASKS[config.task.name], config.data, training_data.training
+    padding, classes, num_sequences = None, None, 0
+    if task.has_tokens and training.order.num_positions is not None:  # a stream's samples have not been read yet
+        budget = tokens_per_position(data.batching, max_length=data.longest)
+        padding = measure_padding(
+            training,
+            training_data.task.collate,
+            global_batch_size=config.train.global_batch_size,
+            microbatch_size=config.train.known_microbatch_size,
+            budget=None if data.batching.by == "samples" else budget,
+        )
+    prepared = [rows for rows in training_data.sources.values() if isinstance(rows, TokenCache)]
+    if task.sample == "image":
+        names = list(training_data.task.data_facts.values["labels"])
+        labels = (piece for rows in prepared for piece in rows.pieces(LABEL))
+        counts = sum((np.bincount(piece, minlength=len(names)) for piece in labels), np.zeros(len(names)))
+        classes = {name: int(count) for name, count in zip(names, counts, strict=True)}
+    if "pairs" in task.formats:
+        num_sequences = sum(len(piece) for rows in prepared for piece in rows.pieces(LENGTHS_OF_SEQUENCES))
     is_template_checked = task.chooses_turns and not task.has_images
     return audit_sources(
         training_data.sources,
         validation=training_data.validation_set,
-        limits=config.data.audit,
-        padding=_padding(config, training_data),
-        template=check_template(training_data.tokenizer, config.data) if is_template_checked else None,
-        classes=_classes(training_data) if task.sample == "image" else None,
-        num_sequences=_num_sequences(training_data) if "pairs" in task.formats else 0,
+        limits=data.audit,
+        padding=padding,
+        template=check_template(training_data.tokenizer, data) if is_template_checked else None,
+        classes=classes,
+        num_sequences=num_sequences,
     )
 
 
@@ -202,58 +216,22 @@ def write_audit(folder: Path, config: RunConfig, training_data: TrainingData, *,
     """Write the audit into the run folder and log the problems that show only across sources."""
     audit = audit_training_data(config, training_data)
     atomic.write_json(folder / AUDIT_FILE, audit.as_json())
-    for line in _notices(audit):
-        log(line)
-
-
-def _padding(config: RunConfig, training_data: TrainingData) -> Padding | None:
-    if training_data.training.order.num_positions is None:
-        return None  # the samples of a stream have not been read yet
-    if not TASKS[config.task.name].has_tokens:
-        return None
-    batching, train = config.data.batching, config.train
-    budget = tokens_per_position(batching, max_length=config.data.longest)
-    return measure_padding(
-        training_data.training,
-        training_data.task.collate,
-        global_batch_size=train.global_batch_size,
-        microbatch_size=train.known_microbatch_size,
-        budget=None if batching.by == "samples" else budget,
-    )
-
-
-def _classes(training_data: TrainingData) -> dict[str, int]:
-    """Return the training images of each class; streams have not been read yet and are left out."""
-    names = list(training_data.task.data_facts.values["labels"])
-    prepared = [rows for rows in training_data.sources.values() if isinstance(rows, TokenCache)]
-    labels = (piece for rows in prepared for piece in rows.pieces(LABEL))
-    counts = sum((np.bincount(piece, minlength=len(names)) for piece in labels), np.zeros(len(names)))
-    return {name: int(count) for name, count in zip(names, counts, strict=True)}
-
-
-def _num_sequences(training_data: TrainingData) -> int:
-    """Return the texts of all training samples; streams have not been read yet and are left out."""
-    prepared = [rows for rows in training_data.sources.values() if isinstance(rows, TokenCache)]
-    return sum(len(piece) for rows in prepared for piece in rows.pieces(LENGTHS_OF_SEQUENCES))
-
-
-def _notices(audit: Audit) -> Iterator[str]:
     if audit.padding is not None and audit.padding.share > 0:
         share, plain = audit.padding.share, audit.padding.plain_share
-        yield f"padding: {share:.1%} of the computed positions (plain batches: {plain:.1%})"
+        log(f"padding: {share:.1%} of the computed positions (plain batches: {plain:.1%})")
     if audit.total.duplicates:
-        yield f"{audit.total.duplicates:,} of {audit.total.counts.samples:,} training samples are duplicates"
+        log(f"{audit.total.duplicates:,} of {audit.total.counts.samples:,} training samples are duplicates")
     for source in audit.sources:
         if source.in_validation:
-            yield (
+            log(
                 f"warning: {source.key}: {source.in_validation:,} samples are among the validation samples, too. "
                 "`data.validation.exclude_from_train: true` leaves such rows out."
             )
     if audit.template is not None:
         if audit.template.trained_cases and not audit.template.trains_on_end:
-            yield "warning: chat template: the end-of-turn token is not a target, so the model will not learn to stop"
+            log("warning: chat template: the end-of-turn token is not a target, so the model will not learn to stop")
         for difference in audit.template.differences[:1]:  # the other cases differ in the same way
-            yield (
+            log(
                 f"warning: chat template: {difference.case}: the prompt at inference is {difference.prompt}, but the "
                 f"model is trained on {difference.trained}"
             )
