@@ -175,7 +175,7 @@ class Session:
         """Take part in the calls of rank 0, which alone runs the caller's loop, until it leaves the context."""
         while True:
             opened = self._opened(_FOLLOW)
-            agreed, has_leader = agreement.agree(agreement.Call(_FOLLOW, {}))
+            agreed, has_leader = agreement.agree(_FOLLOW, {})
             if not has_leader:
                 raise UserError("follow: rank 0 must lead. Call `follow` on the other ranks only.")
             if agreed.method == _CLOSE:
@@ -190,7 +190,7 @@ class Session:
 
     def _call(self, method: str, **arguments: Any) -> Any:
         self._opened(method)
-        _, has_followers = agreement.agree(agreement.describe_call(method, arguments))
+        _, has_followers = agreement.agree(method, arguments)
         if has_followers:
             agreement.send_call(method, arguments)
         return self._run(method, arguments)

@@ -26,23 +26,20 @@ class Call:
     arguments: Mapping[str, tuple[str, ...]]
 
 
-def describe_call(method: str, arguments: Mapping[str, Any]) -> Call:
-    """Return the call; a value is described by itself, each element of a list by a digest."""
-    return Call(method, {name: _describe(value) for name, value in arguments.items()})
-
-
-def agree(call: Call) -> tuple[Call, bool]:
+def agree(method: str, arguments: Mapping[str, Any]) -> tuple[Call, bool]:
     """Return rank 0's call, which is that of all ranks, or whether the others follow it. Collective.
 
+    An argument is compared by itself, the elements of a list by their digests.
     Raises UserError naming the first difference on all ranks, LostContact where a rank is gone.
     """
+    call = Call(method, {name: _describe(value) for name, value in arguments.items()})
     try:
         calls = distributed.gather_objects(call)
     except RuntimeError as error:
         if not is_broken_collective(error):
             raise
         raise LostContact(
-            f"another process of the session is gone while this one calls `{call.method}`. Its own message says why."
+            f"another process of the session is gone while this one calls `{method}`. Its own message says why."
         ) from error
     first, others = calls[0], calls[1:]
     if first.method == FOLLOW:
