@@ -71,7 +71,7 @@ class Session:
         state, self._state = self._state, self._state or "is closed. Make another one"
         if error is None and not state:
             try:
-                agreement.agree(agreement.Call(_CLOSE, {}))
+                agreement.agree(_CLOSE, {})
             except BaseException as failure:
                 self._stack.__exit__(type(failure), failure, failure.__traceback__)
                 raise

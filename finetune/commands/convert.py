@@ -29,12 +29,11 @@ from finetune.data.token_cache.integrity import digest_of_steps
 from finetune.errors import CheckpointError, FinetuneError, UserError
 from finetune.registry.optimizers import OPTIMIZERS
 from finetune.run.context import RunContext, make_context
-from finetune.run.samples import matches_data_order
 from finetune.run.setup.accelerator import make_accelerator
 from finetune.run.setup.data import TrainingData, prepare_data
 from finetune.run.setup.prepared_model import PreparedModel, prepare_model
 from finetune.run.setup.strategy import launched_strategy
-from finetune.run.state.resume import make_fingerprint
+from finetune.run.state.resume import make_fingerprint, matches_data_order
 from finetune.runtime import distributed
 from finetune.runtime.distributed import run_on_all_ranks, run_on_rank_0
 from finetune.runtime.files.read import open_regular, read_regular

@@ -1,11 +1,14 @@
 """The parts that the training loop is handed: batches, update, evaluation, stop sources, and times of the start.
 
+The record of the samples that each step has consumed is written where a group of batches is handed out.
 Where steps are profiled, each call of a part that belongs to a phase counts for it; the parts know nothing of it.
 """
 
+import json
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -14,7 +17,9 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 from torch import nn
+from typing_extensions import TypedDict
 
 from finetune.config.run_config import RunConfig
 from finetune.config.sections.evaluate import EvaluateSection
@@ -24,6 +29,7 @@ from finetune.data.batch import Batch
 from finetune.data.loader import StepGroups, evaluation_loader, train_loader
 from finetune.data.templates.chat_template import stop_ids
 from finetune.data.token_cache.integrity import SampleVerifier
+from finetune.errors import FULL
 from finetune.model.batch_norm import GhostBatchNorm, sync_batch_norm, update_running_statistics
 from finetune.report.events import Noted, StartedUp
 from finetune.report.gpu import DeviceColumns
@@ -32,14 +38,14 @@ from finetune.report.profile import StepProfile
 from finetune.report.reporter import CallbackReporter, Reporter, RunLog
 from finetune.report.timing import StartupTimer
 from finetune.run.context import RunPaths
-from finetune.run.samples import SampleRecord
 from finetune.run.setup.prepared_model import BuiltRun, PreparedModel, make_weights
 from finetune.run.setup.strategy import require_sliceable_model
 from finetune.runtime import distributed
+from finetune.runtime.files import atomic
 from finetune.runtime.optional import no_op
 from finetune.runtime.parallel import sequence_group, tensor_group
 from finetune.runtime.progress import Cadence, NeverDue
-from finetune.runtime.run_folder import PROFILE_FOLDER
+from finetune.runtime.run_folder import PROFILE_FOLDER, SAMPLES_FOLDER
 from finetune.runtime.supervision.signals import ReceivedSignals, SpotNotice
 from finetune.task.generation import GenerationEvaluator, Metric
 from finetune.task.protocol import Task
@@ -355,3 +361,79 @@ def _timed_optimizer(parts: TrainingComponents, profile: StepProfile) -> Iterato
             stack.callback(before.remove)
             stack.callback(after.remove)
         yield
+
+
+_MAX_UNWRITTEN_BYTES = 64 << 20
+
+
+@with_config(ConfigDict(strict=True, extra="forbid"))
+class _Line(TypedDict):
+    step: int
+    microbatches: list[list[int]]
+
+
+_LINE = TypeAdapter(_Line)
+
+
+class SampleRecord:
+    """Writes the sample ids of each group to this rank's file in `samples/`.
+
+    A line is `{"step": 1, "microbatches": [[7, 2], [5, 0]]}`, steps counted from 1. A resumed run removes the lines of
+    steps that are taken again, so every step is once in each file of the ranks that took it.
+    """
+
+    def __init__(self, run_folder: Path, *, first_step: int) -> None:
+        folder = run_folder / SAMPLES_FOLDER
+        _drop_repeated_steps(folder, after_step=first_step)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = _file(folder, distributed.rank()).open("ab", buffering=0)
+        self._unwritten = b""
+        weakref.finalize(self, self._file.close)
+
+    def add(self, step: int, group: Sequence[Batch]) -> None:
+        """Write the line of the step; on a full disk it is written with a later one, when there is space again."""
+        line = json.dumps({"step": step, "microbatches": [batch.counted_ids for batch in group]}) + "\n"
+        self._unwritten += line.encode()
+        try:
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+        except OSError as error:
+            if error.errno not in FULL or len(self._unwritten) > _MAX_UNWRITTEN_BYTES:
+                raise
+
+
+def read_samples(run_folder: Path) -> dict[int, list[list[list[int]]]]:
+    """Return the record by step: each rank's microbatches, each of which lists its sample ids."""
+    microbatches_by_step: dict[int, list[list[list[int]]]] = {}
+    for path in sorted((run_folder / SAMPLES_FOLDER).glob("rank-*.jsonl")):
+        for line in _lines(path):
+            microbatches_by_step.setdefault(line["step"], []).append(line["microbatches"])
+    return microbatches_by_step
+
+
+def _drop_repeated_steps(folder: Path, *, after_step: int) -> None:
+    """Remove from the record the steps that are taken again; each rank repairs its own file, so none has to wait.
+
+    A damaged line goes, too; a file that cannot be read is put aside: the record informs, and stops no run.
+    """
+    for path in folder.glob("rank-*.jsonl"):
+        number = path.stem.removeprefix("rank-")
+        if not number.isdecimal() or int(number) % distributed.world() != distributed.rank():
+            continue
+        try:
+            kept = [json.dumps(line) + "\n" for line in _lines(path) if line["step"] <= after_step]
+        except OSError:
+            path.replace(path.with_name(f".bad-{path.name}"))
+        else:
+            atomic.write_text(path, "".join(kept))
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the lines of the record that are some; raises OSError where the file cannot be read."""
+    for line in atomic.read_json_lines(path):
+        with suppress(ValidationError):
+            yield dict(_LINE.validate_python(line))
+
+
+def _file(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank:05d}.jsonl"

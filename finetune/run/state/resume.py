@@ -6,6 +6,7 @@ The same command on a finished run is a success that does nothing.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from finetune.checkpoint.format.manifest import RunFingerprint
@@ -16,11 +17,13 @@ from finetune.checkpoint.sharding.access import build_access
 from finetune.checkpoint.sharding.state_access import StateAccess
 from finetune.config.resume_keys import keys_that_may_differ, keys_that_must_match
 from finetune.config.run_config import RunConfig
+from finetune.data.order.order import DatasetView
+from finetune.data.token_cache.integrity import digest_of_step_ids, digest_of_steps
+from finetune.errors import CheckpointError
 from finetune.model.frozen_models import base_digest
 from finetune.model.loading.pretrained import adapter_digest
 from finetune.report.reporter import RunLog
 from finetune.run.context import RunContext
-from finetune.run.samples import require_same_samples
 from finetune.run.setup.data import PreparedData, TrainingData, input_identity
 from finetune.run.setup.padding_free import recorded_layout
 from finetune.run.setup.precompute import teacher_identity
@@ -112,6 +115,31 @@ def restore(
     for line in (*restored, *format_strategy_change(saved, current=fingerprint)):
         log(line)
     return RestoredRun(built, access, fingerprint, progress)
+
+
+def require_same_samples(path: Path, progress: Progress, *, pool: DatasetView, global_batch_size: int) -> None:
+    """Raise CheckpointError unless the checkpoint was trained on the samples that the order gives to its steps."""
+    if not matches_data_order(progress, pool=pool, global_batch_size=global_batch_size):
+        raise CheckpointError(
+            f"{path} was trained for {progress.step} steps on other samples than this job's order gives, or on samples "
+            "with other content, so the run would resume on other data. Restore data, tokenizer, run.seed, "
+            "data.shuffle and train.global_batch_size as they were, or write another run.folder to start a new run."
+        )
+
+
+def matches_data_order(progress: Progress, *, pool: DatasetView, global_batch_size: int) -> bool:
+    """Return whether the samples of the progress are those that the order gives to its steps, by id and content.
+
+    A progress of before contents were known is compared by ids, and counts by contents, too, from now on.
+    """
+    digest = digest_of_steps(pool, progress.step, global_batch_size=global_batch_size)
+    if progress.knows_contents:
+        return digest == progress.samples_sha256
+    ids = digest_of_step_ids(pool.order, progress.step, global_batch_size=global_batch_size)
+    if ids != progress.samples_sha256:
+        return False
+    progress.samples_sha256, progress.knows_contents = digest, True
+    return True
 
 
 def _warm_up(built: BuiltRun, *, first_position: int) -> None:

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from finetune.data.order.order import split_sample_id
-from finetune.run.samples import read_samples
+from finetune.run.setup.loop import read_samples
 
 NO_EVALUATION = ["evaluate=null", "data.validation=null"]
 MIX = (

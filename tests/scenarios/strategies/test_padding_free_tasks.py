@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from finetune.report.history import read_events
-from finetune.run.samples import read_samples
+from finetune.run.setup.loop import read_samples
 from tests.task_cases import CASES
 from tests.task_cases.runs import Left, launch, prepare
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from finetune.run.samples import read_samples
+from finetune.run.setup.loop import read_samples
 from tests import launching
 from tests.devices import NEEDS_DEEPSPEED
 

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from finetune.model.tensor_parallel import TENSOR_PARALLEL_TYPES
-from finetune.run.samples import read_samples
+from finetune.run.setup.loop import read_samples
 from tests import launching
 from tests.scenarios.conftest import Ended
 
