@@ -274,11 +274,8 @@ class ConversationEncoder:
         return chat
 
     def _turns(self, row: Row) -> Sequence[Turn]:
-        """Return the turns that are passed to the chat template, with the system prompt unless they have one."""
-        turns: Sequence[Turn] = row["messages"]
-        if self._system_prompt is None or any(turn["role"] == "system" for turn in turns):
-            return turns
-        return [{"role": "system", "content": self._system_prompt}, *turns]
+        """Return the turns that are passed to the chat template."""
+        return with_system_prompt(row["messages"], self._system_prompt)
 
     def _sample(self, chat: RenderedChat, encoded: EncodedText) -> Features:
         if chat.has_control_names:
@@ -327,6 +324,13 @@ def _require_same_reasoning(turns: Sequence[Turn], replaced: Sequence[Turn]) -> 
 
 def _named(messages: Any, tools: Any, arguments: Any) -> dict[str, Any]:
     return {"messages": messages, "tools": tools, ARGUMENTS: arguments}
+
+
+def with_system_prompt(turns: Sequence[Turn], system_prompt: str | None) -> Sequence[Turn]:
+    """Return the turns with the system prompt prepended, unless they have one or none is configured."""
+    if system_prompt is None or any(turn["role"] == "system" for turn in turns):
+        return turns
+    return [{"role": "system", "content": system_prompt}, *turns]
 
 
 def _edge(encoded: EncodedText, offset: int, *, what: str) -> int:
