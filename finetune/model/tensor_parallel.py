@@ -108,6 +108,43 @@ class _SplitExperts(ParallelStyle):
         return module  # type: ignore[no-any-return]
 
 
+def _split_dora(layer: Any, *, mesh: DeviceMesh, placement: Placement) -> None:
+    """Compute DoRA's sum (Liu et al., 2024, arXiv:2402.09353) on parts of a layer, split as its factor is placed.
+
+    A row of `W + BA`, whose norm DoRA takes, is whole where ranks share outputs; where they share inputs, they sum its
+    squares and draw the mask of all inputs. Otherwise it is what `DoraLinearLayer` of peft 0.21 computes.
+    """
+    base, down, up = layer.get_base_layer(), layer.lora_A["default"], layer.lora_B["default"]
+    magnitude, dropout = layer.lora_magnitude_vector["default"], layer.lora_dropout["default"]
+    shares_inputs = placement.is_shard(1)
+    if not shares_inputs:
+        _split_parameter(magnitude, "weight", mesh, placement)
+
+    def forward(x: Tensor, *, scaling: float, base_result: Tensor | None = None, **_: Any) -> Any:
+        with _local_parameters([base, magnitude, down, up]):
+            weight = base.weight.to(x.dtype)
+            square = (weight + scaling * (up.weight @ down.weight).to(x.dtype)).detach().square().sum(dim=1)
+            norm = (gathered(square, mesh, Partial()) if shares_inputs else square).sqrt()
+            hidden = functional.linear(x, down.weight)
+            hidden = gathered(hidden, mesh, Partial()) if shares_inputs else shared_input(hidden, mesh)
+            if base_result is None and shares_inputs:  # with dropout, which the base's inputs have, too
+                base_result = gathered(functional.linear(x, weight), mesh, Partial())
+            elif base_result is None:
+                base_result = functional.linear(shared_input(x, mesh), weight)
+            elif base.bias is not None:
+                base_result = base_result - base.bias
+            ratio = magnitude.weight / norm
+            return (ratio - 1) * base_result + ratio * functional.linear(hidden, up.weight) * scaling
+
+    def drop(x: Tensor) -> Tensor:
+        whole = x.new_ones(*x.shape[:-1], mesh.size(), x.shape[-1])
+        return x * functional.dropout(whole, dropout.p, layer.training)[..., mesh.get_local_rank(), :]
+
+    magnitude.forward = forward
+    if shares_inputs:  # of an Identity, for a rate of 0, peft makes no call
+        dropout.forward = drop
+
+
 def _split_vocabulary(model: Any, mesh: DeviceMesh) -> str | None:
     """Split embedding and head by tokens, also where they are one tensor; return why they stay whole, or None."""
     embedding: Any = model.get_input_embeddings()
@@ -173,8 +210,15 @@ _STYLES: Mapping[str, Callable[[], ParallelStyle]] = {
     "moe_tp_experts": _SplitExperts,
 }
 
-_SPLIT_OUTPUT = ("colwise", "colwise_gather_output", "packed_colwise")
-_SPLIT_INPUT = ("rowwise", "rowwise_split_input")
+_FACTORS: Mapping[str, tuple[str, Placement]] = {
+    "colwise": ("B.default", Shard(0)),
+    "packed_colwise": ("B.default", _StridedShard(0, split_factor=2)),
+    "rowwise": ("A.default", Shard(1)),
+}
+"""The LoRA factor next to the features that are split, by the style of its layer; of gathered ones both stay whole."""
+
+_MAGNITUDE = "magnitude_vector.default"
+"""DoRA's scales of the outputs."""
 
 
 def splitting_problem(config: Any, size: int) -> str | None:
@@ -202,9 +246,17 @@ def split_layers(model: Any, group: TensorGroup) -> str:
     assert group.mesh is not None, "a group of several ranks is open"
     styles: dict[str, ParallelStyle] = {}
     for name, module, style in list(_styles_of(model)):
-        if "lora_" in name:
-            module.__class__ = nn.Linear  # peft calls it; ours would read its weight (`adapters/single_pass.py`)
-        if style in _STYLES:
+        layer, _, factor = name.partition(".lora_")
+        if factor and style not in _FACTORS:
+            raise StrategyError(
+                f"{SETTING}: inputs or outputs of `{layer}` are gathered, where DoRA is not split. Leave "
+                "`model.lora.dora` out."
+            )
+        if factor == _MAGNITUDE:
+            _split_dora(model.get_submodule(layer), mesh=group.mesh, placement=_FACTORS[style][1])
+        elif factor:
+            _split_parameter(module, "weight", group.mesh, _FACTORS[style][1])  # read by `adapters/single_pass.py`
+        elif style in _STYLES:
             styles[name] = _STYLES[style]()
         elif style == _PARTIAL:
             _mark_partial(module)
@@ -213,10 +265,10 @@ def split_layers(model: Any, group: TensorGroup) -> str:
     parallelize_module(model, group.mesh, styles, src_data_rank=None)
     reason = _split_vocabulary(model, group.mesh)
     assert any(isinstance(parameter, DTensor) for parameter in model.parameters()), "weights are split"
-    layers = f"{group.size} ranks share the matrices of every layer"
+    split = f"{group.size} ranks share the matrices of every layer"
     if reason is not None:
-        return f"{layers}; embedding and head are whole, since {reason}"
-    return f"{layers}, and embedding and head"
+        return f"{split}; embedding and head are whole, since {reason}"
+    return f"{split}, and embedding and head"
 
 
 def _styles_of(model: Any) -> Iterator[tuple[str, nn.Module, str]]:
@@ -230,7 +282,7 @@ def _styles_of(model: Any) -> Iterator[tuple[str, nn.Module, str]]:
         generic = re.sub(r"\.\d+(?=\.|$)", ".*", layer.removesuffix(".base_layer"))
         style = own_plan.get(".".join(generic.split(".")[-2:]), model.tp_plan.get(generic))
         if factor:
-            is_split = style in {"B.default": _SPLIT_OUTPUT, "A.default": _SPLIT_INPUT}.get(factor, ())
+            is_split = factor == _MAGNITUDE or (style in _FACTORS and factor == _FACTORS[style][0])
         elif hasattr(module, "parameter_name"):  # peft's wrapper of one matrix of experts
             is_split = not name.endswith(".base_layer")
         else:

@@ -313,7 +313,7 @@ class RoutedTask:
             return batches
         with torch.no_grad(), keep_random_state():
             tokens = torch.stack([self._tokens(model, batch) for batch in batches]).sum(dim=0)
-        totals = _step_totals(tokens, num_targets=sum(batch.num_targets for batch in batches))
+        totals = _step_totals(tokens, batches)
         return [replace(batch, extras={**batch.extras, STEP_TOTALS: totals}) for batch in batches]
 
     def loss_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
@@ -329,7 +329,7 @@ class RoutedTask:
             return sums
         totals = batch.extras.get(STEP_TOTALS)
         if totals is None:
-            totals = _step_totals(tokens.sum(dim=0), num_targets=batch.num_targets)
+            totals = _step_totals(tokens.sum(dim=0), [batch])
         of_step, num_targets = totals[:-1].to(torch.float32), totals[-1].to(torch.float32)
         loss = load_balancing_loss(of_step, self.recorder.probability_sums(routings), top_k=self.recorder.top_k)
         weighted = self.coefficient * num_targets * loss  # the step divides by the number of targets
@@ -352,7 +352,13 @@ class RoutedTask:
         return self.recorder.tokens_per_expert(routings).sum(dim=0)
 
 
-def _step_totals(tokens: Tensor, *, num_targets: int) -> Tensor:
-    """Return the token counts per expert and the number of targets, over all ranks, [experts + 1]. Collective."""
-    own = torch.full((1,), num_targets, dtype=tokens.dtype, device=tokens.device)
-    return distributed.sum_tensor(torch.cat([tokens, own]))
+def _step_totals(tokens: Tensor, batches: Sequence[Batch]) -> Tensor:
+    """Return the token counts per expert and the number of targets, over all ranks, [experts + 1]. Collective.
+
+    `tokens` are those of the batches, which no other rank counts again.
+    """
+    num_targets = torch.full(
+        (1,), sum(batch.num_targets for batch in batches), dtype=tokens.dtype, device=tokens.device
+    )
+    counted = torch.zeros_like(tokens) if any(batch.is_copy for batch in batches) else tokens
+    return distributed.sum_tensor(torch.cat([counted, num_targets]))

@@ -5,6 +5,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import (
@@ -13,6 +14,7 @@ from transformers import (
     GPT2Config,
     LlamaConfig,
     MixtralConfig,
+    Phi3Config,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -20,6 +22,7 @@ from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 from finetune.checkpoint.sharding.access import state_layout
 from finetune.checkpoint.sharding.state_layout import ShardRange
+from finetune.errors import StrategyError
 from finetune.model.size import measure_model
 from finetune.model.tensor_parallel import _split_vocabulary, split_layers, splitting_problem
 from finetune.runtime.parallel import TensorGroup
@@ -105,6 +108,13 @@ def test_experts_and_packed_layers_are_split_within_each_of_their_matrices(group
     assert shards[f"{experts}.gate_up_proj"].range == ShardRange(0, 8, 32 * 16, 0, 32 * 16)  # 4 gates, 4 ups
     assert shards[f"{experts}.down_proj"].range == ShardRange(0, 4 * 16, 32, 0, 32)
     assert shards["model.layers.0.mlp.gate.weight"].is_replicated
+
+
+def test_dora_is_refused_on_a_layer_whose_features_are_gathered(group):
+    whole = AutoModelForCausalLM.from_config(Phi3Config(**SIZES, pad_token_id=0))
+    model = get_peft_model(whole, LoraConfig(r=2, use_dora=True, target_modules=["qkv_proj"]))
+    with pytest.raises(StrategyError, match=r"outputs of `model\.layers\.0\.self_attn\.qkv_proj` are gathered"):
+        split_layers(model.get_base_model(), group)
 
 
 def test_a_range_of_columns_is_cut_from_whole_rows():

@@ -7,6 +7,9 @@ base's output in place, and the scale is part of a product. Only `x` itself is k
 
 The base's product is left to its layer, and weights are read where a strategy has gathered them, so the numbers are the
 same under every strategy and on quantized bases. No module or parameter is renamed.
+
+Of a layer that ranks share (`model/tensor_parallel.py`), one factor is a DTensor: `B` where they share the outputs, `A`
+where they share the inputs. They draw the mask of all inputs, as one process does.
 """
 
 from collections.abc import Sequence
@@ -17,8 +20,10 @@ import torch
 from peft.tuners import lora
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor, Partial
 
 from finetune.model.adapters.context import ADAPTER_NAME
+from finetune.runtime.parallel import gathered, shared_input
 
 COMMON_INPUTS = (
     ("q_proj", "k_proj", "v_proj"),
@@ -111,8 +116,10 @@ class SinglePassLayer:
         output = self.base_layer(rows) if type(self.base_layer) is nn.Linear else self.base_layer(x).flatten(0, -2)
         is_in_place = self.in_place and not torch.compiler.is_compiling()  # compiled code decides that itself
         is_in_place = is_in_place and output.dtype == hidden.dtype and not output._is_view()
-        factor = self.lora_B[ADAPTER_NAME].read().to(hidden.dtype)
-        result = AddProduct.apply(output, hidden, factor, is_in_place)  # type: ignore[no-untyped-call]
+        factor = self.lora_B[ADAPTER_NAME].read()
+        if isinstance(factor, DTensor):
+            hidden, factor = shared_input(hidden, factor.device_mesh), factor.to_local()
+        result = AddProduct.apply(output, hidden, factor.to(hidden.dtype), is_in_place)  # type: ignore[no-untyped-call]
         return result.view(*x.shape[:-1], -1)
 
 
@@ -155,23 +162,33 @@ class CommonInput:
         is_autocast = torch.is_autocast_enabled(inputs.device.type)
         dtype = torch.get_autocast_dtype(inputs.device.type) if is_autocast else factors[0].dtype
         rows = inputs.reshape(-1, inputs.shape[-1]).to(dtype)
-        factors = [factor.to(dtype) for factor in factors]
-        products = MultiplyA.apply(rows, *settings, *factors)  # type: ignore[no-untyped-call]
+        mesh = factors[0].device_mesh if isinstance(factors[0], DTensor) else None  # of the ranks that share the inputs
+        part = (0, 1) if mesh is None else (mesh.get_local_rank(), mesh.size())
+        factors = [(factor if mesh is None else factor.to_local()).to(dtype) for factor in factors]
+        products = MultiplyA.apply(rows, *settings, part, *factors)  # type: ignore[no-untyped-call]
+        if mesh is not None:
+            products = [gathered(product, mesh, Partial()) for product in products]
         self._inputs = inputs
         self._rows = rows if is_autocast or dtype == inputs.dtype else None  # autocast would cast once per layer
         self._hidden = dict(zip(positions, products, strict=True))
 
 
 class MultiplyA(torch.autograd.Function):
-    """`dropout(rows) A^T * scale` for each `A`, [rank, width]; keeps rows and the mask, but not their product."""
+    """`dropout(rows) A^T * scale` for each `A`, [rank, width]; keeps rows and the mask, but not their product.
+
+    The rows are a part of the inputs, the first number of as many equal ones as the second; the mask is that of all.
+    """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, scale: float, dropout: float, *factors: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, rows: Tensor, scale: float, dropout: float, part: tuple[int, int], *factors: Tensor
+    ) -> tuple[Tensor, ...]:
         """Return the products, [rows, rank] each."""
         mask, ctx.scale = None, scale / (1 - dropout)
         kept = rows
         if dropout:
-            mask = torch.empty(rows.shape, dtype=torch.bool, device=rows.device).bernoulli_(1 - dropout)
+            mask = torch.empty((len(rows), part[1], rows.shape[1]), dtype=torch.bool, device=rows.device)
+            mask = mask.bernoulli_(1 - dropout)[:, part[0]].contiguous()
             kept = rows * mask
             mask = _pack(mask)
         ctx.save_for_backward(rows, mask, *factors)
@@ -187,7 +204,7 @@ class MultiplyA(torch.autograd.Function):
         of_products = _stack(gradients, -1)
         of_rows: Tensor | None = None
         of_factors: Sequence[Tensor | None] = [None] * len(factors)
-        if any(ctx.needs_input_grad[3:]):
+        if any(ctx.needs_input_grad[4:]):
             kept = rows if mask is None else rows * mask
             stacked = _scaled_product(of_products.T, kept, ctx.scale)
             of_factors = stacked.split_with_sizes([len(factor) for factor in factors])
@@ -195,7 +212,7 @@ class MultiplyA(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             of_rows = _scaled_product(of_products, _stack(factors), ctx.scale)
             of_rows = of_rows if mask is None else of_rows.mul_(mask)
-        return of_rows, None, None, *of_factors
+        return of_rows, None, None, None, *of_factors
 
 
 class AddProduct(torch.autograd.Function):

@@ -12,7 +12,6 @@ from torch import nn
 from finetune.config.load import LoadedConfig, require_divisible_batch
 from finetune.config.rules.model import adapter_of, trained_dtypes
 from finetune.config.run_config import RunConfig
-from finetune.config.sections.model import ModelSection
 from finetune.data.features import Features
 from finetune.data.loader import slice_batch
 from finetune.errors import StrategyError
@@ -93,13 +92,6 @@ def require_sliceable_model(config: RunConfig, *, size: int) -> None:
             f"{SETTING}: {size}: ranks share rows without padding, and samples are padded here: {reason}. Write "
             "`data.batching.padding_free: auto`, or `by: packs`, or launch without it."
         )
-
-
-def _is_plain_lora(model: ModelSection) -> bool:
-    """Return whether the adapters are products of two matrices, with random first values and nothing next to them."""
-    lora = model.lora
-    is_plain = lora is not None and not (lora.dropout or lora.dora or lora.modules_to_save or model.new_tokens)
-    return is_plain and lora is not None and lora.init in ("default", "gaussian")
 
 
 def require_splittable_model(config: RunConfig, *, size: int) -> None:
@@ -192,9 +184,16 @@ _NOT_IN_TENSOR_PARALLEL: _JobLimits = (
     ),
     (
         "model.lora",
-        lambda config: config.model.lora is not None and not _is_plain_lora(config.model),
-        "adapters are split without `dropout`, `dora`, `modules_to_save`, `model.new_tokens` and an `init` from the "
-        "weights. Leave these out.",
+        lambda config: (
+            config.model.lora is not None
+            and bool(
+                config.model.lora.modules_to_save
+                or config.model.new_tokens
+                or config.model.lora.init not in ("default", "gaussian")
+            )
+        ),
+        "adapters are split without `modules_to_save`, `model.new_tokens` and an `init` from the weights. Leave these "
+        "out.",
     ),
     (
         "model.compile, model.kernels",
@@ -226,11 +225,6 @@ _NOT_IN_TENSOR_PARALLEL: _JobLimits = (
             or config.train.optimizer.in_backward
         ),
         "only plain `adamw` and `sgd` update parts of a matrix as they update all of it. Write one of them.",
-    ),
-    (
-        "train.embedding_noise, train.router_aux_loss",
-        lambda config: bool(config.train.embedding_noise or config.train.router_aux_loss is not None),
-        "they were not compared with one process. Remove them.",
     ),
 )
 """What of a job tensor parallelism does not support."""

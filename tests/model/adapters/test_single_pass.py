@@ -85,10 +85,26 @@ def test_gradients_of_the_product_with_a_are_those_of_finite_differences(dropout
 
     def multiply(*tensors: Tensor) -> tuple[Tensor, ...]:
         torch.manual_seed(0)  # the same mask each time
-        products: tuple[Tensor, ...] = MultiplyA.apply(tensors[0], 1.7, dropout, *tensors[1:])
+        products: tuple[Tensor, ...] = MultiplyA.apply(tensors[0], 1.7, dropout, (0, 1), *tensors[1:])
         return products
 
     assert gradcheck(multiply, (rows, *factors))
+
+
+def test_masks_of_the_parts_of_an_input_are_those_of_the_whole_one():
+    """Also what is drawn next is the same."""
+    rows, factor = torch.randn(7, 6, dtype=torch.float64), torch.randn(3, 6, dtype=torch.float64)
+
+    def multiply(part: int, num_parts: int) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(0)
+        own = slice(part * 6 // num_parts, (part + 1) * 6 // num_parts)
+        (product,) = MultiplyA.apply(rows[:, own], 1.7, 0.4, (part, num_parts), factor[:, own])
+        return product, torch.rand(1)
+
+    whole, drawn = multiply(0, 1)
+    parts = [multiply(part, 3) for part in range(3)]
+    torch.testing.assert_close(sum(product for product, _ in parts), whole)
+    assert all(other == drawn for _, other in parts)
 
 
 @pytest.mark.parametrize("in_place", [False, True])

@@ -56,9 +56,8 @@ def test_a_job_that_the_strategy_supports_is_accepted(job, written, strategy):
     [
         (["task.name=reward"], "task.name"),
         (["model.ia3={}"], "model: quantized weights and adapters other than `lora`"),
-        (["model.lora={dropout: 0.1}"], "model.lora: adapters are split without `dropout`"),
-        (["model.lora={init: pissa}"], "model.lora: adapters are split without `dropout`"),
-        ([TOKENS, LORA], "model.lora: adapters are split without `dropout`"),
+        (["model.lora={init: pissa}"], "model.lora: adapters are split without `modules_to_save`"),
+        ([TOKENS, LORA], "model.lora: adapters are split without `modules_to_save`"),
         (["model.compile=regional"], "model.compile, model.kernels"),
         (["model.kernels=liger"], "model.compile, model.kernels"),
         (["model.gradient_checkpointing=selective"], "model.gradient_checkpointing"),
@@ -66,7 +65,6 @@ def test_a_job_that_the_strategy_supports_is_accepted(job, written, strategy):
         (["train.microbatch_size=auto"], "train.microbatch_size"),
         (["train.optimizer.name=muon"], "train.optimizer"),
         (["train.optimizer.state_dtype=int8"], "train.optimizer"),
-        (["train.embedding_noise=5.0"], "train.embedding_noise, train.router_aux_loss"),
     ],
 )
 def test_unsupported_jobs_are_refused_under_tensor_parallelism_with_the_reason(job, monkeypatch, written, key):

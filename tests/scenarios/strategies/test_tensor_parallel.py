@@ -47,6 +47,7 @@ def test_two_tensor_parallel_ranks_have_the_losses_of_one_process(launch):
 
 
 LORA = ("model.lora={rank: 4, alpha: 8, init: gaussian}", "train.learning_rate=2e-2")
+DROPOUT = "model.lora={rank: 4, alpha: 8, init: gaussian, dropout: 0.3}"
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
 SHAPES = {
     **{model_type: {"head_dim": 8} for model_type in ("gemma", "gemma2", "gemma3_text")},
@@ -68,36 +69,49 @@ def settings_of(model_type):
     return [f"model.from_config.model_type={model_type}", *shape]
 
 
-def jobs_of_every_type(folder):
+def jobs_of_every_type():
     """Return the overrides of a run per model type, in full and with LoRA, by the name of the run."""
     jobs = {}
     for model_type in sorted(TENSOR_PARALLEL_TYPES):
         model = settings_of(model_type)
         for name, method in (("full", ()), ("lora", (LORA[0], "train.learning_rate=5e-3", "export.merge=true"))):
             settings = ("train.steps=8", "checkpoint.every_steps=8", "evaluate.every_steps=8")
-            jobs[f"{model_type}-{name}"] = [f"run.folder={folder}/{model_type}-{name}", *settings, *model, *method]
+            jobs[f"{model_type}-{name}"] = [*settings, *model, *method]
     return jobs
+
+
+LAUNCHES = {
+    "alone": lambda *words: [sys.executable, *words],
+    "data": partial(launching.accelerate_command, "fsdp2"),
+    "split": partial(launching.accelerate_command, "tensor_parallel"),
+    "sharded": partial(launching.accelerate_command, "fsdp2_tensor_parallel", processes=4),
+}
+"""Layouts: one process; two ranks with samples of their own; with parts of layers; two such groups."""
+
+
+def train_all(job, jobs, launched, folder):
+    """Train the jobs in one process after the other, or in the same ranks; return the ended runs by their names.
+
+    With a cache of their own, so that what is precomputed is computed in this layout.
+    """
+    cache = f"data.cache_folder={folder}/{launched}/cache"
+    words = [[f"run.folder={folder}/{launched}/{name}", cache, *overrides] for name, overrides in jobs.items()]
+    command = LAUNCHES[launched]("-m", "tests.scenarios.several_jobs", str(job), json.dumps(words))
+    log = folder / f"{launched}.log"
+    code = launching.run(command, log=log, timeout_seconds=900)
+    assert code == 0, log.read_text()[-4000:]
+    return {name: Ended(0, "", folder / launched / name) for name in jobs}
 
 
 @full
 def test_every_model_type_has_the_losses_and_the_export_of_one_process(job, tmp_path):
     """All jobs in one process after the other, on two ranks, and on four under FSDP2."""
-    launches = {
-        "alone": lambda *words: [sys.executable, *words],
-        "split": partial(launching.accelerate_command, "tensor_parallel"),
-        "sharded": partial(launching.accelerate_command, "fsdp2_tensor_parallel", processes=4),
-    }
-    compared = []
-    for launched, command in launches.items():
-        jobs = jobs_of_every_type(tmp_path / launched)
-        words = ["-m", "tests.scenarios.several_jobs", str(job), json.dumps(list(jobs.values()))]
-        log = tmp_path / f"{launched}.log"
-        code = launching.run(command(*words), log=log, timeout_seconds=900)
-        assert code == 0, log.read_text()[-4000:]
-        compared += [] if launched == "alone" else [(launched, name) for name in jobs]
+    jobs = jobs_of_every_type()
+    alone_runs = train_all(job, jobs, "alone", tmp_path)
+    compared = [pair for split in ("split", "sharded") for pair in train_all(job, jobs, split, tmp_path).items()]
     assert len(compared) == 4 * len(TENSOR_PARALLEL_TYPES) >= 64
-    for launched, name in compared:
-        run, alone = (Ended(0, "", tmp_path / folder / name) for folder in (launched, "alone"))
+    for name, run in compared:
+        alone = alone_runs[name]
         assert_equal(run, alone)
         assert run.losses()[-1] < run.losses()[0] - 0.02, f"{name} is trained"
         exported, wanted = (load_file(ended.folder / "final" / "model.safetensors") for ended in (run, alone))
@@ -130,6 +144,39 @@ def test_settings_under_tensor_parallelism_have_the_losses_of_one_process(launch
     name = request.node.callspec.id.replace(" ", "-")
     alone = launch(None, name=f"tp-alone-{name}", overrides=overrides)
     assert_equal(launch("tensor_parallel", name=f"tp-{name}", overrides=overrides), alone)
+
+
+RANDOM_JOBS = {
+    "llama": (DROPOUT, LORA[1]),
+    "qwen3-checkpointing": (DROPOUT, "model.from_config.model_type=qwen3", "model.gradient_checkpointing=true"),
+    "packs": (DROPOUT, "data.batching={by: packs, tokens: 128}"),
+    "noise": ("train.embedding_noise=5.0",),
+    "dora": (DROPOUT.replace("0.3", "0.3, dora: true"), "model.from_config.model_type=qwen2", "export.merge=true"),
+    "dora-without-dropout": (DROPOUT.replace("0.3", "0.0, dora: true"),),
+    "phi3": (DROPOUT, *settings_of("phi3")),
+    "routers": ("train.router_aux_loss=0.1", "train.global_batch_size=16", *settings_of("mixtral")),
+    "dora-packed": (DROPOUT.replace("0.3", "0.3, dora: true"), *settings_of("glm4")),
+}
+"""Jobs that draw random numbers in every step, DoRA, and the loss of routers."""
+
+
+@full
+def test_dropout_noise_dora_and_router_losses_are_those_of_the_same_data_ranks_without_split_layers(job, tmp_path):
+    """Two ranks with parts of layers against one process, two groups of two against FSDP2 on two ranks."""
+    compared = []
+    for plain, split, size in (("alone", "split", 4), ("data", "sharded", 2)):
+        settings = (*SETTINGS, f"train.microbatch_size={size}", "evaluate.every_steps=8", "train.learning_rate=1e-2")
+        jobs = {name: [*settings, *words] for name, words in RANDOM_JOBS.items()}
+        wanted, runs = (train_all(job, jobs, launched, tmp_path) for launched in (plain, split))
+        compared += [(name, run, wanted[name]) for name, run in runs.items()]
+    assert len(compared) == 2 * len(RANDOM_JOBS)
+    for name, run, wanted in compared:
+        assert_equal(run, wanted)
+        assert run.losses()[-1] < run.losses()[0] - 0.02, f"{name} is trained"
+        exported, expected = (load_file(next(ended.folder.glob("final/*model.safetensors"))) for ended in (run, wanted))
+        assert exported.keys() == expected.keys()
+        for key, tensor in expected.items():
+            torch.testing.assert_close(exported[key], tensor, rtol=0, atol=1e-4, msg=f"{name}: {key}")
 
 
 @full
