@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -134,11 +133,7 @@ class VisionLanguageSftTask(SftTask):
         super().__init__(context)
         self._pictures: ImageTextProcessor = self._pictured.pictures
         self._blank = self._pictured.blank()
-
-    @property
-    def head_values(self) -> Mapping[str, Any]:
-        """Return the id of the processor's image token."""
-        return {"image_token_id": self._pictures.token_id}
+        self.head_values = {"image_token_id": self._pictures.token_id}
 
     @property
     def samples(self) -> SampleSpec:

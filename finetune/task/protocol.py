@@ -6,6 +6,7 @@ Every task is built from a `TaskContext`.
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, Literal, Protocol, cast
 
 import numpy as np
@@ -251,22 +252,14 @@ class BaseTask:
     """Defaults of the Task protocol. A task defines `collate`, `loss_sums`, `metric_sums`, `metrics` and an encoder."""
 
     head: ModelHead = "causal_lm"
+    head_values: Mapping[str, Any] = MappingProxyType({})  # the model's config is not changed
+    data_facts = DataFacts()  # the task does not depend on the rows
     _encoder: Encode | None = None  # encodes rows, cheap to send to other processes; None: `encode_row` does
-
-    @property
-    def head_values(self) -> Mapping[str, Any]:
-        """Return no values: the model's config is not changed."""
-        return {}
 
     @property
     def samples(self) -> SampleSpec:
         """Return that rows are encoded by `_encoder` or by the task itself, with the length limit of `data:`."""
         return SampleSpec(self._encoder or self.encode)
-
-    @property
-    def data_facts(self) -> DataFacts:
-        """Return no facts: the task does not depend on the rows."""
-        return DataFacts()
 
     @property
     def precomputed(self) -> Precomputed | None:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from io import BytesIO
@@ -82,8 +83,12 @@ class ImageTextProcessor:
                 f"{type(self.processor).__name__} does not expand images into text tokens, or does not report offsets. "
                 "Models that do: LLaVA, Qwen-VL, SmolVLM and Idefics3, Gemma 3, InternVL, Mistral 3 and others."
             )
-        length = len(outputs["input_ids"][0])
-        return tuple(name for name in outputs if name not in _PLAIN and _is_per_token(outputs[name], length))
+        length, names = len(outputs["input_ids"][0]), []
+        for name in outputs.keys() - _PLAIN:  # those with one number per token of the single row
+            with suppress(TypeError, ValueError, IndexError, KeyError):
+                if np.asarray(outputs[name][0]).shape == (length,) and len(outputs[name]) == 1:
+                    names.append(name)
+        return tuple(name for name in outputs if name in names)
 
     @cached_property
     def token_id(self) -> int:
@@ -107,14 +112,6 @@ def decode_row_image(image: bytes, number: int) -> Image.Image:
         return decode_image(image)
     except DataError as error:
         raise DataError(f"image {number}: {error}") from error
-
-
-def _is_per_token(value: Any, length: int) -> bool:
-    """Return whether the processor's output has one number per token of the single row."""
-    try:
-        return np.asarray(value[0]).shape == (length,) and len(value) == 1
-    except (TypeError, ValueError, IndexError, KeyError):
-        return False
 
 
 def _replaced(text: str, changes: Sequence[Mapping[str, Any]]) -> str:

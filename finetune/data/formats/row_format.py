@@ -160,9 +160,11 @@ def choose_format(
                 )
     if unread:
         log(f"{key}: unused columns: {quoted_list(unread)}")
-    classes = _classes(section, name, class_names=class_names)
-    for column, names in classes.items():
-        yours = section.column_names.get(column, column)
+    classes: dict[str, Sequence[str]] = {}  # names of integer labels, unless the labels come from a template
+    label = FORMATS[name].classes
+    yours = section.column_names.get(label or "", label or "")
+    if label is not None and label not in section.template and (names := class_names().get(yours)):
+        classes[label] = names
         listed = quoted_list(names[:_MAX_NAMES]) + (", ..." if len(names) > _MAX_NAMES else "")
         log(f"{key}: the numbers of `{yours}` have names in the dataset, which are the classes: {listed}")
     column_names = ColumnNames(
@@ -175,17 +177,6 @@ def choose_format(
         has_arguments=ARGUMENTS in expected and ARGUMENTS in row,
     )
     return ColumnFormat(column_names)
-
-
-def _classes(
-    section: SourceSection, name: str, *, class_names: Callable[[], Mapping[str, Sequence[str]]]
-) -> dict[str, Sequence[str]]:
-    """Return the names of integer labels by the format's column, unless its labels come from a template."""
-    column = FORMATS[name].classes
-    if column is None or column in section.template:
-        return {}
-    names = class_names().get(section.column_names.get(column, column))
-    return {column: names} if names else {}
 
 
 def _detect(section: SourceSection, first: RawRow, *, key: str) -> str:

@@ -205,42 +205,32 @@ class LengthGroupedOrder(PiecewiseOrder):
     def __init__(
         self, order: Order, lengths_of: LengthsOf, *, seed: int, global_batch_size: int, window_steps: int
     ) -> None:
-        self._order = order
+        self.unsorted = order  # each window holds the same samples in both orders
+        self.window_positions = global_batch_size * window_steps
         self._lengths_of = lengths_of
         self._seed = seed
         self._step_size = global_batch_size
-        self._window_size = global_batch_size * window_steps
         self._sorted = lru_cache(maxsize=2)(self._compute_sorted)
-
-    @property
-    def unsorted(self) -> Order:
-        """Return the underlying order; each window holds the same samples in both."""
-        return self._order
-
-    @property
-    def window_positions(self) -> int:
-        """Return the number of positions of a window."""
-        return self._window_size
 
     @property
     def num_positions(self) -> int | None:
         """Return the number of positions of the underlying order."""
-        return self._order.num_positions
+        return self.unsorted.num_positions
 
     def pieces(self, start: int, stop: int) -> Iterator[np.ndarray]:
         """Yield the samples at positions [start, stop)."""
         while start < stop:
-            window, first = divmod(start, self._window_size)
-            last = min(self._window_size, first + stop - start)
+            window, first = divmod(start, self.window_positions)
+            last = min(self.window_positions, first + stop - start)
             yield self._sorted(window)[first:last]
             start += last - first
 
     def _compute_sorted(self, window: int) -> np.ndarray:
-        start, stop = window * self._window_size, (window + 1) * self._window_size
-        ends = _multiples(self._order.num_positions, start, stop) if self._order.num_positions else []
+        start, stop = window * self.window_positions, (window + 1) * self.window_positions
+        ends = _multiples(self.unsorted.num_positions, start, stop) if self.unsorted.num_positions else []
         pieces: list[np.ndarray] = []
         for first, last in pairwise([start, *ends, stop]):  # of one epoch each
-            ids = self._order.samples(first, last)
+            ids = self.unsorted.samples(first, last)
             ids = ids[np.argsort(-self._lengths_of(ids), kind="stable")]
             edges = [first, *_multiples(self._step_size, first, last), last]
             part_order = permutation(len(edges) - 1, self._seed, "lengths", first)  # of the parts of the sorted samples

@@ -81,7 +81,13 @@ def as_utf8(stream: io.BufferedReader, *, encoding: str | None, origin: str) -> 
         start = stream.peek(_SAMPLE_BYTES)[:_SAMPLE_BYTES]
         encoding = next((name for mark, name in _MARKS if start.startswith(mark)), None)
         if encoding is None:
-            _refuse_utf16(start, origin)
+            for first, name in ((1, "utf-16-le"), (0, "utf-16-be")):  # nearly every second byte is zero
+                zeros = start[first::2].count(0)
+                if zeros and zeros >= _MIN_ZERO_SHARE * len(start) and not start[1 - first :: 2].count(0):
+                    raise DataError(
+                        f"{origin}: looks like UTF-16 without a byte order mark: every second byte is zero. Write "
+                        f"`encoding: {name}` next to its path."
+                    )
             return stream
     if codecs.lookup(encoding).name == "utf-8":
         return stream
@@ -169,14 +175,3 @@ class _Transcoded(io.RawIOBase):
             ) from error
         self._num_bytes += len(chunk)
         return text
-
-
-def _refuse_utf16(start: bytes, origin: str) -> None:
-    """Raise DataError for text in which nearly every second byte is zero."""
-    for first, name in ((1, "utf-16-le"), (0, "utf-16-be")):
-        zeros = start[first::2].count(0)
-        if zeros and zeros >= _MIN_ZERO_SHARE * len(start) and not start[1 - first :: 2].count(0):
-            raise DataError(
-                f"{origin}: looks like UTF-16 without a byte order mark: every second byte is zero. Write "
-                f"`encoding: {name}` next to its path."
-            )

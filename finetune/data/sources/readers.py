@@ -300,7 +300,12 @@ def delimited_rows(stream: io.BufferedReader, origin: str, options: ReadOptions,
     for fields in _parsed_fields(lines, origin, delimiter=delimiter, quotes=options.quotes):
         if names is None:
             if options.has_header:
-                names = _header(fields, origin)
+                # all but the first column without a name are named by their position
+                blank = fields.index("") if "" in fields else 0
+                names = [name or ("" if position == blank else str(position)) for position, name in enumerate(fields)]
+                if len(set(names)) < len(names):
+                    twice = shortened(next(name for name, count in Counter(names).items() if count > 1))
+                    raise DataError(f"{origin}: the header has the column `{twice}` twice. Keep one of them.")
                 continue
             names = [options.column_name(position) for position in range(len(fields))]
         number += 1
@@ -344,16 +349,6 @@ def _parsed_fields(lines: _DelimitedLines, origin: str, *, delimiter: str, quote
             )
         if fields:
             yield fields
-
-
-def _header(fields: list[str], origin: str) -> list[str]:
-    """Return the names of the columns; all but the first column without a name are named by their position."""
-    blank = fields.index("") if "" in fields else 0
-    names = [name or ("" if position == blank else str(position)) for position, name in enumerate(fields)]
-    if len(set(names)) < len(names):
-        twice = shortened(next(name for name, number in Counter(names).items() if number > 1))
-        raise DataError(f"{origin}: the header has the column `{twice}` twice. Keep one of them.")
-    return names
 
 
 _TEXTS: Mapping[str, Callable[[io.BufferedReader, str, ReadOptions], Iterator[RawRow]]] = {

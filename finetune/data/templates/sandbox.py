@@ -28,11 +28,6 @@ from finetune.errors import DataError
 from finetune.runtime.processes import ignore_run_signals
 
 
-def is_ready() -> bool:
-    """Return True; called to wait for the imports of the worker."""
-    return True
-
-
 def render_chat(arguments: dict[str, Any]) -> tuple[str, list[tuple[int, int]]]:
     """Return the rendered conversation and the spans of its generation markers; the arguments are transformers'."""
     texts, marked = render_jinja_template(**arguments)
@@ -137,7 +132,14 @@ class _Worker:
             )
         finally:
             os.close(child_end)
-        self._warm_up()
+        try:
+            self.call(pickle.dumps((bool, ())), seconds=_START_SECONDS)  # wait for its imports
+        except (OSError, TimeoutError) as error:
+            self.end()
+            raise DataError(
+                "the process that runs untrusted templates failed to start; its output is above. Set "
+                "data.chat_template to a built-in one, or remove it."
+            ) from error
 
     def is_alive(self) -> bool:
         return self._process.poll() is None
@@ -162,16 +164,6 @@ class _Worker:
             os.close(self._pipe)
         self._process.kill()
         self._process.communicate()
-
-    def _warm_up(self) -> None:
-        try:
-            self.call(pickle.dumps((is_ready, ())), seconds=_START_SECONDS)
-        except (OSError, TimeoutError) as error:
-            self.end()
-            raise DataError(
-                "the process that runs untrusted templates failed to start; its output is above. Set "
-                "data.chat_template to a built-in one, or remove it."
-            ) from error
 
 
 _MAX_CHARACTERS = 1 << 18
@@ -223,7 +215,10 @@ def _unbounded_nodes(tree: nodes.Template, *, may_gather: bool) -> Iterator[node
     """Yield the nodes whose result may be much larger than the template's input."""
     macros = {macro.name for macro in tree.find_all(nodes.Macro)}
     yield from tree.find_all(_GROWING)
-    yield from (node for node in tree.find_all(nodes.Mod) if not _is_loop_modulo(node))
+    for node in tree.find_all(nodes.Mod):  # a format, unless it is an expression such as `loop.index0 % 2`
+        is_of_loop = isinstance(node.left, nodes.Getattr) and getattr(node.left.node, "name", None) == "loop"
+        if not is_of_loop or not isinstance(node.right, nodes.Const):
+            yield node
     yield from (node for node in tree.find_all(nodes.Filter) if node.name not in _FILTERS)
     yield from (node for node in tree.find_all(nodes.For) if node.recursive)
     for constant in tree.find_all(nodes.Const):
@@ -240,12 +235,6 @@ def _loop_depth(node: nodes.Node) -> int:
     """Return the maximum depth of nested loops."""
     inner = max((_loop_depth(child) for child in node.iter_child_nodes()), default=0)
     return inner + isinstance(node, nodes.For)
-
-
-def _is_loop_modulo(node: nodes.Mod) -> bool:
-    """Return whether this is an expression such as `loop.index0 % 2`, and not a format."""
-    is_loop_attribute = isinstance(node.left, nodes.Getattr) and getattr(node.left.node, "name", None) == "loop"
-    return is_loop_attribute and isinstance(node.right, nodes.Const)
 
 
 def _is_bounded_call(call: nodes.Call, macros: set[str]) -> bool:

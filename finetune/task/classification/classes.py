@@ -45,7 +45,15 @@ class WeightedClasses:
     def data_facts(self) -> DataFacts:
         """Return the values that `find_classes` reads when there are no rows, and the class counts as log lines."""
         values = {"labels": list(self.classes.names), "class_weights": self.weights and list(self.weights)}
-        return DataFacts(values, self._lines())
+        if not self.counts:
+            return DataFacts(values)
+        shown = islice(zip(self.classes.names, self.counts, strict=True), _MAX_LISTED_CLASSES)
+        texts = [f"`{name}` {count:,}" for name, count in shown]
+        if self.weights:
+            texts = [f"{text} (weight {weight:.3g})" for text, weight in zip(texts, self.weights, strict=False)]
+        more = len(self.counts) - len(texts)
+        listed = f"{', '.join(texts)}{f' and {more} more' if more else ''}"
+        return DataFacts(values, (f"data.train: {len(self.counts)} classes: {listed}",))
 
     @property
     def head_values(self) -> Mapping[str, Any]:
@@ -56,17 +64,6 @@ class WeightedClasses:
             "id2label": dict(enumerate(names)),
             "label2id": {name: index for index, name in enumerate(names)},
         }
-
-    def _lines(self) -> tuple[str, ...]:
-        """Return a line with the count and weight of every class; empty if nothing was counted."""
-        if not self.counts:
-            return ()
-        shown = islice(zip(self.classes.names, self.counts, strict=True), _MAX_LISTED_CLASSES)
-        texts = [f"`{name}` {count:,}" for name, count in shown]
-        if self.weights:
-            texts = [f"{text} (weight {weight:.3g})" for text, weight in zip(texts, self.weights, strict=False)]
-        more = len(self.counts) - len(texts)
-        return (f"data.train: {len(self.counts)} classes: {', '.join(texts)}{f' and {more} more' if more else ''}",)
 
     def weight_tensor(self, device: torch.device) -> Tensor | None:
         """Return the weights, [classes], on the device, where they stay: they are copied there once."""
@@ -94,7 +91,16 @@ def find_classes(context: TaskContext, labels_of: LabelsOf) -> WeightedClasses:
     weights = None if isinstance(section.class_weights, str) else section.class_weights
     if section.labels and not is_balanced:
         return WeightedClasses(Classes(section.labels), weights)
-    num_rows, counts = _count_classes(context.rows(), labels_of)
+    counts: Counter[str] = Counter()
+    num_rows, first_error = 0, None
+    for row in context.rows():  # invalid labels are skipped: encoding the row reports them
+        num_rows += 1
+        try:
+            counts.update(map(label_name, labels_of(row)))
+        except DataError as error:
+            first_error = first_error or error
+    if not counts and first_error is not None:
+        raise DataError(f"data.train: no row has a valid label; the first error: {first_error}") from first_error
     is_multi = section.kind == "multi_label"
     names = section.labels or _class_names(counts, least=1 if is_multi else 2)
     class_counts = [counts.get(name, 0) for name in names]
@@ -148,21 +154,6 @@ def _mask_nan_rows(labels: Tensor) -> tuple[Tensor, Tensor]:
     return (~labels.isnan().any(dim=-1)).to(torch.float32), labels.nan_to_num().to(torch.float32)
 
 
-def _count_classes(rows: Iterable[Row], labels_of: LabelsOf) -> tuple[int, Counter[str]]:
-    """Return the number of rows, in total and per class; invalid labels are skipped: encoding the row reports them."""
-    counts: Counter[str] = Counter()
-    num_rows, first = 0, None
-    for row in rows:
-        num_rows += 1
-        try:
-            counts.update(map(label_name, labels_of(row)))
-        except DataError as error:
-            first = first or error
-    if not counts and first is not None:
-        raise DataError(f"data.train: no row has a valid label; the first error: {first}") from first
-    return num_rows, counts
-
-
 def _class_names(counts: Mapping[str, int], *, least: int) -> tuple[str, ...]:
     if len(counts) < least:
         raise DataError(
@@ -189,13 +180,9 @@ class TextPadding:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.token_id = pad_id(tokenizer)
+        self.head_values = {"pad_token_id": self.token_id}  # for the model's config
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token
-
-    @property
-    def head_values(self) -> Mapping[str, Any]:
-        """Return the model config values of the padding token."""
-        return {"pad_token_id": self.token_id}
 
     def inputs(self, features: Sequence[Features]) -> dict[str, Tensor]:
         """Return the model inputs, [batch, length] each, padded on the right."""

@@ -1,9 +1,8 @@
 """Image classification: one class per image. Images are decoded in collation, in the loader's workers."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from random import Random
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,12 +12,11 @@ from finetune.data.batch import IGNORED, Batch
 from finetune.data.encoding.labelled import IMAGE, LABEL, LabelledImageEncoder
 from finetune.data.features import Features
 from finetune.data.images import ImageTransform, decode_image, mix_images
-from finetune.data.rows import Row
 from finetune.runtime.seeds import derive_seed
 from finetune.task.classification.classes import class_loss_sum, find_classes
 from finetune.task.metrics import TOP_K, class_metrics
 from finetune.task.model_inputs import unwrap_model
-from finetune.task.protocol import BaseTask, DataFacts, EvaluationOutput, ModelHead, SampleSpec, TaskContext
+from finetune.task.protocol import BaseTask, EvaluationOutput, ModelHead, SampleSpec, TaskContext
 
 
 class ImageClassificationTask(BaseTask):
@@ -33,19 +31,10 @@ class ImageClassificationTask(BaseTask):
         self.section: ImagesSection = context.data.images
         self.label_smoothing = context.section.label_smoothing
         self.views = ImageTransform(context.processor, self.section)
-        self.classification = find_classes(context, _labels_of)
+        self.classification = find_classes(context, lambda row: (row["label"],))
+        self.head_values, self.data_facts = self.classification.head_values, self.classification.data_facts
         self._encoder = LabelledImageEncoder(self.classification.classes, self.views.mode)
         _ = self.views.size  # raises here, before any data is prepared
-
-    @property
-    def head_values(self) -> Mapping[str, Any]:
-        """Return number and names of the classes."""
-        return self.classification.head_values
-
-    @property
-    def data_facts(self) -> DataFacts:
-        """Return the classes and their weights."""
-        return self.classification.data_facts
 
     @property
     def samples(self) -> SampleSpec:
@@ -132,7 +121,3 @@ def image_logits(model: nn.Module, batch: Batch) -> Tensor:
     dtype = getattr(unwrap_model(model), "dtype", None)
     logits: Tensor = model(pixel_values=pixels if dtype is None else pixels.to(dtype)).logits
     return logits
-
-
-def _labels_of(row: Row) -> Iterable[Any]:
-    return (row["label"],)

@@ -236,21 +236,13 @@ class TextClassificationTask(BaseTask):
         self._batching = data.batching
         self.problem_type = _problem_type_of(context)
         self.padding = TextPadding(context.tokenizer)
+        self.head_values = {**self.problem_type.head_values, **self.padding.head_values}
+        self.data_facts = self.problem_type.data_facts
         is_cut = data.over_length == "truncate"
         cut = Truncation(data.longest, data.truncate_side) if is_cut else None
         self._encoder = LabelledTextEncoder(
             context.tokenizer, self.problem_type.labels, cut=cut, allow_special_tokens=data.allow_special_tokens
         )
-
-    @property
-    def head_values(self) -> Mapping[str, Any]:
-        """Return number and names of the outputs, the problem type and the padding token."""
-        return {**self.problem_type.head_values, **self.padding.head_values}
-
-    @property
-    def data_facts(self) -> DataFacts:
-        """Return the classes and their weights, or the number of regression outputs."""
-        return self.problem_type.data_facts
 
     @property
     def samples(self) -> SampleSpec:

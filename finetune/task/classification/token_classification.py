@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +22,7 @@ from finetune.task.classification.classes import (
 )
 from finetune.task.metrics import are_entity_tags, class_metrics, entity_scores
 from finetune.task.model_inputs import collate_row, is_padding_free, pad_rows
-from finetune.task.protocol import BaseTask, DataFacts, EvaluationOutput, ModelHead, SampleSpec, TaskContext
+from finetune.task.protocol import BaseTask, EvaluationOutput, ModelHead, SampleSpec, TaskContext
 
 
 class TokenClassificationTask(BaseTask):
@@ -41,21 +40,13 @@ class TokenClassificationTask(BaseTask):
         self.classification = find_classes(context, tags_of)
         self.label_smoothing = context.section.label_smoothing
         self.padding = TextPadding(context.tokenizer)
+        self.head_values = {**self.classification.head_values, **self.padding.head_values}
+        self.data_facts = self.classification.data_facts
         self._encoder = TaggedWordsEncoder(
             context.tokenizer, self.classification.classes, allow_special_tokens=data.allow_special_tokens
         )
         frame = num_special_tokens_around(context.tokenizer)
         self._length_limit = SampleLengthLimit(data.longest, data.over_length, data.truncate_side, frame)
-
-    @property
-    def head_values(self) -> Mapping[str, Any]:
-        """Return number and names of the classes, and the padding token."""
-        return {**self.classification.head_values, **self.padding.head_values}
-
-    @property
-    def data_facts(self) -> DataFacts:
-        """Return the classes and their weights."""
-        return self.classification.data_facts
 
     @property
     def samples(self) -> SampleSpec:

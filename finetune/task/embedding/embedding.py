@@ -108,6 +108,7 @@ class EmbeddingTask(BaseTask):
         if self.section.pooling == "last_token":
             append_eos(context.tokenizer)
         self.padding = TextPadding(context.tokenizer)
+        self.head_values = self.padding.head_values
         self.similarity = Similarity(self.section.normalize, self.section.matryoshka_dims)
         entry = EMBEDDING_LOSSES[self.section.loss]
         self._is_scored = entry.scores is not None
@@ -129,11 +130,6 @@ class EmbeddingTask(BaseTask):
     @property
     def _contents(self) -> Contents:
         return "scores" if self._is_scored else "passages"
-
-    @property
-    def head_values(self) -> Mapping[str, Any]:
-        """Return the padding token."""
-        return self.padding.head_values
 
     @property
     def samples(self) -> SampleSpec:
@@ -237,8 +233,14 @@ class EmbeddingTask(BaseTask):
         vectors = records[order, 3:].float()
         ids = records[order, 2].long().numpy()
         metrics = {"loss": float(self.loss.of_all(vectors, ids, num_rows=num_rows).mean())}
-        queries, corpus, relevant = _unique_texts(ids, num_rows=num_rows)
-        chosen = (vectors[torch.from_numpy(queries)], vectors[torch.from_numpy(corpus)])
+        # distinct anchors and passages, and the indices of each anchor's positives
+        _, queries, query_of_row = np.unique(ids[:num_rows], return_index=True, return_inverse=True)
+        _, corpus, index_of_passage = np.unique(ids[num_rows:], return_index=True, return_inverse=True)
+        positives: list[set[int]] = [set() for _ in queries]
+        for query, passage in zip(query_of_row.tolist(), index_of_passage[:num_rows].tolist(), strict=True):
+            positives[query].add(passage)
+        relevant = [sorted(passages) for passages in positives]
+        chosen = (vectors[torch.from_numpy(queries)], vectors[torch.from_numpy(num_rows + corpus)])
         for number, (anchors, passages) in enumerate(self.similarity.views(*chosen)):
             measured = ranking_metrics(ranks_among(anchors, passages, relevant))
             suffix = f"_dim_{anchors.shape[1]}" if number else ""
@@ -247,20 +249,6 @@ class EmbeddingTask(BaseTask):
 
     def _vectors(self, model: nn.Module, batch: Batch) -> Tensor:
         return pooled_vectors(model, batch, self.section.pooling)
-
-
-def _unique_texts(ids: np.ndarray, *, num_rows: int) -> tuple[np.ndarray, np.ndarray, list[list[int]]]:
-    """Return the indices of distinct anchors and distinct passages, and the relevant passages of every anchor.
-
-    `ids` are digests of the anchors, then of the positives in the same order, then of the negatives.
-    """
-    anchor_ids, passage_ids = ids[:num_rows], ids[num_rows:]
-    _, queries, query_of_row = np.unique(anchor_ids, return_index=True, return_inverse=True)
-    _, corpus, index_of_passage = np.unique(passage_ids, return_index=True, return_inverse=True)
-    relevant: list[set[int]] = [set() for _ in queries]
-    for query, passage in zip(query_of_row.tolist(), index_of_passage[:num_rows].tolist(), strict=True):
-        relevant[query].add(passage)
-    return queries, num_rows + corpus, [sorted(passages) for passages in relevant]
 
 
 _POOLING_MODES = {

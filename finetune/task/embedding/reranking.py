@@ -31,6 +31,8 @@ class RerankingTask(BaseTask):
     def __init__(self, context: TaskContext) -> None:
         self.section, self.data = context.section.reranking, context.data
         self.padding = TextPadding(context.tokenizer)
+        activation = {"activation_fn": activation_of(self.section)}
+        self.head_values = {"num_labels": 1, "sentence_transformers": activation, **self.padding.head_values}
         is_cut = self.data.over_length == "truncate"
         self._encoder = TextGroupsEncoder(
             context.tokenizer,
@@ -49,12 +51,6 @@ class RerankingTask(BaseTask):
     @property
     def _score_range(self) -> tuple[float, float] | None:
         return RERANKING_LOSSES[self.section.loss].scores
-
-    @property
-    def head_values(self) -> Mapping[str, Any]:
-        """Return the number of labels (1), sentence-transformers' activation function, and the padding token."""
-        activation = {"activation_fn": activation_of(self.section)}
-        return {"num_labels": 1, "sentence_transformers": activation, **self.padding.head_values}
 
     @property
     def samples(self) -> SampleSpec:

@@ -143,13 +143,10 @@ def _shell(module: nn.Module, *, head: nn.Module, stand_in: "_StandIn", training
         elif child is not None and any(module is head for module in child.modules()):
             children[name] = _shell(child, head=head, stand_in=stand_in, training=training)
         else:
-            children[name] = None if child is None else _StandIn(_hidden_states(stand_in.device))
+            hidden = torch.zeros(1, _NUM_ROWS, _WIDTH, device=stand_in.device).as_subclass(_BodyOutput)
+            children[name] = None if child is None else _StandIn(hidden)
     copy.__dict__ |= {"_modules": children, "training": training}
     return copy
-
-
-def _hidden_states(device: torch.device) -> Tensor:
-    return torch.zeros(1, _NUM_ROWS, _WIDTH, device=device).as_subclass(_BodyOutput)
 
 
 class _StandIn(nn.Module):

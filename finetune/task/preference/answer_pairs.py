@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -200,26 +199,19 @@ class RewardTask(AnswerPairsTask):
     def __init__(self, context: TaskContext) -> None:
         self.section = context.section.reward
         super().__init__(context, margin=self.section.use_margin)
-        self._tokenizer: Any = context.tokenizer
-
-    @property
-    def data_facts(self) -> DataFacts:
-        """Return a line about the token at which a conversation is scored; none if the template cannot render one."""
+        # the padding token is that by which the model finds the last other token, where it computes the score
+        self.head_values = {"num_labels": 1, "pad_token_id": self.pad_id}
         (outcome,) = self.encode([_SAMPLE])
-        if not isinstance(outcome, Features):
-            return DataFacts()
-        start, end = next(sequence_bounds(outcome))
-        ids = outcome.arrays["input_ids"][start:end].tolist()
-        while len(ids) > 1 and ids[-1] == self.pad_id:  # treated as padding by the model
-            ids.pop()
-        before, last = (repr(self._tokenizer.decode([token])) for token in (ids[-2:] if len(ids) > 1 else ids * 2))
-        line = f"reward: a conversation is scored at its last token, {last} (token {ids[-1]}) after {before}"
-        return DataFacts(lines=(line,))
-
-    @property
-    def head_values(self) -> Mapping[str, Any]:
-        """Return the number of scores, and the padding token, by which the model finds the last other token."""
-        return {"num_labels": 1, "pad_token_id": self.pad_id}
+        if isinstance(outcome, Features):  # else the template cannot render such a conversation
+            start, end = next(sequence_bounds(outcome))
+            ids = outcome.arrays["input_ids"][start:end].tolist()
+            while len(ids) > 1 and ids[-1] == self.pad_id:  # treated as padding by the model
+                ids.pop()
+            before, last = (
+                repr(context.tokenizer.decode([token])) for token in (ids[-2:] if len(ids) > 1 else ids * 2)
+            )
+            line = f"reward: a conversation is scored at its last token, {last} (token {ids[-1]}) after {before}"
+            self.data_facts = DataFacts(lines=(line,))
 
     def collate(self, features: Sequence[Features]) -> Batch:
         """Return chosen answers followed by rejected ones, with the margins if they are used."""
