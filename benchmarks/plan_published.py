@@ -30,10 +30,10 @@ from scipy.optimize import least_squares
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from finetune.commands.plan.cost.assumptions import TRAINING_SHARE  # noqa: E402  # found by the line above
-from finetune.commands.plan.cost.step_time import step_time  # noqa: E402
+from finetune.commands.plan.assumptions import TRAINING_SHARE  # noqa: E402  # found by the line above
 from finetune.commands.plan.hardware import Hardware, parse_hardware  # noqa: E402
 from finetune.commands.plan.job import DataCounts, PlannedJob  # noqa: E402
+from finetune.commands.plan.step_time import step_time  # noqa: E402
 from finetune.commands.plan.strategies import step_work  # noqa: E402
 from finetune.config.load import load_config  # noqa: E402
 from finetune.errors import ModelError  # noqa: E402

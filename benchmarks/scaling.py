@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from finetune.commands.doctor.facts import read_facts  # noqa: E402  # found by the line above
+from finetune.commands.doctor.checks import read_facts  # noqa: E402  # found by the line above
 from finetune.config.load import load_config  # noqa: E402
 from finetune.errors import FinetuneError, UserError  # noqa: E402
 from finetune.model.loading.architecture import load_model_config  # noqa: E402

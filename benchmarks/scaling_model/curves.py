@@ -4,8 +4,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from finetune.commands.plan.cost.assumptions import USABLE_SHARE
-from finetune.commands.plan.cost.step_time import StepTime, step_time
+from finetune.commands.plan.assumptions import USABLE_SHARE
+from finetune.commands.plan.step_time import StepTime, step_time
 
 from scaling_model.machines import Machine
 from scaling_model.models import Model

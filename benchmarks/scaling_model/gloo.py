@@ -19,10 +19,9 @@ from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 from finetune.commands.doctor.checks import bus_bandwidth
-from finetune.commands.doctor.subjects.ranks import LinkFacts, measure_link
-from finetune.commands.plan.cost.assumptions import LAUNCH_SECONDS
-from finetune.commands.plan.cost.collectives import Cluster
-from finetune.commands.plan.cost.step_time import Device, Work, step_time
+from finetune.commands.doctor.ranks import LinkFacts, measure_link
+from finetune.commands.plan.assumptions import LAUNCH_SECONDS
+from finetune.commands.plan.step_time import Cluster, Device, Work, step_time
 
 WIDTH, LAYERS, TOKENS = 768, 8, 384
 ROUNDS = 9

@@ -4,13 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from finetune.commands.doctor.checks import bus_bandwidth
-from finetune.commands.doctor.facts import Facts
-from finetune.commands.doctor.subjects.ranks import LinkFacts, PairSpeed
-from finetune.commands.plan.cost.assumptions import TRAINING_SHARE
-from finetune.commands.plan.cost.collectives import Cluster
-from finetune.commands.plan.cost.step_time import Device
+from finetune.commands.doctor.checks import Facts, bus_bandwidth
+from finetune.commands.doctor.ranks import LinkFacts, PairSpeed
+from finetune.commands.plan.assumptions import TRAINING_SHARE
 from finetune.commands.plan.hardware import Hardware, parse_hardware
+from finetune.commands.plan.step_time import Cluster, Device
 from finetune.errors import UserError
 from finetune.runtime.gpus import GpuModel, find_gpu
 

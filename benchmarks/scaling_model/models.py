@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass, replace
 
-from finetune.commands.plan.cost.assumptions import (
+from finetune.commands.plan.assumptions import (
     ADAPTED_TRAFFIC_PER_FEATURE,
     TRAFFIC_PER_INTERMEDIATE,
 )
-from finetune.commands.plan.cost.step_time import Work
+from finetune.commands.plan.step_time import Work
 from finetune.model.kernels.compilation import FUSED_TRAFFIC_PER_HIDDEN, TRAFFIC_PER_HIDDEN
 from finetune.model.size import Shapes
 

@@ -7,9 +7,9 @@ number of GPUs of the series. Scaling is the change; the level is that of `finet
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from finetune.commands.plan.cost.assumptions import STRAGGLER_NOISE
-from finetune.commands.plan.cost.step_time import StepTime, step_time
+from finetune.commands.plan.assumptions import STRAGGLER_NOISE
 from finetune.commands.plan.hardware import parse_hardware
+from finetune.commands.plan.step_time import StepTime, step_time
 
 from scaling_model.models import Model
 

@@ -15,10 +15,10 @@ from finetune.config.overrides import override_text
 from finetune.runtime.optional import lazily
 
 with lazily():  # torch
+    from finetune.commands import evaluate as evaluate_command
     from finetune.commands import export as export_command
     from finetune.commands import generate as generate_command
     from finetune.commands import prepare as prepare_command
-    from finetune.commands.evaluate import evaluate as evaluate_command
     from finetune.run import in_process
 
 DType = Literal["float32", "bfloat16", "float16"]

@@ -26,12 +26,11 @@ from finetune.runtime.optional import lazily
 
 with lazily(freeze=True):  # torch
     from finetune.commands import chat as chat_command
+    from finetune.commands import evaluate as evaluate_command
     from finetune.commands import export as export_command
     from finetune.commands import generate as generate_command
     from finetune.commands import serving_files as serving_files_command
     from finetune.commands.compare import compare as compare_command
-    from finetune.commands.evaluate import evaluate as evaluate_command
-    from finetune.commands.report import report as report_command
 
 
 def add_to(app: typer.Typer) -> None:
@@ -227,7 +226,7 @@ def report(
 
     Training writes it, too, while it runs. See docs/how-to/reports.md.
     """
-    report_command.report(run, png=png, price=price)
+    compare_command.report(run, png=png, price=price)
 
 
 @handle_errors

@@ -14,7 +14,6 @@ from finetune.runtime.optional import lazily
 
 with lazily(freeze=True):  # torch and pydantic: `--help` answers at once
     from finetune.commands import check as check_command
-    from finetune.commands import migrate as migrate_command
     from finetune.commands import prepare as prepare_command
     from finetune.commands.launch import local as local_launch
     from finetune.commands.preview import file as preview_file_command
@@ -109,7 +108,7 @@ def migrate(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be changed.")] = False,
 ) -> None:
     """Rewrite an old job file: present names of its keys, its version, all of its comments."""
-    migrate_command.migrate(job, is_dry_run=dry_run)
+    check_command.migrate(job, is_dry_run=dry_run)
 
 
 @app.command()

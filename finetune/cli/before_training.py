@@ -13,7 +13,6 @@ from finetune.runtime.optional import lazily
 with lazily(freeze=True):  # torch
     from finetune.commands.doctor import data as doctor_data
     from finetune.commands.doctor import doctor as doctor_command
-    from finetune.commands.init import from_peer as from_peer_command
     from finetune.commands.init import init as init_command
     from finetune.commands.init import questions as questions_command
     from finetune.commands.plan import outlook as plan_outlook
@@ -85,7 +84,7 @@ def init(
     if peer_file is not None:
         if name is not None or strategy is not None:
             raise UserError("--from: leave out the recipe and --strategy; the accelerate file follows from the config.")
-        return from_peer_command.init_from(peer_file, into, peer=peer, gpus=gpus, is_strict=strict, proves=prove)
+        return init_command.init_from(peer_file, into, peer=peer, gpus=gpus, is_strict=strict, proves=prove)
     if peer is not None or strict or prove:
         raise UserError("--peer, --strict, --prove: they need --from FILE.")
     if name is None and strategy is None and questions_command.is_asked(answers):

@@ -12,9 +12,8 @@ from finetune.runtime.optional import lazily
 
 with lazily(freeze=True):
     from finetune.commands import plugins as plugins_command
-    from finetune.commands.verify import parity as parity_command
-    from finetune.commands.verify import resume as resume_command
-    from finetune.commands.verify.serving import serving as serving_command
+    from finetune.commands.verify import runs as runs_command
+    from finetune.commands.verify import serving as serving_command
 
 HELP = (
     "Test on your own job: the same losses under every strategy and after a resume, the same model where it is served."
@@ -52,7 +51,7 @@ def parity(
     Runs the first steps on one process and under each strategy. Exit code 1 unless every loss and gradient norm agrees
     with those of one process within the tolerance.
     """
-    agree = parity_command.run_parity(
+    agree = runs_command.run_parity(
         config,
         overrides=override or [],
         strategies=_words(strategies),
@@ -92,7 +91,7 @@ def resume(
     and the losses agree within the tolerance. Where --from and --to are the same, losses and final state must be
     bitwise identical, dropout included; otherwise dropout is disabled.
     """
-    agree = resume_command.run_resume(
+    agree = runs_command.run_resume(
         config,
         overrides=override or [],
         stop_at=stop_at,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import TextStreamer
 
-from finetune.commands.evaluate.target import find_evaluation_target
+from finetune.commands.evaluate import find_evaluation_target
 from finetune.commands.export import is_run
 from finetune.commands.generate import local_device
 from finetune.commands.source import use_written_arguments

@@ -9,7 +9,6 @@ import shutil
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 from zipfile import BadZipFile, ZipFile
 
 import torch
@@ -124,7 +123,23 @@ def convert_to(run: Path, folder: Path, *, step: int | None, trust_remote_code: 
     loaded, strategy = _launched(location.run, trusts=trust_remote_code)
     conversion = _build(loaded, strategy, checkpoints=location.checkpoints)
     progress = load_checkpoint(verify_checkpoint(chosen), access=conversion.access())
-    _write_folder(folder, conversion, progress=progress)
+    # The folder appears complete: it is staged, written and renamed.
+    staging = folder.with_name(f".{folder.name}.staging")
+
+    def stage() -> None:
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
+
+    def finish() -> None:
+        (staging / layout.PROGRESS).write_text(json.dumps(progress), encoding="utf-8")
+        staging.rename(folder)
+
+    run_on_rank_0(stage)
+    if hasattr(conversion.prepared.model, "global_steps"):  # DeepSpeed's own count, which starts at 0 in a new engine
+        conversion.prepared.model.global_steps = int(progress["step"])
+    conversion.prepared.accelerator.save_state(str(staging))
+    distributed.barrier()  # `save_state` returns without one: other ranks may still be writing
+    run_on_rank_0(finish)
     folder_kind = (
         "DeepSpeed's own" if hasattr(conversion.prepared.model, "zero_optimization_stage") else "Accelerate's own"
     )
@@ -178,7 +193,13 @@ def _read_folder(folder: Path, conversion: Conversion, *, step: int) -> None:
     distributed.barrier()  # no rank requests tensors of others that are still loading
     access = conversion.access()
     counts_updates = OPTIMIZERS[conversion.context.config.train.optimizer.name].counts_updates
-    _require_step(access, counts_updates=counts_updates, step=step, folder=folder)
+    # A state without updates, or with more updates than steps, means that loading failed.
+    states = distributed.gather_objects(access.read_scalars())
+    most = max((numbers.get("step", 0.0) for scalars in states for numbers in scalars.values()), default=0.0)
+    if most > step or (most == 0 and counts_updates):
+        raise CheckpointError(
+            f"{folder}: its optimizer has taken {most:.0f} steps, so this is not the state after step {step}."
+        )
     progress = _progress(folder, conversion, step=step)
     manifest = write_contents(
         conversion.checkpoints,
@@ -240,36 +261,6 @@ def _with_smallest_microbatch(loaded: LoadedConfig) -> LoadedConfig:
     """Return the job with microbatches of 1: nothing is trained, and more processes can divide its batch."""
     train = loaded.config.train.model_copy(update={"microbatch_size": 1})
     return replace(loaded, config=loaded.config.model_copy(update={"train": train}))
-
-
-def _write_folder(folder: Path, conversion: Conversion, *, progress: Any) -> None:
-    """Stage, write and rename, so that the folder appears complete. Collective."""
-    staging = folder.with_name(f".{folder.name}.staging")
-
-    def stage() -> None:
-        shutil.rmtree(staging, ignore_errors=True)
-        staging.mkdir(parents=True)
-
-    def finish() -> None:
-        (staging / layout.PROGRESS).write_text(json.dumps(progress), encoding="utf-8")
-        staging.rename(folder)
-
-    run_on_rank_0(stage)
-    if hasattr(conversion.prepared.model, "global_steps"):  # DeepSpeed's own count, which starts at 0 in a new engine
-        conversion.prepared.model.global_steps = int(progress["step"])
-    conversion.prepared.accelerator.save_state(str(staging))
-    distributed.barrier()  # `save_state` returns without one: other ranks may still be writing
-    run_on_rank_0(finish)
-
-
-def _require_step(access: StateAccess, *, counts_updates: bool, step: int, folder: Path) -> None:
-    """Raise CheckpointError for a state without updates, or with more updates than steps: the load failed."""
-    states = distributed.gather_objects(access.read_scalars())
-    most = max((numbers.get("step", 0.0) for scalars in states for numbers in scalars.values()), default=0.0)
-    if most > step or (most == 0 and counts_updates):
-        raise CheckpointError(
-            f"{folder}: its optimizer has taken {most:.0f} steps, so this is not the state after step {step}."
-        )
 
 
 def _progress(folder: Path, conversion: Conversion, *, step: int) -> Progress:

@@ -42,7 +42,7 @@ from finetune.run.final_export import (
     resolve_export_section,
 )
 from finetune.run.setup.model import parameters_in
-from finetune.run.state.run_folder import RunInputs, load_run_inputs
+from finetune.run.state.run_folder import load_run_inputs
 from finetune.runtime.environment import package_versions
 from finetune.runtime.parameters import InitContext
 from finetune.runtime.progress import Progress
@@ -86,7 +86,30 @@ def export_checkpoint(
     loaded = _with_export(own, dtype=dtype, merge=merge, verify=verify)
     require_mergeable(loaded.config)
     checkpoint = open_checkpoint(request.checkpoint)
-    report = _export(request, loaded, checkpoint=checkpoint, run_inputs=load_run_inputs(request.run, loaded.config))
+    run_inputs = load_run_inputs(request.run, loaded.config)
+    config, tokenizer, task = loaded.config, run_inputs.processing.tokenizer, run_inputs.task(loaded.config)
+    recorded = parameters_in(request.checkpoint)
+    model = build_model(
+        config.model,
+        head=task.head,
+        head_values=task.head_values,
+        tokenizer=tokenizer,
+        seed=config.run.seed,
+        init_context=InitContext(),
+        recorded=recorded,
+    )
+    weights = exported_weights(model, checkpoint, train=config.train, trained_only=exports_trained_only(config))
+    source = ModelToExport(
+        model=model,
+        weights=weights | load_unquantized_base(config, task, tokenizer=tokenizer, log=print),
+        preprocessors=export_inputs(run_inputs.processing, task, model),
+        section=resolve_export_section(config),
+        facts=_card(request, loaded=loaded, checkpoint=checkpoint, head=task.head),
+        trust_remote_code=config.model.trust_remote_code,
+        is_quantized=config.model.quantization is not None,
+        load_options=load_options(config.model),
+    )
+    report = export_verified(source, request.folder, verify=config.export.verify, log=print)
     print(f"exported {request.checkpoint.name}: {report.num_tensors} tensors, {format_size(report.size_bytes)}")
     print(f"model in {report.folder}")
     return report.folder
@@ -141,34 +164,6 @@ def _with_export(loaded: LoadedConfig, *, dtype: str | None, merge: bool, verify
     options |= {"verify": section.verify if verify is None else verify}
     export = section.model_copy(update=options)
     return replace(loaded, config=loaded.config.model_copy(update={"export": export}))
-
-
-def _export(
-    request: _CheckpointExport, loaded: LoadedConfig, *, checkpoint: OpenCheckpoint, run_inputs: RunInputs
-) -> ExportReport:
-    config, tokenizer, task = loaded.config, run_inputs.processing.tokenizer, run_inputs.task(loaded.config)
-    recorded = parameters_in(request.checkpoint)
-    model = build_model(
-        config.model,
-        head=task.head,
-        head_values=task.head_values,
-        tokenizer=tokenizer,
-        seed=config.run.seed,
-        init_context=InitContext(),
-        recorded=recorded,
-    )
-    weights = exported_weights(model, checkpoint, train=config.train, trained_only=exports_trained_only(config))
-    source = ModelToExport(
-        model=model,
-        weights=weights | load_unquantized_base(config, task, tokenizer=tokenizer, log=print),
-        preprocessors=export_inputs(run_inputs.processing, task, model),
-        section=resolve_export_section(config),
-        facts=_card(request, loaded=loaded, checkpoint=checkpoint, head=task.head),
-        trust_remote_code=config.model.trust_remote_code,
-        is_quantized=config.model.quantization is not None,
-        load_options=load_options(config.model),
-    )
-    return export_verified(source, request.folder, verify=config.export.verify, log=print)
 
 
 def _card(request: _CheckpointExport, *, loaded: LoadedConfig, checkpoint: OpenCheckpoint, head: str) -> CardFacts:

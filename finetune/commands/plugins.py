@@ -19,7 +19,7 @@ from finetune.runtime.text.rich_console import SafeConsole
 
 with lazily(freeze=True):  # torch
     from finetune.commands import prepare
-    from finetune.commands.verify import parity, resume
+    from finetune.commands.verify import runs
 
 RECIPE = "quickstart"
 OVERRIDES = {
@@ -96,7 +96,7 @@ def test_plugin(name: str, config: Path | None, overrides: Sequence[str], reques
         results = {
             "audit": _passes(partial(_audit, config, overrides)),
             f"parity on {request.processes} processes": _passes(
-                lambda: parity.run_parity(
+                lambda: runs.run_parity(
                     config,
                     overrides=overrides,
                     strategies=request.strategies,
@@ -106,7 +106,7 @@ def test_plugin(name: str, config: Path | None, overrides: Sequence[str], reques
                 )
             ),
             f"resume after step {stop_at}": _passes(
-                lambda: resume.run_resume(
+                lambda: runs.run_resume(
                     config,
                     overrides=overrides,
                     stop_at=stop_at,

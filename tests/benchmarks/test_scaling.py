@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import scaling
 
-from finetune.commands.doctor.facts import Facts
-from finetune.commands.doctor.subjects.ranks import AllReduceSpeed, LinkFacts, PairSpeed, RankFacts
-from finetune.commands.plan.cost.assumptions import STRAGGLER_NOISE
+from finetune.commands.doctor.checks import Facts
+from finetune.commands.doctor.ranks import AllReduceSpeed, LinkFacts, PairSpeed, RankFacts
+from finetune.commands.plan.assumptions import STRAGGLER_NOISE
 from finetune.errors import UserError
 
 from scaling_model.curves import STRATEGIES, WORLDS, Load, curve, largest_that_pays, memory_bytes, shard_choices, spot

@@ -126,7 +126,7 @@ def test_verify_parity_runs_the_given_strategies_and_exits_1_when_they_differ(ty
     words += ("--accumulations", "1,4", "--configs-folder", "elsewhere")
     assert typed(*words)[0] == code
     ((place, arguments, named),) = calls.made
-    assert (place, arguments) == ("finetune.commands.verify.parity:run_parity", (job,))
+    assert (place, arguments) == ("finetune.commands.verify.runs:run_parity", (job,))
     assert named == {
         "overrides": ["run.seed=1"],
         "strategies": ["ddp", "zero3"],
@@ -144,7 +144,7 @@ def test_resume_asks_for_the_stop_and_exits_1_when_the_runs_differ(typed, job, c
     words = ("verify", "resume", "--config", job, "--stop-at", 4, "--from", "ddp:2", "--to", "zero3:4")
     assert typed(*words, "--set", "run.seed=1")[0] == code
     ((place, arguments, named),) = calls.made
-    assert (place, arguments) == ("finetune.commands.verify.resume:run_resume", (job,))
+    assert (place, arguments) == ("finetune.commands.verify.runs:run_resume", (job,))
     assert named == {
         "overrides": ["run.seed=1"],
         "stop_at": 4,
@@ -161,7 +161,7 @@ def test_verify_serving_passes_engine_and_limits_and_exits_1_when_the_models_dif
     options = ("--engine", "vllm:http://host:8000/v1", "--dtype", "bfloat16", "--timeout", 5)
     assert typed("verify", "serving", tmp_path, *options)[0] == 1
     (_, options, _), (place, (folder, _), _) = calls.made
-    assert (place, folder) == ("finetune.commands.verify.serving.serving:run_serving", tmp_path)
+    assert (place, folder) == ("finetune.commands.verify.serving:run_serving", tmp_path)
     assert options == ("vllm:http://host:8000/v1", None, None, None, "bfloat16", 5.0, False)
 
 
@@ -206,7 +206,7 @@ def test_evaluate_generate_and_export_commands_pass_their_options_on(typed, call
         "json": Path("m.json"),
         "trust_remote_code": False,
     }
-    assert (asked[0], asked[2]["tasks"]) == ("finetune.commands.evaluate.evaluate:evaluate_with_harness", "hellaswag")
+    assert (asked[0], asked[2]["tasks"]) == ("finetune.commands.evaluate:evaluate_with_harness", "hellaswag")
     assert (answered[2]["rows"], answered[2]["temperature"]) == (Path("p.jsonl"), 0.5)
 
 

@@ -96,6 +96,6 @@ def test_listing_needs_no_torch(python, tmp_path):
     done = python("-X", "importtime", "-m", "finetune", "checkpoint", "ls", tmp_path)
     assert done.returncode == 0, done.stderr
     modules = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    assert "finetune.commands.checkpoints.tables" in modules  # it looked at something
+    assert "finetune.commands.checkpoints" in modules  # it looked at something
     assert [name for name in ("torch", "numpy", "transformers") if name in modules] == []
     assert "has no checkpoints" in done.stdout

@@ -62,7 +62,7 @@ def test_recorded_command_line_arguments_have_their_secrets_redacted(typed, job)
 
 def test_json_on_the_screen_is_json(typed, monkeypatch):
     value = {"name": "a\x9b\u202e\x1b", "path": "ü"}
-    monkeypatch.setattr("finetune.commands.checkpoints.inspect.list_checkpoints", lambda *_, **__: print_json(value))
+    monkeypatch.setattr("finetune.commands.checkpoints.list_checkpoints", lambda *_, **__: print_json(value))
     code, said, _ = typed("checkpoint", "ls", "run", "--json")
     assert code == 0
     assert json.loads(said) == value

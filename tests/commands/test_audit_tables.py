@@ -2,7 +2,7 @@
 
 import pytest
 
-from finetune.commands.audit_tables import audit_rows, print_audit, sparkline
+from finetune.commands.prepare import audit_rows, print_audit, sparkline
 from finetune.data.audit import Histogram, Streamed, audit_sources
 from finetune.data.token_cache.counts import Counts
 

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from finetune.cli.app import app
-from finetune.commands import migrate as migrate_module
+from finetune.commands import check as check_module
 from finetune.config.explain import resolved_yaml
 from finetune.config.load import load_config
 from finetune.config.rules import versions
@@ -67,7 +67,7 @@ train:
 
 @pytest.fixture
 def renamed(monkeypatch):
-    for module in (versions, migrate_module):
+    for module in (versions, check_module):
         monkeypatch.setattr(module, "RENAMED_KEYS", RENAMED)
 
 
@@ -109,10 +109,10 @@ def test_a_job_with_a_mistake_is_left_alone(tmp_path, renamed):
 @pytest.mark.parametrize("recipe", sorted((ROOT / "finetune" / "recipes").glob("*.yaml")), ids=lambda path: path.stem)
 def test_a_recipe_gets_its_version_and_no_other_change(recipe):
     text = recipe.read_text()
-    migrated, changes = migrate_module.migrated(text)
+    migrated, changes = check_module.migrated(text)
     assert changes == ["version: 1 was added"]
     assert migrated.replace("version: 1\n", "", 1) == text
-    assert migrate_module.migrated(migrated) == (migrated, [])
+    assert check_module.migrated(migrated) == (migrated, [])
 
 
 def test_check_against_a_run_lists_the_defaults_that_have_changed(tmp_path):

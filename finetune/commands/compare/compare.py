@@ -1,4 +1,4 @@
-"""`finetune compare`: runs side by side, with curves, results, differences, and whether their losses agree.
+"""`finetune report` and `finetune compare`: the page of a run, and runs side by side, with results and differences.
 
 Losses are bitwise equal, equal within rounding, equal within noise, or different from a step on. They are paired by
 step, which removes the common trend; if the samples of each step are the same, the noise of the data cancels as well.
@@ -34,10 +34,9 @@ from finetune.commands.compare.runs import (
     short_names,
 )
 from finetune.commands.printing import print_facts, print_json, print_table
-from finetune.commands.report.report import require_events
 from finetune.errors import UserError
-from finetune.report.history import Steps, read_history
-from finetune.report.page.charts import chart_kinds, format_chart, in_unit, step_scales, write_pngs
+from finetune.report.history import EVENTS_FILE, HistoryReader, Steps, read_history
+from finetune.report.page.charts import chart_kinds, charts_of, format_chart, in_unit, step_scales, write_pngs
 from finetune.report.page.facts import (
     format_count,
     format_duration,
@@ -46,8 +45,27 @@ from finetune.report.page.facts import (
     read_run_files,
     run_state,
 )
-from finetune.report.page.page import SMOOTHING, render_page
+from finetune.report.page.page import SMOOTHING, render_page, write_report
 from finetune.runtime.files import atomic
+
+
+def report(run: Path, *, png: Path | None = None, price: float | None = None) -> None:
+    """Write the page of the run, and its charts as PNG files if a folder is given."""
+    require_events(run)
+    reader = HistoryReader(run / EVENTS_FILE)
+    reader.read_new()
+    print(f"wrote {write_report(run, reader.history, price=price)}")
+    if png is not None:
+        paths = write_pngs(charts_of(reader.history), png)
+        print(f"wrote {len(paths)} PNG files to {png}")
+
+
+def require_events(run: Path) -> None:
+    """Raise UserError unless the folder is that of a run with events."""
+    if not (run / EVENTS_FILE).is_file():
+        problem = "has no events.jsonl: it is not the folder of a run" if run.is_dir() else "is not a folder"
+        raise UserError(f"{run} {problem}. Write the run.folder of the job, or wait until its training begins.")
+
 
 ROUNDING = 1e-4
 """The largest relative difference that counts as rounding, as between strategies (`finetune verify parity`)."""

@@ -1,22 +1,122 @@
-"""The checks of all machines and ranks, and the communication that each strategy needs per step."""
+"""The facts of all machines, ranks and a job: gathered, checked, and the communication that each strategy needs."""
 
+import dataclasses
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+import platform
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 from statistics import median
+from typing import Any
 
-from finetune.commands.doctor.facts import Facts, HostFacts
-from finetune.commands.doctor.subjects.findings import Finding, merge_hosts, note, should_fix
-from finetune.commands.doctor.subjects.gpus import check_gpus
-from finetune.commands.doctor.subjects.job import JobFacts
-from finetune.commands.doctor.subjects.links import P2P_OFF, check_links, pair_links
-from finetune.commands.doctor.subjects.network import check_hub, check_network
-from finetune.commands.doctor.subjects.ranks import LinkFacts, PairSpeed, check_ranks
-from finetune.commands.doctor.subjects.software import check_drivers, check_software
-from finetune.commands.doctor.subjects.storage import check_storage
-from finetune.commands.doctor.subjects.system import check_system
-from finetune.commands.doctor.subjects.variables import check_variables
+from pydantic import TypeAdapter, ValidationError
+
+from finetune.commands.doctor.findings import Finding, gather_all, merge_hosts, note, should_fix
+from finetune.commands.doctor.gpus import GpuFacts, check_gpus, gather_gpus
+from finetune.commands.doctor.job import JobFacts
+from finetune.commands.doctor.links import P2P_OFF, check_links, pair_links, read_topology
+from finetune.commands.doctor.network import NetworkFacts, check_hub, check_network, gather_hub, gather_network
+from finetune.commands.doctor.ranks import LinkFacts, PairSpeed, RankFacts, check_ranks
+from finetune.commands.doctor.software import (
+    SoftwareFacts,
+    check_drivers,
+    check_software,
+    check_variables,
+    gather_software,
+    gather_variables,
+)
+from finetune.commands.doctor.system import (
+    StorageFacts,
+    SystemFacts,
+    check_storage,
+    check_system,
+    gather_storage,
+    gather_system,
+)
+from finetune.errors import UserError
+from finetune.runtime.files.read import first_problem, read_json
 from finetune.runtime.resources import format_size
+
+
+@dataclass(frozen=True)
+class HostFacts:
+    """One machine; missing facts are None or empty."""
+
+    hostname: str
+    system: SystemFacts = field(default_factory=SystemFacts)
+    gpus: GpuFacts = field(default_factory=GpuFacts)
+    network: NetworkFacts = field(default_factory=NetworkFacts)
+    storage: StorageFacts = field(default_factory=StorageFacts)
+    software: SoftwareFacts = field(default_factory=SoftwareFacts)
+    variables: Mapping[str, str] = field(default_factory=dict)
+    unread: tuple[str, ...] = ()  # gatherers that failed, with the reason
+
+
+@dataclass(frozen=True)
+class Facts:
+    """All machines and ranks of a launch; without a launch, this machine."""
+
+    hosts: tuple[HostFacts, ...]
+    ranks: tuple[RankFacts, ...] = ()
+    link: LinkFacts | None = None
+    job: JobFacts | None = None
+
+    @property
+    def world(self) -> int:
+        """Return the number of ranks, 1 without a launch."""
+        return max(1, len(self.ranks))
+
+
+_FACTS: TypeAdapter[Facts] = TypeAdapter(Facts)
+
+
+def facts_as_json(facts: Facts) -> dict[str, Any]:
+    """Return the facts as plain JSON values."""
+    return dataclasses.asdict(facts)
+
+
+def read_facts(path: Path) -> Facts:
+    """Return the facts that `doctor --json` printed; raises UserError for any other file."""
+    try:
+        content = read_json(path)
+        return _FACTS.validate_python(content.get("facts", content) if isinstance(content, dict) else content)
+    except ValidationError as error:
+        raise UserError(f"--facts {path}: {first_problem(error)}. Give a file that `doctor --json` wrote.") from error
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"--facts {path}: it cannot be read ({error}). Give a file that `doctor --json` wrote."
+        ) from error
+
+
+SECONDS = 30.0
+"""Time limit of a gatherer: a driver that hangs never answers."""
+
+
+def gather_host(folders: Mapping[str, Path], *, variables: Mapping[str, str]) -> HostFacts:
+    """Return the facts of this machine; a run would write to `folders`.
+
+    `variables` is the initial environment of the process.
+    """
+    parts, unread = gather_all(
+        {
+            "system": gather_system,
+            "gpus": gather_gpus,
+            "network": gather_network,
+            "hub": partial(gather_hub, variables),
+            "storage": partial(gather_storage, folders),
+            "software": gather_software,
+        },
+        seconds=SECONDS,
+    )
+    hub = parts.pop("hub", None)
+    facts = HostFacts(platform.node(), variables=gather_variables(variables), **parts)
+    facts = replace(facts, network=replace(facts.network, hub=hub))
+    if len(facts.gpus.gpus) > 1:
+        topology, late = gather_all({"topology": read_topology}, seconds=SECONDS)
+        facts = replace(facts, gpus=replace(facts.gpus, **topology))
+        unread += late
+    return replace(facts, unread=tuple(unread))
 
 
 def check_facts(facts: Facts) -> list[Finding]:

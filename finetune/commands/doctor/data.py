@@ -4,8 +4,8 @@ import json
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -102,10 +102,10 @@ def examine_loader(path: Path, overrides: Sequence[str], *, num_rounds: int, sec
     print(f"one rank's loader alone, {resources.num_cores} cores, {device}; medians; spread: (max - min) / median")
     print_table(loading_table(measurements, consumed))
     best = choose_settings(measurements, consumed)
-    restart = _restart_seconds(make_loader, best.settings)
     print(_reason(best, consumed, run_folder=config.run.folder))
-    if restart is not None:
-        new, persistent = restart
+    if best.settings.num_workers:
+        new = seconds_between_passes(make_loader, best.settings)
+        persistent = seconds_between_passes(make_loader, replace(best.settings, persistent_workers=True))
         print(
             f"another pass (an evaluation) starts after {persistent:.2f} s with persistent workers, {new:.2f} s without"
         )
@@ -169,14 +169,6 @@ def _loader(
     )
 
 
-def _restart_seconds(make_loader: Any, settings: LoaderSettings) -> tuple[float, float] | None:
-    """Return the seconds to the start of a second pass, with new workers and with those of the first."""
-    if settings.num_workers == 0:
-        return None
-    persistent = LoaderSettings(settings.num_workers, settings.pin_memory, True, settings.prefetch_factor)
-    return seconds_between_passes(make_loader, settings), seconds_between_passes(make_loader, persistent)
-
-
 def _reason(best: LoaderMeasurement, consumed: float | None, *, run_folder: str) -> str:
     number = best.settings.num_workers
     if consumed is None:
@@ -230,7 +222,8 @@ def seconds_between_passes(make_loader: MakeLoader, settings: LoaderSettings) ->
 
 def _measure_once(loader: "DataLoader[Batch]", *, seconds: float) -> LoaderRun:
     started = time.perf_counter()
-    batches = _device_batches(loader)
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    batches = (batch if device is None else batch.to(device, non_blocking=True) for batch in loader)
     next(batches)
     first = time.perf_counter()
     samples = tokens = 0
@@ -242,13 +235,6 @@ def _measure_once(loader: "DataLoader[Batch]", *, seconds: float) -> LoaderRun:
         torch.accelerator.synchronize()
     elapsed = time.perf_counter() - first
     return LoaderRun(first - started, samples / elapsed, tokens / elapsed)
-
-
-def _device_batches(loader: "DataLoader[Batch]") -> Iterator[Batch]:
-    """Yield the batches on the device of training: copied to the GPU if there is one."""
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    for batch in loader:
-        yield batch if device is None else batch.to(device, non_blocking=True)
 
 
 def waiting_share(measured: LoaderMeasurement, consumed_per_second: float) -> float:

@@ -18,14 +18,22 @@ import torch.distributed as dist
 from rich.table import Table
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from finetune.commands.doctor.checks import NOMINAL, check_facts, compute_seconds, strategy_costs
-from finetune.commands.doctor.facts import Facts, HostFacts, facts_as_json, gather_host, read_facts
-from finetune.commands.doctor.subjects.findings import Finding, format_finding, has_severe
-from finetune.commands.doctor.subjects.gpus import Gpu
-from finetune.commands.doctor.subjects.job import gather_job
-from finetune.commands.doctor.subjects.links import pair_links
-from finetune.commands.doctor.subjects.network import NetworkFacts
-from finetune.commands.doctor.subjects.ranks import LinkFacts, gather_rank, measure_link
+from finetune.commands.doctor.checks import (
+    NOMINAL,
+    Facts,
+    HostFacts,
+    check_facts,
+    compute_seconds,
+    facts_as_json,
+    gather_host,
+    read_facts,
+    strategy_costs,
+)
+from finetune.commands.doctor.findings import Finding, format_finding, has_severe
+from finetune.commands.doctor.gpus import Gpu
+from finetune.commands.doctor.job import gather_job
+from finetune.commands.doctor.links import pair_links
+from finetune.commands.doctor.ranks import LinkFacts, gather_rank, measure_link
 from finetune.commands.printing import print_facts, print_json, print_table
 from finetune.config.load import LoadedConfig, load_config, with_local_folder
 from finetune.data.token_cache.cache import DEFAULT_FOLDER, cache_folder
@@ -80,7 +88,11 @@ def examine(
 
 def _report(facts: Facts, *, as_json: bool) -> int:
     findings = check_facts(facts)
-    (print_as_json if as_json else print_report)(facts, findings)
+    if as_json:  # what `--facts` reads
+        listed = [asdict(finding) | {"severity": finding.severity.name.lower()} for finding in findings]
+        print_json({"facts": facts_as_json(facts), "findings": listed}, indent=1)
+    else:
+        print_report(facts, findings)
     return 1 if has_severe(findings) else 0
 
 
@@ -136,10 +148,37 @@ def rendezvous(variables: Mapping[str, str], *, seconds: float) -> float:
         f"doctor/{variables.get('TORCHELASTIC_RESTART_COUNT', '0')}", _store(variables, rank=rank, seconds=seconds)
     )
     started = time.monotonic()
-    _await_all(store, rank=rank, world=world, seconds=seconds)
+    store.set(f"arrived/{rank}", socket.gethostname())
+    deadline = time.monotonic() + seconds
+    if rank == 0:
+        missing = list(range(world))
+        while missing := [rank for rank in missing if not store.check([f"arrived/{rank}"])]:
+            if time.monotonic() > deadline:
+                break
+            time.sleep(_POLL_SECONDS)
+        store.set("answer", ",".join(map(str, missing)) or _ALL_ARRIVED)
+        if missing:
+            time.sleep(4 * _POLL_SECONDS)  # the others read the answer before the store ends with this process
+    else:
+        missing = _await_answer(store, deadline=deadline + seconds)
+    if missing:
+        shown = ", ".join(map(str, missing[:8])) + (" ..." if len(missing) > 8 else "")
+        named = f"rank {shown}" if len(missing) == 1 else f"{len(missing)} (rank {shown})"
+        raise LostContact(
+            f"of {world} ranks, {named} did not arrive within {seconds:g} s. Check the output "
+            "of that process, whether it was started (machine_rank, num_machines, num_processes of the accelerate "
+            "config), and whether a firewall is between the machines. `--wait SECONDS` waits longer."
+        )
     waited = time.monotonic() - started
     if torch.cuda.is_available():
-        torch.cuda.set_device(_own_device(variables))
+        local, num_devices = int(variables.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+        if local >= num_devices:
+            raise UserError(
+                f"{variables.get('LOCAL_WORLD_SIZE', local + 1)} processes were launched on {socket.gethostname()}, "
+                f"and torch sees {num_devices} GPUs there: NCCL refuses two ranks on one. Launch {num_devices} per "
+                "machine, or check CUDA_VISIBLE_DEVICES."
+            )
+        torch.cuda.set_device(local)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     try:
         dist.init_process_group(
@@ -158,25 +197,21 @@ def rendezvous(variables: Mapping[str, str], *, seconds: float) -> float:
     return waited
 
 
-def _own_device(variables: Mapping[str, str]) -> int:
-    local, num_devices = int(variables.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-    if local >= num_devices:
-        raise UserError(
-            f"{variables.get('LOCAL_WORLD_SIZE', local + 1)} processes were launched on {socket.gethostname()}, and "
-            f"torch sees {num_devices} GPUs there: NCCL refuses two ranks on one. Launch {num_devices} per machine, or "
-            "check CUDA_VISIBLE_DEVICES."
-        )
-    return local
-
-
 def _store(variables: Mapping[str, str], *, rank: int, seconds: float) -> Store:
     """Return the launcher's store, or one that rank 0 hosts."""
     address, port = variables.get("MASTER_ADDR", "127.0.0.1"), int(variables.get("MASTER_PORT", "29500"))
     is_hosted_by_launcher = variables.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
     is_host = rank == 0 and not is_hosted_by_launcher
     try:
-        if not is_host:
-            _await_port(address, port, deadline=time.monotonic() + seconds)
+        deadline = time.monotonic() + seconds
+        while not is_host:  # torch itself would print a C++ trace for each attempt
+            try:
+                socket.create_connection((address, port), timeout=max(0.1, deadline - time.monotonic())).close()
+                break
+            except OSError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(_POLL_SECONDS)
         return TCPStore(address, port, is_master=is_host, timeout=timedelta(seconds=seconds), wait_for_workers=False)
     except (RuntimeError, OSError) as error:
         raise LostContact(
@@ -184,48 +219,6 @@ def _store(variables: Mapping[str, str], *, rank: int, seconds: float) -> Store:
             "0 has not started there, or a firewall is between them. `main_process_ip` and `main_process_port` of the "
             f"accelerate config must be rank 0's; try `nc -vz {address} {port}`."
         ) from error
-
-
-def _await_port(address: str, port: int, *, deadline: float) -> None:
-    """Wait until the port is open; raises OSError. torch itself would print a C++ trace for each attempt."""
-    while True:
-        try:
-            socket.create_connection((address, port), timeout=max(0.1, deadline - time.monotonic())).close()
-            return
-        except OSError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(_POLL_SECONDS)
-
-
-def _await_all(store: Store, *, rank: int, world: int, seconds: float) -> None:
-    """Wait until every rank has reached rank 0; raises LostContact that names the missing ones."""
-    store.set(f"arrived/{rank}", socket.gethostname())
-    deadline = time.monotonic() + seconds
-    if rank == 0:
-        missing = _await_arrivals(store, world=world, deadline=deadline)
-        store.set("answer", ",".join(map(str, missing)) or _ALL_ARRIVED)
-        if missing:
-            time.sleep(4 * _POLL_SECONDS)  # the others read the answer before the store ends with this process
-    else:
-        missing = _await_answer(store, deadline=deadline + seconds)
-    if missing:
-        shown = ", ".join(map(str, missing[:8])) + (" ..." if len(missing) > 8 else "")
-        named = f"rank {shown}" if len(missing) == 1 else f"{len(missing)} (rank {shown})"
-        raise LostContact(
-            f"of {world} ranks, {named} did not arrive within {seconds:g} s. Check the output "
-            "of that process, whether it was started (machine_rank, num_machines, num_processes of the accelerate "
-            "config), and whether a firewall is between the machines. `--wait SECONDS` waits longer."
-        )
-
-
-def _await_arrivals(store: Store, *, world: int, deadline: float) -> list[int]:
-    missing = list(range(world))
-    while True:
-        missing = [rank for rank in missing if not store.check([f"arrived/{rank}"])]
-        if not missing or time.monotonic() > deadline:
-            return missing
-        time.sleep(_POLL_SECONDS)
 
 
 def _await_answer(store: Store, *, deadline: float) -> list[int]:
@@ -261,17 +254,6 @@ def is_launched() -> bool:
 
 
 _MAX_PAIRS = 12
-
-
-def print_as_json(facts: Facts, findings: Sequence[Finding]) -> None:
-    """Print facts and findings as one JSON object, which `--facts` reads."""
-    print_json(
-        {
-            "facts": facts_as_json(facts),
-            "findings": [asdict(finding) | {"severity": finding.severity.name.lower()} for finding in findings],
-        },
-        indent=1,
-    )
 
 
 def print_report(facts: Facts, findings: Sequence[Finding]) -> None:
@@ -311,7 +293,15 @@ def _host_lines(host: HostFacts) -> Iterator[tuple[str, str]]:
     limit = "" if maximum is None else f", the container may use {format_size(maximum)}"
     yield "memory", f"{format_size(system.available_bytes)} free of {format_size(system.memory_bytes)}{limit}"
     yield "open files", f"{system.files_soft:,}, which a run raises up to {system.files_hard:,} where it needs more"
-    yield from _network_lines(host.network)
+    if host.network.interfaces:
+        states = (f"{link.name} {link.address}{'' if link.is_up else ' (down)'}" for link in host.network.interfaces)
+        yield "interfaces", ", ".join(states)
+    if host.network.infiniband:
+        yield "InfiniBand", ", ".join(f"{port.device} {port.state} {port.rate}" for port in host.network.infiniband)
+    hub = host.network.hub
+    if hub is not None:
+        answer = hub.problem or f"answers in {hub.seconds or 0:.2f} s"
+        yield "hub", f"{hub.endpoint}: {'not contacted (HF_HUB_OFFLINE)' if hub.is_offline_wanted else answer}"
     for disk in host.storage.disks:
         speed = disk.write_bytes_per_second
         written = "" if speed is None else f", writes {format_size(round(speed))}/s"
@@ -341,18 +331,6 @@ def _gpu_line(gpu: Gpu) -> str:
     return ", ".join(parts)
 
 
-def _network_lines(network: NetworkFacts) -> Iterator[tuple[str, str]]:
-    if network.interfaces:
-        states = (f"{link.name} {link.address}{'' if link.is_up else ' (down)'}" for link in network.interfaces)
-        yield "interfaces", ", ".join(states)
-    if network.infiniband:
-        yield "InfiniBand", ", ".join(f"{port.device} {port.state} {port.rate}" for port in network.infiniband)
-    hub = network.hub
-    if hub is not None:
-        answer = hub.problem or f"answers in {hub.seconds or 0:.2f} s"
-        yield "hub", f"{hub.endpoint}: {'not contacted (HF_HUB_OFFLINE)' if hub.is_offline_wanted else answer}"
-
-
 def _print_link(facts: Facts, link: LinkFacts) -> None:
     hosts = len({rank.hostname for rank in facts.ranks})
     print(f"\nall-reduce over {facts.world} ranks on {hosts} host{'s' * (hosts > 1)}, {link.backend}")
@@ -363,7 +341,16 @@ def _print_link(facts: Facts, link: LinkFacts) -> None:
         table.add_row(format_size(speed.num_bytes), _time(speed.seconds), _rate(rate), _rate(bus))
     print_table(table)
     _print_pairs(link)
-    _print_strategies(facts)
+    computed = compute_seconds(facts)
+    job = facts.job if facts.job is not None and facts.job.num_parameters else NOMINAL
+    against = "" if computed is None else f", against about {_time(computed)} of computing"
+    trained = f"{job.num_trained:,} of {job.num_parameters:,} parameters trained"
+    print(f"\ncommunication per step of {job.file} ({trained}){against}")
+    table = _table("strategy", "sent by a rank", "time", "of computing", "")
+    for cost in strategy_costs(facts):
+        share = "" if cost.share is None else f"{cost.share:.0%}"
+        table.add_row(cost.name, format_size(round(cost.num_bytes)), _time(cost.seconds), share, cost.verdict)
+    print_table(table)
 
 
 def _print_pairs(link: LinkFacts) -> None:
@@ -376,19 +363,6 @@ def _print_pairs(link: LinkFacts) -> None:
     table = _table("ranks", "latency", "bandwidth")
     for pair in slowest:
         table.add_row(f"{pair.first}-{pair.second}", _time(pair.latency_seconds), _rate(pair.bytes_per_second))
-    print_table(table)
-
-
-def _print_strategies(facts: Facts) -> None:
-    computed = compute_seconds(facts)
-    job = facts.job if facts.job is not None and facts.job.num_parameters else NOMINAL
-    against = "" if computed is None else f", against about {_time(computed)} of computing"
-    trained = f"{job.num_trained:,} of {job.num_parameters:,} parameters trained"
-    print(f"\ncommunication per step of {job.file} ({trained}){against}")
-    table = _table("strategy", "sent by a rank", "time", "of computing", "")
-    for cost in strategy_costs(facts):
-        share = "" if cost.share is None else f"{cost.share:.0%}"
-        table.add_row(cost.name, format_size(round(cost.num_bytes)), _time(cost.seconds), share, cost.verdict)
     print_table(table)
 
 

@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import HfArgumentParser, PreTrainedModel, get_scheduler
+from transformers import HfArgumentParser, get_scheduler
 
-from finetune.commands.preview.preview import without_audit_limits
+from finetune.commands.prepare import without_audit_limits
 from finetune.commands.rehearse.job import required_sizes
 from finetune.commands.rehearse.small_model import build_small, shrink_architecture
 from finetune.config.run_config import RunConfig
@@ -71,7 +71,15 @@ def format_samples(draft: Draft, config: RunConfig) -> Iterator[str]:
         raise UserError("--prove: the file names no dataset, so there are no rows to compare. Leave --prove out.")
     with tempfile.TemporaryDirectory(prefix="finetune-prove-") as folder:
         data = _our_data(config, Path(folder))
-        here = _our_samples(data)
+        here, view = {}, data.training.samples
+        for sample_id in data.training.order.samples(0, data.training.order.num_positions or 0).tolist():
+            number = re.search(r"row (\d+)$", view.location(sample_id))
+            assert number is not None
+            features = view[sample_id]
+            sequences = list(_sequences(features))
+            if IS_GOOD in features.arrays:
+                del sequences[1:]  # an answer to another prompt, which estimates the KL divergence
+            here[int(number[1])] = sequences
         there = _their_samples(trl, draft, config, Path(folder))
     differences = {
         row: text
@@ -99,19 +107,6 @@ def _our_data(config: RunConfig, folder: Path) -> TrainingData:
     return make_training_data(without_audit_limits(config.model_copy(update={"data": data})), RunLog(is_main=False))
 
 
-def _our_samples(data: TrainingData) -> Samples:
-    samples, view = {}, data.training.samples
-    for sample_id in data.training.order.samples(0, data.training.order.num_positions or 0).tolist():
-        number = re.search(r"row (\d+)$", view.location(sample_id))
-        assert number is not None
-        features = view[sample_id]
-        sequences = list(_sequences(features))
-        if IS_GOOD in features.arrays:
-            del sequences[1:]  # an answer to another prompt, which estimates the KL divergence
-        samples[int(number[1])] = sequences
-    return samples
-
-
 def _sequences(features: Features) -> Iterator[TokenSequence]:
     ids, is_target = features.arrays["input_ids"], features.arrays.get("is_target")
     ends = np.cumsum(features.arrays.get(LENGTHS_OF_SEQUENCES, [len(ids)]))
@@ -135,8 +130,14 @@ def _their_samples(trl: Any, draft: Draft, config: RunConfig, folder: Path) -> S
                 {key: value for key, value in written.items() if key in known}
             )
             rows = _their_rows(trl, script, mixture)
+            head = TASKS[config.task.name].head
+            architecture = shrink_architecture(config.model, head=head, sizes=required_sizes(config))
+            model = build_small(architecture.config, config.model, head=head)
+            model.config._name_or_path = config.model.name  # where TRL loads the tokenizer
+            if config.task.name == "reward":
+                model.config.num_labels = 1
             trainer = getattr(trl, f"{name}Trainer")(
-                model=_small_model(config), args=arguments, train_dataset=rows, processing_class=None
+                model=model, args=arguments, train_dataset=rows, processing_class=None
             )
             examples = [trainer.data_collator([example]) for example in trainer.train_dataset]
     except FinetuneError:
@@ -155,16 +156,6 @@ def _their_rows(trl: Any, script: Any, mixture: Any) -> Any:
         rows = datasets.load_dataset(script.dataset_name, name=script.dataset_config)
     rows = rows[script.dataset_train_split]
     return rows.select(range(min(NUM_ROWS, len(rows))))
-
-
-def _small_model(config: RunConfig) -> PreTrainedModel:
-    head = TASKS[config.task.name].head
-    architecture = shrink_architecture(config.model, head=head, sizes=required_sizes(config))
-    model = build_small(architecture.config, config.model, head=head)
-    model.config._name_or_path = config.model.name  # where TRL loads the tokenizer
-    if config.task.name == "reward":
-        model.config.num_labels = 1
-    return model
 
 
 def _collated(example: Mapping[str, Any]) -> Iterator[TokenSequence]:

@@ -22,7 +22,7 @@ from finetune.runtime.optional import lazily
 from finetune.runtime.text.terminal import write_file_to_stdout
 
 with lazily():  # torch, only for --doctor FILE
-    from finetune.commands.doctor import facts as doctor_facts
+    from finetune.commands.doctor import checks as doctor_checks
     from finetune.commands.launch import network
 
 _LOCAL_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm", "/run", "/scratch/local")
@@ -69,7 +69,7 @@ def check_job(arguments: JobFileArguments) -> tuple[JobRequest, LoadedConfig]:
     check_processes(file, num_nodes=arguments.nodes, world=arguments.world)
     variables = {}
     if arguments.doctor is not None:
-        variables = network.network_variables(doctor_facts.read_facts(arguments.doctor), num_nodes=arguments.nodes)
+        variables = network.network_variables(doctor_checks.read_facts(arguments.doctor), num_nodes=arguments.nodes)
     run = loaded.config.run
     request = JobRequest(
         name=_job_name(arguments.name, Path(run.folder).name),

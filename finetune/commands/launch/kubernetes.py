@@ -267,26 +267,26 @@ def _objects(request: JobRequest, options: KubernetesOptions) -> list[Object]:
         return [files, job_set]
     if options.typed.runtime is not None:
         return [files, _train_job(request, options)]
-    return [files, _training_runtime(request, options), _train_job(request, options)]
-
-
-def _metadata(request: JobRequest, options: KubernetesOptions) -> Object:
-    return {"name": request.name, **({"namespace": options.typed.namespace} if options.typed.namespace else {})}
-
-
-def _training_runtime(request: JobRequest, options: KubernetesOptions) -> Object:
     spec = _job_set_spec(request, options, container={"image": options.typed.image, **_secrets(options)})
     job = spec["replicatedJobs"][0]["template"]
     job["metadata"] = {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}}
     for name in ("parallelism", "completions", "completionMode"):  # Kubeflow sets them for the number of nodes
         del job["spec"][name]
     del spec["network"]
-    return {
-        "apiVersion": "trainer.kubeflow.org/v1alpha1",
-        "kind": "TrainingRuntime",
-        "metadata": _metadata(request, options),
-        "spec": {"mlPolicy": {"numNodes": request.num_nodes, "torch": {}}, "template": {"spec": spec}},
-    }
+    return [
+        files,
+        {
+            "apiVersion": "trainer.kubeflow.org/v1alpha1",
+            "kind": "TrainingRuntime",
+            "metadata": _metadata(request, options),
+            "spec": {"mlPolicy": {"numNodes": request.num_nodes, "torch": {}}, "template": {"spec": spec}},
+        },
+        _train_job(request, options),
+    ]
+
+
+def _metadata(request: JobRequest, options: KubernetesOptions) -> Object:
+    return {"name": request.name, **({"namespace": options.typed.namespace} if options.typed.namespace else {})}
 
 
 def _train_job(request: JobRequest, options: KubernetesOptions) -> Object:

@@ -3,9 +3,8 @@
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-from finetune.commands.doctor.checks import check_facts
-from finetune.commands.doctor.facts import Facts, HostFacts
-from finetune.commands.doctor.subjects.network import InfinibandPort
+from finetune.commands.doctor.checks import Facts, HostFacts, check_facts
+from finetune.commands.doctor.network import InfinibandPort
 
 ACTIVE = "ACTIVE"
 

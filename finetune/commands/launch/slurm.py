@@ -83,6 +83,14 @@ def slurm_script(request: JobRequest, options: SlurmOptions, tasks: Sequence[Arr
     cpus = options.directives.cpus_per_node
     if cpus is not None and options.uses_srun_ranks:
         cpus = max(1, cpus // request.ranks_per_node)
+    lines = [f"module load {quoted(module)}" for module in options.modules]
+    if options.activate is not None:
+        lines += [
+            "# shellcheck disable=SC1090,SC1091 # a file of the cluster",
+            f". {quoted(options.activate)} || exit 2",
+        ]
+    if options.env_file is not None:
+        lines += ["set -a", "# shellcheck disable=SC1090,SC1091", f". {quoted(options.env_file)} || exit 2", "set +a"]
     return render(
         "slurm.sh.jinja",
         directives=list(map(_directive, _directives(request, options, num_tasks=len(tasks), cpus=cpus))),
@@ -90,7 +98,7 @@ def slurm_script(request: JobRequest, options: SlurmOptions, tasks: Sequence[Arr
         is_in_folder=bool(tasks) or not request.is_at_url,
         run_folder=request.run_folder,
         log_folder=options.log_folder,
-        setup=_setup(options),
+        setup=([*lines, ""] if lines else []),
         exports=exports(request.variables()),
         cpus_per_task=cpus,
         srun=command_line(_srun(request, options, has_tasks=bool(tasks))),
@@ -142,18 +150,6 @@ def _directive(pair: tuple[str, str | None]) -> str:
             f'{name}: a directive of Slurm cannot contain {value!r}. Use printable characters, no `\\` or `"`.'
         )
     return f'{name}="{value}"' if value and any(character in value for character in " '#") else text
-
-
-def _setup(options: SlurmOptions) -> list[str]:
-    lines = [f"module load {quoted(module)}" for module in options.modules]
-    if options.activate is not None:
-        lines += [
-            "# shellcheck disable=SC1090,SC1091 # a file of the cluster",
-            f". {quoted(options.activate)} || exit 2",
-        ]
-    if options.env_file is not None:
-        lines += ["set -a", "# shellcheck disable=SC1090,SC1091", f". {quoted(options.env_file)} || exit 2", "set +a"]
-    return [*lines, ""] if lines else []
 
 
 def _srun(request: JobRequest, options: SlurmOptions, *, has_tasks: bool) -> list[Word]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from finetune.commands.plan.cost.assumptions import (
+from finetune.commands.plan.assumptions import (
     FP8_SAVED_SHARE,
     GPUS_PER_NODE,
     HOP_SECONDS,
@@ -15,8 +15,7 @@ from finetune.commands.plan.cost.assumptions import (
     TRAINING_SHARE,
     USABLE_SHARE,
 )
-from finetune.commands.plan.cost.collectives import Cluster
-from finetune.commands.plan.cost.step_time import Device
+from finetune.commands.plan.step_time import Cluster, Device
 from finetune.errors import UserError
 from finetune.runtime.gpus import GpuModel, find_gpu, require_gpu
 

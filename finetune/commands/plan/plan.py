@@ -8,17 +8,16 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
-from finetune.commands.plan.cost.assumptions import (
+from finetune.commands.plan.assumptions import (
     FAILURE_GPU_HOURS,
     SPOT_HOURS_PER_MACHINE,
     TRAINING_SHARE,
     USABLE_SHARE,
 )
-from finetune.commands.plan.cost.scaling import ScalePoint
 from finetune.commands.plan.hardware import COMMON_HARDWARE, Hardware, own_hardware, parse_hardware
 from finetune.commands.plan.job import PlannedJob, read_job
-from finetune.commands.plan.outlook import Assumed, make_outlook
-from finetune.commands.plan.result import HardwarePlan, Plan, plan_json
+from finetune.commands.plan.outlook import Assumed, ScalePoint, make_outlook
+from finetune.commands.plan.output import HardwarePlan, Plan, plan_json, print_plan
 from finetune.commands.plan.strategies import (
     Fit,
     PlannedMemory,
@@ -31,7 +30,6 @@ from finetune.commands.plan.strategies import (
     with_microbatch,
     with_ranks,
 )
-from finetune.commands.plan.tables import print_plan
 from finetune.commands.printing import print_json
 from finetune.config.load import LoadedConfig, load_config
 from finetune.errors import ModelError
@@ -117,6 +115,13 @@ def make_plan(
         for hardware in machines
     ]
     write_planned(loaded.config, memory.peaks())
+    preempted = options.assumed.hours_between_preemptions
+    spot = (
+        f"the whole job every {preempted:g} hours (--time-between-preemptions)"
+        if preempted is not None
+        else f"each machine once in {SPOT_HOURS_PER_MACHINE:g} hours, which differs by cloud and hour "
+        "(--time-between-preemptions HOURS)"
+    )
     return Plan(
         job=job,
         job_file=loaded.path.name,
@@ -126,7 +131,12 @@ def make_plan(
             job.counts.sentence,
             *_emulated(job, machines),
             *measured,
-            *_assumptions(options.assumed),
+            f"A step may take {USABLE_SHARE:.0%} of a GPU's memory: the allocator loses some to fragmentation.",
+            f"Spot machines are preempted: {spot}. Others fail once in {FAILURE_GPU_HOURS:,.0f} GPU-hours.",
+            f"A restart takes {options.assumed.restart_seconds / 60:g} minutes; checkpoints are written at "
+            f"{options.assumed.disk_bandwidth / 1e9:g} GB/s. Evaluation, start-up and export are not counted.",
+            "Prices are those of finetune/runtime/gpu_prices.yaml, without storage, traffic and discounts: --prices "
+            "FILE.",
             *([_CUT_SHORT] if any(0 < len(machine.variants) < 2 * len(_METHODS) for machine in planned) else []),
         ],
         seconds=clock() - started,
@@ -270,23 +280,6 @@ _INSTEAD = {
     "bf16": "the speed of fp32 is assumed. Write train.precision: fp16.",
     "fp8": "a run is refused there. Write train.precision: bf16.",
 }
-
-
-def _assumptions(assumed: Assumed) -> list[str]:
-    preempted = assumed.hours_between_preemptions
-    spot = (
-        f"the whole job every {preempted:g} hours (--time-between-preemptions)"
-        if preempted is not None
-        else f"each machine once in {SPOT_HOURS_PER_MACHINE:g} hours, which differs by cloud and hour "
-        "(--time-between-preemptions HOURS)"
-    )
-    return [
-        f"A step may take {USABLE_SHARE:.0%} of a GPU's memory: the allocator loses some to fragmentation.",
-        f"Spot machines are preempted: {spot}. Others fail once in {FAILURE_GPU_HOURS:,.0f} GPU-hours.",
-        f"A restart takes {assumed.restart_seconds / 60:g} minutes; checkpoints are written at "
-        f"{assumed.disk_bandwidth / 1e9:g} GB/s. Evaluation, start-up and export are not counted.",
-        "Prices are those of finetune/runtime/gpu_prices.yaml, without storage, traffic and discounts: --prices FILE.",
-    ]
 
 
 def read_measured_run(folder: Path, *, gpu_table: Path | None = None) -> MeasuredRun | None:

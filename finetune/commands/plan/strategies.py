@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
 
-from finetune.commands.plan.cost.assumptions import ADAPTED_TRAFFIC_PER_FEATURE, TRAFFIC_PER_INTERMEDIATE
-from finetune.commands.plan.cost.step_time import StepTime, Work, step_time
+from finetune.commands.plan.assumptions import ADAPTED_TRAFFIC_PER_FEATURE, TRAFFIC_PER_INTERMEDIATE
 from finetune.commands.plan.hardware import Hardware
 from finetune.commands.plan.job import PlannedJob
+from finetune.commands.plan.step_time import StepTime, Work, step_time
 from finetune.config.run_config import RunConfig
 from finetune.errors import ModelError, StrategyError
 from finetune.memory.state import STRATEGIES, Layout, Method, Prediction, StrategyName, TensorParallelName
@@ -265,7 +265,19 @@ def _why_not(config: RunConfig, layout: Layout) -> str | None:
     if layout.num_ranks == 1 and name not in ("single", "zero2_offload", "zero3_offload"):
         return "for several GPUs"
     if name in get_args(TensorParallelName):
-        return _why_no_groups(config, layout)
+        is_alone = layout.strategy == "tensor_parallel"
+        if is_alone and layout.num_ranks > layout.ranks_per_node:
+            return "for the GPUs of one machine"
+        if not is_alone and (layout.tensor_size == 1 or layout.num_groups == 1):
+            return "for several groups of GPUs"
+        if config.run.strategy not in (None, "tp" if is_alone else "fsdp2"):
+            return f"the job sets run.strategy: {config.run.strategy}"
+        try:
+            require_splittable_job(config)
+            require_splittable_model(config, size=layout.tensor_size)
+        except StrategyError as error:
+            return str(error).splitlines()[-1].strip()
+        return None
     if name == "hsdp" and layout.num_ranks <= layout.ranks_per_node:
         return "for several machines: on one it is fsdp2"
     if config.run.strategy not in (None, name.removesuffix("_offload")):
@@ -276,23 +288,6 @@ def _why_not(config: RunConfig, layout: Layout) -> str | None:
         return str(error).splitlines()[0]
     conflicts = find_conflicts(_environment(layout), job_settings(config))
     return conflicts[0] if conflicts else None
-
-
-def _why_no_groups(config: RunConfig, layout: Layout) -> str | None:
-    """Return why groups of ranks cannot share the layers of the job's model; None if they can."""
-    is_alone = layout.strategy == "tensor_parallel"
-    if is_alone and layout.num_ranks > layout.ranks_per_node:
-        return "for the GPUs of one machine"
-    if not is_alone and (layout.tensor_size == 1 or layout.num_groups == 1):
-        return "for several groups of GPUs"
-    if config.run.strategy not in (None, "tp" if is_alone else "fsdp2"):
-        return f"the job sets run.strategy: {config.run.strategy}"
-    try:
-        require_splittable_job(config)
-        require_splittable_model(config, size=layout.tensor_size)
-    except StrategyError as error:
-        return str(error).splitlines()[-1].strip()
-    return None
 
 
 def _environment(layout: Layout) -> LaunchEnvironment:

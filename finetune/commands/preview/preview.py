@@ -9,15 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from rich.console import Console
 from rich.text import Text
 
-from finetune.commands.audit_tables import audit_lines, audit_rows, headline_numbers, print_audit
+from finetune.commands.prepare import audit_lines, audit_rows, headline_numbers, print_audit, without_audit_limits
 from finetune.commands.preview.batches import BatchPreview, PreviewBatch, PreviewPosition, PreviewSample, spans
 from finetune.commands.printing import width
 from finetune.config.load import load_config
 from finetune.config.run_config import RunConfig
-from finetune.config.sections.data import AuditSection
 from finetune.data.audit import Audit, Histogram
 from finetune.data.encoding.labelled import IMAGE, LABEL, image_name
 from finetune.data.features import Features
@@ -135,12 +133,6 @@ def _write(html: Path, page: str) -> None:
     print(f"wrote {html}")
 
 
-def without_audit_limits(config: RunConfig) -> RunConfig:
-    """Return the config without the limits of `data.audit`, so that all data can be inspected."""
-    data = config.data.model_copy(update={"audit": AuditSection()})
-    return config.model_copy(update={"data": data})
-
-
 def _facts(config: RunConfig) -> list[str]:
     """Return short facts about the job for the top of the page."""
     data, train = config.data, config.train
@@ -168,7 +160,20 @@ def print_batches(batches: Iterable[PreviewBatch], *, unit: str) -> None:
     for batch in batches:
         console.print(Text(f"\n{format_batch(batch)}", style="bold"))
         for position in batch.positions:
-            _print_position(console, position, unit=unit, has_colors=has_colors)
+            is_group = unit != "sample"
+            if is_group:
+                console.print(Text(f"\n{format_position(position, unit=unit)}", style="bold cyan"))
+            for sample in position.samples:
+                share = sample.num_targets / sample.num_tokens if sample.num_tokens else 0.0
+                answer = f" → {sample.answer}" if sample.answer else ""
+                counts = f"{sample.num_tokens:,} tokens, {sample.num_targets:,} targets ({share:.0%}){answer}"
+                head = f"sample {sample.sample_id}  {sample.location}  {counts}"
+                console.print(Text(f"┣━ {head}" if is_group else f"\nposition {position.number}  {head}", style="cyan"))
+                text = colored_text(sample) if has_colors else Text(plain_text(sample))
+                text.rstrip()
+                console.print(text)
+            if is_group:
+                console.print(Text("┗━", style="cyan"))
     sys.stdout.flush()
 
 
@@ -206,23 +211,6 @@ def colored_text(sample: PreviewSample) -> Text:
         style = (TARGET_STYLES if piece.is_target else CONTEXT_STYLES)[number % 2]
         text.append(piece.shown, style=f"bold {style}" if piece.is_special else style)
     return text
-
-
-def _print_position(console: Console, position: PreviewPosition, *, unit: str, has_colors: bool) -> None:
-    is_group = unit != "sample"
-    if is_group:
-        console.print(Text(f"\n{format_position(position, unit=unit)}", style="bold cyan"))
-    for sample in position.samples:
-        share = sample.num_targets / sample.num_tokens if sample.num_tokens else 0.0
-        answer = f" → {sample.answer}" if sample.answer else ""
-        counts = f"{sample.num_tokens:,} tokens, {sample.num_targets:,} targets ({share:.0%}){answer}"
-        head = f"sample {sample.sample_id}  {sample.location}  {counts}"
-        console.print(Text(f"┣━ {head}" if is_group else f"\nposition {position.number}  {head}", style="cyan"))
-        text = colored_text(sample) if has_colors else Text(plain_text(sample))
-        text.rstrip()
-        console.print(text)
-    if is_group:
-        console.print(Text("┗━", style="cyan"))
 
 
 def _legend(has_colors: bool) -> Text:

@@ -16,7 +16,7 @@ from finetune.checkpoint.format import layout
 from finetune.checkpoint.read.inventory import find_problems, read_entry
 from finetune.commands.rehearse.job import Schedule
 from finetune.commands.rehearse.report import Rehearsal
-from finetune.commands.verify.resume import CompletedRun, differences, read_completed_run, short_digest
+from finetune.commands.verify.runs import CompletedRun, differences, read_completed_run, short_digest
 from finetune.config.sections.data import DataSection
 from finetune.errors import CheckpointError, FinetuneError, UserError
 from finetune.launch.child import child_process, train_command

@@ -7,7 +7,7 @@ with all files of the real model except the weights.
 import copy
 import functools
 import shutil
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -81,7 +81,16 @@ def shrink_architecture(section: ModelSection, *, head: str, sizes: Sizes) -> Ar
     if whole.num_parameters <= SMALL_PARAMETERS:
         return whole
     values = config.to_dict()
-    layers = _kept_layers(values, whole.real_stacks)
+    layers: dict[str, Sequence[int]] = {}  # the kept ones by the part of the config that counts them; "" is the whole
+    parts = {name: part for name, part in values.items() if name.endswith("_config") and isinstance(part, dict)}
+    for name, part in {"": values, **parts}.items():
+        counts = {part[key] for key in LAYER_COUNTS if is_count(part.get(key))}
+        counted = [stack for stack in whole.real_stacks if len(stack.kinds) in counts]
+        own = [stack for stack in counted if ("vision" in name) == ("vis" in stack.name)] or counted
+        lists = {len(value) for value in part.values() if isinstance(value, list)}
+        chosen = [kept_layers(stack.kinds, can_pick=len(stack.kinds) in lists) for stack in own]
+        if chosen:
+            layers[name] = max(chosen, key=len)
     errors = []
     for level in (0, 1, 2):
         try:
@@ -110,21 +119,6 @@ def shrink_architecture(section: ModelSection, *, head: str, sizes: Sizes) -> Ar
 
 def _num_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
-
-
-def _kept_layers(values: Values, stacks: Sequence[LayerStack]) -> Mapping[str, Sequence[int]]:
-    """Return the kept layers by the part of the config that counts them; "" is the whole config."""
-    kept: dict[str, Sequence[int]] = {}
-    parts = {name: part for name, part in values.items() if name.endswith("_config") and isinstance(part, dict)}
-    for name, part in {"": values, **parts}.items():
-        counts = {part[key] for key in LAYER_COUNTS if is_count(part.get(key))}
-        counted = [stack for stack in stacks if len(stack.kinds) in counts]
-        own = [stack for stack in counted if ("vision" in name) == ("vis" in stack.name)] or counted
-        lists = {len(value) for value in part.values() if isinstance(value, list)}
-        chosen = [kept_layers(stack.kinds, can_pick=len(stack.kinds) in lists) for stack in own]
-        if chosen:
-            kept[name] = max(chosen, key=len)
-    return kept
 
 
 def kept_layers(layer_kinds: Sequence[Hashable], *, can_pick: bool) -> tuple[int, ...]:

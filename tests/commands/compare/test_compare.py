@@ -11,10 +11,10 @@ from finetune.commands.compare.compare import (
     compare_losses,
     compare_runs,
     first_different_window,
+    report,
     write_comparison,
 )
 from finetune.commands.compare.runs import short_names
-from finetune.commands.report.report import report
 from finetune.errors import UserError
 from finetune.report.history import Steps
 from tests.report.page.events import evaluated, started, taken, whole_run, write_run

@@ -4,10 +4,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from finetune.commands.doctor.checks import check_facts
-from finetune.commands.doctor.facts import Facts, HostFacts, read_facts
-from finetune.commands.doctor.subjects.findings import Finding
-from finetune.commands.doctor.subjects.ranks import RankFacts
+from finetune.commands.doctor.checks import Facts, HostFacts, check_facts, read_facts
+from finetune.commands.doctor.findings import Finding
+from finetune.commands.doctor.ranks import RankFacts
 
 FOLDER = Path(__file__).parent / "machines"
 NAMES = ("h100_nvswitch", "a10_two_sockets", "rtx4090_pair", "wsl2", "laptop_4060", "cpu_node")

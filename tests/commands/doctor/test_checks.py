@@ -4,13 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from finetune.commands.doctor.checks import bus_bandwidth, compute_seconds, strategy_costs
-from finetune.commands.doctor.facts import Facts
-from finetune.commands.doctor.subjects.findings import Severity
-from finetune.commands.doctor.subjects.job import HubName, JobFacts
-from finetune.commands.doctor.subjects.network import HubFacts, InfinibandPort, chosen_interfaces
-from finetune.commands.doctor.subjects.ranks import AllReduceSpeed, LinkFacts, pairs_to_measure
-from finetune.commands.doctor.subjects.software import Lock
+from finetune.commands.doctor.checks import Facts, bus_bandwidth, compute_seconds, strategy_costs
+from finetune.commands.doctor.findings import Severity
+from finetune.commands.doctor.job import HubName, JobFacts
+from finetune.commands.doctor.network import HubFacts, InfinibandPort, chosen_interfaces
+from finetune.commands.doctor.ranks import AllReduceSpeed, LinkFacts, pairs_to_measure
+from finetune.commands.doctor.software import Lock
 from finetune.runtime.upstream import BUILDING, UNKNOWN
 from tests.commands.doctor.recorded import findings_of, host_of, ranks_of
 

@@ -12,12 +12,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from finetune.commands.doctor import gpus, system
 from finetune.commands.doctor.doctor import examine, time_limit
-from finetune.commands.doctor.subjects import gpus, storage
 from finetune.runtime.processes import free_port
 from tests.commands.doctor.recorded import FOLDER
-from tests.commands.doctor.subjects.test_links import program
 from tests.commands.doctor.test_facts import ANSWERS, FakeNvml, write_job
+from tests.commands.doctor.test_links import program
 from tests.launching import accelerate_command, begin, capture, run
 
 Sabotage = Callable[[Path, pytest.MonkeyPatch], Path | None]
@@ -84,7 +84,7 @@ def leave_an_accelerate_config(folder, patch):
 
 def give_little_shared_memory(folder, patch):
     shared = SimpleNamespace(total=64 << 20, free=64 << 20)
-    patch.setattr(storage, "shutil", SimpleNamespace(disk_usage=lambda _: shared))
+    patch.setattr(system, "shutil", SimpleNamespace(disk_usage=lambda _: shared))
 
 
 def put_in_two_cards(folder, patch):
@@ -121,7 +121,7 @@ SABOTAGED: tuple[tuple[Sabotage, str, str, str], ...] = (
 
 @pytest.fixture
 def small_probe(monkeypatch):
-    monkeypatch.setattr(storage, "_PROBE_BYTES", 1 << 20)
+    monkeypatch.setattr(system, "_PROBE_BYTES", 1 << 20)
 
 
 @pytest.mark.parametrize(

@@ -5,19 +5,17 @@ from types import SimpleNamespace
 
 import pytest
 
-from finetune.commands.doctor.subjects import gpus
-from finetune.commands.doctor.subjects.gpus import gather_gpus
-from finetune.commands.doctor.subjects.job import gather_job
-from finetune.commands.doctor.subjects.network import (
+from finetune.commands.doctor import gpus
+from finetune.commands.doctor.gpus import gather_gpus
+from finetune.commands.doctor.job import gather_job
+from finetune.commands.doctor.network import (
     InfinibandPort,
     gather_hub,
     read_default_interface,
     read_infiniband,
 )
-from finetune.commands.doctor.subjects.software import read_accelerate_settings
-from finetune.commands.doctor.subjects.storage import gather_storage
-from finetune.commands.doctor.subjects.system import NumaNode, read_iommu, read_memory_limit, read_numa
-from finetune.commands.doctor.subjects.variables import gather_variables
+from finetune.commands.doctor.software import gather_variables, read_accelerate_settings
+from finetune.commands.doctor.system import NumaNode, gather_storage, read_iommu, read_memory_limit, read_numa
 from finetune.config.load import load_config
 
 

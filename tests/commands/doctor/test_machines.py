@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from finetune.commands.doctor.facts import Facts, facts_as_json, read_facts
-from finetune.commands.doctor.subjects.findings import Severity
-from finetune.commands.doctor.subjects.links import parse_topology
+from finetune.commands.doctor.checks import Facts, facts_as_json, read_facts
+from finetune.commands.doctor.findings import Severity
+from finetune.commands.doctor.links import parse_topology
 from tests.commands.doctor.recorded import FOLDER, NAMES, findings_of, host_of
 
 MUST, SHOULD, NOTE = Severity.MUST_FIX, Severity.SHOULD_FIX, Severity.NOTE

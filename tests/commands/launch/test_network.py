@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from finetune.commands.doctor.facts import Facts, HostFacts, facts_as_json
-from finetune.commands.doctor.subjects.gpus import GpuFacts
-from finetune.commands.doctor.subjects.network import InfinibandPort, NetworkFacts
+from finetune.commands.doctor.checks import Facts, HostFacts, facts_as_json
+from finetune.commands.doctor.gpus import GpuFacts
+from finetune.commands.doctor.network import InfinibandPort, NetworkFacts
 from finetune.commands.launch.job_files import check_job
 from finetune.commands.launch.network import network_variables
 from tests.commands.doctor.recorded import FOLDER, host_of

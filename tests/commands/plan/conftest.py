@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from finetune.commands.plan.output import Plan
 from finetune.commands.plan.plan import PlanOptions, make_plan
-from finetune.commands.plan.result import Plan
 from finetune.config.load import load_config
 from tests.commands.plan.estimates import GPT_125M, LLAMA_8B, LLAMA_70B
 

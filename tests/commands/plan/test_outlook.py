@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from finetune.commands.plan.outlook import Assumed
-from finetune.commands.plan.result import Plan
+from finetune.commands.plan.output import Plan
 
 Planned = Callable[..., Plan]
 

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from finetune.commands.plan import plan as plan_command
+from finetune.commands.plan.output import Plan, plan_json, print_plan
 from finetune.commands.plan.plan import PlanOptions
-from finetune.commands.plan.result import Plan, plan_json
-from finetune.commands.plan.tables import print_plan
 from finetune.runtime.text.terminal import format_json
 from tests.commands.plan.estimates import LLAMA_8B
 

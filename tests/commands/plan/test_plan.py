@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from finetune.commands.plan.output import Plan
 from finetune.commands.plan.plan import read_measured_run
-from finetune.commands.plan.result import Plan
 
 Planned = Callable[..., Plan]
 

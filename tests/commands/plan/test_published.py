@@ -8,8 +8,8 @@ from statistics import median
 
 import pytest
 
-from finetune.commands.plan.cost.step_time import step_time
 from finetune.commands.plan.hardware import parse_hardware
+from finetune.commands.plan.step_time import step_time
 
 from scaling_model.models import LLAMA_8B, LLAMA_13B, LLAMA_70B, MPT, QWEN_7B, Model
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from finetune.commands.plan.hardware import parse_hardware
-from finetune.commands.plan.result import Plan
+from finetune.commands.plan.output import Plan
 from finetune.commands.plan.strategies import PlannedMemory, StrategyPlan, accelerate_file, with_ranks
 from finetune.memory.state import Layout, Prediction
 from tests.commands.plan.estimates import LlamaEstimate

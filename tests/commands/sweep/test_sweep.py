@@ -13,7 +13,7 @@ import pytest
 
 from finetune.commands.sweep.study import SweepStudy
 from finetune.commands.sweep.sweep import SweepRequest, sweep
-from finetune.commands.verify.resume import differences, read_completed_run
+from finetune.commands.verify.runs import differences, read_completed_run
 from finetune.errors import UserError
 from finetune.report.history import read_events
 from finetune.runtime.run_folder import is_locked

@@ -1,6 +1,6 @@
 """The parity table compares traces step by step."""
 
-from finetune.commands.verify.parity import LaunchSetup, Trace, compare
+from finetune.commands.verify.runs import LaunchSetup, Trace, compare
 
 DDP = LaunchSetup("ddp", None, 2, 1)
 

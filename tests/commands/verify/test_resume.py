@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from finetune.commands.verify.resume import CompletedRun, differences, run_resume
-from finetune.commands.verify.runs import LaunchSetup, parse_launch_setup
+from finetune.commands.verify.runs import CompletedRun, LaunchSetup, differences, parse_launch_setup, run_resume
 from finetune.config.load import load_config
 from finetune.errors import UserError
 from finetune.report.history import Steps

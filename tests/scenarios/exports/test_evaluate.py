@@ -5,9 +5,8 @@ import shutil
 
 import pytest
 
-from finetune.commands.evaluate import evaluate as evaluating
-from finetune.commands.evaluate.evaluate import evaluate
-from finetune.commands.evaluate.target import EvaluationTarget
+from finetune.commands import evaluate as evaluating
+from finetune.commands.evaluate import EvaluationTarget, evaluate
 from finetune.commands.export import export
 from finetune.errors import ConfigError, ModelError, UserError
 from finetune.report.history import read_events

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from finetune.commands.evaluate.evaluate import evaluate_with_harness
+from finetune.commands.evaluate import evaluate_with_harness
 from finetune.errors import MissingPackage, UserError
 
 FOUND = {"results": {"hellaswag": {"alias": "hellaswag", "acc,none": 0.25, "acc_stderr,none": 0.01}}, "n-shot": {}}

@@ -6,8 +6,7 @@ import pytest
 import torch
 from transformers import AutoModel, AutoTokenizer
 
-from finetune.commands.evaluate.evaluate import measure
-from finetune.commands.evaluate.target import find_evaluation_target
+from finetune.commands.evaluate import find_evaluation_target, measure
 from finetune.commands.export import export
 from tests.task_cases.classification import held_out
 from tests.task_cases.embedding import CASES

@@ -7,7 +7,7 @@ import pytest
 from ruamel.yaml import YAML
 from transformers import dynamic_module_utils
 
-from finetune.commands.evaluate.evaluate import evaluate
+from finetune.commands.evaluate import evaluate
 from finetune.commands.export import export
 from finetune.commands.source import with_trust
 from finetune.config.load import load_resolved

@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from finetune.commands.chat import load_chat_model
-from finetune.commands.evaluate.evaluate import evaluate
+from finetune.commands.evaluate import evaluate
 from finetune.commands.export import export
 from finetune.commands.generate import generate_file
 from finetune.commands.preview.preview import preview

@@ -1,1 +1,0 @@
-"""`finetune checkpoint ls`, `show`, `verify` and `prune`."""

@@ -1,0 +1,113 @@
+"""What all subjects of `doctor` use: findings, and programs and gatherers that run with a time limit."""
+
+import subprocess
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from typing import Any
+
+TOOL_SECONDS = 10.0
+
+
+def run_tool(command: Sequence[str], *, seconds: float = TOOL_SECONDS) -> str:
+    """Return the output of a program; raises OSError if it is missing, fails or takes too long."""
+    name = " ".join(command[:3])
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
+    except FileNotFoundError as error:
+        raise OSError(f"`{command[0]}` is not installed") from error
+    except subprocess.TimeoutExpired as error:
+        raise OSError(f"`{name}` did not answer within {seconds:g} s") from error
+    if done.returncode != 0:
+        lines = (done.stderr.strip() or done.stdout.strip()).splitlines()
+        raise OSError(f"`{name}` failed: {lines[0] if lines else f'exit code {done.returncode}'}")
+    return done.stdout
+
+
+def gather_all(gatherers: Mapping[str, Callable[[], Any]], *, seconds: float) -> tuple[dict[str, Any], list[str]]:
+    """Run the gatherers concurrently; return their results by name, and the reasons of those that failed.
+
+    A gatherer that hangs, as a driver may, stays in a daemon thread, which does not keep the process alive.
+    """
+    results: dict[str, Any] = {}
+    failed: dict[str, str] = {}
+
+    def gather(name: str, function: Callable[[], Any]) -> None:
+        try:
+            results[name] = function()
+        except Exception as error:  # of any library or tool: the others still answer
+            failed[name] = f"{name}: {error or type(error).__name__}"
+
+    threads = {
+        name: threading.Thread(target=gather, args=(name, function), daemon=True, name=f"gather {name}")
+        for name, function in gatherers.items()
+    }
+    for thread in threads.values():
+        thread.start()
+    for thread in threads.values():
+        thread.join(seconds)
+    late = {name: f"{name}: no answer within {seconds:g} s" for name, thread in threads.items() if thread.is_alive()}
+    unread = {**failed, **late}
+    return {name: value for name, value in results.items() if name not in late}, [*unread.values()]
+
+
+class Severity(IntEnum):
+    """The consequence of not fixing a finding."""
+
+    MUST_FIX = 0  # a run fails, hangs or computes wrong results
+    SHOULD_FIX = 1  # a run is slower or more fragile than necessary
+    NOTE = 2
+
+
+LABELS = {Severity.MUST_FIX: "FIX", Severity.SHOULD_FIX: "SHOULD", Severity.NOTE: "note"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A problem of a machine, a rank or a launch, with its fix."""
+
+    key: str  # the name of the check, as in docs/how-to/doctor.md
+    severity: Severity
+    what: str
+    why: str
+    fix: str
+    hosts: tuple[str, ...] = ()  # empty: all hosts
+
+
+def must_fix(key: str, what: str, *, why: str, fix: str) -> Finding:
+    """Return a finding that makes a run fail."""
+    return Finding(key, Severity.MUST_FIX, what, why, fix)
+
+
+def should_fix(key: str, what: str, *, why: str, fix: str) -> Finding:
+    """Return a finding that makes a run slow or fragile."""
+    return Finding(key, Severity.SHOULD_FIX, what, why, fix)
+
+
+def note(key: str, what: str, *, why: str, fix: str) -> Finding:
+    """Return a finding that is worth knowing."""
+    return Finding(key, Severity.NOTE, what, why, fix)
+
+
+def merge_hosts(findings: Iterable[Finding], *, num_hosts: int) -> list[Finding]:
+    """Return each finding once, the most severe first, with the hosts that have it; no hosts if all have it."""
+    hosts_by_finding: dict[Finding, list[str]] = {}
+    for finding in findings:
+        hosts_by_finding.setdefault(replace(finding, hosts=()), []).extend(finding.hosts)
+    merged = [
+        replace(finding, hosts=() if len(set(hosts)) == num_hosts else tuple(dict.fromkeys(hosts)))
+        for finding, hosts in hosts_by_finding.items()
+    ]
+    return sorted(merged, key=lambda finding: finding.severity)
+
+
+def format_finding(finding: Finding) -> str:
+    """Return the lines that are printed for a finding."""
+    where = f" [{', '.join(finding.hosts)}]" if finding.hosts else ""
+    return f"{LABELS[finding.severity]}: {finding.what}{where}\n    why: {finding.why}\n    fix: {finding.fix}"
+
+
+def has_severe(findings: Sequence[Finding]) -> bool:
+    """Return whether something must be fixed before a run."""
+    return any(finding.severity is Severity.MUST_FIX for finding in findings)

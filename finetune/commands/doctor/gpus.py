@@ -1,0 +1,329 @@
+"""The GPUs of a machine: their facts by NVML (`nvidia-ml-py`), without a CUDA context, and the checks of each GPU."""
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from finetune.commands.doctor.findings import Finding, must_fix, note, should_fix
+from finetune.runtime.optional import lazily
+from finetune.runtime.resources import format_size
+
+with lazily():
+    import pynvml
+
+
+@dataclass(frozen=True)
+class GpuProcess:
+    """A process that has memory on a GPU."""
+
+    pid: int
+    name: str
+    memory_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU, as NVML describes it."""
+
+    index: int
+    name: str
+    memory_bytes: int
+    memory_used_bytes: int = 0
+    capability: tuple[int, int] | None = None
+    pci_bus: str = ""
+    ecc: bool | None = None
+    uncorrected_errors: int | None = None  # since the driver was loaded
+    remap_pending: bool = False  # damaged rows of memory that a reset would remap
+    remap_failed: bool = False
+    power_watts: float | None = None
+    power_limit_watts: float | None = None
+    power_default_watts: float | None = None
+    clock_mhz: int | None = None
+    max_clock_mhz: int | None = None
+    throttle_reasons: tuple[str, ...] = ()
+    temperature_celsius: int | None = None
+    slowdown_celsius: int | None = None
+    pcie_generation: int | None = None  # the current one: an idle GPU lowers it
+    max_pcie_generation: int | None = None
+    pcie_width: int | None = None
+    max_pcie_width: int | None = None
+    mig: bool = False
+    persistence: bool | None = None
+    compute_mode: str = "default"
+    processes: tuple[GpuProcess, ...] = ()
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The matrix of `nvidia-smi topo -m`."""
+
+    links: Mapping[str, Mapping[str, str]]  # {"GPU0": {"GPU1": "NV18", "NIC0": "PIX"}}
+    cores: Mapping[str, str] = field(default_factory=dict)  # {"GPU0": "0-23,96-119"}
+    numa: Mapping[str, str] = field(default_factory=dict)
+    network_cards: Mapping[str, str] = field(default_factory=dict)  # {"NIC0": "mlx5_0"}
+
+
+@dataclass(frozen=True)
+class GpuFacts:
+    """The GPUs of a machine, their driver and how they are connected."""
+
+    has_driver: bool = False
+    driver: str | None = None
+    driver_cuda: str | None = None  # the newest CUDA that the driver runs
+    gpus: tuple[Gpu, ...] = ()
+    topology: Topology | None = None
+    p2p: Mapping[str, str] = field(default_factory=dict)  # {"0-1": "ok"}
+    problem: str | None = None  # the reason why NVML does not answer
+
+
+DRIVER_MARKS = (Path("/proc/driver/nvidia/version"), Path("/dev/nvidiactl"), Path("/dev/dxg"))
+"""Files of a driver; the last one exists under WSL."""
+
+_THROTTLE_REASONS = {
+    0x4: "power cap",
+    0x8: "hardware slowdown",
+    0x20: "software thermal slowdown",
+    0x40: "hardware thermal slowdown",
+    0x80: "hardware power brake",
+}
+
+_COMPUTE_MODES = {0: "default", 1: "exclusive thread", 2: "prohibited", 3: "exclusive process"}
+
+_P2P = {0: "ok", 1: "chipset not supported", 2: "GPU not supported", 3: "topology not supported", 4: "disabled"}
+
+
+def gather_gpus() -> GpuFacts:
+    """Return the GPUs; a machine without a driver has none, and one whose driver does not answer has a `problem`."""
+    has_driver = any(mark.exists() for mark in DRIVER_MARKS)
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        return GpuFacts(has_driver=has_driver, problem=str(error) if has_driver else None)
+    try:
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(number) for number in range(pynvml.nvmlDeviceGetCount())]
+        cuda = _query(pynvml.nvmlSystemGetCudaDriverVersion_v2)
+        return GpuFacts(
+            has_driver=True,
+            driver=_text(_query(pynvml.nvmlSystemGetDriverVersion)),
+            driver_cuda=None if cuda is None else f"{cuda // 1000}.{cuda % 1000 // 10}",
+            gpus=tuple(_gpu(index, handle) for index, handle in enumerate(handles)),
+            p2p=dict(_p2p(handles)),
+        )
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _query(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return NVML's answer; None if this GPU or driver does not support the query."""
+    try:
+        return function(*arguments)
+    except pynvml.NVMLError:
+        return None
+
+
+def _text(value: Any) -> str | None:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def _gpu(index: int, handle: Any) -> Gpu:
+    memory = _query(pynvml.nvmlDeviceGetMemoryInfo, handle)
+    capability = _query(pynvml.nvmlDeviceGetCudaComputeCapability, handle)
+    ecc_counter = (pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC)
+    remapped = _query(pynvml.nvmlDeviceGetRemappedRows, handle) or (0, 0, 0, 0)
+    reasons = _query(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0
+    slowdown = pynvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN
+    return Gpu(
+        index=index,
+        name=_text(_query(pynvml.nvmlDeviceGetName, handle)) or "unknown",
+        memory_bytes=0 if memory is None else int(memory.total),
+        memory_used_bytes=0 if memory is None else int(memory.used),
+        capability=None if capability is None else (int(capability[0]), int(capability[1])),
+        pci_bus=_text(getattr(_query(pynvml.nvmlDeviceGetPciInfo, handle), "busId", None)) or "",
+        ecc=_is_on(_query(pynvml.nvmlDeviceGetEccMode, handle)),
+        uncorrected_errors=_query(pynvml.nvmlDeviceGetTotalEccErrors, handle, *ecc_counter),
+        remap_pending=bool(remapped[2]),
+        remap_failed=bool(remapped[3]),
+        power_watts=_watts(_query(pynvml.nvmlDeviceGetPowerUsage, handle)),
+        power_limit_watts=_watts(_query(pynvml.nvmlDeviceGetEnforcedPowerLimit, handle)),
+        power_default_watts=_watts(_query(pynvml.nvmlDeviceGetPowerManagementDefaultLimit, handle)),
+        clock_mhz=_query(pynvml.nvmlDeviceGetClockInfo, handle, pynvml.NVML_CLOCK_SM),
+        max_clock_mhz=_query(pynvml.nvmlDeviceGetMaxClockInfo, handle, pynvml.NVML_CLOCK_SM),
+        throttle_reasons=tuple(text for bit, text in _THROTTLE_REASONS.items() if reasons & bit),
+        temperature_celsius=_query(pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU),
+        slowdown_celsius=_query(pynvml.nvmlDeviceGetTemperatureThreshold, handle, slowdown),
+        pcie_generation=_query(pynvml.nvmlDeviceGetCurrPcieLinkGeneration, handle),
+        max_pcie_generation=_query(pynvml.nvmlDeviceGetMaxPcieLinkGeneration, handle),
+        pcie_width=_query(pynvml.nvmlDeviceGetCurrPcieLinkWidth, handle),
+        max_pcie_width=_query(pynvml.nvmlDeviceGetMaxPcieLinkWidth, handle),
+        mig=_is_on(_query(pynvml.nvmlDeviceGetMigMode, handle)) is True,
+        persistence=_is_on(_query(pynvml.nvmlDeviceGetPersistenceMode, handle)),
+        compute_mode=_COMPUTE_MODES.get(_query(pynvml.nvmlDeviceGetComputeMode, handle) or 0, "default"),
+        processes=tuple(_processes(handle)),
+    )
+
+
+def _is_on(mode: Any) -> bool | None:
+    current = mode[0] if isinstance(mode, list | tuple) else mode
+    return None if current is None else bool(current)
+
+
+def _watts(milliwatts: int | None) -> float | None:
+    return None if milliwatts is None else milliwatts / 1000
+
+
+def _processes(handle: Any) -> Iterator[GpuProcess]:
+    """Yield the other processes; those outside this container have no name."""
+    for process in _query(pynvml.nvmlDeviceGetComputeRunningProcesses, handle) or ():
+        if process.pid == os.getpid():
+            continue
+        try:
+            name = psutil.Process(process.pid).name()
+        except psutil.Error:
+            name = "unknown"
+        yield GpuProcess(int(process.pid), name, process.usedGpuMemory)
+
+
+def _p2p(handles: list[Any]) -> Iterator[tuple[str, str]]:
+    for (first, one), (second, other) in combinations(enumerate(handles), 2):
+        status = _query(pynvml.nvmlDeviceGetP2PStatus, one, other, pynvml.NVML_P2P_CAPS_INDEX_READ)
+        if status is not None:
+            yield f"{first}-{second}", _P2P.get(int(status), "unknown")
+
+
+BUSY_SHARE = 0.05
+"""Share of the memory in use, above what drivers and a desktop need."""
+
+_CAPPED = 0.97  # of the default power
+
+_NEAR_SLOWDOWN_CELSIUS = 5
+
+_BF16_CAPABILITY = (8, 0)
+
+_WORKING = 0.5  # of the power limit: above it, a GPU does not lower its bus speed to save power
+
+_SLOWING = ("hardware slowdown", "software thermal slowdown", "hardware thermal slowdown", "hardware power brake")
+
+
+def check_gpus(facts: GpuFacts, *, is_wsl: bool, num_ranks: int) -> Iterator[Finding]:
+    """Yield the problems of single GPUs, and differences between them; `num_ranks` were launched on this machine."""
+    gpus = facts.gpus
+    for gpu in gpus:
+        yield from _check_condition(gpu)
+        yield from _check_use(gpu, is_wsl=is_wsl, num_ranks=num_ranks)
+    yield from _bus_width(gpus)
+    names = sorted({gpu.name for gpu in gpus})
+    if len(names) > 1:
+        yield should_fix(
+            "mixed-gpus",
+            f"the GPUs differ: {', '.join(names)}",
+            why="each step waits for the slowest, and the smallest memory bounds the microbatch of all",
+            fix="export CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES=... with GPUs of one model",
+        )
+    if not is_wsl and (off := [str(gpu.index) for gpu in gpus if gpu.persistence is False]):
+        yield note(
+            "persistence",
+            f"persistence mode is off (GPU {', '.join(off)})",
+            why="the driver is unloaded between processes: each start takes seconds longer, and settings are lost",
+            fix="sudo nvidia-smi -pm 1",
+        )
+    old = [gpu for gpu in gpus if gpu.capability is not None and gpu.capability < _BF16_CAPABILITY]
+    if old:
+        yield note(
+            "no-bf16",
+            f"GPU {old[0].index} ({old[0].name}) has no bf16 units",
+            why="bf16 is emulated there, slower than fp32",
+            fix="train.precision: fp16",
+        )
+
+
+def _check_condition(gpu: Gpu) -> Iterator[Finding]:
+    """Yield memory errors, and the reasons for which a GPU is slower than it should be."""
+    if gpu.remap_failed:
+        yield must_fix(
+            "ecc",
+            f"GPU {gpu.index} has damaged memory that can no longer be remapped",
+            why="runs on it end with CUDA error `uncorrectable ECC error`",
+            fix=f"exclude it (CUDA_VISIBLE_DEVICES) and have it replaced; `nvidia-smi -q -d ECC -i {gpu.index}`",
+        )
+    elif gpu.uncorrected_errors or gpu.remap_pending:
+        yield should_fix(
+            "ecc",
+            f"GPU {gpu.index} had {gpu.uncorrected_errors or 0} uncorrectable memory errors since the driver was "
+            f"loaded{', and damaged rows wait to be remapped' if gpu.remap_pending else ''}",
+            why="another one ends the run with a CUDA error",
+            fix=f"sudo nvidia-smi --gpu-reset -i {gpu.index}   # while nothing runs on it",
+        )
+    limit, default = gpu.power_limit_watts, gpu.power_default_watts
+    if limit is not None and default is not None and limit < _CAPPED * default and "Laptop" not in gpu.name:
+        yield should_fix(
+            "power-cap",
+            f"GPU {gpu.index} may draw {limit:.0f} W, its default is {default:.0f} W",
+            why="it lowers its clocks under load, and the other ranks wait for it",
+            fix=f"sudo nvidia-smi -i {gpu.index} -pl {default:.0f}",
+        )
+    slowed = [reason for reason in gpu.throttle_reasons if reason in _SLOWING]
+    hot = (gpu.temperature_celsius or 0) >= (gpu.slowdown_celsius or 1000) - _NEAR_SLOWDOWN_CELSIUS
+    if slowed or hot:
+        yield should_fix(
+            "throttled",
+            f"GPU {gpu.index} is slowed down: {', '.join(slowed) or 'heat'} (at {gpu.temperature_celsius} C, clock "
+            f"{gpu.clock_mhz} of {gpu.max_clock_mhz} MHz)",
+            why="each step waits for the slowest GPU",
+            fix="check fans, airflow and power cables; "
+            f"`nvidia-smi -q -d PERFORMANCE,TEMPERATURE -i {gpu.index}` shows the reasons",
+        )
+    is_working = gpu.power_watts and gpu.power_limit_watts and gpu.power_watts > _WORKING * gpu.power_limit_watts
+    if is_working and (gpu.pcie_generation or 0) < (gpu.max_pcie_generation or 0):
+        yield should_fix(
+            "pcie-generation",
+            f"GPU {gpu.index} runs PCIe {gpu.pcie_generation} under load, but supports {gpu.max_pcie_generation}",
+            why="each generation halves the speed of copies",
+            fix="set the slot's link speed to Auto or the highest generation in the BIOS; check the riser",
+        )
+
+
+def _bus_width(gpus: tuple[Gpu, ...]) -> Iterator[Finding]:
+    narrow = [gpu for gpu in gpus if gpu.pcie_width and gpu.pcie_width < (gpu.max_pcie_width or 0)]
+    for width, maximum in sorted({(gpu.pcie_width, gpu.max_pcie_width) for gpu in narrow}):
+        indices = [str(gpu.index) for gpu in narrow if (gpu.pcie_width, gpu.max_pcie_width) == (width, maximum)]
+        yield should_fix(
+            "pcie-width",
+            f"GPU {', '.join(indices)}: {width} of {maximum} PCIe lanes are connected",
+            why="copies to and from the GPU are slower by that factor; offloading suffers most",
+            fix="put the card into a slot with all lanes, or reseat it; check riser and BIOS (bifurcation)",
+        )
+
+
+def _check_use(gpu: Gpu, *, is_wsl: bool, num_ranks: int) -> Iterator[Finding]:
+    """Yield other processes on the GPU, and modes in which it refuses ranks."""
+    if gpu.memory_used_bytes > BUSY_SHARE * gpu.memory_bytes:
+        users = ", ".join(f"{process.name} (pid {process.pid})" for process in gpu.processes[:4])
+        pids = " ".join(str(process.pid) for process in gpu.processes)
+        outside = "close programs in Windows" if is_wsl else "outside the container, end it"
+        yield should_fix(
+            "gpu-in-use",
+            f"{format_size(gpu.memory_used_bytes)} of {format_size(gpu.memory_bytes)} of GPU {gpu.index} are in use"
+            f"{f' by {users}' if users else ''}",
+            why="the run has less memory by that amount, and shares the GPU's time",
+            fix=f"end them (`kill {pids}`)" if pids else f"`nvidia-smi` lists the processes that use it: {outside}",
+        )
+    if gpu.compute_mode == "prohibited":
+        yield must_fix(
+            "compute-mode",
+            f"GPU {gpu.index} refuses processes (compute mode Prohibited)",
+            why="CUDA reports `all CUDA-capable devices are busy or unavailable`",
+            fix=f"sudo nvidia-smi -i {gpu.index} -c DEFAULT",
+        )
+    if gpu.mig:
+        finding = must_fix if num_ranks > 1 else note
+        yield finding(
+            "mig",
+            f"GPU {gpu.index} is split into instances (MIG)",
+            why="a process sees one instance at most, and NCCL does not connect instances",
+            fix=f"run one process per instance, or `sudo nvidia-smi -i {gpu.index} -mig 0`",
+        )

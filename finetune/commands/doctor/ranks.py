@@ -1,0 +1,327 @@
+"""The ranks of a launch: the speed of the link between them, and differences of clocks, versions and devices."""
+
+import os
+import platform
+import socket
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from finetune.commands.doctor.findings import Finding, must_fix, note, should_fix
+from finetune.runtime import distributed
+from finetune.runtime.environment import nccl_version, package_versions
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """One process of a launch."""
+
+    rank: int
+    hostname: str
+    local_rank: int = 0
+    arrived_seconds: float = 0.0  # after the first
+    clock_offset_seconds: float = 0.0  # of its machine, relative to rank 0
+    python: str = ""
+    packages: Mapping[str, str] = field(default_factory=dict)
+    torch_cuda: str | None = None
+    nccl: str | None = None
+    device: str = "cpu"
+    flops_per_second: float = 0.0  # of a matrix product
+
+
+@dataclass(frozen=True)
+class AllReduceSpeed:
+    """All-reduces of one size over all ranks."""
+
+    num_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class PairSpeed:
+    """Messages between two ranks."""
+
+    first: int
+    second: int
+    latency_seconds: float
+    bytes_per_second: float
+
+
+@dataclass(frozen=True)
+class LinkFacts:
+    """Measurements between the ranks."""
+
+    backend: str
+    all_reduce: tuple[AllReduceSpeed, ...]
+    pairs: tuple[PairSpeed, ...] = ()
+
+
+CPU_SIZES = (4 << 10, 64 << 10, 1 << 20, 16 << 20)
+
+GPU_SIZES = (4 << 10, 256 << 10, 16 << 20, 256 << 20)
+
+MAX_WORLD_FOR_ALL_PAIRS = 8
+
+_SECONDS_PER_SIZE = 0.25
+
+_MAX_REPEATS = 200
+
+_WARM_UP = 2
+
+_CLOCK_ROUNDS = 5
+
+_LATENCY_BYTES = 4 << 10
+
+
+def gather_rank(*, arrived_seconds: float) -> RankFacts:
+    """Return the facts of this rank, its clock measured against rank 0's. Collective."""
+    return RankFacts(
+        rank=distributed.rank(),
+        hostname=socket.gethostname(),
+        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+        arrived_seconds=arrived_seconds,
+        clock_offset_seconds=measure_clock_offset(),
+        python=platform.python_version(),
+        packages=package_versions(),
+        torch_cuda=torch.version.cuda,
+        nccl=nccl_version(),
+        device=torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        flops_per_second=measure_flops(),
+    )
+
+
+def measure_link() -> LinkFacts:
+    """Return the speed of all-reduces over all ranks and of messages between two. Collective."""
+    device = _device()
+    sizes = CPU_SIZES if device.type == "cpu" else GPU_SIZES
+    all_reduce = tuple(AllReduceSpeed(size, _all_reduce_seconds(size, device)) for size in sizes)
+    pairs = [_pair_speed(pair, device, size=sizes[-2]) for pair in pairs_to_measure(dist.get_world_size())]
+    gathered = [pair for measured in distributed.gather_objects(pairs) for pair in measured if pair is not None]
+    merged = {(pair.first, pair.second): pair for pair in gathered}
+    backend = "gloo" if device.type == "cpu" else "nccl"
+    return LinkFacts(backend, all_reduce, tuple(merged[pair] for pair in sorted(merged)))
+
+
+def pairs_to_measure(world: int) -> Sequence[tuple[int, int]]:
+    """Return all pairs of a small world, and the neighbors of a large one.
+
+    >>> pairs_to_measure(3)
+    [(0, 1), (0, 2), (1, 2)]
+    """
+    if world <= MAX_WORLD_FOR_ALL_PAIRS:
+        return list(combinations(range(world), 2))
+    return [(rank, rank + 1) for rank in range(world - 1)]
+
+
+def _device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _all_reduce_seconds(num_bytes: int, device: torch.device) -> float:
+    """Return the mean time of an all-reduce on the slowest rank. Collective."""
+    tensor = torch.zeros(num_bytes // 4, dtype=torch.float32, device=device)
+
+    def reduce() -> None:
+        dist.all_reduce(tensor)
+
+    _timed(reduce, repeats=_WARM_UP)
+    first = _timed(reduce, repeats=1)
+    repeats = distributed.broadcast_object(min(_MAX_REPEATS, max(3, int(_SECONDS_PER_SIZE / max(first, 1e-6)))))
+    dist.barrier()
+    return max(distributed.gather_objects(_timed(reduce, repeats=repeats)))
+
+
+def _timed(function: Callable[[], None], *, repeats: int) -> float:
+    """Return the mean seconds of a call, to the end of its work on the device."""
+    _synchronize()
+    started = time.perf_counter()
+    for _ in range(repeats):
+        function()
+    _synchronize()
+    return (time.perf_counter() - started) / repeats
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _pair_speed(pair: tuple[int, int], device: torch.device, *, size: int) -> PairSpeed | None:
+    """Return the speed of messages in both directions, on the first rank of the pair; the others wait. Collective."""
+    speed = None
+    if dist.get_rank() in pair:
+        latency = _round_trip(pair, device, num_bytes=_LATENCY_BYTES, repeats=20) / 2
+        seconds = _round_trip(pair, device, num_bytes=size, repeats=4) / 2
+        speed = PairSpeed(*pair, latency, size / seconds) if dist.get_rank() == pair[0] else None
+    dist.barrier()
+    return speed
+
+
+def _round_trip(pair: tuple[int, int], device: torch.device, *, num_bytes: int, repeats: int) -> float:
+    tensor = torch.zeros(num_bytes // 4, dtype=torch.float32, device=device)
+    is_first = dist.get_rank() == pair[0]
+    other = pair[1] if is_first else pair[0]
+
+    def exchange() -> None:
+        for sends in (is_first, not is_first):
+            (dist.send if sends else dist.recv)(tensor, other)
+
+    _timed(exchange, repeats=_WARM_UP)
+    return min(_timed(exchange, repeats=1) for _ in range(repeats))  # other work of the machine does not count
+
+
+def measure_clock_offset() -> float:
+    """Return the offset of this rank's clock from rank 0's, with an error of about a message's time. Collective.
+
+    As in NTP, the fastest of several answers counts as the time halfway between request and answer.
+    """
+    rank, own = dist.get_rank(), 0.0
+    for other in range(1, dist.get_world_size()):
+        if rank == 0:
+            offset = torch.tensor([_ask_clock(other)], dtype=torch.float64)
+            dist.send(offset, other)
+        elif rank == other:
+            offset = torch.zeros(1, dtype=torch.float64)
+            for _ in range(_CLOCK_ROUNDS):
+                dist.recv(offset, 0)
+                dist.send(torch.tensor([time.time()], dtype=torch.float64), 0)
+            dist.recv(offset, 0)
+            own = float(offset[0])
+    return own
+
+
+def _ask_clock(other: int) -> float:
+    answers = []
+    answer = torch.zeros(1, dtype=torch.float64)
+    for _ in range(_CLOCK_ROUNDS):
+        sent = time.time()
+        dist.send(answer, other)
+        dist.recv(answer, other)
+        received = time.time()
+        answers.append((received - sent, float(answer[0]) - (sent + received) / 2))
+    return min(answers)[1]
+
+
+def measure_flops() -> float:
+    """Return the floating-point operations per second of a large matrix product: bf16 on a GPU, fp32 on a CPU."""
+    device = _device()
+    size, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (512, torch.float32)
+    left = torch.ones(size, size, dtype=dtype, device=device)
+
+    def multiply() -> None:
+        torch.mm(left, left)
+
+    _timed(multiply, repeats=_WARM_UP)
+    seconds = median(_timed(multiply, repeats=4) for _ in range(5))
+    return 2 * size**3 / seconds
+
+
+MAX_CLOCK_SECONDS = 1.0
+
+MAX_LATE_SECONDS = 10.0
+
+_SLOW_RANK = 0.7
+"""Share of the median speed below which a rank slows down the others."""
+
+_MUST_AGREE = ("finetune", "torch", "accelerate", "transformers", "deepspeed", "peft")
+
+
+def check_ranks(ranks: tuple[RankFacts, ...]) -> Iterator[Finding]:
+    """Yield the differences between ranks."""
+    if len(ranks) < 2:
+        return
+    yield from _versions(ranks)
+    offsets = {rank.hostname: rank.clock_offset_seconds for rank in ranks}
+    wrong = {host: offset for host, offset in offsets.items() if abs(offset) > MAX_CLOCK_SECONDS}
+    if wrong:
+        yield should_fix(
+            "clock",
+            "clocks differ from rank 0's: " + ", ".join(f"{host} by {offset:+.1f} s" for host, offset in wrong.items()),
+            why="the age of locks and temporary files decides whether they are stale; logs cannot be compared",
+            fix="sudo timedatectl set-ntp true   # or: sudo chronyc makestep",
+        )
+    values = {rank.rank: rank.device for rank in ranks}
+    on_cpu = [rank for rank, device in values.items() if device == "cpu"]
+    if 0 < len(on_cpu) < len(ranks):
+        yield must_fix(
+            "rank-without-gpu",
+            f"ranks {', '.join(map(str, on_cpu))} have no GPU: {_by_value(values)}",
+            why="more processes than GPUs on a machine, or hidden GPUs: NCCL fails",
+            fix="lower num_processes, or check CUDA_VISIBLE_DEVICES and the driver there",
+        )
+    elif len(set(values.values())) > 1:
+        yield should_fix(
+            "rank-devices",
+            f"the ranks have different devices: {_by_value(values)}",
+            why="each step waits for the slowest",
+            fix="use machines with the same GPUs",
+        )
+    late = [rank for rank in ranks if rank.arrived_seconds > MAX_LATE_SECONDS]
+    if late:
+        yield note(
+            "late-rank",
+            "late ranks: "
+            + ", ".join(f"rank {rank.rank} on {rank.hostname} by {rank.arrived_seconds:.0f} s" for rank in late),
+            why="a slow disk or a cold page cache: imports take long there, at every start",
+            fix="put the environment on a local disk of that machine",
+        )
+    speeds: dict[str, float] = {}
+    for rank in ranks:  # ranks on one CPU share its time: the fastest of a machine counts
+        name = rank.hostname if rank.device == "cpu" else f"rank {rank.rank} ({rank.hostname})"
+        speeds[name] = max(speeds.get(name, 0.0), rank.flops_per_second)
+    typical = median(speeds.values())
+    for name, speed in speeds.items():
+        if speed < _SLOW_RANK * typical:
+            yield should_fix(
+                "slow-rank",
+                f"{name} computes at {speed / typical:.0%} of the others' speed",
+                why="each step waits for it",
+                fix="check throttling, power cap and other processes there (`nvidia-smi`, `top`)",
+            )
+
+
+def _versions(ranks: tuple[RankFacts, ...]) -> Iterator[Finding]:
+    packages = {name for rank in ranks for name in rank.packages}
+    readers: Mapping[str, Callable[[RankFacts], Any]] = {
+        "python": lambda rank: rank.python.rpartition(".")[0],
+        "CUDA of torch": lambda rank: rank.torch_cuda,
+        "NCCL": lambda rank: rank.nccl,
+    }
+    for name in sorted(packages):
+        values = {rank.rank: rank.packages.get(name, "missing") for rank in ranks}
+        if len(set(values.values())) > 1:
+            finding = must_fix if name in _MUST_AGREE else should_fix
+            yield finding(
+                "versions",
+                f"{name} differs between ranks: {_by_value(values)}",
+                why="ranks then call different collectives, or compute different results: a hang, or a wrong loss",
+                fix=f"pip install {name}=={Counter(values.values()).most_common(1)[0][0]}   # where it differs",
+            )
+    for name, read in readers.items():
+        values = {rank.rank: str(read(rank)) for rank in ranks}
+        if len(set(values.values())) > 1:
+            yield must_fix(
+                "versions",
+                f"{name} differs between ranks: {_by_value(values)}",
+                why="NCCL fails or hangs with mixed versions; different builds of torch compute different results",
+                fix="use the same image or the same lock file on all machines",
+            )
+
+
+def _by_value(values: Mapping[int, str]) -> str:
+    ranks: dict[str, list[int]] = defaultdict(list)
+    for rank, value in values.items():
+        ranks[value].append(rank)
+    return "; ".join(f"{value} on rank {_ranges(numbers)}" for value, numbers in ranks.items())
+
+
+def _ranges(numbers: list[int]) -> str:
+    shown = ", ".join(map(str, numbers[:4]))
+    return shown + (f" and {len(numbers) - 4} more" if len(numbers) > 4 else "")

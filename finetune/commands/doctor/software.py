@@ -1,0 +1,414 @@
+"""Versions of software and drivers, locks of builds, and environment variables that silently change a run."""
+
+import os
+import platform
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from finetune.commands.doctor.findings import Finding, Severity, has_severe, must_fix, note, run_tool, should_fix
+from finetune.commands.doctor.gpus import GpuFacts
+from finetune.config.yaml import read_yaml
+from finetune.runtime.environment import default_config, launcher_variables, nccl_version, package_versions
+from finetune.runtime.text.redact import redacted_variables
+from finetune.runtime.upstream import ABANDONED, BUILDING, build_locks, extensions_folder
+from finetune.strategy.cpu_adam import build_tools, missing_for_cpu_adam
+
+
+@dataclass(frozen=True)
+class Lock:
+    """A lock of a build of DeepSpeed's extensions."""
+
+    path: str
+    state: str
+    text: str
+
+
+@dataclass(frozen=True)
+class SoftwareFacts:
+    """Versions, compilers, and the locks of builds."""
+
+    python: str = ""
+    packages: Mapping[str, str] = field(default_factory=dict)
+    torch_cuda: str | None = None  # None: a build for CPUs
+    torch_architectures: tuple[str, ...] = ()  # ("sm_80", "sm_90")
+    num_torch_devices: int = 0
+    nccl: str | None = None
+    compatibility_library: str | None = None  # libcuda of a cuda-compat package, if it is used
+    compiler: str | None = None
+    nvcc: str | None = None
+    has_ninja: bool = True
+    missing_for_cpu_adam: str | None = None
+    locks: tuple[Lock, ...] = ()
+    accelerate_config: str | None = None  # the default file, if it exists
+    accelerate_settings: Mapping[str, str] = field(default_factory=dict)
+
+
+_VERSION = re.compile(r"release (\d+\.\d+)")
+
+_ACCELERATE_KEYS = ("distributed_type", "num_processes", "num_machines", "mixed_precision", "use_cpu", "gpu_ids")
+
+
+def gather_software() -> SoftwareFacts:
+    """Return versions, tools and locks."""
+    tools = build_tools()
+    default = default_config(os.environ)
+    nvcc = None  # the version of the one that torch would use
+    if tools.nvcc is not None:
+        with suppress(OSError):
+            nvcc = next(iter(_VERSION.findall(run_tool([tools.nvcc, "--version"]))), None)
+    return SoftwareFacts(
+        python=platform.python_version(),
+        packages=package_versions(),
+        torch_cuda=torch.version.cuda,
+        torch_architectures=tuple(torch.cuda.get_arch_list()),
+        num_torch_devices=torch.cuda.device_count(),
+        nccl=nccl_version(),
+        compatibility_library=loaded_compatibility_library(),
+        compiler=tools.compiler,
+        nvcc=nvcc,
+        has_ninja=tools.has_ninja,
+        missing_for_cpu_adam=missing_for_cpu_adam() if find_spec("deepspeed") is not None else None,
+        locks=tuple(Lock(str(lock.path), lock.state, str(lock)) for lock in build_locks(extensions_folder())),
+        accelerate_config=default["path"] if default["exists"] else None,
+        accelerate_settings=read_accelerate_settings(Path(default["path"])) if default["exists"] else {},
+    )
+
+
+def read_accelerate_settings(file: Path) -> dict[str, str]:
+    """Return the settings of the default accelerate config that affect the launch of a job."""
+    try:
+        content: Any = read_yaml(file.read_text(encoding="utf-8")).values
+    except Exception:  # of the file or of its YAML: `accelerate launch` explains it
+        return {}
+    return {key: str(content[key]) for key in _ACCELERATE_KEYS if isinstance(content, dict) and key in content}
+
+
+def loaded_compatibility_library() -> str | None:
+    """Return the libcuda of a `cuda-compat` package that this process has loaded; None for the driver's own."""
+    if torch.version.cuda is None:
+        return None
+    maps = (mapped.path for mapped in psutil.Process().memory_maps())
+    return next((path for path in maps if "libcuda.so" in path and "compat" in path), None)
+
+
+_WHEELS = ((13, 0), (12, 8), (12, 6))
+"""Versions of CUDA for which download.pytorch.org has builds of torch, the newest first."""
+
+OLDEST_DRIVERS = {11: "450.80", 12: "525.60", 13: "580.65"}
+"""The oldest driver for each major version of CUDA (CUDA's release notes, "minor version compatibility")."""
+
+
+def check_drivers(gpus: GpuFacts, software: SoftwareFacts, *, is_hidden: bool) -> Iterator[Finding]:
+    """Yield the reasons why torch cannot use the GPUs; `is_hidden`: CUDA_VISIBLE_DEVICES hides them all."""
+    if gpus.problem is not None:
+        yield must_fix(
+            "driver",
+            f"the NVIDIA driver does not answer: {gpus.problem}",
+            why="no process can use a GPU until it does",
+            fix="reboot after an update of the driver, or `sudo modprobe nvidia`; then `nvidia-smi` must list the GPUs",
+        )
+    if not gpus.gpus and not (gpus.has_driver and gpus.problem is None):
+        return
+    if software.torch_cuda is None:
+        yield must_fix(
+            "torch-build",
+            f"this machine has an NVIDIA driver, but torch {software.packages.get('torch', '')} is a build for CPUs",
+            why="every rank would train on the CPU",
+            fix=f"pip install torch --index-url https://download.pytorch.org/whl/{_wheel(gpus)}",
+        )
+        return
+    misfits = list(_driver_version(gpus, software.torch_cuda, software.compatibility_library))
+    yield from misfits
+    architectures = software.torch_architectures
+    for gpu in gpus.gpus:
+        if gpu.capability is not None and architectures and not runs_on(gpu.capability, architectures):
+            yield must_fix(
+                "architecture",
+                f"GPU {gpu.index} ({gpu.name}) is sm_{gpu.capability[0]}{gpu.capability[1]}, and torch is compiled for "
+                f"{', '.join(architectures)}",
+                why="kernels fail with `no kernel image is available for execution on the device`",
+                fix="install a build of torch for another CUDA: cu128 or cu130 for new GPUs, cu126 for old ones "
+                "(https://pytorch.org/get-started)",
+            )
+    is_explained = has_severe(misfits) or is_hidden
+    if gpus.gpus and software.num_torch_devices == 0 and not is_explained:
+        yield must_fix(
+            "torch-sees-no-gpu",
+            f"NVML lists {len(gpus.gpus)} GPUs, and torch sees none",
+            why="every rank would train on the CPU",
+            fix="python -c 'import torch; torch.cuda.init()' prints the reason; start a container with --gpus all",
+        )
+    if len(gpus.gpus) > 1 and software.num_torch_devices and software.nccl is None:
+        yield must_fix(
+            "nccl",
+            "this build of torch has no NCCL",
+            why="the GPUs of several ranks cannot communicate",
+            fix=f"pip install torch --index-url https://download.pytorch.org/whl/{_wheel(gpus)}",
+        )
+
+
+def _driver_version(gpus: GpuFacts, torch_cuda: str, compatibility: str | None) -> Iterator[Finding]:
+    required, offered = _numbers(torch_cuda), _numbers(gpus.driver_cuda or "")
+    if not offered:
+        return
+    text = f"torch is built for CUDA {torch_cuda}, the driver {gpus.driver} runs CUDA up to {gpus.driver_cuda}"
+    if compatibility is not None and any("GeForce" in gpu.name for gpu in gpus.gpus):
+        yield must_fix(
+            "forward-compatibility",
+            f"{text}; {compatibility} is loaded",
+            why="forward compatibility exists only on data center GPUs: CUDA fails with error 804 on GeForce",
+            fix="remove the folder of that file from LD_LIBRARY_PATH",
+        )
+    elif required[0] > offered[0] and compatibility is None:
+        newest = OLDEST_DRIVERS.get(required[0], "a newer one")
+        yield must_fix(
+            "driver-too-old",
+            text,
+            why="a driver does not run a newer major version of CUDA: torch.cuda.is_available() is False",
+            fix=f"pip install torch --index-url https://download.pytorch.org/whl/{_wheel(gpus)}; or install driver "
+            f"{newest} or newer; or, on data center GPUs, `apt-get install cuda-compat-{required[0]}-{required[1]}`",
+        )
+    elif required > offered and compatibility is None:
+        yield note(
+            "driver-minor-version",
+            text,
+            why="it runs (minor version compatibility), but kernels that come as PTX fail with `unsupported toolchain`",
+            fix="install a newer driver if a kernel fails that way",
+        )
+    elif compatibility is not None and offered >= required:
+        yield should_fix(
+            "forward-compatibility",
+            f"{text}; {compatibility} is loaded nevertheless",
+            why="the older libcuda of the container replaces the driver's own",
+            fix="remove the folder of that file from LD_LIBRARY_PATH",
+        )
+
+
+def runs_on(capability: tuple[int, int], architectures: tuple[str, ...]) -> bool:
+    """Return whether kernels for one of the architectures, or PTX for an older one, run on such a GPU.
+
+    >>> runs_on((8, 9), ("sm_80", "sm_90")), runs_on((12, 0), ("sm_90",)), runs_on((12, 0), ("compute_90",))
+    (True, False, True)
+    """
+    for architecture in architectures:
+        form, _, digits = architecture.rstrip("af").partition("_")
+        if not digits.isdigit():
+            continue
+        major, minor = int(digits[:-1]), int(digits[-1])
+        if form == "sm" and major == capability[0] and minor <= capability[1]:
+            return True
+        if form == "compute" and (major, minor) <= capability:
+            return True
+    return False
+
+
+def _wheel(gpus: GpuFacts) -> str:
+    """Return the newest build of torch that the driver runs."""
+    offered = _numbers(gpus.driver_cuda or "13.0")
+    newest = next((version for version in _WHEELS if version <= offered), None)
+    major, minor = newest or ((12, 6) if offered[0] == 12 else _WHEELS[0])
+    return f"cu{major}{minor}"
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+
+
+def check_software(software: SoftwareFacts, *, num_gpus: int) -> Iterator[Finding]:
+    """Yield the problems that keep DeepSpeed from compiling, and a default accelerate config."""
+    for lock in software.locks:
+        remedy = f"rm {lock.path}" + ("   # or launch under DeepSpeed, which removes it" * (lock.state == ABANDONED))
+        finding = note if lock.state == BUILDING else must_fix
+        yield finding(
+            "build-lock",
+            lock.text.rstrip("."),
+            why="torch waits for this file to disappear, silently and without a time limit",
+            fix="wait until it has compiled" if lock.state == BUILDING else remedy,
+        )
+    if software.missing_for_cpu_adam is not None:
+        yield should_fix(
+            "compiler",
+            f"ZeRO with an offloaded optimizer (zero2_offload, zero3_offload) cannot start: "
+            f"{software.missing_for_cpu_adam.partition('. Run ')[0].rstrip('.')}",
+            why="DeepSpeed compiles its Adam for the CPU at the first run on a machine; nothing else needs it",
+            fix=software.missing_for_cpu_adam.partition("Run ")[2].strip("`. ") or "apt-get install g++ ninja-build",
+        )
+    nvcc, cuda = software.nvcc, software.torch_cuda
+    if nvcc is not None and cuda is not None and nvcc.split(".")[0] != cuda.split(".")[0]:
+        toolkit = cuda.replace(".", "-")
+        yield should_fix(
+            "nvcc",
+            f"nvcc belongs to CUDA {nvcc}, and torch is built for CUDA {cuda}",
+            why="DeepSpeed refuses to compile its extensions (CUDAMismatchException)",
+            fix=f"apt-get install cuda-toolkit-{toolkit} && export CUDA_HOME=/usr/local/cuda-{cuda}",
+        )
+    if software.accelerate_config is not None:
+        yield from _accelerate_config(software, num_gpus=num_gpus)
+
+
+def _accelerate_config(software: SoftwareFacts, *, num_gpus: int) -> Iterator[Finding]:
+    path, settings = software.accelerate_config, software.accelerate_settings
+    wrong = []
+    if num_gpus and settings.get("use_cpu", "").lower() in ("true", "yes"):
+        wrong.append("use_cpu: true, on a machine with GPUs")
+    if num_gpus > 1 and settings.get("num_processes") == "1":
+        wrong.append(f"num_processes: 1, on a machine with {num_gpus} GPUs")
+    if settings.get("mixed_precision", "no") not in ("no", "null", "None", "False"):
+        wrong.append(f"mixed_precision: {settings['mixed_precision']}, which train.precision decides")
+    if settings.get("num_machines", "1") not in ("1", "0"):
+        wrong.append(f"num_machines: {settings['num_machines']}")
+    finding = should_fix if wrong else note
+    yield finding(
+        "accelerate-config",
+        f"{path} exists{', with ' if wrong else ''}{'; '.join(wrong)}",
+        why="`accelerate launch` reads it unless --config_file names another",
+        fix="accelerate launch --config_file accelerate_configs/ddp.yaml -m finetune --config job.yaml; or delete it",
+    )
+
+
+_MORE_VARIABLES = (
+    "LD_LIBRARY_PATH",
+    "LD_PRELOAD",
+    "NVIDIA_TF32_OVERRIDE",
+    "TRANSFORMERS_OFFLINE",
+    "OPENBLAS_NUM_THREADS",
+    "HTTPS_PROXY",
+    "https_proxy",
+    "HTTP_PROXY",
+    "http_proxy",
+    "ALL_PROXY",
+    "all_proxy",
+    "NO_PROXY",
+    "no_proxy",
+    "KMP_AFFINITY",
+    "GOMP_CPU_AFFINITY",
+    "CXX",
+    "WSL_DISTRO_NAME",
+)
+
+
+def gather_variables(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that affect libraries, without secrets; empty ones are included."""
+    more = {name: variables[name] for name in _MORE_VARIABLES if name in variables}
+    return launcher_variables(variables) | redacted_variables(more)
+
+
+_TRUE = ("1", "true", "yes", "on")
+
+
+def _is_true(value: str) -> bool:
+    return value.lower() in _TRUE
+
+
+def _is_false(value: str) -> bool:
+    return value.lower() in ("0", "false", "no", "off")
+
+
+def _is_set(value: str) -> bool:
+    return value != ""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A variable, the values that cause a finding, and the reason."""
+
+    name: str
+    applies: Callable[[str], bool]
+    severity: Severity
+    why: str
+
+
+_SHOULD, _NOTE = Severity.SHOULD_FIX, Severity.NOTE
+
+RULES = (
+    Rule("CUDA_LAUNCH_BLOCKING", _is_true, _SHOULD, "each kernel waits for the previous one: training is much slower"),
+    Rule("PYTORCH_NO_CUDA_MEMORY_CACHING", _is_true, _SHOULD, "each tensor is allocated by the driver: much slower"),
+    Rule(
+        "TORCH_DISTRIBUTED_DEBUG", lambda value: value.upper() == "DETAIL", _SHOULD, "every collective is checked first"
+    ),
+    Rule("TORCH_NCCL_BLOCKING_WAIT", _is_true, _SHOULD, "the host waits for every collective"),
+    Rule("NCCL_BLOCKING_WAIT", _is_true, _SHOULD, "the host waits for every collective"),
+    Rule("TORCH_NCCL_ASYNC_ERROR_HANDLING", _is_false, _SHOULD, "a rank that has failed leaves the others hanging"),
+    Rule("NCCL_SHM_DISABLE", _is_true, _SHOULD, "GPUs without P2P then communicate over TCP"),
+    Rule("NCCL_ALGO", _is_set, _NOTE, "NCCL no longer chooses the algorithm by size and topology"),
+    Rule("NCCL_PROTO", _is_set, _NOTE, "NCCL no longer chooses the protocol by size and topology"),
+    Rule("NCCL_P2P_LEVEL", _is_set, _NOTE, "NCCL no longer decides by the platform where P2P is used"),
+    Rule("NCCL_DEBUG", lambda value: value.upper() in ("INFO", "TRACE"), _NOTE, "every rank prints pages of lines"),
+    Rule("NVIDIA_TF32_OVERRIDE", _is_false, _SHOULD, "fp32 matrix products do not use TF32, regardless of train.tf32"),
+    Rule("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", _is_true, _NOTE, "TF32 is used regardless of train.tf32: losses change"),
+    Rule("TORCHDYNAMO_DISABLE", _is_true, _NOTE, "model.compile has no effect"),
+    Rule("TORCH_COMPILE_DISABLE", _is_true, _NOTE, "model.compile has no effect"),
+    Rule("CUDA_DEVICE_ORDER", lambda value: value == "FASTEST_FIRST", _NOTE, "CUDA's numbers differ from nvidia-smi's"),
+    Rule("PYTORCH_CUDA_ALLOC_CONF", _is_set, _NOTE, "it replaces the allocator settings that a run chooses"),
+    Rule("PYTORCH_ALLOC_CONF", _is_set, _NOTE, "it replaces the allocator settings that a run chooses"),
+    Rule("LD_PRELOAD", _is_set, _NOTE, "its libraries may replace malloc or CUDA"),
+)
+
+_LAUNCHER_VARIABLES = (
+    "ACCELERATE_USE_FSDP",
+    "ACCELERATE_USE_DEEPSPEED",
+    "ACCELERATE_USE_CPU",
+    "ACCELERATE_MIXED_PRECISION",
+)
+"""Set by `accelerate launch` for its processes; in a shell they are left over from another launch."""
+
+
+def check_variables(variables: Mapping[str, str], gpus: GpuFacts) -> Iterator[Finding]:
+    """Yield the variables that should not be set, or have another value."""
+    for rule in RULES:
+        value = variables.get(rule.name)
+        if value is not None and rule.applies(value):
+            yield Finding("variable", rule.severity, f"{rule.name}={value} is set", rule.why, f"unset {rule.name}")
+    yield from _visible_devices(variables, gpus)
+    if "LOCAL_RANK" not in variables:
+        left = [name for name in (*_LAUNCHER_VARIABLES, "RANK", "WORLD_SIZE", "MASTER_ADDR") if name in variables]
+        if left and not any(name.startswith("SLURM_") for name in variables):
+            yield should_fix(
+                "launcher-variables",
+                f"{', '.join(left)} set in this shell, without a launcher",
+                why="they change the strategy, the precision or the number of ranks that a run assumes",
+                fix=f"unset {' '.join(left)}",
+            )
+    if any(part.startswith("/usr/local/cuda") for part in variables.get("LD_LIBRARY_PATH", "").split(":")):
+        yield note(
+            "library-path",
+            f"LD_LIBRARY_PATH={variables['LD_LIBRARY_PATH']}",
+            why="that toolkit's libraries (cuBLAS, cuDNN, NCCL) may replace those of torch",
+            fix="unset LD_LIBRARY_PATH, unless torch needs it to start",
+        )
+
+
+def _visible_devices(variables: Mapping[str, str], gpus: GpuFacts) -> Iterator[Finding]:
+    value, num_gpus = variables.get("CUDA_VISIBLE_DEVICES"), len(gpus.gpus)
+    if value is None or not (num_gpus or gpus.has_driver):
+        return
+    numbers = [int(number) for number in re.findall(r"(?:^|,)\s*(-?\d+)\s*(?=,|$)", value)]
+    if value.strip() == "" or numbers[:1] == [-1]:
+        yield must_fix(
+            "visible-devices",
+            f'CUDA_VISIBLE_DEVICES="{value}" hides all {num_gpus} GPUs',
+            why="every rank would train on the CPU",
+            fix="unset CUDA_VISIBLE_DEVICES",
+        )
+    elif num_gpus and any(not 0 <= number < num_gpus for number in numbers):
+        yield must_fix(
+            "visible-devices",
+            f"CUDA_VISIBLE_DEVICES={value}, but the GPUs are 0 to {num_gpus - 1}",
+            why="CUDA silently ignores that number and all that follow it",
+            fix=f"export CUDA_VISIBLE_DEVICES={','.join(map(str, range(num_gpus)))}",
+        )
+    elif len(numbers) < num_gpus and numbers and "LOCAL_RANK" not in variables:
+        yield note(
+            "visible-devices",
+            f"CUDA_VISIBLE_DEVICES={value}: {len(numbers)} of {num_gpus} GPUs are used",
+            why="the others stay idle, unless another run has them",
+            fix="unset CUDA_VISIBLE_DEVICES to use all",
+        )

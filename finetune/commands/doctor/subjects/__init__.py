@@ -1,1 +1,0 @@
-"""The subjects of the doctor, one per module: facts, gatherer and checks."""

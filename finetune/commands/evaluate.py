@@ -1,0 +1,353 @@
+"""`finetune evaluate`: measure a run, a checkpoint or a model on validation samples, as a run evaluates itself."""
+
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from finetune.checkpoint.format import layout
+from finetune.checkpoint.read.inventory import locate_run, select_checkpoint
+from finetune.checkpoint.read.load import open_checkpoint
+from finetune.checkpoint.sharding.state_layout import named_buffers, named_parameters
+from finetune.commands.export import export_checkpoint, exported_weights, is_run, processing_in
+from finetune.commands.generate import local_device
+from finetune.commands.source import require_trusted_metrics, with_trust
+from finetune.config.load import RESOLVED_NAME, LoadedConfig, load_config, load_resolved
+from finetune.config.run_config import RunConfig
+from finetune.config.sections.train import TrainSection
+from finetune.data.sources.source import Source, open_source, open_sources
+from finetune.data.templates.chat_template import set_chat_template
+from finetune.data.templates.rendering import use_arguments
+from finetune.data.token_cache.cache import prepare_set, repair
+from finetune.data.token_cache.store import TokenCache
+from finetune.errors import UserError
+from finetune.model.build import build_model
+from finetune.model.loading.architecture import NEW_HEADS
+from finetune.model.loading.pretrained import check_loadable
+from finetune.model.loading.saved import SavedModel, inspect_model_folder, load_saved_model
+from finetune.model.upstream import data_only_loading
+from finetune.report.reporter import NullReporter, RunLog
+from finetune.run.setup.accelerator import make_accelerator
+from finetune.run.setup.data import make_encoding
+from finetune.run.setup.loop import make_evaluator
+from finetune.run.setup.model import parameters_in
+from finetune.run.setup.padding_free import resolve_padding_free
+from finetune.run.setup.precompute import attach_teacher, precompute_set
+from finetune.run.setup.prepared_model import PreparedModel
+from finetune.run.setup.strategy import launched_strategy
+from finetune.run.state.run_folder import RunInputs, load_run_inputs
+from finetune.runtime import distributed
+from finetune.runtime.files import atomic
+from finetune.runtime.optional import require
+from finetune.runtime.parameters import InitContext
+from finetune.runtime.text.redact import redacted_config
+from finetune.runtime.text.terminal import format_json, quiet_libraries
+from finetune.strategy.upstream import unsharded
+from finetune.task.generation import load_metrics
+from finetune.task.protocol import Task
+
+
+@dataclass(frozen=True)
+class EvaluationTarget:
+    """A model that has been looked for and not loaded yet, and the job by which it is measured."""
+
+    loaded: LoadedConfig
+    run_inputs: RunInputs
+    source: Path  # a checkpoint or a model folder
+    saved: SavedModel | None  # None: a checkpoint
+    origin: RunConfig  # of the run that the checkpoint is from; else as `loaded`
+    step: int = 0
+
+    @property
+    def config(self) -> RunConfig:
+        """Return the job by which it is measured."""
+        return self.loaded.config
+
+    def task(self) -> Task:
+        """Return the task; raises DataError where the job cannot serve it."""
+        saved = self.saved
+        data = (
+            None
+            if saved is None
+            else resolve_padding_free(self.config, model=saved.config, adapter=saved.adapter or {})
+        )
+        return self.run_inputs.task(self.config, data=data)
+
+    def initial_model(self, task: Task) -> Any:
+        """Return the model as the run began with it, from which a task's outputs are precomputed; a folder's own."""
+        if self.saved is not None:
+            section = self.config.model
+            trusts = section.trust_remote_code
+            return load_saved_model(self.saved, key="evaluate", dtype=section.dtype, trust_remote_code=trusts)
+        tokenizer = self.run_inputs.processing.tokenizer
+        recorded = parameters_in(self.source)
+        return build_model(
+            self.origin.model,
+            head=task.head,
+            head_values=task.head_values,
+            tokenizer=tokenizer,
+            seed=self.origin.run.seed,
+            init_context=InitContext(),
+            recorded=recorded,
+        )
+
+    def load_weights(self, model: Any) -> None:
+        """Give the model the weights of the checkpoint; those of a folder are in it already."""
+        if self.saved is not None:
+            return
+        checkpoint = open_checkpoint(self.source)
+        weights = exported_weights(model, checkpoint, train=self.origin.train, trained_only=False)
+        with torch.no_grad():
+            for name, tensor in {**named_parameters(model), **named_buffers(model)}.items():
+                if weights[name] is not tensor:
+                    tensor.copy_(weights[name])
+
+
+def find_evaluation_target(
+    source: Path,
+    *,
+    step: int | None,
+    job: LoadedConfig | None,
+    overrides: Sequence[str],
+    trust_remote_code: bool = False,
+) -> EvaluationTarget:
+    """Return the model to measure and its job; raises UserError without a model, or without a job for it.
+
+    `overrides` change the run's own job if no other is named. A model's own code runs only if the caller or `job`
+    allows it; the run's own record does not count.
+    """
+    trusts = trust_remote_code or (job is not None and job.config.model.trust_remote_code)
+    if is_run(source):
+        location = locate_run(source)
+        chosen = select_checkpoint(location, step=step)
+        own = with_trust(load_resolved(location.run), trust_remote_code=trusts)
+        loaded = with_trust(load_resolved(location.run, overrides) if job is None else job, trust_remote_code=trusts)
+        if job is None:
+            require_trusted_metrics(own, loaded, trust_remote_code=trusts)
+        if loaded.config.task.name != own.config.task.name:
+            raise UserError(
+                f"--config: {loaded.path} has the task `{loaded.config.task.name}`, and the run was trained on "
+                f"`{own.config.task.name}`. Name a job of that task, or another run."
+            )
+        step_of = layout.step_of(chosen) or 0
+        kept = load_run_inputs(location.run, own.config)
+        _use_arguments(kept, loaded)
+        return EvaluationTarget(loaded, kept, chosen, None, own.config, step_of)
+    if step is not None:
+        raise UserError(f"--step {step}: {source} has no checkpoints. Name a run's folder, or leave --step out.")
+    return _of_folder(source, job=job, overrides=overrides, trusts=trusts)
+
+
+def _use_arguments(run_inputs: RunInputs, loaded: LoadedConfig) -> None:
+    """Have conversations rendered with the arguments of the job, where it has some."""
+    tokenizer = run_inputs.processing.tokenizer
+    if tokenizer is not None:
+        use_arguments(tokenizer, loaded.config.data.chat_template_arguments, loaded.sources)
+
+
+def _of_folder(source: Path, *, job: LoadedConfig | None, overrides: Sequence[str], trusts: bool) -> EvaluationTarget:
+    saved = inspect_model_folder(source, key="evaluate", trust_remote_code=trusts)
+    run = saved.folder.parent if (saved.folder.parent / RESOLVED_NAME).is_file() else None
+    if job is not None:
+        loaded = job
+    elif run is not None:
+        loaded = load_resolved(run, overrides)
+        require_trusted_metrics(load_resolved(run), loaded, trust_remote_code=trusts)
+    else:
+        raise UserError(
+            f"{saved.folder}: does not belong to a run, so there is no job to evaluate with. Add --config JOB.yaml."
+        )
+    loaded = with_trust(loaded, trust_remote_code=trusts)
+    if run is not None and job is None:
+        kept = load_run_inputs(run, loaded.config)
+    else:
+        kept = RunInputs(processing_in(saved, trust_remote_code=trusts), {})
+        loaded = _with_labels(loaded, saved)
+        if kept.processing.tokenizer is not None:
+            set_chat_template(kept.processing.tokenizer, loaded.config.data.chat_template)
+    _use_arguments(kept, loaded)
+    target = EvaluationTarget(loaded, kept, saved.folder, saved, loaded.config)
+    head = target.task().head
+    return replace(target, saved=replace(saved, head=head))
+
+
+def _with_labels(loaded: LoadedConfig, saved: SavedModel) -> LoadedConfig:
+    """Return the job with the classes that the model itself names, where it has some and the job names none."""
+    task = loaded.config.task
+    if saved.head not in NEW_HEADS or task.classification.labels:
+        return loaded
+    classification = task.classification.model_copy(update={"labels": saved.labels})
+    named = task.model_copy(update={"classification": classification})
+    return replace(loaded, config=loaded.config.model_copy(update={"task": named}))
+
+
+def evaluate(
+    source: Path,
+    *,
+    step: int | None,
+    config: Path | None,
+    overrides: Sequence[str],
+    json: Path | None,
+    trust_remote_code: bool = False,
+) -> int:
+    """Evaluate, print the metrics, write them to the JSON file if one is named, and return the exit code.
+
+    Collective over all launched processes; each of them holds the whole model.
+    """
+    quiet_libraries(is_main=distributed.is_main())
+    job = None if config is None else load_config(config, overrides)
+    trusts = trust_remote_code
+    target = find_evaluation_target(source, step=step, job=job, overrides=overrides, trust_remote_code=trusts)
+    measured = measure(target)
+    if distributed.is_main():
+        if json is not None:
+            about = {"source": str(target.source), "step": target.step, "rows": measured.num_rows}
+            atomic.write_json(json, {**about, "metrics": measured.metrics})
+        _print(measured)
+    return distributed.shut_down(0)
+
+
+def evaluate_model(
+    source: Path, *, step: int | None, job: LoadedConfig | None, overrides: Sequence[str], trust_remote_code: bool
+) -> dict[str, float]:
+    """Return the metrics on every rank, and print nothing. Collective over all launched processes."""
+    quiet_libraries(is_main=distributed.is_main())
+    trusts = trust_remote_code
+    target = find_evaluation_target(source, step=step, job=job, overrides=overrides, trust_remote_code=trusts)
+    metrics = measure(target).metrics
+    distributed.wait_for_devices()
+    return metrics
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """The metrics of an evaluation, the same on every rank."""
+
+    target: EvaluationTarget
+    metrics: dict[str, float]
+    num_rows: int
+
+
+def measure(target: EvaluationTarget) -> Measurement:
+    """Return the metrics on the job's validation rows, exact on any number of processes. Collective.
+
+    Raises UserError where the job has no validation rows.
+    """
+    strategy = launched_strategy(_evaluation_job(target.loaded))
+    log = RunLog(is_main=distributed.is_main())
+    config, task = target.config, target.task()
+    rows = _validation(target, task, log=log)
+    repair(rows, seconds=None)
+    # Before the model: quantized weights are loaded to the device that it chooses.
+    accelerator = make_accelerator(config, strategy, log=log)
+    with unsharded(accelerator):
+        model = target.initial_model(task)
+    model.to(accelerator.device)
+    prepared = PreparedModel(accelerator, model, model, None)
+    precomputed = precompute_set(config, task, rows, key="data.validation", prepared=prepared, log=log)
+    task = attach_teacher(config.model, task, accelerator=accelerator, log=log)
+    target.load_weights(model)
+    generate = config.evaluate.generate if config.evaluate else None
+    evaluator = make_evaluator(
+        config,
+        task,
+        rows=precomputed,
+        model=accelerator.prepare_model(model, evaluation_mode=True),
+        accelerator=accelerator,
+        tokenizer=target.run_inputs.processing.tokenizer,
+        answer_metrics=load_metrics(generate.metrics if generate else ()),
+        reporter=NullReporter(),
+    )
+    return Measurement(target, evaluator(target.step), len(rows))
+
+
+def _validation(target: EvaluationTarget, task: Task, *, log: RunLog) -> TokenCache:
+    """Return the validation set; training rows are read only where it is split off from them."""
+    encoding = make_encoding(target.config.data, target.run_inputs.processing, task, name=target.config.task.name)
+    return prepare_set(_source(target.config, log=log), encoding, log=log)
+
+
+def _source(config: RunConfig, *, log: RunLog) -> Source:
+    section = config.data.validation
+    if section is None:
+        raise UserError(
+            "data.validation: the job has no validation data to evaluate on. Add "
+            "`--set 'data.validation={path: ROWS.jsonl}'`."
+        )
+    if any(address is not None for address in (section.path, section.name, section.source)):
+        return open_source(section, key="data.validation", log=log)
+    validation = open_sources(config.data, seed=config.run.seed, log=log).validation
+    assert validation is not None, "a section without a source of its own is split off from the training rows"
+    return validation
+
+
+def _evaluation_job(loaded: LoadedConfig) -> LoadedConfig:
+    """Return the job without the settings that matter to training alone: strategy, batch, unfreezing and average."""
+    config = loaded.config
+    bare = {
+        "global_batch_size": config.train.known_microbatch_size * distributed.world(),
+        "unfreeze": {},
+        "average": None,
+    }
+    known = {name: value for name, value in bare.items() if name in TrainSection.model_fields}
+    run = config.run.model_copy(update={"strategy": None})
+    train = config.train.model_copy(update=known)
+    return replace(loaded, config=config.model_copy(update={"run": run, "train": train}))
+
+
+def _print(measured: Measurement) -> None:
+    print(f"{measured.target.source}: {measured.num_rows:,} rows")
+    width = max(map(len, measured.metrics), default=0)
+    for name, value in measured.metrics.items():
+        print(f"  {name:<{width}}  {value:.6g}")
+
+
+def evaluate_with_harness(
+    source: Path, *, step: int | None, tasks: str, json: Path | None, trust_remote_code: bool = False
+) -> None:
+    """Measure the tasks (names, separated by commas), print their metrics and write all results to the file.
+
+    A checkpoint of a run is exported for it, to a folder that is removed afterwards. In one process; raises UserError
+    for several, and for a model without a causal LM head, MissingPackage without lm-eval.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError("--lm-eval: run it in one process, without `accelerate launch`.")
+    harness = require("lm_eval", extra="lm-eval", purpose="--lm-eval")
+    quiet_libraries(is_main=True)
+    if not is_run(source):
+        results = _results(harness, source, tasks=tasks, trusts=trust_remote_code)
+    else:
+        with tempfile.TemporaryDirectory(prefix="finetune-lm-eval-") as scratch:
+            to, trusts = Path(scratch) / "model", trust_remote_code
+            folder = export_checkpoint(source, step=step, to=to, dtype=None, trust_remote_code=trusts, verify=False)
+            results = _results(harness, folder, tasks=tasks, trusts=trusts)
+    if json is not None:
+        atomic.write_text(json, format_json(redacted_config(results), indent=2, default=str) + "\n")
+    for task, metrics in results["results"].items():
+        for name, value in metrics.items():
+            if isinstance(value, int | float):
+                print(f"{task:<32}{name:<28}{value:.6g}")
+
+
+def _results(harness: Any, folder: Path, *, tasks: str, trusts: bool) -> Mapping[str, Any]:
+    saved = inspect_model_folder(folder, key="evaluate", trust_remote_code=trusts)
+    if saved.head != "causal_lm":
+        raise UserError(f"--lm-eval: {saved.folder} holds a model of `{saved.head}`; the harness asks causal ones.")
+    check_loadable(Path(saved.base), trust_remote_code=trusts)
+    arguments = {"pretrained": saved.base, "tokenizer": str(saved.folder), "trust_remote_code": trusts}
+    if saved.adapter is not None:
+        arguments["peft"] = str(saved.folder)
+    with data_only_loading(trust_remote_code=trusts):
+        results: Mapping[str, Any] | None = harness.simple_evaluate(
+            model="hf",
+            model_args=arguments,
+            tasks=[task.strip() for task in tasks.split(",") if task.strip()],
+            device=str(local_device()),
+            log_samples=False,
+        )
+    assert results is not None, "it is None on other ranks only"
+    return results

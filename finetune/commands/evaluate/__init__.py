@@ -1,1 +1,0 @@
-"""`finetune evaluate`: metrics of a checkpoint, a `final/` or any model folder."""

@@ -1,1 +1,0 @@
-"""The cost model: its assumptions, and pure functions of sizes, bandwidths and counts; no job, file or device."""

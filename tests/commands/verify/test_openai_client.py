@@ -1,0 +1,161 @@
+"""Servers that are slow, broken or serve something else: one message each."""
+
+import contextlib
+import json
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune.commands.verify.expected import ServingError
+from finetune.commands.verify.openai_client import OpenAIModel
+from finetune.export.engines import ENGINES
+from tests.serving_server import running
+
+MODELS = {"data": [{"id": "model"}]}
+
+
+def client(url: str, *, name: str = "openai", seconds: float = 20.0) -> OpenAIModel:
+    return OpenAIModel(ENGINES[name], url, timeout_seconds=seconds)
+
+
+def message_of(answers: dict[str, Any], tmp_path, *, seconds: float = 20.0, model: str | None = None) -> str:
+    """Return the error of an answer to a conversation, from a server with these answers by path."""
+
+    def answer(path: str, _: dict[str, Any]) -> Any:
+        made = {"/v1/models": MODELS, **answers}[path]
+        return made() if callable(made) else made
+
+    with running(answer) as url, pytest.raises(ServingError) as caught:
+        served = client(url, seconds=seconds)
+        served.choose(model, folder=tmp_path / "final")
+        served.answer([{"role": "user", "content": "Hi"}], max_tokens=4)
+    assert caught.value.exit_code == 2
+    return str(caught.value)
+
+
+CHAT = "/v1/chat/completions"
+
+
+def test_a_server_that_is_not_there_is_one_message_with_the_remedy(tmp_path):
+    with pytest.raises(ServingError, match=r"cannot be reached: .*--engine vllm:URL\."):
+        client("http://127.0.0.1:9/v1", name="vllm").choose(None, folder=tmp_path)
+
+
+def test_a_url_without_scheme_is_refused():
+    with pytest.raises(ServingError, match="write a URL such as http://"):
+        client("localhost:8000")
+
+
+def test_a_slow_server_ends_with_the_time_limit(tmp_path):
+    started = time.monotonic()
+    text = message_of({CHAT: lambda: time.sleep(1.5)}, tmp_path, seconds=0.4)
+    assert "did not answer /chat/completions within 0.4 s" in text
+    assert time.monotonic() - started < 5
+
+
+def test_a_server_error_is_shown_with_the_first_words_of_its_answer(tmp_path):
+    assert "answered /chat/completions with 500" in message_of({CHAT: 500}, tmp_path)
+
+
+def test_a_broken_answer_is_shown(tmp_path):
+    assert 'with invalid JSON: {"choices": [' in message_of({CHAT: b'{"choices": ['}, tmp_path)
+    assert "with invalid JSON: <html>" in message_of({"/v1/models": b"<html>"}, tmp_path)
+
+
+def test_an_answer_without_choices_is_shown(tmp_path):
+    assert 'without `choices.0.message.content`: {"model": "model"}' in message_of({CHAT: {"model": "model"}}, tmp_path)
+    assert "is not a JSON object" in message_of({CHAT: []}, tmp_path)
+    assert "does not list its models" in message_of({"/v1/models": {"data": [1]}}, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "scores", [[], {"content": 3}, {"content": [{}]}, {"content": [[1]]}, {"token_logprobs": [10**400]}, "none"]
+)
+def test_log_probabilities_that_are_not_numbers_are_refused(scores, tmp_path):
+    choice = {"message": {"content": "a"}, "logprobs": scores or [1]}
+    assert "log-probabilities that are not numbers" in message_of({CHAT: {"choices": [choice]}}, tmp_path)
+
+
+def test_a_body_that_never_ends_is_cut_off_at_the_time_limit():
+    """The server sends a byte now and then, which no time limit of the socket notices."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def drip() -> None:
+        connection, _ = listener.accept()
+        connection.recv(4096)
+        connection.sendall(b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 1000\r\n\r\n")
+        with contextlib.suppress(OSError):
+            for _ in range(100):
+                connection.sendall(b" ")
+                time.sleep(0.05)
+
+    thread = threading.Thread(target=drip, daemon=True)
+    thread.start()
+    with listener, pytest.raises(ServingError, match=r"did not answer /models within 0\.5 s"):
+        client(f"http://127.0.0.1:{listener.getsockname()[1]}/v1", seconds=0.5).choose(None, folder=Path("final"))
+
+
+def test_an_answer_of_another_model_is_refused(tmp_path):
+    text = message_of({CHAT: {"model": "other", "choices": []}}, tmp_path)
+    assert "answered with the model `other`, although `model` was requested" in text
+
+
+def test_a_server_of_other_models_lists_them(tmp_path):
+    two = {"data": [{"id": "a"}, {"id": "b"}]}
+    assert "serves `a`, `b`, and not the model in " in message_of({"/v1/models": two}, tmp_path)
+    assert "serves `a`, `b`, and not `c`" in message_of({"/v1/models": two}, tmp_path, model="c")
+
+
+def test_the_model_of_the_folder_is_chosen_among_several(tmp_path):
+    listed = {"data": [{"id": "base"}, {"id": "support", "root": str(tmp_path / "final")}]}
+    with running(lambda path, body: listed) as url:
+        served = client(url)
+        served.choose(None, folder=tmp_path / "final")
+    assert served.name == "support"
+
+
+def test_a_server_without_endpoints_for_tokens_and_rows_is_reported_as_not_compared(tmp_path):
+    def answer(path: str, body: dict[str, Any]) -> Any:
+        return MODELS if path == "/v1/models" else 404
+
+    with running(answer) as url:
+        served = client(url)
+        served.choose(None, folder=tmp_path)
+        assert served.text_ids("a") is None
+        assert served.log_probabilities([1, 2]) is None
+        assert served.ends_answer(0, ids=[1, 2]) is None
+    assert sorted(served.not_supported) == [
+        "log-probabilities of rows",
+        "tokens of texts",
+        "tokens that end an answer",
+    ]
+
+
+def test_a_server_that_ignores_forced_tokens_is_not_asked_for_stops(tmp_path):
+    completion = {"model": "model", "choices": [{"text": "x", "finish_reason": "length"}]}
+    with running(lambda path, body: MODELS if path == "/v1/models" else completion) as url:
+        served = client(url)
+        served.choose(None, folder=tmp_path)
+        assert served.ends_answer(0, ids=[1, 2, 3]) is None
+    assert served.not_supported["tokens that end an answer"] == "it ignores `logit_bias`"
+
+
+def test_arguments_of_the_template_are_sent(tmp_path):
+    bodies: list[dict[str, Any]] = []
+
+    def answer(path: str, body: dict[str, Any]) -> Any:
+        bodies.append(body)
+        choice = {"message": {"content": "Hi"}, "finish_reason": "stop"}
+        return MODELS if path == "/v1/models" else {"choices": [choice], "usage": {"prompt_tokens": 3}}
+
+    with running(answer) as url:
+        served = client(url)
+        served.choose(None, folder=tmp_path)
+        served.prepare({"enable_thinking": False}, num_tokens=8)
+        answered = served.answer([{"role": "user", "content": "Hi"}], max_tokens=4)
+    assert json.loads(json.dumps(bodies[-1]))["chat_template_kwargs"] == {"enable_thinking": False}
+    assert (answered.text, answered.is_complete, answered.num_prompt_tokens) == ("Hi", True, 3)
