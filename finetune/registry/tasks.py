@@ -215,7 +215,7 @@ TASKS = Table(
         TaskEntry(
             name="token_classification",
             description="name the class of each word",
-            implementation=f"{_PACKAGE}.classification.token_classification:TokenClassificationTask",
+            implementation=f"{_PACKAGE}.classification.text_classification:TokenClassificationTask",
             head="token_classification",
             formats=("tagged",),
             metrics=("loss", "accuracy", "macro_f1", "entity_f1", "entity_precision", "entity_recall"),

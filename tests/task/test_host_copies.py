@@ -21,8 +21,12 @@ from finetune.data.batch import Batch
 from finetune.data.encoding.labelled import Classes
 from finetune.task.classification.classes import WeightedClasses
 from finetune.task.classification.image_classification import ImageClassificationTask
-from finetune.task.classification.text_classification import MultiLabel, SingleLabel, TextClassificationTask
-from finetune.task.classification.token_classification import TokenClassificationTask
+from finetune.task.classification.text_classification import (
+    MultiLabel,
+    SingleLabel,
+    TextClassificationTask,
+    TokenClassificationTask,
+)
 from tests.devices import EVERY_DEVICE
 from tests.train.test_syncs import second_step
 
