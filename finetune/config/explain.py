@@ -15,7 +15,7 @@ from finetune.config.run_config import (
     with_run_folder,
 )
 from finetune.config.section import KeyLocations, Section, join_key
-from finetune.config.sections.data import MixedSourceSection, SourceSection, TrainedSourceSection
+from finetune.config.sections.data import SourceSection, TrainedSourceSection
 from finetune.runtime.text.redact import redacted_config
 from finetune.runtime.text.terminal import escape_controls
 
@@ -46,29 +46,19 @@ def _lines(section: Section, sources: KeyLocations, *, prefix: str, unused: froz
         elif key in unused:
             yield f"{indent}# {name}: {_format_yaml_value(name, value)}  (no effect here)"
         else:
-            yield (
-                f"{f'{indent}{name}: {_format_yaml_value(name, value)}':<{SOURCE_COLUMN}}  # "
-                f"{_format_location(key, sources)}"
-            )
-
-
-def _format_location(key: str, sources: KeyLocations) -> str:
-    source = sources.get(key)
-    if source is None:
-        return "default"
-    is_override = source.line is None and source.where.startswith("--set")
-    return "--set" if is_override else escape_controls(str(source))
+            source = sources.get(key)
+            is_override = source is not None and source.line is None and source.where.startswith("--set")
+            origin = "default" if source is None else "--set" if is_override else escape_controls(str(source))
+            yield f"{f'{indent}{name}: {_format_yaml_value(name, value)}':<{SOURCE_COLUMN}}  # {origin}"
 
 
 def _format_yaml_value(name: str, value: Any) -> str:
-    """Return the value as YAML 1.2 on one line, without secrets: JSON, with control characters of terminals escaped."""
-    plain = json.loads(json.dumps(value, default=_set_keys))
+    """Return the value as YAML 1.2 on one line, without secrets: JSON, with control characters of terminals escaped.
+
+    Of sections in a list, only the keys that were set are in it.
+    """
+    plain = json.loads(json.dumps(value, default=lambda section: section.model_dump(exclude_unset=True)))
     return escape_controls(json.dumps(redacted_config(plain, name=name), ensure_ascii=False))
-
-
-def _set_keys(section: Section) -> dict[str, Any]:
-    """Return the keys of a section in a list that were set, without defaults."""
-    return section.model_dump(exclude_unset=True)
 
 
 _MAX_LISTED_WORLD_SIZES = 50
@@ -77,27 +67,34 @@ _MAX_LISTED_WORLD_SIZES = 50
 
 def format_summary(config: RunConfig, *, num_processes: int | None) -> tuple[str, ...]:
     """Return the lines that `finetune check` prints; the batch must be divisible among the processes."""
+    model, train, folder = config.model, config.train, config.run.folder
+    source = model.name or f"a new {model.from_config.model_type if model.from_config else 'model'}"
+    if model.lora is not None:
+        trained = f"LoRA of rank {model.lora.rank} on {model.dtype} weights"
+    else:
+        trained = f"all weights but {len(model.freeze)} frozen patterns" if model.freeze else "all weights"
+        trained += f" in {model.dtype}"
+    budget = f"{train.epochs:g} epochs" if train.epochs is not None else f"{train.tokens} tokens"
+    if train.steps is not None:
+        budget = f"{train.steps} steps = {train.steps * train.global_batch_size} {config.data.batching.unit}"
+    local = f", written first to {local_run_folder(folder, config.run.local_folder)}" if is_url(folder) else ""
     return (
         f"task     {config.task.name}, from {_format_rows(config)}",
-        f"model    {_format_model(config)}",
+        f"model    {source}: {trained}, computed in {train.precision}",
         f"batch    {_format_batch(config, num_processes)}",
-        f"budget   {_format_budget(config)}, learning rate {config.train.learning_rate:g}, "
-        f"{config.train.schedule.name}",
-        f"writes   {_format_destination(config)}",
-    )
-
-
-def _format_destination(config: RunConfig) -> str:
-    folder = config.run.folder
-    return (
-        f"{folder}, written first to {local_run_folder(folder, config.run.local_folder)}" if is_url(folder) else folder
+        f"budget   {budget}, learning rate {train.learning_rate:g}, {train.schedule.name}",
+        f"writes   {folder}{local}",
     )
 
 
 def _format_rows(config: RunConfig) -> str:
     train, validation = config.data.train, config.data.validation
-    mix = ", ".join(f"{_format_dataset(source)} ({_format_mix_share(source)})" for source in train.mix)
-    trained_on = f"a mix of {mix}" if mix else _format_dataset(train)
+    parts = []
+    for source in train.mix:
+        amounts = {"weight": source.weight, "rows": source.rows, "epochs": source.epochs}
+        shares = ", ".join(f"{name} {value:g}" for name, value in amounts.items() if value is not None)
+        parts.append(f"{_format_dataset(source)} ({shares})")
+    trained_on = f"a mix of {', '.join(parts)}" if parts else _format_dataset(train)
     if validation is None:
         return trained_on
     excluded = ", whose rows are excluded from training" if validation.exclude_from_train else ""
@@ -113,56 +110,21 @@ def _format_dataset(source: SourceSection) -> str:
     return f"{source.path or source.name or f'the source {source.source}'}{streamed}"
 
 
-def _format_mix_share(source: MixedSourceSection) -> str:
-    amounts = {"weight": source.weight, "rows": source.rows, "epochs": source.epochs}
-    return ", ".join(f"{name} {value:g}" for name, value in amounts.items() if value is not None)
-
-
-def _format_model(config: RunConfig) -> str:
-    section = config.model
-    source = section.name or f"a new {section.from_config.model_type if section.from_config else 'model'}"
-    if section.lora is not None:
-        trained = f"LoRA of rank {section.lora.rank} on {section.dtype} weights"
-    else:
-        trained = f"all weights but {len(section.freeze)} frozen patterns" if section.freeze else "all weights"
-        trained += f" in {section.dtype}"
-    return f"{source}: {trained}, computed in {config.train.precision}"
-
-
 def _format_batch(config: RunConfig, num_processes: int | None) -> str:
     batch, microbatch = config.train.global_batch_size, smallest_microbatch_size(config)
     is_auto = config.train.microbatch_size == "auto"
+    processes = "1 process" if num_processes == 1 else f"{num_processes} processes"
     if num_processes is not None and is_auto:
         sizes = ", ".join(map(str, possible_microbatch_sizes(config, num_processes=num_processes)))
-        return (
-            f"{batch} per step = {_processes(num_processes)} x the most that fit of {sizes} per microbatch x the rest"
-        )
+        return f"{batch} per step = {processes} x the most that fit of {sizes} per microbatch x the rest"
     if num_processes is not None:
         accumulated = batch // (num_processes * microbatch)
-        return (
-            f"{batch} per step = {_processes(num_processes)} x {microbatch} per microbatch x {accumulated} accumulated"
-        )
+        return f"{batch} per step = {processes} x {microbatch} per microbatch x {accumulated} accumulated"
     share = batch // microbatch
-    fitting = _divisors(share)
-    shown = ", ".join(map(str, fitting[:_MAX_LISTED_WORLD_SIZES])) + (
-        ", ..." if len(fitting) > _MAX_LISTED_WORLD_SIZES else ""
-    )
+    small = [divisor for divisor in range(1, math.isqrt(share) + 1) if share % divisor == 0]
+    fitting = sorted({*small, *(share // divisor for divisor in small)})
+    shown = ", ".join(map(str, fitting[:_MAX_LISTED_WORLD_SIZES]))
+    shown += ", ..." if len(fitting) > _MAX_LISTED_WORLD_SIZES else ""
     size = "as many as fit" if is_auto else str(microbatch)
     of = "the rest" if is_auto else str(share)
     return f"{batch} per step = {size} per microbatch x {of}; fits on {shown} processes"
-
-
-def _processes(number: int) -> str:
-    return "1 process" if number == 1 else f"{number} processes"
-
-
-def _divisors(number: int) -> list[int]:
-    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
-    return sorted({*small, *(number // divisor for divisor in small)})
-
-
-def _format_budget(config: RunConfig) -> str:
-    train = config.train
-    if train.steps is not None:
-        return f"{train.steps} steps = {train.steps * train.global_batch_size} {config.data.batching.unit}"
-    return f"{train.epochs:g} epochs" if train.epochs is not None else f"{train.tokens} tokens"

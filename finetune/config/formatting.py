@@ -48,11 +48,9 @@ def _written_lines(section: Section, *, indent: str) -> Iterator[str]:
             yield f"{indent}{name}:{'' if inner else ' {}'}"
             yield from inner
         else:
-            yield f"{indent}{name}: {escape_controls(json.dumps(value, default=_written_keys, ensure_ascii=False))}"
-
-
-def _written_keys(section: Section) -> dict[str, Any]:
-    return section.model_dump(exclude_unset=True)
+            # of sections in a list, too, only the keys that were written
+            text = json.dumps(value, default=lambda each: each.model_dump(exclude_unset=True), ensure_ascii=False)
+            yield f"{indent}{name}: {escape_controls(text)}"
 
 
 def type_name(value: Any) -> str:

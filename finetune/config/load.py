@@ -28,7 +28,7 @@ from finetune.config.rules.versions import rename_keys, rename_overrides, versio
 from finetune.config.run_config import RunConfig, with_run_folder, world_size_problems
 from finetune.config.section import KeyLocation, KeyLocations, expand_names, join_key, parent_keys, with_location
 from finetune.config.validation import InvalidKey, draft_section, read_validation_errors
-from finetune.config.yaml import MAX_FILE_BYTES, MAX_LISTED, MAX_RESOLVED_VALUES, Document, read_yaml
+from finetune.config.yaml import MAX_FILE_BYTES, MAX_LISTED, MAX_RESOLVED_VALUES, read_yaml
 from finetune.errors import ConfigError, Problem, RenamedKeyWarning, UserError
 from finetune.runtime.text.redact import register_secrets
 
@@ -89,7 +89,10 @@ def load_config(
     text = _read(path)
     document = read_yaml(text)
     if not isinstance(document.values, dict):
-        raise ConfigError(document.problems or [_no_sections(document)], path.name)
+        what = "the file is empty" if document.values is None else "the file has no sections"
+        sections = format_list(name for name, field in RunConfig.model_fields.items() if field.is_required())
+        advice = f"A job needs the sections {sections}; `finetune init quickstart --into .` writes an example."
+        raise ConfigError(document.problems or [Problem("", f"{what}. {advice}")], path.name)
     expand_names(document.values, document.lines)
     document.problems += rename_keys(document.values, document.lines, file=path.name)
     overrides = rename_overrides(overrides)
@@ -158,14 +161,28 @@ def _load_overridden(
         problems.append(newer)
     if plugin_problems := load_plugins(overridden.values, folder):
         raise ConfigError(_sort_problems(plugin_problems, sources, overrides=overrides), path.name)
-    broken = {problem.key for problem in problems}
-    config, invalid, num_unnamed = _validate(
-        overridden.values, folder=folder, broken=broken, sources=sources, elsewhere=elsewhere
-    )
-    problems += invalid
+    broken = {problem.key for problem in problems}  # of keys that are known to be invalid; not reported again
+    faults: list[InvalidKey] = []
+    try:
+        config = RunConfig.model_validate(overridden.values)
+    except ValidationError as error:
+        faults = read_validation_errors(error, overridden.values)
+    invalid = sorted((fault for fault in faults if fault.key not in broken), key=lambda fault: _line(fault, sources))
+    problems += [fault.problem() for fault in invalid[:MAX_LISTED]]
+    broken |= {key for fault in faults for key in (fault.key, fault.meant) if key}
+    if broken:
+        config = draft_section(RunConfig, overridden.values, broken=broken)
+    if unusable := path_problems(config, folder):
+        problems += unusable
+        broken |= {problem.key for problem in unusable}
+        config = draft_section(RunConfig, overridden.values, broken=broken)
+    config = with_absolute_paths(config, folder)
+    problems += rule_problems(config, is_draft=bool(broken))
+    problems += [] if broken else missing_options(config)
+    problems += file_problems(config, folder=folder, is_draft=bool(broken), elsewhere=elsewhere)
     if problems:
         ordered = _sort_problems(problems, sources, overrides=overrides)
-        num_more = num_unnamed + max(0, len(ordered) - MAX_LISTED)
+        num_more = max(0, len(invalid) - MAX_LISTED) + max(0, len(ordered) - MAX_LISTED)
         raise ConfigError(ordered[:MAX_LISTED], path.name, num_more=num_more)
     activate_options(config.plugin_options)
     return config
@@ -182,7 +199,15 @@ def _read(path: pathlib.Path) -> str:
     try:
         return read_text(path)
     except FileNotFoundError:
-        fault = f"there is no such file. {_suggest_file(path)}"
+        folder = path.absolute().parent
+        hint = f"The folder {folder} does not exist either."
+        if folder.is_dir():
+            names = sorted(file.name for file in islice(folder.glob("*.y*ml"), _MAX_SUGGESTED_FILES))
+            near = closest(path.name, names)
+            hint = (
+                f"Did you mean `{path.with_name(near)}`?" if near else f"YAML files in {folder}: {format_list(names)}."
+            )
+        fault = f"there is no such file. {hint}"
     except IsADirectoryError:
         fault = "this is a folder. Give the path of the job file in it."
     except UnicodeDecodeError as error:
@@ -190,57 +215,6 @@ def _read(path: pathlib.Path) -> str:
     except OSError as error:
         fault = f"it cannot be read: {error.strerror}. Write the job to a text file and give its path."
     raise ConfigError([Problem("", fault)], str(path))
-
-
-def _suggest_file(path: pathlib.Path) -> str:
-    folder = path.absolute().parent
-    if not folder.is_dir():
-        return f"The folder {folder} does not exist either."
-    names = sorted(file.name for file in islice(folder.glob("*.y*ml"), _MAX_SUGGESTED_FILES))
-    near = closest(path.name, names)
-    return f"Did you mean `{path.with_name(near)}`?" if near else f"YAML files in {folder}: {format_list(names)}."
-
-
-def _no_sections(document: Document) -> Problem:
-    what = "the file is empty" if document.values is None else "the file has no sections"
-    sections = format_list(name for name, field in RunConfig.model_fields.items() if field.is_required())
-    return Problem(
-        "", f"{what}. A job needs the sections {sections}; `finetune init quickstart --into .` writes an example."
-    )
-
-
-def _validate(
-    values: dict[str, Any],
-    *,
-    folder: pathlib.Path,
-    broken: set[str],
-    sources: KeyLocations,
-    elsewhere: Sequence[pathlib.Path],
-) -> tuple[RunConfig, list[Problem], int]:
-    """Return the config, its problems, and the number of further invalid keys that are not described.
-
-    Keys that are known to be invalid are skipped.
-    """
-    faults: list[InvalidKey] = []
-    try:
-        config = RunConfig.model_validate(values)
-    except ValidationError as error:
-        faults = read_validation_errors(error, values)
-    invalid = sorted((fault for fault in faults if fault.key not in broken), key=lambda fault: _line(fault, sources))
-    problems = [fault.problem() for fault in invalid[:MAX_LISTED]]
-    broken = broken | {key for fault in faults for key in (fault.key, fault.meant) if key}
-    if broken:
-        config = draft_section(RunConfig, values, broken=broken)
-    unusable = path_problems(config, folder)
-    if unusable:
-        broken = broken | {problem.key for problem in unusable}
-        config = draft_section(RunConfig, values, broken=broken)
-    config = with_absolute_paths(config, folder)
-    is_draft = bool(broken)
-    problems += [*unusable, *rule_problems(config, is_draft=is_draft)]
-    problems += [] if is_draft else missing_options(config)
-    problems += file_problems(config, folder=folder, is_draft=is_draft, elsewhere=elsewhere)
-    return config, problems, max(0, len(invalid) - MAX_LISTED)
 
 
 def _line(fault: InvalidKey, sources: KeyLocations) -> float:

@@ -114,15 +114,14 @@ def _named_entries(values: Mapping[str, Any]) -> Iterator[tuple[str, str, str, T
     for pattern, group, table in NAMED_BY:
         items: list[tuple[str, Any]] = [("", values)]
         for part in pattern.split("."):
-            items = [(join_key(key, name), inner) for key, value in items for name, inner in _items(value, part)]
+            inner: list[tuple[str, Any]] = []
+            for key, value in items:
+                if part == "*" and isinstance(value, list | tuple):
+                    inner += [(join_key(key, number), item) for number, item in enumerate(value)]
+                elif isinstance(value, dict) and part in value:
+                    inner.append((join_key(key, part), value[part]))
+            items = inner
         yield from ((key, name, group, table) for key, name in items if isinstance(name, str))
-
-
-def _items(value: Any, part: str) -> Iterator[tuple[str, Any]]:
-    if part == "*" and isinstance(value, list | tuple):
-        yield from ((str(number), inner) for number, inner in enumerate(value))
-    elif isinstance(value, dict) and part in value:
-        yield part, value[part]
 
 
 def used_entries(config: RunConfig) -> list[tuple[str, Entry]]:

@@ -152,7 +152,14 @@ def _describe_one(node: Node) -> str:
         case "object":
             return "a mapping" + (" of texts" if node.get("additionalProperties", True) is not True else "")
         case "array":
-            return _describe_list(node)
+            items: Node = next(iter(branches(node["items"]))) if "items" in node else {}
+            if "properties" in items:
+                return "a list of sections"
+            name = {"string": "text", "number": "number", "integer": "whole number"}.get(items.get("type", ""), "value")
+            low, high = node.get("minItems"), node.get("maxItems")
+            plural = f"{name}s" if (high or low) != 1 else name
+            count = f"{low} " if low == high else f"{low} to {high} " if high is not None else f"at least {low} "
+            return f"a list of {count if low is not None else ''}{plural}{_describe_bounds(items)}"
         case "string":
             text = f"text such as `{node['examples'][0]}`" if node.get("examples") else "text"
             formats = {
@@ -168,17 +175,6 @@ def _describe_one(node: Node) -> str:
         case "boolean":
             return "`true` or `false`"
     return "any value"
-
-
-def _describe_list(node: Node) -> str:
-    items: Node = next(iter(branches(node["items"]))) if "items" in node else {}
-    if "properties" in items:
-        return "a list of sections"
-    name = {"string": "text", "number": "number", "integer": "whole number"}.get(items.get("type", ""), "value")
-    low, high = node.get("minItems"), node.get("maxItems")
-    plural = f"{name}s" if (high or low) != 1 else name
-    count = f"{low} " if low == high else f"{low} to {high} " if high is not None else f"at least {low} "
-    return f"a list of {count if low is not None else ''}{plural}{_describe_bounds(items)}"
 
 
 def _format_bound(bound: float) -> str:

@@ -4,6 +4,7 @@ The valid part of such a config is kept as a draft, so that the rules can still 
 """
 
 from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, TypeVar, cast, get_args
@@ -144,11 +145,11 @@ def _dotted_key(location: Sequence[int | str], values: Any, *, is_missing: bool)
 def _missing_key(key: str) -> str:
     node = node_at(key) or {}
     what = description_of(node).rstrip(".")
-    required = [f"{key}.{name}" for branch in branches(node) for name in branch.get("required", ())]
+    what = what[:1].lower() + what[1:] if what[1:2].islower() else what
     if keys_of(node):
-        keys = f" It needs {format_list(required)}." if required else ""
-        return f"the section is missing: {_decapitalized(what)}.{keys}"
-    return f"the key is missing: {_decapitalized(what)}. Write {describe_values(node)}."
+        required = [f"{key}.{name}" for branch in branches(node) for name in branch.get("required", ())]
+        return f"the section is missing: {what}.{f' It needs {format_list(required)}.' if required else ''}"
+    return f"the key is missing: {what}. Write {describe_values(node)}."
 
 
 def _unknown_key(key: str) -> str:
@@ -161,7 +162,11 @@ def _unknown_key(key: str) -> str:
         return f"there is no such key. Did you mean `{meant.rpartition('.')[2]}`?"
     if name in UNSUPPORTED_KEYS:
         return f"there is no such key; {UNSUPPORTED_KEYS[name]}."
-    elsewhere = list(_keys_elsewhere(name))
+    by_name: dict[str, list[str]] = {}  # elsewhere in the job
+    for other, _ in all_keys():
+        by_name.setdefault(other.rpartition(".")[2], []).append(other)
+    near = name if name in by_name else closest(name, by_name)
+    elsewhere = [KEYS_OF_OTHER_TOOLS[name]] if name in KEYS_OF_OTHER_TOOLS else by_name.get(near or "", [])[:3]
     if elsewhere:
         return f"there is no such key. There is {format_list(elsewhere, last='and')}."
     where = f"`{here}`" if here else "the file"
@@ -176,17 +181,6 @@ def _suggested_sibling(key: str) -> str | None:
         return meant if meant.rpartition(".")[0] == here else None
     near = closest(name, keys_of(node_at(here) or {}))
     return join_key(here, near) if near else None
-
-
-def _keys_elsewhere(name: str) -> Iterator[str]:
-    if name in KEYS_OF_OTHER_TOOLS:
-        yield KEYS_OF_OTHER_TOOLS[name]
-        return
-    by_name: dict[str, list[str]] = {}
-    for key, _ in all_keys():
-        by_name.setdefault(key.rpartition(".")[2], []).append(key)
-    near = name if name in by_name else closest(name, by_name)
-    yield from by_name.get(near or "", [])[:3]
 
 
 def _hint_of_columns(key: str, value: Any, values: Mapping[str, Any]) -> str:
@@ -232,8 +226,10 @@ def _hint(value: Any, node: Node) -> str:
             return did_you_mean(value, [choice for choice in choices if isinstance(choice, str)])
         if "boolean" in types and value.lower() in {"yes", "no", "on", "off"}:
             return "In YAML 1.2 this is text."
-        if types & {"integer", "number"} and _is_number(value):
-            return "Remove the quotes."
+        if types & {"integer", "number"}:
+            with suppress(ValueError):
+                float(value)
+                return "Remove the quotes."
         if "array" in types and len(value) <= MAX_SHOWN_CHARACTERS:
             return f"Put it in brackets: `[{value}]`."
     elif keys_of(node) and not isinstance(value, dict):
@@ -249,18 +245,6 @@ def _hint(value: Any, node: Node) -> str:
 
 _EXACT = 2.0**53
 """Floats represent whole numbers exactly up to this value."""
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
-
-
-def _decapitalized(sentence: str) -> str:
-    return sentence[:1].lower() + sentence[1:] if sentence[1:2].islower() else sentence
 
 
 S = TypeVar("S", bound=Section)

@@ -98,7 +98,7 @@ def test_a_path_that_cannot_be_accessed_is_reported_with_the_error(monkeypatch, 
 
 def test_a_pattern_that_leads_through_everything_does_not_hold_the_answer_up(monkeypatch, complaints):
     monkeypatch.setattr("finetune.config.rules.files._TIMEOUT_SECONDS", 0.0)
-    monkeypatch.setattr("finetune.config.rules.files._GlobSearch.run", lambda search: threading.Event().wait(SECONDS))
+    monkeypatch.setattr("finetune.config.rules.files.islice", lambda *_: threading.Event().wait(SECONDS) or [])
     assert complaints("data.train.path=/data/*/*") == []  # it is left to the run to find them
 
 

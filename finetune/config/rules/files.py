@@ -9,6 +9,7 @@ import os
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -26,35 +27,25 @@ def first_matches(pattern: Path) -> list[Path] | None:
 
     Raises OSError where the pattern is invalid.
     """
-    search = _GlobSearch(pattern)
-    thread = threading.Thread(target=search.run, daemon=True)
-    thread.start()
-    thread.join(_TIMEOUT_SECONDS)
-    if search.has_failed:
-        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), str(pattern))
-    return search.matches
+    found: list[list[Path] | None] = []  # None: the search has failed
 
-
-class _GlobSearch:
-    """A search in a daemon thread, so that the caller can give up waiting for it."""
-
-    def __init__(self, pattern: Path) -> None:
-        self._pattern = pattern
-        self.matches: list[Path] | None = None
-        self.has_failed = False
-
-    def run(self) -> None:
-        """Find the first matches."""
-        pattern = self._pattern
+    def search() -> None:
         try:
             matches = Path(pattern.anchor).glob(str(pattern.relative_to(pattern.anchor)))
-            self.matches = sorted(islice(matches, _MAX_MATCHES))
+            found.append(sorted(islice(matches, _MAX_MATCHES)))
         except (OSError, ValueError, RecursionError, NotImplementedError):
-            self.has_failed = True
+            found.append(None)
+
+    thread = threading.Thread(target=search, daemon=True)  # the caller can give up waiting for it
+    thread.start()
+    thread.join(_TIMEOUT_SECONDS)
+    if found == [None]:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), str(pattern))
+    return found[0] if found else None
 
 
-FileCheck = tuple[str, str, Iterator[Problem]]
-"""A key, the path that it names, and the problems of that file."""
+Named = Iterator[tuple[str, str]]
+"""Keys, with the path that each names."""
 
 
 def file_problems(
@@ -66,43 +57,39 @@ def file_problems(
     another machine and are not checked.
     """
     problems: list[Problem] = []
-    checks: tuple[Callable[[], Iterator[FileCheck]], ...] = (
-        lambda: _row_files(config),
-        lambda: ((key, name, _model_folder_problems(key, name, folder)) for key, name in _model_names(config)),
-        lambda: _template_file(config),
-        lambda: _checkpoint_folder(config),
-        lambda: _written_folders(config),
+    checks: tuple[tuple[Callable[[RunConfig], Named], Callable[[str, str], Iterator[Problem]]], ...] = (
+        (_row_files, _row_file_problems),
+        (_model_names, partial(_model_folder_problems, folder=folder)),
+        (_template_file, _template_problems),
+        (_checkpoint_folder, _checkpoint_problems),
+        (_run_folder, _run_folder_problems),
     )
-    for check in checks:
+    for named, check in checks:
         try:
-            for key, path, path_problems in check():
-                if not any(Path(path).is_relative_to(other) for other in elsewhere):
-                    problems.extend(_with_os_errors(key, path_problems))
+            for key, path in named(config):
+                if any(Path(path).is_relative_to(other) for other in elsewhere):
+                    continue
+                try:
+                    problems.extend(check(key, path))
+                except OSError as error:
+                    message = f"{error.filename or 'it'} cannot be accessed: {error.strerror}."
+                    problems.append(Problem(key, message))
         except AttributeError:
             if not is_draft:
                 raise
     return problems
 
 
-def read_paths(config: RunConfig) -> Iterator[tuple[str, str]]:
+def read_paths(config: RunConfig) -> Named:
     """Yield the local files and folders that the job reads, with their keys."""
-    checks = (_row_files(config), _template_file(config), _checkpoint_folder(config))
-    yield from ((key, path) for check in checks for key, path, _ in check)
+    yield from (*_row_files(config), *_template_file(config), *_checkpoint_folder(config))
     yield from ((key, name) for key, name in _model_names(config) if is_path(name))
 
 
-def _with_os_errors(key: str, problems: Iterator[Problem]) -> Iterator[Problem]:
-    """Yield the problems, or an error of the file system as one."""
-    try:
-        yield from problems
-    except OSError as error:
-        yield Problem(key, f"{error.filename or 'it'} cannot be accessed: {error.strerror}.")
-
-
-def _row_files(config: RunConfig) -> Iterator[FileCheck]:
+def _row_files(config: RunConfig) -> Named:
     for key, source in row_sources(config):
         if source.path is not None and not is_url(source.path):
-            yield f"{key}.path", source.path, _row_file_problems(f"{key}.path", source.path)
+            yield f"{key}.path", source.path
 
 
 def _row_file_problems(key: str, written: str) -> Iterator[Problem]:
@@ -119,13 +106,13 @@ def _row_file_problems(key: str, written: str) -> Iterator[Problem]:
         yield Problem(key, f"the file {path} does not exist. {_RELATIVE_PATH_HINT}")
 
 
-def _model_names(config: RunConfig) -> Iterator[tuple[str, str]]:
+def _model_names(config: RunConfig) -> Named:
     tokenizer = config.model.tokenizer
     named = {"model.name": config.model.name, "model.tokenizer.name": tokenizer.name if tokenizer else None}
     yield from ((key, name) for key, name in named.items() if name is not None)
 
 
-def _model_folder_problems(key: str, name: str, folder: Path) -> Iterator[Problem]:
+def _model_folder_problems(key: str, name: str, *, folder: Path) -> Iterator[Problem]:
     if not is_path(name):
         if (folder / name).is_dir():
             yield Problem(
@@ -139,60 +126,51 @@ def _model_folder_problems(key: str, name: str, folder: Path) -> Iterator[Proble
         yield Problem(key, f"{name} cannot be read. Check its permissions.")
 
 
-def _template_file(config: RunConfig) -> Iterator[FileCheck]:
+def _template_file(config: RunConfig) -> Named:
     template = config.data.chat_template
     if template is not None and is_path(template):
-        yield "data.chat_template", template, _file_problems("data.chat_template", Path(template))
+        yield "data.chat_template", template
 
 
-def _file_problems(key: str, path: Path) -> Iterator[Problem]:
-    if not path.is_file():
+def _template_problems(key: str, path: str) -> Iterator[Problem]:
+    if not Path(path).is_file():
         yield Problem(key, f"the file {path} does not exist. {_RELATIVE_PATH_HINT}")
     else:
-        yield from _permission_problems(key, path)
+        yield from _permission_problems(key, Path(path))
 
 
-def _checkpoint_folder(config: RunConfig) -> Iterator[FileCheck]:
+def _checkpoint_folder(config: RunConfig) -> Named:
     resume = config.checkpoint.resume
     if resume not in ("auto", "never") and not is_url(resume):
-        yield "checkpoint.resume", resume, _resume_problems(resume)
+        yield "checkpoint.resume", resume
 
 
-def _resume_problems(folder: str) -> Iterator[Problem]:
+def _checkpoint_problems(key: str, folder: str) -> Iterator[Problem]:
     if not Path(folder).is_dir():
-        message = (
-            f"the checkpoint {folder} does not exist. Write `auto`, `never` or the folder of a checkpoint. "
-            f"{_RELATIVE_PATH_HINT}"
-        )
-        yield Problem("checkpoint.resume", message)
+        message = f"the checkpoint {folder} does not exist. Write `auto`, `never` or the folder of a checkpoint."
+        yield Problem(key, f"{message} {_RELATIVE_PATH_HINT}")
 
 
-def _written_folders(config: RunConfig) -> Iterator[FileCheck]:
-    folder = local_run_folder(config.run.folder, config.run.local_folder)
+def _run_folder(config: RunConfig) -> Named:
     key = "run.local_folder" if is_url(config.run.folder) else "run.folder"
-    yield key, str(folder), _run_folder_problems(key, folder)
+    yield key, str(local_run_folder(config.run.folder, config.run.local_folder))
 
 
-def _run_folder_problems(key: str, folder: Path) -> Iterator[Problem]:
+def _run_folder_problems(key: str, written: str) -> Iterator[Problem]:
     """Yield why the run folder cannot be written on this machine; a URL is checked when the run starts."""
+    folder = Path(written)
     parent = next(path for path in (folder, *folder.parents) if path.exists() or path.is_symlink())
     if not parent.exists():
         yield Problem(key, f"{parent} is a broken link. Remove it, or choose another folder.")
     elif not parent.is_dir():
         yield Problem(key, f"{parent} is a file. Choose another folder.")
-    elif not _is_writable(parent):
-        yield Problem(key, f"{parent} is not writable. Choose another folder, or change its permissions.")
-
-
-def _is_writable(folder: Path) -> bool:
-    """Return whether a file can be written there; os.access alone is true for root in /proc and on read-only disks."""
-    if not os.access(folder, os.W_OK | os.X_OK):
-        return False
-    try:
-        with tempfile.TemporaryFile(dir=folder):
-            return True
-    except OSError:
-        return False
+    else:
+        try:  # os.access alone is true for root in /proc and on read-only disks
+            if not os.access(parent, os.W_OK | os.X_OK):
+                raise PermissionError
+            tempfile.TemporaryFile(dir=parent).close()
+        except OSError:
+            yield Problem(key, f"{parent} is not writable. Choose another folder, or change its permissions.")
 
 
 def _permission_problems(key: str, path: Path) -> Iterator[Problem]:

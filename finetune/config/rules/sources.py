@@ -84,9 +84,6 @@ def source_url_is_supported(config: RunConfig) -> Iterator[Problem]:
 SOURCE_RULES = (source_is_written_once, dataset_name_is_no_path, source_url_is_supported)
 
 
-STREAM_SPLIT_KEYS = ("fraction", "hash_fraction")
-
-
 def stream_sources(config: RunConfig) -> Iterator[tuple[str, TrainedSourceSection]]:
     """Yield each source that is streamed with its dotted key."""
     train = config.data.train
@@ -110,7 +107,7 @@ def stream_has_no_split(config: RunConfig) -> Iterator[Problem]:
     """A validation split of the training rows is prepared before the first step, for which a stream is too large."""
     validation = config.data.validation
     for key, _ in stream_sources(config):
-        for name in STREAM_SPLIT_KEYS:
+        for name in SPLIT_KEYS:
             if validation is not None and getattr(validation, name) is not None:
                 yield Problem(
                     f"data.validation.{name}",

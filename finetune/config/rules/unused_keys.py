@@ -1,7 +1,7 @@
 """Keys that have no effect given the other keys of the job, its task or its sources: setting one is an error."""
 
 import glob
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -63,11 +63,10 @@ def conditional_source_keys(config: RunConfig) -> Iterator[ConditionalKey]:
         yield ConditionalKey(
             f"{key}.image_root", _reads_images, f"only {' and '.join(tasks_where('has_images'))} read images"
         )
-    needs = "with `hash_fraction`, equal rows are never in both splits"
     yield ConditionalKey(
         "data.validation.exclude_from_train",
         lambda config: config.data.validation is None or config.data.validation.hash_fraction is None,
-        needs,
+        "with `hash_fraction`, equal rows are never in both splits",
     )
 
 
@@ -76,7 +75,7 @@ def _never(config: RunConfig) -> bool:
 
 
 def _is_hub_dataset(config: RunConfig, *, source: SourceSection) -> bool:
-    return source.name is not None
+    return source.name is not None  # in a draft this raises AttributeError if it is invalid
 
 
 def _reads_images(config: RunConfig) -> bool:
@@ -88,123 +87,72 @@ def _may_contain_links(config: RunConfig, *, source: SourceSection) -> bool:
     path = source.path
     if _reads_images(config):
         return True
-    if path is None or is_url(path):
-        return False
-    return glob.has_magic(path) or Path(path).is_dir()
+    return path is not None and not is_url(path) and (glob.has_magic(path) or Path(path).is_dir())
 
 
-_TOKEN_AUDIT_KEYS = ("max_truncated_rows", "max_dropped_rows", "max_lost_targets", "max_unknown_tokens")
 _TOKEN_KEYS = (
-    "max_length",
-    "over_length",
-    "truncate_side",
-    "chat_template",
-    "chat_template_arguments",
-    "system_prompt",
-    "train_on",
-    "allow_special_tokens",
+    "data.max_length",
+    "data.over_length",
+    "data.truncate_side",
+    "data.chat_template",
+    "data.chat_template_arguments",
+    "data.system_prompt",
+    "data.train_on",
+    "data.allow_special_tokens",
+    "model.tokenizer",
+    "model.new_tokens",
 )
-_SECTIONS = ("prompts",)
-"""Sections in a section of a task, whose keys are named one by one."""
+_LENGTH_KEYS = (
+    "data.no_target",
+    "data.batching.length_window_steps",
+    "data.audit.max_truncated_rows",
+    "data.audit.max_dropped_rows",
+    "data.audit.max_lost_targets",
+    "data.audit.max_unknown_tokens",
+)
+
+_TASK_SECTIONS: Mapping[str, type[Section]] = {
+    "classification": ClassificationSection,
+    "preference": PreferenceSection,
+    "reward": RewardSection,
+    "seq2seq": Seq2SeqSection,
+    "masked_lm": MaskedLmSection,
+    "embedding": EmbeddingSection,
+    "embedding.prompts": PromptsSection,
+    "reranking": RerankingSection,
+}
 
 
 def conditional_task_keys() -> Iterator[ConditionalKey]:
-    """Yield the keys that only some tasks use."""
-    yield from _keys_of_task()
-    yield from _keys_of_loss()
-    yield from _keys_of_input()
-    yield _for_tasks("train.embedding_noise", "takes_embedding_noise")
-    for key in ("train.router_aux_loss", "report.expert_load"):
-        yield _for_tasks(key, "watches_routers")
-    needs = "prompts with images are generated one by one"
-    yield ConditionalKey("evaluate.generate.batch_size", lambda config: TASKS[config.task.name].reads != "both", needs)
-    needs = "there are no prompts to generate from with this task or `data.train_on: all`"
-    yield ConditionalKey(
-        "evaluate.generate", lambda config: TASKS[config.task.name].generates and config.data.train_on != "all", needs
-    )
-
-
-def _keys_of_task() -> Iterator[ConditionalKey]:
-    sections: dict[str, type[Section]] = {
-        "classification": ClassificationSection,
-        "preference": PreferenceSection,
-        "reward": RewardSection,
-        "seq2seq": Seq2SeqSection,
-        "masked_lm": MaskedLmSection,
-        "embedding": EmbeddingSection,
-        "embedding.prompts": PromptsSection,
-        "reranking": RerankingSection,
-    }
-    for name, section in sections.items():
+    """Yield the keys that only some tasks or losses use; plugins may add more of both."""
+    for name, section in _TASK_SECTIONS.items():
         names = tuple(task.name for task in TASKS if task.section == name.partition(".")[0])
-        keys = [key for key in section.model_fields if key not in _SECTIONS]
+        keys = [key for key in section.model_fields if f"{name}.{key}" not in _TASK_SECTIONS]
         yield from (_only(f"task.{name}.{key}", names) for key in keys)
     yield _only("task.distillation", ("distillation",))
-    yield ConditionalKey(
-        "task.distillation.jsd_beta",
-        lambda config: config.task.distillation is None or config.task.distillation.divergence == "jsd",
-        "only `divergence: jsd` has a mixture",
+    of_losses: tuple[tuple[str, Sequence[PreferenceLossEntry | PairLossEntry]], ...] = (
+        ("embedding", tuple(EMBEDDING_LOSSES)),
+        ("preference", tuple(PREFERENCE_LOSSES)),
     )
-    yield ConditionalKey(
-        "task.classification.kind",
-        lambda config: TASKS[config.task.name].sample not in ("tokens_and_tags", "image"),
-        "for words and images there is exactly one class",
-    )
-    yield ConditionalKey(
-        "task.classification.class_weights",
-        lambda config: config.task.classification.kind != "regression",
-        "a regression has no classes",
-    )
-    for key in _keys_read_by_some(EMBEDDING_LOSSES):
-        names = tuple(loss.name for loss in EMBEDDING_LOSSES if key in loss.reads)
-        has_effect = partial(_loss_is, task="embedding", losses=names)
-        yield ConditionalKey(f"task.embedding.{key}", has_effect, _only_losses(names))
-    for key in _keys_read_by_some(PREFERENCE_LOSSES):
-        names = tuple(loss.name for loss in PREFERENCE_LOSSES if key in loss.reads)
-        has_effect = partial(_loss_is, task="preference", losses=names)
-        yield ConditionalKey(f"task.preference.{key}", has_effect, _only_losses(names))
-
-
-def _keys_read_by_some(losses: Iterable[PreferenceLossEntry | PairLossEntry]) -> list[str]:
-    """Return the keys that only some of the losses read, in the order of the losses."""
-    return list(dict.fromkeys(key for loss in losses for key in sorted(loss.reads)))
-
-
-def _only_losses(names: tuple[str, ...]) -> str:
-    return f"only {' and '.join(f'`loss: {name}`' for name in names)} read{'s' if len(names) == 1 else ''} it"
-
-
-def _keys_of_loss() -> Iterator[ConditionalKey]:
-    needs = "it applies only to a cross-entropy over classes or tokens"
-    yield ConditionalKey("task.label_smoothing", _is_smoothed, needs)
-    yield ConditionalKey("task.z_loss", _has_cross_entropy, "it applies only to a cross-entropy over tokens")
-    needs = "only a cross-entropy over tokens has a choice of kernels"
-    yield ConditionalKey("train.loss_kernel", _has_cross_entropy, needs)
-    yield _for_tasks("task.loss", "has_token_loss")
-
-
-def _keys_of_input() -> Iterator[ConditionalKey]:
+    for task_name, losses in of_losses:
+        for key in dict.fromkeys(key for loss in losses for key in sorted(loss.reads)):
+            names = tuple(loss.name for loss in losses if key in loss.reads)
+            needs = f"only {' and '.join(f'`loss: {name}`' for name in names)} read{'s' if len(names) == 1 else ''} it"
+            has_effect = partial(_loss_is, task=task_name, losses=names)
+            yield ConditionalKey(f"task.{task_name}.{key}", has_effect, needs)
     of_images = tuple(task.name for task in TASKS if not task.has_tokens)
     of_both = tuple(task.name for task in TASKS if task.reads == "both")
     for key in ImagesSection.model_fields:
         yield _only(f"data.images.{key}", of_both if key in ("min_pixels", "max_pixels") else of_images)
     yield _only("model.image_processor", of_images)
-    for key in (*(f"data.{name}" for name in _TOKEN_KEYS), "model.tokenizer", "model.new_tokens"):
-        yield ConditionalKey(key, _has_tokens, "images have no tokens")
-    for key in (*_KEYS_OF_LENGTHS, *(f"data.audit.{name}" for name in _TOKEN_AUDIT_KEYS)):
-        yield ConditionalKey(key, _has_tokens, "every image is one target")
-    for key in ("data.chat_template", "data.chat_template_arguments", "data.system_prompt"):
-        yield ConditionalKey(key, lambda config: TASKS[config.task.name].is_chat, "this task reads text without turns")
-    yield ConditionalKey(
-        "data.train_on",
-        lambda config: TASKS[config.task.name].chooses_turns,
-        "the task decides which turns are targets",
-    )
-
-
-def _for_tasks(key: str, fact: str) -> ConditionalKey:
-    """Return the key as one that is read only by the tasks whose registry entry has this fact."""
-    return _only(key, tasks_where(fact))
+    for key, fact in (
+        ("task.loss", "has_token_loss"),
+        ("train.embedding_noise", "takes_embedding_noise"),
+        ("train.router_aux_loss", "watches_routers"),
+        ("report.expert_load", "watches_routers"),
+    ):
+        yield _only(key, tasks_where(fact))
+    yield from _TASK_KEYS
 
 
 def _only(key: str, tasks: tuple[str, ...]) -> ConditionalKey:
@@ -212,17 +160,8 @@ def _only(key: str, tasks: tuple[str, ...]) -> ConditionalKey:
     return ConditionalKey(key, lambda config: config.task.name in tasks, needs)
 
 
-_KEYS_OF_LENGTHS = ("data.no_target", "data.batching.length_window_steps")
-
-
 def _has_cross_entropy(config: RunConfig) -> bool:
     return TASKS[config.task.name].has_token_loss and config.task.loss is None
-
-
-def _is_smoothed(config: RunConfig) -> bool:
-    if config.task.loss is not None:
-        return False
-    return TASKS[config.task.name].smooths_labels and config.task.classification.kind == "single_label"
 
 
 def _loss_is(config: RunConfig, *, task: str, losses: tuple[str, ...]) -> bool:
@@ -231,6 +170,57 @@ def _loss_is(config: RunConfig, *, task: str, losses: tuple[str, ...]) -> bool:
 
 def _has_tokens(config: RunConfig) -> bool:
     return TASKS[config.task.name].has_tokens
+
+
+_TASK_KEYS: tuple[ConditionalKey, ...] = (
+    *(ConditionalKey(key, _has_tokens, "images have no tokens") for key in _TOKEN_KEYS),
+    *(ConditionalKey(key, _has_tokens, "every image is one target") for key in _LENGTH_KEYS),
+    *(
+        ConditionalKey(key, lambda config: TASKS[config.task.name].is_chat, "this task reads text without turns")
+        for key in ("data.chat_template", "data.chat_template_arguments", "data.system_prompt")
+    ),
+    ConditionalKey(
+        "data.train_on",
+        lambda config: TASKS[config.task.name].chooses_turns,
+        "the task decides which turns are targets",
+    ),
+    ConditionalKey(
+        "task.distillation.jsd_beta",
+        lambda config: config.task.distillation is None or config.task.distillation.divergence == "jsd",
+        "only `divergence: jsd` has a mixture",
+    ),
+    ConditionalKey(
+        "task.classification.kind",
+        lambda config: TASKS[config.task.name].sample not in ("tokens_and_tags", "image"),
+        "for words and images there is exactly one class",
+    ),
+    ConditionalKey(
+        "task.classification.class_weights",
+        lambda config: config.task.classification.kind != "regression",
+        "a regression has no classes",
+    ),
+    ConditionalKey(
+        "task.label_smoothing",
+        lambda config: (
+            config.task.loss is None
+            and TASKS[config.task.name].smooths_labels
+            and config.task.classification.kind == "single_label"
+        ),
+        "it applies only to a cross-entropy over classes or tokens",
+    ),
+    ConditionalKey("task.z_loss", _has_cross_entropy, "it applies only to a cross-entropy over tokens"),
+    ConditionalKey("train.loss_kernel", _has_cross_entropy, "only a cross-entropy over tokens has a choice of kernels"),
+    ConditionalKey(
+        "evaluate.generate.batch_size",
+        lambda config: TASKS[config.task.name].reads != "both",
+        "prompts with images are generated one by one",
+    ),
+    ConditionalKey(
+        "evaluate.generate",
+        lambda config: TASKS[config.task.name].generates and config.data.train_on != "all",
+        "there are no prompts to generate from with this task or `data.train_on: all`",
+    ),
+)
 
 
 def no_unused_keys(config: RunConfig) -> Iterator[Problem]:
@@ -275,11 +265,11 @@ def tracker_keys() -> Iterator[ConditionalKey]:
     for key in ("run_name", "entity", "group", "tags"):
         names = tuple(entry.name for entry in TRACKERS if key in entry.arguments)
         needs = f"only {format_list(names)} read it, and `report.trackers` names none of them"
-        yield ConditionalKey(f"report.{key}", partial(_tracks_with, names=frozenset(names)), needs)
+        yield ConditionalKey(f"report.{key}", partial(_tracks_with, names=names), needs)
 
 
-def _tracks_with(config: RunConfig, *, names: frozenset[str]) -> bool:
-    return not names.isdisjoint(config.report.trackers)
+def _tracks_with(config: RunConfig, *, names: tuple[str, ...]) -> bool:
+    return any(name in config.report.trackers for name in names)
 
 
 def _reads(config: RunConfig, *, key: str) -> bool:
@@ -303,12 +293,6 @@ def _is_from_hub(config: RunConfig) -> bool:
 
 def _runs_model_code(config: RunConfig) -> bool:
     return config.model.from_config is None
-
-
-def _downloads(config: RunConfig) -> bool:
-    tokenizer = config.model.tokenizer
-    has_hub_tokenizer = tokenizer is not None and tokenizer.name is not None and not is_path(tokenizer.name)
-    return _is_from_hub(config) or has_hub_tokenizer
 
 
 def _trains_own_weights(config: RunConfig) -> bool:
@@ -386,7 +370,18 @@ CONDITIONAL_KEYS: tuple[ConditionalKey, ...] = (
     ),
     ConditionalKey("model.revision", _is_from_hub, "only a hub model has revisions"),
     ConditionalKey("model.trust_remote_code", _runs_model_code, "a model built from its config runs no remote code"),
-    ConditionalKey("model.cache_folder", _downloads, "nothing is downloaded from the hub"),
+    ConditionalKey(
+        "model.cache_folder",
+        lambda config: (
+            _is_from_hub(config)
+            or (
+                config.model.tokenizer is not None
+                and config.model.tokenizer.name is not None
+                and not is_path(config.model.tokenizer.name)
+            )
+        ),
+        "nothing is downloaded from the hub",
+    ),
     ConditionalKey("model.train_only", _trains_own_weights, "with adapters all of the model's own weights are frozen"),
     ConditionalKey("model.freeze", _trains_own_weights, "with adapters all of the model's own weights are frozen"),
     ConditionalKey(
