@@ -54,11 +54,14 @@ def parse_events(content: bytes) -> ParsedEvents:
     """Return the events of these lines; blank lines are ignored."""
     lines = [line for line in content.split(b"\n") if line.strip()]
     try:
-        values: Sequence[Any] = json.loads(b"[" + b",".join(lines) + b"]")
+        values: list[Any] = json.loads(b"[" + b",".join(lines) + b"]")
     except (ValueError, RecursionError):
         values = []
     if len(values) != len(lines):
-        values = [_parse_line(line) for line in lines]
+        values = []
+        for line in lines:
+            with suppress(ValueError, RecursionError):
+                values.append(parse_json(line))
     events = [value for value in values if is_event(value)]
     return ParsedEvents(events, len(lines) - len(events))
 
@@ -411,10 +414,3 @@ def _number(value: Any) -> float:
         return float(value)
     except (TypeError, ValueError):
         return math.nan
-
-
-def _parse_line(line: bytes) -> Any:
-    try:
-        return parse_json(line)
-    except (ValueError, RecursionError):
-        return None

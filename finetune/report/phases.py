@@ -12,7 +12,7 @@ import pickle
 import shutil
 import time
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
@@ -342,8 +342,12 @@ WALL, OVERLAPPED, BUSY = "wall", "overlapped", "busy"
 def spread_over_ranks(ranks: Sequence[PhaseSeconds]) -> dict[str, dict[str, float]]:
     """Return min, median and max seconds of every phase and of the wall time, and the slowest rank."""
     rows = {}
+    of_ranks = [
+        rank.seconds | {WALL: rank.wall, OVERLAPPED: rank.overlapped, BUSY: rank.wall - rank.seconds[COMMUNICATION]}
+        for rank in ranks
+    ]
     for name in (*PHASES, OVERLAPPED, BUSY, WALL):
-        values = [_value(rank, name) for rank in ranks]
+        values = [seconds[name] for seconds in of_ranks]
         slowest = max(range(len(values)), key=values.__getitem__)
         rows[name] = {
             "min": min(values),
@@ -379,9 +383,3 @@ def format_profile(event: Profiled) -> tuple[str, ...]:
         rank = f"{busy['slowest_rank']:.0f}"
         lines.append(f"  slowest: rank {rank}, {most:.2f} ms a step outside communication, median {median:.2f}")
     return (*lines, *([f"  trace {event.trace}"] if event.trace else []))
-
-
-def _value(of_rank: PhaseSeconds, name: str) -> float:
-    busy = of_rank.wall - of_rank.seconds[COMMUNICATION]
-    others: Mapping[str, float] = {WALL: of_rank.wall, OVERLAPPED: of_rank.overlapped, BUSY: busy}
-    return others[name] if name in others else of_rank.seconds[name]

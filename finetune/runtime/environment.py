@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -79,8 +80,11 @@ def environment_facts() -> dict[str, Any]:
 
 def package_versions() -> dict[str, str]:
     """Return the versions of the installed packages that affect the results of a run."""
-    versions = {name: _version(name) for name in PACKAGES} | {"finetune": __version__}  # installed or not
-    return {name: number for name, number in versions.items() if number is not None}
+    versions = {}
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    return versions | {"finetune": __version__}  # installed or not
 
 
 def launcher_variables(variables: Mapping[str, str]) -> dict[str, str]:
@@ -117,13 +121,6 @@ def git_state(folder: Path) -> dict[str, Any] | None:
         "is_dirty": None if changes is None else bool(changes),
         "remote": None if remote is None else redacted_text(remote),
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _devices() -> list[dict[str, Any]]:

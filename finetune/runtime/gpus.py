@@ -86,11 +86,6 @@ def gpu_models(table: Path | None = None) -> Sequence[GpuModel]:
     return (*(_read(table) if table is not None else ()), *_read(_OWN_TABLE))
 
 
-@cache
-def _read(path: Path) -> tuple[GpuModel, ...]:
-    return tuple(_gpu_model(name, values, path) for name, values in read_table(path).items())
-
-
 ATTENTION_SHARE = 0.9
 """The `attention_share` of an entry that has none: fitted to published runs on A100 (docs/how-to/planning.md)."""
 
@@ -114,29 +109,34 @@ _KEYS = (
 )
 
 
-def _gpu_model(name: str, values: Any, path: Path) -> GpuModel:
-    if not isinstance(values, dict) or sorted({*values} - {_OPTIONAL}) != sorted(_KEYS):
-        raise UserError(f"{path}: the entry `{name}` must have exactly the keys {', '.join(_KEYS)}.")
-    try:
-        return GpuModel(
-            name=name,
-            memory_bytes=round(float(values["memory_gib"]) * 2**30),
-            flops={dtype: float(number) * 1e12 for dtype, number in {"fp32": None, **values["tflops"]}.items()},
-            memory_bandwidth=float(values["memory_gbps"]) * 1e9,
-            link=str(values["link"]),
-            link_bandwidth=float(values["link_gbps"]) * 1e9,
-            pcie_bandwidth=float(values["pcie_gbps"]) * 1e9,
-            network_bandwidth=float(values["network_gbps"]) * 1e9,
-            watts=float(values["watts"]),
-            matmul_share=float(values["matmul_share"]),
-            names=tuple(str(alias) for alias in values["names"]),
-            source=str(values["source"]),
-            attention_share=float(values.get(_OPTIONAL, ATTENTION_SHARE)),
-        )
-    except (TypeError, ValueError) as error:
-        raise UserError(
-            f"{path}: the entry `{name}` has a value of the wrong type ({error}). `tflops` needs at least fp32."
-        ) from None
+@cache
+def _read(path: Path) -> tuple[GpuModel, ...]:
+    gpus = []
+    for name, values in read_table(path).items():
+        if not isinstance(values, dict) or sorted({*values} - {_OPTIONAL}) != sorted(_KEYS):
+            raise UserError(f"{path}: the entry `{name}` must have exactly the keys {', '.join(_KEYS)}.")
+        try:
+            gpu = GpuModel(
+                name=name,
+                memory_bytes=round(float(values["memory_gib"]) * 2**30),
+                flops={dtype: float(number) * 1e12 for dtype, number in {"fp32": None, **values["tflops"]}.items()},
+                memory_bandwidth=float(values["memory_gbps"]) * 1e9,
+                link=str(values["link"]),
+                link_bandwidth=float(values["link_gbps"]) * 1e9,
+                pcie_bandwidth=float(values["pcie_gbps"]) * 1e9,
+                network_bandwidth=float(values["network_gbps"]) * 1e9,
+                watts=float(values["watts"]),
+                matmul_share=float(values["matmul_share"]),
+                names=tuple(str(alias) for alias in values["names"]),
+                source=str(values["source"]),
+                attention_share=float(values.get(_OPTIONAL, ATTENTION_SHARE)),
+            )
+        except (TypeError, ValueError) as error:
+            raise UserError(
+                f"{path}: the entry `{name}` has a value of the wrong type ({error}). `tflops` needs at least fp32."
+            ) from None
+        gpus.append(gpu)
+    return tuple(gpus)
 
 
 def _normalized(name: str) -> str:
@@ -193,27 +193,25 @@ def lowest(prices: tuple[Price, ...], offer: str) -> Price | None:
 def _read_prices(path: Path, gpu_table: Path | None) -> Mapping[str, tuple[Price, ...]]:
     values = read_table(path)
     sources = values.pop(_SOURCES, {})
-    prices = {}
+    prices: dict[str, tuple[Price, ...]] = {}
     for gpu, offers in values.items():
         name = require_gpu(gpu, table=gpu_table, location=str(path)).name
         if not isinstance(offers, dict) or not offers or not isinstance(sources, dict):
             raise UserError(
                 f"{path}: `{gpu}` must be a mapping of providers to prices, and `sources` a mapping of names to text."
             )
-        prices[name] = tuple(
-            _price_of(f"{gpu}: {provider}", str(provider), offer, sources, path) for provider, offer in offers.items()
-        )
+        prices[name] = ()
+        for provider, offer in offers.items():
+            entry = f"{path}: {gpu}: {provider}"
+            is_offer = isinstance(offer, dict) and set(offer) <= set(_PRICE_KEYS)
+            if not is_offer or not {"on_demand", "spot"} & set(offer):
+                raise UserError(f"{entry}: write {{on_demand: USD, spot: USD, source: TEXT}}, at least one price.")
+            numbers = [offer.get(key) for key in _PRICE_KEYS[:2]]
+            if any(usd is not None and (isinstance(usd, bool) or not isinstance(usd, int | float)) for usd in numbers):
+                raise UserError(f"{entry}: a price must be a number of US dollars per GPU-hour.")
+            if any(usd is not None and usd <= 0 for usd in numbers):
+                raise UserError(f"{entry}: a price must be above 0.")
+            on_demand, spot = (None if usd is None else float(usd) for usd in numbers)
+            source = str(offer.get("source", path.name))
+            prices[name] += (Price(str(provider), on_demand, spot, str(sources.get(source, source))),)
     return prices
-
-
-def _price_of(entry: str, provider: str, offer: Any, sources: Mapping[str, Any], path: Path) -> Price:
-    if not isinstance(offer, dict) or not set(offer) <= set(_PRICE_KEYS) or not {"on_demand", "spot"} & set(offer):
-        raise UserError(f"{path}: {entry}: write {{on_demand: USD, spot: USD, source: TEXT}}, at least one price.")
-    numbers = [offer.get(name) for name in _PRICE_KEYS[:2]]
-    if any(price is not None and (isinstance(price, bool) or not isinstance(price, int | float)) for price in numbers):
-        raise UserError(f"{path}: {entry}: a price must be a number of US dollars per GPU-hour.")
-    if any(price is not None and price <= 0 for price in numbers):
-        raise UserError(f"{path}: {entry}: a price must be above 0.")
-    source = str(offer.get("source", path.name))
-    on_demand, spot = (None if price is None else float(price) for price in numbers)
-    return Price(provider, on_demand, spot, str(sources.get(source, source)))

@@ -169,30 +169,28 @@ _STUCK_MAIN_THREAD_SECONDS = 3.0
 
 
 def exit_process(code: int, *, seconds: float | None = None) -> NoReturn:
-    """Run the handlers registered with `atexit`, flush, and exit this process, after `seconds` at the latest."""
+    """Run the handlers registered with `atexit`, flush, and exit this process, after `seconds` at the latest.
+
+    These are the steps of the interpreter before its teardown, in the same order.
+    """
     is_main = threading.current_thread() is threading.main_thread()
     limit = seconds if seconds is not None else _EXIT_HANDLERS_SECONDS if is_main else _STUCK_MAIN_THREAD_SECONDS
     try:
-        _run_exit_handlers(code, seconds=limit, joins_threads=is_main)
+        guard = threading.Timer(limit, _give_up, (code, limit))
+        guard.daemon = True
+        guard.start()
+        if is_main:  # pools of `concurrent.futures` finish their tasks; only the main thread may wait for them
+            try:
+                threading._shutdown()  # type: ignore[attr-defined]
+            except Exception as error:  # of a registered callback: it does not affect the others
+                print("".join(traceback.format_exception(error)), file=sys.stderr)
+        atexit._run_exitfuncs()  # in reverse order of registration; an error in one is only printed
+        guard.cancel()
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
     finally:
         os._exit(code)
-
-
-def _run_exit_handlers(code: int, *, seconds: float, joins_threads: bool) -> None:
-    """Do the steps of the interpreter before its teardown, in the same order."""
-    guard = threading.Timer(seconds, _give_up, (code, seconds))
-    guard.daemon = True
-    guard.start()
-    if joins_threads:  # pools of `concurrent.futures` finish their tasks; only the main thread may wait for them
-        try:
-            threading._shutdown()  # type: ignore[attr-defined]
-        except Exception as error:  # of a registered callback: it does not affect the others
-            print("".join(traceback.format_exception(error)), file=sys.stderr)
-    atexit._run_exitfuncs()  # in reverse order of registration; an error in one is only printed
-    guard.cancel()
 
 
 def _give_up(code: int, seconds: float) -> None:

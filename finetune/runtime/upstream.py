@@ -104,10 +104,19 @@ def build_locks(folder: Path) -> list[BuildLock]:
 
 
 def inspect_lock(path: Path) -> BuildLock:
-    """Return the lock with the known facts about its owner."""
-    owner = next(_builders(path), None)
-    if owner is not None:
-        return BuildLock(path, BUILDING, owner)
+    """Return the lock with the known facts about its owner.
+
+    That is a process that has the lock open, or that still compiles in its folder after its parent's death.
+    """
+    lock, folder = path.resolve(), path.parent.resolve()
+    for process in psutil.process_iter(["pid", "name"]):
+        try:
+            is_owner = any(Path(file.path) == lock for file in process.open_files())
+            name = str(process.info["name"])
+            if is_owner or (name.startswith(_COMPILERS) and Path(process.cwd()) == folder):
+                return BuildLock(path, BUILDING, f"process {process.pid} ({name})")
+        except (psutil.Error, OSError):  # it has ended, or belongs to another user
+            continue
     if reason := _why_unknown(path):
         return BuildLock(path, UNKNOWN, reason)
     return BuildLock(path, ABANDONED, "nobody")
@@ -133,24 +142,6 @@ def awaited_lock(frame: FrameType | None) -> Path | None:
             return Path(str(frame.f_locals["self"].lock_file_path))
         frame = frame.f_back
     return None
-
-
-def innermost_frame(thread: int) -> FrameType | None:
-    """Return the innermost frame of a thread."""
-    return sys._current_frames().get(thread)
-
-
-def _builders(path: Path) -> Iterator[str]:
-    """Yield the processes that have the lock open, or that still compile in its folder after their parent's death."""
-    lock, folder = path.resolve(), path.parent.resolve()
-    for process in psutil.process_iter(["pid", "name"]):
-        try:
-            is_owner = any(Path(file.path) == lock for file in process.open_files())
-            name = str(process.info["name"])
-            if is_owner or (name.startswith(_COMPILERS) and Path(process.cwd()) == folder):
-                yield f"process {process.pid} ({name})"
-        except (psutil.Error, OSError):  # it has ended, or belongs to another user
-            continue
 
 
 def _why_unknown(path: Path) -> str | None:
@@ -207,7 +198,7 @@ class BuildLockWatcher:
 
     def look(self) -> None:
         """Check once: remove an abandoned lock, which ends the wait, and log any other."""
-        path = awaited_lock(innermost_frame(self._main))
+        path = awaited_lock(sys._current_frames().get(self._main))
         if path is None:
             self._since.clear()
             return

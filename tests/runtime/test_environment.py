@@ -1,5 +1,6 @@
 import json
 import subprocess
+from importlib.metadata import PackageNotFoundError
 
 import torch
 
@@ -29,7 +30,12 @@ def test_environment_facts_are_plain_json_with_the_versions():
 
 
 def test_a_package_that_runs_from_its_source_is_named_among_the_versions(monkeypatch):
-    monkeypatch.setattr("finetune.runtime.environment._version", {"torch": "2.11.0"}.get)
+    def version(package):
+        if package != "torch":
+            raise PackageNotFoundError(package)
+        return "2.11.0"
+
+    monkeypatch.setattr("finetune.runtime.environment.version", version)
     assert package_versions() == {"finetune": __version__, "torch": "2.11.0"}
 
 

@@ -127,7 +127,7 @@ def test_a_thread_waiting_for_a_dead_build_is_released_and_waiting_for_a_running
     assert messages == []  # the main thread waits for nothing
     waiting.start()
     watch._main = waiting.ident
-    until(lambda: upstream.awaited_lock(upstream.innermost_frame(waiting.ident)) == lock)
+    until(lambda: upstream.awaited_lock(sys._current_frames().get(waiting.ident)) == lock)
     for now[0] in (10.0, 20.0, 45.0):
         watch.look()
     assert messages == [

@@ -71,7 +71,11 @@ def chart_kinds(names: set[str]) -> list[ChartKind]:
     used = {name for chart in fixed for name in chart.curves}
     others = names - used - {"tokens", "seconds", "device_seconds", "epoch"}
     evaluated_first = sorted(others, key=lambda name: (not name.startswith("evaluation/"), name))
-    own = [ChartKind(_own_title(name), {name: name.partition("/")[2] or name}) for name in evaluated_first]
+    own = []
+    for name in evaluated_first:
+        group, _, metric = name.partition("/")
+        title = {"evaluation": "Evaluation: ", "metrics": "Training: ", "device": "GPU: "}.get(group)
+        own.append(ChartKind(f"{title}{metric}" if title else name, {name: metric or name}))
     return [*fixed[:1], *own, *fixed[1:]]
 
 
@@ -89,12 +93,23 @@ def in_unit(chart: ChartKind, unit: str) -> ChartKind:
 
 def format_chart(chart: ChartKind, runs: Sequence[tuple[str, Mapping[str, Curve]]]) -> dict[str, Any]:
     """Return a chart of the same curves of several named runs; runs without such a curve are skipped."""
-    series = [
-        _series(run, name=name, label=label, curve=curves[curve], kind=chart, column=curve, style=style)
-        for run, (name, curves) in enumerate(runs)
-        for style, (curve, label) in enumerate(chart.curves.items())
-        if curve in curves
-    ]
+    series = []
+    for run, (name, curves) in enumerate(runs):
+        for style, (column, label) in enumerate(chart.curves.items()):
+            if column not in curves:
+                continue
+            points, has_marks = curves[column].points(), column.startswith(POINTS)
+            drawn: dict[str, Any] = {
+                **{"run": run, "style": style, "label": label, "marks": has_marks},
+                "not_finite": curves[column].num_not_finite,
+                "name": f"{name} {label}".strip() if len(chart.curves) > 1 or not name else name,
+                **{"width": points.width, "x": rounded(points.steps, digits=9)},
+                "y": rounded(points.values * chart.scale),
+            }
+            if not has_marks and points.width > 1:  # otherwise each point is its mean
+                means = {"x": rounded(points.mean_steps, digits=9), "y": rounded(points.means * chart.scale)}
+                drawn["means"] = means
+            series.append(drawn)
     return {
         "id": re.sub(r"\W+", "-", chart.title.lower()).strip("-"),
         "title": chart.title,
@@ -123,27 +138,6 @@ def rounded(values: np.ndarray, *, digits: int = 6) -> list[float | int]:
         int(value) if value == int(value) and abs(value) < 1e15 else value
         for value in (float(f"{value:.{digits}g}") for value in values.tolist())
     ]
-
-
-def _series(
-    run: int, *, name: str, label: str, curve: Curve, kind: ChartKind, column: str, style: int
-) -> dict[str, Any]:
-    points = curve.points()
-    has_marks = column.startswith(POINTS)
-    trace = {
-        **{"run": run, "style": style, "label": label, "marks": has_marks, "not_finite": curve.num_not_finite},
-        **{"name": f"{name} {label}".strip() if len(kind.curves) > 1 or not name else name, "width": points.width},
-        **{"x": rounded(points.steps, digits=9), "y": rounded(points.values * kind.scale)},
-    }
-    if not has_marks and points.width > 1:  # otherwise each point is its mean
-        trace["means"] = {"x": rounded(points.mean_steps, digits=9), "y": rounded(points.means * kind.scale)}
-    return trace
-
-
-def _own_title(name: str) -> str:
-    group, _, metric = name.partition("/")
-    titles = {"evaluation": f"Evaluation: {metric}", "metrics": f"Training: {metric}", "device": f"GPU: {metric}"}
-    return titles.get(group, name)
 
 
 _COLORS = ("#2563c9", "#d9700a", "#17865a", "#a23fae", "#a98600", "#0c8ba0", "#cf3a46", "#6d5f4d")

@@ -3,7 +3,6 @@
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -264,15 +263,14 @@ def _text(value: Any) -> str:
     if isinstance(value, Mapping):
         return "\n".join(f"{name}: {_text(item)}" for name, item in value.items() if item not in (None, "", {}, []))
     if isinstance(value, list):
-        is_flat = all(isinstance(item, str | int | float) for item in value)
-        return redacted_text(" ".join(map(str, value))) if is_flat else "\n".join(map(_text_on_a_line, value))
+        if all(isinstance(item, str | int | float) for item in value):
+            return redacted_text(" ".join(map(str, value)))
+        lines = [
+            ", ".join(f"{name} {each}" for name, each in item.items()) if isinstance(item, Mapping) else str(item)
+            for item in value
+        ]
+        return "\n".join(map(redacted_text, lines))
     return "" if value is None else redacted_text(str(value))
-
-
-def _text_on_a_line(value: Any) -> str:
-    with suppress(AttributeError):
-        return redacted_text(", ".join(f"{name} {item}" for name, item in value.items()))
-    return redacted_text(str(value))
 
 
 def _count(value: Any) -> str:

@@ -5,7 +5,6 @@ from statistics import median
 from typing import Any
 
 from finetune.report.history import RunHistory
-from finetune.report.restarts import Restart
 from finetune.runtime.supervision.checkpoint_interval import IntervalAdvice, advise_interval
 
 _LONGEST_REASON = 60
@@ -107,7 +106,8 @@ def advice_line(advice: IntervalAdvice | None) -> str:
     if advice is None:
         return ""
     source = "stated" if advice.is_stated else "observed"
-    every = f"an interruption every {_hours(advice.hours_between_interruptions)} ({source})"
+    hours = advice.hours_between_interruptions
+    every = f"an interruption every {f'{hours * 60:.3g} min' if hours < 1 else f'{hours:.3g} h'} ({source})"
     cost = f"a save costs {advice.save_seconds:.2g} s"
     if advice.is_right:
         return f"{cost}; with {every}, checkpoint.every_steps: {advice.every_steps} is right"
@@ -128,7 +128,11 @@ def restart_rows(history: RunHistory) -> list[list[str]]:
     if not totals.restarts:
         return []
     head = ["start, after", "resumed from step", "steps again", "waiting", "start-up", "steps again took"]
-    rows = [_row(restart) for restart in history.restarts.recent]
+    rows = []
+    for restart in history.restarts.recent:
+        reason = restart.reason if len(restart.reason) <= _LONGEST_REASON else f"{restart.reason[:_LONGEST_REASON]}..."
+        times = map(_minutes, (restart.down_seconds, restart.startup_seconds, restart.redone_seconds))
+        rows.append([f"{restart.number:,}, {reason}", f"{restart.step:,}", f"{restart.steps_redone:,}", *times])
     total = [
         *(f"all, {totals.interruptions:,} of them interruptions", "", f"{totals.steps_redone:,}"),
         *map(_minutes, (totals.down_seconds, totals.startup_seconds, totals.redone_seconds)),
@@ -143,16 +147,5 @@ def restart_rows(history: RunHistory) -> list[list[str]]:
     ]
 
 
-def _row(restart: Restart) -> list[str]:
-    times = (restart.down_seconds, restart.startup_seconds, restart.redone_seconds)
-    counts = (f"{restart.step:,}", f"{restart.steps_redone:,}")
-    reason = restart.reason if len(restart.reason) <= _LONGEST_REASON else f"{restart.reason[:_LONGEST_REASON]}..."
-    return [f"{restart.number:,}, {reason}", *counts, *map(_minutes, times)]
-
-
 def _minutes(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds < 60 else f"{seconds / 60:,.1f} min"
-
-
-def _hours(hours: float) -> str:
-    return f"{hours * 60:.3g} min" if hours < 1 else f"{hours:.3g} h"

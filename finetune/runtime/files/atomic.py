@@ -62,22 +62,27 @@ def remove_stale(folder: Path, *, seconds: float, below: bool = False) -> list[P
     Writers on other hosts cannot be inspected: their files count as abandoned after this time without a change. A
     folder whose writer was killed between the two renames of a replacement gets its older content back.
     """
-    cleared = []
-    for parent in (folder, *(_folders(folder) if below else ())):
+    removed, parents = [], [folder]
+    if below:
         with suppress(OSError):
-            temporaries = [(path, match) for path in sorted(parent.iterdir()) if (match := _NAME.fullmatch(path.name))]
-            cleared += [
-                path
-                for path, match in temporaries
-                if _is_stale(path, match, seconds) and _remove_stale_path(path, match)
-            ]
-    return cleared
-
-
-def _folders(folder: Path) -> Iterator[Path]:
-    with suppress(OSError):
-        inner = sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
-        yield from (path for path in inner[:_MAX_FOLDERS] if not path.name.endswith((SUFFIX, REPLACED_SUFFIX)))
+            inner = sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
+            parents += [path for path in inner[:_MAX_FOLDERS] if not path.name.endswith((SUFFIX, REPLACED_SUFFIX))]
+    for parent in parents:
+        with suppress(OSError):
+            for path in sorted(parent.iterdir()):
+                match = _NAME.fullmatch(path.name)
+                if match is None or not _is_stale(path, match, seconds):
+                    continue
+                with suppress(OSError):
+                    target = path.with_name(match["name"])
+                    if match["older"] and not os.path.lexists(target):
+                        path.rename(target)
+                    elif path.is_dir() and not path.is_symlink():
+                        shutil.rmtree(path)
+                    else:
+                        path.unlink()
+                    removed.append(path)
+    return removed
 
 
 def _is_stale(path: Path, match: re.Match[str], seconds: float) -> bool:
@@ -93,20 +98,6 @@ def _is_stale(path: Path, match: re.Match[str], seconds: float) -> bool:
         return True
     except psutil.Error:
         return False
-
-
-def _remove_stale_path(path: Path, match: re.Match[str]) -> bool:
-    try:
-        target = path.with_name(match["name"])
-        if match["older"] and not os.path.lexists(target):
-            path.rename(target)
-        elif path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
-    except OSError:
-        return False
-    return True
 
 
 def _host() -> str:
@@ -196,8 +187,11 @@ def build_once(
         if os.path.lexists(folder):
             _rename_aside(folder)  # a broken link
         try:
-            if not resumes or not _is_folder(staging):
-                _remove_files(staging)
+            is_folder = os.path.lexists(staging) and stat.S_ISDIR(staging.lstat().st_mode)
+            if is_folder and not resumes:
+                shutil.rmtree(staging, ignore_errors=True)
+            elif not is_folder:  # a file or a link
+                staging.unlink(missing_ok=True)
             staging.mkdir(exist_ok=True)
             build(staging)
             staging.replace(folder)
@@ -225,18 +219,6 @@ def _rename_aside(path: Path) -> Path:
     aside = next(candidate for candidate in numbered if not os.path.lexists(candidate))
     path.rename(aside)
     return aside
-
-
-def _is_folder(path: Path) -> bool:
-    return os.path.lexists(path) and stat.S_ISDIR(path.lstat().st_mode)
-
-
-def _remove_files(path: Path) -> None:
-    """Remove the path, whether it is a folder, a file or a link."""
-    if _is_folder(path):
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -28,14 +28,15 @@ def gather_peers() -> list[Peer]:
 
 def find_dead_peers(peers: Sequence[Peer]) -> list[Peer]:
     """Return the dead processes of this host; those of other hosts cannot be checked."""
-    return [peer for peer in peers if peer.host == platform.node() and not _is_alive(peer.pid)]
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
+    dead = []
+    for peer in peers:
+        if peer.host == platform.node():
+            try:
+                if psutil.Process(peer.pid).status() == psutil.STATUS_ZOMBIE:
+                    dead.append(peer)
+            except psutil.NoSuchProcess:
+                dead.append(peer)
+    return dead
 
 
 _BROKEN = ("gloo/", "Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL", "ncclRemoteError")

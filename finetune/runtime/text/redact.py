@@ -9,6 +9,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, quote_plus
@@ -96,14 +97,9 @@ def _is_searched_for(value: str) -> bool:
     """Return whether texts are searched for a value: not if it is short, a number, plain words or an existing path."""
     if len(value) < MIN_KNOWN_LENGTH or _ORDINARY.fullmatch(value) or REDACTED in value:
         return False
-    return not (value.startswith(("/", "~", ".")) and _path_exists(value))
-
-
-def _path_exists(path: str) -> bool:
-    try:
-        return Path(path).expanduser().exists()
-    except (OSError, ValueError, RuntimeError):
-        return False
+    with suppress(OSError, ValueError, RuntimeError):
+        return not (value.startswith(("/", "~", ".")) and Path(value).expanduser().exists())
+    return True
 
 
 def _forms(value: str) -> Iterator[str]:
