@@ -282,6 +282,7 @@ def _rope(config: Any) -> Mapping[str, Any]:
 GGUFType = Literal["f16", "q8_0"]
 
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
+_MIXTRAL_EXPERTS = re.compile(r"^model\.layers\.(\d+)\.block_sparse_moe\.experts\.")
 _LARGEST_HALF = 65504.0
 _BLOCK = 32
 """The elements that share a scale in 8 bits."""
@@ -378,12 +379,9 @@ def _tensors(folder: Path, architecture: GGUFArchitecture, config: Any) -> Itera
                     stack.clear()
                 if name == "lm_head.weight" and config.tie_word_embeddings:
                     continue
-                yield _named_as_merged(name), _as_computed(name, tensor, architecture, config)
-
-
-def _named_as_merged(name: str) -> str:
-    """Return the name under which llama.cpp's table has stacked experts of Mixtral."""
-    return re.sub(r"^model\.layers\.(\d+)\.block_sparse_moe\.experts\.", r"layers.\1.feed_forward.experts.", name)
+                computed = _as_computed(name, tensor, architecture, config)
+                # llama.cpp's table has stacked experts of Mixtral under the name of a merged file
+                yield _MIXTRAL_EXPERTS.sub(r"layers.\1.feed_forward.experts.", name), computed
 
 
 def _as_computed(name: str, tensor: Tensor, architecture: GGUFArchitecture, config: Any) -> Tensor:

@@ -47,10 +47,12 @@ def connect_to_ray(
     require("ray.train", extra="ray", purpose=purpose)
     options: dict[str, Any] = {"runtime_env": {"env_vars": settings}, "log_to_driver": prints_output}
     try:
-        if address == LOCAL:
+        if address is None:  # that of RAY_ADDRESS, or of this machine's cluster
+            ray.init("auto", **options)
+        elif address == LOCAL:
             ray.init(LOCAL, num_cpus=num_cpus, num_gpus=num_gpus, _system_config=HEAD_SETTINGS, **options)
         else:
-            ray.init(_with_port(address), **options)
+            ray.init(address if ":" in address else f"{address}:6379", **options)
     except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
         where = "the cluster of this machine" if address is None else address
         raise UserError(
@@ -58,14 +60,3 @@ def connect_to_ray(
             "name the host of the cluster's head."
         ) from error
     return ray
-
-
-def _with_port(address: str | None) -> str:
-    """Return the address as Ray takes it; without one, that of RAY_ADDRESS or of this machine's cluster.
-
-    >>> _with_port("head"), _with_port("10.0.0.1:6380"), _with_port(None)
-    ('head:6379', '10.0.0.1:6380', 'auto')
-    """
-    if address is None:
-        return "auto"
-    return address if ":" in address else f"{address}:6379"

@@ -3,6 +3,7 @@
 import codecs
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 
 from finetune.config.formatting import did_you_mean, format_list
 from finetune.config.paths import is_path, is_url
@@ -161,21 +162,16 @@ _COMMON_ENCODINGS = (
 def encoding_is_known(config: RunConfig) -> Iterator[Problem]:
     """An encoding is one with which Python can read text."""
     for key, source in row_sources(config):
-        if source.encoding is not None and not _is_text_codec(source.encoding):
-            hint = (
-                did_you_mean(source.encoding, _COMMON_ENCODINGS)
-                or f"Write one such as {format_list(_COMMON_ENCODINGS[:6])}."
-            )
-            yield Problem(f"{key}.encoding", f"the encoding `{source.encoding}` does not exist. {hint}")
-
-
-def _is_text_codec(name: str) -> bool:
-    try:
-        codec = codecs.lookup(name)
-    except (LookupError, ValueError):  # an embedded zero, for one
-        return False
-    is_text = bool(getattr(codec, "_is_text_encoding", True))
-    return is_text and codec.incrementaldecoder is not None and codec.name.replace("-", "_") not in _NOT_OF_TEXTS
+        if source.encoding is None:
+            continue
+        with suppress(LookupError, ValueError):  # ValueError: an embedded zero, for one
+            codec = codecs.lookup(source.encoding)
+            is_text = getattr(codec, "_is_text_encoding", True) and codec.incrementaldecoder is not None
+            if is_text and codec.name.replace("-", "_") not in _NOT_OF_TEXTS:
+                continue
+        hint = did_you_mean(source.encoding, _COMMON_ENCODINGS)
+        hint = hint or f"Write one such as {format_list(_COMMON_ENCODINGS[:6])}."
+        yield Problem(f"{key}.encoding", f"the encoding `{source.encoding}` does not exist. {hint}")
 
 
 def delimiter_is_usable(config: RunConfig) -> Iterator[Problem]:

@@ -286,7 +286,21 @@ def _named(values: Mapping[Any, Any] | Sequence[Any], name: str) -> Iterator[tup
 
 def redacted_command(words: Sequence[str]) -> list[str]:
     """Return a command line without the values of secret options: `--hub-token X`, `--set a.password=X`."""
-    return [REDACTED if is_secret_name(name) else _redacted_word(word) for _, word, name in _named(words, "")]
+    redacted = []
+    for _, word, option in _named(words, ""):
+        first = re.match(r"-{0,2}[\w.-]{1,128}(?=\s)", word)
+        *names, value = word.split("=")  # `--set=a.password=X` has two names
+        secret = next((n for n, name in enumerate(names, 1) if any(map(is_secret_name, name.split(".")))), None)
+        if is_secret_name(option):
+            word = REDACTED
+        elif first is not None and is_secret_name(first[0]):  # `password X`, without the `=`
+            word = f"{first[0]} {REDACTED}"
+        elif secret is not None and not (secret == len(names) and NO_VALUE.fullmatch(value)):
+            word = f"{redacted_text('='.join(names[:secret]))}={REDACTED}"
+        else:
+            word = redacted_yaml(word) if ":" in word else redacted_text(word)
+        redacted.append(word)
+    return redacted
 
 
 def register_command(words: Sequence[str]) -> None:
@@ -309,17 +323,6 @@ def _without_shapes(text: str) -> str:
 
 def _in_yaml(match: re.Match[str]) -> str:
     return match[0] if NO_VALUE.fullmatch(match["value"].strip("\"' ")) else f"{match['head']}'{REDACTED}'"
-
-
-def _redacted_word(word: str) -> str:
-    first = re.match(r"-{0,2}[\w.-]{1,128}(?=\s)", word)
-    if first is not None and is_secret_name(first[0]):  # `password X`, without the `=`
-        return f"{first[0]} {REDACTED}"
-    *names, value = word.split("=")  # `--set=a.password=X` has two names
-    for index, name in enumerate(names, start=1):
-        if any(map(is_secret_name, name.split("."))) and not (index == len(names) and NO_VALUE.fullmatch(value)):
-            return f"{redacted_text('='.join(names[:index]))}={REDACTED}"
-    return redacted_yaml(word) if ":" in word else redacted_text(word)
 
 
 def _secret_texts(value: Any, *, name: str) -> Iterator[str]:
