@@ -16,8 +16,6 @@ from finetune.checkpoint.format.manifest import Manifest
 from finetune.checkpoint.read.inventory import (
     BadFile,
     CheckpointEntry,
-    Leftover,
-    RunLocation,
     TensorCount,
     count_tensors,
     find_leftovers,
@@ -69,21 +67,6 @@ def checkpoints_table(checkpoints: Sequence[CheckedCheckpoint], *, now: float, w
             *_row(checkpoint.entry, now=now, width=width), Text(printable(_origin(checkpoint.entry.manifest))), state
         )
     return table
-
-
-def checkpoints_notes(
-    checkpoints: Sequence[CheckedCheckpoint], leftovers: Sequence[Leftover], *, verifies: bool
-) -> Iterator[str]:
-    """Yield the lines below the table: problems of bad checkpoints, leftovers, and a note about skipped checks."""
-    for checkpoint in checkpoints:
-        for problem in checkpoint.problems:
-            yield f"{checkpoint.entry.path.name}: {problem}"
-    if checkpoints and not verifies:
-        yield "Only sizes were compared; `--verify` reads every file."
-    if leftovers:
-        yield "Leftovers, which no run resumes from:"
-    for left in leftovers:
-        yield f"  {left.path.name} ({format_size(left.size_bytes)}) {left.meaning}"
 
 
 def prune_table(verdicts: Sequence[tuple[CheckpointEntry, Sequence[str]]], *, now: float, width: int) -> Table:
@@ -201,8 +184,15 @@ def list_checkpoints(run: Path, *, verifies: bool, as_json: bool) -> None:
         print(f"{location.checkpoints} has no checkpoints.")
     else:
         print_table(checkpoints_table(checkpoints, now=time.time(), width=width()))
-    for line in checkpoints_notes(checkpoints, leftovers, verifies=verifies):
-        print(line)
+    for checkpoint in checkpoints:
+        for problem in checkpoint.problems:
+            print(f"{checkpoint.entry.path.name}: {problem}")
+    if checkpoints and not verifies:
+        print("Only sizes were compared; `--verify` reads every file.")
+    if leftovers:
+        print("Leftovers, which no run resumes from:")
+    for left in leftovers:
+        print(f"  {left.path.name} ({format_size(left.size_bytes)}) {left.meaning}")
 
 
 def show_checkpoint(run: Path, *, step: int | None, as_json: bool) -> None:
@@ -220,31 +210,26 @@ def verify_checkpoints(run: Path, *, step: int | None) -> bool:
     For a bad checkpoint, prints the bad files and the damaged tensors in them.
     """
     location = locate_run(run)
-    are_good = [_verify(path) for path in _selected(location, step=step)]
-    return all(are_good)
-
-
-def _selected(location: RunLocation, *, step: int | None) -> Sequence[Path]:
-    """Return the checkpoint given by step or folder, else all; raises CheckpointError if there is none."""
-    newest = select_checkpoint(location, step=step)
-    if location.chosen is not None or step is not None:
-        return [newest]
-    return [entry.path for entry in read_entries(location.checkpoints)]
-
-
-def _verify(path: Path) -> bool:
-    checkpoint = _checked(read_entry(path), read_all=True)
-    manifest = checkpoint.entry.manifest
-    if checkpoint.is_good and manifest is not None:
-        print(f"{path.name}: good, {len(manifest.files)} files, {format_size(manifest.size_bytes)} read", flush=True)
-        return True
-    print(f"{path.name}: BAD", flush=True)
-    damaged = {file.problem: file.tensors for file in checkpoint.bad_files}
-    for problem in checkpoint.problems:
-        print(f"  {problem}")
-        if tensors := damaged.get(problem):
-            print(f"    damaged: {_listed(tensors)}")
-    return False
+    paths = [select_checkpoint(location, step=step)]  # raises CheckpointError if there is none
+    if location.chosen is None and step is None:
+        paths = [entry.path for entry in read_entries(location.checkpoints)]
+    are_good = True
+    for path in paths:
+        checkpoint = _checked(read_entry(path), read_all=True)
+        manifest = checkpoint.entry.manifest
+        if checkpoint.is_good and manifest is not None:
+            size = format_size(manifest.size_bytes)
+            print(f"{path.name}: good, {len(manifest.files)} files, {size} read", flush=True)
+            continue
+        are_good = False
+        print(f"{path.name}: BAD", flush=True)
+        damaged = {file.problem: file.tensors for file in checkpoint.bad_files}
+        for problem in checkpoint.problems:
+            print(f"  {problem}")
+            if tensors := damaged.get(problem):
+                more = f" and {len(tensors) - _MAX_LISTED} more" if len(tensors) > _MAX_LISTED else ""
+                print(f"    damaged: {', '.join(tensors[:_MAX_LISTED])}{more}")
+    return are_good
 
 
 def _checked(entry: CheckpointEntry, *, read_all: bool) -> CheckedCheckpoint:
@@ -285,25 +270,7 @@ def _contents(entry: CheckpointEntry) -> dict[str, Any]:
     }
 
 
-def _listed(names: Sequence[str]) -> str:
-    rest = len(names) - _MAX_LISTED
-    return ", ".join(names[:_MAX_LISTED]) + (f" and {rest} more" if rest > 0 else "")
-
-
 GOALS = ("minimize", "maximize")
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """Whether a checkpoint is kept, and why."""
-
-    entry: CheckpointEntry
-    reasons: tuple[str, ...]  # to keep it; empty if it is deleted
-
-    @property
-    def is_deleted(self) -> bool:
-        """Return whether the checkpoint will be deleted."""
-        return not self.reasons
 
 
 def prune(
@@ -328,9 +295,8 @@ def prune(
     )
     with lock_run_folder(location.run, log=print) if does_delete else nullcontext():
         verdicts = decide(read_entries(location.checkpoints), section)
-        rows = [(verdict.entry, verdict.reasons) for verdict in verdicts]
-        print_table(prune_table(rows, now=time.time(), width=width()))
-        deleted = [verdict.entry for verdict in verdicts if verdict.is_deleted]
+        print_table(prune_table(verdicts, now=time.time(), width=width()))
+        deleted = [entry for entry, reasons in verdicts if not reasons]
         size = format_size(sum(entry.manifest.size_bytes for entry in deleted if entry.manifest))
         if does_delete and (failures := delete_checkpoints(location.checkpoints, [entry.step for entry in deleted])):
             raise CheckpointError("\n".join(failures))
@@ -367,8 +333,10 @@ def parse_keep_best(value: str) -> KeepBestSection:
     return KeepBestSection.model_validate({"metric": metric, "goal": goal, "count": int(count)})
 
 
-def decide(entries: Sequence[CheckpointEntry], section: CheckpointSection) -> list[Verdict]:
-    """Return for each checkpoint whether it is kept and why; raises CheckpointError if none is good.
+def decide(
+    entries: Sequence[CheckpointEntry], section: CheckpointSection
+) -> list[tuple[CheckpointEntry, Sequence[str]]]:
+    """Return each checkpoint with the reasons to keep it, none to delete it; raises CheckpointError if none is good.
 
     The newest and the best are read and hashed; a bad one is replaced by the next.
     """
@@ -397,7 +365,7 @@ def decide(entries: Sequence[CheckpointEntry], section: CheckpointSection) -> li
         metrics=metrics,
     )
     return [
-        Verdict(entry, () if step in deleted else tuple(_reasons(step, section, good=good, best=best)))
+        (entry, () if step in deleted else tuple(_reasons(step, section, good=good, best=best)))
         for step, entry in by_step.items()
     ]
 

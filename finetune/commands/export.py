@@ -5,7 +5,7 @@ A checkpoint is exported from the run folder alone, in one process, without a GP
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,15 +54,6 @@ from finetune.train.evaluate import average_formula
 _MAX_LISTED = 5
 
 
-@dataclass(frozen=True)
-class _CheckpointExport:
-    """The checkpoint to export, its run, and the folder to write."""
-
-    checkpoint: Path
-    run: Path
-    folder: Path
-
-
 def export_checkpoint(
     run: Path,
     *,
@@ -81,14 +72,18 @@ def export_checkpoint(
     ExportError if the written model differs from the trained one.
     """
     quiet_libraries(is_main=True)
-    request = _choose_checkpoint(run, step=step, to=to)
-    own = with_trust(load_resolved(request.run), trust_remote_code=trust_remote_code)
+    location = locate_run(run)
+    chosen = select_checkpoint(location, step=step)
+    folder = (to or location.run / "exports" / chosen.name).absolute()
+    if folder.exists():
+        raise UserError(f"{folder}: already exists. Give another folder with --to, or delete this one.")
+    own = with_trust(load_resolved(location.run), trust_remote_code=trust_remote_code)
     loaded = _with_export(own, dtype=dtype, merge=merge, verify=verify)
     require_mergeable(loaded.config)
-    checkpoint = open_checkpoint(request.checkpoint)
-    run_inputs = load_run_inputs(request.run, loaded.config)
+    checkpoint = open_checkpoint(chosen)
+    run_inputs = load_run_inputs(location.run, loaded.config)
     config, tokenizer, task = loaded.config, run_inputs.processing.tokenizer, run_inputs.task(loaded.config)
-    recorded = parameters_in(request.checkpoint)
+    recorded = parameters_in(chosen)
     model = build_model(
         config.model,
         head=task.head,
@@ -99,18 +94,28 @@ def export_checkpoint(
         recorded=recorded,
     )
     weights = exported_weights(model, checkpoint, train=config.train, trained_only=exports_trained_only(config))
+    progress = Progress.from_state_dict(checkpoint.progress)
     source = ModelToExport(
         model=model,
         weights=weights | load_unquantized_base(config, task, tokenizer=tokenizer, log=print),
         preprocessors=export_inputs(run_inputs.processing, task, model),
         section=resolve_export_section(config),
-        facts=_card(request, loaded=loaded, checkpoint=checkpoint, head=task.head),
+        facts=CardFacts(
+            title=location.run.name,
+            task=config.task.name,
+            num_steps=progress.step,
+            metrics=progress.last_metrics,
+            config_text=loaded.text,
+            software=checkpoint.verified.manifest.versions,
+            head=task.head,
+            config_values=config.model.config_changes,
+        ),
         trust_remote_code=config.model.trust_remote_code,
         is_quantized=config.model.quantization is not None,
         load_options=load_options(config.model),
     )
-    report = export_verified(source, request.folder, verify=config.export.verify, log=print)
-    print(f"exported {request.checkpoint.name}: {report.num_tensors} tensors, {format_size(report.size_bytes)}")
+    report = export_verified(source, folder, verify=config.export.verify, log=print)
+    print(f"exported {chosen.name}: {report.num_tensors} tensors, {format_size(report.size_bytes)}")
     print(f"model in {report.folder}")
     return report.folder
 
@@ -127,32 +132,20 @@ def exported_weights(
     trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
     _require_same_tensors(checkpoint, {**trained, **buffers})
     weights: dict[str, Tensor] = {}
+    average = average_formula(train)
     for name, parameter in parameters.items():
         if name in trained:
-            weights[name] = _evaluation_weights(checkpoint, name, train=train)
+            own = checkpoint.read(name)
+            if average is not None:
+                key, formula = average
+                state = TensorRecord(name, key, tuple(own.shape), "F32").stored_name
+                own = formula(own, checkpoint.read(state)).to(own.dtype) if state in checkpoint.records else own
+            weights[name] = own
         elif not trained_only:
             weights[name] = parameter.detach()
     if not trained_only:
         weights.update({name: checkpoint.read(name) for name in buffers})
     return weights
-
-
-def _evaluation_weights(checkpoint: OpenCheckpoint, name: str, *, train: TrainSection) -> Tensor:
-    weights, average = checkpoint.read(name), average_formula(train)
-    if average is None:
-        return weights
-    key, formula = average
-    state = TensorRecord(name, key, tuple(weights.shape), "F32").stored_name
-    return formula(weights, checkpoint.read(state)).to(weights.dtype) if state in checkpoint.records else weights
-
-
-def _choose_checkpoint(run: Path, *, step: int | None, to: Path | None) -> _CheckpointExport:
-    location = locate_run(run)
-    checkpoint = select_checkpoint(location, step=step)
-    folder = (to or location.run / "exports" / checkpoint.name).absolute()
-    if folder.exists():
-        raise UserError(f"{folder}: already exists. Give another folder with --to, or delete this one.")
-    return _CheckpointExport(checkpoint, location.run, folder)
 
 
 def _with_export(loaded: LoadedConfig, *, dtype: str | None, merge: bool, verify: bool | None) -> LoadedConfig:
@@ -164,20 +157,6 @@ def _with_export(loaded: LoadedConfig, *, dtype: str | None, merge: bool, verify
     options |= {"verify": section.verify if verify is None else verify}
     export = section.model_copy(update=options)
     return replace(loaded, config=loaded.config.model_copy(update={"export": export}))
-
-
-def _card(request: _CheckpointExport, *, loaded: LoadedConfig, checkpoint: OpenCheckpoint, head: str) -> CardFacts:
-    progress = Progress.from_state_dict(checkpoint.progress)
-    return CardFacts(
-        title=request.run.name,
-        task=loaded.config.task.name,
-        num_steps=progress.step,
-        metrics=progress.last_metrics,
-        config_text=loaded.text,
-        software=checkpoint.verified.manifest.versions,
-        head=head,
-        config_values=loaded.config.model.config_changes,
-    )
 
 
 def _require_same_tensors(checkpoint: OpenCheckpoint, expected: Mapping[str, Tensor]) -> None:

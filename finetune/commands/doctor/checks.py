@@ -1,6 +1,5 @@
 """The facts of all machines, ranks and a job: gathered, checked, and the communication that each strategy needs."""
 
-import dataclasses
 import math
 import platform
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -69,11 +67,6 @@ class Facts:
 
 
 _FACTS: TypeAdapter[Facts] = TypeAdapter(Facts)
-
-
-def facts_as_json(facts: Facts) -> dict[str, Any]:
-    """Return the facts as plain JSON values."""
-    return dataclasses.asdict(facts)
 
 
 def read_facts(path: Path) -> Facts:

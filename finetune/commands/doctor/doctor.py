@@ -24,7 +24,6 @@ from finetune.commands.doctor.checks import (
     HostFacts,
     check_facts,
     compute_seconds,
-    facts_as_json,
     gather_host,
     read_facts,
     strategy_costs,
@@ -90,7 +89,7 @@ def _report(facts: Facts, *, as_json: bool) -> int:
     findings = check_facts(facts)
     if as_json:  # what `--facts` reads
         listed = [asdict(finding) | {"severity": finding.severity.name.lower()} for finding in findings]
-        print_json({"facts": facts_as_json(facts), "findings": listed}, indent=1)
+        print_json({"facts": asdict(facts), "findings": listed}, indent=1)
     else:
         print_report(facts, findings)
     return 1 if has_severe(findings) else 0
@@ -340,7 +339,15 @@ def _print_link(facts: Facts, link: LinkFacts) -> None:
         bus = 2 * (world - 1) / world * rate
         table.add_row(format_size(speed.num_bytes), _time(speed.seconds), _rate(rate), _rate(bus))
     print_table(table)
-    _print_pairs(link)
+    if len(link.pairs) > 1:
+        slowest = sorted(link.pairs, key=lambda pair: pair.bytes_per_second)[:_MAX_PAIRS]
+        typical = median(pair.bytes_per_second for pair in link.pairs)
+        shown = f"{len(slowest)} of {len(link.pairs)}; median {_rate(typical)}"
+        print(f"\nmessages between two ranks, the slowest first ({shown})")
+        table = _table("ranks", "latency", "bandwidth")
+        for pair in slowest:
+            table.add_row(f"{pair.first}-{pair.second}", _time(pair.latency_seconds), _rate(pair.bytes_per_second))
+        print_table(table)
     computed = compute_seconds(facts)
     job = facts.job if facts.job is not None and facts.job.num_parameters else NOMINAL
     against = "" if computed is None else f", against about {_time(computed)} of computing"
@@ -350,19 +357,6 @@ def _print_link(facts: Facts, link: LinkFacts) -> None:
     for cost in strategy_costs(facts):
         share = "" if cost.share is None else f"{cost.share:.0%}"
         table.add_row(cost.name, format_size(round(cost.num_bytes)), _time(cost.seconds), share, cost.verdict)
-    print_table(table)
-
-
-def _print_pairs(link: LinkFacts) -> None:
-    if len(link.pairs) < 2:
-        return
-    slowest = sorted(link.pairs, key=lambda pair: pair.bytes_per_second)[:_MAX_PAIRS]
-    typical = median(pair.bytes_per_second for pair in link.pairs)
-    shown = f"{len(slowest)} of {len(link.pairs)}; median {_rate(typical)}"
-    print(f"\nmessages between two ranks, the slowest first ({shown})")
-    table = _table("ranks", "latency", "bandwidth")
-    for pair in slowest:
-        table.add_row(f"{pair.first}-{pair.second}", _time(pair.latency_seconds), _rate(pair.bytes_per_second))
     print_table(table)
 
 

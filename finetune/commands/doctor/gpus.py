@@ -215,7 +215,15 @@ def check_gpus(facts: GpuFacts, *, is_wsl: bool, num_ranks: int) -> Iterator[Fin
     for gpu in gpus:
         yield from _check_condition(gpu)
         yield from _check_use(gpu, is_wsl=is_wsl, num_ranks=num_ranks)
-    yield from _bus_width(gpus)
+    narrow = [gpu for gpu in gpus if gpu.pcie_width and gpu.pcie_width < (gpu.max_pcie_width or 0)]
+    for width, maximum in sorted({(gpu.pcie_width, gpu.max_pcie_width) for gpu in narrow}):
+        indices = [str(gpu.index) for gpu in narrow if (gpu.pcie_width, gpu.max_pcie_width) == (width, maximum)]
+        yield should_fix(
+            "pcie-width",
+            f"GPU {', '.join(indices)}: {width} of {maximum} PCIe lanes are connected",
+            why="copies to and from the GPU are slower by that factor; offloading suffers most",
+            fix="put the card into a slot with all lanes, or reseat it; check riser and BIOS (bifurcation)",
+        )
     names = sorted({gpu.name for gpu in gpus})
     if len(names) > 1:
         yield should_fix(
@@ -284,18 +292,6 @@ def _check_condition(gpu: Gpu) -> Iterator[Finding]:
             f"GPU {gpu.index} runs PCIe {gpu.pcie_generation} under load, but supports {gpu.max_pcie_generation}",
             why="each generation halves the speed of copies",
             fix="set the slot's link speed to Auto or the highest generation in the BIOS; check the riser",
-        )
-
-
-def _bus_width(gpus: tuple[Gpu, ...]) -> Iterator[Finding]:
-    narrow = [gpu for gpu in gpus if gpu.pcie_width and gpu.pcie_width < (gpu.max_pcie_width or 0)]
-    for width, maximum in sorted({(gpu.pcie_width, gpu.max_pcie_width) for gpu in narrow}):
-        indices = [str(gpu.index) for gpu in narrow if (gpu.pcie_width, gpu.max_pcie_width) == (width, maximum)]
-        yield should_fix(
-            "pcie-width",
-            f"GPU {', '.join(indices)}: {width} of {maximum} PCIe lanes are connected",
-            why="copies to and from the GPU are slower by that factor; offloading suffers most",
-            fix="put the card into a slot with all lanes, or reseat it; check riser and BIOS (bifurcation)",
         )
 
 

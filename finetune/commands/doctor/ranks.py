@@ -185,8 +185,15 @@ def measure_clock_offset() -> float:
     rank, own = dist.get_rank(), 0.0
     for other in range(1, dist.get_world_size()):
         if rank == 0:
-            offset = torch.tensor([_ask_clock(other)], dtype=torch.float64)
-            dist.send(offset, other)
+            answers = []
+            answer = torch.zeros(1, dtype=torch.float64)
+            for _ in range(_CLOCK_ROUNDS):
+                sent = time.time()
+                dist.send(answer, other)
+                dist.recv(answer, other)
+                received = time.time()
+                answers.append((received - sent, float(answer[0]) - (sent + received) / 2))
+            dist.send(torch.tensor([min(answers)[1]], dtype=torch.float64), other)
         elif rank == other:
             offset = torch.zeros(1, dtype=torch.float64)
             for _ in range(_CLOCK_ROUNDS):
@@ -195,18 +202,6 @@ def measure_clock_offset() -> float:
             dist.recv(offset, 0)
             own = float(offset[0])
     return own
-
-
-def _ask_clock(other: int) -> float:
-    answers = []
-    answer = torch.zeros(1, dtype=torch.float64)
-    for _ in range(_CLOCK_ROUNDS):
-        sent = time.time()
-        dist.send(answer, other)
-        dist.recv(answer, other)
-        received = time.time()
-        answers.append((received - sent, float(answer[0]) - (sent + received) / 2))
-    return min(answers)[1]
 
 
 def measure_flops() -> float:

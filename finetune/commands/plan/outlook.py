@@ -182,7 +182,11 @@ def plan_saving(job: PlannedJob, hardware: Hardware, plan: StrategyPlan, *, is_s
     write = size / assumed.disk_bandwidth
     copy = size / plan.layout.num_ranks / (hardware.gpu.pcie_bandwidth * _COPY_SHARE)
     stall = copy if job.config.checkpoint.asynchronous else copy + write
-    between = _hours_between_failures(hardware, is_spot=is_spot, assumed=assumed) * 3600
+    hours = FAILURE_GPU_HOURS / hardware.num_gpus
+    if is_spot:
+        preempted = assumed.hours_between_preemptions
+        hours = min(hours, SPOT_HOURS_PER_MACHINE / hardware.num_nodes if preempted is None else preempted)
+    between = hours * 3600
     young = young_interval(save=stall, between_failures=between)
     interval = best_interval(save=stall, write=write, between_failures=between)
     return Saving(
@@ -194,14 +198,6 @@ def plan_saving(job: PlannedJob, hardware: Hardware, plan: StrategyPlan, *, is_s
         interval_seconds=interval,
         every_steps=max(1, round(interval / plan.time.seconds)),
     )
-
-
-def _hours_between_failures(hardware: Hardware, *, is_spot: bool, assumed: Assumed) -> float:
-    failures = FAILURE_GPU_HOURS / hardware.num_gpus
-    if not is_spot:
-        return failures
-    preempted = assumed.hours_between_preemptions
-    return min(failures, preempted if preempted is not None else SPOT_HOURS_PER_MACHINE / hardware.num_nodes)
 
 
 def _offer(

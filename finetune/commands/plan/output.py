@@ -113,20 +113,19 @@ def _outlook_json(outlook: Outlook) -> dict[str, Any]:
         for name in ("tokens_per_second", "step_seconds", "num_steps", "num_tokens", "hours", "mfu")
     }
     saving = {"on_demand": asdict(outlook.saving_on_demand), "spot": asdict(outlook.saving_spot)}
-    return {**plain, "checkpoints": saving, "prices": [_offer_json(offer) for offer in outlook.offers]}
-
-
-def _offer_json(offer: Offer) -> dict[str, Any]:
-    price = offer.price
-    return {
-        "provider": price.provider,
-        "offer": "spot" if offer.is_spot else "on demand",
-        "usd_per_gpu_hour": price.spot if offer.is_spot else price.on_demand,
-        "hours": offer.hours,
-        "usd": offer.usd,
-        "usd_per_million_tokens": offer.usd_per_million_tokens,
-        "source": price.source,
-    }
+    prices = [
+        {
+            "provider": offer.price.provider,
+            "offer": "spot" if offer.is_spot else "on demand",
+            "usd_per_gpu_hour": offer.price.spot if offer.is_spot else offer.price.on_demand,
+            "hours": offer.hours,
+            "usd": offer.usd,
+            "usd_per_million_tokens": offer.usd_per_million_tokens,
+            "source": offer.price.source,
+        }
+        for offer in outlook.offers
+    ]
+    return {**plain, "checkpoints": saving, "prices": prices}
 
 
 def _scaling_json(points: Sequence[ScalePoint]) -> Mapping[str, Any]:
@@ -164,18 +163,16 @@ def _print_job(plan: Plan) -> None:
     sizes = next(
         (strategy.prediction for hardware in plan.machines for strategy in hardware.plans if strategy.prediction), None
     )
-    trained = "" if sizes is None else _format_parameters(sizes)
+    trained = ""
+    if sizes is not None:
+        is_whole = sizes.num_trained == sizes.num_parameters
+        share = "all trained" if is_whole else f"{_format_number(sizes.num_trained)} trained"
+        trained = f", {_format_number(sizes.num_parameters)} parameters, {share}"
     steps = "" if counts.num_steps is None else f", {counts.num_steps:,} steps"
     method = f"{_NAMES[job.method]}{trained}, {job.train.precision}, {_format_recomputation(job.checkpointing)}"
     batch = f"{job.train.global_batch_size} {job.config.data.batching.unit}"
     shape = f"{batch} of {counts.tokens_per_position:,.0f} tokens per step{steps}"
     print_facts([("", f"{plan.job_file}: {method}"), ("", shape)], indent=0)
-
-
-def _format_parameters(sizes: Prediction) -> str:
-    total, trained = sizes.num_parameters, sizes.num_trained
-    share = "all trained" if trained == total else f"{_format_number(trained)} trained"
-    return f", {_format_number(total)} parameters, {share}"
 
 
 def _format_recomputation(checkpointing: object) -> str:
@@ -223,7 +220,11 @@ def _print_hardware(plan: Plan, planned: HardwarePlan) -> None:
         assert planned.outlook is not None
         print_facts(_facts(plan, planned, best, planned.outlook))
     print()
-    print_table(_strategies_table(planned))
+    table = _table("strategy", "peak GiB", "fits", "microbatch", "step s", "tokens/s", "note")
+    others = [other for other in planned.plans if other is not best and other.prediction is not None]
+    for shown in [*([best] if best is not None else []), *others]:
+        table.add_row(shown.strategy, *_cells(shown, planned), style="bold" if shown is best else None)
+    print_table(table)
     strategies: dict[str, list[str]] = {}
     for strategy in planned.plans:
         if strategy.prediction is None:
@@ -344,21 +345,13 @@ _LEFT = ("strategy", "note", "recompute", "offer", "source")
 _WRAPPED = ("note", "source")
 
 
-def _strategies_table(planned: HardwarePlan) -> Table:
-    table = _table("strategy", "peak GiB", "fits", "microbatch", "step s", "tokens/s", "note")
-    others = [
-        strategy for strategy in planned.plans if strategy is not planned.best and strategy.prediction is not None
-    ]
-    for strategy in [*([planned.best] if planned.best is not None else []), *others]:
-        table.add_row(strategy.strategy, *_cells(strategy, planned), style="bold" if strategy is planned.best else None)
-    return table
-
-
 def _cells(strategy: StrategyPlan, planned: HardwarePlan) -> list[str]:
     peak = "" if strategy.prediction is None else f"{strategy.prediction.peak_bytes / _GIB:.1f}"
     if not strategy.fits or strategy.time is None:
         return [peak, "no", "", "", "", strategy.reason or ""]
-    tokens = _tokens_per_second(planned, strategy)
+    outlook, best, tokens = planned.outlook, planned.best, ""
+    if outlook is not None and best is not None and best.time is not None:
+        tokens = f"{outlook.tokens_per_second * best.time.seconds / strategy.time.seconds:,.0f}"
     notes = []
     if strategy is planned.best:
         notes.append("recommended")
@@ -370,13 +363,6 @@ def _cells(strategy: StrategyPlan, planned: HardwarePlan) -> list[str]:
     waits = strategy.time.parts.get("communication", 0.0) / strategy.time.seconds
     notes += [f"{waits:.0%} of the time waits for communication"] if waits >= 0.05 else []
     return [peak, "yes", str(strategy.layout.microbatch_size), f"{strategy.time.seconds:.3g}", tokens, "; ".join(notes)]
-
-
-def _tokens_per_second(planned: HardwarePlan, strategy: StrategyPlan) -> str:
-    outlook, best = planned.outlook, planned.best
-    if outlook is None or best is None or best.time is None or strategy.time is None:
-        return ""
-    return f"{outlook.tokens_per_second * best.time.seconds / strategy.time.seconds:,.0f}"
 
 
 def _variants_table(variants: Sequence[StrategyPlan], job: PlannedJob) -> Table:

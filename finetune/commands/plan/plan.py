@@ -115,6 +115,9 @@ def make_plan(
         for hardware in machines
     ]
     write_planned(loaded.config, memory.peaks())
+    dtype = job.train.precision
+    instead = _INSTEAD.get(dtype, "the speed of fp32 is assumed.")
+    lacking = dict.fromkeys(hardware.gpu.name for hardware in machines if dtype not in hardware.gpu.flops)
     preempted = options.assumed.hours_between_preemptions
     spot = (
         f"the whole job every {preempted:g} hours (--time-between-preemptions)"
@@ -129,7 +132,7 @@ def make_plan(
         assumptions=[
             *sentences,
             job.counts.sentence,
-            *_emulated(job, machines),
+            *(f"{name} has no {dtype} units: {instead}" for name in lacking),
             *measured,
             f"A step may take {USABLE_SHARE:.0%} of a GPU's memory: the allocator loses some to fragmentation.",
             f"Spot machines are preempted: {spot}. Others fail once in {FAILURE_GPU_HOURS:,.0f} GPU-hours.",
@@ -266,14 +269,6 @@ def _modeled(job: PlannedJob, memory: PlannedMemory, run: MeasuredRun) -> float 
     modeled = timed(job, hardware, layout, Fit(size, prediction, prediction))
     tokens = job.train.global_batch_size * job.counts.tokens_per_position
     return tokens / modeled.time.seconds if modeled.time is not None else None
-
-
-def _emulated(job: PlannedJob, machines: Sequence[Hardware]) -> list[str]:
-    """Return a sentence for each GPU model that lacks the data type of the job's matrix products."""
-    dtype = job.train.precision
-    lacking = dict.fromkeys(hardware.gpu.name for hardware in machines if dtype not in hardware.gpu.flops)
-    instead = _INSTEAD.get(dtype, "the speed of fp32 is assumed.")
-    return [f"{name} has no {dtype} units: {instead}" for name in lacking]
 
 
 _INSTEAD = {

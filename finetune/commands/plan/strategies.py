@@ -345,17 +345,27 @@ def step_work(
     passes = 3 if recomputes else 2
     # FSDP2 and ZeRO reduce gradients in float32, DDP in the type of the weights.
     is_half = layout.strategy == "ddp" and layout.method == "full" and job.config.model.dtype != "float32"
+    traffic = 0.0
+    if job.shapes is not None:
+        hidden = FUSED_TRAFFIC_PER_HIDDEN if is_fused else TRAFFIC_PER_HIDDEN
+        per_layer = hidden * job.shapes.hidden + TRAFFIC_PER_INTERMEDIATE * job.shapes.intermediate
+        adapted = ADAPTED_TRAFFIC_PER_FEATURE * prediction.num_adapted_features
+        traffic = (job.shapes.layers * per_layer + adapted) * (job.compute_bytes / 2)
+    gathered = float(job.compute_bytes)
+    if layout.method == "qlora":  # quantized weights are gathered and read as such
+        quantization = job.config.model.quantization
+        gathered = _STORED_BYTES[quantization.bits if quantization is not None else 4]
     work = Work(
         num_tokens=layout.microbatch_size * job.counts.tokens_per_position,
         num_microbatches=num_microbatches,
         flops_per_token=prediction.flops_per_token,
         recomputed_flops_per_token=prediction.recomputed_flops_per_token,
         attention_flops_per_token=prediction.attention_flops_per_token,
-        traffic_per_token=_traffic(job, prediction, is_fused=is_fused),
+        traffic_per_token=traffic,
         num_layers=job.shapes.layers if job.shapes is not None else _UNKNOWN_LAYERS,
         num_parameters=parameters,
         num_trained=trained,
-        weight_bytes=parameters * _gathered_bytes(job, layout),
+        weight_bytes=parameters * gathered,
         gradient_bytes=trained * (2.0 if is_half else 4.0),
         trained_weight_bytes=trained * job.compute_bytes,
         num_casts=(passes - 1 if is_copied else 0),
@@ -393,21 +403,3 @@ def checkpoint_bytes(job: PlannedJob, prediction: Prediction, *, optimizer_bytes
     """Return the size of a checkpoint: the trained weights and the optimizer's state."""
     item_bytes = 4 if job.config.model.dtype == "float32" or prediction.num_trained < prediction.num_parameters else 2
     return prediction.num_trained * item_bytes + optimizer_bytes
-
-
-def _traffic(job: PlannedJob, prediction: Prediction, *, is_fused: bool) -> float:
-    shapes = job.shapes
-    if shapes is None:
-        return 0.0
-    hidden = FUSED_TRAFFIC_PER_HIDDEN if is_fused else TRAFFIC_PER_HIDDEN
-    per_layer = hidden * shapes.hidden + TRAFFIC_PER_INTERMEDIATE * shapes.intermediate
-    adapted = ADAPTED_TRAFFIC_PER_FEATURE * prediction.num_adapted_features
-    return (shapes.layers * per_layer + adapted) * (job.compute_bytes / 2)
-
-
-def _gathered_bytes(job: PlannedJob, layout: Layout) -> float:
-    """Return the bytes per weight that are read and gathered; quantized weights stay quantized."""
-    if layout.method != "qlora":
-        return float(job.compute_bytes)
-    quantization = job.config.model.quantization
-    return _STORED_BYTES[quantization.bits if quantization is not None else 4]

@@ -17,7 +17,7 @@ from finetune.config.sections.data import TrainingSourceSection
 from finetune.config.sections.model import ModelSection, TokenizerSection
 from finetune.data.formats.columns import DELIMITERS, quoted_list
 from finetune.data.rows import RawRow, Row, record_paths, shortened
-from finetune.data.sources.files import DataFile, Files, Origin, kind_of
+from finetune.data.sources.files import DataFile, Files, kind_of
 from finetune.data.sources.source import Source, find_origin, open_source, texts_of
 from finetune.errors import DataError, FinetuneError, UserError
 from finetune.model.tokenizer import load_tokenizer
@@ -74,10 +74,19 @@ def look_into(path: str, *, num_rows: int) -> tuple[Source | None, Keys, list[Ro
     """
     address = path if is_url(path) else str(Path(path).expanduser().absolute())
     origin = find_origin(_section({"path": address}), key=_KEY, log=print)
-    keys: Keys = {"path": address, **_keys_of(origin)}
-    print_facts([("files", _describe_files(origin)), *_facts_of_keys(keys)])
+    keys: Keys = {"path": address}
+    kind, files = "", f"{origin.name}: a folder of images with one subfolder per class"
+    if isinstance(origin, Files):
+        shards: Sequence[DataFile] = origin.shards()
+        keys |= guess_keys(shards[0])
+        if looks_like_conll(shards[0]):
+            name, ending = shards[0].name, kind_of(shards[0].name)[0]
+            print(f"{name} looks like a CoNLL file: rename it from {ending} to .conll to read words and tags")
+        names = ", ".join(shard.name for shard in shards[:3]) + (", ..." if len(shards) > 3 else "")
+        kind, files = origin.kind, f"{len(shards):,} of kind {origin.kind}: {names}"
+    print_facts([("files", files), *_facts_of_keys(keys)])
     rows = _first_rows(keys, max(num_rows, _GUESSED_ROWS))
-    source, keys = _best_format(keys, rows, kind=_kind(origin))
+    source, keys = _best_format(keys, rows, kind=kind)
     _print_rows(keys, num_rows)
     return source, keys, rows
 
@@ -108,29 +117,6 @@ def _load_tokenizer(name: str) -> Any:
         return load_tokenizer(section, texts=list, cache_folder=Path(), log=no_op)
     except FinetuneError as error:
         raise UserError(f"--tokenizer: {error}") from error
-
-
-def _keys_of(origin: Origin) -> Keys:
-    if not isinstance(origin, Files):
-        return {}
-    first = origin.shards()[0]
-    keys = guess_keys(first)
-    if looks_like_conll(first):
-        ending = kind_of(first.name)[0]
-        print(f"{first.name} looks like a CoNLL file: rename it from {ending} to .conll to read words and tags")
-    return keys
-
-
-def _kind(origin: Origin) -> str:
-    return origin.kind if isinstance(origin, Files) else ""
-
-
-def _describe_files(origin: Origin) -> str:
-    if not isinstance(origin, Files):
-        return f"{origin.name}: a folder of images with one subfolder per class"
-    shards: Sequence[DataFile] = origin.shards()
-    names = ", ".join(shard.name for shard in shards[:3]) + (", ..." if len(shards) > 3 else "")
-    return f"{len(shards):,} of kind {origin.kind}: {names}"
 
 
 def _facts_of_keys(keys: Keys) -> Iterator[tuple[str, str]]:

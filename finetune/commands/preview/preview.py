@@ -156,7 +156,14 @@ def print_batches(batches: Iterable[PreviewBatch], *, unit: str) -> None:
     """Print the microbatches, each sample token by token; `unit` is what a position holds: a sample, pack or batch."""
     console = SafeConsole(width=width(), soft_wrap=True)
     has_colors = console.is_terminal and console.color_system is not None and not console.no_color
-    console.print(_legend(has_colors))
+    if has_colors:
+        legend = Text().append(" context ", style=CONTEXT_STYLES[0]).append(" target ", style=TARGET_STYLES[0])
+        legend.append(" shades alternate between tokens; · is a space, ↵ a newline, bold a special token", style="dim")
+        console.print(legend)
+    else:
+        console.print(
+            Text(f"{OPEN}target{CLOSE}, everything else is context; {BETWEEN} between tokens, · a space, ↵ a newline")
+        )
     for batch in batches:
         console.print(Text(f"\n{format_batch(batch)}", style="bold"))
         for position in batch.positions:
@@ -211,17 +218,6 @@ def colored_text(sample: PreviewSample) -> Text:
         style = (TARGET_STYLES if piece.is_target else CONTEXT_STYLES)[number % 2]
         text.append(piece.shown, style=f"bold {style}" if piece.is_special else style)
     return text
-
-
-def _legend(has_colors: bool) -> Text:
-    if not has_colors:
-        return Text(
-            f"{OPEN}target{CLOSE}, everything else is context; {BETWEEN} between tokens, · a space, ↵ a newline"
-        )
-    legend = Text().append(" context ", style=CONTEXT_STYLES[0])
-    legend.append(" target ", style=TARGET_STYLES[0])
-    legend.append(" shades alternate between tokens; · is a space, ↵ a newline, bold a special token", style="dim")
-    return legend
 
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -295,7 +291,12 @@ def forward_rows(batch: PreviewBatch) -> list[ForwardRow]:
     """Return the forward pass as bars: samples with their padding, or the samples that are joined end to end."""
     if batch.is_padded:
         width = batch.num_computed // batch.num_lanes
-        return [_padded(sample, width) for position in batch.positions for sample in position.samples]
+        rows = []
+        for sample in (sample for position in batch.positions for sample in position.samples):
+            padding = Segment("padding", _percent(width - sample.num_tokens, width))
+            label = f"{sample.location}: {sample.num_tokens:,} tokens"
+            rows.append(ForwardRow(label, (*_segments(sample, of=width), padding)))
+        return rows
     longest = max(position.num_tokens for position in batch.positions)
     return [_joined(position, longest) for position in batch.positions]
 
@@ -305,11 +306,6 @@ def _joined(position: PreviewPosition, longest: int) -> ForwardRow:
     parts = [part for sample in position.samples for part in _segments(sample, of=longest)]
     hidden = Segment("hidden", _percent(position.num_tokens - shown, longest))
     return ForwardRow(f"position {position.number}: {position.num_tokens:,} tokens", (*parts, hidden))
-
-
-def _padded(sample: PreviewSample, width: int) -> ForwardRow:
-    padding = Segment("padding", _percent(width - sample.num_tokens, width))
-    return ForwardRow(f"{sample.location}: {sample.num_tokens:,} tokens", (*_segments(sample, of=width), padding))
 
 
 def _segments(sample: PreviewSample, *, of: int) -> Iterator[Segment]:

@@ -101,7 +101,12 @@ def launch_and_resume(launch: Launch, schedule: Schedule, *, merges: bool, repor
             shutil.move(path, uninterrupted / CHECKPOINTS_FOLDER / path.name)
     shutil.rmtree(run / FINAL_FOLDER, ignore_errors=True)
     with phase("checkpoint"):
-        report.passed("checkpoint", f"step {step}: {_checkpoint_evidence(saved[step])}")
+        problems, bad = find_problems(read_entry(saved[step]), read_all=True)
+        if problems or bad:
+            raise CheckpointError(f"{saved[step]}: {'; '.join(problems)}")
+        files = [file for file in saved[step].rglob("*") if file.is_file()]
+        size = format_size(sum(file.stat().st_size for file in files))
+        report.passed("checkpoint", f"step {step}: {len(files)} files, {size}, every digest matches its manifest")
 
     log, known = run.with_name("resumed.log"), len(events)
     code = _run(launch, log)
@@ -112,13 +117,18 @@ def launch_and_resume(launch: Launch, schedule: Schedule, *, merges: bool, repor
     if ("RunStarted", step) not in reached:
         raise PhaseError("resume", f"the run did not resume from step {step}.", exit_code=1, log=log)
     resumed = read_completed_run(run)
-    problems = list(differences(read_completed_run(uninterrupted), resumed, stop_at=step, tolerance=None))
-    if problems:
-        raise PhaseError("resume", f"the resumed run differs: {'; '.join(problems)}.", exit_code=1, log=log)
+    found = list(differences(read_completed_run(uninterrupted), resumed, stop_at=step, tolerance=None))
+    if found:
+        raise PhaseError("resume", f"the resumed run differs: {'; '.join(found)}.", exit_code=1, log=log)
     report.passed("resume", *_resume_evidence(resumed, step=step))
     if not has_ended:
         raise _failure(launch, log, phase="export")
-    report.passed("export", *_export_evidence(run, merges=merges))
+    names = sorted(path.name for path in (run / FINAL_FOLDER).iterdir())
+    notes = [str(event["message"]) for event in _events(run) if event["event"] == "Noted"]
+    verified = [note for note in notes if "verified" in note]
+    exported = "merged model" if merges else "adapter" if "adapter_config.json" in names else "model"
+    evidence = f"{exported} of {len(names)} files{f': {verified[-1]}' if verified else ''}"
+    report.passed("export", evidence, f"final/: {', '.join(names)}")
 
 
 def _run(launch: Launch, log: Path, *, until: tuple[str, int] | None = None) -> int | None:
@@ -228,16 +238,6 @@ def _steps_evidence(events: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         yield f"{answers} answers generated"
 
 
-def _checkpoint_evidence(path: Path) -> str:
-    """Return the checkpoint's size, every file compared with its digest; raises CheckpointError."""
-    problems, bad = find_problems(read_entry(path), read_all=True)
-    if problems or bad:
-        raise CheckpointError(f"{path}: {'; '.join(problems)}")
-    files = [file for file in path.rglob("*") if file.is_file()]
-    size = format_size(sum(file.stat().st_size for file in files))
-    return f"{len(files)} files, {size}, every digest matches its manifest"
-
-
 def _resume_evidence(resumed: CompletedRun, *, step: int) -> Iterator[str]:
     steps = resumed.steps
     first = int(np.searchsorted(steps.numbers, step, side="right"))
@@ -249,12 +249,3 @@ def _resume_evidence(resumed: CompletedRun, *, step: int) -> Iterator[str]:
     yield f"samples of step {steps.numbers[first]}: {samples}, loss {steps.losses[first]:.6f}"
     if resumed.state_sha256:
         yield f"state after step {steps.numbers[-1]}: {resumed.state_sha256[: len(samples)]}"
-
-
-def _export_evidence(run: Path, *, merges: bool) -> Iterator[str]:
-    names = sorted(path.name for path in (run / FINAL_FOLDER).iterdir())
-    notes = [str(event["message"]) for event in _events(run) if event["event"] == "Noted"]
-    verified = [note for note in notes if "verified" in note]
-    exported = "merged model" if merges else "adapter" if "adapter_config.json" in names else "model"
-    yield f"{exported} of {len(names)} files{f': {verified[-1]}' if verified else ''}"
-    yield f"final/: {', '.join(names)}"

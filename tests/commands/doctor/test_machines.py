@@ -1,10 +1,11 @@
 """Six recorded machines: the findings on each, with their fixes."""
 
 import json
+from dataclasses import asdict
 
 import pytest
 
-from finetune.commands.doctor.checks import Facts, facts_as_json, read_facts
+from finetune.commands.doctor.checks import Facts, read_facts
 from finetune.commands.doctor.findings import Severity
 from finetune.commands.doctor.links import parse_topology
 from tests.commands.doctor.recorded import FOLDER, NAMES, findings_of, host_of
@@ -73,5 +74,5 @@ def test_the_recorded_topology_equals_the_parsed_output_of_nvidia_smi(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_facts_written_as_json_are_read_back_unchanged(tmp_path, name):
     facts = Facts((host_of(name),))
-    (tmp_path / "facts.json").write_text(json.dumps({"facts": facts_as_json(facts), "findings": []}))
+    (tmp_path / "facts.json").write_text(json.dumps({"facts": asdict(facts), "findings": []}))
     assert read_facts(tmp_path / "facts.json") == facts

@@ -1,10 +1,11 @@
 """Which NCCL settings follow from the doctor's facts, and that nothing is set without a reason."""
 
 import json
+from dataclasses import asdict
 
 import pytest
 
-from finetune.commands.doctor.checks import Facts, HostFacts, facts_as_json
+from finetune.commands.doctor.checks import Facts, HostFacts
 from finetune.commands.doctor.gpus import GpuFacts
 from finetune.commands.doctor.network import InfinibandPort, NetworkFacts
 from finetune.commands.launch.job_files import check_job
@@ -63,7 +64,7 @@ def test_every_recorded_machine_gives_settings_of_known_names():
 
 def test_options_override_the_facts_file_of_doctor(words, project):
     facts = Facts((made(IB, IB_DOWN),))
-    (project / "facts.json").write_text(json.dumps({"facts": facts_as_json(facts), "findings": []}))
+    (project / "facts.json").write_text(json.dumps({"facts": asdict(facts), "findings": []}))
     request, _ = check_job(words("ddp", doctor=project / "facts.json", env=("NCCL_IB_HCA==mlx5_9",)))
     assert request.variables()["NCCL_SOCKET_IFNAME"] == "=eth0"
     assert request.variables()["NCCL_IB_HCA"] == "=mlx5_9"
