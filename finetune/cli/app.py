@@ -15,7 +15,7 @@ from finetune.runtime.optional import lazily
 with lazily(freeze=True):  # torch and pydantic: `--help` answers at once
     from finetune.commands import check as check_command
     from finetune.commands import prepare as prepare_command
-    from finetune.commands.launch import local as local_launch
+    from finetune.commands.launch import torchrun as torchrun_command
     from finetune.commands.preview import file as preview_file_command
     from finetune.commands.preview import preview as preview_command
     from finetune.config import load as config_load
@@ -71,7 +71,9 @@ def train(
     --processes N here, or torchrun, srun or mpirun with --accelerate.
     """
     if processes is not None and (processes > 1 or accelerate is not None):
-        return local_launch.train_on_ranks(config, override or [], num_processes=processes, accelerate_file=accelerate)
+        return torchrun_command.train_on_ranks(
+            config, override or [], num_processes=processes, accelerate_file=accelerate
+        )
     return train_command.start(config, override or [], accelerate_file=accelerate)
 
 

@@ -94,22 +94,12 @@ def export_checkpoint(
         recorded=recorded,
     )
     weights = exported_weights(model, checkpoint, train=config.train, trained_only=exports_trained_only(config))
-    progress = Progress.from_state_dict(checkpoint.progress)
     source = ModelToExport(
         model=model,
         weights=weights | load_unquantized_base(config, task, tokenizer=tokenizer, log=print),
         preprocessors=export_inputs(run_inputs.processing, task, model),
         section=resolve_export_section(config),
-        facts=CardFacts(
-            title=location.run.name,
-            task=config.task.name,
-            num_steps=progress.step,
-            metrics=progress.last_metrics,
-            config_text=loaded.text,
-            software=checkpoint.verified.manifest.versions,
-            head=task.head,
-            config_values=config.model.config_changes,
-        ),
+        facts=_card(location.run, loaded=loaded, checkpoint=checkpoint, head=task.head),
         trust_remote_code=config.model.trust_remote_code,
         is_quantized=config.model.quantization is not None,
         load_options=load_options(config.model),
@@ -118,6 +108,20 @@ def export_checkpoint(
     print(f"exported {chosen.name}: {report.num_tensors} tensors, {format_size(report.size_bytes)}")
     print(f"model in {report.folder}")
     return report.folder
+
+
+def _card(run: Path, *, loaded: LoadedConfig, checkpoint: OpenCheckpoint, head: str) -> CardFacts:
+    progress = Progress.from_state_dict(checkpoint.progress)
+    return CardFacts(
+        title=run.name,
+        task=loaded.config.task.name,
+        num_steps=progress.step,
+        metrics=progress.last_metrics,
+        config_text=loaded.text,
+        software=checkpoint.verified.manifest.versions,
+        head=head,
+        config_values=loaded.config.model.config_changes,
+    )
 
 
 def exported_weights(

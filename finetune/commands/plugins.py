@@ -86,7 +86,15 @@ def test_plugin(name: str, config: Path | None, overrides: Sequence[str], reques
     """
     with tempfile.TemporaryDirectory(prefix="finetune-plugin-") as folder:
         if config is None:
-            config, overrides = make_recipe(RECIPE, Path(folder))[0], [*overrides, _override(name)]
+            groups = [group for group in TABLES if entry_points(group, name)]
+            if not groups:
+                raise UserError(
+                    f"no installed plugin has `{name}`: see `finetune plugins`, or give a job with --config."
+                )
+            if groups[0] not in OVERRIDES:
+                raise UserError(f"`{name}` is in {groups[0]}, which need rows of their own: give a job with --config.")
+            overrides = [*overrides, OVERRIDES[groups[0]].format(name=name)]
+            config = make_recipe(RECIPE, Path(folder))[0]
         loaded = load_config(config, overrides)
         used = [(group, entry) for group, entry in used_entries(loaded.config) if entry.name == name]
         if not used:
@@ -141,12 +149,3 @@ def _passes(check: Callable[[], bool]) -> str:
     except FinetuneError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return "FAILED: see the error above"
-
-
-def _override(name: str) -> str:
-    groups = [group for group in TABLES if entry_points(group, name)]
-    if not groups:
-        raise UserError(f"no installed plugin has `{name}`: see `finetune plugins`, or give a job with --config.")
-    if groups[0] not in OVERRIDES:
-        raise UserError(f"`{name}` is in {groups[0]}, which need rows of their own: give a job with --config.")
-    return OVERRIDES[groups[0]].format(name=name)

@@ -194,7 +194,18 @@ def measure_time_to_metric(
         level = sign * max(float(np.nanmin(sign * values)) for _, values in points)
     times: list[RunTime] = []
     for run, (steps, values) in zip(runs, points, strict=True):
-        time = _time_of(run, steps[sign * values <= sign * level], price=price)
+        time = RunTime(run.name, run.history.num_processes)
+        if len(reached := steps[sign * values <= sign * level]):
+            step = float(reached[0])
+            hours = run.scale_at("device_seconds", step) / 3600
+            time = replace(
+                time,
+                step=int(step),
+                tokens=run.scale_at("tokens", step),
+                seconds=run.scale_at("seconds", step),
+                device_hours=hours,
+                cost=None if price is None else price * hours,
+            )
         first = times[0] if times else time
         if time.seconds and first.seconds:
             speedup = first.seconds / time.seconds
@@ -202,20 +213,3 @@ def measure_time_to_metric(
             time = replace(time, speedup=speedup, efficiency=efficiency)
         times.append(time)
     return TimeToMetric(metric, level, tuple(times))
-
-
-def _time_of(run: ComparedRun, steps: np.ndarray, *, price: float | None) -> RunTime:
-    """Return the time of the first of these steps."""
-    if not len(steps):
-        return RunTime(run.name, run.history.num_processes)
-    step = float(steps[0])
-    hours = run.scale_at("device_seconds", step) / 3600
-    return RunTime(
-        run.name,
-        run.history.num_processes,
-        step=int(step),
-        tokens=run.scale_at("tokens", step),
-        seconds=run.scale_at("seconds", step),
-        device_hours=hours,
-        cost=None if price is None else price * hours,
-    )

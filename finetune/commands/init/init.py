@@ -178,7 +178,17 @@ def init_from(
     """
     migration = migrate_file(path, peer=peer, gpus=gpus)
     draft, folder = migration.draft, into or Path(path.stem)
-    _print_summary(migration)
+    counts = {fate: len(draft.keys_of(fate)) for fate in ("mapped", "not_needed", "not_possible", "unknown")}
+    print(
+        f"{draft.file.path.name} is a config of {migration.title} with {len(draft.file.leaves)} keys: "
+        f"{counts['mapped']} mapped, {counts['not_needed']} not needed, {counts['not_possible']} not possible, "
+        f"{counts['unknown']} unknown."
+    )
+    for fate, title in _TITLES:
+        for key in draft.keys_of(fate):
+            print(f"  {source_of_key(draft, key)}: {title}: {draft.outcomes[key].text}")
+    for note in draft.notes:
+        print(f"  note: {note}")
     for written in format_written(write_files(folder, _files(migration, folder))):
         print(f"wrote {written}")
     num_processes = max(1, draft.gpus)
@@ -210,18 +220,3 @@ def _files(migration: Migration, folder: Path) -> Files:
         draft.strategy, folder, num_processes=max(1, draft.gpus), offload=bool(draft.get("fsdp_offload", False))
     )
     return {JOB_FILE: migration.job, **draft.files, **launch}
-
-
-def _print_summary(migration: Migration) -> None:
-    draft = migration.draft
-    counts = {fate: len(draft.keys_of(fate)) for fate in ("mapped", "not_needed", "not_possible", "unknown")}
-    print(
-        f"{draft.file.path.name} is a config of {migration.title} with {len(draft.file.leaves)} keys: "
-        f"{counts['mapped']} mapped, {counts['not_needed']} not needed, {counts['not_possible']} not possible, "
-        f"{counts['unknown']} unknown."
-    )
-    for fate, title in _TITLES:
-        for key in draft.keys_of(fate):
-            print(f"  {source_of_key(draft, key)}: {title}: {draft.outcomes[key].text}")
-    for note in draft.notes:
-        print(f"  note: {note}")

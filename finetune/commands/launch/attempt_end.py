@@ -124,7 +124,9 @@ def print_decision(
                 store.upload(folder / RECORD, RECORD)
         except Exception as error:  # a full disk or unreachable storage: the decision itself stands
             print(f"warning: the decision cannot be recorded, so restarts are not counted: {error}", flush=True)
-    print(_sentence(decision), flush=True)
+    over = f"the job is over, exit code {decision.exit_code}"
+    again = f"restart the job from step {decision.step}"
+    print(f"finetune: {again if decision.exit_code == AGAIN else over}: {decision.reason}", flush=True)
     return decision.exit_code
 
 
@@ -169,9 +171,3 @@ def _wait_for_decision(
         if clock() >= until:
             return Decision(AGAIN, "host 0 has not decided")
         sleep(_POLL_SECONDS)
-
-
-def _sentence(decision: Decision) -> str:
-    if decision.exit_code == AGAIN:
-        return f"finetune: restart the job from step {decision.step}: {decision.reason}"
-    return f"finetune: the job is over, exit code {decision.exit_code}: {decision.reason}"

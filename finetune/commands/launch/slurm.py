@@ -219,7 +219,8 @@ def launch_slurm(arguments: JobFileArguments, slurm: SlurmArguments, destination
     run_folders = [task.run_folder for task in tasks] or [request.run_folder]
     for folder in run_folders:
         require_shared_folder(folder, num_nodes=arguments.nodes)
-    log_folder = _log_folder(slurm, request.run_folder)
+    parent = Path.cwd() if is_url(request.run_folder) else Path(request.run_folder)
+    log_folder = parent / LOGS_FOLDER if slurm.log_folder is None else slurm.log_folder.absolute()
     require_shared_folder(str(log_folder), num_nodes=arguments.nodes, key="--log-folder")
     if request.local_folder is not None:
         require_shared_folder(request.local_folder, num_nodes=arguments.nodes, key="run.local_folder")
@@ -267,12 +268,6 @@ def _task(run: SweepRun, loaded: LoadedConfig, *, logs: Path | None) -> ArrayTas
     for override in (*run.overrides, *own_overrides(run, loaded)):
         words += ["--set", override]
     return ArrayTask(tuple(words), str(run.folder), str(logs / run.name if logs else run.folder / LOGS_FOLDER))
-
-
-def _log_folder(slurm: SlurmArguments, run_folder: str) -> Path:
-    if slurm.log_folder is not None:
-        return slurm.log_folder.absolute()
-    return Path.cwd() / LOGS_FOLDER if is_url(run_folder) else Path(run_folder) / LOGS_FOLDER
 
 
 def _activate(slurm: SlurmArguments) -> str | None:

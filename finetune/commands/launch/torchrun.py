@@ -1,14 +1,17 @@
-"""`finetune launch torchrun`: the command of each host."""
+"""`finetune launch torchrun` and `finetune train --processes N`: the command of each host, and ranks started here."""
 
+import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
 from finetune.commands.launch.contents import check_text
-from finetune.commands.rehearse.accelerate_file import AccelerateFile, read_accelerate_file
+from finetune.commands.rehearse.accelerate_file import AccelerateFile, data_parallel_size, read_accelerate_file
 from finetune.config.load import LoadedConfig, load_config, require_divisible_batch
-from finetune.errors import StrategyError
+from finetune.errors import StrategyError, UserError
 from finetune.launch.jobs import Job, launch_command
+from finetune.launch.local import run_ranks
+from finetune.launch.ranks import is_launched
 from finetune.runtime.text.terminal import write_file_to_stdout
 from finetune.strategy.unsupported import TENSOR
 
@@ -74,3 +77,22 @@ def print_commands(job: Job, loaded: LoadedConfig, *, num_hosts: int) -> None:
         text += f"# on HOST{rank}\n{shlex.join(['accelerate', 'launch', *words[3:]])}\n"
     check_text(text, source="the command", advice=_SECRETS, allows_secrets=False)
     write_file_to_stdout(text)
+
+
+def train_on_ranks(config: Path, overrides: Sequence[str], *, num_processes: int, accelerate_file: Path | None) -> int:
+    """Train the job, distributed as the accelerate file says, else with DDP, and return the exit code.
+
+    A mistake in the job or in the accelerate file is raised before any process is started.
+    """
+    if is_launched(os.environ):
+        raise UserError("--processes: a launcher has started this process already. Leave --processes out.")
+    loaded = load_config(config, overrides)
+    size = num_processes
+    if accelerate_file is not None:
+        size = data_parallel_size(accelerate_file, num_processes=num_processes)
+    require_divisible_batch(loaded, num_processes=size)
+    words = ["-m", "finetune", "train", "--config", str(config)]
+    words += [word for override in overrides for word in ("--set", override)]
+    if accelerate_file is not None:
+        words += ["--accelerate", str(accelerate_file)]
+    return run_ranks(words, num_processes=num_processes)
