@@ -21,6 +21,7 @@ class Machine:
     device: Device
     cluster: Cluster
     memory_bytes: int
+    peak_flops: float  # in bfloat16, as its maker names it
 
     def of(self, num_ranks: int) -> Cluster:
         """Return so many ranks on such machines."""
@@ -58,12 +59,13 @@ def measured(facts: Facts, *, gpu: str | None = None, network_gbit: float | None
     device = base.device if flops <= 0 else replace(base.device, flops=flops * TRAINING_SHARE)
     cluster = _measured_cluster(base.cluster, facts, facts.link)
     several = f"{len(facts.hosts)} x " if len(facts.hosts) > 1 else ""
-    return Machine(f"measured: {several}{per_node}x {kind.name}", device, cluster, base.memory_bytes)
+    name = f"measured: {several}{per_node}x {kind.name}"
+    return Machine(name, device, cluster, base.memory_bytes, base.peak_flops)
 
 
 def _from_table(hardware: Hardware, name: str) -> Machine:
     kind = hardware.gpu
-    return Machine(name, hardware.device("bf16"), hardware.cluster, kind.memory_bytes)
+    return Machine(name, hardware.device("bf16"), hardware.cluster, kind.memory_bytes, kind.peak_flops("bf16"))
 
 
 def _kind(facts: Facts, gpu: str | None) -> GpuModel:

@@ -4,9 +4,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from finetune.commands.plan.cost.step_time import step_time
+
 from scaling_model.curves import STRATEGIES, WORLDS, Load, Spot, curve, largest_that_pays
 from scaling_model.machines import Machine, usual
-from scaling_model.models import BY_NAME, Model
+from scaling_model.models import BY_NAME, LLAMA_8B, LLAMA_70B, LLAMA_405B, Model, fused
 from scaling_model.published import RELATIVE, Compared, Series, compare, fitted_noise
 from scaling_model.series import PLACES, SERIES, counted, fitted
 
@@ -112,6 +114,30 @@ def shards_table(machines: Sequence[Machine], models: Mapping[str, Model] = BY_N
     return Table(("machine", "model", "64 GPUs", "512 GPUs", "4,096 GPUs"), rows)
 
 
+def tensor_parallel_table(machine: Machine, *, global_batch: int = 256, length: int = 4096) -> Table:
+    """Return which part of a step computes, and MFU, where groups of 8 GPUs share layers and one sample at a time.
+
+    Next to it FSDP2 alone, where every GPU has a sample. Models are fused, and recompute.
+    """
+    layouts = {"FSDP2 alone": (global_batch, 1)} | {f"t = 8, x{more}": (global_batch * more, 8) for more in (2, 4, 8)}
+    rows = []
+    for name, model in {"8B": LLAMA_8B, "70B": LLAMA_70B, "405B": LLAMA_405B}.items():
+        cells = []
+        for num_gpus, size in layouts.values():
+            microbatches = global_batch * size // num_gpus
+            work = fused(model).work(length=length, samples=1, microbatches=microbatches, recomputed=1.0)
+            widths = {"hidden": model.hidden, "intermediate": model.intermediate, "item_bytes": 2}
+            split = work.shared(size, **widths) if size > 1 else work
+            time = step_time("fsdp2", split, device=machine.device, cluster=machine.of(num_gpus))
+            mfu = work.flops_per_token * length * global_batch / (time.seconds * num_gpus * machine.peak_flops)
+            cells.append(f"{time.parts['computation'] / time.seconds:.0%}, {mfu:.0%}")
+        rows.append((name, *cells))
+    names = [
+        f"{num_gpus:,} GPUs, {'FSDP2 alone' if size == 1 else f't = {size}'}" for num_gpus, size in layouts.values()
+    ]
+    return Table(("model: computes, MFU", *names), rows)
+
+
 def page_tables() -> Mapping[str, Table]:
     """Return the tables of docs/proof/scaling.md by the names of their places."""
     machines = usual()
@@ -122,6 +148,7 @@ def page_tables() -> Mapping[str, Table]:
         "curve-8b": curve_table(BY_NAME["8B"], infiniband, WEAK),
         "curve-8b-ethernet": curve_table(BY_NAME["8B"], ethernet, WEAK),
         "shards": shards_table(machines),
+        "tensor-parallel": tensor_parallel_table(infiniband),
         "errors": errors_table(),
         "fit": fit_table(),
         "published": published_table(),

@@ -32,6 +32,7 @@ from finetune.commands.plan.assumptions import (
     OVERLAP_SHARE,
     STRAGGLER_FREE_RANKS,
     STRAGGLER_NOISE,
+    TRAFFIC_PER_INTERMEDIATE,
     UPDATE_BYTES,
     ZERO_GATHER_BYTES,
 )
@@ -155,6 +156,29 @@ class Work:
     def tokens_per_step(self) -> float:
         """Return the tokens of all microbatches of one rank."""
         return self.num_tokens * self.num_microbatches
+
+    def shared(self, size: int, *, hidden: int, intermediate: int, item_bytes: float) -> "Work":
+        """Return the work of one of `size` ranks that share every layer, of these widths.
+
+        It has its part of all products. Hidden states are summed after attention and MLP, forward and backward, and
+        again where they are recomputed; what is between the products is computed on whole ones.
+        """
+        inner = self.num_layers * TRAFFIC_PER_INTERMEDIATE * intermediate * (item_bytes / 2)
+        return replace(
+            self,
+            flops_per_token=self.flops_per_token / size,
+            recomputed_flops_per_token=self.recomputed_flops_per_token / size,
+            attention_flops_per_token=self.attention_flops_per_token / size,
+            traffic_per_token=self.traffic_per_token - inner * (1 - 1 / size),
+            num_parameters=self.num_parameters // size,
+            num_trained=self.num_trained // size,
+            weight_bytes=self.weight_bytes / size,
+            gradient_bytes=self.gradient_bytes / size,
+            trained_weight_bytes=self.trained_weight_bytes / size,
+            tensor_size=size,
+            num_sums=self.num_layers * (6 if self.recomputed_flops_per_token else 4),
+            summed_bytes_per_token=hidden * item_bytes,
+        )
 
 
 @dataclass(frozen=True)

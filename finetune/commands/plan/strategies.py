@@ -371,31 +371,12 @@ def step_work(
         num_casts=(passes - 1 if is_copied else 0),
         dequantized_bytes=passes * 2.5 * parameters if layout.method == "qlora" else 0.0,
     )
-    return work if layout.tensor_size == 1 else _shared_work(work, job, size=layout.tensor_size)
-
-
-def _shared_work(work: Work, job: PlannedJob, *, size: int) -> Work:
-    """Return the work of one of the ranks that share every layer.
-
-    It has its part of all products. Hidden states are summed after attention and MLP, forward and backward, and again
-    where they are recomputed; what is between the products is computed on whole ones.
-    """
+    if layout.tensor_size == 1:
+        return work
     assert job.shapes is not None, "a model of these types has shapes"
-    inner = job.shapes.layers * TRAFFIC_PER_INTERMEDIATE * job.shapes.intermediate * (job.compute_bytes / 2)
-    return replace(
-        work,
-        flops_per_token=work.flops_per_token / size,
-        recomputed_flops_per_token=work.recomputed_flops_per_token / size,
-        attention_flops_per_token=work.attention_flops_per_token / size,
-        traffic_per_token=work.traffic_per_token - inner * (1 - 1 / size),
-        num_parameters=work.num_parameters // size,
-        num_trained=work.num_trained // size,
-        weight_bytes=work.weight_bytes / size,
-        gradient_bytes=work.gradient_bytes / size,
-        trained_weight_bytes=work.trained_weight_bytes / size,
-        tensor_size=size,
-        num_sums=job.shapes.layers * (6 if work.recomputed_flops_per_token else 4),
-        summed_bytes_per_token=job.shapes.hidden * job.compute_bytes,
+    shapes, item_bytes = job.shapes, job.compute_bytes
+    return work.shared(
+        layout.tensor_size, hidden=shapes.hidden, intermediate=shapes.intermediate, item_bytes=item_bytes
     )
 
 
