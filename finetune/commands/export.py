@@ -1,12 +1,14 @@
 """`finetune export`: write a run's checkpoint, or a folder with an adapter, as a model folder; upload it to the hub.
 
-A checkpoint is exported from the run folder alone, in one process, without a GPU.
+A checkpoint is exported from the run folder alone, in one process, without a GPU. An export is verified: the logits of
+the model in memory, in float32, are compared with the folder's.
 """
 
 import json
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -18,7 +20,6 @@ from finetune.checkpoint.read.inventory import locate_run, select_checkpoint
 from finetune.checkpoint.read.load import OpenCheckpoint, open_checkpoint
 from finetune.checkpoint.sharding.state_layout import named_buffers, named_parameters
 from finetune.commands.source import with_trust
-from finetune.commands.verified_export import ModelToExport, export_verified
 from finetune.config.load import RESOLVED_NAME, LoadedConfig, load_resolved
 from finetune.config.rules.model import adapter_of
 from finetune.config.sections.export import ExportSection
@@ -27,7 +28,11 @@ from finetune.data.templates.chat_template import stop_ids
 from finetune.data.templates.rendering import arguments_of
 from finetune.errors import CheckpointError, ModelError, UserError
 from finetune.export.card import CardFacts, vllm_hint
-from finetune.export.save import ExportReport, Preprocessors, TextPreprocessor, push_folder
+from finetune.export.save import ExportReport, Preprocessors, TextPreprocessor, export_model, push_folder
+from finetune.export.verify.rows import VerificationRow, expected_tokens, logits_of, synthetic_rows
+from finetune.export.verify.verifier import Expected, ExportVerifier, model_facts, staged_export
+from finetune.export.weights import unwrap_adapter
+from finetune.model.adapters.context import has_adapter
 from finetune.model.build import build_model
 from finetune.model.loading.saved import SavedModel, inspect_model_folder, load_saved_model
 from finetune.model.processing import Processing, has_processing, load_saved_processing
@@ -40,13 +45,14 @@ from finetune.run.final_export import (
     load_unquantized_base,
     require_mergeable,
     resolve_export_section,
+    template_renders,
 )
 from finetune.run.setup.model import parameters_in
 from finetune.run.state.run_folder import load_run_inputs
 from finetune.runtime.environment import package_versions
 from finetune.runtime.parameters import InitContext
 from finetune.runtime.progress import Progress
-from finetune.runtime.resources import format_size
+from finetune.runtime.resources import available_bytes, format_size
 from finetune.runtime.run_folder import CHECKPOINTS_FOLDER, FINAL_FOLDER
 from finetune.runtime.text.terminal import quiet_libraries
 from finetune.train.evaluate import average_formula
@@ -339,3 +345,104 @@ def read_sentence_files(folder: Path) -> dict[str, Any]:
     return {
         name: json.loads((folder / name).read_text(encoding="utf-8")) for name in _FILES if (folder / name).is_file()
     }
+
+
+_COPIES = 1.2
+"""The memory of a forward pass in float32, as a multiple of the size of the weights."""
+
+
+@dataclass(frozen=True)
+class ModelToExport:
+    """A model with the values of its weights, and the files written next to them."""
+
+    model: Any
+    weights: Mapping[str, Tensor]  # by canonical name
+    preprocessors: Preprocessors
+    section: ExportSection
+    facts: CardFacts
+    trust_remote_code: bool
+    is_quantized: bool = False
+    adapter_folder: Path | None = None  # with the adapter as it is loaded, where it is in one
+    load_options: Mapping[str, Any] = field(default_factory=dict)  # with which the base of an adapter is found
+
+
+def export_verified(source: ModelToExport, folder: Path, *, verify: bool, log: Callable[[str], None]) -> ExportReport:
+    """Write a hidden folder, verify it, and rename it to `folder`; one that a killed command left is replaced.
+
+    Raises ExportError for a folder that does not hold the same model; its name then ends in `.failed`.
+    """
+    if not verify:
+        return _export_to(source, folder, section=source.section)
+    facts = model_facts(
+        source.model,
+        head=source.facts.head,
+        merge=source.section.merge,
+        trust_remote_code=source.trust_remote_code,
+        options=source.load_options,
+    )
+    with (
+        ExportVerifier(facts, num_threads=torch.get_num_threads()) as verifier,
+        TemporaryDirectory(prefix="finetune-unmerged-") as aside,
+    ):
+        unmerged = source.adapter_folder if _needs_unmerged(source) else None
+        if unmerged is None and _needs_unmerged(source):
+            section = source.section.model_copy(update={"merge": False, "dtype": None})
+            unmerged = _export_to(source, Path(aside) / "adapter", section=section).folder
+        with staged_export(folder) as staged:
+            report = _export_to(source, staged, section=source.section, final=folder)
+            log(verifier.check(report, _expected(source, unmerged=unmerged), final=folder))
+    return replace(report, folder=folder)
+
+
+def _export_to(
+    source: ModelToExport, folder: Path, *, section: ExportSection, final: Path | None = None
+) -> ExportReport:
+    return export_model(
+        folder,
+        model=source.model,
+        weights=source.weights,
+        preprocessors=source.preprocessors,
+        section=section,
+        facts=source.facts,
+        final=final,
+    )
+
+
+def _needs_unmerged(source: ModelToExport) -> bool:
+    """Return whether the program also compares the merge with base and adapter, to find errors that rounding hides."""
+    if not (source.section.merge and has_adapter(source.model)):
+        return False
+    is_half = any(tensor.dtype in (torch.bfloat16, torch.float16) for tensor in source.weights.values())
+    return source.is_quantized or is_half or source.section.dtype in ("bfloat16", "float16")
+
+
+def _expected(source: ModelToExport, *, unmerged: Path | None) -> Expected:
+    text, tokens = source.preprocessors.text, None
+    if text is not None:
+        tokenizer = text.tokenizer
+        tokens = expected_tokens(tokenizer, (), renders=lambda turns: template_renders(tokenizer, turns))
+    rows = _rows(source)
+    logits = None
+    if rows and not source.is_quantized:
+        logits = logits_of(_with_values(source), rows, device=torch.device("cpu"))
+    return Expected(rows, logits, "float32", tokens, text, unmerged)
+
+
+def _rows(source: ModelToExport) -> tuple[VerificationRow, ...]:
+    """Return synthetic rows; none if the model does not fit in memory, or its inputs cannot be synthesized."""
+    size = sum(parameter.numel() for parameter in source.model.parameters()) * 4 * _COPIES
+    inputs = source.preprocessors
+    if size > available_bytes() or (inputs.text is None and inputs.processor is None):
+        return ()
+    start_id = getattr(unwrap_adapter(source.model).config, "decoder_start_token_id", None)
+    return synthetic_rows(inputs, head=source.facts.head, start_id=start_id)
+
+
+def _with_values(source: ModelToExport) -> Any:
+    """Return the model in float32 with the exported values. Buffers are the model's own where none are exported."""
+    model = source.model.float()
+    tensors = dict(named_parameters(model)) | dict(model.named_buffers())
+    for name, value in source.weights.items():
+        if name in tensors and tensors[name].data_ptr() != value.data_ptr():
+            tensors[name].data.copy_(value)
+    return model

@@ -60,6 +60,8 @@ def gather_software() -> SoftwareFacts:
     """Return versions, tools and locks."""
     tools = build_tools()
     default = default_config(os.environ)
+    maps = [mapped.path for mapped in psutil.Process().memory_maps()] if torch.version.cuda is not None else []
+    compatibility = [path for path in maps if "libcuda.so" in path and "compat" in path]
     nvcc = None  # the version of the one that torch would use
     if tools.nvcc is not None:
         with suppress(OSError):
@@ -71,7 +73,7 @@ def gather_software() -> SoftwareFacts:
         torch_architectures=tuple(torch.cuda.get_arch_list()),
         num_torch_devices=torch.cuda.device_count(),
         nccl=nccl_version(),
-        compatibility_library=loaded_compatibility_library(),
+        compatibility_library=next(iter(compatibility), None),
         compiler=tools.compiler,
         nvcc=nvcc,
         has_ninja=tools.has_ninja,
@@ -89,14 +91,6 @@ def read_accelerate_settings(file: Path) -> dict[str, str]:
     except Exception:  # of the file or of its YAML: `accelerate launch` explains it
         return {}
     return {key: str(content[key]) for key in _ACCELERATE_KEYS if isinstance(content, dict) and key in content}
-
-
-def loaded_compatibility_library() -> str | None:
-    """Return the libcuda of a `cuda-compat` package that this process has loaded; None for the driver's own."""
-    if torch.version.cuda is None:
-        return None
-    maps = (mapped.path for mapped in psutil.Process().memory_maps())
-    return next((path for path in maps if "libcuda.so" in path and "compat" in path), None)
 
 
 _WHEELS = ((13, 0), (12, 8), (12, 6))

@@ -175,18 +175,14 @@ def plan_strategies(job: PlannedJob, hardware: Hardware, memory: PlannedMemory) 
     """
     plans = [plan_strategy(name, job, hardware, memory) for name in STRATEGIES]
     if choose(plans) is None and hardware.num_gpus > 1:
-        plans += [_fastest_groups(name, job, hardware, memory) for name in get_args(TensorParallelName)]
+        per_node = hardware.gpus_per_node
+        for name in get_args(TensorParallelName):  # with the groups of ranks of one machine that make it fastest
+            sizes = [per_node] if name == "tensor_parallel" else [size for size in (2, 4, 8) if per_node % size == 0]
+            grouped = [plan_strategy(name, job, hardware, memory, tensor_size=size) for size in sizes or [1]]
+            plans.append(
+                min(grouped, key=lambda plan: (not plan.fits, 0.0 if plan.time is None else plan.time.seconds))
+            )
     return plans
-
-
-def _fastest_groups(
-    strategy: TensorParallelName, job: PlannedJob, hardware: Hardware, memory: PlannedMemory
-) -> StrategyPlan:
-    """Return the plan with the groups of ranks of one machine that make it fastest."""
-    per_node = hardware.gpus_per_node
-    sizes = [per_node] if strategy == "tensor_parallel" else [size for size in (2, 4, 8) if per_node % size == 0]
-    plans = [plan_strategy(strategy, job, hardware, memory, tensor_size=size) for size in sizes or [1]]
-    return min(plans, key=lambda plan: (not plan.fits, 0.0 if plan.time is None else plan.time.seconds))
 
 
 def choose(plans: Sequence[StrategyPlan]) -> StrategyPlan | None:

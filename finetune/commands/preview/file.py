@@ -54,7 +54,13 @@ def preview_file(path: str, *, num_rows: int, tokenizer: str | None) -> None:
     Raises DataError with file and line of the first unreadable row, after the readable rows have been printed.
     """
     quiet_libraries(is_main=True)
-    counter = None if tokenizer is None else _load_tokenizer(tokenizer)
+    counter = None
+    if tokenizer is not None:
+        section = ModelSection(tokenizer=TokenizerSection(name=tokenizer))
+        try:
+            counter = load_tokenizer(section, texts=list, cache_folder=Path(), log=no_op)
+        except FinetuneError as error:
+            raise UserError(f"--tokenizer: {error}") from error
     source, keys, rows = look_into(path, num_rows=num_rows)
     if source is None:
         print(_no_format(keys, rows[0]))
@@ -109,14 +115,6 @@ def job_lines(keys: Keys, form: str, *, longest: int | None) -> str:
 
 def _section(keys: Keys) -> TrainingSourceSection:
     return TrainingSourceSection(**keys)
-
-
-def _load_tokenizer(name: str) -> Any:
-    section = ModelSection(tokenizer=TokenizerSection(name=name))
-    try:
-        return load_tokenizer(section, texts=list, cache_folder=Path(), log=no_op)
-    except FinetuneError as error:
-        raise UserError(f"--tokenizer: {error}") from error
 
 
 def _facts_of_keys(keys: Keys) -> Iterator[tuple[str, str]]:
