@@ -19,12 +19,29 @@ from finetune.runtime.upstream import without_hub_retries
 
 
 @dataclass(frozen=True)
-class HubDataset:
-    """A downloaded split of a hub dataset: its own only shard."""
+class _HubSplit:
+    """Base of the splits of a hub dataset."""
 
     name: str
-    dataset: Any  # datasets.Dataset
-    local: str = ""  # its name, which may be a folder
+    dataset: Any  # datasets.Dataset or IterableDataset
+    local: str  # its name, which may be a folder
+
+    def image_folders(self) -> Sequence[Path]:
+        """Return the download folders of `datasets` and, if it is one, the dataset's own folder."""
+        datasets = require("datasets", extra="dev", purpose="Reading a hub dataset")
+        kept = (datasets.config.HF_DATASETS_CACHE, datasets.config.DOWNLOADED_DATASETS_PATH, HF_HUB_CACHE)
+        own = [Path(self.local).absolute()] if Path(self.local).is_dir() else []
+        return (*own, *(Path(folder).expanduser() for folder in kept))
+
+    def class_names(self) -> ClassNames:
+        """Return the names of its `ClassLabel` columns, if the dataset describes its columns."""
+        features = getattr(self.dataset, "features", None)  # unknown of some streams
+        return class_names(features.to_dict()) if features else {}
+
+
+@dataclass(frozen=True)
+class HubDataset(_HubSplit):
+    """A downloaded split of a hub dataset: its own only shard."""
 
     def digest(self) -> str:
         """Return the fingerprint of `datasets`."""
@@ -33,14 +50,6 @@ class HubDataset:
     def listing(self) -> Any:
         """Return the fingerprint, which requires no reading."""
         return self.digest()
-
-    def image_folders(self) -> Sequence[Path]:
-        """Return the download folder of `datasets`, or the dataset's own folder."""
-        return _image_folders(self.local)
-
-    def class_names(self) -> ClassNames:
-        """Return the names of its `ClassLabel` columns."""
-        return _class_names(self.dataset)
 
     def shards(self) -> Sequence["HubDataset"]:
         """Return itself: a downloaded dataset can be read from any row on."""
@@ -58,13 +67,10 @@ class HubDataset:
 
 
 @dataclass(frozen=True)
-class HubStream:
+class HubStream(_HubSplit):
     """A split of a hub dataset that is read over the network, shard by shard."""
 
-    name: str
-    dataset: Any  # datasets.IterableDataset
     version: str  # of the files on the hub
-    local: str = ""  # its name, which may be a folder
 
     def digest(self) -> str:
         """Return the version of the files, whose content has not been read."""
@@ -73,14 +79,6 @@ class HubStream:
     def listing(self) -> Any:
         """Return name and version."""
         return [self.name, self.version]
-
-    def image_folders(self) -> Sequence[Path]:
-        """Return the download folder of `datasets`, or the dataset's own folder."""
-        return _image_folders(self.local)
-
-    def class_names(self) -> ClassNames:
-        """Return the names of its `ClassLabel` columns, if the dataset describes its columns."""
-        return _class_names(self.dataset)
 
     def shards(self) -> Sequence["HubShard"]:
         """Return the shards that `datasets` makes of the split's files."""
@@ -128,7 +126,7 @@ def load_hub_dataset(source: SourceSection) -> Origin:
             if is_streamed:
                 builder = datasets.load_dataset_builder(source.name, source.config, revision=source.revision)
                 dataset = _undecoded(datasets, builder.as_streaming_dataset(split=source.split))
-                return HubStream(_title(source), dataset, str(builder.hash), str(source.name))
+                return HubStream(_title(source), dataset, str(source.name), str(builder.hash))
             dataset = datasets.load_dataset(
                 source.name, source.config, split=source.split, revision=source.revision, streaming=False
             )
@@ -145,18 +143,6 @@ def _undecoded(datasets: Any, dataset: Any) -> Any:
         elif isinstance(getattr(feature, "feature", None), datasets.Image):
             dataset = dataset.cast_column(column, type(feature)(datasets.Image(decode=False)))
     return dataset
-
-
-def _image_folders(name: str) -> tuple[Path, ...]:
-    datasets = require("datasets", extra="dev", purpose="Reading a hub dataset")
-    kept = (datasets.config.HF_DATASETS_CACHE, datasets.config.DOWNLOADED_DATASETS_PATH, HF_HUB_CACHE)
-    own = [Path(name).absolute()] if Path(name).is_dir() else []
-    return (*own, *(Path(folder).expanduser() for folder in kept))
-
-
-def _class_names(dataset: Any) -> ClassNames:
-    features = getattr(dataset, "features", None)  # unknown of some streams
-    return class_names(features.to_dict()) if features else {}
 
 
 def _title(source: SourceSection) -> str:

@@ -17,7 +17,14 @@ from jinja2 import Environment, TemplateError, meta
 from transformers import PreTrainedTokenizerBase
 
 from finetune.config.section import KeyLocations, join_key, with_location
-from finetune.data.templates.sandbox import TemplateRefused, is_bounded, render_chat, run_sandboxed, without_markers
+from finetune.data.templates.sandbox import (
+    TEMPLATE_FAILURES,
+    TemplateRefused,
+    is_bounded,
+    render_chat,
+    run_sandboxed,
+    without_markers,
+)
 from finetune.data.turns import Turn
 from finetune.errors import DataError, Problem
 
@@ -126,20 +133,6 @@ def undeclared_names(template: str) -> list[str]:
 Tools = Sequence[Mapping[str, Any]]
 """Tools that the assistant may call, as JSON schemas."""
 
-_FAILURES = (
-    TemplateError,
-    TypeError,
-    ValueError,
-    LookupError,
-    AttributeError,
-    ArithmeticError,
-    RecursionError,
-    SyntaxError,  # of the Python code to which Jinja compiles
-    MemoryError,
-)
-"""The exceptions that rendering an arbitrary template can raise."""
-
-
 _FILE = "file_of_chat_template"
 
 
@@ -182,7 +175,7 @@ def render(
             text, marked = render_chat(inputs)
         else:
             text, marked = run_sandboxed(render_chat, inputs, name=name or "of the model", template=template)
-    except (*_FAILURES, TemplateRefused) as error:
+    except (*TEMPLATE_FAILURES, TemplateRefused) as error:
         roles = ", ".join(str(turn["role"]) for turn in turns)
         file = f" ({name})" if (name := template_file(tokenizer)) else ""
         raise DataError(f"the chat template{file} refuses the conversation ({roles}): {error}") from error

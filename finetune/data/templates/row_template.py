@@ -6,28 +6,23 @@ from functools import cache, partial
 from traceback import walk_tb
 from typing import Any
 
-from jinja2 import StrictUndefined, Template, TemplateError, TemplateSyntaxError, meta
+from jinja2 import StrictUndefined, Template, TemplateSyntaxError, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from finetune.data.rows import Row
-from finetune.data.templates.sandbox import TemplateRefused, TemplateSyntax, is_bounded, run_sandboxed
+from finetune.data.templates.sandbox import (
+    TEMPLATE_FAILURES,
+    TemplateRefused,
+    TemplateSyntax,
+    is_bounded,
+    run_sandboxed,
+)
 from finetune.errors import DataError
 
 WHOLE_ROW = "row"
 """The variable with all columns of the row, for columns whose names are not identifiers: `row['my column']`."""
 
 _FILE = "<row template>"
-_FAILURES = (
-    TemplateError,
-    TypeError,
-    ValueError,
-    ArithmeticError,
-    LookupError,
-    AttributeError,
-    RecursionError,
-    SyntaxError,  # of the Python code to which Jinja compiles
-    MemoryError,
-)
 
 
 def render_template(written: Any, row: Row, *, column: str) -> Any:
@@ -40,7 +35,7 @@ def render_template(written: Any, row: Row, *, column: str) -> Any:
             if is_bounded(written, may_gather=False):
                 return render_text(written, row)
             return str(run_sandboxed(render_text, written, dict(row), name=f"of `{column}`", template=written))
-        except (*_FAILURES, TemplateRefused) as error:
+        except (*TEMPLATE_FAILURES, TemplateRefused) as error:
             line = error.lineno if isinstance(error, TemplateRefused) else _line(error)
             columns = ", ".join(f"`{name}`" for name in row)
             message = f"template of `{column}`, line {line}: {error}. The row's columns are {columns}."
@@ -63,7 +58,7 @@ def check_row_template(written: Any, *, key: str) -> None:
         except (TemplateSyntaxError, TemplateSyntax) as error:
             reason = error.message if isinstance(error, TemplateSyntaxError) else str(error)
             raise DataError(f"{key}, line {error.lineno}: not valid Jinja: {reason}") from error
-        except (*_FAILURES, TemplateRefused) as error:
+        except (*TEMPLATE_FAILURES, TemplateRefused) as error:
             raise DataError(f"{key}: cannot be compiled: {error}") from error
 
 
@@ -95,7 +90,7 @@ def render_text(written: str, row: Row) -> str:
     """Return the rendered template; exceptions have the line of the template as `lineno`."""
     try:
         return _compiled(written).render({WHOLE_ROW: row, **row})
-    except _FAILURES as error:
+    except TEMPLATE_FAILURES as error:
         error.lineno = _line(error)  # type: ignore[union-attr]  # the sandbox sends it to its caller
         raise
 

@@ -46,6 +46,20 @@ _MIN_ROWS = 3
 _START_SECONDS = 120.0
 
 
+TEMPLATE_FAILURES = (
+    TemplateError,
+    TypeError,
+    ValueError,
+    ArithmeticError,
+    LookupError,
+    AttributeError,
+    RecursionError,
+    SyntaxError,  # of the Python code to which Jinja compiles
+    MemoryError,
+)
+"""The exceptions that rendering an arbitrary template can raise."""
+
+
 class TemplateRefused(DataError):
     """An exception raised by a template, with its message."""
 
