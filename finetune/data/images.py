@@ -341,7 +341,8 @@ class ImageTransform:
         if section.crop_scale:
             height, width = self.size
             box = random_crop_box(image.size, section.crop_scale, random)
-            image = image.resize((width, height), resample=self._resample, box=box)
+            resample = Image.Resampling(int(getattr(self.processor, "resample", None) or Image.Resampling.BILINEAR))
+            image = image.resize((width, height), resample=resample, box=box)
         else:
             image = self._scaled(image)
         if section.crop_padding:
@@ -349,10 +350,6 @@ class ImageTransform:
         if section.flip and random.random() < 0.5:
             image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
         return self._processed(image, **_KEEP_SIZE)
-
-    @property
-    def _resample(self) -> Image.Resampling:
-        return Image.Resampling(int(getattr(self.processor, "resample", None) or Image.Resampling.BILINEAR))
 
     def _scaled(self, image: Image.Image) -> Image.Image:
         """Return the image resized and cropped by the processor, without rescaling and normalization."""

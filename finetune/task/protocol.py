@@ -29,11 +29,6 @@ from finetune.registry.tasks import TASKS, ModelHead
 from finetune.runtime.files.digests import recorded_as
 
 
-def no_rows() -> Iterable[Row]:
-    """Return no rows."""
-    return ()
-
-
 @dataclass(frozen=True)
 class TaskContext:
     """The inputs of a task's constructor. A missing part that the task needs is a bug, not a user's error."""
@@ -42,7 +37,7 @@ class TaskContext:
     data: DataSection
     tokenizer: Any = None  # a PreTrainedTokenizerBase; None for image-only tasks
     processor: Any = None  # an image processor, or a processor of images and text; None for text-only tasks
-    rows: Callable[[], Iterable[Row]] = no_rows  # the training rows
+    rows: Callable[[], Iterable[Row]] = tuple  # the training rows
     facts: Mapping[str, Any] | None = None  # `DataFacts.values` of an earlier start of the run
     loss_kernel: LossKernel = "auto"
 

@@ -219,17 +219,15 @@ class EncodedText:
         """
         if end == len(self.text):
             return len(self.ids)
-        first, start = self._seam_before(end)
+        first = start = 0  # of the text after the last seam before `end`
+        if self.encoding is not None:
+            positions, starts = self._seams
+            last = bisect_left(starts, end) - 1
+            if last >= 0:
+                first, start = positions[last], starts[last]
         expected = self.tokens.remembered(self.text[start:end])
         stop = first + len(expected)
         return stop if self.ids[first:stop].tolist() == expected else None
-
-    def _seam_before(self, end: int) -> tuple[int, int]:
-        if self.encoding is None:
-            return 0, 0
-        positions, starts = self._seams
-        last = bisect_left(starts, end) - 1
-        return (positions[last], starts[last]) if last >= 0 else (0, 0)
 
     @cached_property
     def _seams(self) -> tuple[list[int], list[int]]:

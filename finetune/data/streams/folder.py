@@ -243,26 +243,14 @@ class WindowRecord:
         return (self.start, self.next) == (other.start, other.next) and is_same
 
 
-@dataclass(frozen=True)
 class StreamFolder:
     """The folder of one stream; every file in it is written atomically."""
 
-    path: Path
-
-    @property
-    def lock(self) -> Path:
-        """Return the lock file of the process that prepares windows."""
-        return self.path / "maker.lock"
-
-    @property
-    def readers(self) -> Path:
-        """Return the folder in which processes request windows."""
-        return self.path / "readers"
-
-    @property
-    def heartbeat(self) -> Path:
-        """Return the file whose modification time advances as rows are prepared."""
-        return self.path / "maker.alive"
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.lock = path / "maker.lock"  # of the process that prepares windows
+        self.readers = path / "readers"  # in which processes request windows
+        self.heartbeat = path / "maker.alive"  # its modification time advances as rows are prepared
 
     def make(self) -> None:
         """Create the folder and its subfolders."""

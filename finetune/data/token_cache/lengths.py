@@ -3,10 +3,11 @@
 In samples of several sequences, such as a prompt with each of two answers, the limit applies to each sequence.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import compress, pairwise
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 
@@ -17,25 +18,29 @@ OverLength = Literal["refuse", "drop", "truncate", "split"]
 Side = Literal["end", "start"]
 
 
-class LengthLimit(Protocol):
+class LengthLimit(ABC):
     """The maximum length of samples, and the policy for longer ones. Sent to other processes."""
 
     @property
+    @abstractmethod
     def limits(self) -> str:
         """Return the limits with their keys, for messages."""
 
     def advice(self, longest: int) -> str:
         """Return the setting with which a sample of this number of tokens fits."""
+        return f"data.max_length: {longest}"
 
+    @abstractmethod
     def fits(self, features: Features) -> bool:
         """Return whether the sample is within the limit."""
 
+    @abstractmethod
     def shorten(self, features: Features) -> tuple[tuple[Features, ...], Counts]:
         """Return the samples that replace a sample beyond the limit, and counts of the losses."""
 
 
 @dataclass(frozen=True)
-class SampleLengthLimit:
+class SampleLengthLimit(LengthLimit):
     """The maximum number of tokens of a sample, and the policy for longer ones.
 
     `frame` is the number of tokens at the start and at the end that every part of a sample keeps, such as BERT's
@@ -51,10 +56,6 @@ class SampleLengthLimit:
     def limits(self) -> str:
         """Return the maximum length with its key."""
         return f"data.max_length: {self.max_length}"
-
-    def advice(self, longest: int) -> str:
-        """Return the `max_length` at which no row is too long."""
-        return f"data.max_length: {longest}"
 
     def fits(self, features: Features) -> bool:
         """Return whether the sample is within the limit."""
@@ -80,7 +81,7 @@ class SampleLengthLimit:
 
 
 @dataclass(frozen=True)
-class SourceTargetLengthLimit:
+class SourceTargetLengthLimit(LengthLimit):
     """The maximum lengths of the source and of the target of sequence-to-sequence samples.
 
     Source and target are truncated separately; `frame` is kept at the ends of the source. Samples are never split.
@@ -176,7 +177,7 @@ def _joined(features: Features, ranges: Sequence[tuple[int, int]]) -> Features:
 
 
 @dataclass(frozen=True)
-class SequencesLengthLimit:
+class SequencesLengthLimit(LengthLimit):
     """`max_length` applies to each sequence; if one is cut, the others are cut so that their prompts stay equal.
 
     At the end, each is cut to `max_length`. At the start, all lose the excess of the longest. A sample with a sequence
@@ -191,10 +192,6 @@ class SequencesLengthLimit:
     def limits(self) -> str:
         """Return the maximum length with its key."""
         return f"data.max_length: {self.max_length} (prompt and one answer)"
-
-    def advice(self, longest: int) -> str:
-        """Return the `max_length` at which no row is too long."""
-        return f"data.max_length: {longest}"
 
     def fits(self, features: Features) -> bool:
         """Return whether every sequence is within the limit."""
