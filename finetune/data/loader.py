@@ -122,6 +122,7 @@ class EvaluationSampler(Sampler[list[int]]):
     def __init__(self, order: Order, *, microbatch_size: int, world: int) -> None:
         self._order = order
         self._num_positions = order.num_positions or 0
+        self._num_filled = -(-self._num_positions // microbatch_size)
         self._microbatch_size = microbatch_size
         self._world = world
 
@@ -132,10 +133,6 @@ class EvaluationSampler(Sampler[list[int]]):
         for samples in self._order.cut(0, self._num_positions, self._microbatch_size):
             yield samples.tolist()
         yield from ([] for _ in range(len(self) - self._num_filled))
-
-    @property
-    def _num_filled(self) -> int:
-        return -(-self._num_positions // self._microbatch_size)
 
 
 def train_loader(

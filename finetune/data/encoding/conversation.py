@@ -233,8 +233,14 @@ class ConversationEncoder:
             chat = self._plain_rendered_chat({**row, ARGUMENTS: arguments} if row.get(ARGUMENTS) else row, dropped)
         else:
             replaced = {**row, **_named(*self._control.with_placeholders(texts))}
-            if not self._finder.train_on_reasoning:
-                _require_same_reasoning(row["messages"], replaced["messages"])
+            pairs = [] if self._finder.train_on_reasoning else zip(row["messages"], replaced["messages"], strict=True)
+            for number, (turn, other) in enumerate(pairs, start=1):
+                if split_reasoning(turn)[0] and not split_reasoning(other)[0]:
+                    raise DataError(
+                        f"the markers of reasoning in the content of turn {number} are special tokens of this "
+                        "tokenizer, and names of special tokens in rows are text: the reasoning cannot be left out of "
+                        "the targets. Give it as `reasoning_content`, or set data.allow_special_tokens: true."
+                    )
             chat = self._plain_rendered_chat(replaced, dropped)
             chat = chat and replace(chat, has_control_names=True)
             self._check_same_rendering({**row, **_named(*texts)}, replaced)
@@ -309,17 +315,6 @@ def _joined(outcomes: Sequence[Outcome]) -> Outcome:
             return outcome
     samples = tuple(outcome for outcome in outcomes if isinstance(outcome, Features))
     return samples or None
-
-
-def _require_same_reasoning(turns: Sequence[Turn], replaced: Sequence[Turn]) -> None:
-    """Raise DataError if reasoning inside the content is lost once names of control tokens are plain text."""
-    for number, (turn, other) in enumerate(zip(turns, replaced, strict=True), start=1):
-        if split_reasoning(turn)[0] and not split_reasoning(other)[0]:
-            raise DataError(
-                f"the markers of reasoning in the content of turn {number} are special tokens of this tokenizer, and "
-                "names of special tokens in rows are text: the reasoning cannot be left out of the targets. Give it as "
-                "`reasoning_content`, or set data.allow_special_tokens: true."
-            )
 
 
 def _named(messages: Any, tools: Any, arguments: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from jinja2 import TemplateError, TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 
-from finetune.data.templates.rendering import render, set_template_file
+from finetune.data.templates.rendering import TEMPLATE_FILE, render
 from finetune.data.templates.sandbox import TemplateRefused, TemplateSyntax
 from finetune.data.turns import Turn
 from finetune.errors import DataError
@@ -59,7 +59,7 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | N
                 size = f"more than {MAX_TEMPLATE_BYTES >> 20} MB, too large for a template"
                 raise DataError(f"data.chat_template: {path} has {size}.")
             tokenizer.chat_template = content.decode("utf-8")
-        set_template_file(tokenizer, None if is_named else chat_template)
+        setattr(tokenizer, TEMPLATE_FILE, None if is_named else chat_template)
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
             f"data.chat_template: {chat_template} cannot be read: {error}. "

@@ -133,7 +133,8 @@ def undeclared_names(template: str) -> list[str]:
 Tools = Sequence[Mapping[str, Any]]
 """Tools that the assistant may call, as JSON schemas."""
 
-_FILE = "file_of_chat_template"
+TEMPLATE_FILE = "file_of_chat_template"
+"""The attribute of a tokenizer that records the file of its chat template; it is pickled with the tokenizer."""
 
 
 @dataclass(frozen=True)
@@ -184,13 +185,8 @@ def render(
 
 def template_file(tokenizer: PreTrainedTokenizerBase) -> str | None:
     """Return the job's chat template file; None for a built-in template and for the tokenizer's own."""
-    name: str | None = getattr(tokenizer, _FILE, None)
+    name: str | None = getattr(tokenizer, TEMPLATE_FILE, None)
     return name
-
-
-def set_template_file(tokenizer: PreTrainedTokenizerBase, name: str | None) -> None:
-    """Record the file of the tokenizer's chat template; it is pickled with the tokenizer."""
-    setattr(tokenizer, _FILE, name)
 
 
 @lru_cache(maxsize=8)

@@ -164,6 +164,16 @@ class AnswerPairsTask(BaseTask):
         batch = super().dummy_batch(features)
         return replace(batch, extras={**batch.extras, PAIR_WEIGHTS: torch.zeros_like(batch.extras[PAIR_WEIGHTS])})
 
+    def metric_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
+        """Return the sums of the training loss and the number of pairs."""
+        return {**self.loss_sums(model, batch), "num_pairs": batch.extras[PAIR_WEIGHTS].sum()}
+
+    def metrics(self, sums: Mapping[str, float], records: Tensor | None = None) -> Mapping[str, float]:
+        """Return the means of all sums over the pairs: `loss`, `preference_accuracy` and others; NaN without pairs."""
+        num_pairs = sums["num_pairs"] or float("nan")
+        names = {name: "loss" if name == "loss_sum" else name for name in sums if name != "num_pairs"}
+        return {title: sums[name] / num_pairs for name, title in names.items()}
+
 
 def pair_sums(losses: Tensor, chosen: Tensor, rejected: Tensor, *, counts: Tensor) -> dict[str, Tensor]:
     """Return the sums over pairs of the losses and, detached, of the rewards, their margins and the accuracy.
@@ -178,13 +188,6 @@ def pair_sums(losses: Tensor, chosen: Tensor, rejected: Tensor, *, counts: Tenso
         "reward_margin": ((chosen - rejected) * counts).sum(),
         "preference_accuracy": ((chosen > rejected) * counts).sum(),
     }
-
-
-def pair_metrics(sums: Mapping[str, float]) -> dict[str, float]:
-    """Return the means of all sums over `num_pairs`, including the loss; NaN without pairs."""
-    num_pairs = sums["num_pairs"] or float("nan")
-    names = {name: "loss" if name == "loss_sum" else name for name in sums if name != "num_pairs"}
-    return {title: sums[name] / num_pairs for name, title in names.items()}
 
 
 class RewardTask(AnswerPairsTask):
@@ -227,14 +230,6 @@ class RewardTask(AnswerPairsTask):
         margin = batch.extras[MARGIN] if self.section.use_margin else 0.0
         losses = bradley_terry(chosen, rejected, margin=margin, centering=self.section.centering)
         return pair_sums(losses, chosen, rejected, counts=batch.extras[PAIR_WEIGHTS])
-
-    def metric_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        """Return the same sums and the number of pairs."""
-        return {**self.loss_sums(model, batch), "num_pairs": batch.extras[PAIR_WEIGHTS].sum()}
-
-    def metrics(self, sums: Mapping[str, float], records: Tensor | None = None) -> Mapping[str, float]:
-        """Return the means over the pairs: `loss`, `preference_accuracy`, both scores and their difference."""
-        return pair_metrics(sums)
 
 
 def scores(model: nn.Module, batch: Batch) -> Tensor:

@@ -27,7 +27,6 @@ from finetune.task.preference.answer_pairs import (
     join_halves,
     lower_half,
     num_target_tokens,
-    pair_metrics,
     pair_sums,
     sequence_log_probabilities,
     split_by_sample,
@@ -68,14 +67,6 @@ class PreferenceTask(AnswerPairsTask):
             "log_probability_chosen": (pairs.chosen.detach() * counts).sum(),
             "log_probability_rejected": (pairs.rejected.detach() * counts).sum(),
         }
-
-    def metric_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        """Return the same sums and the number of pairs."""
-        return {**self.loss_sums(model, batch), "num_pairs": batch.extras[PAIR_WEIGHTS].sum()}
-
-    def metrics(self, sums: Mapping[str, float], records: Tensor | None = None) -> Mapping[str, float]:
-        """Return the means over the pairs: `loss`, `preference_accuracy`, rewards and log-probabilities."""
-        return pair_metrics(sums)
 
 
 @dataclass(frozen=True)
