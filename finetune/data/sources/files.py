@@ -94,24 +94,33 @@ class DataFile:
 
     def rows(self, start: int = 0) -> Iterator[RawRow]:
         """Yield its rows without the first `start`; raises DataError if it cannot be read."""
-        kind, compression = kind_of(self.name)
-        with _readable(self.file), self.file.open() as stream:
-            content = _decompressed(stream, compression, self.name)
-            yield from rows_of(content, kind, origin=self.name, options=self.options, start=start)
+        with self._opened() as content:
+            yield from rows_of(content, kind_of(self.name)[0], origin=self.name, options=self.options, start=start)
 
     def beginning(self, num_bytes: int) -> bytes:
         """Return its first bytes, decompressed; raises DataError if it cannot be read."""
-        with _readable(self.file), self.file.open() as stream:
-            return _decompressed(stream, kind_of(self.name)[1], self.name).read(num_bytes)
+        with self._opened() as content:
+            return content.read(num_bytes)
 
     def num_rows(self, at_most: int) -> int:
         """Return the number of rows, but at most `at_most`."""
-        kind, compression = kind_of(self.name)
-        with _readable(self.file), self.file.open() as stream:
-            content = _decompressed(stream, compression, self.name)
+        kind = kind_of(self.name)[0]
+        with self._opened() as content:
             if kind == ".parquet":
                 return min(at_most, num_parquet_rows(content))
             return sum(1 for _ in islice(rows_of(content, kind, origin=self.name, options=self.options), at_most))
+
+    @contextmanager
+    def _opened(self) -> Iterator[BinaryIO]:
+        """Yield the content, decompressed; faults of reading it become a DataError."""
+        compression = kind_of(self.name)[1]
+        with _readable(self.file), self.file.open() as stream:
+            if compression is None:
+                yield stream
+                return
+            arrow = require("pyarrow", extra="dev", purpose="Reading compressed files")
+            bounded = BoundedStream(arrow.CompressedInputStream(stream, compression), stream, self.name)
+            yield cast(BinaryIO, bounded)
 
 
 @dataclass(frozen=True)
@@ -219,14 +228,6 @@ def format_not_read(names: Sequence[str]) -> str:
 
 def _extension(name: str) -> str:
     return f".{name.rpartition('.')[2]}" if "." in name else ""
-
-
-def _decompressed(stream: BinaryIO, compression: str | None, origin: str) -> BinaryIO:
-    if compression is None:
-        return stream
-    arrow = require("pyarrow", extra="dev", purpose="Reading compressed files")
-    bounded = BoundedStream(arrow.CompressedInputStream(stream, compression), stream, origin)
-    return cast(BinaryIO, bounded)
 
 
 @contextmanager
