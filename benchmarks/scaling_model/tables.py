@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from finetune.commands.plan.cost.step_time import step_time
+from finetune.commands.plan.step_time import step_time
 
 from scaling_model.curves import STRATEGIES, WORLDS, Load, Spot, curve, largest_that_pays
 from scaling_model.machines import Machine, usual

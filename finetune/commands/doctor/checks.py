@@ -257,27 +257,6 @@ def check_speed(facts: Facts) -> Iterator[Finding]:
             why="NCCL does not use it: P2P is disabled, or the fabric manager of the NVSwitches does not run",
             fix="unset NCCL_P2P_DISABLE; sudo systemctl restart nvidia-fabricmanager; see NCCL_DEBUG=INFO",
         )
-    yield from _strategy(facts)
-
-
-def _slow_pair(facts: Facts, pair: PairSpeed, *, typical: float, is_within: bool) -> Finding:
-    one, other = (next(rank for rank in facts.ranks if rank.rank == end) for end in (pair.first, pair.second))
-    link = ""
-    if is_within:
-        host = next(host for host in facts.hosts if host.hostname == one.hostname)
-        link = pair_links(host.gpus.topology).get(f"{one.local_rank}-{other.local_rank}", "")
-    fixes = f"{P2P_OFF}, and measure again" if link in ("SYS", "PHB", "NODE") else "check the load of that machine"
-    return should_fix(
-        "slow-pair",
-        f"rank {one.rank} ({one.hostname}) and rank {other.rank} ({other.hostname}) exchange "
-        f"{format_size(round(pair.bytes_per_second))}/s{f' over {link}' if link else ''}, other pairs "
-        f"{format_size(round(typical))}/s",
-        why="a ring is as fast as its slowest link",
-        fix=fixes if is_within else "check cable, port (`ethtool`, `ibstat`) and switch of these machines",
-    )
-
-
-def _strategy(facts: Facts) -> Iterator[Finding]:
     computed, costs = compute_seconds(facts), strategy_costs(facts)
     job = facts.job
     if computed is None or job is None or not costs:
@@ -304,4 +283,21 @@ def _strategy(facts: Facts) -> Iterator[Finding]:
         why="the ranks wait for the link; more ranks make it worse",
         fix=f"train.global_batch_size: {batch_size} (microbatches are "
         "accumulated, gradients sent once), or model.lora; between machines HSDP shards only within each",
+    )
+
+
+def _slow_pair(facts: Facts, pair: PairSpeed, *, typical: float, is_within: bool) -> Finding:
+    one, other = (next(rank for rank in facts.ranks if rank.rank == end) for end in (pair.first, pair.second))
+    link = ""
+    if is_within:
+        host = next(host for host in facts.hosts if host.hostname == one.hostname)
+        link = pair_links(host.gpus.topology).get(f"{one.local_rank}-{other.local_rank}", "")
+    fixes = f"{P2P_OFF}, and measure again" if link in ("SYS", "PHB", "NODE") else "check the load of that machine"
+    return should_fix(
+        "slow-pair",
+        f"rank {one.rank} ({one.hostname}) and rank {other.rank} ({other.hostname}) exchange "
+        f"{format_size(round(pair.bytes_per_second))}/s{f' over {link}' if link else ''}, other pairs "
+        f"{format_size(round(typical))}/s",
+        why="a ring is as fast as its slowest link",
+        fix=fixes if is_within else "check cable, port (`ethtool`, `ibstat`) and switch of these machines",
     )

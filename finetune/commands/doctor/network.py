@@ -156,10 +156,39 @@ def check_network(
             why="gloo sends this address to the other machines, where it is their own: the start hangs",
             fix=f"export GLOO_SOCKET_IFNAME={name} NCCL_SOCKET_IFNAME={name}",
         )
-    is_off = variables.get("NCCL_IB_DISABLE") == "1"
-    yield from _infiniband(
-        facts, is_off=is_off, is_multi_host=is_multi_host, has_gpu=has_gpu, locked_bytes=locked_bytes
-    )
+    ports = facts.infiniband
+    active = [port for port in ports if port.state == "ACTIVE"]
+    down = [f"{port.device}/{port.port} ({port.state})" for port in ports if port.state != "ACTIVE"]
+    if down and (active or is_multi_host):
+        yield should_fix(
+            "infiniband-down",
+            f"InfiniBand ports without a link: {', '.join(down[:4])}{' ...' if len(down) > 4 else ''}",
+            why="NCCL has fewer cards, or falls back to TCP",
+            fix="`ibstat` shows the state; check cable and subnet manager, or list the other ports in NCCL_IB_HCA",
+        )
+    if not active:
+        return
+    if variables.get("NCCL_IB_DISABLE") == "1":
+        yield should_fix(
+            "infiniband-off",
+            f"NCCL_IB_DISABLE=1 is set, and {len(active)} InfiniBand ports are active ({active[0].rate})",
+            why="traffic between machines goes over TCP, ten times slower or more",
+            fix="unset NCCL_IB_DISABLE",
+        )
+    if locked_bytes is not None and locked_bytes < _MIN_LOCKED_BYTES:
+        yield should_fix(
+            "locked-memory",
+            f"a process may lock {format_size(locked_bytes)} of memory (`ulimit -l`), and InfiniBand is active",
+            why="NCCL fails to register its buffers: `ibv_reg_mr failed`",
+            fix="ulimit -l unlimited (docker: --ulimit memlock=-1; else /etc/security/limits.conf)",
+        )
+    if has_gpu and facts.has_peer_memory is False and is_multi_host:
+        yield note(
+            "gpudirect",
+            "the kernel module nvidia_peermem is not loaded",
+            why="without it, unless the kernel has DMA-BUF, the network cards read GPU memory through host memory",
+            fix="sudo modprobe nvidia_peermem",
+        )
 
 
 def chosen_interfaces(value: str, interfaces: Sequence[Interface]) -> list[Interface]:
@@ -194,44 +223,6 @@ def _interface_choice(facts: NetworkFacts, variable: str, value: str, *, is_mult
             f"{variable}={value} chooses {', '.join(chosen)}, which no other machine can reach",
             why="ranks of several machines wait for each other until the timeout",
             fix=f"export {variable}={better}",
-        )
-
-
-def _infiniband(
-    facts: NetworkFacts, *, is_off: bool, is_multi_host: bool, has_gpu: bool, locked_bytes: int | None
-) -> Iterator[Finding]:
-    ports = facts.infiniband
-    active = [port for port in ports if port.state == "ACTIVE"]
-    down = [f"{port.device}/{port.port} ({port.state})" for port in ports if port.state != "ACTIVE"]
-    if down and (active or is_multi_host):
-        yield should_fix(
-            "infiniband-down",
-            f"InfiniBand ports without a link: {', '.join(down[:4])}{' ...' if len(down) > 4 else ''}",
-            why="NCCL has fewer cards, or falls back to TCP",
-            fix="`ibstat` shows the state; check cable and subnet manager, or list the other ports in NCCL_IB_HCA",
-        )
-    if not active:
-        return
-    if is_off:
-        yield should_fix(
-            "infiniband-off",
-            f"NCCL_IB_DISABLE=1 is set, and {len(active)} InfiniBand ports are active ({active[0].rate})",
-            why="traffic between machines goes over TCP, ten times slower or more",
-            fix="unset NCCL_IB_DISABLE",
-        )
-    if locked_bytes is not None and locked_bytes < _MIN_LOCKED_BYTES:
-        yield should_fix(
-            "locked-memory",
-            f"a process may lock {format_size(locked_bytes)} of memory (`ulimit -l`), and InfiniBand is active",
-            why="NCCL fails to register its buffers: `ibv_reg_mr failed`",
-            fix="ulimit -l unlimited (docker: --ulimit memlock=-1; else /etc/security/limits.conf)",
-        )
-    if has_gpu and facts.has_peer_memory is False and is_multi_host:
-        yield note(
-            "gpudirect",
-            "the kernel module nvidia_peermem is not loaded",
-            why="without it, unless the kernel has DMA-BUF, the network cards read GPU memory through host memory",
-            fix="sudo modprobe nvidia_peermem",
         )
 
 
