@@ -5,7 +5,6 @@ Events and numbers are formatted by functions without state: plain sentences and
 
 import sys
 from collections.abc import Mapping
-from functools import singledispatch
 from typing import Any, Literal, Protocol, TextIO
 
 from rich.console import Console
@@ -36,69 +35,39 @@ SLOW_DATA = 0.1
 """Smallest share of time spent waiting for batches that is shown."""
 
 
-@singledispatch
 def format_event(event: Event) -> tuple[str, ...]:
     """Return the lines of an event; none for events that the console does not show."""
+    match event:
+        case RunStarted():
+            return (f"strategy {event.strategy}", *event.arithmetic)
+        case StartedUp():
+            phases = " + ".join(f"{name} {seconds:.1f}" for name, seconds in event.seconds.items())
+            return (f"start: {sum(event.seconds.values()):.1f} s = {phases}",)
+        case StepSkipped():
+            samples = f"; samples {', '.join(map(str, event.sample_ids))} ({event.rows})" if event.sample_ids else ""
+            return (f"step {event.step} skipped: {event.reason}{samples}",)
+        case Evaluated():
+            line = f"evaluated at step {event.step}  {format_metrics(event.metrics)}"
+            return (f"{line}  ({event.num_rows:,} rows, {event.seconds:.1f} s)",)
+        case Answered():
+            names = (("prompt   ", event.prompt), ("answer   ", event.answer), ("reference", event.reference))
+            return tuple(f"  {name} {text!r}" for name, text in names)
+        case CheckpointSaved():
+            times = f"{event.seconds:.1f} s, training waited {event.stall_seconds:.1f} s"
+            return (f"checkpoint {event.path}  ({format_size(event.size_bytes)}, {times})",)
+        case Profiled():
+            return format_profile(event)
+        case Noted():
+            return (event.message,)
+        case Warned():
+            return (f"warning: {event.message}",)
+        case RunEnded():
+            lines = [f"{event.reason} at step {event.step} after {format_duration(event.seconds)}"]
+            if event.final_folder is not None:
+                lines.append(f"model in {event.final_folder}")
+                lines += [f"chat with it: finetune chat {event.final_folder}"] if event.talks else []
+            return tuple(lines)
     return ()
-
-
-@format_event.register
-def _(event: RunStarted) -> tuple[str, ...]:
-    return (f"strategy {event.strategy}", *event.arithmetic)
-
-
-@format_event.register
-def _(event: StartedUp) -> tuple[str, ...]:
-    phases = " + ".join(f"{name} {seconds:.1f}" for name, seconds in event.seconds.items())
-    return (f"start: {sum(event.seconds.values()):.1f} s = {phases}",)
-
-
-@format_event.register
-def _(event: StepSkipped) -> tuple[str, ...]:
-    samples = f"; samples {', '.join(map(str, event.sample_ids))} ({event.rows})" if event.sample_ids else ""
-    return (f"step {event.step} skipped: {event.reason}{samples}",)
-
-
-@format_event.register
-def _(event: Evaluated) -> tuple[str, ...]:
-    line = f"evaluated at step {event.step}  {format_metrics(event.metrics)}"
-    return (f"{line}  ({event.num_rows:,} rows, {event.seconds:.1f} s)",)
-
-
-@format_event.register
-def _(event: Answered) -> tuple[str, ...]:
-    return (f"  prompt    {event.prompt!r}", f"  answer    {event.answer!r}", f"  reference {event.reference!r}")
-
-
-@format_event.register
-def _(event: CheckpointSaved) -> tuple[str, ...]:
-    times = f"{event.seconds:.1f} s, training waited {event.stall_seconds:.1f} s"
-    return (f"checkpoint {event.path}  ({format_size(event.size_bytes)}, {times})",)
-
-
-@format_event.register
-def _(event: Profiled) -> tuple[str, ...]:
-    return format_profile(event)
-
-
-@format_event.register
-def _(event: Noted) -> tuple[str, ...]:
-    return (event.message,)
-
-
-@format_event.register
-def _(event: Warned) -> tuple[str, ...]:
-    return (f"warning: {event.message}",)
-
-
-@format_event.register
-def _(event: RunEnded) -> tuple[str, ...]:
-    lines = [f"{event.reason} at step {event.step} after {format_duration(event.seconds)}"]
-    if event.final_folder is not None:
-        lines.append(f"model in {event.final_folder}")
-        if event.talks:
-            lines.append(f"chat with it: finetune chat {event.final_folder}")
-    return tuple(lines)
 
 
 def throughput_unit(config: Mapping[str, Any]) -> str:

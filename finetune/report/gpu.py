@@ -83,17 +83,28 @@ class GpuSampler:
 
     def sample(self) -> bool:
         """Read every column once; return whether there may be more to read later."""
-        nvml = self._nvml
+        nvml, handle = self._nvml, self._handle
+        counters = (nvml.NVML_PCIE_UTIL_TX_BYTES, nvml.NVML_PCIE_UTIL_RX_BYTES)
+        columns: Mapping[str, Callable[[], float | None]] = {
+            UTILIZATION: lambda: float(nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100),
+            POWER: lambda: float(nvml.nvmlDeviceGetPowerUsage(handle) / 1000),
+            TEMPERATURE: lambda: float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)),
+            MEMORY: lambda: float(nvml.nvmlDeviceGetMemoryInfo(handle).used),
+            PCIE: lambda: float(_KB * sum(nvml.nvmlDeviceGetPcieThroughput(handle, each) for each in counters)),
+            NVLINK: self._nvlink_rate,
+        }
         readings: dict[str, float] = {}
-        for read in (self._utilization, self._power, self._temperature, self._memory, self._pcie, self._nvlink):
+        for name, read in columns.items():
             try:
-                readings |= read()
+                value = read()
             except (nvml.NVMLError_NotSupported, nvml.NVMLError_FunctionNotFound, nvml.NVMLError_NoPermission):
                 continue
             except nvml.NVMLError as error:
                 self.columns = {}
                 self._problem = f"the GPU can no longer be read: {type(error).__name__}: {error}"
                 return False
+            if value is not None:
+                readings[name] = value
         self.columns = readings
         return True
 
@@ -108,39 +119,18 @@ class GpuSampler:
         except (self._nvml.NVMLError_NotFound, self._nvml.NVMLError_InvalidArgument):
             return self._nvml.nvmlDeviceGetHandleByUUID(f"MIG-{uuid}".encode())
 
-    def _utilization(self) -> dict[str, float]:
-        return {UTILIZATION: self._nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu / 100}
-
-    def _power(self) -> dict[str, float]:
-        return {POWER: self._nvml.nvmlDeviceGetPowerUsage(self._handle) / 1000}
-
-    def _temperature(self) -> dict[str, float]:
-        celsius = self._nvml.nvmlDeviceGetTemperature(self._handle, self._nvml.NVML_TEMPERATURE_GPU)
-        return {TEMPERATURE: float(celsius)}
-
-    def _memory(self) -> dict[str, float]:
-        return {MEMORY: float(self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used)}
-
-    def _pcie(self) -> dict[str, float]:
-        counters = (self._nvml.NVML_PCIE_UTIL_TX_BYTES, self._nvml.NVML_PCIE_UTIL_RX_BYTES)
-        return {
-            PCIE: float(
-                _KB * sum(self._nvml.nvmlDeviceGetPcieThroughput(self._handle, counter) for counter in counters)
-            )
-        }
-
-    def _nvlink(self) -> dict[str, float]:
-        """Return the traffic of all links in both directions since the last reading."""
+    def _nvlink_rate(self) -> float | None:
+        """Return the traffic of all links in both directions per second since the last reading; None at the first."""
         nvml = self._nvml
         fields = (nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX)
         values = nvml.nvmlDeviceGetFieldValues(self._handle, [(field, _ALL_LINKS) for field in fields])
         if any(value.nvmlReturn != nvml.NVML_SUCCESS for value in values):
-            return {}
+            return None
         now, sent = self._clock(), _KIB * sum(int(value.value.ullVal) for value in values)
         before, self._sent = self._sent, (now, sent)
         if before is None or now <= before[0] or sent < before[1]:
-            return {}
-        return {NVLINK: (sent - before[1]) / (now - before[0])}
+            return None
+        return (sent - before[1]) / (now - before[0])
 
 
 @contextmanager
