@@ -8,7 +8,10 @@ from typing import Protocol
 
 from finetune.registry.observers import CALLBACKS, NO_REQUEST, Request
 from finetune.report.events import Event, Noted, Warned
-from finetune.runtime import distributed
+from finetune.runtime.optional import lazily
+
+with lazily():  # torch
+    from finetune.runtime import distributed
 
 
 class Reporter(Protocol):
