@@ -53,6 +53,77 @@ class CheckedCheckpoint:
         return not self.problems
 
 
+def list_checkpoints(run: Path, *, verifies: bool, as_json: bool) -> None:
+    """Print all checkpoints of the run, oldest first, and leftovers next to them.
+
+    File sizes are compared and the JSON files are read; with `verifies`, every file is read and hashed.
+    """
+    location = locate_run(run)
+    checkpoints = [_checked(entry, read_all=verifies) for entry in read_entries(location.checkpoints)]
+    leftovers = find_leftovers(location.checkpoints)
+    if as_json:
+        rest = [{"path": str(left.path), "size_bytes": left.size_bytes, "meaning": left.meaning} for left in leftovers]
+        print_json(
+            {
+                "folder": str(location.checkpoints),
+                "checked": "digests" if verifies else "sizes",
+                "checkpoints": [_facts(checkpoint) for checkpoint in checkpoints],
+                "leftovers": rest,
+            }
+        )
+        return
+    if not checkpoints:
+        print(f"{location.checkpoints} has no checkpoints.")
+    else:
+        print_table(checkpoints_table(checkpoints, now=time.time(), width=width()))
+    for checkpoint in checkpoints:
+        for problem in checkpoint.problems:
+            print(f"{checkpoint.entry.path.name}: {problem}")
+    if checkpoints and not verifies:
+        print("Only sizes were compared; `--verify` reads every file.")
+    if leftovers:
+        print("Leftovers, which no run resumes from:")
+    for left in leftovers:
+        print(f"  {left.path.name} ({format_size(left.size_bytes)}) {left.meaning}")
+
+
+def show_checkpoint(run: Path, *, step: int | None, as_json: bool) -> None:
+    """Print all facts about one checkpoint: of the step, the newest, or the given folder."""
+    checkpoint = _checked(read_entry(select_checkpoint(locate_run(run), step=step)), read_all=False)
+    if as_json:
+        print_json(_facts(checkpoint) | _contents(checkpoint.entry))
+        return
+    print_facts(checkpoint_facts(checkpoint, counts=count_tensors(checkpoint.entry), now=time.time()))
+
+
+def verify_checkpoints(run: Path, *, step: int | None) -> bool:
+    """Read and hash one checkpoint or all, print whether each is good, and return whether all are.
+
+    For a bad checkpoint, prints the bad files and the damaged tensors in them.
+    """
+    location = locate_run(run)
+    paths = [select_checkpoint(location, step=step)]  # raises CheckpointError if there is none
+    if location.chosen is None and step is None:
+        paths = [entry.path for entry in read_entries(location.checkpoints)]
+    are_good = True
+    for path in paths:
+        checkpoint = _checked(read_entry(path), read_all=True)
+        manifest = checkpoint.entry.manifest
+        if checkpoint.is_good and manifest is not None:
+            size = format_size(manifest.size_bytes)
+            print(f"{path.name}: good, {len(manifest.files)} files, {size} read", flush=True)
+            continue
+        are_good = False
+        print(f"{path.name}: BAD", flush=True)
+        damaged = {file.problem: file.tensors for file in checkpoint.bad_files}
+        for problem in checkpoint.problems:
+            print(f"  {problem}")
+            if tensors := damaged.get(problem):
+                more = f" and {len(tensors) - _MAX_LISTED} more" if len(tensors) > _MAX_LISTED else ""
+                print(f"    damaged: {', '.join(tensors[:_MAX_LISTED])}{more}")
+    return are_good
+
+
 def checkpoints_table(checkpoints: Sequence[CheckedCheckpoint], *, now: float, width: int) -> Table:
     """Return a row for each checkpoint, with as many metrics as fit the width."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -159,77 +230,6 @@ def _number(value: float) -> str:
 
 
 _MAX_LISTED = 4
-
-
-def list_checkpoints(run: Path, *, verifies: bool, as_json: bool) -> None:
-    """Print all checkpoints of the run, oldest first, and leftovers next to them.
-
-    File sizes are compared and the JSON files are read; with `verifies`, every file is read and hashed.
-    """
-    location = locate_run(run)
-    checkpoints = [_checked(entry, read_all=verifies) for entry in read_entries(location.checkpoints)]
-    leftovers = find_leftovers(location.checkpoints)
-    if as_json:
-        rest = [{"path": str(left.path), "size_bytes": left.size_bytes, "meaning": left.meaning} for left in leftovers]
-        print_json(
-            {
-                "folder": str(location.checkpoints),
-                "checked": "digests" if verifies else "sizes",
-                "checkpoints": [_facts(checkpoint) for checkpoint in checkpoints],
-                "leftovers": rest,
-            }
-        )
-        return
-    if not checkpoints:
-        print(f"{location.checkpoints} has no checkpoints.")
-    else:
-        print_table(checkpoints_table(checkpoints, now=time.time(), width=width()))
-    for checkpoint in checkpoints:
-        for problem in checkpoint.problems:
-            print(f"{checkpoint.entry.path.name}: {problem}")
-    if checkpoints and not verifies:
-        print("Only sizes were compared; `--verify` reads every file.")
-    if leftovers:
-        print("Leftovers, which no run resumes from:")
-    for left in leftovers:
-        print(f"  {left.path.name} ({format_size(left.size_bytes)}) {left.meaning}")
-
-
-def show_checkpoint(run: Path, *, step: int | None, as_json: bool) -> None:
-    """Print all facts about one checkpoint: of the step, the newest, or the given folder."""
-    checkpoint = _checked(read_entry(select_checkpoint(locate_run(run), step=step)), read_all=False)
-    if as_json:
-        print_json(_facts(checkpoint) | _contents(checkpoint.entry))
-        return
-    print_facts(checkpoint_facts(checkpoint, counts=count_tensors(checkpoint.entry), now=time.time()))
-
-
-def verify_checkpoints(run: Path, *, step: int | None) -> bool:
-    """Read and hash one checkpoint or all, print whether each is good, and return whether all are.
-
-    For a bad checkpoint, prints the bad files and the damaged tensors in them.
-    """
-    location = locate_run(run)
-    paths = [select_checkpoint(location, step=step)]  # raises CheckpointError if there is none
-    if location.chosen is None and step is None:
-        paths = [entry.path for entry in read_entries(location.checkpoints)]
-    are_good = True
-    for path in paths:
-        checkpoint = _checked(read_entry(path), read_all=True)
-        manifest = checkpoint.entry.manifest
-        if checkpoint.is_good and manifest is not None:
-            size = format_size(manifest.size_bytes)
-            print(f"{path.name}: good, {len(manifest.files)} files, {size} read", flush=True)
-            continue
-        are_good = False
-        print(f"{path.name}: BAD", flush=True)
-        damaged = {file.problem: file.tensors for file in checkpoint.bad_files}
-        for problem in checkpoint.problems:
-            print(f"  {problem}")
-            if tensors := damaged.get(problem):
-                more = f" and {len(tensors) - _MAX_LISTED} more" if len(tensors) > _MAX_LISTED else ""
-                print(f"    damaged: {', '.join(tensors[:_MAX_LISTED])}{more}")
-    return are_good
 
 
 def _checked(entry: CheckpointEntry, *, read_all: bool) -> CheckedCheckpoint:

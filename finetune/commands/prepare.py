@@ -44,6 +44,50 @@ _GAP, _MAX_NAMED = 2, 10
 _STEPS = "▁▂▃▄▅▆▇█"
 
 
+def prepare(path: Path, overrides: Sequence[str]) -> None:
+    """Tokenize the job's training and evaluation data into the token cache, and print the audit.
+
+    An interrupted command resumes at the next start. Raises ConfigError and DataError as training does; for shares
+    above the limits of `data.audit`, after the audit has been printed.
+    """
+    prepare_data(load_config(path, overrides))
+
+
+def prepare_data(loaded: LoadedConfig) -> Audit:
+    """Do the same for a loaded job, and return the audit."""
+    quiet_libraries(is_main=True)
+    config = loaded.config
+    try:
+        with show_progress() as (log, on_progress):
+            training_data = make_training_data(
+                without_audit_limits(config),
+                RunLog(is_main=True, write=log),
+                on_progress=on_progress,
+                locations=loaded.sources,
+            )
+            verify_sets(training_data)
+    except KeyboardInterrupt:
+        print("Progress is saved. Run the same command to resume.", file=sys.stderr)
+        raise
+    audit = audit_training_data(config, training_data)
+    print()
+    print_audit(audit)
+    if audit.exceeded:
+        raise DataError(f"training with this job would stop here: {'; '.join(map(str, audit.exceeded))} {REMEDY}")
+    streams = [key for key, source in training_data.sources.items() if isinstance(source, Streamed)]
+    for key in streams:
+        print(f"{key} is a stream: it is tokenized during training")
+    if len(streams) < len(training_data.sources) or training_data.validation_set is not None:
+        print("training with this job will reuse the tokenized data")
+    return audit
+
+
+def without_audit_limits(config: RunConfig) -> RunConfig:
+    """Return the config without the limits of `data.audit`, so that all data can be inspected."""
+    data = config.data.model_copy(update={"audit": AuditSection()})
+    return config.model_copy(update={"data": data})
+
+
 def print_audit(audit: Audit) -> None:
     """Print the audit as a table, or as lines if the terminal is too narrow, followed by notes."""
     head, *rows = audit_rows(audit)
@@ -287,47 +331,3 @@ class Pace:
             return f"{rows:,} rows, {per_second:,.0f} rows/s"
         left = f", {(num_rows - rows) / per_second:,.0f} s left" if per_second else ""
         return f"{rows:,} of {num_rows:,} rows ({rows / num_rows:.0%}), {per_second:,.0f} rows/s{left}"
-
-
-def prepare(path: Path, overrides: Sequence[str]) -> None:
-    """Tokenize the job's training and evaluation data into the token cache, and print the audit.
-
-    An interrupted command resumes at the next start. Raises ConfigError and DataError as training does; for shares
-    above the limits of `data.audit`, after the audit has been printed.
-    """
-    prepare_data(load_config(path, overrides))
-
-
-def prepare_data(loaded: LoadedConfig) -> Audit:
-    """Do the same for a loaded job, and return the audit."""
-    quiet_libraries(is_main=True)
-    config = loaded.config
-    try:
-        with show_progress() as (log, on_progress):
-            training_data = make_training_data(
-                without_audit_limits(config),
-                RunLog(is_main=True, write=log),
-                on_progress=on_progress,
-                locations=loaded.sources,
-            )
-            verify_sets(training_data)
-    except KeyboardInterrupt:
-        print("Progress is saved. Run the same command to resume.", file=sys.stderr)
-        raise
-    audit = audit_training_data(config, training_data)
-    print()
-    print_audit(audit)
-    if audit.exceeded:
-        raise DataError(f"training with this job would stop here: {'; '.join(map(str, audit.exceeded))} {REMEDY}")
-    streams = [key for key, source in training_data.sources.items() if isinstance(source, Streamed)]
-    for key in streams:
-        print(f"{key} is a stream: it is tokenized during training")
-    if len(streams) < len(training_data.sources) or training_data.validation_set is not None:
-        print("training with this job will reuse the tokenized data")
-    return audit
-
-
-def without_audit_limits(config: RunConfig) -> RunConfig:
-    """Return the config without the limits of `data.audit`, so that all data can be inspected."""
-    data = config.data.model_copy(update={"audit": AuditSection()})
-    return config.model_copy(update={"data": data})
