@@ -1,4 +1,4 @@
-"""`finetune checkpoint list, show, verify, prune`: the checkpoints of a run, and which of them are kept."""
+"""`finetune checkpoint ls, show, verify, prune`: the checkpoints of a run, and which of them are kept."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence

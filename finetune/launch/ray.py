@@ -25,7 +25,7 @@ WORKER_SETTINGS = {
 """Variables of Ray Train; those that the user has set count."""
 
 HEAD_SETTINGS = {"health_check_period_ms": 1000, "health_check_timeout_ms": 3000, "health_check_failure_threshold": 3}
-"""Settings of Ray's head: after how long a host counts as lost, here 3 to 9 s, by default 15 to 50 s.
+"""Settings of Ray's head: after how long a host counts as lost, here 3 to 12 s, by default 15 to 60 s.
 
 `--local` sets them. A cluster is given them when its head is started: `RAY_health_check_period_ms=1000 ... ray start`.
 """

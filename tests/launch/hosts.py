@@ -284,6 +284,7 @@ def _raylet_settings() -> dict[str, str]:
     own = {
         "RAY_AUTH_MODE": "disabled",
         "RAY_memory_monitor_refresh_ms": "0",
+        "RAY_agent_register_timeout_ms": "60000",  # a raylet ends when its agents take longer to start
         "RAY_worker_niceness": "0",  # 15 by default: on a machine with other work, ranks would hardly run
     }
     return {**settings, **own}
