@@ -11,7 +11,7 @@ from finetune.errors import UserError
 from finetune.runtime.optional import lazily
 
 with lazily(freeze=True):  # torch where the command needs it
-    from finetune.commands import checkpoints as checkpoint_commands
+    from finetune.commands import checkpoints as checkpoint_command
     from finetune.commands import convert as convert_command
     from finetune.commands import export as export_command
     from finetune.config import paths as config_paths
@@ -49,7 +49,7 @@ def ls(
 
     Leftovers of interrupted saves, resumes and prunes are listed below the table.
     """
-    checkpoint_commands.list_checkpoints(run, verifies=verify, as_json=json)
+    checkpoint_command.list_checkpoints(run, verifies=verify, as_json=json)
 
 
 @app.command()
@@ -60,7 +60,7 @@ def show(run: Run, step: Step = None, json: Json = False) -> None:
     The state digest covers parameters, optimizer state, step and samples. It is equal for equal training states,
     whatever strategy wrote them.
     """
-    checkpoint_commands.show_checkpoint(run, step=step, as_json=json)
+    checkpoint_command.show_checkpoint(run, step=step, as_json=json)
 
 
 @app.command()
@@ -75,7 +75,7 @@ def verify(
 
     Lists each damaged file and the tensors in it. Exit code 1 if any file is damaged.
     """
-    return 0 if checkpoint_commands.verify_checkpoints(run, step=step) else 1
+    return 0 if checkpoint_command.verify_checkpoints(run, step=step) else 1
 
 
 @app.command()
@@ -95,7 +95,7 @@ def prune(
     Options that are not given default to the run's own settings. The newest good checkpoint and the best ones are
     always kept; damaged ones are not touched. Refused while a run is writing to the folder.
     """
-    checkpoint_commands.prune(
+    checkpoint_command.prune(
         run,
         keep_last=keep_last,
         keep_every=keep_every,

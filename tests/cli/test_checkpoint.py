@@ -25,13 +25,13 @@ def test_every_command_explains_itself(typed, command):
 @pytest.mark.parametrize(
     ("words", "place", "named"),
     [
-        (("ls",), "commands.checkpoints.inspect:list_checkpoints", {"verifies": False, "as_json": False}),
+        (("ls",), "commands.checkpoints:list_checkpoints", {"verifies": False, "as_json": False}),
         (
             ("ls", "--verify", "--json"),
-            "commands.checkpoints.inspect:list_checkpoints",
+            "commands.checkpoints:list_checkpoints",
             {"verifies": True, "as_json": True},
         ),
-        (("show", "--step", 4), "commands.checkpoints.inspect:show_checkpoint", {"step": 4, "as_json": False}),
+        (("show", "--step", 4), "commands.checkpoints:show_checkpoint", {"step": 4, "as_json": False}),
         (
             ("export", "--dtype", "bfloat16", "--to", "out"),
             "commands.export:export_checkpoint",
