@@ -4,11 +4,7 @@ PROMPT, PREFIX = "model.prompt_tuning={num_tokens: 4}", "model.prefix_tuning={}"
 BITS = "model.quantization={}"
 
 WRONG = [
-    (
-        [PROMPT, "data.batching={by: packs, tokens: 64}"],
-        "data.batching.by",
-        "packed samples would share one learned prompt",
-    ),
+    ([PROMPT, "data.batching={by: packs, tokens: 64}"], "data.batching.by", "packed samples would share one learned"),
     ([PREFIX, "data.batching={padding_free: true}"], "data.batching.padding_free", "Write `data.batching.by: samples`"),
     ([PREFIX, "model.gradient_checkpointing=true"], "model.gradient_checkpointing", "a cache"),
     (["model.lora={init: pissa}", "model.dtype=bfloat16"], "model.lora.init", "which `bfloat16` would round"),
@@ -22,11 +18,7 @@ WRONG = [
         "model.quantization",
         "random weights cannot be quantized",
     ),
-    (
-        ["model.ia3={}", "model.quantization={method: torchao, bits: 8}"],
-        "model.ia3",
-        "peft does not support it on torchao weights",
-    ),
+    (["model.ia3={}", "model.quantization={method: torchao, bits: 8}"], "model.ia3", "support it on torchao weights"),
     (["model.lora={}", "model.quantization={method: torchao}"], "model.quantization.bits", "Write `bits: 8`"),
     (
         ["model.ia3={target_modules: [k_proj], feedforward_modules: [down_proj]}"],
@@ -34,11 +26,7 @@ WRONG = [
         "`down_proj` is not in `model.ia3.target_modules`",
     ),
     (["model.new_tokens={}"], "model.new_tokens", "Write `tokens` or `special`, or remove it"),
-    (
-        ["model.new_tokens={tokens: [a]}", "model.oft={}"],
-        "model.new_tokens",
-        "their embeddings would not be trained with `model.oft`",
-    ),
+    (["model.new_tokens={tokens: [a]}", "model.oft={}"], "model.new_tokens", "their embeddings would not be trained"),
     (
         ["model.rope_scaling={rope_type: yarn, factor: 2.0}", "model.config={max_position_embeddings: 64}"],
         "model.config.max_position_embeddings",

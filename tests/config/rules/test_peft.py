@@ -11,11 +11,7 @@ import pytest
         (["model.peft={type: cpt}"], "model.peft.type", "it trains tokens, keys or routes of its own"),
         (["model.peft={type: vera}", "export.merge=true"], "export.merge", "that of `loha` and `lokr` is"),
         (["model.peft={type: new_type}", "export.merge=true"], "export.merge", "is not known to be exact"),
-        (
-            ["model.peft={type: loha, values: {task_type: SEQ_CLS}}"],
-            "model.peft.values.task_type",
-            "it is set by finetune. Remove it.",
-        ),
+        (["model.peft={type: loha, values: {task_type: SEQ_CLS}}"], "model.peft.values.task_type", "it is set by"),
         (["model.peft={type: loha}", "model.lora={}"], "model.peft", "adapters are already configured by `model.lora`"),
     ],
 )

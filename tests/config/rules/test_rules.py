@@ -14,11 +14,7 @@ BATCH = [
     (["train.epochs=1.5"], "train.epochs", "the budget is already set by `train.steps`"),
     (["train.tokens=100"], "train.tokens", "the budget is already set by `train.steps`"),
     (["train.schedule={warmup_steps: 10}"], "train.schedule.warmup_steps", "Write a smaller number"),
-    (
-        ["train.schedule={warmup_steps: 2, warmup_fraction: 0.1}"],
-        "train.schedule.warmup_fraction",
-        "the warmup is already set by `train.schedule.warmup_steps`",
-    ),
+    (["train.schedule={warmup_steps: 2, warmup_fraction: 0.1}"], "train.schedule.warmup_fraction", "already set by"),
     (["train.schedule.warmup_fraction=1.0"], "train.schedule.warmup_fraction", "Write a smaller fraction."),
     (
         ["train.schedule={name: warmup_stable_decay, warmup_fraction: 0.5, decay_fraction: 0.6}"],
@@ -32,16 +28,8 @@ BATCH = [
 
 MODEL = [
     (["model.name=null"], "model", "no model is given"),
-    (
-        ["model.from_config={model_type: llama}", "model.tokenizer.name=gpt2"],
-        "model.from_config",
-        "Keep only one of them",
-    ),
-    (
-        ["model.name=null", "model.from_config={model_type: llama}"],
-        "model.from_config",
-        "a model built from its config has no tokenizer",
-    ),
+    (["model.from_config={model_type: llama}", "model.tokenizer.name=gpt2"], "model.from_config", "Keep only one of"),
+    (["model.name=null", "model.from_config={model_type: llama}"], "model.from_config", "its config has no tokenizer"),
     (["model.tokenizer={}"], "model.tokenizer", "Write `name` or `train`."),
     (["model.tokenizer={name: gpt2, train: {}}"], "model.tokenizer.train", "Keep only one of them"),
     (["report.trackers=[wandb, tensorbord]"], "report.trackers.1", "Did you mean `tensorboard`?"),
@@ -56,16 +44,8 @@ STREAMS = [
         "data.validation.hash_fraction",
         "would read the whole stream `data.train` before the first step",
     ),
-    (
-        [*STREAM, "train.global_batch_size=12"],
-        "data.train.stream.window_rows",
-        "a step of 12 needs. Write at least 12.",
-    ),
-    (
-        [*STREAM, "data.batching.length_window_steps=2"],
-        "data.train.stream.window_rows",
-        "2 steps of 8, sorted by length together, needs. Write at least 16.",
-    ),
+    ([*STREAM, "train.global_batch_size=12"], "data.train.stream.window_rows", "step of 12 needs. Write at least 12."),
+    ([*STREAM, "data.batching.length_window_steps=2"], "data.train.stream.window_rows", "needs. Write at least 16."),
     (HUB_STREAM, "data.train.split", "a slice cannot be streamed. Write `train`"),
 ]
 
@@ -79,11 +59,7 @@ BATCHING = [
         "evaluate.microbatch_size",
         "Write 1.",
     ),
-    (
-        ["data.train={path: rows.jsonl, mix: [{path: rows.jsonl, weight: 1}]}"],
-        "data.train.path",
-        "Keep only one of them",
-    ),
+    (["data.train={path: rows.jsonl, mix: [{path: rows.jsonl, weight: 1}]}"], "data.train.path", "Keep only one of"),
     (["data.train={mix: [{path: rows.jsonl}]}"], "data.train.mix.0", "Write one of `weight`, `rows` or `epochs`."),
     (
         ["data.train={mix: [{path: rows.jsonl, weight: 1}, {path: rows.jsonl, epochs: 2}]}"],
@@ -100,33 +76,17 @@ BATCHING = [
 DATA = [
     (["data.chat_template=chatlm"], "data.chat_template", "Did you mean `chatml`?"),
     (["data.chat_template=mine.jinja"], "data.chat_template", "For a file, begin with `.`, `/` or `~`:"),
-    (
-        ["data.chat_template_arguments={tools: []}"],
-        "data.chat_template_arguments.tools",
-        "the template receives it from the row, so it cannot be an argument. Rows have a column `tools`.",
-    ),
+    (["data.chat_template_arguments={tools: []}"], "data.chat_template_arguments.tools", "the template receives it"),
     (["data.chat_template_arguments.messages=[]"], "data.chat_template_arguments.messages", "Remove it."),
-    (
-        ["data.train_on=all", "data.train_on_reasoning=false"],
-        "data.train_on_reasoning",
-        "with `data.train_on: all` every token is a target",
-    ),
-    (
-        ["task.name=pretrain", "data.train_on_reasoning=false"],
-        "data.train_on_reasoning",
-        "only `sft`, `distillation` and `vision_language_sft` choose their targets among turns",
-    ),
+    (["data.train_on=all", "data.train_on_reasoning=false"], "data.train_on_reasoning", "with `data.train_on: all`"),
+    (["task.name=pretrain", "data.train_on_reasoning=false"], "data.train_on_reasoning", "only `sft`, `distillation`"),
 ]
 
 EVALUATE = [
     (["evaluate={}"], "evaluate", "there are no validation rows"),
     ([VALIDATION], "data.validation", "{}` to evaluate at the end, or remove them"),
     (["train.early_stopping={}"], "train.early_stopping", "there are no evaluations during training"),
-    (
-        [VALIDATION, "evaluate={}", "train.early_stopping={}"],
-        "train.early_stopping",
-        "Set `evaluate.every_steps`, or remove `early_stopping`",
-    ),
+    ([VALIDATION, "evaluate={}", "train.early_stopping={}"], "train.early_stopping", "Set `evaluate.every_steps`, or"),
     ([*EVALUATION, "train.early_stopping.metric=los"], "train.early_stopping.metric", "Did you mean `loss`?"),
     (
         [*EVALUATION, "train.early_stopping={metric: exact_match, goal: maximize}"],
@@ -138,11 +98,7 @@ EVALUATE = [
         "train.early_stopping.goal",
         "`minimize` stops when `exact_match` improves. Write `goal: maximize`.",
     ),
-    (
-        [*EVALUATION, "evaluate.generate.metrics=[exact_match, bleu]"],
-        "evaluate.generate.metrics.1",
-        "Write `exact_match` or `package.module:function`",
-    ),
+    ([*EVALUATION, "evaluate.generate.metrics=[exact_match, bleu]"], "evaluate.generate.metrics.1", "exact_match`"),
 ]
 
 SAVED = "checkpoint.every_steps=10"
@@ -151,51 +107,23 @@ CHECKPOINT = [
     ([SAVED, "checkpoint.keep_every_steps=25"], "checkpoint.keep_every_steps", "Nearest that are: 20, 30."),
     (["checkpoint.keep_every_steps=20"], "checkpoint.keep_every_steps", "Set `checkpoint.every_steps`, or remove this"),
     ([SAVED, "checkpoint.keep_best={}"], "checkpoint.keep_best", "Set `evaluate.every_steps`, or remove `keep_best`"),
-    (
-        [*EVALUATION, "checkpoint.keep_best={}"],
-        "checkpoint.keep_best",
-        "Set `checkpoint.every_steps`, or remove `keep_best`",
-    ),
-    (
-        [*EVALUATION, "checkpoint={every_steps: 7, keep_best: {}}"],
-        "checkpoint.keep_best",
-        "evaluations every 5 steps cover few of the checkpoints every 7 steps",
-    ),
-    (
-        [SAVED, *EVALUATION, "checkpoint.keep_best.metric=perplexty"],
-        "checkpoint.keep_best.metric",
-        "Did you mean `perplexity`?",
-    ),
+    ([*EVALUATION, "checkpoint.keep_best={}"], "checkpoint.keep_best", "Set `checkpoint.every_steps`, or remove"),
+    ([*EVALUATION, "checkpoint={every_steps: 7, keep_best: {}}"], "checkpoint.keep_best", "evaluations every 5 steps"),
+    ([SAVED, *EVALUATION, "checkpoint.keep_best.metric=perplexty"], "checkpoint.keep_best.metric", "`perplexity`?"),
     (
         [SAVED, *EVALUATION, "checkpoint.keep_best={metric: token_accuracy}"],
         "checkpoint.keep_best.goal",
         "`minimize` keeps the worst when `token_accuracy` improves. Write `goal: maximize`.",
     ),
-    (
-        ["checkpoint.allow_changes=[train.learning_rat]"],
-        "checkpoint.allow_changes.0",
-        "Did you mean `train.learning_rate`?",
-    ),
+    (["checkpoint.allow_changes=[train.learning_rat]"], "checkpoint.allow_changes.0", "mean `train.learning_rate`?"),
     (
         ["checkpoint.allow_changes=[train.steps, report.log_every_steps]"],
         "checkpoint.allow_changes.1",
         "It may differ anyway. Remove it.",
     ),
-    (
-        ["checkpoint.allow_changes=[train.schedule]"],
-        "checkpoint.allow_changes.0",
-        "List its keys one by one:",
-    ),
-    (
-        ["checkpoint.allow_changes=[train.global_batch_size]"],
-        "checkpoint.allow_changes.0",
-        "the position in the data would refer to other rows:",
-    ),
-    (
-        ["checkpoint.allow_changes=[training data]"],
-        "checkpoint.allow_changes.0",
-        "the position in the data would refer to other rows:",
-    ),
+    (["checkpoint.allow_changes=[train.schedule]"], "checkpoint.allow_changes.0", "List its keys one by one:"),
+    (["checkpoint.allow_changes=[train.global_batch_size]"], "checkpoint.allow_changes.0", "the position in the data"),
+    (["checkpoint.allow_changes=[training data]"], "checkpoint.allow_changes.0", "data would refer to other rows:"),
     (["run.folder=s4://bucket/runs/a"], "run.folder", "the storage `s4://` is not supported"),
     (["run.folder=file:///runs/a"], "run.folder", "write a folder on this machine without `file://`:"),
     (["run.folder=s3://bucket"], "run.folder", "`s3://BUCKET/NAME`"),
@@ -215,37 +143,17 @@ IDLE = [
     (["data.train.until=all"], "data.train.until", "only `data.train.mix` with weights"),
     (["data.truncate_side=start"], "data.truncate_side", "only `over_length: truncate` truncates"),
     (["run.local_folder=runs/stage"], "run.local_folder", "only a run at a URL has one, and `run.folder` is a path"),
-    (
-        ["checkpoint={resume: never, allow_changes: [train.steps]}"],
-        "checkpoint.allow_changes",
-        "with `resume: never` the run does not resume",
-    ),
+    (["checkpoint={resume: never, allow_changes: [train.steps]}"], "checkpoint.allow_changes", "with `resume: never`"),
     (["train.optimizer.momentum=0.9"], "train.optimizer.momentum", "only `sgd` and `muon` have momentum"),
     (["train.optimizer={name: sgd, betas: [0.9, 0.999]}"], "train.optimizer.betas", "have betas"),
     (["train.optimizer={name: adafactor, eps: 1e-6}"], "train.optimizer.eps", "have eps"),
     (["train.optimizer={name: adamw_8bit, fused: true}"], "train.optimizer.fused", "only AdamW has a fused kernel"),
-    (
-        ["train.optimizer={name: sgd, state_dtype: int8}"],
-        "train.optimizer.state_dtype",
-        "only `adamw` has a choice of state dtype",
-    ),
-    (
-        ["train.optimizer.stochastic_rounding=true"],
-        "train.optimizer.stochastic_rounding",
-        "it applies to `adamw` on weights trained in bfloat16 (`model.dtype`)",
-    ),
+    (["train.optimizer={name: sgd, state_dtype: int8}"], "train.optimizer.state_dtype", "has a choice of state dtype"),
+    (["train.optimizer.stochastic_rounding=true"], "train.optimizer.stochastic_rounding", "it applies to `adamw` on"),
     (["train.schedule.decay_fraction=0.2"], "train.schedule.decay_fraction", "only `name: warmup_stable_decay`"),
-    (
-        ["train.schedule={name: constant, final_fraction: 0.1}"],
-        "train.schedule.final_fraction",
-        "a constant rate never decays",
-    ),
+    (["train.schedule={name: constant, final_fraction: 0.1}"], "train.schedule.final_fraction", "rate never decays"),
     (["train.nonfinite.max_skips=3"], "train.nonfinite.max_skips", "only `action: skip` skips steps"),
-    (
-        ["data.num_workers=0", "data.persistent_workers=true"],
-        "data.persistent_workers",
-        "it needs `data.num_workers` above 0",
-    ),
+    (["data.num_workers=0", "data.persistent_workers=true"], "data.persistent_workers", "it needs `data.num_workers`"),
     (["data.num_workers=0", "data.prefetch_factor=2"], "data.prefetch_factor", "it needs `data.num_workers` above 0"),
     (["train.optimizer.lora_plus_ratio=4.0"], "train.optimizer.lora_plus_ratio", "only `model.lora` has A and B"),
     (["model.lora={}", *EIGHT_BIT, "model.quantization.kind=nf4"], "model.quantization.kind", "with 4 bits has kinds"),
@@ -276,38 +184,14 @@ IDLE = [
         "model.trust_remote_code",
         "a model built from its config runs no remote code",
     ),
-    (
-        ["model.lora={}", "model.freeze=[wte.*]"],
-        "model.freeze",
-        "with adapters all of the model's own weights are frozen",
-    ),
-    (
-        ["model.lora={}", "model.train_only=[wte.*]"],
-        "model.train_only",
-        "with adapters all of the model's own weights are frozen",
-    ),
+    (["model.lora={}", "model.freeze=[wte.*]"], "model.freeze", "adapters all of the model's own weights are frozen"),
+    (["model.lora={}", "model.train_only=[wte.*]"], "model.train_only", "all of the model's own weights are frozen"),
     (["train.router_aux_loss=0.01", "report.expert_load=true"], "report.expert_load", "logs it already"),
     (["report.project=mine"], "report.project", "it needs `report.trackers`"),
-    (
-        ["report.trackers=[tensorboard]", "report.run_name=first"],
-        "report.run_name",
-        "read it, and `report.trackers` names none of them",
-    ),
-    (
-        ["report.trackers=[tensorboard]", "report.entity=team"],
-        "report.entity",
-        "read it, and `report.trackers` names none of them",
-    ),
-    (
-        ["report.trackers=[tensorboard]", "report.group=ablation"],
-        "report.group",
-        "read it, and `report.trackers` names none of them",
-    ),
-    (
-        ["report.trackers=[tensorboard]", "report.tags=[lora, 8b]"],
-        "report.tags",
-        "read it, and `report.trackers` names none of them",
-    ),
+    (["report.trackers=[tensorboard]", "report.run_name=first"], "report.run_name", "read it, and `report.trackers`"),
+    (["report.trackers=[tensorboard]", "report.entity=team"], "report.entity", "read it, and `report.trackers` names"),
+    (["report.trackers=[tensorboard]", "report.group=ablation"], "report.group", "read it, and `report.trackers`"),
+    (["report.trackers=[tensorboard]", "report.tags=[lora, 8b]"], "report.tags", "read it, and `report.trackers`"),
     (["report.prometheus_address=0.0.0.0"], "report.prometheus_address", "it needs `report.prometheus`"),
 ]
 

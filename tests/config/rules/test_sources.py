@@ -21,54 +21,22 @@ SOURCES = [
     (["data.train.path=null"], "data.train", "Write `path` (files) or `name` (a hub dataset), or `mix`"),
     (["data.train.name=squad"], "data.train.name", "the rows are already given by `data.train.path`"),
     ([mixed(", name: squad")], "data.train.mix.1.name", "the rows are already given by `data.train.mix.1.path`"),
-    (
-        ["data.train={name: ./rows}"],
-        "data.train.name",
-        "`./rows` is a path, not a hub dataset",
-    ),
+    (["data.train={name: ./rows}"], "data.train.name", "`./rows` is a path, not a hub dataset"),
     (["data.train={mix: [{weight: 1.0}]}"], "data.train.mix.0", "Write `path` (files) or `name` (a hub dataset)"),
-    (
-        validated("exclude_from_train: true"),
-        "data.validation",
-        "hub dataset), or split the training rows (`fraction` or",
-    ),
-    (
-        validated("path: rows.jsonl, fraction: 0.1"),
-        "data.validation.fraction",
-        "the rows are already given by `data.validation.path`",
-    ),
-    (
-        validated("fraction: 0.1, hash_fraction: 0.1"),
-        "data.validation.hash_fraction",
-        "the rows are already given by `data.validation.fraction`",
-    ),
-    (
-        ["data.train.path=s4://bucket/rows.jsonl"],
-        "data.train.path",
-        "the storage `s4://` is not supported",
-    ),
+    (validated("exclude_from_train: true"), "data.validation", "hub dataset), or split the training rows (`fraction`"),
+    (validated("path: rows.jsonl, fraction: 0.1"), "data.validation.fraction", "given by `data.validation.path`"),
+    (validated("fraction: 0.1, hash_fraction: 0.1"), "data.validation.hash_fraction", "the rows are already given by"),
+    (["data.train.path=s4://bucket/rows.jsonl"], "data.train.path", "the storage `s4://` is not supported"),
     (["data.train.path=s3://me:secret@bucket/a.jsonl"], "data.train.path", "secrets do not belong in a job file"),
     ([mixed().replace("path: rows", "path: nowhere", 1)], "data.train.mix.0.path", "the file"),
 ]
 
 FORMATS = [
-    (
-        ["data.train.format=text"],
-        "data.train.format",
-        "`text` has no turns for `task.name: sft`. Write `mess",
-    ),
+    (["data.train.format=text"], "data.train.format", "`text` has no turns for `task.name: sft`. Write `mess"),
     (["data.train.format=messages", "task.name=pretrain"], "data.train.format", "Write `text`, or `task.name: sft`"),
-    (
-        ["data.train.format=preference"],
-        "data.train.format",
-        "To train on the chosen answer: `prompt_",
-    ),
+    (["data.train.format=preference"], "data.train.format", "To train on the chosen answer: `prompt_"),
     (["data.train.format=labelled"], "data.train.format", "To train the model to write the label: `prompt_completion`"),
-    (
-        ["data.train.format=labelled", "task.name=pretrain"],
-        "data.train.format",
-        "does not fit `task.name: pretrain`.",
-    ),
+    (["data.train.format=labelled", "task.name=pretrain"], "data.train.format", "does not fit `task.name: pretrain`."),
     (["data.train.columns={completed: answer}"], "data.train.columns.completed", "Did you mean `completion`?"),
     (
         ["data.train={path: rows.jsonl, format: messages, columns: {prompt: q}}"],
@@ -83,26 +51,14 @@ FORMATS = [
         "data.train.template.prompt",
         "the column is already mapped by `data.train.columns.prompt`",
     ),
-    (
-        ["data.train.template={prompt: '{% if %}'}"],
-        "data.train.template.prompt",
-        "not valid Jinja in line 1",
-    ),
+    (["data.train.template={prompt: '{% if %}'}"], "data.train.template.prompt", "not valid Jinja in line 1"),
     (
         ["data.train.template={messages: [{role: user, content: '{{'}]}"],
         "data.train.template.messages.0.content",
         "not valid Jinja",
     ),
-    (
-        ["data.train.template={instruction: [a]}"],
-        "data.train.template.instruction",
-        "the template of this column must be one text",
-    ),
-    (
-        ["data.train.template={messages: [a]}"],
-        "data.train.template.messages",
-        "a template of turns must be a list of `{role:",
-    ),
+    (["data.train.template={instruction: [a]}"], "data.train.template.instruction", "of this column must be one text"),
+    (["data.train.template={messages: [a]}"], "data.train.template.messages", "a template of turns must be a list of"),
 ]
 
 IDLE = [
@@ -112,11 +68,7 @@ IDLE = [
     ([mixed(", split: dev")], "data.train.mix.1.split", "rows from a `path` have no split"),
     ([mixed(beside=", skip: 3")], "data.train.skip", "every source of `data.train.mix` has its own"),
     ([mixed(beside=", format: messages")], "data.train.format", "every source of `data.train.mix` has its own"),
-    (
-        ["data.train.follow_links=true"],
-        "data.train.follow_links",
-        "only a local folder or glob can contain links to other folders",
-    ),
+    (["data.train.follow_links=true"], "data.train.follow_links", "folder or glob can contain links to other folders"),
     (validated("fraction: 0.1, take: 5"), "data.validation.take", "the rows are those of `data.train`"),
     (validated("hash_fraction: 0.1, format: text"), "data.validation.format", "the rows are those of `data.train`"),
     (
@@ -200,11 +152,7 @@ WRONG_FILE_OPTIONS = [
     (file_source(path="rows.csv", columns="{0: 1}"), "data.train.columns.0", "a position maps to a name"),
     (file_source(path="rows.csv", columns="{0: '1'}"), "data.train.columns.0", "a position maps to a name"),
     (file_source(path="rows.csv", columns="{'01': label}"), "data.train.columns.01", "write the position as `1`"),
-    (
-        file_source(path="rows.csv", columns="{0: label, 1: label}"),
-        "data.train.columns",
-        "two positions have the name `label`",
-    ),
+    (file_source(path="rows.csv", columns="{0: label, 1: label}"), "data.train.columns", "two positions have the"),
     (file_source(path="rows.csv", columns="{text: -1}"), "data.train.columns.text", ""),
     (file_source(path="rows.csv", records="data"), "data.train.records", "`.json` files only, not in `.csv` files"),
     (file_source(path="rows.csv.gz", records="data"), "data.train.records", "`.json` files only, not in `.csv` files"),

@@ -7,11 +7,7 @@ IN_BACKWARD = "train.optimizer.in_backward=true"
 CONSTANT = "train.schedule={name: constant}"
 
 WRONG = [
-    (
-        [SCHEDULE_FREE],
-        "train.schedule.name",
-        "needs a constant schedule, not `cosine`. Write `schedule: {name: constant}`",
-    ),
+    ([SCHEDULE_FREE], "train.schedule.name", "a constant schedule, not `cosine`. Write `schedule: {name: constant}`"),
     ([SCHEDULE_FREE, CONSTANT, "train.average={}"], "train.average", "already evaluates and exports an average"),
     (["train.optimizer={name: schedule_free_adamw, betas: [0.0, 0.9]}"], "train.optimizer.betas", "cannot be 0"),
     (["model.freeze=['a*']", "model.train_only=['b*']"], "model.train_only", "Keep only one of them"),
@@ -38,11 +34,7 @@ WRONG = [
     ([IN_BACKWARD, "train.nonfinite.action=skip"], "train.nonfinite.action", "before a NaN is found. Write `stop`"),
     ([IN_BACKWARD, "train.precision=fp16"], "train.optimizer.in_backward", "Write `train.precision: bf16`"),
     (["train.fp8={}"], "train.fp8", "no effect with `precision: fp32`"),
-    (
-        ["train.precision=fp8", "model.quantization={}", "model.lora={}"],
-        "train.precision",
-        "quantized layers do not multiply in 8-bit floats",
-    ),
+    (["train.precision=fp8", "model.quantization={}", "model.lora={}"], "train.precision", "multiply in 8-bit floats"),
     (["train.precision=fp8", "model.dtype=float16", "model.lora={}"], "train.precision", "Write `fp16`"),
     (["model.gradient_checkpointing=1"], "model.gradient_checkpointing", ""),
     (["train.optimizer={name: sgd, betas: [0.9, 0.9]}"], "train.optimizer.betas", "and `lion` have betas"),
