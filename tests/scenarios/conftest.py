@@ -10,6 +10,7 @@ import pytest
 
 from finetune.export.verify import verifier
 from finetune.report.history import read_events
+from finetune.run.setup.loop import read_samples
 from finetune.runtime.supervision.heartbeat import VARIABLE
 from tests import launching
 from tests.scenarios.running import Running
@@ -19,6 +20,7 @@ from tests.verifier_server import use_server
 
 use_server(verifier)
 
+PROGRAM = ("-m", "finetune")
 TIMEOUT_SECONDS = 540  # the first DeepSpeed run on a machine compiles for minutes
 
 
@@ -51,6 +53,28 @@ class Ended:
     def checkpoints(self) -> list[str]:
         return sorted(path.name for path in (self.folder / "checkpoints").glob("step-*"))
 
+    def samples(self) -> dict[int, list[int]]:
+        """The samples of each step, on any rank and in any order."""
+        return samples_by_step(self.folder)
+
+
+def samples_by_step(folder: Path) -> dict[int, list[int]]:
+    return {
+        step: sorted(i for rank in ranks for batch in rank for i in batch)
+        for step, ranks in read_samples(folder).items()
+    }
+
+
+def launch_in_turn(
+    launch: "Launch", *, name: str, overrides: Sequence[str], stages: Sequence, num_steps: int = 8
+) -> Ended:
+    """Launch one run under a strategy and number of processes after the other, each up to a step; return the last."""
+    for strategy, processes, last in stages:
+        stop = [f"train.stop_after_steps={last}"] if last < num_steps else []
+        run = launch(strategy, name=name, processes=processes, overrides=[*overrides, *stop])
+        assert run.code == 0, run.output
+    return run
+
 
 Launch = Callable[..., Ended]
 Begin = Callable[..., Running]
@@ -78,9 +102,10 @@ def launch(job: Path) -> Launch:
         faults: str = "",
         environment: Mapping[str, str] | None = None,
         is_cold: bool = False,
+        program: Sequence[str] = PROGRAM,
     ) -> Ended:
         folder, log = job.parent / "runs" / name, job.parent / "logs" / f"{name}.log"
-        command = command_of(job, strategy, folder=folder, processes=processes, overrides=overrides)
+        command = command_of(job, strategy, folder=folder, processes=processes, overrides=overrides, program=program)
         variables = {VARIABLE: faults, **(environment or {})}
         code = launching.run(command, log=log, timeout_seconds=TIMEOUT_SECONDS, environment=variables, is_cold=is_cold)
         return Ended(code, log.read_text(errors="replace"), folder)
@@ -102,10 +127,15 @@ def begin(job: Path) -> Iterator[Begin]:
     begun: list[Running] = []
 
     def start(
-        strategy: str | None, *, name: str, processes: int = 2, overrides: Sequence[str] = (), faults: str = ""
+        strategy: str | None,
+        *,
+        name: str,
+        overrides: Sequence[str] = (),
+        faults: str = "",
+        program: Sequence[str] = PROGRAM,
     ) -> Running:
         folder, log = job.parent / "runs" / name, job.parent / "logs" / f"{name}.log"
-        command = command_of(job, strategy, folder=folder, processes=processes, overrides=overrides)
+        command = command_of(job, strategy, folder=folder, processes=2, overrides=overrides, program=program)
         begun.append(Running(command, folder=folder, log=log, environment={VARIABLE: faults}))
         return begun[-1]
 
@@ -114,8 +144,10 @@ def begin(job: Path) -> Iterator[Begin]:
         running.kill_all()
 
 
-def command_of(job: Path, strategy: str | None, *, folder: Path, processes: int, overrides: Sequence[str]) -> list[str]:
-    words = ["-m", "finetune", "--config", str(job)]
+def command_of(
+    job: Path, strategy: str | None, *, folder: Path, processes: int, overrides: Sequence[str], program: Sequence[str]
+) -> list[str]:
+    words = [*program, "--config", str(job)]
     for override in [f"run.folder={folder}", *overrides]:
         words += ["--set", override]
     if strategy is None:

@@ -2,15 +2,12 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from finetune.report.history import read_events
-from tests import launching
 from tests.devices import EVERY_DEVICE
+from tests.scenarios.conftest import Ended
 from tests.scenarios.memory.measured_program import ONLY_PREPARES
 
 MODEL = {
@@ -22,49 +19,27 @@ HEADS = {
     **dict.fromkeys(("cpu", "large"), "num_attention_heads: 4, num_key_value_heads: 2"),
     "cuda": "num_attention_heads: 12, num_key_value_heads: 6",
 }
+PROGRAM = ("-m", "tests.scenarios.memory.measured_program")
 LARGE_PARAMETERS = 8 * (768 * 768 * 3 + 3 * 768 * 3072)
 NUM_PROCESSES = {"cpu": 2, "cuda": 1}
 WITHOUT_EVALUATION = ("evaluate=null", "data.validation=null")
 
 
-@dataclass(frozen=True)
-class MeasuredRun:
-    """A run that is over."""
-
-    folder: Path
-
-    @property
-    def output(self) -> str:
-        return (self.folder / "log").read_text()
-
-    def of_rank(self, rank: int) -> dict[str, Any]:
-        return json.loads((self.folder / f"{rank}.json").read_text())
-
-    def losses(self) -> list[float]:
-        events = read_events(self.folder / "run" / "events.jsonl")
-        return [float(event["loss"]) for event in events if event["event"] == "StepTaken"]
-
-
 @pytest.fixture(scope="module")
-def measured(job, tmp_path_factory) -> Callable[..., MeasuredRun]:
-    """Return a function that runs the job under a strategy with a model of that size, measured."""
+def measured(launch, tmp_path_factory) -> Callable[..., tuple[Ended, list[dict[str, Any]]]]:
+    """Return a function that runs the job with a model of that size: the run, and what each rank has measured."""
 
     def start(strategy: str, size: str, *overrides: str, processes: int = 2, only_prepares: bool = False):
         folder = tmp_path_factory.mktemp("measured")
         values = f"{MODEL[size]}, {HEADS[size]}, tie_word_embeddings: true"
         settings = [
-            f"run.folder={folder / 'run'}",
             f"model.from_config={{model_type: llama, values: {{{values}}}}}",
             *("train.precision=bf16", "train.steps=3", "checkpoint.every_steps=null", *WITHOUT_EVALUATION, *overrides),
         ]
-        words = [word for setting in settings for word in ("--set", setting)]
-        program = ("-m", "tests.scenarios.memory.measured_program", str(folder), "--config", str(job), *words)
-        command = launching.accelerate_command(strategy, *program, processes=processes)
-        variables = {ONLY_PREPARES: "1"} if only_prepares else {}
-        code = launching.run(command, log=folder / "log", timeout_seconds=300, environment=variables)
-        found = MeasuredRun(folder)
-        assert code == 0, found.output
-        return found
+        keys = {"environment": {ONLY_PREPARES: "1"} if only_prepares else {}, "program": (*PROGRAM, str(folder))}
+        run = launch(strategy, name=folder.name, processes=processes, overrides=settings, **keys)
+        assert run.code == 0, run.output
+        return run, [json.loads((folder / f"{rank}.json").read_text()) for rank in range(processes)]
 
     return start
 
@@ -73,28 +48,28 @@ def measured(job, tmp_path_factory) -> Callable[..., MeasuredRun]:
 def test_accumulation_under_fsdp2_takes_no_more_than_a_shard(device, measured, figure):
     num = NUM_PROCESSES[device]
     sizes = (f"train.global_batch_size={4 * num}", "run.deterministic=true", "model.gradient_checkpointing=true")
-    alone = measured("fsdp2", device, *sizes, "train.microbatch_size=4", processes=num)
-    accumulated = measured("fsdp2", device, *sizes, "train.microbatch_size=1", processes=num)
+    alone, alone_ranks = measured("fsdp2", device, *sizes, "train.microbatch_size=4", processes=num)
+    accumulated, ranks = measured("fsdp2", device, *sizes, "train.microbatch_size=1", processes=num)
     assert "gradients are reduced after each of the 4 microbatches" in accumulated.output
     assert accumulated.losses() == pytest.approx(alone.losses(), rel=2e-2)
-    more = accumulated.of_rank(0)["step_bytes"][-1] - alone.of_rank(0)["step_bytes"][-1]
+    more = ranks[0]["step_bytes"][-1] - alone_ranks[0]["step_bytes"][-1]
     limit = {"cpu": 1e6, "cuda": 1e9}[device]  # on a CPU 0.16 MB alone, once 0.64 beside other tests: not known why
     figure("fsdp2: memory that accumulation 4 takes more than accumulation 1, bytes", more, at_most=limit)
 
 
 @pytest.mark.distributed
 def test_a_rank_that_is_sent_bf16_weights_takes_no_memory_for_them(measured, figure):
-    run = measured("fsdp2", "large", "model.dtype=bfloat16", only_prepares=True)
-    taken = run.of_rank(1)["bytes_without_values"] / (4 * LARGE_PARAMETERS)
+    _, ranks = measured("fsdp2", "large", "model.dtype=bfloat16", only_prepares=True)
+    taken = ranks[1]["bytes_without_values"] / (4 * LARGE_PARAMETERS)
     figure("fsdp2, bf16 weights: memory of rank 1 before it has values, share of the float32 model", taken, at_most=0.2)
 
 
 @pytest.mark.distributed
 def test_ddp_sends_no_buffers_in_forward_passes(measured, figure):
-    run = measured("ddp", "cpu")
-    assert run.of_rank(1)["buffers"] > 0  # `inv_freq` is one
+    run, ranks = measured("ddp", "cpu")
+    assert ranks[1]["buffers"] > 0  # `inv_freq` is one
     assert len(run.losses()) == 3
-    figure("ddp: times that buffers are sent in three steps", run.of_rank(1)["buffers_sent"], at_most=0)
+    figure("ddp: times that buffers are sent in three steps", ranks[1]["buffers_sent"], at_most=0)
 
 
 @pytest.mark.full

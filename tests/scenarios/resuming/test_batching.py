@@ -5,7 +5,6 @@ import re
 import pytest
 
 from finetune.data.order.order import split_sample_id
-from finetune.run.setup.loop import read_samples
 
 NO_EVALUATION = ["evaluate=null", "data.validation=null"]
 MIX = (
@@ -20,13 +19,6 @@ PACKED_MIX = [
 ]
 
 
-def ids_of(run):
-    return {
-        step: sorted(i for rank in ranks for batch in rank for i in batch)
-        for step, ranks in read_samples(run.folder).items()
-    }
-
-
 @pytest.mark.full
 @pytest.mark.distributed
 def test_a_packed_mix_of_three_takes_the_same_samples_on_1_2_and_4_processes_with_a_stop_between(launch):
@@ -36,10 +28,10 @@ def test_a_packed_mix_of_three_takes_the_same_samples_on_1_2_and_4_processes_wit
         until = f"train.stop_after_steps={stop}"
         parts = launch(strategy, name="mix", processes=processes, overrides=[*PACKED_MIX, "data.num_workers=1", until])
         assert parts.code == 0, parts.output
-    assert ids_of(parts) == ids_of(straight)
-    assert list(ids_of(straight)) == list(range(1, 7))
+    assert parts.samples() == straight.samples()
+    assert list(straight.samples()) == list(range(1, 7))
     assert parts.losses() == pytest.approx(straight.losses(), rel=1e-5)
-    seen = [split_sample_id(i) for ids in ids_of(straight).values() for i in ids]
+    seen = [split_sample_id(i) for ids in straight.samples().values() for i in ids]
     assert {place.source for place in seen} == {0, 1, 2}
     told = re.findall(r"data.train.mix.(\d) .* (\d+) of 48 packs in this run", straight.output)
     assert [int(count) for _, count in told] == pytest.approx([24, 14.4, 9.6], abs=2)

@@ -3,14 +3,13 @@
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
+from tests.scenarios.conftest import launch_in_turn
 from tests.scenarios.strategies.test_tensor_parallel import (
     LORA,
     SETTINGS,
     assert_equal,
-    samples_by_step,
+    assert_same_export,
     settings_of,
 )
 
@@ -34,15 +33,13 @@ def test_a_run_resumes_under_and_after_two_groups_of_two_ranks(launch):
         "checkpoint.every_steps=2",
     ]
     wanted = launch(None, name="fsdp2-tp-wanted", overrides=overrides)
-    for strategy, processes, last in ((None, 1, 2), (STRATEGY, 4, 4), ("tensor_parallel", 2, 6), (STRATEGY, 4, 8)):
-        stop = [f"train.stop_after_steps={last}"] if last < 8 else []
-        run = launch(strategy, name="fsdp2-tp-resumed", processes=processes, overrides=[*overrides, *stop])
-        assert run.code == 0, run.output
+    stages = ((None, 1, 2), (STRATEGY, 4, 4), ("tensor_parallel", 2, 6), (STRATEGY, 4, 8))
+    run = launch_in_turn(launch, name="fsdp2-tp-resumed", overrides=overrides, stages=stages)
     assert "fsdp2 on 4 processes splits parameters, gradients and optimizer state, shares layers over groups of 2" in (
         run.output
     )
     assert_equal(run, wanted)
-    assert samples_by_step(run) == samples_by_step(wanted)
+    assert run.samples() == wanted.samples()
     assert len(run.losses()) == 8
 
 
@@ -70,26 +67,20 @@ def test_adapters_have_the_losses_and_the_export_of_one_process(launch):
     """Also resumed: from tensor parallelism alone, and from FSDP2 alone; adapters are on routed experts, too."""
     overrides = [*SMALL, *LORA, "export.merge=true", *settings_of("qwen3_moe")]
     alone = launch(None, name="fsdp2-tp-alone-lora", overrides=overrides)
-    for strategy, processes, last in (("tensor_parallel", 2, 2), (STRATEGY, 4, 4), ("fsdp2", 2, 6), (STRATEGY, 4, 8)):
-        stop = [f"train.stop_after_steps={last}"] if last < 8 else []
-        run = launch(strategy, name="fsdp2-tp-lora", processes=processes, overrides=[*overrides, *stop])
-        assert run.code == 0, run.output
+    stages = (("tensor_parallel", 2, 2), (STRATEGY, 4, 4), ("fsdp2", 2, 6), (STRATEGY, 4, 8))
+    run = launch_in_turn(launch, name="fsdp2-tp-lora", overrides=overrides, stages=stages)
     assert_equal(run, alone)
-    exported, wanted = (load_file(ended.folder / "final" / "model.safetensors") for ended in (run, alone))
-    for name, tensor in wanted.items():
-        torch.testing.assert_close(exported[name], tensor, rtol=0, atol=1e-4)
+    assert_same_export(run, alone)
 
 
 def test_checkpoints_resume_under_other_strategies_and_bitwise_under_the_same(launch):
     """Of a model with gate and up in one matrix, of which FSDP2 shards what a rank of a group has of both."""
     overrides = [*SMALL, "checkpoint={every_steps: 2, keep_last: 4}", *settings_of("phi3")]
     whole = launch(STRATEGY, name="fsdp2-tp-whole", processes=4, overrides=overrides)
-    for strategy, processes, last in ((STRATEGY, 4, 2), (STRATEGY, 4, 4), ("zero3", 2, 6), (None, 1, 8)):
-        stop = [f"train.stop_after_steps={last}"] if last < 8 else []
-        run = launch(strategy, name="fsdp2-tp-parts", processes=processes, overrides=[*overrides, *stop])
-        assert run.code == 0, run.output
+    stages = ((STRATEGY, 4, 2), (STRATEGY, 4, 4), ("zero3", 2, 6), (None, 1, 8))
+    run = launch_in_turn(launch, name="fsdp2-tp-parts", overrides=overrides, stages=stages)
     assert_equal(run, whole)
-    assert samples_by_step(run) == samples_by_step(whole)
+    assert run.samples() == whole.samples()
     assert run.losses()[:4] == whole.losses()[:4]
     first, second = (
         {file.name: file.read_bytes() for file in sorted((ended.folder / "checkpoints/step-000004").rglob("*.safe*"))}

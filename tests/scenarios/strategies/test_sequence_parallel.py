@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from finetune.run.setup.loop import read_samples
 from tests import launching
 from tests.devices import NEEDS_DEEPSPEED
+from tests.scenarios.conftest import launch_in_turn
 
 ROOT = Path(__file__).parents[3]
 full = pytest.mark.full
@@ -70,11 +70,6 @@ def assert_equal(run, wanted):
     ]
 
 
-def samples_by_step(run):
-    found = read_samples(run.folder)
-    return {step: sorted(i for rank in ranks for batch in rank for i in batch) for step, ranks in found.items()}
-
-
 def test_two_sequence_parallel_ranks_have_the_losses_of_one_process(launch, alone):
     run = launch("ddp_sequence_parallel", name="rows-ddp", overrides=["train.microbatch_size=2"])
     assert "shares sequences over groups of 2" in run.output
@@ -110,17 +105,13 @@ def test_strategies_with_sequence_parallelism_have_the_losses_of_one_process(
 def test_a_run_resumes_under_other_degrees_with_the_very_next_samples(launch, alone, sharing, tmp_path):
     """Two steps with 4 ranks for a row under DDP, two with 2 under FSDP2, the last two on one process."""
     wanted = alone(*PACKS, "train.microbatch_size=4")
-    stages = [("ddp", 4, 4, 2), ("fsdp2", 4, 2, 4), (None, 1, 1, 6)]
-    for strategy, processes, degree, last in stages:
-        config = None if strategy is None else sharing(strategy, degree)
-        stop = [f"train.stop_after_steps={last}"] if last < 6 else []
-        overrides = [*PACKS, "train.microbatch_size=1", "checkpoint.every_steps=2", *stop]
-        run = launch(config, name="rows-resumed", processes=processes, overrides=overrides)
-        assert run.code == 0, run.output
+    stages = ((sharing("ddp", 4), 4, 2), (sharing("fsdp2", 2), 4, 4), (None, 1, 6))
+    overrides = [*PACKS, "train.microbatch_size=1", "checkpoint.every_steps=2"]
+    run = launch_in_turn(launch, name="rows-resumed", overrides=overrides, stages=stages, num_steps=6)
     assert "the checkpoint was written under fsdp2 with rows shared by 2 on 4 processes" in run.output
     assert_equal(run, wanted)
-    assert samples_by_step(run) == samples_by_step(wanted)
-    assert len(samples_by_step(run)) == 6
+    assert run.samples() == wanted.samples()
+    assert len(run.samples()) == 6
 
 
 @full

@@ -9,9 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 from finetune.model.tensor_parallel import TENSOR_PARALLEL_TYPES
-from finetune.run.setup.loop import read_samples
 from tests import launching
-from tests.scenarios.conftest import Ended
+from tests.scenarios.conftest import Ended, launch_in_turn
 
 pytestmark = pytest.mark.distributed
 full = pytest.mark.full
@@ -30,11 +29,11 @@ def assert_equal(run, wanted):
         ]
 
 
-def samples_by_step(run):
-    return {
-        step: sorted(number for rank in ranks for batch in rank for number in batch)
-        for step, ranks in read_samples(run.folder).items()
-    }
+def assert_same_export(run, wanted, tolerance=1e-4):
+    exported, expected = (load_file(ended.folder / "final" / "model.safetensors") for ended in (run, wanted))
+    assert exported.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(exported[name], tensor, rtol=0, atol=tolerance, msg=f"{run.folder.name}: {name}")
 
 
 def test_two_tensor_parallel_ranks_have_the_losses_of_one_process(launch):
@@ -42,7 +41,7 @@ def test_two_tensor_parallel_ranks_have_the_losses_of_one_process(launch):
     run = launch("tensor_parallel", name="tp", overrides=SETTINGS)
     assert "tp on 2 processes" in run.output
     assert_equal(run, alone)
-    assert samples_by_step(run) == samples_by_step(alone)
+    assert run.samples() == alone.samples()
     assert len(run.losses()) == 8
 
 
@@ -114,10 +113,7 @@ def test_every_model_type_has_the_losses_and_the_export_of_one_process(job, tmp_
         alone = alone_runs[name]
         assert_equal(run, alone)
         assert run.losses()[-1] < run.losses()[0] - 0.02, f"{name} is trained"
-        exported, wanted = (load_file(ended.folder / "final" / "model.safetensors") for ended in (run, alone))
-        assert exported.keys() == wanted.keys()
-        for key, tensor in wanted.items():
-            torch.testing.assert_close(exported[key], tensor, rtol=0, atol=2e-4, msg=f"{name}: {key}")
+        assert_same_export(run, alone, tolerance=2e-4)
 
 
 @full
@@ -183,10 +179,8 @@ def test_dropout_noise_dora_and_router_losses_are_those_of_the_same_data_ranks_w
 def test_adapters_resume_under_and_after_tensor_parallelism(launch):
     overrides = [*SETTINGS, *LORA]
     wanted = launch(None, name="tp-lora-wanted", overrides=overrides)
-    for strategy, last in (("tensor_parallel", 3), ("fsdp2", 5), ("tensor_parallel", 8)):
-        stop = [f"train.stop_after_steps={last}"] if last < 8 else []
-        run = launch(strategy, name="tp-lora-resumed", overrides=[*overrides, *stop])
-        assert run.code == 0, run.output
+    stages = (("tensor_parallel", 2, 3), ("fsdp2", 2, 5), ("tensor_parallel", 2, 8))
+    run = launch_in_turn(launch, name="tp-lora-resumed", overrides=overrides, stages=stages)
     assert_equal(run, wanted)
 
 
@@ -205,14 +199,12 @@ def test_a_run_resumes_under_and_after_tensor_parallelism_with_the_very_next_sam
     """Two steps on one process, two on two tensor-parallel ranks, two under FSDP2, two tensor parallel again."""
     overrides = [*SETTINGS, "checkpoint.every_steps=2"]
     wanted = launch(None, name="tp-resumed-wanted", overrides=overrides)
-    for strategy, last in ((None, 2), ("tensor_parallel", 4), ("fsdp2", 6), ("tensor_parallel", 8)):
-        stop = [f"train.stop_after_steps={last}"] if last < 8 else []
-        run = launch(strategy, name="tp-resumed", overrides=[*overrides, *stop])
-        assert run.code == 0, run.output
+    stages = ((None, 1, 2), ("tensor_parallel", 2, 4), ("fsdp2", 2, 6), ("tensor_parallel", 2, 8))
+    run = launch_in_turn(launch, name="tp-resumed", overrides=overrides, stages=stages)
     assert "the checkpoint was written under fsdp2 on 2 processes" in run.output
     assert_equal(run, wanted)
-    assert samples_by_step(run) == samples_by_step(wanted)
-    assert len(samples_by_step(run)) == 8
+    assert run.samples() == wanted.samples()
+    assert len(run.samples()) == 8
 
 
 @full

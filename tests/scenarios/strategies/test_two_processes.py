@@ -4,75 +4,33 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
 
-from finetune.runtime.supervision.heartbeat import VARIABLE as FAULTS
-from tests import launching
 from tests.devices import NEEDS_DEEPSPEED, SELDOM_ON_CPU
-from tests.scenarios.conftest import TIMEOUT_SECONDS, Ended
-from tests.scenarios.running import Running, has_process
+from tests.scenarios.running import has_process
 from tests.scenarios.strategies.tiny_timeout_program import LOADING
 from tests.scenarios.strategies.tiny_timeout_program import VARIABLE as TIMEOUT
 
-PROGRAM = str(Path(__file__).with_name("tiny_timeout_program.py"))
+PROGRAM = (str(Path(__file__).with_name("tiny_timeout_program.py")),)
 QUIET = ["evaluate=null", "data.validation=null", "train.tf32=false"]
 LONG = [*QUIET, "train.steps=2000", "checkpoint.every_steps=1000", "data.num_workers=1"]
 
 pytestmark = pytest.mark.distributed
 
 
-def command(job: Path, folder: Path, overrides: list[str], *, strategy: str = "ddp") -> list[str]:
-    words = [PROGRAM, "--config", str(job)]
-    for override in [f"run.folder={folder}", *overrides]:
-        words += ["--set", override]
-    return launching.accelerate_command(strategy, *words)
-
-
-@pytest.fixture
-def launch_two(job):
-    """Launch the job on two processes, wait for the end."""
-
-    def start(name: str, *, overrides: list[str], faults: str = "", timeout: str = "") -> Ended:
-        folder, log = job.parent / "runs" / name, job.parent / "logs" / f"{name}.log"
-        variables = {FAULTS: faults, TIMEOUT: timeout}
-        words = command(job, folder, overrides)
-        code = launching.run(words, log=log, timeout_seconds=TIMEOUT_SECONDS, environment=variables)
-        return Ended(code, log.read_text(errors="replace"), folder)
-
-    return start
-
-
-@pytest.fixture
-def begin_two(job) -> Iterator:
-    """Launch the job on two processes and return at once."""
-    begun: list[Running] = []
-
-    def start(name: str, *, overrides: list[str], faults: str = "") -> Running:
-        folder, log = job.parent / "runs" / name, job.parent / "logs" / f"{name}.log"
-        words = command(job, folder, overrides)
-        begun.append(Running(words, folder=folder, log=log, environment={FAULTS: faults, TIMEOUT: ""}))
-        return begun[-1]
-
-    yield start
-    for running in begun:
-        running.kill_all()
-
-
 @SELDOM_ON_CPU
-def test_two_processes_have_the_losses_of_one_and_wait_for_an_export_beyond_the_group_timeout(
-    launch, launch_two, device, figure
-):
+def test_two_processes_have_the_losses_of_one_and_wait_for_an_export_beyond_the_group_timeout(launch, device, figure):
     """The default group gives up after `timeout`, and rank 0 writes for longer while rank 1 waits."""
     timeout, seconds = (20.0, 60.0) if device == "cuda" else (8.0, 14.0)
     alone = launch(None, name=f"one-{device}", overrides=QUIET)
     assert alone.code == 0, alone.output
     faults = f"export.write rank=0 do=sleep seconds={seconds}"
-    two = launch_two(f"two-{device}", overrides=QUIET, faults=faults, timeout=str(timeout))
+    variables = {TIMEOUT: str(timeout)}
+    two = launch("ddp", name=f"two-{device}", overrides=QUIET, faults=faults, environment=variables, program=PROGRAM)
     assert two.code == 0, two.output
     assert (two.status()["state"], two.status()["exit_code"]) == ("finished", 0)
     assert (two.folder / "final" / "model.safetensors").is_file()
@@ -87,17 +45,16 @@ def test_two_processes_have_the_losses_of_one_and_wait_for_an_export_beyond_the_
 @pytest.mark.full
 @pytest.mark.parametrize("strategy", ["fsdp2", pytest.param("zero2", marks=NEEDS_DEEPSPEED)])
 @pytest.mark.skipif(torch.cuda.is_available(), reason="two processes share a GPU under DDP only")
-def test_ranks_outwait_a_rank_0_that_loads_past_the_groups_timeout(job, strategy):
-    folder, log = job.parent / "runs" / f"loading-{strategy}", job.parent / "logs" / f"loading-{strategy}.log"
-    words = command(job, folder, [*QUIET, "train.steps=4"], strategy=strategy)
-    variables = {TIMEOUT: "8", LOADING: "14", FAULTS: ""}
-    code = launching.run(words, log=log, timeout_seconds=TIMEOUT_SECONDS, environment=variables)
-    assert code == 0, log.read_text(errors="replace")
+def test_ranks_outwait_a_rank_0_that_loads_past_the_groups_timeout(launch, strategy):
+    settings, variables = [*QUIET, "train.steps=4"], {TIMEOUT: "8", LOADING: "14"}
+    run = launch(strategy, name=f"loading-{strategy}", overrides=settings, environment=variables, program=PROGRAM)
+    assert run.code == 0, run.output
 
 
 @SELDOM_ON_CPU
-def test_a_killed_rank_is_named_soon(begin_two, device, figure):
-    run = begin_two(f"killed-{device}", overrides=LONG, faults="backward step=5 rank=1 do=kill")
+def test_a_killed_rank_is_named_soon(begin, device, figure):
+    faults = "backward step=5 rank=1 do=kill"
+    run = begin("ddp", name=f"killed-{device}", overrides=LONG, faults=faults, program=PROGRAM)
     run.until(lambda: len(run.pids()) == 2)
     gone = run.pids()[1]
     run.until(lambda: not has_process(gone))
@@ -109,9 +66,9 @@ def test_a_killed_rank_is_named_soon(begin_two, device, figure):
 
 
 @SELDOM_ON_CPU
-def test_sigterm_leaves_no_process_and_no_memory(begin_two, device, figure):
+def test_sigterm_leaves_no_process_and_no_memory(begin, device, figure):
     before = gpu_bytes() if device == "cuda" else 0
-    run = begin_two(f"sigterm-{device}", overrides=LONG)
+    run = begin("ddp", name=f"sigterm-{device}", overrides=LONG, program=PROGRAM)
     run.until(lambda: run.steps() > 2)
     ranks = run.pids()
     family = [child.pid for pid in (*ranks, run.process.pid) for child in children(pid)] + ranks
