@@ -11,7 +11,6 @@ import os
 import sys
 from contextlib import nullcontext
 from pathlib import Path
-from unittest.mock import patch
 
 import torch
 from accelerate import Accelerator, ParallelismConfig
@@ -21,13 +20,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.optimization import Adafactor
 
 from finetune.checkpoint.format.manifest import RunFingerprint
-from finetune.checkpoint.format.tensor_file import TensorFile
 from finetune.checkpoint.read.checksum_prefetch import ChecksumPrefetch
 from finetune.checkpoint.read.find import find_checkpoint
 from finetune.checkpoint.read.load import resume_checkpoint
 from finetune.checkpoint.sharding.access import build_access
 from finetune.checkpoint.sharding.gather import gather_weights
-from finetune.checkpoint.write import saver as saver_module
 from finetune.checkpoint.write.saver import Saver
 from finetune.config.sections.checkpoint import CheckpointSection
 from finetune.config.sections.train import AverageSection, OptimizerSection, UnfreezeSection
@@ -111,8 +108,6 @@ def train(accelerator, model, optimizer, spec: dict) -> dict:
             with torch.no_grad():  # leaves FSDP's outermost module gathered
                 model(**batch(step, accelerator))
         if target in spec["save"]:
-            if "disk_is_full_on" in spec:
-                said.append(save_on_full_disk(saver, step, rank=spec["disk_is_full_on"]))
             saver(Progress(step))
             saver.wait_for_writes()
     has_average = spec["variant"] == "groups"
@@ -123,22 +118,6 @@ def train(accelerator, model, optimizer, spec: dict) -> dict:
         torch.save(weights, spec["results"] + ".pt")
     dtypes = sorted({str(weight.dtype) for weight in weights.values()})
     return {"losses": losses, "digest": digest(weights), "dtypes": dtypes, "trained": sorted(trained), "said": said}
-
-
-def save_on_full_disk(saver: Saver, step: int, *, rank: int) -> str:
-    """Save while one rank cannot write; return the error that this rank raises."""
-
-    def write(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    fails = patch.object(TensorFile, "add", write) if distributed.rank() == rank else nullcontext()
-    with fails, patch.object(saver_module, "RETRY_PAUSES_SECONDS", (0.0, 0.0)):
-        try:
-            saver(Progress(step))
-            saver.wait_for_writes()
-        except CheckpointError as error:
-            return str(error)
-    return "it was saved"
 
 
 def take_step(accelerator, model, optimizer, step: int) -> float:

@@ -106,11 +106,6 @@ def test_the_exit_code_of_the_run_is_the_exit_code(typed, job, calls):
     assert typed("--config", job)[0] == 143
 
 
-def test_nothing_is_trained_with_a_bad_job(typed, job, monkeypatch):
-    monkeypatch.setattr(start, "train", None)
-    assert typed("--config", job, "--set", "train.steps=none")[0] == 2
-
-
 def test_checksums_are_started_before_training_modules_are_imported(job, monkeypatch):
     trained = []
     monkeypatch.setattr(start, "prefetch_checksums", lambda loaded: f"checksums of {loaded.path.name}")
@@ -215,19 +210,6 @@ def test_the_harness_brings_its_own_data(typed, calls):
     code, _, told = typed("evaluate", "runs/first", "--lm-eval", "hellaswag", "--set", "data.max_length=9")
     assert (code, calls.made) == (2, [])
     assert "Leave --config and --set out" in told
-
-
-def test_init_writes_a_job_that_check_finds_ready(typed, tmp_path):
-    code, said, _ = typed("init", "quickstart", "--into", tmp_path / "quick")
-    assert code == 0
-    assert f"wrote {tmp_path}/quick/job.yaml" in said.splitlines()
-    assert typed("check", tmp_path / "quick" / "job.yaml")[0] == 0
-
-
-def test_init_names_the_recipes_that_there_are(typed, tmp_path):
-    code, _, complaint = typed("init", "quickstrat", "--into", tmp_path)
-    assert code == 2
-    assert "quickstart" in complaint
 
 
 def test_the_reference_is_written_as_a_page_per_section(typed, tmp_path):

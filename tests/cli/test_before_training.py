@@ -26,16 +26,6 @@ def one_error(answer: tuple[int, str, str]) -> str:
     return err[err.index("error: ") :]
 
 
-def test_an_unknown_gpu_is_answered_with_the_nearest_names(typed: Typed, job: Path):
-    error = one_error(typed("plan", "--config", job, "--gpus", "8xH100-81GB"))
-    assert "--gpus: there is no GPU `H100-81GB` in the table. Nearest: H100-80GB" in error
-
-
-def test_a_job_whose_data_is_missing_is_refused(typed: Typed, job: Path):
-    (job.parent / "rows.jsonl").unlink()
-    assert "rows.jsonl" in one_error(typed("plan", "--config", job, "--gpus", "T4"))
-
-
 def test_a_job_whose_model_cannot_be_reached_is_refused(typed: Typed, job: Path):
     text = job.read_text()
     head, tail = text[: text.index("  from_config:")], text[text.index("  dtype:") :]

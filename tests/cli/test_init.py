@@ -29,12 +29,6 @@ def test_a_folder_of_the_recipes_name_is_the_default(tmp_path, monkeypatch):
     assert (tmp_path / "sft-lora" / "job.yaml").is_file()
 
 
-def test_an_unknown_recipe_is_a_users_mistake(tmp_path):
-    result = CliRunner().invoke(app, ["init", "quikstart", "--into", str(tmp_path)])
-    assert result.exit_code == 2
-    assert "Unknown recipe `quikstart`" in result.output
-
-
 def test_a_strategy_writes_an_accelerate_file_whose_deepspeed_config_lies_next_to_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(app, ["init", "quickstart", "--strategy", "zero2"])

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from finetune.config.sections.data import DataSection, TrainingSourceSection
 from finetune.data.templates.chat_template import set_chat_template
+from finetune.data.token_cache import chunks
 
 SAID = [
     "What is two and two?",
@@ -68,3 +69,10 @@ def make_section(tmp_path: Path) -> Callable[..., DataSection]:
         return DataSection(**{"train": source, "max_length": 64, "cache_folder": str(tmp_path / "cache"), **keys})
 
     return make
+
+
+@pytest.fixture
+def only_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have nothing encoded in the main process, neither first nor while workers start."""
+    monkeypatch.setattr(chunks, "CHUNKS_BEFORE_WORKERS", 0)
+    monkeypatch.setattr(chunks.EncoderPool, "_is_worker_ready", lambda encoders: True)

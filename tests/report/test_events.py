@@ -11,7 +11,7 @@ import pytest
 
 from finetune.commands.compare.compare import compare_runs
 from finetune.report import events
-from finetune.report.events import Evaluated, Event, JsonlReporter, StepSkipped, StepTaken, event_fields
+from finetune.report.events import Evaluated, Event, JsonlReporter, event_fields
 from finetune.report.history import HistoryReader, parse_events, read_events
 from finetune.report.page.page import report_page
 from tests.report.page import events as made
@@ -175,14 +175,6 @@ def test_a_secret_in_the_config_is_not_written(tmp_path, started):
     (event,) = read_events(tmp_path / "events.jsonl")
     assert "canary-secret" not in (tmp_path / "events.jsonl").read_text()
     assert event["config"]["train"]["learning_rate"] == 1e-3
-
-
-def test_sample_ids_of_a_skipped_step_are_kept():
-    assert event_fields(StepSkipped(3, "non-finite", (4, 9)), time=0.0)["sample_ids"] == [4, 9]
-
-
-def test_an_event_name_is_the_class_name(take_step):
-    assert event_fields(take_step(1), time=0.0)["event"] == StepTaken.__name__
 
 
 def test_lines_logged_before_the_reporter_exists_come_first(tmp_path, started):

@@ -66,15 +66,6 @@ def digest_of(run, step):
     return read_manifest(run.folder / f"step-{step:06d}").state_sha256
 
 
-def test_the_state_of_a_resumed_run_has_the_digest_of_one_that_never_stopped(tmp_path):
-    straight, resumed = Run(tmp_path / "straight").train(range(4)), Run(tmp_path / "resumed").train(range(2))
-    resumed = Run(tmp_path / "resumed")
-    resumed.resume()
-    resumed.train(range(2, 4))
-    assert digest_of(straight, 4) == digest_of(resumed, 4)
-    assert len({digest_of(straight, 3), digest_of(straight, 4)}) == 2
-
-
 def test_memory_for_the_copy_is_taken_once(folder):
     run = Run(folder)
     run.saver.rehearse(num_saves=5)

@@ -1,10 +1,6 @@
 """The targets of a conversation or a text, token by token."""
 
-import gzip
 import json
-import re
-from itertools import islice
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,12 +9,10 @@ from transformers import PreTrainedTokenizerFast
 
 from finetune.data.encoding.conversation import ConversationEncoder, with_system_prompt
 from finetune.data.encoding.text import TextEncoder, encode_text
-from finetune.data.encoding.tokenizer import TextTokenizer, drops_unknown_text, tokenizer_identity, unknown_ids
-from finetune.data.templates.chat_template import BUILT_IN, NEEDED, set_chat_template, stop_ids, tokenize
+from finetune.data.encoding.tokenizer import drops_unknown_text, tokenizer_identity, unknown_ids
+from finetune.data.templates.chat_template import set_chat_template, stop_ids, tokenize
 from finetune.errors import DataError
 from tests.data.template_tokenizers import targets
-
-DATA = Path(__file__).parents[4] / "shared" / "data"
 
 
 def turn(role, content, **more):
@@ -53,14 +47,6 @@ def test_encoded_tokens_equal_those_of_the_rendered_conversation(tokenizer):
     assert targets(features, tokenizer) == ["Two and two is four.<|im_end|>"]
 
 
-def test_every_assistant_turn_is_a_target(tokenizer):
-    turns = [ASKED, ANSWERED, turn("user", "Hello there!"), turn("assistant", "I am fine,\n\nthank you.\n")]
-    assert targets(encode_turns(turns, tokenizer), tokenizer) == [
-        "Two and two is four.<|im_end|>",
-        "I am fine,\n\nthank you.\n<|im_end|>",
-    ]
-
-
 def test_assistant_turns_in_a_prompt_are_context_and_not_targets(tokenizer):
     row = {"messages": [ASKED, ANSWERED, ASKED, turn("assistant", "Four.")], "num_context_turns": 3}
     for system_prompt in (None, "Be brief."):
@@ -76,10 +62,6 @@ def test_a_last_user_turn_is_encoded_and_not_a_target(tokenizer):
 
 def test_an_empty_answer_is_an_end_of_turn(tokenizer):
     assert targets(encode_turns([ASKED, turn("assistant", "")], tokenizer), tokenizer) == ["<|im_end|>"]
-
-
-def test_a_conversation_without_an_assistant_turn_has_no_sample(tokenizer):
-    assert encode_turns([ASKED], tokenizer) is None
 
 
 def test_a_template_without_end_of_turn_gets_end_of_sequence_as_a_target(tokenizer):
@@ -137,39 +119,6 @@ def test_an_error_raised_by_a_template_is_reported_with_its_message(tokenizer):
     tokenizer.chat_template = "{{ raise_exception('System role not supported') }}"
     with pytest.raises(DataError, match=r"refuses the conversation \(user, assistant\): System role not supported"):
         encode_turns([ASKED, ANSWERED], tokenizer)
-
-
-def test_a_conversation_cannot_begin_with_its_answer(tokenizer):
-    with pytest.raises(DataError, match="starts with an assistant turn"):
-        encode_turns([ANSWERED], tokenizer)
-
-
-def real_conversations(num):
-    """Return gsm8k's first rows and hh-rlhf's, as turns."""
-    with (DATA / "gsm8k" / "train.jsonl").open() as lines:
-        rows = [json.loads(line) for line in islice(lines, num)]
-    solved = [[turn("user", row["question"]), turn("assistant", row["answer"])] for row in rows]
-    with gzip.open(DATA / "hh-rlhf" / "harmless-base-test.jsonl.gz", "rt") as lines:
-        talks = [re.split(r"\n\n(Human|Assistant): ?", json.loads(line)["chosen"])[1:] for line in islice(lines, num)]
-    roles = {"Human": "user", "Assistant": "assistant"}
-    return solved + [[turn(roles[who], said) for who, said in zip(t[::2], t[1::2], strict=True)] for t in talks]
-
-
-@pytest.mark.skipif(not DATA.is_dir(), reason=f"{DATA} is not here")
-@pytest.mark.parametrize("template", sorted(BUILT_IN))
-def test_real_rows_are_encoded_the_same_whether_tails_are_remembered_or_not(template, make_tokenizer, monkeypatch):
-    tokenizer = make_tokenizer(special=["<|endoftext|>", "<s>", *NEEDED[template]], bos_token="<s>")
-    set_chat_template(tokenizer, template)
-    rows = [{"messages": turns} for turns in real_conversations(25)]
-    monkeypatch.setattr(TextTokenizer, "cuts_at_seams", False)
-    slow = ConversationEncoder(tokenizer)(rows)
-    monkeypatch.setattr(TextTokenizer, "cuts_at_seams", True)
-    fast = ConversationEncoder(tokenizer)(rows)
-    assert len(fast) == 50
-    for one, other in zip(fast, slow, strict=True):
-        assert {name: array.tolist() for name, array in one.arrays.items()} == {
-            name: array.tolist() for name, array in other.arrays.items()
-        }
 
 
 def test_the_system_prompt_is_for_those_that_have_none():

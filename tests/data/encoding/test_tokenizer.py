@@ -1,9 +1,6 @@
 """What a tokenizer writes around every text."""
 
-import gzip
-import json
 import random
-from pathlib import Path
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -30,7 +27,6 @@ def test_the_tokens_around_a_text_are_counted(frame):
     assert num_special_tokens_around(made) == frame
 
 
-DATA = Path(__file__).parents[4] / "shared" / "data"
 SAID = ["What is two and two?", "Two and two is four.\n\n", "Hello there!\nHow are you?  Fine, thank you."] * 4
 MARKS = ["<|user|>", "<|end|>", "</s>"]
 
@@ -149,11 +145,3 @@ def test_truncation_that_somebody_else_has_set_cuts_nothing():
     assert tokens.encode([SAID[0]])[0].ids.tolist() == whole
     tokenizer(SAID, truncation=True, max_length=2)
     assert tokens.begun([SAID[0]]) == [whole]
-
-
-@pytest.mark.skipif(not DATA.is_dir(), reason=f"{DATA} is not here")
-def test_real_rows_are_counted_as_if_encoded_alone():
-    with gzip.open(DATA / "hh-rlhf" / "harmless-base-test.jsonl.gz", "rt") as lines:
-        talks = [json.loads(line)["chosen"] for line, _ in zip(lines, range(40), strict=False)]
-    texts = [talk.replace("\n\nHuman:", "<|user|>").replace("\n\nAssistant:", "<|end|>")[:300] for talk in talks]
-    assert agrees(tokenizer_of("byte level"), texts)

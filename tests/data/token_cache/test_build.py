@@ -1,6 +1,5 @@
 """An interrupted build resumes where it stopped, and its result is bitwise identical."""
 
-import errno
 import multiprocessing
 import os
 import signal
@@ -115,19 +114,6 @@ def test_a_complete_set_is_not_built_again(build_here, tmp_path):
     counts = build_here(tmp_path / "set")
     assert build_here(tmp_path / "set") == counts
     assert build_here.encoded == 0
-
-
-def test_a_build_resumes_after_a_full_disk_from_the_files_written_before(build_here, tmp_path, monkeypatch):
-    whole, full = tmp_path / "whole", tmp_path / "full"
-    build_here(whole)
-    monkeypatch.setenv(VARIABLE, "prepare.write step=6 do=no_space")
-    with pytest.raises(OSError) as caught:
-        build_here(full)
-    assert caught.value.errno == errno.ENOSPC
-    monkeypatch.delenv(VARIABLE)
-    build_here(full)
-    assert build_here.encoded == NUM_ROWS - 20
-    assert content_of(full) == content_of(whole)
 
 
 def cut_off_after(num_rows, folder, build_here, monkeypatch):

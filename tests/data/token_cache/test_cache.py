@@ -14,7 +14,7 @@ from finetune.config.sections.data import DataSection, ValidationSourceSection
 from finetune.data.sources.source import open_source, open_sources
 from finetune.data.token_cache import build, cache, chunks, samples
 from finetune.data.token_cache.cache import prepare_set, repair
-from finetune.data.token_cache.chunks import EncoderPool, Encoding
+from finetune.data.token_cache.chunks import Encoding
 from finetune.data.token_cache.integrity import DamagedSet
 from finetune.data.token_cache.samples import SAMPLES_FILE, chunk_name, write_array_file
 from finetune.errors import DataError
@@ -24,19 +24,24 @@ from tests.data.byte_encoding import encode_bytes
 TEXTS = [f"{'question ' * (number % 5 + 1)}{number}>answer {number}" for number in range(40)]
 
 
+IDENTITY = {"tokenizer": "t1", "chat_template": "c1"}
+
+
 class Prepare:
-    """Prepares the same texts again and again, as ranks and later runs do."""
+    """Prepare texts and remember what was said."""
 
     def __init__(self, write_rows, make_section):
-        source = write_rows([{"text": text} for text in TEXTS])
-        self.source, self.section = source, make_section(source)
-        self.said, self.encoded = [], 0
+        self.write_rows, self.make_section = write_rows, make_section
+        self.said = []
+        self.encoded = 0
 
-    def __call__(self):
+    def __call__(self, texts=TEXTS, *, identity=IDENTITY, source=None, **keys):
         self.said.clear()
         self.encoded = 0
-        opened = open_source(self.source, key="data.train", log=self.said.append)
-        return prepare_set(opened, Encoding(self.encode, self.section, identity={}), log=self.said.append)
+        written = self.write_rows([{"text": text} for text in texts], **(source or {}))
+        self.section = self.make_section(written, **keys)
+        source = open_source(written, key="data.train", log=self.said.append)
+        return prepare_set(source, Encoding(self.encode, self.section, identity=identity), log=self.said.append)
 
     def encode(self, rows):
         self.encoded += len(rows)
@@ -52,14 +57,14 @@ def prepare(write_rows, make_section):
     return Prepare(write_rows, make_section)
 
 
+def texts_of(prepared):
+    return [bytes(sample.arrays["input_ids"].astype(np.uint8)).decode() for sample in prepared]
+
+
 @pytest.fixture
 def verify_in_background(monkeypatch):
     """Treat no set as small: all are verified in the background."""
     monkeypatch.setattr(cache, "VERIFIED_AT_ONCE_BYTES", -1)
-
-
-def texts_of(prepared):
-    return [bytes(sample.arrays["input_ids"].astype(np.uint8)).decode() for sample in prepared]
 
 
 def flip(path, *, every=40, start=128, stop=None):
@@ -206,6 +211,7 @@ def test_a_sample_that_is_read_alone_is_compared_with_its_mark(prepare):
 
 def test_a_copy_in_another_process_reads_the_files_and_not_their_digests(prepare, monkeypatch):
     sent = pickle.dumps(prepare())
+    assert len(sent) < 600
     monkeypatch.setattr(samples.ArrayFile, "verify", None)  # would be needed to verify
     monkeypatch.setattr(samples.ArrayFile, "verify_block", None)
     copy = pickle.loads(sent)
@@ -259,46 +265,9 @@ def test_a_set_in_an_older_format_is_prepared_again_with_a_message(prepare):
     assert not any(str(older) in line for line in prepare.said)
 
 
-IDENTITY = {"tokenizer": "t1", "chat_template": "c1"}
-
-
-def opened(section, log=lambda _: None, *, key="data.train"):
-    return open_source(section, key=key, log=log)
-
-
-class PrepareCached:
-    """Prepare texts and remember what was said."""
-
-    def __init__(self, write_rows, make_section):
-        self.write_rows, self.make_section = write_rows, make_section
-        self.said = []
-        self.encoded = 0
-
-    def __call__(self, texts, *, identity=IDENTITY, source=None, **keys):
-        self.said.clear()
-        self.encoded = 0
-        written = self.write_rows([{"text": text} for text in texts], **(source or {}))
-        section = self.make_section(written, **keys)
-        source = opened(written, self.said.append)
-        return prepare_set(source, Encoding(self.encode, section, identity=identity), log=self.said.append)
-
-    def encode(self, rows):
-        self.encoded += len(rows)
-        return encode_bytes(rows)
-
-
-@pytest.fixture
-def prepare_cache(write_rows, make_section):
-    return PrepareCached(write_rows, make_section)
-
-
-def texts_of_cache(prepared):
-    return [bytes(sample.arrays["input_ids"].astype(np.uint8)).decode() for sample in prepared]
-
-
-def test_samples_come_back_as_they_were_encoded(prepare_cache):
-    prepared = prepare_cache(["a>b", "cc>dd"])
-    assert texts_of_cache(prepared) == ["a>b", "cc>dd"]
+def test_samples_come_back_as_they_were_encoded(prepare):
+    prepared = prepare(["a>b", "cc>dd"])
+    assert texts_of(prepared) == ["a>b", "cc>dd"]
     second = prepared[1]
     assert second.sample_id == 1
     assert second.arrays["input_ids"].dtype == np.uint32
@@ -309,14 +278,14 @@ def test_samples_come_back_as_they_were_encoded(prepare_cache):
         prepared[2]
 
 
-def test_the_same_rows_are_tokenized_once(prepare_cache):
-    first = prepare_cache(["a>b", "c>d"])
-    assert prepare_cache.encoded == 2
-    again = prepare_cache(["a>b", "c>d"])
-    assert prepare_cache.encoded == 0
+def test_the_same_rows_are_tokenized_once(prepare):
+    first = prepare(["a>b", "c>d"])
+    assert prepare.encoded == 2
+    again = prepare(["a>b", "c>d"])
+    assert prepare.encoded == 0
     assert again.fingerprint == first.fingerprint
     assert again.counts == first.counts
-    assert "data.train: 2 rows -> 2 samples" in prepare_cache.said
+    assert "data.train: 2 rows -> 2 samples" in prepare.said
 
 
 CHANGES = {
@@ -333,30 +302,30 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_every_setting_that_changes_samples_makes_a_new_cache(prepare_cache, change):
-    first = prepare_cache(["a>b", "c>d"])
-    other = prepare_cache(["a>b", "c>d"], **CHANGES[change])
-    assert prepare_cache.encoded > 0
+def test_every_setting_that_changes_samples_makes_a_new_cache(prepare, change):
+    first = prepare(["a>b", "c>d"])
+    other = prepare(["a>b", "c>d"], **CHANGES[change])
+    assert prepare.encoded > 0
     assert other.fingerprint != first.fingerprint
 
 
-def test_changed_rows_make_a_new_set(prepare_cache):
-    first = prepare_cache(["a>b"])
-    assert prepare_cache(["a>c"]).fingerprint != first.fingerprint
+def test_changed_rows_make_a_new_set(prepare):
+    first = prepare(["a>b"])
+    assert prepare(["a>c"]).fingerprint != first.fingerprint
 
 
-def test_settings_that_do_not_change_samples_reuse_the_cache(prepare_cache):
-    first = prepare_cache(["a>b"])
+def test_settings_that_do_not_change_samples_reuse_the_cache(prepare):
+    first = prepare(["a>b"])
     assert (
-        prepare_cache(["a>b"], source={"name": "elsewhere.jsonl"}, num_workers=1, shuffle=False).fingerprint
+        prepare(["a>b"], source={"name": "elsewhere.jsonl"}, num_workers=1, shuffle=False).fingerprint
         == first.fingerprint
     )
-    assert prepare_cache.encoded == 0
+    assert prepare.encoded == 0
 
 
-def test_long_rows_are_refused_with_the_numbers(prepare_cache, tmp_path):
+def test_long_rows_are_refused_with_the_numbers(prepare, tmp_path):
     with pytest.raises(DataError) as caught:
-        prepare_cache(["a>b", "a>bcdefg", "a>bcde", "ab"], max_length=5)
+        prepare(["a>b", "a>bcdefg", "a>bcde", "ab"], max_length=5)
     first, second = str(caught.value).splitlines()
     assert first == (
         "data.train: 2 of 4 rows are longer than data.max_length: 5 (the longest has 8 tokens: "
@@ -367,39 +336,39 @@ def test_long_rows_are_refused_with_the_numbers(prepare_cache, tmp_path):
     assert list((tmp_path / "cache" / "prepared").glob("[!.]*")) == []
 
 
-def test_long_rows_are_truncated_and_lost_tokens_are_counted(prepare_cache):
-    prepared = prepare_cache(["a>b", "ab>cdef", "abcdefg>h"], max_length=5, over_length="truncate", no_target="drop")
-    assert texts_of_cache(prepared) == ["a>b", "ab>cd"]
+def test_long_rows_are_truncated_and_lost_tokens_are_counted(prepare):
+    prepared = prepare(["a>b", "ab>cdef", "abcdefg>h"], max_length=5, over_length="truncate", no_target="drop")
+    assert texts_of(prepared) == ["a>b", "ab>cd"]
     counts = prepared.counts
     assert (counts.rows, counts.samples, counts.tokens, counts.targets) == (3, 2, 8, 5)
     assert (counts.truncated_rows, counts.truncated_tokens, counts.truncated_targets) == (2, 6, 4)
     assert (counts.rows_without_target, counts.longest) == (1, 9)
-    assert "data.train: truncated: 2 rows, 6 tokens cut off, 4 of them targets" in prepare_cache.said
-    assert "data.train: dropped without a target: 1 rows" in prepare_cache.said
-    assert "data.train: 8 tokens, of which 5 targets (62.5%)" in prepare_cache.said
+    assert "data.train: truncated: 2 rows, 6 tokens cut off, 4 of them targets" in prepare.said
+    assert "data.train: dropped without a target: 1 rows" in prepare.said
+    assert "data.train: 8 tokens, of which 5 targets (62.5%)" in prepare.said
 
 
-def test_long_rows_are_dropped_and_counted(prepare_cache):
-    prepared = prepare_cache(["a>b", "ab>cdef"], max_length=5, over_length="drop")
-    assert texts_of_cache(prepared) == ["a>b"]
-    assert "data.train: dropped as too long: 1 rows, 7 tokens dropped, 5 of them targets" in prepare_cache.said
+def test_long_rows_are_dropped_and_counted(prepare):
+    prepared = prepare(["a>b", "ab>cdef"], max_length=5, over_length="drop")
+    assert texts_of(prepared) == ["a>b"]
+    assert "data.train: dropped as too long: 1 rows, 7 tokens dropped, 5 of them targets" in prepare.said
     assert prepared.counts.longest == 7
 
 
-def test_a_row_that_encodes_to_nothing_has_no_target(prepare_cache):
+def test_a_row_that_encodes_to_nothing_has_no_target(prepare):
     with pytest.raises(DataError, match=r"1 of 2 rows have no target.*row 2.*set data.no_target: drop"):
-        prepare_cache(["a>b", ""])
-    assert texts_of_cache(prepare_cache(["a>b", ""], no_target="drop")) == ["a>b"]
+        prepare(["a>b", ""])
+    assert texts_of(prepare(["a>b", ""], no_target="drop")) == ["a>b"]
 
 
-def test_a_source_without_any_remaining_sample_is_an_error(prepare_cache):
+def test_a_source_without_any_remaining_sample_is_an_error(prepare):
     with pytest.raises(DataError, match=r"no samples are left: .*dropped without a target: 2 rows"):
-        prepare_cache(["a", ""], no_target="drop")
+        prepare(["a", ""], no_target="drop")
 
 
-def test_a_row_that_cannot_be_encoded_is_named(prepare_cache):
+def test_a_row_that_cannot_be_encoded_is_named(prepare):
     with pytest.raises(DataError, match=r"rows\.jsonl, row 2: cannot be encoded"):
-        prepare_cache(["a>b", "poison"])
+        prepare(["a>b", "poison"])
 
 
 def test_the_validation_source_is_named_as_such(write_rows, make_section):
@@ -407,14 +376,7 @@ def test_the_validation_source_is_named_as_such(write_rows, make_section):
     section = make_section(train, validation=ValidationSourceSection(path=validation.path))
     validation = section.validation
     with pytest.raises(DataError, match=r"data\.validation: .*none\.jsonl has no rows"):
-        opened(validation, key="data.validation")
-
-
-@pytest.fixture
-def only_workers(monkeypatch):
-    """Have nothing encoded in the main process, neither first nor while workers start."""
-    monkeypatch.setattr(chunks, "CHUNKS_BEFORE_WORKERS", 0)
-    monkeypatch.setattr(EncoderPool, "_is_worker_ready", lambda encoders: True)
+        open_source(validation, key="data.validation", log=print)
 
 
 def test_several_processes_write_the_same_bytes(write_rows, make_section, tmp_path, monkeypatch, only_workers):
@@ -423,7 +385,13 @@ def test_several_processes_write_the_same_bytes(write_rows, make_section, tmp_pa
     sets = []
     for workers in (0, 2):
         section = make_section(source, prepare_workers=workers, cache_folder=str(tmp_path / f"cache{workers}"))
-        sets.append(prepare_set(opened(source), Encoding(encode_bytes, section, identity=IDENTITY), log=lambda _: None))
+        sets.append(
+            prepare_set(
+                open_source(source, key="data.train", log=print),
+                Encoding(encode_bytes, section, identity=IDENTITY),
+                log=lambda _: None,
+            )
+        )
     files = [sorted(path.name for path in prepared.folder.iterdir()) for prepared in sets]
     assert files[0] == files[1]
     assert files[0] == [CHUNK, "counts.json", SAMPLES_FILE]
@@ -435,89 +403,86 @@ def test_a_row_that_a_worker_cannot_encode_is_named(write_rows, make_section, on
     source = write_rows([{"text": "a>b"}, {"text": "poison"}])
     section = make_section(source, prepare_workers=1)
     with pytest.raises(DataError, match=r"rows\.jsonl, row 2: cannot be encoded"):
-        prepare_set(opened(source), Encoding(encode_bytes, section, identity=IDENTITY), log=lambda _: None)
+        prepare_set(
+            open_source(source, key="data.train", log=print),
+            Encoding(encode_bytes, section, identity=IDENTITY),
+            log=lambda _: None,
+        )
 
 
-def test_a_prepared_set_travels_to_another_process_by_its_path(prepare_cache):
-    prepared = prepare_cache(["a>b" * 20])
-    sent = pickle.dumps(prepared)
-    assert len(sent) < 600
-    assert texts_of_cache(pickle.loads(sent)) == ["a>b" * 20]
-
-
-def test_a_chunk_in_which_nothing_is_kept_does_no_harm(prepare_cache, monkeypatch):
+def test_a_chunk_in_which_nothing_is_kept_does_no_harm(prepare, monkeypatch):
     monkeypatch.setattr(chunks, "ROWS_PER_CHUNK", 1)
-    assert texts_of_cache(prepare_cache(["", "a>b", "", "c>d", ""], no_target="drop")) == ["a>b", "c>d"]
+    assert texts_of(prepare(["", "a>b", "", "c>d", ""], no_target="drop")) == ["a>b", "c>d"]
 
 
-def test_a_folder_that_cannot_be_written_is_named(prepare_cache, tmp_path):
+def test_a_folder_that_cannot_be_written_is_named(prepare, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match=r"data\.cache_folder: writing to .* failed"):
-        prepare_cache(["a>b"], cache_folder=str(tmp_path / "file"))
+        prepare(["a>b"], cache_folder=str(tmp_path / "file"))
 
 
-def test_a_full_disk_is_one_message_and_the_next_start_resumes(prepare_cache, monkeypatch, tmp_path):
+def test_a_full_disk_is_one_message_and_the_next_start_resumes(prepare, monkeypatch, tmp_path):
     monkeypatch.setattr(chunks, "ROWS_PER_CHUNK", 1)
     monkeypatch.setattr(build, "CHUNKS_PER_FILE", 2)
     monkeypatch.setenv(VARIABLE, "prepare.write step=4 do=no_space")
     texts = ["a>b", "c>d", "e>f", "g>h"]
     with pytest.raises(DataError, match=r"failed: .*No space left.* Run the same command to resume"):
-        prepare_cache(texts)
+        prepare(texts)
     monkeypatch.delenv(VARIABLE)
-    assert texts_of_cache(prepare_cache(texts)) == texts
-    assert prepare_cache.encoded == 2
-    assert "data.train: 2 rows are already tokenized; resuming from there" in prepare_cache.said
+    assert texts_of(prepare(texts)) == texts
+    assert prepare.encoded == 2
+    assert "data.train: 2 rows are already tokenized; resuming from there" in prepare.said
 
 
-def test_a_rejected_source_leaves_no_folder_in_the_cache(prepare_cache, tmp_path):
+def test_a_rejected_source_leaves_no_folder_in_the_cache(prepare, tmp_path):
     with pytest.raises(DataError):
-        prepare_cache(["a>b", "abcdefgh>i"], max_length=5)
+        prepare(["a>b", "abcdefgh>i"], max_length=5)
     with pytest.raises(DataError):
-        prepare_cache(["a>b", "poison"])
+        prepare(["a>b", "poison"])
     assert [path for path in (tmp_path / "cache" / "prepared").iterdir() if path.is_dir()] == []
 
 
-def test_the_log_distinguishes_a_prepared_cache_from_a_reused_one(prepare_cache):
-    folder = prepare_cache(["a>b"]).folder
-    assert prepare_cache.said[-1] == f"data.train: prepared in {folder}"
-    prepare_cache(["a>b"])
-    assert prepare_cache.said[-1] == f"data.train: already prepared in {folder}"
+def test_the_log_distinguishes_a_prepared_cache_from_a_reused_one(prepare):
+    folder = prepare(["a>b"]).folder
+    assert prepare.said[-1] == f"data.train: prepared in {folder}"
+    prepare(["a>b"])
+    assert prepare.said[-1] == f"data.train: already prepared in {folder}"
 
 
-def test_other_code_makes_a_new_set_and_leaves_the_old_one_in_peace(prepare_cache, monkeypatch):
-    first = prepare_cache(["a>b"])
+def test_other_code_makes_a_new_set_and_leaves_the_old_one_in_peace(prepare, monkeypatch):
+    first = prepare(["a>b"])
     monkeypatch.setattr(cache, "CODE_VERSION", cache.CODE_VERSION + 1)
-    assert prepare_cache(["a>b"]).fingerprint != first.fingerprint
-    assert texts_of_cache(first) == ["a>b"]
+    assert prepare(["a>b"]).fingerprint != first.fingerprint
+    assert texts_of(first) == ["a>b"]
 
 
-def test_places_name_the_file_as_it_is_now(prepare_cache, tmp_path):
-    assert prepare_cache(["a>b", "c>dd"]).location(1) == f"{tmp_path}/rows.jsonl, row 2"
-    moved = prepare_cache(["a>b", "c>dd"], source={"name": "moved.jsonl"})
-    assert prepare_cache.encoded == 0
+def test_places_name_the_file_as_it_is_now(prepare, tmp_path):
+    assert prepare(["a>b", "c>dd"]).location(1) == f"{tmp_path}/rows.jsonl, row 2"
+    moved = prepare(["a>b", "c>dd"], source={"name": "moved.jsonl"})
+    assert prepare.encoded == 0
     assert moved.location(1) == f"{tmp_path}/moved.jsonl, row 2"
-    assert f"data.train: longest row: 4 tokens ({tmp_path}/moved.jsonl, row 2)" in prepare_cache.said
+    assert f"data.train: longest row: 4 tokens ({tmp_path}/moved.jsonl, row 2)" in prepare.said
 
 
 def test_the_keys_that_make_no_new_set_exist():
     assert set(DataSection.model_fields) >= cache.WITHOUT_EFFECT
 
 
-def test_a_share_above_its_limit_stops_before_training_and_keeps_the_set(prepare_cache):
+def test_a_share_above_its_limit_stops_before_training_and_keeps_the_set(prepare):
     texts = ["a>b", "a>bcdefgh", "c>d", "e>f"]
     keys = {"max_length": 5, "over_length": "truncate"}
     with pytest.raises(DataError, match=r"data\.train: 1 of 4 rows were cut or split .*max_truncated_rows allows 20"):
-        prepare_cache(texts, audit={"max_truncated_rows": 0.2}, **keys)
-    prepare_cache(texts, audit={"max_truncated_rows": 0.25}, **keys)
-    assert prepare_cache.encoded == 0
+        prepare(texts, audit={"max_truncated_rows": 0.2}, **keys)
+    prepare(texts, audit={"max_truncated_rows": 0.25}, **keys)
+    assert prepare.encoded == 0
 
 
-def test_the_progress_callback_gets_rows_done_and_total(prepare_cache, write_rows, make_section, monkeypatch):
+def test_the_progress_callback_gets_rows_done_and_total(prepare, write_rows, make_section, monkeypatch):
     monkeypatch.setattr(chunks, "ROWS_PER_CHUNK", 2)
     source = write_rows([{"text": "a>b"}] * 5, format="text")
     told = []
     prepare_set(
-        opened(source),
+        open_source(source, key="data.train", log=print),
         Encoding(encode_bytes, make_section(source), identity=IDENTITY),
         log=lambda _: None,
         on_progress=lambda *seen: told.append(seen),
@@ -556,8 +521,10 @@ class Processes:
                 waits.set()
 
         section = DataSection(train=self.source, max_length=64, cache_folder=str(self.tmp_path / "cache"))
-        prepared = prepare_set(opened(self.source), Encoding(encode, section, identity=IDENTITY), log=say)
-        self.done.put((name, prepared.fingerprint, texts_of_cache(prepared)))
+        prepared = prepare_set(
+            open_source(self.source, key="data.train", log=print), Encoding(encode, section, identity=IDENTITY), log=say
+        )
+        self.done.put((name, prepared.fingerprint, texts_of(prepared)))
 
 
 @pytest.fixture

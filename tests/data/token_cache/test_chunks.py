@@ -27,13 +27,6 @@ def assume_device(rows, encode, *, num_workers):
         return list(encoders.encode(rows))
 
 
-@pytest.fixture
-def only_workers(monkeypatch):
-    """Have nothing encoded in the main process, neither first nor while workers start."""
-    monkeypatch.setattr(chunks, "CHUNKS_BEFORE_WORKERS", 0)
-    monkeypatch.setattr(EncoderPool, "_is_worker_ready", lambda encoders: True)
-
-
 def test_a_chunk_is_full_by_rows_or_by_bytes(monkeypatch):
     monkeypatch.setattr(chunks, "ROWS_PER_CHUNK", 4)
     assert [len(chunk) for chunk in cut_into_chunks(rows(10))] == [4, 4, 2]

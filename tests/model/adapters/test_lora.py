@@ -91,17 +91,6 @@ def test_an_unknown_target_module_is_rejected_even_next_to_a_known_one(from_conf
         add_adapter(build(from_config()), LoraSection(**keys), AdapterContext(seed=1))
 
 
-def test_freeze_takes_patterns_and_counts_a_tied_weight_once(from_config, build):
-    model = build(from_config("llama tied"))
-    frozen = freeze(model, ["model.layers.0.*", "lm_head.*"])
-    assert "model.layers.0.mlp.up_proj.weight" in frozen
-    assert not model.model.embed_tokens.weight.requires_grad
-    size = measure_model(model)
-    assert size.num_parameters == model.num_parameters()
-    assert 0 < size.num_trained < size.num_parameters
-    assert size.lines[0].startswith(f"trained: {size.num_trained:,} of {size.num_parameters:,} parameters (")
-
-
 def test_freeze_rejects_a_pattern_without_a_match_and_a_model_without_trained_parameters(from_config, build):
     with pytest.raises(ModelError, match=r"no parameter matches `model\.layer\.0\.\*`\..* `model\.layers\.0"):
         freeze(build(from_config()), ["model.layer.0.*"])

@@ -27,10 +27,10 @@ from finetune.runtime.text.redact import (
 )
 from finetune.runtime.text.terminal import format_json, printable
 
-SECRETS = ("canary77", "ca7", "hunter", "7Zx+/=q", "correct horse battery")
-"""Of a length that is searched for, short ones, words, base64, and one with blanks."""
+SECRETS = ("canary77", "ca7", "7Zx+/=q", "correct horse battery")
+"""Of a length that is searched for, a short one, base64, and one with blanks."""
 
-NAMES = ("password", "hub-token", "api_key", "DB_PASS")
+NAMES = ("hub-token", "DB_PASS")
 
 
 def in_shell(command: str) -> str:
