@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, processors, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 
 from finetune.data.templates.chat_template import set_chat_template, stop_ids
+from tests.small_models import trained_bytes
 
 TEXTS = (
     "The quick brown fox jumps over the lazy dog, 12 times in 2026.",
@@ -45,14 +46,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 def make_tokenizer(*, bos: str | None = "<|begin|>", texts: Sequence[str] = TEXTS) -> PreTrainedTokenizerFast:
     """Return a byte-level BPE tokenizer with ChatML that begins texts with BOS if there is one."""
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>", *([bos] if bos else [])]
-    trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
-    )
-    backend.train_from_iterator([*texts] * 3, trainer)
+    backend = trained_bytes([*texts] * 3, special=special, size=400)
     if bos:
         backend.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, special.index(bos))]

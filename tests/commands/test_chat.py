@@ -16,6 +16,7 @@ from finetune.data.templates.chat_template import set_chat_template, stop_ids, t
 from finetune.data.templates.rendering import render
 from finetune.errors import UserError
 from finetune.model.tokenizer import train_or_load_tokenizer
+from tests.small_models import SMALL
 
 
 @pytest.fixture(scope="module")
@@ -29,14 +30,7 @@ def tokenizer(tmp_path_factory):
 
 def small_llama(tokenizer, *, max_position_embeddings=96):
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        max_position_embeddings=max_position_embeddings,
-    )
+    config = LlamaConfig(**SMALL, vocab_size=len(tokenizer), max_position_embeddings=max_position_embeddings)
     return LlamaForCausalLM(config)
 
 

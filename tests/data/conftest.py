@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from finetune.config.sections.data import DataSection, TrainingSourceSection
 from finetune.data.templates.chat_template import set_chat_template
 from finetune.data.token_cache import chunks
+from tests.small_models import byte_tokenizer
 
 SAID = [
     "What is two and two?",
@@ -28,15 +28,7 @@ def make_tokenizer() -> Callable[..., PreTrainedTokenizerFast]:
     """Return a function that trains a tokenizer on a few sentences."""
 
     def make(special: Sequence[str] = SPECIAL, **named: Any) -> PreTrainedTokenizerFast:
-        backend = Tokenizer(models.BPE())
-        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        backend.decoder = decoders.ByteLevel()
-        alphabet = pre_tokenizers.ByteLevel.alphabet()
-        trainer = trainers.BpeTrainer(
-            vocab_size=400, special_tokens=list(special), initial_alphabet=alphabet, show_progress=False
-        )
-        backend.train_from_iterator(SAID * 4, trainer)
-        return PreTrainedTokenizerFast(tokenizer_object=backend, **{"eos_token": "<|endoftext|>", **named})
+        return byte_tokenizer(SAID * 4, special=special, **{"eos_token": "<|endoftext|>", **named})
 
     return make
 

@@ -8,10 +8,11 @@ from functools import cache
 from itertools import islice
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer
 from transformers import AddedToken, PreTrainedTokenizerFast
 
 from tests.data.template_tokenizers import BEGIN, END, MARK
+from tests.small_models import trained_bytes
 
 DATA = next(
     (each / "shared" / "data" for each in Path(__file__).parents if (each / "shared" / "data").is_dir()), Path("absent")
@@ -134,17 +135,8 @@ KINDS = {
 
 @cache
 def _trained(marks):
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=2000 + len(marks),
-        special_tokens=[BEGIN, END, *marks],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    backend.train_from_iterator((text for row in gsm8k()[:2000] for text in row[:2]), trainer)
-    return backend.to_str()
+    texts = (text for row in gsm8k()[:2000] for text in row[:2])
+    return trained_bytes(texts, special=[BEGIN, END, *marks], size=2000 + len(marks)).to_str()
 
 
 def trained_tokenizer(template):

@@ -5,8 +5,8 @@ import re
 from pathlib import Path
 
 import numpy as np
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+
+from tests.small_models import byte_tokenizer
 
 MARK = re.compile(r"<[|\uff5c]?[^\s<>{}'\"=|\uff5c]+[|\uff5c]?>|\[/?[A-Z_]+\]")
 """What models write as one token, `<|im_end|>`, `<end_of_turn>`, `[INST]`; DeepSeek with a wide bar, U+FF5C."""
@@ -26,17 +26,7 @@ def shipped_templates():
 def tokenizer_for(template, **named):
     """Return a tokenizer with this template and single tokens for its marks, `<s>` and `</s>`."""
     marks = sorted(set(MARK.findall(template)) - {BEGIN, END})
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=258 + len(marks),
-        special_tokens=[BEGIN, END, *marks],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    backend.train_from_iterator([], trainer)
-    made = PreTrainedTokenizerFast(tokenizer_object=backend, **{"bos_token": BEGIN, "eos_token": END, **named})
+    made = byte_tokenizer(special=[BEGIN, END, *marks], **{"bos_token": BEGIN, "eos_token": END, **named})
     made.chat_template = template
     return made
 

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
@@ -18,6 +17,7 @@ from finetune.export.verify import verifier
 from finetune.model.loading.architecture import SpecialTokenIds
 from finetune.model.loading.load import load_model
 from finetune.runtime.parameters import InitContext
+from tests.small_models import byte_tokenizer
 from tests.verifier_server import use_server
 
 use_server(verifier)
@@ -44,13 +44,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_tokenizer(texts: Sequence[str]) -> PreTrainedTokenizerFast:
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>"]
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    backend.train_from_iterator(texts, trainers.BpeTrainer(special_tokens=special, initial_alphabet=alphabet))
-    made = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=special[0], pad_token=special[3])
+    made = byte_tokenizer(texts, special=special, size=30_000, pad_token=special[3])
     made.add_special_tokens({"additional_special_tokens": special[1:3]})
     set_chat_template(made, "chatml")
     return made

@@ -7,16 +7,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from finetune.config.sections.model import ModelSection
 from finetune.model.frozen_models import reference_identity, reference_is_base, reference_mode
+from tests.small_models import TINY
 
-CONFIG = LlamaConfig(
-    vocab_size=32,
-    hidden_size=16,
-    intermediate_size=32,
-    num_hidden_layers=1,
-    num_attention_heads=2,
-    num_key_value_heads=2,
-    initializer_range=0.3,
-)
+CONFIG = LlamaConfig(vocab_size=32, num_key_value_heads=2, initializer_range=0.3, **TINY)
 IDS = torch.tensor([[3, 4, 5, 6]])
 
 

@@ -27,15 +27,9 @@ from finetune.model.size import measure_model
 from finetune.model.tensor_parallel import _split_vocabulary, split_layers, splitting_problem
 from finetune.runtime.parallel import TensorGroup
 from finetune.runtime.processes import free_port
+from tests.small_models import TINY
 
-SIZES = {
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "vocab_size": 32,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
+SIZES = {**TINY, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 32}
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@ import copy
 import pytest
 import torch
 from peft import PeftModel
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from finetune.config.sections.model import (
@@ -19,6 +19,7 @@ from finetune.model.adapters.build import add_adapter
 from finetune.model.adapters.context import AdapterContext
 from finetune.model.tokenizer import add_embedding_rows, add_tokens, load_tokenizer, new_token_ids
 from finetune.runtime.parameters import InitContext
+from tests.small_models import byte_tokenizer
 
 TEXTS = ["the cat sat on the mat while another dog slept", "the dog ate the cat's hat", "naïve café\n\n\t漢字 🙂"]
 
@@ -151,17 +152,7 @@ OLDER = 300  # rows of the model, more than the tokenizer has tokens
 
 @pytest.fixture(scope="module")
 def plain_tokenizer():
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=OLDER,
-        special_tokens=["<|endoftext|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    backend.train_from_iterator([f"{a}{b} tool quo" for a in "abcdefgh" for b in "abcdefgh"], trainer)
-    made = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>")
+    made = byte_tokenizer([f"{a}{b} tool quo" for a in "abcdefgh" for b in "abcdefgh"], size=OLDER)
     assert len(made) == OLDER
     return made
 

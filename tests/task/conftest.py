@@ -2,25 +2,17 @@
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from finetune.config.sections.data import DataSection, TrainingSourceSection
 from finetune.data.templates.chat_template import set_chat_template
+from tests.small_models import SMALL, byte_tokenizer
 
 VOCABULARY_SIZE = 320
 CONFIGS = {
     "llama": (
         LlamaForCausalLM,
-        LlamaConfig(
-            vocab_size=VOCABULARY_SIZE,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            initializer_range=0.3,
-        ),
+        LlamaConfig(vocab_size=VOCABULARY_SIZE, num_key_value_heads=2, initializer_range=0.3, **SMALL),
     ),
     "gpt2": (
         GPT2LMHeadModel,
@@ -31,17 +23,8 @@ CONFIGS = {
 
 @pytest.fixture(scope="session")
 def tokenizer():
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY_SIZE,
-        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    backend.train_from_iterator(["What is two and two?", "Two and two is four."] * 4, trainer)
-    made = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>")
+    texts = ["What is two and two?", "Two and two is four."] * 4
+    made = byte_tokenizer(texts, special=["<|endoftext|>", "<|im_start|>", "<|im_end|>"], size=VOCABULARY_SIZE)
     set_chat_template(made, "chatml")
     return made
 

@@ -21,6 +21,7 @@ from finetune.data.features import LENGTHS_OF_SEQUENCES, Features
 from finetune.task.preference.answer_pairs import sequence_log_probabilities, split_by_sample
 from finetune.task.preference.dpo import REFERENCE
 from finetune.task.protocol import TaskContext, build_task
+from tests.small_models import SMALL
 
 pytest.importorskip("trl", reason="TRL is a package for tests")
 from trl import DPOTrainer, KTOTrainer, RewardTrainer
@@ -38,16 +39,7 @@ FIELDS = ("log_probs", "entropy", "mean_logits", "is_top1")
 @pytest.fixture(scope="module")
 def models():
     """Return a model and its reference, which is another one."""
-    config = LlamaConfig(
-        vocab_size=SIZE,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        initializer_range=0.3,
-        pad_token_id=PAD,
-    )
+    config = LlamaConfig(**SMALL, vocab_size=SIZE, num_key_value_heads=2, initializer_range=0.3, pad_token_id=PAD)
     torch.manual_seed(0)
     made = LlamaForCausalLM(config).eval(), LlamaForCausalLM(config).eval()
     for model in made:

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn.functional import cross_entropy
 from transformers import (
     AutoModelForCausalLM,
@@ -13,10 +12,10 @@ from transformers import (
     BitsAndBytesConfig,
     LlamaConfig,
     LlamaForCausalLM,
-    PreTrainedTokenizerFast,
 )
 from transformers.utils import is_bitsandbytes_available
 
+from tests.small_models import byte_tokenizer
 from tests.task_cases.case import Case
 from tests.task_cases.language import REST, conversations
 
@@ -44,18 +43,9 @@ NO_BITS_UNDER_ZERO3 = (
 def base_and_rows(folder: Path) -> None:
     """Write rows, a tokenizer of bytes with some words, a small model of random weights, and an adapter on it."""
     conversations(folder)
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=280,
-        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )
-    backend.train_from_iterator((folder / "train.jsonl").read_text().splitlines(), trainer)
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="<|endoftext|>", additional_special_tokens=["<|im_start|>", "<|im_end|>"]
-    )
+    texts = (folder / "train.jsonl").read_text().splitlines()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    tokenizer = byte_tokenizer(texts, special=special, size=280, additional_special_tokens=special[1:])
     tokenizer.save_pretrained(folder / "base")
     torch.manual_seed(5)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}

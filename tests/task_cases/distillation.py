@@ -5,13 +5,11 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from tests.small_models import byte_tokenizer
 from tests.task_cases.case import Case
 from tests.task_cases.language import REST, conversations
-
-SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>"]
 
 STUDENT = """
   from_config:
@@ -44,28 +42,12 @@ task: {{name: distillation, distillation: {{teacher: ./teacher, top_k: 8, cache:
 def teacher_and_rows(folder: Path) -> None:
     """Write the rows, and a teacher with a tokenizer of bytes."""
     conversations(folder)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: number for number, token in enumerate([*SPECIAL, *alphabet])}
-    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(SPECIAL)
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        eos_token="<|endoftext|>",
-        pad_token="<|pad|>",
-        additional_special_tokens=["<|im_start|>", "<|im_end|>"],
-    )
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>"]
+    tokenizer = byte_tokenizer(special=special, pad_token="<|pad|>", additional_special_tokens=special[1:3])
     tokenizer.save_pretrained(folder / "teacher")
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=24,
-        intermediate_size=48,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        initializer_range=0.3,
-    )
+    sizes = {"hidden_size": 24, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=len(tokenizer), initializer_range=0.3, **sizes)
     LlamaForCausalLM(config).save_pretrained(folder / "teacher")
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 from peft import PeftModel
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch.nn.functional import logsigmoid, sigmoid
 from transformers import (
     AutoConfig,
@@ -20,6 +19,7 @@ from transformers import (
 )
 
 from tests.small_job import WORDS
+from tests.small_models import SMALL, byte_tokenizer
 from tests.task_cases.case import LORA, Case
 
 CHATML = (
@@ -67,21 +67,13 @@ def prepare(folder: Path) -> None:
 
 def _save_base(folder: Path, texts: list[str]) -> None:
     special = ["<|pad|>", "<|im_start|>", "<|im_end|>"]
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=special, initial_alphabet=alphabet)
-    tokenizer.train_from_iterator(texts, trainer)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<|pad|>", eos_token="<|im_end|>")
+    fast = byte_tokenizer(texts, special=special, size=320, pad_token="<|pad|>", eos_token="<|im_end|>")
     fast.chat_template = CHATML
     fast.save_pretrained(folder)
     torch.manual_seed(0)
     config = LlamaConfig(
+        **SMALL,
         vocab_size=len(fast),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
         num_key_value_heads=2,
         tie_word_embeddings=True,
         max_position_embeddings=256,

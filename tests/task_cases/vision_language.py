@@ -6,16 +6,15 @@ from pathlib import Path
 
 import torch
 from PIL import Image
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn.functional import cross_entropy
 from transformers import (
     AutoModelForImageTextToText,
     AutoProcessor,
     CLIPImageProcessor,
     LlavaProcessor,
-    PreTrainedTokenizerFast,
 )
 
+from tests.small_models import byte_tokenizer
 from tests.task_cases.case import Case
 
 COLOURS = ["red", "green", "blue", "yellow", "white", "black"]
@@ -75,18 +74,10 @@ def row(chance: random.Random, folder: Path, name: str) -> dict:
 
 def processor() -> LlavaProcessor:
     """Return LLaVA's processor with a byte-level tokenizer and images of 16 x 16 pixels, 4 tokens each."""
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
+    texts = [*COLOURS, "which colors? say and user assistant"] * 4
     special = ["<|endoftext|>", "<|pad|>", "<|im_start|>", "<|im_end|>", "<image>"]
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    trainer = trainers.BpeTrainer(
-        vocab_size=320, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-    )
-    backend.train_from_iterator([*COLOURS, "which colors? say and user assistant"] * 4, trainer)
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token=special[0], pad_token=special[1], additional_special_tokens=special[2:]
-    )
+    named = {"pad_token": special[1], "additional_special_tokens": special[2:]}
+    tokenizer = byte_tokenizer(texts, special=special, size=320, **named)
     size = {"height": 16, "width": 16}
     pixels = CLIPImageProcessor(size=size, crop_size=size)
     return LlavaProcessor(

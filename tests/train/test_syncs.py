@@ -56,6 +56,7 @@ from finetune.train.plan import make_plan
 from finetune.train.step import StepCounts, take_step
 from finetune.train.stopping import StopRequest, StopSources
 from tests.devices import EVERY_DEVICE
+from tests.small_models import TINY
 
 WAITING = {
     "aten::_local_scalar_dense",  # item, bool, int and float of a tensor, wherever in torch
@@ -91,14 +92,7 @@ class Asked(TorchFunctionMode):
 def llama(attention: str) -> LlamaForCausalLM:
     register_per_sample()
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-    )
+    config = LlamaConfig(**{**TINY, "num_hidden_layers": 2}, vocab_size=64, num_key_value_heads=1)
     return LlamaForCausalLM._from_config(config, attn_implementation=attention)
 
 

@@ -3,8 +3,9 @@
 import json
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, PreTrainedTokenizerFast
+from transformers import LlamaConfig
+
+from tests.small_models import byte_tokenizer
 
 ROOT = Path(__file__).parents[3]
 TEMPLATE = "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>' }}{% endfor %}"
@@ -49,13 +50,9 @@ def write_job(folder: Path, *, template: str = TEMPLATE, rows: int = 200, last: 
     texts = [{"prompt": f"What is {n} plus {n % 9}?", "completion": f"It is {n + n % 9}."} for n in range(rows)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(each) + "\n" for each in texts) + last)
     (folder / "accelerate.yaml").write_text(ACCELERATE)
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     special = ["<pad>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"]
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=special, initial_alphabet=alphabet)
-    tokenizer.train_from_iterator([text for each in texts for text in each.values()], trainer)
-    saved = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<|end|>")
+    said = [text for each in texts for text in each.values()]
+    saved = byte_tokenizer(said, special=special, pad_token="<pad>", eos_token="<|end|>")
     saved.chat_template = template
     saved.save_pretrained(folder / "llama")
     sizes = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32}

@@ -23,6 +23,7 @@ from finetune.data.token_cache.chunks import Encoding
 from finetune.errors import DataError
 from finetune.task.protocol import TaskContext, build_task
 from tests.data.encoding.word_pieces import bert_tokenizer
+from tests.small_models import TINY
 
 LABELS = {"single_label": ["x", "y", "x", "z", "y"], "multi_label": [["x"], [], ["x", "y"], ["z"], ["y"]]}
 LABELS["regression"] = [0.5, -100.0, 2.0, 1.0, 0.0]
@@ -40,15 +41,7 @@ def task_of(kind, tokenizer, data, *, found=None, **section):
 def bert(num_labels):
     torch.manual_seed(0)
     return BertForSequenceClassification(
-        BertConfig(
-            vocab_size=14,
-            hidden_size=16,
-            intermediate_size=16,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_labels=num_labels,
-            initializer_range=0.5,
-        )
+        BertConfig(**TINY, vocab_size=14, num_labels=num_labels, initializer_range=0.5)
     ).eval()
 
 
@@ -130,15 +123,7 @@ def test_an_evaluation_has_neither_weights_nor_smoothing(data):
 DECODERS = {
     "llama": (
         LlamaForSequenceClassification,
-        LlamaConfig(
-            vocab_size=320,
-            hidden_size=16,
-            intermediate_size=16,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            initializer_range=0.5,
-        ),
+        LlamaConfig(**TINY, vocab_size=320, num_key_value_heads=2, initializer_range=0.5),
     ),
     "gpt2": (
         GPT2ForSequenceClassification,

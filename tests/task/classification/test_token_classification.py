@@ -14,6 +14,7 @@ from finetune.data.token_cache.chunks import Encoding
 from finetune.task.classification.text_classification import entity_metrics
 from finetune.task.protocol import TaskContext, build_task
 from tests.data.encoding.word_pieces import WORDS, bert_tokenizer
+from tests.small_models import TINY
 
 ROWS = [
     {"tokens": ["playing", "New", "York"], "tags": ["O", "B-LOC", "I-LOC"]},
@@ -40,15 +41,7 @@ def samples(task):
 @pytest.fixture
 def model():
     torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=14,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_labels=3,
-        initializer_range=1.0,
-    )
+    config = BertConfig(**TINY, vocab_size=14, num_labels=3, initializer_range=1.0)
     return BertForTokenClassification(config).eval()
 
 

@@ -10,15 +10,9 @@ from finetune.config.sections.task import EmbeddingSection, RerankingSection, Ta
 from finetune.task.embedding.embedding import EmbeddingTask
 from finetune.task.embedding.reranking import RerankingTask
 from finetune.task.protocol import TaskContext
+from tests.small_models import SMALL
 
-SIZES = {
-    "vocab_size": 320,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "initializer_range": 0.3,
-}
+SIZES = {**SMALL, "vocab_size": 320, "initializer_range": 0.3}
 
 ROWS = [
     {"anchor": "two and two", "positive": "four", "negatives": ["five"]},

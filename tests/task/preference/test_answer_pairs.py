@@ -16,6 +16,7 @@ from finetune.task.preference.answer_pairs import (
     split_by_sample,
     upper_half,
 )
+from tests.small_models import TINY
 from tests.task.pairs_of_words import ANSWERS, PAIRS, encoded, pair, task_of
 
 
@@ -71,12 +72,8 @@ def scorer(tokenizer, data):
     head = task_of(tokenizer, data, "reward").head_values
     torch.manual_seed(0)
     config = LlamaConfig(
+        **TINY,
         vocab_size=len(tokenizer),
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
         initializer_range=0.3,
         **head,
     )
