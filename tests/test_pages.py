@@ -64,7 +64,7 @@ INSTEAD = {
 """Keys of a section of which a job has one: the page's replaces the base's."""
 
 OTHER_PROGRAMS = {"apptainer", "cd", "curl", "docker", "echo", "git", "hf", "llama-cli", "llama-quantize", "mkdocs"} | {
-    *("mpirun", "mypy", "ollama", "printf", "pytest", "python3", "ruff", "srun", "vllm", "."),
+    *("mpirun", "mypy", "ollama", "printf", "pytest", "python3", "ruff", "srun", "vllm", ".")
 }
 
 

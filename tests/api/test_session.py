@@ -14,10 +14,7 @@ from tests.small_job import JOB, write_job
 
 PROGRAM = Path(__file__).with_name("session_program.py")
 SESSION_JOB = JOB.replace("runs/job", "runs/session")
-STRATEGIES = [
-    *("single", "zero3"),
-    *(pytest.param(name, marks=pytest.mark.full) for name in ("ddp", "fsdp2", "zero2")),
-]
+STRATEGIES = [*("single", "zero3"), *(pytest.param(name, marks=pytest.mark.full) for name in ("ddp", "fsdp2", "zero2"))]
 TOLERANCE = 1e-6
 TIMEOUT_SECONDS = 400.0
 

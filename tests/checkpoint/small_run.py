@@ -85,10 +85,7 @@ class Run:
 
     def find(self):
         return find_checkpoint(
-            self.folder,
-            resume=self.section.resume,
-            log=self.said.append,
-            checksum_of=self.checksums.checksum,
+            self.folder, resume=self.section.resume, log=self.said.append, checksum_of=self.checksums.checksum
         )
 
     def resume(self):

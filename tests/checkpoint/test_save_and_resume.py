@@ -156,8 +156,7 @@ def test_a_path_of_another_run_is_refused_where_this_one_has_checkpoints(folder,
 
 
 @pytest.mark.parametrize(
-    ("path", "message"),
-    [("checkpoints", "write one of them: step-000001"), ("nowhere", "no such folder")],
+    ("path", "message"), [("checkpoints", "write one of them: step-000001"), ("nowhere", "no such folder")]
 )
 def test_a_resume_path_that_is_not_a_checkpoint_is_an_error(folder, tmp_path, path, message):
     Run(folder).train(range(1))

@@ -24,8 +24,7 @@ def test_a_file_is_previewed_without_a_job(typed, calls):
 
 
 @pytest.mark.parametrize(
-    "words",
-    [(), ("rows.csv", "--from", 3), ("rows.csv", "--html", "x.html"), ("rows.csv", "--set", "a=1")],
+    "words", [(), ("rows.csv", "--from", 3), ("rows.csv", "--html", "x.html"), ("rows.csv", "--set", "a=1")]
 )
 def test_a_preview_is_of_a_job_or_of_a_file(typed, calls, words):
     code, _, error = typed("preview", *words)
@@ -67,7 +66,7 @@ def test_doctor_rejects_a_loader_measurement_combined_with_recorded_facts(typed,
 def test_a_loader_is_measured_of_a_job(typed, calls, job):
     assert typed("doctor", "--data", "--config", job, "--rounds", 3)[0] == 0
     assert calls.made == [
-        ("finetune.commands.doctor.data:examine_loader", (job, []), {"num_rounds": 3, "seconds": 0.5}),
+        ("finetune.commands.doctor.data:examine_loader", (job, []), {"num_rounds": 3, "seconds": 0.5})
     ]
 
 

@@ -13,11 +13,7 @@ from finetune.commands.launch.skypilot import SkypilotArguments
 from finetune.commands.launch.slurm import SlurmArguments
 
 ACCELERATE = Path(__file__).parents[2] / "accelerate_configs" / "ddp.yaml"
-COMMANDS = {
-    launch.slurm: SlurmArguments,
-    launch.kubernetes: KubernetesArguments,
-    launch.skypilot: SkypilotArguments,
-}
+COMMANDS = {launch.slurm: SlurmArguments, launch.kubernetes: KubernetesArguments, launch.skypilot: SkypilotArguments}
 
 
 @pytest.mark.parametrize("command", COMMANDS)

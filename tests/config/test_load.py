@@ -104,11 +104,7 @@ def test_a_key_written_twice_is_an_error_with_both_lines(job, complaints):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [
-        ("", "the file is empty"),
-        ("- a\n", "the file has no sections"),
-        ("just text\n", "the file has no sections"),
-    ],
+    [("", "the file is empty"), ("- a\n", "the file has no sections"), ("just text\n", "the file has no sections")],
 )
 def test_a_file_that_is_not_a_job_is_rejected_with_the_required_sections(complaints, text, message):
     (said,) = complaints(text=text)

@@ -11,13 +11,7 @@ ASKED = {"role": "user", "content": "Is it warm in Rome?"}
 def test_message_keys_read_only_by_templates_are_passed_on():
     turns = [
         ASKED,
-        {
-            "role": "assistant",
-            "content": "Yes.",
-            "reasoning_content": "It is Rome.",
-            "weight": 1,
-            "name": "weatherman",
-        },
+        {"role": "assistant", "content": "Yes.", "reasoning_content": "It is Rome.", "weight": 1, "name": "weatherman"},
     ]
     assert read_turns(turns, title="`messages`") == turns
 

@@ -8,13 +8,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from finetune.config.sections.model import (
-    Ia3Section,
-    LoraSection,
-    OftSection,
-    PrefixTuningSection,
-    PromptTuningSection,
-)
+from finetune.config.sections.model import Ia3Section, LoraSection, OftSection, PrefixTuningSection, PromptTuningSection
 from finetune.errors import TrainingError
 from finetune.model.adapters.build import add_adapter
 from finetune.model.adapters.context import AdapterContext

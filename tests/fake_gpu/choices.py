@@ -26,11 +26,7 @@ from tests.small_job import write_job
 
 FOLDER = Path(__file__).with_name("choices")
 
-LAUNCHES = {
-    "1 GPU": Launch(),
-    "8 GPUs, ddp": Launch("ddp", 1, 8),
-    "2 x 8 GPUs, fsdp2": Launch("fsdp2", 2, 8),
-}
+LAUNCHES = {"1 GPU": Launch(), "8 GPUs, ddp": Launch("ddp", 1, 8), "2 x 8 GPUs, fsdp2": Launch("fsdp2", 2, 8)}
 
 PRECISION = {"T4": "fp16"}
 """Where it is not bf16, which a T4 does not compute."""

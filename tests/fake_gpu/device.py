@@ -276,11 +276,7 @@ _NO_SCALARS = frozenset({"aten::mm", "aten::bmm", "aten::addmm", "aten::embeddin
 
 
 def _attention_of_samples(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    edges: Tensor,
-    *others: Any,
+    query: Tensor, key: Tensor, value: Tensor, edges: Tensor, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Stand in for flash attention, which torch has for GPUs alone: [tokens, heads, width], sample by sample."""
     *_, scale, window = others[:6]  # after its edges and lengths, and whether it is causal

@@ -26,7 +26,7 @@ LIMIT_SECONDS = 200.0
 """For an attempt; a hang is found after HANG_SECONDS, and a busy machine is several times slower than an idle one."""
 
 ACTIONS: Mapping[str, str] = {
-    **{"kill": "kill", "terminate": "terminate", "hang": "stop", "no space": "no_space", "bit rot": "flip"},
+    **{"kill": "kill", "terminate": "terminate", "hang": "stop", "no space": "no_space", "bit rot": "flip"}
 }
 """What a kind is called at a point, see finetune/runtime/supervision/heartbeat.py."""
 
@@ -179,10 +179,7 @@ class ChainRun:
     def _launch(self, attempt: Attempt, log: Path) -> Launched:
         log.parent.mkdir(parents=True, exist_ok=True)
         points = "; ".join(_at_point(fault) for fault in attempt.faults if fault.moment.point)
-        variables = {
-            **{VARIABLE: points, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_SECONDS)},
-            **self._environment,
-        }
+        variables = {**{VARIABLE: points, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_SECONDS)}, **self._environment}
         command = launch_command(self._job, attempt.place, overrides(self._chain, attempt.place), program=self._program)
         return Launched(command, log=log, environment=variables, is_cold=attempt.is_cold, ranks=attempt.place.ranks)
 

@@ -530,9 +530,7 @@ def continued(draw: st.DrawFn, ground: Ground) -> Case:
     given = ("--input", "prompts.jsonl", "--output", "out/a.jsonl", "--max-new-tokens", "2")
     folder = "out/.a.jsonl.parts"
     lines = b'{"row": 0, "answer": "red"}\n'
-    files: dict[str, Change] = {
-        f"{folder}/rank-00000.jsonl": draw(st.sampled_from(ODD) | damaged_lines(lines)),
-    }
+    files: dict[str, Change] = {f"{folder}/rank-00000.jsonl": draw(st.sampled_from(ODD) | damaged_lines(lines))}
     if draw(st.booleans()):
         files[f"{folder}/about.json"] = draw(st.sampled_from(ODD) | damaged_json(b'{"rows": "x", "seed": 0}'))
     return Case(("generate", "runs/job/final", *given), files)

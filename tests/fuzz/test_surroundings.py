@@ -104,12 +104,7 @@ def test_no_command_ends_with_a_traceback_in(around: str, ground: Ground):
 
 @pytest.mark.parametrize(
     ("redirection", "code", "message"),
-    [
-        (">&-", 0, ""),
-        ("2>&-", 0, ""),
-        ("> /dev/full", 2, "the disk is full"),
-        ("| true", CLOSED_PIPE, ""),
-    ],
+    [(">&-", 0, ""), ("2>&-", 0, ""), ("> /dev/full", 2, "the disk is full"), ("| true", CLOSED_PIPE, "")],
 )
 def test_a_closed_full_or_unread_output_gives_no_traceback(redirection: str, code: int, message: str):
     """`reference` writes more than a pipe holds; its reader is gone by then."""

@@ -99,12 +99,7 @@ def test_the_peak_of_a_planned_run_is_read_at_its_start(job, tmp_path, microbatc
     device = SimpleNamespace(type="cuda")
     accelerator = SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=None), device=device)
     predict = predict_memory(
-        config,
-        strategy_of(*ALL),
-        size=SIZE,
-        process_bytes=0,
-        accelerator=accelerator,
-        unsharded_gradient_bytes=BILLION,
+        config, strategy_of(*ALL), size=SIZE, process_bytes=0, accelerator=accelerator, unsharded_gradient_bytes=BILLION
     )
     plan = SimpleNamespace(num_batches=1, microbatch_size=microbatch_size)
     assert predict(plan).planned_bytes == planned

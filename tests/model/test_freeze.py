@@ -75,12 +75,7 @@ def llava(read):
     return AutoModelForImageTextToText.from_config(config)
 
 
-LAYERS = {
-    -1: [],
-    -2: ["encoder.layers.2"],
-    1: ["encoder.layers.1", "encoder.layers.2"],
-    (1, -2): ["encoder.layers.2"],
-}
+LAYERS = {-1: [], -2: ["encoder.layers.2"], 1: ["encoder.layers.1", "encoder.layers.2"], (1, -2): ["encoder.layers.2"]}
 
 
 @pytest.mark.parametrize("read", LAYERS)

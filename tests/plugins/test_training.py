@@ -141,14 +141,11 @@ def test_ranks_that_request_different_things_all_do_both_and_the_numbers_stay(jo
     assert evaluated == saved and saved in (2, 3)
 
 
-@pytest.mark.parametrize(
-    ("what", "found"),
-    [("mean()", "a tensor of shape [], which is a mean or a sum"), ("view(1, -1)", "a tensor of shape [1, ")],
-)
-def test_a_loss_that_returns_a_mean_or_another_shape_is_one_message(job, what, found):
-    (job.parent / "mine.py").write_text(MEAN.format(what=what))
+def test_a_loss_that_returns_a_mean_is_one_message(job):
+    (job.parent / "mine.py").write_text(MEAN.format(what="mean()"))
     ended = train(job, "plugins=[./mine.py]", "task.loss=mine")
     assert ended.returncode == 2
+    found = "a tensor of shape [], which is a mean or a sum"
     assert ended.stderr.startswith(f"error: the loss `mine` returned {found}") and len(ended.stderr.splitlines()) == 1
 
 

@@ -11,15 +11,7 @@ from finetune.report.console import (
     format_duration,
     format_metric_changes,
 )
-from finetune.report.events import (
-    Answered,
-    CheckpointSaved,
-    Evaluated,
-    Noted,
-    RunEnded,
-    StepSkipped,
-    Warned,
-)
+from finetune.report.events import Answered, CheckpointSaved, Evaluated, Noted, RunEnded, StepSkipped, Warned
 from finetune.runtime.resources import format_size
 
 

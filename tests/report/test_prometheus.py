@@ -15,14 +15,7 @@ from finetune.config.sections.report import ReportSection
 from finetune.errors import MissingPackage
 from finetune.report import prometheus
 from finetune.report.build import build_reporter
-from finetune.report.events import (
-    CheckpointSaved,
-    Evaluated,
-    Profiled,
-    RunEnded,
-    StepSkipped,
-    Warned,
-)
+from finetune.report.events import CheckpointSaved, Evaluated, Profiled, RunEnded, StepSkipped, Warned
 from finetune.report.gpu import COLUMNS
 from finetune.report.prometheus import PrometheusReporter
 from finetune.report.reporter import FanOut

@@ -148,21 +148,10 @@ def test_each_tracker_gets_the_run_name_entity_group_and_tags_as_its_own_argumen
         "comet_ml": {"workspace": "team"},
         "dvclive": {},
         "mlflow": {"run_name": "first", "tags": {"lora": "true", "8b": "true"}},
-        "swanlab": {
-            "experiment_name": "first",
-            "workspace": "team",
-            "group": "ablation",
-            "tags": ["lora", "8b"],
-        },
+        "swanlab": {"experiment_name": "first", "workspace": "team", "group": "ablation", "tags": ["lora", "8b"]},
         "tensorboard": {},
         "trackio": {"name": "first", "group": "ablation"},
-        "wandb": {
-            "dir": str(folder),
-            "name": "first",
-            "entity": "team",
-            "group": "ablation",
-            "tags": ["lora", "8b"],
-        },
+        "wandb": {"dir": str(folder), "name": "first", "entity": "team", "group": "ablation", "tags": ["lora", "8b"]},
     }
 
 

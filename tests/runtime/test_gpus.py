@@ -37,8 +37,7 @@ def test_a_gpu_is_found_by_the_names_that_it_goes_by(written: str, name: str):
 
 
 @pytest.mark.parametrize(
-    "other",
-    ["NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA H100 MIG 1g.10gb", "NVIDIA GeForce RTX 4090 D", ""],
+    "other", ["NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA H100 MIG 1g.10gb", "NVIDIA GeForce RTX 4090 D", ""]
 )
 def test_a_gpu_variant_with_other_specifications_is_not_mistaken_for_its_namesake(other: str):
     assert find_gpu(other) is None

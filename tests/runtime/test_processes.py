@@ -7,13 +7,7 @@ import sys
 
 import pytest
 
-from finetune.runtime.processes import (
-    ELASTIC_VARIABLE,
-    ForkBlockingSignals,
-    ignore_run_signals,
-    is_launcher,
-    launch_id,
-)
+from finetune.runtime.processes import ELASTIC_VARIABLE, ForkBlockingSignals, ignore_run_signals, is_launcher, launch_id
 
 CHILD = """
 import signal, sys

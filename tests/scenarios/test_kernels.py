@@ -15,10 +15,7 @@ LORA = "model.lora={rank: 4, alpha: 8, dropout: 0.1}"
 
 @pytest.mark.full
 @pytest.mark.distributed
-@pytest.mark.parametrize(
-    ("strategy", "method"),
-    [("ddp", "full"), ("fsdp2", "lora"), ("zero3", "full")],
-)
+@pytest.mark.parametrize(("strategy", "method"), [("ddp", "full"), ("fsdp2", "lora"), ("zero3", "full")])
 def test_a_run_with_kernels_has_the_losses_of_the_run_without(launch, strategy, method):
     overrides = [*FEW, *([LORA] if method == "lora" else [])]
     variables = {"TRITON_INTERPRET": "1"}

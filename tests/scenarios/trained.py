@@ -11,11 +11,7 @@ from finetune.run.train import train_from_config
 from finetune.runtime import distributed
 
 LORA = "model.lora={rank: 4, alpha: 8.0}"
-OVERRIDES = {
-    "full": (),
-    "lora": (LORA,),
-    "merged": (LORA, "export.merge=true"),
-}
+OVERRIDES = {"full": (), "lora": (LORA,), "merged": (LORA, "export.merge=true")}
 
 
 def stay(code, **_):

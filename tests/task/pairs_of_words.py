@@ -15,12 +15,7 @@ def turn(role: str, content: str) -> dict:
 
 def pair(chosen: str, rejected: str, **more) -> dict:
     prompt = [turn("user", "What is two and two?")]
-    return {
-        "prompt": prompt,
-        "chosen": [turn("assistant", chosen)],
-        "rejected": [turn("assistant", rejected)],
-        **more,
-    }
+    return {"prompt": prompt, "chosen": [turn("assistant", chosen)], "rejected": [turn("assistant", rejected)], **more}
 
 
 def judged(answer: str, is_good: bool) -> dict:

@@ -157,10 +157,7 @@ def sides(features: list[Features]) -> dict[str, torch.Tensor]:
             {"loss": "robust", "label_smoothing": 0.2},
             {"loss_types": ["robust"], "loss_weights": [1.0], "label_smoothing": 0.2},
         ),
-        (
-            {"loss": "sigmoid", "sft_weight": 0.5},
-            {"loss_types": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]},
-        ),
+        ({"loss": "sigmoid", "sft_weight": 0.5}, {"loss_types": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]}),
     ],
     ids=lambda value: "-".join(map(str, value.values())) if "loss" in value else "",
 )
@@ -235,13 +232,7 @@ def test_kto_is_that_of_trl_where_both_see_the_whole_batch(models, tokenizer, tu
     ]
     features = known(features, task, reference)
     trainer = trainer_of(
-        KTOTrainer,
-        model,
-        reference,
-        loss_type="kto",
-        calculate_KL=True,
-        desirable_weight=1.3,
-        undesirable_weight=0.7,
+        KTOTrainer, model, reference, loss_type="kto", calculate_KL=True, desirable_weight=1.3, undesirable_weight=0.7
     )
     batch = theirs(features, 0) | {f"KL_{name}": tensor for name, tensor in theirs(features, 1).items()}
     batch["label"] = torch.tensor(good)

@@ -79,11 +79,7 @@ def divergence(final: Path, folder: Path, *, top_k: int | None, temperature: flo
 
 CASES = (
     Case(
-        "distillation",
-        LIVE,
-        teacher_and_rows,
-        "divergence",
-        partial(divergence, top_k=None, temperature=2.0, beta=0.3),
+        "distillation", LIVE, teacher_and_rows, "divergence", partial(divergence, top_k=None, temperature=2.0, beta=0.3)
     ),
     Case(
         "distillation_cached",

@@ -9,10 +9,7 @@ from tests.task_cases.case import LORA, Case
 from tests.task_cases.language import SFT, conversations, loss_of_answers
 
 MERGED = (*LORA, "export.merge=true")
-TIED = (
-    "model.lora={rank: 4, alpha: 8.0, dora: true, modules_to_save: [lm_head]}",
-    "export.merge=true",
-)
+TIED = ("model.lora={rank: 4, alpha: 8.0, dora: true, modules_to_save: [lm_head]}", "export.merge=true")
 
 
 def loss_without_peft(final: Path, folder: Path) -> float:

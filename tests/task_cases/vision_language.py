@@ -7,12 +7,7 @@ from pathlib import Path
 import torch
 from PIL import Image
 from torch.nn.functional import cross_entropy
-from transformers import (
-    AutoModelForImageTextToText,
-    AutoProcessor,
-    CLIPImageProcessor,
-    LlavaProcessor,
-)
+from transformers import AutoModelForImageTextToText, AutoProcessor, CLIPImageProcessor, LlavaProcessor
 
 from tests.small_models import byte_tokenizer
 from tests.task_cases.case import Case

@@ -236,8 +236,7 @@ class SignallingTask(RegressionTask):
 
 
 @pytest.mark.parametrize(
-    ("number", "reason", "saved"),
-    [(signal.SIGTERM, "signal SIGTERM", [2]), (signal.SIGUSR1, "finished", [2, 3])],
+    ("number", "reason", "saved"), [(signal.SIGTERM, "signal SIGTERM", [2]), (signal.SIGUSR1, "finished", [2, 3])]
 )
 def test_a_signal_lets_its_step_finish_and_then_saves(number, reason, saved):
     note, events = ReceivedSignals(), []

@@ -129,10 +129,7 @@ def second_step(
         model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.1))
     settings = OptimizerSection(**section)
     optimizer = build_optimizer(
-        list_parameters(model),
-        settings,
-        learning_rate=0.1,
-        average=AverageSection(decay=0.5) if averages else None,
+        list_parameters(model), settings, learning_rate=0.1, average=AverageSection(decay=0.5) if averages else None
     )
     model, optimizer = accelerator.prepare(model, optimizer)
     assert isinstance(model, FSDPModule) == accelerator.is_fsdp2

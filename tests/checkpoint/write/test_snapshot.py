@@ -79,9 +79,7 @@ def test_a_refusal_of_the_driver_is_an_error(monkeypatch):
 def test_a_capture_pins_exactly_the_planned_buffers(tmp_path, monkeypatch):
     driver = Driver()
     monkeypatch.setattr(
-        writer,
-        "PinnedMemory",
-        lambda size: PinnedMemory(size, register=driver.register, unregister=driver.unregister),
+        writer, "PinnedMemory", lambda size: PinnedMemory(size, register=driver.register, unregister=driver.unregister)
     )
     run = Run(tmp_path, width=5000).train(range(1), save=False)
     source = SnapshotSource(run.access)

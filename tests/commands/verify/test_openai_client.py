@@ -128,11 +128,7 @@ def test_a_server_without_endpoints_for_tokens_and_rows_is_reported_as_not_compa
         assert served.text_ids("a") is None
         assert served.log_probabilities([1, 2]) is None
         assert served.ends_answer(0, ids=[1, 2]) is None
-    assert sorted(served.not_supported) == [
-        "log-probabilities of rows",
-        "tokens of texts",
-        "tokens that end an answer",
-    ]
+    assert sorted(served.not_supported) == ["log-probabilities of rows", "tokens of texts", "tokens that end an answer"]
 
 
 def test_a_server_that_ignores_forced_tokens_is_not_asked_for_stops(tmp_path):

@@ -96,10 +96,7 @@ EXPECTED = {
             "<|start|>assistant<|channel|>final<|message|>Six.<|return|>",
         ],
         ["<|start|>assistant<|channel|>final<|message|>Four.<|return|>"],
-        [
-            f"<|start|>assistant{OPENAI_CALL}",
-            "<|start|>assistant<|channel|>final<|message|>Four.<|return|>",
-        ],
+        [f"<|start|>assistant{OPENAI_CALL}", "<|start|>assistant<|channel|>final<|message|>Four.<|return|>"],
     ),
     "idefics3 idefics3_training smolvlm smolvlm_training": says(" ", "<end_of_utterance>", NO_TOOLS),
     "lfm2 lfm2_training": says("", "<|im_end|>", NO_CALLS),

@@ -38,12 +38,7 @@ HINTS = {
 DAMAGE = {
     "half a line": ("rows.jsonl", JSONL[:-6], {}, r"rows\.jsonl, line 2: not valid JSON"),
     "half a row": ("rows.csv", CSV[:-3], {}, r"rows\.csv, row 2 \(line 3\): has 1 fields, but the header has 2"),
-    "a row too long": (
-        "rows.csv",
-        CSV + b"3,c,d\n",
-        {},
-        r"row 3 \(line 4\): has 3 fields, but .* has 2. A comma",
-    ),
+    "a row too long": ("rows.csv", CSV + b"3,c,d\n", {}, r"row 3 \(line 4\): has 3 fields, but .* has 2. A comma"),
     "mixed delimiters": ("rows.csv", CSV + b"3;c\n", {}, r"row 3 \(line 4\): has 1 fields, but .* has 2"),
     "never closed": (
         "rows.csv",

@@ -61,10 +61,7 @@ ROWS = {
     "labelled": ({"text": "Good!", "label": 1}, {"text": "Good!", "label": 1}),
     "labelled with several labels": ({"text": "a", "label": ["x", "y"]}, {"text": "a", "label": ["x", "y"]}),
     "labelled with a number": ({"text": "a", "label": 0.5}, {"text": "a", "label": 0.5}),
-    "labelled pairs": (
-        {"text": "a", "text_pair": "b", "label": True},
-        {"text": "a", "label": True, "text_pair": "b"},
-    ),
+    "labelled pairs": ({"text": "a", "text_pair": "b", "label": True}, {"text": "a", "label": True, "text_pair": "b"}),
     "tagged": ({"tokens": ["Rio", "!"], "tags": ["B-LOC", "O"]}, {"tokens": ["Rio", "!"], "tags": ["B-LOC", "O"]}),
     "text": ({"text": "Once."}, {"text": "Once."}),
 }

@@ -19,10 +19,7 @@ ROWS = {
         {**GROUP, "negatives": ["n"]},
     ),
     "none": ({"anchor": "a", "positive": "p", "negative": "", "negatives": ""}, GROUP),
-    "scored": (
-        {"sentence1": "a", "sentence2": "b", "score": "0.5"},
-        {"text": "a", "text_pair": "b", "score": 0.5},
-    ),
+    "scored": ({"sentence1": "a", "sentence2": "b", "score": "0.5"}, {"text": "a", "text_pair": "b", "score": 0.5}),
 }
 
 

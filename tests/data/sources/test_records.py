@@ -40,10 +40,7 @@ def test_lists_on_the_way_are_joined_and_their_other_values_added(tmp_path):
 
 
 REFUSED = {
-    "is one object.*seem to be in `data.items`. Write `records: data.items`": (
-        {"data": {"items": ITEMS}},
-        {},
-    ),
+    "is one object.*seem to be in `data.items`. Write `records: data.items`": ({"data": {"items": ITEMS}}, {}),
     "it contains no list of objects": ({"a": 1, "b": [1, 2]}, {}),
     "there is no `dta` in the file. Lists of objects are in `data`": ({"data": ITEMS}, {"records": "dta"}),
     "`records: data` is not a list of objects. Lists of objects are in `data.items`": (

@@ -80,10 +80,7 @@ BAD = [
     ({"text": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"}, "line 1: maximum recursion depth"),
     ({"text": "{{ tags | random }}"}, "text, line 1: not valid Jinja: No filter named 'random'"),
     ({"text": "\n{% if %}"}, r"data.train.template.text, line 2: not valid Jinja"),
-    (
-        {"messages": "[{{ question }}]"},
-        r"template of `messages` is text that is not JSON: .*\('\[2 \+ 2",
-    ),
+    ({"messages": "[{{ question }}]"}, r"template of `messages` is text that is not JSON: .*\('\[2 \+ 2"),
     ({"messages": "{{ 1 }}"}, "the result of the template of `messages` must be a list of turns"),
     ({"text": [{"role": "user"}]}, "the result of the template of `text` must be text"),
 ]

@@ -131,14 +131,7 @@ def pool_of_delivery(samples, *, num=NUM_ROWS):
 
 def batches(pool, section, **how):
     loader = train_loader(
-        pool,
-        collate,
-        global_batch_size=STEP,
-        microbatch_size=2,
-        first_step=0,
-        num_steps=2,
-        section=section,
-        **how,
+        pool, collate, global_batch_size=STEP, microbatch_size=2, first_step=0, num_steps=2, section=section, **how
     )
     return list(loader)
 

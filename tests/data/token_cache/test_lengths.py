@@ -107,12 +107,7 @@ def test_ends_are_cut_from_each_answer_that_is_too_long():
         (SequencesLengthLimit(5, "truncate"), (1, 4), 1, 0),
         (SequencesLengthLimit(3, "truncate"), (1, 4), 0, 1),  # the prompt alone is left
         (SequencesLengthLimit(5, "truncate", "start"), (1, 4), 0, 0),
-        (
-            SequencesLengthLimit(3, "truncate", "start"),
-            (3, 5),
-            0,
-            1,
-        ),  # the other is all cut off
+        (SequencesLengthLimit(3, "truncate", "start"), (3, 5), 0, 1),  # the other is all cut off
         (SequencesLengthLimit(4, "truncate", "start"), (5, 5), 1, 0),
     ],
 )

@@ -4,13 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from finetune.config.sections.model import (
-    Ia3Section,
-    LoraSection,
-    OftSection,
-    PrefixTuningSection,
-    PromptTuningSection,
-)
+from finetune.config.sections.model import Ia3Section, LoraSection, OftSection, PrefixTuningSection, PromptTuningSection
 from finetune.errors import ModelError
 from finetune.model.adapters.build import add_adapter
 from finetune.model.adapters.context import AdapterContext
@@ -106,10 +100,7 @@ IN_THE_MODEL = {
     "ia3": IA3,
     "oft": OftSection(block_size=8),
 }
-BEFORE_THE_TEXT = {
-    "prompt": PromptTuningSection(num_tokens=3),
-    "prefix": PrefixTuningSection(num_tokens=3),
-}
+BEFORE_THE_TEXT = {"prompt": PromptTuningSection(num_tokens=3), "prefix": PrefixTuningSection(num_tokens=3)}
 
 
 def trained(model):

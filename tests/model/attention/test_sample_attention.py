@@ -147,8 +147,7 @@ def test_a_decoder_reads_its_class_at_the_last_token_of_each_text(kind):
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    ("kind", "values"),
-    [("modernbert", {"classifier_pooling": "mean"}), ("eurobert", {"classifier_pooling": "mean"})],
+    ("kind", "values"), [("modernbert", {"classifier_pooling": "mean"}), ("eurobert", {"classifier_pooling": "mean"})]
 )
 def test_a_mean_over_the_text_is_that_of_a_padded_batch(kind, values):
     ours, theirs = models(kind, AutoModelForSequenceClassification, **values)

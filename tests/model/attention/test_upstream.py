@@ -193,12 +193,7 @@ def test_a_scan_runs_over_groups_of_similar_length_in_blocks_no_longer_than_they
 
 @pytest.mark.parametrize(
     ("lengths", "groups"),
-    [
-        ((5,), [[0]]),
-        ((9, 9, 9), [[0, 1, 2]]),
-        ((1, 17, 18), [[2, 1], [0]]),
-        ((100, 76, 74, 400), [[3], [0, 1], [2]]),
-    ],
+    [((5,), [[0]]), ((9, 9, 9), [[0, 1, 2]]), ((1, 17, 18), [[2, 1], [0]]), ((100, 76, 74, 400), [[3], [0, 1], [2]])],
 )
 def test_a_group_pads_no_more_than_a_quarter_or_a_few_tokens(lengths, groups):
     assert group_by_length(lengths) == groups

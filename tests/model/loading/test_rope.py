@@ -162,10 +162,7 @@ REFUSED = {
     "recurrent_gemma": ({}, r"^model\.rope_scaling: `recurrent_gemma` has no `max_position_embeddings`"),
     "gemma4_text": ({}, r"^model\.rope_scaling: `gemma4_text` rotates only a part of each head .*has no `yarn`"),
     "phi3": ({}, r"^model\.rope_scaling: .*Missing required keys .*`phi3` treats `rope_type: yarn` as `longrope`"),
-    "trained_with_yarn": (
-        {"factor": 2.0},
-        r"^model\.rope_scaling: 64 positions x 2 = 128, but the model already has",
-    ),
+    "trained_with_yarn": ({"factor": 2.0}, r"^model\.rope_scaling: 64 positions x 2 = 128, but the model already has"),
 }
 
 

@@ -38,14 +38,7 @@ def main() -> None:
     context = validate(load_config(Path(job), overrides))
     data = prepare_data(context)
     accelerator = make_accelerator(context.config, context.strategy, log=context.log)
-    prepare_model(
-        context.config,
-        context.strategy,
-        data,
-        accelerator=accelerator,
-        log=context.log,
-        trains=False,
-    )
+    prepare_model(context.config, context.strategy, data, accelerator=accelerator, log=context.log, trains=False)
     if distributed.is_main():
         atomic.write_json(Path(file), group_timeouts())
     distributed.shut_down(0)

@@ -284,11 +284,7 @@ ENDS = [
         ("stopped", "signal SIGTERM", 143),
     ),
     ({"state": "stopped", "reason": "time limit", "exit_code": 0}, status("stopped"), ("stopped", "time limit", 0)),
-    (
-        {"state": "stopped", "reason": "signal SIGINT", "exit_code": 130},
-        {},
-        ("interrupted", "signal SIGINT", 130),
-    ),
+    ({"state": "stopped", "reason": "signal SIGINT", "exit_code": 130}, {}, ("interrupted", "signal SIGINT", 130)),
     (None, status("stopped", reason="interrupted", exit_code=130), ("interrupted", "interrupted", 130)),
     (
         {"state": "stopped", "reason": "checkpoint failed", "exit_code": 1},

@@ -100,10 +100,7 @@ def test_every_kind_of_task_balances_its_experts_over_the_step(launch, job, task
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (
-            ["train.router_aux_loss=0.1"],
-            "train.router_aux_loss: `llama` has no routers: it is not a mixture of",
-        ),
+        (["train.router_aux_loss=0.1"], "train.router_aux_loss: `llama` has no routers: it is not a mixture of"),
         (["report.expert_load=true"], "report.expert_load: `llama` has no routers"),
         (
             ["train.router_aux_loss=auto", model("glm4_moe")],

@@ -16,7 +16,7 @@ SIZE = {
     "cpu": [],
     "cuda": [
         "model.from_config.values={hidden_size: 1024, intermediate_size: 2816, num_hidden_layers: 4, "
-        "num_attention_heads: 8, num_key_value_heads: 2}",
+        "num_attention_heads: 8, num_key_value_heads: 2}"
     ],
 }
 PRECISION = {"cpu": ("fp32", "float32"), "cuda": ("bf16", "bfloat16")}

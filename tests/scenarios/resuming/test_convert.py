@@ -10,12 +10,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from finetune.checkpoint.read.load import open_checkpoint
 from finetune.commands import convert
-from finetune.commands.convert import (
-    convert_from,
-    convert_to,
-    require_accelerate_folder,
-    require_intact_archives,
-)
+from finetune.commands.convert import convert_from, convert_to, require_accelerate_folder, require_intact_archives
 from finetune.errors import CheckpointError, UserError
 from finetune.strategy.protocol import Expected
 from tests import launching

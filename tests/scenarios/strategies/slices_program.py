@@ -80,9 +80,9 @@ def compare(kind):
     counts = torch.tensor([[each.num_targets, each.num_tokens, len(each.counted_ids)] for each in slices]).sum(dim=0)
     for each in (found, counts):
         dist.all_reduce(each)
-    assert counts.tolist() == [
-        *(sum(each.num_targets for each in rows), sum(map(sum, ROWS)), sum(map(len, ROWS))),
-    ], counts
+    assert counts.tolist() == [*(sum(each.num_targets for each in rows), sum(map(sum, ROWS)), sum(map(len, ROWS)))], (
+        counts
+    )
     parts = gradients(model)
     farthest = 0.0
     for name, wanted_gradient in whole.items():

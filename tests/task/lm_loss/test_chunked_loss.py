@@ -24,8 +24,7 @@ CHUNK_MEGABYTES = {"cpu": 67.2, "cuda": 512.0}
 """What docs/concepts/speed.md says; 64 MiB are 67.1 MB."""
 
 MEASURED = pytest.mark.parametrize(
-    ("vocabulary", "hidden"),
-    [(50_021, 32), (100_003, 16), pytest.param(8_192, 64, id="as many rows as there may be")],
+    ("vocabulary", "hidden"), [(50_021, 32), (100_003, 16), pytest.param(8_192, 64, id="as many rows as there may be")]
 )
 
 

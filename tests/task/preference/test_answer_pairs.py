@@ -71,12 +71,7 @@ def test_log_probabilities_of_both_halves_of_a_batch_equal_those_of_the_whole(mo
 def scorer(tokenizer, data):
     head = task_of(tokenizer, data, "reward").head_values
     torch.manual_seed(0)
-    config = LlamaConfig(
-        **TINY,
-        vocab_size=len(tokenizer),
-        initializer_range=0.3,
-        **head,
-    )
+    config = LlamaConfig(**TINY, vocab_size=len(tokenizer), initializer_range=0.3, **head)
     return LlamaForSequenceClassification(config).eval()
 
 
