@@ -30,7 +30,11 @@ def tokenizer(tmp_path_factory):
 
 def small_llama(tokenizer, *, max_position_embeddings=96):
     torch.manual_seed(0)
-    config = LlamaConfig(**SMALL, vocab_size=len(tokenizer), max_position_embeddings=max_position_embeddings)
+    config = LlamaConfig(
+        **{**SMALL, "num_hidden_layers": 1, "num_attention_heads": 2},
+        vocab_size=len(tokenizer),
+        max_position_embeddings=max_position_embeddings,
+    )
     return LlamaForCausalLM(config)
 
 

@@ -25,6 +25,7 @@ from finetune.task.protocol import TaskContext, build_task
 from tests.data.encoding.word_pieces import bert_tokenizer
 from tests.small_models import TINY
 
+SIZES = {**TINY, "intermediate_size": 16}
 LABELS = {"single_label": ["x", "y", "x", "z", "y"], "multi_label": [["x"], [], ["x", "y"], ["z"], ["y"]]}
 LABELS["regression"] = [0.5, -100.0, 2.0, 1.0, 0.0]
 TEXTS = ["a", "b c d", "playing", "a b", "new york !"]
@@ -41,7 +42,7 @@ def task_of(kind, tokenizer, data, *, found=None, **section):
 def bert(num_labels):
     torch.manual_seed(0)
     return BertForSequenceClassification(
-        BertConfig(**TINY, vocab_size=14, num_labels=num_labels, initializer_range=0.5)
+        BertConfig(**SIZES, vocab_size=14, num_labels=num_labels, initializer_range=0.5)
     ).eval()
 
 
@@ -123,7 +124,7 @@ def test_an_evaluation_has_neither_weights_nor_smoothing(data):
 DECODERS = {
     "llama": (
         LlamaForSequenceClassification,
-        LlamaConfig(**TINY, vocab_size=320, num_key_value_heads=2, initializer_range=0.5),
+        LlamaConfig(**SIZES, vocab_size=320, num_key_value_heads=2, initializer_range=0.5),
     ),
     "gpt2": (
         GPT2ForSequenceClassification,

@@ -41,7 +41,7 @@ def samples(task):
 @pytest.fixture
 def model():
     torch.manual_seed(0)
-    config = BertConfig(**TINY, vocab_size=14, num_labels=3, initializer_range=1.0)
+    config = BertConfig(**{**TINY, "intermediate_size": 16}, vocab_size=14, num_labels=3, initializer_range=1.0)
     return BertForTokenClassification(config).eval()
 
 
