@@ -9,7 +9,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.data.features import Features
 from finetune.errors import ModelError
@@ -18,6 +18,7 @@ from finetune.model.attention.implementation import (
     attend_sample_by_sample,
     check_isolation,
     default_attention,
+    register_per_sample,
     requested_attention,
     require_position_ids,
 )
@@ -269,13 +270,50 @@ def test_a_gpu_without_a_varlen_kernel_is_warned_about(monkeypatch, found, said)
     assert said is not None or "no varlen kernel supports attention sinks" in of_sinks
 
 
-MODELS = ("llama", "qwen3", "mistral", "gemma2", "gemma3_text", "gpt2")
+SMALL = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "initializer_range": 0.3,
+}
+TOKENS = {"bos_token_id": 0, "eos_token_id": 0}
+GPT2 = {
+    "vocab_size": 97,
+    "n_embd": 32,
+    "n_layer": 3,
+    "n_head": 4,
+    "n_positions": 24,
+    "initializer_range": 0.3,
+    **TOKENS,
+}
+MODELS = {
+    "llama": SMALL,
+    "qwen3": SMALL,
+    "mistral": {**SMALL, "sliding_window": 6},
+    "gemma2": {**SMALL, "sliding_window": 6, "query_pre_attn_scalar": 8},
+    "gemma3_text": {**SMALL, "sliding_window": 6, "query_pre_attn_scalar": 8},
+    "gpt2": GPT2,
+}
 ON_CPU = [
     *((kind, "eager") for kind in MODELS),
     *((kind, "sdpa") for kind in MODELS if kind != "gemma2"),
     *((kind, "per_sample") for kind in MODELS),
 ]
 """Gemma 2 caps its attention scores, which sdpa cannot; gpt2 has no flex attention in transformers."""
+SAMPLE_LENGTHS = (11, 3, 17, 2, 1, 8)
+
+
+def build(kind, attention):
+    register_per_sample()
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **MODELS[kind])
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+    assert model.config._attn_implementation == attention
+    return model
 
 
 def samples_isolation():
@@ -284,7 +322,7 @@ def samples_isolation():
         Features(
             {"input_ids": draw.integers(0, 97, length).astype(np.uint32), "is_target": draw.random(length) < 0.7}, n
         )
-        for n, length in enumerate(LENGTHS)
+        for n, length in enumerate(SAMPLE_LENGTHS)
     ]
 
 
@@ -311,7 +349,7 @@ def assert_each_is_as_alone(model, row, alone):
 
 @pytest.mark.parametrize(("kind", "attention"), ON_CPU)
 def test_a_sample_in_a_row_is_the_sample_alone(kind, attention):
-    model, row = tiny_model(kind, attention), collate_padding_free(samples_isolation())
+    model, row = build(kind, attention), collate_padding_free(samples_isolation())
     alone = [collate_padded([each], pad_id=0) for each in samples_isolation()]
     assert_each_is_as_alone(model, row, alone)
     together, apart = gradients(model, [row]), gradients(model, alone)
@@ -323,7 +361,7 @@ def test_a_sample_in_a_row_is_the_sample_alone(kind, attention):
 def test_flex_attention_isolates_samples(kind):
     """Only its forward pass runs on a CPU; the backward pass uses the same mask."""
     assert_each_is_as_alone(
-        tiny_model(kind, "flex_attention"),
+        build(kind, "flex_attention"),
         collate_padding_free(samples_isolation()),
         [collate_padded([each], pad_id=0) for each in samples_isolation()],
     )
@@ -339,12 +377,16 @@ def prove(model):
 
 @pytest.mark.parametrize(("kind", "attention"), ON_CPU)
 def test_models_that_isolate_samples_are_accepted(kind, attention):
-    prove(tiny_model(kind, attention))
+    prove(build(kind, attention))
 
 
 def test_a_recurrent_model_without_sample_isolation_is_rejected_by_name():
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(tiny_config("qwen3_next")).eval()
+    kinds = ["linear_attention", "full_attention"]
+    linear = {"linear_num_key_heads": 2, "linear_num_value_heads": 2}
+    heads = {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
+    values = {**SMALL, **linear, **heads, "num_hidden_layers": 2, "layer_types": kinds, "num_experts": 0}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_next", **values)).eval()
     with pytest.raises(ModelError) as refused:
         prove(model)
     said = str(refused.value)
@@ -354,7 +396,7 @@ def test_a_recurrent_model_without_sample_isolation_is_rejected_by_name():
 
 
 def test_a_model_that_ignores_positions_is_refused():
-    model = tiny_model("gpt2", "sdpa")
+    model = build("gpt2", "sdpa")
     given = model.forward
 
     def from_zero_to_end(position_ids, input_ids, **others):
@@ -373,11 +415,9 @@ def test_positions_that_are_not_reset_between_samples_are_detected():
         return table[:num_tokens]
 
     with pytest.raises(ModelError, match="its positions are not reset"):
-        check_isolation(
-            by_place_in_the_row, config=tiny_model("gpt2", "sdpa").config, vocabulary_size=97, is_half=False
-        )
+        check_isolation(by_place_in_the_row, config=build("gpt2", "sdpa").config, vocabulary_size=97, is_half=False)
 
 
 def test_a_model_without_positions_is_refused_before_any_forward_pass():
     with pytest.raises(ModelError, match="`gpt2` does not support packed samples: it has no `position_ids` argument"):
-        require_position_ids(frozenset({"input_ids", "attention_mask"}), config=tiny_model("gpt2", "sdpa").config)
+        require_position_ids(frozenset({"input_ids", "attention_mask"}), config=build("gpt2", "sdpa").config)
