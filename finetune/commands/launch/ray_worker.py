@@ -214,7 +214,8 @@ def _run_rank(job: RankJob, ranks: Ranks, attempt: Attempt, control: "_Control",
     if (code in _OVER and not is_away) or was_stopped:
         control.finish(code)
         return code
-    failure = RankFailed(f"rank {ranks.rank} ended with exit code {code}: {end.reason or 'it was killed'}")
+    reason = end.reason or ("it was killed" if code > 128 else "its last lines say why")
+    failure = RankFailed(f"rank {ranks.rank} ended with exit code {code}: {reason}")
     print(f"finetune: {failure}", flush=True)
     raise failure
 
