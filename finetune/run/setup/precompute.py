@@ -49,6 +49,7 @@ from finetune.run.setup.prepared_model import PreparedModel
 from finetune.runtime import distributed
 from finetune.runtime.distributed import run_on_rank_0
 from finetune.runtime.files.atomic import temporary_path
+from finetune.runtime.parallel import tensor_group
 from finetune.runtime.supervision.heartbeat import keep_alive
 from finetune.strategy.upstream import unsharded
 from finetune.task.distillation import DistillationTask
@@ -213,19 +214,22 @@ class _Precomputation:
         return time.monotonic() - started
 
     def _score_samples(self, key: str, source: TokenCache, *, writing: "_StagedWriter") -> None:
-        """Share the samples among the ranks, round by round, and have rank 0 write their values. Collective."""
-        size, logged_at = self._microbatch_size(source), time.monotonic()
-        for start in range(0, len(source), size * distributed.world()):
-            first = start + distributed.rank() * size
+        """Share the samples among the ranks, round by round, and have rank 0 write their values. Collective.
+
+        Ranks that share layers score the same samples.
+        """
+        size, logged_at, group = self._microbatch_size(source), time.monotonic(), tensor_group()
+        for start in range(0, len(source), size * group.num_groups):
+            first = start + group.number * size
             features = [source.intact(index) for index in range(first, min(first + size, len(source)))]
             batch = self.task.collate(features) if features else self.task.dummy_batch(source[0])
             values = self.precomputed.compute(self.scorer.model(), batch.to(self.prepared.accelerator.device))
-            gathered = distributed.gather_objects(list(values[: len(features)]))
+            gathered = distributed.gather_objects(list(values[: len(features)]))[:: group.size]
             writing.append([values_of_sample for of_rank in gathered for values_of_sample in of_rank])
             keep_alive()
             if time.monotonic() - logged_at > _SECONDS_BETWEEN_LOG_LINES:
                 logged_at = time.monotonic()
-                done = min(start + size * distributed.world(), len(source))
+                done = min(start + size * group.num_groups, len(source))
                 self.log(f"{key}: {self.precomputed.title}: {done:,} of {len(source):,} samples")
 
     def _microbatch_size(self, source: TokenCache) -> int:

@@ -174,8 +174,9 @@ _NOT_IN_SLICES: _JobLimits = (
 _NOT_IN_TENSOR_PARALLEL: _JobLimits = (
     (
         "task.name",
-        lambda config: config.task.name not in ("pretrain", "sft"),
-        "only `pretrain` and `sft` were compared with one process. Launch with accelerate_configs/fsdp2.yaml.",
+        lambda config: config.task.name not in ("pretrain", "sft", "preference"),
+        "only `pretrain`, `sft` and `preference` were compared with one process. Launch with "
+        "accelerate_configs/fsdp2.yaml.",
     ),
     (
         "model",

@@ -1,6 +1,7 @@
 """Ranks that share the matrices of every layer train as one process does."""
 
 import json
+import random
 import sys
 from functools import partial
 
@@ -9,8 +10,10 @@ import torch
 from safetensors.torch import load_file
 
 from finetune.model.tensor_parallel import TENSOR_PARALLEL_TYPES
+from finetune.registry.losses import PREFERENCE_LOSSES
 from tests import launching
 from tests.scenarios.conftest import Ended, launch_in_turn
+from tests.small_job import reversal, write_rows
 
 pytestmark = pytest.mark.distributed
 full = pytest.mark.full
@@ -173,6 +176,40 @@ def test_dropout_noise_dora_and_router_losses_are_those_of_the_same_data_ranks_w
         assert exported.keys() == expected.keys()
         for key, tensor in expected.items():
             torch.testing.assert_close(exported[key], tensor, rtol=0, atol=1e-4, msg=f"{name}: {key}")
+
+
+@full
+def test_every_preference_loss_has_the_values_of_one_process(job, tmp_path):
+    """All weights and LoRA, whose reference is the model without adapters, on two ranks; LoRA on two groups of two."""
+    chance = random.Random(3)
+    for name, count in (("pairs.jsonl", 48), ("held_out_pairs.jsonl", 7)):
+        rows = [reversal(chance)["messages"] for _ in range(count)]
+        write_rows(
+            tmp_path / name,
+            (
+                {"prompt": [ask], "chosen": [answer], "rejected": [{**answer, "content": f"{answer['content']} red"}]}
+                for ask, answer in rows
+            ),
+        )
+    data = (
+        f"data.train={{path: {tmp_path}/pairs.jsonl}}",
+        f"data.validation={{path: {tmp_path}/held_out_pairs.jsonl}}",
+    )
+    settings = ("train.steps=4", "train.microbatch_size=2", "evaluate.every_steps=4", "task={name: preference}")
+    noisy = {"robust": ["task.preference.label_smoothing=0.1"]}
+    jobs = {
+        f"{loss}-{method}": [*settings, *data, f"task.preference.loss={loss}", *noisy.get(loss, []), *words]
+        for loss in PREFERENCE_LOSSES.choices
+        for method, words in (("full", ("train.learning_rate=5e-3",)), ("lora", (LORA[0],)))
+    }
+    assert len(jobs) == 2 * len(PREFERENCE_LOSSES.choices) >= 18
+    alone = train_all(job, jobs, "alone", tmp_path)
+    adapters = {name: words for name, words in jobs.items() if name.endswith("lora")}
+    for runs in (train_all(job, jobs, "split", tmp_path), train_all(job, adapters, "sharded", tmp_path)):
+        for name, run in runs.items():
+            assert_equal(run, alone[name])
+            for metric, value in alone[name].last_metrics().items():
+                assert run.last_metrics()[metric] == pytest.approx(value, abs=1e-4), f"{name}: {metric}"
 
 
 @full
