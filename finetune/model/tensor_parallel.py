@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module, distribute_tensor
@@ -157,6 +158,7 @@ def _split_vocabulary(model: Any, mesh: DeviceMesh) -> str | None:
         return f"{num_ranks} ranks cannot share {size:,} tokens evenly"
     is_tied = head.weight is embedding.weight
     for module in (embedding, head):
+        _receive(module, mesh)
         for name in dict(module.named_parameters()):
             _split_parameter(module, name, mesh, Shard(0))
     if is_tied:
@@ -177,6 +179,14 @@ def _split_vocabulary(model: Any, mesh: DeviceMesh) -> str | None:
 
     embedding.forward = forward
     return None
+
+
+def _receive(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Replace the values of parameters that are not split by those of rank 0, on the mesh's device. Collective."""
+    for parameter in module.parameters():
+        if not isinstance(parameter, DTensor):
+            parameter.data = parameter.data.to(mesh.device_type)
+            dist.broadcast(parameter.data, src=0)
 
 
 def _split_parameter(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
@@ -242,9 +252,11 @@ def splitting_problem(config: Any, size: int) -> str | None:
 
 
 def split_layers(model: Any, group: TensorGroup) -> str:
-    """Split a transformers model over the group, in place, and return what was split; ranks have the same weights."""
+    """Split a transformers model over the group, in place, and return what was split. Collective.
+
+    All ranks of the run get the weights of rank 0, whatever theirs are: only a module's are whole on them at a time.
+    """
     assert group.mesh is not None, "a group of several ranks is open"
-    styles: dict[str, ParallelStyle] = {}
     for name, module, style in list(_styles_of(model)):
         layer, _, factor = name.partition(".lora_")
         if factor and style not in _FACTORS:
@@ -252,18 +264,19 @@ def split_layers(model: Any, group: TensorGroup) -> str:
                 f"{SETTING}: inputs or outputs of `{layer}` are gathered, where DoRA is not split. Leave "
                 "`model.lora.dora` out."
             )
+        _receive(module, group.mesh)
         if factor == _MAGNITUDE:
             _split_dora(model.get_submodule(layer), mesh=group.mesh, placement=_FACTORS[style][1])
         elif factor:
             _split_parameter(module, "weight", group.mesh, _FACTORS[style][1])  # read by `adapters/single_pass.py`
         elif style in _STYLES:
-            styles[name] = _STYLES[style]()
+            parallelize_module(module, group.mesh, _STYLES[style](), src_data_rank=None)
         elif style == _PARTIAL:
             _mark_partial(module)
         else:
             raise StrategyError(f"{SETTING}: {group.size}: the plan of `{name}` is `{style}`, which is not supported.")
-    parallelize_module(model, group.mesh, styles, src_data_rank=None)
     reason = _split_vocabulary(model, group.mesh)
+    _receive(model, group.mesh)
     assert any(isinstance(parameter, DTensor) for parameter in model.parameters()), "weights are split"
     split = f"{group.size} ranks share the matrices of every layer"
     if reason is not None:

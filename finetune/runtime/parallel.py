@@ -80,6 +80,7 @@ class TensorGroup(distributed.RankGroup):
     """The group of ranks that share weights."""
 
     mesh: DeviceMesh | None = None  # of this group; None for a group of one rank
+    copies: dist.ProcessGroup | None = None  # the ranks with the same weights in other groups, unless FSDP2 shards them
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -93,18 +94,18 @@ def open_tensor_groups(size: int, *, device_type: str, mesh: DeviceMesh | None =
 
     `mesh` is Accelerate's, over which FSDP2 shards what the groups split; it requires that both have one mesh.
     """
-    global _tensor_size, _tensor_mesh
-    _tensor_size, _tensor_mesh = size, None
+    global _tensor_size, _tensor_mesh, _copies
+    _tensor_size, _tensor_mesh, _copies = size, None, None
     if size > 1:
-        whole = mesh or init_device_mesh(
-            device_type, (distributed.world() // size, size), mesh_dim_names=("data", "tp")
-        )
+        num_groups = distributed.world() // size
+        whole = mesh or init_device_mesh(device_type, (num_groups, size), mesh_dim_names=("data", "tp"))
         _tensor_mesh = whole["tp"]
+        _copies = whole["data"].get_group() if mesh is None and num_groups > 1 else None
 
 
 def tensor_group() -> TensorGroup:
     """Return this rank's group; of one rank if none was opened."""
-    return TensorGroup(*distributed.place_in_group(_tensor_size), _tensor_mesh)
+    return TensorGroup(*distributed.place_in_group(_tensor_size), _tensor_mesh, _copies)
 
 
 def shared_input(inputs: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -173,6 +174,7 @@ class VocabularyPart:
 
 _tensor_size = 1
 _tensor_mesh: DeviceMesh | None = None
+_copies: dist.ProcessGroup | None = None
 
 
 SAMPLE_LENGTHS = "sample_lengths"

@@ -41,6 +41,6 @@ def describe_strategy(strategy: Strategy) -> str:
             parts.append(f"{verb} {' and '.join(filter(None, (', '.join(names[:-1]), names[-1])))}")
     expected = strategy.expected()
     for name, size in (("sequences", expected.sequence_size), ("layers", expected.tensor_size)):
-        if size > 1 and strategy.name != "tp":
+        if size > 1 and (strategy.name != "tp" or size < world):
             parts.append(f"shares {name} over groups of {size}")
     return f"{strategy.name} on {processes} {', '.join(parts)}"

@@ -12,7 +12,7 @@ from accelerate.utils import DistributedDataParallelKwargs
 from finetune.runtime.parameters import InitContext
 from finetune.strategy.environment import LaunchEnvironment
 from finetune.strategy.gradient_sync import GradientReduction
-from finetune.strategy.protocol import Expected, PluginSettings, Sharded
+from finetune.strategy.protocol import Expected, PluginSettings, Sharded, empty_weights
 
 
 class DataParallel:
@@ -62,7 +62,10 @@ class DataParallel:
 
 
 class TensorParallel(DataParallel):
-    """Matrices of the layers are split over all processes, which compute the same microbatch."""
+    """Matrices of the layers are split over the processes of a group, which compute the same microbatch.
+
+    Several groups are copies of one another: gradients are averaged over them at the end of a step.
+    """
 
     def __init__(self, environment: LaunchEnvironment) -> None:
         super().__init__(environment)
@@ -81,9 +84,10 @@ class TensorParallel(DataParallel):
         return Expected(
             ("MULTI_GPU" if self._environment.has_device else "MULTI_CPU", "MULTI_XPU", "MULTI_NPU"),
             self._environment.world,
+            num_copies=self._environment.world // self._environment.tensor_size,
             tensor_size=self._environment.tensor_size,
         )
 
     def init_context(self, device: torch.device) -> InitContext:
-        """Return construction in host memory, where every rank has the whole model until its layers are split."""
-        return InitContext()
+        """Return construction in host memory by rank 0, which sends the others their parts of the layers."""
+        return InitContext() if self._environment.rank == 0 else empty_weights()

@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from accelerate import ParallelismConfig, init_empty_weights
+from accelerate import ParallelismConfig
 from accelerate.utils import FullyShardedDataParallelPlugin
 from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
@@ -16,7 +16,7 @@ from finetune.registry.model import ARITHMETIC
 from finetune.runtime.parameters import InitContext
 from finetune.strategy.environment import LaunchEnvironment
 from finetune.strategy.gradient_sync import GradientReduction
-from finetune.strategy.protocol import Expected, PluginSettings, Sharded
+from finetune.strategy.protocol import Expected, PluginSettings, Sharded, empty_weights
 from finetune.strategy.reconcile import JobSettings
 from finetune.strategy.upstream import gloo_bridge
 
@@ -36,6 +36,8 @@ class FullySharded:
     def plugin(self) -> PluginSettings:
         """Return Accelerate's plugin with gradients reduced in fp32, so that precision does not depend on the world."""
         plugin = FullyShardedDataParallelPlugin()
+        if self._environment.tensor_size > 1:
+            plugin.cpu_ram_efficient_loading = False  # `split_layers` has sent rank 0's weights, a part to each rank
         arithmetic = ARITHMETIC[self._precision]
         if arithmetic.name != "fp32":
             compute = getattr(torch, arithmetic.dtype)
@@ -87,4 +89,4 @@ class FullySharded:
         is_broadcast = self._environment.fsdp_version == 2 and self._environment.cpu_ram_efficient_loading
         if not is_broadcast or self._environment.rank == 0:
             return InitContext()
-        return InitContext(context=lambda: init_empty_weights(include_buffers=False), on_meta_device=True)
+        return empty_weights()

@@ -7,6 +7,7 @@ from enum import Enum
 from typing import Any, Protocol
 
 import torch
+from accelerate import init_empty_weights
 
 from finetune.runtime.parameters import InitContext
 from finetune.strategy.gradient_sync import GradientReduction
@@ -49,6 +50,11 @@ class Expected:
     def data_parallel_size(self) -> int:
         """Return the number of microbatches that are computed in parallel, each by one process or group."""
         return self.num_processes // (self.sequence_size * self.tensor_size)
+
+
+def empty_weights() -> InitContext:
+    """Return how a rank creates a model whose weights it gets from rank 0."""
+    return InitContext(context=lambda: init_empty_weights(include_buffers=False), on_meta_device=True)
 
 
 class Strategy(Protocol):

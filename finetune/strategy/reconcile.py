@@ -98,18 +98,12 @@ def _tensor_conflicts(environment: LaunchEnvironment) -> list[str]:
     copies, rows = environment.replicate_size, environment.sequence_size
     if not may_split_layers(size, world=world, copies=copies, rows=rows, engine=engine):
         return [TENSOR.sentence(f"parallelism_config_tp_size: {size} on {world} process{'es' if world > 1 else ''}")]
-    if size == 1:
-        return []
-    settings = {
-        "fsdp_cpu_ram_efficient_loading": environment.cpu_ram_efficient_loading,
-        "fsdp_offload_params": environment.fsdp_offload_params,
-    }
-    return [
-        f"{name}: true is not supported with parallelism_config_tp_size: {size}: every process splits its own weights, "
-        "on its device. Set it to false."
-        for name, is_set in settings.items()
-        if is_set
-    ]
+    if size > 1 and environment.fsdp_offload_params:
+        return [
+            f"fsdp_offload_params: true is not supported with parallelism_config_tp_size: {size}: layers are split on "
+            "the device. Set it to false."
+        ]
+    return []
 
 
 def _optimizer_conflicts(environment: LaunchEnvironment, job: JobSettings) -> list[str]:

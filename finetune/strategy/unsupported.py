@@ -25,10 +25,10 @@ class Unsupported:
 
 
 TENSOR = Unsupported(
-    "tensor parallelism next to other parallelism than FSDP2",
-    "either all processes of a run share the layers as one group, or FSDP2 shards what each of several groups holds, "
-    "over 2 processes or more (`dp_shard_size`), without `parallelism_config_sp_size`",
-    "Launch with accelerate_configs/tensor_parallel.yaml, where the size is that of `num_processes`, with "
+    "tensor parallelism next to other parallelism than FSDP2, or of a size that does not divide the processes",
+    "either groups of processes that share the layers are copies of one another, or FSDP2 shards what each of them "
+    "holds, over 2 processes or more (`dp_shard_size`), without `parallelism_config_sp_size`",
+    "Launch with accelerate_configs/tensor_parallel.yaml, where the size divides `num_processes`, with "
     "fsdp2_tensor_parallel.yaml, or with fsdp2.yaml or zero3.yaml, which shard every layer over all processes. If that "
     "is not enough, use torchtitan or Megatron-LM",
 )
@@ -126,13 +126,15 @@ def _in_deepspeed(config: Mapping[str, Any]) -> Iterator[tuple[str, Unsupported]
 
 
 def may_split_layers(size: int, *, world: int, copies: int, rows: int, engine: str | None) -> bool:
-    """Return whether groups of `size` processes can share layers: one group alone, or several that FSDP2 shards over.
+    """Return whether groups of `size` processes can share layers: as copies of one another, or sharded by FSDP2.
 
     `rows`: the processes that share rows; `engine`: `fsdp1`, `fsdp2`, `zero` or None.
     """
-    if size == 1 or rows > 1 or engine is None:
-        return size == 1 or (size == world and rows == 1)
-    return engine == "fsdp2" and size > 1 and world % (copies * size) == 0 and world > copies * size
+    if size <= 1 or rows > 1:
+        return size == 1
+    if engine is None:
+        return world % size == 0 and copies in (1, world // size)
+    return engine == "fsdp2" and world % (copies * size) == 0 and world > copies * size
 
 
 def engine_in_file(values: Mapping[str, Any]) -> str | None:

@@ -10,7 +10,7 @@ clipped, and a non-finite gradient is detected only when it is computed.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -124,7 +124,11 @@ class Update:
         The norm is over the parameters that are unfrozen at this step. Collective.
         """
         drop_not_yet_unfrozen(self._optimizer)
-        self._sum_partial_gradients()
+        group = tensor_group()
+        if self._partial:
+            _sum_gradients(self._partial, group.process_group)
+        if group.copies is not None:
+            _sum_gradients(self._trained, group.copies, divisor=group.num_groups)
         if self._has_whole_gradients:
             return self._clip_whole().detach().float()
         limit = math.inf if self._limit is None else self._limit
@@ -163,16 +167,6 @@ class Update:
         if self.finite_check is not None:
             self.finite_check.reset()
 
-    def _sum_partial_gradients(self) -> None:
-        """Sum over the ranks that share weights the gradients of which each has a part, in one message. Collective."""
-        found = [parameter.grad for parameter in self._partial if parameter.grad is not None]
-        if found:
-            local = [local_tensor(gradient) for gradient in found]
-            total = torch.cat([gradient.flatten() for gradient in local])
-            dist.all_reduce(total, group=tensor_group().process_group)
-            for gradient, summed in zip(local, torch.split(total, [one.numel() for one in local]), strict=True):
-                gradient.copy_(summed.view_as(gradient))
-
     def _clip_whole(self) -> Tensor:
         gradients = [parameter.grad for parameter in self._trained if parameter.grad is not None]
         if tensor_group().size > 1:
@@ -201,6 +195,26 @@ class Update:
         for parameter in self._trained:
             parameter.grad = None
 
+
+def _sum_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, *, divisor: int = 1) -> None:
+    """Sum this rank's part of the gradients over the group, and divide; small ones in one message. Collective."""
+    local = [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    small = [gradient for gradient in local if gradient.numel() < _LARGE_ELEMENTS or not gradient.is_contiguous()]
+    are_small = set(map(id, small))
+    for gradient in local:
+        if id(gradient) not in are_small:
+            dist.all_reduce(gradient, group=group)
+    if small:
+        total = torch.cat([gradient.flatten() for gradient in small])
+        dist.all_reduce(total, group=group)
+        for gradient, summed in zip(small, torch.split(total, [one.numel() for one in small]), strict=True):
+            gradient.copy_(summed.view_as(gradient))
+    if divisor > 1:
+        torch._foreach_div_(local, divisor)
+
+
+_LARGE_ELEMENTS = 1 << 20
+"""Elements of a gradient that is worth a message."""
 
 _EPSILON = 1e-6
 """The epsilon that torch adds to the norm in the divisor."""

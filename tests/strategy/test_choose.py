@@ -1,6 +1,7 @@
 """The strategy that was launched is chosen, or refused with the reason."""
 
 import pytest
+import torch
 
 from finetune.errors import StrategyError
 from finetune.strategy.choose import choose_strategy, describe_strategy
@@ -56,10 +57,13 @@ def test_copies_and_shards_and_rows_make_up_the_processes():
         choose_strategy(launched(**sizes, shard_size=4), JOB)
 
 
-def test_processes_that_share_layers_compute_one_microbatch():
+def test_a_group_of_processes_that_share_layers_computes_one_microbatch():
     strategy = choose_strategy(launched(world=2, tensor_size=2), JOB)
     assert describe_strategy(strategy) == "tp on 2 processes splits parameters, gradients and optimizer state"
     assert (strategy.expected().num_processes, strategy.expected().data_parallel_size) == (2, 1)
+    strategy = choose_strategy(launched(world=6, tensor_size=2), JOB)
+    assert describe_strategy(strategy).endswith("and optimizer state, shares layers over groups of 2")
+    assert (strategy.expected().num_shards, strategy.expected().data_parallel_size) == (2, 3)
 
 
 def test_fsdp2_shards_over_groups_that_share_layers():
@@ -72,17 +76,24 @@ def test_fsdp2_shards_over_groups_that_share_layers():
     assert (strategy.expected().num_shards, strategy.expected().data_parallel_size) == (4, 4)
 
 
-@pytest.mark.parametrize("setting", ["cpu_ram_efficient_loading", "fsdp_offload_params"])
-def test_weights_that_are_elsewhere_are_not_split(setting):
-    environment = launched(world=4, has_device=True, fsdp_version=2, tensor_size=2, **{setting: True})
-    with pytest.raises(StrategyError, match=f"{setting}: true is not supported with parallelism_config_tp_size: 2"):
+def test_weights_that_are_elsewhere_are_not_split():
+    environment = launched(world=4, has_device=True, fsdp_version=2, tensor_size=2, fsdp_offload_params=True)
+    with pytest.raises(StrategyError, match="fsdp_offload_params: true is not supported with parallelism_config_tp"):
         choose_strategy(environment, JOB)
+
+
+@pytest.mark.parametrize("sizes", [{"world": 2}, {"world": 4, "fsdp_version": 2, "cpu_ram_efficient_loading": True}])
+def test_only_rank_0_of_ranks_that_split_layers_loads_weights(sizes):
+    for rank in range(sizes["world"]):
+        strategy = choose_strategy(launched(**sizes, rank=rank, tensor_size=2), JOB)
+        assert strategy.init_context(torch.device("cpu")).on_meta_device == (rank > 0)
 
 
 @pytest.mark.parametrize(
     "other",
     [
-        {"world": 4},
+        {"world": 3},
+        {"world": 4, "replicate_size": 4},
         {"world": 2, "fsdp_version": 2},
         {"world": 4, "fsdp_version": 1},
         {"world": 4, "fsdp_version": 2, "replicate_size": 2},

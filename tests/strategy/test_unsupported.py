@@ -22,6 +22,7 @@ FSDP2 = {**LOCAL, "distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}
 AWS = {"ec2_instance_type": "ml.p3.2xlarge", "iam_role_name": "role", "mixed_precision": "no", "use_cpu": False}
 DDP = {**LOCAL, "distributed_type": "MULTI_GPU"}
 TENSOR = {**DDP, "parallelism_config": {"parallelism_config_tp_size": 4}}
+COPIES = {**DDP, "parallelism_config": {"parallelism_config_tp_size": 2, "parallelism_config_dp_replicate_size": 2}}
 
 
 def sized(name, size=2, **others):
@@ -73,9 +74,9 @@ BEFORE_ACCELERATE = {
         "parallelism_config_tp_size: `4`: tensor parallelism",
         "fsdp2_tensor_parallel.yaml",
     ),
-    "tensor next to ddp": (
-        {**DDP, "parallelism_config": {"parallelism_config_tp_size": 2}},
-        "parallelism_config_tp_size: `2`: tensor parallelism",
+    "tensor of some of the processes": (
+        {**DDP, "parallelism_config": {"parallelism_config_tp_size": 3}},
+        "parallelism_config_tp_size: `3`: tensor parallelism",
         "tensor_parallel.yaml",
     ),
     "pipeline": (sized("pp"), "parallelism_config.parallelism_config_pp_size: `2`: pipeline parallelism", "nanotron"),
@@ -168,7 +169,7 @@ def test_accelerate_launch_itself_fails_on_these_unsupported_files(tmp_path, nam
         launch_command(launch_command_parser().parse_args(["--config_file", str(file), "job.py"]))
 
 
-@pytest.mark.parametrize("values", [FSDP2, DDP, sized("dp_replicate"), sized("sp"), sized("tp", 1), TENSOR])
+@pytest.mark.parametrize("values", [FSDP2, DDP, sized("dp_replicate"), sized("sp"), sized("tp", 1), TENSOR, COPIES])
 def test_supported_accelerate_files_are_accepted(tmp_path, monkeypatch, values):
     assert list(unsupported_in_file(values)) == []
     assert unsupported_by_environment(launcher_environment(written(tmp_path, values), monkeypatch), {}) == ()

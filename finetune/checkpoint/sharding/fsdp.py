@@ -117,13 +117,17 @@ def _local(tensor: Tensor) -> Tensor:
 def _is_copy(parameter: DTensor) -> bool:
     """Return whether a lower rank holds the same elements.
 
-    What the ranks of a group have not split is on a mesh without them, one per rank of a group.
+    What the ranks of a group have not split is on a mesh without them, one per rank of a group. What they have split,
+    and FSDP2 does not shard, is on a mesh of the group alone.
     """
     mesh = parameter.device_mesh
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
     is_split = "tp" in (mesh.mesh_dim_names or ())
-    return (tensor_group().index > 0 and not is_split) or any(
+    group = tensor_group()
+    if (group.index > 0 and not is_split) or (group.number > 0 and is_split and mesh.ndim == 1):
+        return True
+    return any(
         index > 0
         for index, placement in zip(coordinate, parameter.placements, strict=True)
         if isinstance(placement, Replicate)

@@ -238,7 +238,7 @@ def for_this_machine(
             was = section.pop(key, None)
             if was not in (None, True, False, "static", "standard"):
                 changes.append(Change(f"{prefix}{key}", was, None, "only for the real machines"))
-    changes += _share_processes(values, processes)
+    changes += _share_processes(values, processes, was=file.num_processes)
     if (values.get("fsdp_config") or {}).get("fsdp_offload_params") is True:
         values["fsdp_config"]["fsdp_offload_params"] = False
         changes.append(Change("fsdp_config.fsdp_offload_params", True, False, "a CPU cannot offload"))
@@ -248,8 +248,8 @@ def for_this_machine(
     return local, [change for change in changes if change.was != change.now]
 
 
-def _share_processes(values: dict[str, Any], processes: int) -> Iterator[Change]:
-    """Divide the processes among those that share rows, copies and shards.
+def _share_processes(values: dict[str, Any], processes: int, *, was: int) -> Iterator[Change]:
+    """Divide the processes, which `was` many in the file, among those that share rows, copies and shards.
 
     At most two share rows: the small model has few attention heads. There are two copies if the file has several.
     """
@@ -257,7 +257,8 @@ def _share_processes(values: dict[str, Any], processes: int) -> Iterator[Change]
     small: dict[str, int] = {}
     if sizes[_TENSOR] > 1:
         least = 2 * min(sizes[_COPIES], 2)
-        small[_TENSOR] = processes if engine_in_file(values) is None else 2
+        has_copies = sizes[_TENSOR] < was and processes % 2 == 0
+        small[_TENSOR] = 2 if has_copies or engine_in_file(values) is not None else processes
         if engine_in_file(values) is not None and (processes % least or processes < 2 * least):
             raise UserError(
                 f"--processes {processes}: FSDP2 shards what {sizes[_TENSOR]} processes of the accelerate file share, "

@@ -71,7 +71,8 @@ def prepare(
         reduce_zero_buckets_in_place(accelerator)
         keep_experts_in_graph(model)
         set_zero3_leaf_modules(accelerator, model)
-        if strategy.init_context(accelerator.device).on_meta_device and config.model.quantization is None:
+        is_unfilled = strategy.init_context(accelerator.device).on_meta_device and strategy.expected().tensor_size == 1
+        if is_unfilled and config.model.quantization is None:
             widen_unfilled_parameters(accelerator, model)
         if strategy.name == "tp":  # without DDP, which Accelerate puts around any other model
             prepared_model = accelerator.prepare_model(model, evaluation_mode=True)

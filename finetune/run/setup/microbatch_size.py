@@ -28,7 +28,7 @@ from finetune.run.setup.prepared_model import BuiltRun
 from finetune.runtime import distributed
 from finetune.runtime.files import atomic
 from finetune.runtime.files.read import read_regular
-from finetune.runtime.parallel import sequence_group
+from finetune.runtime.parallel import sequence_group, tensor_group
 from finetune.runtime.resources import format_size
 from finetune.runtime.supervision.heartbeat import keep_alive
 from finetune.runtime.upstream import keep_freed_memory
@@ -51,6 +51,7 @@ class MicrobatchRecord(BaseModel):
     strategy: str
     processes: int
     sequence_size: int = 1  # processes that share each row
+    tensor_size: int = 1  # processes that share every layer
     peaks: dict[str, int]  # by kind of memory, of the rank that used the most
     settings: dict[str, str]
 
@@ -219,6 +220,7 @@ def _choose(context: RunContext, built: BuiltRun, tries: _Tries, *, is_resumed: 
         strategy=context.strategy.name,
         processes=distributed.world(),
         sequence_size=sequence_group().size,
+        tensor_size=tensor_group().size,
         peaks=tries.by_name(peaks),
         settings=dict(memory_settings(context.config)),
     )
@@ -228,10 +230,11 @@ def _choose(context: RunContext, built: BuiltRun, tries: _Tries, *, is_resumed: 
 
 def _still_holds(record: MicrobatchRecord, context: RunContext, tries: _Tries, *, sizes: Sequence[int]) -> bool:
     """Return whether the run is as it was when the size was found, and the memory that it took then is free."""
-    is_same = (record.strategy, record.processes, record.sequence_size, record.settings) == (
+    is_same = (record.strategy, record.processes, record.sequence_size, record.tensor_size, record.settings) == (
         context.strategy.name,
         distributed.world(),
         sequence_group().size,
+        tensor_group().size,
         dict(memory_settings(context.config)),
     )
     names = [memory.name for memory in tries.memories]
@@ -257,7 +260,8 @@ def _sizes_after(record: MicrobatchRecord, context: RunContext, sizes: Sequence[
 
 
 def _sizes(config: RunConfig) -> tuple[int, ...]:
-    return possible_microbatch_sizes(config, num_processes=sequence_group().num_groups)
+    num_processes = distributed.world() // (sequence_group().size * tensor_group().size)
+    return possible_microbatch_sizes(config, num_processes=num_processes)
 
 
 def _with_size(context: RunContext, built: BuiltRun, *, size: int) -> tuple[RunContext, BuiltRun]:

@@ -213,11 +213,6 @@ _NOT_IN_TENSOR_PARALLEL: _JobLimits = (
         "ranks would scale losses or weights differently. Write `bf16`.",
     ),
     (
-        "train.microbatch_size",
-        lambda config: config.train.microbatch_size == "auto",
-        "ranks of a group cannot try sizes alone. Write a number.",
-    ),
-    (
         "train.optimizer",
         lambda config: (
             config.train.optimizer.name not in ("adamw", "sgd")

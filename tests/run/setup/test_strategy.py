@@ -62,7 +62,6 @@ def test_a_job_that_the_strategy_supports_is_accepted(job, written, strategy):
         (["model.kernels=liger"], "model.compile, model.kernels"),
         (["model.gradient_checkpointing=selective"], "model.gradient_checkpointing"),
         (["train.precision=fp8"], "train.precision"),
-        (["train.microbatch_size=auto"], "train.microbatch_size"),
         (["train.optimizer.name=muon"], "train.optimizer"),
         (["train.optimizer.state_dtype=int8"], "train.optimizer"),
     ],

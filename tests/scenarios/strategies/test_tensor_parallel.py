@@ -222,10 +222,51 @@ def test_adapters_resume_under_and_after_tensor_parallelism(launch):
 
 
 @full
-def test_bf16_under_tensor_parallelism_has_the_losses_of_one_process_up_to_its_precision(launch):
-    overrides = [*SETTINGS, "train.precision=bf16"]
+def test_two_copies_of_a_group_have_the_losses_of_one_process(launch):
+    """Four ranks without FSDP2; then the same run goes on under one group, and under two again."""
+    overrides = [*SETTINGS, "train.max_gradient_norm=0.5", "model.from_config.model_type=qwen3"]
+    alone = launch(None, name="tp-alone-copies", overrides=overrides)
+    overrides += ["train.microbatch_size=1", "checkpoint.every_steps=2"]
+    for processes, last in ((4, 2), (2, 4), (4, 8)):
+        stop = [f"train.stop_after_steps={last}"] if last < 8 else []
+        run = launch("tensor_parallel", name="tp-copies", processes=processes, overrides=[*overrides, *stop])
+        assert run.code == 0, run.output
+    assert "tp on 4 processes splits parameters, gradients and optimizer state, shares layers over groups of 2" in (
+        run.output
+    )
+    assert_equal(run, alone)
+
+
+@full
+@pytest.mark.parametrize(("strategy", "processes"), [("tensor_parallel", 2), ("fsdp2_tensor_parallel", 4)])
+def test_loaded_weights_are_averaged_unfrozen_and_answer_as_in_one_process(launch, strategy, processes):
+    """From files that rank 0 alone reads; the microbatch is the largest that fits, in the memory of all ranks."""
+    base = launch(None, name="tp-base", overrides=["train.steps=8", "model.from_config.model_type=qwen3"])
+    overrides = [
+        *SETTINGS,
+        "train.microbatch_size=auto",
+        "model.from_config=null",
+        "model.tokenizer=null",
+        f"model.name={base.folder / 'final'}",
+        "train.average={decay: 0.5, after_steps: 2}",
+        "train.unfreeze=[{patterns: ['*mlp*', '*embed*'], after_steps: 3}]",
+        "evaluate.generate={num_samples: 5, max_new_tokens: 12, batch_size: 2, show: 5}",
+    ]
+    alone = launch(None, name="tp-alone-answers", overrides=overrides)
+    run = launch(strategy, name=f"{strategy}-answers", processes=processes, overrides=overrides)
+    assert_equal(run, alone)
+    answers, wanted = ([event["answer"] for event in ended.events("Answered")] for ended in (run, alone))
+    assert answers == wanted
+    assert len(set(answers)) > 1 and all(answers)
+    assert "train.microbatch_size: auto: " in run.output
+
+
+@full
+@pytest.mark.parametrize(("strategy", "processes"), [("tensor_parallel", 2), ("fsdp2_tensor_parallel", 4)])
+def test_bf16_under_tensor_parallelism_has_the_losses_of_one_process_up_to_its_precision(launch, strategy, processes):
+    overrides = [*SETTINGS, "train.microbatch_size=2", "train.precision=bf16"]
     alone = launch(None, name="tp-alone-bf16", overrides=overrides)
-    run = launch("tensor_parallel", name="tp-bf16", overrides=overrides)
+    run = launch(strategy, name=f"{strategy}-bf16", processes=processes, overrides=overrides)
     assert run.code == 0, run.output
     assert run.losses() == pytest.approx(alone.losses(), rel=0.01)
     assert run.losses()[-1] < 0.95 * run.losses()[0]
