@@ -71,7 +71,7 @@ def two_raylets(
         }
     cluster = Cluster(initialize_head=True, head_node_args=head)
     try:
-        other = cluster.add_node(num_cpus=1, num_gpus=0, temp_dir=str(folder / "2"))  # another place for its files
+        other = cluster.add_node(num_cpus=1, num_gpus=0)
         cluster.wait_for_nodes()
         yield RayHosts(cluster, [other])
     finally:

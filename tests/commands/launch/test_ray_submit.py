@@ -127,11 +127,9 @@ class TestJobsOfACluster:
         run.wait_for_step(2)
         ranks = [psutil.Process(peer["pid"]) for peer in run.status()["ranks"]]
         copies = {rank.cwd() for rank in ranks}
-        files = {rank.cmdline()[rank.cmdline().index("--config") + 1] for rank in ranks}
-        print(copies, files)
         assert run.finish() == 0, run.log.read_text()
         assert [event["step"] for event in run.events("StepTaken")] == list(range(1, STEPS + 1))
-        assert len(copies) == 2, copies
+        assert all(Path(copy).name.startswith("_ray_pkg_") for copy in copies), copies
 
 
 def _client(cluster: tuple[RayHosts, str]) -> Any:
