@@ -50,10 +50,10 @@ def test_hsdp_whose_rows_are_shared_has_fewer_shards_on_a_host(
 
 def test_ranks_are_several_whole_tensor_parallel_groups(capsys: pytest.CaptureFixture[str]) -> None:
     options = {"accelerate_file": ROOT / "accelerate_configs" / "tensor_parallel.yaml"}
-    job, loaded = make_job(RECIPE, ["train.global_batch_size=2"], ranks_per_host=2, **options)
+    job, loaded = make_job(RECIPE, ["train.global_batch_size=4"], ranks_per_host=2, **options)
     print_commands(job, loaded, num_hosts=2)
     assert capsys.readouterr().out.count("accelerate launch") == 2
-    job, loaded = make_job(RECIPE, ["train.global_batch_size=2"], ranks_per_host=3, **options)
+    job, loaded = make_job(RECIPE, ["train.global_batch_size=4"], ranks_per_host=3, **options)
     with pytest.raises(UserError, match="parallelism_config_tp_size: 2 on 3 ranks: tensor parallelism"):
         print_commands(job, loaded, num_hosts=1)
 
