@@ -54,7 +54,9 @@ def held_by(place: tuple[int, int, int]) -> dict[str, tuple[list[int], list[floa
 @pytest.mark.parametrize(("copies", "shards"), [(1, 2), (2, 2), (1, 3), (1, 16)])
 def test_ranks_send_every_element_of_shards_of_split_layers_once(copies: int, shards: int) -> None:
     places = [(rank, copies, shards) for rank in range(copies * shards * GROUP)]
-    with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as processes:  # a mesh outlives its group
+    context = multiprocessing.get_context("forkserver")  # of no process that has groups of its own
+    context.set_forkserver_preload([__name__])
+    with context.Pool(1, maxtasksperchild=1) as processes:  # a mesh outlives its group
         ranks = processes.map(held_by, places, chunksize=1)
     sent: Counter[tuple[str, int]] = Counter()
     for held in ranks:
