@@ -40,16 +40,16 @@ def words(project: Path) -> Callable[..., JobFileArguments]:
 def fits(strategy: str, *, nodes: int, gpus_per_node: int) -> bool:
     """Tell whether the accelerate file is for this number of ranks.
 
-    `single` is for one, HSDP for the product of its copies, tensor parallelism for one group, or several under FSDP2.
+    `single` is for one, HSDP for the product of its copies, tensor parallelism for groups of two, several under FSDP2.
     """
     world = nodes * gpus_per_node
     if strategy == "single":
         return world == 1
     if nodes > 1 and strategy.endswith("hsdp"):
         return True  # a copy per host
-    sizes = {"hsdp": 4, "multi_node_hsdp": 16, "tensor_parallel": 2}
+    sizes = {"hsdp": 4, "multi_node_hsdp": 16}
     if strategy == "fsdp2_tensor_parallel":
         return world % 2 == 0 and world > 2
-    if "sequence_parallel" in strategy:
+    if strategy == "tensor_parallel" or "sequence_parallel" in strategy:
         return world % 2 == 0
     return world == sizes.get(strategy, world)

@@ -106,7 +106,7 @@ _LONG = ("model.compile=auto", "train.steps=2000")
 
 
 def test_a_batch_that_cannot_be_shared_is_the_reason(planned: Planned):
-    plan = planned("8b", "train.global_batch_size=12", "run.strategy=fsdp2", "train.embedding_noise=5.0", gpus="8xH100")
+    plan = planned("8b", "train.global_batch_size=12", "run.strategy=fsdp2", "model.kernels=liger", gpus="8xH100")
     assert plan.machines[0].best is None
     assert by_name(plan)["fsdp2"].reason == "train.global_batch_size 12 cannot be shared by 8 GPUs"
 
@@ -204,7 +204,7 @@ def test_where_there_are_fewer_samples_than_gpus_groups_of_gpus_share_layers(pla
 
 def test_tensor_parallelism_is_not_planned_where_another_strategy_runs_or_the_job_does_not_allow_it(planned: Planned):
     assert "tensor_parallel" not in by_name(planned("8b", gpus="8xH100-80GB"))
-    refused = by_name(planned("8b", "train.global_batch_size=4", "train.embedding_noise=5.0", gpus="8xH100-80GB"))
-    assert "train.embedding_noise" in str(refused["tensor_parallel"].reason)
+    refused = by_name(planned("8b", "train.global_batch_size=4", "model.kernels=liger", gpus="8xH100-80GB"))
+    assert "model.kernels" in str(refused["tensor_parallel"].reason)
     heads = ["model.from_config.values.num_key_value_heads=1", "train.global_batch_size=4"]
     assert "num_key_value_heads is 1" in str(by_name(planned("8b", *heads, gpus="8xH100"))["tensor_parallel"].reason)
