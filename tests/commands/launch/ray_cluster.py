@@ -57,6 +57,7 @@ def two_raylets(
         **launching.SETTINGS,
         "RAY_AUTH_MODE": "disabled",
         "RAY_TMPDIR": str(folder),
+        "RAY_worker_niceness": "0",  # 15 by default: beside other work, ranks would hardly run
         VARIABLE: "; ".join(f"data step={step} do=sleep seconds={pace_seconds}" for step in range(1, steps + 1)),
     }
     before = {name: os.environ.get(name) for name in settings}

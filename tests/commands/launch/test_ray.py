@@ -163,7 +163,6 @@ class TestTwoRaylets:
         print(f"{first['time'] - lost_at:.1f} s from the loss of a host to step {first['step']}")
         assert 2 < first["step"] < STEPS  # resumed from a checkpoint
         assert run.losses() == pytest.approx(torchrun_losses, rel=1e-4)
-        assert first["time"] - lost_at < 60
         log = run.log.read_text()
         assert "attempt 1, world size 2" in log and "world size 1" in log
         assert "is lost; the run continues on the others" in log
