@@ -50,7 +50,7 @@ def test_a_rank_that_hangs_is_named_with_everybodys_stacks(launch):
     assert "passed `data` at step 3" in error["message"]
     stacks = [(run.folder / "hang" / f"rank-{rank:05d}.txt").read_text() for rank in range(2)]
     assert "torch/distributed/" in stacks[0]  # waits
-    assert "faults.py" in stacks[1]  # is waited for
+    assert "heartbeat.py" in stacks[1]  # is waited for
     assert run.output.count(" exits because rank ") == 1
 
 
