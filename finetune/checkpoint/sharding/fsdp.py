@@ -58,7 +58,10 @@ def _dtensor_view(name: str, parameter: nn.Parameter) -> ShardView:
     if not isinstance(parameter, DTensor):
         return replicated_view(parameter)
     placements: list[Any] = [placement for placement in parameter.placements if not isinstance(placement, Replicate)]
-    inner = next((placement for placement in reversed(placements) if placement.dim or _is_packed(parameter)), None)
+    # Matrices that are stacked in the rows are each split by rows; FSDP2 may shard that again.
+    is_split = (parameter.device_mesh.mesh_dim_names or ("",))[-1] == "tp"
+    is_packed = is_split and isinstance(parameter.placements[-1], _StridedShard)
+    inner = next((placement for placement in reversed(placements) if placement.dim or is_packed), None)
     if not all(divides(placement, 0) for placement in placements if placement is not inner):
         raise CheckpointError(
             f"{name}: has the placements {parameter.placements}; only sharding by rows, and by columns, can be saved"
@@ -72,7 +75,7 @@ def _dtensor_view(name: str, parameter: nn.Parameter) -> ShardView:
     assert num_own == parameter.to_local().numel(), f"{name}: {parameter.placements} is not sharded as expected"
     return ShardView(
         tensor=parameter,
-        local_view=_local,
+        local_view=lambda tensor: local_tensor(tensor).view(-1),
         shape=tuple(parameter.shape),
         start=own.start,
         stop=own.stop,
@@ -81,12 +84,6 @@ def _dtensor_view(name: str, parameter: nn.Parameter) -> ShardView:
         is_copy=_is_copy(parameter),
         columns=None if inner is None else own[2:],
     )
-
-
-def _is_packed(parameter: DTensor) -> bool:
-    """Return whether matrices that are stacked in the rows are each split by rows; FSDP2 may shard that again."""
-    is_split = (parameter.device_mesh.mesh_dim_names or ("",))[-1] == "tp"
-    return is_split and isinstance(parameter.placements[-1], _StridedShard)
 
 
 def _range_within_rows(parameter: DTensor, inner: Any, *, is_sharded: bool) -> ShardRange:
@@ -108,10 +105,6 @@ def _range_within_rows(parameter: DTensor, inner: Any, *, is_sharded: bool) -> S
     shard = -(-total // row // mesh.size(-2)) * row
     low = min(shard * mesh.get_local_rank(mesh.ndim - 2), total)
     return columns._replace(low=low, high=min(low + shard, total))
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return local_tensor(tensor).view(-1)
 
 
 def _is_copy(parameter: DTensor) -> bool:

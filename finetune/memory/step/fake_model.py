@@ -85,16 +85,14 @@ def materialize_fake(model: nn.Module, *, dtype: torch.dtype | None = None) -> N
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                new_dtype = None if isinstance(module, QuantizedLinear) and name == "weight" else dtype
-                module._parameters[name] = fakes.setdefault(id(parameter), _empty(parameter, new_dtype))
+                is_quantized = isinstance(module, QuantizedLinear) and name == "weight"
+                is_converted = dtype is not None and parameter.is_floating_point() and not is_quantized
+                values = torch.empty(parameter.shape, dtype=dtype if is_converted else parameter.dtype)
+                fake = nn.Parameter(values, requires_grad=parameter.requires_grad)
+                module._parameters[name] = fakes.setdefault(id(parameter), fake)
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
-
-
-def _empty(parameter: nn.Parameter, dtype: torch.dtype | None) -> nn.Parameter:
-    new_dtype = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
-    return nn.Parameter(torch.empty(parameter.shape, dtype=new_dtype), requires_grad=parameter.requires_grad)
 
 
 def _vocabulary_size(config: RunConfig) -> int | None:

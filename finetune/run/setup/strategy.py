@@ -263,10 +263,6 @@ def _trains_new_tokens(config: RunConfig) -> bool:
     return config.model.new_tokens is not None and config.model.lora is not None
 
 
-def _is_quantized(config: RunConfig) -> bool:
-    return config.model.quantization is not None
-
-
 def _is_not_4bit_bitsandbytes(config: RunConfig) -> bool:
     quantization = config.model.quantization
     return quantization is not None and (quantization.method, quantization.bits) != ("bitsandbytes", 4)
@@ -283,15 +279,11 @@ def _is_unproven_adapter(config: RunConfig) -> bool:
     return section is not None and (entry is None or not entry.is_proven_sharded)
 
 
-def _is_other_adapter(config: RunConfig) -> bool:
-    return config.model.peft is not None
-
-
 _LIMITS = (
     _Limit(
         "model.peft",
         (*_ZERO, "fsdp1", "hsdp"),
-        _is_other_adapter,
+        lambda config: config.model.peft is not None,
         "only adapters with a section of their own are proven there. Launch with accelerate_configs/fsdp2.yaml or "
         "ddp.yaml, or write `model.lora`.",
     ),
@@ -319,7 +311,7 @@ _LIMITS = (
     _Limit(
         "model.quantization",
         ("zero3",),
-        _is_quantized,
+        lambda config: config.model.quantization is not None,
         "its partitioning at construction does not support quantized weights, so every rank would hold the whole base "
         "first (https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1249). Launch with "
         "accelerate_configs/zero2.yaml or fsdp2.yaml.",
