@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
+import psutil
 from filelock import FileLock
 
 from finetune.runtime.processes import free_port
@@ -27,6 +28,7 @@ from tests.warm import fixed
 ROOT = Path(__file__).parents[1]
 SETTINGS = {
     **{"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},  # several processes share the cores
+    "PYTHONFAULTHANDLER": "1",  # a process that takes too long prints its stacks
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # looking whether there is a device leaves a process fit to be forked
     **dict.fromkeys(("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"), "1"),  # a run sets them, too
 }
@@ -144,6 +146,7 @@ def run(
     try:
         return process.wait(timeout=timeout_seconds)
     except subprocess.TimeoutExpired:
+        _print_stacks(process.pid)
         return 124
     finally:
         process.end()
@@ -157,15 +160,35 @@ def capture(
     folder: Path = ROOT,
     is_cold: bool = False,
 ) -> "subprocess.CompletedProcess[str]":
-    """Run a Python program to its end and return exit code, output and errors, as `subprocess.run` would."""
+    """Run a Python program to its end and return exit code, output and errors, as `subprocess.run` would.
+
+    One that takes too long fails the test, with what it printed and the stacks of all its processes.
+    """
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         process = begin(command, output=output, errors=errors, environment=environment, folder=folder, is_cold=is_cold)
+        code = None
         try:
             code = process.wait(timeout=timeout_seconds)
+        except subprocess.TimeoutExpired:
+            _print_stacks(process.pid)
         finally:
             process.end()
         texts = [os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode() for file in (output, errors)]
+    assert code is not None, "\n".join((f"{command} took more than {timeout_seconds:.0f} seconds", *texts))
     return subprocess.CompletedProcess(list(command), code, *texts)
+
+
+def _print_stacks(pid: int) -> None:
+    """Have a process and all that it has started print the stacks of their threads, one after the other, and end."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        processes = [*psutil.Process(pid).children(recursive=True), psutil.Process(pid)]
+        for process in processes:
+            process.suspend()  # so that no launcher ends its ranks before they have printed
+        for process in processes:
+            process.send_signal(signal.SIGABRT)
+            process.resume()
+            with contextlib.suppress(psutil.TimeoutExpired):
+                process.wait(1.0)
 
 
 def accelerate_command(strategy: str, *words: str, processes: int = 2) -> list[str]:

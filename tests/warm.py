@@ -16,6 +16,7 @@ has one looked at that cannot be used in a fork, the program gets a fresh interp
 import atexit
 import contextlib
 import ctypes
+import faulthandler
 import gc
 import importlib
 import json
@@ -153,6 +154,9 @@ def _run(words: list[str]) -> int:
     """Do what `python WORDS` does, to the end of the interpreter, and return the exit code."""
     is_unbuffered = words[0] == "-u"
     _open_streams(is_unbuffered=is_unbuffered)
+    if os.environ.get("PYTHONFAULTHANDLER"):
+        faulthandler.disable()  # its handlers of signals went with the fork's
+        faulthandler.enable()
     log_to_present_stream()
     code = 0
     try:
