@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,57 +20,56 @@ from finetune.errors import DataError
 from finetune.task.lm_loss.target_loss import PluginLoss, TargetLoss
 from finetune.task.lm_loss.token_loss import TokenLoss
 from finetune.task.metrics import token_metrics
-from finetune.task.model_inputs import collate_padded, collate_padding_free, is_padding_free
+from finetune.task.model_inputs import collate_padded, collate_padding_free, forward_inputs, is_padding_free
 from finetune.task.protocol import (
     BaseTask,
     GenerationPrompt,
-    ModelHead,
     RequireImageMessages,
     RequireMessages,
     RequireText,
-    SampleSpec,
     TaskContext,
 )
 
 
-class CausalTask(BaseTask):
-    """Predict each target token from the tokens before it.
-
-    Rows become `input_ids` and `is_target`.
-    """
-
-    head: ModelHead = "causal_lm"
+class TokenTask(BaseTask):
+    """Predict tokens, with the configured loss of predicted tokens."""
 
     def __init__(self, context: TaskContext) -> None:
+        section = context.section
         self.tokenizer: PreTrainedTokenizerBase = context.tokenizer
         self.data = context.data
         self.pad_id = pad_id(self.tokenizer)
-        self.loss = make_target_loss(context)
+        self.loss = TargetLoss(TokenLoss(section.label_smoothing, section.z_loss), context.loss_kernel)
+        if section.loss is not None:
+            self.loss = PluginLoss(TokenLoss(), context.loss_kernel, section.loss)
 
-    def collate(self, features: Sequence[Features]) -> Batch:
-        """Return the samples padded, or concatenated if `data.batching` is padding-free."""
-        is_row = is_padding_free(self.data.batching)
-        return collate_padding_free(features) if is_row else collate_padded(features, pad_id=self.pad_id)
+    def model_inputs(self, model: nn.Module, batch: Batch) -> Mapping[str, Any]:
+        """Return the inputs with which the model predicts the labels."""
+        return forward_inputs(model, batch)
 
     def loss_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         """Return `loss_sum` and, with label smoothing or z-loss, the plain `cross_entropy`."""
-        return self.loss.sums(model, batch)
+        return self.loss.sums(model, batch, self.model_inputs(model, batch))
 
     def metric_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         """Return `loss_sum` (the plain cross-entropy), `num_targets` and `num_correct`."""
-        return self.loss.evaluation_sums(model, batch)
+        return self.loss.evaluation_sums(model, batch, self.model_inputs(model, batch))
 
     def metrics(self, sums: Mapping[str, float], records: Tensor | None = None) -> Mapping[str, float]:
         """Return `loss`, `perplexity` and `token_accuracy`."""
         return token_metrics(sums)
 
 
-def make_target_loss(context: TaskContext) -> TargetLoss:
-    """Return the configured loss of predicted tokens."""
-    section = context.section
-    if section.loss is not None:
-        return PluginLoss(TokenLoss(), context.loss_kernel, section.loss)
-    return TargetLoss(TokenLoss(section.label_smoothing, section.z_loss), context.loss_kernel)
+class CausalTask(TokenTask):
+    """Predict each target token from the tokens before it.
+
+    Rows become `input_ids` and `is_target`.
+    """
+
+    def collate(self, features: Sequence[Features]) -> Batch:
+        """Return the samples padded, or concatenated if `data.batching` is padding-free."""
+        is_row = is_padding_free(self.data.batching)
+        return collate_padding_free(features) if is_row else collate_padded(features, pad_id=self.pad_id)
 
 
 def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -125,7 +125,8 @@ class VisionLanguageSftTask(SftTask):
     rank; otherwise ranks would wait for each other forever (DDP, FSDP, ZeRO-3).
     """
 
-    head: ModelHead = "image_text_to_text"
+    head = "image_text_to_text"
+    _loading_cost = "heavy"
 
     def __init__(self, context: TaskContext) -> None:
         self._processor = context.processor
@@ -134,11 +135,6 @@ class VisionLanguageSftTask(SftTask):
         self._pictures: ImageTextProcessor = self._pictured.pictures
         self._blank = self._pictured.blank()
         self.head_values = {"image_token_id": self._pictures.token_id}
-
-    @property
-    def samples(self) -> SampleSpec:
-        """Return samples with a heavy loading cost, because of their images."""
-        return replace(super().samples, loading_cost="heavy")
 
     def collate(self, features: Sequence[Features]) -> Batch:
         """Return the samples padded on the right, with the processor's image inputs."""

@@ -4,11 +4,11 @@ Masked positions are drawn per sample, so they depend neither on the batch nor o
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from finetune.config.sections.task import MaskedLmSection
 from finetune.data.batch import IGNORED, Batch, Targets
@@ -18,10 +18,10 @@ from finetune.data.features import Features
 from finetune.data.token_cache.lengths import SampleLengthLimit
 from finetune.errors import DataError
 from finetune.runtime.seeds import derive_seed
-from finetune.task.causal_lm import make_target_loss, pad_id
+from finetune.task.causal_lm import TokenTask
 from finetune.task.metrics import token_metrics
 from finetune.task.model_inputs import collate_row, is_padding_free
-from finetune.task.protocol import BaseTask, ModelHead, RequireText, SampleSpec, TaskContext
+from finetune.task.protocol import RequireText, TaskContext
 
 
 @dataclass(frozen=True)
@@ -70,20 +70,17 @@ MASK_TOKENS = ("<mask>", "[MASK]")
 """Names of the mask token in tokenizers that do not declare it, such as a token added by the job."""
 
 
-class MaskedLmTask(BaseTask):
+class MaskedLmTask(TokenTask):
     """Predict masked tokens (Devlin et al., 2018, arXiv:1810.04805); raises DataError without a mask token.
 
     Masked positions are redrawn at every step; evaluations always mask the same ones.
     """
 
-    head: ModelHead = "masked_lm"
+    head = "masked_lm"
 
     def __init__(self, context: TaskContext) -> None:
-        section, self.data = context.section, context.data
-        tokenizer = context.tokenizer
-        self.pad_id = pad_id(tokenizer)
-        self.loss = make_target_loss(context)
-        self._section = section.masked_lm
+        super().__init__(context)
+        section, data, tokenizer = context.section.masked_lm, self.data, self.tokenizer
         if tokenizer.mask_token_id is None:
             vocabulary = tokenizer.get_vocab()
             tokenizer.mask_token = next((name for name in MASK_TOKENS if name in vocabulary), None)
@@ -92,24 +89,16 @@ class MaskedLmTask(BaseTask):
                 "task.masked_lm: the tokenizer has no mask token. Write `model.new_tokens: {special: ['<mask>']}`, or "
                 "use the tokenizer of a masked language model."
             )
-        mask_id = int(tokenizer.mask_token_id)
         special = TextTokenizer(tokenizer).special
         ordinary = np.array([i for i in sorted(tokenizer.get_vocab().values()) if i not in special], np.int64)
-        self._mask = TokenMasker(self._section, mask_id, ordinary)
-        self._frame = num_special_tokens_around(tokenizer)
-        if self.data.longest <= sum(self._frame):
-            raise DataError(f"data.max_length: {self.data.longest} leaves no room for text between the special tokens.")
-        encode = MaskedTextEncoder(
-            tokenizer, words=self._section.whole_words, allow_special_tokens=self.data.allow_special_tokens
-        )
+        self._mask = TokenMasker(section, int(tokenizer.mask_token_id), ordinary)
+        frame = num_special_tokens_around(tokenizer)  # around every part of a split text
+        if data.longest <= sum(frame):
+            raise DataError(f"data.max_length: {data.longest} leaves no room for text between the special tokens.")
+        encode = MaskedTextEncoder(tokenizer, words=section.whole_words, allow_special_tokens=data.allow_special_tokens)
         self._encoder = RequireText(encode, task="masked_lm")
-
-    @property
-    def samples(self) -> SampleSpec:
-        """Return samples of at most `data.max_length` tokens; every part of a split text has the special tokens."""
-        data = self.data
-        limit = SampleLengthLimit(data.longest, data.over_length, data.truncate_side, self._frame)
-        return replace(super().samples, length_limit=limit, identity={"words": self._section.whole_words})
+        self._length_limit = SampleLengthLimit(data.longest, data.over_length, data.truncate_side, frame)
+        self._identity = {"words": section.whole_words}
 
     def collate(self, features: Sequence[Features]) -> Batch:
         """Return the masked samples, padded or concatenated; labels[b, t] is the original token at a masked t."""
@@ -133,14 +122,6 @@ class MaskedLmTask(BaseTask):
             sample_ids=tuple(sample.sample_id for sample in features),
             targets=targets,
         )
-
-    def loss_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        """Return `loss_sum` and, with label smoothing or z-loss, the plain `cross_entropy`."""
-        return self.loss.sums(model, batch)
-
-    def metric_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        """Return `loss_sum` (the plain cross-entropy), `num_targets` and `num_correct`."""
-        return self.loss.evaluation_sums(model, batch)
 
     def metrics(self, sums: Mapping[str, float], records: Tensor | None = None) -> Mapping[str, float]:
         """Return `loss`, `perplexity` and `masked_accuracy`, over the masked tokens."""

@@ -1,4 +1,4 @@
-"""The Task protocol and its defaults: encodes rows to features, collates features, computes the loss of a batch.
+"""What a task does, with defaults: encodes rows to features, collates features, computes the loss of a batch.
 
 Every task is built from a `TaskContext`.
 """
@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -40,9 +40,6 @@ class TaskContext:
     rows: Callable[[], Iterable[Row]] = tuple  # the training rows
     facts: Mapping[str, Any] | None = None  # `DataFacts.values` of an earlier start of the run
     loss_kernel: LossKernel = "auto"
-
-
-__all__ = ["EvaluationOutput", "GenerationPrompt", "ModelHead", "Precomputed", "Row", "Task", "TaskContext"]
 
 
 @dataclass(frozen=True)
@@ -103,80 +100,6 @@ class DataFacts:
     lines: tuple[str, ...] = ()  # log lines about them
 
 
-class Task(Protocol):
-    """A training task. The training loop uses only these members."""
-
-    head: ModelHead
-
-    @property
-    def head_values(self) -> Mapping[str, Any]:
-        """Return model config values that the task determines, such as `num_labels`."""
-
-    @property
-    def samples(self) -> SampleSpec:
-        """Return the encoding of rows to samples."""
-
-    @property
-    def data_facts(self) -> DataFacts:
-        """Return the facts that the task read from the training rows."""
-
-    @property
-    def precomputed(self) -> Precomputed | None:
-        """Return the arrays that a frozen model must compute per sample before training; None if there are none."""
-
-    def export_files(self, config: Any) -> Mapping[str, Any]:
-        """Return the JSON files to export with a model of this config, by relative path."""
-
-    def collate(self, features: Sequence[Features]) -> Batch:
-        """Return the samples padded and stacked as one microbatch.
-
-        Random numbers are seeded with `(features.seed, features.sample_id)`, so they do not depend on the world size.
-        """
-
-    def dummy_batch(self, features: Features) -> Batch:
-        """Return a batch with the shape of one sample but no targets, for a rank without remaining evaluation rows."""
-
-    def prepare_step(self, model: nn.Module, batches: Sequence[Batch]) -> Sequence[Batch]:
-        """Return this rank's microbatches of one step with the values that their losses need from the whole step.
-
-        Does not change gradients or the random state. Collective.
-        """
-
-    def loss_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        """Return `loss_sum`, the loss summed over the targets, and, detached, the other sums that a step logs.
-
-        All are float32 scalars. The names are the same for every batch.
-        """
-
-    def step_metrics(self, sums: Mapping[str, float], *, num_targets: int) -> Mapping[str, float]:
-        """Return a step's logged metrics, except the loss, from the sums of all ranks."""
-
-    def evaluate_batch(self, model: nn.Module, batch: Batch) -> EvaluationOutput:
-        """Return the evaluation results of the batch."""
-
-    def metrics(self, sums: Mapping[str, float], records: Tensor | None = None) -> Mapping[str, float]:
-        """Return the metrics, including `loss`, from the sums and records of all ranks.
-
-        The records are float64 on the CPU, [records, k], ordered by sample id, each sample's once.
-        """
-
-    def label_text(self, features: Features) -> str:
-        """Return the label of the sample as text; empty if its tokens are the label."""
-
-    def prompt(self, features: Features) -> GenerationPrompt | None:
-        """Return the sample's generation prompt and reference answer; None if the task does not generate."""
-
-
-def build_task(context: TaskContext) -> Task:
-    """Return the job's task; raises DataError if tokenizer or rows are unsuitable for it."""
-    return cast(Task, TASKS.resolve(context.section.name)(context))
-
-
-def preference_task(context: TaskContext) -> Task:
-    """Return the task of the configured preference loss; that of KTO has single answers instead of pairs."""
-    return cast(Task, import_attribute(PREFERENCE_LOSSES[context.section.preference.loss].task)(context))
-
-
 @recorded_as("task.expecting.OnlyTurns")
 @dataclass(frozen=True)
 class RequireMessages:
@@ -187,7 +110,24 @@ class RequireMessages:
     def __call__(self, rows: Sequence[Row]) -> Sequence[Outcome]:
         """Return the features or the error of each row."""
         if any("messages" not in row for row in rows):  # all rows of a source have one format
-            return [DataError(_no_messages(rows[0]))] * len(rows)
+            content, remedy = "plain text", "Use task `pretrain`, or another format."
+            if "chosen" in rows[0]:
+                content, remedy = (
+                    "a preference pair",
+                    (
+                        "To train on the chosen answer, set `format: prompt_completion` with "
+                        "`columns: {completion: chosen}`, or write a `template`."
+                    ),
+                )
+            elif "label" in rows[0]:
+                content, remedy = (
+                    "a labeled text",
+                    (
+                        "To train on the label as an answer, set `format: prompt_completion` with "
+                        "`template: {prompt: '{{ text }}', completion: '{{ label }}'}`."
+                    ),
+                )
+            return [DataError(f"task `sft` trains on turns, but the row is {content}. {remedy}")] * len(rows)
         if any(row.get("images") for row in rows):
             message = (
                 "the row has images, but this task only reads text. Write `task.name: vision_language_sft` with a "
@@ -229,40 +169,36 @@ class RequireText:
         return self.encode(rows)
 
 
-def _no_messages(row: Row) -> str:
-    if "chosen" in row:
-        return (
-            "task `sft` trains on turns, but the row is a preference pair. To train on the chosen answer, "
-            "set `format: prompt_completion` with `columns: {completion: chosen}`, or write a `template`."
-        )
-    if "label" in row:
-        return (
-            "task `sft` trains on turns, but the row is a labeled text. To train on the label as an answer, set "
-            "`format: prompt_completion` with `template: {prompt: '{{ text }}', completion: '{{ label }}'}`."
-        )
-    return "task `sft` trains on turns, but the row is plain text. Use task `pretrain`, or another format."
-
-
 class BaseTask:
-    """Defaults of the Task protocol. A task defines `collate`, `loss_sums`, `metric_sums`, `metrics` and an encoder."""
+    """A training task. The training loop uses only its public members.
+
+    A task defines `collate`, `loss_sums`, `metrics`, an encoder, and `metric_sums` or `evaluate_batch`.
+    """
 
     head: ModelHead = "causal_lm"
-    head_values: Mapping[str, Any] = MappingProxyType({})  # the model's config is not changed
-    data_facts = DataFacts()  # the task does not depend on the rows
+    head_values: Mapping[str, Any] = MappingProxyType({})  # model config values that it determines, as `num_labels`
+    data_facts = DataFacts()  # what it read from the training rows
+    # of its samples; see SampleSpec
     _encoder: Encode | None = None  # encodes rows, cheap to send to other processes; None: `encode_row` does
+    _length_limit: LengthLimit | None = None
+    _loading_cost: LoadingCost = "light"
+    _has_partners: bool = False
+    _identity: Mapping[str, Any] = MappingProxyType({})
 
     @property
     def samples(self) -> SampleSpec:
-        """Return that rows are encoded by `_encoder` or by the task itself, with the length limit of `data:`."""
-        return SampleSpec(self._encoder or self.encode)
+        """Return the encoding of rows to samples."""
+        return SampleSpec(
+            self._encoder or self.encode, self._length_limit, self._loading_cost, self._has_partners, self._identity
+        )
 
     @property
     def precomputed(self) -> Precomputed | None:
-        """Return None: nothing is precomputed."""
+        """Return the arrays that a frozen model must compute per sample before training; None if there are none."""
         return None
 
     def export_files(self, config: Any) -> Mapping[str, Any]:
-        """Return no files: transformers needs no others."""
+        """Return the JSON files to export with a model of this config, by relative path."""
         return {}
 
     @recorded_as("task.base.BaseTask.encode")
@@ -284,25 +220,34 @@ class BaseTask:
 
     @abstractmethod
     def collate(self, features: Sequence[Features]) -> Batch:
-        """Return the samples as one microbatch."""
+        """Return the samples padded and stacked as one microbatch.
+
+        Random numbers are seeded with `(features.seed, features.sample_id)`, so they do not depend on the world size.
+        """
 
     def dummy_batch(self, features: Features) -> Batch:
-        """Return the sample as a batch without targets."""
+        """Return a batch with the shape of one sample but no targets, for a rank without remaining evaluation rows."""
         batch = self.collate([features])
         targets = None if batch.targets is None else batch.targets.none
         labels = torch.full_like(batch.labels, IGNORED)
         return replace(batch, labels=labels, targets=targets, num_targets=0, num_tokens=0, sample_ids=())
 
     def prepare_step(self, model: nn.Module, batches: Sequence[Batch]) -> Sequence[Batch]:
-        """Return the batches unchanged: the loss of a microbatch does not depend on the others."""
+        """Return this rank's microbatches of one step with the values that their losses need from the whole step.
+
+        Does not change gradients or the random state. Collective.
+        """
         return batches
 
     @abstractmethod
     def loss_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        """Return `loss_sum`, summed over the targets, and other sums: float32 scalars."""
+        """Return `loss_sum`, the loss summed over the targets, and, detached, the other sums that a step logs.
+
+        All are float32 scalars. The names are the same for every batch.
+        """
 
     def step_metrics(self, sums: Mapping[str, float], *, num_targets: int) -> Mapping[str, float]:
-        """Return the mean over the targets of every other sum."""
+        """Return a step's logged metrics from the sums of all ranks: the mean of all but the loss over the targets."""
         others = {name: value for name, value in sums.items() if name != "loss_sum"}
         return {name: value / num_targets for name, value in others.items()} if num_targets else {}
 
@@ -311,17 +256,34 @@ class BaseTask:
         return self.evaluate_batch(model, batch).sums
 
     def evaluate_batch(self, model: nn.Module, batch: Batch) -> EvaluationOutput:
-        """Return the sums without records."""
+        """Return the evaluation results of the batch."""
         return EvaluationOutput(self.metric_sums(model, batch))
 
     @abstractmethod
     def metrics(self, sums: Mapping[str, float], records: Tensor | None = None) -> Mapping[str, float]:
-        """Return the metrics, including `loss`."""
+        """Return the metrics, including `loss`, from the sums and records of all ranks.
+
+        The records are float64 on the CPU, [records, k], ordered by sample id, each sample's once.
+        """
 
     def label_text(self, features: Features) -> str:
-        """Return an empty text: the target tokens are the label."""
+        """Return the label of the sample as text; empty if its tokens are the label."""
         return ""
 
     def prompt(self, features: Features) -> GenerationPrompt | None:
-        """Return None: the task does not generate."""
+        """Return the sample's generation prompt and reference answer; None if the task does not generate."""
         return None
+
+
+Task = BaseTask
+"""What `task.name` chooses; a task of a plugin may also be another class with these members."""
+
+
+def build_task(context: TaskContext) -> Task:
+    """Return the job's task; raises DataError if tokenizer or rows are unsuitable for it."""
+    return cast(Task, TASKS.resolve(context.section.name)(context))
+
+
+def preference_task(context: TaskContext) -> Task:
+    """Return the task of the configured preference loss; that of KTO has single answers instead of pairs."""
+    return cast(Task, import_attribute(PREFERENCE_LOSSES[context.section.preference.loss].task)(context))

@@ -21,21 +21,17 @@ from finetune.data.batch import Batch
 from finetune.data.encoding.labelled import Classes
 from finetune.task.classification.classes import WeightedClasses
 from finetune.task.classification.image_classification import ImageClassificationTask
-from finetune.task.classification.text_classification import (
-    MultiLabel,
-    SingleLabel,
-    TextClassificationTask,
-    TokenClassificationTask,
-)
+from finetune.task.classification.text_classification import TextClassificationTask, TokenClassificationTask
 from tests.devices import EVERY_DEVICE
 from tests.train.test_syncs import second_step
 
 WEIGHTED = WeightedClasses(Classes(("a", "b", "c")), (0.5, 1.0, 2.0))
+SMOOTHED = {"classification": WEIGHTED, "label_smoothing": 0.1}
 TASKS = {
-    "text": (TextClassificationTask, {"problem_type": SingleLabel(WEIGHTED, 0.1)}, (4,)),
-    "several": (TextClassificationTask, {"problem_type": MultiLabel(WEIGHTED)}, (4, 3)),
-    "tokens": (TokenClassificationTask, {"classification": WEIGHTED, "label_smoothing": 0.1}, (4, 7)),
-    "images": (ImageClassificationTask, {"classification": WEIGHTED, "label_smoothing": 0.1}, (4,)),
+    "text": (TextClassificationTask, {**SMOOTHED, "kind": "single_label"}, (4,)),
+    "several": (TextClassificationTask, {**SMOOTHED, "kind": "multi_label"}, (4, 3)),
+    "tokens": (TokenClassificationTask, SMOOTHED, (4, 7)),
+    "images": (ImageClassificationTask, SMOOTHED, (4,)),
 }
 
 MADE_OF_NUMBERS = (torch.tensor, torch.as_tensor, torch.scalar_tensor)

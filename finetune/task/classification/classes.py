@@ -57,13 +57,8 @@ class WeightedClasses:
 
     @property
     def head_values(self) -> Mapping[str, Any]:
-        """Return the model config values of the classes; `num_labels` first, because setting it resets the names."""
-        names = self.classes.names
-        return {
-            "num_labels": len(names),
-            "id2label": dict(enumerate(names)),
-            "label2id": {name: index for index, name in enumerate(names)},
-        }
+        """Return the model config values of the classes."""
+        return class_head_values(self.classes.names)
 
     def weight_tensor(self, device: torch.device) -> Tensor | None:
         """Return the weights, [classes], on the device, where they stay: they are copied there once."""
@@ -75,6 +70,15 @@ class WeightedClasses:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_on_device": {}}  # data loader workers have no device
+
+
+def class_head_values(names: Sequence[str]) -> dict[str, Any]:
+    """Return the model config values of these outputs; `num_labels` first, because setting it resets the names."""
+    return {
+        "num_labels": len(names),
+        "id2label": dict(enumerate(names)),
+        "label2id": {name: index for index, name in enumerate(names)},
+    }
 
 
 def find_classes(context: TaskContext, labels_of: LabelsOf) -> WeightedClasses:
@@ -102,7 +106,19 @@ def find_classes(context: TaskContext, labels_of: LabelsOf) -> WeightedClasses:
     if not counts and first_error is not None:
         raise DataError(f"data.train: no row has a valid label; the first error: {first_error}") from first_error
     is_multi = section.kind == "multi_label"
-    names = section.labels or _class_names(counts, least=1 if is_multi else 2)
+    if not section.labels and len(counts) < (1 if is_multi else 2):
+        raise DataError(
+            f"the training rows contain {len(counts)} class{'es' if not counts else ''}"
+            f"{f' (`{next(iter(counts))}`)' if counts else ''}: there is nothing to classify. "
+            "Write `task.classification.labels` if there are others."
+        )
+    if not section.labels and len(counts) > _MAX_CLASSES:
+        some = ", ".join(f"`{name}`" for name in islice(counts, 3))
+        raise DataError(
+            f"the training rows contain {len(counts):,} classes ({some}, ...): is the column a class label? "
+            "Map another column with `columns: {label: ...}`, or write `task.classification.labels`."
+        )
+    names = section.labels or tuple(sort_names(counts))
     class_counts = [counts.get(name, 0) for name in names]
     if is_balanced:
         weights = positive_weights(class_counts, num_rows) if is_multi else balanced_weights(class_counts)
@@ -152,22 +168,6 @@ def regression_loss_sum(predictions: Tensor, labels: Tensor) -> Tensor:
 def _mask_nan_rows(labels: Tensor) -> tuple[Tensor, Tensor]:
     """Return 1 for rows that count and 0 for others, [rows], and the labels without NaN, both float32."""
     return (~labels.isnan().any(dim=-1)).to(torch.float32), labels.nan_to_num().to(torch.float32)
-
-
-def _class_names(counts: Mapping[str, int], *, least: int) -> tuple[str, ...]:
-    if len(counts) < least:
-        raise DataError(
-            f"the training rows contain {len(counts)} class{'es' if not counts else ''}"
-            f"{f' (`{next(iter(counts))}`)' if counts else ''}: there is nothing to classify. "
-            "Write `task.classification.labels` if there are others."
-        )
-    if len(counts) > _MAX_CLASSES:
-        some = ", ".join(f"`{name}`" for name in islice(counts, 3))
-        raise DataError(
-            f"the training rows contain {len(counts):,} classes ({some}, ...): is the column a class label? "
-            "Map another column with `columns: {label: ...}`, or write `task.classification.labels`."
-        )
-    return tuple(sort_names(counts))
 
 
 class TextPadding:

@@ -1,7 +1,6 @@
 """Image classification: one class per image. Images are decoded in collation, in the loader's workers."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from random import Random
 
 import torch
@@ -16,7 +15,7 @@ from finetune.runtime.seeds import derive_seed
 from finetune.task.classification.classes import class_loss_sum, find_classes
 from finetune.task.metrics import TOP_K, class_metrics
 from finetune.task.model_inputs import unwrap_model
-from finetune.task.protocol import BaseTask, EvaluationOutput, ModelHead, SampleSpec, TaskContext
+from finetune.task.protocol import BaseTask, EvaluationOutput, TaskContext
 
 
 class ImageClassificationTask(BaseTask):
@@ -25,7 +24,8 @@ class ImageClassificationTask(BaseTask):
     Rows become `label` (the number of the class) and `image` (encoded bytes).
     """
 
-    head: ModelHead = "image_classification"
+    head = "image_classification"
+    _loading_cost = "heavy"
 
     def __init__(self, context: TaskContext) -> None:
         self.section: ImagesSection = context.data.images
@@ -34,17 +34,9 @@ class ImageClassificationTask(BaseTask):
         self.classification = find_classes(context, lambda row: (row["label"],))
         self.head_values, self.data_facts = self.classification.head_values, self.classification.data_facts
         self._encoder = LabelledImageEncoder(self.classification.classes, self.views.mode)
+        self._has_partners = self.section.mixup > 0 or self.section.cutmix > 0  # each image is mixed with another one
+        self._identity = {"labels": list(self.classification.classes.names), "mode": self.views.mode}
         _ = self.views.size  # raises here, before any data is prepared
-
-    @property
-    def samples(self) -> SampleSpec:
-        """Return samples whose identity includes the class order and the image mode."""
-        return replace(
-            super().samples,
-            loading_cost="heavy",
-            has_partners=self._mixes,
-            identity={"labels": list(self.classification.classes.names), "mode": self.views.mode},
-        )
 
     def collate(self, features: Sequence[Features]) -> Batch:
         """Return the images as pixels; in training, augmented views that depend only on step and sample."""
@@ -89,15 +81,10 @@ class ImageClassificationTask(BaseTask):
             metrics["top5_accuracy"] = (records[:, 3] < TOP_K).double().mean().item()
         return {"loss": loss, **metrics}
 
-    @property
-    def _mixes(self) -> bool:
-        """Return whether each image is mixed with another one."""
-        return self.section.mixup > 0 or self.section.cutmix > 0
-
     def _pixels_and_label(self, features: Features) -> tuple[Tensor, Tensor]:
         """Return the pixels and the class index, or with a partner, the probabilities of all classes."""
         own, label = self._view(features, "own"), int(features.arrays[LABEL][0])
-        if features.seed == 0 or not self._mixes:
+        if features.seed == 0 or not self._has_partners:
             return own, torch.tensor(label)
         partner = features.partner or features
         other, other_label = self._view(partner, "partner"), int(partner.arrays[LABEL][0])

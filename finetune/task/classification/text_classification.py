@@ -1,8 +1,7 @@
 """Classification of texts and pairs of texts (single-label, multi-label, regression), and of the words of a text."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -29,12 +28,12 @@ from finetune.data.encoding.labelled import (
 from finetune.data.encoding.text import Truncation
 from finetune.data.encoding.tokenizer import num_special_tokens_around
 from finetune.data.features import Features
+from finetune.data.rows import Row
 from finetune.data.token_cache.lengths import SampleLengthLimit
 from finetune.errors import DataError
-from finetune.runtime.files.digests import recorded_as, recorded_name
 from finetune.task.classification.classes import (
     TextPadding,
-    WeightedClasses,
+    class_head_values,
     class_loss_sum,
     classifier_logits,
     find_classes,
@@ -44,188 +43,10 @@ from finetune.task.classification.classes import (
 )
 from finetune.task.metrics import are_entity_tags, class_metrics, entity_scores, multi_label_metrics, regression_metrics
 from finetune.task.model_inputs import collate_row, is_padding_free, pad_rows
-from finetune.task.protocol import BaseTask, DataFacts, EvaluationOutput, ModelHead, Row, SampleSpec, TaskContext
+from finetune.task.protocol import BaseTask, DataFacts, EvaluationOutput, TaskContext
 
-
-class ProblemType(ABC):
-    """The labels, the loss and the metrics of a text classifier."""
-
-    @property
-    @abstractmethod
-    def labels(self) -> LabelEncoder:
-        """Return the encoder of a row's label."""
-
-    @property
-    @abstractmethod
-    def head_values(self) -> Mapping[str, Any]:
-        """Return the model config values of its outputs."""
-
-    @property
-    @abstractmethod
-    def data_facts(self) -> DataFacts:
-        """Return the facts that were read from the rows."""
-
-    def batch_labels(self, labels: Tensor) -> Tensor:
-        """Return a batch's labels in the format of the loss, float32 [rows, numbers of a label]."""
-        return labels.to(torch.float32)
-
-    @abstractmethod
-    def label_text(self, label: np.ndarray) -> str:
-        """Return the label as text."""
-
-    @abstractmethod
-    def loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the trained loss, summed over the rows."""
-
-    def unweighted_loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the loss of evaluations, summed over the rows: without class weights and label smoothing."""
-        return self.loss_sum(logits, labels)
-
-    @abstractmethod
-    def predictions(self, logits: Tensor) -> Tensor:
-        """Return the predictions, one per row."""
-
-    @abstractmethod
-    def metrics(self, labels: Tensor, predicted: Tensor) -> Mapping[str, float]:
-        """Return the metrics, from float64 [rows, columns]."""
-
-
-@dataclass(frozen=True)
-class _WithClasses(ProblemType):
-    """Base of the problem types with classes."""
-
-    classification: WeightedClasses
-
-    @property
-    def data_facts(self) -> DataFacts:
-        """Return the classes, their weights and their counts."""
-        return self.classification.data_facts
-
-
-@recorded_as("OneOfMany")
-@dataclass(frozen=True)
-class SingleLabel(_WithClasses):
-    """Exactly one class per row."""
-
-    label_smoothing: float = 0.0
-
-    @property
-    def labels(self) -> LabelEncoder:
-        """Return the encoder of a label to the index of its class."""
-        return ClassLabelEncoder(self.classification.classes)
-
-    @property
-    def head_values(self) -> Mapping[str, Any]:
-        """Return number and names of the classes."""
-        return {**self.classification.head_values, "problem_type": "single_label_classification"}
-
-    def batch_labels(self, labels: Tensor) -> Tensor:
-        """Return the indices, int64 [rows]."""
-        return labels[:, 0].long()
-
-    def label_text(self, label: np.ndarray) -> str:
-        """Return the name of the class."""
-        return self.classification.classes.names[int(label[0])]
-
-    def loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the weighted and smoothed cross-entropy in nats."""
-        weights = self.classification.weight_tensor(logits.device)
-        return class_loss_sum(logits, labels, weights=weights, label_smoothing=self.label_smoothing)
-
-    def unweighted_loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the cross-entropy in nats."""
-        return class_loss_sum(logits, labels)
-
-    def predictions(self, logits: Tensor) -> Tensor:
-        """Return the most likely class."""
-        return logits.argmax(dim=-1)
-
-    def metrics(self, labels: Tensor, predicted: Tensor) -> Mapping[str, float]:
-        """Return `accuracy`, `macro_f1`, `micro_f1` and `mcc`."""
-        return class_metrics(labels[:, 0], predicted[:, 0], num_classes=len(self.classification.classes))
-
-
-@recorded_as("SomeOfMany")
-@dataclass(frozen=True)
-class MultiLabel(_WithClasses):
-    """Any number of independent classes per row."""
-
-    @property
-    def labels(self) -> LabelEncoder:
-        """Return the encoder of labels to 0 or 1 per class."""
-        return MultiLabelEncoder(self.classification.classes)
-
-    @property
-    def head_values(self) -> Mapping[str, Any]:
-        """Return number and names of the classes."""
-        return {**self.classification.head_values, "problem_type": "multi_label_classification"}
-
-    def label_text(self, label: np.ndarray) -> str:
-        """Return the names of the classes, or `none`."""
-        names = self.classification.classes.names
-        return ", ".join(names[index] for index in np.flatnonzero(label)) or "none"
-
-    def loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the weighted binary cross-entropy in nats, averaged over the classes."""
-        return multi_label_loss_sum(logits, labels, weights=self.classification.weight_tensor(logits.device))
-
-    def unweighted_loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the binary cross-entropy in nats, averaged over the classes."""
-        return multi_label_loss_sum(logits, labels)
-
-    def predictions(self, logits: Tensor) -> Tensor:
-        """Return the classes whose probability is above one half."""
-        return logits > 0
-
-    def metrics(self, labels: Tensor, predicted: Tensor) -> Mapping[str, float]:
-        """Return `subset_accuracy`, `macro_f1` and `micro_f1`."""
-        return multi_label_metrics(labels, predicted)
-
-
-@recorded_as("Regression")
-@dataclass(frozen=True)
-class Regression(ProblemType):
-    """One or several numbers per row."""
-
-    num_numbers: int
-    names: tuple[str, ...] = ()
-
-    @property
-    def labels(self) -> LabelEncoder:
-        """Return the encoder of the numbers."""
-        return NumericLabelEncoder(self.num_numbers)
-
-    @property
-    def head_values(self) -> Mapping[str, Any]:
-        """Return the number of outputs and their names."""
-        names = self.names or tuple(f"LABEL_{n}" for n in range(self.num_numbers))
-        return {
-            "num_labels": self.num_numbers,
-            "id2label": dict(enumerate(names)),
-            "label2id": {name: index for index, name in enumerate(names)},
-            "problem_type": "regression",
-        }
-
-    @property
-    def data_facts(self) -> DataFacts:
-        """Return the number of outputs and their names, if they have any."""
-        return DataFacts({"num_numbers": self.num_numbers, "labels": list(self.names)})
-
-    def label_text(self, label: np.ndarray) -> str:
-        """Return the numbers."""
-        return ", ".join(f"{number:g}" for number in label)
-
-    def loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the squared error, averaged over the numbers of a row, summed over the rows."""
-        return regression_loss_sum(logits, labels)
-
-    def predictions(self, logits: Tensor) -> Tensor:
-        """Return the outputs."""
-        return logits
-
-    def metrics(self, labels: Tensor, predicted: Tensor) -> Mapping[str, float]:
-        """Return `mse`, `pearson` and `spearman`."""
-        return regression_metrics(labels, predicted)
+RECORDED_KINDS = {"single_label": "OneOfMany", "multi_label": "SomeOfMany", "regression": "Regression"}
+"""What the identity of prepared data calls each `task.classification.kind`; it never changes."""
 
 
 class TextClassificationTask(BaseTask):
@@ -234,31 +55,42 @@ class TextClassificationTask(BaseTask):
     A row is encoded to `input_ids`, `token_type_ids` if the tokenizer returns them, and `labels`. A row is one target.
     """
 
-    head: ModelHead = "sequence_classification"
+    head = "sequence_classification"
 
     def __init__(self, context: TaskContext) -> None:
-        data = context.data
+        data, section, facts = context.data, context.section.classification, context.facts or {}
         self._batching = data.batching
-        self.problem_type = _problem_type_of(context)
+        self.kind = section.kind
+        self.label_smoothing = context.section.label_smoothing if self.kind == "single_label" else 0.0
         self.padding = TextPadding(context.tokenizer)
-        self.head_values = {**self.problem_type.head_values, **self.padding.head_values}
-        self.data_facts = self.problem_type.data_facts
+        labels: LabelEncoder
+        if self.kind == "regression":
+            num = facts.get("num_numbers") or len(section.labels) or _num_numbers(context)
+            labels, names = NumericLabelEncoder(num), section.labels or tuple(f"LABEL_{n}" for n in range(num))
+            self.data_facts = DataFacts({"num_numbers": num, "labels": list(section.labels)})
+            head_values: Mapping[str, Any] = class_head_values(names)
+            problem_type = "regression"
+        else:
+            is_multi = self.kind == "multi_label"
+            self.classification = find_classes(context, partial(_labels_of, is_multi=is_multi))
+            classes = self.classification.classes
+            labels = MultiLabelEncoder(classes) if is_multi else ClassLabelEncoder(classes)
+            self.data_facts = self.classification.data_facts
+            head_values = self.classification.head_values
+            problem_type = f"{self.kind}_classification"
+        self.head_values = {**head_values, "problem_type": problem_type, **self.padding.head_values}
         is_cut = data.over_length == "truncate"
         cut = Truncation(data.longest, data.truncate_side) if is_cut else None
         self._encoder = LabelledTextEncoder(
-            context.tokenizer, self.problem_type.labels, cut=cut, allow_special_tokens=data.allow_special_tokens
+            context.tokenizer, labels, cut=cut, allow_special_tokens=data.allow_special_tokens
         )
-
-    @property
-    def samples(self) -> SampleSpec:
-        """Return samples whose identity includes the encoding of the labels."""
-        facts = {name: value for name, value in self.data_facts.values.items() if name != "class_weights"}
-        return replace(super().samples, identity={"kind": recorded_name(self.problem_type), **facts})
+        identity = {name: value for name, value in self.data_facts.values.items() if name != "class_weights"}
+        self._identity = {"kind": RECORDED_KINDS[self.kind], **identity}
 
     def collate(self, features: Sequence[Features]) -> Batch:
         """Return the texts padded or concatenated; labels are int64 [texts] or float32 [texts, outputs]."""
         encoded = torch.from_numpy(np.stack([sample.arrays[LABELS] for sample in features]))
-        labels = self.problem_type.batch_labels(encoded)
+        labels = encoded[:, 0].long() if self.kind == "single_label" else encoded.to(torch.float32)
         if is_padding_free(self._batching):
             return collate_row(features, input_columns(features), labels=labels)
         return Batch(
@@ -270,8 +102,14 @@ class TextClassificationTask(BaseTask):
         )
 
     def label_text(self, features: Features) -> str:
-        """Return the class, the classes or the numbers."""
-        return self.problem_type.label_text(features.arrays[LABELS])
+        """Return the class, the classes (`none` without one) or the numbers."""
+        label = features.arrays[LABELS]
+        if self.kind == "regression":
+            return ", ".join(f"{number:g}" for number in label)
+        names = self.classification.classes.names
+        if self.kind == "multi_label":
+            return ", ".join(names[index] for index in np.flatnonzero(label)) or "none"
+        return names[int(label[0])]
 
     def dummy_batch(self, features: Features) -> Batch:
         """Return the row as a batch without weight in the loss; floating-point labels are NaN."""
@@ -281,41 +119,44 @@ class TextClassificationTask(BaseTask):
 
     def loss_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         """Return the loss summed over the rows, with class weights and label smoothing, a float32 scalar."""
-        return {"loss_sum": self.problem_type.loss_sum(classifier_logits(model, batch), batch.labels)}
+        logits = classifier_logits(model, batch)
+        weights = None if self.kind == "regression" else self.classification.weight_tensor(logits.device)
+        return {"loss_sum": self._loss_sum(logits, batch.labels, weights=weights, label_smoothing=self.label_smoothing)}
 
     def evaluate_batch(self, model: nn.Module, batch: Batch) -> EvaluationOutput:
-        """Return the sums, and the id, label and prediction of every row."""
+        """Return the sums, and the id, label and prediction of every row: its class, classes above 1/2, or numbers."""
         logits = classifier_logits(model, batch)
         num_targets = torch.full((), batch.num_targets, device=logits.device)
-        sums = {"loss_sum": self.problem_type.unweighted_loss_sum(logits, batch.labels), "num_targets": num_targets}
+        sums = {"loss_sum": self._loss_sum(logits, batch.labels), "num_targets": num_targets}
         if not batch.sample_ids:
             return EvaluationOutput(sums)
+        predictions = logits
+        if self.kind != "regression":
+            predictions = logits > 0 if self.kind == "multi_label" else logits.argmax(dim=-1)
         ids = torch.tensor(batch.sample_ids, dtype=torch.float64)[:, None]
-        columns = (batch.labels, self.problem_type.predictions(logits))
-        on_host = [column.reshape(len(ids), -1).to("cpu", torch.float64) for column in columns]
+        on_host = [values.reshape(len(ids), -1).to("cpu", torch.float64) for values in (batch.labels, predictions)]
         return EvaluationOutput(sums, torch.cat([ids, *on_host], dim=1))
 
     def metrics(self, sums: Mapping[str, float], records: Tensor | None = None) -> Mapping[str, float]:
-        """Return `loss` and the metrics of the problem type."""
+        """Return `loss` and `class_metrics`, `multi_label_metrics` or `regression_metrics`."""
         num_targets = sums["num_targets"]
         loss = {"loss": sums["loss_sum"] / num_targets if num_targets else float("nan")}
         if records is None:
             return loss
         labels, predicted = records[:, 1:].chunk(2, dim=1)
-        return {**loss, **self.problem_type.metrics(labels, predicted)}
+        if self.kind == "single_label":
+            num_classes = len(self.classification.classes)
+            return loss | class_metrics(labels[:, 0], predicted[:, 0], num_classes=num_classes)
+        return loss | (multi_label_metrics if self.kind == "multi_label" else regression_metrics)(labels, predicted)
 
-
-def _problem_type_of(context: TaskContext) -> ProblemType:
-    """Return the problem type; reads the rows if the config does not determine it."""
-    section, facts = context.section.classification, context.facts or {}
-    if section.kind == "regression":
-        num_numbers = facts.get("num_numbers") or len(section.labels) or _num_numbers(context)
-        return Regression(num_numbers, section.labels)
-    is_multi = section.kind == "multi_label"
-    classification = find_classes(context, partial(_labels_of, is_multi=is_multi))
-    if is_multi:
-        return MultiLabel(classification)
-    return SingleLabel(classification, context.section.label_smoothing)
+    def _loss_sum(
+        self, logits: Tensor, labels: Tensor, *, weights: Tensor | None = None, label_smoothing: float = 0.0
+    ) -> Tensor:
+        if self.kind == "single_label":
+            return class_loss_sum(logits, labels, weights=weights, label_smoothing=label_smoothing)
+        if self.kind == "multi_label":
+            return multi_label_loss_sum(logits, labels, weights=weights)
+        return regression_loss_sum(logits, labels)
 
 
 def _labels_of(row: Row, *, is_multi: bool) -> Iterable[Any]:
@@ -345,7 +186,7 @@ class TokenClassificationTask(BaseTask):
     token of every word is a target.
     """
 
-    head: ModelHead = "token_classification"
+    head = "token_classification"
 
     def __init__(self, context: TaskContext) -> None:
         data = context.data
@@ -358,14 +199,9 @@ class TokenClassificationTask(BaseTask):
         self._encoder = TaggedWordsEncoder(
             context.tokenizer, self.classification.classes, allow_special_tokens=data.allow_special_tokens
         )
-        frame = num_special_tokens_around(context.tokenizer)
+        frame = num_special_tokens_around(context.tokenizer)  # around every part of a split sentence
         self._length_limit = SampleLengthLimit(data.longest, data.over_length, data.truncate_side, frame)
-
-    @property
-    def samples(self) -> SampleSpec:
-        """Return samples whose identity includes the class order; every part of a split sentence has special tokens."""
-        identity = {"labels": list(self.classification.classes.names)}
-        return replace(super().samples, length_limit=self._length_limit, identity=identity)
+        self._identity = {"labels": list(self.classification.classes.names)}
 
     def collate(self, features: Sequence[Features]) -> Batch:
         """Return the sentences padded or concatenated; labels[b, t] is the class of the word that starts at token t."""

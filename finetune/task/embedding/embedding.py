@@ -33,7 +33,7 @@ from finetune.task.classification.classes import TextPadding
 from finetune.task.embedding.similarity_losses import CosentOfStep, InfoNceOfStep, LossOfStep, OwnVectors, Similarity
 from finetune.task.metrics import ranking_metrics, ranks_among, regression_metrics
 from finetune.task.model_inputs import forward_inputs
-from finetune.task.protocol import BaseTask, EvaluationOutput, ModelHead, SampleSpec, TaskContext
+from finetune.task.protocol import BaseTask, EvaluationOutput, SampleSpec, TaskContext
 
 Pooling = Literal["mean", "cls", "last_token"]
 
@@ -101,7 +101,7 @@ ANCHOR, POSITIVE, NEGATIVE = range(3)
 class EmbeddingTask(BaseTask):
     """Train embeddings in which related texts are close. One row is one target."""
 
-    head: ModelHead = "embedding"
+    head = "embedding"
 
     def __init__(self, context: TaskContext) -> None:
         self.section, self.data = context.section.embedding, context.data

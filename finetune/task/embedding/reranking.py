@@ -18,7 +18,7 @@ from finetune.task.classification.classes import TextPadding
 from finetune.task.embedding.embedding import collate_groups
 from finetune.task.metrics import ranking_metrics, ranks_in, regression_metrics
 from finetune.task.model_inputs import forward_logits
-from finetune.task.protocol import BaseTask, EvaluationOutput, ModelHead, SampleSpec, TaskContext
+from finetune.task.protocol import BaseTask, EvaluationOutput, SampleSpec, TaskContext
 
 GROUP = "group_of_sequence"
 
@@ -26,7 +26,7 @@ GROUP = "group_of_sequence"
 class RerankingTask(BaseTask):
     """Score a query's positive passage above the negatives, or predict given scores. One row is one target."""
 
-    head: ModelHead = "sequence_classification"
+    head = "sequence_classification"
 
     def __init__(self, context: TaskContext) -> None:
         self.section, self.data = context.section.reranking, context.data

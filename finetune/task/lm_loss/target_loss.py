@@ -17,6 +17,7 @@ from finetune.config.sections.train import LossKernel
 from finetune.data.batch import Batch
 from finetune.errors import UserError
 from finetune.registry.losses import LOSS_KERNELS, TOKEN_LOSSES
+from finetune.registry.tasks import ModelHead
 from finetune.runtime.optional import require
 from finetune.task.lm_loss import chunked_loss
 from finetune.task.lm_loss.chunked_loss import (
@@ -38,7 +39,6 @@ from finetune.task.lm_loss.logit_transform import LogitTransform
 from finetune.task.lm_loss.token_loss import TokenLoss
 from finetune.task.metrics import token_sums
 from finetune.task.model_inputs import unwrap_model
-from finetune.task.protocol import ModelHead
 
 FusedKernel = Callable[[Tensor, Tensor, Tensor | None, Tensor, LogitTransform], Tensor]
 """From hidden states [targets, hidden], weight, bias and labels to the summed cross-entropy, a scalar."""

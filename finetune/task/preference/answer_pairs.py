@@ -24,7 +24,7 @@ from finetune.task.model_inputs import (
     sample_logits,
 )
 from finetune.task.preference.losses import bradley_terry
-from finetune.task.protocol import BaseTask, DataFacts, ModelHead, SampleSpec, TaskContext
+from finetune.task.protocol import BaseTask, DataFacts, SampleSpec, TaskContext
 
 PAIR_WEIGHTS = "counts"
 NUM_PAIRS = "num_firsts"
@@ -197,7 +197,7 @@ class RewardTask(AnswerPairsTask):
     at the end of an answer as padding, in training and in inference.
     """
 
-    head: ModelHead = "sequence_classification"
+    head = "sequence_classification"
 
     def __init__(self, context: TaskContext) -> None:
         self.section = context.section.reward

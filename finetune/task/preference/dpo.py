@@ -33,7 +33,7 @@ from finetune.task.preference.answer_pairs import (
     upper_half,
 )
 from finetune.task.preference.losses import kto, reference_point
-from finetune.task.protocol import EvaluationOutput, ModelHead, Precomputed, TaskContext
+from finetune.task.protocol import EvaluationOutput, Precomputed, TaskContext
 
 REFERENCE = "reference"
 """The name of a sample's array with the reference log-probability of every sequence."""
@@ -41,8 +41,6 @@ REFERENCE = "reference"
 
 class PreferenceTask(AnswerPairsTask):
     """Train the model to prefer the chosen answer over the rejected one. One pair is one target."""
-
-    head: ModelHead = "causal_lm"
 
     def __init__(self, context: TaskContext) -> None:
         super().__init__(context)
@@ -141,8 +139,6 @@ REFERENCE_POINT = "reference_point"
 
 class KtoTask(AnswerPairsTask):
     """Make good answers more likely and bad ones less likely. One judged answer is one target; a pair has two."""
-
-    head: ModelHead = "causal_lm"
 
     def __init__(self, context: TaskContext) -> None:
         super().__init__(context, judged=True)
