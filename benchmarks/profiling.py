@@ -34,10 +34,10 @@ from finetune.report.gpu import GpuSampler  # noqa: E402
 from finetune.report.history import read_events  # noqa: E402
 from finetune.report.profile import StepProfile  # noqa: E402
 from finetune.report.prometheus import PrometheusReporter  # noqa: E402
-from finetune.report.reporter import NullReporter  # noqa: E402
 from finetune.run.setup.loop import timed_call  # noqa: E402
 from finetune.run.train import train_from_config  # noqa: E402
 from finetune.runtime import distributed  # noqa: E402
+from finetune.runtime.optional import no_op  # noqa: E402
 
 STEP_SECONDS, THRESHOLD = 0.050, 0.01
 CALLS, MICROBATCHES = 1000, 8
@@ -92,7 +92,7 @@ def measure(folder: Path, *, rounds: int) -> dict[str, float]:
     profile = StepProfile(
         ProfileSection(start=10**6),
         folder=folder,
-        reporter=NullReporter(),
+        reporter=no_op,
         device=torch.device("cpu"),
         num_steps=10**7,
     )

@@ -23,7 +23,6 @@ from finetune.checkpoint.write.saver import SavedCheckpoint, Saver
 from finetune.config.load import LoadedConfig, load_config
 from finetune.config.sections.checkpoint import CheckpointSection
 from finetune.data.loader import train_loader
-from finetune.report.reporter import NullReporter
 from finetune.run.context import RunContext, make_context
 from finetune.run.setup.accelerator import make_accelerator
 from finetune.run.setup.data import TrainingData, prepare_data
@@ -32,6 +31,7 @@ from finetune.run.setup.prepared_model import PreparedModel, prepare_model
 from finetune.run.setup.strategy import launched_strategy
 from finetune.run.train import train_from_config
 from finetune.runtime import distributed
+from finetune.runtime.optional import no_op
 from finetune.train import loop, step
 
 PHASES: Mapping[str, str] = {"forward": "forward", "backward": "backward", "update.after": "update"}
@@ -107,7 +107,7 @@ class Built:
             accelerator=self.prepared.accelerator,
             tokenizer=self.training_data.tokenizer,
             answer_metrics={},
-            reporter=NullReporter(),
+            reporter=no_op,
         )
         return lambda: evaluator(0)["loss"]
 

@@ -30,7 +30,7 @@ from finetune.model.loading.architecture import NEW_HEADS
 from finetune.model.loading.pretrained import check_loadable
 from finetune.model.loading.saved import SavedModel, inspect_model_folder, load_saved_model
 from finetune.model.upstream import data_only_loading
-from finetune.report.reporter import NullReporter, RunLog
+from finetune.report.reporter import RunLog
 from finetune.run.setup.accelerator import make_accelerator
 from finetune.run.setup.data import make_encoding
 from finetune.run.setup.loop import make_evaluator
@@ -42,7 +42,7 @@ from finetune.run.setup.strategy import launched_strategy
 from finetune.run.state.run_folder import RunInputs, load_run_inputs
 from finetune.runtime import distributed
 from finetune.runtime.files import atomic
-from finetune.runtime.optional import require
+from finetune.runtime.optional import no_op, require
 from finetune.runtime.parameters import InitContext
 from finetune.runtime.text.redact import redacted_config
 from finetune.runtime.text.terminal import format_json, quiet_libraries
@@ -260,7 +260,7 @@ def measure(target: EvaluationTarget) -> Measurement:
         accelerator=accelerator,
         tokenizer=target.run_inputs.processing.tokenizer,
         answer_metrics=load_metrics(generate.metrics if generate else ()),
-        reporter=NullReporter(),
+        reporter=no_op,
     )
     return Measurement(target, evaluator(target.step), len(rows))
 

@@ -8,11 +8,11 @@ from finetune.config.sections.report import ReportSection
 from finetune.errors import UserError
 from finetune.registry.observers import REPORTERS
 from finetune.report.console import ConsoleReporter, choose_screen
-from finetune.report.events import Event, JsonlReporter
+from finetune.report.events import JsonlReporter
 from finetune.report.history import EVENTS_FILE, RunHistory
 from finetune.report.page.page import PageReporter
 from finetune.report.prometheus import PrometheusReporter, require_client
-from finetune.report.reporter import FanOut, FunctionReporter, NullReporter, Reporter
+from finetune.report.reporter import FanOut, Reporter
 from finetune.report.trackers import TrackersReporter, check_trackers
 from finetune.runtime import distributed
 
@@ -25,8 +25,8 @@ def build_reporter(
     is_main: bool,
     notes: Sequence[str] = (),
     on_read: Callable[[RunHistory], None] = lambda history: None,
-    others: Sequence[Callable[[Event], object]] = (),
-) -> Reporter:
+    others: Sequence[Reporter] = (),
+) -> FanOut:
     """Return the run's reporter on the main rank, nothing on others: events.jsonl, console, page, trackers, `/metrics`.
 
     `notes` were printed already; they go to events.jsonl. `on_read` is for the page's reporter, `others` are those of
@@ -37,7 +37,7 @@ def build_reporter(
     if section.prometheus is not None:
         require_client()
     if not is_main:
-        return NullReporter()
+        return FanOut(())
     reporters: list[Reporter] = []
     for name in section.reporters:
         try:
@@ -56,4 +56,4 @@ def build_reporter(
     if section.prometheus is not None:
         address, name = section.prometheus_address, run_folder.name
         reporters.append(PrometheusReporter(section.prometheus, address=address, name=name, world=distributed.world()))
-    return FanOut([*reporters, *map(FunctionReporter, others)])
+    return FanOut([*reporters, *others])

@@ -5,7 +5,7 @@ Events and numbers are formatted by functions without state: plain sentences and
 
 import sys
 from collections.abc import Mapping
-from typing import Any, Literal, Protocol, TextIO
+from typing import Any, Literal, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID
@@ -113,23 +113,10 @@ def format_duration(seconds: float | None) -> str:
     return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
 
 
-class Screen(Protocol):
-    """Where the console writes."""
-
-    def print_line(self, line: str) -> None:
-        """Print a permanent line."""
-
-    def show_step(self, event: StepTaken, *, num_steps: int, meter: ThroughputMeter, is_logged: bool) -> None:
-        """Show the progress of the run."""
-
-    def close(self) -> None:
-        """Leave the terminal as it was."""
-
-
 class ConsoleReporter:
     """Shows events on a screen and, at the end, the changes of the metrics since the first evaluation."""
 
-    def __init__(self, screen: Screen, *, log_every_steps: int = 1) -> None:
+    def __init__(self, screen: "PlainScreen", *, log_every_steps: int = 1) -> None:
         self._screen = screen
         self._log_every_steps = log_every_steps
         self._num_steps = 0
@@ -183,7 +170,7 @@ class PlainScreen:
         """Do nothing: every line has been flushed."""
 
 
-class RichScreen:
+class RichScreen(PlainScreen):
     """A progress bar that advances at every step; all other lines scroll above it."""
 
     def __init__(self, console: Console | None = None) -> None:
@@ -199,7 +186,15 @@ class RichScreen:
     def show_step(self, event: StepTaken, *, num_steps: int, meter: ThroughputMeter, is_logged: bool) -> None:
         """Advance the bar; its numbers change only at logged steps."""
         if self._progress is None:
-            self._progress = self._start(num_steps)
+            columns = (
+                SafeTextColumn("step"),
+                MofNCompleteColumn(),
+                BarColumn(bar_width=20),
+                SafeTextColumn("{task.fields[facts]}"),
+            )
+            self._progress = SafeProgress(*columns, console=self._console)
+            self._bar = self._progress.add_task("", total=num_steps, facts="")
+            self._progress.start()
         self._progress.update(self._bar, completed=event.step)
         if is_logged:
             self._progress.update(self._bar, facts=format_step_values(event, meter=meter))
@@ -210,20 +205,8 @@ class RichScreen:
             self._progress.stop()
             self._progress = None
 
-    def _start(self, num_steps: int) -> Progress:
-        columns = (
-            SafeTextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(bar_width=20),
-            SafeTextColumn("{task.fields[facts]}"),
-        )
-        progress = SafeProgress(*columns, console=self._console)
-        self._bar = progress.add_task("", total=num_steps, facts="")
-        progress.start()
-        return progress
 
-
-def choose_screen(console: Literal["auto", "rich", "plain"]) -> Screen:
+def choose_screen(console: Literal["auto", "rich", "plain"]) -> PlainScreen:
     """Return the requested screen; `auto` chooses the bar if standard output is a terminal."""
     wants_bar = console == "rich" or (console == "auto" and sys.stdout.isatty())
     if not wants_bar:

@@ -227,6 +227,7 @@ class JsonlReporter:
 
     def __call__(self, event: Event) -> None:
         """Write the event's line."""
+        events: list[Event] = []
         if self._file is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("a+b") as file:  # a run that was killed within a line left no newline
@@ -236,23 +237,18 @@ class JsonlReporter:
                         file.write(b"\n")
             self._file = self._path.open("a", encoding="utf-8")
             for note in self._notes:
-                self._write(
-                    Warned(event.step, note.removeprefix("warning: "))
-                    if note.startswith("warning: ")
-                    else Noted(event.step, note)
-                )
-        self._write(event)
+                warning = note.removeprefix("warning: ")
+                events.append(Noted(event.step, note) if warning == note else Warned(event.step, warning))
+        for one in (*events, event):
+            fields = event_fields(one, time=self._clock())
+            self._file.write(format_json(fields, allow_nan=False) + "\n")
+            self._file.flush()
 
     def close(self) -> None:
         """Close the file."""
         if self._file is not None:
             self._file.close()
             self._file = None
-
-    def _write(self, event: Event) -> None:
-        fields = event_fields(event, time=self._clock())
-        self._file.write(format_json(fields, allow_nan=False) + "\n")
-        self._file.flush()
 
 
 def event_fields(event: Event, *, time: float) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -29,28 +29,17 @@ _ALL_LINKS = 0xFFFFFFFF
 _KIB, _KB = 1024, 1000
 
 
-class DeviceColumns(Protocol):
-    """The latest values of a device."""
-
-    @property
-    def columns(self) -> Mapping[str, float]:
-        """Return values by name, without waiting."""
-
-    def warning(self) -> str | None:
-        """Return once why there are no more values."""
-
-
-class NoGpu:
-    """The columns without a GPU that NVML can read: none."""
+class DeviceColumns:
+    """The latest values of a device by name; none without a GPU that NVML can read."""
 
     columns: Mapping[str, float] = {}
 
     def warning(self) -> str | None:
-        """Return None."""
+        """Return once why there are no more values."""
         return None
 
 
-class GpuSampler:
+class GpuSampler(DeviceColumns):
     """Samples one GPU in a thread; if the GPU is lost, there is a warning, and its columns end."""
 
     def __init__(self, nvml: Any, uuid: str, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -58,7 +47,10 @@ class GpuSampler:
         self._nvml = nvml
         self._clock = clock
         nvml.nvmlInit()
-        self._handle = self._find(uuid)
+        try:  # by UUID, as NVML ignores CUDA_VISIBLE_DEVICES
+            self._handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode())
+        except (nvml.NVMLError_NotFound, nvml.NVMLError_InvalidArgument):
+            self._handle = nvml.nvmlDeviceGetHandleByUUID(f"MIG-{uuid}".encode())
         self._sent: tuple[float, int] | None = None  # over NVLink: the time of the last reading and its bytes
         self._problem: str | None = None
         self._is_over = threading.Event()
@@ -112,13 +104,6 @@ class GpuSampler:
         while self.sample() and not self._is_over.wait(INTERVAL_SECONDS):
             pass
 
-    def _find(self, uuid: str) -> Any:
-        """Return the handle of the GPU or MIG instance by UUID, as NVML ignores CUDA_VISIBLE_DEVICES."""
-        try:
-            return self._nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode())
-        except (self._nvml.NVMLError_NotFound, self._nvml.NVMLError_InvalidArgument):
-            return self._nvml.nvmlDeviceGetHandleByUUID(f"MIG-{uuid}".encode())
-
     def _nvlink_rate(self) -> float | None:
         """Return the traffic of all links in both directions per second since the last reading; None at the first."""
         nvml = self._nvml
@@ -139,23 +124,17 @@ def sampled_gpu(device: torch.device, *, is_main: bool) -> Iterator[DeviceColumn
 
     Without a GPU, without NVML and where its driver is not loaded there are no columns, and no warning.
     """
-    sampler = _make_sampler(device) if is_main and device.type == "cuda" else None
+    sampler = None
+    if is_main and device.type == "cuda":
+        with suppress(ModuleNotFoundError):  # pynvml
+            errors = (pynvml.NVMLError, AttributeError)  # an AMD GPU, or a torch that does not know the UUID
+            with suppress(*errors):
+                sampler = GpuSampler(pynvml, str(torch.cuda.get_device_properties(device).uuid))
     if sampler is None:
-        yield NoGpu()
+        yield DeviceColumns()
         return
     sampler.start()
     try:
         yield sampler
     finally:
         sampler.stop()
-
-
-def _make_sampler(device: torch.device) -> GpuSampler | None:
-    try:
-        errors = (pynvml.NVMLError, AttributeError)  # an AMD GPU, or a torch that does not know the UUID
-    except ModuleNotFoundError:
-        return None
-    try:
-        return GpuSampler(pynvml, str(torch.cuda.get_device_properties(device).uuid))
-    except errors:
-        return None

@@ -37,21 +37,14 @@ _STEP_VALUES = ("loss", "gradient_norm", "num_targets", "num_tokens", "seconds",
 _CHUNK_BYTES = 4 << 20
 
 
-@dataclass(frozen=True)
-class ParsedEvents:
-    """The events of some lines in their order, and the number of lines that are not events."""
-
-    events: list[dict[str, Any]]
-    num_damaged: int
-
-
 def read_events(path: Path) -> list[dict[str, Any]]:
     """Return the file's events in order, without partial and damaged lines."""
-    return parse_events(read_regular(path)).events
+    events, _ = parse_events(read_regular(path))
+    return events
 
 
-def parse_events(content: bytes) -> ParsedEvents:
-    """Return the events of these lines; blank lines are ignored."""
+def parse_events(content: bytes) -> tuple[list[dict[str, Any]], int]:
+    """Return the events of these lines in order, and the number of lines that are not events, blank ones aside."""
     lines = [line for line in content.split(b"\n") if line.strip()]
     try:
         values: list[Any] = json.loads(b"[" + b",".join(lines) + b"]")
@@ -63,7 +56,7 @@ def parse_events(content: bytes) -> ParsedEvents:
             with suppress(ValueError, RecursionError):
                 values.append(parse_json(line))
     events = [value for value in values if is_event(value)]
-    return ParsedEvents(events, len(lines) - len(events))
+    return events, len(lines) - len(events)
 
 
 @dataclass(frozen=True)
@@ -187,12 +180,12 @@ class RunHistory:
             self.updated = max(self.updated, _number(batch[-1].get("time", 0)))
             if name == "StepTaken":
                 self._add_steps(batch)
-            elif act := self._handlers().get(name):
-                for event in batch:
-                    try:
-                        act(event)
-                    except KeyError:  # a field is missing
-                        self.num_damaged_lines += 1
+                continue
+            for event in batch:
+                try:
+                    self._add_event(event)
+                except KeyError:  # a field is missing
+                    self.num_damaged_lines += 1
 
     @property
     def step(self) -> int:
@@ -214,24 +207,39 @@ class RunHistory:
         """Return a message with the number of skipped lines; empty if there are none."""
         return (f"{self.num_damaged_lines:,} lines of events.jsonl (skipped)",) if self.num_damaged_lines else ()
 
-    @property
-    def num_warnings(self) -> int:
-        """Return the number of different warnings."""
-        return sum(message.is_warning for message in self.messages.values())
-
-    def _handlers(self) -> Mapping[str, Callable[[EventFields], None]]:
-        return {
-            "RunStarted": self._start,
-            "StartedUp": self._add_startup,
-            "StepSkipped": self._add_skipped,
-            "Evaluated": self._add_evaluation,
-            "Answered": self._add_answer,
-            "CheckpointSaved": self._add_checkpoint,
-            "Profiled": self.profiles.append,
-            "Noted": self._add_message,
-            "Warned": self._add_message,
-            "RunEnded": self._end,
-        }
+    def _add_event(self, event: EventFields) -> None:
+        """Add an event that is not a step; those of later versions are ignored."""
+        match event["event"]:
+            case "RunStarted":
+                self._start(event)
+            case "StartedUp":
+                self.startup = event
+                self.restarts.started_up(event)
+                self.startup_seconds += sum(map(_number, event["seconds"].values()))
+            case "StepSkipped":
+                self.skipped.append(event)
+                self.num_skipped += 1
+            case "Evaluated":
+                self._spend(event["seconds"])
+                if self._keep_steps:
+                    metrics = {name: _number(value) for name, value in event["metrics"].items()}
+                    self.evaluations.append(Evaluation(event["step"], metrics))
+                for name, value in event["metrics"].items():
+                    self._set(f"evaluation/{name}", event["step"], value)
+            case "Answered":
+                self._add_answer(event)
+            case "CheckpointSaved":
+                self._spend(event["stall_seconds"])
+                self.checkpoints.append(event)
+                self._set("stall_seconds", event["step"], event["stall_seconds"])
+                self._set("save_seconds", event["step"], event["seconds"])
+            case "Profiled":
+                self.profiles.append(event)
+            case "Noted" | "Warned":
+                self._add_message(event)
+            case "RunEnded":
+                self.ended = event
+                self.restarts.end(event)
 
     def _start(self, event: EventFields) -> None:
         if len(self.starts) >= MAX_ROWS:
@@ -245,10 +253,6 @@ class RunHistory:
         self.evaluations = [evaluation for evaluation in self.evaluations if evaluation.step <= event["step"]]
         if self.step > event["step"]:
             self._go_back(event["step"])
-
-    def _end(self, event: EventFields) -> None:
-        self.ended = event
-        self.restarts.end(event)
 
     def _go_back(self, step: int) -> None:
         """Remove everything after the step."""
@@ -310,29 +314,6 @@ class RunHistory:
             numbers = [_number(value) for _, value in pairs]
             self.curves.setdefault(name, Curve()).extend([step for step, _ in pairs], numbers)
 
-    def _add_startup(self, event: EventFields) -> None:
-        self.startup = event
-        self.restarts.started_up(event)
-        self.startup_seconds += sum(map(_number, event["seconds"].values()))
-
-    def _add_skipped(self, event: EventFields) -> None:
-        self.skipped.append(event)
-        self.num_skipped += 1
-
-    def _add_evaluation(self, event: EventFields) -> None:
-        self._spend(event["seconds"])
-        if self._keep_steps:
-            metrics = {name: _number(value) for name, value in event["metrics"].items()}
-            self.evaluations.append(Evaluation(event["step"], metrics))
-        for name, value in event["metrics"].items():
-            self._set(f"evaluation/{name}", event["step"], value)
-
-    def _add_checkpoint(self, event: EventFields) -> None:
-        self._spend(event["stall_seconds"])
-        self.checkpoints.append(event)
-        self._set("stall_seconds", event["step"], event["stall_seconds"])
-        self._set("save_seconds", event["step"], event["seconds"])
-
     def _set(self, name: str, step: int, value: Any) -> None:
         """Add a point, replacing that of an earlier start at the same step."""
         curve = self.curves.setdefault(name, Curve())
@@ -387,8 +368,8 @@ class HistoryReader:
             while chunk := file.read(_CHUNK_BYTES):
                 whole, end, rest = (rest + chunk).rpartition(b"\n")
                 if end:
-                    parsed = parse_events(whole)
-                    self.history.add(parsed.events, num_damaged=parsed.num_damaged)
+                    events, num_damaged = parse_events(whole)
+                    self.history.add(events, num_damaged=num_damaged)
                     self._offset += len(whole) + 1
                     after_chunk()
 

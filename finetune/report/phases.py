@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -89,32 +89,22 @@ RANGE_PREFIX = "finetune."
 """Prefix of the names of ranges in a trace and for NVTX."""
 
 
-class Moments(Protocol):
-    """Takes moments now and reads them later."""
-
-    def take(self) -> Any:
-        """Return this moment, to be read later."""
-
-    def read(self, moment: Any) -> int:
-        """Return the moment in nanoseconds since 1970, as the trace counts."""
-
-
-class HostMoments:
-    """Moments of this process, from a monotonic clock."""
+class Moments:
+    """Takes moments now and reads them later; these are of this process, from a monotonic clock."""
 
     def __init__(self) -> None:
         self._offset = time.time_ns() - time.perf_counter_ns()
 
-    def take(self) -> int:
-        """Return this moment."""
+    def take(self) -> Any:
+        """Return this moment, to be read later."""
         return time.perf_counter_ns()
 
-    def read(self, moment: int) -> int:
-        """Return the moment in nanoseconds since 1970."""
-        return moment + self._offset
+    def read(self, moment: Any) -> int:
+        """Return the moment in nanoseconds since 1970, as the trace counts."""
+        return int(moment + self._offset)
 
 
-class CudaMoments:
+class CudaMoments(Moments):
     """Moments at which a GPU reaches an event in its stream; created and read where waiting is allowed."""
 
     def __init__(self) -> None:
@@ -168,16 +158,12 @@ class PhaseClock:
 
     def begin_step(self, number: int) -> None:
         """Begin the range of a step in the trace, as TensorBoard and Holistic Trace Analysis look for it."""
-        self.end_step()
-        self._step.enter_context(self._named(f"ProfilerStep#{number}"))
-
-    def end_step(self) -> None:
-        """End the range of the step."""
         self._step.close()
+        self._step.enter_context(self._named(f"ProfilerStep#{number}"))
 
     def stop(self) -> None:
         """End the last phase."""
-        self.end_step()
+        self._step.close()
         self._changes.append((OTHER, self._moments.take()))
 
     def segments(self) -> list[Segment]:

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -13,7 +12,7 @@ from finetune.config.sections.report import ProfileSection
 from finetune.report.events import Noted, Profiled, Warned
 from finetune.report.phases import (
     CudaMoments,
-    HostMoments,
+    Moments,
     PhaseClock,
     PhaseSeconds,
     TraceRecorder,
@@ -27,8 +26,8 @@ Attach = Callable[["StepProfile"], AbstractContextManager[None]]
 """Counts calls of a library as phases while the window is open."""
 
 
-class Profile(Protocol):
-    """Receives the steps of a run; all methods are collective."""
+class Profile:
+    """Receives the steps of a run; this one profiles nothing. All methods are collective."""
 
     def begin(self, step: int) -> None:
         """Begin training after `step` steps."""
@@ -40,19 +39,6 @@ class Profile(Protocol):
         """End training after `step` steps."""
 
 
-class NullProfile:
-    """Profiles nothing."""
-
-    def begin(self, step: int) -> None:
-        """Do nothing."""
-
-    def end_step(self, step: int) -> None:
-        """Do nothing."""
-
-    def end_training(self, step: int) -> None:
-        """Do nothing."""
-
-
 @dataclass(frozen=True)
 class _Outcome:
     """The measurements of a rank, or the reason why there are none."""
@@ -62,7 +48,7 @@ class _Outcome:
     problem: str | None
 
 
-class StepProfile:
+class StepProfile(Profile):
     """Profiles the steps of one window and reports `Profiled`; failures are warnings.
 
     A run that resumes within the window profiles the rest of it; a run that ends within it profiles the steps so far.
@@ -134,7 +120,7 @@ class StepProfile:
         has_cuda = self._device.type == "cuda"
         try:
             self._recorder = TraceRecorder(has_cuda=has_cuda, memory=self._section.memory, stacks=self._section.stacks)
-            clock = PhaseClock(CudaMoments() if has_cuda else HostMoments(), has_nvtx=has_cuda)
+            clock = PhaseClock(CudaMoments() if has_cuda else Moments(), has_nvtx=has_cuda)
             self._stack.enter_context(self.attach(self))
         except Exception as error:  # another profiler may use the device
             self._problem = f"{type(error).__name__}: {error}"

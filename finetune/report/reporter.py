@@ -4,52 +4,17 @@ import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Protocol
 
 from finetune.registry.observers import CALLBACKS, NO_REQUEST, Request
 from finetune.report.events import Event, Noted, Warned
-from finetune.runtime.optional import lazily
+from finetune.runtime.optional import lazily, no_op
 
 with lazily():  # torch
     from finetune.runtime import distributed
 
 
-class Reporter(Protocol):
-    """Receives the events of a run."""
-
-    def __call__(self, event: Event) -> None:
-        """Receive the event."""
-
-    def close(self) -> None:
-        """Finish: flush files, end a tracker's run."""
-
-
-class NullReporter:
-    """Ignores all events; used on every rank but the first."""
-
-    def __call__(self, event: Event) -> None:
-        """Ignore the event."""
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-class FunctionReporter:
-    """Calls a function with every event, and its `close` at the end if it has one."""
-
-    def __init__(self, function: Callable[[Event], object]) -> None:
-        self._function = function
-        self.name = getattr(function, "__name__", type(function).__name__)
-
-    def __call__(self, event: Event) -> None:
-        """Call the function."""
-        self._function(event)
-
-    def close(self) -> None:
-        """Call the function's `close`."""
-        close = getattr(self._function, "close", None)
-        if close is not None:
-            close()
+Reporter = Callable[[Event], object]
+"""Receives the events of a run. Its `close`, if it has one, flushes files or ends a tracker's run."""
 
 
 class FanOut:
@@ -74,7 +39,7 @@ class FanOut:
                 except Exception as error:
                     self._reporters.remove(reporter)
                     with suppress(Exception):  # it has failed already
-                        reporter.close()
+                        getattr(reporter, "close", no_op)()
                     events.append(self._warning(reporter, error))
 
     def close(self) -> None:
@@ -82,12 +47,12 @@ class FanOut:
         while self._reporters:
             reporter = self._reporters.pop()
             try:
-                reporter.close()
+                getattr(reporter, "close", no_op)()
             except Exception as error:
                 self(self._warning(reporter, error))
 
     def _warning(self, reporter: Reporter, error: Exception) -> Warned:
-        name = reporter.name if isinstance(reporter, FunctionReporter) else type(reporter).__name__
+        name = getattr(reporter, "__name__", type(reporter).__name__)
         return Warned(self._step, f"{name} failed and is disabled: {type(error).__name__}: {error}")
 
 
@@ -124,27 +89,21 @@ class CallbackReporter:
                 del self._callbacks[name]
                 message = f"callback `{name}` failed and is disabled: {type(error).__name__}: {error}"
                 self._warn(event.step, message)
-            else:
-                self._collect(request or NO_REQUEST, name=name, step=event.step)
-
-    def close(self) -> None:
-        """Close the reporter."""
-        self._reporter.close()
+                continue
+            new = (request or NO_REQUEST) & ~self._requested
+            if Request.EVALUATE in new and not self._can_evaluate:
+                self._can_evaluate = True  # warn only once: without rows an evaluation does nothing
+                text = f"callback `{name}` requests an evaluation, but the job has no `evaluate:` section"
+                self._warn(event.step, text)
+            if new:
+                self._requested |= new
+                words = " and ".join(str(one.name).lower() for one in Request if one in new)
+                self._reporter(Noted(event.step, f"callback `{name}` requests: {words}"))
 
     def take_requests(self) -> Request:
         """Return the requests since the last call."""
         requested, self._requested = self._requested, NO_REQUEST
         return requested
-
-    def _collect(self, request: Request, *, name: str, step: int) -> None:
-        if Request.EVALUATE in request and not self._can_evaluate:
-            self._can_evaluate = True  # warn only once: without rows an evaluation does nothing
-            self._warn(step, f"callback `{name}` requests an evaluation, but the job has no `evaluate:` section")
-        new = request & ~self._requested
-        if new:
-            self._requested |= new
-            words = " and ".join(str(request.name).lower() for request in Request if request in new)
-            self._reporter(Noted(step, f"callback `{name}` requests: {words}"))
 
     def _warn(self, step: int, message: str) -> None:
         if distributed.is_main():

@@ -38,11 +38,6 @@ class Restart:
         return max(0.0, self.began - self.ended)
 
     @property
-    def lost_seconds(self) -> float:
-        """Return the time from the last event of the previous start to the first new step."""
-        return self.down_seconds + self.startup_seconds + self.redone_seconds
-
-    @property
     def device_seconds(self) -> float:
         """Return the paid time of all devices: start-up and repeated steps."""
         return (self.startup_seconds + self.redone_seconds) * self.num_devices
@@ -51,11 +46,6 @@ class Restart:
     def usd(self) -> float | None:
         """Return the price of `device_seconds`; None if the price of a device is unknown."""
         return None if self.usd_per_device_hour is None else self.device_seconds / 3600 * self.usd_per_device_hour
-
-    @property
-    def is_interruption(self) -> bool:
-        """Return whether the end of the previous start was not intended."""
-        return self.reason not in PLANNED
 
 
 @dataclass
@@ -79,7 +69,7 @@ class RestartTotals:
     def add(self, restart: Restart) -> None:
         """Count a restart."""
         self.restarts += 1
-        self.interruptions += restart.is_interruption
+        self.interruptions += restart.reason not in PLANNED
         self.steps_redone += restart.steps_redone
         self.down_seconds += restart.down_seconds
         self.startup_seconds += restart.startup_seconds
@@ -106,7 +96,29 @@ class RestartHistory:
         self._starts += 1
         step, time = int(event["step"]), _finite(event.get("time"))
         if self._starts > 1:
-            self._add_restart(event, step=step, time=time, num_devices=num_devices)
+            previous = event.get("previous") or {}
+            seen, top = previous.get("time"), previous.get("step")
+            if isinstance(seen, int | float) and seen <= time:
+                self._record_time(float(seen))
+            if isinstance(top, int) and top <= int(event.get("num_steps") or 0):
+                self._highest_step = max(self._highest_step, top)  # the status is written more often than events
+            price = event.get("device_price") or {}
+            usd = price.get("usd_per_hour")
+            self.price_source = str(price.get("source") or self.price_source)
+            if len(self.recent) >= MAX_STARTS:
+                self._older.add(self.recent.pop(0))
+            self.recent.append(
+                Restart(
+                    number=self._starts,
+                    reason=self._reason or str(previous.get("reason") or KILLED),
+                    step=step,
+                    last_step=self._highest_step,
+                    began=time,
+                    ended=min(self._last_seen, time),
+                    num_devices=num_devices,
+                    usd_per_device_hour=float(usd) if isinstance(usd, int | float) else None,
+                )
+            )
         self._highest_step, self._reason = max(self._highest_step, step), None
         self._record_time(time)
 
@@ -147,32 +159,6 @@ class RestartHistory:
         for restart in self.recent:
             totals.add(restart)
         return totals
-
-    def _add_restart(self, event: Mapping[str, Any], *, step: int, time: float, num_devices: int) -> None:
-        previous = event.get("previous") or {}
-        seen, top = previous.get("time"), previous.get("step")
-        if isinstance(seen, int | float) and seen <= time:
-            self._record_time(float(seen))
-        if isinstance(top, int) and top <= int(event.get("num_steps") or 0):
-            self._highest_step = max(self._highest_step, top)  # the status is written more often than events
-        price = event.get("device_price") or {}
-        usd = price.get("usd_per_hour")
-        self.price_source = str(price.get("source") or self.price_source)
-        reason = self._reason or str(previous.get("reason") or KILLED)
-        if len(self.recent) >= MAX_STARTS:
-            self._older.add(self.recent.pop(0))
-        self.recent.append(
-            Restart(
-                number=self._starts,
-                reason=reason,
-                step=step,
-                last_step=self._highest_step,
-                began=time,
-                ended=min(self._last_seen, time),
-                num_devices=num_devices,
-                usd_per_device_hour=float(usd) if isinstance(usd, int | float) else None,
-            )
-        )
 
     def _record_time(self, time: float) -> None:
         self._last_seen = max(self._last_seen, time)

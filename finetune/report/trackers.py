@@ -42,13 +42,7 @@ class TrackersReporter:
     Only the main rank may have one. Secrets are left out of the config.
     """
 
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        section: ReportSection,
-        *,
-        run_folder: Path,
-    ) -> None:
+    def __init__(self, accelerator: Accelerator, section: ReportSection, *, run_folder: Path) -> None:
         check_trackers(section.trackers)
         self._accelerator = accelerator
         self._section = section
@@ -62,7 +56,16 @@ class TrackersReporter:
             case RunStarted():
                 self._num_steps = event.num_steps
                 self._meter = ThroughputMeter(event.num_steps)
-                self._start(event.config)
+                folder = self._run_folder / "trackers"
+                folder.mkdir(parents=True, exist_ok=True)
+                self._accelerator.project_configuration.logging_dir = str(folder)
+                names = tuple(dict.fromkeys(self._section.trackers))
+                self._accelerator.log_with = [LoggerType(name) if name in set(LoggerType) else name for name in names]
+                self._accelerator.init_trackers(
+                    self._section.project or self._run_folder.parent.name or "finetune",
+                    config=flatten_config(redacted_config(event.config)),
+                    init_kwargs={name: tracker_options(name, self._section, self._run_folder) for name in names},
+                )
             case StepTaken():
                 self._meter.add(event)
                 if Cadence(self._section.log_every_steps, self._num_steps).due(event.step):
@@ -80,18 +83,6 @@ class TrackersReporter:
         for tracker in self._accelerator.trackers:
             tracker.finish()
         self._accelerator.trackers = []
-
-    def _start(self, config: Mapping[str, Any]) -> None:
-        folder = self._run_folder / "trackers"
-        folder.mkdir(parents=True, exist_ok=True)
-        self._accelerator.project_configuration.logging_dir = str(folder)
-        names = tuple(dict.fromkeys(self._section.trackers))
-        self._accelerator.log_with = [LoggerType(name) if name in set(LoggerType) else name for name in names]
-        self._accelerator.init_trackers(
-            self._section.project or self._run_folder.parent.name or "finetune",
-            config=flatten_config(redacted_config(config)),
-            init_kwargs={name: tracker_options(name, self._section, self._run_folder) for name in names},
-        )
 
 
 def step_metrics(event: StepTaken, *, meter: ThroughputMeter) -> dict[str, float]:

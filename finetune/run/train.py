@@ -124,10 +124,10 @@ def _train(
         context, built = resolve_microbatch_size(context, restored.built, first_step=restored.progress.step)
     restored = replace(restored, built=built)
     costs = InterruptionCosts(supervision.status.add, hours_stated=config.run.hours_between_interruptions)
-    watched = uploader.watch_reporter(open_run_folder(context.loaded, built, costs=costs, log=log, reporters=reporters))
-    can_evaluate = config.evaluate is not None
-    reporter = CallbackReporter(watched, config.train.callbacks, can_evaluate=can_evaluate)
-    with closing(reporter), uploader, supervision.recording_first_error(DiskError):
+    opened = open_run_folder(context.loaded, built, costs=costs, log=log, reporters=reporters)
+    watched = uploader.watch_reporter(opened)
+    reporter = CallbackReporter(watched, config.train.callbacks, can_evaluate=config.evaluate is not None)
+    with closing(opened), uploader, supervision.recording_first_error(DiskError):
         fitted = fit(context, restored, reporter=reporter, supervision=supervision)
         code = finish(context, restored, fitted, reporter=reporter, supervision=supervision)
     for line in costs.lines:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from finetune.report.events import StepTaken
-from finetune.report.gpu import DeviceColumns, NoGpu
+from finetune.report.gpu import DeviceColumns
 from finetune.runtime import distributed
 
 MAX_WAIT_SHARE = 0.1
@@ -94,7 +94,7 @@ class Meters:
 
     def __init__(self, step_metrics: StepMetrics = no_metrics, *, device: DeviceColumns | None = None) -> None:
         self._step_metrics = step_metrics
-        self._device = device or NoGpu()
+        self._device = device or DeviceColumns()
         self._records: list[StepRecord] = []
         self._wait = DataWaitMonitor()
 

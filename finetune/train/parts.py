@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from finetune.config.sections.train import NonFiniteSection
 from finetune.data.batch import Batch
 from finetune.data.token_cache.integrity import SampleVerifier
-from finetune.report.profile import NullProfile, Profile
+from finetune.report.profile import Profile
 from finetune.report.reporter import Reporter
 from finetune.runtime.optional import no_op
 from finetune.runtime.progress import Cadence, NeverDue, Progress
@@ -86,5 +86,5 @@ class TrainingComponents:
     early_stopping: EarlyStopping | NeverStop
     before_batch: Callable[[Batch], None] = no_op  # called with every batch before its forward pass
     reduces_every_microbatch: bool = False  # over the ranks, if the strategy leaves the choice
-    profile: Profile = field(default_factory=NullProfile)
+    profile: Profile = field(default_factory=Profile)
     counts_ahead: bool = True  # the next group may be requested before the backward passes of a step are done

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from finetune.report import gpu
-from finetune.report.gpu import COLUMNS, GpuSampler, NoGpu, sampled_gpu
+from finetune.report.gpu import COLUMNS, DeviceColumns, GpuSampler, sampled_gpu
 from tests.devices import ON_GPU
 
 UUID = "8f3a2c1e-0000-1111-2222-333344445555"
@@ -156,7 +156,7 @@ def test_the_thread_samples_and_ends_with_the_run(visible):
 )
 def test_gpu_columns_are_empty_without_a_driver_and_without_a_warning(visible, fails):
     with sampled_gpu(visible(FakeNvml(fails=fails)), is_main=True) as device:
-        assert isinstance(device, NoGpu)
+        assert type(device) is DeviceColumns
         assert device.columns == {}
         assert device.warning() is None
 
@@ -167,13 +167,13 @@ def test_gpu_columns_are_empty_without_the_nvml_package(visible):
             raise ModuleNotFoundError("No module named 'pynvml'")
 
     with sampled_gpu(visible(Absent()), is_main=True) as device:
-        assert isinstance(device, NoGpu)
+        assert type(device) is DeviceColumns
 
 
 @pytest.mark.parametrize(("name", "is_main"), [("cpu", True), ("cuda", False)])
 def test_only_the_main_rank_asks_and_only_about_a_gpu(name, is_main):
     with sampled_gpu(torch.device(name), is_main=is_main) as device:
-        assert isinstance(device, NoGpu)
+        assert type(device) is DeviceColumns
 
 
 class TestOnAGpu:

@@ -12,7 +12,7 @@ from finetune.report.events import Profiled
 from finetune.report.phases import (
     PHASES,
     CudaMoments,
-    HostMoments,
+    Moments,
     PhaseClock,
     PhaseSeconds,
     Segment,
@@ -68,7 +68,7 @@ def test_a_phase_that_fails_is_over():
 
 def test_phases_and_steps_are_ranges_of_the_trace():
     with torch.profiler.profile() as profiler:
-        clock = PhaseClock(HostMoments(), has_nvtx=False)
+        clock = PhaseClock(Moments(), has_nvtx=False)
         clock.begin_step(7)
         with clock.phase("forward"):
             torch.ones(3).sum()

@@ -1,5 +1,5 @@
 from finetune.report.events import Event, Noted, StepTaken, Warned
-from finetune.report.reporter import FanOut, NullReporter
+from finetune.report.reporter import FanOut
 
 
 def test_a_failing_reporter_is_dropped_with_a_warning_to_the_others(diary, take_step):
@@ -35,6 +35,12 @@ def test_a_reporter_that_fails_to_close_is_reported_to_the_open_ones(diary):
     assert first.is_closed and last.is_closed
 
 
-def test_the_null_reporter_takes_everything(take_step):
-    NullReporter()(take_step(1))
-    NullReporter().close()
+def test_a_function_is_a_reporter_and_named_in_the_warning_about_it(diary, take_step):
+    def plot(event):
+        raise ValueError("no axes")
+
+    steady = diary()
+    reporter = FanOut([steady, plot])
+    reporter(take_step(1))
+    reporter.close()
+    assert steady.events[1].message == "plot failed and is disabled: ValueError: no axes"

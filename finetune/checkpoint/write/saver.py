@@ -71,7 +71,7 @@ class Saver:
         access: StateAccess,
         run: RunFingerprint,
         on_saved: Callable[[SavedCheckpoint], None],
-        warn: Callable[[int, str], None],
+        warn: Callable[[int, str], object],
         before_save: Callable[[], None] = no_op,
     ) -> None:
         """`on_saved` and `warn`, which gets a step and a message, are called in the main thread.

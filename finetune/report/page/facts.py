@@ -154,11 +154,10 @@ def tiles(history: RunHistory) -> Iterator[Tile]:
         yield Tile("MFU", f"{means[-1]:.1%}", "of the devices' peak")
     if "memory_bytes" in history.curves and len(peaks := history.curves["memory_bytes"].points().values):
         yield Tile("peak memory", format_size(int(peaks.max())), "of rank 0")
-    resumes, skipped = (
-        _counted(max(len(history.starts) - 1, 0), "resume"),
-        _counted(history.num_skipped, "skipped step"),
-    )
-    yield Tile("warnings", f"{history.num_warnings:,}", f"{resumes}; {skipped}" if history.num_skipped else resumes)
+    counts = {"resume": max(len(history.starts) - 1, 0), "skipped step": history.num_skipped}
+    notes = [f"{count:,} {noun}{'' if count == 1 else 's'}" for noun, count in counts.items()]
+    warnings = sum(message.is_warning for message in history.messages.values())
+    yield Tile("warnings", f"{warnings:,}", "; ".join(notes if history.num_skipped else notes[:1]))
 
 
 def config_lines(text: str) -> list[ConfigLine]:
@@ -188,10 +187,10 @@ def audit_rows(audit: Audit) -> list[list[str]]:
         key: name for key, name in more.items() if any(getattr(source.counts, key) for source in sources)
     }
     head = ["source", *shown.values(), "duplicates"]
-    rows = [
-        [source.key, *(f"{getattr(source.counts, name):,}" for name in shown), _count(source.duplicates)]
-        for source in sources
-    ]
+    rows = []
+    for source in sources:
+        counts = [f"{getattr(source.counts, name):,}" for name in shown]
+        rows.append([source.key, *counts, "" if source.duplicates is None else f"{source.duplicates:,}"])
     return [head, *rows] if rows else []
 
 
@@ -255,10 +254,6 @@ def format_time(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
 
 
-def _counted(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
 def _text(value: Any) -> str:
     if isinstance(value, Mapping):
         return "\n".join(f"{name}: {_text(item)}" for name, item in value.items() if item not in (None, "", {}, []))
@@ -271,7 +266,3 @@ def _text(value: Any) -> str:
         ]
         return "\n".join(map(redacted_text, lines))
     return "" if value is None else redacted_text(str(value))
-
-
-def _count(value: Any) -> str:
-    return f"{value:,}" if isinstance(value, int) else ""

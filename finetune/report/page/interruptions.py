@@ -22,7 +22,18 @@ class InterruptionCosts:
     def __call__(self, history: RunHistory) -> None:
         """Update from the current history."""
         advice = interval_advice(history, hours_stated=self._hours_stated)
-        facts = {"restarts": restart_facts(history), "checkpoint_interval": advice_facts(advice)}
+        interval = (
+            None
+            if advice is None
+            else {
+                "save_seconds": round(advice.save_seconds, 3),
+                "hours_between_interruptions": round(advice.hours_between_interruptions, 3),
+                "is_stated": advice.is_stated,
+                "every_steps": advice.every_steps,
+                "best_steps": advice.best_steps,
+            }
+        )
+        facts = {"restarts": restart_facts(history), "checkpoint_interval": interval}
         self.lines = tuple(line for line in (restart_line(history), advice_line(advice)) if line)
         if facts != self._written:
             self._written = facts
@@ -70,19 +81,6 @@ def restart_facts(history: RunHistory) -> dict[str, Any]:
         "redone_seconds": round(totals.redone_seconds, 1),
         "usd": None if totals.usd is None else round(totals.usd, 4),
         "price": history.restarts.price_source or None,
-    }
-
-
-def advice_facts(advice: IntervalAdvice | None) -> dict[str, Any] | None:
-    """Return the advice as plain values."""
-    if advice is None:
-        return None
-    return {
-        "save_seconds": round(advice.save_seconds, 3),
-        "hours_between_interruptions": round(advice.hours_between_interruptions, 3),
-        "is_stated": advice.is_stated,
-        "every_steps": advice.every_steps,
-        "best_steps": advice.best_steps,
     }
 
 

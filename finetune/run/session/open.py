@@ -10,7 +10,7 @@ from finetune.config.plugins import activate_options
 from finetune.errors import StrategyError, UserError
 from finetune.registry.tasks import TASKS
 from finetune.report.events import RunEnded
-from finetune.report.gpu import NoGpu
+from finetune.report.gpu import DeviceColumns
 from finetune.report.page.interruptions import InterruptionCosts
 from finetune.report.reporter import CallbackReporter, Reporter
 from finetune.report.timing import StartupTimer
@@ -78,7 +78,7 @@ def open_run(loaded: LoadedConfig) -> Iterator[OpenedRun]:
                 save=save,
                 signals=ReceivedSignals(),
                 startup=startup,
-                gpu=NoGpu(),
+                gpu=DeviceColumns(),
                 log=log,
             )
             reporter(run_started(config, context.strategy, restored, previous={}))

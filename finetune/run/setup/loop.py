@@ -214,7 +214,7 @@ def _evaluation(config: RunConfig, built: BuiltRun, *, reporter: Reporter) -> Ev
     )
 
 
-def remove_stop_file(path: Path, *, log: Callable[[str], None]) -> None:
+def remove_stop_file(path: Path, *, log: Callable[[str], object]) -> None:
     """Remove the stop file, so that the same command resumes; log where that fails."""
     try:
         path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)

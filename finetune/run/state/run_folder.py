@@ -25,9 +25,8 @@ from finetune.errors import CheckpointError, FinetuneError, UserError
 from finetune.model.processing import Processing, load_saved_processing
 from finetune.registry.tasks import TASKS
 from finetune.report.build import build_reporter
-from finetune.report.events import Event
 from finetune.report.page.interruptions import InterruptionCosts
-from finetune.report.reporter import Reporter, RunLog
+from finetune.report.reporter import FanOut, Reporter, RunLog
 from finetune.run.setup.data import write_audit
 from finetune.run.setup.padding_free import resolve_padding_free
 from finetune.run.setup.prepared_model import BuiltRun
@@ -149,8 +148,8 @@ def open_run_folder(
     *,
     costs: InterruptionCosts,
     log: RunLog,
-    reporters: Sequence[Callable[[Event], object]] = (),
-) -> Reporter:
+    reporters: Sequence[Reporter] = (),
+) -> FanOut:
     """Write config, environment, inputs and audit of the run to its folder, and return its reporter. Collective.
 
     Rank 0's passes all events to the `reporters`, too.

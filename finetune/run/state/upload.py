@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from finetune.checkpoint.format import layout
 from finetune.checkpoint.format.manifest import parse_manifest, read_manifest
@@ -208,49 +208,26 @@ _SECONDS_AFTER_ERROR = 20.0
 """For what is left to upload after an error: launchers end a process soon, and the next start uploads the rest."""
 
 
-class Uploader(Protocol):
-    """What keeps a run's folder also elsewhere, while it is entered."""
+class Uploader:
+    """Keeps a run's folder also elsewhere while it is entered; this one, of a run in a folder, uploads nothing."""
 
     def watch_reporter(self, reporter: Reporter) -> Reporter:
-        """Return the reporter, which then also notifies the mirror when there is something to upload."""
-
-    def finish(self, code: int) -> int:
-        """Wait until everything is uploaded and return the exit code: a failure where something is missing."""
-
-    def upload_rest(self) -> str | None:
-        """Wait until everything is uploaded; return what is missing."""
-
-    def __enter__(self) -> object: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-
-def make_uploader(loaded: LoadedConfig) -> Uploader:
-    """Return who uploads this rank's run: rank 0 of a run at a URL does."""
-    if loaded.remote is None or not distributed.is_main():
-        return NullUploader()
-    return BackgroundUploader(
-        Path(loaded.config.run.folder), RemoteFolder(loaded.remote), section=loaded.config.checkpoint
-    )
-
-
-class NullUploader:
-    """A run in a folder, or a rank that uploads nothing."""
-
-    def watch_reporter(self, reporter: Reporter) -> Reporter:
-        """Return the reporter as it is."""
+        """Return the reporter, which then also starts an upload when there is something new."""
         return reporter
 
     def finish(self, code: int) -> int:
-        """Return the code."""
-        return code
+        """Wait until everything is uploaded, and log it; return the code, or 1 for a success that was not uploaded."""
+        missing = self.upload_rest()
+        if missing is None:
+            return code
+        print(f"error: {missing}", file=sys.stderr, flush=True)
+        return code or 1
 
     def upload_rest(self) -> str | None:
-        """Return that nothing is missing."""
+        """Wait until everything is uploaded, and log it; return what is missing."""
+        return None
 
-    def __enter__(self) -> "NullUploader":
+    def __enter__(self) -> "Uploader":
         return self
 
     def __exit__(
@@ -259,7 +236,7 @@ class NullUploader:
         """Do nothing."""
 
 
-class BackgroundUploader:
+class BackgroundUploader(Uploader):
     """Uploads a run's folder whenever a checkpoint is whole, and at the end."""
 
     def __init__(self, folder: Path, remote: RemoteFolder, *, section: CheckpointSection) -> None:
@@ -286,23 +263,15 @@ class BackgroundUploader:
 
     def watch_reporter(self, reporter: Reporter) -> Reporter:
         """Return the reporter, which then also wakes the uploads and reports their warnings."""
-        return _UploadingReporter(reporter, self)
 
-    def wake(self) -> None:
-        """Start uploading new files."""
-        self._due.set()
+        def report(event: Event) -> None:
+            reporter(event)
+            for _ in range(len(self._warnings)):
+                reporter(Warned(event.step, self._warnings.popleft()))
+            if isinstance(event, CheckpointSaved | RunEnded):
+                self._due.set()
 
-    def warnings(self) -> list[str]:
-        """Return what could not be done since the last call."""
-        return [self._warnings.popleft() for _ in range(len(self._warnings))]
-
-    def finish(self, code: int) -> int:
-        """Wait until everything is uploaded, and log it; return the code, or 1 for a success that was not uploaded."""
-        missing = self.upload_rest()
-        if missing is None:
-            return code
-        print(f"error: {missing}", file=sys.stderr, flush=True)
-        return code or 1
+        return report
 
     def upload_rest(self) -> str | None:
         """Wait until everything is uploaded, and log it; return what is missing."""
@@ -310,8 +279,8 @@ class BackgroundUploader:
         if self._thread.ident is None:  # a run that was over already: an earlier start may have left something
             self._thread.start()
         self._thread.join()
-        for warning in self.warnings():  # the reporter is closed
-            print(f"warning: {warning}", flush=True)
+        while self._warnings:  # the reporter is closed
+            print(f"warning: {self._warnings.popleft()}", flush=True)
         if not self._failures:
             print(f"everything is at {self._url}", flush=True)
             return None
@@ -342,19 +311,10 @@ class BackgroundUploader:
             self._warnings.append(f"uploaded only when tried again: {'; '.join(self._uploads.repeated)}")
 
 
-class _UploadingReporter:
-    """A reporter that also notifies a mirror."""
-
-    def __init__(self, reporter: Reporter, mirror: BackgroundUploader) -> None:
-        self._reporter = reporter
-        self._mirror = mirror
-
-    def __call__(self, event: Event) -> None:
-        self._reporter(event)
-        for warning in self._mirror.warnings():
-            self._reporter(Warned(event.step, warning))
-        if isinstance(event, CheckpointSaved | RunEnded):
-            self._mirror.wake()
-
-    def close(self) -> None:
-        self._reporter.close()
+def make_uploader(loaded: LoadedConfig) -> Uploader:
+    """Return who uploads this rank's run: rank 0 of a run at a URL does."""
+    if loaded.remote is None or not distributed.is_main():
+        return Uploader()
+    return BackgroundUploader(
+        Path(loaded.config.run.folder), RemoteFolder(loaded.remote), section=loaded.config.checkpoint
+    )
