@@ -224,8 +224,24 @@ class _Rank:
 
 
 def _fork_ranks() -> None:
-    """Have torchelastic's agent fork ranks. It starts them in one method of its own, in a session of their own."""
+    """Have torchelastic's agent fork ranks. It starts them in one method of its own, in a session of their own.
+
+    A rank begins when all have been forked. Until then none connects to the agent's store, whose thread looks up the
+    names of its clients: a rank that is forked meanwhile inherits the locked mutex of the resolver, and hangs there.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SubprocessContext
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+    start = SubprocessContext._start
+    gate: list[int] = []
+
+    def start_together(context: SubprocessContext) -> None:
+        gate[:] = os.pipe()
+        try:
+            start(context)
+        finally:
+            for end in gate:
+                os.close(end)
 
     def fork(_: Any, args: Sequence[str], env: Mapping[str, str]) -> _Rank:
         sys.stdout.flush()
@@ -233,10 +249,14 @@ def _fork_ranks() -> None:
         pid = _fork()
         if pid == 0:
             os.setsid()
+            reading, writing = gate
+            os.close(writing)
+            os.read(reading, 1)  # ends when the agent closes the other end, or itself ends
             become(args, environment=env, folder=str(Path.cwd()))
         return _Rank(pid)
 
     assert callable(SubprocessHandler._popen), "torchelastic starts its ranks elsewhere now"
+    SubprocessContext._start = start_together
     SubprocessHandler._popen = fork
 
 
