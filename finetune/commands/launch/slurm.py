@@ -7,8 +7,8 @@ from pathlib import Path
 
 from finetune.commands.launch.contents import INSIST, check_options
 from finetune.commands.launch.job_files import Destination, JobFileArguments, check_job, deliver, require_shared_folder
-from finetune.commands.sweep.axes import FORBIDDEN, parse_axes
-from finetune.commands.sweep.runs import SweepRun, check_runs, grid_points, is_within, name_runs, own_overrides
+from finetune.commands.sweep.axes import FORBIDDEN, grid_points, parse_axes
+from finetune.commands.sweep.runs import SweepRun, check_runs, is_within, name_runs, own_overrides
 from finetune.config.load import LoadedConfig
 from finetune.config.overrides import override_label
 from finetune.config.paths import is_url

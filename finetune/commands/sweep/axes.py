@@ -1,20 +1,31 @@
-"""`--set train.learning_rate=1e-4,2e-4`: the values of each key, as YAML reads them, and the run names made of them."""
+"""The values of `--set KEY=V1,V2`, as YAML reads them: the points of a grid, the space of a search, the names of runs.
+
+A space has one of Optuna's distributions for each swept key: choices, or a range such as `1e-5..1e-3`.
+"""
 
 import hashlib
+import itertools
+import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
 from finetune.config.overrides import apply_overrides, override_label
 from finetune.config.section import parent_keys
 from finetune.config.yaml import read_yaml
-from finetune.errors import ConfigError, Problem
+from finetune.errors import ConfigError, Problem, UserError
 from finetune.runtime.text.redact import comparable_config
 from finetune.runtime.text.terminal import format_json
 
 Values = Mapping[str, Any]
 """The values of the swept keys of one run."""
+
+Distribution = CategoricalDistribution | FloatDistribution | IntDistribution
+Space = Mapping[str, Distribution]
+"""The distribution of each swept key; the choices are the texts of values, without secrets."""
 
 FORBIDDEN = {
     "run.folder": "each run gets a folder of its own. Write `--folder SWEEP` for the folder of all.",
@@ -58,7 +69,24 @@ def parse_axes(texts: Sequence[str]) -> list[Axis]:
             except ValueError as error:
                 problems.append(Problem(key, str(error), source=source))
     for number, axis in enumerate(axes):
-        problems += [*_conflicts(axis, axes[:number]), *_repeated_values(axis)]
+        messages = []
+        for other in axes[:number]:
+            is_nested = axis.key in parent_keys(other.key) or other.key in parent_keys(axis.key)
+            if axis.key == other.key:
+                messages.append(f"the key is also in `{other.label}`. Write all its values in one `--set`.")
+            elif is_nested and (axis.is_swept or other.is_swept):
+                messages.append(f"the key overlaps with `{other.key}` of `{other.label}`. Sweep only one of them.")
+        shown = [value_text(comparable_config(value, name=axis.key)) for value in axis.values]
+        for text in sorted({text for text in shown if shown.count(text) > 1}):
+            same = [value for value, other_text in zip(axis.values, shown, strict=True) if other_text == text]
+            if all(value == same[0] for value in same):
+                messages.append(f"the value {text} is written {len(same)} times.")
+            else:
+                messages.append(
+                    f"values differ only in their secrets, which names of runs do not contain: {text}. Write one of "
+                    "them."
+                )
+        problems += [Problem(axis.key, message, source=axis.label) for message in messages]
     if problems:
         raise ConfigError(problems, "the sweep")
     return axes
@@ -78,27 +106,86 @@ def _read_values(text: str) -> tuple[Any, ...]:
     return (single.values,)
 
 
-def _conflicts(axis: Axis, earlier: Sequence[Axis]) -> Iterator[Problem]:
-    for other in earlier:
-        is_nested = axis.key in parent_keys(other.key) or other.key in parent_keys(axis.key)
-        if axis.key == other.key:
-            message = f"the key is also in `{other.label}`. Write all its values in one `--set`."
-            yield Problem(axis.key, message, source=axis.label)
-        elif is_nested and (axis.is_swept or other.is_swept):
-            message = f"the key overlaps with `{other.key}` of `{other.label}`. Sweep only one of them."
-            yield Problem(axis.key, message, source=axis.label)
+def grid_points(axes: Sequence[Axis]) -> list[Values]:
+    """Return every combination of the values; the last key changes fastest."""
+    combinations = itertools.product(*(axis.values for axis in axes))
+    return [dict(zip((axis.key for axis in axes), values, strict=True)) for values in combinations]
 
 
-def _repeated_values(axis: Axis) -> Iterator[Problem]:
-    texts = [value_text(comparable_config(value, name=axis.key)) for value in axis.values]
-    for text in sorted({text for text in texts if texts.count(text) > 1}):
-        same = [value for value, other in zip(axis.values, texts, strict=True) if other == text]
-        message = f"the value {text} is written {len(same)} times."
-        if any(value != same[0] for value in same):
-            message = (
-                f"values differ only in their secrets, which names of runs do not contain: {text}. Write one of them."
-            )
-        yield Problem(axis.key, message, source=axis.label)
+_RANGE = re.compile(r"(?:(log|linear):)?([^.].*?)\.\.([^.].*)")
+_LOG_RATIO = 100.0
+"""A range over at least two decades is searched on a logarithmic scale."""
+
+
+def parse_space(axes: Sequence[Axis], *, is_search: bool) -> Space:
+    """Return the range or choices of each swept key; keys with one value are omitted.
+
+    Raises ConfigError for an invalid range, UserError for a range in a grid, or for a search in which nothing varies.
+    """
+    space: dict[str, Distribution] = {}
+    problems = []
+    for axis in axes:
+        ranges = [bounds for bounds in map(_read_range, axis.values) if bounds is not None]
+        if ranges and not is_search:
+            raise UserError(f"{axis.label}: a range needs --search N. For a grid write the values, with commas.")
+        if axis.is_swept:
+            space[axis.key] = CategoricalDistribution([value_text(value) for value in axis.values])
+        elif ranges:
+            low, high, scale = ranges[0]
+            if not low < high:
+                message = f"the range ends at {high:g} and begins at {low:g}. Write the smaller number first."
+                problems.append(Problem(axis.key, message, source=axis.label))
+            elif scale == "log" and low <= 0:
+                message = f"a logarithmic range cannot begin at {low:g}. Write a positive number."
+                problems.append(Problem(axis.key, message, source=axis.label))
+            else:
+                is_log = scale == "log" or (scale is None and low > 0 and high / low >= _LOG_RATIO)
+                if isinstance(low, int) and isinstance(high, int):
+                    space[axis.key] = IntDistribution(low, high, log=is_log)
+                else:
+                    space[axis.key] = FloatDistribution(low, high, log=is_log)
+    if problems:
+        raise ConfigError(problems, "the sweep")
+    if is_search and not space:
+        raise UserError("--search: nothing varies. Write a range, such as --set train.learning_rate=1e-5..1e-3.")
+    return space
+
+
+def _read_range(value: Any) -> tuple[float, float, str | None] | None:
+    """Return the ends of `log:1..100`, integers if both are, and its scale; None for anything but a range."""
+    match = _RANGE.fullmatch(value) if isinstance(value, str) else None
+    if match is None:
+        return None
+    low, high = (read_yaml(text).values for text in (match[2], match[3]))
+    for bound in (low, high):
+        if isinstance(bound, bool) or not isinstance(bound, int | float) or not math.isfinite(bound):
+            return None  # a text with two dots
+    return low, high, match[1]
+
+
+def bounds_of(space: Space, axes: Sequence[Axis]) -> Iterator[Values]:
+    """Yield the points at which a space is checked: both ends of each range, and every choice."""
+    ends: dict[str, Sequence[Any]] = {}
+    for axis in axes:
+        if axis.key in space:
+            domain = space[axis.key]
+            ends[axis.key] = axis.values if isinstance(domain, CategoricalDistribution) else (domain.low, domain.high)
+    first = {key: values[0] for key, values in ends.items()}
+    yield first
+    for key, values in ends.items():
+        yield from ({**first, key: value} for value in values[1:])
+
+
+def is_inside(values: Values, space: Space) -> bool:
+    """Return whether the values are in the space, which may have changed since they were chosen."""
+    return values.keys() == space.keys() and all(contains(space[key], value) for key, value in values.items())
+
+
+def contains(domain: Distribution, value: Any) -> bool:
+    """Return whether the value is one of the choices, or a number in the range."""
+    if isinstance(domain, CategoricalDistribution):
+        return value_text(value) in domain.choices
+    return isinstance(value, int | float) and domain.low <= value <= domain.high
 
 
 def value_text(value: Any) -> str:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from finetune.commands.sweep.schedule import LOST_HOST, HostResources
+from finetune.commands.sweep.launching import LOST_HOST, HostResources
 from finetune.commands.sweep.study import LOCK_FILE
 from finetune.errors import UserError
 from finetune.launch.child import kill_child, start_child

@@ -1,6 +1,5 @@
 """The runs of a sweep: every combination of the values, each checked as `finetune check` does before any starts."""
 
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -41,12 +40,6 @@ class SweepRun:
         return self.sweep_folder / LOGS_FOLDER / f"{self.name}.log"
 
 
-def grid_points(axes: Sequence[Axis]) -> list[Values]:
-    """Return every combination of the values; the last key changes fastest."""
-    combinations = itertools.product(*(axis.values for axis in axes))
-    return [dict(zip((axis.key for axis in axes), values, strict=True)) for values in combinations]
-
-
 def make_run(values: Values, axes: Sequence[Axis], *, name: str, folder: Path) -> SweepRun:
     """Return the run with these values of swept keys and the only value of every other key, in the written order."""
     overrides = tuple(override_text(axis.key, values.get(axis.key, axis.values[0])) for axis in axes)
@@ -58,21 +51,16 @@ def name_runs(
 ) -> list[SweepRun]:
     """Return the runs of the points, named after their values of the swept keys.
 
-    `names` are those of earlier calls, by `point_key`: their runs keep them.
+    `names` are those of earlier calls by the text of their values: their runs keep them.
     """
     keys, taken = frozenset(swept), set(names.values())
     runs = []
     for point in points:
         values = {key: value for key, value in point.items() if key in keys}
-        name = names.get(point_key(values)) or run_name(values, taken=taken)
+        name = names.get(value_text(values)) or run_name(values, taken=taken)
         taken.add(name)
         runs.append(make_run(values, axes, name=name, folder=folder))
     return runs
-
-
-def point_key(values: Values) -> str:
-    """Return a text that identifies the values, regardless of the order of the keys."""
-    return value_text(dict(values))
 
 
 def own_overrides(run: SweepRun, loaded: LoadedConfig) -> list[str]:

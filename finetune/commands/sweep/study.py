@@ -11,7 +11,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -25,7 +25,7 @@ from optuna.study import StudyDirection
 from optuna.trial import TrialState
 from pydantic import ConfigDict, TypeAdapter, with_config
 
-from finetune.commands.sweep.axes import run_name, value_text
+from finetune.commands.sweep.axes import Space, contains, run_name, value_text
 from finetune.commands.sweep.results import PAGE, TRAIN_LOSS, Objective, history_so_far, measurements
 from finetune.commands.sweep.runs import (
     FAILED,
@@ -39,9 +39,7 @@ from finetune.commands.sweep.runs import (
     is_within,
     job_facts,
     outcome_of,
-    point_key,
 )
-from finetune.commands.sweep.space import Distribution, Space, contains
 from finetune.config.formatting import truncate
 from finetune.config.run_config import RunConfig
 from finetune.errors import UserError
@@ -86,12 +84,27 @@ class SweepStudy:
     def __init__(self, folder: Path, *, space: Space, seed: int = 0) -> None:
         """Read the journal; raises UserError if it is damaged, or the folder has files of anything but a sweep."""
         optuna.logging.set_verbosity(optuna.logging.ERROR)
-        _require_sweep_folder(folder)
+        path = folder / JOURNAL_FILE
+        if folder.exists() and not folder.is_dir():
+            raise UserError(f"--folder: {folder} is not a folder. Choose another.")
+        names = sorted(file.name for file in folder.iterdir()) if folder.is_dir() else []
+        foreign = [name for name in names if name not in _OWN_FILES and not name.startswith((".", "prepare"))]
+        if EARLIER_FILE in names and JOURNAL_FILE not in names:
+            raise UserError(
+                f"{folder / EARLIER_FILE}: this sweep was written by an earlier version of finetune. Delete the file: "
+                "the same command finds the runs again by name, and does not repeat those that are finished. Or choose "
+                "another --folder."
+            )
+        if foreign and JOURNAL_FILE not in names:
+            raise UserError(
+                f"--folder: {folder} is not the folder of a sweep: it has `{truncate(foreign[0])}` and no "
+                f"{JOURNAL_FILE}. Choose a new folder, or that of the sweep to continue."
+            )
         self.folder, self.space, self._seed = folder, space, seed
         self.runs: dict[str, RecordedRun] = {}
         self._open_trials: dict[str, optuna.Trial] = {}  # those of runs that have not ended, or can be continued
+        self._parameters: dict[str, str] = {}  # the name of each key's parameter
         self._facts: SweepFacts | None = None
-        path = folder / JOURNAL_FILE
         try:
             self._journal = SweepJournal(path)
             self._storage = optuna.storages.JournalStorage(self._journal)
@@ -116,39 +129,58 @@ class SweepStudy:
 
     @property
     def names(self) -> dict[str, str]:
-        """Return the name of each run by its point."""
-        return {point_key(run.values): run.name for run in self.runs.values()}
+        """Return the name of each run by the text of its values."""
+        return {value_text(run.values): run.name for run in self.runs.values()}
 
-    @property
-    def objective(self) -> Objective:
-        """Return the metric of the trials: that of the first call."""
-        return Objective(self.facts.metric, self.facts.is_minimized)
-
-    def begin(self, config: RunConfig, *, swept: Sequence[str], job: Path, objective: Objective) -> None:
-        """Start or continue the study; raises UserError if it belongs to another job.
+    def begin(self, config: RunConfig, *, job: Path, objective: Objective, is_search: bool = False) -> None:
+        """Start or continue the study; raises UserError if it belongs to another job, a search to another metric.
 
         Earlier runs keep their names, with the first job's value of keys that are swept for the first time.
         """
+        swept = tuple(self.space)
         if self._facts is None:
             direction = StudyDirection.MINIMIZE if objective.is_minimized else StudyDirection.MAXIMIZE
             self._study = optuna.create_study(
                 storage=self._storage, study_name=_NAME, direction=direction, pruner=_PRUNER
             )
             facts = job_facts(config, swept=swept)
-            self._set_facts(
-                SweepFacts(VERSION, str(job), objective.metric, objective.is_minimized, facts, tuple(swept))
+            self._facts = SweepFacts(VERSION, str(job), objective.metric, objective.is_minimized, facts)
+        union = tuple(dict.fromkeys([*self._facts.swept, *swept]))
+        is_new = union != self._facts.swept or not self._study.user_attrs
+        self._facts = replace(self._facts, swept=union)
+        self.require_same_job(config)
+        if is_new:
+            self._study.set_user_attr(_FACTS, asdict(self._facts))
+        if is_search and objective != Objective(self._facts.metric, self._facts.is_minimized):
+            raise UserError(
+                f"--metric: this sweep was started with {self._facts.metric}, and a search continues with the same "
+                f"metric. Write --metric {self._facts.metric}, or choose another --folder."
             )
-        union = tuple(dict.fromkeys([*self.facts.swept, *swept]))
-        self.require_same_job(config, swept=union)
-        if union != self.facts.swept:
-            self._set_facts(replace(self.facts, swept=union))
-        former = {key: json.loads(self.facts.facts[key]) for key in union if key in self.facts.facts}
+        former = {key: json.loads(self._facts.facts[key]) for key in union if key in self._facts.facts}
         self.runs = {name: replace(run, values={**former, **run.values}) for name, run in self.runs.items()}
-        self._name_parameters()
 
-    def require_same_job(self, config: RunConfig, *, swept: Sequence[str]) -> None:
+        # A key with changed choices or scale gets a new parameter: Optuna refuses two such distributions under one
+        # name, but allows new bounds of a range.
+        used: dict[str, list[BaseDistribution]] = {}
+        for trial in self._study.get_trials(deepcopy=False):
+            for name, distribution in trial.distributions.items():
+                used.setdefault(name, []).append(distribution)
+        for key, domain in self.space.items():
+            is_choice = isinstance(domain, CategoricalDistribution)
+            parameter, number = key, 1
+            while not all(
+                earlier == domain
+                if is_choice or isinstance(earlier, CategoricalDistribution)
+                else type(earlier) is type(domain) and getattr(earlier, "log", None) == getattr(domain, "log", None)
+                for earlier in used.get(parameter, ())
+            ):
+                number += 1
+                parameter = f"{key} ({number})"
+            self._parameters[key] = parameter
+
+    def require_same_job(self, config: RunConfig) -> None:
         """Raise UserError that names each key of the job that has changed since the sweep was started."""
-        varied = frozenset(swept)
+        varied = frozenset(self.facts.swept)
         before = {key: text for key, text in self.facts.facts.items() if not is_within(key, varied)}
         now = job_facts(config, swept=varied)
         lines = [
@@ -160,14 +192,6 @@ class SweepStudy:
             raise UserError(
                 f"{self.folder}: this sweep was started with another job:\n" + "\n".join(lines) + "\n"
                 "Restore the values to continue it, sweep the key with --set, or choose another --folder."
-            )
-
-    def require_same_objective(self, objective: Objective) -> None:
-        """Raise UserError if a search was started with another metric, whose values its trials have."""
-        if objective != self.objective:
-            raise UserError(
-                f"--metric: this sweep was started with {self.objective.metric}, and a search continues with the same "
-                f"metric. Write --metric {self.objective.metric}, or choose another --folder."
             )
 
     def save(self) -> None:
@@ -218,7 +242,7 @@ class SweepStudy:
 
         That it is pruned is recorded: it is not continued.
         """
-        if self.objective.metric == TRAIN_LOSS or not measurements(history, self.objective.metric):
+        if self.facts.metric == TRAIN_LOSS or not measurements(history, self.facts.metric):
             return False
         self._report(name, history)
         is_poor = self._open_trials[name].should_prune()
@@ -241,27 +265,6 @@ class SweepStudy:
             self.runs[run.name] = run
             if not trial.state.is_finished():
                 self._open_trials[run.name] = optuna.Trial(self._study, trial._trial_id)
-
-    def _set_facts(self, facts: SweepFacts) -> None:
-        self._facts = facts
-        self._study.set_user_attr(_FACTS, asdict(facts))
-
-    def _name_parameters(self) -> None:
-        """Name the parameter of each key: with changed choices or scale it gets a new name.
-
-        Optuna refuses two such distributions under one name, but allows new bounds of a range.
-        """
-        used: dict[str, list[BaseDistribution]] = {}
-        for trial in self._study.get_trials(deepcopy=False):
-            for name, distribution in trial.distributions.items():
-                used.setdefault(name, []).append(distribution)
-        self._parameters: dict[str, str] = {}
-        for key, domain in self.space.items():
-            name, number = key, 1
-            while not all(_may_follow(earlier, domain) for earlier in used.get(name, ())):
-                number += 1
-                name = f"{key} ({number})"
-            self._parameters[key] = name
 
     def _record(self, run: RecordedRun) -> None:
         """Update the record; a run that is started again after its trial has ended gets a new trial."""
@@ -290,7 +293,7 @@ class SweepStudy:
             return
         self._report(name, history)
         trial = self._open_trials.pop(name)
-        measured = measurements(history, self.objective.metric)
+        measured = measurements(history, self.facts.metric)
         value = measured[-1][1] if measured else math.nan
         if outcome.state == PRUNED:
             self._study.tell(trial, state=TrialState.PRUNED)
@@ -302,39 +305,13 @@ class SweepStudy:
     def _report(self, name: str, history: RunHistory) -> None:
         trial = self._open_trials[name]
         known = self._storage.get_trial(trial._trial_id).intermediate_values
-        for step, value in measurements(history, self.objective.metric):
+        for step, value in measurements(history, self.facts.metric):
             if step not in known:
                 trial.report(value, step)
 
 
-def _may_follow(earlier: BaseDistribution, domain: Distribution) -> bool:
-    if isinstance(earlier, CategoricalDistribution) or isinstance(domain, CategoricalDistribution):
-        return earlier == domain
-    return type(earlier) is type(domain) and getattr(earlier, "log", None) == domain.log
-
-
 def _shown(text: str | None) -> str:
     return "not set" if text is None else f"`{truncate(text)}`"
-
-
-def _require_sweep_folder(folder: Path) -> None:
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"--folder: {folder} is not a folder. Choose another.")
-    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-    foreign = [name for name in names if name not in _OWN_FILES and not name.startswith((".", "prepare"))]
-    if JOURNAL_FILE in names:
-        return
-    if EARLIER_FILE in names:
-        raise UserError(
-            f"{folder / EARLIER_FILE}: this sweep was written by an earlier version of finetune. Delete the file: the "
-            "same command finds the runs again by name, and does not repeat those that are finished. Or choose "
-            "another --folder."
-        )
-    if foreign:
-        raise UserError(
-            f"--folder: {folder} is not the folder of a sweep: it has `{truncate(foreign[0])}` and no {JOURNAL_FILE}. "
-            "Choose a new folder, or that of the sweep to continue."
-        )
 
 
 class SweepJournal(BaseJournalBackend):

@@ -1,13 +1,22 @@
-"""Values of `--set` are read as a YAML list, every mistake is named at once, and run names are readable and safe."""
+"""Values and ranges of `--set` are read, every mistake is named at once, and run names are readable and safe."""
 
 import itertools
 
 import pytest
+from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
-from finetune.commands.sweep.axes import parse_axes, run_name, short_keys, shown_value
+from finetune.commands.sweep.axes import (
+    bounds_of,
+    is_inside,
+    parse_axes,
+    parse_space,
+    run_name,
+    short_keys,
+    shown_value,
+)
 from finetune.config.overrides import override_text
 from finetune.config.yaml import read_yaml
-from finetune.errors import ConfigError
+from finetune.errors import ConfigError, UserError
 
 
 @pytest.mark.parametrize(
@@ -126,3 +135,51 @@ def test_names_of_many_long_values_are_short_and_unique():
 def test_a_run_name_that_is_taken_gets_a_digest_of_its_values():
     first = run_name({"a.b": 1})
     assert first != run_name({"a.b": 1.0}, taken={first})
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("1e-5..1e-3", FloatDistribution(1e-5, 1e-3, log=True)),
+        ("1e-5..1e-4", FloatDistribution(1e-5, 1e-4, log=False)),
+        ("log:1e-5..1e-4", FloatDistribution(1e-5, 1e-4, log=True)),
+        ("linear:1e-5..1e-3", FloatDistribution(1e-5, 1e-3, log=False)),
+        ("0.0..0.1", FloatDistribution(0.0, 0.1, log=False)),
+        ("-1..1", IntDistribution(-1, 1, log=False)),
+        ("1..64", IntDistribution(1, 64, log=False)),
+        ("1..128", IntDistribution(1, 128, log=True)),
+        ("cosine,constant", CategoricalDistribution(['"cosine"', '"constant"'])),
+    ],
+)
+def test_a_range_is_read(text, wanted):
+    space = parse_space(parse_axes([f"train.key={text}", "train.steps=4"]), is_search=True)
+    assert space == {"train.key": wanted}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("1e-3..1e-5", "Write the smaller number first"),
+        ("log:0..1", "cannot begin at 0"),
+        ("../rows.jsonl", "nothing varies"),
+        ("1..x", "nothing varies"),
+    ],
+)
+def test_an_invalid_range_is_refused(text, message):
+    with pytest.raises(UserError, match=message):
+        parse_space(parse_axes([f"train.key={text}"]), is_search=True)
+
+
+def test_a_range_without_a_search_is_refused():
+    with pytest.raises(UserError, match="a range needs --search N"):
+        parse_space(parse_axes(["train.learning_rate=1e-5..1e-3"]), is_search=False)
+    parse_space(parse_axes(["data.train.path=../rows.jsonl,a..b"]), is_search=False)
+
+
+def test_the_bounds_of_a_space_contain_every_choice_once():
+    axes = parse_axes(["a=1..3", "b=x,y,z", "c=5"])
+    space = parse_space(axes, is_search=True)
+    points = [{"a": 1, "b": "x"}, {"a": 3, "b": "x"}, {"a": 1, "b": "y"}, {"a": 1, "b": "z"}]
+    assert list(bounds_of(space, axes)) == points
+    assert is_inside({"a": 2, "b": "y"}, space)
+    assert not is_inside({"a": 4, "b": "y"}, space) and not is_inside({"a": 2}, space)

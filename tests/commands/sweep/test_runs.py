@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from finetune.commands.sweep.axes import parse_axes
+from finetune.commands.sweep.axes import grid_points, parse_axes
 from finetune.commands.sweep.runs import (
     FAILED,
     FINISHED,
@@ -16,7 +16,6 @@ from finetune.commands.sweep.runs import (
     SweepRun,
     check_runs,
     data_facts,
-    grid_points,
     job_facts,
     name_runs,
     outcome_of,

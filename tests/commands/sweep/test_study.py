@@ -9,10 +9,9 @@ import optuna
 import pytest
 from optuna.distributions import CategoricalDistribution, FloatDistribution
 
-from finetune.commands.sweep.axes import value_text
+from finetune.commands.sweep.axes import contains, value_text
 from finetune.commands.sweep.results import Objective, history_so_far
 from finetune.commands.sweep.runs import FAILED, FINISHED, INTERRUPTED, WAITING, SweepRun
-from finetune.commands.sweep.space import contains
 from finetune.commands.sweep.study import SweepStudy, lock_sweep
 from finetune.config.load import load_config
 from finetune.errors import UserError
@@ -34,9 +33,9 @@ LOSS = Objective("loss", True)
 def opened(job, tmp_path):
     """Return a function that opens the sweep's study as a new call of the command does."""
 
-    def open_study(*, space=SPACE, overrides=(), objective=LOSS):
+    def open_study(*, space=SPACE, overrides=(), objective=LOSS, is_search=False):
         study = SweepStudy(tmp_path / "sweep", space=space, seed=3)
-        study.begin(load_config(job, overrides).config, swept=list(space), job=job, objective=objective)
+        study.begin(load_config(job, overrides).config, job=job, objective=objective, is_search=is_search)
         (tmp_path / "sweep").mkdir(exist_ok=True)
         study.save()
         return study
@@ -157,9 +156,9 @@ def test_a_run_worse_than_the_median_is_pruned(opened):
 
 
 def test_a_search_with_another_metric_is_refused(opened):
-    study = opened()
+    opened(is_search=True)
     with pytest.raises(UserError, match=r"--metric: this sweep was started with loss.* Write --metric loss"):
-        study.require_same_objective(Objective("accuracy", False))
+        opened(objective=Objective("accuracy", False), is_search=True)
 
 
 def test_the_name_of_a_run_of_a_search_is_its_number_and_its_rounded_values(opened):
@@ -197,7 +196,7 @@ def test_a_changed_job_is_refused_by_the_names_of_its_keys(opened):
 
 def test_nothing_is_written_before_the_study_is_saved(job, tmp_path):
     study = SweepStudy(tmp_path / "sweep", space=SPACE)
-    study.begin(load_config(job).config, swept=list(SPACE), job=job, objective=LOSS)
+    study.begin(load_config(job).config, job=job, objective=LOSS)
     study.propose()
     assert not (tmp_path / "sweep").exists()
 

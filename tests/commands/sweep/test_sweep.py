@@ -64,12 +64,6 @@ def test_a_sweep_with_an_invalid_setting_starts_no_run(job, tmp_path):  # noqa: 
     assert not folder.exists()
 
 
-def test_the_command_that_continues_a_sweep_allows_as_many_runs_as_it_did():
-    request = SweepRequest(Path("job.yaml"), ("run.seed=1,2",), max_runs=200, retries_failed=True)
-    words = "finetune sweep --config job.yaml --set run.seed=1,2 --max-runs 200"
-    assert request.command == words.split()
-
-
 def test_a_dry_run_prints_the_commands_and_writes_nothing(job, tmp_path, capsys):  # noqa: F811
     assert run(job, tmp_path / "sweep", RATES, is_dry_run=True, processes_per_run=2) == 0
     shown = capsys.readouterr().out
