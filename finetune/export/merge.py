@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from peft import PeftConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
 from torch import Tensor, nn
@@ -26,7 +27,7 @@ from finetune.model.adapters.build import peft_state_dict_names
 from finetune.model.adapters.context import ADAPTER_NAME, base_parameter_name
 from finetune.model.adapters.lora import as_plain_lora, initial_factors
 from finetune.model.adapters.targets import shortest_names
-from finetune.model.adapters.upstream import is_parameter_wrapper, keep_targets, rewritten_names
+from finetune.model.adapters.upstream import keep_targets, rewritten_names
 
 MERGEABLE = frozenset({"LORA", "ADALORA", "IA3", "OFT", "TRAINABLE_TOKENS", "LOHA", "LOKR"})
 """The adapter types, by peft's names, that can be merged exactly."""
@@ -278,7 +279,7 @@ def loadable_config(model: PeftModel, config: Any) -> Any:
     layers = {
         base_parameter_name(f"{name}.").removesuffix("."): module
         for name, module in base.named_modules()
-        if isinstance(module, LoraLayer) and not is_parameter_wrapper(module)
+        if isinstance(module, LoraLayer) and not isinstance(module, ParamWrapper)
     }
     moved = {name: layer for name, layer in layers.items() if name.rpartition(".")[2] in rewritten}
     parameters = [base_parameter_name(name) for name, _ in base.named_parameters() if ".lora_" not in name]

@@ -22,7 +22,6 @@ from peft import (
     get_peft_model_state_dict,
 )
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
-from peft.tuners.lora import LoraLayer
 from peft.tuners.oft import OFTLayer
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -47,19 +46,11 @@ from finetune.model.adapters.context import (
     is_conv1d,
 )
 from finetune.model.adapters.experts import group_expert_adapters
-from finetune.model.adapters.lora import (
-    add_dropout,
-    check_lora,
-    init_loftq,
-    lora_config,
-    record_initial_factors,
-)
-from finetune.model.adapters.targets import INITS_FROM_BASE
+from finetune.model.adapters.lora import init_lora, lora_config
 from finetune.model.adapters.upstream import keep_targets
 from finetune.model.freeze import peft_exclude_pattern
 from finetune.model.loading.architecture import new_head_modules
 from finetune.model.loading.hub import error_summary, loading_errors
-from finetune.model.loading.load import as_cpu_float32
 from finetune.model.loading.pretrained import (
     ADAPTER_KEY,
     ADAPTER_WEIGHTS,
@@ -213,32 +204,6 @@ class _Method:
     fill: Callable[[PeftModel, Any, AdapterContext], None]  # initializes the adapter and checks it
 
 
-def _init_lora(model: PeftModel, lora: LoraSection, context: AdapterContext) -> None:
-    check_lora(model, lora)
-    add_dropout(model, lora.dropout)
-    if lora.init in INITS_FROM_BASE:
-        record_initial_factors(model)
-        return
-    _init_factors(model, is_gaussian=lora.init == "gaussian", seed=context.seed)
-    if lora.init == "loftq":
-        init_loftq(model, context)
-
-
-def _init_factors(model: PeftModel, *, is_gaussian: bool, seed: int) -> None:
-    """Initialize each adapter from its own seed, independent of rank, strategy and the order of modules."""
-    with torch.no_grad(), torch.random.fork_rng(devices=()):
-        for name, module in model.named_modules():
-            if isinstance(module, LoraLayer):
-                factors = [
-                    parameter
-                    for own_name, parameter in module.named_parameters()
-                    if own_name.startswith(("lora_A", "lora_B", "lora_emb"))
-                ]
-                with as_cpu_float32(factors):
-                    torch.default_generator.manual_seed(derive_seed(seed, "adapters", name))
-                    module.reset_lora_parameters(ADAPTER_NAME, "gaussian" if is_gaussian else True)
-
-
 def ia3_config(model: PreTrainedModel, ia3: Ia3Section, context: AdapterContext) -> IA3Config:
     """Return peft's config; raises ModelError for a module that the model does not have."""
     check_module_names(model, ia3.target_modules, key="model.ia3.target_modules")
@@ -283,21 +248,21 @@ _PROMPT_HEADS = ("causal_lm", "seq2seq_lm")
 """Heads that read every position; others read the first or last one, which would be a learned token."""
 
 
-def prompt_config(model: PreTrainedModel, prompt: PromptTuningSection, context: AdapterContext) -> PromptTuningConfig:
+def prompt_config(
+    model: PreTrainedModel, prompt: PromptTuningSection | PrefixTuningSection, context: AdapterContext
+) -> PromptTuningConfig | PrefixTuningConfig:
     """Return peft's config, without peft's initialization; raises ModelError for a head that does not support it."""
+    key = "model.prefix_tuning" if isinstance(prompt, PrefixTuningSection) else "model.prompt_tuning"
+    if context.head not in _PROMPT_HEADS or context.tokenizer is None:
+        raise ModelError(f"{key}: models with the head `{context.head}` do not support it. Write `model.lora` instead.")
+    task_type = TASK_TYPES[context.head]
+    if isinstance(prompt, PrefixTuningSection):
+        return PrefixTuningConfig(task_type=task_type, num_virtual_tokens=prompt.num_tokens)
     return PromptTuningConfig(
-        task_type=_task_type(context, key="model.prompt_tuning"),
+        task_type=task_type,
         num_virtual_tokens=prompt.num_tokens,
         num_transformer_submodules=1,  # only an encoder's input gets learned tokens
         prompt_tuning_init="RANDOM",
-    )
-
-
-def prefix_config(model: PreTrainedModel, prefix: PrefixTuningSection, context: AdapterContext) -> PrefixTuningConfig:
-    """Return peft's config; raises ModelError for a head that does not support it."""
-    return PrefixTuningConfig(
-        task_type=_task_type(context, key="model.prefix_tuning"),
-        num_virtual_tokens=prefix.num_tokens,
     )
 
 
@@ -326,19 +291,12 @@ def init_prefix(model: PeftModel, prefix: PrefixTuningSection, context: AdapterC
         learned.copy_(torch.randn(learned.shape, generator=generator))
 
 
-def _task_type(context: AdapterContext, *, key: str) -> str:
-    task_type = TASK_TYPES.get(context.head)
-    if task_type is None or context.head not in _PROMPT_HEADS or context.tokenizer is None:
-        raise ModelError(f"{key}: models with the head `{context.head}` do not support it. Write `model.lora` instead.")
-    return task_type
-
-
 _METHODS: Mapping[type, _Method] = {
-    LoraSection: _Method("lora", lora_config, _init_lora),
+    LoraSection: _Method("lora", lora_config, init_lora),
     Ia3Section: _Method("ia3", ia3_config, no_op),  # peft initializes it with ones
     OftSection: _Method("oft", oft_config, check_oft_blocks),
     PeftSection: _Method("peft", peft_config, require_trained),
     PromptTuningSection: _Method("prompt_tuning", prompt_config, init_prompt),
-    PrefixTuningSection: _Method("prefix_tuning", prefix_config, init_prefix),
+    PrefixTuningSection: _Method("prefix_tuning", prompt_config, init_prefix),
     Path: _Method("adapter", saved_adapter_config, load_saved_weights),
 }

@@ -47,45 +47,41 @@ def is_grouped(experts: nn.Module) -> bool:
 class GroupedExperts(ParamWrapper):  # type: ignore[misc]  # peft has no types for it
     """The outermost of peft's nested wrappers around the experts of a layer."""
 
-    def forward(self, hidden: Tensor, *arguments: Any, **named: Any) -> Tensor:
-        """Return the sum of each token's experts, by peft where adapters are merged, disabled or several."""
+    def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Return the sum of each token's experts, [tokens, width], by peft where adapters are merged or several.
+
+        It is what transformers' `grouped_mm_experts_forward` returns for the matrices `W + BA`.
+        """
         wrappers: dict[str, ParamWrapper] = {}
-        module: Any = self
-        while isinstance(module, ParamWrapper):
-            wrappers[module.parameter_name] = module
-            module = module.base_layer
+        experts: Any = self
+        while isinstance(experts, ParamWrapper):
+            wrappers[experts.parameter_name] = experts
+            experts = experts.base_layer
         if any(one.disable_adapters or one.merged or len(one.active_adapters) != 1 for one in wrappers.values()):
-            return super().forward(hidden, *arguments, **named)  # type: ignore[no-any-return]  # likewise
-        return _grouped_experts(module, wrappers, hidden, *arguments, **named)
+            return super().forward(hidden, top_k_index, top_k_weights)  # type: ignore[no-any-return]  # likewise
+        num_tokens, top_k = top_k_index.shape
+        expert_ids, order = top_k_index.reshape(-1).sort()  # [tokens x top_k]
+        numbers = torch.arange(experts.num_experts, device=expert_ids.device)
+        ends = torch.searchsorted(expert_ids, numbers, right=True, out_int32=True)  # [experts]
 
+        def product(inputs: Tensor, name: str) -> Tensor:
+            weight, bias = getattr(experts, name), getattr(experts, f"{name}_bias", None)
+            outputs = grouped_product(inputs, weight if experts.is_transposed else weight.mT, ends)
+            if name in wrappers:
+                outputs = outputs + _low_rank_product(inputs.to(weight.dtype), wrappers[name], ends)
+            return outputs if bias is None else outputs + bias[expert_ids]
 
-def _grouped_experts(
-    experts: Any, wrappers: dict[str, ParamWrapper], hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor
-) -> Tensor:
-    """Return what transformers' `grouped_mm_experts_forward` returns for the matrices `W + BA`, [tokens, width]."""
-    num_tokens, top_k = top_k_index.shape
-    expert_ids, order = top_k_index.reshape(-1).sort()  # [tokens x top_k]
-    numbers = torch.arange(experts.num_experts, device=expert_ids.device)
-    ends = torch.searchsorted(expert_ids, numbers, right=True, out_int32=True)  # [experts]
-
-    def product(inputs: Tensor, name: str) -> Tensor:
-        weight, bias = getattr(experts, name), getattr(experts, f"{name}_bias", None)
-        outputs = grouped_product(inputs, weight if experts.is_transposed else weight.mT, ends)
-        if name in wrappers:
-            outputs = outputs + _low_rank_product(inputs.to(weight.dtype), wrappers[name], ends)
-        return outputs if bias is None else outputs + bias[expert_ids]
-
-    values = hidden[order // top_k]
-    if experts.has_gate:
-        values = experts._apply_gate(product(values, "gate_up_proj"))
-    else:
-        values = experts.act_fn(product(values, "up_proj"))
-    values = product(values, "down_proj")
-    if experts.has_post_expert_norm:
-        values = experts.post_expert_norm(values)
-    values = values * top_k_weights.reshape(-1)[order, None]
-    values = values[order.argsort()].view(num_tokens, top_k, -1).sum(dim=1)
-    return values.to(hidden.dtype)
+        values = hidden[order // top_k]
+        if experts.has_gate:
+            values = experts._apply_gate(product(values, "gate_up_proj"))
+        else:
+            values = experts.act_fn(product(values, "up_proj"))
+        values = product(values, "down_proj")
+        if experts.has_post_expert_norm:
+            values = experts.post_expert_norm(values)
+        values = values * top_k_weights.reshape(-1)[order, None]
+        values = values[order.argsort()].view(num_tokens, top_k, -1).sum(dim=1)
+        return values.to(hidden.dtype)
 
 
 def _low_rank_product(inputs: Tensor, wrapper: ParamWrapper, ends: Tensor) -> Tensor:

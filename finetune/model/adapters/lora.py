@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftModel
 from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.layer import ParamWrapper
+from peft.utils import transformers_weight_conversion as conversion
 from peft.utils.integrations import dequantize_module_weight
 from safetensors import safe_open
 from torch import Tensor, nn
@@ -32,15 +34,16 @@ from finetune.model.adapters.context import (
 )
 from finetune.model.adapters.targets import (
     INITS_FROM_BASE,
-    LoraTargets,
     choose_targets,
     describe_targets,
+    linear_layers,
     target_problems,
 )
-from finetune.model.adapters.upstream import convert_targets, is_parameter_wrapper, wrapped_parameters
 from finetune.model.freeze import peft_exclude_pattern
 from finetune.model.loading.architecture import new_head_modules
 from finetune.model.loading.hub import loading_errors
+from finetune.model.loading.load import as_cpu_float32
+from finetune.runtime.seeds import derive_seed
 
 _PEFT_INITS: dict[str, Any] = {
     "default": True,
@@ -58,47 +61,53 @@ def lora_config(model: PreTrainedModel, lora: LoraSection, context: AdapterConte
     if not isinstance(lora.target_modules, str):
         check_module_names(model, lora.target_modules, key="model.lora.target_modules")
     check_module_names(model, lora.modules_to_save, key="model.lora.modules_to_save")
-    if lora.init == "olora" and any(map(is_conv1d, model.modules())):
+    has_conv1d = any(map(is_conv1d, model.modules()))
+    if lora.init == "olora" and has_conv1d:
         raise ModelError(
             "model.lora.init: peft's `olora` does not support layers with a transposed weight, which this model has. "
             "Write `pissa` or `default`."
         )
     targets = choose_targets(model, lora, head=context.head)
-    is_older = targets is not None and _has_older_targets(targets, lora, context)
-    config = _peft_config(model, lora, context, targets=None if is_older else targets)
-    if is_older:
-        convert_targets(config, model)
-    setattr(model, _SUMMARY, None if is_older else describe_targets(model, lora, targets))
-    return config
-
-
-def _peft_config(
-    model: PreTrainedModel, lora: LoraSection, context: AdapterContext, *, targets: LoraTargets | None
-) -> LoraConfig:
-    """Return peft's config for these targets, or if None, for those that peft selects."""
+    # In older versions peft selected the targets: a checkpoint with adapters elsewhere keeps them.
+    adapted = {_OWNER.sub("", name.removeprefix(BASE_PREFIX)) for name in context.recorded if ".lora_" in name}
+    is_older = False
+    if targets is not None and adapted and lora.experts is None and not lora.router:
+        is_older = adapted != {*targets.modules, *(name.rpartition(".")[0] for name in targets.parameters)}
+    targets = None if is_older else targets
+    setattr(model, _SUMMARY, describe_targets(model, lora, targets))
     has_parameters = targets is not None and bool(targets.parameters)
-    return LoraConfig(
+    if targets is not None:
+        target_modules: str | list[str] = list(targets.modules)
+    elif not isinstance(lora.target_modules, str):
+        target_modules = list(lora.target_modules)
+    elif not lora.layers:
+        target_modules = lora.target_modules
+    else:  # peft does not accept `all-linear` with layers
+        target_modules = sorted({name.rpartition(".")[2] for name in linear_layers(model, head=context.head)})
+    # on the meta device, factors cannot be computed from uninitialized weights
+    is_uninitialized = context.init_context.on_meta_device and lora.init in INITS_FROM_BASE
+    config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
-        lora_dropout=0.0 if has_parameters else lora.dropout,  # peft refuses dropout of parameters; see `add_dropout`
-        target_modules=_targets(model, lora, head=context.head) if targets is None else list(targets.modules),
+        lora_dropout=0.0 if has_parameters else lora.dropout,  # peft refuses dropout of parameters; see `init_lora`
+        target_modules=target_modules,
         target_parameters=list(targets.parameters) if targets and has_parameters else None,
         exclude_modules=peft_exclude_pattern(model),
         modules_to_save=[*lora.modules_to_save, *new_head_modules(model, head=context.head)] or None,
         use_rslora=lora.rslora,
         use_dora=lora.dora,
-        # on the meta device, factors cannot be computed from uninitialized weights
-        init_lora_weights=_PEFT_INITS[lora.init]
-        if not (context.init_context.on_meta_device and lora.init in INITS_FROM_BASE)
-        else True,
+        init_lora_weights=True if is_uninitialized else _PEFT_INITS[lora.init],
         layers_to_transform=list(lora.layers) or None if targets is None else None,
         rank_pattern=dict(lora.rank_pattern),
         alpha_pattern=dict(lora.alpha_pattern),
         trainable_token_indices=_new_token_rows(model, lora, context) or None,
         bias="none",
-        fan_in_fan_out=any(map(is_conv1d, model.modules())),
+        fan_in_fan_out=has_conv1d,
         task_type=TASK_TYPES.get(context.head),
     )
+    if is_older:
+        conversion.convert_peft_config_for_transformers(config, model, None)
+    return config
 
 
 _SUMMARY = "_adapter_summary"
@@ -113,20 +122,48 @@ def adapter_summary(model: PeftModel) -> str | None:
 _OWNER = re.compile(r"(?:\.base_layer)*\.lora_.*$")
 
 
-def _has_older_targets(targets: LoraTargets, lora: LoraSection, context: AdapterContext) -> bool:
-    """Return whether the checkpoint has other targets, because in older versions peft selected them."""
-    adapted = {name for name in context.recorded if ".lora_" in name}
-    if not adapted or lora.experts is not None or lora.router:
-        return False
-    owners = {*targets.modules, *(name.rpartition(".")[0] for name in targets.parameters)}
-    return {_OWNER.sub("", name.removeprefix(BASE_PREFIX)) for name in adapted} != owners
+def init_lora(model: PeftModel, lora: LoraSection, context: AdapterContext) -> None:
+    """Initialize each adapter from its own seed, independent of rank, strategy and the order of modules.
+
+    The values of some kinds of initialization depend on the base. Raises ModelError as `check_lora`.
+    """
+    check_lora(model, lora)
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+    if model.peft_config[ADAPTER_NAME].lora_dropout != lora.dropout:  # adapters of parameters prevented it
+        for layer in layers.values():
+            if not isinstance(layer, ParamWrapper):
+                layer.lora_dropout[ADAPTER_NAME] = nn.Dropout(lora.dropout)
+    if lora.init in INITS_FROM_BASE:  # peft has subtracted the factors: `W = residual + scale * B0 A0`
+        factors = {
+            name: parameter.detach().to("cpu", copy=True)
+            for name, parameter in model.named_parameters()
+            if ".lora_A." in name or ".lora_B." in name
+        }
+        setattr(model, _INITIAL_FACTORS, factors)
+        return
+    with torch.no_grad(), torch.random.fork_rng(devices=()):
+        for name, layer in layers.items():
+            own = [
+                parameter
+                for own_name, parameter in layer.named_parameters()
+                if own_name.startswith(("lora_A", "lora_B", "lora_emb"))
+            ]
+            with as_cpu_float32(own):
+                torch.default_generator.manual_seed(derive_seed(context.seed, "adapters", name))
+                layer.reset_lora_parameters(ADAPTER_NAME, "gaussian" if lora.init == "gaussian" else True)
+    if lora.init == "loftq":
+        _init_loftq(model, context)
 
 
 def check_lora(model: PeftModel, lora: LoraSection) -> None:
     """Raise ModelError for layers and patterns that match no adapter, which peft ignores."""
-    layers = ((name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer))
-    names = [name for name, module in layers if not is_parameter_wrapper(module)]
-    names += [name for name, _ in wrapped_parameters(model)]
+    names = []
+    for name, module in model.named_modules():
+        if isinstance(module, ParamWrapper):  # around the module of the parameter
+            owner = re.sub(r"(\.base_layer)+$", "", name)
+            names.append(f"{owner}.{module.parameter_name}")
+        elif isinstance(module, LoraLayer):
+            names.append(name)
     adapted = {int(number) for name in names for number in re.findall(r"\.(\d+)\.", name)}
     absent = [number for number in lora.layers if number not in adapted]
     if absent:
@@ -142,30 +179,6 @@ def check_lora(model: PeftModel, lora: LoraSection) -> None:
                     f"model.lora.{key}: no module with an adapter has a name that ends with `{pattern}`. "
                     f"Their names end with {', '.join(endings)}."
                 )
-
-
-def add_dropout(model: PeftModel, dropout: float) -> None:
-    """Add dropout to adapters of modules if adapters of parameters prevented peft from adding it to all."""
-    is_missing = model.peft_config[ADAPTER_NAME].lora_dropout != dropout
-    for module in model.modules():
-        if is_missing and isinstance(module, LoraLayer) and not is_parameter_wrapper(module):
-            module.lora_dropout[ADAPTER_NAME] = nn.Dropout(dropout)
-
-
-def _targets(model: PreTrainedModel, lora: LoraSection, *, head: str) -> str | list[str]:
-    """Return the targets for peft; with `layers` peft does not accept `all-linear`, so the modules are listed."""
-    if not isinstance(lora.target_modules, str):
-        return list(lora.target_modules)
-    if not lora.layers:
-        return lora.target_modules
-    heads = (module_name(model.get_output_embeddings(), model), *new_head_modules(model, head=head))
-    return sorted(
-        {
-            name.rpartition(".")[2]
-            for name, module in model.named_modules()
-            if (isinstance(module, nn.Linear) or is_conv1d(module)) and name not in heads
-        }
-    )
 
 
 def _new_token_rows(model: PreTrainedModel, lora: LoraSection, context: AdapterContext) -> dict[str, list[int]]:
@@ -184,16 +197,6 @@ def _new_token_rows(model: PreTrainedModel, lora: LoraSection, context: AdapterC
 
 
 _INITIAL_FACTORS = "_first_factors"
-
-
-def record_initial_factors(model: PeftModel) -> None:
-    """Record the factors that were subtracted from the base: `W = residual + scale * B0 A0`."""
-    factors = {
-        name: parameter.detach().to("cpu", copy=True)
-        for name, parameter in model.named_parameters()
-        if ".lora_A." in name or ".lora_B." in name
-    }
-    setattr(model, _INITIAL_FACTORS, factors)
 
 
 def initial_factors(model: PeftModel) -> Mapping[str, Tensor]:
@@ -224,7 +227,7 @@ def as_plain_lora(
     return doubled, config
 
 
-def init_loftq(model: PeftModel, context: AdapterContext) -> None:
+def _init_loftq(model: PeftModel, context: AdapterContext) -> None:
     """Initialize each adapter with the largest singular components of `original - dequantized`, in one round.
 
     The original weights are read from the base's safetensors one at a time; raises ModelError if one is missing.
@@ -237,7 +240,14 @@ def init_loftq(model: PeftModel, context: AdapterContext) -> None:
     with torch.no_grad():
         for name, module in model.named_modules():
             if isinstance(module, LoraLayer):
-                original = _original_weight(name.removeprefix(BASE_PREFIX) + ".weight", files)
+                weight_name = name.removeprefix(BASE_PREFIX) + ".weight"
+                if weight_name not in files:
+                    raise ModelError(
+                        f"model.lora.init: `loftq` needs the unquantized weights, but `{weight_name}` is not in the "
+                        "base's safetensors files. Write `init: default`."
+                    )
+                with safe_open(files[weight_name], framework="pt") as file:
+                    original: Tensor = file.get_tensor(weight_name)
                 dequantized: Tensor = dequantize_module_weight(module.get_base_layer())  # [outputs, inputs]
                 error = original.float() - dequantized.detach().float().cpu()
                 left, values, right = torch.linalg.svd(error, full_matrices=False)
@@ -245,14 +255,3 @@ def init_loftq(model: PeftModel, context: AdapterContext) -> None:
                 root = (values[:rank] / module.scaling[ADAPTER_NAME]).sqrt()
                 module.lora_A[ADAPTER_NAME].weight.copy_(root[:, None] * right[:rank])
                 module.lora_B[ADAPTER_NAME].weight.copy_(left[:, :rank] * root)
-
-
-def _original_weight(name: str, files: dict[str, Path]) -> Tensor:
-    if name not in files:
-        raise ModelError(
-            f"model.lora.init: `loftq` needs the unquantized weights, but `{name}` is not in the base's safetensors "
-            "files. Write `init: default`."
-        )
-    with safe_open(files[name], framework="pt") as file:
-        tensor: Tensor = file.get_tensor(name)
-    return tensor

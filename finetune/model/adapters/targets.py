@@ -49,27 +49,25 @@ class LoraTargets:
 
 
 def find_experts(model: nn.Module) -> list[Experts]:
-    """Return the routed experts of every layer; empty for a dense model."""
-    return [experts for name, module in model.named_modules() if (experts := _experts_of(name, module)) is not None]
-
-
-def _experts_of(name: str, module: nn.Module) -> Experts | None:
-    """Return the experts of a module: the module itself, or its layers next to a router, as in JetMoE."""
-    parent, _, own_name = name.rpartition(".")
-    if own_name == _EXPERTS and isinstance(module, nn.ModuleList):
-        return Experts(name, len(module), parent)
-    matrices = _stacked(module)
-    if own_name == _EXPERTS and matrices:
-        return Experts(name, next(iter(matrices.values())), parent, tuple(matrices))
-    if not any(hasattr(module, router) for router in _ROUTERS):
-        return None
-    inner = {
-        f"{child_name}.{parameter}": count
-        for child_name, child in module.named_children()
-        if not isinstance(child, nn.Conv1d) and child_name != _EXPERTS
-        for parameter, count in _stacked(child).items()
-    }
-    return Experts(name, next(iter(inner.values())), name, tuple(inner)) if inner else None
+    """Return the routed experts of every layer, one module or layers next to a router (JetMoE); empty if dense."""
+    found = []
+    for name, module in model.named_modules():
+        parent, _, own_name = name.rpartition(".")
+        matrices = _stacked(module)
+        if own_name == _EXPERTS and isinstance(module, nn.ModuleList):
+            found.append(Experts(name, len(module), parent))
+        elif own_name == _EXPERTS and matrices:
+            found.append(Experts(name, next(iter(matrices.values())), parent, tuple(matrices)))
+        elif any(hasattr(module, router) for router in _ROUTERS):
+            inner = {
+                f"{child_name}.{parameter}": count
+                for child_name, child in module.named_children()
+                if not isinstance(child, nn.Conv1d) and child_name != _EXPERTS
+                for parameter, count in _stacked(child).items()
+            }
+            if inner:
+                found.append(Experts(name, next(iter(inner.values())), name, tuple(inner)))
+    return found
 
 
 def _stacked(module: nn.Module) -> dict[str, int]:
@@ -138,9 +136,12 @@ def choose_targets(model: PreTrainedModel, lora: LoraSection, *, head: str) -> L
     if not experts and not (read and lora.target_modules == ALL_LINEAR):
         return None
     routers = find_routers(model, experts)
-    modules = _named_modules(model, lora, head=head)
     left_out = []
-    if lora.target_modules == ALL_LINEAR:
+    if lora.target_modules != ALL_LINEAR:
+        ends = tuple(f".{name}" for name in lora.target_modules)
+        modules = [name for name, _ in model.named_modules() if name in lora.target_modules or name.endswith(ends)]
+    else:
+        modules = linear_layers(model, head=head)
         left_out = _left_out(model, lora, modules, read)
         unadapted = {*routers, *(() if adapts_experts(lora) else (layer.name for layer in experts))}
         modules = [
@@ -168,11 +169,8 @@ def choose_targets(model: PreTrainedModel, lora: LoraSection, *, head: str) -> L
     )
 
 
-def _named_modules(model: PreTrainedModel, lora: LoraSection, *, head: str) -> list[str]:
-    """Return the modules that `target_modules` names, or every linear layer except the heads."""
-    if lora.target_modules != ALL_LINEAR:
-        ends = tuple(f".{name}" for name in lora.target_modules)
-        return [name for name, _ in model.named_modules() if name in lora.target_modules or name.endswith(ends)]
+def linear_layers(model: PreTrainedModel, *, head: str) -> list[str]:
+    """Return the names of the linear layers except the heads."""
     heads = (module_name(model.get_output_embeddings(), model), *new_head_modules(model, head=head))
     return [
         name

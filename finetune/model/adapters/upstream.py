@@ -7,9 +7,7 @@ import inspect
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
-from peft.tuners.lora.layer import ParamWrapper
 from peft.utils import transformers_weight_conversion as conversion
 from torch import nn
 
@@ -25,17 +23,8 @@ def keep_targets() -> Iterator[None]:
     and shared experts and dense layers with the same names lose their adapters (`_convert_peft_config_moe`). Can be
     removed when that is limited to adapters written by transformers 4.
     """
-
-    def keep(config: Any, model: nn.Module, conversions: Any) -> None:
-        return None
-
-    with patched([(conversion, "convert_peft_config_for_transformers", keep)]):
+    with patched([(conversion, "convert_peft_config_for_transformers", lambda config, model, conversions: None)]):
         yield
-
-
-def convert_targets(config: Any, model: nn.Module) -> None:
-    """Rewrite the targets in place as peft 0.21 does, for adapters trained by an older version of this package."""
-    conversion.convert_peft_config_for_transformers(config, model, None)
 
 
 def rewritten_names(model_type: str) -> frozenset[str]:
@@ -46,19 +35,6 @@ def rewritten_names(model_type: str) -> frozenset[str]:
     if not conversion._MOE_FUSED_TARGETS.get(pattern):
         return frozenset()
     return frozenset(conversion._MOE_TARGET_MODULE_MAPPING.get(pattern, {}))
-
-
-def wrapped_parameters(model: nn.Module) -> Iterator[tuple[str, ParamWrapper]]:
-    """Yield the plain name of each parameter that has an adapter, and peft's wrapper."""
-    for name, module in model.named_modules():
-        if isinstance(module, ParamWrapper):
-            owner = re.sub(r"(\.base_layer)+$", "", name)
-            yield f"{owner}.{module.parameter_name}", module
-
-
-def is_parameter_wrapper(module: nn.Module) -> bool:
-    """Return whether this is the adapter of a parameter, which replaces the module of that parameter."""
-    return isinstance(module, ParamWrapper)
 
 
 _REFUSED_BY_PEFT = ("mamba", "mixer")

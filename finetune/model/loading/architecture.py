@@ -122,7 +122,13 @@ def build_model_config(
     with config_value_errors(section.model_type, key=f"{FROM_CONFIG_KEY}.values"):
         config = AutoConfig.for_model(section.model_type, **values)
         if vocabulary_size is not None and config.is_encoder_decoder and DECODER_START_TOKEN not in values:
-            setattr(config, DECODER_START_TOKEN, _decoder_start(config, special_ids))
+            # A decoder starts with EOS or BOS if it does in the default config, else with padding.
+            default = type(config)()
+            start = getattr(default, DECODER_START_TOKEN, None)
+            ids = {"eos_token_id": special_ids.eos, "bos_token_id": special_ids.bos}
+            same = [token for name, token in ids.items() if start is not None and start == getattr(default, name, None)]
+            first = next((token for token in same if token is not None), special_ids.pad)
+            setattr(config, DECODER_START_TOKEN, first)
         return config
 
 
@@ -190,15 +196,6 @@ def _check_values(config_class: Any, values: Mapping[str, Any], *, model_type: s
             others = {key: inner for key, inner in value.items() if key != "model_type"}
             if part is not None:
                 _check_values(part, others, model_type=part.model_type, key=f"{key}.{name}")
-
-
-def _decoder_start(config: PreTrainedConfig, special_ids: SpecialTokenIds) -> int | None:
-    """Return the first token of a decoder: EOS or BOS if it is that in the default config, else padding."""
-    default = type(config)()
-    start = getattr(default, DECODER_START_TOKEN, None)
-    ids = {"eos_token_id": special_ids.eos, "bos_token_id": special_ids.bos}
-    matching = [token for name, token in ids.items() if start is not None and start == getattr(default, name, None)]
-    return next((token for token in matching if token is not None), special_ids.pad)
 
 
 def load_model_config(section: ModelSection) -> PreTrainedConfig:

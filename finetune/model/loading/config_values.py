@@ -176,50 +176,47 @@ def _merged(
 def _config_errors(model_type: str, values: Mapping[str, Any], *, has_rope_scaling: bool) -> Iterator[None]:
     """Turn transformers' errors about values, and its warnings about the rotary embedding, into one ModelError."""
     logger = logging.getLogger("transformers.modeling_rope_utils")
-    collected = _Collector()
+    ignored: list[str] = []  # warnings about values that would be ignored or that are not numbers
+
+    def collect(record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        if any(words in text for words in ("Unrecognized keys", "field must be", "Missing validation function")):
+            ignored.append(text)
+        return True
+
+    failure: Exception | None = None
     level = logger.level
-    logger.addHandler(collected)
+    logger.addFilter(collect)
     logger.setLevel(logging.WARNING)
     try:
         yield
     except Exception as error:
-        text = " ".join(line.strip() for line in str(error).partition("Errors:")[0].splitlines() if line.strip())
-        text = text.strip('".')
-        key = _key_in(text, values, has_rope_scaling=has_rope_scaling)
-        raise ModelError(
-            f"{key}: the value is invalid for `{model_type}`: {text}.{rewritten_type(text, model_type, values)}"
-        ) from error
+        failure = error
     finally:
-        logger.removeHandler(collected)
+        logger.removeFilter(collect)
         logger.setLevel(level)
-    if collected.messages:
-        text = collected.messages[0].rstrip(".")
-        key = _key_in(text, values, has_rope_scaling=has_rope_scaling)
-        raise ModelError(f"{key}: {text}.{rewritten_type(text, model_type, values)}")
-
-
-def _key_in(text: str, values: Mapping[str, Any], *, has_rope_scaling: bool) -> str:
-    """Return the key that an error of transformers refers to, or the section if the error does not name one."""
+    if failure is not None:
+        text = " ".join(line.strip() for line in str(failure).partition("Errors:")[0].splitlines() if line.strip())
+        text = text.strip('".')
+        message = f"the value is invalid for `{model_type}`: {text}"
+    elif ignored:
+        message = text = ignored[0].rstrip(".")
+    else:
+        return
     if "rope" in text and has_rope_scaling:
-        return ROPE_SCALING_KEY
-    names = [name for name in values if re.search(rf"['`]{re.escape(name)}['`]", text)]
-    if not names and "rope" in text:
-        names = list(rope_values(values))
-    return f"{CONFIG_KEY}.{names[0]}" if names else CONFIG_KEY
-
-
-class _Collector(logging.Handler):
-    """Collects warnings about values that would be ignored or that are not numbers."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Collect the message."""
-        text = record.getMessage()
-        if any(words in text for words in ("Unrecognized keys", "field must be", "Missing validation function")):
-            self.messages.append(text)
+        key = ROPE_SCALING_KEY
+    else:
+        names = [name for name in values if re.search(rf"['`]{re.escape(name)}['`]", text)]
+        if not names and "rope" in text:
+            names = list(rope_values(values))
+        key = f"{CONFIG_KEY}.{names[0]}" if names else CONFIG_KEY
+    # The error may name another `rope_type` than the job: "missing for 'rope_type'='longrope'" for phi3's `yarn`.
+    used = re.search(r"'rope_type'='(\w+)'", text)
+    scaling = values.get("rope_scaling", values.get(ROPE))
+    written = scaling.get("rope_type", scaling.get("type")) if isinstance(scaling, Mapping) else None
+    is_other = used is not None and isinstance(written, str) and written != used[1]
+    rewritten = f" `{model_type}` treats `rope_type: {written}` as `{used[1]}`." if used and is_other else ""
+    raise ModelError(f"{key}: {message}.{rewritten}") from failure
 
 
 _ORIGIN = "original_max_position_embeddings"
@@ -320,20 +317,6 @@ def require_as_written(config: PreTrainedConfig, values: Mapping[str, Any], *, k
                 raise ModelError(
                     f"{full_key}: `{config.model_type}` would use `{field}: {actual.get(field)}` instead.{advice}"
                 )
-
-
-def rewritten_type(text: str, model_type: str, values: Mapping[str, Any]) -> str:
-    """Return a sentence if transformers' error names another `rope_type` than the job.
-
-    >>> rewritten_type("missing for 'rope_type'='longrope'", "phi3", {"rope_scaling": {"rope_type": "yarn"}})
-    ' `phi3` treats `rope_type: yarn` as `longrope`.'
-    """
-    match = re.search(r"'rope_type'='(\w+)'", text)
-    scaling = values.get("rope_scaling", values.get(ROPE))
-    written = scaling.get("rope_type", scaling.get("type")) if isinstance(scaling, Mapping) else None
-    if match is None or not isinstance(written, str) or written == match[1]:
-        return ""
-    return f" `{model_type}` treats `rope_type: {written}` as `{match[1]}`."
 
 
 def rope_scaling_values(config: PreTrainedConfig, section: RopeScalingSection) -> dict[str, Any]:

@@ -4,17 +4,16 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from finetune.config.sections.model import FromConfigSection, ModelSection
+from finetune.config.sections.model import ModelSection
 from finetune.errors import ModelError
 from finetune.model.loading.architecture import (
     FROM_CONFIG_KEY,
@@ -30,7 +29,7 @@ from finetune.model.loading.architecture import (
 )
 from finetune.model.loading.config_values import CONFIG_KEY
 from finetune.model.loading.pretrained import build_from_config
-from finetune.model.loading.rope import is_remote_code, rope_names, rotary_parameters, uses_scaling
+from finetune.model.loading.rope import ROPE, is_remote_code, rope_names, uses_scaling
 
 _MAX_MODULES = 300_000
 _MAX_PARAMETERS = 10**13
@@ -49,12 +48,11 @@ def dry_run_model(section: ModelSection, *, head: str) -> None:
     It is built on the meta device, which takes neither memory nor time. The tokenizer's vocabulary and special tokens
     are not known yet and are assumed to be valid.
     """
-    trial = _DryRun(section, head)
-    with model_build_errors(section, model_type=trial.name), _build_limits(section), torch.random.fork_rng(devices=()):
-        config = trial.config()
+    with _build_limits(section):
+        config = _assumed_config(section)
         with torch.device("meta"):
-            model = trial.model(config)
-        empty = [f"{name} {list(shape)}" for name, shape in _shapes(model).items() if shape.numel() == 0]
+            model = _build(section, config, head=head)
+        empty = [f"{name} {list(weight.shape)}" for name, weight in model.named_parameters() if weight.numel() == 0]
         if empty:
             raise ModelError(f"{values_key(section)}: the model would have empty parameters: {', '.join(empty[:3])}.")
         total = sum(parameter.numel() for parameter in model.parameters())
@@ -68,24 +66,43 @@ def dry_run_model(section: ModelSection, *, head: str) -> None:
                 f"{auto_class.__name__} builds only the text part of this model, `{model.config.model_type}`, and "
                 "transformers cannot load that from an exported folder. Use another model."
             )
-        _check_same_shapes(model, trial)
-        _check_rope_is_used(model, trial)
+        _check_same_shapes(model, section, head=head)
+        _check_rope_is_used(model, section, head=head)
         error = forward_error(model)
-        if error is not None and (confirmed := _confirmed_error(error, trial, config, model)):
-            raise confirmed
+        if error is None:
+            return
+        # Some code does not support the meta device: a small model is built with real values, and a large one is
+        # compared with the default config on the meta device.
+        if total <= _MAX_REAL_PARAMETERS:
+            error = forward_error(_build(section, config, head=head))
+        else:
+            with torch.device("meta"):
+                default_config = type(config)()
+                default_config.pad_token_id = config.pad_token_id  # if set, the model searches `input_ids` for it
+                default = _build(section, default_config, head=head)
+            error = error if forward_error(default) is None else None
+        if error is not None:
+            raise error
 
 
-def _check_same_shapes(model: PreTrainedModel, trial: "_DryRun") -> None:
+def _check_same_shapes(model: PreTrainedModel, section: ModelSection, *, head: str) -> None:
     """Raise ModelError for a value of `model.config` with which the pre-trained weights would not fit."""
-    values = trial.section.config_changes
+    values = section.config_changes
     if not values:
         return
-    unchanged = trial.shapes({})
-    if unchanged == _shapes(model):
+
+    def shapes_with(values: Mapping[str, Any]) -> dict[str, torch.Size]:
+        config = load_pretrained_config(section.model_copy(update={"config": dict(values), "rope_scaling": None}))
+        with torch.device("meta"):
+            built = _build(section, config, head=head)
+        return {name: parameter.shape for name, parameter in built.named_parameters()}
+
+    unchanged = shapes_with({})
+    if unchanged == {name: parameter.shape for name, parameter in model.named_parameters()}:
         return
     for name, value in values.items():
         try:
-            fits = trial.shapes({name: value}) == unchanged
+            fits = shapes_with({name: value}) == unchanged
         except Exception:  # the model cannot even be built with only this value
             fits = False
         if not fits:
@@ -96,89 +113,48 @@ def _check_same_shapes(model: PreTrainedModel, trial: "_DryRun") -> None:
     raise ModelError(f"{CONFIG_KEY}: these values together change the shapes of the weights. Remove them.")
 
 
-def _check_rope_is_used(model: PreTrainedModel, trial: "_DryRun") -> None:
+def _check_rope_is_used(model: PreTrainedModel, section: ModelSection, *, head: str) -> None:
     """Raise ModelError for a scaling of rotary embeddings that the model's code ignores."""
-    names = rope_names(trial.section.config_changes)
+    names = rope_names(section.config_changes)
     if not names or is_remote_code(model):
         return
-    unchanged = trial.section.model_copy(update={"config": {}, "rope_scaling": None})
+    config = load_pretrained_config(section.model_copy(update={"config": {}, "rope_scaling": None}))
     with torch.device("meta"):
-        unscaled = trial.model(load_pretrained_config(unchanged))
-    if rotary_parameters(unscaled.config) != rotary_parameters(model.config) and not uses_scaling(model, unscaled):
-        key = CONFIG_KEY if trial.section.rope_scaling is None else "model"
+        unscaled = _build(section, config, head=head)
+    parameters = [getattr(built.config.get_text_config(), ROPE, None) for built in (unscaled, model)]
+    if parameters[0] != parameters[1] and not uses_scaling(model, unscaled):
+        key = CONFIG_KEY if section.rope_scaling is None else "model"
         raise ModelError(f"{key}.{names[0]}: it has no effect on `{model.config.model_type}`. Remove it.")
-
-
-def _shapes(model: PreTrainedModel) -> dict[str, torch.Size]:
-    return {name: parameter.shape for name, parameter in model.named_parameters()}
 
 
 def meta_model(section: ModelSection, *, head: str) -> PreTrainedModel:
     """Return the model on the meta device: its modules, without values; raises ModelError."""
-    trial = _DryRun(section, head)
-    with model_build_errors(section, model_type=trial.name), _build_limits(section), torch.random.fork_rng(devices=()):
-        config = trial.config()
+    with _build_limits(section):
+        config = _assumed_config(section)
         with torch.device("meta"):
-            return trial.model(config)
+            return _build(section, config, head=head)
 
 
 def may_have_experts(section: ModelSection) -> bool:
     """Return whether the model's config has values about experts, as every mixture of experts does."""
-    return any("expert" in name for name in _DryRun(section, "causal_lm").config().get_text_config().to_dict())
+    return any("expert" in name for name in _assumed_config(section).get_text_config().to_dict())
 
 
-@dataclass(frozen=True)
-class _DryRun:
-    """The section and head to build."""
-
-    section: ModelSection
-    head: str
-
-    @property
-    def name(self) -> str:
-        """Return the name of the model for messages."""
-        section = self.section
-        return section.from_config.model_type if section.from_config is not None else str(section.name)
-
-    def config(self) -> PreTrainedConfig:
-        """Return the model's config."""
-        written = self.section.from_config
-        if written is None:
-            return load_pretrained_config(self.section)
-        size = _vocabulary_size(self.section, written)
-        config = build_model_config(written, vocabulary_size=size, special_ids=SpecialTokenIds(bos=0, eos=0, pad=0))
-        _check_special_token_ids(config)
-        num_layers = getattr(config.get_text_config(), "num_hidden_layers", None)
-        if isinstance(num_layers, int) and num_layers < 0:  # transformers 5.17 builds a model without layers
-            raise ModelError(f"{FROM_CONFIG_KEY}.values.num_hidden_layers: {num_layers} is negative.")
-        return config
-
-    def shapes(self, values: Mapping[str, Any]) -> dict[str, torch.Size]:
-        """Return the names and shapes of the parameters with these values of `model.config` instead."""
-        section = self.section.model_copy(update={"config": dict(values), "rope_scaling": None})
-        with torch.device("meta"):
-            return _shapes(self.model(load_pretrained_config(section)))
-
-    def model(self, config: PreTrainedConfig) -> PreTrainedModel:
-        """Return the model on the default device."""
-        model: PreTrainedModel = build_from_config(
-            HEADS[self.head], config, dtype=torch.float32, trust_remote_code=self.section.trust_remote_code
-        )
-        return model.eval()  # dropout would read values, which the meta device lacks
-
-
-def _vocabulary_size(section: ModelSection, written: FromConfigSection) -> int | None:
-    """Return the maximum size of the tokenizer; 1 if the values set a vocabulary size, which then takes precedence."""
+def _assumed_config(section: ModelSection) -> PreTrainedConfig:
+    """Return the model's config, with the largest vocabulary that its tokenizer may have."""
+    written = section.from_config
+    if written is None:
+        return load_pretrained_config(section)
+    text_values = written.values.get(TEXT_CONFIG)
     if section.tokenizer is None:
-        return None
-    text = written.values.get(TEXT_CONFIG)
-    if "vocab_size" in (text if isinstance(text, dict) else written.values):
-        return 1
-    return section.tokenizer.train.vocabulary_size if section.tokenizer.train is not None else _MAX_VOCABULARY
-
-
-def _check_special_token_ids(config: PreTrainedConfig) -> None:
-    """Raise ModelError for a special token outside the vocabulary."""
+        vocabulary_size = None
+    elif "vocab_size" in (text_values if isinstance(text_values, dict) else written.values):
+        vocabulary_size = 1  # the written one takes precedence
+    else:
+        trained = section.tokenizer.train
+        vocabulary_size = _MAX_VOCABULARY if trained is None else trained.vocabulary_size
+    special_ids = SpecialTokenIds(bos=0, eos=0, pad=0)
+    config = build_model_config(written, vocabulary_size=vocabulary_size, special_ids=special_ids)
     text = config.get_text_config()
     size = getattr(text, "vocab_size", None)
     for name in ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"):
@@ -188,15 +164,39 @@ def _check_special_token_ids(config: PreTrainedConfig) -> None:
                 f"{FROM_CONFIG_KEY}.values.{name}: {value} is outside the vocabulary of {size:,}. Remove it: the "
                 "tokenizer sets it."
             )
+    num_layers = getattr(text, "num_hidden_layers", None)
+    if isinstance(num_layers, int) and num_layers < 0:  # transformers 5.17 builds a model without layers
+        raise ModelError(f"{FROM_CONFIG_KEY}.values.num_hidden_layers: {num_layers} is negative.")
+    return config
+
+
+def _build(section: ModelSection, config: PreTrainedConfig, *, head: str) -> PreTrainedModel:
+    """Return the model on the default device."""
+    model: PreTrainedModel = build_from_config(
+        HEADS[head], config, dtype=torch.float32, trust_remote_code=section.trust_remote_code
+    )
+    return model.eval()  # dropout would read values, which the meta device lacks
 
 
 def forward_error(model: PreTrainedModel) -> Exception | None:
     """Return the exception of a forward pass; None if it succeeds."""
+    config: Any = model.config
+    device = next(model.parameters()).device
+    if model.main_input_name == "pixel_values":
+        side = getattr(config, "image_size", None) or 224
+        height, width = (side, side) if isinstance(side, int) else tuple(side)[:2]
+        inputs = {"pixel_values": torch.zeros(1, getattr(config, "num_channels", 3), height, width, device=device)}
+    else:
+        ids = torch.zeros(1, _LENGTH, dtype=torch.long, device=device)
+        end, size = (getattr(config.get_text_config(), name, None) for name in ("eos_token_id", "vocab_size"))
+        if isinstance(end, int) and isinstance(size, int) and 0 < end < size:
+            ids[:, -1] = end  # T5 and BART classify a text at this token
+        inputs = {"input_ids": ids, "decoder_input_ids": ids} if config.is_encoder_decoder else {"input_ids": ids}
     disabled_level = logging.root.manager.disable
     logging.disable(logging.WARNING)  # about the dummy input
     try:
         with torch.no_grad():
-            model(**_inputs(model))
+            model(**inputs)
     except Exception as error:
         return error
     finally:
@@ -204,39 +204,12 @@ def forward_error(model: PreTrainedModel) -> Exception | None:
     return None
 
 
-def _inputs(model: PreTrainedModel) -> dict[str, Tensor]:
-    config: Any = model.config
-    device = next(model.parameters()).device
-    if model.main_input_name == "pixel_values":
-        side = getattr(config, "image_size", None) or 224
-        height, width = (side, side) if isinstance(side, int) else tuple(side)[:2]
-        return {"pixel_values": torch.zeros(1, getattr(config, "num_channels", 3), height, width, device=device)}
-    ids = torch.zeros(1, _LENGTH, dtype=torch.long, device=device)
-    end, size = (getattr(config.get_text_config(), name, None) for name in ("eos_token_id", "vocab_size"))
-    if isinstance(end, int) and isinstance(size, int) and 0 < end < size:
-        ids[:, -1] = end  # T5 and BART classify a text at this token
-    return {"input_ids": ids, "decoder_input_ids": ids} if config.is_encoder_decoder else {"input_ids": ids}
-
-
-def _confirmed_error(
-    error: Exception, trial: _DryRun, config: PreTrainedConfig, model: PreTrainedModel
-) -> Exception | None:
-    """Return the error unless it is caused by the meta device, which some code does not support.
-
-    A small model is built with real values; a large one is compared with the default config on the meta device.
-    """
-    if sum(parameter.numel() for parameter in model.parameters()) <= _MAX_REAL_PARAMETERS:
-        return forward_error(trial.model(config))
-    with torch.device("meta"):
-        default_config = type(config)()
-        default_config.pad_token_id = config.pad_token_id  # if set, the model searches `input_ids` for it
-        default = trial.model(default_config)
-    return error if forward_error(default) is None else None
-
-
 @contextmanager
 def _build_limits(section: ModelSection) -> Iterator[None]:
-    """Raise ModelError if the model has too many modules or takes too long to build."""
+    """Raise ModelError if the model cannot be built in this context, has too many modules, or takes too long.
+
+    The random state is restored.
+    """
     key = values_key(section)
     num_modules, deadline = 0, time.monotonic() + _TIMEOUT_SECONDS
 
@@ -252,21 +225,17 @@ def _build_limits(section: ModelSection) -> Iterator[None]:
         raise ModelError(f"{key}: building the model takes more than {_TIMEOUT_SECONDS:.0f} s. Write smaller values.")
 
     handle: Any = register_module_module_registration_hook(count)
+    has_alarm = threading.current_thread() is threading.main_thread()
+    if has_alarm:  # repeated, since Python ignores exceptions raised in finalizers
+        previous_handler = signal.signal(signal.SIGALRM, raise_timeout)
+        previous_timer = signal.setitimer(signal.ITIMER_REAL, _TIMEOUT_SECONDS, _ALARM_INTERVAL_SECONDS)
+    name = str(section.name) if section.from_config is None else section.from_config.model_type
     try:
-        with _alarm(raise_timeout) if threading.current_thread() is threading.main_thread() else nullcontext():
+        with model_build_errors(section, model_type=name), torch.random.fork_rng(devices=()):
             yield
     finally:
+        if has_alarm:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+            signal.signal(signal.SIGALRM, previous_handler)
+            signal.setitimer(signal.ITIMER_REAL, *previous_timer)
         handle.remove()
-
-
-@contextmanager
-def _alarm(raise_timeout: Callable[..., None]) -> Iterator[None]:
-    """Call `raise_timeout` repeatedly after the timeout: Python ignores exceptions raised in finalizers."""
-    previous_handler = signal.signal(signal.SIGALRM, raise_timeout)
-    previous_timer = signal.setitimer(signal.ITIMER_REAL, _TIMEOUT_SECONDS, _ALARM_INTERVAL_SECONDS)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
-        signal.signal(signal.SIGALRM, previous_handler)
-        signal.setitimer(signal.ITIMER_REAL, *previous_timer)

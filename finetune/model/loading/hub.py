@@ -5,7 +5,7 @@ can transform text in any way, so they are tried on a short text within limits.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePath
 from typing import Any
@@ -47,7 +47,36 @@ def loading_errors(name: str, *, key: str) -> Iterator[None]:
     except BaseException as error:
         if not isinstance(error, Exception) and not is_panic(error):
             raise  # such as KeyboardInterrupt
-        raise ModelError(f"{key}: `{name}` cannot be loaded: {_failure_reason(name, error)}") from error
+        text = str(error)
+        type_name = f"{type(error).__name__}: " if isinstance(error, LookupError | TypeError | AttributeError) else ""
+        reason = f"{type_name}{error_summary(error)} "
+        if "trust_remote_code" in text or "execute custom code" in text:
+            reason = REMOTE_CODE_ADVICE
+        elif "use_safetensors=True" in text:
+            reason = f"it has no safetensors. If it has weights at all, {PICKLE_ADVICE}"
+        elif "ignore_mismatched_sizes" in text:
+            reason = (
+                "the sizes in its config.json do not match its weights (see above): one of them belongs to another "
+                "model."
+            )
+        elif is_local_path(name):
+            damage = damaged_file(Path(name).expanduser())
+            reason += damage or "Check that the folder contains what `save_pretrained` writes."
+        elif not isinstance(error, OSError):
+            reason += (
+                "Check the values in its config.json. If you have not changed them, its files in the local cache may "
+                "be damaged: delete them (`hf cache rm`) and download them again."
+            )
+        elif is_offline():
+            reason += (
+                "The hub cannot be reached and the name is not in the local cache: download it on a machine with "
+                "network access (`hf download`), or give the path of a folder."
+            )
+        else:
+            reason += (
+                "Check the spelling and `model.revision`; for a gated or private model log in with `hf auth login`."
+            )
+        raise ModelError(f"{key}: `{name}` cannot be loaded: {reason}") from error
 
 
 def error_summary(error: BaseException) -> str:
@@ -55,35 +84,6 @@ def error_summary(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = " ".join(lines[:2])[:400] or type(error).__name__
     return text if text.endswith((".", "!", "?")) else f"{text}."
-
-
-def _failure_reason(name: str, error: BaseException) -> str:
-    text = str(error)
-    if "trust_remote_code" in text or "execute custom code" in text:
-        return REMOTE_CODE_ADVICE
-    if "use_safetensors=True" in text:
-        return f"it has no safetensors. If it has weights at all, {PICKLE_ADVICE}"
-    if "ignore_mismatched_sizes" in text:
-        return (
-            "the sizes in its config.json do not match its weights (see above): one of them belongs to another model."
-        )
-    if is_local_path(name):
-        damage = damaged_file(Path(name).expanduser())
-        advice = damage or "Check that the folder contains what `save_pretrained` writes."
-    elif not isinstance(error, OSError):
-        advice = (
-            "Check the values in its config.json. If you have not changed them, its files in the local cache may be "
-            "damaged: delete them (`hf cache rm`) and download them again."
-        )
-    elif is_offline():
-        advice = (
-            "The hub cannot be reached and the name is not in the local cache: download it on a machine with network "
-            "access (`hf download`), or give the path of a folder."
-        )
-    else:
-        advice = "Check the spelling and `model.revision`; for a gated or private model log in with `hf auth login`."
-    type_name = f"{type(error).__name__}: " if isinstance(error, LookupError | TypeError | AttributeError) else ""
-    return f"{type_name}{error_summary(error)} {advice}"
 
 
 CONFIG = "config.json"
@@ -138,11 +138,27 @@ def check_files(folder: Path) -> None:
     for path, limit in limits.items():
         if path.is_file() and (size := path.stat().st_size) > limit:
             raise ModelError(f"{path}: the file has {size:,} bytes, but the limit is {limit:,}. Is it the right file?")
-    for name in SETTINGS:
-        if (folder / name).is_file():
-            settings = read_json_settings(folder / name)
-            if name == CONFIG:
-                _check_depth(folder, settings)
+    settings = {name: read_json_settings(folder / name) for name in SETTINGS if (folder / name).is_file()}
+    # A config, or a part of it, may not have more layers or experts than the weights have tensors.
+    config = settings.get(CONFIG, {})
+    counts: dict[str, int] = {}
+    for part in (config, *config.values()):
+        for key, value in part.items() if isinstance(part, dict) else ():
+            if isinstance(value, int) and ("layer" in key or "expert" in key):
+                counts[key] = value
+    largest = max(counts.values(), default=0)
+    if largest <= MAX_LAYERS:
+        return
+    num_tensors = 0
+    for path in folder.glob("*.safetensors"):
+        with suppress(SafetensorError, OSError), safe_open(path, framework="pt") as file:
+            num_tensors += len(file.keys())
+    if largest > num_tensors:
+        key = next(key for key, value in counts.items() if value == largest)
+        raise ModelError(
+            f"{folder / CONFIG}: `{key}` is {largest:,}, but the weights in the folder have {num_tensors:,} tensors. "
+            "The file is damaged: copy it again from its source."
+        )
 
 
 def read_json_settings(path: Path) -> dict[str, Any]:
@@ -157,10 +173,12 @@ def read_json_settings(path: Path) -> dict[str, Any]:
             raise ValueError(f"it contains {type_name} instead of a JSON object (`{{...}}`)")
         level: list[Any] = [settings]
         for _ in range(MAX_NESTING):
+            for text in level + [key for value in level if isinstance(value, dict) for key in value]:
+                if isinstance(text, str):
+                    text.encode("utf-8")
             level = [inner for value in level for inner in _children(value)]
         if level:
             raise ValueError(f"it is nested more than {MAX_NESTING} deep")
-        _require_valid_unicode(settings)
     except UnicodeError as error:
         raise ModelError(
             f"{path}: the file is damaged: it is not valid UTF-8, or has an unpaired surrogate. Copy it again from "
@@ -173,18 +191,6 @@ def read_json_settings(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ModelError(f"{path}: the file is damaged: {error}. Copy it again from its source.") from error
     return settings
-
-
-def check_weights(folder: Path, *, trust_remote_code: bool) -> None:
-    """Raise ModelError if the folder's weights are untrusted pickles, or its index is invalid."""
-    if (folder / WEIGHTS).is_file():
-        return
-    if (folder / INDEX).is_file():
-        check_index(folder / INDEX)
-        return
-    pickles = [name for name in PICKLES if (folder / name).is_file()]
-    if pickles and not trust_remote_code:
-        raise ModelError(f"{folder / pickles[0]}: {PICKLE_ADVICE}")
 
 
 def check_matrix_sizes(folder: Path, config: Any) -> None:
@@ -254,38 +260,6 @@ def is_panic(error: BaseException) -> bool:
     return type(error).__name__ == "PanicException"
 
 
-def _check_depth(folder: Path, config: Mapping[str, Any]) -> None:
-    """Raise ModelError if the config, or a part of it, has more layers or experts than the weights have tensors."""
-    counts: dict[str, int] = {}
-    for part in (config, *_children(config)):
-        for key, value in part.items() if isinstance(part, dict) else ():
-            if isinstance(value, int) and ("layer" in key or "expert" in key):
-                counts[key] = value
-    largest = max(counts.values(), default=0)
-    if largest <= MAX_LAYERS:
-        return
-    num_tensors = 0
-    for path in folder.glob("*.safetensors"):
-        with suppress(SafetensorError, OSError), safe_open(path, framework="pt") as file:
-            num_tensors += len(file.keys())
-    if largest > num_tensors:
-        key = next(key for key, value in counts.items() if value == largest)
-        raise ModelError(
-            f"{folder / CONFIG}: `{key}` is {largest:,}, but the weights in the folder have {num_tensors:,} tensors. "
-            "The file is damaged: copy it again from its source."
-        )
-
-
-def _require_valid_unicode(value: Any) -> None:
-    """Raise UnicodeError if a text in the value has an unpaired surrogate."""
-    names = value if isinstance(value, dict) else ()
-    for text in (value, *names):
-        if isinstance(text, str):
-            text.encode("utf-8")
-    for inner in _children(value):
-        _require_valid_unicode(inner)
-
-
 def _children(value: Any) -> Iterator[Any]:
     if isinstance(value, dict):
         yield from value.values()
@@ -336,8 +310,14 @@ def _tokenizer_problem(backend: Any) -> str | None:
     for part in ("normalizer", "pre_tokenizer"):
         for rule in _rules(json.loads(getattr(backend, part).__getstate__()) if getattr(backend, part) else None):
             pattern = rule.get("pattern")
-            if rule.get("type") == "Replace" and rule.get("content") and _inserts_before_text(pattern):
-                return f"a rule of its {part} matches the empty text"
+            if rule.get("type") == "Replace" and rule.get("content"):
+                # Encoding panics where a rule inserts at the start of a text (tokenizers 0.23); Python's `re` does not
+                # know this dialect of patterns.
+                written = pattern.get("Regex") if isinstance(pattern, dict) else None
+                regex = Regex(written) if isinstance(written, str) else None
+                split = [NormalizedString(character).split(regex, "isolated") for character in _PROBE if regex]
+                if pattern == {"String": ""} or any(pieces[0].original == "" for pieces in split):
+                    return f"a rule of its {part} matches the empty text"
             for key in ("content", "prepend", "replacement"):
                 if isinstance(rule.get(key), str) and len(rule[key]) > MAX_INSERTED:
                     return f"a rule of its {part} inserts {len(rule[key]):,} characters for each match"
@@ -357,17 +337,6 @@ def _rules(state: Any) -> Iterator[dict[str, Any]]:
         yield state
     for part in _children(state):
         yield from _rules(part)
-
-
-def _inserts_before_text(pattern: Any) -> bool:
-    """Return whether the pattern matches the empty text at the start of another one.
-
-    Encoding panics where a rule inserts there (tokenizers 0.23); Python's `re` does not know this dialect of patterns.
-    """
-    if not isinstance(pattern, dict) or not isinstance(pattern.get("Regex"), str):
-        return bool(pattern == {"String": ""})
-    regex = Regex(pattern["Regex"])
-    return any(NormalizedString(text).split(regex, "isolated")[0].original == "" for text in _PROBE)
 
 
 def _steps(normalizer: Any) -> Iterator[Any]:

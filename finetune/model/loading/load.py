@@ -7,7 +7,6 @@ Random weights are a pure function of (seed, module name): the same on every ran
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -49,24 +48,6 @@ from finetune.runtime.seeds import derive_seed
 from finetune.runtime.upstream import without_hub_retries
 
 
-def materialize(model: PreTrainedModel) -> None:
-    """Replace parameters on the meta device with uninitialized ones on the CPU; ties and buffers are kept.
-
-    The new memory is not written, so it takes no physical memory until the weights arrive.
-    """
-    materialized: dict[nn.Parameter, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.is_meta:
-                if parameter not in materialized:
-                    empty = torch.empty(parameter.shape, dtype=parameter.dtype)
-                    materialized[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-                module._parameters[name] = materialized[parameter]
-    meta_buffers = [name for name, buffer in model.named_buffers() if buffer.is_meta]
-    assert not meta_buffers, f"buffers must be built with their values, but {meta_buffers} are on the meta device"
-    model.tie_weights()  # a context that moves parameters to the meta device one by one unties them
-
-
 def load_model(
     section: ModelSection,
     *,
@@ -99,10 +80,9 @@ def load_model(
         model = _build_model(config, section=section, head=head, init_context=init_context, attention=attention)
         _set_dtypes_as_loaded(model, getattr(torch, section.dtype))
     else:
-        loaded = _load_pretrained(section, head=head, values=values, init_context=init_context, attention=attention)
-        model = loaded.model
-        if loaded.new:
-            initialize_weights(model, seed=seed, gather=init_context.gather, only=loaded.new)
+        model, new = _load_pretrained(section, head=head, values=values, init_context=init_context, attention=attention)
+        if new:
+            initialize_weights(model, seed=seed, gather=init_context.gather, only=new)
     if head == SEQ2SEQ_HEAD:
         check_decoder_start(model)
     if vocabulary_size is not None and (size := model.config.get_text_config().vocab_size) < vocabulary_size:
@@ -122,15 +102,27 @@ def _build_model(
         init_context.context(),
         skip_weight_init(),
     ):
-        model = build_from_config(
+        model: PreTrainedModel = build_from_config(
             HEADS[head],
             config,
             dtype=getattr(torch, section.dtype),
             attn_implementation=attention or default_attention(config),
             trust_remote_code=section.trust_remote_code,
         )
-    if init_context.on_meta_device:
-        materialize(model)
+    if not init_context.on_meta_device:
+        return model
+    # Uninitialized parameters on the CPU, which take no physical memory until the weights arrive.
+    materialized: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                if parameter not in materialized:
+                    empty = torch.empty(parameter.shape, dtype=parameter.dtype)
+                    materialized[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                module._parameters[name] = materialized[parameter]
+    meta_buffers = [name for name, buffer in model.named_buffers() if buffer.is_meta]
+    assert not meta_buffers, f"buffers must be built with their values, but {meta_buffers} are on the meta device"
+    model.tie_weights()  # a context that moves parameters to the meta device one by one unties them
     return model
 
 
@@ -176,12 +168,6 @@ def load_empty_model(
     return _prepare_for_training(model, section=section)
 
 
-@dataclass(frozen=True)
-class _LoadedModel:
-    model: PreTrainedModel
-    new: frozenset[str]  # parameters of a head that is not in the weights on disk
-
-
 def _load_pretrained(
     section: ModelSection,
     *,
@@ -189,7 +175,8 @@ def _load_pretrained(
     values: Mapping[str, Any],
     init_context: InitContext,
     attention: str | None,
-) -> _LoadedModel:
+) -> tuple[PreTrainedModel, frozenset[str]]:
+    """Return the model, and the parameters of a head that is not in the weights on disk."""
     name, origin = str(section.name), pretrained_arguments(section)
     may_be_new = head in NEW_HEADS
     quantization = quantization_config(section)
@@ -232,7 +219,7 @@ def _load_pretrained(
             f"model.name: the weights of `{section.name}` lack {len(missing)} of the model's parameters "
             f"({', '.join(missing[:3])}, ...), which would be random. Use a model that was saved with this head."
         )
-    return _LoadedModel(model, new)
+    return model, new
 
 
 def _prepare_for_training(model: PreTrainedModel, *, section: ModelSection) -> PreTrainedModel:

@@ -20,11 +20,14 @@ from transformers.utils.hub import cached_file
 from finetune.config.sections.model import ModelSection
 from finetune.errors import ModelError
 from finetune.model.loading.hub import (
+    INDEX,
     PICKLE_ADVICE,
+    PICKLES,
+    WEIGHTS,
     check_files,
+    check_index,
     check_matrix_sizes,
     check_tokenizer,
-    check_weights,
     is_local_path,
     read_json_settings,
     resolve_name,
@@ -135,9 +138,17 @@ def check_no_missing_weights(loading: Mapping[str, Any], name: str, *, key: str)
 
 def check_loadable(source: Path, *, trust_remote_code: bool) -> None:
     """Raise ModelError, which names the file, if a folder's files are damaged or untrusted pickles."""
-    if source.is_dir():
-        check_files(source)
-        check_weights(source, trust_remote_code=trust_remote_code)
+    if not source.is_dir():
+        return
+    check_files(source)
+    if (source / WEIGHTS).is_file():
+        return
+    if (source / INDEX).is_file():
+        check_index(source / INDEX)
+        return
+    pickles = [name for name in PICKLES if (source / name).is_file()]
+    if pickles and not trust_remote_code:
+        raise ModelError(f"{source / pickles[0]}: {PICKLE_ADVICE}")
 
 
 def build_from_config(head: Any, config: PreTrainedConfig, *, trust_remote_code: bool, **options: Any) -> Any:

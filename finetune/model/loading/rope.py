@@ -96,11 +96,6 @@ def rope_names(values: Mapping[str, Any]) -> list[str]:
     return [name for name in values if name in ("rope_scaling", ROPE, "rope_theta")] or inner
 
 
-def rotary_parameters(config: PreTrainedConfig) -> Any:
-    """Return the config's values for rotary embeddings."""
-    return getattr(config.get_text_config(), ROPE, None)
-
-
 def is_remote_code(model: PreTrainedModel) -> bool:
     """Return whether the model's code came with its weights."""
     return not type(model).__module__.startswith("transformers.")

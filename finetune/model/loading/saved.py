@@ -96,16 +96,30 @@ def inspect_model_folder(folder: Path, *, key: str, trust_remote_code: bool = Fa
         raise ModelError(f"The folder {folder} {problem}. Use the `final/` folder of a finished run.")
     with loading_errors(str(path), key=key):
         adapter = read_adapter_config(path) if (path / ADAPTER_CONFIG).is_file() else None
-        base = str(path) if adapter is None else _base_of(path, adapter)
+        base = str(path)
+        if (path / BASE_FOLDER / CONFIG).is_file() and adapter is not None:  # of a run that built its own
+            base = str(path / BASE_FOLDER)
+        elif adapter is not None:
+            base = adapter.get("base_model_name_or_path") or ""
+            if not base:
+                raise ValueError("its adapter_config.json names no base model (`base_model_name_or_path`).")
         has_own_config = adapter is not None and (path / CONFIG_FOLDER / CONFIG).is_file()
         config_source = str(path / CONFIG_FOLDER) if has_own_config else base
         with without_hub_retries(is_local=is_local_path(config_source)):
             config = load_auto_class(
-                AutoConfig, config_source, trust_remote_code=trust_remote_code, **_local_files_only(config_source)
+                AutoConfig,
+                config_source,
+                trust_remote_code=trust_remote_code,
+                local_files_only=is_local_path(config_source) or is_offline(),
             )
         head = _infer_head(config, adapter)
-        if adapter is not None and head in NEW_HEADS and not has_own_config and (number := _num_classes(path)):
-            config.num_labels = number  # named LABEL_0 etc., since the folder has no names
+        has_weights = (path / ADAPTER_WEIGHTS).is_file()
+        if adapter is not None and head in NEW_HEADS and not has_own_config and has_weights:
+            with safe_open(path / ADAPTER_WEIGHTS, framework="pt") as file:
+                names = [name for name in sorted(file.keys()) if _CLASSIFIER_NAME.search(name)]
+                matrices = [shape for name in names if len(shape := file.get_slice(name).get_shape()) == 2]
+            if matrices and (number := int(matrices[-1][0])):
+                config.num_labels = number  # named LABEL_0 etc., since the folder has no names
         if not all(isinstance(label, str) for label in config.id2label.values()):
             raise ValueError("`id2label` in its config.json contains values that are not names")
     return SavedModel(path, adapter, base, config, head)
@@ -133,24 +147,47 @@ def load_saved_base(saved: SavedModel, *, key: str, dtype: str = "auto", trust_r
             trust_remote_code=trust_remote_code,
             ignore_mismatched_sizes=brings_head,
             output_loading_info=True,
-            **_local_files_only(saved.base),
+            local_files_only=is_local_path(saved.base) or is_offline(),
         )
         if not brings_head:
             unused = tuple(f"{name}." for name in unused_modules(model))
             loading["missing_keys"] = [name for name in loading["missing_keys"] if not name.startswith(unused)]
             check_no_missing_weights(loading, saved.base, key=key)
-    with loading_errors(str(saved.folder), key=key):
-        size = 0 if saved.adapter is None else _num_embeddings(saved.folder, saved.adapter)
-        if size and size > model.get_input_embeddings().num_embeddings:
-            model.resize_token_embeddings(size, mean_resizing=False)  # the adapter has the new rows
+    if saved.adapter is not None:
+        with loading_errors(str(saved.folder), key=key):
+            sizes = [0]  # the number of embeddings that the adapter's own rows need
+            if (saved.folder / ADAPTER_WEIGHTS).is_file():
+                with safe_open(saved.folder / ADAPTER_WEIGHTS, framework="pt") as file:
+                    names = [name for name in file.keys() if _EMBEDDING_NAME.search(name)]  # noqa: SIM118  # not a dict
+                    sizes += [int(file.get_slice(name).get_shape()[0]) for name in names]
+            indices = saved.adapter.get("trainable_token_indices") or saved.adapter.get("token_indices") or ()
+            lists = indices.values() if isinstance(indices, dict) else (indices,)
+            size = int(max([*sizes, *(max(tokens) + 1 for tokens in lists if tokens)]))
+            if size and size > model.get_input_embeddings().num_embeddings:
+                model.resize_token_embeddings(size, mean_resizing=False)
     if torch.cuda.is_available():
         keep_positions_exact(model)
     return model.eval()
 
 
 def attach_adapters(model: Any, folders: Mapping[str, Path], *, key: str) -> Any:
-    """Return the model with the adapters of these folders by name, the first one active; raises ModelError."""
-    _check_same_config(model, folders, key=key)
+    """Return the model with the adapters of these folders by name, the first one active.
+
+    Raises ModelError, also if one was trained with other values in the base's config than the model has.
+    """
+    values: dict[str, dict[str, Any]] = {}  # of the configs that adapters bring for their base
+    for name, folder in folders.items():
+        path = folder / CONFIG_FOLDER / CONFIG
+        content = read_json_settings(path) if path.is_file() else {}
+        values[name] = {field: value for field, value in content.items() if field not in _NO_VALUES}
+    own = {name: value for name, value in model.config.to_dict().items() if name not in _NO_VALUES}
+    for name, adapter_values in values.items() if any(values.values()) else ():
+        changed = sorted(field for field, value in adapter_values.items() if field in own and own[field] != value)
+        if changed or not adapter_values:
+            difference = f"other values of {', '.join(changed[:5])}" if changed else "the base's own config"
+            raise ModelError(
+                f"{key}: the adapter {folders[name]} was trained with {difference} than this model. Load it separately."
+            )
     return _attach(model, folders, key=key)
 
 
@@ -173,39 +210,6 @@ _NO_VALUES = frozenset({
 """Parts of a config that may differ between adapters of one base."""
 
 
-def _check_same_config(model: Any, folders: Mapping[str, Path], *, key: str) -> None:
-    """Raise ModelError if an adapter was trained with other values in the base's config than the model has."""
-    values: dict[str, dict[str, Any]] = {}  # of the configs that adapters bring for their base
-    for name, folder in folders.items():
-        path = folder / CONFIG_FOLDER / CONFIG
-        content = read_json_settings(path) if path.is_file() else {}
-        values[name] = {field: value for field, value in content.items() if field not in _NO_VALUES}
-    if not any(values.values()):
-        return
-    own = {name: value for name, value in model.config.to_dict().items() if name not in _NO_VALUES}
-    for name, adapter_values in values.items():
-        changed = sorted(field for field, value in adapter_values.items() if field in own and own[field] != value)
-        if changed or not adapter_values:
-            difference = f"other values of {', '.join(changed[:5])}" if changed else "the base's own config"
-            raise ModelError(
-                f"{key}: the adapter {folders[name]} was trained with {difference} than this model. Load it separately."
-            )
-
-
-def _base_of(folder: Path, adapter: Mapping[str, Any]) -> str:
-    """Return the adapter's base: in its folder, for a run that built its own, else as named in its config."""
-    if (folder / BASE_FOLDER / "config.json").is_file():
-        return str(folder / BASE_FOLDER)
-    name = adapter.get("base_model_name_or_path")
-    if not name:
-        raise ValueError("its adapter_config.json names no base model (`base_model_name_or_path`).")
-    return str(name)
-
-
-def _local_files_only(name: str) -> dict[str, Any]:
-    return {"local_files_only": is_local_path(name) or is_offline()}
-
-
 def _infer_head(config: PreTrainedConfig, adapter: Mapping[str, Any] | None) -> str:
     """Return the head for which the adapter was trained, else the head of the saved class."""
     if adapter is not None and adapter.get("task_type") in _HEADS_BY_TASK_TYPE:
@@ -218,24 +222,3 @@ def _infer_head(config: PreTrainedConfig, adapter: Mapping[str, Any] | None) -> 
         if set(classes) & set((names,) if isinstance(names, str) else names):
             return head
     return "causal_lm"
-
-
-def _num_classes(folder: Path) -> int | None:
-    """Return the number of classes of the head in the adapter's file; None if it has no head."""
-    if not (folder / ADAPTER_WEIGHTS).is_file():
-        return None
-    with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as file:
-        shapes = [file.get_slice(name).get_shape() for name in sorted(file.keys()) if _CLASSIFIER_NAME.search(name)]
-    return next((int(shape[0]) for shape in reversed(shapes) if len(shape) == 2), None)
-
-
-def _num_embeddings(folder: Path, adapter: Mapping[str, Any]) -> int:
-    """Return the number of embeddings required by the adapter's own rows; 0 if it has none."""
-    sizes = [0]
-    if (folder / ADAPTER_WEIGHTS).is_file():
-        with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as file:
-            names = [name for name in file.keys() if _EMBEDDING_NAME.search(name)]  # noqa: SIM118  # not a dict
-            sizes += [int(file.get_slice(name).get_shape()[0]) for name in names]
-    indices = adapter.get("trainable_token_indices") or adapter.get("token_indices") or ()
-    lists = indices.values() if isinstance(indices, dict) else (indices,)
-    return int(max([*sizes, *(max(tokens) + 1 for tokens in lists if tokens)]))
