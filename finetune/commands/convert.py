@@ -19,9 +19,8 @@ from finetune.checkpoint.format.manifest import RunFingerprint
 from finetune.checkpoint.read.find import verify_checkpoint
 from finetune.checkpoint.read.inventory import locate_run, select_checkpoint
 from finetune.checkpoint.read.load import load_checkpoint
-from finetune.checkpoint.sharding.access import build_access
-from finetune.checkpoint.sharding.state_access import StateAccess
-from finetune.checkpoint.write.writer import StreamingSource, write_contents
+from finetune.checkpoint.sharding.access import StateAccess, build_access
+from finetune.checkpoint.write.writer import StateSource, write_contents
 from finetune.commands.source import with_trust
 from finetune.config.load import LoadedConfig, load_resolved
 from finetune.data.token_cache.integrity import digest_of_steps
@@ -203,7 +202,7 @@ def _read_folder(folder: Path, conversion: Conversion, *, step: int) -> None:
     progress = _progress(folder, conversion, step=step)
     manifest = write_contents(
         conversion.checkpoints,
-        StreamingSource(access).capture(step, progress=progress.state_dict()),
+        StateSource(access, copies=False).capture(step, progress=progress.state_dict()),
         run=_fingerprint(conversion),
     )
     conversion.context.log(f"wrote {layout.step_folder(conversion.checkpoints, manifest.step)}")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from finetune.checkpoint.format.tensor_file import PARAMETER, TensorRecord
-from finetune.checkpoint.sharding.state_access import StateAccess
+from finetune.checkpoint.sharding.access import StateAccess
 from finetune.config.sections.train import TrainSection
 from finetune.data.batch import Batch
 from finetune.data.token_cache.integrity import require_intact

@@ -2,8 +2,7 @@
 
 import torch
 
-from finetune.checkpoint.sharding.access import NamedState
-from finetune.checkpoint.sharding.state_access import LossScale
+from finetune.checkpoint.sharding.access import LossScale, StateAccess
 from finetune.checkpoint.sharding.state_layout import ShardView, StateLayout
 from finetune.runtime import distributed
 
@@ -40,7 +39,7 @@ class Parted:
             state[owner]["step"] = torch.tensor(float(step))
         optimizer = torch.optim.AdamW([held.tensor for held in self.held.values()])
         optimizer.state.update(state)
-        self.access = NamedState(
+        self.access = StateAccess(
             StateLayout(shards=self.held),
             optimizer,
             device=torch.device("cpu"),

@@ -10,8 +10,7 @@ from finetune.checkpoint.format.manifest import MANIFEST_DIGEST_KEY, RunFingerpr
 from finetune.checkpoint.read.checksum_prefetch import ChecksumPrefetch
 from finetune.checkpoint.read.find import find_checkpoint
 from finetune.checkpoint.read.load import resume_checkpoint
-from finetune.checkpoint.sharding.access import NamedState
-from finetune.checkpoint.sharding.state_access import LossScale
+from finetune.checkpoint.sharding.access import LossScale, StateAccess
 from finetune.checkpoint.sharding.state_layout import StateLayout, named_buffers, named_parameters, replicated_view
 from finetune.checkpoint.write.saver import Saver
 from finetune.config.sections.checkpoint import CheckpointSection
@@ -44,7 +43,7 @@ class Run:
         self.model = nn.Sequential(nn.Linear(3, width), nn.BatchNorm1d(width), nn.Linear(width, 1))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
         held = {name: replicated_view(parameter) for name, parameter in named_parameters(self.model).items()}
-        self.access = NamedState(
+        self.access = StateAccess(
             StateLayout(shards=held, buffers=named_buffers(self.model)),
             self.optimizer,
             device=torch.device("cpu"),

@@ -179,7 +179,10 @@ def parse_manifest(content: bytes, *, path: Path) -> Manifest:
             raise CheckpointError(
                 f"{path}: lists the file {name!r}, which is not a plain relative path. Do not trust this checkpoint."
             )
-    return _manifest(stored)
+    run = RunFingerprint(**stored["run"])
+    files = {name: FileChecksum(**checksum) for name, checksum in stored["files"].items()}
+    fields: dict[str, Any] = {**stored, "run": run, "files": files}
+    return Manifest(**fields)
 
 
 def file_checksum(path: Path) -> FileChecksum:
@@ -216,12 +219,6 @@ def first_file_problem(
         if checksum_of(path) != expected[name]:
             return f"{name} does not match its digest"
     return None
-
-
-def _manifest(stored: Mapping[str, Any]) -> Manifest:
-    run, members = stored["run"], stored["files"]
-    parsed = {"run": RunFingerprint(**run), "files": {name: FileChecksum(**stored) for name, stored in members.items()}}
-    return Manifest(**{**stored, **parsed})
 
 
 DTYPE_BYTES = {
@@ -293,9 +290,19 @@ def read_metadata(path: Path, manifest: Manifest) -> Metadata:
             raise CheckpointError(
                 f"{path}: {layout.SCALARS} has numbers of {min(unknown)[:80]!r}, which is not a parameter"
             )
-        return Metadata(index, scalars, _progress(path, manifest))
+        progress = parse_progress(read_regular(path / layout.PROGRESS))
+        if progress.step != manifest.step:
+            raise ValueError(f"it is for step {progress.step}, but the manifest for step {manifest.step}")
+        return Metadata(index, scalars, progress.state_dict())
     except OSError as error:
         raise CheckpointError(f"{path}: {Path(str(error.filename)).name} cannot be read: {error.strerror}") from error
+    except UnsupportedVersion as error:
+        wrote = manifest.versions.get("finetune", "(unknown version)")
+        raise OtherFormatError(
+            f"{path}: {error}. Nothing was changed. Install finetune {wrote}, which wrote it, to resume from it."
+        ) from None
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {layout.PROGRESS} is invalid: {error}") from None
 
 
 def read_index(path: Path, manifest: Manifest) -> Mapping[str, Mapping[str, Any]]:
@@ -307,7 +314,7 @@ def read_index(path: Path, manifest: Manifest) -> Mapping[str, Mapping[str, Any]
             problem = f"lists the file {entry['file'][:80]!r}, which is not in the manifest"
         elif stored != (name if entry["key"] in ("parameter", "buffer") else f"{name}/{entry['key']}"):
             problem = f"stores a tensor of {name[:80]!r} under the name {stored[:80]!r}"
-        elif _size_bytes(entry) > manifest.files[entry["file"]].size_bytes:
+        elif math.prod(entry["shape"]) * DTYPE_BYTES[entry["dtype"]] > manifest.files[entry["file"]].size_bytes:
             problem = f"gives {stored[:80]!r} more elements than fit into {entry['file']}"
         else:
             continue
@@ -339,26 +346,6 @@ def _parse(path: Path, name: str, schema: TypeAdapter[Any]) -> Any:
         return parse_as(schema, read_regular(path / name))
     except ValueError as error:
         raise CheckpointError(f"{path}: {name} is invalid: {error}") from None
-
-
-def _progress(path: Path, manifest: Manifest) -> Mapping[str, Any]:
-    try:
-        progress = parse_progress(read_regular(path / layout.PROGRESS))
-        if progress.step != manifest.step:
-            raise ValueError(f"it is for step {progress.step}, but the manifest for step {manifest.step}")
-    except UnsupportedVersion as error:
-        wrote = manifest.versions.get("finetune", "(unknown version)")
-        raise OtherFormatError(
-            f"{path}: {error}. Nothing was changed. Install finetune {wrote}, which wrote it, to resume from it."
-        ) from None
-    except ValueError as error:
-        raise CheckpointError(f"{path}: {layout.PROGRESS} is invalid: {error}") from None
-    return progress.state_dict()
-
-
-def _size_bytes(entry: Mapping[str, Any]) -> int:
-    size: int = math.prod(entry["shape"]) * DTYPE_BYTES[entry["dtype"]]
-    return size
 
 
 def state_digest(

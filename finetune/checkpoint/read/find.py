@@ -1,6 +1,6 @@
 """Finds the checkpoint that a run resumes from: rank 0 chooses it, all ranks verify it and agree."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -67,16 +67,20 @@ def verify_checkpoint(
     """
     manifest = _read_on_rank_0(lambda: read_manifest_of_step(path), group=group)
     own_files = files_to_verify(manifest, rank=distributed.rank(), world=distributed.world())
-    _raise_first_problem(
-        path, run_on_all_ranks(lambda: _first_problem(path, manifest, own_files, checksum_of), group=group)
-    )
+
+    def file_problem(name: str) -> str | None:
+        # A heartbeat, so that a large file does not count as a hang.
+        fault_point("load.verify", step=manifest.step, path=path / name)
+        return first_file_problem(path, manifest.files, [name], checksum_of=checksum_of)
+
+    def raise_first(problem_of: Callable[[str], str | None]) -> None:
+        first = run_on_all_ranks(lambda: next(filter(None, map(problem_of, own_files)), None), group=group)
+        for problem in filter(None, first):
+            raise CheckpointError(f"{path}: {problem}")
+
+    raise_first(file_problem)
     metadata = _read_on_rank_0(lambda: read_metadata(path, manifest), group=group)
-
-    def first_bad_header() -> str | None:
-        problems = (header_problem(path, name, metadata.index) for name in own_files)
-        return next((problem for problem in problems if problem), None)
-
-    _raise_first_problem(path, run_on_all_ranks(first_bad_header, group=group))
+    raise_first(lambda name: header_problem(path, name, metadata.index))
     return VerifiedCheckpoint(path, manifest, metadata)
 
 
@@ -141,23 +145,6 @@ def _read_on_rank_0(function: Callable[[], T], *, group: Group) -> T:
     if isinstance(value, OtherFormatError):
         raise value
     return value
-
-
-def _raise_first_problem(path: Path, problems: Iterable[str | None]) -> None:
-    for problem in problems:
-        if problem is not None:
-            raise CheckpointError(f"{path}: {problem}")
-
-
-def _first_problem(path: Path, manifest: Manifest, names: list[str], checksum_of: ChecksumOf) -> str | None:
-    for name in names:
-        fault_point(
-            "load.verify", step=manifest.step, path=path / name
-        )  # a heartbeat, so that a large file does not count as a hang
-        problem = first_file_problem(path, manifest.files, [name], checksum_of=checksum_of)
-        if problem is not None:
-            return problem
-    return None
 
 
 def _rename_newer_aside(checkpoint: VerifiedCheckpoint, *, folder: Path) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from finetune.checkpoint.format import layout
 from finetune.checkpoint.format.manifest import (
@@ -37,22 +37,19 @@ def damaged_tensors(path: Path, entries: Mapping[str, Mapping[str, Any]]) -> lis
         with open_regular(path) as file:
             header_bytes = int.from_bytes(file.read(8), "little")
             header: dict[str, Any] = parse_json(file.read(min(header_bytes, _MAX_HEADER_BYTES)))
-            return [
-                name for name in entries if _digest(file, header[name], 8 + header_bytes) != entries[name]["sha256"]
-            ]
+            damaged = []
+            for name, entry in entries.items():
+                first, last = header[name]["data_offsets"]
+                digest, missing = hashlib.sha256(), last - first
+                file.seek(8 + header_bytes + first)
+                while missing > 0 and (block := file.read(min(missing, _BLOCK_BYTES))):
+                    digest.update(block)
+                    missing -= len(block)
+                if digest.hexdigest() != entry["sha256"]:
+                    damaged.append(name)
+            return damaged
     except (OSError, ValueError, KeyError, TypeError, OverflowError, MemoryError):
         return list(entries)
-
-
-def _digest(file: BinaryIO, entry: Mapping[str, Any], start: int) -> str:
-    first, last = entry["data_offsets"]
-    digest = hashlib.sha256()
-    file.seek(start + first)
-    missing = last - first
-    while missing > 0 and (block := file.read(min(missing, _BLOCK_BYTES))):
-        digest.update(block)
-        missing -= len(block)
-    return digest.hexdigest()
 
 
 LEFTOVERS = {
@@ -120,42 +117,19 @@ class CheckpointEntry:
 
         The JSON files are small and always read.
         """
-        if self.manifest is None:
-            return ()
-        problems = {name: self._problem(name, read_all=read_all) for name in sorted(self.manifest.files)}
-        bad = {name: problem for name, problem in problems.items() if problem}
-        inside = {
-            name: {stored: each for stored, each in self.index.items() if each.get("file") == name} for name in bad
-        }
-        return tuple(
-            BadFile(name, problem, tuple(damaged_tensors(self.path / name, inside[name])))
-            for name, problem in bad.items()
-        )
-
-    def metadata_problem(self, *, read_all: bool) -> str | None:
-        """Return the problem of index, scalars, progress or, with `read_all`, of a tensor file's header.
-
-        For a checkpoint without bad files.
-        """
-        if self.manifest is None:
-            return None
-        try:
-            metadata = read_metadata(self.path, self.manifest)
-        except CheckpointError as error:
-            return str(error).removeprefix(f"{self.path}: ")
-        names = self.manifest.files if read_all else ()
-        return next((problem for name in names if (problem := header_problem(self.path, name, metadata.index))), None)
-
-    def _problem(self, name: str, *, read_all: bool) -> str | None:
-        assert self.manifest is not None
-        expected = self.manifest.files
-        reads = read_all or name in layout.METADATA_FILES
-        path = self.path / name
-        try:
-            has_size = path.is_file() and not path.is_symlink() and path.stat().st_size == expected[name].size_bytes
-            return first_file_problem(self.path, expected, [name]) if reads or not has_size else None
-        except OSError as error:
-            return f"{name} cannot be read: {error.strerror}"
+        bad = []
+        expected = self.manifest.files if self.manifest else {}
+        for name in sorted(expected):
+            path, reads = self.path / name, read_all or name in layout.METADATA_FILES
+            try:
+                has_size = path.is_file() and not path.is_symlink() and path.stat().st_size == expected[name].size_bytes
+                problem = first_file_problem(self.path, expected, [name]) if reads or not has_size else None
+            except OSError as error:
+                problem = f"{name} cannot be read: {error.strerror}"
+            if problem:
+                inside = {stored: each for stored, each in self.index.items() if each.get("file") == name}
+                bad.append(BadFile(name, problem, tuple(damaged_tensors(path, inside))))
+        return tuple(bad)
 
 
 @dataclass(frozen=True)
@@ -233,8 +207,13 @@ def find_problems(entry: CheckpointEntry, *, read_all: bool) -> tuple[tuple[str,
     """
     bad = entry.bad_files(read_all=read_all)
     problems = [entry.problem, *(file.problem for file in bad)]
-    if not any(problems):
-        problems.append(entry.metadata_problem(read_all=read_all))
+    if not any(problems) and entry.manifest is not None:
+        try:
+            index = read_metadata(entry.path, entry.manifest).index
+            headers = (header_problem(entry.path, name, index) for name in (entry.manifest.files if read_all else ()))
+            problems.append(next(filter(None, headers), None))
+        except CheckpointError as error:
+            problems.append(str(error).removeprefix(f"{entry.path}: "))
     return tuple(problem for problem in problems if problem), bad
 
 

@@ -4,9 +4,9 @@ No pickle. A rank that loads training state reads only the rows of its own shard
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,8 +22,8 @@ from finetune.checkpoint.format.tensor_file import MODEL_KEYS, PARAMETER, Tensor
 from finetune.checkpoint.read.changes import check_changes
 from finetune.checkpoint.read.checksum_prefetch import ChecksumPrefetch
 from finetune.checkpoint.read.find import VerifiedCheckpoint, verify_checkpoint
+from finetune.checkpoint.sharding.access import StateAccess
 from finetune.checkpoint.sharding.gather import agree_on_records
-from finetune.checkpoint.sharding.state_access import StateAccess
 from finetune.errors import CheckpointError
 from finetune.runtime.distributed import run_on_all_ranks, run_on_rank_0
 from finetune.runtime.resources import usable_cores
@@ -77,11 +77,13 @@ def open_checkpoint(path: Path) -> OpenCheckpoint:
 
 def tensor_locations(verified: VerifiedCheckpoint) -> dict[str, tuple[Path, TensorRecord]]:
     """Return file and record of each tensor in the index, by stored name."""
-    return {name: (verified.path / entry["file"], _record(entry)) for name, entry in verified.metadata.index.items()}
-
-
-def _record(entry: Mapping[str, Any]) -> TensorRecord:
-    return TensorRecord(name=entry["name"], key=entry["key"], shape=tuple(entry["shape"]), dtype=entry["dtype"])
+    return {
+        name: (
+            verified.path / entry["file"],
+            TensorRecord(name=entry["name"], key=entry["key"], shape=tuple(entry["shape"]), dtype=entry["dtype"]),
+        )
+        for name, entry in verified.metadata.index.items()
+    }
 
 
 def resume_checkpoint(
@@ -177,7 +179,10 @@ def _load_tensors(
         for path in paths
         if (content := cached_bytes(path)) is not None
     }
-    with _open_files() as open_file:
+    with ExitStack() as stack:
+        files: dict[Path, Any] = {
+            path: stack.enter_context(safe_open(path, framework="pt", device="cpu")) for path in paths
+        }
 
         def load(location: tuple[Path, TensorRecord]) -> None:
             path, record = location
@@ -186,30 +191,12 @@ def _load_tensors(
             values = cached.get(path, {}).get(record.stored_name)
             if values is not None and access.adopt(record, values):
                 return
-            rows = read_range(open_file(path), record, start=own.start * own.width, stop=own.stop * own.width)
+            rows = read_range(files[path], record, start=own.start * own.width, stop=own.stop * own.width)
             access.write(record, own.of(rows))
 
-        for path in paths:
-            open_file(path)
-        with ThreadPoolExecutor(_num_threads(access)) as threads:
+        # The page faults of several threads, which allocate the state's memory, overlap.
+        num_threads = min(_MAX_THREADS, usable_cores()) if access.device.type == "cpu" else 1
+        with ThreadPoolExecutor(num_threads) as threads:
             deque(threads.map(load, saved.values()), maxlen=0)
     access.write_scalars(scalars["optimizer"])
     access.loss_scale.write(scalars["loss_scale"])
-
-
-def _num_threads(access: StateAccess) -> int:
-    """Return the number of reading threads, whose page faults, which allocate the state's memory, overlap."""
-    return min(_MAX_THREADS, usable_cores()) if access.device.type == "cpu" else 1
-
-
-@contextmanager
-def _open_files() -> Iterator[Any]:
-    with ExitStack() as stack:
-        opened: dict[Path, Any] = {}
-
-        def open_file(path: Path) -> Any:
-            if path not in opened:
-                opened[path] = stack.enter_context(safe_open(path, framework="pt", device="cpu"))
-            return opened[path]
-
-        yield open_file

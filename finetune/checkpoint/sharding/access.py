@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 from finetune.checkpoint.format.tensor_file import BUFFER, PARAMETER, TensorRecord, dtype_code
 from finetune.checkpoint.sharding.fsdp import fsdp1_layout, fsdp2_layout
 from finetune.checkpoint.sharding.optimizer_state import create_empty_state, create_state_by_step, expected_state_keys
-from finetune.checkpoint.sharding.state_access import LossScale, Scalars, StateAccess
 from finetune.checkpoint.sharding.state_layout import (
     ShardRange,
     ShardView,
@@ -27,32 +26,7 @@ from finetune.errors import CheckpointError
 from finetune.registry.optimizers import state_of_class
 
 
-def build_access(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> StateAccess:
-    """Return access to the state of the prepared model and optimizer.
-
-    Raises CheckpointError if this combination cannot be saved, so that a run fails at its start, not at a save.
-    """
-    layout = state_layout(model)
-    zero = getattr(model, "optimizer", None) if _zero_stage(model) else None
-    inner = zero.optimizer if zero is not None else getattr(optimizer, "optimizer", optimizer)
-    trained = [shard for shard in layout.shards.values() if shard.is_trained]
-    if not trained:
-        raise CheckpointError("no parameter is trained, so there is nothing to save")
-    is_sharded = not all(shard.is_replicated for shard in trained)
-    if is_sharded and not state_of_class(type(inner).__name__).is_elementwise:
-        raise CheckpointError(
-            f"train.optimizer.name: the state of {type(inner).__name__} cannot be saved while parameters are sharded. "
-            "Write `adamw` or `sgd`, or launch with accelerate_configs/ddp.yaml."
-        )
-    return NamedState(
-        layout,
-        inner,
-        device=accelerator.device,
-        loss_scale=LossScale(scaler=accelerator.scaler, deepspeed=getattr(zero, "loss_scaler", None)),
-    )
-
-
-def state_layout(model: nn.Module) -> StateLayout:
+def state_layout(model: Any) -> StateLayout:
     """Return the state layout of the prepared model on this rank."""
     stage = _zero_stage(model)
     if stage:
@@ -62,7 +36,9 @@ def state_layout(model: nn.Module) -> StateLayout:
         return fsdp2_layout(model)
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         return fsdp1_layout(model)
-    _refuse_zero_stage_0(model)
+    wrapper = getattr(model, "optimizer", None)
+    if wrapper is not None and not isinstance(wrapper, torch.optim.Optimizer):  # it has another layout of fp32 masters
+        raise CheckpointError(f"DeepSpeed stage 0 with {type(wrapper).__name__} cannot be saved. Write stage 1.")
     shards = {name: replicated_view(parameter) for name, parameter in named_parameters(model).items()}
     return StateLayout(shards=shards, buffers=named_buffers(model))
 
@@ -72,15 +48,48 @@ def _zero_stage(model: Any) -> int:
     return int(stage()) if callable(stage) else 0
 
 
-def _refuse_zero_stage_0(model: Any) -> None:
-    """Refuse DeepSpeed stage 0 in half precision, which has another layout of fp32 master weights."""
-    wrapper = getattr(model, "optimizer", None)
-    if wrapper is not None and not isinstance(wrapper, torch.optim.Optimizer):
-        raise CheckpointError(f"DeepSpeed stage 0 with {type(wrapper).__name__} cannot be saved. Write stage 1.")
+_DEEPSPEED = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
-class NamedState:
-    """The state of a model and its torch optimizer, with the given layout."""
+class LossScale:
+    """Reads and writes the loss scale of fp16 and its counters as plain numbers; without one, they are empty."""
+
+    def __init__(self, *, scaler: Any, deepspeed: Any) -> None:
+        self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self._deepspeed = deepspeed if getattr(deepspeed, "dynamic", False) else None
+
+    def read(self) -> dict[str, float]:
+        """Return `scale` and the counters of GradScaler or DeepSpeed; empty if losses are not scaled."""
+        if self._scaler is not None:
+            return dict(self._scaler.state_dict())
+        if self._deepspeed is not None:
+            counters = {name: getattr(self._deepspeed, name) for name in _DEEPSPEED}
+            return {"scale": counters["cur_scale"], **counters}
+        return {}
+
+    def write(self, values: Mapping[str, float]) -> None:
+        """Restore these numbers; between the two scalers, only the scale itself is transferred."""
+        if not values:
+            return
+        if self._scaler is not None:
+            own = self._scaler.state_dict()
+            self._scaler.load_state_dict({**own, **{name: values[name] for name in own if name in values}})
+        if self._deepspeed is not None:
+            for name in _DEEPSPEED:
+                setattr(self._deepspeed, name, values.get(name, getattr(self._deepspeed, name)))
+            self._deepspeed.cur_scale = values["scale"]
+
+
+Scalars = dict[str, dict[str, float]]
+"""Numbers in the optimizer's state (`step`), by parameter name and key."""
+
+
+class StateAccess:
+    """Reads and writes the state of a model and its torch optimizer by tensor name, under any strategy.
+
+    Each rank holds elements [start, stop) of every flattened tensor. `device` is one from which tensors can be sent to
+    other ranks.
+    """
 
     def __init__(
         self, layout: StateLayout, optimizer: torch.optim.Optimizer, *, device: torch.device, loss_scale: LossScale
@@ -95,7 +104,10 @@ class NamedState:
         self.loss_scale = loss_scale
 
     def records(self) -> list[TensorRecord]:
-        """Return parameters, their optimizer state and buffers, in the model's order."""
+        """Return parameters, their optimizer state and buffers, in the model's order, with full shapes.
+
+        Other ranks may have more optimizer state.
+        """
         records: list[TensorRecord] = []
         for name, shard in self._shards.items():
             records.append(_record(name, PARAMETER, shard.shape, shard.tensor))
@@ -128,7 +140,7 @@ class NamedState:
         return ShardRange(shard.start * record.num_elements // size, shard.stop * record.num_elements // size)
 
     def read(self, record: TensorRecord) -> Tensor:
-        """Return this rank's elements, flat; empty if this rank has no such state."""
+        """Return this rank's elements, flat, on any device; read-only; empty if this rank has no such state."""
         own = self.local_range(record)
         if own.start == own.stop:
             return torch.empty(0)
@@ -153,7 +165,10 @@ class NamedState:
             self._shards[record.name].local_view(target).copy_(values)
 
     def adopt(self, record: TensorRecord, values: Tensor) -> bool:
-        """Use the values as the optimizer's state if dtype, device and layout match."""
+        """Use the full tensor, given flat, as the optimizer's state without copying, if dtype, device and layout match.
+
+        Returns whether that was possible; if it was, the caller must not write to it any more.
+        """
         if record.part != "optimizer" or not self.is_replicated(record):
             return False
         target = self._tensor(record)
@@ -168,17 +183,33 @@ class NamedState:
 
         Under FSDP1, parameters without local elements have no gradient, so their numbers are never updated.
         """
-        return {
-            name: numbers
-            for name, shard in self._shards.items()
-            if (shard.is_replicated or shard.start < shard.stop)
-            and (numbers := {key: _number(value) for key, value in self._numbers(shard).items()})
-        }
+        scalars: Scalars = {}
+        for name, shard in self._shards.items():
+            if shard.is_replicated or shard.start < shard.stop:
+                numbers = {
+                    key: value.item() if isinstance(value, Tensor) else value
+                    for key, value in self._state(shard).items()
+                    if _is_number(key, value, shard)
+                }
+                if numbers:
+                    scalars[name] = numbers
+        return scalars
 
     @torch.no_grad()
     def write_scalars(self, scalars: Scalars) -> None:
-        """Write the optimizer's numbers, each with the type that the optimizer uses."""
-        self._refuse_different_counts(scalars)
+        """Write the optimizer's numbers, each with the type that the optimizer uses.
+
+        Raises CheckpointError if parameters that share one need different ones: ZeRO has one step count per parameter
+        group.
+        """
+        seen: dict[int, tuple[str, Mapping[str, float]]] = {}
+        for name, numbers in scalars.items():
+            other, others = seen.setdefault(id(self._shards[name].tensor), (name, numbers))
+            if others != numbers:
+                raise CheckpointError(
+                    f"{other} and {name} have different update counts ({dict(others)} and {dict(numbers)}), but ZeRO "
+                    "keeps one count for both. Resume under ddp or fsdp2."
+                )
         for name, numbers in scalars.items():
             state = self._state(self._shards[name])
             for key, number in numbers.items():
@@ -189,7 +220,7 @@ class NamedState:
 
     @torch.no_grad()
     def discard_state(self, names: Iterable[str]) -> None:
-        """Remove the state; if it is shared with updated parameters, set their part to zero."""
+        """Remove the state of these parameters, which have not been updated yet; set their part of shared ones to 0."""
         discarded = set(names)
         for sharing in self._names_by_tensor.values():
             shard = self._shards[sharing[0]]
@@ -205,15 +236,13 @@ class NamedState:
         self._layout.reshard()
 
     def begin_writing(self) -> None:
-        """Create optimizer state to write into."""
+        """Create optimizer state to write into; parameters may change and must all be written afterwards."""
         self._layout.reshard()
         if self._layout.create_optimizer_state is not None:
             self._layout.create_optimizer_state()
-        elif all(
-            shard.is_replicated for shard in self._shards.values()
-        ):  # otherwise there may be padding, which is not loaded
+        elif all(shard.is_replicated for shard in self._shards.values()):
             create_empty_state(self._optimizer)
-        else:
+        else:  # there may be padding, which is not loaded
             create_state_by_step(self._optimizer)
 
     def finish_writing(self) -> None:
@@ -244,20 +273,30 @@ class NamedState:
                 tensors[key] = value
         return tensors
 
-    def _numbers(self, shard: ShardView) -> dict[str, Any]:
-        state = self._state(shard)
-        return {key: value for key, value in state.items() if _is_number(key, value, shard)}
 
-    def _refuse_different_counts(self, scalars: Mapping[str, Mapping[str, float]]) -> None:
-        """Refuse different numbers for parameters that share one: ZeRO has one step count per parameter group."""
-        seen: dict[int, tuple[str, Mapping[str, float]]] = {}
-        for name, numbers in scalars.items():
-            other, others = seen.setdefault(id(self._shards[name].tensor), (name, numbers))
-            if others != numbers:
-                raise CheckpointError(
-                    f"{other} and {name} have different update counts ({dict(others)} and {dict(numbers)}), but ZeRO "
-                    "keeps one count for both. Resume under ddp or fsdp2."
-                )
+def build_access(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> StateAccess:
+    """Return access to the state of the prepared model and optimizer.
+
+    Raises CheckpointError if this combination cannot be saved, so that a run fails at its start, not at a save.
+    """
+    layout = state_layout(model)
+    zero = getattr(model, "optimizer", None) if _zero_stage(model) else None
+    inner = zero.optimizer if zero is not None else getattr(optimizer, "optimizer", optimizer)
+    trained = [shard for shard in layout.shards.values() if shard.is_trained]
+    if not trained:
+        raise CheckpointError("no parameter is trained, so there is nothing to save")
+    is_sharded = not all(shard.is_replicated for shard in trained)
+    if is_sharded and not state_of_class(type(inner).__name__).is_elementwise:
+        raise CheckpointError(
+            f"train.optimizer.name: the state of {type(inner).__name__} cannot be saved while parameters are sharded. "
+            "Write `adamw` or `sgd`, or launch with accelerate_configs/ddp.yaml."
+        )
+    return StateAccess(
+        layout,
+        inner,
+        device=accelerator.device,
+        loss_scale=LossScale(scaler=accelerator.scaler, deepspeed=getattr(zero, "loss_scaler", None)),
+    )
 
 
 def _record(name: str, key: str, shape: tuple[int, ...], tensor: Tensor) -> TensorRecord:
@@ -265,9 +304,13 @@ def _record(name: str, key: str, shape: tuple[int, ...], tensor: Tensor) -> Tens
 
 
 def _full_shape(name: str, key: str, *, tensor: Tensor, shard: ShardView) -> tuple[int, ...]:
-    if shard.is_replicated:
-        return tuple(tensor.shape)
-    if _has_same_rows(tensor, shard):
+    has_same_rows = (  # sharded by rows like the parameter, with any row length (block scales)
+        isinstance(tensor, DTensor)
+        and isinstance(shard.tensor, DTensor)
+        and tensor.shape[:1] == shard.tensor.shape[:1]
+        and tensor.placements == shard.tensor.placements
+    )
+    if shard.is_replicated or has_same_rows:
         return tuple(tensor.shape)
     if tensor.shape != shard.tensor.shape:
         raise CheckpointError(
@@ -276,21 +319,7 @@ def _full_shape(name: str, key: str, *, tensor: Tensor, shard: ShardView) -> tup
     return shard.shape
 
 
-def _has_same_rows(tensor: Tensor, shard: ShardView) -> bool:
-    """Return whether it is sharded by rows like the parameter, with any row length (block scales)."""
-    return (
-        isinstance(tensor, DTensor)
-        and isinstance(shard.tensor, DTensor)
-        and tensor.shape[:1] == shard.tensor.shape[:1]
-        and tensor.placements == shard.tensor.placements
-    )
-
-
 def _is_number(key: str, value: object, shard: ShardView) -> bool:
     if isinstance(value, Tensor):
         return value.dim() == 0 and (key == "step" or shard.tensor.dim() > 0)
     return isinstance(value, int | float)
-
-
-def _number(value: Tensor | float) -> float:
-    return value.item() if isinstance(value, Tensor) else value

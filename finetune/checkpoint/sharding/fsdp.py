@@ -44,7 +44,24 @@ def fsdp1_layout(model: nn.Module) -> StateLayout:
             "Write `fsdp_use_orig_params: true` in the accelerate config."
         )
     groups = [getattr(module, "_inter_node_pg", None) for module in FullyShardedDataParallel.fsdp_modules(model)]
-    shards = _fsdp1_shards(model, are_copies=any(group is not None and group.rank() > 0 for group in groups))
+    are_copies = any(group is not None and group.rank() > 0 for group in groups)
+    shards: dict[int, ShardView] = {}  # this rank's, by the id of the original parameter
+    for handle in fsdp1_handles(model).values():
+        if not handle.uses_sharded_strategy:
+            continue
+        flat = handle.flat_param
+        for parameter, info, shape in zip(flat._params, flat._shard_param_infos, flat._shapes, strict=True):
+            start = info.intra_param_start_idx if info.in_shard else 0
+            shards[id(parameter)] = ShardView(
+                tensor=parameter,
+                local_view=_fsdp1_local_view(parameter, handle, info),
+                shape=tuple(shape),
+                start=start,
+                stop=info.intra_param_end_idx + 1 if info.in_shard else 0,
+                is_trained=parameter.requires_grad,
+                is_replicated=False,
+                is_copy=are_copies,
+            )
     return StateLayout(
         shards={
             name: shards.get(id(parameter)) or replicated_view(parameter) for name, parameter in parameters.items()
@@ -132,28 +149,6 @@ def _reshard_fsdp2(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-def _fsdp1_shards(model: nn.Module, *, are_copies: bool) -> dict[int, ShardView]:
-    """Return this rank's shard of each original parameter, by the parameter's id."""
-    shards: dict[int, ShardView] = {}
-    for handle in fsdp1_handles(model).values():
-        if not handle.uses_sharded_strategy:
-            continue
-        flat = handle.flat_param
-        for parameter, info, shape in zip(flat._params, flat._shard_param_infos, flat._shapes, strict=True):
-            start = info.intra_param_start_idx if info.in_shard else 0
-            shards[id(parameter)] = ShardView(
-                tensor=parameter,
-                local_view=_fsdp1_local_view(parameter, handle, info),
-                shape=tuple(shape),
-                start=start,
-                stop=info.intra_param_end_idx + 1 if info.in_shard else 0,
-                is_trained=parameter.requires_grad,
-                is_replicated=False,
-                is_copy=are_copies,
-            )
-    return shards
 
 
 def _fsdp1_local_view(parameter: nn.Parameter, handle: Any, info: Any) -> Callable[[Tensor], Tensor]:

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -11,9 +11,8 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from finetune.checkpoint.format.tensor_file import TensorRecord
-from finetune.checkpoint.sharding.access import state_layout
+from finetune.checkpoint.sharding.access import Scalars, StateAccess, state_layout
 from finetune.checkpoint.sharding.save_plan import PlannedFile, gather_rounds
-from finetune.checkpoint.sharding.state_access import Scalars, StateAccess
 from finetune.checkpoint.sharding.state_layout import ShardRange
 from finetune.runtime import distributed
 
@@ -39,13 +38,32 @@ def run_transfers(transfers: Sequence[Transfer], *, device: torch.device) -> Non
     """
     longest = max((sent.stop * sent.width for transfer in transfers for sent in transfer.ranges), default=0)
     for first in range(0, longest, CHUNK_ELEMENTS):
-        batch = _P2PBatch(device)
+        operations: list[dist.P2POp] = []
+        received: list[tuple[Tensor, Tensor]] = []  # destination in host memory, and the buffer
         for transfer in transfers:
-            _add(batch, transfer, first=first, last=first + CHUNK_ELEMENTS)
-        batch.run()
+            for sender, elements, local in _chunk(transfer, first=first, last=first + CHUNK_ELEMENTS):
+                if elements is None:
+                    values = _bytes(local.contiguous()).to(device)
+                    operations.append(dist.P2POp(dist.isend, values, transfer.receiver))
+                elif sender == transfer.receiver:
+                    elements.copy_(local.view(elements.shape))
+                else:
+                    target = elements
+                    if device.type != "cpu" or not elements.is_contiguous():
+                        target = torch.empty(elements.shape, dtype=elements.dtype, device=device)
+                        received.append((elements, target))
+                    operations.append(dist.P2POp(dist.irecv, _bytes(target), sender))
+        for work in dist.batch_isend_irecv(operations) if operations else ():
+            work.wait()
+        for destination, buffer in received:
+            destination.copy_(buffer)  # waits for the device
 
 
-def _add(batch: "_P2PBatch", transfer: Transfer, *, first: int, last: int) -> None:
+def _chunk(transfer: Transfer, *, first: int, last: int) -> Iterator[tuple[int, Tensor | None, Tensor]]:
+    """Yield the parts of a transfer within [first, last) that concern this rank.
+
+    Each is the sender, the receiver's view for it (None on a sender) and this rank's own elements.
+    """
     me = distributed.rank()
     for sender in range(distributed.world()) if me == transfer.receiver else (me,):
         num_before = 0  # elements of the sender
@@ -57,42 +75,12 @@ def _add(batch: "_P2PBatch", transfer: Transfer, *, first: int, last: int) -> No
             if low >= high:
                 continue
             if me != transfer.receiver:
-                batch.send(local, to=transfer.receiver)
+                yield sender, None, local
                 continue
             assert transfer.destination is not None, "the receiver has a buffer"
             rows = transfer.destination[low * sent.width : high * sent.width]
             elements = rows if sent.width == 1 else rows.view(-1, sent.width)[:, sent.first : sent.last]
-            if sender == me:
-                elements.copy_(local.view(elements.shape))
-            else:
-                batch.receive(elements, sender=sender)
-
-
-@dataclass
-class _P2PBatch:
-    """The messages that this rank sends and receives at one time."""
-
-    device: torch.device
-    operations: list[dist.P2POp] = field(default_factory=list)
-    received: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # destination in host memory, buffer
-
-    def send(self, values: Tensor, *, to: int) -> None:
-        self.operations.append(dist.P2POp(dist.isend, _bytes(values.contiguous()).to(self.device), to))
-
-    def receive(self, destination: Tensor, *, sender: int) -> None:
-        target = destination
-        if self.device.type != "cpu" or not destination.is_contiguous():
-            target = torch.empty(destination.shape, dtype=destination.dtype, device=self.device)
-            self.received.append((destination, target))
-        self.operations.append(dist.P2POp(dist.irecv, _bytes(target), sender))
-
-    def run(self) -> None:
-        if not self.operations:
-            return
-        for work in dist.batch_isend_irecv(self.operations):
-            work.wait()
-        for destination, buffer in self.received:
-            destination.copy_(buffer)  # waits for the device
+            yield sender, elements, local
 
 
 def _bytes(values: Tensor) -> Tensor:
@@ -147,7 +135,14 @@ class Gatherer:
 
     def gather(self, planned: Sequence[PlannedFile], *, buffer_for: BufferFor) -> Iterator[Gathered]:
         """Yield this rank's tensors as they are gathered; all ranks must exhaust the iterator. Collective."""
-        self._exchange_ranges([record for file in planned for record in file.records])
+        records = [record for file in planned for record in file.records]
+        new = {_key(record): record for record in records if not self._access.is_replicated(record)}
+        if not new.keys() <= self._ranges.keys():
+            own = [
+                _NOTHING if self._access.is_copy(record) else self._access.local_range(record)
+                for record in new.values()
+            ]
+            self._ranges.update(_by_key(list(new), distributed.gather_objects(own)))
         for batch in gather_rounds(planned):
             mine = {record: buffer_for(file, record) for file, record in batch if file.writer == distributed.rank()}
             run_transfers(
@@ -156,16 +151,6 @@ class Gatherer:
             for file, record in batch:
                 if record in mine:
                     yield file, record, mine.pop(record)
-
-    def _exchange_ranges(self, records: Sequence[TensorRecord]) -> None:
-        """Exchange the ranks' ranges of new tensors. Collective."""
-        new = {_key(record): record for record in records if not self._access.is_replicated(record)}
-        if new.keys() <= self._ranges.keys():
-            return
-        own = [
-            _NOTHING if self._access.is_copy(record) else self._access.local_range(record) for record in new.values()
-        ]
-        self._ranges.update(_by_key(list(new), distributed.gather_objects(own)))
 
     def _transfer(self, file: PlannedFile, record: TensorRecord, destination: Tensor | None) -> Transfer:
         is_replicated = self._access.is_replicated(record)

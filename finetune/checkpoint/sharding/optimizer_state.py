@@ -36,12 +36,18 @@ def create_empty_state(optimizer: torch.optim.Optimizer) -> None:
     if type(optimizer) not in _ADAM_CLASSES or has_hooks:
         create_state_by_step(optimizer)
         return
+    build: Any = type(optimizer)
     for group in optimizer.param_groups:
         examples: dict[tuple[torch.dtype, torch.device], dict[str, Tensor]] = {}
         for parameter in group["params"]:
             kind = (parameter.dtype, parameter.device)
             if kind not in examples:
-                examples[kind] = _example_state(optimizer, group, kind)
+                single = torch.zeros(1, dtype=kind[0], device=kind[1], requires_grad=True)
+                single.grad = torch.zeros_like(single)
+                example = build([{**group, "params": [single]}])
+                with no_learning_rate(example):
+                    example.step()
+                examples[kind] = example.state[single]
             optimizer.state[parameter] = {
                 key: torch.empty_like(parameter, dtype=value.dtype) if value.dim() else value.clone()
                 for key, value in examples[kind].items()
@@ -55,20 +61,6 @@ def expected_state_keys(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
     """
     average = (AVERAGE,) if any(AVERAGE_DECAY in group for group in optimizer.param_groups) else ()
     return (*state_of_class(type(optimizer).__name__).keys_for(optimizer.defaults), *average)
-
-
-def _example_state(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], kind: tuple[torch.dtype, torch.device]
-) -> dict[str, Tensor]:
-    """Return the optimizer's state for a parameter with one element."""
-    single = torch.zeros(1, dtype=kind[0], device=kind[1], requires_grad=True)
-    single.grad = torch.zeros_like(single)
-    build: Any = type(optimizer)
-    example: torch.optim.Optimizer = build([{**group, "params": [single]}])
-    with no_learning_rate(example):
-        example.step()
-    state: dict[str, Tensor] = example.state[single]
-    return state
 
 
 @contextmanager

@@ -22,6 +22,11 @@ class PlannedFile:
     writer: int
     records: tuple[TensorRecord, ...]
 
+    @property
+    def size_bytes(self) -> int:
+        """Return the size of its tensors."""
+        return sum(record.size_bytes for record in self.records)
+
 
 def plan_files(
     records: Sequence[TensorRecord], *, world: int, max_file_bytes: int = MAX_FILE_BYTES
@@ -63,14 +68,13 @@ def gather_rounds(planned: Sequence[PlannedFile]) -> Iterator[list[tuple[Planned
     for file in planned:
         queues.setdefault(file.writer, deque()).extend((file, record) for record in file.records)
     while any(queues.values()):
-        yield [item for queue in queues.values() for item in _take_round(queue)]
-
-
-def _take_round(queue: deque[tuple[PlannedFile, TensorRecord]]) -> Iterator[tuple[PlannedFile, TensorRecord]]:
-    size = 0
-    while queue and (size == 0 or size + queue[0][1].size_bytes <= ROUND_BYTES):
-        size += max(queue[0][1].size_bytes, 1)
-        yield queue.popleft()
+        taken = []
+        for queue in queues.values():
+            size = 0
+            while queue and (size == 0 or size + queue[0][1].size_bytes <= ROUND_BYTES):
+                size += max(queue[0][1].size_bytes, 1)
+                taken.append(queue.popleft())
+        yield taken
 
 
 def _split_into_files(records: Sequence[TensorRecord], max_file_bytes: int) -> list[tuple[TensorRecord, ...]]:

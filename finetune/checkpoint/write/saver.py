@@ -21,15 +21,14 @@ from finetune.checkpoint.format import layout
 from finetune.checkpoint.format.manifest import Manifest, OtherFormatError, RunFingerprint
 from finetune.checkpoint.format.tensor_file import PARAMETER, TensorRecord
 from finetune.checkpoint.read.find import verify_checkpoint
+from finetune.checkpoint.sharding.access import StateAccess
 from finetune.checkpoint.sharding.gather import agree_on_records
 from finetune.checkpoint.sharding.save_plan import plan_files
-from finetune.checkpoint.sharding.state_access import StateAccess
 from finetune.checkpoint.write.retention import prune
 from finetune.checkpoint.write.writer import (
     SLACK_BYTES,
     Contents,
-    SnapshotSource,
-    StreamingSource,
+    StateSource,
     explain_disk_errors,
     host_memory_bytes,
     write_contents,
@@ -85,7 +84,7 @@ class Saver:
         self._on_saved = on_saved
         self._warn = warn
         self._before_save = before_save
-        self._contents = SnapshotSource(access) if section.asynchronous else StreamingSource(access)
+        self._contents = StateSource(access, copies=section.asynchronous)
         self._stops_on_failure = section.on_failure == "stop"
         self._step = 0  # of the last save that was started
         self._future: Future[SavedCheckpoint] | None = None
@@ -171,10 +170,10 @@ class Saver:
         future: Future[SavedCheckpoint] = Future()
         self._future = future
         if self._section.asynchronous:
-            work = partial(self._write_into, future, contents, started=started, stall=time.monotonic() - started)
+            work = partial(self._write, future, contents, started=started, stall=time.monotonic() - started)
             threading.Thread(target=work, name=f"checkpoint of step {step}", daemon=True).start()
         else:
-            self._write_into(future, contents, started=started)
+            self._write(future, contents, started=started)
 
     def _outcome(self) -> SavedCheckpoint | BaseException | None:
         """Return the result or error of the current save on this rank; None while it runs, and if there is none."""
@@ -185,38 +184,38 @@ class Saver:
     def _warn_of_failure(self, error: CheckpointError) -> None:
         self._warn(self._step, f"{error} Training continues with the next save.")
 
-    def _write_into(
+    def _write(
         self, future: Future[SavedCheckpoint], contents: Contents, *, started: float, stall: float | None = None
     ) -> None:
         """Write the contents and complete the future with the result, or with the error that is raised when it is read.
 
-        The end of the process does not wait for it. Collective.
+        Ranks communicate in the background group. The end of the process does not wait for it. Collective.
         """
         try:
-            saved = self._write(contents, started=started, stall=stall)
-        except Exception as error:
-            future.set_exception(error)
-        else:
-            future.set_result(saved)
-
-    def _write(self, contents: Contents, *, started: float, stall: float | None) -> SavedCheckpoint:
-        """Write the contents, with retries; ranks communicate in the background group. Collective."""
-        try:
             manifest = self._try(contents)
-        except (CheckpointError, NonFiniteError):
-            raise
-        except Exception as error:  # perhaps only on this rank: the others must not wait for it
-            traceback.clear_frames(error.__traceback__)  # they keep the process group alive
-            distributed.close_background_group()
-            raise
-        seconds = time.monotonic() - started
-        path = layout.step_folder(self._folder, contents.step)
-        return SavedCheckpoint(contents.step, path, manifest.size_bytes, seconds, seconds if stall is None else stall)
+        except Exception as error:
+            if not isinstance(error, CheckpointError | NonFiniteError):
+                # Perhaps only on this rank: the others must not wait for it.
+                traceback.clear_frames(error.__traceback__)  # they keep the process group alive
+                distributed.close_background_group()
+            future.set_exception(error)
+            return
+        path, seconds = layout.step_folder(self._folder, contents.step), time.monotonic() - started
+        stalled = seconds if stall is None else stall
+        future.set_result(SavedCheckpoint(contents.step, path, manifest.size_bytes, seconds, stalled))
 
     def _try(self, contents: Contents) -> Manifest:
+        """Write the contents, with retries, and delete old checkpoints. Collective."""
         for pause in (*RETRY_PAUSES_SECONDS, None):
             try:
-                return self._write_and_prune(contents)
+                manifest = self._already_saved(contents.step)
+                if manifest is None:
+                    manifest = write_contents(self._folder, contents, run=self._run, group=Group.BACKGROUND)
+                # All ranks wait for the deletion, so that they end together and none waits long for rank 0 later.
+                delete_old = partial(prune, self._folder, section=self._section, newest=contents.step)
+                failures = run_on_rank_0(delete_old, group=Group.BACKGROUND)
+                self._notes.extend((contents.step, failure) for failure in failures)
+                return manifest
             except CheckpointError as error:
                 text = f"the checkpoint of step {contents.step} could not be written"
                 if pause is None:
@@ -224,16 +223,6 @@ class Saver:
                 self._notes.append((contents.step, f"{text}; retrying in {pause:g} s: {error}"))
                 threading.Event().wait(pause)
         raise AssertionError("the last attempt returns or raises")
-
-    def _write_and_prune(self, contents: Contents) -> Manifest:
-        manifest = self._already_saved(contents.step)
-        if manifest is None:
-            manifest = write_contents(self._folder, contents, run=self._run, group=Group.BACKGROUND)
-        # All ranks wait for the deletion, so that they end together and none waits long for rank 0 later.
-        delete_old = partial(prune, self._folder, section=self._section, newest=contents.step)
-        failures = run_on_rank_0(delete_old, group=Group.BACKGROUND)
-        self._notes.extend((contents.step, failure) for failure in failures)
-        return manifest
 
     def _already_saved(self, step: int) -> Manifest | None:
         path = layout.step_folder(self._folder, step)
@@ -278,7 +267,7 @@ def rehearse(
     *,
     section: CheckpointSection,
     access: StateAccess,
-    contents: SnapshotSource | StreamingSource,
+    contents: StateSource,
     num_saves: int,
 ) -> None:
     """Check permissions, shared storage, disk space and memory at full size, and gather the state once. Collective.
@@ -289,7 +278,7 @@ def rehearse(
     existing = agree_on_records(access)
     planned = plan_files(expected_records(existing, keys=access.expected_state_keys()), world=distributed.world())
     _try_folder(folder)
-    size = sum(record.size_bytes for file in planned for record in file.records)
+    size = sum(file.size_bytes for file in planned)
     run_on_rank_0(partial(require_space_for_saves, folder, size_bytes=size, section=section, num_saves=num_saves))
     if section.asynchronous:
         # Gathered before any rank allocates, so that all ranks measure the same state.

@@ -32,9 +32,9 @@ from finetune.checkpoint.format.manifest import (
     write_manifest,
 )
 from finetune.checkpoint.format.tensor_file import BUFFER, DTYPES, TensorFile, TensorRecord
+from finetune.checkpoint.sharding.access import StateAccess
 from finetune.checkpoint.sharding.gather import Gathered, Gatherer, agree_on_records, agree_on_scalars
 from finetune.checkpoint.sharding.save_plan import PlannedFile, plan_files
-from finetune.checkpoint.sharding.state_access import StateAccess
 from finetune.errors import CheckpointError, NonFiniteError
 from finetune.runtime import distributed
 from finetune.runtime.distributed import Group, run_on_all_ranks, run_on_rank_0
@@ -103,56 +103,44 @@ class Contents:
     scalars: Mapping[str, Any]  # `optimizer` and `loss_scale`
     progress: Mapping[str, Any]
 
-    @property
-    def size_bytes(self) -> int:
-        """Return the size of all ranks' tensors."""
-        return sum(record.size_bytes for file in self.planned for record in file.records)
 
+class StateSource:
+    """The contents of a run's checkpoints: copied to host memory, or gathered while they are written.
 
-class StreamingSource:
-    """Contents that are gathered while they are written: needs memory for one tensor at a time, but training waits."""
+    For copies, each rank allocates buffers once and reuses them. Without, memory for one tensor at a time is enough,
+    but training waits.
+    """
 
-    def __init__(self, access: StateAccess) -> None:
+    def __init__(self, access: StateAccess, *, copies: bool) -> None:
         self._access = access
-        self._gatherer = Gatherer(access)
-
-    def capture(self, step: int, *, progress: Mapping[str, Any]) -> Contents:
-        """Return the state at the time of iterating over its tensors, which is collective. Collective."""
-        planned = _plan(self._access)
-        tensors = partial(self._gatherer.gather, planned, buffer_for=_new_buffer)
-        return Contents(step, planned, tensors, _scalars(self._access), deepcopy(dict(progress)))
-
-    def rehearse(self, planned: Sequence[PlannedFile], *, existing: frozenset[TensorRecord]) -> None:
-        """Gather the planned tensors that already exist. Collective."""
-        for _ in self._gatherer.gather(_only_existing(planned, existing), buffer_for=_new_buffer):
-            pass
-
-
-class SnapshotSource:
-    """Contents that are copied to host memory, into buffers that each rank allocates once and reuses."""
-
-    def __init__(self, access: StateAccess) -> None:
-        self._access = access
+        self._copies = copies
         self._gatherer = Gatherer(access)
         self._planned: Sequence[PlannedFile] = ()
         self._buffers: dict[str, Tensor] = {}
         self._pinned: list[PinnedMemory] = []
 
     def capture(self, step: int, *, progress: Mapping[str, Any]) -> Contents:
-        """Return a copy of the state, valid until the next one is captured. Collective.
+        """Return the state: a copy, valid until the next one is captured, or as it is when its tensors are iterated.
 
-        Raises CheckpointError on all ranks if one is out of memory.
+        Iterating is then collective. Raises CheckpointError on all ranks if one is out of memory. Collective.
         """
-        planned = _plan(self._access)
-        # No rank sends before every receiver has allocated its buffers.
-        run_on_all_ranks(partial(self._allocate, planned))
-        mine = list(self._gatherer.gather(planned, buffer_for=self._buffer))
-        return Contents(step, planned, lambda: iter(mine), _scalars(self._access), deepcopy(dict(progress)))
+        self._access.begin_reading()
+        planned = plan_files(agree_on_records(self._access), world=distributed.world())
+        tensors = partial(self._gatherer.gather, planned, buffer_for=self._buffer)
+        if self._copies:
+            # No rank sends before every receiver has allocated its buffers.
+            run_on_all_ranks(partial(self._allocate, planned))
+            mine = list(tensors())
+            tensors = partial(iter, mine)
+        scalars = {"optimizer": agree_on_scalars(self._access), "loss_scale": self._access.loss_scale.read()}
+        return Contents(step, planned, tensors, scalars, deepcopy(dict(progress)))
 
     def rehearse(self, planned: Sequence[PlannedFile], *, existing: frozenset[TensorRecord]) -> None:
-        """Allocate the buffers of all planned tensors, and copy those that already exist. Collective."""
-        run_on_all_ranks(partial(self._allocate, planned))
-        for _ in self._gatherer.gather(_only_existing(planned, existing), buffer_for=self._buffer):
+        """Allocate the buffers of all planned tensors, and gather those that already exist. Collective."""
+        if self._copies:
+            run_on_all_ranks(partial(self._allocate, planned))
+        files = [replace(file, records=tuple(filter(existing.__contains__, file.records))) for file in planned]
+        for _ in self._gatherer.gather(files, buffer_for=self._buffer):
             pass
 
     def _allocate(self, planned: Sequence[PlannedFile]) -> None:
@@ -164,60 +152,33 @@ class SnapshotSource:
         for file in planned:
             if file.writer == distributed.rank():
                 if pins:
-                    self._pinned.append(PinnedMemory(_size(file)))
+                    self._pinned.append(PinnedMemory(file.size_bytes))
                     memory = self._pinned[-1].bytes
                 else:
-                    memory = torch.empty(_size(file), dtype=torch.uint8).zero_()  # commits its pages
-                self._buffers.update(_cut(memory, file))
+                    memory = torch.empty(file.size_bytes, dtype=torch.uint8).zero_()  # commits its pages
+                start = 0
+                for record in file.records:  # wide dtypes first, so every tensor is aligned to its element size
+                    values = memory[start : start + record.size_bytes]
+                    self._buffers[record.stored_name] = values.view(DTYPES[record.dtype])
+                    start += record.size_bytes
         self._planned = planned
 
     def _buffer(self, file: PlannedFile, record: TensorRecord) -> Tensor:
-        return self._buffers[record.stored_name]
-
-
-def _plan(access: StateAccess) -> list[PlannedFile]:
-    """Return the files of a checkpoint of the current state. Collective."""
-    access.begin_reading()
-    return plan_files(agree_on_records(access), world=distributed.world())
-
-
-def _only_existing(planned: Sequence[PlannedFile], existing: frozenset[TensorRecord]) -> list[PlannedFile]:
-    return [replace(file, records=tuple(record for record in file.records if record in existing)) for file in planned]
-
-
-def _scalars(access: StateAccess) -> dict[str, Any]:
-    """Return a copy of the numbers in the state. Collective."""
-    return {"optimizer": agree_on_scalars(access), "loss_scale": access.loss_scale.read()}
+        if self._copies:
+            return self._buffers[record.stored_name]
+        return torch.empty(record.num_elements, dtype=DTYPES[record.dtype])
 
 
 def host_memory_bytes(planned: Sequence[PlannedFile]) -> int:
     """Return the host memory of this rank's copies."""
-    return sum(pinned_size(_size(file)) for file in planned if file.writer == distributed.rank())
-
-
-def _size(file: PlannedFile) -> int:
-    return sum(record.size_bytes for record in file.records)
-
-
-def _cut(memory: Tensor, file: PlannedFile) -> Iterator[tuple[str, Tensor]]:
-    """Yield a buffer for each tensor of the file, all cut from this memory.
-
-    Wide dtypes come first in a file, so every tensor is aligned to its element size.
-    """
-    start = 0
-    for record in file.records:
-        yield record.stored_name, memory[start : start + record.size_bytes].view(DTYPES[record.dtype])
-        start += record.size_bytes
-
-
-def _new_buffer(file: PlannedFile, record: TensorRecord) -> Tensor:
-    return torch.empty(record.num_elements, dtype=DTYPES[record.dtype])
+    return sum(pinned_size(file.size_bytes) for file in planned if file.writer == distributed.rank())
 
 
 SLACK_BYTES = 16 << 20
 """Upper bound of the files of a checkpoint without its tensors."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_RECORDED_PACKAGES = ("torch", "accelerate", "transformers")
 
 
 @dataclass
@@ -253,9 +214,16 @@ class RankWriter:
         """Write the next tensor of the file, unless an earlier one failed."""
         if self._failure is not None:
             return
+        path = self._staging / file.name
         try:
             with explain_disk_errors(self._staging):
-                self._add(file, record, tensor)
+                if file.name not in self._open:
+                    path.parent.mkdir(exist_ok=True)
+                    self._open[file.name] = TensorFile(path, file.records)
+                fault_point("save.write", step=self._step, path=path)
+                self._written.tensors[record.stored_name] = self._open[file.name].add(tensor)
+                if record.key != BUFFER and not is_finite(tensor):
+                    self._written.not_finite.append(record.stored_name)
         except Exception as error:  # raised by `close`, on every rank
             self._failure = error
 
@@ -266,27 +234,15 @@ class RankWriter:
                 file.abandon()
             raise self._failure
         with explain_disk_errors(self._staging):
+            files = self._written.files
             for name, file in self._open.items():
-                self._written.files[name] = file.close()
-            self._verify(self._written.files)
+                files[name] = file.close()
+            for name in files:
+                problem = first_file_problem(self._staging, files, [name])
+                if problem is not None:
+                    raise CheckpointError(f"{self._staging}: {problem}, right after it was written. Check the disk.")
+                fault_point("save.written", step=self._step, path=self._staging / name)
         return self._written
-
-    def _add(self, file: PlannedFile, record: TensorRecord, tensor: Tensor) -> None:
-        path = self._staging / file.name
-        if file.name not in self._open:
-            path.parent.mkdir(exist_ok=True)
-            self._open[file.name] = TensorFile(path, file.records)
-        fault_point("save.write", step=self._step, path=path)
-        self._written.tensors[record.stored_name] = self._open[file.name].add(tensor)
-        if record.key != BUFFER and not is_finite(tensor):
-            self._written.not_finite.append(record.stored_name)
-
-    def _verify(self, files: Mapping[str, FileChecksum]) -> None:
-        for name in files:
-            problem = first_file_problem(self._staging, files, [name])
-            if problem is not None:
-                raise CheckpointError(f"{self._staging}: {problem}, right after it was written. Check the disk.")
-            fault_point("save.written", step=self._step, path=self._staging / name)
 
 
 def write_contents(folder: Path, contents: Contents, *, run: RunFingerprint, group: Group = Group.HOST) -> Manifest:
@@ -296,7 +252,8 @@ def write_contents(folder: Path, contents: Contents, *, run: RunFingerprint, gro
     """
     staging = layout.staging_folder(folder, contents.step)
     # No rank writes before the folder exists and leftovers of earlier saves are removed.
-    run_on_rank_0(partial(_stage, staging, num_bytes=contents.size_bytes), group=group)
+    num_bytes = sum(file.size_bytes for file in contents.planned)  # of all ranks
+    run_on_rank_0(partial(_stage, staging, num_bytes=num_bytes), group=group)
     try:
         writer = RankWriter(staging, step=contents.step)
         for file, record, tensor in contents.tensors():
@@ -353,7 +310,17 @@ def _commit(staging: Path, contents: Contents, *, run: RunFingerprint, written: 
         for name, value in metadata.items():
             atomic.write_json(staging / name, value, exact=True)
         checksums = {name: file_checksum(staging / name) for name in metadata}
-        manifest = _manifest(contents, run=run, files={**checksums, **written.files}, index=index)
+        step, progress = contents.step, contents.progress
+        samples = str(progress.get("samples_sha256", ""))
+        manifest = Manifest(
+            step=step,
+            run=run,
+            metrics=dict(progress["last_metrics"]) if progress.get("metrics_step") == step else {},
+            state_sha256=state_digest(index, scalars=contents.scalars, step=step, samples=samples),
+            created=time.time(),
+            versions={"finetune": __version__} | {name: version(name) for name in _RECORDED_PACKAGES},
+            files={**checksums, **written.files},
+        )
         for folder in {(staging / name).parent for name in manifest.files}:
             atomic.fsync(folder)
         fault_point("save.manifest", step=contents.step)
@@ -363,26 +330,6 @@ def _commit(staging: Path, contents: Contents, *, run: RunFingerprint, written: 
         staging.rename(final)
         atomic.fsync(final.parent)
     return manifest
-
-
-def _manifest(
-    contents: Contents, *, run: RunFingerprint, files: Mapping[str, FileChecksum], index: Mapping[str, Any]
-) -> Manifest:
-    step, progress = contents.step, contents.progress
-    samples = str(progress.get("samples_sha256", ""))
-    return Manifest(
-        step=step,
-        run=run,
-        metrics=dict(progress["last_metrics"]) if progress.get("metrics_step") == step else {},
-        state_sha256=state_digest(index, scalars=contents.scalars, step=step, samples=samples),
-        created=time.time(),
-        versions=_versions(),
-        files=files,
-    )
-
-
-def _versions() -> dict[str, str]:
-    return {"finetune": __version__, **{name: version(name) for name in ("torch", "accelerate", "transformers")}}
 
 
 def require_disk_space(folder: Path, num_bytes: int) -> None:

@@ -13,8 +13,7 @@ from finetune.checkpoint.format.manifest import RunFingerprint
 from finetune.checkpoint.read.checksum_prefetch import ChecksumPrefetch
 from finetune.checkpoint.read.find import find_checkpoint
 from finetune.checkpoint.read.load import resume_checkpoint
-from finetune.checkpoint.sharding.access import build_access
-from finetune.checkpoint.sharding.state_access import StateAccess
+from finetune.checkpoint.sharding.access import StateAccess, build_access
 from finetune.config.resume_keys import keys_that_may_differ, keys_that_must_match
 from finetune.config.run_config import RunConfig
 from finetune.data.order.order import DatasetView

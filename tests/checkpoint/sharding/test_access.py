@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from finetune.checkpoint.format.tensor_file import TensorRecord
-from finetune.checkpoint.sharding.access import NamedState
-from finetune.checkpoint.sharding.state_access import LossScale
+from finetune.checkpoint.sharding.access import LossScale, StateAccess
 from finetune.checkpoint.sharding.state_layout import ShardView, StateLayout
 from finetune.errors import CheckpointError
 
@@ -35,7 +34,7 @@ def state(flat, optimizer):
         )
 
     layout = StateLayout(shards={"a": shard(0, (2, 2)), "b": shard(4, (1, 2))})
-    return NamedState(layout, optimizer, device=torch.device("cpu"), loss_scale=LossScale(scaler=None, deepspeed=None))
+    return StateAccess(layout, optimizer, device=torch.device("cpu"), loss_scale=LossScale(scaler=None, deepspeed=None))
 
 
 def test_each_parameter_has_its_own_shape_and_its_part_of_the_state(flat, optimizer, state):
@@ -70,7 +69,9 @@ def test_a_rank_without_elements_of_a_parameter_writes_no_step_count_for_it():
         )
 
     layout = StateLayout(shards=dict(zip("ab", map(shard, parameters), strict=True)))
-    state = NamedState(layout, optimizer, device=torch.device("cpu"), loss_scale=LossScale(scaler=None, deepspeed=None))
+    state = StateAccess(
+        layout, optimizer, device=torch.device("cpu"), loss_scale=LossScale(scaler=None, deepspeed=None)
+    )
     state.begin_writing()  # creates state for both, as a resume does
     state.write_scalars({"a": {"step": 2.0}, "b": {"step": 2.0}})
     parameters[0].grad = torch.ones(2)  # FSDP1 gives the other one no gradient here

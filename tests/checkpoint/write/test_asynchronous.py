@@ -12,8 +12,7 @@ from torch import nn
 
 from finetune.checkpoint.format.manifest import RunFingerprint
 from finetune.checkpoint.read.find import verify_checkpoint
-from finetune.checkpoint.sharding.access import NamedState
-from finetune.checkpoint.sharding.state_access import LossScale
+from finetune.checkpoint.sharding.access import LossScale, StateAccess
 from finetune.checkpoint.sharding.state_layout import StateLayout, named_parameters, replicated_view
 from finetune.checkpoint.write.saver import Saver
 from finetune.config.sections.checkpoint import CheckpointSection
@@ -38,7 +37,7 @@ def state():
         views = {name: replicated_view(parameter) for name, parameter in named_parameters(model).items()}
         scale = LossScale(scaler=None, deepspeed=None)
         device = torch.device(device)
-        return NamedState(StateLayout(shards=views, buffers={}), optimizer, device=device, loss_scale=scale), model
+        return StateAccess(StateLayout(shards=views, buffers={}), optimizer, device=device, loss_scale=scale), model
 
     yield make
     gc.collect()

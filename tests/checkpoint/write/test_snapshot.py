@@ -11,7 +11,7 @@ import torch
 from finetune.checkpoint.format.tensor_file import TensorRecord
 from finetune.checkpoint.sharding.save_plan import plan_files
 from finetune.checkpoint.write import writer
-from finetune.checkpoint.write.writer import PAGE_BYTES, PinnedMemory, SnapshotSource, host_memory_bytes, pinned_size
+from finetune.checkpoint.write.writer import PAGE_BYTES, PinnedMemory, StateSource, host_memory_bytes, pinned_size
 from finetune.errors import CheckpointError
 from tests.checkpoint.small_run import Run
 from tests.devices import EVERY_DEVICE
@@ -82,9 +82,9 @@ def test_a_capture_pins_exactly_the_planned_buffers(tmp_path, monkeypatch):
         writer, "PinnedMemory", lambda size: PinnedMemory(size, register=driver.register, unregister=driver.unregister)
     )
     run = Run(tmp_path, width=5000).train(range(1), save=False)
-    source = SnapshotSource(run.access)
+    source = StateSource(run.access, copies=True)
     monkeypatch.setattr(run.access, "device", torch.device("cuda"))
-    planned = writer._plan(run.access)
+    planned = plan_files(run.access.records(), world=1)
     source._allocate(planned)
     size = sum(record.size_bytes for file in planned for record in file.records)
     assert size <= sum(driver.locked.values()) <= host_memory_bytes(planned) <= size + 2 * PAGE_BYTES * len(planned)
