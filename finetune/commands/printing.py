@@ -22,6 +22,14 @@ def width() -> int:
     return shutil.get_terminal_size().columns if is_known else _WIDTH_OF_A_FILE
 
 
+def number_table(*names: str) -> Table:
+    """Return a table without lines whose columns are aligned on the right."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
 def print_table(table: Table) -> None:
     """Print the table without trailing spaces."""
     console = SafeConsole(width=width())

@@ -10,12 +10,19 @@ from statistics import median
 
 from pydantic import TypeAdapter, ValidationError
 
-from finetune.commands.doctor.findings import Finding, gather_all, merge_hosts, note, should_fix
-from finetune.commands.doctor.gpus import GpuFacts, check_gpus, gather_gpus
+from finetune.commands.doctor.findings import Finding, gather_all, note, should_fix
+from finetune.commands.doctor.gpus import (
+    P2P_OFF,
+    GpuFacts,
+    check_gpus,
+    check_links,
+    gather_gpus,
+    pair_links,
+    read_topology,
+)
 from finetune.commands.doctor.job import JobFacts
-from finetune.commands.doctor.links import P2P_OFF, check_links, pair_links, read_topology
 from finetune.commands.doctor.network import NetworkFacts, check_hub, check_network, gather_hub, gather_network
-from finetune.commands.doctor.ranks import LinkFacts, PairSpeed, RankFacts, check_ranks
+from finetune.commands.doctor.ranks import LinkFacts, RankFacts, check_ranks
 from finetune.commands.doctor.software import (
     SoftwareFacts,
     check_drivers,
@@ -27,11 +34,14 @@ from finetune.commands.doctor.software import (
 from finetune.commands.doctor.system import (
     StorageFacts,
     SystemFacts,
+    check_limits,
+    check_machine_type,
     check_storage,
-    check_system,
     gather_storage,
     gather_system,
 )
+from finetune.config.load import LoadedConfig
+from finetune.data.token_cache.cache import DEFAULT_FOLDER, cache_folder
 from finetune.errors import UserError
 from finetune.runtime.files.read import first_problem, read_json
 from finetune.runtime.resources import format_size
@@ -86,11 +96,14 @@ SECONDS = 30.0
 """Time limit of a gatherer: a driver that hangs never answers."""
 
 
-def gather_host(folders: Mapping[str, Path], *, variables: Mapping[str, str]) -> HostFacts:
-    """Return the facts of this machine; a run would write to `folders`.
+def gather_host(loaded: LoadedConfig | None, variables: Mapping[str, str]) -> HostFacts:
+    """Return the facts of this machine, with the disks of the folders to which a run of the job would write.
 
     `variables` is the initial environment of the process.
     """
+    folders = {"cache": Path(DEFAULT_FOLDER).expanduser(), "run": Path.cwd()}
+    if loaded is not None:
+        folders = {"cache": cache_folder(loaded.config.data), "run": Path(loaded.config.run.folder)}
     parts, unread = gather_all(
         {
             "system": gather_system,
@@ -113,26 +126,31 @@ def gather_host(folders: Mapping[str, Path], *, variables: Mapping[str, str]) ->
 
 
 def check_facts(facts: Facts) -> list[Finding]:
-    """Return the findings, the most severe first; a finding of several machines is listed once."""
-    findings = [replace(finding, hosts=(host.hostname,)) for host in facts.hosts for finding in check_host(host, facts)]
-    hostnames = tuple(host.hostname for host in facts.hosts)
-    launch_findings = [*check_ranks(facts.ranks), *check_speed(facts)]
+    """Return the findings, the most severe first; a finding of several machines is listed once, with their names."""
+    hosts_by_finding: dict[Finding, list[str]] = {}
+    for host in facts.hosts:
+        for finding in _check_host(host, facts):
+            hosts_by_finding.setdefault(finding, []).append(host.hostname)
+    hostnames = [host.hostname for host in facts.hosts]
+    for finding in (*check_ranks(facts.ranks), *check_speed(facts)):
+        hosts_by_finding.setdefault(finding, []).extend(hostnames)
     job = facts.job
     if job is not None and job.problem is not None:
-        launch_findings.append(
-            note(
-                "job",
-                f"{job.file}: {job.problem}",
-                why="disk space and communication cannot be compared with the needs of the job",
-                fix=f"finetune check {job.file} --model",
-            )
+        finding = note(
+            "job",
+            f"{job.file}: {job.problem}",
+            why="disk space and communication cannot be compared with the needs of the job",
+            fix=f"finetune check {job.file} --model",
         )
-    findings += [replace(finding, hosts=hostnames) for finding in launch_findings]
-    return merge_hosts(findings, num_hosts=len(facts.hosts))
+        hosts_by_finding[finding] = hostnames
+    merged = [
+        replace(finding, hosts=() if len(set(names)) == len(hostnames) else tuple(dict.fromkeys(names)))
+        for finding, names in hosts_by_finding.items()
+    ]
+    return sorted(merged, key=lambda finding: finding.severity)
 
 
-def check_host(host: HostFacts, facts: Facts) -> Iterator[Finding]:
-    """Yield the findings of one machine."""
+def _check_host(host: HostFacts, facts: Facts) -> Iterator[Finding]:
     gpus, system, variables, job = host.gpus, host.system, host.variables, facts.job
     num_gpus = len(gpus.gpus)
     num_launched = sum(rank.hostname == host.hostname for rank in facts.ranks)
@@ -150,7 +168,7 @@ def check_host(host: HostFacts, facts: Facts) -> Iterator[Finding]:
     )
     if host.network.hub is not None:
         yield from check_hub(host.network.hub, () if job is None else job.names)
-    yield from check_system(
+    yield from check_limits(
         system,
         variables,
         num_gpus=num_gpus,
@@ -158,6 +176,7 @@ def check_host(host: HostFacts, facts: Facts) -> Iterator[Finding]:
         world=facts.world,
         num_parameters=0 if job is None else job.num_parameters,
     )
+    yield from check_machine_type(system, variables, num_gpus=num_gpus)
     yield from check_storage(host.storage, job, is_wsl=system.is_wsl, has_many_gpus=num_gpus > 1)
     yield from check_software(host.software, num_gpus=num_gpus)
     yield from check_variables(variables, gpus)
@@ -239,16 +258,35 @@ def check_speed(facts: Facts) -> Iterator[Finding]:
     """Yield the slow connections between the ranks of a launch, and the strategies that suit them."""
     if facts.link is None or facts.world < 2:
         return
-    hosts = {rank.rank: rank.hostname for rank in facts.ranks}
+    ranks = {rank.rank: rank for rank in facts.ranks}
+    topology = {host.hostname: pair_links(host.gpus.topology) for host in facts.hosts}
     has_links = facts.link.backend == "nccl"  # processes of one CPU have no link
     for is_within in (True, False) if has_links else (False,):
-        pairs = [pair for pair in facts.link.pairs if (hosts[pair.first] == hosts[pair.second]) == is_within]
+        pairs = [
+            pair
+            for pair in facts.link.pairs
+            if (ranks[pair.first].hostname == ranks[pair.second].hostname) == is_within
+        ]
         typical = median(pair.bytes_per_second for pair in pairs) if pairs else 0.0
         for pair in pairs:
-            if pair.bytes_per_second < SLOW_PAIR * typical:
-                yield _slow_pair(facts, pair, typical=typical, is_within=is_within)
+            if pair.bytes_per_second >= SLOW_PAIR * typical:
+                continue
+            one, other = ranks[pair.first], ranks[pair.second]
+            link = topology.get(one.hostname, {}).get(f"{one.local_rank}-{other.local_rank}", "") if is_within else ""
+            fix = "check cable, port (`ethtool`, `ibstat`) and switch of these machines"
+            if is_within:
+                is_pcie = link in ("SYS", "PHB", "NODE")
+                fix = f"{P2P_OFF}, and measure again" if is_pcie else "check the load of that machine"
+            yield should_fix(
+                "slow-pair",
+                f"rank {one.rank} ({one.hostname}) and rank {other.rank} ({other.hostname}) exchange "
+                f"{format_size(round(pair.bytes_per_second))}/s{f' over {link}' if link else ''}, other pairs "
+                f"{format_size(round(typical))}/s",
+                why="a ring is as fast as its slowest link",
+                fix=fix,
+            )
     speed = bus_bandwidth(facts.link, world=facts.world)
-    links = [link for host in facts.hosts for link in pair_links(host.gpus.topology).values()]
+    links = [link for pairs_of_host in topology.values() for link in pairs_of_host.values()]
     is_nvlinked = bool(links) and len(facts.hosts) == 1 and all(link.startswith("NV") for link in links)
     if is_nvlinked and facts.link.backend == "nccl" and speed < _NVLINK_BYTES_PER_SECOND:
         yield should_fix(
@@ -283,21 +321,4 @@ def check_speed(facts: Facts) -> Iterator[Finding]:
         why="the ranks wait for the link; more ranks make it worse",
         fix=f"train.global_batch_size: {batch_size} (microbatches are "
         "accumulated, gradients sent once), or model.lora; between machines HSDP shards only within each",
-    )
-
-
-def _slow_pair(facts: Facts, pair: PairSpeed, *, typical: float, is_within: bool) -> Finding:
-    one, other = (next(rank for rank in facts.ranks if rank.rank == end) for end in (pair.first, pair.second))
-    link = ""
-    if is_within:
-        host = next(host for host in facts.hosts if host.hostname == one.hostname)
-        link = pair_links(host.gpus.topology).get(f"{one.local_rank}-{other.local_rank}", "")
-    fixes = f"{P2P_OFF}, and measure again" if link in ("SYS", "PHB", "NODE") else "check the load of that machine"
-    return should_fix(
-        "slow-pair",
-        f"rank {one.rank} ({one.hostname}) and rank {other.rank} ({other.hostname}) exchange "
-        f"{format_size(round(pair.bytes_per_second))}/s{f' over {link}' if link else ''}, other pairs "
-        f"{format_size(round(typical))}/s",
-        why="a ring is as fast as its slowest link",
-        fix=fixes if is_within else "check cable, port (`ethtool`, `ibstat`) and switch of these machines",
     )

@@ -15,7 +15,7 @@ import torch
 from rich.table import Table
 from torch.utils.data import DataLoader
 
-from finetune.commands.printing import print_table
+from finetune.commands.printing import number_table, print_table
 from finetune.config.load import load_config
 from finetune.config.run_config import RunConfig
 from finetune.data.batch import Batch
@@ -33,50 +33,21 @@ MAX_WAITING_SHARE = 0.02
 NEARLY_FASTEST = 0.9
 """Share of the fastest rate that counts as equally fast, if the speed of the model is unknown."""
 
-WARM_UP_STEPS = 2
-
-MIN_BATCHES = 4
+WARM_UP_STEPS, MIN_BATCHES = 2, 4
 
 MakeLoader = Callable[..., "DataLoader[Batch]"]
 """From settings and `first_step` to a loader of one rank's batches, endless unless `num_steps` is given."""
 
 
 @dataclass(frozen=True)
-class LoaderRun:
-    """One measurement: the time to the first batch, and the rate of those after it."""
-
-    first_seconds: float
-    samples_per_second: float
-    tokens_per_second: float
-
-
-@dataclass(frozen=True)
 class LoaderMeasurement:
-    """All measurements of one setting."""
+    """The medians of all rounds of one setting."""
 
     settings: LoaderSettings
-    passes: tuple[LoaderRun, ...]
-
-    @property
-    def samples_per_second(self) -> float:
-        """Return the median over the rounds."""
-        return median(run.samples_per_second for run in self.passes)
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Return the median over the rounds."""
-        return median(run.tokens_per_second for run in self.passes)
-
-    @property
-    def first_seconds(self) -> float:
-        """Return the median time to the first batch."""
-        return median(run.first_seconds for run in self.passes)
-
-    @property
-    def spread(self) -> float:
-        """Return the difference of the fastest and the slowest round, as a share of the median."""
-        rates = [run.samples_per_second for run in self.passes]
-        return (max(rates) - min(rates)) / self.samples_per_second if self.samples_per_second else 0.0
+    first_seconds: float  # until the first batch
+    samples_per_second: float
+    tokens_per_second: float
+    spread: float = 0.0  # difference of the fastest and the slowest round, as a share of the median
 
 
 _ENDLESS = 1 << 40
@@ -102,8 +73,18 @@ def examine_loader(path: Path, overrides: Sequence[str], *, num_rounds: int, sec
     print(f"one rank's loader alone, {resources.num_cores} cores, {device}; medians; spread: (max - min) / median")
     print_table(loading_table(measurements, consumed))
     best = choose_settings(measurements, consumed)
-    print(_reason(best, consumed, run_folder=config.run.folder))
-    if best.settings.num_workers:
+    number, run_folder = best.settings.num_workers, config.run.folder
+    if consumed is None:
+        print(
+            f"num_workers: {number} is the smallest number that is about as fast as the fastest. {run_folder} has no "
+            "run that shows the speed of the model: train a few steps and repeat this command for a better answer."
+        )
+    else:
+        print(
+            f"a rank of the run in {run_folder} consumes {consumed:,.0f} tokens/s while it computes: with num_workers: "
+            f"{number} a step waits {waiting_share(best, consumed):.1%} of its time"
+        )
+    if number:
         new = seconds_between_passes(make_loader, best.settings)
         persistent = seconds_between_passes(make_loader, replace(best.settings, persistent_workers=True))
         print(
@@ -114,10 +95,8 @@ def examine_loader(path: Path, overrides: Sequence[str], *, num_rounds: int, sec
 
 def loading_table(measurements: Sequence[LoaderMeasurement], consumed: float | None) -> Table:
     """Return a row for each setting, with the share of a step spent waiting if the rate of a run is known."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     names = ["num_workers", "prefetch_factor", "pin_memory", "samples/s", "spread", "tokens/s", "first batch"]
-    for name in names if consumed is None else [*names, "a step waits"]:
-        table.add_column(name, justify="right", no_wrap=True)
+    table = number_table(*names, *(() if consumed is None else ("a step waits",)))
     for measured in measurements:
         settings = measured.settings
         waits = () if consumed is None else (f"{waiting_share(measured, consumed):.1%}",)
@@ -169,19 +148,6 @@ def _loader(
     )
 
 
-def _reason(best: LoaderMeasurement, consumed: float | None, *, run_folder: str) -> str:
-    number = best.settings.num_workers
-    if consumed is None:
-        return (
-            f"num_workers: {number} is the smallest number that is about as fast as the fastest. {run_folder} has no "
-            "run that shows the speed of the model: train a few steps and repeat this command for a better answer."
-        )
-    return (
-        f"a rank of the run in {run_folder} consumes {consumed:,.0f} tokens/s while it computes: with num_workers: "
-        f"{number} a step waits {waiting_share(best, consumed):.1%} of its time"
-    )
-
-
 def settings_to_try(resources: MachineResources) -> list[LoaderSettings]:
     """Return the settings to measure on this machine: 0, 1, 2, 4, ... workers, up to its cores per rank."""
     numbers = [number for number in (1, 2, 4, 8, 16, 32) if number <= max(2, resources.cores_per_rank)]
@@ -202,12 +168,18 @@ def measure(
     log: Callable[[str], None],
 ) -> list[LoaderMeasurement]:
     """Return the measurements of the settings; each round measures all of them in a new order."""
-    runs: Mapping[LoaderSettings, list[LoaderRun]] = {setting: [] for setting in settings}
+    runs: Mapping[LoaderSettings, list[tuple[float, float, float]]] = {setting: [] for setting in settings}
     for number in range(num_rounds):
         log(f"round {number + 1} of {num_rounds}")
         for setting in random.Random(number).sample(list(settings), len(settings)):
             runs[setting].append(_measure_once(make_loader(setting, first_step=number), seconds=seconds))
-    return [LoaderMeasurement(setting, tuple(passes)) for setting, passes in runs.items()]
+    measurements = []
+    for setting, passes in runs.items():
+        first, samples, tokens = (median(values) for values in zip(*passes, strict=True))
+        rates = [rate for _, rate, _ in passes]
+        spread = (max(rates) - min(rates)) / samples if samples else 0.0
+        measurements.append(LoaderMeasurement(setting, first, samples, tokens, spread))
+    return measurements
 
 
 def seconds_between_passes(make_loader: MakeLoader, settings: LoaderSettings) -> float:
@@ -220,7 +192,8 @@ def seconds_between_passes(make_loader: MakeLoader, settings: LoaderSettings) ->
     return time.perf_counter() - started
 
 
-def _measure_once(loader: "DataLoader[Batch]", *, seconds: float) -> LoaderRun:
+def _measure_once(loader: "DataLoader[Batch]", *, seconds: float) -> tuple[float, float, float]:
+    """Return the seconds until the first batch, and the samples and tokens per second of those after it."""
     started = time.perf_counter()
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     batches = (batch if device is None else batch.to(device, non_blocking=True) for batch in loader)
@@ -234,7 +207,7 @@ def _measure_once(loader: "DataLoader[Batch]", *, seconds: float) -> LoaderRun:
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
     elapsed = time.perf_counter() - first
-    return LoaderRun(first - started, samples / elapsed, tokens / elapsed)
+    return first - started, samples / elapsed, tokens / elapsed
 
 
 def waiting_share(measured: LoaderMeasurement, consumed_per_second: float) -> float:
@@ -249,17 +222,21 @@ def waiting_share(measured: LoaderMeasurement, consumed_per_second: float) -> fl
 
 
 def choose_settings(measurements: Sequence[LoaderMeasurement], consumed_per_second: float | None) -> LoaderMeasurement:
-    """Return the setting with the fewest workers that is fast enough, else the fastest one."""
-    by_cost = sorted(
-        measurements, key=lambda measured: (measured.settings.num_workers, measured.settings.prefetch_factor or 0)
-    )
+    """Return the fastest setting among those with the fewest workers that are fast enough, else the fastest of all."""
     if consumed_per_second is None:
         best = max(measured.tokens_per_second for measured in measurements)
-        return _fastest_of([measured for measured in by_cost if measured.tokens_per_second >= NEARLY_FASTEST * best])
-    enough = [measured for measured in by_cost if waiting_share(measured, consumed_per_second) <= MAX_WAITING_SHARE]
-    if enough:
-        return _fastest_of(enough)
-    return min(by_cost, key=lambda measured: waiting_share(measured, consumed_per_second))
+        enough = [measured for measured in measurements if measured.tokens_per_second >= NEARLY_FASTEST * best]
+    else:
+        waiting = {measured: waiting_share(measured, consumed_per_second) for measured in measurements}
+        enough = [measured for measured in measurements if waiting[measured] <= MAX_WAITING_SHARE]
+        if not enough:
+            return min(
+                measurements,
+                key=lambda own: (waiting[own], own.settings.num_workers, own.settings.prefetch_factor or 0),
+            )
+    fewest = min(measured.settings.num_workers for measured in enough)
+    candidates = [measured for measured in enough if measured.settings.num_workers == fewest]
+    return max(candidates, key=lambda own: (own.tokens_per_second, -(own.settings.prefetch_factor or 0)))
 
 
 def tokens_per_second_of_a_rank(run_folder: Path) -> float | None:
@@ -272,10 +249,3 @@ def tokens_per_second_of_a_rank(run_folder: Path) -> float | None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         world = 1
     return median(rates.tolist()) / world if len(rates) else None
-
-
-def _fastest_of(sufficient: Sequence[LoaderMeasurement]) -> LoaderMeasurement:
-    """Return the fastest of those with the same number of workers as the first."""
-    fewest = sufficient[0].settings.num_workers
-    candidates = [measured for measured in sufficient if measured.settings.num_workers == fewest]
-    return max(candidates, key=lambda measured: measured.tokens_per_second)

@@ -1,5 +1,6 @@
 """`finetune doctor`: facts of a run's machines, measurements between its ranks, and problems to fix first."""
 
+import json
 import os
 import socket
 import threading
@@ -9,13 +10,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from statistics import median
 
 import torch
 import torch.distributed as dist
-from rich.table import Table
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from finetune.commands.doctor.checks import (
@@ -28,14 +27,12 @@ from finetune.commands.doctor.checks import (
     read_facts,
     strategy_costs,
 )
-from finetune.commands.doctor.findings import Finding, format_finding, has_severe
-from finetune.commands.doctor.gpus import Gpu
+from finetune.commands.doctor.findings import has_severe
+from finetune.commands.doctor.gpus import pair_links
 from finetune.commands.doctor.job import gather_job
-from finetune.commands.doctor.links import pair_links
 from finetune.commands.doctor.ranks import LinkFacts, gather_rank, measure_link
-from finetune.commands.printing import print_facts, print_json, print_table
+from finetune.commands.printing import number_table, print_facts, print_json, print_table
 from finetune.config.load import LoadedConfig, load_config, with_local_folder
-from finetune.data.token_cache.cache import DEFAULT_FOLDER, cache_folder
 from finetune.errors import LostContact, UserError
 from finetune.runtime import distributed
 from finetune.runtime.processes import exit_process
@@ -68,53 +65,50 @@ def examine(
     mistake in the job, and LostContact when a rank does not arrive. Collective.
     """
     if recorded is not None:
-        return _report(read_facts(recorded), as_json=as_json)
+        return _report(read_facts(recorded), None, as_json=as_json)
     loaded = with_local_folder(load_config(path, overrides)) if path else None
     variables = dict(os.environ)  # libraries set some when they are imported
     quiet_libraries(is_main=distributed.is_main())
     if not is_launched():
-        facts = Facts((_gather_host(loaded, variables),))
-        return _report(_with_job(facts, loaded), as_json=as_json)
+        return _report(Facts((gather_host(loaded, variables),)), loaded, as_json=as_json)
     waited = rendezvous(os.environ, seconds=wait_seconds)
+    gathers = os.environ.get("LOCAL_RANK", "0") == "0"  # one rank per machine
     try:
         with time_limit(_MEASURE_SECONDS, on_late=_end_hang):
-            facts = _gather_ranks(loaded, variables, waited=waited)
+            hosts = distributed.run_on_all_ranks(lambda: gather_host(loaded, variables) if gathers else None)
+            link = measure_link()
+            rank = gather_rank(arrived_seconds=max(distributed.gather_objects(waited)) - waited)
+            ranks = distributed.gather_objects(rank)
     except RuntimeError as error:  # of NCCL or gloo: a rank or the link has failed
         raise LostContact(f"all ranks are connected, but cannot communicate: {error}\n{_HANG_FIX}") from error
-    code = _report(_with_job(facts, loaded), as_json=as_json) if distributed.is_main() else 0
+    facts = Facts(tuple(host for host in hosts if host is not None), tuple(ranks), link)
+    code = _report(facts, loaded, as_json=as_json) if distributed.is_main() else 0
     return distributed.shut_down(distributed.broadcast_object(code))
 
 
-def _report(facts: Facts, *, as_json: bool) -> int:
+def _report(facts: Facts, loaded: LoadedConfig | None, *, as_json: bool) -> int:
+    """Print the facts, with those of the job, and the findings; return the exit code."""
+    if loaded is not None:
+        facts = replace(facts, job=gather_job(loaded))
     findings = check_facts(facts)
     if as_json:  # what `--facts` reads
         listed = [asdict(finding) | {"severity": finding.severity.name.lower()} for finding in findings]
         print_json({"facts": asdict(facts), "findings": listed}, indent=1)
-    else:
-        print_report(facts, findings)
-    return 1 if has_severe(findings) else 0
-
-
-def _with_job(facts: Facts, loaded: LoadedConfig | None) -> Facts:
-    return facts if loaded is None else replace(facts, job=gather_job(loaded))
-
-
-def _gather_host(loaded: LoadedConfig | None, variables: Mapping[str, str]) -> HostFacts:
-    folders = {"cache": Path(DEFAULT_FOLDER).expanduser(), "run": Path.cwd()}
-    if loaded is not None:
-        folders = {"cache": cache_folder(loaded.config.data), "run": Path(loaded.config.run.folder)}
-    return gather_host(folders, variables=variables)
-
-
-def _gather_ranks(loaded: LoadedConfig | None, variables: Mapping[str, str], *, waited: float) -> Facts:
-    """Return the facts of all machines and ranks; one rank per machine gathers those of the machine. Collective."""
-    is_local_main = os.environ.get("LOCAL_RANK", "0") == "0"
-    gathered = distributed.run_on_all_ranks(partial(_gather_host, loaded, variables) if is_local_main else lambda: None)
-    hosts = tuple(host for host in gathered if host is not None)
-    link = measure_link()
-    longest = max(distributed.gather_objects(waited))
-    rank = gather_rank(arrived_seconds=longest - waited)
-    return Facts(hosts, tuple(distributed.gather_objects(rank)), link)
+        return int(has_severe(findings))
+    for host in facts.hosts:
+        if len(facts.hosts) > 1:
+            print(printable(f"{host.hostname}:"))
+        print_facts(_host_lines(host))
+        for gap in host.unread:
+            print(printable(f"unknown: {gap}"))
+    if facts.link is not None:
+        _print_link(facts, facts.link)
+    print()
+    for finding in findings:
+        print(printable(str(finding)))
+    if not findings:
+        print("nothing to fix")
+    return int(has_severe(findings))
 
 
 def _end_hang() -> None:
@@ -129,9 +123,6 @@ def _end_hang() -> None:
 
 
 _POLL_SECONDS = 0.05
-
-_ALL_ARRIVED = "all"
-
 _WORK_SECONDS = 60.0
 """Time limit of a rank's work between two collectives, such as gathering the facts of its machine."""
 
@@ -149,17 +140,22 @@ def rendezvous(variables: Mapping[str, str], *, seconds: float) -> float:
     started = time.monotonic()
     store.set(f"arrived/{rank}", socket.gethostname())
     deadline = time.monotonic() + seconds
+    missing = list(range(world))
     if rank == 0:
-        missing = list(range(world))
         while missing := [rank for rank in missing if not store.check([f"arrived/{rank}"])]:
             if time.monotonic() > deadline:
                 break
             time.sleep(_POLL_SECONDS)
-        store.set("answer", ",".join(map(str, missing)) or _ALL_ARRIVED)
+        store.set("missing", json.dumps(missing))
         if missing:
             time.sleep(4 * _POLL_SECONDS)  # the others read the answer before the store ends with this process
     else:
-        missing = _await_answer(store, deadline=deadline + seconds)
+        try:
+            while not store.check(["missing"]) and time.monotonic() < deadline + seconds:
+                time.sleep(_POLL_SECONDS)
+            missing = json.loads(store.get("missing")) if store.check(["missing"]) else [0]
+        except RuntimeError as error:
+            raise LostContact("lost the connection to rank 0: it exited.") from error
     if missing:
         shown = ", ".join(map(str, missing[:8])) + (" ..." if len(missing) > 8 else "")
         named = f"rank {shown}" if len(missing) == 1 else f"{len(missing)} (rank {shown})"
@@ -220,18 +216,6 @@ def _store(variables: Mapping[str, str], *, rank: int, seconds: float) -> Store:
         ) from error
 
 
-def _await_answer(store: Store, *, deadline: float) -> list[int]:
-    try:
-        while time.monotonic() < deadline:
-            if store.check(["answer"]):
-                answer = store.get("answer").decode()
-                return [] if answer == _ALL_ARRIVED else [int(number) for number in answer.split(",")]
-            time.sleep(_POLL_SECONDS)
-    except RuntimeError as error:
-        raise LostContact("lost the connection to rank 0: it exited.") from error
-    return [0]
-
-
 @contextmanager
 def time_limit(seconds: float, *, on_late: Callable[[], None]) -> Iterator[None]:
     """Call `on_late` in another thread if the block takes longer: a collective cannot be interrupted."""
@@ -255,23 +239,6 @@ def is_launched() -> bool:
 _MAX_PAIRS = 12
 
 
-def print_report(facts: Facts, findings: Sequence[Finding]) -> None:
-    """Print the machines, the measurements between ranks, and the findings."""
-    for host in facts.hosts:
-        if len(facts.hosts) > 1:
-            print(printable(f"{host.hostname}:"))
-        print_facts(_host_lines(host))
-        for gap in host.unread:
-            print(printable(f"unknown: {gap}"))
-    if facts.link is not None:
-        _print_link(facts, facts.link)
-    print()
-    for finding in findings:
-        print(printable(format_finding(finding)))
-    if not findings:
-        print("nothing to fix")
-
-
 def _host_lines(host: HostFacts) -> Iterator[tuple[str, str]]:
     system, software, gpus = host.system, host.software, host.gpus
     environment = f"{', WSL2' if system.is_wsl else ''}{', in a container' if system.is_container else ''}"
@@ -282,7 +249,19 @@ def _host_lines(host: HostFacts) -> Iterator[tuple[str, str]]:
         built = f"torch has CUDA {software.torch_cuda}, NCCL {software.nccl}"
         yield "driver", f"{gpus.driver}, CUDA up to {gpus.driver_cuda}; {built}"
     for gpu in gpus.gpus:
-        yield f"GPU {gpu.index}", _gpu_line(gpu)
+        parts = [
+            f"{gpu.name}, {format_size(gpu.memory_bytes)}",
+            f"sm_{gpu.capability[0]}{gpu.capability[1]}" if gpu.capability is not None else "",
+            f"{gpu.power_watts or 0:.0f} of {gpu.power_limit_watts:.0f} W" if gpu.power_limit_watts is not None else "",
+            f"{gpu.temperature_celsius} C" if gpu.temperature_celsius is not None else "",
+            f"{gpu.clock_mhz} of {gpu.max_clock_mhz} MHz" if gpu.clock_mhz is not None else "",
+            f"PCIe {gpu.pcie_generation} x{gpu.pcie_width}" if gpu.pcie_width else "",
+            f"ECC {'on' if gpu.ecc else 'off'}" if gpu.ecc is not None else "",
+            "MIG" * gpu.mig,
+        ]
+        if gpu.pcie_width:
+            parts[5] += f" (at most {gpu.max_pcie_generation} x{gpu.max_pcie_width})"
+        yield f"GPU {gpu.index}", ", ".join(filter(None, parts))
     if gpus.topology is not None:
         links = Counter(pair_links(gpus.topology).values())
         yield "links", ", ".join(f"{count} x {link}" for link, count in links.items())
@@ -309,31 +288,10 @@ def _host_lines(host: HostFacts) -> Iterator[tuple[str, str]]:
         yield "variables", " ".join(f"{name}={value}" for name, value in host.variables.items())
 
 
-def _gpu_line(gpu: Gpu) -> str:
-    parts = [f"{gpu.name}, {format_size(gpu.memory_bytes)}"]
-    if gpu.capability is not None:
-        parts.append(f"sm_{gpu.capability[0]}{gpu.capability[1]}")
-    if gpu.power_limit_watts is not None:
-        parts.append(f"{gpu.power_watts or 0:.0f} of {gpu.power_limit_watts:.0f} W")
-    if gpu.temperature_celsius is not None:
-        parts.append(f"{gpu.temperature_celsius} C")
-    if gpu.clock_mhz is not None:
-        parts.append(f"{gpu.clock_mhz} of {gpu.max_clock_mhz} MHz")
-    if gpu.pcie_width:
-        parts.append(
-            f"PCIe {gpu.pcie_generation} x{gpu.pcie_width} (at most {gpu.max_pcie_generation} x{gpu.max_pcie_width})"
-        )
-    if gpu.ecc is not None:
-        parts.append(f"ECC {'on' if gpu.ecc else 'off'}")
-    if gpu.mig:
-        parts.append("MIG")
-    return ", ".join(parts)
-
-
 def _print_link(facts: Facts, link: LinkFacts) -> None:
     hosts = len({rank.hostname for rank in facts.ranks})
     print(f"\nall-reduce over {facts.world} ranks on {hosts} host{'s' * (hosts > 1)}, {link.backend}")
-    world, table = facts.world, _table("size", "time", "algorithm bandwidth", "bus bandwidth")
+    world, table = facts.world, number_table("size", "time", "algorithm bandwidth", "bus bandwidth")
     for speed in link.all_reduce:
         rate = speed.num_bytes / speed.seconds
         bus = 2 * (world - 1) / world * rate
@@ -344,7 +302,7 @@ def _print_link(facts: Facts, link: LinkFacts) -> None:
         typical = median(pair.bytes_per_second for pair in link.pairs)
         shown = f"{len(slowest)} of {len(link.pairs)}; median {_rate(typical)}"
         print(f"\nmessages between two ranks, the slowest first ({shown})")
-        table = _table("ranks", "latency", "bandwidth")
+        table = number_table("ranks", "latency", "bandwidth")
         for pair in slowest:
             table.add_row(f"{pair.first}-{pair.second}", _time(pair.latency_seconds), _rate(pair.bytes_per_second))
         print_table(table)
@@ -353,18 +311,11 @@ def _print_link(facts: Facts, link: LinkFacts) -> None:
     against = "" if computed is None else f", against about {_time(computed)} of computing"
     trained = f"{job.num_trained:,} of {job.num_parameters:,} parameters trained"
     print(f"\ncommunication per step of {job.file} ({trained}){against}")
-    table = _table("strategy", "sent by a rank", "time", "of computing", "")
+    table = number_table("strategy", "sent by a rank", "time", "of computing", "")
     for cost in strategy_costs(facts):
         share = "" if cost.share is None else f"{cost.share:.0%}"
         table.add_row(cost.name, format_size(round(cost.num_bytes)), _time(cost.seconds), share, cost.verdict)
     print_table(table)
-
-
-def _table(*names: str) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in names:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
 
 
 def _time(seconds: float) -> str:

@@ -2,15 +2,13 @@
 
 import subprocess
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
-TOOL_SECONDS = 10.0
 
-
-def run_tool(command: Sequence[str], *, seconds: float = TOOL_SECONDS) -> str:
+def run_tool(command: Sequence[str], *, seconds: float = 10.0) -> str:
     """Return the output of a program; raises OSError if it is missing, fails or takes too long."""
     name = " ".join(command[:3])
     try:
@@ -74,6 +72,10 @@ class Finding:
     fix: str
     hosts: tuple[str, ...] = ()  # empty: all hosts
 
+    def __str__(self) -> str:
+        where = f" [{', '.join(self.hosts)}]" if self.hosts else ""
+        return f"{LABELS[self.severity]}: {self.what}{where}\n    why: {self.why}\n    fix: {self.fix}"
+
 
 def must_fix(key: str, what: str, *, why: str, fix: str) -> Finding:
     """Return a finding that makes a run fail."""
@@ -88,24 +90,6 @@ def should_fix(key: str, what: str, *, why: str, fix: str) -> Finding:
 def note(key: str, what: str, *, why: str, fix: str) -> Finding:
     """Return a finding that is worth knowing."""
     return Finding(key, Severity.NOTE, what, why, fix)
-
-
-def merge_hosts(findings: Iterable[Finding], *, num_hosts: int) -> list[Finding]:
-    """Return each finding once, the most severe first, with the hosts that have it; no hosts if all have it."""
-    hosts_by_finding: dict[Finding, list[str]] = {}
-    for finding in findings:
-        hosts_by_finding.setdefault(replace(finding, hosts=()), []).extend(finding.hosts)
-    merged = [
-        replace(finding, hosts=() if len(set(hosts)) == num_hosts else tuple(dict.fromkeys(hosts)))
-        for finding, hosts in hosts_by_finding.items()
-    ]
-    return sorted(merged, key=lambda finding: finding.severity)
-
-
-def format_finding(finding: Finding) -> str:
-    """Return the lines that are printed for a finding."""
-    where = f" [{', '.join(finding.hosts)}]" if finding.hosts else ""
-    return f"{LABELS[finding.severity]}: {finding.what}{where}\n    why: {finding.why}\n    fix: {finding.fix}"
 
 
 def has_severe(findings: Sequence[Finding]) -> bool:

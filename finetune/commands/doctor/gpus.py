@@ -1,7 +1,8 @@
-"""The GPUs of a machine: their facts by NVML (`nvidia-ml-py`), without a CUDA context, and the checks of each GPU."""
+"""The GPUs of a machine and the links between them: their facts, by NVML and `nvidia-smi topo -m`, and their checks."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
@@ -9,7 +10,8 @@ from typing import Any
 
 import psutil
 
-from finetune.commands.doctor.findings import Finding, must_fix, note, should_fix
+from finetune.commands.doctor.findings import Finding, must_fix, note, run_tool, should_fix
+from finetune.commands.doctor.system import SystemFacts
 from finetune.runtime.optional import lazily
 from finetune.runtime.resources import format_size
 
@@ -83,7 +85,6 @@ class GpuFacts:
 
 DRIVER_MARKS = (Path("/proc/driver/nvidia/version"), Path("/dev/nvidiactl"), Path("/dev/dxg"))
 """Files of a driver; the last one exists under WSL."""
-
 _THROTTLE_REASONS = {
     0x4: "power cap",
     0x8: "hardware slowdown",
@@ -93,12 +94,14 @@ _THROTTLE_REASONS = {
 }
 
 _COMPUTE_MODES = {0: "default", 1: "exclusive thread", 2: "prohibited", 3: "exclusive process"}
-
 _P2P = {0: "ok", 1: "chipset not supported", 2: "GPU not supported", 3: "topology not supported", 4: "disabled"}
 
 
 def gather_gpus() -> GpuFacts:
-    """Return the GPUs; a machine without a driver has none, and one whose driver does not answer has a `problem`."""
+    """Return the GPUs, without creating a CUDA context.
+
+    A machine without a driver has none, and one whose driver does not answer has a `problem`.
+    """
     has_driver = any(mark.exists() for mark in DRIVER_MARKS)
     try:
         pynvml.nvmlInit()
@@ -107,12 +110,17 @@ def gather_gpus() -> GpuFacts:
     try:
         handles = [pynvml.nvmlDeviceGetHandleByIndex(number) for number in range(pynvml.nvmlDeviceGetCount())]
         cuda = _query(pynvml.nvmlSystemGetCudaDriverVersion_v2)
+        p2p = {}
+        for (first, one), (second, other) in combinations(enumerate(handles), 2):
+            status = _query(pynvml.nvmlDeviceGetP2PStatus, one, other, pynvml.NVML_P2P_CAPS_INDEX_READ)
+            if status is not None:
+                p2p[f"{first}-{second}"] = _P2P.get(int(status), "unknown")
         return GpuFacts(
             has_driver=True,
-            driver=_text(_query(pynvml.nvmlSystemGetDriverVersion)),
+            driver=_query(pynvml.nvmlSystemGetDriverVersion),
             driver_cuda=None if cuda is None else f"{cuda // 1000}.{cuda % 1000 // 10}",
-            gpus=tuple(_gpu(index, handle) for index, handle in enumerate(handles)),
-            p2p=dict(_p2p(handles)),
+            gpus=tuple(_gather_gpu(index, handle) for index, handle in enumerate(handles)),
+            p2p=p2p,
         )
     finally:
         pynvml.nvmlShutdown()
@@ -121,29 +129,36 @@ def gather_gpus() -> GpuFacts:
 def _query(function: Callable[..., Any], *arguments: Any) -> Any:
     """Return NVML's answer; None if this GPU or driver does not support the query."""
     try:
-        return function(*arguments)
+        answer = function(*arguments)
     except pynvml.NVMLError:
         return None
+    return answer.decode() if isinstance(answer, bytes) else answer
 
 
-def _text(value: Any) -> str | None:
-    return value.decode() if isinstance(value, bytes) else value
-
-
-def _gpu(index: int, handle: Any) -> Gpu:
+def _gather_gpu(index: int, handle: Any) -> Gpu:
     memory = _query(pynvml.nvmlDeviceGetMemoryInfo, handle)
     capability = _query(pynvml.nvmlDeviceGetCudaComputeCapability, handle)
+    bus = getattr(_query(pynvml.nvmlDeviceGetPciInfo, handle), "busId", "")
     ecc_counter = (pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC)
     remapped = _query(pynvml.nvmlDeviceGetRemappedRows, handle) or (0, 0, 0, 0)
     reasons = _query(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0
     slowdown = pynvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN
+    processes = []
+    for process in _query(pynvml.nvmlDeviceGetComputeRunningProcesses, handle) or ():
+        if process.pid == os.getpid():
+            continue
+        try:
+            process_name = psutil.Process(process.pid).name()
+        except psutil.Error:  # outside this container
+            process_name = "unknown"
+        processes.append(GpuProcess(int(process.pid), process_name, process.usedGpuMemory))
     return Gpu(
         index=index,
-        name=_text(_query(pynvml.nvmlDeviceGetName, handle)) or "unknown",
+        name=_query(pynvml.nvmlDeviceGetName, handle) or "unknown",
         memory_bytes=0 if memory is None else int(memory.total),
         memory_used_bytes=0 if memory is None else int(memory.used),
         capability=None if capability is None else (int(capability[0]), int(capability[1])),
-        pci_bus=_text(getattr(_query(pynvml.nvmlDeviceGetPciInfo, handle), "busId", None)) or "",
+        pci_bus=bus.decode() if isinstance(bus, bytes) else bus,
         ecc=_is_on(_query(pynvml.nvmlDeviceGetEccMode, handle)),
         uncorrected_errors=_query(pynvml.nvmlDeviceGetTotalEccErrors, handle, *ecc_counter),
         remap_pending=bool(remapped[2]),
@@ -163,7 +178,7 @@ def _gpu(index: int, handle: Any) -> Gpu:
         mig=_is_on(_query(pynvml.nvmlDeviceGetMigMode, handle)) is True,
         persistence=_is_on(_query(pynvml.nvmlDeviceGetPersistenceMode, handle)),
         compute_mode=_COMPUTE_MODES.get(_query(pynvml.nvmlDeviceGetComputeMode, handle) or 0, "default"),
-        processes=tuple(_processes(handle)),
+        processes=tuple(processes),
     )
 
 
@@ -176,36 +191,11 @@ def _watts(milliwatts: int | None) -> float | None:
     return None if milliwatts is None else milliwatts / 1000
 
 
-def _processes(handle: Any) -> Iterator[GpuProcess]:
-    """Yield the other processes; those outside this container have no name."""
-    for process in _query(pynvml.nvmlDeviceGetComputeRunningProcesses, handle) or ():
-        if process.pid == os.getpid():
-            continue
-        try:
-            name = psutil.Process(process.pid).name()
-        except psutil.Error:
-            name = "unknown"
-        yield GpuProcess(int(process.pid), name, process.usedGpuMemory)
-
-
-def _p2p(handles: list[Any]) -> Iterator[tuple[str, str]]:
-    for (first, one), (second, other) in combinations(enumerate(handles), 2):
-        status = _query(pynvml.nvmlDeviceGetP2PStatus, one, other, pynvml.NVML_P2P_CAPS_INDEX_READ)
-        if status is not None:
-            yield f"{first}-{second}", _P2P.get(int(status), "unknown")
-
-
-BUSY_SHARE = 0.05
-"""Share of the memory in use, above what drivers and a desktop need."""
-
+BUSY_SHARE = 0.05  # of the memory: more than drivers and a desktop need
 _CAPPED = 0.97  # of the default power
-
 _NEAR_SLOWDOWN_CELSIUS = 5
-
 _BF16_CAPABILITY = (8, 0)
-
 _WORKING = 0.5  # of the power limit: above it, a GPU does not lower its bus speed to save power
-
 _SLOWING = ("hardware slowdown", "software thermal slowdown", "hardware thermal slowdown", "hardware power brake")
 
 
@@ -213,8 +203,7 @@ def check_gpus(facts: GpuFacts, *, is_wsl: bool, num_ranks: int) -> Iterator[Fin
     """Yield the problems of single GPUs, and differences between them; `num_ranks` were launched on this machine."""
     gpus = facts.gpus
     for gpu in gpus:
-        yield from _check_condition(gpu)
-        yield from _check_use(gpu, is_wsl=is_wsl, num_ranks=num_ranks)
+        yield from _check_gpu(gpu, is_wsl=is_wsl, num_ranks=num_ranks)
     narrow = [gpu for gpu in gpus if gpu.pcie_width and gpu.pcie_width < (gpu.max_pcie_width or 0)]
     for width, maximum in sorted({(gpu.pcie_width, gpu.max_pcie_width) for gpu in narrow}):
         indices = [str(gpu.index) for gpu in narrow if (gpu.pcie_width, gpu.max_pcie_width) == (width, maximum)]
@@ -249,8 +238,8 @@ def check_gpus(facts: GpuFacts, *, is_wsl: bool, num_ranks: int) -> Iterator[Fin
         )
 
 
-def _check_condition(gpu: Gpu) -> Iterator[Finding]:
-    """Yield memory errors, and the reasons for which a GPU is slower than it should be."""
+def _check_gpu(gpu: Gpu, *, is_wsl: bool, num_ranks: int) -> Iterator[Finding]:
+    """Yield memory errors, reasons for low speed, other processes on the GPU, and modes in which it refuses ranks."""
     if gpu.remap_failed:
         yield must_fix(
             "ecc",
@@ -293,10 +282,6 @@ def _check_condition(gpu: Gpu) -> Iterator[Finding]:
             why="each generation halves the speed of copies",
             fix="set the slot's link speed to Auto or the highest generation in the BIOS; check the riser",
         )
-
-
-def _check_use(gpu: Gpu, *, is_wsl: bool, num_ranks: int) -> Iterator[Finding]:
-    """Yield other processes on the GPU, and modes in which it refuses ranks."""
     if gpu.memory_used_bytes > BUSY_SHARE * gpu.memory_bytes:
         users = ", ".join(f"{process.name} (pid {process.pid})" for process in gpu.processes[:4])
         pids = " ".join(str(process.pid) for process in gpu.processes)
@@ -323,3 +308,151 @@ def _check_use(gpu: Gpu, *, is_wsl: bool, num_ranks: int) -> Iterator[Finding]:
             why="a process sees one instance at most, and NCCL does not connect instances",
             fix=f"run one process per instance, or `sudo nvidia-smi -i {gpu.index} -mig 0`",
         )
+
+
+_DEVICE = re.compile(r"(GPU|NIC)\d+|(mlx|bnxt|efa|irdma|rocep|ibp)\w*")
+_CARD = re.compile(r"\s*(NIC\d+):\s*(\S+)")
+_LINK = re.compile(r"X|NV\d+|PIX|PXB|PHB|NODE|SYS")
+_CORES = re.compile(r"\d+([-,]\d+)*")
+
+
+def read_topology() -> Topology:
+    """Return the topology of this machine; raises OSError if `nvidia-smi` does not print it."""
+    topology = parse_topology(run_tool(["nvidia-smi", "topo", "-m"]))
+    if not topology.links:
+        raise OSError("`nvidia-smi topo -m` printed no matrix")
+    return topology
+
+
+def parse_topology(text: str) -> Topology:
+    """Return the matrix, without the lines above and below it; columns are separated by tabs or blanks."""
+    columns: list[str] = []
+    links: dict[str, dict[str, str]] = {}
+    cores: dict[str, str] = {}
+    numa: dict[str, str] = {}
+    cards: dict[str, str] = {}
+    for line in text.splitlines():
+        words = line.split()
+        card = _CARD.fullmatch(line)
+        if card is not None:
+            cards[card[1]] = card[2]
+        elif not columns:
+            columns = [word for word in words if _DEVICE.fullmatch(word)]
+        elif words and words[0] in columns:
+            name, row = words[0], words[1:]
+            count = next((number for number, word in enumerate(row) if not _LINK.fullmatch(word)), len(row))
+            links[name] = {other: link for other, link in zip(columns, row[:count], strict=False) if link != "X"}
+            affinity = [word for word in row[count:] if word != "N/A"]
+            if name.startswith("GPU") and affinity and _CORES.fullmatch(affinity[0]):
+                cores[name] = affinity[0]
+                numa |= {name: affinity[1]} if len(affinity) > 1 and _CORES.fullmatch(affinity[1]) else {}
+    return Topology(links, cores, numa, cards)
+
+
+P2P_OFF = "export NCCL_P2P_DISABLE=1"
+_ADA = re.compile(r"RTX 40\d\d")
+_ADA_DRIVER = (550, 40, 7)
+"""The first driver that reports that the RTX 40 series has no P2P (accelerate: `check_cuda_p2p_ib_support`)."""
+_PCIE = ("PIX", "PXB", "PHB", "NODE")
+
+
+def check_links(
+    gpus: GpuFacts, system: SystemFacts, variables: Mapping[str, str], *, has_infiniband: bool
+) -> Iterator[Finding]:
+    """Yield the problems of the links between the GPUs of a machine."""
+    if len(gpus.gpus) < 2:
+        return
+    links = pair_links(gpus.topology)
+    has_nvlink = any(link.startswith("NV") for link in links.values())
+    is_off = variables.get("NCCL_P2P_DISABLE") == "1"
+    if is_off and has_nvlink:
+        yield should_fix(
+            "p2p-off",
+            "NCCL_P2P_DISABLE=1 is set, and the GPUs have NVLink",
+            why="NCCL then copies through host memory, many times slower",
+            fix="unset NCCL_P2P_DISABLE",
+        )
+    elif not is_off:
+        yield from _peer_to_peer(gpus, system, links)
+    if gpus.topology is not None:
+        if has_infiniband:
+            cards = [name for name in next(iter(gpus.topology.links.values()), {}) if not name.startswith("GPU")]
+            far = [
+                name
+                for name, row in gpus.topology.links.items()
+                if name.startswith("GPU") and cards and all(row.get(card) == "SYS" for card in cards)
+            ]
+            if far:
+                yield note(
+                    "gpu-far-from-network",
+                    f"{', '.join(far)} have no network card on their own socket",
+                    why="their traffic to other machines crosses the link between the processors",
+                    fix="NCCL_CROSS_NIC=1 lets rings use different cards; on a rented machine ask for one card per "
+                    "socket",
+                )
+        nodes = set(gpus.topology.numa.values())
+        if len(nodes) > 1 and variables.get("ACCELERATE_CPU_AFFINITY", "0").lower() not in ("1", "true"):
+            yield note(
+                "numa-affinity",
+                f"the GPUs are on {len(nodes)} NUMA nodes",
+                why="a rank whose process runs on the other node copies to its GPU across the sockets",
+                fix="accelerate launch --enable_cpu_affinity ...",
+            )
+
+
+def pair_links(topology: Topology | None) -> Mapping[str, str]:
+    """Return the link of each pair of GPUs: {"0-1": "NV18"}."""
+    links = topology.links if topology is not None else {}
+    gpus = [name for name in links if name.startswith("GPU")]
+    return {f"{one[3:]}-{other[3:]}": links[one].get(other, "") for one, other in combinations(gpus, 2)}
+
+
+def _peer_to_peer(gpus: GpuFacts, system: SystemFacts, links: Mapping[str, str]) -> Iterator[Finding]:
+    status = gpus.p2p
+    driver = tuple(int(part) for part in re.findall(r"\d+", gpus.driver or ""))
+    if any(_ADA.search(gpu.name) for gpu in gpus.gpus) and driver and driver < _ADA_DRIVER:
+        yield must_fix(
+            "no-p2p",
+            f"RTX 40 cards have no P2P, but the driver {gpus.driver} reports that they do",
+            why="NCCL hangs or returns wrong sums; `accelerate launch` sets both variables itself, torchrun does not",
+            fix=f"{P2P_OFF} NCCL_IB_DISABLE=1, or install driver 550.40.07 or newer",
+        )
+        return
+    refused = {pair: reason for pair, reason in status.items() if reason != "ok"}
+    if refused:
+        yield note(
+            "no-p2p",
+            f"GPUs {_format_pairs(refused)} have no P2P: {', '.join(sorted(set(refused.values())))}",
+            why="NCCL copies through /dev/shm and host memory, over PCIe twice: reducing large gradients is slow",
+            fix=f"{P2P_OFF}, so that NCCL does not try it; reduce communication: gradient accumulation, LoRA",
+        )
+    allowed = {pair: link for pair, link in links.items() if status.get(pair, "ok") == "ok"}
+    crossing = {pair for pair, link in allowed.items() if link == "SYS"}
+    if crossing:
+        yield should_fix(
+            "p2p-across-sockets",
+            f"GPUs {_format_pairs(crossing)} are connected by SYS: over PCIe and the link between the processors",
+            why="P2P over that link is slower than copies through host memory; in a virtual machine or with an IOMMU "
+            "NCCL may hang in its first all-reduce",
+            fix=f"{P2P_OFF}   # keep it if `accelerate launch ... -m finetune doctor` is faster with it",
+        )
+    others = {pair for pair, link in allowed.items() if link in _PCIE}
+    if others and system.iommu == "translated" and not system.is_virtual:
+        yield should_fix(
+            "p2p-iommu",
+            f"GPUs {_format_pairs(others)} reach each other over PCIe, and the IOMMU translates addresses",
+            why="the chipset may redirect or drop P2P copies: NCCL hangs, or sums are wrong without an error",
+            fix=f"{P2P_OFF}; or boot with iommu=pt (intel_iommu=off) and disable ACS in the BIOS",
+        )
+    elif across_bridge := {pair for pair in others if allowed[pair] in ("PHB", "NODE")}:
+        yield note(
+            "p2p-host-bridge",
+            f"GPUs {_format_pairs(across_bridge)} are connected through the processor's PCIe host bridge (PHB, NODE)",
+            why="NCCL decides by platform whether to use P2P there; on some boards it hangs or is slow",
+            fix=f"compare `accelerate launch ... -m finetune doctor` with and without `{P2P_OFF}`",
+        )
+
+
+def _format_pairs(pairs: Collection[str]) -> str:
+    names = sorted(pairs)
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more pairs" if len(names) > 4 else "")

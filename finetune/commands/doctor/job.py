@@ -1,6 +1,6 @@
 """The sizes of a job's computation and files, from its config and its model on the meta device."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,20 @@ def gather_job(loaded: LoadedConfig) -> JobFacts:
     max_length = config.data.max_length or _UNLIMITED_LENGTH
     row_tokens = max_length if config.data.batching.by == "samples" else config.data.batching.tokens or max_length
     is_float32 = config.model.dtype == "float32"
-    paths = [Path(source.path).absolute() for _, source in _sources(config) if source.path is not None]
+    sources: dict[str, SourceSection] = {"data.train": config.data.train}
+    sources |= {f"data.train.mix.{number}": source for number, source in enumerate(config.data.train.mix)}
+    if config.data.validation is not None:
+        sources["data.validation"] = config.data.validation
+    tokenizer = config.model.tokenizer
+    models = {"model.name": config.model.name, "model.tokenizer.name": tokenizer.name if tokenizer else None}
+    datasets = {f"{key}.name": source.name for key, source in sources.items()}
+    names = [
+        HubName(key, name, _is_cached(kind, name))
+        for kind, own in (("models", models), ("datasets", datasets))
+        for key, name in own.items()
+        if name is not None and not is_local_path(name)
+    ]
+    paths = [Path(source.path).absolute() for source in sources.values() if source.path is not None]
     facts = JobFacts(
         loaded.path.name,
         global_batch_size=config.train.global_batch_size,
@@ -74,7 +87,7 @@ def gather_job(loaded: LoadedConfig) -> JobFacts:
         item_bytes=4 if config.train.precision == "fp32" and is_float32 else 2,
         gradient_bytes=4 if is_float32 or config.model.lora is not None else 2,
         num_checkpoints=_num_checkpoints(config),
-        names=tuple(hub_names(config)),
+        names=tuple(names),
         cache_bytes=sum(  # a token has 4 bytes and about 4 letters: as large as the text
             _size(file) for path in paths for file in Path(path.anchor).glob(str(path.relative_to(path.anchor)))
         ),
@@ -133,26 +146,6 @@ def lora_parameters(model: Any, section: LoraSection) -> int:
         and (not targets or name.split(".")[-1] in targets or name.endswith(tuple(f".{target}" for target in targets)))
     ]
     return sum(section.rank * sum(module.weight.shape) for module in chosen)
-
-
-def hub_names(config: RunConfig) -> Iterator[HubName]:
-    """Yield the models, tokenizers and datasets that come from the hub, and whether they are in the local cache."""
-    tokenizer = config.model.tokenizer
-    models = {"model.name": config.model.name, "model.tokenizer.name": tokenizer.name if tokenizer else None}
-    for key, name in models.items():
-        if name is not None and not is_local_path(name):
-            yield HubName(key, name, _is_cached("models", name))
-    for key, source in _sources(config):
-        if source.name is not None and not is_local_path(source.name):
-            yield HubName(f"{key}.name", source.name, _is_cached("datasets", source.name))
-
-
-def _sources(config: RunConfig) -> Iterator[tuple[str, SourceSection]]:
-    yield "data.train", config.data.train
-    for number, source in enumerate(config.data.train.mix):
-        yield f"data.train.mix.{number}", source
-    if config.data.validation is not None:
-        yield "data.validation", config.data.validation
 
 
 def _is_cached(repository_type: str, name: str) -> bool:

@@ -62,7 +62,6 @@ class NetworkFacts:
 
 
 HUB_SECONDS = 4.0
-
 _TRUE = {"1", "TRUE", "YES", "ON"}
 
 
@@ -72,8 +71,14 @@ def gather_network() -> NetworkFacts:
     own_address = None  # the one that gloo would use
     with suppress(OSError):
         own_address = socket.gethostbyname(socket.gethostname())
+    interfaces, states = [], psutil.net_if_stats()
+    for name, addresses in psutil.net_if_addrs().items():
+        address = next((entry.address for entry in addresses if entry.family == socket.AF_INET), "")
+        if address:
+            state = states.get(name)
+            interfaces.append(Interface(name, bool(state and state.isup), address, state.speed if state else 0))
     return NetworkFacts(
-        interfaces=tuple(_interfaces()),
+        interfaces=tuple(interfaces),
         default_interface=read_default_interface(Path("/proc/net/route")),
         host_address=own_address,
         infiniband=read_infiniband(Path("/sys/class/infiniband")),
@@ -126,17 +131,7 @@ def read_infiniband(folder: Path) -> tuple[InfinibandPort, ...]:
     return tuple(ports)
 
 
-def _interfaces() -> Iterator[Interface]:
-    states = psutil.net_if_stats()
-    for name, addresses in psutil.net_if_addrs().items():
-        address = next((entry.address for entry in addresses if entry.family == socket.AF_INET), "")
-        if address:
-            state = states.get(name)
-            yield Interface(name, bool(state and state.isup), address, state.speed if state else 0)
-
-
 _VIRTUAL = ("docker", "lo", "veth", "br-", "virbr", "cni", "flannel", "cali", "podman")
-
 _MIN_LOCKED_BYTES = 1 << 30
 
 
@@ -144,9 +139,29 @@ def check_network(
     facts: NetworkFacts, variables: Mapping[str, str], *, is_multi_host: bool, has_gpu: bool, locked_bytes: int | None
 ) -> Iterator[Finding]:
     """Yield the problems of the network between machines; `locked_bytes` is the limit of locked memory."""
+    usable = [link.name for link in facts.interfaces if link.is_up and not link.name.startswith(_VIRTUAL)]
+    better = facts.default_interface or next(iter(usable), "eth0")
     for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
-        if value := variables.get(variable):
-            yield from _interface_choice(facts, variable, value, is_multi_host=is_multi_host)
+        value = variables.get(variable)
+        if not value or not facts.interfaces:
+            continue
+        chosen = [link.name for link in chosen_interfaces(value, facts.interfaces)]
+        if not chosen:
+            existing = ", ".join(link.name for link in facts.interfaces)
+            yield must_fix(
+                "socket-interface",
+                f"{variable}={value}: this interface does not exist ({existing})",
+                why="the process group cannot be created: `no socket interface found`",
+                fix=f"export {variable}={better}",
+            )
+        elif not set(chosen) & set(usable):
+            finding = must_fix if is_multi_host else should_fix
+            yield finding(
+                "socket-interface",
+                f"{variable}={value} chooses {', '.join(chosen)}, which no other machine can reach",
+                why="ranks of several machines wait for each other until the timeout",
+                fix=f"export {variable}={better}",
+            )
     address = facts.host_address or ""
     if is_multi_host and address.startswith("127.") and "GLOO_SOCKET_IFNAME" not in variables:
         name = facts.default_interface or "eth0"
@@ -200,30 +215,6 @@ def chosen_interfaces(value: str, interfaces: Sequence[Interface]) -> list[Inter
         return any(interface.name == word if is_exact else interface.name.startswith(word) for word in words)
 
     return [interface for interface in interfaces if matches(interface) != value.startswith("^")]
-
-
-def _interface_choice(facts: NetworkFacts, variable: str, value: str, *, is_multi_host: bool) -> Iterator[Finding]:
-    if not facts.interfaces:
-        return
-    usable = [link.name for link in facts.interfaces if link.is_up and not link.name.startswith(_VIRTUAL)]
-    better = facts.default_interface or next(iter(usable), "eth0")
-    chosen = [link.name for link in chosen_interfaces(value, facts.interfaces)]
-    if not chosen:
-        existing = ", ".join(link.name for link in facts.interfaces)
-        yield must_fix(
-            "socket-interface",
-            f"{variable}={value}: this interface does not exist ({existing})",
-            why="the process group cannot be created: `no socket interface found`",
-            fix=f"export {variable}={better}",
-        )
-    elif not set(chosen) & set(usable):
-        finding = must_fix if is_multi_host else should_fix
-        yield finding(
-            "socket-interface",
-            f"{variable}={value} chooses {', '.join(chosen)}, which no other machine can reach",
-            why="ranks of several machines wait for each other until the timeout",
-            fix=f"export {variable}={better}",
-        )
 
 
 def check_hub(hub: HubFacts, names: Sequence[HubName]) -> Iterator[Finding]:

@@ -7,6 +7,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import combinations
 from statistics import median
 from typing import Any
@@ -64,24 +65,23 @@ class LinkFacts:
 
 
 CPU_SIZES = (4 << 10, 64 << 10, 1 << 20, 16 << 20)
-
 GPU_SIZES = (4 << 10, 256 << 10, 16 << 20, 256 << 20)
-
 MAX_WORLD_FOR_ALL_PAIRS = 8
-
 _SECONDS_PER_SIZE = 0.25
-
 _MAX_REPEATS = 200
-
 _WARM_UP = 2
-
 _CLOCK_ROUNDS = 5
-
 _LATENCY_BYTES = 4 << 10
 
 
 def gather_rank(*, arrived_seconds: float) -> RankFacts:
-    """Return the facts of this rank, its clock measured against rank 0's. Collective."""
+    """Return the facts of this rank, with the offset of its clock and its speed in a matrix product. Collective."""
+    device = _device()
+    size, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (512, torch.float32)
+    matrix = torch.ones(size, size, dtype=dtype, device=device)
+    multiply = partial(torch.mm, matrix, matrix)
+    _timed(multiply, repeats=_WARM_UP)
+    seconds = median(_timed(multiply, repeats=4) for _ in range(5))
     return RankFacts(
         rank=distributed.rank(),
         hostname=socket.gethostname(),
@@ -93,20 +93,33 @@ def gather_rank(*, arrived_seconds: float) -> RankFacts:
         torch_cuda=torch.version.cuda,
         nccl=nccl_version(),
         device=torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        flops_per_second=measure_flops(),
+        flops_per_second=2 * size**3 / seconds,
     )
 
 
 def measure_link() -> LinkFacts:
     """Return the speed of all-reduces over all ranks and of messages between two. Collective."""
-    device = _device()
+    device, rank = _device(), dist.get_rank()
     sizes = CPU_SIZES if device.type == "cpu" else GPU_SIZES
-    all_reduce = tuple(AllReduceSpeed(size, _all_reduce_seconds(size, device)) for size in sizes)
-    pairs = [_pair_speed(pair, device, size=sizes[-2]) for pair in pairs_to_measure(dist.get_world_size())]
-    gathered = [pair for measured in distributed.gather_objects(pairs) for pair in measured if pair is not None]
-    merged = {(pair.first, pair.second): pair for pair in gathered}
+    all_reduce = []
+    for size in sizes:  # of each, the mean time on the slowest rank
+        reduce = partial(dist.all_reduce, torch.zeros(size // 4, dtype=torch.float32, device=device))
+        _timed(reduce, repeats=_WARM_UP)
+        first = _timed(reduce, repeats=1)
+        repeats = distributed.broadcast_object(min(_MAX_REPEATS, max(3, int(_SECONDS_PER_SIZE / max(first, 1e-6)))))
+        dist.barrier()
+        all_reduce.append(AllReduceSpeed(size, max(distributed.gather_objects(_timed(reduce, repeats=repeats)))))
+    pairs = []
+    for pair in pairs_to_measure(dist.get_world_size()):  # the other ranks wait
+        if rank in pair:
+            latency = _round_trip(pair, device, num_bytes=_LATENCY_BYTES, repeats=20) / 2
+            seconds = _round_trip(pair, device, num_bytes=sizes[-2], repeats=4) / 2
+            if rank == pair[0]:
+                pairs.append(PairSpeed(*pair, latency, sizes[-2] / seconds))
+        dist.barrier()
+    gathered = [pair for measured in distributed.gather_objects(pairs) for pair in measured]
     backend = "gloo" if device.type == "cpu" else "nccl"
-    return LinkFacts(backend, all_reduce, tuple(merged[pair] for pair in sorted(merged)))
+    return LinkFacts(backend, tuple(all_reduce), tuple(sorted(gathered, key=lambda pair: (pair.first, pair.second))))
 
 
 def pairs_to_measure(world: int) -> Sequence[tuple[int, int]]:
@@ -124,21 +137,7 @@ def _device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def _all_reduce_seconds(num_bytes: int, device: torch.device) -> float:
-    """Return the mean time of an all-reduce on the slowest rank. Collective."""
-    tensor = torch.zeros(num_bytes // 4, dtype=torch.float32, device=device)
-
-    def reduce() -> None:
-        dist.all_reduce(tensor)
-
-    _timed(reduce, repeats=_WARM_UP)
-    first = _timed(reduce, repeats=1)
-    repeats = distributed.broadcast_object(min(_MAX_REPEATS, max(3, int(_SECONDS_PER_SIZE / max(first, 1e-6)))))
-    dist.barrier()
-    return max(distributed.gather_objects(_timed(reduce, repeats=repeats)))
-
-
-def _timed(function: Callable[[], None], *, repeats: int) -> float:
+def _timed(function: Callable[[], Any], *, repeats: int) -> float:
     """Return the mean seconds of a call, to the end of its work on the device."""
     _synchronize()
     started = time.perf_counter()
@@ -151,17 +150,6 @@ def _timed(function: Callable[[], None], *, repeats: int) -> float:
 def _synchronize() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-
-
-def _pair_speed(pair: tuple[int, int], device: torch.device, *, size: int) -> PairSpeed | None:
-    """Return the speed of messages in both directions, on the first rank of the pair; the others wait. Collective."""
-    speed = None
-    if dist.get_rank() in pair:
-        latency = _round_trip(pair, device, num_bytes=_LATENCY_BYTES, repeats=20) / 2
-        seconds = _round_trip(pair, device, num_bytes=size, repeats=4) / 2
-        speed = PairSpeed(*pair, latency, size / seconds) if dist.get_rank() == pair[0] else None
-    dist.barrier()
-    return speed
 
 
 def _round_trip(pair: tuple[int, int], device: torch.device, *, num_bytes: int, repeats: int) -> float:
@@ -204,24 +192,8 @@ def measure_clock_offset() -> float:
     return own
 
 
-def measure_flops() -> float:
-    """Return the floating-point operations per second of a large matrix product: bf16 on a GPU, fp32 on a CPU."""
-    device = _device()
-    size, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (512, torch.float32)
-    left = torch.ones(size, size, dtype=dtype, device=device)
-
-    def multiply() -> None:
-        torch.mm(left, left)
-
-    _timed(multiply, repeats=_WARM_UP)
-    seconds = median(_timed(multiply, repeats=4) for _ in range(5))
-    return 2 * size**3 / seconds
-
-
 MAX_CLOCK_SECONDS = 1.0
-
 MAX_LATE_SECONDS = 10.0
-
 _SLOW_RANK = 0.7
 """Share of the median speed below which a rank slows down the others."""
 

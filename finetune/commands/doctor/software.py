@@ -3,7 +3,7 @@
 import os
 import platform
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -52,7 +52,6 @@ class SoftwareFacts:
 
 
 _VERSION = re.compile(r"release (\d+\.\d+)")
-
 _ACCELERATE_KEYS = ("distributed_type", "num_processes", "num_machines", "mixed_precision", "use_cpu", "gpu_ids")
 
 
@@ -244,12 +243,9 @@ def check_software(software: SoftwareFacts, *, num_gpus: int) -> Iterator[Findin
             why="DeepSpeed refuses to compile its extensions (CUDAMismatchException)",
             fix=f"apt-get install cuda-toolkit-{toolkit} && export CUDA_HOME=/usr/local/cuda-{cuda}",
         )
-    if software.accelerate_config is not None:
-        yield from _accelerate_config(software, num_gpus=num_gpus)
-
-
-def _accelerate_config(software: SoftwareFacts, *, num_gpus: int) -> Iterator[Finding]:
     path, settings = software.accelerate_config, software.accelerate_settings
+    if path is None:
+        return
     wrong = []
     if num_gpus and settings.get("use_cpu", "").lower() in ("true", "yes"):
         wrong.append("use_cpu: true, on a machine with GPUs")
@@ -295,56 +291,31 @@ def gather_variables(variables: Mapping[str, str]) -> dict[str, str]:
     return launcher_variables(variables) | redacted_variables(more)
 
 
-_TRUE = ("1", "true", "yes", "on")
-
-
-def _is_true(value: str) -> bool:
-    return value.lower() in _TRUE
-
-
-def _is_false(value: str) -> bool:
-    return value.lower() in ("0", "false", "no", "off")
-
-
-def _is_set(value: str) -> bool:
-    return value != ""
-
-
-@dataclass(frozen=True)
-class Rule:
-    """A variable, the values that cause a finding, and the reason."""
-
-    name: str
-    applies: Callable[[str], bool]
-    severity: Severity
-    why: str
-
-
 _SHOULD, _NOTE = Severity.SHOULD_FIX, Severity.NOTE
+_ON, _OFF, _ANY = ("1", "true", "yes", "on"), ("0", "false", "no", "off"), ()
 
-RULES = (
-    Rule("CUDA_LAUNCH_BLOCKING", _is_true, _SHOULD, "each kernel waits for the previous one: training is much slower"),
-    Rule("PYTORCH_NO_CUDA_MEMORY_CACHING", _is_true, _SHOULD, "each tensor is allocated by the driver: much slower"),
-    Rule(
-        "TORCH_DISTRIBUTED_DEBUG", lambda value: value.upper() == "DETAIL", _SHOULD, "every collective is checked first"
-    ),
-    Rule("TORCH_NCCL_BLOCKING_WAIT", _is_true, _SHOULD, "the host waits for every collective"),
-    Rule("NCCL_BLOCKING_WAIT", _is_true, _SHOULD, "the host waits for every collective"),
-    Rule("TORCH_NCCL_ASYNC_ERROR_HANDLING", _is_false, _SHOULD, "a rank that has failed leaves the others hanging"),
-    Rule("NCCL_SHM_DISABLE", _is_true, _SHOULD, "GPUs without P2P then communicate over TCP"),
-    Rule("NCCL_ALGO", _is_set, _NOTE, "NCCL no longer chooses the algorithm by size and topology"),
-    Rule("NCCL_PROTO", _is_set, _NOTE, "NCCL no longer chooses the protocol by size and topology"),
-    Rule("NCCL_P2P_LEVEL", _is_set, _NOTE, "NCCL no longer decides by the platform where P2P is used"),
-    Rule("NCCL_DEBUG", lambda value: value.upper() in ("INFO", "TRACE"), _NOTE, "every rank prints pages of lines"),
-    Rule("NVIDIA_TF32_OVERRIDE", _is_false, _SHOULD, "fp32 matrix products do not use TF32, regardless of train.tf32"),
-    Rule("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", _is_true, _NOTE, "TF32 is used regardless of train.tf32: losses change"),
-    Rule("TORCHDYNAMO_DISABLE", _is_true, _NOTE, "model.compile has no effect"),
-    Rule("TORCH_COMPILE_DISABLE", _is_true, _NOTE, "model.compile has no effect"),
-    Rule("CUDA_DEVICE_ORDER", lambda value: value == "FASTEST_FIRST", _NOTE, "CUDA's numbers differ from nvidia-smi's"),
-    Rule("PYTORCH_CUDA_ALLOC_CONF", _is_set, _NOTE, "it replaces the allocator settings that a run chooses"),
-    Rule("PYTORCH_ALLOC_CONF", _is_set, _NOTE, "it replaces the allocator settings that a run chooses"),
-    Rule("LD_PRELOAD", _is_set, _NOTE, "its libraries may replace malloc or CUDA"),
+RULES: tuple[tuple[str, tuple[str, ...], Severity, str], ...] = (
+    ("CUDA_LAUNCH_BLOCKING", _ON, _SHOULD, "each kernel waits for the previous one: training is much slower"),
+    ("PYTORCH_NO_CUDA_MEMORY_CACHING", _ON, _SHOULD, "each tensor is allocated by the driver: much slower"),
+    ("TORCH_DISTRIBUTED_DEBUG", ("detail",), _SHOULD, "every collective is checked first"),
+    ("TORCH_NCCL_BLOCKING_WAIT", _ON, _SHOULD, "the host waits for every collective"),
+    ("NCCL_BLOCKING_WAIT", _ON, _SHOULD, "the host waits for every collective"),
+    ("TORCH_NCCL_ASYNC_ERROR_HANDLING", _OFF, _SHOULD, "a rank that has failed leaves the others hanging"),
+    ("NCCL_SHM_DISABLE", _ON, _SHOULD, "GPUs without P2P then communicate over TCP"),
+    ("NCCL_ALGO", _ANY, _NOTE, "NCCL no longer chooses the algorithm by size and topology"),
+    ("NCCL_PROTO", _ANY, _NOTE, "NCCL no longer chooses the protocol by size and topology"),
+    ("NCCL_P2P_LEVEL", _ANY, _NOTE, "NCCL no longer decides by the platform where P2P is used"),
+    ("NCCL_DEBUG", ("info", "trace"), _NOTE, "every rank prints pages of lines"),
+    ("NVIDIA_TF32_OVERRIDE", _OFF, _SHOULD, "fp32 matrix products do not use TF32, regardless of train.tf32"),
+    ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", _ON, _NOTE, "TF32 is used regardless of train.tf32: losses change"),
+    ("TORCHDYNAMO_DISABLE", _ON, _NOTE, "model.compile has no effect"),
+    ("TORCH_COMPILE_DISABLE", _ON, _NOTE, "model.compile has no effect"),
+    ("CUDA_DEVICE_ORDER", ("fastest_first",), _NOTE, "CUDA's numbers differ from nvidia-smi's"),
+    ("PYTORCH_CUDA_ALLOC_CONF", _ANY, _NOTE, "it replaces the allocator settings that a run chooses"),
+    ("PYTORCH_ALLOC_CONF", _ANY, _NOTE, "it replaces the allocator settings that a run chooses"),
+    ("LD_PRELOAD", _ANY, _NOTE, "its libraries may replace malloc or CUDA"),
 )
+"""Variables, the values that cause a finding (in lower case; `_ANY`: all but an empty one), and the reasons."""
 
 _LAUNCHER_VARIABLES = (
     "ACCELERATE_USE_FSDP",
@@ -357,11 +328,34 @@ _LAUNCHER_VARIABLES = (
 
 def check_variables(variables: Mapping[str, str], gpus: GpuFacts) -> Iterator[Finding]:
     """Yield the variables that should not be set, or have another value."""
-    for rule in RULES:
-        value = variables.get(rule.name)
-        if value is not None and rule.applies(value):
-            yield Finding("variable", rule.severity, f"{rule.name}={value} is set", rule.why, f"unset {rule.name}")
-    yield from _visible_devices(variables, gpus)
+    for name, values, severity, why in RULES:
+        value = variables.get(name, "")
+        if value.lower() in values or (values == _ANY and value):
+            yield Finding("variable", severity, f"{name}={value} is set", why, f"unset {name}")
+    visible, num_gpus = variables.get("CUDA_VISIBLE_DEVICES"), len(gpus.gpus)
+    if visible is not None and (num_gpus or gpus.has_driver):
+        numbers = [int(number) for number in re.findall(r"(?:^|,)\s*(-?\d+)\s*(?=,|$)", visible)]
+        if visible.strip() == "" or numbers[:1] == [-1]:
+            yield must_fix(
+                "visible-devices",
+                f'CUDA_VISIBLE_DEVICES="{visible}" hides all {num_gpus} GPUs',
+                why="every rank would train on the CPU",
+                fix="unset CUDA_VISIBLE_DEVICES",
+            )
+        elif num_gpus and any(not 0 <= number < num_gpus for number in numbers):
+            yield must_fix(
+                "visible-devices",
+                f"CUDA_VISIBLE_DEVICES={visible}, but the GPUs are 0 to {num_gpus - 1}",
+                why="CUDA silently ignores that number and all that follow it",
+                fix=f"export CUDA_VISIBLE_DEVICES={','.join(map(str, range(num_gpus)))}",
+            )
+        elif len(numbers) < num_gpus and numbers and "LOCAL_RANK" not in variables:
+            yield note(
+                "visible-devices",
+                f"CUDA_VISIBLE_DEVICES={visible}: {len(numbers)} of {num_gpus} GPUs are used",
+                why="the others stay idle, unless another run has them",
+                fix="unset CUDA_VISIBLE_DEVICES to use all",
+            )
     if "LOCAL_RANK" not in variables:
         left = [name for name in (*_LAUNCHER_VARIABLES, "RANK", "WORLD_SIZE", "MASTER_ADDR") if name in variables]
         if left and not any(name.startswith("SLURM_") for name in variables):
@@ -377,32 +371,4 @@ def check_variables(variables: Mapping[str, str], gpus: GpuFacts) -> Iterator[Fi
             f"LD_LIBRARY_PATH={variables['LD_LIBRARY_PATH']}",
             why="that toolkit's libraries (cuBLAS, cuDNN, NCCL) may replace those of torch",
             fix="unset LD_LIBRARY_PATH, unless torch needs it to start",
-        )
-
-
-def _visible_devices(variables: Mapping[str, str], gpus: GpuFacts) -> Iterator[Finding]:
-    value, num_gpus = variables.get("CUDA_VISIBLE_DEVICES"), len(gpus.gpus)
-    if value is None or not (num_gpus or gpus.has_driver):
-        return
-    numbers = [int(number) for number in re.findall(r"(?:^|,)\s*(-?\d+)\s*(?=,|$)", value)]
-    if value.strip() == "" or numbers[:1] == [-1]:
-        yield must_fix(
-            "visible-devices",
-            f'CUDA_VISIBLE_DEVICES="{value}" hides all {num_gpus} GPUs',
-            why="every rank would train on the CPU",
-            fix="unset CUDA_VISIBLE_DEVICES",
-        )
-    elif num_gpus and any(not 0 <= number < num_gpus for number in numbers):
-        yield must_fix(
-            "visible-devices",
-            f"CUDA_VISIBLE_DEVICES={value}, but the GPUs are 0 to {num_gpus - 1}",
-            why="CUDA silently ignores that number and all that follow it",
-            fix=f"export CUDA_VISIBLE_DEVICES={','.join(map(str, range(num_gpus)))}",
-        )
-    elif len(numbers) < num_gpus and numbers and "LOCAL_RANK" not in variables:
-        yield note(
-            "visible-devices",
-            f"CUDA_VISIBLE_DEVICES={value}: {len(numbers)} of {num_gpus} GPUs are used",
-            why="the others stay idle, unless another run has them",
-            fix="unset CUDA_VISIBLE_DEVICES to use all",
         )

@@ -115,14 +115,13 @@ def _text(file: Path, *, at_most: int = 4096) -> str:
 
 
 MANY_PROCESSES = 1000
-
 _CORES_PER_RANK = 2
 
 
-def check_system(
+def check_limits(
     facts: SystemFacts, variables: Mapping[str, str], *, num_gpus: int, num_ranks: int, world: int, num_parameters: int
 ) -> Iterator[Finding]:
-    """Yield the limits that would affect a run; `num_ranks` are those of this machine."""
+    """Yield the limits of memory, cores and open files that would affect a run; `num_ranks` are of this machine."""
     limit = facts.memory_limit_bytes
     if limit is not None:
         yield note(
@@ -141,7 +140,28 @@ def check_system(
             why="the run is killed while it loads the model",
             fix="launch FSDP2 with fsdp_cpu_ram_efficient_loading: true, or ZeRO-3: both load on rank 0 or in parts",
         )
-    yield from _cores(facts, variables.get("OMP_NUM_THREADS", ""), num_gpus=num_gpus, num_ranks=num_ranks)
+    share, threads = facts.usable_cores // num_ranks, variables.get("OMP_NUM_THREADS", "")
+    if num_gpus and share < _CORES_PER_RANK:
+        yield should_fix(
+            "cores-per-rank",
+            f"{num_ranks} ranks share {facts.usable_cores} cores",
+            why="each rank needs one core to launch kernels and another to load data",
+            fix="request more (docker: --cpus; Slurm: --cpus-per-task), and write data.num_workers: 0",
+        )
+    if threads.isdigit() and int(threads) > max(1, share):
+        yield should_fix(
+            "too-many-threads",
+            f"OMP_NUM_THREADS={threads}, and a rank has {max(1, share)} cores ({facts.usable_cores} for {num_ranks})",
+            why="threads that share a core wait for each other: CPU work becomes several times slower",
+            fix=f"export OMP_NUM_THREADS={max(1, share)}",
+        )
+    elif threads == "1" and not num_gpus and share > 1:
+        yield note(
+            "too-few-threads",
+            f"OMP_NUM_THREADS=1, and each rank has {share} cores",
+            why="torchrun sets it to 1 for several processes; training on the CPU then uses one core",
+            fix=f"export OMP_NUM_THREADS={share}",
+        )
     is_enough = facts.files_hard >= files_needed(world)
     processes = MANY_PROCESSES if is_enough else world
     files = files_needed(processes)
@@ -155,7 +175,31 @@ def check_system(
             fix=f"raise the hard limit (docker: --ulimit nofile={files}; Slurm: PropagateResourceLimits; else "
             "/etc/security/limits.conf)",
         )
-    yield from _power(facts, has_gpu=num_gpus > 0)
+
+
+def check_machine_type(facts: SystemFacts, variables: Mapping[str, str], *, num_gpus: int) -> Iterator[Finding]:
+    """Yield the effects of a laptop's battery, of the governor of its cores, and of WSL."""
+    if facts.has_battery and facts.is_plugged_in is False:
+        yield should_fix(
+            "on-battery",
+            "the machine runs on battery",
+            why="processor and GPU run at a fraction of their speed, and the run ends when the battery is empty",
+            fix="plug it in, and set the power mode to performance (`powerprofilesctl set performance`)",
+        )
+    elif facts.has_battery and num_gpus:
+        yield note(
+            "laptop",
+            "this is a laptop",
+            why="its GPU has less power than the desktop card and slows down with heat; suspend ends a run",
+            fix="systemd-inhibit python -m finetune --config job.yaml   # and save often: checkpoint.every_steps",
+        )
+    if facts.governor == "powersave" and not facts.is_wsl and not facts.has_battery:
+        yield note(
+            "governor",
+            "the cores' frequency governor is powersave",
+            why="on some processors they stay at a low clock, and the GPU waits for its kernels to be launched",
+            fix="sudo cpupower frequency-set -g performance",
+        )
     if facts.is_wsl:
         yield note(
             "wsl",
@@ -172,55 +216,6 @@ def check_system(
                 why="WSL2 does not support P2P, and NCCL may hang when it tries",
                 fix="export NCCL_P2P_DISABLE=1",
             )
-
-
-def _cores(system: SystemFacts, threads: str, *, num_gpus: int, num_ranks: int) -> Iterator[Finding]:
-    share = system.usable_cores // num_ranks
-    if num_gpus and share < _CORES_PER_RANK:
-        yield should_fix(
-            "cores-per-rank",
-            f"{num_ranks} ranks share {system.usable_cores} cores",
-            why="each rank needs one core to launch kernels and another to load data",
-            fix="request more (docker: --cpus; Slurm: --cpus-per-task), and write data.num_workers: 0",
-        )
-    if threads.isdigit() and int(threads) > max(1, share):
-        yield should_fix(
-            "too-many-threads",
-            f"OMP_NUM_THREADS={threads}, and a rank has {max(1, share)} cores ({system.usable_cores} for {num_ranks})",
-            why="threads that share a core wait for each other: CPU work becomes several times slower",
-            fix=f"export OMP_NUM_THREADS={max(1, share)}",
-        )
-    elif threads == "1" and not num_gpus and share > 1:
-        yield note(
-            "too-few-threads",
-            f"OMP_NUM_THREADS=1, and each rank has {share} cores",
-            why="torchrun sets it to 1 for several processes; training on the CPU then uses one core",
-            fix=f"export OMP_NUM_THREADS={share}",
-        )
-
-
-def _power(system: SystemFacts, *, has_gpu: bool) -> Iterator[Finding]:
-    if system.has_battery and system.is_plugged_in is False:
-        yield should_fix(
-            "on-battery",
-            "the machine runs on battery",
-            why="processor and GPU run at a fraction of their speed, and the run ends when the battery is empty",
-            fix="plug it in, and set the power mode to performance (`powerprofilesctl set performance`)",
-        )
-    elif system.has_battery and has_gpu:
-        yield note(
-            "laptop",
-            "this is a laptop",
-            why="its GPU has less power than the desktop card and slows down with heat; suspend ends a run",
-            fix="systemd-inhibit python -m finetune --config job.yaml   # and save often: checkpoint.every_steps",
-        )
-    if system.governor == "powersave" and not system.is_wsl and not system.has_battery:
-        yield note(
-            "governor",
-            "the cores' frequency governor is powersave",
-            why="on some processors they stay at a low clock, and the GPU waits for its kernels to be launched",
-            fix="sudo cpupower frequency-set -g performance",
-        )
 
 
 @dataclass(frozen=True)
@@ -246,26 +241,25 @@ class StorageFacts:
 
 
 SHARED_MEMORY = Path("/dev/shm")
-
 _PROBE_BYTES = 64 << 20
-
 _PROBE_SECONDS = 1.5
-
 _CHUNK = 4 << 20
 
 
 def gather_storage(folders: Mapping[str, Path]) -> StorageFacts:
     """Return the disks of these folders, which may not exist yet, and shared memory."""
     disks = []
+    mounts = [(Path(partition.mountpoint), partition.fstype) for partition in psutil.disk_partitions(all=True)]
     for name, folder in folders.items():
         path = folder.absolute()
         existing = next(parent for parent in (path, *path.parents) if parent.is_dir())
+        above = [(mount, filesystem) for mount, filesystem in mounts if existing.resolve().is_relative_to(mount)]
         files = os.statvfs(existing)
         disk = Disk(
             name=name,
             folder=str(folder),
             free_bytes=free_bytes(folder),
-            filesystem=filesystem_of(existing),
+            filesystem=max(above, key=lambda pair: len(pair[0].parts), default=(Path("/"), ""))[1],
             free_files=files.f_favail if files.f_files else None,
             write_bytes_per_second=_write_speed(existing),
             is_writable=os.access(existing, os.W_OK | os.X_OK),
@@ -275,13 +269,6 @@ def gather_storage(folders: Mapping[str, Path]) -> StorageFacts:
         return StorageFacts(tuple(disks))
     shared = shutil.disk_usage(SHARED_MEMORY)
     return StorageFacts(tuple(disks), shared.total, shared.free)
-
-
-def filesystem_of(folder: Path) -> str:
-    """Return the type of the folder's file system: `ext4`, `nfs4`, `9p`."""
-    mounts = [(Path(partition.mountpoint), partition.fstype) for partition in psutil.disk_partitions(all=True)]
-    above = [(mount, filesystem) for mount, filesystem in mounts if folder.resolve().is_relative_to(mount)]
-    return max(above, key=lambda pair: len(pair[0].parts), default=(Path("/"), ""))[1]
 
 
 def _write_speed(folder: Path) -> float | None:
@@ -305,14 +292,10 @@ def _write_speed(folder: Path) -> float | None:
 
 FULL_BYTES = 1_000_000_000
 """Free space below which a disk counts as full."""
-
 SMALL_SHARED_BYTES = 1_000_000_000
 """Shared memory below which loader processes may fail to pass on batches; a container's default is 64 MB."""
-
 _FEW_FILES = 10_000
-
 _SLOW_BYTES_PER_SECOND = 100e6
-
 _WINDOWS = ("9p", "drvfs", "v9fs")
 
 

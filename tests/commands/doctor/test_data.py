@@ -6,7 +6,6 @@ import pytest
 
 from finetune.commands.doctor.data import (
     LoaderMeasurement,
-    LoaderRun,
     choose_settings,
     examine_loader,
     loading_table,
@@ -21,7 +20,7 @@ from finetune.data.workers import LoaderSettings, MachineResources
 
 def measured(num_workers, tokens_per_second, *, prefetch_factor=2, pin_memory=False):
     settings = LoaderSettings(num_workers, pin_memory, False, prefetch_factor if num_workers else None)
-    return LoaderMeasurement(settings, (LoaderRun(0.1, tokens_per_second / 100, tokens_per_second),))
+    return LoaderMeasurement(settings, 0.1, tokens_per_second / 100, tokens_per_second)
 
 
 def test_loading_adds_to_computing_without_workers_and_overlaps_it_with_workers():

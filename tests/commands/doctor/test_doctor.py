@@ -17,7 +17,7 @@ from finetune.commands.doctor.doctor import examine, time_limit
 from finetune.runtime.processes import free_port
 from tests.commands.doctor.recorded import FOLDER
 from tests.commands.doctor.test_facts import ANSWERS, FakeNvml, write_job
-from tests.commands.doctor.test_links import program
+from tests.commands.doctor.test_gpus import program
 from tests.launching import accelerate_command, begin, capture, run
 
 Sabotage = Callable[[Path, pytest.MonkeyPatch], Path | None]

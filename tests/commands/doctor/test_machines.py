@@ -7,7 +7,7 @@ import pytest
 
 from finetune.commands.doctor.checks import Facts, read_facts
 from finetune.commands.doctor.findings import Severity
-from finetune.commands.doctor.links import parse_topology
+from finetune.commands.doctor.gpus import parse_topology
 from tests.commands.doctor.recorded import FOLDER, NAMES, findings_of, host_of
 
 MUST, SHOULD, NOTE = Severity.MUST_FIX, Severity.SHOULD_FIX, Severity.NOTE
