@@ -21,7 +21,14 @@ from finetune.commands.doctor.gpus import (
     read_topology,
 )
 from finetune.commands.doctor.job import JobFacts
-from finetune.commands.doctor.network import NetworkFacts, check_hub, check_network, gather_hub, gather_network
+from finetune.commands.doctor.network import (
+    NetworkFacts,
+    check_hub,
+    check_infiniband,
+    check_interfaces,
+    gather_hub,
+    gather_network,
+)
 from finetune.commands.doctor.ranks import LinkFacts, RankFacts, check_ranks
 from finetune.commands.doctor.software import (
     SoftwareFacts,
@@ -132,7 +139,7 @@ def check_facts(facts: Facts) -> list[Finding]:
         for finding in _check_host(host, facts):
             hosts_by_finding.setdefault(finding, []).append(host.hostname)
     hostnames = [host.hostname for host in facts.hosts]
-    for finding in (*check_ranks(facts.ranks), *check_speed(facts)):
+    for finding in (*check_ranks(facts.ranks), *check_pairs(facts), *check_speed(facts)):
         hosts_by_finding.setdefault(finding, []).extend(hostnames)
     job = facts.job
     if job is not None and job.problem is not None:
@@ -154,15 +161,17 @@ def _check_host(host: HostFacts, facts: Facts) -> Iterator[Finding]:
     gpus, system, variables, job = host.gpus, host.system, host.variables, facts.job
     num_gpus = len(gpus.gpus)
     num_launched = sum(rank.hostname == host.hostname for rank in facts.ranks)
-    is_multi_host = variables.get("WORLD_SIZE", "1") != variables.get("LOCAL_WORLD_SIZE", "1")
+    has_other_hosts = variables.get("WORLD_SIZE", "1") != variables.get("LOCAL_WORLD_SIZE", "1")
+    is_multi_host = has_other_hosts or len(facts.hosts) > 1
     yield from check_drivers(gpus, host.software, is_hidden=variables.get("CUDA_VISIBLE_DEVICES") in ("", "-1"))
     yield from check_gpus(gpus, is_wsl=system.is_wsl, num_ranks=num_launched)
     has_infiniband = any(port.state == "ACTIVE" for port in host.network.infiniband)
     yield from check_links(gpus, system, variables, has_infiniband=has_infiniband)
-    yield from check_network(
+    yield from check_interfaces(host.network, variables, is_multi_host=is_multi_host)
+    yield from check_infiniband(
         host.network,
         variables,
-        is_multi_host=is_multi_host or len(facts.hosts) > 1,
+        is_multi_host=is_multi_host,
         has_gpu=num_gpus > 0,
         locked_bytes=system.locked_memory_bytes,
     )
@@ -254,9 +263,9 @@ _NVLINK_BYTES_PER_SECOND = 20e9
 """A lower speed means that NVLink is not used: PCIe 4 reaches this one, and NVLink is several times faster."""
 
 
-def check_speed(facts: Facts) -> Iterator[Finding]:
-    """Yield the slow connections between the ranks of a launch, and the strategies that suit them."""
-    if facts.link is None or facts.world < 2:
+def check_pairs(facts: Facts) -> Iterator[Finding]:
+    """Yield the pairs of ranks whose connection is slower than that of others."""
+    if facts.link is None:
         return
     ranks = {rank.rank: rank for rank in facts.ranks}
     topology = {host.hostname: pair_links(host.gpus.topology) for host in facts.hosts}
@@ -285,8 +294,14 @@ def check_speed(facts: Facts) -> Iterator[Finding]:
                 why="a ring is as fast as its slowest link",
                 fix=fix,
             )
+
+
+def check_speed(facts: Facts) -> Iterator[Finding]:
+    """Yield whether NVLink is unused, and the strategies that suit the link between the ranks of a launch."""
+    if facts.link is None or facts.world < 2:
+        return
     speed = bus_bandwidth(facts.link, world=facts.world)
-    links = [link for pairs_of_host in topology.values() for link in pairs_of_host.values()]
+    links = [link for host in facts.hosts for link in pair_links(host.gpus.topology).values()]
     is_nvlinked = bool(links) and len(facts.hosts) == 1 and all(link.startswith("NV") for link in links)
     if is_nvlinked and facts.link.backend == "nccl" and speed < _NVLINK_BYTES_PER_SECOND:
         yield should_fix(

@@ -130,13 +130,10 @@ _WORK_SECONDS = 60.0
 def rendezvous(variables: Mapping[str, str], *, seconds: float) -> float:
     """Create a process group of all launched ranks, and return the seconds that this rank waited. Collective.
 
-    Uses gloo, and also NCCL on machines with GPUs. Raises LostContact on every rank that has arrived if another one
-    does not arrive within the time limit.
+    Uses gloo, and NCCL on GPUs. Raises LostContact on every rank that has arrived if another does not arrive in time.
     """
     rank, world = int(variables["RANK"]), int(variables["WORLD_SIZE"])
-    store = PrefixStore(
-        f"doctor/{variables.get('TORCHELASTIC_RESTART_COUNT', '0')}", _store(variables, rank=rank, seconds=seconds)
-    )
+    store = _store(variables, rank=rank, seconds=seconds)
     started = time.monotonic()
     store.set(f"arrived/{rank}", socket.gethostname())
     deadline = time.monotonic() + seconds
@@ -207,7 +204,9 @@ def _store(variables: Mapping[str, str], *, rank: int, seconds: float) -> Store:
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(_POLL_SECONDS)
-        return TCPStore(address, port, is_master=is_host, timeout=timedelta(seconds=seconds), wait_for_workers=False)
+        timeout = timedelta(seconds=seconds)
+        store = TCPStore(address, port, is_master=is_host, timeout=timeout, wait_for_workers=False)
+        return PrefixStore(f"doctor/{variables.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     except (RuntimeError, OSError) as error:
         raise LostContact(
             f"rank {rank} on {socket.gethostname()} has not reached {address}, port {port}, within {seconds:g} s: rank "

@@ -1,4 +1,4 @@
-"""The GPUs of a machine and the links between them: their facts, by NVML and `nvidia-smi topo -m`, and their checks."""
+"""GPUs of a machine and their links: facts by NVML (without a CUDA context) and `nvidia-smi topo -m`, and checks."""
 
 import os
 import re
@@ -83,8 +83,7 @@ class GpuFacts:
     problem: str | None = None  # the reason why NVML does not answer
 
 
-DRIVER_MARKS = (Path("/proc/driver/nvidia/version"), Path("/dev/nvidiactl"), Path("/dev/dxg"))
-"""Files of a driver; the last one exists under WSL."""
+DRIVER_MARKS = (Path("/proc/driver/nvidia/version"), Path("/dev/nvidiactl"), Path("/dev/dxg"))  # dxg: under WSL
 _THROTTLE_REASONS = {
     0x4: "power cap",
     0x8: "hardware slowdown",
@@ -98,10 +97,7 @@ _P2P = {0: "ok", 1: "chipset not supported", 2: "GPU not supported", 3: "topolog
 
 
 def gather_gpus() -> GpuFacts:
-    """Return the GPUs, without creating a CUDA context.
-
-    A machine without a driver has none, and one whose driver does not answer has a `problem`.
-    """
+    """Return the GPUs; a machine without a driver has none, and one whose driver does not answer has a `problem`."""
     has_driver = any(mark.exists() for mark in DRIVER_MARKS)
     try:
         pynvml.nvmlInit()
@@ -194,16 +190,15 @@ def _watts(milliwatts: int | None) -> float | None:
 BUSY_SHARE = 0.05  # of the memory: more than drivers and a desktop need
 _CAPPED = 0.97  # of the default power
 _NEAR_SLOWDOWN_CELSIUS = 5
-_BF16_CAPABILITY = (8, 0)
 _WORKING = 0.5  # of the power limit: above it, a GPU does not lower its bus speed to save power
-_SLOWING = ("hardware slowdown", "software thermal slowdown", "hardware thermal slowdown", "hardware power brake")
 
 
 def check_gpus(facts: GpuFacts, *, is_wsl: bool, num_ranks: int) -> Iterator[Finding]:
     """Yield the problems of single GPUs, and differences between them; `num_ranks` were launched on this machine."""
     gpus = facts.gpus
     for gpu in gpus:
-        yield from _check_gpu(gpu, is_wsl=is_wsl, num_ranks=num_ranks)
+        yield from _check_condition(gpu)
+        yield from _check_use(gpu, is_wsl=is_wsl, num_ranks=num_ranks)
     narrow = [gpu for gpu in gpus if gpu.pcie_width and gpu.pcie_width < (gpu.max_pcie_width or 0)]
     for width, maximum in sorted({(gpu.pcie_width, gpu.max_pcie_width) for gpu in narrow}):
         indices = [str(gpu.index) for gpu in narrow if (gpu.pcie_width, gpu.max_pcie_width) == (width, maximum)]
@@ -213,8 +208,7 @@ def check_gpus(facts: GpuFacts, *, is_wsl: bool, num_ranks: int) -> Iterator[Fin
             why="copies to and from the GPU are slower by that factor; offloading suffers most",
             fix="put the card into a slot with all lanes, or reseat it; check riser and BIOS (bifurcation)",
         )
-    names = sorted({gpu.name for gpu in gpus})
-    if len(names) > 1:
+    if len(names := sorted({gpu.name for gpu in gpus})) > 1:
         yield should_fix(
             "mixed-gpus",
             f"the GPUs differ: {', '.join(names)}",
@@ -228,8 +222,7 @@ def check_gpus(facts: GpuFacts, *, is_wsl: bool, num_ranks: int) -> Iterator[Fin
             why="the driver is unloaded between processes: each start takes seconds longer, and settings are lost",
             fix="sudo nvidia-smi -pm 1",
         )
-    old = [gpu for gpu in gpus if gpu.capability is not None and gpu.capability < _BF16_CAPABILITY]
-    if old:
+    if old := [gpu for gpu in gpus if gpu.capability is not None and gpu.capability < (8, 0)]:
         yield note(
             "no-bf16",
             f"GPU {old[0].index} ({old[0].name}) has no bf16 units",
@@ -238,8 +231,8 @@ def check_gpus(facts: GpuFacts, *, is_wsl: bool, num_ranks: int) -> Iterator[Fin
         )
 
 
-def _check_gpu(gpu: Gpu, *, is_wsl: bool, num_ranks: int) -> Iterator[Finding]:
-    """Yield memory errors, reasons for low speed, other processes on the GPU, and modes in which it refuses ranks."""
+def _check_condition(gpu: Gpu) -> Iterator[Finding]:
+    """Yield memory errors, and the reasons for which a GPU is slower than it should be."""
     if gpu.remap_failed:
         yield must_fix(
             "ecc",
@@ -263,7 +256,7 @@ def _check_gpu(gpu: Gpu, *, is_wsl: bool, num_ranks: int) -> Iterator[Finding]:
             why="it lowers its clocks under load, and the other ranks wait for it",
             fix=f"sudo nvidia-smi -i {gpu.index} -pl {default:.0f}",
         )
-    slowed = [reason for reason in gpu.throttle_reasons if reason in _SLOWING]
+    slowed = [reason for reason in gpu.throttle_reasons if reason != "power cap"]
     hot = (gpu.temperature_celsius or 0) >= (gpu.slowdown_celsius or 1000) - _NEAR_SLOWDOWN_CELSIUS
     if slowed or hot:
         yield should_fix(
@@ -282,6 +275,10 @@ def _check_gpu(gpu: Gpu, *, is_wsl: bool, num_ranks: int) -> Iterator[Finding]:
             why="each generation halves the speed of copies",
             fix="set the slot's link speed to Auto or the highest generation in the BIOS; check the riser",
         )
+
+
+def _check_use(gpu: Gpu, *, is_wsl: bool, num_ranks: int) -> Iterator[Finding]:
+    """Yield other processes on the GPU, and modes in which it refuses ranks."""
     if gpu.memory_used_bytes > BUSY_SHARE * gpu.memory_bytes:
         users = ", ".join(f"{process.name} (pid {process.pid})" for process in gpu.processes[:4])
         pids = " ".join(str(process.pid) for process in gpu.processes)
@@ -350,7 +347,6 @@ def parse_topology(text: str) -> Topology:
 
 
 P2P_OFF = "export NCCL_P2P_DISABLE=1"
-_ADA = re.compile(r"RTX 40\d\d")
 _ADA_DRIVER = (550, 40, 7)
 """The first driver that reports that the RTX 40 series has no P2P (accelerate: `check_cuda_p2p_ib_support`)."""
 _PCIE = ("PIX", "PXB", "PHB", "NODE")
@@ -363,9 +359,8 @@ def check_links(
     if len(gpus.gpus) < 2:
         return
     links = pair_links(gpus.topology)
-    has_nvlink = any(link.startswith("NV") for link in links.values())
     is_off = variables.get("NCCL_P2P_DISABLE") == "1"
-    if is_off and has_nvlink:
+    if is_off and any(link.startswith("NV") for link in links.values()):
         yield should_fix(
             "p2p-off",
             "NCCL_P2P_DISABLE=1 is set, and the GPUs have NVLink",
@@ -390,8 +385,8 @@ def check_links(
                     fix="NCCL_CROSS_NIC=1 lets rings use different cards; on a rented machine ask for one card per "
                     "socket",
                 )
-        nodes = set(gpus.topology.numa.values())
-        if len(nodes) > 1 and variables.get("ACCELERATE_CPU_AFFINITY", "0").lower() not in ("1", "true"):
+        nodes, is_bound = set(gpus.topology.numa.values()), variables.get("ACCELERATE_CPU_AFFINITY", "0").lower()
+        if len(nodes) > 1 and is_bound not in ("1", "true"):
             yield note(
                 "numa-affinity",
                 f"the GPUs are on {len(nodes)} NUMA nodes",
@@ -408,9 +403,8 @@ def pair_links(topology: Topology | None) -> Mapping[str, str]:
 
 
 def _peer_to_peer(gpus: GpuFacts, system: SystemFacts, links: Mapping[str, str]) -> Iterator[Finding]:
-    status = gpus.p2p
     driver = tuple(int(part) for part in re.findall(r"\d+", gpus.driver or ""))
-    if any(_ADA.search(gpu.name) for gpu in gpus.gpus) and driver and driver < _ADA_DRIVER:
+    if any("RTX 40" in gpu.name for gpu in gpus.gpus) and driver and driver < _ADA_DRIVER:
         yield must_fix(
             "no-p2p",
             f"RTX 40 cards have no P2P, but the driver {gpus.driver} reports that they do",
@@ -418,17 +412,15 @@ def _peer_to_peer(gpus: GpuFacts, system: SystemFacts, links: Mapping[str, str])
             fix=f"{P2P_OFF} NCCL_IB_DISABLE=1, or install driver 550.40.07 or newer",
         )
         return
-    refused = {pair: reason for pair, reason in status.items() if reason != "ok"}
-    if refused:
+    if refused := {pair: reason for pair, reason in gpus.p2p.items() if reason != "ok"}:
         yield note(
             "no-p2p",
             f"GPUs {_format_pairs(refused)} have no P2P: {', '.join(sorted(set(refused.values())))}",
             why="NCCL copies through /dev/shm and host memory, over PCIe twice: reducing large gradients is slow",
             fix=f"{P2P_OFF}, so that NCCL does not try it; reduce communication: gradient accumulation, LoRA",
         )
-    allowed = {pair: link for pair, link in links.items() if status.get(pair, "ok") == "ok"}
-    crossing = {pair for pair, link in allowed.items() if link == "SYS"}
-    if crossing:
+    allowed = {pair: link for pair, link in links.items() if gpus.p2p.get(pair, "ok") == "ok"}
+    if crossing := {pair for pair, link in allowed.items() if link == "SYS"}:
         yield should_fix(
             "p2p-across-sockets",
             f"GPUs {_format_pairs(crossing)} are connected by SYS: over PCIe and the link between the processors",

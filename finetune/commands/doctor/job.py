@@ -69,8 +69,7 @@ def gather_job(loaded: LoadedConfig) -> JobFacts:
     sources |= {f"data.train.mix.{number}": source for number, source in enumerate(config.data.train.mix)}
     if config.data.validation is not None:
         sources["data.validation"] = config.data.validation
-    tokenizer = config.model.tokenizer
-    models = {"model.name": config.model.name, "model.tokenizer.name": tokenizer.name if tokenizer else None}
+    models = {"model.name": config.model.name, "model.tokenizer.name": getattr(config.model.tokenizer, "name", None)}
     datasets = {f"{key}.name": source.name for key, source in sources.items()}
     names = [
         HubName(key, name, _is_cached(kind, name))
@@ -113,12 +112,11 @@ def gather_job(loaded: LoadedConfig) -> JobFacts:
     state_bytes = optimizer_state_bytes(
         optimizer.name, optimizer.state_dtype, num_trained=trained, trained_bytes=trained_bytes
     )
-    average_bytes = 4 * trained if config.train.average else 0
     return replace(
         facts,
         num_parameters=size.num_parameters,
         num_trained=trained,
-        checkpoint_bytes=trained_bytes + state_bytes + average_bytes,
+        checkpoint_bytes=trained_bytes + state_bytes + (4 * trained if config.train.average else 0),
         final_bytes=trained_bytes,
     )
 

@@ -135,10 +135,8 @@ _VIRTUAL = ("docker", "lo", "veth", "br-", "virbr", "cni", "flannel", "cali", "p
 _MIN_LOCKED_BYTES = 1 << 30
 
 
-def check_network(
-    facts: NetworkFacts, variables: Mapping[str, str], *, is_multi_host: bool, has_gpu: bool, locked_bytes: int | None
-) -> Iterator[Finding]:
-    """Yield the problems of the network between machines; `locked_bytes` is the limit of locked memory."""
+def check_interfaces(facts: NetworkFacts, variables: Mapping[str, str], *, is_multi_host: bool) -> Iterator[Finding]:
+    """Yield the interfaces of NCCL and gloo that other machines cannot reach."""
     usable = [link.name for link in facts.interfaces if link.is_up and not link.name.startswith(_VIRTUAL)]
     better = facts.default_interface or next(iter(usable), "eth0")
     for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
@@ -171,6 +169,23 @@ def check_network(
             why="gloo sends this address to the other machines, where it is their own: the start hangs",
             fix=f"export GLOO_SOCKET_IFNAME={name} NCCL_SOCKET_IFNAME={name}",
         )
+
+
+def chosen_interfaces(value: str, interfaces: Sequence[Interface]) -> list[Interface]:
+    """Return the interfaces that NCCL uses for a value: a list of prefixes, `=` before whole names, `^` to exclude."""
+    words = [word for word in value.lstrip("^=").split(",") if word]
+    is_exact = value.lstrip("^").startswith("=")
+
+    def matches(interface: Interface) -> bool:
+        return any(interface.name == word if is_exact else interface.name.startswith(word) for word in words)
+
+    return [interface for interface in interfaces if matches(interface) != value.startswith("^")]
+
+
+def check_infiniband(
+    facts: NetworkFacts, variables: Mapping[str, str], *, is_multi_host: bool, has_gpu: bool, locked_bytes: int | None
+) -> Iterator[Finding]:
+    """Yield the problems of InfiniBand between machines; `locked_bytes` is the limit of locked memory."""
     ports = facts.infiniband
     active = [port for port in ports if port.state == "ACTIVE"]
     down = [f"{port.device}/{port.port} ({port.state})" for port in ports if port.state != "ACTIVE"]
@@ -204,17 +219,6 @@ def check_network(
             why="without it, unless the kernel has DMA-BUF, the network cards read GPU memory through host memory",
             fix="sudo modprobe nvidia_peermem",
         )
-
-
-def chosen_interfaces(value: str, interfaces: Sequence[Interface]) -> list[Interface]:
-    """Return the interfaces that NCCL uses for a value: a list of prefixes, `=` before whole names, `^` to exclude."""
-    words = [word for word in value.lstrip("^=").split(",") if word]
-    is_exact = value.lstrip("^").startswith("=")
-
-    def matches(interface: Interface) -> bool:
-        return any(interface.name == word if is_exact else interface.name.startswith(word) for word in words)
-
-    return [interface for interface in interfaces if matches(interface) != value.startswith("^")]
 
 
 def check_hub(hub: HubFacts, names: Sequence[HubName]) -> Iterator[Finding]:
