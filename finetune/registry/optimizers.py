@@ -98,7 +98,7 @@ OPTIMIZERS = Table(
         OptimizerEntry(
             name="adamw_8bit",
             description="AdamW of bitsandbytes, with 8-bit moments",
-            implementation="finetune.train.optim.optimizers:adamw_8bit",
+            implementation="finetune.train.optim.optimizers:bitsandbytes_adamw",
             states=(OptimizerState(class_name="AdamW8bit", is_elementwise=False),),
             num_moments=2,
             moment_bytes=INT8_BYTES,
@@ -116,7 +116,7 @@ OPTIMIZERS = Table(
         OptimizerEntry(
             name="paged_adamw",
             description="AdamW of bitsandbytes, whose moments move to the host while the GPU is short of memory",
-            implementation="finetune.train.optim.optimizers:paged_adamw",
+            implementation="finetune.train.optim.optimizers:bitsandbytes_adamw",
             states=(OptimizerState(class_name="PagedAdamW", is_elementwise=False),),
             needs_cuda=True,
             num_moments=2,
@@ -126,7 +126,7 @@ OPTIMIZERS = Table(
         OptimizerEntry(
             name="paged_adamw_8bit",
             description="the same, with 8-bit moments",
-            implementation="finetune.train.optim.optimizers:paged_adamw_8bit",
+            implementation="finetune.train.optim.optimizers:bitsandbytes_adamw",
             states=(OptimizerState(class_name="PagedAdamW8bit", is_elementwise=False),),
             needs_cuda=True,
             num_moments=2,

@@ -152,7 +152,7 @@ def export_final(loaded: LoadedConfig, built: BuiltRun, reporter: Reporter, *, p
         return
     fault_point("export.begin", step=progress.step)
     preprocessors = export_inputs(built.training_data.processing, built.training_data.task, prepared.unwrapped_model)
-    with make_weights(loaded.config.train, prepared).swapped_in():
+    with make_weights(loaded.config.train, prepared)():
         rows, logits = trained_logits(loaded.config, built.training_data, prepared, preprocessors=preprocessors)
         weights = gather_weights(prepared.accelerator, prepared.model, trained_only=exports_trained_only(loaded.config))
     with distributed.rank_0_works_alone():

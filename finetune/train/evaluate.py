@@ -5,9 +5,8 @@ Evaluation and export use the trained weights, or their average if the optimizer
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -28,25 +27,9 @@ from finetune.runtime.supervision.heartbeat import fault_point
 from finetune.task.generation import GenerationEvaluator
 from finetune.task.protocol import Task
 from finetune.train.meters import sum_over_ranks
-from finetune.train.parts import Evaluation
 
 Formula = Callable[[Tensor, Tensor], Tensor]
 """Computes the evaluated and exported value from a parameter and a tensor of its optimizer state, both flat."""
-
-
-class EvaluationWeights(Protocol):
-    """The weights that a run evaluates and exports."""
-
-    def swapped_in(self) -> AbstractContextManager[None]:
-        """Return a context in which the model holds the weights to evaluate and export. Collective."""
-
-
-class TrainedWeights:
-    """The trained weights themselves."""
-
-    def swapped_in(self) -> AbstractContextManager[None]:
-        """Change nothing."""
-        return nullcontext()
 
 
 @dataclass(frozen=True)
@@ -90,19 +73,6 @@ class AveragedWeights:
         self.access.finish_writing()
 
 
-@dataclass(frozen=True)
-class EvaluationWithWeights:
-    """Runs an evaluation with the evaluation weights swapped in."""
-
-    weights: EvaluationWeights
-    evaluate: Evaluation
-
-    def __call__(self, step: int) -> dict[str, float]:
-        """Return the metrics, equal on every rank. Collective."""
-        with self.weights.swapped_in():
-            return self.evaluate(step)
-
-
 def average_formula(section: TrainSection) -> tuple[str, Formula] | None:
     """Return the optimizer-state key and formula of the average; None if the trained weights are evaluated."""
     fast_key = OPTIMIZERS[section.optimizer.name].fast_key
@@ -113,14 +83,6 @@ def average_formula(section: TrainSection) -> tuple[str, Formula] | None:
     if section.average is not None:
         return AVERAGE, lambda _, average: average
     return None
-
-
-class NoEvaluation:
-    """The evaluation of a run without validation rows: never due, without metrics."""
-
-    def __call__(self, step: int) -> dict[str, float]:
-        """Return no metrics."""
-        return {}
 
 
 @dataclass(frozen=True)
@@ -139,9 +101,20 @@ class Evaluator:
         started = time.perf_counter()
         was_training = self.model.training
         self.model.eval()
+        totals: dict[str, Tensor] = {}
+        records: list[Tensor] = []
         with torch.no_grad():
-            sums, records = self._measure(step)
-            metrics = dict(self.task.metrics(sum_over_ranks(sums), _gather_records(records)))
+            for (batch,) in self.batches:  # every rank runs the same number of forward passes
+                fault_point("evaluate", step=step)
+                require_intact(self.rows, batch)
+                measured = self.task.evaluate_batch(self.model, batch)
+                for name, value in measured.sums.items():
+                    wide = value.detach().to(torch.float32 if value.device.type == "mps" else torch.float64)
+                    wide = torch.zeros_like(wide) if batch.is_copy else wide
+                    totals[name] = totals[name] + wide if name in totals else wide
+                if measured.records is not None and not batch.is_copy:
+                    records.append(measured.records.detach())
+            metrics = dict(self.task.metrics(sum_over_ranks(totals), _gather_records(records)))
             if self.answers is not None:
                 answered = self.answers.generate_all(self.model, step=step)
                 with distributed.rank_0_works_alone():  # a user's metric may take long
@@ -152,22 +125,6 @@ class Evaluator:
         self.model.train(was_training)
         self.reporter(Evaluated(step, metrics, len(self.rows), time.perf_counter() - started))
         return metrics
-
-    def _measure(self, step: int) -> tuple[dict[str, Tensor], list[Tensor]]:
-        """Return this rank's sums and records; every rank runs the same number of forward passes."""
-        totals: dict[str, Tensor] = {}
-        records: list[Tensor] = []
-        for (batch,) in self.batches:
-            fault_point("evaluate", step=step)
-            require_intact(self.rows, batch)
-            measured = self.task.evaluate_batch(self.model, batch)
-            for name, value in measured.sums.items():
-                wide = value.detach().to(torch.float32 if value.device.type == "mps" else torch.float64)
-                wide = torch.zeros_like(wide) if batch.is_copy else wide
-                totals[name] = totals[name] + wide if name in totals else wide
-            if measured.records is not None and not batch.is_copy:
-                records.append(measured.records.detach())
-        return totals, records
 
 
 def _gather_records(records: Sequence[Tensor]) -> Tensor | None:

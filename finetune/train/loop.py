@@ -51,8 +51,8 @@ def _take_steps(parts: TrainingComponents, progress: Progress) -> str:
     groups = CountedGroups(parts, first_step=progress.step)
     while progress.step < parts.plan.num_steps:
         started = time.perf_counter()
-        group = groups.take(progress.step)
-        counts, request = group.counts, group.counts.stop_request
+        batches, counts, data_seconds = groups.take(progress.step)
+        request = counts.stop_request
         if counts.has_news or request.stop_reason or request.evaluates:
             report_steps(parts, progress)
         is_evaluated = request.evaluates and progress.metrics_step < progress.step
@@ -63,17 +63,23 @@ def _take_steps(parts: TrainingComponents, progress: Progress) -> str:
             return reason
         record = take_step(
             parts,
-            group.batches,
+            batches,
             counts,
             progress=progress,
             started=started,
-            data_seconds=group.data_seconds,
+            data_seconds=data_seconds,
             before_last_backward=partial(groups.start_next_count, progress.step + 1, counts=counts),
         )
         if record.is_taken is False:
             record_skipped_step(parts, progress, record)
         advance(progress, record)
-        reason = _after_step(parts, progress, record)
+        parts.meters.add(record)
+        reason = "stop_after_steps" if progress.step == parts.stop_after_steps else None
+        is_evaluated = parts.evaluate_due.due(progress.step)
+        if parts.log_due.due(progress.step) or is_evaluated or reason:
+            report_steps(parts, progress)
+        ended = _evaluate(parts, progress) if is_evaluated else None
+        reason = reason or ended
         if parts.save_due.due(progress.step) or reason:
             saved_step = _save(parts, progress)
         parts.save.report_written()
@@ -88,17 +94,6 @@ def _save(parts: TrainingComponents, progress: Progress) -> int:
     report_steps(parts, progress)
     parts.save(progress)
     return progress.step
-
-
-def _after_step(parts: TrainingComponents, progress: Progress, record: StepRecord) -> str | None:
-    """Report the step and evaluate where it is due; return why the run is to end here, if it is. Collective."""
-    parts.meters.add(record)
-    reason = "stop_after_steps" if progress.step == parts.stop_after_steps else None
-    is_evaluated = parts.evaluate_due.due(progress.step)
-    if parts.log_due.due(progress.step) or is_evaluated or reason:
-        report_steps(parts, progress)
-    ended = _evaluate(parts, progress) if is_evaluated else None
-    return reason or ended
 
 
 def _evaluate(parts: TrainingComponents, progress: Progress) -> str | None:

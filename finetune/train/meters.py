@@ -6,7 +6,7 @@ Reading the sums is the only host-device synchronization.
 import math
 import resource
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -119,24 +119,34 @@ class Meters:
             columns.append(distributed.sum_tensor(torch.stack(flat)))  # [steps, numbers]
         rows = torch.cat(columns, dim=1).tolist()
         memory = peak_memory_bytes()
-        events = [
-            _event(record, loss_sum=loss, gradient_norm=norm, metrics=self._metrics(record, sums), memory=memory)
-            for record, (norm, loss, *sums) in zip(records, rows, strict=True)
-        ]
-        return list(zip(records, events, strict=True))
+        steps = []
+        for record, (norm, loss, *numbers) in zip(records, rows, strict=True):
+            named, rest = {}, torch.tensor(numbers, dtype=torch.float64)
+            for name, value in record.sums.items():
+                own, rest = rest[: value.numel()], rest[value.numel() :]
+                named[name] = own.view(value.shape).tolist()  # floats, or nested lists
+            event = StepTaken(
+                step=record.number,
+                loss=loss / record.num_targets if record.num_targets else math.nan,
+                gradient_norm=norm,
+                learning_rate=record.learning_rate,
+                num_targets=record.num_targets,
+                num_tokens=record.num_tokens,
+                samples_sha256=record.samples_sha256,
+                epoch=record.epoch,
+                seconds=record.seconds,
+                data_seconds=record.data_seconds,
+                data_share=record.data_seconds / record.seconds if record.seconds > 0 else 0.0,
+                memory_bytes=memory,
+                metrics=dict(self._step_metrics(named, num_targets=record.num_targets)) if named else {},
+                device=record.device,
+            )
+            steps.append((record, event))
+        return steps
 
     def warning(self) -> str | None:
         """Return a warning, once each, if too much time was spent waiting for batches, or if the GPU is lost."""
         return self._wait.warning() or self._device.warning()
-
-    def _metrics(self, record: StepRecord, sums: Sequence[float]) -> Mapping[str, float]:
-        """Return the task's metrics of a step."""
-        if not record.sums:
-            return {}
-        flat = torch.split(torch.tensor(sums, dtype=torch.float64), [value.numel() for value in record.sums.values()])
-        parts = zip(record.sums.items(), flat, strict=True)
-        named = {name: part.view(value.shape).tolist() for (name, value), part in parts}  # floats, or nested lists
-        return dict(self._step_metrics(named, num_targets=record.num_targets))
 
 
 def sum_over_ranks(sums: dict[str, Tensor]) -> dict[str, float]:
@@ -170,29 +180,3 @@ def keep_peak_memory() -> Iterator[None]:
 
 
 _peak_before_reset = 0
-
-
-def _event(
-    record: StepRecord,
-    *,
-    loss_sum: float,
-    gradient_norm: float,
-    metrics: Mapping[str, float],
-    memory: int,
-) -> StepTaken:
-    return StepTaken(
-        step=record.number,
-        loss=loss_sum / record.num_targets if record.num_targets else math.nan,
-        gradient_norm=gradient_norm,
-        learning_rate=record.learning_rate,
-        num_targets=record.num_targets,
-        num_tokens=record.num_tokens,
-        samples_sha256=record.samples_sha256,
-        epoch=record.epoch,
-        seconds=record.seconds,
-        data_seconds=record.data_seconds,
-        data_share=record.data_seconds / record.seconds if record.seconds > 0 else 0.0,
-        memory_bytes=memory,
-        metrics=metrics,
-        device=record.device,
-    )

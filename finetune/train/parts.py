@@ -8,16 +8,17 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from finetune.checkpoint.write.saver import Saver
 from finetune.config.sections.train import NonFiniteSection
 from finetune.data.batch import Batch
 from finetune.data.token_cache.integrity import SampleVerifier
 from finetune.report.profile import Profile
 from finetune.report.reporter import Reporter
 from finetune.runtime.optional import no_op
-from finetune.runtime.progress import Cadence, NeverDue, Progress
+from finetune.runtime.progress import Cadence, NeverDue
 from finetune.train.meters import Meters
 from finetune.train.plan import StepPlan
-from finetune.train.stopping import EarlyStopping, NeverStop, StopSources
+from finetune.train.stopping import EarlyStopping, StopSources
 from finetune.train.update import Update
 
 
@@ -34,28 +35,8 @@ class StepTask(Protocol):
         """Return a step's logged metrics, except the loss, from the sums of all ranks."""
 
 
-class Evaluation(Protocol):
-    """Measures the model on the validation rows."""
-
-    def __call__(self, step: int) -> dict[str, float]:
-        """Return the metrics, equal on every rank; reports them. Collective."""
-
-
-class CheckpointSaving(Protocol):
-    """Saves checkpoints of the run."""
-
-    @property
-    def has_failed(self) -> bool:
-        """Return whether writing has failed permanently, so that the run must stop."""
-
-    def __call__(self, progress: Progress) -> None:
-        """Save a checkpoint, possibly in the background; waits for the previous one. Collective."""
-
-    def report_written(self) -> None:
-        """Report checkpoints that were written in the background since the last call."""
-
-    def wait_for_writes(self) -> None:
-        """Wait for pending writes; raises CheckpointError if one failed and the run must stop. Collective."""
+Evaluation = Callable[[int], dict[str, float]]
+"""Measures the model on the validation rows after a step, and reports the metrics, equal on every rank. Collective."""
 
 
 @dataclass(frozen=True)
@@ -77,13 +58,13 @@ class TrainingComponents:
     meters: Meters
     reporter: Reporter
     evaluate: Evaluation
-    save: CheckpointSaving
+    save: Saver
     log_due: Cadence
     evaluate_due: Cadence | NeverDue
     save_due: Cadence
     stop_sources: StopSources
     stop_after_steps: int | None
-    early_stopping: EarlyStopping | NeverStop
+    early_stopping: EarlyStopping
     before_batch: Callable[[Batch], None] = no_op  # called with every batch before its forward pass
     reduces_every_microbatch: bool = False  # over the ranks, if the strategy leaves the choice
     profile: Profile = field(default_factory=Profile)

@@ -65,9 +65,14 @@ def make_plan(
         section.learning_rate, section.learning_rate_scaling, global_batch_size=section.global_batch_size
     )
     schedule = build_schedule(section.schedule, peak=peak, num_steps=num_steps)
+    rate, scaling = f"{peak:g}", section.learning_rate_scaling
+    if scaling is not None:
+        ratio = f"{section.global_batch_size} / {scaling.base_global_batch_size}"
+        factor = f"({ratio})" if scaling.rule == "linear" else f"sqrt({ratio})"
+        rate = f"{peak:g} = {section.learning_rate:g} x {factor}"
     lines = [
         f"budget: {budget}",
-        f"learning rate: {_rate(section, peak)}, {schedule.name}, {schedule.num_warmup_steps} warmup steps",
+        f"learning rate: {rate}, {schedule.name}, {schedule.num_warmup_steps} warmup steps",
     ]
     plan = StepPlan(
         num_steps=num_steps,
@@ -83,7 +88,7 @@ def make_plan(
 
 
 def _batch_line(plan: StepPlan) -> str:
-    processes = _count(plan.world, "process", "processes")
+    processes = f"{plan.world} process{'' if plan.world == 1 else 'es'}"
     if plan.sequence_size > 1:
         processes = f"{processes} / {plan.sequence_size} that share each row"
     return (
@@ -112,16 +117,3 @@ def _budget(
     assert section.tokens is not None  # the config's rules: exactly one budget
     num_steps = steps_for_tokens(section.tokens)
     return num_steps, f"{section.tokens:,} tokens are reached in {num_steps} steps of {batch} {unit}"
-
-
-def _rate(section: TrainSection, peak: float) -> str:
-    scaling = section.learning_rate_scaling
-    if scaling is None:
-        return f"{peak:g}"
-    ratio = f"{section.global_batch_size} / {scaling.base_global_batch_size}"
-    factor = f"({ratio})" if scaling.rule == "linear" else f"sqrt({ratio})"
-    return f"{peak:g} = {section.learning_rate:g} x {factor}"
-
-
-def _count(number: int, one: str, many: str) -> str:
-    return f"{number} {one if number == 1 else many}"

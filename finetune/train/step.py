@@ -6,7 +6,7 @@ and the result does not depend on how the global batch is split into ranks and m
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from finetune.data.batch import Batch
-from finetune.data.token_cache.integrity import Delivery, extend_digest, join_uint64, split_uint64
+from finetune.data.token_cache.integrity import extend_digest, join_uint64, split_uint64
 from finetune.errors import NonFiniteError, TrainingError
 from finetune.report.events import StepSkipped
 from finetune.runtime import distributed, seeds
@@ -94,7 +94,7 @@ def start_step_counts(
     The function raises TrainingError if the samples are damaged or not those of this step. Both are collective.
     """
     delivery = parts.deliveries.received(group)
-    wait = distributed.start_sum_counts(
+    wait_for_sums = distributed.start_sum_counts(
         [
             sum(batch.num_targets for batch in group),
             sum(batch.num_tokens for batch in group),
@@ -105,35 +105,24 @@ def start_step_counts(
             *parts.stop_sources.counts(),
         ]
     )
-    return lambda: _step_counts(parts, delivery, wait(), step=step)
 
+    def wait() -> StepCounts:
+        num_targets, num_tokens, low, high, num_damaged, num_news, num_slow, *stop_counts = wait_for_sums()
+        if num_damaged:  # the damaged samples of all ranks are named, and their cache is set aside
+            is_damaged = delivery.damaged or delivery.problem
+            gathered = distributed.gather_objects(parts.deliveries.explain(delivery.damaged) if is_damaged else ())
+            lines = dict.fromkeys(line for of_rank in gathered for line in of_rank)
+            raise TrainingError(f"step {step + 1} is not taken because its data is damaged:\n" + "\n".join(lines))
+        samples = join_uint64(low, high)
+        if samples != parts.deliveries.expected(step):
+            raise TrainingError(
+                f"the samples of step {step + 1} are not those that the data order assigns to it, because of a bug in "
+                "finetune or a data loader. The step was not taken. Please report it."
+            )
+        request = stop_request_of(stop_counts)
+        return StepCounts(num_targets, num_tokens, samples, request, has_news=num_news > 0, is_slow=num_slow > 0)
 
-def _step_counts(parts: TrainingComponents, delivery: Delivery, sums: Sequence[int], *, step: int) -> StepCounts:
-    num_targets, num_tokens, low, high, num_damaged, num_news, num_slow, *stop_counts = sums
-    if num_damaged:
-        _raise_damaged(parts, delivery, step=step)
-    samples = join_uint64(low, high)
-    if samples != parts.deliveries.expected(step):
-        raise TrainingError(
-            f"the samples of step {step + 1} are not those that the data order assigns to it, because of a bug in "
-            "finetune or a data loader. The step was not taken. Please report it."
-        )
-    return StepCounts(
-        num_targets,
-        num_tokens,
-        samples,
-        stop_request_of(stop_counts),
-        has_news=num_news > 0,
-        is_slow=num_slow > 0,
-    )
-
-
-def _raise_damaged(parts: TrainingComponents, delivery: Delivery, *, step: int) -> None:
-    """Raise TrainingError that names the damaged samples of all ranks, whose cache is set aside. Collective."""
-    is_damaged = delivery.damaged or delivery.problem
-    gathered = distributed.gather_objects(parts.deliveries.explain(delivery.damaged) if is_damaged else ())
-    lines = dict.fromkeys(line for of_rank in gathered for line in of_rank)
-    raise TrainingError(f"step {step + 1} is not taken because its data is damaged:\n" + "\n".join(lines))
+    return wait
 
 
 def forward_backward(
@@ -196,52 +185,36 @@ def record_skipped_step(parts: TrainingComponents, progress: Progress, record: S
     """Count and report the skipped step; raises NonFiniteError as configured. Collective."""
     is_loss_finite = distributed.sum_counts([int(not is_finite(record.losses))]) == [0]
     reason = LOSS_SCALE if parts.scales_loss and is_loss_finite else NON_FINITE
-    sample_ids = _nonfinite_samples(record)
-    locations = [parts.row_location(sample_id) for sample_id in sample_ids[:MAX_NAMED_ROWS]]
-    more = len(sample_ids) - len(locations)
-    rows = "; ".join([*locations, f"and {more} more"] if more else locations)
-    if reason == NON_FINITE:
-        _stop_unless_skipping(parts, progress, number=record.number, rows=rows)
-        progress.num_nonfinite_skips += 1
-    else:
-        progress.num_scale_skips += 1
-    parts.reporter(StepSkipped(record.number, reason, sample_ids, rows))
-
-
-def _nonfinite_samples(record: StepRecord) -> tuple[int, ...]:
-    """Return the ids in microbatches with a non-finite loss, or all ids if every loss is finite. Collective."""
+    # The ids in microbatches with a non-finite loss, or all ids if every loss is finite.
     losses = record.losses.tolist()
     nonfinite = [i for ids, loss in zip(record.sample_ids, losses, strict=True) if not math.isfinite(loss) for i in ids]
     gathered = distributed.gather_objects((nonfinite, [i for ids in record.sample_ids for i in ids]))
-    sample_ids = [i for ids, _ in gathered for i in ids] or [i for _, ids in gathered for i in ids]
-    return tuple(sorted(set(sample_ids)))  # ranks that share a row report the same ids
-
-
-def _stop_unless_skipping(parts: TrainingComponents, progress: Progress, *, number: int, rows: str) -> None:
-    problem = (
-        f"the loss or gradient of step {number} is not finite. Training rows: {rows}. {parts.update.nonfinite_effect}"
-    )
-    if parts.nonfinite.action == "stop":
-        raise NonFiniteError(
-            f"{problem} Inspect these rows, lower train.learning_rate, or set train.nonfinite.action: skip."
+    of_ranks = [i for ids, _ in gathered for i in ids] or [i for _, ids in gathered for i in ids]
+    sample_ids = tuple(sorted(set(of_ranks)))  # ranks that share a row report the same ids
+    locations = [parts.row_location(sample_id) for sample_id in sample_ids[:MAX_NAMED_ROWS]]
+    more = len(sample_ids) - len(locations)
+    rows = "; ".join([*locations, f"and {more} more"] if more else locations)
+    if reason == LOSS_SCALE:
+        progress.num_scale_skips += 1
+    else:
+        problem = (
+            f"the loss or gradient of step {record.number} is not finite. Training rows: {rows}. "
+            f"{parts.update.nonfinite_effect}"
         )
-    if progress.num_nonfinite_skips >= parts.nonfinite.max_skips:
-        raise NonFiniteError(
-            f"{problem} {parts.nonfinite.max_skips} steps have already been skipped (train.nonfinite.max_skips)."
-        )
+        if parts.nonfinite.action == "stop":
+            raise NonFiniteError(
+                f"{problem} Inspect these rows, lower train.learning_rate, or set train.nonfinite.action: skip."
+            )
+        if progress.num_nonfinite_skips >= parts.nonfinite.max_skips:
+            raise NonFiniteError(
+                f"{problem} {parts.nonfinite.max_skips} steps have already been skipped (train.nonfinite.max_skips)."
+            )
+        progress.num_nonfinite_skips += 1
+    parts.reporter(StepSkipped(record.number, reason, sample_ids, rows))
 
 
 SLOW_SECONDS = 1.0
 """From here on a step is not counted in advance."""
-
-
-@dataclass(frozen=True)
-class CountedGroup:
-    """The microbatches of one step on this rank, and the counts of the group over all ranks."""
-
-    batches: tuple[Batch, ...]
-    counts: StepCounts
-    data_seconds: float  # for which this rank waited for the batches
 
 
 class CountedGroups:
@@ -257,22 +230,23 @@ class CountedGroups:
         self._groups = parts.groups(first_step=first_step)
         self._first_step = first_step
         self._taken_at = time.perf_counter()
-        self._next: _StartedGroup | None = None
+        self._next: tuple[tuple[Batch, ...], float, Callable[[], StepCounts]] | None = None  # under way
 
-    def take(self, step: int) -> CountedGroup:
+    def take(self, step: int) -> tuple[tuple[Batch, ...], StepCounts, float]:
         """Return the group of this step, which is counted now unless that was started. Collective.
 
-        Raises TrainingError as `start_step_counts` says.
+        These are this rank's microbatches, the counts over all ranks, and the seconds for which this rank waited for
+        its microbatches. Raises TrainingError as `start_step_counts` says.
         """
         if self._next is None:
             batches, data_seconds = self._fetch()
             fault_point("data", step=step)
-            started = self._start(batches, data_seconds, step=step)
+            wait = self._start_count(batches, step=step)
         else:
-            started, self._next = self._next, None
+            (batches, data_seconds, wait), self._next = self._next, None
             fault_point("data", step=step)
         self._taken_at = time.perf_counter()
-        return CountedGroup(started.batches, started.wait(), started.data_seconds)
+        return batches, wait(), data_seconds
 
     def start_next_count(self, step: int, *, counts: StepCounts) -> None:
         """Start to count the group of this step, unless it may never be taken, or steps are slow. Collective.
@@ -283,23 +257,14 @@ class CountedGroups:
         parts = self._parts
         may_be_last = step >= parts.plan.num_steps or step == parts.stop_after_steps or parts.evaluate_due.due(step)
         if parts.counts_ahead and not counts.is_slow and not may_be_last and step > self._first_step + 1:
-            self._next = self._start(*self._fetch(), step=step)
+            batches, data_seconds = self._fetch()
+            self._next = batches, data_seconds, self._start_count(batches, step=step)
 
     def _fetch(self) -> tuple[tuple[Batch, ...], float]:
         started = time.perf_counter()
         batches = next(self._groups)
         return batches, time.perf_counter() - started
 
-    def _start(self, batches: tuple[Batch, ...], data_seconds: float, *, step: int) -> "_StartedGroup":
+    def _start_count(self, batches: tuple[Batch, ...], *, step: int) -> Callable[[], StepCounts]:
         is_slow = time.perf_counter() - self._taken_at > SLOW_SECONDS
-        wait = start_step_counts(self._parts, batches, step=step, is_slow=is_slow)
-        return _StartedGroup(batches, data_seconds, wait)
-
-
-@dataclass(frozen=True)
-class _StartedGroup:
-    """A group whose counts are under way."""
-
-    batches: tuple[Batch, ...]
-    data_seconds: float
-    wait: Callable[[], StepCounts]
+        return start_step_counts(self._parts, batches, step=step, is_slow=is_slow)

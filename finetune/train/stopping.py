@@ -68,19 +68,6 @@ def stop_request_of(counts: list[int]) -> StopRequest:
     return StopRequest(reason, saves=bool(saves or reason) and reason != FAILED_SAVE, evaluates=bool(evaluates))
 
 
-@dataclass(frozen=True)
-class TimeLimit:
-    """The time limit of the run."""
-
-    seconds: float
-    started: float
-    clock: Callable[[], float] = time.monotonic
-
-    def __call__(self) -> bool:
-        """Return whether the limit has passed since the start."""
-        return self.clock() - self.started >= self.seconds
-
-
 class StopFile:
     """A file by which a user requests a stop; checked at most once a second."""
 
@@ -104,21 +91,10 @@ FINAL_REASONS = (FINISHED, EARLY_STOPPING)
 """Reasons after which the model is final; after a signal or a limit the run is to be resumed."""
 
 
-class NeverStop:
-    """No early stopping."""
-
-    def update(self, metrics: dict[str, float], progress: Progress) -> None:
-        """Do nothing."""
-
-    def is_over(self, progress: Progress) -> bool:
-        """Return False."""
-        return False
-
-
 class EarlyStopping:
-    """Stop when a metric has not improved for `patience` evaluations; its state is in the progress."""
+    """Stop when a metric has not improved for `patience` evaluations, never without a section; state is in progress."""
 
-    def __init__(self, section: EarlyStoppingSection) -> None:
+    def __init__(self, section: EarlyStoppingSection | None) -> None:
         self._section = section
 
     def update(self, metrics: dict[str, float], progress: Progress) -> None:
@@ -126,6 +102,8 @@ class EarlyStopping:
 
         The metrics can depend on the rows: only tags such as `B-PER` have entities.
         """
+        if self._section is None:
+            return
         if self._section.metric not in metrics:
             missing = self._section.metric
             raise UserError(
@@ -145,4 +123,4 @@ class EarlyStopping:
 
     def is_over(self, progress: Progress) -> bool:
         """Return whether patience is exhausted; it still is when a stopped run is started again."""
-        return progress.evaluations_since_best >= self._section.patience
+        return self._section is not None and progress.evaluations_since_best >= self._section.patience

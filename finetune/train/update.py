@@ -43,7 +43,12 @@ class DeferredFiniteCheck:
         is_bad = (~torch.isfinite(norm)).float()
         self._num_unread += is_bad
         flag = torch.maximum(is_bad, (self._num_unread > num_allowed).float())
-        self._send()
+        if self._copy is None and self._is_on_cpu:
+            self._copy = self._num_unread.clone()
+        elif self._copy is None:  # no copy to the host is in flight
+            self._copy = self._num_unread.to("cpu", non_blocking=True)  # torch pins the destination
+            self._arrival = torch.Event(device=self._num_unread.device)
+            self._arrival.record()
         return flag
 
     @property
@@ -58,17 +63,6 @@ class DeferredFiniteCheck:
         """Reset the count after the host has read every step."""
         self._num_unread.zero_()
         self._copy = None
-
-    def _send(self) -> None:
-        """Start a copy to the host unless one is in flight."""
-        if self._copy is not None:
-            return
-        if self._is_on_cpu:
-            self._copy = self._num_unread.clone()
-            return
-        self._copy = self._num_unread.to("cpu", non_blocking=True)  # torch pins the destination
-        self._arrival = torch.Event(device=self._num_unread.device)
-        self._arrival.record()
 
 
 _REPLICATED_TYPES = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_XPU")

@@ -20,7 +20,6 @@ from finetune.runtime.supervision.signals import ReceivedSignals
 from finetune.task.protocol import BaseTask
 from finetune.train import step as steps
 from finetune.train import update
-from finetune.train.evaluate import NoEvaluation
 from finetune.train.loop import train
 from finetune.train.meters import Meters
 from finetune.train.optim.optimizers import build_optimizer
@@ -28,7 +27,7 @@ from finetune.train.optim.parameter_groups import list_parameters
 from finetune.train.parts import TrainingComponents
 from finetune.train.plan import make_plan
 from finetune.train.step import CountedGroups, StepCounts
-from finetune.train.stopping import NeverStop, StopRequest, StopSources
+from finetune.train.stopping import EarlyStopping, StopRequest, StopSources
 from finetune.train.update import Update
 
 NUM_SAMPLES, LENGTH = 8, 6
@@ -130,14 +129,14 @@ def parts_of(
         scales_loss=False,
         meters=Meters(),
         reporter=events.append,
-        evaluate=NoEvaluation(),
+        evaluate=lambda step: {},
         save=Kept(),
         log_due=Cadence(1, num_steps),
         evaluate_due=NeverDue(),
         save_due=Cadence(None, num_steps),
         stop_sources=StopSources(ReceivedSignals()),
         stop_after_steps=None,
-        early_stopping=NeverStop(),
+        early_stopping=EarlyStopping(None),
     )
 
 
@@ -396,8 +395,8 @@ def parts(log, *, num_steps=8, evaluate_due=None, stop_after_steps=None, counts_
 def run(log, *, first_step=0, last=4, counts=COUNTS, **settings) -> list[str]:
     groups = CountedGroups(parts(log, **settings), first_step=first_step)
     for step in range(first_step, last):
-        taken = groups.take(step)
-        assert taken.batches == (f"batch of {step}",)
+        batches, _, _ = groups.take(step)
+        assert batches == (f"batch of {step}",)
         log.append(f"forward {step}")
         groups.start_next_count(step + 1, counts=counts)
         log.append(f"backward {step}")

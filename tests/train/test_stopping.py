@@ -17,7 +17,6 @@ from finetune.train.stopping import (
     StopFile,
     StopRequest,
     StopSources,
-    TimeLimit,
     stop_request_of,
 )
 
@@ -52,14 +51,6 @@ def test_a_signal_takes_precedence_over_other_stop_requests():
     assert stop_request_of(sources.counts()).stop_reason == STOP_FILE
     note.note(signal.SIGHUP, None)
     assert stop_request_of(sources.counts()).stop_reason == "signal SIGHUP"
-
-
-def test_the_time_limit_is_read_from_the_clock():
-    now = [0.0]
-    limit = TimeLimit(60.0, started=0.0, clock=lambda: now[0])
-    assert not limit()
-    now[0] = 60.0
-    assert limit()
 
 
 def test_the_stop_file_is_looked_for_once_a_second(tmp_path):

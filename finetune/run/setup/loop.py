@@ -6,10 +6,11 @@ Where steps are profiled, each call of a part that belongs to a phase counts for
 
 import json
 import os
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -21,6 +22,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 from torch import nn
 from typing_extensions import TypedDict
 
+from finetune.checkpoint.write.saver import Saver
 from finetune.config.run_config import RunConfig
 from finetune.config.sections.evaluate import EvaluateSection
 from finetune.config.sections.report import ProfileSection
@@ -50,35 +52,20 @@ from finetune.runtime.supervision.signals import ReceivedSignals, SpotNotice
 from finetune.task.generation import GenerationEvaluator, Metric
 from finetune.task.protocol import Task
 from finetune.train.accelerator import own_batches
-from finetune.train.evaluate import EvaluationWithWeights, Evaluator, NoEvaluation
+from finetune.train.evaluate import Evaluator
 from finetune.train.meters import Meters
-from finetune.train.parts import CheckpointSaving, Evaluation, TrainingComponents
+from finetune.train.parts import Evaluation, TrainingComponents
 from finetune.train.stopping import (
     FAILED_SAVE,
     SPOT_NOTICE,
     STOP_FILE,
     TIME_LIMIT,
     EarlyStopping,
-    NeverStop,
     StopFile,
     StopSources,
-    TimeLimit,
 )
 from finetune.train.update import Update, UpdateInBackward
 from finetune.train.upstream import replace_engine_step, without_accelerate_wrapper
-
-
-@dataclass(frozen=True)
-class SyncedBatchNormEvaluation:
-    """An evaluation before which batch norms are synchronized over all ranks."""
-
-    model: nn.Module
-    inner: Evaluation
-
-    def __call__(self, step: int) -> dict[str, float]:
-        """Return the metrics, equal on every rank. Collective."""
-        sync_batch_norm(self.model)
-        return self.inner(step)
 
 
 def make_parts(
@@ -86,7 +73,7 @@ def make_parts(
     built: BuiltRun,
     *,
     reporter: CallbackReporter,
-    save: CheckpointSaving,
+    save: Saver,
     signals: ReceivedSignals,
     startup: StartupTimer,
     gpu: DeviceColumns,
@@ -94,10 +81,10 @@ def make_parts(
 ) -> TrainingComponents:
     """Return the loop's components; the first step reports the duration of the start."""
     training_data, prepared, plan = built.training_data, built.prepared, built.plan
-    stopping = config.train.early_stopping
     stops: dict[str, Callable[[], bool]] = {FAILED_SAVE: lambda: save.has_failed}  # of this rank
     if config.train.time_limit_minutes:
-        stops[TIME_LIMIT] = TimeLimit(config.train.time_limit_minutes * 60, startup.started_at)
+        ends_at = startup.started_at + config.train.time_limit_minutes * 60
+        stops[TIME_LIMIT] = lambda: time.monotonic() >= ends_at
     if distributed.is_main():
         stops[STOP_FILE] = StopFile(RunPaths(Path(config.run.folder)).stop_file)
     if config.run.spot_notice and os.environ.get("LOCAL_RANK", "0") == "0":  # one process of a machine
@@ -124,7 +111,7 @@ def make_parts(
         save_due=Cadence(config.checkpoint.every_steps, plan.num_steps),
         stop_sources=StopSources(signals, stops, requests=reporter.take_requests),
         stop_after_steps=config.train.stop_after_steps,
-        early_stopping=EarlyStopping(stopping) if stopping else NeverStop(),
+        early_stopping=EarlyStopping(config.train.early_stopping),
         before_batch=prepared.before_batch,
         reduces_every_microbatch=prepared.reduces_every_microbatch,
         counts_ahead=not _has_ghost_norms(prepared.model),
@@ -198,7 +185,7 @@ def _has_ghost_norms(model: nn.Module) -> bool:
 def _evaluation(config: RunConfig, built: BuiltRun, *, reporter: Reporter) -> Evaluation:
     training_data, prepared = built.training_data, built.prepared
     if config.evaluate is None or training_data.validation_set is None:
-        return NoEvaluation()
+        return lambda step: {}  # never due
     evaluator = make_evaluator(
         config,
         training_data.task,
@@ -209,9 +196,14 @@ def _evaluation(config: RunConfig, built: BuiltRun, *, reporter: Reporter) -> Ev
         answer_metrics=training_data.answer_metrics,
         reporter=reporter,
     )
-    return SyncedBatchNormEvaluation(
-        prepared.model, EvaluationWithWeights(make_weights(config.train, prepared), evaluator)
-    )
+    weights_swapped_in = make_weights(config.train, prepared)
+
+    def evaluate(step: int) -> dict[str, float]:
+        sync_batch_norm(prepared.model)
+        with weights_swapped_in():
+            return evaluator(step)
+
+    return evaluate
 
 
 def remove_stop_file(path: Path, *, log: Callable[[str], object]) -> None:

@@ -6,6 +6,7 @@ Checked with it: the result of a sample does not depend on the others of its bat
 import inspect
 import os
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -53,7 +54,7 @@ from finetune.task.lm_loss.target_loss import fallback_warning, resolve_kernel
 from finetune.task.model_inputs import collate_row, forward_logits, is_padding_free, sample_logits, unwrap_model
 from finetune.task.protocol import Task
 from finetune.task.router_loss import RoutedTask, Router, RoutingRecorder, find_routers
-from finetune.train.evaluate import AveragedWeights, EvaluationWeights, TrainedWeights, average_formula
+from finetune.train.evaluate import AveragedWeights, average_formula
 from finetune.train.optim.optimizers import build_optimizer, slow_update_warning
 from finetune.train.optim.parameter_groups import NamedParameter, describe_groups, list_parameters
 from finetune.train.parts import StepTask
@@ -214,13 +215,17 @@ def make_step_task(config: RunConfig, task: Task, prepared: PreparedModel) -> St
     return RoutedTask(task, recorder, coefficient, prepared.before_batch)
 
 
-def make_weights(train: TrainSection, prepared: PreparedModel) -> EvaluationWeights:
-    """Return the weights to evaluate and export: the average where the optimizer keeps one, else the trained."""
+def make_weights(train: TrainSection, prepared: PreparedModel) -> Callable[[], AbstractContextManager[None]]:
+    """Return a function whose context swaps in the weights to evaluate and export. Collective.
+
+    They are the average where the optimizer keeps one, else the trained.
+    """
     average = average_formula(train)
     if average is None:
-        return TrainedWeights()
+        return nullcontext
     key, formula = average
-    return AveragedWeights(build_access(prepared.accelerator, prepared.model, prepared.optimizer), key, formula)
+    access = build_access(prepared.accelerator, prepared.model, prepared.optimizer)
+    return AveragedWeights(access, key, formula).swapped_in
 
 
 GRADIENT_BYTES = 4

@@ -66,14 +66,14 @@ def _by_counts(state: Any, parameters: Sequence[Tensor]) -> Iterator[tuple[dict[
         yield dict(zip(INITIAL_COUNTS, counts, strict=True)), group
 
 
-_STARTS_AFTER, _CONFIGURED_DECAY = "average_after", "average_kept"
+STARTS_AFTER, CONFIGURED_DECAY = "average_after", "average_kept"
 """Keys of a parameter group: the number of steps before the average starts, and its decay from then on."""
 
 
 def keep_average(optimizer: torch.optim.Optimizer, section: AverageSection) -> None:
     """Register hooks that update average = decay * average + (1 - decay) * weights after every optimizer step.
 
-    The average equals the weights for the first `after_steps` steps; see `set_average_decay`.
+    The average equals the weights for the first `after_steps` steps; `begin_step` sets the decay of each step.
     """
     first: dict[Tensor, Tensor] = {}
 
@@ -99,12 +99,6 @@ def keep_average(optimizer: torch.optim.Optimizer, section: AverageSection) -> N
                     local_tensor(state[AVERAGE]).lerp_(local_tensor(parameter).to(torch.float32), share)
 
     for group in optimizer.param_groups:
-        group.update({AVERAGE_DECAY: 0.0, _STARTS_AFTER: section.after_steps, _CONFIGURED_DECAY: section.decay})
+        group.update({AVERAGE_DECAY: 0.0, STARTS_AFTER: section.after_steps, CONFIGURED_DECAY: section.decay})
     optimizer.register_step_pre_hook(remember)
     optimizer.register_step_post_hook(follow)
-
-
-def set_average_decay(group: dict[str, Any], *, step: int) -> None:
-    """Set the decay of a group's average for the update after `step` steps."""
-    if AVERAGE_DECAY in group:
-        group[AVERAGE_DECAY] = group[_CONFIGURED_DECAY] if step >= group[_STARTS_AFTER] else 0.0

@@ -292,12 +292,6 @@ def has_kernel(device: torch.device) -> bool:
     return device.type == "cuda" and missing_triton_toolchain() is None
 
 
-def set_rounding_step(group: dict[str, Any], *, step: int) -> None:
-    """Set the step number from which a group's random bits are derived, for the update after `step` steps."""
-    if ROUNDING_KEYS in group:
-        group[ROUNDING_STEP] = step + 1
-
-
 def add_rounding_keys(
     groups: Sequence[dict[str, Any]], named: Sequence[NamedParameter], *, seed: int
 ) -> list[dict[str, Any]]:

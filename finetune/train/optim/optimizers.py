@@ -22,9 +22,9 @@ from finetune.errors import ModelError
 from finetune.model.kernels.compilation import missing_triton_toolchain
 from finetune.registry.optimizers import OPTIMIZERS
 from finetune.runtime.optional import lazily, require
-from finetune.runtime.parameters import NOT_YET_UNFROZEN, full_shape, local_tensor
-from finetune.train.optim.averages import ScheduleFreeAdamW, keep_average, set_average_decay
-from finetune.train.optim.low_bit import LowBitAdamW, add_rounding_keys, set_rounding_step
+from finetune.runtime.parameters import AVERAGE_DECAY, NOT_YET_UNFROZEN, full_shape, local_tensor
+from finetune.train.optim.averages import CONFIGURED_DECAY, STARTS_AFTER, ScheduleFreeAdamW, keep_average
+from finetune.train.optim.low_bit import ROUNDING_KEYS, ROUNDING_STEP, LowBitAdamW, add_rounding_keys
 from finetune.train.optim.parameter_groups import (
     RATE_FACTOR,
     UNFREEZE_AFTER,
@@ -219,8 +219,10 @@ def begin_step(optimizer: Any, *, step: int, learning_rate: float) -> None:
             group["lr"].fill_(rate)
         else:
             group["lr"] = rate
-        set_average_decay(group, step=step)
-        set_rounding_step(group, step=step)
+        if AVERAGE_DECAY in group:
+            group[AVERAGE_DECAY] = group[CONFIGURED_DECAY] if step >= group[STARTS_AFTER] else 0.0
+        if ROUNDING_KEYS in group:
+            group[ROUNDING_STEP] = step + 1
 
 
 def drop_not_yet_unfrozen(optimizer: Any) -> None:
@@ -288,26 +290,28 @@ def lion(inputs: OptimizerInputs) -> torch.optim.Optimizer:
     return Lion(inputs.groups, learning_rate=inputs.learning_rate, betas=inputs.betas)
 
 
-def adamw_8bit(inputs: OptimizerInputs) -> torch.optim.Optimizer:
-    """Return bitsandbytes' 8-bit AdamW; raises MissingPackage if it is missing, ModelError on unsupported devices."""
-    bitsandbytes = _bitsandbytes(inputs)
+_BITSANDBYTES = {"adamw_8bit": "AdamW8bit", "paged_adamw": "PagedAdamW", "paged_adamw_8bit": "PagedAdamW8bit"}
+
+
+def bitsandbytes_adamw(inputs: OptimizerInputs) -> torch.optim.Optimizer:
+    """Return bitsandbytes' AdamW with 8-bit moments, with float32 or 8-bit moments in paged memory.
+
+    Raises MissingPackage if it is missing, ModelError on unsupported devices.
+    """
+    name = inputs.section.name
+    bitsandbytes = require("bitsandbytes", extra="quantization", purpose=f"train.optimizer.name: {name}")
     operator = "bitsandbytes::optimizer_update_8bit_blockwise"
+    if not torch.cuda.is_available() and name != "adamw_8bit":
+        raise ModelError(
+            f"train.optimizer.name: {name} needs a CUDA GPU, whose driver moves the pages, and none was found. Write "
+            "`name: adamw`."
+        )
     if not torch.cuda.is_available() and not torch._C._dispatch_has_kernel_for_dispatch_key(operator, "CPU"):
         raise ModelError(
             f"train.optimizer.name: adamw_8bit needs a CUDA GPU and none was found: bitsandbytes "
             f"{bitsandbytes.__version__} does not support it on CPUs. Write `name: adamw` with `state_dtype: int8`."
         )
-    return _build(bitsandbytes.optim.AdamW8bit, inputs)
-
-
-def paged_adamw(inputs: OptimizerInputs) -> torch.optim.Optimizer:
-    """Return bitsandbytes' AdamW with float32 moments in paged memory; raises MissingPackage, or ModelError on CPUs."""
-    return _paged("PagedAdamW", inputs)
-
-
-def paged_adamw_8bit(inputs: OptimizerInputs) -> torch.optim.Optimizer:
-    """Return bitsandbytes' AdamW with 8-bit moments in paged memory; raises MissingPackage, or ModelError on CPUs."""
-    return _paged("PagedAdamW8bit", inputs)
+    return _build(getattr(bitsandbytes.optim, _BITSANDBYTES[name]), inputs)
 
 
 def adamw_4bit(inputs: OptimizerInputs) -> torch.optim.Optimizer:
@@ -318,20 +322,6 @@ def adamw_4bit(inputs: OptimizerInputs) -> torch.optim.Optimizer:
     """
     torchao_optim = require("torchao.optim", extra="torchao", purpose="train.optimizer.name: adamw_4bit")
     return _build(torchao_optim.AdamW4bit, inputs)
-
-
-def _paged(class_name: str, inputs: OptimizerInputs) -> torch.optim.Optimizer:
-    bitsandbytes = _bitsandbytes(inputs)
-    if not torch.cuda.is_available():
-        raise ModelError(
-            f"train.optimizer.name: {inputs.section.name} needs a CUDA GPU, whose driver moves the pages, and none was "
-            "found. Write `name: adamw`."
-        )
-    return _build(getattr(bitsandbytes.optim, class_name), inputs)
-
-
-def _bitsandbytes(inputs: OptimizerInputs) -> Any:
-    return require("bitsandbytes", extra="quantization", purpose=f"train.optimizer.name: {inputs.section.name}")
 
 
 def _build(optimizer_class: Any, inputs: OptimizerInputs) -> torch.optim.Optimizer:

@@ -116,7 +116,13 @@ def parameter_groups(
     """
     trained = [entry for entry in named if entry.parameter.requires_grad]
     factors = rate_factors(named, section)
-    unfreeze_steps = _unfreeze_steps(trained, unfreeze)
+    unfreeze_steps: dict[str, int] = {}  # the first matching section wins
+    for part in unfreeze:
+        for pattern in part.patterns:
+            _require_match(pattern, trained, key="train.unfreeze")
+        for entry in trained:
+            if any(map(entry.matches, part.patterns)):
+                unfreeze_steps.setdefault(entry.name, part.after_steps)
     groups: dict[tuple[float, float, int, bool], dict[str, Any]] = {}
     for entry in trained:
         decay = section.weight_decay if len(full_shape(entry.parameter)) >= 2 else 0.0
@@ -187,19 +193,6 @@ def describe_groups(groups: Sequence[Mapping[str, Any]], named: Sequence[NamedPa
             "  frozen parameters keep their values and are excluded from the gradient norm and the optimizer state; "
             "their gradients are computed nevertheless"
         )
-
-
-def _unfreeze_steps(trained: Sequence[NamedParameter], unfreeze: Sequence[UnfreezeSection]) -> dict[str, int]:
-    """Return the number of steps after which each parameter is unfrozen, by name; the first matching section wins."""
-    for section in unfreeze:
-        for pattern in section.patterns:
-            _require_match(pattern, trained, key="train.unfreeze")
-    after_steps: dict[str, int] = {}
-    for section in unfreeze:
-        for entry in trained:
-            if any(map(entry.matches, section.patterns)):
-                after_steps.setdefault(entry.name, section.after_steps)
-    return after_steps
 
 
 def _require_match(pattern: str, trained: Sequence[NamedParameter], *, key: str) -> None:

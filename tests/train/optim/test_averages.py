@@ -8,7 +8,7 @@ from torch import nn
 from finetune.checkpoint.sharding.access import build_access
 from finetune.config.sections.train import AverageSection, OptimizerSection, TrainSection
 from finetune.errors import ModelError
-from finetune.train.evaluate import AveragedWeights, EvaluationWithWeights, TrainedWeights, average_formula
+from finetune.train.evaluate import AveragedWeights, average_formula
 from finetune.train.optim.optimizers import IS_MUON, begin_step, build_optimizer
 from finetune.train.optim.parameter_groups import list_parameters
 
@@ -190,12 +190,12 @@ def test_a_resumed_average_is_bitwise_identical(section, average):
 def test_the_weights_are_bitwise_restored_after_an_evaluation(section, average):
     job = Job(section, average).take(range(2))
     before, weights = job.everything(), job.weights()
-    seen = EvaluationWithWeights(weights, lambda step: {"first": job.net.head.weight[0, 0].item()})(2)
-    assert seen["first"] == pytest.approx(job.swapped_in()[0, 0].item())
+    with weights.swapped_in():
+        seen = job.net.head.weight[0, 0].item()
+    assert seen == pytest.approx(job.swapped_in()[0, 0].item())
     after = job.everything()
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_weights_are_unchanged_without_an_average():
     assert average_formula(Job({}).train_section) is None
-    assert EvaluationWithWeights(TrainedWeights(), lambda step: {"step": step})(3) == {"step": 3}
