@@ -175,7 +175,11 @@ class RankMemory:
         """Return a line with the prediction and this rank's peak so far."""
         predicted = f"planned {format_size(self.planned_bytes)}" if self.planned_bytes is not None else ""
         counted = f"weights, gradients and optimizer state {format_size(self.state_bytes)}"
-        return f"memory: {predicted or counted}, measured peak {format_size(_measured_peak())}"
+        peak = peak_memory_bytes()
+        if torch.cuda.is_available():  # with the memory in use outside torch's allocator
+            free, total = torch.cuda.mem_get_info()
+            peak += max(0, total - free - torch.cuda.memory_reserved())
+        return f"memory: {predicted or counted}, measured peak {format_size(peak)}"
 
     @property
     def ample_cpu_bytes(self) -> int:
@@ -183,14 +187,6 @@ class RankMemory:
         if self.planned_bytes is not None:
             return _CPU_STATE_FACTOR * self.planned_bytes
         return _CPU_STATE_FACTOR * (_CPU_STATE_FACTOR * self.state_bytes + _CPU_MIN_BYTES)
-
-
-def _measured_peak() -> int:
-    """Return the peak of the tensors and, on a GPU, the memory in use outside torch's allocator."""
-    if not torch.cuda.is_available():
-        return peak_memory_bytes()
-    free, total = torch.cuda.mem_get_info()
-    return peak_memory_bytes() + max(0, total - free - torch.cuda.memory_reserved())
 
 
 def count_state(

@@ -24,8 +24,6 @@ from finetune.task.protocol import Task
 with lazily():
     from finetune.model.adapters import build, single_pass
 
-_NO_TOKENS = SpecialTokenIds(bos=0, eos=0, pad=0)
-
 
 def with_method(section: ModelSection, method: Method, *, gradient_checkpointing: Any) -> ModelSection:
     """Return the section for this training method; keeps its own adapter and quantization if they fit the method."""
@@ -41,14 +39,29 @@ def with_method(section: ModelSection, method: Method, *, gradient_checkpointing
 
 
 def empty_model(config: RunConfig, section: ModelSection, *, task: Task) -> Any:
-    """Return the full model on the meta device, without adapters; raises ModelError."""
+    """Return the full model on the meta device, without adapters; raises ModelError.
+
+    If the model's config has no size of the vocabulary, it is that of the tokenizer, the maximum of an untrained one.
+    """
+    written, tokenizer = config.model.from_config, config.model.tokenizer
+    values = {} if written is None else written.values
+    vocabulary_size = None
+    if written is not None and tokenizer is not None:
+        if "vocab_size" in {**values, **(values.get("text_config") or {})}:
+            vocabulary_size = None
+        elif tokenizer.train is not None:
+            vocabulary_size = tokenizer.train.vocabulary_size
+        else:
+            cache = cache_folder(config.data)
+            processing = load_processing(config.model, reads="text", texts=lambda: (), cache_folder=cache, log=no_op)
+            vocabulary_size = len(processing.tokenizer)
     name = section.from_config.model_type if section.from_config is not None else str(section.name)
     with model_build_errors(section, model_type=name):
         return load_empty_model(
             section,
             head=task.head,
-            vocabulary_size=_vocabulary_size(config),
-            special_ids=_NO_TOKENS,
+            vocabulary_size=vocabulary_size,
+            special_ids=SpecialTokenIds(bos=0, eos=0, pad=0),
             head_values=task.head_values,
         )
 
@@ -93,21 +106,6 @@ def materialize_fake(model: nn.Module, *, dtype: torch.dtype | None = None) -> N
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
-
-
-def _vocabulary_size(config: RunConfig) -> int | None:
-    """Return the tokenizer's size if the model's config has none; its maximum size if it is yet to be trained."""
-    section = config.model
-    values = {} if section.from_config is None else section.from_config.values
-    text = values.get("text_config")
-    if section.from_config is None or section.tokenizer is None or "vocab_size" in {**values, **(text or {})}:
-        return None
-    if section.tokenizer.train is not None:
-        return section.tokenizer.train.vocabulary_size
-    processing = load_processing(
-        section, reads="text", texts=lambda: (), cache_folder=cache_folder(config.data), log=no_op
-    )
-    return len(processing.tokenizer)
 
 
 class _Dequantized(torch.autograd.Function):
@@ -184,9 +182,6 @@ class QuantizedLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the product in the dtype of the input."""
-        output: Tensor = _Dequantized.apply(input.to(self.compute_dtype), self.weight, self._shape)  # type: ignore[no-untyped-call]  # torch has no types for it
+        shape = (self.out_features, self.in_features)
+        output: Tensor = _Dequantized.apply(input.to(self.compute_dtype), self.weight, shape)  # type: ignore[no-untyped-call]  # torch has no types for it
         return (output if self.bias is None else output + self.bias).to(input.dtype)
-
-    @property
-    def _shape(self) -> tuple[int, int]:
-        return self.out_features, self.in_features

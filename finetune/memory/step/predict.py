@@ -8,19 +8,17 @@ so a tokenizer with a few words is enough.
 
 import io
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 from PIL import Image
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 from finetune.config.run_config import RunConfig
 from finetune.config.sections.data import DataSection
-from finetune.data.batch import Batch
 from finetune.data.encoding.labelled import IMAGE, LABEL, LABELS
 from finetune.data.features import LENGTHS_OF_SEQUENCES, Features
 from finetune.data.token_cache.cache import cache_folder
@@ -84,13 +82,27 @@ class Predictor:
 
     def predict(self, layout: Layout) -> Prediction:
         """Return the memory of one rank under this layout; raises ModelError."""
-        sharding, precision = _sharding(layout), self._config.train.precision
-        step = self._step(layout, sharding if precision != "fp32" or sharding.is_sharded else Sharding())
-        is_zero = layout.strategy.startswith("zero")
+        strategy, train = layout.strategy, self._config.train
+        is_zero, sharding = strategy.startswith("zero"), Sharding()
+        if is_zero and train.precision != "fp32":
+            sharding = Sharding(is_half=True)
+        elif strategy in ("fsdp2", "fsdp2_tensor_parallel"):
+            sharding = Sharding(num_shards=layout.num_groups)
+        elif strategy == "hsdp":
+            shards = min(layout.ranks_per_node, layout.num_ranks)
+            sharding = Sharding(num_shards=shards, num_copies=layout.num_ranks // shards)
+        step = self._step(layout, sharding)
         parts = zero_parts(self._config, layout, step) if is_zero else traced_parts(layout, step)
         if layout.tensor_size > 1:
             parts = tensor_parallel_parts(parts, layout, read_shapes(step.config))
-        parts |= self._outside_step(layout, num_trained=step.values["num_trained",])
+        # Outside the step there are libraries on a GPU, and checkpoints being written on a CPU.
+        num_trained = round(step.values["num_trained",])
+        if layout.device == "cuda":
+            parts["libraries"] = CONTEXT_BYTES + (NCCL_BYTES if layout.num_ranks > 1 else 0)
+        elif self._config.checkpoint.asynchronous:
+            name, state_dtype = train.optimizer.name, train.optimizer.state_dtype
+            state = optimizer_state_bytes(name, state_dtype, num_trained=num_trained, trained_bytes=4 * num_trained)
+            parts["checkpoint copies"] = (4 * num_trained + state) / layout.num_ranks
         rounded = {name: round(size) for name, size in parts.items() if round(size)}
         flops = step.flops_per_token
         return Prediction(
@@ -100,22 +112,9 @@ class Predictor:
             recomputed_flops_per_token=flops["recomputation"],
             attention_flops_per_token=step.attention_flops_per_token,
             num_parameters=round(step.values["num_parameters",]),
-            num_trained=round(step.values["num_trained",]),
+            num_trained=num_trained,
             num_adapted_features=round(step.values["num_adapted_features",]),
         )
-
-    def _outside_step(self, layout: Layout, *, num_trained: float) -> dict[str, float]:
-        """Return memory that is used outside the step: libraries on a GPU, checkpoints being written on a CPU."""
-        if layout.device == "cuda":
-            return {"libraries": CONTEXT_BYTES + (NCCL_BYTES if layout.num_ranks > 1 else 0)}
-        optimizer = self._config.train.optimizer
-        if not self._config.checkpoint.asynchronous:
-            return {}
-        trained = 4 * round(num_trained)
-        state = optimizer_state_bytes(
-            optimizer.name, optimizer.state_dtype, num_trained=round(num_trained), trained_bytes=trained
-        )
-        return {"checkpoint copies": (trained + state) / layout.num_ranks}
 
     def _step(self, layout: Layout, sharding: Sharding) -> SymbolicStep:
         key = (layout.method, layout.gradient_checkpointing, layout.microbatch_size, layout.device, sharding)
@@ -141,15 +140,20 @@ class Predictor:
             and TASKS[self._config.task.name].may_be_packed
             and is_padding_free(self._data.batching)
         )
-        batch = largest_batch(
-            self._config, self._task, data=self._data, num_samples=layout.microbatch_size, is_one_sample=is_merged
-        )
+        # A microbatch of the longest rows, every token a target.
+        batching = self._data.batching
+        length = (batching.tokens or self._data.longest) if batching.by != "samples" else self._data.longest
+        num_samples = layout.microbatch_size
+        if is_merged:
+            num_samples, length = 1, num_samples * length
+        arrays = _arrays_of(self._config, TASKS[self._config.task.name].sample, length=length)
+        batch = self._task.collate([Features(arrays, sample_id=number) for number in range(num_samples)])
 
         def trace(layers_of: KeptLayers) -> Values:
             model = make_trainable(with_layers(whole, layers_of), section, task=self._task, seed=self._config.run.seed)
             if runs_fused_layers(section, device=layout.device):
                 fuse_layers(unwrap_model(model), fuses_rotary=False, stand_ins=FUSED_FUNCTIONS)
-            layers = [layer for name in layers_of for layer in _layers(model, name)]
+            layers = [layer for name in layers_of for layer in unwrap_model(model).get_submodule(name).children()]
             return trace_step(
                 self._config,
                 model,
@@ -162,11 +166,8 @@ class Predictor:
 
         # several samples of a row were traced as one, whose attention costs this many times more
         num_merged = layout.microbatch_size if is_merged else 1
-        return SymbolicStep(_extrapolated(whole, trace), tokens_of(batch), num_merged, unwrap_model(whole).config)
-
-
-def _layers(model: Any, name: str) -> Sequence[nn.Module]:
-    return list(unwrap_model(model).get_submodule(name).children())
+        rows, length = batch.positions
+        return SymbolicStep(_extrapolated(whole, trace), rows * length, num_merged, unwrap_model(whole).config)
 
 
 def _extrapolated(model: Any, trace: Callable[[KeptLayers], Values]) -> Values:
@@ -183,18 +184,6 @@ def _extrapolated(model: Any, trace: Callable[[KeptLayers], Values]) -> Values:
             totals[name] += number * (values.get(name, 0.0) - base.get(name, 0.0))
     # Between the first and the last layer, a backward pass needs less than at one of them; small copies lack them.
     return {name: value for name, value in totals.items() if name[0] in ("held", "flops") or BETWEEN not in name}
-
-
-def _sharding(layout: Layout) -> Sharding:
-    """Return the sharding of parameters in the trace for this strategy."""
-    if layout.strategy.startswith("zero"):
-        return Sharding(is_half=True)
-    if layout.strategy in ("fsdp2", "fsdp2_tensor_parallel"):
-        return Sharding(num_shards=layout.num_groups)
-    if layout.strategy == "hsdp":
-        shards = min(layout.ranks_per_node, layout.num_ranks)
-        return Sharding(num_shards=shards, num_copies=layout.num_ranks // shards)
-    return Sharding()
 
 
 _TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -226,80 +215,40 @@ def symbolic_task(config: RunConfig, data: DataSection) -> Task:
             images=config.data.images,
         ).processor
     kernel, _ = resolve_kernel(config.train.loss_kernel)
-    tokenizer = None if reads == "images" else _tokenizer()
+    tokenizer = None
+    if reads != "images":
+        words = [*_WORDS.values(), *(f"word{number}" for number in range(8))]
+        model: Any = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, unk_token=_WORDS["unk"]))
+        named = {f"{name}_token": word for name, word in _WORDS.items()}
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=model, chat_template=_TEMPLATE, **named)
     facts = {"labels": config.task.classification.labels or _CLASSES, "num_numbers": 1}
     return build_task(TaskContext(config.task, data, tokenizer, processor, facts=facts, loss_kernel=kernel))
 
 
-def largest_batch(
-    config: RunConfig, task: Task, *, data: DataSection, num_samples: int, is_one_sample: bool = False
-) -> Batch:
-    """Return a microbatch of the longest rows, every token a target; `is_one_sample`: as one sample of all rows."""
-    length = (data.batching.tokens or data.longest) if data.batching.by != "samples" else data.longest
-    make = _FEATURES[TASKS[config.task.name].sample]
-    if is_one_sample:
-        num_samples, length = 1, num_samples * length
-    return task.collate([make(config, number, length) for number in range(num_samples)])
-
-
-def _of_text(config: RunConfig, number: int, length: int) -> Features:
-    return Features(_tokens(length), sample_id=number)
-
-
-def _tokens(length: int) -> dict[str, np.ndarray]:
-    is_target = np.ones(length, bool)
-    return {"input_ids": np.full(length, 7, np.uint32), "is_target": is_target, "is_word_start": is_target}
-
-
-def _of_classes(config: RunConfig, number: int, length: int) -> Features:
-    problem_type = config.task.classification.kind
-    num = max(1, len(config.task.classification.labels)) if problem_type == "regression" else 2
-    label = np.zeros(1, np.int64) if problem_type == "single_label" else np.zeros(num, np.float32)
-    return Features({"input_ids": _tokens(length)["input_ids"], LABELS: label}, sample_id=number)
-
-
-def _of_tags(config: RunConfig, number: int, length: int) -> Features:
-    arrays = {name: array for name, array in _tokens(length).items() if name != "is_word_start"}
-    return Features({**arrays, LABELS: np.zeros(length, np.int64)}, sample_id=number)
-
-
-def _of_pairs(config: RunConfig, number: int, length: int) -> Features:
-    lengths = np.array([length, length], np.uint32)
-    arrays = {**_tokens(2 * length), LENGTHS_OF_SEQUENCES: lengths, REFERENCE: np.zeros(2, np.float32)}
-    return Features(arrays, sample_id=number)
-
-
-def _of_source_and_target(config: RunConfig, number: int, length: int) -> Features:
-    arrays = _tokens(length + (config.task.seq2seq.max_target_length or length))
-    arrays["is_target"] = np.arange(len(arrays["input_ids"])) >= length
-    return Features(arrays, sample_id=number)
-
-
-def _of_images(config: RunConfig, number: int, length: int) -> Features:
-    buffer = io.BytesIO()
-    Image.new("RGB", (64, 64)).save(buffer, "PNG")
-    image = np.frombuffer(buffer.getvalue(), np.uint8)
-    return Features({IMAGE: image, LABEL: np.zeros(1, np.int64)}, sample_id=number)
-
-
-_FEATURES: Mapping[SampleContent, Callable[[RunConfig, int, int], Features]] = {
-    "tokens": _of_text,
-    "tokens_and_label": _of_classes,
-    "tokens_and_tags": _of_tags,
-    "texts": _of_pairs,
-    "source_and_target": _of_source_and_target,
-    "image": _of_images,
-}
-
-
-def _tokenizer() -> Any:
-    words = [*_WORDS.values(), *(f"word{number}" for number in range(8))]
-    model: Any = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, unk_token=_WORDS["unk"]))
-    named = {f"{name}_token": word for name, word in _WORDS.items()}
-    return PreTrainedTokenizerFast(tokenizer_object=model, chat_template=_TEMPLATE, **named)
-
-
-def tokens_of(batch: Batch) -> int:
-    """Return the number of positions in the batch's rows, padding included; for images, their number."""
-    rows, length = batch.positions
-    return rows * length
+def _arrays_of(config: RunConfig, sample: SampleContent, *, length: int) -> dict[str, np.ndarray]:
+    """Return the arrays of a sample of `length` tokens, all of them targets."""
+    if sample == "image":
+        buffer = io.BytesIO()
+        Image.new("RGB", (64, 64)).save(buffer, "PNG")
+        return {IMAGE: np.frombuffer(buffer.getvalue(), np.uint8), LABEL: np.zeros(1, np.int64)}
+    num_tokens = length
+    if sample == "texts":  # a pair
+        num_tokens = 2 * length
+    elif sample == "source_and_target":
+        num_tokens = length + (config.task.seq2seq.max_target_length or length)
+    ids, is_target = np.full(num_tokens, 7, np.uint32), np.ones(num_tokens, bool)
+    if sample == "tokens_and_label":
+        problem_type = config.task.classification.kind
+        num = max(1, len(config.task.classification.labels)) if problem_type == "regression" else 2
+        return {
+            "input_ids": ids,
+            LABELS: np.zeros(1, np.int64) if problem_type == "single_label" else np.zeros(num, np.float32),
+        }
+    if sample == "tokens_and_tags":
+        return {"input_ids": ids, "is_target": is_target, LABELS: np.zeros(length, np.int64)}
+    arrays = {"input_ids": ids, "is_target": is_target, "is_word_start": is_target}
+    if sample == "texts":
+        arrays |= {LENGTHS_OF_SEQUENCES: np.array([length, length], np.uint32), REFERENCE: np.zeros(2, np.float32)}
+    elif sample == "source_and_target":
+        arrays["is_target"] = np.arange(num_tokens) >= length
+    return arrays

@@ -3,10 +3,10 @@
 Then the memory of one rank at the peak, by part: of whole parameters, FSDP2's shards, or ZeRO's engine.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -90,7 +90,17 @@ def trace_step(
     tracer = Tracer()
     half = None if config.train.precision == "fp32" else torch.bfloat16  # fp16 uses the same memory
     with fake_mesh(sharding) as mesh, FakeTensorMode(allow_non_fake_inputs=True), tracer, assume_device(device):
-        counts = _count(model)
+        parameters, modules = list(model.parameters()), list(model.modules())
+        sizes = [parameter.numel() for parameter in parameters]
+        packed = [module for module in modules if isinstance(module, QuantizedLinear)]
+        bases = [getattr(module, "base_layer", None) for module in modules]  # as peft's layers call it
+        adapted = [base for base in bases if isinstance(base, nn.Linear)]
+        values: dict[tuple[str, ...], float] = {
+            ("num_parameters",): sum(sizes) + sum(module.num_values - module.weight.numel() for module in packed),
+            ("num_trained",): sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+            ("num_adapted_features",): sum(base.in_features + base.out_features for base in adapted),
+            ("largest",): max(sizes),
+        }
         keep_experts_in_graph(model)
         materialize_fake(model, dtype=half if sharding.is_half else None)
         with unset_fake_temporarily():
@@ -100,26 +110,17 @@ def trace_step(
         elif half is not None and not sharding.is_half:
             model.forward = convert_outputs_to_fp32(torch.autocast("cpu", half)(model.forward))  # as Accelerate does
         optimizer = _optimizer(config, model, tracer)
-        _Phases(tracer, layers).watch()
+        _watch_phases(tracer, layers)
         _take_step(config, model, optimizer, task=task, batch=batch, tracer=tracer)
-    return {**{(name,): float(number) for name, number in counts.items()}, **_values(tracer)}
-
-
-def _count(model: nn.Module) -> Mapping[str, int]:
-    """Return the numbers of parameters, of elements of the largest one, and of features of adapted layers, by name."""
-    parameters = list(model.parameters())
-    packed = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
-    added = sum(module.num_values - module.weight.numel() for module in packed)
-    sizes = [parameter.numel() for parameter in parameters]
-    bases = [getattr(module, "base_layer", None) for module in model.modules()]  # as peft's layers call it
-    return {
-        "num_parameters": sum(sizes) + added,
-        "num_trained": sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
-        "num_adapted_features": sum(
-            base.in_features + base.out_features for base in bases if isinstance(base, nn.Linear)
-        ),
-        "largest": max(sizes),
-    }
+    values |= {("held", category): size for category, size in tracer.held.items()}
+    for phase, peak in tracer.peaks.items():
+        values["peak", phase] = peak
+        values["transient", phase] = tracer.transient_peaks[phase]
+        for category, size in tracer.held_at_peak[phase].items():
+            values["part", phase, category] = size
+    for (phase, is_attention), flops in tracer.flops.items():
+        values["flops", phase, "attention" if is_attention else "products"] = flops
+    return values
 
 
 def _shard(model: Any, mesh: Any, half: torch.dtype | None) -> Any:
@@ -218,60 +219,40 @@ def _take_step(
     _update(config, model, optimizer)
 
 
-class _Phases:
-    """Sets the phase of a tracer with hooks on the layers."""
+def _watch_phases(tracer: Tracer, layers: list[nn.Module]) -> None:
+    """Set the phase of the tracer with hooks on the layers."""
+    num_done = 0  # layers that the forward pass has completed
 
-    def __init__(self, tracer: Tracer, layers: list[nn.Module]) -> None:
-        self._tracer, self._layers = tracer, layers
-        self._num_done = 0  # layers that the forward pass has completed
+    def begin_part(*_: Any) -> None:
+        if tracer.phase not in (FORWARD, LOSS):
+            tracer.flop_phase = RECOMPUTATION
 
-    def watch(self) -> None:
-        """Register the hooks."""
-        for layer in self._layers:
-            layer.register_forward_pre_hook(self._enter)
-            layer.register_forward_hook(self._leave)
-            for part in layer.children():  # recomputation calls the parts of a layer
-                part.register_forward_pre_hook(self._begin_part)
-                part.register_forward_hook(self._end_part, always_call=True)
+    def end_part(*_: Any) -> None:
+        tracer.flop_phase = None
 
-    def _begin_part(self, *_: Any) -> None:
-        if self._tracer.phase not in (FORWARD, LOSS):
-            self._tracer.flop_phase = RECOMPUTATION
+    def enter(*_: Any) -> None:
+        if tracer.phase in (FORWARD, LOSS):
+            tracer.begin(FORWARD)
 
-    def _end_part(self, *_: Any) -> None:
-        self._tracer.flop_phase = None
-
-    def _enter(self, *_: Any) -> None:
-        if self._tracer.phase in (FORWARD, LOSS):
-            self._tracer.begin(FORWARD)
-
-    def _leave(self, _: nn.Module, __: Any, output: Any) -> None:
-        if self._tracer.phase != FORWARD:
+    def leave(_: nn.Module, __: Any, output: Any) -> None:
+        nonlocal num_done
+        if tracer.phase != FORWARD:
             return
-        number, self._num_done = self._num_done, self._num_done + 1
         states = next((leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad), None)
         if states is not None:
-            states.register_hook(self._entering_backward(number))  # type: ignore[no-untyped-call]  # as above
-        self._tracer.begin(LOSS)
+            states.register_hook(partial(enter_backward, num_done))  # type: ignore[no-untyped-call]  # as above
+        num_done += 1
+        tracer.begin(LOSS)
 
-    def _entering_backward(self, number: int) -> Callable[[Tensor], None]:
-        def enter(_: Tensor) -> None:
-            is_last = number == self._num_done - 1
-            self._tracer.begin(LAST if number == 0 else FIRST if is_last else BETWEEN)
+    def enter_backward(number: int, _: Tensor) -> None:
+        tracer.begin(LAST if number == 0 else FIRST if number == num_done - 1 else BETWEEN)
 
-        return enter
-
-
-def _values(tracer: Tracer) -> dict[tuple[str, ...], float]:
-    values: dict[tuple[str, ...], float] = {("held", category): size for category, size in tracer.held.items()}
-    for phase, peak in tracer.peaks.items():
-        values["peak", phase] = peak
-        values["transient", phase] = tracer.transient_peaks[phase]
-        for category, size in tracer.held_at_peak[phase].items():
-            values["part", phase, category] = size
-    for (phase, is_attention), flops in tracer.flops.items():
-        values["flops", phase, "attention" if is_attention else "products"] = flops
-    return values
+    for layer in layers:
+        layer.register_forward_pre_hook(enter)
+        layer.register_forward_hook(leave)
+        for part in layer.children():  # recomputation calls the parts of a layer
+            part.register_forward_pre_hook(begin_part)
+            part.register_forward_hook(end_part, always_call=True)
 
 
 FORWARD_PASS, BACKWARD = (FORWARD, LOSS), (HEAD, FIRST, BETWEEN, LAST)
@@ -353,27 +334,19 @@ KEPT_NUMEL = 5 * 10**8
 _DEFAULT_PREFETCH = 5 * 10**7
 
 
-@dataclass(frozen=True)
-class _Engine:
-    """The sizes of one rank's engine, in bytes but for the counts."""
-
-    stage: int
-    num_ranks: int
-    item: int  # of an element in weights, gradients and buffers
-    num_trained: float
-    bucket: float  # of gradients that are reduced together
-    prefetch: float  # of parameters that are gathered together
-    offloads: bool
-
-
 def zero_parts(config: RunConfig, layout: Layout, step: SymbolicStep) -> dict[str, float]:
     """Return the memory of a rank at the peak of a step under ZeRO, by name.
 
     The trace has the weights in the precision of training, to which DeepSpeed converts them.
     """
-    engine = _engine(config, layout, step)
-    num_ranks, trained = engine.num_ranks, engine.num_trained
-    share, weights = trained / num_ranks, step.bytes_of(WEIGHTS)
+    stage, num_ranks = int(layout.strategy[4]), layout.num_ranks
+    item = ARITHMETIC[config.train.precision].item_bytes  # of an element in weights, gradients and buffers
+    offloads = layout.strategy.endswith("offload") and layout.device == "cuda"
+    trained, weights = step.values["num_trained",], step.bytes_of(WEIGHTS)
+    share = trained / num_ranks
+    width = getattr(step.config.get_text_config(), "hidden_size", 0) or 0
+    sizes = zero_bucket_sizes(num_trained=round(trained), width=width, stage=stage)
+    bucket = item * sizes["reduce_bucket_size"]  # of gradients that are reduced together
     state = optimizer_state_bytes(
         config.train.optimizer.name,
         config.train.optimizer.state_dtype,
@@ -381,47 +354,26 @@ def zero_parts(config: RunConfig, layout: Layout, step: SymbolicStep) -> dict[st
         trained_bytes=round(4 * trained),
     )
     averages = AVERAGE_BYTES * trained if config.train.average else 0
-    optimizer = 0.0 if engine.offloads else 4 * share + (state + averages) / num_ranks  # with float32 weights
-    if engine.stage == 3:
-        return _stage_3(engine, step, weights=weights, optimizer=optimizer)
-    buffers = 2 * engine.bucket  # one is filled while the other is reduced
+    optimizer = 0.0 if offloads else 4 * share + (state + averages) / num_ranks  # with float32 weights
+    # Stage 3 shards the parameters, too: layers are gathered while they compute, and some longer.
+    if stage == 3:
+        prefetch = item * sizes.get("stage3_prefetch_bucket_size", _DEFAULT_PREFETCH)
+        gathered = min(weights, KEPT_NUMEL * item + step.values["largest",] * item) + min(weights, prefetch)
+        computing = step.transient(*FORWARD_PASS, *BACKWARD)
+        update = 0.0 if offloads else 4 * min(share, 1e9) + step.transient(UPDATE)
+        parts = {
+            WEIGHTS: 0.0 if offloads else weights / num_ranks,
+            GRADIENTS: 0.0 if offloads else item * share,
+            OPTIMIZER: optimizer,
+        }
+        if update > computing + gathered:
+            return {**parts, ACTIVATIONS: update, GATHERED: bucket}
+        return {**parts, ACTIVATIONS: computing, GATHERED: gathered + bucket}
+    buffers = 2 * bucket  # one is filled while the other is reduced
     forward = step.transient(*FORWARD_PASS)
-    backward = buffers + max(step.transient(*BACKWARD), step.transient(LAST) + engine.item * share)
-    update = (0 if engine.offloads else 4 + engine.item) * share + step.transient(UPDATE)
+    backward = buffers + max(step.transient(*BACKWARD), step.transient(LAST) + item * share)
+    update = (0 if offloads else 4 + item) * share + step.transient(UPDATE)
     parts = {WEIGHTS: weights, OPTIMIZER: optimizer}
     if backward >= max(forward, update):
         return {**parts, ACTIVATIONS: backward - buffers, GATHERED: buffers}
     return {**parts, ACTIVATIONS: forward} if forward > update else {**parts, GRADIENTS: update}
-
-
-def _stage_3(engine: _Engine, step: SymbolicStep, *, weights: float, optimizer: float) -> dict[str, float]:
-    """Return the parts with sharded parameters: layers are gathered while they compute, and some longer."""
-    share = engine.num_trained / engine.num_ranks
-    largest = step.values["largest",] * engine.item
-    gathered = min(weights, KEPT_NUMEL * engine.item + largest) + min(weights, engine.prefetch)
-    computing = step.transient(*FORWARD_PASS, *BACKWARD)
-    update = 0.0 if engine.offloads else 4 * min(share, 1e9) + step.transient(UPDATE)
-    parts = {
-        WEIGHTS: 0.0 if engine.offloads else weights / engine.num_ranks,
-        GRADIENTS: 0.0 if engine.offloads else engine.item * share,
-        OPTIMIZER: optimizer,
-    }
-    if update > computing + gathered:
-        return {**parts, ACTIVATIONS: update, GATHERED: engine.bucket}
-    return {**parts, ACTIVATIONS: computing, GATHERED: gathered + engine.bucket}
-
-
-def _engine(config: RunConfig, layout: Layout, step: SymbolicStep) -> _Engine:
-    stage, item = int(layout.strategy[4]), ARITHMETIC[config.train.precision].item_bytes
-    num_trained = step.values["num_trained",]
-    width = getattr(step.config.get_text_config(), "hidden_size", 0) or 0
-    sizes = zero_bucket_sizes(num_trained=round(num_trained), width=width, stage=stage)
-    return _Engine(
-        stage=stage,
-        num_ranks=layout.num_ranks,
-        item=item,
-        num_trained=num_trained,
-        bucket=item * sizes["reduce_bucket_size"],
-        prefetch=item * sizes.get("stage3_prefetch_bucket_size", _DEFAULT_PREFETCH),
-        offloads=layout.strategy.endswith("offload") and layout.device == "cuda",
-    )

@@ -155,28 +155,26 @@ class Tracer(LiveBytes):  # type: ignore[no-untyped-call]  # torch has no types 
             outputs = super().__torch_dispatch__(partial(_grouped_product, operation), types, given, named)
         else:
             outputs = super().__torch_dispatch__(operation, types, given, named)
-        if outputs is not NotImplemented:
-            self._count(operation, given, named or {}, outputs)
+        if outputs is NotImplemented:
+            return outputs
+        # The FLOPs of the operation.
+        name, phase = _name(operation), self.flop_phase or self.phase
+        counted = flop_registry.get(getattr(operation, "_overloadpacket", None))
+        if name == _GROUPED_PRODUCT:
+            one, other = given[:2]
+            self.flops[phase, False] += 2 * one.shape[-2] * one.shape[-1] * other.shape[-1]
+        if name in _ATTENTION:
+            formula, number = _ATTENTION[name]
+            self.flops[phase, True] += formula(*(tensor.shape for tensor in given[:number]))
+        elif counted is not None:
+            is_attention = name.startswith(_ATTENTION_PRODUCTS)
+            self.flops[phase, is_attention] += counted(*given, **(named or {}), out_val=outputs)
         return outputs
 
     def resized(self, storage: torch.UntypedStorage, *, by: int) -> None:
         """Count the change of a storage's size, which belongs to a gathered parameter."""
         with self.counting_as(GATHERED):
             super().resized(storage, by=by)
-
-    def _count(self, operation: Any, given: Any, named: Any, outputs: Any) -> None:
-        name = _name(operation)
-        if name == _GROUPED_PRODUCT:
-            one, other = given[:2]
-            self.flops[self.flop_phase or self.phase, False] += 2 * one.shape[-2] * one.shape[-1] * other.shape[-1]
-        if name in _ATTENTION:
-            formula, number = _ATTENTION[name]
-            self.flops[self.flop_phase or self.phase, True] += formula(*(tensor.shape for tensor in given[:number]))
-            return
-        counted = flop_registry.get(getattr(operation, "_overloadpacket", None))
-        if counted is not None:
-            is_attention = name.startswith(_ATTENTION_PRODUCTS)
-            self.flops[self.flop_phase or self.phase, is_attention] += counted(*given, **named, out_val=outputs)
 
     def _track(self, storage: torch.UntypedStorage, size: int) -> None:
         self._categories[id(storage)] = self.category

@@ -171,21 +171,19 @@ class MemoryLimits:
         """Return the expected peaks of a size that is larger than the measured ones."""
         known = sorted((size, peaks) for size, peaks in measured.items() if peaks is not None)
         sizes = [size for size, _ in known]
-        peaks_by_limit = zip(zip(*(peaks for _, peaks in known), strict=True), self.used, strict=True)
-        return tuple(_extrapolated(size, sizes, values, base=base) for values, base in peaks_by_limit)
-
-
-def _extrapolated(size: int, sizes: Sequence[int], peaks: Sequence[int], *, base: int) -> int:
-    slopes = [(high - low) / (b - a) for (a, low), (b, high) in pairwise(zip(sizes, peaks, strict=True))]
-    steepest = max(slopes, default=0.0)
-    if steepest <= 0:
-        return base + max(0, peaks[-1] - base) * size // sizes[-1]
-    if len(slopes) > 1 and slopes[-1] > _CURVED * slopes[-2]:
-        quadratic = (size + sizes[-1]) / (
-            sizes[-1] + sizes[-2]
-        )  # the slope of the next segment of a parabola, relative to this one
-        steepest = max(steepest, slopes[-1] * quadratic)
-    return int(peaks[-1] + steepest * (size - sizes[-1]))
+        predicted = []
+        for peaks, base in zip(zip(*(peaks for _, peaks in known), strict=True), self.used, strict=True):
+            slopes = [(high - low) / (b - a) for (a, low), (b, high) in pairwise(zip(sizes, peaks, strict=True))]
+            steepest = max(slopes, default=0.0)
+            if steepest <= 0:
+                predicted.append(base + max(0, peaks[-1] - base) * size // sizes[-1])
+                continue
+            if len(slopes) > 1 and slopes[-1] > _CURVED * slopes[-2]:
+                # the slope of the next segment of a parabola, relative to this one
+                quadratic = (size + sizes[-1]) / (sizes[-1] + sizes[-2])
+                steepest = max(steepest, slopes[-1] * quadratic)
+            predicted.append(int(peaks[-1] + steepest * (size - sizes[-1])))
+        return tuple(predicted)
 
 
 _CURVED = 1.2
@@ -277,25 +275,19 @@ def _longest_of_samples(view: DatasetView, steps: range, size: int, global_batch
         return _best(_scored(view, start, stop, size, is_row), global_batch_size)
     window = order.window_positions
     first = start // window * window
-    tops = [
-        (int(lengths.max()), first + number * window)
-        for number, lengths in enumerate(_windows_of_lengths(order, view, range(first, stop, window)))
-    ]
+    end = first + len(range(first, stop, window)) * window
+    chunk = max(1, _CHUNK_POSITIONS // window) * window
+    tops: list[tuple[int, int]] = []  # the longest sample of each window, and where it starts
+    for chunk_start in range(first, end, chunk):
+        ids = order.unsorted.samples(chunk_start, min(chunk_start + chunk, end))
+        longest = view.samples.lengths_of(ids).reshape(-1, window).max(axis=1)
+        tops += [(int(length), chunk_start + number * window) for number, length in enumerate(longest)]
     candidates = [
         scored
         for _, window_start in sorted(tops, reverse=True)[:_NUM_COLLATED]
         for scored in _scored(view, max(start, window_start), min(stop, window_start + window), size, is_row)
     ]
     return _best(iter(candidates), global_batch_size)
-
-
-def _windows_of_lengths(order: LengthGroupedOrder, view: DatasetView, starts: range) -> Iterator[np.ndarray]:
-    """Yield the lengths of each window's samples, before sorting."""
-    num_windows = max(1, _CHUNK_POSITIONS // starts.step)
-    for start in range(starts.start, starts.stop, num_windows * starts.step):
-        end = min(start + num_windows * starts.step, starts.start + len(starts) * starts.step)
-        lengths = view.samples.lengths_of(order.unsorted.samples(start, end))
-        yield from lengths.reshape(-1, starts.step)
 
 
 def _scored(

@@ -11,7 +11,7 @@ A rank that runs out of memory there ends the run; `choose.py` explains how `aut
 import gc
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass
 from typing import Any
@@ -76,25 +76,27 @@ class Trial:
         strategy that shards parameters.
         """
         model, device = self.unwrapped_model, self.accelerator.device
+        python_state, numpy_state = random.getstate(), np.random.get_state()
         try:
-            with keep_peak_memory(), keep_model_state(model), _keep_all_random_state(), _eager():
+            # not compiled, since the shapes of compiled code depend on which comes first
+            eager = torch.compiler.set_stance("force_eager")
+            with keep_peak_memory(), keep_model_state(model), keep_random_state(), eager:
                 measurements = [memory.start() for memory in memories]
                 extra = torch.empty(self.extra_bytes, dtype=torch.uint8, device=device).fill_(0)
-                self._run(batch.to(device), num_batches)
+                run = self._run_sharded if self.is_sharded else self._run_unsharded
+                run(batch.to(device), num_batches)
                 del extra
                 return tuple(measured() for measured in measurements)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
         finally:
-            _collect(device)
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)
+            gc.collect()  # objects that an exception referred to
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
         return None
-
-    def _run(self, batch: Batch, num_batches: int) -> None:
-        if self.is_sharded:
-            self._run_sharded(batch, num_batches)
-        else:
-            self._run_unsharded(batch, num_batches)
 
     def _run_unsharded(self, batch: Batch, num_batches: int) -> None:
         is_wrapped = isinstance(self.model, DistributedDataParallel) or _is_engine(self.model)
@@ -123,7 +125,16 @@ class Trial:
                     accelerator.backward(self._loss(model, microbatch))
         finally:
             accelerator.sync_gradients = before
-            _drop_gradients(model, self.optimizer)
+            if not is_zero:
+                self.optimizer.zero_grad()
+                for parameter in model.parameters():
+                    parameter.grad = None
+            elif hasattr(model.optimizer, "micro_step_id"):  # so that the next microbatch overwrites its buffers
+                model.optimizer.zero_grad()
+            else:
+                raise StrategyError(
+                    "this version of DeepSpeed stores gradients differently: set train.try_longest_batch: never"
+                )
 
     def _loss(self, model: nn.Module, batch: Batch) -> Tensor:
         self.before_batch(batch)
@@ -160,86 +171,34 @@ def _free(parameter: Tensor) -> None:
     parameter.grad = None
 
 
-def _drop_gradients(model: Any, optimizer: Any) -> None:
-    """Remove all gradients, as after a step; under ZeRO the next microbatch overwrites its buffers."""
-    if _is_engine(model):
-        zero = model.optimizer
-        if not hasattr(zero, "micro_step_id"):
-            raise StrategyError(
-                "this version of DeepSpeed stores gradients differently: set train.try_longest_batch: never"
-            )
-        zero.zero_grad()
-        return
-    optimizer.zero_grad()
-    for parameter in model.parameters():
-        parameter.grad = None
-
-
-@contextmanager
-def _keep_all_random_state() -> Iterator[None]:
-    python_state, numpy_state = random.getstate(), np.random.get_state()
-    try:
-        with keep_random_state():
-            yield
-    finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
-
-
-@contextmanager
-def _eager() -> Iterator[None]:
-    """Disable compilation: the shapes of compiled code depend on which comes first."""
-    with ExitStack() as stack:
-        stance: Callable[[str], Any] | None = getattr(torch.compiler, "set_stance", None)
-        if stance is not None:
-            stack.enter_context(stance("force_eager"))
-        yield
-
-
-def _collect(device: torch.device) -> None:
-    """Free objects that an exception referred to, and release unused GPU blocks."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
 @contextmanager
 def keep_model_state(model: nn.Module) -> Iterator[None]:
     """Restore buffers, plain attributes of modules and running statistics at the end.
 
     Rotary embeddings that grow with the length (`rope_type: dynamic`) replace their buffer and keep the length reached.
     """
-    states = [_ModuleState(module) for module in model.modules()]
+    buffers: list[tuple[nn.Module, str, Tensor, Tensor]] = []
+    plain: list[tuple[nn.Module, str, Any]] = []
+    groups: list[tuple[GhostBatchNorm, Any]] = []
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device.type != "meta":
+                buffers.append((module, name, buffer, buffer.clone()))
+        plain += [(module, name, value) for name, value in vars(module).items() if type(value) in _PLAIN]
+        if isinstance(module, GhostBatchNorm):
+            groups.append((module, copy(module.groups)))
     try:
         yield
     finally:
-        for state in states:
-            state.restore()
-
-
-class _ModuleState:
-    """The state of one module."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._buffers = {
-            name: (buffer, buffer.clone())
-            for name, buffer in module._buffers.items()
-            if buffer is not None and buffer.device.type != "meta"
-        }
-        self._plain = {name: value for name, value in vars(module).items() if type(value) in _PLAIN}
-        self._groups: Any = copy(module.groups) if isinstance(module, GhostBatchNorm) else None
-
-    def restore(self) -> None:
-        for name, (buffer, value) in self._buffers.items():
+        for module, name, buffer, value in buffers:
             if not buffer.equal(value):
                 buffer.copy_(value)
-            self._module._buffers[name] = buffer
-        for name, value in self._plain.items():
-            if getattr(self._module, name, value) is not value:
-                setattr(self._module, name, value)
-        if isinstance(self._module, GhostBatchNorm):
-            self._module.groups = self._groups
+            module._buffers[name] = buffer
+        for module, name, own in plain:
+            if getattr(module, name, own) is not own:
+                setattr(module, name, own)
+        for norm, statistics in groups:
+            norm.groups = statistics
 
 
 def missing_state_bytes(optimizer: Any, train: TrainSection) -> int:
