@@ -77,32 +77,29 @@ def format_summary(config: RunConfig, *, num_processes: int | None) -> tuple[str
     budget = f"{train.epochs:g} epochs" if train.epochs is not None else f"{train.tokens} tokens"
     if train.steps is not None:
         budget = f"{train.steps} steps = {train.steps * train.global_batch_size} {config.data.batching.unit}"
+    data, validation = config.data.train, config.data.validation
+    parts = []
+    for part in data.mix:
+        amounts = {"weight": part.weight, "rows": part.rows, "epochs": part.epochs}
+        shares = ", ".join(f"{name} {value:g}" for name, value in amounts.items() if value is not None)
+        parts.append(f"{_format_dataset(part)} ({shares})")
+    rows = f"a mix of {', '.join(parts)}" if parts else _format_dataset(data)
+    if validation is not None:
+        excluded = ", whose rows are excluded from training" if validation.exclude_from_train else ""
+        if validation.fraction is not None:
+            rows += f", evaluated on {validation.fraction:.3g} of its rows{excluded}"
+        elif validation.hash_fraction is not None:
+            rows += f", evaluated on {validation.hash_fraction:.3g} of its rows, split by content"
+        else:
+            rows += f", evaluated on {_format_dataset(validation)}{excluded}"
     local = f", written first to {local_run_folder(folder, config.run.local_folder)}" if is_url(folder) else ""
     return (
-        f"task     {config.task.name}, from {_format_rows(config)}",
+        f"task     {config.task.name}, from {rows}",
         f"model    {source}: {trained}, computed in {train.precision}",
         f"batch    {_format_batch(config, num_processes)}",
         f"budget   {budget}, learning rate {train.learning_rate:g}, {train.schedule.name}",
         f"writes   {folder}{local}",
     )
-
-
-def _format_rows(config: RunConfig) -> str:
-    train, validation = config.data.train, config.data.validation
-    parts = []
-    for source in train.mix:
-        amounts = {"weight": source.weight, "rows": source.rows, "epochs": source.epochs}
-        shares = ", ".join(f"{name} {value:g}" for name, value in amounts.items() if value is not None)
-        parts.append(f"{_format_dataset(source)} ({shares})")
-    trained_on = f"a mix of {', '.join(parts)}" if parts else _format_dataset(train)
-    if validation is None:
-        return trained_on
-    excluded = ", whose rows are excluded from training" if validation.exclude_from_train else ""
-    if validation.fraction is not None:
-        return f"{trained_on}, evaluated on {validation.fraction:.3g} of its rows{excluded}"
-    if validation.hash_fraction is not None:
-        return f"{trained_on}, evaluated on {validation.hash_fraction:.3g} of its rows, split by content"
-    return f"{trained_on}, evaluated on {_format_dataset(validation)}{excluded}"
 
 
 def _format_dataset(source: SourceSection) -> str:

@@ -95,12 +95,24 @@ class InvalidKey:
 
     def problem(self) -> Problem:
         """Return it as a message for the user."""
-        match self.type:
-            case "missing":
-                return Problem(self.key, _missing_key(self.key))
-            case "extra_forbidden":
-                return Problem(self.key, _unknown_key(self.key))
-        return Problem(self.key, _invalid_value(self.value, node_at(self.key) or {}, hint=self.hint))
+        if self.type == "extra_forbidden":
+            return Problem(self.key, _unknown_key(self.key))
+        node, value = node_at(self.key) or {}, self.value
+        if self.type == "missing":
+            what = description_of(node).rstrip(".")
+            what = what[:1].lower() + what[1:] if what[1:2].islower() else what
+            message = f"the key is missing: {what}. Write {describe_values(node)}."
+            if keys_of(node):
+                required = [f"{self.key}.{name}" for branch in branches(node) for name in branch.get("required", ())]
+                needs = f" It needs {format_list(required)}." if required else ""
+                message = f"the section is missing: {what}.{needs}"
+            return Problem(self.key, message)
+        # The written value, the most likely fix, and the allowed values.
+        is_right_kind = any(type_name(value) in _TYPE_NAMES.get(str(each.get("type")), ()) for each in branches(node))
+        complaint = f"{format_value(value)} is {'not allowed' if is_right_kind else type_name(value)}."
+        fits = f"Write {describe_values(node, in_full=exceeds_ceiling(value, node))}."
+        hint = self.hint or _hint(value, node)
+        return Problem(self.key, " ".join(part for part in (complaint, hint, fits) if part))
 
 
 def read_validation_errors(error: ValidationError, values: Any) -> list[InvalidKey]:
@@ -140,16 +152,6 @@ def _dotted_key(location: Sequence[int | str], values: Any, *, is_missing: bool)
             parts.append(part)
             values = values[part]
     return join_key(*parts)
-
-
-def _missing_key(key: str) -> str:
-    node = node_at(key) or {}
-    what = description_of(node).rstrip(".")
-    what = what[:1].lower() + what[1:] if what[1:2].islower() else what
-    if keys_of(node):
-        required = [f"{key}.{name}" for branch in branches(node) for name in branch.get("required", ())]
-        return f"the section is missing: {what}.{f' It needs {format_list(required)}.' if required else ''}"
-    return f"the key is missing: {what}. Write {describe_values(node)}."
 
 
 def _unknown_key(key: str) -> str:
@@ -193,17 +195,6 @@ def _hint_of_columns(key: str, value: Any, values: Mapping[str, Any]) -> str:
     if takes_pairs and name == "text" and len(value) == 2:
         return f"The second of two texts is `text_pair`: `{{text: {value[0]}, text_pair: {value[1]}}}`."
     return "To join columns, write a `template` instead of `columns`."
-
-
-def _invalid_value(value: Any, node: Node, *, hint: str) -> str:
-    """Return a message with the written value, the allowed values, and the most likely fix."""
-    fits = f"Write {describe_values(node, in_full=exceeds_ceiling(value, node))}."
-    hint = hint or _hint(value, node)
-    is_right_kind = any(type_name(value) in _TYPE_NAMES.get(str(each.get("type")), ()) for each in branches(node))
-    complaint = (
-        f"{format_value(value)} is not allowed" if is_right_kind else f"{format_value(value)} is {type_name(value)}"
-    )
-    return " ".join(part for part in (f"{complaint}.", hint, fits) if part)
 
 
 _TYPE_NAMES: Mapping[str, tuple[str, ...]] = {

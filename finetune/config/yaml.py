@@ -277,7 +277,19 @@ def read_yaml(text: str, *, max_values: int = MAX_VALUES) -> Document:
     except LimitError as error:
         document.problems.append(error.problem)
     except MarkedYAMLError as error:
-        document.problems.append(_syntax_problem(error))
+        mark = error.problem_mark or error.context_mark
+        what = " ".join(part for part in (error.context, error.problem) if part)
+        what = what if len(what) <= _MAX_COMPLAINT_CHARACTERS else f"{what[:_MAX_COMPLAINT_CHARACTERS]}..."
+        if "'\\t'" in what:
+            advice = "Indent with spaces, not with tabs."
+        elif "mapping values are not allowed" in what:
+            advice = "Put text that contains a colon in quotes."
+        elif "single document" in what:
+            advice = "Write one document per file: remove the `---` line."
+        else:
+            advice = "Check indentation, quotes and brackets on this line and the one above."
+        message = f"this is not YAML: {what}. {advice}"
+        document.problems.append(Problem("", message, line=None if mark is None else mark.line + 1))
     except ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         document.problems.append(
@@ -286,20 +298,3 @@ def read_yaml(text: str, *, max_values: int = MAX_VALUES) -> Document:
     except UnicodeEncodeError:
         document.problems.append(Problem("", invalid_characters(text) or "this text cannot be encoded as UTF-8."))
     return document
-
-
-def _syntax_problem(error: MarkedYAMLError) -> Problem:
-    """Return the parser's error in one sentence, with the most likely fix."""
-    mark = error.problem_mark or error.context_mark
-    line = None if mark is None else mark.line + 1
-    what = " ".join(part for part in (error.context, error.problem) if part)
-    what = what if len(what) <= _MAX_COMPLAINT_CHARACTERS else f"{what[:_MAX_COMPLAINT_CHARACTERS]}..."
-    if "'\\t'" in what:
-        advice = "Indent with spaces, not with tabs."
-    elif "mapping values are not allowed" in what:
-        advice = "Put text that contains a colon in quotes."
-    elif "single document" in what:
-        advice = "Write one document per file: remove the `---` line."
-    else:
-        advice = "Check indentation, quotes and brackets on this line and the one above."
-    return Problem("", f"this is not YAML: {what}. {advice}", line=line)

@@ -95,29 +95,21 @@ SCHEMES = ("s3", "gs", "gcs", "abfs", "az", "memory")
 
 
 def kept_checkpoints_are_written(config: RunConfig) -> Iterator[Problem]:
-    """`keep_every_steps` is a multiple of `every_steps`."""
-    every, kept = config.checkpoint.every_steps, config.checkpoint.keep_every_steps
-    if kept is None:
-        return
-    if every is None:
-        message = "no checkpoints are saved during training. Set `checkpoint.every_steps`, or remove this."
-        yield Problem("checkpoint.keep_every_steps", message)
-    elif kept % every:
+    """`keep_every_steps` is a multiple of `every_steps`; the metric of `keep_best` is evaluated at the saved steps."""
+    every, kept, best = config.checkpoint.every_steps, config.checkpoint.keep_every_steps, config.checkpoint.keep_best
+    missing = "no checkpoints are saved during training. Set `checkpoint.every_steps`, or remove"
+    if kept is not None and every is None:
+        yield Problem("checkpoint.keep_every_steps", f"{missing} this.")
+    elif kept is not None and every is not None and kept % every:
         message = (
             f"{kept} is not a multiple of `checkpoint.every_steps` ({every}), so most of these are never saved. "
             f"Nearest that are: {closest_multiples(kept, every)}."
         )
         yield Problem("checkpoint.keep_every_steps", message)
-
-
-def keep_best_has_its_metric(config: RunConfig) -> Iterator[Problem]:
-    """The metric of `keep_best` is evaluated at the saved steps, and its goal is right."""
-    best, every = config.checkpoint.keep_best, config.checkpoint.every_steps
     if best is None:
         return
     if every is None:
-        message = "no checkpoints are saved during training. Set `checkpoint.every_steps`, or remove `keep_best`."
-        yield Problem("checkpoint.keep_best", message)
+        yield Problem("checkpoint.keep_best", f"{missing} `keep_best`.")
     yield from metric_problems(config, best.metric, goal=best.goal, key="checkpoint.keep_best", does="keeps the worst")
     evaluated = config.evaluate.every_steps if config.evaluate else None
     if every is not None and evaluated is not None and every % evaluated and evaluated % every:
@@ -184,7 +176,6 @@ def idle_comes_after_the_hang_report(config: RunConfig) -> Iterator[Problem]:
 
 CHECKPOINT_RULES = (
     kept_checkpoints_are_written,
-    keep_best_has_its_metric,
     allow_changes_names_refused_keys,
     run_url_is_supported,
     idle_comes_after_the_hang_report,

@@ -21,9 +21,17 @@ with lazily():
 BUILT_IN_TEMPLATES = ("chatml", "gemma", "llama3", "mistral", "plain", "qwen", "zephyr")
 """Chat templates that come with the package."""
 
+RESERVED_TEMPLATE_ARGUMENTS = ("messages", "conversations", "tools", "add_generation_prompt", "continue_final_message")
+"""Arguments that every chat template receives from the row."""
 
-def template_is_known(config: RunConfig) -> Iterator[Problem]:
-    """A chat template is built in or a file."""
+
+def chat_template_is_usable(config: RunConfig) -> Iterator[Problem]:
+    """A chat template is built in or a file, and its arguments do not replace those from the row."""
+    for name in config.data.chat_template_arguments or {}:
+        if name in RESERVED_TEMPLATE_ARGUMENTS:
+            instead = "Rows have a column `tools`." if name == "tools" else "Remove it."
+            message = f"the template receives it from the row, so it cannot be an argument. {instead}"
+            yield Problem(f"data.chat_template_arguments.{name}", message)
     template = config.data.chat_template
     known = (*BUILT_IN_TEMPLATES, *TEMPLATES.choices)
     if template is not None and template not in known and not is_path(template):
@@ -32,19 +40,6 @@ def template_is_known(config: RunConfig) -> Iterator[Problem]:
             f"the template `{template}` does not exist. {hint} For a file, begin with `.`, `/` or `~`: `./{template}`."
         )
         yield Problem("data.chat_template", message)
-
-
-RESERVED_TEMPLATE_ARGUMENTS = ("messages", "conversations", "tools", "add_generation_prompt", "continue_final_message")
-"""Arguments that every chat template receives from the row."""
-
-
-def template_arguments_are_free(config: RunConfig) -> Iterator[Problem]:
-    """Arguments of the chat template do not replace those from the row."""
-    for name in config.data.chat_template_arguments or {}:
-        if name in RESERVED_TEMPLATE_ARGUMENTS:
-            instead = "Rows have a column `tools`." if name == "tools" else "Remove it."
-            message = f"the template receives it from the row, so it cannot be an argument. {instead}"
-            yield Problem(f"data.chat_template_arguments.{name}", message)
 
 
 def reasoning_is_a_choice(config: RunConfig) -> Iterator[Problem]:
@@ -59,7 +54,7 @@ def reasoning_is_a_choice(config: RunConfig) -> Iterator[Problem]:
         yield Problem(key, "with `data.train_on: all` every token is a target. Write `train_on: assistant`.")
 
 
-DATA_RULES = (template_is_known, template_arguments_are_free, reasoning_is_a_choice)
+DATA_RULES = (chat_template_is_usable, reasoning_is_a_choice)
 
 
 _CHAT_COLUMNS = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")
@@ -141,9 +136,12 @@ def _syntax_problems(key: str, text: str) -> Iterator[Problem]:
 FORMAT_RULES = (format_fits_task, columns_are_known, templates_can_be_read)
 
 
-def crop_is_written_once(config: RunConfig) -> Iterator[Problem]:
-    """Images are cropped in one way, and ranges are ascending."""
+def image_keys_fit(config: RunConfig) -> Iterator[Problem]:
+    """The image size is set once, images are cropped in one way, and ranges are ascending."""
     images = config.data.images
+    if images.size is not None and is_written(config, "model.image_processor.size"):
+        message = "the size is already set by `model.image_processor.size`. Keep only one of them."
+        yield Problem("data.images.size", message)
     if images.crop_scale and images.crop_padding:
         message = "the crop is already set by `data.images.crop_scale`. Keep only one of them."
         yield Problem("data.images.crop_padding", message)
@@ -152,13 +150,6 @@ def crop_is_written_once(config: RunConfig) -> Iterator[Problem]:
         yield Problem("data.images.crop_scale", f"the range is descending. Write `[{low}, {high}]`.")
     if images.min_pixels and images.max_pixels and images.min_pixels > images.max_pixels:
         yield Problem("data.images.min_pixels", "it is greater than `data.images.max_pixels`. Swap them.")
-
-
-def image_size_is_written_once(config: RunConfig) -> Iterator[Problem]:
-    """The image size is set once."""
-    if config.data.images.size is not None and is_written(config, "model.image_processor.size"):
-        message = "the size is already set by `model.image_processor.size`. Keep only one of them."
-        yield Problem("data.images.size", message)
 
 
 def mixup_needs_stored_images(config: RunConfig) -> Iterator[Problem]:
@@ -190,8 +181,7 @@ def microbatch_holds_whole_batch_norm_groups(config: RunConfig) -> Iterator[Prob
 
 
 IMAGE_RULES = (
-    crop_is_written_once,
-    image_size_is_written_once,
+    image_keys_fit,
     mixup_needs_stored_images,
     microbatch_holds_whole_batch_norm_groups,
 )
@@ -225,19 +215,18 @@ def batch_by_tokens_is_a_microbatch(config: RunConfig) -> Iterator[Problem]:
             yield Problem(f"{section}.microbatch_size", message)
 
 
-def mix_is_the_source(config: RunConfig) -> Iterator[Problem]:
-    """A mix replaces a single source."""
+def mix_is_consistent(config: RunConfig) -> Iterator[Problem]:
+    """A mix replaces a single source, and all of its sources give their amount by the same key.
+
+    `rows` needs batches in which one position is one row.
+    """
+    train, first = config.data.train, None
     for name in ("path", "name"):
-        if config.data.train.mix and getattr(config.data.train, name) is not None:
+        if train.mix and getattr(train, name) is not None:
             yield Problem(
                 f"data.train.{name}", "the rows are already given by `data.train.mix`. Keep only one of them."
             )
-
-
-def mix_has_one_measure(config: RunConfig) -> Iterator[Problem]:
-    """All sources of a mix give their amount by the same key."""
-    first = None
-    for number, source in enumerate(config.data.train.mix):
+    for number, source in enumerate(train.mix):
         key = f"data.train.mix.{number}"
         written = [name for name in MIX_MEASURES if getattr(source, name) is not None]
         first = first or (written[0] if written else None)
@@ -249,13 +238,8 @@ def mix_has_one_measure(config: RunConfig) -> Iterator[Problem]:
             if name != first:
                 message = f"the other sources of `data.train.mix` use `{first}`. Use the same key in every source."
                 yield Problem(f"{key}.{name}", message)
-
-
-def mix_rows_need_samples(config: RunConfig) -> Iterator[Problem]:
-    """`rows` of a mix needs batches in which one position is one row."""
-    by = config.data.batching.by
-    for number, source in enumerate(config.data.train.mix):
-        if source.rows is not None and by != "samples":
+    for number, source in enumerate(train.mix):
+        if source.rows is not None and (by := config.data.batching.by) != "samples":
             message = f"with `data.batching.by: {by}` one position holds several rows. Use `epochs` or `weight`."
             yield Problem(f"data.train.mix.{number}.rows", message)
 
@@ -273,7 +257,5 @@ BATCHING_RULES = (
     window_can_be_sorted,
     max_length_fits_the_batch,
     batch_by_tokens_is_a_microbatch,
-    mix_is_the_source,
-    mix_has_one_measure,
-    mix_rows_need_samples,
+    mix_is_consistent,
 )

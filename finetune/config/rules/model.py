@@ -66,13 +66,6 @@ def _position_keys(values: dict[str, Any], *, key: str) -> Iterator[str]:
             yield from _position_keys(value, key=join_key(key, name))
 
 
-def quantized_weights_are_frozen(config: RunConfig) -> Iterator[Problem]:
-    """Quantized weights cannot be trained."""
-    if config.model.quantization is not None and adapter_of(config) is None:
-        message = "quantized weights cannot be trained. Add `model.lora`, or remove it."
-        yield Problem("model.quantization", message)
-
-
 def compile_fits_the_model(config: RunConfig) -> Iterator[Problem]:
     """A compiled forward pass keeps no state between batches and has no hooks."""
     if config.model.compile == "full" and config.train.embedding_noise:
@@ -83,8 +76,8 @@ def compile_fits_the_model(config: RunConfig) -> Iterator[Problem]:
         yield Problem("model.compile", message)
 
 
-def model_is_one(config: RunConfig) -> Iterator[Problem]:
-    """The model has exactly one origin."""
+def model_and_tokenizer_are_one(config: RunConfig) -> Iterator[Problem]:
+    """Model and tokenizer have exactly one origin each, and a model built from a config has no tokenizer."""
     has_name, has_config = config.model.name is not None, config.model.from_config is not None
     if has_name and has_config:
         yield Problem("model.from_config", "the model is already given by `model.name`. Keep only one of them.")
@@ -92,13 +85,9 @@ def model_is_one(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             "model", "no model is given. Write `name` (hub name or folder) or `from_config` (random weights)."
         )
-
-
-def tokenizer_is_one(config: RunConfig) -> Iterator[Problem]:
-    """A tokenizer has exactly one origin, and a model built from a config has none."""
     tokenizer = config.model.tokenizer
     if tokenizer is None:
-        if config.model.from_config is not None and TASKS[config.task.name].has_tokens:
+        if has_config and TASKS[config.task.name].has_tokens:
             message = "a model built from its config has no tokenizer. Add `model.tokenizer` with `name` or `train`."
             yield Problem("model.from_config", message)
     elif tokenizer.name is not None and tokenizer.train is not None:
@@ -142,10 +131,8 @@ def _numbers(value: Any, *, key: str) -> Iterator[tuple[str, int | float]]:
 MODEL_RULES = (
     positions_are_scaled_once,
     config_values_are_in_range,
-    model_is_one,
-    tokenizer_is_one,
+    model_and_tokenizer_are_one,
     adapters_are_one_kind,
-    quantized_weights_are_frozen,
     compile_fits_the_model,
     trackers_are_known,
 )
@@ -205,10 +192,13 @@ def lora_init_fits(config: RunConfig) -> Iterator[Problem]:
 
 
 def quantization_is_supported(config: RunConfig) -> Iterator[Problem]:
-    """Only pre-trained weights are quantized; torchao supports 8 bits and some kinds of adapters."""
+    """Only pre-trained, frozen weights are quantized; torchao supports 8 bits and some kinds of adapters."""
     quantization, kind = config.model.quantization, adapter_of(config)
     if quantization is None:
         return
+    if kind is None:
+        message = "quantized weights cannot be trained. Add `model.lora`, or remove it."
+        yield Problem("model.quantization", message)
     if config.model.from_config is not None:
         yield Problem("model.quantization", "random weights cannot be quantized. Use `model.name`.")
     if quantization.method == "torchao" and quantization.bits == 4:

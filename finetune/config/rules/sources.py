@@ -60,16 +60,11 @@ def source_is_written_once(config: RunConfig) -> Iterator[Problem]:
             )
 
 
-def dataset_name_is_no_path(config: RunConfig) -> Iterator[Problem]:
-    """A hub dataset is not a path."""
+def address_is_supported(config: RunConfig) -> Iterator[Problem]:
+    """A hub dataset is not a path; rows at a URL are in supported storage, and the URL contains no secret."""
     for key, source in row_sources(config):
         if source.name is not None and is_path(source.name):
             yield Problem(f"{key}.name", f"`{source.name}` is a path, not a hub dataset. Write it as `path`.")
-
-
-def source_url_is_supported(config: RunConfig) -> Iterator[Problem]:
-    """Rows at a URL are in supported storage, and the URL contains no secret."""
-    for key, source in row_sources(config):
         if source.path is None or not is_url(source.path):
             continue
         scheme, _, rest = source.path.partition("://")
@@ -82,7 +77,7 @@ def source_url_is_supported(config: RunConfig) -> Iterator[Problem]:
             )
 
 
-SOURCE_RULES = (source_is_written_once, dataset_name_is_no_path, source_url_is_supported)
+SOURCE_RULES = (source_is_written_once, address_is_supported)
 
 
 def stream_sources(config: RunConfig) -> Iterator[tuple[str, TrainedSourceSection]]:
@@ -95,8 +90,13 @@ def stream_sources(config: RunConfig) -> Iterator[tuple[str, TrainedSourceSectio
         yield "data.train", train
 
 
-def stream_budget_is_in_steps(config: RunConfig) -> Iterator[Problem]:
-    """The length of a stream is unknown."""
+def streams_are_in_steps_and_whole(config: RunConfig) -> Iterator[Problem]:
+    """A stream cannot be sliced, since its rows are not counted, and has no known length."""
+    for key, source in stream_sources(config):
+        if source.name is not None and "[" in source.split:
+            whole = source.split.partition("[")[0]
+            message = f"a slice cannot be streamed. Write `{whole}`, and use `skip` and `take` to select rows."
+            yield Problem(f"{key}.split", message)
     for key, _ in stream_sources(config):
         for name in ("epochs", "tokens"):
             if getattr(config.train, name) is not None:
@@ -130,16 +130,7 @@ def stream_window_holds_a_step(config: RunConfig) -> Iterator[Problem]:
             yield Problem(f"{key}.stream.window_rows", message)
 
 
-def stream_has_no_slice(config: RunConfig) -> Iterator[Problem]:
-    """A stream cannot be sliced: its rows are not counted."""
-    for key, source in stream_sources(config):
-        if source.name is not None and "[" in source.split:
-            whole = source.split.partition("[")[0]
-            message = f"a slice cannot be streamed. Write `{whole}`, and use `skip` and `take` to select rows."
-            yield Problem(f"{key}.split", message)
-
-
-STREAM_RULES = (stream_budget_is_in_steps, stream_has_no_split, stream_window_holds_a_step, stream_has_no_slice)
+STREAM_RULES = (streams_are_in_steps_and_whole, stream_has_no_split, stream_window_holds_a_step)
 
 
 _NOT_OF_TEXTS = ("idna", "punycode", "raw_unicode_escape", "undefined", "unicode_escape", "mbcs", "oem")
@@ -159,9 +150,12 @@ _COMMON_ENCODINGS = (
 )
 
 
-def encoding_is_known(config: RunConfig) -> Iterator[Problem]:
-    """An encoding is one with which Python can read text."""
+def text_can_be_read(config: RunConfig) -> Iterator[Problem]:
+    """Python can read text with the encoding, and no delimiter can be taken for the end of a line or a quotation."""
     for key, source in row_sources(config):
+        if source.delimiter in ("\n", "\r", '"', "\0"):
+            message = 'a line break, a quotation mark or a NUL cannot separate columns. Write `";"`, `"|"` or `"\\t"`.'
+            yield Problem(f"{key}.delimiter", message)
         if source.encoding is None:
             continue
         with suppress(LookupError, ValueError):  # ValueError: an embedded zero, for one
@@ -172,14 +166,6 @@ def encoding_is_known(config: RunConfig) -> Iterator[Problem]:
         hint = did_you_mean(source.encoding, _COMMON_ENCODINGS)
         hint = hint or f"Write one such as {format_list(_COMMON_ENCODINGS[:6])}."
         yield Problem(f"{key}.encoding", f"the encoding `{source.encoding}` does not exist. {hint}")
-
-
-def delimiter_is_usable(config: RunConfig) -> Iterator[Problem]:
-    """A delimiter is a character that cannot be taken for the end of a line or for a quotation mark."""
-    for key, source in row_sources(config):
-        if source.delimiter in ("\n", "\r", '"', "\0"):
-            message = 'a line break, a quotation mark or a NUL cannot separate columns. Write `";"`, `"|"` or `"\\t"`.'
-            yield Problem(f"{key}.delimiter", message)
 
 
 def positions_have_names(config: RunConfig) -> Iterator[Problem]:
@@ -221,4 +207,4 @@ def _kind(source: SourceSection) -> str:
     return f".{name.rpartition('.')[2]}" if "." in name else ""
 
 
-FILE_OPTION_RULES = (encoding_is_known, delimiter_is_usable, positions_have_names, file_keys_fit_the_kind)
+FILE_OPTION_RULES = (text_can_be_read, positions_have_names, file_keys_fit_the_kind)

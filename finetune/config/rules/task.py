@@ -67,16 +67,13 @@ def task_allows_packing(config: RunConfig) -> Iterator[Problem]:
         yield Problem("data.batching.by", f"`task.name: {task.name}` has no tokens. Write `by: samples`.")
 
 
-def task_allows_split_rows(config: RunConfig) -> Iterator[Problem]:
-    """Tasks that need whole rows do not split them."""
-    if config.data.over_length == "split" and not TASKS[config.task.name].may_be_split:
-        message = f"`task.name: {config.task.name}` needs whole rows. Write `truncate` or `drop`."
-        yield Problem("data.over_length", message)
-
-
 def task_allows_cut_rows(config: RunConfig) -> Iterator[Problem]:
-    """A row with images is not truncated: it could cut through the tokens of an image."""
-    if TASKS[config.task.name].reads == "both" and config.data.over_length in ("truncate", "split"):
+    """Tasks that need whole rows do not split them; a cut could go through the tokens of an image."""
+    task, over_length = TASKS[config.task.name], config.data.over_length
+    if over_length == "split" and not task.may_be_split:
+        message = f"`task.name: {task.name}` needs whole rows. Write `truncate` or `drop`."
+        yield Problem("data.over_length", message)
+    if task.reads == "both" and over_length in ("truncate", "split"):
         message = "truncation could cut through an image. Write `drop`, or a larger `data.max_length`."
         yield Problem("data.over_length", message)
 
@@ -113,10 +110,9 @@ TASK_RULES = (
     distillation_has_a_teacher,
     class_weights_fit_labels,
     task_allows_packing,
-    task_allows_split_rows,
+    task_allows_cut_rows,
     source_and_target_fit_the_batch,
     masked_lm_masks_tokens,
-    task_allows_cut_rows,
     vision_language_has_a_processor,
 )
 
@@ -184,21 +180,21 @@ def _written(section: str, losses: Sequence[str]) -> str:
     return format_list([f"task.{section}.loss: {losses[0]}", *losses[1:]], last="or")
 
 
-def matryoshka_dims_differ(config: RunConfig) -> Iterator[Problem]:
-    """Each size is written once."""
-    dims = config.task.embedding.matryoshka_dims
-    if len(set(dims)) < len(dims):
-        yield Problem("task.embedding.matryoshka_dims", "a size is listed twice. Write each size once.")
-
-
-def scored_pairs_are_compared_by_cosine(config: RunConfig) -> Iterator[Problem]:
-    """Losses of scored pairs compare cosines, so the vectors are normalized."""
+def embedding_keys_fit(config: RunConfig) -> Iterator[Problem]:
+    """Each size is written once; losses of scored pairs compare cosines, and others may need several rows."""
     section = config.task.embedding
-    has_scores = EMBEDDING_LOSSES[section.loss].scores is not None
-    if config.task.name == "embedding" and has_scores and not section.normalize:
+    if len(set(section.matryoshka_dims)) < len(section.matryoshka_dims):
+        yield Problem("task.embedding.matryoshka_dims", "a size is listed twice. Write each size once.")
+    loss = EMBEDDING_LOSSES[section.loss]
+    if config.task.name != "embedding":
+        return
+    if loss.scores is not None and not section.normalize:
         yield Problem(
             "task.embedding.normalize", f"`loss: {section.loss}` compares cosines. Remove it, or write `true`."
         )
+    if loss.compares_rows and config.train.global_batch_size < 2:
+        message = "the loss compares the rows of a step, but a step has only one. Write at least 2."
+        yield Problem("train.global_batch_size", message)
 
 
 def texts_are_read_without_virtual_tokens(config: RunConfig) -> Iterator[Problem]:
@@ -211,19 +207,8 @@ def texts_are_read_without_virtual_tokens(config: RunConfig) -> Iterator[Problem
             yield Problem(f"model.{name}", message)
 
 
-def step_has_rows_to_compare(config: RunConfig) -> Iterator[Problem]:
-    """A loss that compares the rows of a global batch has at least two."""
-    if config.task.name != "embedding" or not EMBEDDING_LOSSES[config.task.embedding.loss].compares_rows:
-        return
-    if config.train.global_batch_size < 2:
-        message = "the loss compares the rows of a step, but a step has only one. Write at least 2."
-        yield Problem("train.global_batch_size", message)
-
-
 PAIR_RULES = (
     pair_format_fits_the_loss,
-    matryoshka_dims_differ,
-    scored_pairs_are_compared_by_cosine,
+    embedding_keys_fit,
     texts_are_read_without_virtual_tokens,
-    step_has_rows_to_compare,
 )

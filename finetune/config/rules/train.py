@@ -32,17 +32,12 @@ def budget_is_written_once(config: RunConfig) -> Iterator[Problem]:
         yield Problem(f"train.{name}", f"the budget is already set by `train.{written[0]}`. Keep only one of them.")
 
 
-def warmup_is_written_once(config: RunConfig) -> Iterator[Problem]:
-    """At most one warmup is set."""
-    schedule = config.train.schedule
+def schedule_fits_its_steps(config: RunConfig) -> Iterator[Problem]:
+    """At most one warmup is set; warmup and decay together fit into the budget."""
+    schedule, steps = config.train.schedule, config.train.steps
     if schedule.warmup_steps is not None and schedule.warmup_fraction is not None:
         message = "the warmup is already set by `train.schedule.warmup_steps`. Keep only one of them."
         yield Problem("train.schedule.warmup_fraction", message)
-
-
-def schedule_fits_its_steps(config: RunConfig) -> Iterator[Problem]:
-    """Warmup and decay together fit into the budget."""
-    schedule, steps = config.train.schedule, config.train.steps
     warmup = schedule.warmup_steps
     if steps is not None and warmup is not None and warmup >= steps:
         message = f"{warmup} warmup steps leave none of the {steps} steps in `train.steps`. Write a smaller number."
@@ -95,7 +90,6 @@ def fp8_is_supported(config: RunConfig) -> Iterator[Problem]:
 BATCH_RULES = (
     batch_is_whole_microbatches,
     budget_is_written_once,
-    warmup_is_written_once,
     schedule_fits_its_steps,
     dtype_fits_precision,
     fp8_is_supported,

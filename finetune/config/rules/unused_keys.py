@@ -57,7 +57,8 @@ def conditional_source_keys(config: RunConfig) -> Iterator[ConditionalKey]:
         for name in _HUB_KEYS:
             origin = "from a `path`" if source.source is None else "of a plugin's `source`"
             needs = f"rows {origin} have no {name}, only a hub dataset has one"
-            yield ConditionalKey(f"{key}.{name}", partial(_is_hub_dataset, source=source), needs)
+            # in a draft, reading an invalid name raises AttributeError
+            yield ConditionalKey(f"{key}.{name}", partial(lambda source, _: source.name is not None, source), needs)
         needs = "only a local folder or glob can contain links to other folders"
         yield ConditionalKey(f"{key}.follow_links", partial(_may_contain_links, source=source), needs)
         yield ConditionalKey(
@@ -72,10 +73,6 @@ def conditional_source_keys(config: RunConfig) -> Iterator[ConditionalKey]:
 
 def _never(config: RunConfig) -> bool:
     return False
-
-
-def _is_hub_dataset(config: RunConfig, *, source: SourceSection) -> bool:
-    return source.name is not None  # in a draft this raises AttributeError if it is invalid
 
 
 def _reads_images(config: RunConfig) -> bool:
@@ -138,8 +135,8 @@ def conditional_task_keys() -> Iterator[ConditionalKey]:
         for key in dict.fromkeys(key for loss in losses for key in sorted(loss.reads)):
             names = tuple(loss.name for loss in losses if key in loss.reads)
             needs = f"only {' and '.join(f'`loss: {name}`' for name in names)} read{'s' if len(names) == 1 else ''} it"
-            has_effect = partial(_loss_is, task=task_name, losses=names)
-            yield ConditionalKey(f"task.{task_name}.{key}", has_effect, needs)
+            is_read = partial(lambda task, losses, config: getattr(config.task, task).loss in losses, task_name, names)
+            yield ConditionalKey(f"task.{task_name}.{key}", is_read, needs)
     of_images = tuple(task.name for task in TASKS if not task.has_tokens)
     of_both = tuple(task.name for task in TASKS if task.reads == "both")
     for key in ImagesSection.model_fields:
@@ -162,10 +159,6 @@ def _only(key: str, tasks: tuple[str, ...]) -> ConditionalKey:
 
 def _has_cross_entropy(config: RunConfig) -> bool:
     return TASKS[config.task.name].has_token_loss and config.task.loss is None
-
-
-def _loss_is(config: RunConfig, *, task: str, losses: tuple[str, ...]) -> bool:
-    return getattr(config.task, task).loss in losses
 
 
 def _has_tokens(config: RunConfig) -> bool:
@@ -265,11 +258,8 @@ def tracker_keys() -> Iterator[ConditionalKey]:
     for key in ("run_name", "entity", "group", "tags"):
         names = tuple(entry.name for entry in TRACKERS if key in entry.arguments)
         needs = f"only {format_list(names)} read it, and `report.trackers` names none of them"
-        yield ConditionalKey(f"report.{key}", partial(_tracks_with, names=names), needs)
-
-
-def _tracks_with(config: RunConfig, *, names: tuple[str, ...]) -> bool:
-    return any(name in config.report.trackers for name in names)
+        uses_one = partial(lambda names, config: any(name in config.report.trackers for name in names), names)
+        yield ConditionalKey(f"report.{key}", uses_one, needs)
 
 
 def _reads(config: RunConfig, *, key: str) -> bool:

@@ -2,7 +2,7 @@
 
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,7 +58,10 @@ def rename_keys(values: dict[str, Any], lines: dict[str, int], *, file: str) -> 
     Returns a problem for a key that is written under both names.
     """
     problems = []
-    for key, section, name in written_keys(values):
+    for key in RENAMED_KEYS:
+        section, name = _section_at(values, key.old.rpartition(".")[0]), key.old.rpartition(".")[2]
+        if section is None or name not in section:
+            continue
         target, new_name = _section_at(values, key.new.rpartition(".")[0], creates=True), key.new.rpartition(".")[2]
         if target is None:
             continue
@@ -83,14 +86,6 @@ def rename_overrides(overrides: Sequence[str]) -> list[str]:
                 text = f"{key.new}{text.removeprefix(key.old)}"
         renamed.append(text)
     return renamed
-
-
-def written_keys(values: dict[str, Any]) -> Iterator[tuple[RenamedKey, dict[str, Any], str]]:
-    """Yield each renamed key that is written under its old name, with its section and its name there."""
-    for key in RENAMED_KEYS:
-        section, name = _section_at(values, key.old.rpartition(".")[0]), key.old.rpartition(".")[2]
-        if section is not None and name in section:
-            yield key, section, name
 
 
 def _section_at(values: Any, key: str, *, creates: bool = False) -> dict[str, Any] | None:
