@@ -4,7 +4,7 @@ Unused modules get no gradients, for which DDP would wait forever.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
@@ -78,25 +78,22 @@ def unused_modules(model: nn.Module) -> tuple[str, ...]:
     read = getattr(getattr(model, "config", None), FEATURE_LAYER_KEY, None)
     if read is None:
         return ()
-    towers = [(name, module) for name, module in model.named_modules() if name.rpartition(".")[2] == _VISION_TOWER]
-    return tuple(unused for name, tower in towers for unused in _unused_in_tower(tower, name=name, read=read))
+    unused: list[str] = []
+    for name, tower in model.named_modules():
+        stacks = {path: module for path, module in tower.named_modules() if isinstance(module, nn.ModuleList)}
+        if name.rpartition(".")[2] != _VISION_TOWER or not stacks:
+            continue
+        longest = max(stacks, key=lambda path: len(stacks[path]))
+        num_layers = len(stacks[longest])
+        indices = [read] if isinstance(read, int) else list(read)
+        num_read = max(index if index >= 0 else num_layers + 1 + index for index in indices)
+        unused += [f"{name}.{longest}.{number}" for number in range(num_read, num_layers)]
+        paths = [path for path, _ in tower.named_modules() if path.rpartition(".")[2] in _MODULES_AFTER_LAYERS]
+        unused += [f"{name}.{path}" for path in paths]
+    return tuple(unused)
 
 
 def peft_exclude_pattern(model: nn.Module) -> str | None:
     """Return peft's pattern for unused modules, which get no adapter; None without unused modules."""
     names = unused_modules(model)
     return "|".join(rf"{re.escape(name)}(\..*)?" for name in names) or None
-
-
-def _unused_in_tower(tower: nn.Module, *, name: str, read: int | list[int]) -> Iterator[str]:
-    stacks = {path: module for path, module in tower.named_modules() if isinstance(module, nn.ModuleList)}
-    if not stacks:
-        return
-    longest = max(stacks, key=lambda path: len(stacks[path]))
-    num_layers = len(stacks[longest])
-    indices = [read] if isinstance(read, int) else list(read)
-    num_read = max(index if index >= 0 else num_layers + 1 + index for index in indices)
-    yield from (f"{name}.{longest}.{number}" for number in range(num_read, num_layers))
-    for path, _ in tower.named_modules():
-        if path.rpartition(".")[2] in _MODULES_AFTER_LAYERS:
-            yield f"{name}.{path}"

@@ -69,7 +69,14 @@ def generate_batch(
             f"The model cannot generate: {error_summary(error)} Check its generation_config.json and config.json."
         ) from error
     start = 1 if is_encoder else longest  # a decoder starts with its start token
-    return [_cut_at_stop(row[start:].tolist(), stop_ids, pad_id) for row in generated]
+    answers = []
+    for row in generated:
+        tokens: list[int] = row[start:].tolist()
+        end = next((index for index, token in enumerate(tokens) if token in stop_ids), None)
+        while end is None and tokens and tokens[-1] == pad_id:
+            tokens.pop()
+        answers.append(tokens if end is None else tokens[: end + 1])
+    return answers
 
 
 def logits_processors(sampling: SamplingParams, seeds: Sequence[int]) -> LogitsProcessorList:
@@ -92,12 +99,3 @@ class _GumbelSampling(LogitsProcessor):  # type: ignore[misc]
         size = scores.shape[-1]
         noise = torch.stack([torch.empty(size).exponential_(generator=generator) for generator in self._generators])
         return scores - noise.log().to(scores)
-
-
-def _cut_at_stop(tokens: list[int], stop_ids: frozenset[int], pad_id: int) -> list[int]:
-    end = next((index for index, token in enumerate(tokens) if token in stop_ids), None)
-    if end is not None:
-        return tokens[: end + 1]
-    while tokens and tokens[-1] == pad_id:
-        tokens.pop()
-    return tokens

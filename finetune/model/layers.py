@@ -147,20 +147,16 @@ def with_layers(model: Any, layers_of: KeptLayers) -> Any:
             _set(model, name, layers)
     shortened: set[int] = set()
     for name, indices in layers_of.items():
-        _renumber(small.get_submodule(name), indices)
+        for new, (old, layer) in enumerate(zip(indices, small.get_submodule(name).children(), strict=True)):
+            for module in layer.modules():
+                for attribute in _LAYER_INDICES:
+                    if vars(module).get(attribute) == old:
+                        setattr(module, attribute, new)
         config = getattr(_owner(small, name), "config", None)
         if config is not None and id(config) not in shortened:
             shortened.add(id(config))
             shorten_config(vars(config), indices, lengths={len(whole[name])})
     return small
-
-
-def _renumber(layers: nn.Module, indices: Sequence[int]) -> None:
-    for new, (old, layer) in enumerate(zip(indices, layers.children(), strict=True)):
-        for module in layer.modules():
-            for name in _LAYER_INDICES:
-                if vars(module).get(name) == old:
-                    setattr(module, name, new)
 
 
 def _owner(model: nn.Module, name: str) -> nn.Module:

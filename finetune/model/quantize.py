@@ -76,12 +76,17 @@ def stored_problems(config: Any, section: ModelSection, *, strategy: str = "") -
         return
     stores = f"the weights of `{section.name}` are stored quantized by {method}"
     if method == "bitsandbytes":
-        stored = _as_section(_stored(config))
+        values_of = _stored(config)
+        stored: dict[str, Any] = {"method": "bitsandbytes", "bits": 8 if values_of.get("load_in_8bit") else 4}
+        if stored["bits"] == 4:
+            stored["kind"] = values_of.get("bnb_4bit_quant_type", "fp4")
+            stored["double"] = bool(values_of.get("bnb_4bit_use_double_quant", False))
+            stored["compute_dtype"] = str(values_of.get("bnb_4bit_compute_dtype", "float32"))
         if written is None or {**written.model_dump(), **stored} != written.model_dump():
             values = ", ".join(f"{name}: {str(value).lower()}" for name, value in stored.items())
             message = f"{stores}. Write `model.quantization: {{{values}}}`, and an adapter such as `model.lora`."
             yield Problem("model.quantization" if written else "model.name", message)
-        elif "fsdp" in strategy and _stored(config).get("bnb_4bit_quant_storage", "uint8") != section.dtype:
+        elif "fsdp" in strategy and values_of.get("bnb_4bit_quant_storage", "uint8") != section.dtype:
             message = f"{stores} as integers, and FSDP shards only floating-point tensors. Launch with ddp.yaml."
             yield Problem("model.name", message)
     elif method not in _DEQUANTIZED:
@@ -98,19 +103,6 @@ def stored_problems(config: Any, section: ModelSection, *, strategy: str = "") -
 def _stored(config: Any) -> dict[str, Any]:
     stored = getattr(config, "quantization_config", None)
     return dict(stored if isinstance(stored, dict) else stored.to_dict()) if stored else {}
-
-
-def _as_section(stored: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of `model.quantization` that describe weights stored by bitsandbytes."""
-    if stored.get("load_in_8bit"):
-        return {"method": "bitsandbytes", "bits": 8}
-    return {
-        "method": "bitsandbytes",
-        "bits": 4,
-        "kind": stored.get("bnb_4bit_quant_type", "fp4"),
-        "double": bool(stored.get("bnb_4bit_use_double_quant", False)),
-        "compute_dtype": str(stored.get("bnb_4bit_compute_dtype", "float32")),
-    }
 
 
 def unquantized_weights_folder(section: ModelSection) -> str | None:

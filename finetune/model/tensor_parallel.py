@@ -92,7 +92,7 @@ class _SplitExperts(ParallelStyle):
                 _split_parameter(down, "weight", device_mesh, Shard(1))
             else:
                 _split_parameter(up, "weight", device_mesh, _StridedShard(0, split_factor=2))
-            _mark_partial(up if inner.parameter_name == "down_proj" else down)
+            (up if inner.parameter_name == "down_proj" else down).has_partial_gradient = True
             local_modules += [down, up]
             inner = inner.base_layer
         _split_parameter(inner, "gate_up_proj", device_mesh, _StridedShard(1, split_factor=2))
@@ -272,7 +272,7 @@ def split_layers(model: Any, group: TensorGroup) -> str:
         elif style in _STYLES:
             parallelize_module(module, group.mesh, _STYLES[style](), src_data_rank=None)
         elif style == _PARTIAL:
-            _mark_partial(module)
+            module.has_partial_gradient = True  # whole, but every rank gets that of its own features
         else:
             raise StrategyError(f"{SETTING}: {group.size}: the plan of `{name}` is `{style}`, which is not supported.")
     reason = _split_vocabulary(model, group.mesh)
@@ -284,7 +284,7 @@ def split_layers(model: Any, group: TensorGroup) -> str:
     return f"{split}, and embedding and head"
 
 
-def _styles_of(model: Any) -> Iterator[tuple[str, nn.Module, str]]:
+def _styles_of(model: Any) -> Iterator[tuple[str, Any, str]]:
     """Yield every module that does not stay as it is: name, module, style.
 
     Of a LoRA layer on a split one, the base has its style, and the factor next to the split features is split, too.
@@ -302,11 +302,6 @@ def _styles_of(model: Any) -> Iterator[tuple[str, nn.Module, str]]:
             is_split = not hasattr(module, "base_layer") and not name.endswith(_VOCABULARY)
         if style is not None and is_split:
             yield name, module, style
-
-
-def _mark_partial(module: Any) -> None:
-    """Mark whole weights of which every rank gets the gradient of its own features."""
-    module.has_partial_gradient = True
 
 
 def partial_gradient_parameters(model: nn.Module) -> list[nn.Parameter]:

@@ -9,6 +9,7 @@ merges from tokenizer.json: `as_loaded_for` returns the tokenizer that AutoToken
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -44,14 +45,17 @@ def train_or_load_tokenizer(
     texts: Callable[[], Iterable[str]], *, vocabulary_size: int, cache_folder: Path, log: Callable[[str], None]
 ) -> PreTrainedTokenizerBase:
     """Return the tokenizer trained on these texts, or the cached one; it has ChatML's tokens but no chat template."""
-    digest, num_texts = _digest(texts(), vocabulary_size=vocabulary_size)
+    digest = hashlib.blake2b(f"{RECIPE_VERSION}/{vocabulary_size}".encode(), digest_size=16)
+    num_texts = 0
+    for text in texts():
+        encoded = text.encode("utf-8", errors="replace")
+        digest.update(len(encoded).to_bytes(8, "little"))
+        digest.update(encoded)
+        num_texts += 1
     if num_texts == 0:
         raise ModelError("model.tokenizer.train: there are no texts to train the tokenizer on.")
-    folder = cache_folder / "tokenizers" / f"{digest}-{_FORMAT_VERSION}"
-
-    def train(staging: Path) -> None:
-        _train(texts(), staging, vocabulary_size=vocabulary_size)
-
+    folder = cache_folder / "tokenizers" / f"{digest.hexdigest()}-{_FORMAT_VERSION}"
+    train = partial(_train, texts, vocabulary_size=vocabulary_size)
     is_new = build_once(folder, train, log=log)
     if (damage := find_folder_damage(folder)) is not None:  # it is moved aside, and trained again
         try:
@@ -73,17 +77,7 @@ def train_or_load_tokenizer(
     return tokenizer
 
 
-def _digest(texts: Iterable[str], *, vocabulary_size: int) -> tuple[str, int]:
-    digest = hashlib.blake2b(f"{RECIPE_VERSION}/{vocabulary_size}".encode(), digest_size=16)
-    num_texts = 0
-    for num_texts, text in enumerate(texts, start=1):  # noqa: B007  # the last number is the count
-        encoded = text.encode("utf-8", errors="replace")
-        digest.update(len(encoded).to_bytes(8, "little"))
-        digest.update(encoded)
-    return digest.hexdigest(), num_texts
-
-
-def _train(texts: Iterable[str], folder: Path, *, vocabulary_size: int) -> None:
+def _train(texts: Callable[[], Iterable[str]], folder: Path, *, vocabulary_size: int) -> None:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -94,7 +88,7 @@ def _train(texts: Iterable[str], folder: Path, *, vocabulary_size: int) -> None:
         show_progress=False,
     )
     # a row with a lone surrogate is refused by name when it is encoded; it must not fail here without its location
-    tokenizer.train_from_iterator((text.encode("utf-8", errors="replace").decode() for text in texts), trainer)
+    tokenizer.train_from_iterator((text.encode("utf-8", errors="replace").decode() for text in texts()), trainer)
     wrapped = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=END_OF_TEXT,

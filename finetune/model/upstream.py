@@ -8,6 +8,7 @@ package patches a library or mutates a third-party class.
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -73,68 +74,54 @@ def data_only_loading(*, trust_remote_code: bool) -> Iterator[None]:
 def loading_patches(*, trust_remote_code: bool) -> Iterator[Patch]:
     """Yield the patches of transformers and torch that prevent a model's files from running code."""
     for user in (auto_factory, peft_integration):
-        yield user, "find_adapter_config_file", _without_adapter(user.find_adapter_config_file)
-    yield modeling_utils, "get_checkpoint_shard_files", _checked_index(modeling_utils.get_checkpoint_shard_files)
+        yield user, "find_adapter_config_file", partial(_find_no_adapter, user.find_adapter_config_file)
+    resolve = partial(_resolve_checked, modeling_utils.get_checkpoint_shard_files)
+    yield modeling_utils, "get_checkpoint_shard_files", resolve
     for user, name, base in (
         (tokenization_auto, "tokenizer_class_from_name", PreTrainedTokenizerBase),
         (processing_auto, "processor_class_from_name", ProcessorMixin),
     ):
-        yield user, name, _restricted_to(getattr(user, name), base)
+        yield user, name, partial(_find_class, getattr(user, name), base)
     if trust_remote_code:
         return
     for name in REMOTE_CODE_HOOKS:
-        yield dynamic_module_utils, name, _refuse(REMOTE_CODE_ADVICE)
-    yield torch, "load", _refuse(PICKLE_ADVICE)
+        yield dynamic_module_utils, name, partial(_refuse, REMOTE_CODE_ADVICE)
+    yield torch, "load", partial(_refuse, PICKLE_ADVICE)
 
 
-def _refuse(advice: str) -> Callable[..., None]:
-    def refuse(*_: Any, **__: Any) -> None:
-        raise ModelError(f"The model cannot be loaded: {advice}")
-
-    return refuse
+def _refuse(advice: str, *_: Any, **__: Any) -> None:
+    raise ModelError(f"The model cannot be loaded: {advice}")
 
 
-def _without_adapter(find: Callable[..., str | None]) -> Callable[..., None]:
-    """Return transformers' search for an adapter in a model's folder, which now raises ModelError if there is one.
+def _find_no_adapter(find: Callable[..., str | None], model_id: Any, **options: Any) -> None:
+    """Search for an adapter in a model's folder as transformers does, and raise ModelError if there is one.
 
     transformers 5.23 would load it with the model, or load the adapter's base model instead of this model.
     """
-
-    def find_none(model_id: Any, **options: Any) -> None:
-        if find(model_id, **options) is not None:
-            raise ModelError(
-                f"{model_id}: contains an adapter, but is used as a full model. Use the base it was trained on "
-                "(`base_model_name_or_path` in its adapter_config.json), or a copy without adapter_config.json."
-            )
-
-    return find_none
+    if find(model_id, **options) is not None:
+        raise ModelError(
+            f"{model_id}: contains an adapter, but is used as a full model. Use the base it was trained on "
+            "(`base_model_name_or_path` in its adapter_config.json), or a copy without adapter_config.json."
+        )
 
 
-def _checked_index(resolve: Callable[..., Any]) -> Callable[..., Any]:
-    """Return transformers' weights-index reader with a check of the file names, which it joins to the folder as is."""
-
-    def resolve_checked(model: Any, index: str, *more: Any, **options: Any) -> Any:
-        check_index(index)
-        return resolve(model, index, *more, **options)
-
-    return resolve_checked
+def _resolve_checked(resolve: Callable[..., Any], model: Any, index: str, *more: Any, **options: Any) -> Any:
+    """Read an index of weights as transformers does, which joins its file names to the folder as they are."""
+    check_index(index)
+    return resolve(model, index, *more, **options)
 
 
-def _restricted_to(find: Callable[..., Any], base: type) -> Callable[..., Any]:
-    """Return a lookup of classes by name that accepts only subclasses of `base`.
+def _find_class(find: Callable[..., Any], base: type, name: Any, *more: Any, **options: Any) -> Any:
+    """Look up a class by name as transformers does, but accept only subclasses of `base`.
 
     transformers 5.23 accepts all of its class names: `tokenizer_class: AutoModel` would load a model.
     """
-
-    def find_class(name: Any, *more: Any, **options: Any) -> Any:
-        result = find(name, *more, **options)
-        if result is None or type(result).__name__ == "DummyObject":  # its error names the missing package
-            return result
-        if not (inspect.isclass(result) and issubclass(result, base)):
-            raise ModelError(f"The model cannot be loaded: its files name {name!r}, which is not a {base.__name__}.")
+    result = find(name, *more, **options)
+    if result is None or type(result).__name__ == "DummyObject":  # its error names the missing package
         return result
-
-    return find_class
+    if not (inspect.isclass(result) and issubclass(result, base)):
+        raise ModelError(f"The model cannot be loaded: its files name {name!r}, which is not a {base.__name__}.")
+    return result
 
 
 # Building.
@@ -217,8 +204,13 @@ def head_as_one_unit(model: Any) -> Iterator[None]:
     2.13 rejects a parameter in two units ("is shared with a parameter already managed by another FSDP group"). Can be
     removed when Accelerate groups all modules that share a parameter. `model` is not wrapped by adapters.
     """
-    decoder = output_embeddings(model)
-    head = None if decoder is None else _module_sharing_parameters(model, decoder)
+    decoder, head = output_embeddings(model), None
+    own = set() if decoder is None else {id(parameter) for parameter in decoder.parameters()}
+    for module in model.modules() if own else ():
+        shares = any(id(parameter) in own for parameter in module.parameters(recurse=False))
+        if shares and module is not decoder and any(child is decoder for child in module.modules()):
+            head = module
+            break
     if head is None:
         yield
         return
@@ -229,16 +221,6 @@ def head_as_one_unit(model: Any) -> Iterator[None]:
         yield
     finally:
         del model.get_output_embeddings, head_class.weight
-
-
-def _module_sharing_parameters(model: nn.Module, decoder: nn.Module) -> nn.Module | None:
-    """Return the module that contains the decoder and shares one of its parameters; None if there is none."""
-    own = {id(parameter) for parameter in decoder.parameters()}
-    for module in model.modules():
-        shares = any(id(parameter) in own for parameter in module.parameters(recurse=False))
-        if shares and module is not decoder and any(child is decoder for child in module.modules()):
-            return module
-    return None
 
 
 def keep_own_no_split_modules(model: PreTrainedModel) -> None:
@@ -270,19 +252,15 @@ def unify_tied_embeddings(model: PreTrainedModel) -> None:
     embeddings = input_embeddings(model)
     if embeddings is None:
         return
+
+    def settings(module: nn.Module) -> dict[str, Any]:
+        return {name: value for name, value in vars(module).items() if not name.startswith("_")}
+
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if child is not embeddings and _is_same_embedding(child, embeddings):
+            is_other = isinstance(child, nn.Embedding) and type(child) is type(embeddings) and child is not embeddings
+            if is_other and child.weight is embeddings.weight and settings(child) == settings(embeddings):
                 setattr(parent, name, embeddings)
-
-
-def _is_same_embedding(one: nn.Module, other: nn.Module) -> bool:
-    if type(one) is not type(other) or not isinstance(one, nn.Embedding):
-        return False
-    settings = [
-        {name: value for name, value in vars(module).items() if not name.startswith("_")} for module in (one, other)
-    ]
-    return one.weight is other.weight and settings[0] == settings[1]
 
 
 @contextmanager

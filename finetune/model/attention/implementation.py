@@ -41,7 +41,7 @@ from finetune.model.attention.supported_models import (
     PLAIN_MODEL_TYPES,
     SINK_MODEL_TYPES,
     carries_state,
-    supports_packed_samples,
+    padding_reason,
     text_config,
 )
 from finetune.model.attention.upstream import patch_row_functions, retune_queries
@@ -108,7 +108,11 @@ def _attend_row(
     module: nn.Module, qkv: QueryKeyValue, lengths: SampleLengths, settings: AttentionSettings, others: dict[str, Any]
 ) -> Tensor:
     """Return the attention of every sample of a row, [1, tokens, heads, width of the values]."""
-    chunk, width = _chunk_size(module), qkv.value.shape[-1]
+    config: Any = getattr(module, "config", None)
+    layer_types, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
+    layer_type = None if layer_types is None or layer is None else layer_types[layer]
+    chunk: int | None = config.attention_chunk_size if layer_type == "chunked_attention" else None  # Llama 4
+    width = qkv.value.shape[-1]
     qkv = qkv._replace(query=retune_queries(module, qkv.query, others.get("cu_seq_lens_q"), lengths))
     if width < qkv.query.shape[-1]:  # latent attention: kernels require equal widths
         qkv = qkv._replace(value=pad(qkv.value, (0, qkv.query.shape[-1] - width)))
@@ -126,16 +130,6 @@ def _attend_row(
     return output.narrow(-1, 0, width)
 
 
-def _chunk_size(module: nn.Module) -> int | None:
-    """Return the number of tokens per chunk in a layer with chunked attention (Llama 4); None in other layers."""
-    config: Any = getattr(module, "config", None)
-    layer_types, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
-    if layer_types is None or layer is None or layer_types[layer] != "chunked_attention":
-        return None
-    size: int = config.attention_chunk_size
-    return size
-
-
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # its loop would be recompiled for every row
 def attend_sample_by_sample(qkv: QueryKeyValue, lengths: SampleLengths, settings: AttentionSettings) -> Tensor:
     """Return the attention of every sample, [1, tokens, heads, width]; samples of equal length run in one call."""
@@ -143,17 +137,13 @@ def attend_sample_by_sample(qkv: QueryKeyValue, lengths: SampleLengths, settings
     if len(sizes) == 1:
         return sample_attention(qkv, settings)
     if len(set(sizes)) == 1:
-        batch = QueryKeyValue(*(_row_as_batch(tensor, num=len(sizes)) for tensor in qkv))
-        return sample_attention(batch, settings).flatten(0, 1)[None]
+        # from [1, heads, samples * length, width] to [samples, heads, length, width]
+        rows = (tensor[0].transpose(0, 1) for tensor in qkv)
+        batch = (row.reshape(len(sizes), sizes[0], *row.shape[1:]).transpose(1, 2) for row in rows)
+        return sample_attention(QueryKeyValue(*batch), settings).flatten(0, 1)[None]
     # `split` has one backward pass for all parts; slicing would allocate a gradient of the full row for every part
     parts = zip(*(torch.split(tensor, sizes, dim=2) for tensor in qkv), strict=True)
     return torch.cat([sample_attention(QueryKeyValue(*part), settings) for part in parts], dim=1)
-
-
-def _row_as_batch(row: Tensor, *, num: int) -> Tensor:
-    """Return a row of samples of equal length as a batch: from [1, heads, num * length, width] to [num, heads, ...]."""
-    _, heads, tokens, width = row.shape
-    return row[0].transpose(0, 1).reshape(num, tokens // num, heads, width).transpose(1, 2)
 
 
 def requested_attention(name: str) -> str | None:
@@ -171,7 +161,7 @@ def requested_attention(name: str) -> str | None:
 
 def default_attention(config: Any) -> str | None:
     """Return `per_sample` for models that are known to support it, else None for transformers' default."""
-    if not supports_packed_samples(config):
+    if padding_reason(config) is not None:
         return None
     register_per_sample()
     patch_row_functions(config)
@@ -276,7 +266,15 @@ def attend_slices(qkv: QueryKeyValue, settings: AttentionSettings, attend: Atten
     require_divisible_heads(qkv.query.shape[1], group.size)
     if settings.sinks is not None:
         settings = replace(settings, sinks=settings.sinks.chunk(group.size)[group.index])
-    output = attend(_tokens_to_heads(qkv, group), settings)
+    # All tokens of this rank's heads, [1, heads / ranks, tokens, width]; key heads are repeated if there are too few.
+    times = group.size // gcd(group.size, qkv.key.shape[1])
+    if times > 1:
+        qkv = QueryKeyValue(qkv.query, *(tensor.repeat_interleave(times, dim=1) for tensor in qkv[1:]))
+    if len({tensor.dtype for tensor in qkv}) > 1:
+        rows = [_whole_rows([tensor], group)[0] for tensor in qkv]
+    else:
+        rows = _whole_rows(qkv, group)
+    output = attend(QueryKeyValue(*rows), settings)
     blocks = output.view(group.size, -1, *output.shape[2:])  # [ranks, tokens of a slice, heads / ranks, width]
     return swap_blocks(blocks).transpose(0, 1).flatten(1, 2).contiguous()[None]
 
@@ -320,17 +318,6 @@ def require_equal_logits(whole: Tensor, slices: Tensor, *, config: Any, size: in
             f"{SETTING}: {size}: `{config.model_type}` gives different logits for slices of a row and for the whole "
             f"row ({difference:.1e} of the largest): a layer mixes tokens outside our attention. Launch without it."
         )
-
-
-def _tokens_to_heads(qkv: QueryKeyValue, group: SequenceGroup) -> QueryKeyValue:
-    """Return all tokens of this rank's heads, [1, heads / ranks, tokens, width]; repeats key heads if too few."""
-    times = group.size // gcd(group.size, qkv.key.shape[1])
-    if times > 1:
-        repeated = (tensor.repeat_interleave(times, dim=1) for tensor in qkv[1:])
-        qkv = QueryKeyValue(qkv.query, *repeated)
-    if len({tensor.dtype for tensor in qkv}) > 1:
-        return QueryKeyValue(*(_whole_rows([tensor], group)[0] for tensor in qkv))
-    return QueryKeyValue(*_whole_rows(qkv, group))
 
 
 def _whole_rows(parts: Any, group: SequenceGroup) -> list[Tensor]:

@@ -92,12 +92,17 @@ def _sliding_window_attention(qkv: QueryKeyValue, settings: AttentionSettings, *
     length, rows = qkv.query.shape[2], min(window, MAX_QUERY_BLOCK)
     sizes = [window, *[rows] * ((length - window) // rows)]
     sizes += [length - sum(sizes)] if length > sum(sizes) else []
-    outputs, end, bands = [], 0, _Bands(back=window, like=qkv.query)
+    outputs, end = [], 0
+    bands: dict[tuple[int, int], Tensor] = {}  # blocks of one shape share theirs, which the backward pass keeps
     for query in torch.split(qkv.query, sizes, dim=2):
         start, end = end, end + query.shape[2]
         first = max(0, start - window + 1)
         seen = QueryKeyValue(query, *(tensor.narrow(2, first, end - first) for tensor in qkv[1:]))
-        band = None if start == 0 else bands.of(end - start, end - first)
+        shape = (end - start, end - first)
+        if start and shape not in bands:  # 0 where a query attends to a key, as attention converts a boolean mask
+            is_seen = _band_mask(*shape, back=window, device=query.device)
+            bands[shape] = torch.zeros_like(is_seen, dtype=query.dtype).masked_fill(~is_seen, -torch.inf)
+        band = bands[shape] if start else None
         if settings.sinks is None:
             outputs.append(_sdpa(seen, band, settings))
         else:
@@ -106,27 +111,12 @@ def _sliding_window_attention(qkv: QueryKeyValue, settings: AttentionSettings, *
     return torch.cat(outputs, dim=1)
 
 
-class _Bands:
-    """Masks that are added to the scores of blocks; blocks of one shape share theirs, which the backward pass keeps."""
-
-    def __init__(self, *, back: int, like: Tensor) -> None:
-        self._back, self._like = back, like
-        self._masks: dict[tuple[int, int], Tensor] = {}
-
-    def of(self, num_queries: int, num_keys: int) -> Tensor:
-        """Return 0 where a query attends to a key and -inf elsewhere, as attention converts a boolean mask."""
-        shape = num_queries, num_keys
-        if shape not in self._masks:
-            is_seen = _band_mask(*shape, back=self._back, device=self._like.device)
-            self._masks[shape] = torch.zeros_like(is_seen, dtype=self._like.dtype).masked_fill(~is_seen, -torch.inf)
-        return self._masks[shape]
-
-
 def _causal_with_sinks(qkv: QueryKeyValue, settings: AttentionSettings) -> Tensor:
     """Return causal attention with sinks. A dummy query before the first keeps the mask plainly causal."""
     query, key, value = _with_sink_key(qkv, settings)
     before = QueryKeyValue(pad(query, (0, 0, 1, 0)), key, value)
-    return _sdpa(before, None, _scaled(qkv, settings))[:, 1:, :, : qkv.value.shape[-1]]
+    scaled = replace(settings, scaling=_scaling(qkv, settings))  # for the width of the heads before they are widened
+    return _sdpa(before, None, scaled)[:, 1:, :, : qkv.value.shape[-1]]
 
 
 def attention_with_sinks(qkv: QueryKeyValue, mask: Tensor | None, settings: AttentionSettings) -> Tensor:
@@ -140,7 +130,8 @@ def attention_with_sinks(qkv: QueryKeyValue, mask: Tensor | None, settings: Atte
             return _causal_with_sinks(qkv, settings)
         mask = _band_mask(num_queries, num_keys, back=num_keys, device=qkv.query.device)
     always = pad(mask, (1, 0), value=mask.dtype == torch.bool)  # in scores that are added: 0
-    return _sdpa(_with_sink_key(qkv, settings), always, _scaled(qkv, settings))[..., : qkv.value.shape[-1]]
+    scaled = replace(settings, scaling=_scaling(qkv, settings))
+    return _sdpa(_with_sink_key(qkv, settings), always, scaled)[..., : qkv.value.shape[-1]]
 
 
 _SINK_WIDTH = 8
@@ -158,11 +149,6 @@ def _with_sink_key(qkv: QueryKeyValue, settings: AttentionSettings) -> QueryKeyV
     sink = pad(score[None, :, None, None], (width, _SINK_WIDTH - 1)).expand(batch, heads, 1, -1)
     key = torch.cat([sink, pad(key, (0, _SINK_WIDTH))], dim=2)
     return QueryKeyValue(query, key, pad(value, (0, query.shape[-1] - value.shape[-1], 1, 0)))
-
-
-def _scaled(qkv: QueryKeyValue, settings: AttentionSettings) -> AttentionSettings:
-    """Return the settings with the scaling for the width of the heads before they are widened."""
-    return replace(settings, scaling=_scaling(qkv, settings))
 
 
 def _scaling(qkv: QueryKeyValue, settings: AttentionSettings) -> float:
@@ -270,7 +256,8 @@ def varlen_kernel(qkv: QueryKeyValue, settings: AttentionSettings) -> Kernel | N
         return None
     if width != qkv.value.shape[-1] or width > MAX_HEAD_DIM or settings.sinks is not None:
         return None
-    if _available.flash is not None and (_available.is_flash_repeatable or not _wants_determinism()):
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
+    if _available.flash is not None and (_available.is_flash_repeatable or not is_deterministic):
         return _flash_varlen
     is_plain = settings.dropout == 0 and settings.softcap is None and width % 8 == 0
     return _torch_varlen if is_plain and _available.torch_varlen is not None else None
@@ -308,14 +295,11 @@ def _flash_varlen(qkv: QueryKeyValue, edges: Tensor, longest: int, settings: Att
         causal=settings.is_causal,
         window_size=_window_size(settings),
         softcap=settings.softcap or 0.0,
-        **({"deterministic": True} if _wants_determinism() else {}),
+        **(
+            {"deterministic": True} if torch.are_deterministic_algorithms_enabled() else {}
+        ),  # torch's kernel asks itself
     )
     return output[None]
-
-
-def _wants_determinism() -> bool:
-    """Return whether the run is deterministic: torch's kernel does so itself, flash attention's needs an argument."""
-    return torch.are_deterministic_algorithms_enabled()
 
 
 def _torch_varlen(qkv: QueryKeyValue, edges: Tensor, longest: int, settings: AttentionSettings) -> Tensor:

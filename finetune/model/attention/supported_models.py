@@ -87,27 +87,6 @@ PACKING_ENCODER_TYPES = frozenset({
 ENCODER_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
 
-def supports_packed_encoders(config: Any) -> bool:
-    """Return whether the config is of such an encoder, with transformers' own code, and not used as a decoder."""
-    return (
-        config.model_type in PACKING_ENCODER_TYPES
-        and type(config).__module__.startswith("transformers.models.")
-        and ENCODER_LAYER_TYPES.issuperset(getattr(config, "layer_types", None) or ())
-        and not getattr(config, "is_decoder", False)
-        and not getattr(config, "add_cross_attention", False)
-    )
-
-
-def supports_packed_samples(config: Any) -> bool:
-    """Return whether the config is of such a model, with transformers' own code and layers that are known."""
-    return padding_reason(config) is None
-
-
-def needs_own_attention(config: Any) -> bool:
-    """Return whether only our attention keeps samples apart in this model, not flash attention."""
-    return text_config(config).model_type in OWN_ATTENTION_TYPES
-
-
 def has_sinks(config: Any) -> bool:
     """Return whether layers of this model have attention sinks."""
     return text_config(config).model_type in SINK_MODEL_TYPES
@@ -118,14 +97,16 @@ def carries_state(config: Any) -> bool:
     return text_config(config).model_type in HYBRID_MODEL_TYPES
 
 
-def was_once_padded(config: Any) -> bool:
-    """Return whether older versions pad the samples of this model, which is packed now."""
-    return text_config(config).model_type not in PACKED_FROM_THE_FIRST
-
-
 def padding_reason(config: Any) -> str | None:
     """Return why samples must be padded; None where they can be packed into one row without padding."""
-    if supports_packed_encoders(config):
+    is_encoder = (
+        config.model_type in PACKING_ENCODER_TYPES
+        and type(config).__module__.startswith("transformers.models.")
+        and ENCODER_LAYER_TYPES.issuperset(getattr(config, "layer_types", None) or ())
+        and not getattr(config, "is_decoder", False)
+        and not getattr(config, "add_cross_attention", False)
+    )
+    if is_encoder:
         return None
     config = text_config(config)
     model_type = config.model_type
@@ -179,7 +160,12 @@ def check_padding(
     `outputs_of` returns the model's outputs for samples, padded on the right, in evaluation mode: [samples, outputs] or
     [samples, tokens, outputs]. `longest` is the maximum number of tokens that it reads. Collective if `outputs_of` is.
     """
-    short, long = _sample_ids(tokenizer, longest)
+    limit = min(longest, _LONGEST)
+    texts = (" ".join(_TEXT.split()[:_WORDS]), _TEXT * _LONGEST)
+    short, long = (tokenizer(text)["input_ids"] for text in texts)
+    long = [*long[: limit - 1], long[-1]]
+    length = min(len(short), len(long) // 2)
+    short = [*short[: length - 1 - (length % 2 == 0)], short[-1]]  # of odd length: pooled pairs have a neighbor
     alone = outputs_of([short])[0]
     padded = outputs_of([short, long])[0]
     if alone.dim() == 2:
@@ -201,13 +187,3 @@ def randomness(config: Any) -> str | None:
         f"`{config.model_type}` draws random numbers besides dropout ({reason}): its losses depend, by chance, on the "
         "microbatch size and the number of processes"
     )
-
-
-def _sample_ids(tokenizer: Any, longest: int) -> tuple[list[int], list[int]]:
-    """Return the ids of a short text and of a long one, special tokens included."""
-    limit = min(longest, _LONGEST)
-    texts = (" ".join(_TEXT.split()[:_WORDS]), _TEXT * _LONGEST)
-    short, long = (tokenizer(text)["input_ids"] for text in texts)
-    long = [*long[: limit - 1], long[-1]]
-    length = min(len(short), len(long) // 2)
-    return [*short[: length - 1 - (length % 2 == 0)], short[-1]], long  # of odd length: pooled pairs have a neighbor

@@ -73,7 +73,11 @@ def scan_samples(inputs: ScanInputs, scan: Scan, lengths: SampleLengths, *args: 
     for group in group_by_length(lengths.values):
         of_group = dict(given)
         for key, samples in parts.items():
-            of_group[key] = _batch(samples, group, inputs.dimension)
+            if len(group) == 1:
+                of_group[key] = samples[group[0]]
+            else:  # padded with zeros on the right
+                by_time = [samples[index][0].movedim(inputs.dimension - 1, 0) for index in group]
+                of_group[key] = pad_sequence(by_time, batch_first=True).movedim(1, inputs.dimension)
         if inputs.chunk_size is not None:  # transformers pads every sequence to whole blocks
             chunk_size = of_group.get(inputs.chunk_size, inputs.default_chunk_size)
             of_group[inputs.chunk_size] = min(chunk_size, lengths.values[group[0]])
@@ -98,14 +102,6 @@ def group_by_length(lengths: Sequence[int]) -> list[list[int]]:
     return groups
 
 
-def _batch(parts: Sequence[Tensor], group: Sequence[int], dimension: int) -> Tensor:
-    """Return the group's samples as a batch, padded with zeros on the right."""
-    if len(group) == 1:
-        return parts[group[0]]
-    samples = [parts[index][0].movedim(dimension - 1, 0) for index in group]
-    return pad_sequence(samples, batch_first=True).movedim(1, dimension)
-
-
 @dataclass(frozen=True)
 class RowFunction:
     """A function of transformers' modeling files that mixes the positions of a row."""
@@ -113,10 +109,6 @@ class RowFunction:
     by_sample: Callable[..., Any]  # (function, lengths, its arguments) -> its results, sample by sample
     kernel: tuple[str, str]  # module and name of the kernel that transformers calls where it is installed
     boundaries: str  # the kernel's argument for the boundaries of samples
-
-
-def _leave_unfused(*_: Any, **__: Any) -> None:
-    """Return what transformers' torch code does: convolution and scan are then called one by one."""
 
 
 _DELTA_RULE = ScanInputs(frozenset({0, 1, 2, "g", "beta"}), dimension=1, chunk_size="chunk_size")
@@ -131,8 +123,9 @@ ROW_FUNCTIONS: Mapping[str, RowFunction] = {
         partial(scan_samples, _DELTA_RULE), ("fla.ops.kda", "chunk_kda"), "cu_seqlens"
     ),
     "mamba2_chunk_scan": RowFunction(partial(scan_samples, _MAMBA_2), (_SSD, "mamba_chunk_scan_combined"), "seq_idx"),
+    # as transformers' torch code: convolution and scan are then called one by one
     "mamba2_split_conv1d_scan_combined": RowFunction(
-        _leave_unfused, (_SSD, "mamba_split_conv1d_scan_combined"), "seq_idx"
+        lambda *_, **__: None, (_SSD, "mamba_split_conv1d_scan_combined"), "seq_idx"
     ),
 }
 """All of them by name; `*_update` functions are for decoding with a cache."""
@@ -141,6 +134,10 @@ DROPPED_ARGUMENTS: Mapping[str, tuple[str, str]] = {"mamba2": ("Mamba2ForCausalL
 """Models whose head, the first class, calls the body, the second, without its keyword arguments (transformers 5.23)."""
 
 ROW_ARGUMENTS = (SAMPLE_LENGTHS, "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+
+
+_row: ContextVar[Mapping[str, Any]] = ContextVar("row", default=MappingProxyType({}))
+"""While a head runs, its arguments about the row, which the body gets, too."""
 
 
 def modeling_file(config: Any) -> ModuleType | None:
@@ -165,9 +162,21 @@ def patch_row_functions(config: Any) -> None:
         if original is not None and not hasattr(original, "separates_samples"):
             setattr(file, name, _separating(original, function))
     head, body = (vars(file).get(name) for name in DROPPED_ARGUMENTS.get(config.model_type, ("", "")))
-    if head is not None and body is not None and not hasattr(head.forward, "separates_samples"):
-        head.forward = _remembering_row(head.forward)
-        body.forward = _given_row(body.forward)
+    if head is None or body is None or hasattr(head.forward, "separates_samples"):
+        return
+    of_head, of_body = head.forward, body.forward
+
+    @wraps(of_head)
+    def remember(self: Any, *args: Any, **named: Any) -> Any:
+        before = _row.set({name: named[name] for name in ROW_ARGUMENTS if name in named})
+        try:
+            return of_head(self, *args, **named)
+        finally:
+            _row.reset(before)
+
+    remember.separates_samples = True  # type: ignore[attr-defined]
+    head.forward = remember
+    body.forward = wraps(of_body)(lambda self, *args, **named: of_body(self, *args, **{**_row.get(), **named}))
 
 
 def _separating(original: Callable[..., Any], function: RowFunction) -> Callable[..., Any]:
@@ -222,31 +231,3 @@ def retune_queries(module: Any, query: Tensor, edges: Any, lengths: SampleLength
     )
     retuned: Tensor = query * (of_sample / of_row)[:, None]
     return retuned.to(query.dtype)
-
-
-_row: ContextVar[Mapping[str, Any]] = ContextVar("row", default=MappingProxyType({}))
-
-
-def _remembering_row(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the forward of a head; while it runs, its arguments about the row are known to the body."""
-
-    @wraps(forward)
-    def remember(self: Any, *args: Any, **named: Any) -> Any:
-        before = _row.set({name: named[name] for name in ROW_ARGUMENTS if name in named})
-        try:
-            return forward(self, *args, **named)
-        finally:
-            _row.reset(before)
-
-    remember.separates_samples = True  # type: ignore[attr-defined]
-    return remember
-
-
-def _given_row(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the forward of a body that also gets the row's arguments."""
-
-    @wraps(forward)
-    def give(self: Any, *args: Any, **named: Any) -> Any:
-        return forward(self, *args, **{**_row.get(), **named})
-
-    return give

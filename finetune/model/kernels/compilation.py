@@ -83,6 +83,8 @@ class Compilation:
 
     def __init__(self, log: Log) -> None:
         self.failure: Exception | None = None
+        errors = _torch_module("_dynamo.exc")
+        self.errors = (errors.TorchDynamoException, errors.FailOnRecompileLimitHit)  # not those of the model
         self._log = log
         # random numbers as in eager mode, so that compiling does not change dropout
         options: dict[str, Any] = {"options": {"fallback_random": True}} if BACKEND == "inductor" else {}
@@ -113,7 +115,7 @@ class CompiledForward:
         try:
             if compilation.failure is None:
                 return compilation.forward(module, self._recompute, *values, **named)
-        except compiler_errors() as error:
+        except compilation.errors as error:
             compilation.disable(error)
         return _forward(module, self._recompute, *values, **named)
 
@@ -172,13 +174,6 @@ def why_not_compilable() -> str | None:
     if BACKEND == "inductor" and torch.cuda.is_available():
         return missing_triton_toolchain()
     return None
-
-
-@functools.cache
-def compiler_errors() -> tuple[type[Exception], ...]:
-    """Return the exceptions of torch's compiler, as opposed to the model's own errors."""
-    errors = _torch_module("_dynamo.exc")
-    return (errors.TorchDynamoException, errors.FailOnRecompileLimitHit)
 
 
 def _forward(module: Any, recompute: Callable[..., Any] | None, *values: Any, **named: Any) -> Any:

@@ -6,7 +6,6 @@ module or parameter is replaced: a layer gets another `forward`. Evaluation and 
 """
 
 import math
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -53,22 +52,19 @@ def convert_linear_layers(model: Any, section: Fp8Section) -> int:
     fields = {name: getattr(recipe, name) for name in recipe.__dataclass_fields__}
     # rows of any number of tokens: the weight's gradient sums over them
     config = torchao.Float8LinearConfig(**{**fields, "emulate": section.emulate, "pad_inner_dim": True})
-    layers = list(_convertible(model))
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    layers: list[Any] = []
+    for name, module in model.base_model.named_modules():
+        is_kept = ".lora_" in name or "modules_to_save" in name or name.rpartition(".")[2] in _IN_BF16
+        if is_kept or module is head or type(module) is not nn.Linear:
+            continue
+        if module.in_features % _MULTIPLE == 0 and module.out_features % _MULTIPLE == 0:
+            layers.append(module)
     for layer in layers:
         converted: Any = torchao.convert_to_float8_training(layer, config=config)  # another module, the same parameters
         layer.config, layer.linear_mm_config = converted.config, converted.linear_mm_config
         layer.forward = partial(_forward, layer, type(converted).forward)
     return len(layers)
-
-
-def _convertible(model: Any) -> Iterator[Any]:
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    for name, module in model.base_model.named_modules():
-        is_adapter = ".lora_" in name or "modules_to_save" in name
-        if is_adapter or module is head or name.rpartition(".")[2] in _IN_BF16 or type(module) is not nn.Linear:
-            continue
-        if module.in_features % _MULTIPLE == 0 and module.out_features % _MULTIPLE == 0:
-            yield module
 
 
 def _forward(layer: Any, multiply: Any, inputs: Tensor) -> Tensor:

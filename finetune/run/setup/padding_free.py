@@ -11,7 +11,12 @@ from finetune.config.rules.model import PROMPT_ADAPTERS, adapter_of
 from finetune.config.run_config import RunConfig
 from finetune.config.sections.data import DataSection
 from finetune.errors import CheckpointError, ModelError
-from finetune.model.attention.supported_models import needs_own_attention, padding_reason, was_once_padded
+from finetune.model.attention.supported_models import (
+    OWN_ATTENTION_TYPES,
+    PACKED_FROM_THE_FIRST,
+    padding_reason,
+    text_config,
+)
 from finetune.model.frozen_models import load_teacher_config
 from finetune.model.loading.architecture import load_model_config
 from finetune.model.loading.pretrained import ADAPTER_CONFIG, read_adapter_config
@@ -78,7 +83,7 @@ def why_padded(config: RunConfig, *, model: Any = None, adapter: AdapterConfig =
     reasons = (*(padding_reason(each) for each in (own, *teachers)), None)
     if (reason := next((each for each in reasons if each), None)) is not None:
         return reason
-    if needs_own_attention(own) and attention != "auto":
+    if text_config(own).model_type in OWN_ATTENTION_TYPES and attention != "auto":
         return f"`model.attention: {attention}` does not keep samples of this model apart. Write `auto`"
     if model is None and _was_once_padded(config.task.name, own) and _resumes_padded(config):
         return (
@@ -98,7 +103,7 @@ def recorded_layout(config: RunConfig) -> Mapping[str, str]:
 
 def _was_once_padded(task: str, own: Any) -> bool:
     """Return whether older versions pad this task, or the samples of this model."""
-    return not TASKS[task].may_be_packed or was_once_padded(own)
+    return not TASKS[task].may_be_packed or text_config(own).model_type not in PACKED_FROM_THE_FIRST
 
 
 def _resumes_padded(config: RunConfig) -> bool:

@@ -23,7 +23,7 @@ from finetune.model.attention.implementation import (
     require_position_ids,
 )
 from finetune.model.attention.sample_attention import AttentionSettings, QueryKeyValue, causal_attention
-from finetune.model.attention.supported_models import PACKING_MODEL_TYPES, supports_packed_samples
+from finetune.model.attention.supported_models import PACKING_MODEL_TYPES, padding_reason
 from finetune.runtime.parallel import SampleLengths
 from finetune.task.lm_loss.token_loss import cross_entropy_sum
 from finetune.task.model_inputs import collate_padded, collate_padding_free, forward_logits
@@ -38,7 +38,7 @@ def test_a_sample_in_a_row_is_the_sample_alone_under_eager_attention(kind):
     expected = torch.cat([alone(input_ids=sample, use_cache=False).logits for sample in samples], dim=1)
     logits = together(**row_of(samples)).logits
     assert ((logits - expected).abs().max() / expected.abs().max()).item() < 1e-5
-    assert supports_packed_samples(together.config)
+    assert padding_reason(together.config) is None
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_others_keep_the_attention_that_transformers_gives_them(kind, values):
 def test_remote_model_code_is_not_trusted_to_isolate_samples():
     own = type(tiny_config("llama"))
     brought = type("BroughtConfig", (own,), {"__module__": "transformers_modules.someone.configuration_llama"})
-    assert not supports_packed_samples(brought())
+    assert padding_reason(brought()) is not None
 
 
 def test_auto_selects_per_sample_attention_for_known_models_and_explicit_choices_stay():

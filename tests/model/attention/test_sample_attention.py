@@ -27,7 +27,7 @@ from finetune.model.attention.sample_attention import (
 from finetune.model.attention.supported_models import (
     PACKING_ENCODER_TYPES,
     PACKING_MODEL_TYPES,
-    supports_packed_samples,
+    padding_reason,
 )
 from finetune.model.attention.upstream import patch_row_functions
 from finetune.runtime.parallel import SampleLengths
@@ -114,7 +114,7 @@ def apart(one, other):
 @pytest.mark.parametrize("kind", sorted(PACKING_ENCODER_TYPES))
 def test_a_text_in_a_row_is_the_text_in_a_padded_batch(kind, head):
     ours, theirs = models(kind, head)
-    assert supports_packed_samples(ours.config)
+    assert padding_reason(ours.config) is None
     assert default_attention(ours.config) == "per_sample"
     features = texts()
     found, expected = logits_of(ours, features), expected_logits(theirs, features)

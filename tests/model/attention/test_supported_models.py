@@ -9,16 +9,14 @@ from finetune.model.attention.implementation import default_attention
 from finetune.model.attention.supported_models import (
     HYBRID_MODEL_TYPES,
     LAYER_TYPES_OF,
+    OWN_ATTENTION_TYPES,
     PACKED_FROM_THE_FIRST,
     PACKING_MODEL_TYPES,
     carries_state,
     check_padding,
-    needs_own_attention,
     padding_reason,
     randomness,
-    supports_packed_samples,
     text_config,
-    was_once_padded,
 )
 from tests.model.attention.small_models import LENGTHS, row_of, tiny_config, tiny_model, tokens
 
@@ -85,11 +83,11 @@ def test_the_test_model_has_every_supported_layer_type(kind):
     assert padding_reason(config) is None
     if kind in HYBRID_MODEL_TYPES:
         assert carries_state(config)
-        assert needs_own_attention(config)
+        assert text_config(config).model_type in OWN_ATTENTION_TYPES
         assert layers & {"linear_attention", "conv", "hybrid"}
     elif kind in LAYER_TYPES_OF:
         assert layers == LAYER_TYPES_OF[kind]
-    assert was_once_padded(config) == (kind not in PACKED_FROM_THE_FIRST)
+    assert (text_config(config).model_type in PACKED_FROM_THE_FIRST) == (kind in PACKED_FROM_THE_FIRST)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +122,7 @@ def test_config_values_can_prevent_packing(kind, values, reason):
 def test_a_vision_language_model_built_as_its_text_part_is_checked_as_a_text_model():
     config = AutoConfig.for_model("qwen3_5")
     assert text_config(config).model_type == "qwen3_5_text"
-    assert supports_packed_samples(config)
+    assert padding_reason(config) is None
     assert default_attention(config) == "per_sample"
     assert text_config(AutoConfig.for_model("gemma3")).model_type == "gemma3"
 
