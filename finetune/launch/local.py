@@ -54,7 +54,7 @@ def run_ranks(words: Sequence[str], *, num_processes: int, environment: Mapping[
         envs=variables,
         logs_specs=elastic.DefaultLogsSpecs(log_dir=os.devnull),
     )
-    with _quiet_log(), _restored_handlers():
+    with _restored_settings():
         return _exit_code(_wait(ranks))
 
 
@@ -104,31 +104,20 @@ def _handled_signals() -> list[signal.Signals]:
 
 
 @contextmanager
-def _restored_handlers() -> Iterator[None]:
-    """Restore the signal handlers at the end, and the variable that names those of torch's launcher."""
+def _restored_settings() -> Iterator[None]:
+    """Restore the signal handlers at the end, and silence torch's launcher and name its signals until then."""
     before = {number: signal.getsignal(number) for number in (*_STOP_SIGNALS, signal.SIGUSR1)}
     variable = os.environ.get(_HANDLED)
     os.environ[_HANDLED] = ",".join(number.name for number in _handled_signals())
+    silence = logging.Filter("finetune")  # of loggers by their names, which torch's has not
+    elastic.logger.addFilter(silence)
     try:
         yield
     finally:
+        elastic.logger.removeFilter(silence)
         os.environ.pop(_HANDLED)
         if variable is not None:
             os.environ[_HANDLED] = variable
         if threading.current_thread() is threading.main_thread():
             for number, handler in before.items():
                 signal.signal(number, handler)
-
-
-@contextmanager
-def _quiet_log() -> Iterator[None]:
-    """Leave out what torch's launcher logs about ranks that end."""
-
-    def refuse(record: logging.LogRecord) -> bool:
-        return False
-
-    elastic.logger.addFilter(refuse)
-    try:
-        yield
-    finally:
-        elastic.logger.removeFilter(refuse)

@@ -106,7 +106,12 @@ def find_ranks(variables: Mapping[str, str]) -> Ranks | None:
 
     MPI comes first: on several hosts of a Slurm job, `mpirun` itself is started by `srun`.
     """
-    return None if is_launched(variables) else mpi_ranks(variables) or slurm_ranks(variables)
+    if is_launched(variables):
+        return None
+    for flavor, names in _MPI_VARIABLES.items():
+        if names["rank"] in variables and names["local_rank"] in variables:
+            return _mpi_ranks(variables, names, source=f"mpirun ({flavor})") or slurm_ranks(variables)
+    return slurm_ranks(variables)
 
 
 def adopt_ranks(variables: MutableMapping[str, str]) -> Ranks | None:
@@ -141,18 +146,11 @@ _JOB_NAMES = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
 """Variables with a unique name of the launch, which all its processes share."""
 
 
-def mpi_ranks(variables: Mapping[str, str]) -> Ranks | None:
-    """Return the ranks of this process; None if `mpirun` did not start it, or started only one.
+def _mpi_ranks(variables: Mapping[str, str], names: Mapping[str, str], *, source: str) -> Ranks | None:
+    """Return the ranks of this process; None if `mpirun` started only one.
 
     Raises UserError on several hosts without MASTER_ADDR: MPI sets no variable with the host of rank 0.
     """
-    for flavor, names in _MPI_VARIABLES.items():
-        if names["rank"] in variables and names["local_rank"] in variables:
-            return _ranks(variables, names, source=f"mpirun ({flavor})")
-    return None
-
-
-def _ranks(variables: Mapping[str, str], names: Mapping[str, str], *, source: str) -> Ranks | None:
     world, local_world = (read_count(variables, names[name]) for name in ("world", "local_world"))
     if world == 1:
         return None
@@ -183,7 +181,11 @@ def slurm_ranks(variables: Mapping[str, str]) -> Ranks | None:
     if "SLURM_STEP_NUM_TASKS" not in variables or read_count(variables, "SLURM_STEP_NUM_TASKS") == 1:
         return None
     job = f"{variables.get('SLURM_JOB_ID', '')}.{step}"
-    local_world = _local_tasks(variables)
+    host = read_count(variables, "SLURM_NODEID")
+    counts = tasks_per_host(variables.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    if host >= len(counts):
+        raise UserError(f"SLURM_NODEID={host}, and SLURM_STEP_TASKS_PER_NODE has {len(counts)} hosts.")
+    local_world = counts[host]
     is_one_host = local_world == read_count(variables, "SLURM_STEP_NUM_TASKS")
     return make_ranks(
         variables,
@@ -226,11 +228,3 @@ def tasks_per_host(counts: str) -> list[int]:
             raise UserError(f"SLURM_STEP_TASKS_PER_NODE={counts}: not a list of numbers. Set RANK and the others.")
         counts_by_host += [int(match[1])] * int(match[2] or 1)
     return counts_by_host
-
-
-def _local_tasks(variables: Mapping[str, str]) -> int:
-    host = read_count(variables, "SLURM_NODEID")
-    counts = tasks_per_host(variables.get("SLURM_STEP_TASKS_PER_NODE", ""))
-    if host >= len(counts):
-        raise UserError(f"SLURM_NODEID={host}, and SLURM_STEP_TASKS_PER_NODE has {len(counts)} hosts.")
-    return counts[host]

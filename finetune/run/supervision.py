@@ -7,7 +7,7 @@ import re
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -65,7 +65,7 @@ class Supervision:
     def gather_peers(self) -> None:
         """Learn which processes belong to the run, so that one that exits unexpectedly can be named. Collective."""
         self.process_exit.peers = gather_peers()
-        self.status.met(self.process_exit.peers)
+        self.status.add({"ranks": list(map(asdict, self.process_exit.peers))})
         self.sentinel.start()
         self.sentinel.watch(self.process_exit.peers, host=platform.node())
 

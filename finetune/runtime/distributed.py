@@ -53,6 +53,8 @@ _LONGEST_TIMEOUT = timedelta(days=24)
 _HOST_TIMEOUT = _LONGEST_TIMEOUT
 """Time that ranks wait for the slowest, or for rank 0 to work alone; a watchdog ends hanging runs."""
 
+_GROUP_TIMEOUTS = {Group.HOST: _HOST_TIMEOUT, Group.BACKGROUND: _BACKGROUND_TIMEOUT}
+
 _LAZY_CONNECTIONS = "TORCH_GLOO_LAZY_INIT"
 
 
@@ -107,7 +109,7 @@ def barrier(group: Group = Group.HOST) -> None:
 def sum_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return the sum over all ranks, without changing the argument. Collective."""
     total = tensor.clone()
-    if is_distributed() and not _is_local:
+    if is_distributed() and not are_collectives_local:
         dist.all_reduce(total, op=dist.ReduceOp.SUM)
     return total
 
@@ -117,7 +119,7 @@ def sum_in_rank_order(tensor: torch.Tensor) -> torch.Tensor:
 
     Bitwise independent of other tensors in the buffer: an all-reduce starts each chunk at a different rank.
     """
-    if _is_local:
+    if are_collectives_local:
         return tensor.clone()
     total, *others = gather_rows(tensor, [len(tensor)] * world())
     return sum(others, total)
@@ -131,7 +133,7 @@ def gather_rows(tensor: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor
     own = tensor.detach()
     if not is_distributed():
         return [own]
-    if _is_local:
+    if are_collectives_local:
         return [own.clone() for _ in sizes]
     padded = own.new_zeros((max(sizes), *own.shape[1:]))
     padded[: len(own)] = own
@@ -144,7 +146,7 @@ def gather_objects(value: T, *, group: Group = Group.HOST) -> list[T]:
     """Return every rank's value, in rank order, on every rank. Collective."""
     if not is_distributed():
         return [value]
-    if _is_local:
+    if are_collectives_local:
         return [value] * world()
     values: list[T | None] = [None] * world()
     dist.all_gather_object(values, value, group=_groups.get(group))
@@ -166,43 +168,20 @@ def local_collectives() -> Iterator[None]:
 
     A sum is that of this rank, and a gather repeats its value. For trials, whose results are discarded.
     """
-    global _is_local
-    _is_local = True
+    global are_collectives_local
+    are_collectives_local = True
     try:
         yield
     finally:
-        _is_local = False
+        are_collectives_local = False
 
 
-_is_local = False
+are_collectives_local = False
+"""Whether this process is within `local_collectives`."""
 
 
-def are_collectives_local() -> bool:
-    """Return whether this process is within `local_collectives`."""
-    return _is_local
-
-
-def open_host_group() -> None:
-    """Open the host group, unless it is open; without it, torch's default group is used. Collective."""
-    _open(Group.HOST, timeout=_HOST_TIMEOUT)
-
-
-def open_background_group() -> None:
-    """Open the background group, unless it is open. Collective."""
-    _open(Group.BACKGROUND, timeout=_BACKGROUND_TIMEOUT)
-
-
-def close_background_group() -> None:
-    """Close the background group, so that ranks that wait in it fail at once; it can be opened again once all have.
-
-    Connections close with the last reference to the group, hence only this module has one.
-    """
-    handle = _groups.pop(Group.BACKGROUND, None)
-    if handle is not None:
-        dist.destroy_process_group(handle)
-
-
-def _open(group: Group, *, timeout: timedelta) -> None:
+def open_group(group: Group) -> None:
+    """Open the group, unless it is open; without the host group, torch's default group is used. Collective."""
     if not is_distributed() or group in _groups:
         return
     # Gloo connects only ranks that communicate, unless the environment sets the variable: a full mesh needs a socket
@@ -210,7 +189,7 @@ def _open(group: Group, *, timeout: timedelta) -> None:
     is_set = _LAZY_CONNECTIONS in os.environ
     os.environ.setdefault(_LAZY_CONNECTIONS, "1")
     try:
-        opened = dist.new_group(backend="gloo", timeout=timeout)
+        opened = dist.new_group(backend="gloo", timeout=_GROUP_TIMEOUTS[group])
     finally:
         if not is_set:
             del os.environ[_LAZY_CONNECTIONS]
@@ -221,6 +200,16 @@ def _open(group: Group, *, timeout: timedelta) -> None:
     gather_objects(0, group=group)
     broadcast_object(0, group=group)
     barrier(group)
+
+
+def close_background_group() -> None:
+    """Close the background group, so that ranks that wait in it fail at once; it can be opened again once all have.
+
+    Connections close with the last reference to the group, hence only this module has one.
+    """
+    handle = _groups.pop(Group.BACKGROUND, None)
+    if handle is not None:
+        dist.destroy_process_group(handle)
 
 
 def shut_down(code: int, *, afterwards: Callable[[int], int] = int) -> int:
@@ -323,22 +312,18 @@ def rank_0_works_alone() -> Iterator[None]:
         barrier()
 
 
-def is_rank_0_alone() -> bool:
-    """Return whether the other ranks wait for rank 0: in its main thread, or in that of this process."""
-    return _is_rank_0_alone
-
-
 @contextmanager
 def _watched_by_rank_0() -> Iterator[None]:
-    global _is_rank_0_alone
-    _is_rank_0_alone = True
+    global is_rank_0_alone
+    is_rank_0_alone = True
     try:
         yield
     finally:
-        _is_rank_0_alone = False
+        is_rank_0_alone = False
 
 
-_is_rank_0_alone = False
+is_rank_0_alone = False
+"""Whether the other ranks wait for rank 0: in its main thread, or in that of this process."""
 
 
 def run_on_all_ranks(function: Callable[[], T], *, group: Group = Group.HOST) -> list[T]:

@@ -3,7 +3,6 @@
 import os
 import platform
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -54,6 +53,7 @@ def environment_facts() -> dict[str, Any]:
 
     Never raises if git, a GPU or NCCL is missing: they are None.
     """
+    drivers = _command_output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
     return {
         "python": platform.python_version(),
         "packages": package_versions(),
@@ -63,7 +63,7 @@ def environment_facts() -> dict[str, Any]:
         "memory_bytes": psutil.virtual_memory().total,
         "devices": _devices(),
         "cuda": torch.version.cuda,
-        "cuda_driver": _cuda_driver(),
+        "cuda_driver": drivers.splitlines()[0] if drivers else None,
         "nccl": nccl_version(),
         "git": git_state(Path.cwd()),
         "command": redacted_command(sys.argv),
@@ -132,13 +132,6 @@ def _devices() -> list[dict[str, Any]]:
         properties = torch.cuda.get_device_properties(index)
         devices.append({"type": "cuda", "name": properties.name, "memory_bytes": properties.total_memory})
     return devices
-
-
-def _cuda_driver() -> str | None:
-    if shutil.which("nvidia-smi") is None:
-        return None
-    drivers = _command_output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
-    return drivers.splitlines()[0] if drivers else None
 
 
 def nccl_version() -> str | None:

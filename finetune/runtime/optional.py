@@ -66,7 +66,14 @@ def lazily(*, freeze: bool = False) -> Iterator[None]:
         yield
     finally:
         sys.meta_path.remove(finder)
-        finder.clean_up()
+        for module in finder.modules:  # other imports are not lazy
+            parent, _, name = module.__name__.rpartition(".")
+            if sys.modules.get(module.__name__) is module:
+                del sys.modules[module.__name__]
+            if parent in sys.modules and vars(sys.modules[parent]).get(name) is module:
+                delattr(sys.modules[parent], name)
+        for module in finder.modules:
+            module.is_bound = True
 
 
 class _LazyModule(ModuleType):
@@ -75,26 +82,26 @@ class _LazyModule(ModuleType):
     def __init__(self, name: str, *, freeze: bool) -> None:
         super().__init__(name)
         self._freeze = freeze
-        self._is_bound = False  # it has no attributes until its block has ended
+        self.is_bound = False  # it has no attributes until its block has ended
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("_freeze", "_is_bound") or not self._is_bound:
+        if name in ("_freeze", "is_bound") or not self.is_bound:
             raise AttributeError(name)
         real = sys.modules.get(self.__name__)
-        return getattr(self._import() if real is None or real is self else real, name)
-
-    def _import(self) -> ModuleType:
+        if real is not None and real is not self:
+            return getattr(real, name)
         if not self._freeze:
-            return importlib.import_module(self.__name__)
+            return getattr(importlib.import_module(self.__name__), name)
         thresholds = gc.get_threshold()
         gc.set_threshold(_NEVER, *thresholds[1:])
         try:
             with exit_on_interrupt_while_importing():
-                return importlib.import_module(self.__name__)
+                real = importlib.import_module(self.__name__)
         finally:
             gc.freeze()  # modules live as long as the process; forked processes share objects that are not written to
             atexit.register(_unfreeze_for_nanobind)
             gc.set_threshold(*thresholds)
+        return getattr(real, name)
 
 
 def _unfreeze_for_nanobind() -> None:
@@ -109,7 +116,7 @@ class _LazyFinder(MetaPathFinder, Loader):
     def __init__(self, *, freeze: bool) -> None:
         self._freeze = freeze
         self._thread = get_ident()
-        self._modules: list[_LazyModule] = []
+        self.modules: list[_LazyModule] = []
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         """Return a spec for any module; None in other threads, whose imports are ordinary."""
@@ -118,19 +125,8 @@ class _LazyFinder(MetaPathFinder, Loader):
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """Return the lazy module."""
         module = _LazyModule(spec.name, freeze=self._freeze)
-        self._modules.append(module)
+        self.modules.append(module)
         return module
 
     def exec_module(self, module: ModuleType) -> None:
         """Execute nothing."""
-
-    def clean_up(self) -> None:
-        """Remove the lazy modules from `sys.modules` and their parents, so that other imports are not lazy."""
-        for module in self._modules:
-            parent, _, name = module.__name__.rpartition(".")
-            if sys.modules.get(module.__name__) is module:
-                del sys.modules[module.__name__]
-            if parent in sys.modules and vars(sys.modules[parent]).get(name) is module:
-                delattr(sys.modules[parent], name)
-        for module in self._modules:
-            module._is_bound = True

@@ -66,7 +66,7 @@ class _SwapBlocks(torch.autograd.Function):
 
 
 def _exchange(blocks: Tensor) -> Tensor:
-    if distributed.are_collectives_local():
+    if distributed.are_collectives_local:
         return torch.zeros_like(blocks)
     assert _sequence_process_group is not None and len(blocks) == _sequence_size, "a slice belongs to an open group"
     sent = blocks.contiguous()

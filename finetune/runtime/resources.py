@@ -8,7 +8,6 @@ import resource
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -98,29 +97,26 @@ def disk_errors(folders: Sequence[Path], error_type: type[FinetuneError]) -> Ite
         raise
     except Exception as error:
         refused = system_error(error)
-        text = None if refused is None else _text(refused, folders)
-        if text is None:
+        text = None if refused is None else disk_text(refused)
+        if refused is None or text is None:
             raise
-        raise error_type(text) from error
+        if refused.errno in FULL:
+            free = ", ".join(
+                f"{folder} has {format_size(free_bytes(folder))} free" for folder in dict.fromkeys(folders)
+            )
+            raise error_type(f"{text} {free}. Run the same command again once there is space.") from error
+        path = Path(str(refused.filename)).absolute()
+        if not any(path.is_relative_to(folder.absolute()) for folder in folders):
+            raise
+        raise error_type(
+            f"{text} Make it writable for this user, or name another folder (run.folder, data.cache_folder)."
+        ) from error
 
 
 def free_bytes(folder: Path) -> int:
     """Return the free bytes on the disk of a folder, which may not exist yet."""
     path = folder.absolute()
     return shutil.disk_usage(next(parent for parent in (path, *path.parents) if parent.is_dir())).free
-
-
-def _text(error: OSError, folders: Sequence[Path]) -> str | None:
-    text = disk_text(error)
-    if text is None:
-        return None
-    if error.errno in FULL:
-        space = ", ".join(f"{folder} has {format_size(free_bytes(folder))} free" for folder in dict.fromkeys(folders))
-        return f"{text} {space}. Run the same command again once there is space."
-    path = Path(str(error.filename)).absolute()
-    is_ours = any(path.is_relative_to(folder.absolute()) for folder in folders)
-    advice = "Make it writable for this user, or name another folder (run.folder, data.cache_folder)."
-    return f"{text} {advice}" if is_ours else None
 
 
 _OWN_FILES = 512
@@ -130,19 +126,15 @@ _FILES_PER_RANK = 3
 """The process that hosts the store has a socket for each rank, and so does each full mesh of gloo."""
 
 
-@dataclass(frozen=True)
-class FileLimit:
-    """The soft limit, which applies, and the hard one, up to which a process may raise it."""
+def file_limit() -> tuple[int, int]:
+    """Return the soft limit of this process, which applies, and the hard one, up to which the process may raise it.
 
-    soft: int
-    hard: int
-
-
-def file_limit() -> FileLimit:
-    """Return the limit of this process; unlimited is a very large number."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    unlimited = 1 << 30
-    return FileLimit(*(unlimited if limit == resource.RLIM_INFINITY else limit for limit in (soft, hard)))
+    Unlimited is a very large number.
+    """
+    soft, hard = (
+        1 << 30 if limit == resource.RLIM_INFINITY else limit for limit in resource.getrlimit(resource.RLIMIT_NOFILE)
+    )
+    return soft, hard
 
 
 def files_needed(world: int) -> int:
@@ -156,14 +148,14 @@ def files_needed(world: int) -> int:
 
 def raise_file_limit(world: int) -> str | None:
     """Raise the soft limit as the run requires; return a warning if even the hard limit is too low."""
-    limit, needed = file_limit(), files_needed(world)
-    if limit.soft >= needed:
+    (soft, hard), needed = file_limit(), files_needed(world)
+    if soft >= needed:
         return None
-    reached = min(limit.hard, needed)
+    reached = min(hard, needed)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (reached, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     except (OSError, ValueError):
-        reached = limit.soft
+        reached = soft
     if reached >= needed:
         return None
     return (

@@ -104,7 +104,27 @@ def lock_run_folder(folder: Path, *, log: Callable[[str], None]) -> Iterator[Non
             problem = f"{folder} cannot be created: {blocking} is not a folder."
         raise UserError(f"run.folder: {problem} Set another run.folder, or fix this one.") from error
     try:
-        _lock(descriptor, folder, log=log)
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            me = {"host": platform.node(), "pid": os.getpid(), "since": datetime.now(UTC).isoformat(timespec="seconds")}
+            with suppress(OSError):  # on a full disk the lock works without the name of its holder
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, json.dumps(me).encode(), 0)
+        except (BlockingIOError, PermissionError):
+            try:
+                holder: dict[str, Any] = parse_json(os.pread(descriptor, 1000, 0))
+                who = f"process {holder['pid']} on {holder['host']}, since {holder['since']}"
+            except (ValueError, KeyError, TypeError):  # the holder has not written its name yet
+                who = "another process"
+            raise UserError(
+                f"run.folder: {folder} is being written by {who}. Wait until that run ends, end it with "
+                f"`touch {folder}/STOP`, or set another run.folder."
+            ) from None
+        except OSError as error:
+            log(
+                f"warning: {folder} cannot be locked against a second run ({error}). Make sure that no other run "
+                "writes to it."
+            )
         yield
     finally:
         os.close(descriptor)  # releases the lock
@@ -125,31 +145,6 @@ def is_locked(folder: Path) -> bool:
     finally:
         os.close(descriptor)
     return False
-
-
-def _lock(descriptor: int, folder: Path, *, log: Callable[[str], None]) -> None:
-    try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        try:
-            holder: dict[str, Any] = parse_json(os.pread(descriptor, 1000, 0))
-            who = f"process {holder['pid']} on {holder['host']}, since {holder['since']}"
-        except (ValueError, KeyError, TypeError):  # the holder has not written its name yet
-            who = "another process"
-        raise UserError(
-            f"run.folder: {folder} is being written by {who}. Wait until that run ends, end it with "
-            f"`touch {folder}/STOP`, or set another run.folder."
-        ) from None
-    except OSError as error:
-        log(
-            f"warning: {folder} cannot be locked against a second run ({error}). Make sure that no other run writes "
-            "to it."
-        )
-        return
-    me = {"host": platform.node(), "pid": os.getpid(), "since": datetime.now(UTC).isoformat(timespec="seconds")}
-    with suppress(OSError):  # on a full disk the lock works without the name of its holder
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps(me).encode(), 0)
 
 
 _FOLDER, _NUMBER = "FINETUNE_ATTEMPT_FOLDER", "FINETUNE_ATTEMPT"

@@ -43,8 +43,8 @@ def build_accelerator(strategy: Strategy, *, precision: str, timeout: timedelta)
     open_tensor_groups(
         strategy.expected().tensor_size, device_type=accelerator.device.type, mesh=accelerator.torch_device_mesh
     )
-    distributed.open_host_group()
-    distributed.open_background_group()  # now: it needs the store, which ends with the launcher
+    distributed.open_group(distributed.Group.HOST)
+    distributed.open_group(distributed.Group.BACKGROUND)  # now: it needs the store, which ends with the launcher
     check_accelerator(accelerator, strategy.expected(), precision=precision, strategy=strategy.name)
     return accelerator
 

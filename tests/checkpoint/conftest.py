@@ -17,6 +17,6 @@ def fail(monkeypatch):
     def set_faults(*faults):
         monkeypatch.setattr(saver, "RETRY_PAUSES_SECONDS", (0.0, 0.0))
         monkeypatch.setenv(VARIABLE, "; ".join(faults))
-        heartbeat._faults.cache_clear()  # faults of the same words have struck in another test
+        heartbeat.read_faults.cache_clear()  # faults of the same words have struck in another test
 
     return set_faults

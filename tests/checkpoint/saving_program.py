@@ -66,7 +66,7 @@ class Saving:
 
 def faults(*written: str) -> None:
     os.environ[VARIABLE] = "; ".join(written)
-    heartbeat._faults.cache_clear()
+    heartbeat.read_faults.cache_clear()
 
 
 def every_bit_arrives(folder: Path) -> object:

@@ -166,7 +166,7 @@ class Saver:
         fault_point("save.begin", step=step)
         contents = self._contents.capture(step, progress=progress.state_dict())
         fault_point("save.copied", step=step)
-        distributed.open_background_group()  # its timeout allows for slow disks
+        distributed.open_group(distributed.Group.BACKGROUND)  # its timeout allows for slow disks
         future: Future[SavedCheckpoint] = Future()
         self._future = future
         if self._section.asynchronous:

@@ -58,7 +58,7 @@ _UNLIMITED = 1 << 60
 def gather_system() -> SystemFacts:
     """Return the facts that the kernel reports."""
     memory = psutil.virtual_memory()
-    limit = file_limit()
+    files_soft, files_hard = file_limit()
     battery = psutil.sensors_battery() if hasattr(psutil, "sensors_battery") else None
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]
     return SystemFacts(
@@ -77,8 +77,8 @@ def gather_system() -> SystemFacts:
         has_battery=battery is not None,
         is_plugged_in=getattr(battery, "power_plugged", None),
         governor=_text(Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")) or None,
-        files_soft=limit.soft,
-        files_hard=limit.hard,
+        files_soft=files_soft,
+        files_hard=files_hard,
         locked_memory_bytes=None if locked == resource.RLIM_INFINITY else locked,
     )
 

@@ -103,9 +103,13 @@ def print_decision(
     store = RemoteFolder(run) if is_url(run) else None
     folder = local_run_folder(run, str(local_folder) if local_folder is not None else None)
     if machine_rank > 0:
-        decision = _wait_for_decision(
-            lambda: _read_record(folder, store), since=since, until=clock() + wait_seconds, clock=clock, sleep=sleep
-        )
+        until = clock() + wait_seconds
+        while (record := _read_record(folder, store)) is None or record[0] < since:
+            if clock() >= until:
+                record = since, Decision(AGAIN, "host 0 has not decided")
+                break
+            sleep(_POLL_SECONDS)
+        decision = record[1]
     else:
         record = _read_record(folder, store)
         decision = decide(
@@ -154,20 +158,3 @@ def _read_record(folder: Path, store: RemoteFolder | None) -> tuple[float, Decis
         return float(facts["time"]), _DECISION.validate_python(facts["decision"])
     except Exception:  # each storage has exceptions of its own
         return None
-
-
-def _wait_for_decision(
-    read: Callable[[], tuple[float, Decision] | None],
-    *,
-    since: float,
-    until: float,
-    clock: Callable[[], float],
-    sleep: Callable[[float], None],
-) -> Decision:
-    while True:
-        record = read()
-        if record is not None and record[0] >= since:
-            return record[1]
-        if clock() >= until:
-            return Decision(AGAIN, "host 0 has not decided")
-        sleep(_POLL_SECONDS)

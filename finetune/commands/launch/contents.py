@@ -1,7 +1,7 @@
 """Refuses secrets in job files, which other users can read, and invisible characters."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -19,16 +19,25 @@ _NAMES_OF_SECRETS = ("secret", "env_file")
 
 def check_options(records: Iterable[Any], *, advice: str, allows_secrets: bool) -> None:
     """Raise UserError for an option with a secret or an invisible character; `advice` says how to pass secrets."""
-    for name, text in _typed_texts(records):
+    typed = [(field.name, getattr(record, field.name)) for record in records for field in fields(record)]
+    texts = [(name, text) for name, value in typed for text in (value if isinstance(value, tuple) else (value,))]
+    for name, text in ((name, str(text)) for name, text in texts if isinstance(text, str | Path)):
         option = "--set" if name == "override" else f"--{name.replace('_', '-')}"
         if escape_controls(text) != text:
             raise UserError(
                 f"{option} {escape_controls(text)}: it has a control character or an invisible one, shown here as its "
                 "escape, which a job file cannot contain. Remove it."
             )
-        if allows_secrets or name in _NAMES_OF_SECRETS or not (shown := _without_secret(name, text)):
+        if allows_secrets or name in _NAMES_OF_SECRETS:
             continue
-        raise UserError(f"{option} {shown}: {_READ_BY_OTHERS}. {advice}")
+        variable, _, value = text.partition("=")
+        user = _IMAGE_USER.match(text) if name in ("image", "container") else None
+        if name == "env" and is_secret_variable(variable, value):
+            shown = f"{variable}=[redacted]"
+        else:
+            shown = f"[redacted]@{text[user.end() :]}" if user is not None else redacted_command([text])[0]
+        if shown != text:
+            raise UserError(f"{option} {shown}: {_READ_BY_OTHERS}. {advice}")
 
 
 def check_text(
@@ -43,24 +52,3 @@ def check_text(
             raise UserError(f"{source}, line {number}: it has a control character or an invisible one: {shown.strip()}")
         if shown != line:
             raise UserError(f"{source}, line {number}: {_READ_BY_OTHERS}: {shown.strip()}. {advice}")
-
-
-def _typed_texts(records: Iterable[Any]) -> Iterator[tuple[str, str]]:
-    for record in records:
-        for field in fields(record):
-            value = getattr(record, field.name)
-            for text in value if isinstance(value, tuple) else (value,):
-                if isinstance(text, str | Path):
-                    yield field.name, str(text)
-
-
-def _without_secret(name: str, text: str) -> str:
-    """Return the option's value without its secret; empty where there is none."""
-    variable, _, value = text.partition("=")
-    if name == "env" and is_secret_variable(variable, value):
-        return f"{variable}=[redacted]"
-    user = _IMAGE_USER.match(text) if name in ("image", "container") else None
-    if user is not None:
-        return f"[redacted]@{text[user.end() :]}"
-    shown = redacted_command([text])[0]
-    return shown if shown != text else ""

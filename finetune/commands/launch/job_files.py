@@ -5,7 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from finetune.config.load import LoadedConfig
 from finetune.config.paths import is_url
 from finetune.config.rules.files import read_paths
 from finetune.errors import StrategyError, UserError
-from finetune.launch.jobs import Job, JobRequest
+from finetune.launch.jobs import JobRequest
 from finetune.runtime.files import atomic
 from finetune.runtime.optional import lazily
 from finetune.runtime.text.terminal import write_file_to_stdout
@@ -70,9 +70,17 @@ def check_job(arguments: JobFileArguments) -> tuple[JobRequest, LoadedConfig]:
     variables = {}
     if arguments.doctor is not None:
         variables = network.network_variables(doctor_checks.read_facts(arguments.doctor), num_nodes=arguments.nodes)
-    run = loaded.config.run
+    run, name = loaded.config.run, arguments.name
+    if name is not None and not re.fullmatch(rf"[a-z]([a-z0-9-]{{0,{_MAX_NAME - 2}}}[a-z0-9])?", name):
+        raise UserError(
+            f"--name {name}: write lowercase letters, digits and `-`, starting with a letter, at most {_MAX_NAME} "
+            "characters."
+        )
+    if name is None:  # one that is valid for Slurm, Kubernetes and SkyPilot
+        name = re.sub(r"[^a-z0-9]+", "-", Path(run.folder).name.lower()).strip("-")[: _MAX_NAME - 9].strip("-")
+        name = name if name[:1].isalpha() else f"finetune-{name}".strip("-")
     request = JobRequest(
-        name=_job_name(arguments.name, Path(run.folder).name),
+        name=name,
         job=replace(job, is_hybrid=job.is_hybrid and arguments.nodes > 1),
         num_nodes=arguments.nodes,
         run_folder=run.folder,
@@ -173,13 +181,6 @@ def deliver(text: str, destination: Destination, *, name: str) -> int:
     return subprocess.run([*destination.command, str(file.absolute())], check=False).returncode
 
 
-def job_with(request: JobRequest, *, paths: Mapping[str, str], accelerate_file: Path) -> JobRequest:
-    """Return the job with paths of this machine replaced by those on the hosts."""
-    replaced = tuple(paths.get(word, word) for word in request.job.words)
-    job: Job = replace(request.job, words=replaced, accelerate_file=accelerate_file)
-    return replace(request, job=job)
-
-
 def check_processes(file: AccelerateFile, *, num_nodes: int, world: int) -> None:
     """Raise StrategyError where the accelerate file is not for this number of processes."""
     if world > 1 and (file.distributed_type in ("NO", "MULTI_CPU") or file.values.get("use_cpu") is True):
@@ -197,16 +198,3 @@ def check_processes(file: AccelerateFile, *, num_nodes: int, world: int) -> None
         raise StrategyError(
             f"--accelerate {file.path}: parallelism_config has {listed} = {product}, and the job has {world} processes."
         )
-
-
-def _job_name(name: str | None, default: str) -> str:
-    """Return a name that is valid for Slurm, Kubernetes and SkyPilot. Raises UserError for an invalid --name."""
-    if name is not None:
-        if not re.fullmatch(rf"[a-z]([a-z0-9-]{{0,{_MAX_NAME - 2}}}[a-z0-9])?", name):
-            raise UserError(
-                f"--name {name}: write lowercase letters, digits and `-`, starting with a letter, at most {_MAX_NAME} "
-                "characters."
-            )
-        return name
-    made = re.sub(r"[^a-z0-9]+", "-", default.lower()).strip("-")[: _MAX_NAME - 9].strip("-")
-    return made if made and made[0].isalpha() else f"finetune-{made}".strip("-")

@@ -62,10 +62,20 @@ def ray_job_spec(request: JobRequest, arguments: RayArguments, *, pod: Object, r
     """Return the spec of the RayJob. `pod` is that of a host with all its GPUs; the head's has the same but those."""
     least, most = read_limits(arguments.nodes)
     seconds = request.stop_seconds
+    head, worker = copy.deepcopy(pod), copy.deepcopy(pod)
+    (container,) = head["containers"]
+    container["name"] = "ray-head"
+    container["ports"] = [{"name": name, "containerPort": port} for name, port in _HEAD_PORTS.items()]
+    container["resources"] = {"requests": dict(_HEAD_RESOURCES)}
+    container["env"] += [{"name": f"RAY_{name}", "value": str(value)} for name, value in HEAD_SETTINGS.items()]
+    (container,) = worker["containers"]
+    container["name"] = "ray-worker"
+    command = ["python", "-c", _SAVE.format(seconds=seconds)]
+    container["lifecycle"] = {"preStop": {"exec": {"command": command}}}
     cluster: Object = {
         "headGroupSpec": {
             "rayStartParams": {"num-cpus": "0", "num-gpus": "0", "dashboard-host": "0.0.0.0"},
-            "template": {"spec": _head(pod)},
+            "template": {"spec": head},
         },
         "workerGroupSpecs": [
             {
@@ -74,7 +84,7 @@ def ray_job_spec(request: JobRequest, arguments: RayArguments, *, pod: Object, r
                 "minReplicas": least,
                 "maxReplicas": most,
                 "rayStartParams": {"num-gpus" if request.uses_gpus else "num-cpus": str(request.ranks_per_node)},
-                "template": {"spec": _worker(pod, stop_seconds=seconds)},
+                "template": {"spec": worker},
             }
         ],
     }
@@ -95,22 +105,3 @@ def ray_job_spec(request: JobRequest, arguments: RayArguments, *, pod: Object, r
         "backoffLimit": request.max_restarts,
         "rayClusterSpec": cluster,
     }
-
-
-def _head(pod: Object) -> Object:
-    head = copy.deepcopy(pod)
-    (container,) = head["containers"]
-    container["name"] = "ray-head"
-    container["ports"] = [{"name": name, "containerPort": port} for name, port in _HEAD_PORTS.items()]
-    container["resources"] = {"requests": dict(_HEAD_RESOURCES)}
-    container["env"] += [{"name": f"RAY_{name}", "value": str(value)} for name, value in HEAD_SETTINGS.items()]
-    return head
-
-
-def _worker(pod: Object, *, stop_seconds: int) -> Object:
-    worker = copy.deepcopy(pod)
-    (container,) = worker["containers"]
-    container["name"] = "ray-worker"
-    command = ["python", "-c", _SAVE.format(seconds=stop_seconds)]
-    container["lifecycle"] = {"preStop": {"exec": {"command": command}}}
-    return worker

@@ -53,6 +53,7 @@ class File:
 _LABEL = r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
 _NAME = rf"{_LABEL}(\.{_LABEL})*"
 _RESOURCE = r"([A-Za-z0-9.-]+/)?[A-Za-z0-9._-]+"
+_VARIABLE = r"[A-Za-z_][A-Za-z0-9_]*"
 _AMOUNT = re.compile(r"\d+(\.\d+)?(m|k|Ki|M|Mi|G|Gi|T|Ti)?")
 _MAX_FILE_BYTES = 200_000
 """Of the files together: a ConfigMap holds 1 MiB, and `kubectl apply` stores it in an annotation of 256 KiB."""
@@ -126,13 +127,24 @@ def launch_kubernetes(arguments: JobFileArguments, kubernetes: KubernetesArgumen
             redact=redacted_yaml,
         )
     deepspeed = next((file.path for file in files if file.name == "deepspeed.json"), None)
+    typed = [text for text in kubernetes.secret if "=" in text]
+    secret_keys = {}
+    for variable, secret in read_pairs(typed, option="--secret", noun="variable", name=_VARIABLE).items():
+        name, _, key = secret.partition(":")
+        if not re.fullmatch(_NAME, name) or not re.fullmatch(r"[A-Za-z0-9._-]+", key):
+            raise UserError(f"--secret {variable}: write VARIABLE=NAME:KEY, a secret and one of its keys.")
+        secret_keys[variable] = name, key
+    resources = read_pairs(kubernetes.resource, option="--resource", noun="resource", name=_RESOURCE)
+    for name, amount in resources.items():
+        if not _AMOUNT.fullmatch(amount):
+            raise UserError(f"--resource {name}={amount}: write an amount, such as cpu=16, memory=200Gi or rdma/hca=1.")
     options = KubernetesOptions(
         typed=kubernetes,
         files=files,
         claims=claims,
         secrets=tuple(name for name in kubernetes.secret if "=" not in name),
-        secret_keys=_read_secret_keys(kubernetes.secret),
-        resources=_read_resources(kubernetes.resource),
+        secret_keys=secret_keys,
+        resources=resources,
         node_selector=read_pairs(kubernetes.node_selector, option="--node-selector", noun="label", name=_RESOURCE),
         entrypoint=RayArguments(
             arguments.config,
@@ -193,27 +205,6 @@ def _read_claims(texts: Sequence[str]) -> dict[str, str]:
 def _require_path(path: str, *, option: str) -> None:
     if not path.startswith("/") or path == "/" or ":" in path or not path.isprintable() or ".." in Path(path).parts:
         raise UserError(f"{option}: {path!r} cannot be mounted in a container. Write an absolute path without `:`.")
-
-
-def _read_secret_keys(texts: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """Return the secret and its key for each variable; raises UserError."""
-    pairs = [text for text in texts if "=" in text]
-    secrets = read_pairs(pairs, option="--secret", noun="variable", name=r"[A-Za-z_][A-Za-z0-9_]*")
-    keys = {}
-    for variable, value in secrets.items():
-        name, _, key = value.partition(":")
-        if not re.fullmatch(_NAME, name) or not re.fullmatch(r"[A-Za-z0-9._-]+", key):
-            raise UserError(f"--secret {variable}: write VARIABLE=NAME:KEY, a secret and one of its keys.")
-        keys[variable] = name, key
-    return keys
-
-
-def _read_resources(texts: Sequence[str]) -> dict[str, str]:
-    amounts = read_pairs(texts, option="--resource", noun="resource", name=_RESOURCE)
-    for name, amount in amounts.items():
-        if not _AMOUNT.fullmatch(amount):
-            raise UserError(f"--resource {name}={amount}: write an amount, such as cpu=16, memory=200Gi or rdma/hca=1.")
-    return amounts
 
 
 def _require_names(words: KubernetesArguments) -> None:

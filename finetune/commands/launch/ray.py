@@ -182,9 +182,15 @@ def _run(arguments: RayArguments, job: RankJob) -> int:
         if len(received) > 1 or time.monotonic() > give_up_at:
             return 128 + received[0]
         if (now := _hosts(ray)) != hosts:
-            _log_hosts(hosts, now)
+            for identifier in sorted(hosts.keys() ^ now.keys()):
+                change = "came" if identifier in now else "is lost; the run continues on the others"
+                _log(f"host {(hosts | now)[identifier]} {change}")
             hosts = now
-            _refresh_reservations(ray)
+            # Ray's coordinator looks at the hosts every 20 s, and asks for lost ones until then. Ray 2.60 has no
+            # setting for it; without this actor or its method, the next workers start up to 20 s later.
+            with suppress(ValueError, AttributeError, TypeError, ray.exceptions.RayError):
+                coordinator = ray.get_actor("AutoscalingCoordinator", namespace="AutoscalingCoordinator")
+                ray.get(coordinator.get_reserved_resources.remote("", recompute=True), timeout=5)
     code = exit_code_of(results[0])
     return 128 + received[0] if received and code == 128 + signal.SIGTERM else code
 
@@ -214,22 +220,6 @@ def exit_code_of(result: Any) -> int:
 def _hosts(ray: Any) -> dict[str, str]:
     """Return the addresses of the cluster's hosts, by their numbers in Ray."""
     return {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
-
-
-def _log_hosts(before: dict[str, str], now: dict[str, str]) -> None:
-    for identifier in sorted(before.keys() ^ now.keys()):
-        change = "came" if identifier in now else "is lost; the run continues on the others"
-        _log(f"host {(before | now)[identifier]} {change}")
-
-
-def _refresh_reservations(ray: Any) -> None:
-    """Have Ray look at the hosts now: its coordinator does so every 20 s, and asks for lost ones until then.
-
-    Ray 2.60 has no setting for it; without this actor or its method, the next workers start up to 20 s later.
-    """
-    with suppress(ValueError, AttributeError, TypeError, ray.exceptions.RayError):
-        coordinator = ray.get_actor("AutoscalingCoordinator", namespace="AutoscalingCoordinator")
-        ray.get(coordinator.get_reserved_resources.remote("", recompute=True), timeout=5)
 
 
 def _log(line: str) -> None:

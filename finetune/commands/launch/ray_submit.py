@@ -41,9 +41,9 @@ class Submission:
 
 
 def submit_ray_job(arguments: RayArguments, submission: Submission) -> int:
-    """Submit the job, follow its log unless `detach`, and return its exit code. Raises UserError.
+    """Submit the job, follow its log unless `detach`, and return its exit code: 128 + SIGTERM if it was stopped.
 
-    The files that it reads are checked on Ray's head, which may have others than this host.
+    Raises UserError. The files that it reads are checked on Ray's head, which may have others than this host.
     """
     if arguments.local:
         raise UserError("--submit: --local starts Ray for one command alone. Name a cluster with --address.")
@@ -78,7 +78,30 @@ def submit_ray_job(arguments: RayArguments, submission: Submission) -> int:
     print(f"submitted: {identifier}\n  log: ray job logs {at} --follow {identifier}\n  status: ray job status {at} "
           f"{identifier}\n  stop: ray job stop {at} {identifier}\nA stopped run saves first; submit the same command "
           "again to resume.", flush=True)  # fmt: skip
-    return 0 if submission.detach else _follow(client, identifier)
+    if submission.detach:
+        return 0
+
+    async def print_log() -> None:
+        async for text in client.tail_job_logs(identifier):
+            print(text, end="", flush=True)
+
+    try:
+        asyncio.run(print_log())
+        while not (details := client.get_job_info(identifier)).status.is_terminal():
+            time.sleep(1.0)
+    except KeyboardInterrupt:
+        print(f"\nthe job continues; to stop it: ray job stop {at} {identifier}")
+        return 128 + signal.SIGINT
+    except (OSError, RuntimeError) as error:
+        print(f"error: the log cannot be followed: {error} The job may continue: see its status.", file=sys.stderr)
+        return 1
+    print(f"job {identifier}: {details.status}", flush=True)
+    if details.status == "STOPPED":
+        return 128 + signal.SIGTERM
+    if details.driver_exit_code is None:
+        print(f"error: Ray has ended the job: {(details.message or '').splitlines()[0]}", file=sys.stderr)
+        return 1
+    return int(details.driver_exit_code)
 
 
 def ray_words(arguments: RayArguments, *, folder: Path | None = None) -> list[str]:
@@ -100,29 +123,3 @@ def ray_words(arguments: RayArguments, *, folder: Path | None = None) -> list[st
     words += [word for override in arguments.override for word in ("--set", override)]
     words += ["--stop", f"{arguments.stop:g}", "--max-failures", str(arguments.max_failures)]
     return [*words, "--cpu"] if arguments.cpu else words
-
-
-def _follow(client: Any, identifier: str) -> int:
-    """Print the log of the job until it ends, and return its exit code; 128 + SIGTERM for one that was stopped."""
-
-    async def print_log() -> None:
-        async for text in client.tail_job_logs(identifier):
-            print(text, end="", flush=True)
-
-    try:
-        asyncio.run(print_log())
-        while not (details := client.get_job_info(identifier)).status.is_terminal():
-            time.sleep(1.0)
-    except KeyboardInterrupt:
-        print(f"\nthe job continues; to stop it: ray job stop --address {client.get_address()} {identifier}")
-        return 128 + signal.SIGINT
-    except (OSError, RuntimeError) as error:
-        print(f"error: the log cannot be followed: {error} The job may continue: see its status.", file=sys.stderr)
-        return 1
-    print(f"job {identifier}: {details.status}", flush=True)
-    if details.status == "STOPPED":
-        return 128 + signal.SIGTERM
-    if details.driver_exit_code is None:
-        print(f"error: Ray has ended the job: {(details.message or '').splitlines()[0]}", file=sys.stderr)
-        return 1
-    return int(details.driver_exit_code)

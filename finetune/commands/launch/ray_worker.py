@@ -192,8 +192,10 @@ def _run_rank(job: RankJob, ranks: Ranks, attempt: Attempt, control: "_Control",
               "folder that all hosts share.", flush=True)  # fmt: skip
         control.finish(USER_MISTAKE)
         return USER_MISTAKE
-    # By default gloo uses the address of the hostname, often 127.0.0.1, and NCCL the first interface.
-    interface = _interface_of(address)
+    # By default gloo uses the address of the hostname, often 127.0.0.1, and NCCL the first interface: take the one by
+    # which Ray reaches the other hosts.
+    interfaces = psutil.net_if_addrs().items()
+    interface = next((name for name, own in interfaces if any(each.address == address for each in own)), None)
     defaults = TORCHRUN_DEFAULTS | (dict.fromkeys(_INTERFACE_VARIABLES, interface) if interface is not None else {})
     environment = {
         **{name: os.environ.get(name, value) for name, value in defaults.items()},
@@ -329,9 +331,3 @@ def read_metrics(run_folder: Path) -> dict[str, Any]:
 
 def _broadcast(value: Any) -> Any:
     return require("ray.train.collective", extra="ray", purpose=PURPOSE).broadcast_from_rank_zero(value)
-
-
-def _interface_of(address: str) -> str | None:
-    """Return the network interface with this address: that by which Ray reaches the other hosts."""
-    interfaces = psutil.net_if_addrs().items()
-    return next((name for name, addresses in interfaces if any(each.address == address for each in addresses)), None)

@@ -13,7 +13,6 @@ from finetune.commands.launch.job_files import (
     JobFileArguments,
     check_job,
     deliver,
-    job_with,
     require_files,
     require_kept,
 )
@@ -49,7 +48,9 @@ def launch_skypilot(arguments: JobFileArguments, sky: SkypilotArguments, destina
         destination, command=("sky", "jobs", "launch", "--yes", *given), advice=f"{_SECRETS} {INSIST}"
     )
     check_options((arguments, sky), advice=destination.advice, allows_secrets=destination.allow_secrets)
-    _require_names(sky.secret)
+    for name in sky.secret:
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise UserError("--secret: write the name of a variable without its value, which is read at the launch.")
     buckets = _read_mounts(
         sky.bucket, option="--bucket", pattern=r"[a-z0-9]+://[A-Za-z0-9._/-]+", example="/data=s3://my-bucket"
     )
@@ -68,17 +69,12 @@ def launch_skypilot(arguments: JobFileArguments, sky: SkypilotArguments, destina
     if not arguments.cpu and sky.gpu is None:
         raise UserError("--gpu: name the GPU of the machines, such as H100, or write --cpu.")
     config, accelerate = str(arguments.config.absolute()), str(arguments.accelerate.absolute())
-    copied = {config: _in_working_folder(config)}
-    request = job_with(request, paths=copied, accelerate_file=Path(_in_working_folder(accelerate)))
+    words = tuple(_in_working_folder(word) if word == config else word for word in request.job.words)
+    job = replace(request.job, words=words, accelerate_file=Path(_in_working_folder(accelerate)))
+    request = replace(request, job=job)
     comment = _COMMENT.replace("launch FILE", " ".join(["launch", *given, "FILE"]))
     task = _task(request, replace(sky, gpu=None if arguments.cpu else sky.gpu), buckets=buckets, volumes=volumes)
     return deliver(yaml_text([task], comment=comment), destination, name=request.name)
-
-
-def _require_names(variables: Sequence[str]) -> None:
-    for name in variables:
-        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-            raise UserError("--secret: write the name of a variable without its value, which is read at the launch.")
 
 
 def _in_working_folder(path: str) -> str:

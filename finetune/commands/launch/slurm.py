@@ -8,7 +8,7 @@ from pathlib import Path
 from finetune.commands.launch.contents import INSIST, check_options
 from finetune.commands.launch.job_files import Destination, JobFileArguments, check_job, deliver, require_shared_folder
 from finetune.commands.sweep.axes import FORBIDDEN, grid_points, parse_axes
-from finetune.commands.sweep.runs import SweepRun, check_runs, is_within, name_runs, own_overrides
+from finetune.commands.sweep.runs import check_runs, is_within, name_runs, own_overrides
 from finetune.config.load import LoadedConfig
 from finetune.config.overrides import override_label
 from finetune.config.paths import is_url
@@ -30,18 +30,17 @@ from finetune.launch.jobs import (
 APPTAINER, PYXIS = "apptainer", "pyxis"
 
 
+LOGS_FOLDER = "logs"
+
+_SECRETS = (
+    "Export it in the shell that calls `sbatch`, which passes its environment on (`--export`), or write "
+    "`NAME=VALUE` to a file of mode 0600 and name that: --env-file FILE."
+)
+
+
 @dataclass(frozen=True)
-class Container:
-    """The image in which ranks run, and the folders of the host that are mounted at the same paths."""
-
-    image: str
-    runtime: str  # APPTAINER or PYXIS
-    folders: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Directives:
-    """Directives of the batch script; None: the default of the cluster."""
+class SlurmArguments:
+    """The options of Slurm; None: the default of the cluster."""
 
     partition: str | None = None
     account: str | None = None
@@ -51,21 +50,26 @@ class Directives:
     cpus_per_node: int | None = None
     gpu_type: str | None = None
     sbatch: tuple[str, ...] = ()  # further directives: `--exclusive`
+    module: tuple[str, ...] = ()
+    activate: Path | None = None
+    env_file: Path | None = None  # a shell's variables, for secrets
+    container: str | None = None
+    container_runtime: str = APPTAINER
+    mount: tuple[Path, ...] = ()
+    ranks: str = "accelerate"
+    log_folder: Path | None = None
+    sweep: tuple[str, ...] = ()
+    sweep_folder: Path | None = None
+    at_once: int | None = None
 
 
 @dataclass(frozen=True)
-class SlurmOptions:
-    """How the script starts the ranks, and its folders."""
+class Container:
+    """The image in which ranks run, and the folders of the host that are mounted at the same paths."""
 
-    working_folder: str
-    log_folder: str
-    directives: Directives = Directives()
-    modules: tuple[str, ...] = ()
-    activate: str | None = None  # the activate script of a virtual environment
-    env_file: str | None = None  # NAME=VALUE, exported to the ranks
-    container: Container | None = None
-    uses_srun_ranks: bool = False
-    runs_at_once: int | None = None
+    image: str
+    runtime: str  # APPTAINER or PYXIS
+    folders: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -77,95 +81,91 @@ class ArrayTask:
     log_folder: str
 
 
-def slurm_script(request: JobRequest, options: SlurmOptions, tasks: Sequence[ArrayTask] = ()) -> str:
+def slurm_script(
+    request: JobRequest, slurm: SlurmArguments, tasks: Sequence[ArrayTask], *, container: Container | None
+) -> str:
     """Return the script. Raises UserError for a value that a directive cannot contain."""
-    container = options.container
-    cpus = options.directives.cpus_per_node
-    if cpus is not None and options.uses_srun_ranks:
+    cpus = slurm.cpus_per_node
+    if cpus is not None and slurm.ranks == "srun":
         cpus = max(1, cpus // request.ranks_per_node)
-    lines = [f"module load {quoted(module)}" for module in options.modules]
-    if options.activate is not None:
-        lines += [
-            "# shellcheck disable=SC1090,SC1091 # a file of the cluster",
-            f". {quoted(options.activate)} || exit 2",
-        ]
-    if options.env_file is not None:
-        lines += ["set -a", "# shellcheck disable=SC1090,SC1091", f". {quoted(options.env_file)} || exit 2", "set +a"]
+    lines = [f"module load {quoted(module)}" for module in slurm.module]
+    if slurm.activate is not None:
+        activate = quoted(str(slurm.activate))
+        lines += ["# shellcheck disable=SC1090,SC1091 # a file of the cluster", f". {activate} || exit 2"]
+    if slurm.env_file is not None:
+        variables = quoted(str(slurm.env_file.absolute()))
+        lines += ["set -a", "# shellcheck disable=SC1090,SC1091", f". {variables} || exit 2", "set +a"]
     return render(
         "slurm.sh.jinja",
-        directives=list(map(_directive, _directives(request, options, num_tasks=len(tasks), cpus=cpus))),
+        directives=_directives(request, slurm, num_tasks=len(tasks), cpus=cpus),
         tasks=tasks,
         is_in_folder=bool(tasks) or not request.is_at_url,
         run_folder=request.run_folder,
-        log_folder=options.log_folder,
+        log_folder=str(slurm.log_folder),
         setup=([*lines, ""] if lines else []),
         exports=exports(request.variables()),
         cpus_per_task=cpus,
-        srun=command_line(_srun(request, options, has_tasks=bool(tasks))),
+        srun=command_line(_srun(request, container, uses_srun_ranks=slurm.ranks == "srun", has_tasks=bool(tasks))),
         next=command_line(
             _in_container(container, next_words(request, run_folder=ShellText('"$run"'), code="code"), is_step=False)
         ),
     )
 
 
-def _directives(
-    request: JobRequest, options: SlurmOptions, *, num_tasks: int, cpus: int | None
-) -> list[tuple[str, str | None]]:
-    chosen = options.directives
-    gpus = f"{chosen.gpu_type}:{request.ranks_per_node}" if chosen.gpu_type else str(request.ranks_per_node)
-    at_once = f"%{options.runs_at_once}" if options.runs_at_once else ""
+def _directives(request: JobRequest, slurm: SlurmArguments, *, num_tasks: int, cpus: int | None) -> list[str]:
+    """Return the options as sbatch reads them: in double quotes where they have blanks. Raises UserError."""
+    gpus = f"{slurm.gpu_type}:{request.ranks_per_node}" if slurm.gpu_type else str(request.ranks_per_node)
+    at_once = f"%{slurm.at_once}" if slurm.at_once else ""
     log = "%A_%a" if num_tasks else "%j"
     requested = {
         "--job-name": request.name,
         "--nodes": str(request.num_nodes),
-        "--ntasks-per-node": str(request.ranks_per_node if options.uses_srun_ranks else 1),
+        "--ntasks-per-node": str(request.ranks_per_node if slurm.ranks == "srun" else 1),
         "--gpus-per-node": gpus if request.uses_gpus else None,
         "--cpus-per-task": str(cpus) if cpus is not None else None,
-        "--time": chosen.time,
-        "--partition": chosen.partition,
-        "--account": chosen.account,
-        "--qos": chosen.qos,
-        "--constraint": chosen.constraint,
+        "--time": slurm.time,
+        "--partition": slurm.partition,
+        "--account": slurm.account,
+        "--qos": slurm.qos,
+        "--constraint": slurm.constraint,
         "--array": f"0-{num_tasks - 1}{at_once}" if num_tasks else None,
-        "--chdir": options.working_folder,
+        "--chdir": str(Path.cwd()),
         "--output": f"{request.name}-{log}.out",  # in --chdir: Slurm makes no folders
         "--signal": f"TERM@{request.stop_seconds}",
     }
     pairs: list[tuple[str, str | None]] = [(name, value) for name, value in requested.items() if value is not None]
     pairs += [("--open-mode", "append"), ("--requeue", None)]
-    for text in chosen.sbatch:
+    for text in slurm.sbatch:
         name, mark, value = text.partition("=")
         if not name.startswith("--") or name in dict(pairs):
             raise UserError(f"--sbatch {text}: write an option of sbatch that is not set yet, such as `--exclusive`.")
         pairs.append((name, value if mark else None))
-    return pairs
+    directives = []
+    for name, option in pairs:
+        text = name if option is None else f"{name}={option}"
+        if not text.isprintable() or any(character in text for character in '\\"'):
+            raise UserError(
+                f'{name}: a directive of Slurm cannot contain {option!r}. Use printable characters, no `\\` or `"`.'
+            )
+        is_quoted = option is not None and any(character in option for character in " '#")
+        directives.append(f'{name}="{option}"' if is_quoted else text)
+    return directives
 
 
-def _directive(pair: tuple[str, str | None]) -> str:
-    """Return the option as sbatch reads it: in double quotes where it has blanks. Raises UserError."""
-    name, value = pair
-    text = name if value is None else f"{name}={value}"
-    if not text.isprintable() or any(character in text for character in '\\"'):
-        raise UserError(
-            f'{name}: a directive of Slurm cannot contain {value!r}. Use printable characters, no `\\` or `"`.'
-        )
-    return f'{name}="{value}"' if value and any(character in value for character in " '#") else text
-
-
-def _srun(request: JobRequest, options: SlurmOptions, *, has_tasks: bool) -> list[Word]:
+def _srun(request: JobRequest, container: Container | None, *, uses_srun_ranks: bool, has_tasks: bool) -> list[Word]:
     overrides: list[Word] = [ShellText('"${overrides[@]}"')] if has_tasks else []
     # A host whose ranks have ended must not end another that still saves or uploads: finetune itself ends failed runs.
     step: list[Word] = ["srun", "--kill-on-bad-exit=0", "--wait=0"]
-    if options.uses_srun_ranks or request.is_single:
+    if uses_srun_ranks or request.is_single:
         step += [ShellText('--output="${logs//%/%%}/rank-%t.log"')]
         ranks = [*rank_words(request), *overrides]
-        return [*step, *_in_container(options.container, ranks, is_step=True)]
+        return [*step, *_in_container(container, ranks, is_step=True)]
     rendezvous = Rendezvous("SLURM_NODEID", "MASTER_ADDR", "MASTER_PORT")
     log_folder = ShellText('"$LOGS/host-$SLURM_NODEID"')
     command = launch_words(request, rendezvous, log_folder=log_folder)
     script = f'LOGS="$1"; shift; exec {command_line(command)} "$@"'
     host: list[Word] = ["bash", "-c", script, "host", ShellText('"$logs"'), *overrides]
-    return [*step, *_in_container(options.container, host, is_step=True)]
+    return [*step, *_in_container(container, host, is_step=True)]
 
 
 def _in_container(container: Container | None, words: Sequence[Word], *, is_step: bool) -> list[Word]:
@@ -179,31 +179,6 @@ def _in_container(container: Container | None, words: Sequence[Word], *, is_step
     if is_step:
         return [*image, *words]
     return ["srun", "--nodes=1", "--ntasks=1", "--overlap", *image, *words]
-
-
-LOGS_FOLDER = "logs"
-
-_SECRETS = (
-    "Export it in the shell that calls `sbatch`, which passes its environment on (`--export`), or write "
-    "`NAME=VALUE` to a file of mode 0600 and name that: --env-file FILE."
-)
-
-
-@dataclass(frozen=True)
-class SlurmArguments(Directives):
-    """The options of Slurm."""
-
-    module: tuple[str, ...] = ()
-    activate: Path | None = None
-    env_file: Path | None = None  # a shell's variables, for secrets
-    container: str | None = None
-    container_runtime: str = APPTAINER
-    mount: tuple[Path, ...] = ()
-    ranks: str = "accelerate"
-    log_folder: Path | None = None
-    sweep: tuple[str, ...] = ()
-    sweep_folder: Path | None = None
-    at_once: int | None = None
 
 
 def launch_slurm(arguments: JobFileArguments, slurm: SlurmArguments, destination: Destination) -> int:
@@ -228,18 +203,12 @@ def launch_slurm(arguments: JobFileArguments, slurm: SlurmArguments, destination
     container = _container(
         slurm, request, folders=[*written, log_folder] if slurm.log_folder or not written else written
     )
-    options = SlurmOptions(
-        working_folder=str(Path.cwd()),
-        log_folder=str(log_folder),
-        directives=slurm,
-        modules=slurm.module,
-        activate=_activate(slurm),
-        env_file=_env_file(slurm),
-        container=container,
-        uses_srun_ranks=slurm.ranks == "srun",
-        runs_at_once=slurm.at_once,
-    )
-    text = slurm_script(request, options, tasks)
+    if slurm.env_file is not None and not slurm.env_file.is_file():
+        raise UserError(f"--env-file {slurm.env_file}: there is no such file. Write lines of NAME=VALUE to it.")
+    if slurm.env_file is not None and slurm.env_file.stat().st_mode & 0o077:
+        raise UserError(f"--env-file {slurm.env_file}: others can read it. Write: chmod 600 {slurm.env_file}")
+    slurm = replace(slurm, activate=_activate_script(slurm), log_folder=log_folder)
+    text = slurm_script(request, slurm, tasks, container=container)
     return deliver(text, destination, name=request.name)
 
 
@@ -260,17 +229,16 @@ def _array_tasks(arguments: JobFileArguments, slurm: SlurmArguments, loaded: Loa
     whole = [replace(run, overrides=(*arguments.override, *run.overrides)) for run in runs]
     configs = check_runs(arguments.config, whole, num_processes=arguments.world)
     logs = slurm.log_folder.absolute() if slurm.log_folder is not None else None
-    return [_task(run, configs[run.name], logs=logs) for run in runs]
+    tasks = []
+    for run in runs:
+        overrides = (*run.overrides, *own_overrides(run, configs[run.name]))
+        words = tuple(word for override in overrides for word in ("--set", override))
+        log_folder = logs / run.name if logs else run.folder / LOGS_FOLDER
+        tasks.append(ArrayTask(words, str(run.folder), str(log_folder)))
+    return tasks
 
 
-def _task(run: SweepRun, loaded: LoadedConfig, *, logs: Path | None) -> ArrayTask:
-    words: list[str] = []
-    for override in (*run.overrides, *own_overrides(run, loaded)):
-        words += ["--set", override]
-    return ArrayTask(tuple(words), str(run.folder), str(logs / run.name if logs else run.folder / LOGS_FOLDER))
-
-
-def _activate(slurm: SlurmArguments) -> str | None:
+def _activate_script(slurm: SlurmArguments) -> Path | None:
     """Return the activate script: the one named, or that of the environment in which this command runs."""
     named = slurm.activate
     if named is None:
@@ -281,18 +249,7 @@ def _activate(slurm: SlurmArguments) -> str | None:
     script = named / "bin" / "activate" if named.is_dir() else named
     if not script.is_file():
         raise UserError(f"--activate {named}: there is no {script}. Name the folder of a virtual environment.")
-    return str(script.absolute())
-
-
-def _env_file(slurm: SlurmArguments) -> str | None:
-    """Return the file of variables that the script reads. Raises UserError for one that others can read."""
-    if slurm.env_file is None:
-        return None
-    if not slurm.env_file.is_file():
-        raise UserError(f"--env-file {slurm.env_file}: there is no such file. Write lines of NAME=VALUE to it.")
-    if slurm.env_file.stat().st_mode & 0o077:
-        raise UserError(f"--env-file {slurm.env_file}: others can read it. Write: chmod 600 {slurm.env_file}")
-    return str(slurm.env_file.absolute())
+    return script.absolute()
 
 
 def _container(slurm: SlurmArguments, request: JobRequest, *, folders: Sequence[Path]) -> Container | None:

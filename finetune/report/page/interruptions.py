@@ -110,13 +110,15 @@ def advice_line(advice: IntervalAdvice | None) -> str:
     if advice.is_right:
         return f"{cost}; with {every}, checkpoint.every_steps: {advice.every_steps} is right"
     best = f"with {every}, save every {advice.best_steps:,} steps"
-    if advice.lost_seconds is None:
-        now = f"now only at the end: an interruption loses everything, then {_minutes(advice.best_lost_seconds)}"
-    elif advice.lost_seconds > advice.best_lost_seconds:
-        lost = f"an interruption loses {_minutes(advice.lost_seconds)} of steps on average"
-        now = f"now {advice.every_steps:,}: {lost}, then {_minutes(advice.best_lost_seconds)}"
+    then = _minutes(advice.lost_seconds(advice.best_steps))
+    if advice.every_steps is None:
+        now = f"now only at the end: an interruption loses everything, then {then}"
+    elif advice.every_steps > advice.best_steps:
+        lost = f"an interruption loses {_minutes(advice.lost_seconds(advice.every_steps))} of steps on average"
+        now = f"now {advice.every_steps:,}: {lost}, then {then}"
     else:
-        now = f"now {advice.every_steps:,}: saving adds {advice.save_share:.1%}, then {advice.best_save_share:.1%}"
+        shares = (advice.save_share(advice.every_steps), advice.save_share(advice.best_steps))
+        now = f"now {advice.every_steps:,}: saving adds {shares[0]:.1%}, then {shares[1]:.1%}"
     return f"{cost}; {best} ({now})"
 
 

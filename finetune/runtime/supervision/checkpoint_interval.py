@@ -64,9 +64,9 @@ def best_interval(*, save: float, write: float, between_failures: float) -> floa
 
 @dataclass(frozen=True)
 class IntervalAdvice:
-    """The best interval, by the measured times of a save and a step; `every_steps` is the job's, None: only at the end.
+    """The best interval, by the measured times of a save and a step.
 
-    An interruption loses half of an interval on average.
+    `every_steps` is that of the job; None: only at the end.
     """
 
     save_seconds: float
@@ -76,32 +76,20 @@ class IntervalAdvice:
     best_steps: int
     step_seconds: float
 
-    @property
-    def lost_seconds(self) -> float | None:
-        """Return the loss of an interruption with the job's interval; None if it saves only at the end."""
-        return None if self.every_steps is None else self.every_steps * self.step_seconds / 2
+    def lost_seconds(self, every_steps: int) -> float:
+        """Return the loss of an interruption with this interval: half of it, on average."""
+        return every_steps * self.step_seconds / 2
 
-    @property
-    def best_lost_seconds(self) -> float:
-        """Return the loss of an interruption with the best interval."""
-        return self.best_steps * self.step_seconds / 2
-
-    @property
-    def save_share(self) -> float:
-        """Return the time of saves with the job's interval, as a share of the steps' time."""
-        return 0.0 if self.every_steps is None else self.save_seconds / (self.every_steps * self.step_seconds)
-
-    @property
-    def best_save_share(self) -> float:
-        """Return the same with the best interval."""
-        return self.save_seconds / (self.best_steps * self.step_seconds)
+    def save_share(self, every_steps: int) -> float:
+        """Return the time of saves with this interval, as a share of the steps' time."""
+        return self.save_seconds / (every_steps * self.step_seconds)
 
     @property
     def is_right(self) -> bool:
         """Return whether another interval would gain little."""
         if self.every_steps is None:
             return False
-        is_cheap = self.every_steps < self.best_steps and self.save_share < _CHEAP
+        is_cheap = self.every_steps < self.best_steps and self.save_share(self.every_steps) < _CHEAP
         return is_cheap or 1 / _CLOSE <= self.every_steps / self.best_steps <= _CLOSE
 
 

@@ -57,6 +57,7 @@ class ProcessExit:
     def __init__(self, status: StatusFile, *, rank: int, leave: Callable[[int], None] | None = None) -> None:
         self._status = status
         self._rank = rank
+        self._prefix = f"[rank {rank}] " if rank else ""
         self._leave = leave or exit_now
         self._is_exiting = threading.Lock()
         self.peers: Sequence[Peer] = ()
@@ -70,7 +71,9 @@ class ProcessExit:
         if first == own and own.state != STOPPED:
             if self._rank > 0 and self._status.first() is None:  # the disk is full, so the first rank is unknown
                 _leave_it_to_rank_0()
-            self._exit(own, message=format_first_error(error, rank=self._rank))
+            is_bug = not isinstance(error, FinetuneError)
+            text = format_traceback(error) if is_bug else f"error: {printable(str(error))}"
+            self._exit(own, message=self._prefix + text)
         self._exit(first, message=None)
 
     def after(self, ended: RankExit) -> None:
@@ -85,7 +88,12 @@ class ProcessExit:
     def _exit(self, first: RankExit, *, message: str | None) -> None:
         if not self._is_exiting.acquire(blocking=False):
             time.sleep(60)  # the other thread is about to exit
-        text = message or format_exit(first, rank=self._rank)
+        text = message
+        if text is None and first.rank == self._rank:
+            is_stop = first.state == STOPPED
+            text = f"{first}; it ends now." if is_stop else f"{self._prefix}error: {first.message}"
+        elif text is None and first.exit_code != UserError.exit_code:  # which that rank has printed
+            text = f"rank {self._rank} exits because {first}"
         if text:
             print(printable(text), file=sys.stderr, flush=True)
         self._leave(first.exit_code if first.rank == self._rank or first.state == STOPPED else 1)
@@ -188,20 +196,6 @@ def format_lost_peers(lost: Sequence[Peer]) -> str:
     )
 
 
-def format_exit(first: RankExit, *, rank: int) -> str:
-    """Return the line that a rank prints when it exits; empty for a user error that another rank has printed."""
-    if first.rank != rank:
-        return "" if first.exit_code == UserError.exit_code else f"rank {rank} exits because {first}"
-    return f"{first}; it ends now." if first.state == STOPPED else f"{_rank_prefix(rank)}error: {first.message}"
-
-
-def format_first_error(error: BaseException, *, rank: int) -> str:
-    """Return the text of the first error: a message, or a traceback for a bug of this package."""
-    if isinstance(error, FinetuneError):
-        return f"{_rank_prefix(rank)}error: {printable(str(error))}"
-    return _rank_prefix(rank) + format_traceback(error)
-
-
 def kill_children(*, others: Collection[BaseProcess] = ()) -> None:
     """Kill data loading processes, which ignore signals and would outlive this process by seconds.
 
@@ -225,7 +219,3 @@ def exit_now(code: int) -> None:
         kill_children()
     finally:
         exit_process(code)
-
-
-def _rank_prefix(rank: int) -> str:
-    return f"[rank {rank}] " if rank else ""

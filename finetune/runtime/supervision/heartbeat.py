@@ -80,8 +80,11 @@ class Heartbeat:
     at: float
 
 
-_last_heartbeat = Heartbeat("start", 0, time.monotonic())
-_last_heartbeat_at = _last_heartbeat.at
+last_heartbeat = Heartbeat("start", 0, time.monotonic())
+"""The last heartbeat of the main thread."""
+
+last_heartbeat_at = last_heartbeat.at
+"""The time of the last heartbeat of any thread (monotonic seconds)."""
 
 
 def fault_point(point: str, *, step: int, path: Path | None = None, tensor: Any = None) -> None:
@@ -90,15 +93,15 @@ def fault_point(point: str, *, step: int, path: Path | None = None, tensor: Any 
     `path` is a file that a fault may damage, `tensor` a scalar that it may turn into NaN. Faults are injected in any
     thread, and heartbeats of any thread count, since the main thread may be waiting for a background write.
     """
-    global _last_heartbeat, _last_heartbeat_at
+    global last_heartbeat, last_heartbeat_at
     assert point in POINTS, f"{point} is not in heartbeat.POINTS"
-    _last_heartbeat_at = now = time.monotonic()
+    last_heartbeat_at = now = time.monotonic()
     if threading.current_thread() is threading.main_thread():
-        _last_heartbeat = Heartbeat(point, step, now)
+        last_heartbeat = Heartbeat(point, step, now)
     if VARIABLE not in os.environ:
-        _faults.cache_clear()  # faults that are set again are injected again
+        read_faults.cache_clear()  # faults that are set again are injected again
         return
-    faults = _faults(os.environ[VARIABLE])
+    faults = read_faults(os.environ[VARIABLE])
     due = [fault for fault in faults if fault.is_due(point, step=step, rank=distributed.rank(), path=path)]
     for fault in due:
         fault.inject(path, tensor)
@@ -106,18 +109,8 @@ def fault_point(point: str, *, step: int, path: Path | None = None, tensor: Any 
 
 def keep_alive() -> None:
     """Record that this process is alive without a heartbeat, since it waits for another process."""
-    global _last_heartbeat_at
-    _last_heartbeat_at = time.monotonic()
-
-
-def last_heartbeat() -> Heartbeat:
-    """Return the last heartbeat of the main thread."""
-    return _last_heartbeat
-
-
-def last_heartbeat_at() -> float:
-    """Return the time of the last heartbeat of any thread (monotonic seconds)."""
-    return _last_heartbeat_at
+    global last_heartbeat_at
+    last_heartbeat_at = time.monotonic()
 
 
 @dataclass
@@ -168,8 +161,9 @@ class Fault:
                 file.write(bytes([last ^ 1]))
 
 
+@lru_cache(maxsize=1)
 def read_faults(written: str) -> list[Fault]:
-    """Return the faults of the variable; raises UserError for an invalid one.
+    """Return the faults of the variable, which know whether they were injected; raises UserError for an invalid one.
 
     >>> read_faults("save.rename step=3 do=kill")
     [Fault(point='save.rename', action='kill', step=3, rank=None, part=None, seconds=3600.0, was_injected=False)]
@@ -193,9 +187,3 @@ def read_faults(written: str) -> list[Fault]:
             ) from None
         faults.append(Fault(point, action, step, rank, values.get("part"), seconds=seconds))
     return faults
-
-
-@lru_cache(maxsize=1)
-def _faults(written: str) -> list[Fault]:
-    """Return the same faults each time, which know whether they were injected."""
-    return read_faults(written)

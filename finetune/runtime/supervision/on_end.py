@@ -24,7 +24,7 @@ from finetune.runtime.processes import ELASTIC_VARIABLE, is_launcher
 from finetune.runtime.supervision import heartbeat
 from finetune.runtime.supervision.sentinel import EndHook, Process
 from finetune.runtime.supervision.status import Peer
-from finetune.runtime.supervision.watchdog import OwnActivity
+from finetune.runtime.supervision.watchdog import LEAST_CPU_SECONDS, main_thread_seconds
 from finetune.runtime.text.terminal import format_json
 
 _MODULE = "finetune.runtime.supervision.sentinel"
@@ -45,8 +45,8 @@ class RunSentinel:
         self._lock = threading.Lock()
         self._phase = _PREPARING
         self._end: dict[str, str] = {}
-        self._main_thread = OwnActivity()
         self._last_heartbeat_at = self._last_cpu_seconds = 0.0
+        self._last_main_seconds = main_thread_seconds()
 
     def start(self) -> int | None:
         """Start the sentinel unless it was started; return its pid. Raises UserError if that fails."""
@@ -94,21 +94,21 @@ class RunSentinel:
         self._send({"call_off": True})
 
     def _send_beats(self) -> None:
+        """Send a beat after a heartbeat or, outside training, after CPU time since the last one.
+
+        During preparation only the main thread counts, since the watchdog's thread always works.
+        """
         while self._pipe is not None:
-            if self._has_progressed():
+            main_seconds, cpu_seconds = main_thread_seconds(), time.process_time()
+            has_progressed = heartbeat.last_heartbeat_at != self._last_heartbeat_at
+            if self._phase == _PREPARING and main_seconds - self._last_main_seconds >= LEAST_CPU_SECONDS:
+                has_progressed, self._last_main_seconds = True, main_seconds
+            if self._phase == _ENDING and cpu_seconds - self._last_cpu_seconds > _MIN_CPU_SECONDS:
+                has_progressed = True
+            self._last_heartbeat_at, self._last_cpu_seconds = heartbeat.last_heartbeat_at, cpu_seconds
+            if has_progressed:
                 self._send({"beat": True})
             time.sleep(_BEAT_SECONDS)
-
-    def _has_progressed(self) -> bool:
-        """Return whether there was a heartbeat or, outside training, CPU time since the last call."""
-        heartbeat_at, cpu_seconds = heartbeat.last_heartbeat_at(), time.process_time()
-        has_passed_point = heartbeat_at != self._last_heartbeat_at
-        has_worked = cpu_seconds - self._last_cpu_seconds > _MIN_CPU_SECONDS
-        self._last_heartbeat_at, self._last_cpu_seconds = heartbeat_at, cpu_seconds
-        if has_passed_point or self._phase == _TRAINING:
-            return has_passed_point
-        # During preparation only the main thread counts, since the watchdog's thread always works.
-        return self._main_thread.has_progressed() if self._phase == _PREPARING else has_worked
 
     def _send(self, message: dict[str, Any]) -> None:
         with self._lock, suppress(OSError):  # the sentinel was killed or is suspended: the run continues

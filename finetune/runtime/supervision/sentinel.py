@@ -106,19 +106,6 @@ def end_of_run(announced: Mapping[str, Any] | None, status: Mapping[str, Any], *
     return RunEnd(failed, KILLED, 1, step)
 
 
-def describe_end(end: RunEnd, hook: EndHook) -> dict[str, str]:
-    """Return the environment variables that describe the end to the command."""
-    return {
-        "FINETUNE_OUTCOME": end.outcome,
-        "FINETUNE_REASON": end.reason,
-        "FINETUNE_EXIT_CODE": str(end.exit_code),
-        "FINETUNE_STEP": str(end.step),
-        "FINETUNE_RUN_FOLDER": hook.run_folder,
-        "FINETUNE_RUN_URL": hook.url,
-        "FINETUNE_STATUS_FILE": f"{hook.run_folder}/status.json",
-    }
-
-
 def _whole(value: Any, default: int) -> int:
     return value if isinstance(value, int) and not isinstance(value, bool) else default
 
@@ -162,14 +149,22 @@ def append_line(path: Path, text: str) -> None:
             file.write(text.rstrip("\n") + "\n")
 
 
-def command_environment(variables: Mapping[str, str], facts: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of the command: that of the run without variables of launchers, and the facts."""
+def command_environment(variables: Mapping[str, str], end: RunEnd, hook: EndHook) -> dict[str, str]:
+    """Return the environment of the command: that of the run without variables of launchers, and the end of the run."""
     plain = {
         name: value
         for name, value in variables.items()
         if name not in _LAUNCHER_VARIABLES and not name.startswith(_LAUNCHER_PREFIXES)
     }
-    return plain | dict(facts)
+    return plain | {
+        "FINETUNE_OUTCOME": end.outcome,
+        "FINETUNE_REASON": end.reason,
+        "FINETUNE_EXIT_CODE": str(end.exit_code),
+        "FINETUNE_STEP": str(end.step),
+        "FINETUNE_RUN_FOLDER": hook.run_folder,
+        "FINETUNE_RUN_URL": hook.url,
+        "FINETUNE_STATUS_FILE": f"{hook.run_folder}/status.json",
+    }
 
 
 def run_command(
@@ -226,29 +221,21 @@ _MAX_STATUS_BYTES = 4 << 20
 class Sentinel:
     """Waits for the end of one run on this machine."""
 
+    hook: EndHook  # updated by the messages of the run
+    _claim: Path  # which names the sentinel of this machine that runs the command
+
     def __init__(self, source: int) -> None:
         """`source` is the descriptor of the run's messages; waits for the first one, raises EOFError without it."""
         self._source: int | None = source
         self._buffer = b""
-        self._hook: EndHook | None = None
         self._announced: Mapping[str, Any] | None = None
         self._announced_at = self._ended_at = float("inf")
         self._last_beat = self._last_tick = time.monotonic()
         self._is_over = False  # called off, or replaced
-        while self._hook is None:
+        while not hasattr(self, "hook"):
             if self._source is None:
                 raise EOFError("the run ended before it sent its hook")
             self._read(self._source)
-
-    @property
-    def hook(self) -> EndHook:
-        """Return the hook, updated by the messages of the run."""
-        assert self._hook is not None
-        return self._hook
-
-    @property
-    def _claim(self) -> Path:
-        return Path(self.hook.run_folder) / f".on_end-{self.hook.host}.json"
 
     def claim(self) -> None:
         """Take over from the sentinel of an earlier start on this machine, and end it."""
@@ -256,7 +243,7 @@ class Sentinel:
             signal.signal(number, self._end_by_signal)
         earlier = _read_object(self._claim)
         if earlier.get("launch") != self.hook.launch and _is_running((earlier.get("pid"), earlier.get("created"))):
-            self._hook = replace(self.hook, has_trained=self.hook.has_trained or earlier.get("has_trained") is True)
+            self.hook = replace(self.hook, has_trained=self.hook.has_trained or earlier.get("has_trained") is True)
             with suppress(OSError):
                 os.kill(earlier["pid"], REPLACED)
         self._write_claim()
@@ -282,7 +269,7 @@ class Sentinel:
         started = time.monotonic()
         code = run_command(
             self.hook.command,
-            environment=command_environment(os.environ, describe_end(end, self.hook)),
+            environment=command_environment(os.environ, end, self.hook),
             log=partial(append_line, Path(self.hook.log)),
             timeout_seconds=self.hook.timeout_seconds,
         )
@@ -333,20 +320,19 @@ class Sentinel:
         *lines, self._buffer = (self._buffer + content).split(b"\n")
         for line in lines:
             with suppress(ValueError, TypeError, KeyError):
-                self._handle(json.loads(line))
-
-    def _handle(self, message: Mapping[str, Any]) -> None:
-        self._last_beat = time.monotonic()
-        if "hook" in message:
-            self._hook = EndHook(**message["hook"])
-        if "processes" in message:
-            self._hook = replace(self.hook, processes=message["processes"])
-        if "has_trained" in message:
-            self._hook = replace(self.hook, has_trained=True)
-            self._write_claim()
-        if "end" in message:
-            self._announced, self._announced_at = dict(message["end"]), time.monotonic()
-        self._is_over = self._is_over or "call_off" in message
+                message = json.loads(line)
+                self._last_beat = time.monotonic()
+                if "hook" in message:
+                    self.hook = EndHook(**message["hook"])
+                    self._claim = Path(self.hook.run_folder) / f".on_end-{self.hook.host}.json"
+                if "processes" in message:
+                    self.hook = replace(self.hook, processes=message["processes"])
+                if "has_trained" in message:
+                    self.hook = replace(self.hook, has_trained=True)
+                    self._write_claim()
+                if "end" in message:
+                    self._announced, self._announced_at = dict(message["end"]), time.monotonic()
+                self._is_over = self._is_over or "call_off" in message
 
     def _write_claim(self) -> None:
         facts = {"pid": os.getpid(), "created": psutil.Process().create_time(), "launch": self.hook.launch}

@@ -40,7 +40,8 @@ class ReceivedSignals:
         self.interrupts_start = interrupts_start  # raise at once: there is nothing to save yet
         self._num_interrupts = 0
         self._num_piped_interrupts = 0
-        self._wakeup_pipe: int | None = None
+        self.wants_immediate_exit = False  # after a second SIGINT that the main thread could not handle
+        self.wakeup_pipe: int | None = None  # to which the interpreter writes the numbers of signals
 
     def note(self, number: int, frame: FrameType | None) -> None:
         """Record the signal; a second SIGINT raises KeyboardInterrupt."""
@@ -58,25 +59,17 @@ class ReceivedSignals:
             if distributed.is_main():
                 os.write(2, _INTERRUPTED)  # the signal may have interrupted a `print`
 
-    def set_wakeup_pipe(self, descriptor: int | None) -> None:
-        """Also read signals from this pipe, to which the interpreter writes their numbers."""
-        self._wakeup_pipe = descriptor
-
     def read_wakeup_pipe(self) -> None:
         """Record signals that the main thread cannot handle because it is stuck in a collective."""
-        if self._wakeup_pipe is None:
+        if self.wakeup_pipe is None:
             return
         with suppress(BlockingIOError):
-            numbers = os.read(self._wakeup_pipe, 1024)
+            numbers = os.read(self.wakeup_pipe, 1024)
             self._num_piped_interrupts += numbers.count(signal.SIGINT)
+            self.wants_immediate_exit = self._num_piped_interrupts > 1
             stopping = [number for number in numbers if number in STOP_SIGNALS]
             if stopping:
                 self.received = self.received or signal.Signals(stopping[0])
-
-    @property
-    def wants_immediate_exit(self) -> bool:
-        """Return whether a second SIGINT was received that the main thread could not handle."""
-        return self._num_piped_interrupts > 1
 
 
 @contextmanager
@@ -97,12 +90,12 @@ def record_signals(*, is_callers_process: bool = False) -> Iterator[ReceivedSign
     reading, writing = os.pipe()
     for end in (reading, writing):
         os.set_blocking(end, False)
-    note.set_wakeup_pipe(reading)
+    note.wakeup_pipe = reading
     wakeup = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)  # an event loop's, in a notebook
     try:
         yield note
     finally:
-        note.set_wakeup_pipe(None)
+        note.wakeup_pipe = None
         signal.set_wakeup_fd(wakeup)
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -16,7 +16,7 @@ import errno
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -106,7 +106,7 @@ class StatusFile:
     ) -> None:
         self._folder = folder
         self._rank = rank
-        self._launch = launch
+        self.launch = launch  # an identifier that all its processes share
         self._since = since  # earlier content belongs to a previous launch
         self._clock = clock
         self._progress: Progress | None = None
@@ -125,11 +125,6 @@ class StatusFile:
             "ranks": [asdict(me)],
             "previous": None,
         }
-
-    @property
-    def launch(self) -> str:
-        """Return the identifier of this launch, which all its processes share."""
-        return self._launch
 
     def start(self) -> None:
         """Replace the file of the previous launch."""
@@ -150,10 +145,6 @@ class StatusFile:
             with suppress(OSError), self._alone():
                 is_ours = self.first() is None
                 self._write(self._facts | self._step() if is_ours else read_status(self._folder) | dict(facts))
-
-    def met(self, peers: Sequence[Peer]) -> None:
-        """Record all processes of the run."""
-        self._facts["ranks"] = [asdict(peer) for peer in peers]
 
     def run(self, progress: Progress, *, num_steps: int) -> None:
         """Record that training begins; from now on the step is read from `progress`."""
@@ -182,7 +173,7 @@ class StatusFile:
             with self._alone():
                 first = self.first()
                 facts = read_status(self._folder)
-                is_ours = facts.get("launch") == self._launch  # otherwise the file belongs to another launch
+                is_ours = facts.get("launch") == self.launch  # otherwise the file belongs to another launch
                 if first is None and is_ours:
                     error = {"rank": ended.rank, "type": ended.type, "message": ended.message}
                     end = {
@@ -201,7 +192,7 @@ class StatusFile:
         """Return the exit of the rank that ended the run alone, if any."""
         facts = read_status(self._folder)
         try:
-            if facts.get("launch") != self._launch or facts.get("ended_by") is None or facts["time"] < self._since:
+            if facts.get("launch") != self.launch or facts.get("ended_by") is None or facts["time"] < self._since:
                 return None
             error = facts["error"] or {"type": "Stopped", "message": facts["reason"]}
             ended = (facts["state"], facts["ended_by"], error["type"], error["message"], facts["exit_code"])
@@ -212,7 +203,7 @@ class StatusFile:
     def refreshed_at(self) -> float | None:
         """Return when rank 0 last wrote the file, by its clock (unix seconds); None if that cannot be read."""
         facts = read_status(self._folder)
-        return facts["time"] if facts.get("launch") == self._launch and isinstance(facts.get("time"), float) else None
+        return facts["time"] if facts.get("launch") == self.launch and isinstance(facts.get("time"), float) else None
 
     def _keep(self) -> None:
         if self._rank != 0:
@@ -228,7 +219,7 @@ class StatusFile:
     def _write(self, facts: dict[str, Any]) -> None:
         now = self._clock()
         updated = datetime.fromtimestamp(now, UTC).isoformat(timespec="seconds")
-        facts = redacted_config({**facts, "launch": self._launch, "updated": updated, "time": now})
+        facts = redacted_config({**facts, "launch": self.launch, "updated": updated, "time": now})
         content = format_json(facts, indent=2).encode(errors="backslashreplace")
         # padded with blanks, to have space for the final state on a full disk
         size = -(-(len(content) + _SPARE_BYTES) // _BLOCK_BYTES) * _BLOCK_BYTES

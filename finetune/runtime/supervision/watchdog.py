@@ -26,7 +26,6 @@ from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from types import FrameType
-from typing import Protocol
 
 from pydantic import TypeAdapter
 
@@ -41,46 +40,11 @@ from finetune.runtime.supervision.heartbeat import POINTS
 from finetune.runtime.supervision.signals import EXIT_CODES, ReceivedSignals
 from finetune.runtime.supervision.status import STOPPED, RankExit, StatusFile, exit_from_error
 
-_LEAST_CPU_SECONDS = 0.01
+LEAST_CPU_SECONDS = 0.01
 """CPU time of a working main thread, also while writing to disk; waiting for a dead disk or a lock takes none."""
 
 
-class Activity(Protocol):
-    """A sign of progress of rank 0."""
-
-    def has_progressed(self) -> bool:
-        """Return whether there was any activity since the last call that returned True."""
-
-
-class OwnActivity:
-    """The CPU time of the main thread of this process, rank 0."""
-
-    def __init__(self) -> None:
-        self._seen = _main_thread_seconds()
-
-    def has_progressed(self) -> bool:
-        """Return whether the main thread has worked."""
-        now = _main_thread_seconds()
-        if now - self._seen < _LEAST_CPU_SECONDS:
-            return False
-        self._seen = now
-        return True
-
-
-class OthersActivity:
-    """The status file of the run, which rank 0 refreshes."""
-
-    def __init__(self, status: StatusFile) -> None:
-        self._status = status
-        self._seen: float | None = None
-
-    def has_progressed(self) -> bool:
-        """Return whether rank 0 has refreshed the file."""
-        before, self._seen = self._seen, self._status.refreshed_at() or self._seen
-        return self._seen != before
-
-
-def _main_thread_seconds() -> float:
+def main_thread_seconds() -> float:
     """Return the CPU time of the main thread; without a clock for it, the current time, as if it worked."""
     if not hasattr(time, "pthread_getcpuclockid"):
         return time.monotonic()
@@ -114,7 +78,7 @@ class Watchdog:
         self._armed_at = float("-inf")
         self._checked_at = time.monotonic()
         self._is_training = False
-        self._rank_0: Activity = OwnActivity() if rank == 0 else OthersActivity(status)
+        self._rank_0_seen = main_thread_seconds() if rank == 0 else None
         self._is_over = threading.Event()
 
     def detect_hangs(self, limit_seconds: float | None) -> None:
@@ -166,9 +130,9 @@ class Watchdog:
         if self._rank == 0:
             self._end_if_replaced()
         self._status.refresh()
-        if distributed.is_rank_0_alone() and self._rank_0.has_progressed():
+        if distributed.is_rank_0_alone and self.has_rank_0_worked():
             heartbeat.keep_alive()
-        silent = now - max(heartbeat.last_heartbeat_at(), self._watched_since)
+        silent = now - max(heartbeat.last_heartbeat_at, self._watched_since)
         if silent > _QUIET_SECONDS or self._note.received:
             self._end_if_replaced()
             self._check_others()
@@ -177,6 +141,17 @@ class Watchdog:
                 self._arm(self._limit)
             if silent > self._limit or (silent > _QUIET_SECONDS and (self._folder / HANG_FOLDER).exists()):
                 self._end_hang(silent)
+
+    def has_rank_0_worked(self) -> bool:
+        """Return whether rank 0 was active since the last call that returned True.
+
+        On rank 0 that is CPU time of the main thread; the others see that rank 0 refreshes the status file.
+        """
+        before, now = self._rank_0_seen, main_thread_seconds() if self._rank == 0 else self._status.refreshed_at()
+        if now is None or (before is not None and abs(now - before) < LEAST_CPU_SECONDS):
+            return False
+        self._rank_0_seen = now
+        return True
 
     def _end_if_replaced(self) -> None:
         """End this process if a newer attempt has begun, whose ranks need its device."""
@@ -205,7 +180,7 @@ class Watchdog:
             self._ending.after(first)
 
     def _end_hang(self, silent: float) -> None:
-        last = heartbeat.last_heartbeat()
+        last = heartbeat.last_heartbeat
         write_report(self._folder, rank=self._rank, point=last.point, step=last.step, silent_seconds=silent)
         deadline = time.monotonic() + _REPORT_SECONDS
         while len(reports := read_reports(self._folder)) < self._world and time.monotonic() < deadline:
@@ -264,19 +239,13 @@ class HangReport:
     called: str = ""  # the function without a frame, such as `tolist`, that it has called
 
     @property
-    def is_waiting(self) -> bool:
-        """Return whether the rank waits for others in a collective, or for its device, which may run one."""
-        return self.waits_for_device or self._is_in_collective
-
-    @property
-    def waits_for_device(self) -> bool:
-        """Return whether the rank waits for its device, which may run a collective or a slow kernel."""
-        is_torch_cuda = any(code in self.where for code in _AT_DEVICE)
-        return is_torch_cuda or (self.called in _READS_DEVICE and not self._is_in_collective)
-
-    @property
-    def _is_in_collective(self) -> bool:
-        return self.called == _WAIT or any(code in self.where for code in _WAITING)
+    def waits_for(self) -> str:
+        """Return "ranks" in a collective, "device" if the device may run one or a slow kernel, "" otherwise."""
+        if any(code in self.where for code in _AT_DEVICE):
+            return "device"
+        if self.called == _WAIT or any(code in self.where for code in _WAITING):
+            return "ranks"
+        return "device" if self.called in _READS_DEVICE else ""
 
     @property
     def progress(self) -> tuple[int, int, int]:
@@ -336,8 +305,8 @@ def format_blocking_ranks(reports: Sequence[HangReport], *, world: int) -> str:
     if world == 1:
         return f"Last seen: {reports[0]}."
     furthest = max(report.progress for report in reports)
-    late = [report for report in reports if report.progress < furthest and not report.waits_for_device]
-    idle = [report for report in reports if not report.is_waiting]
+    late = [report for report in reports if report.progress < furthest and report.waits_for != "device"]
+    idle = [report for report in reports if not report.waits_for]
     if named := late or (idle if len(idle) < world else []):
         return f"The others wait for {'; and '.join(map(str, named))}."
     return "It cannot be determined which rank the others wait for."

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from finetune.errors import UserError
-from finetune.runtime.supervision.heartbeat import INJECTED, VARIABLE, Fault, fault_point, last_heartbeat, read_faults
+from finetune.runtime.supervision import heartbeat
+from finetune.runtime.supervision.heartbeat import INJECTED, VARIABLE, Fault, fault_point, read_faults
 
 
 def test_the_variable_names_points_steps_ranks_and_actions():
@@ -25,7 +26,7 @@ def test_an_invalid_fault_specification_is_rejected_with_the_valid_names(written
 def test_a_fault_point_without_injected_faults_only_updates_the_heartbeat(monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
     fault_point("forward", step=4)
-    assert (last_heartbeat().point, last_heartbeat().step) == ("forward", 4)
+    assert (heartbeat.last_heartbeat.point, heartbeat.last_heartbeat.step) == ("forward", 4)
 
 
 def test_a_fault_is_injected_once_at_its_step(monkeypatch):

@@ -25,7 +25,6 @@ from finetune.runtime.supervision.sentinel import (
     RunEnd,
     append_line,
     command_environment,
-    describe_end,
     end_of_run,
     next_action,
     run_command,
@@ -97,8 +96,9 @@ def test_an_unwritable_on_end_log_does_not_stop_the_command(tmp_path: Path):
 
 def test_the_on_end_command_gets_no_rank_variables():
     variables = {"RANK": "0", "TORCHELASTIC_RUN_ID": "x", "ACCELERATE_USE_FSDP": "true", "HOME": "/root", "AWS": "key"}
-    facts = {"FINETUNE_OUTCOME": "finished"}
-    assert command_environment(variables, facts) == {"HOME": "/root", "AWS": "key", **facts}
+    environment = command_environment(variables, RunEnd("finished", "", 0), HOOK)
+    own = {name: value for name, value in environment.items() if not name.startswith("FINETUNE_")}
+    assert own == {"HOME": "/root", "AWS": "key"} and environment["FINETUNE_OUTCOME"] == "finished"
 
 
 WAIT_SECONDS = 60.0
@@ -321,8 +321,8 @@ def test_the_reason_passed_to_the_on_end_command_contains_only_plain_text():
     error = {"type": "X'; rm -rf $HOME `id`\n\x1b[31m"}
     end = end_of_run(None, status("failed", error=error, exit_code=1), hook=HOOK)
     assert end.reason == "X rm -rf HOME id31m"
-    assert describe_end(end, HOOK)["FINETUNE_REASON"] == end.reason
-    assert all("\x00" not in value for value in describe_end(end, HOOK).values())
+    environment = command_environment({}, end, HOOK)
+    assert environment["FINETUNE_REASON"] == end.reason and all("\x00" not in value for value in environment.values())
 
 
 def test_no_on_end_action_is_due_while_the_run_is_alive_and_progressing():

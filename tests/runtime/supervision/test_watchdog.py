@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -18,8 +19,6 @@ from finetune.runtime.supervision.signals import ReceivedSignals
 from finetune.runtime.supervision.status import Peer, StatusFile, exit_from_error
 from finetune.runtime.supervision.watchdog import (
     HangReport,
-    OthersActivity,
-    OwnActivity,
     Watchdog,
     format_blocking_ranks,
     keep_previous_reports,
@@ -157,12 +156,18 @@ def work(seconds: float) -> None:
         pass
 
 
-def test_rank_0_moves_while_its_main_thread_works():
-    activity = OwnActivity()
+def watchdog_of(status: StatusFile, folder: Path, *, rank: int) -> Watchdog:
+    ending = ProcessExit(status, rank=rank)
+    return Watchdog(folder, status=status, ending=ending, note=ReceivedSignals(), rank=rank, world=2)
+
+
+def test_rank_0_moves_while_its_main_thread_works(tmp_path):
+    status = StatusFile(tmp_path, rank=0, me=Peer(0, "here", 10), launch="now", since=0.0)
+    dog = watchdog_of(status, tmp_path, rank=0)
     work(0.05)
-    assert activity.has_progressed()
+    assert dog.has_rank_0_worked()
     time.sleep(0.05)
-    assert not activity.has_progressed()
+    assert not dog.has_rank_0_worked()
 
 
 def test_the_others_see_rank_0_in_the_status_file(tmp_path):
@@ -172,13 +177,13 @@ def test_the_others_see_rank_0_in_the_status_file(tmp_path):
         for rank in range(2)
     ]
     files[0].start()
-    activity = OthersActivity(files[1])
-    assert activity.has_progressed()
-    assert not activity.has_progressed()
+    dog = watchdog_of(files[1], tmp_path, rank=1)
+    assert dog.has_rank_0_worked()
+    assert not dog.has_rank_0_worked()
     now[0] += 4.0
     files[0].refresh()
-    assert activity.has_progressed()
-    assert not activity.has_progressed()
+    assert dog.has_rank_0_worked()
+    assert not dog.has_rank_0_worked()
 
 
 def test_long_work_of_rank_0_is_not_a_hang_unless_it_stalls(tmp_path):
@@ -200,7 +205,7 @@ def test_long_work_of_rank_0_is_not_a_hang_unless_it_stalls(tmp_path):
         assert ended == [1]
     finally:
         dog.stop()
-    assert not distributed.is_rank_0_alone()
+    assert not distributed.is_rank_0_alone
 
 
 COLLECTIVE = "/site-packages/torch/distributed/distributed_c10d.py:3000 all_reduce"
@@ -299,5 +304,5 @@ def test_a_hang_report_names_the_called_function_without_a_python_frame(tmp_path
     writer.join()
     (found,) = read_reports(tmp_path)
     assert found.called == "tolist"
-    assert found.waits_for_device
+    assert found.waits_for == "device"
     assert "test_a_hang_report_names_the_called_function" in found.where
