@@ -36,10 +36,10 @@ from finetune.model.adapters.context import ADAPTER_NAME, has_adapter
 from finetune.model.loading.architecture import NEW_HEADS
 from finetune.model.loading.saved import CONFIG_FOLDER
 from finetune.runtime.files.atomic import replace_folder
-from finetune.runtime.hub import is_offline
 from finetune.runtime.optional import lazily
 from finetune.runtime.text.redact import redacted_text
 from finetune.runtime.text.terminal import printable
+from finetune.runtime.upstream import is_offline
 
 with lazily():
     from finetune.export import merge as merging

@@ -24,9 +24,8 @@ from finetune.model.loading.hub import is_local_path, loading_errors, resolve_na
 from finetune.model.loading.pretrained import check_no_missing_weights, load_auto_class, load_weights, placed_on
 from finetune.model.upstream import adapters_disabled
 from finetune.runtime.files.digests import sha256_digest
-from finetune.runtime.hub import is_offline
 from finetune.runtime.resources import format_size
-from finetune.runtime.upstream import without_hub_retries
+from finetune.runtime.upstream import is_offline, without_hub_retries
 
 WEIGHT_FILES = ("*.safetensors", "*.bin")
 """Patterns of weight files, the preferred format first; if both exist, the other one is not read."""

@@ -18,8 +18,7 @@ from finetune.model.loading.hub import is_local_path, loading_errors, resolve_na
 from finetune.model.loading.pretrained import load_auto_class, without_warnings
 from finetune.model.tokenizer import TOKENIZER_FILES, add_tokens, ensure_padding, load_tokenizer
 from finetune.registry.tasks import InputKind
-from finetune.runtime.hub import is_offline
-from finetune.runtime.upstream import without_hub_retries
+from finetune.runtime.upstream import is_offline, without_hub_retries
 
 NO_CHANGES = ImagesSection()
 """Images get the sizes that the model's own processor has."""

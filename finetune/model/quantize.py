@@ -10,8 +10,8 @@ from transformers import BitsAndBytesConfig, TorchAoConfig
 from finetune.config.sections.model import ModelSection
 from finetune.errors import Problem
 from finetune.model.loading.hub import is_local_path, loading_errors, resolve_name
-from finetune.runtime.hub import is_offline
 from finetune.runtime.optional import require
+from finetune.runtime.upstream import is_offline
 
 _EXTRAS = {"bitsandbytes": "quantization", "torchao": "torchao"}
 

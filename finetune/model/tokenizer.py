@@ -25,10 +25,9 @@ from finetune.model.loading.hub import is_local_path, loading_errors, resolve_na
 from finetune.model.loading.pretrained import load_auto_class, load_trained_tokenizer, without_warnings
 from finetune.runtime.files.atomic import build_once, quarantine
 from finetune.runtime.files.digests import find_folder_damage, write_folder_digests
-from finetune.runtime.hub import is_offline
 from finetune.runtime.parameters import InitContext
 from finetune.runtime.seeds import derive_seed
-from finetune.runtime.upstream import without_hub_retries
+from finetune.runtime.upstream import is_offline, without_hub_retries
 
 END_OF_TEXT = "<|endoftext|>"
 TURN_START = "<|im_start|>"

@@ -54,13 +54,13 @@ from finetune.run.state.finished import FINAL_RECORD, input_stamps, is_exported,
 from finetune.runtime import distributed
 from finetune.runtime.environment import package_versions
 from finetune.runtime.files import atomic
-from finetune.runtime.hub import is_offline
 from finetune.runtime.parameters import InitContext
 from finetune.runtime.progress import Progress
 from finetune.runtime.resources import format_size, free_bytes, usable_cores
 from finetune.runtime.run_folder import FINAL_FOLDER
 from finetune.runtime.supervision.heartbeat import fault_point
 from finetune.runtime.text.redact import redacted_text
+from finetune.runtime.upstream import is_offline
 from finetune.task.model_inputs import decoder_input_ids, unwrap_model
 from finetune.task.protocol import Task
 

@@ -18,8 +18,10 @@ they are freed, so every step pays for its pages again.
 """
 
 import ctypes
+import functools
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -29,12 +31,11 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
+from urllib.parse import urlsplit
 
 import psutil
 from filelock import FileLock
 from huggingface_hub import constants
-
-from finetune.runtime.hub import is_offline
 
 BUILDING, ABANDONED, UNKNOWN = "building", "abandoned", "unknown"
 
@@ -288,3 +289,25 @@ def bound_primitive_cache(variables: MutableMapping[str, str]) -> None:
     """
     if not any(name in variables for name in _CAPACITIES):
         variables[_CAPACITIES[0]] = str(_NUM_PRIMITIVES)
+
+
+PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
+
+
+@functools.cache
+def is_offline() -> bool:
+    """Return whether HF_HUB_OFFLINE is set or no connection to the hub opens within 3 seconds.
+
+    Checked once per process, because huggingface_hub retries for most of a minute before it gives up.
+    """
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "TRUE", "YES", "ON"}:
+        return True
+    if any(os.environ.get(name) for name in PROXIES):
+        return False
+    endpoint = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
+    port = endpoint.port or (80 if endpoint.scheme == "http" else 443)
+    try:
+        socket.create_connection((endpoint.hostname or "huggingface.co", port), timeout=3).close()
+    except OSError:
+        return True
+    return False

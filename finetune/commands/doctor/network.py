@@ -12,9 +12,9 @@ import psutil
 
 from finetune.commands.doctor.findings import Finding, must_fix, note, should_fix
 from finetune.commands.doctor.job import HubName
-from finetune.runtime.hub import PROXIES
 from finetune.runtime.resources import format_size
 from finetune.runtime.text.redact import redacted_text
+from finetune.runtime.upstream import PROXIES
 
 
 @dataclass(frozen=True)

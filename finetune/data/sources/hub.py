@@ -13,9 +13,8 @@ from finetune.data.sources.files import Origin
 from finetune.data.sources.tables import ClassNames, class_names, without_fillers
 from finetune.data.upstream import set_datasets_offline
 from finetune.errors import DataError
-from finetune.runtime.hub import is_offline
 from finetune.runtime.optional import require
-from finetune.runtime.upstream import without_hub_retries
+from finetune.runtime.upstream import is_offline, without_hub_retries
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from finetune.model.upstream import expose_hidden_size, head_as_one_unit
 from finetune.registry.model import ARITHMETIC
 from finetune.registry.optimizers import OPTIMIZERS
 from finetune.runtime.processes import restored_environment
-from finetune.strategy.experts import keep_experts_in_graph
+from finetune.strategy.gradient_sync import keep_experts_in_graph
 from finetune.strategy.upstream import zero_bucket_sizes
 from finetune.task.lm_loss.chunked_loss import assume_device
 from finetune.task.lm_loss.head import find_lm_head

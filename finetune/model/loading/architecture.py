@@ -41,8 +41,7 @@ from finetune.model.loading.config_values import (
 )
 from finetune.model.loading.hub import error_summary, is_local_path, loading_errors, resolve_name
 from finetune.model.loading.pretrained import ADAPTER_CONFIG, load_auto_class, read_config_content
-from finetune.runtime.hub import is_offline
-from finetune.runtime.upstream import without_hub_retries
+from finetune.runtime.upstream import is_offline, without_hub_retries
 
 HEADS: Mapping[str, Any] = {
     "causal_lm": AutoModelForCausalLM,

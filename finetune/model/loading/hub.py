@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from finetune.errors import FinetuneError, ModelError, NotAFile
 from finetune.runtime.files.read import require_regular
-from finetune.runtime.hub import is_offline
+from finetune.runtime.upstream import is_offline
 
 
 def is_local_path(name: str) -> bool:

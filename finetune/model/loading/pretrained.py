@@ -33,8 +33,8 @@ from finetune.model.loading.hub import (
     resolve_name,
 )
 from finetune.model.upstream import data_only_loading
-from finetune.runtime.hub import is_offline
 from finetune.runtime.optional import lazily
+from finetune.runtime.upstream import is_offline
 
 with lazily():
     from peft import config as peft_config

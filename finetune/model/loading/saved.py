@@ -27,9 +27,8 @@ from finetune.model.loading.pretrained import (
     without_warnings,
 )
 from finetune.model.loading.rope import keep_positions_exact
-from finetune.runtime.hub import is_offline
 from finetune.runtime.run_folder import FINAL_FOLDER
-from finetune.runtime.upstream import without_hub_retries
+from finetune.runtime.upstream import is_offline, without_hub_retries
 
 BASE_FOLDER = "base"
 CONFIG_FOLDER = "config"

@@ -14,7 +14,7 @@ from finetune.model.upstream import expose_hidden_size, head_as_one_unit
 from finetune.report.reporter import RunLog
 from finetune.runtime import distributed, seeds
 from finetune.runtime.upstream import bound_primitive_cache
-from finetune.strategy.experts import keep_experts_in_graph, set_zero3_leaf_modules
+from finetune.strategy.gradient_sync import keep_experts_in_graph, set_zero3_leaf_modules
 from finetune.strategy.protocol import Strategy
 from finetune.strategy.upstream import (
     broadcast_rank_0_buffers,
