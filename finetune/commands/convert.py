@@ -52,7 +52,7 @@ def require_accelerate_folder(folder: Path, *, strategy: Strategy, world: int) -
     """
     if not folder.is_dir():
         raise CheckpointError(f"--from {folder}: this folder does not exist.")
-    expected = strategy.expected()
+    expected = strategy.expected
     if expected.zero_stage is not None:
         count = len(list((folder / _MODEL).glob("*zero_pp_rank_*_optim_states.pt")))
         missing = None if count == world else f"has the optimizer state of {count} ZeRO processes"
@@ -160,7 +160,7 @@ def convert_from(run: Path, folder: Path, *, step: int, trust_remote_code: bool 
     if step in layout.steps(location.checkpoints):
         raise UserError(f"--step {step}: {layout.step_folder(location.checkpoints, step)} already exists.")
     loaded, strategy = _launched(location.run, trusts=trust_remote_code)
-    expected = strategy.expected()
+    expected = strategy.expected
     if not trust_remote_code and (expected.zero_stage is not None or expected.fsdp_version is not None):
         raise UserError(
             f"--from {folder}: under {strategy.name} such a folder is unpickled, which can run code of its author. "
@@ -174,7 +174,7 @@ def convert_from(run: Path, folder: Path, *, step: int, trust_remote_code: bool 
 def _read_folder(folder: Path, conversion: Conversion, *, step: int) -> None:
     """Load the folder into the prepared model and optimizer, and write their state as a checkpoint. Collective."""
     run_on_all_ranks(lambda: require_intact_archives(folder))
-    if conversion.context.strategy.expected().fsdp_version == 1:
+    if conversion.context.strategy.expected.fsdp_version == 1:
         conversion.access().begin_writing()  # torch loads FSDP1's optimizer state only into an existing one
     try:
         conversion.prepared.accelerator.load_state(str(folder))
@@ -235,7 +235,7 @@ def _launched(run: Path, *, trusts: bool) -> tuple[LoadedConfig, Strategy]:
     """Return the run's job and the strategy that was launched."""
     loaded = with_trust(load_resolved(run), trust_remote_code=trusts)
     strategy = launched_strategy(_with_smallest_microbatch(loaded))
-    if strategy.expected().tensor_size > 1:
+    if strategy.expected.tensor_size > 1:
         raise UserError(
             "convert: Accelerate reads no folder into split layers. Launch with accelerate_configs/ddp.yaml."
         )

@@ -213,10 +213,10 @@ def count_state(
     gradients_bytes = size.largest_trained_bytes if train.optimizer.in_backward else stored(size.trained_bytes_by_dtype)
 
     def share(total: int, sharded: Sharded) -> int:
-        if sharded not in strategy.sharded():
+        if sharded not in strategy.sharded:
             return total
         whole = round(total * size.whole_share)
-        expected = strategy.expected()
+        expected = strategy.expected
         return -(-whole * expected.tensor_size // expected.num_shards) - (whole - total) // expected.num_shards
 
     return RankMemory(
@@ -246,7 +246,7 @@ def predict_memory(
 
     `unsharded_gradient_bytes` are those of an accumulation.
     """
-    expected, deepspeed = strategy.expected(), accelerator.state.deepspeed_plugin
+    expected, deepspeed = strategy.expected, accelerator.state.deepspeed_plugin
     is_offloaded = deepspeed is not None and offloads_optimizer(deepspeed.deepspeed_config)
 
     def predict(plan: StepPlan | None) -> RankMemory:

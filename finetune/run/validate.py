@@ -59,5 +59,5 @@ def validate_model(loaded: LoadedConfig, strategy: Strategy, *, log: RunLog, on_
     builds = section.from_config is not None or bool(section.config_changes)
     for line in check_model(loaded, strategy=strategy.name, builds=builds):
         log(line)
-    require_sliceable_model(loaded.config, size=strategy.expected().sequence_size)
-    require_splittable_model(loaded.config, size=strategy.expected().tensor_size)
+    require_sliceable_model(loaded.config, size=strategy.expected.sequence_size)
+    require_splittable_model(loaded.config, size=strategy.expected.tensor_size)

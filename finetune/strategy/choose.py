@@ -29,17 +29,17 @@ def describe_strategy(strategy: Strategy) -> str:
     >>> describe_strategy(DataParallel(LaunchEnvironment(world=4)))
     'ddp on 4 processes copies parameters, gradients and optimizer state'
     """
-    world = strategy.expected().num_processes
+    world = strategy.expected.num_processes
     processes = "1 process" if world == 1 else f"{world} processes"
-    split = [part.value for part in Sharded if part in strategy.sharded()]
-    copied = [part.value for part in Sharded if part not in strategy.sharded()]
+    split = [part.value for part in Sharded if part in strategy.sharded]
+    copied = [part.value for part in Sharded if part not in strategy.sharded]
     if world == 1:
         return f"{strategy.name} on 1 process"
     parts = []
     for names, verb in ((split, "splits"), (copied, "copies")):
         if names:
             parts.append(f"{verb} {' and '.join(filter(None, (', '.join(names[:-1]), names[-1])))}")
-    expected = strategy.expected()
+    expected = strategy.expected
     for name, size in (("sequences", expected.sequence_size), ("layers", expected.tensor_size)):
         if size > 1 and (strategy.name != "tp" or size < world):
             parts.append(f"shares {name} over groups of {size}")

@@ -20,8 +20,17 @@ class DataParallel:
 
     def __init__(self, environment: LaunchEnvironment) -> None:
         self._environment = environment
-        self._is_distributed = environment.world > 1 or environment.has_process_group
-        self.name = "ddp" if self._is_distributed else "single"
+        self.name, self.expected = "single", Expected(("NO",), num_processes=1)
+        self.sharded: frozenset[Sharded] = frozenset()
+        self.reduction = GradientReduction.LAST  # every process has the whole gradient in any case
+        if environment.world > 1 or environment.has_process_group:
+            self.name = "ddp"
+            self.expected = Expected(
+                ("MULTI_GPU" if environment.has_device else "MULTI_CPU", "MULTI_XPU", "MULTI_NPU"),
+                environment.world,
+                "DistributedDataParallel",
+                sequence_size=environment.sequence_size,
+            )
 
     def accelerator_context(self, *, timeout: timedelta) -> AbstractContextManager[None]:
         """Return a null context."""
@@ -31,26 +40,6 @@ class DataParallel:
         """Return DDP's settings: gradients are views of its buckets, which saves a copy of them."""
         handler = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
         return PluginSettings({"cpu": not self._environment.has_device, "kwargs_handlers": [handler]})
-
-    def sharded(self) -> frozenset[Sharded]:
-        """Return the empty set."""
-        return frozenset()
-
-    def expected(self) -> Expected:
-        """Return DDP over all processes, or no distribution for a single process."""
-        if not self._is_distributed:
-            return Expected(("NO",), num_processes=1)
-        distributed_type = "MULTI_GPU" if self._environment.has_device else "MULTI_CPU"
-        return Expected(
-            (distributed_type, "MULTI_XPU", "MULTI_NPU"),
-            self._environment.world,
-            "DistributedDataParallel",
-            sequence_size=self._environment.sequence_size,
-        )
-
-    def reduction(self) -> GradientReduction:
-        """Return LAST: every process has the whole gradient in any case."""
-        return GradientReduction.LAST
 
     def init_context(self, device: torch.device) -> InitContext:
         """Return construction directly on the device: DDP needs the whole model on every rank.
@@ -70,23 +59,17 @@ class TensorParallel(DataParallel):
     def __init__(self, environment: LaunchEnvironment) -> None:
         super().__init__(environment)
         self.name = "tp"
+        self.sharded = frozenset(Sharded)  # parts of the layers; embeddings, head and norms are whole
+        self.expected = Expected(  # without a wrapper around the model
+            ("MULTI_GPU" if environment.has_device else "MULTI_CPU", "MULTI_XPU", "MULTI_NPU"),
+            environment.world,
+            num_copies=environment.world // environment.tensor_size,
+            tensor_size=environment.tensor_size,
+        )
 
     def plugin(self) -> PluginSettings:
         """Return no settings: Accelerate gets a model whose layers are split."""
         return PluginSettings({"cpu": not self._environment.has_device})
-
-    def sharded(self) -> frozenset[Sharded]:
-        """Return all three: those of the layers; embeddings, head and norms are whole."""
-        return frozenset(Sharded)
-
-    def expected(self) -> Expected:
-        """Return a process group without a wrapper around the model."""
-        return Expected(
-            ("MULTI_GPU" if self._environment.has_device else "MULTI_CPU", "MULTI_XPU", "MULTI_NPU"),
-            self._environment.world,
-            num_copies=self._environment.world // self._environment.tensor_size,
-            tensor_size=self._environment.tensor_size,
-        )
 
     def init_context(self, device: torch.device) -> InitContext:
         """Return construction in host memory by rank 0, which sends the others their parts of the layers."""

@@ -37,6 +37,15 @@ class ZeroRedundancy:
         self._job = job
         self._stage = environment.zero_stage or 2
         self.name = f"zero{self._stage}"
+        self.sharded = frozenset(_SPLIT[self._stage])
+        self.reduction = GradientReduction.LAST if self._stage == 1 else GradientReduction.EVERY
+        self.expected = Expected(
+            ("DEEPSPEED",),
+            environment.world,
+            "DeepSpeedEngine",
+            zero_stage=self._stage,
+            sequence_size=environment.sequence_size,
+        )
 
     def accelerator_context(self, *, timeout: timedelta) -> AbstractContextManager[None]:
         """Return the gloo bridge on a machine without an accelerator; raises MissingPackage without DeepSpeed.
@@ -60,24 +69,6 @@ class ZeroRedundancy:
         filled = complete_deepspeed_config(plugin.deepspeed_config, world=self._environment.world, job=self._job)
         plugin.deepspeed_config.update(filled)
         return PluginSettings({"deepspeed_plugin": plugin})
-
-    def sharded(self) -> frozenset[Sharded]:
-        """Return the parts that this stage shards."""
-        return frozenset(_SPLIT[self._stage])
-
-    def expected(self) -> Expected:
-        """Return DeepSpeed's engine at this stage, over all processes."""
-        return Expected(
-            ("DEEPSPEED",),
-            self._environment.world,
-            "DeepSpeedEngine",
-            zero_stage=self._stage,
-            sequence_size=self._environment.sequence_size,
-        )
-
-    def reduction(self) -> GradientReduction:
-        """Return LAST for stage 1, and EVERY for the stages that shard gradients."""
-        return GradientReduction.LAST if self._stage == 1 else GradientReduction.EVERY
 
     def init_context(self, device: torch.device) -> InitContext:
         """Return a context in which stage 3 partitions each parameter when it is created (zero.Init)."""

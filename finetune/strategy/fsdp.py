@@ -28,6 +28,20 @@ class FullySharded:
         self._environment = environment
         self._precision = job.precision
         self.name = "hsdp" if environment.replicate_size > 1 else f"fsdp{environment.fsdp_version}"
+        self.sharded = frozenset(Sharded)
+        # FSDP1 with offloaded parameters replaces the accumulated gradient instead of adding to it (torch 2.13, notes
+        # on `no_sync` of FullyShardedDataParallel).
+        is_replaced = environment.fsdp_version == 1 and environment.fsdp_offload_params
+        self.reduction = GradientReduction.LAST if is_replaced else GradientReduction.EITHER
+        self.expected = Expected(
+            ("FSDP",),
+            environment.world,
+            "FSDPModule" if environment.fsdp_version == 2 else "FullyShardedDataParallel",
+            fsdp_version=environment.fsdp_version,
+            num_copies=environment.replicate_size,
+            sequence_size=environment.sequence_size,
+            tensor_size=environment.tensor_size,
+        )
 
     def accelerator_context(self, *, timeout: timedelta) -> AbstractContextManager[None]:
         """Return the gloo bridge on a machine without an accelerator."""
@@ -48,41 +62,14 @@ class FullySharded:
             )
         if self._environment.fsdp_version == 2:
             plugin.forward_prefetch = self._environment.fsdp_forward_prefetch  # which Accelerate 1.15 ignores
-        return PluginSettings({"fsdp_plugin": plugin, **self._mesh()})
-
-    def _mesh(self) -> dict[str, Any]:
-        """Return the sizes next to sequence or tensor parallelism, which Accelerate does not read from the launcher."""
+        arguments: dict[str, Any] = {"fsdp_plugin": plugin}
         copies, tensor = self._environment.replicate_size, self._environment.tensor_size
-        if tensor == 1 and (self._environment.sequence_size == 1 or copies == 1):
-            return {}
-        shards = self._environment.world // (copies * tensor)
-        sizes = ParallelismConfig(dp_replicate_size=copies, dp_shard_size=shards, tp_size=tensor)
-        return {"parallelism_config": sizes}
-
-    def sharded(self) -> frozenset[Sharded]:
-        """Return all three."""
-        return frozenset(Sharded)
-
-    def expected(self) -> Expected:
-        """Return the requested FSDP version, over all processes."""
-        return Expected(
-            ("FSDP",),
-            self._environment.world,
-            "FSDPModule" if self._environment.fsdp_version == 2 else "FullyShardedDataParallel",
-            fsdp_version=self._environment.fsdp_version,
-            num_copies=self._environment.replicate_size,
-            sequence_size=self._environment.sequence_size,
-            tensor_size=self._environment.tensor_size,
-        )
-
-    def reduction(self) -> GradientReduction:
-        """Return EITHER, but LAST for FSDP1 with offloaded parameters.
-
-        There torch replaces the accumulated gradient instead of adding to it (torch 2.13, notes on
-        `no_sync` of FullyShardedDataParallel).
-        """
-        is_replaced = self._environment.fsdp_version == 1 and self._environment.fsdp_offload_params
-        return GradientReduction.LAST if is_replaced else GradientReduction.EITHER
+        if tensor > 1 or (self._environment.sequence_size > 1 and copies > 1):
+            # Accelerate does not read the sizes next to sequence or tensor parallelism from the launcher.
+            shards = self._environment.world // (copies * tensor)
+            sizes = ParallelismConfig(dp_replicate_size=copies, dp_shard_size=shards, tp_size=tensor)
+            arguments["parallelism_config"] = sizes
+        return PluginSettings(arguments)
 
     def init_context(self, device: torch.device) -> InitContext:
         """Return the meta device on every rank but the first, if rank 0's weights will be broadcast."""

@@ -6,8 +6,8 @@ Accelerate (`commands/launch.py` and `utils/launch.py` of 1.15) make the variabl
 
 import math
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -44,8 +44,12 @@ def use_launch_file(file: Path) -> list[str]:
     """
     name = f"--accelerate {file}"
     world, has_ranks = int(os.environ.get("WORLD_SIZE", "1")), "RANK" in os.environ
-    with _without_launch_variables() as before:
+    set_before = [variable for variable in os.environ if variable.startswith(_PREFIXES) or variable in _NAMES]
+    before = {variable: os.environ.pop(variable) for variable in set_before}
+    try:
         defaults, variables = _accelerate_variables(file, world=world, name=name)
+    finally:
+        os.environ.update(before)
     distributed_type = defaults.distributed_type.value
     if distributed_type == _NO_GROUP and world > 1:
         raise StrategyError(f"{name}: distributed_type NO is for one process, and {world} were started.")
@@ -84,20 +88,15 @@ def use_deepspeed_file(file: Path | None = None) -> list[str]:
     written = os.environ.get(_DEEPSPEED_FILE, "none")
     if written == "none" or Path(written).is_file():
         return []
-    path = find_deepspeed_file(written, accelerate_file=file or _launched_file())
+    if file is None:
+        with suppress(psutil.Error):
+            words = pairwise(psutil.Process(os.getppid()).cmdline())
+            file = next((Path(value) for word, value in words if word == "--config_file"), None)
+    path = find_deepspeed_file(written, accelerate_file=file)
     if str(path) == written:
         return []
     os.environ[_DEEPSPEED_FILE] = str(path)
     return [f"deepspeed_config_file: {written} is not in {Path.cwd()}: reading {path}."]
-
-
-def _launched_file() -> Path | None:
-    try:
-        words = psutil.Process(os.getppid()).cmdline()
-    except psutil.Error:
-        return None
-    value = next((after for word, after in pairwise(words) if word == "--config_file"), None)
-    return None if value is None else Path(value)
 
 
 def is_set_by_accelerate(variables: Mapping[str, str]) -> bool:
@@ -113,25 +112,11 @@ def require_parallelism_fits(variables: Mapping[str, str]) -> None:
     groups = {int(variables.get(name, "1")) for name in (_TENSOR, _SEQUENCE)}
     is_divided = product in groups and world % product == 0  # the rest is data parallel
     if product != world and not is_divided:
+        listed = [f"{name.removeprefix('PARALLELISM_CONFIG_').lower()}: {size}" for name, size in sizes.items()]
         raise StrategyError(
-            f"parallelism_config: {' x '.join(f'{_key(name)}: {size}' for name, size in sizes.items())} is for "
-            f"{product} processes, and {world} were started. Change the sizes in the accelerate file."
+            f"parallelism_config: {' x '.join(listed)} is for {product} processes, and {world} were started. Change "
+            "the sizes in the accelerate file."
         )
-
-
-def _key(variable: str) -> str:
-    return variable.removeprefix("PARALLELISM_CONFIG_").lower()
-
-
-@contextmanager
-def _without_launch_variables() -> Iterator[dict[str, str]]:
-    """Take from the environment meanwhile what `accelerate launch` has set in it, and hand it out."""
-    chosen = [name for name in os.environ if name.startswith(_PREFIXES) or name in _NAMES]
-    before = {name: os.environ.pop(name) for name in chosen}
-    try:
-        yield before
-    finally:
-        os.environ.update(before)
 
 
 def _accelerate_variables(file: Path, *, world: int, name: str) -> tuple[Any, dict[str, str]]:
@@ -141,7 +126,18 @@ def _accelerate_variables(file: Path, *, world: int, name: str) -> tuple[Any, di
     try:
         options = launch.launch_command_parser().parse_args(words)
         options, defaults, has_precision = launch._validate_launch_command(options)
-        _require_supported(defaults)
+        distributed_type = getattr(defaults.distributed_type, "value", None)
+        if defaults.compute_environment.value != "LOCAL_MACHINE" or distributed_type not in _SUPPORTED:
+            raise ValueError(
+                f"distributed_type {distributed_type} is not supported here. Supported: {', '.join(_SUPPORTED)}."
+            )
+        if defaults.mpirun_config:
+            raise ValueError("mpirun_config is for `accelerate launch`. Remove it, and start with mpirun itself.")
+        if not isinstance(defaults.num_processes, int) or not isinstance(defaults.num_machines, int):
+            raise ValueError("num_processes and num_machines are numbers.")
+        for section in ("fsdp_config", "deepspeed_config", "parallelism_config", "dynamo_config", "fp8_config"):
+            if not isinstance(getattr(defaults, section), dict):
+                raise ValueError(f"{section} has keys of its own.")
         variables = _chosen_environment(options, defaults, has_precision=has_precision)
     except Exception as error:  # any error of a damaged file
         raise StrategyError(f"{name}: {error or type(error).__name__}") from error
@@ -149,21 +145,6 @@ def _accelerate_variables(file: Path, *, world: int, name: str) -> tuple[Any, di
     if str(Path.cwd()) in os.environ.get(_PATH, "").split(os.pathsep):
         set_here.pop(_PATH, None)
     return defaults, set_here
-
-
-def _require_supported(defaults: Any) -> None:
-    distributed_type = getattr(defaults.distributed_type, "value", None)
-    if defaults.compute_environment.value != "LOCAL_MACHINE" or distributed_type not in _SUPPORTED:
-        raise ValueError(
-            f"distributed_type {distributed_type} is not supported here. Supported: {', '.join(_SUPPORTED)}."
-        )
-    if defaults.mpirun_config:
-        raise ValueError("mpirun_config is for `accelerate launch`. Remove it, and start with mpirun itself.")
-    if not isinstance(defaults.num_processes, int) or not isinstance(defaults.num_machines, int):
-        raise ValueError("num_processes and num_machines are numbers.")
-    for section in ("fsdp_config", "deepspeed_config", "parallelism_config", "dynamo_config", "fp8_config"):
-        if not isinstance(getattr(defaults, section), dict):
-            raise ValueError(f"{section} has keys of its own.")
 
 
 def _chosen_environment(options: Any, defaults: Any, *, has_precision: bool) -> dict[str, str]:

@@ -61,21 +61,15 @@ class Strategy(Protocol):
     """The distribution of a run. It follows from the launcher's settings; the loop does not depend on it."""
 
     name: str
+    sharded: frozenset[Sharded]  # the parts that are sharded over the processes
+    expected: Expected  # the result of the construction: Accelerate can silently build plain DDP instead
+    reduction: GradientReduction  # the microbatches of a step after which gradients can be reduced
 
     def accelerator_context(self, *, timeout: timedelta) -> AbstractContextManager[None]:
         """Return the context in which the Accelerator is built; process groups created there get the timeout."""
 
     def plugin(self) -> PluginSettings:
         """Return the arguments of `Accelerator()`."""
-
-    def sharded(self) -> frozenset[Sharded]:
-        """Return the parts that are sharded over the processes."""
-
-    def expected(self) -> Expected:
-        """Return the expected result of the construction: Accelerate can silently build plain DDP instead."""
-
-    def reduction(self) -> GradientReduction:
-        """Return the microbatches of a step after which gradients can be reduced."""
 
     def init_context(self, device: torch.device) -> InitContext:
         """Return how the model is created on this rank, which computes on the device."""

@@ -110,7 +110,8 @@ def _optimizer_conflicts(environment: LaunchEnvironment, job: JobSettings) -> li
     conflicts = []
     if job.offloads_activations and not environment.has_device:
         conflicts.append("model.activation_offload: true has no effect on a machine without a GPU. Remove it.")
-    if job.updates_in_backward and _is_distributed(environment):
+    shards = environment.fsdp_version is not None or environment.zero_stage is not None
+    if job.updates_in_backward and (shards or environment.world > 1):
         conflicts.append(
             "train.optimizer.in_backward: true works on one process only: on several, a gradient is complete only "
             "after it has been reduced. Remove it, or start one process without FSDP and DeepSpeed."
@@ -121,7 +122,6 @@ def _optimizer_conflicts(environment: LaunchEnvironment, job: JobSettings) -> li
             f"train.optimizer.name: {job.optimizer} needs whole matrices, but FSDP1 and ZeRO pass flattened "
             "shards to the optimizer. Launch with accelerate_configs/ddp.yaml or fsdp2.yaml, or set adamw."
         )
-    shards = environment.fsdp_version is not None or environment.zero_stage is not None
     if shards and environment.world > 1 and not OPTIMIZERS[job.optimizer].has_divisible_state:
         conflicts.append(
             f"train.optimizer.name: the state of {job.optimizer} cannot be saved while parameters are sharded. Launch "
@@ -133,10 +133,6 @@ def _optimizer_conflicts(environment: LaunchEnvironment, job: JobSettings) -> li
             "flattened shards to the optimizer. Launch with accelerate_configs/ddp.yaml or fsdp2.yaml, or remove them."
         )
     return conflicts
-
-
-def _is_distributed(environment: LaunchEnvironment) -> bool:
-    return environment.world > 1 or environment.fsdp_version is not None or environment.zero_stage is not None
 
 
 def _deepspeed_conflicts(environment: LaunchEnvironment, job: JobSettings) -> list[str]:

@@ -39,13 +39,13 @@ def build_accelerator(strategy: Strategy, *, precision: str, timeout: timedelta)
             kwargs_handlers=handlers,
             **plugin,
         )
-    open_sequence_groups(strategy.expected().sequence_size)
+    open_sequence_groups(strategy.expected.sequence_size)
     open_tensor_groups(
-        strategy.expected().tensor_size, device_type=accelerator.device.type, mesh=accelerator.torch_device_mesh
+        strategy.expected.tensor_size, device_type=accelerator.device.type, mesh=accelerator.torch_device_mesh
     )
     distributed.open_group(distributed.Group.HOST)
     distributed.open_group(distributed.Group.BACKGROUND)  # now: it needs the store, which ends with the launcher
-    check_accelerator(accelerator, strategy.expected(), precision=precision, strategy=strategy.name)
+    check_accelerator(accelerator, strategy.expected, precision=precision, strategy=strategy.name)
     return accelerator
 
 

@@ -34,7 +34,7 @@ ALL = (Sharded.PARAMETERS, Sharded.GRADIENTS, Sharded.OPTIMIZER)
 
 def strategy_of(*sharded, name="fsdp2", num_shards=4):
     expected = SimpleNamespace(num_shards=num_shards, num_processes=num_shards, sequence_size=1, tensor_size=1)
-    return SimpleNamespace(name=name, sharded=lambda: frozenset(sharded), expected=lambda: expected)
+    return SimpleNamespace(name=name, sharded=frozenset(sharded), expected=expected)
 
 
 def counted(job, *sharded, overrides=(), name="fsdp2", **settings):

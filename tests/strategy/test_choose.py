@@ -33,8 +33,8 @@ def launched(**changes):
 def test_each_launch_has_its_strategy(environment, name, sharded):
     strategy = choose_strategy(environment, JOB)
     assert strategy.name == name
-    assert strategy.sharded() == sharded
-    assert strategy.expected().num_processes == environment.world
+    assert strategy.sharded == sharded
+    assert strategy.expected.num_processes == environment.world
 
 
 def test_a_strategy_explains_itself():
@@ -47,12 +47,12 @@ def test_a_strategy_explains_itself():
 def test_processes_that_share_rows_are_described_and_compute_fewer_microbatches_at_a_time(kind):
     strategy = choose_strategy(launched(world=8, sequence_size=4, **kind), JOB)
     assert describe_strategy(strategy).endswith("shares sequences over groups of 4")
-    assert (strategy.expected().num_processes, strategy.expected().data_parallel_size) == (8, 2)
+    assert (strategy.expected.num_processes, strategy.expected.data_parallel_size) == (8, 2)
 
 
 def test_copies_and_shards_and_rows_make_up_the_processes():
     sizes = {"world": 8, "fsdp_version": 2, "replicate_size": 2, "sequence_size": 2}
-    assert choose_strategy(launched(**sizes, shard_size=2), JOB).expected().num_shards == 4
+    assert choose_strategy(launched(**sizes, shard_size=2), JOB).expected.num_shards == 4
     with pytest.raises(StrategyError, match="2 x dp_shard_size 4 x sp_size 2 are 16 processes, and 8 were started"):
         choose_strategy(launched(**sizes, shard_size=4), JOB)
 
@@ -60,20 +60,20 @@ def test_copies_and_shards_and_rows_make_up_the_processes():
 def test_a_group_of_processes_that_share_layers_computes_one_microbatch():
     strategy = choose_strategy(launched(world=2, tensor_size=2), JOB)
     assert describe_strategy(strategy) == "tp on 2 processes splits parameters, gradients and optimizer state"
-    assert (strategy.expected().num_processes, strategy.expected().data_parallel_size) == (2, 1)
+    assert (strategy.expected.num_processes, strategy.expected.data_parallel_size) == (2, 1)
     strategy = choose_strategy(launched(world=6, tensor_size=2), JOB)
     assert describe_strategy(strategy).endswith("and optimizer state, shares layers over groups of 2")
-    assert (strategy.expected().num_shards, strategy.expected().data_parallel_size) == (2, 3)
+    assert (strategy.expected.num_shards, strategy.expected.data_parallel_size) == (2, 3)
 
 
 def test_fsdp2_shards_over_groups_that_share_layers():
     sizes = {"world": 8, "fsdp_version": 2, "tensor_size": 2}
     strategy = choose_strategy(launched(**sizes), JOB)
     assert describe_strategy(strategy).endswith("and optimizer state, shares layers over groups of 2")
-    assert (strategy.expected().num_shards, strategy.expected().data_parallel_size) == (8, 4)
+    assert (strategy.expected.num_shards, strategy.expected.data_parallel_size) == (8, 4)
     strategy = choose_strategy(launched(**sizes, replicate_size=2, shard_size=2), JOB)
     assert strategy.name == "hsdp"
-    assert (strategy.expected().num_shards, strategy.expected().data_parallel_size) == (4, 4)
+    assert (strategy.expected.num_shards, strategy.expected.data_parallel_size) == (4, 4)
 
 
 def test_weights_that_are_elsewhere_are_not_split():

@@ -119,7 +119,7 @@ def test_a_fixed_gradient_reduction_is_neither_chosen_nor_logged():
 
 def test_each_strategy_declares_after_which_microbatches_it_can_reduce():
     def of(kind, *job, **environment):
-        return kind(LaunchEnvironment(world=8, **environment), *job).reduction()
+        return kind(LaunchEnvironment(world=8, **environment), *job).reduction
 
     assert of(DataParallel) == GradientReduction.LAST
     assert of(ZeroRedundancy, JOB, zero_stage=1) == GradientReduction.LAST
@@ -130,7 +130,7 @@ def test_each_strategy_declares_after_which_microbatches_it_can_reduce():
 
 def test_fsdp1_with_offloaded_parameters_reduces_only_the_last_since_torch_would_drop_the_others():
     environment = LaunchEnvironment(world=8, fsdp_version=1, fsdp_offload_params=True)
-    assert FullySharded(environment, JOB).reduction() == GradientReduction.LAST
+    assert FullySharded(environment, JOB).reduction == GradientReduction.LAST
 
 
 class ListOfExperts(nn.Module):

@@ -215,7 +215,7 @@ def later_host_bytes(optimizer: Any, config: RunConfig, *, strategy: Strategy) -
         return LATER_BYTES
     optimizer = _inner(optimizer)
     whole = _state_bytes(optimizer, config.train) + sum(weight.nbytes for weight in _trained(optimizer))
-    return LATER_BYTES + (whole if strategy.sharded() else whole // strategy.expected().num_processes)
+    return LATER_BYTES + (whole if strategy.sharded else whole // strategy.expected.num_processes)
 
 
 def _state_bytes(optimizer: Any, train: TrainSection) -> int:

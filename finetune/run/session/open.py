@@ -118,9 +118,9 @@ def _require_steppable(context: RunContext) -> None:
             "train.optimizer.in_backward: a session updates the weights in `optim_step`, not in the backward pass. "
             "Remove the key."
         )
-    if context.strategy.expected().sequence_size > 1:
+    if context.strategy.expected.sequence_size > 1:
         raise StrategyError("a session does not share rows among processes. Launch without parallelism_config_sp_size.")
-    if context.strategy.expected().tensor_size > 1:
+    if context.strategy.expected.tensor_size > 1:
         raise StrategyError("a session does not split layers. Launch without parallelism_config_tp_size.")
     if context.loaded.remote is not None:
         raise UserError(

@@ -71,7 +71,7 @@ def prepare(
         reduce_zero_buckets_in_place(accelerator)
         keep_experts_in_graph(model)
         set_zero3_leaf_modules(accelerator, model)
-        is_unfilled = strategy.init_context(accelerator.device).on_meta_device and strategy.expected().tensor_size == 1
+        is_unfilled = strategy.init_context(accelerator.device).on_meta_device and strategy.expected.tensor_size == 1
         if is_unfilled and config.model.quantization is None:
             widen_unfilled_parameters(accelerator, model)
         if strategy.name == "tp":  # without DDP, which Accelerate puts around any other model
@@ -79,7 +79,7 @@ def prepare(
             prepared_optimizer = accelerator.prepare_optimizer(optimizer)
         else:
             prepared_model, prepared_optimizer = accelerator.prepare(model, optimizer)
-    check_prepared(prepared_model, strategy.expected(), strategy=strategy.name)
+    check_prepared(prepared_model, strategy.expected, strategy=strategy.name)
     prefetch_fsdp2_layers(accelerator, prepared_model)
     if config.train.precision == "fp8":
         float8.gather_in_8_bits(prepared_model, prepared_optimizer)

@@ -71,7 +71,7 @@ class PreparedData:
 def prepare_data(context: RunContext) -> PreparedData:
     """Return the training data and the plan, made without any process group."""
     training_data = make_training_data(context.config, context.log, locations=context.loaded.sources)
-    expected = context.strategy.expected()
+    expected = context.strategy.expected
     size = expected.num_processes // expected.data_parallel_size
     return PreparedData(training_data, make_run_plan(context.config, training_data, sequence_size=size))
 

@@ -52,7 +52,7 @@ def replace_forwards(
     log: RunLog,
 ) -> None:
     """Fuse layers, convert them to 8-bit products and compile them, as the job says; raises UserError if impossible."""
-    if strategy.expected().tensor_size > 1:
+    if strategy.expected.tensor_size > 1:
         return  # the config's rules refuse keys that would replace a forward pass
     compiled = _chosen_compilation(config, model, strategy, training, plan, log=log)
     _fuse_layers(model, config.model, compiled=compiled, device_type=device.type, log=log)

@@ -71,7 +71,7 @@ class _Tries:
         self._context, self._built = context, built
         self._steps = range(first_step, built.plan.num_steps)
         strategy, prepared = context.strategy, built.prepared
-        is_sharded = Sharded.PARAMETERS in strategy.sharded() or strategy.expected().fsdp_version is not None
+        is_sharded = Sharded.PARAMETERS in strategy.sharded or strategy.expected.fsdp_version is not None
         self._trial = Trial(
             accelerator=prepared.accelerator,
             model=prepared.model,
@@ -81,7 +81,7 @@ class _Tries:
             reduces_every_microbatch=prepared.reduces_every_microbatch,
             task=built.step_task,
             is_sharded=is_sharded,
-            frees_gradients=context.config.train.optimizer.in_backward or strategy.expected().zero_stage == 2,
+            frees_gradients=context.config.train.optimizer.in_backward or strategy.expected.zero_stage == 2,
             extra_bytes=missing_state_bytes(prepared.optimizer, context.config.train)
             + (0 if is_sharded else zero_buffer_bytes(prepared.model)),
         )

@@ -113,7 +113,7 @@ def prepare_model(
     distributed.barrier()  # the first collective over tensors begins when the slowest rank has its weights
     check_image_shape(unwrapped.config, training_data.processing.processor)
     require_tied_weights_supported(unwrapped, strategy.name)
-    if strategy.expected().tensor_size > 1:
+    if strategy.expected.tensor_size > 1:
         log(split_layers(unwrap_model(unwrapped), tensor_group()))
     accumulation, memory = _log_size(
         config, strategy, unwrapped, accelerator=accelerator, plan=plan, process_bytes=process_bytes, log=log
@@ -267,14 +267,14 @@ def plan_accumulation(
     `planned_bytes` is what weights, gradients and optimizer state will take on each rank. All ranks decide by the one
     with the least memory.
     """
-    reduction = strategy.reduction()
+    reduction = strategy.reduction
     free_bytes = 0
     if reduction is GradientReduction.EITHER and num_batches > 1:
         free_bytes = min(distributed.gather_objects(free_device_bytes(device))) - planned_bytes
     accumulation = choose_accumulation(
         reduction,
         num_batches=num_batches,
-        num_processes=strategy.expected().num_processes,
+        num_processes=strategy.expected.num_processes,
         unsharded_bytes=GRADIENT_BYTES * num_trained,
         free_bytes=free_bytes,
         is_deterministic=config.run.deterministic,

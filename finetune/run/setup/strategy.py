@@ -42,7 +42,7 @@ def launched_strategy(loaded: LoadedConfig) -> Strategy:
     environment = read_environment(os.environ, has_device=torch.accelerator.is_available())
     require_parallelism_fits(os.environ)
     strategy = choose_strategy(environment, job_settings(config))
-    require_divisible_batch(loaded, num_processes=strategy.expected().data_parallel_size)
+    require_divisible_batch(loaded, num_processes=strategy.expected.data_parallel_size)
     if environment.sequence_size > 1:
         _require_allowed(
             config, _NOT_IN_SLICES, f"{SETTING} shares the tokens of a row over ranks, which this job does not allow"

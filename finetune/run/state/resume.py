@@ -225,7 +225,7 @@ def fingerprint_with(
         digests["first adapter"] = adapter
     if teacher is not None:
         digests["teacher"] = teacher
-    expected = strategy.expected()
+    expected = strategy.expected
     shared = {"rows": expected.sequence_size, "layers": 1 if strategy.name == "tp" else expected.tensor_size}
     return RunFingerprint(
         identity={**keys_that_must_match(config), **digests},

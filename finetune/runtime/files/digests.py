@@ -33,17 +33,12 @@ def file_digest(path: Path) -> str:
     A cached digest is valid only for the same inode, size and times, including the time of the last status change
     (ctime), which programs cannot set.
     """
-    return _cached([path], partial(_read, path), name=str(path.resolve()))
+    return _cached([path], lambda: _read(path), name=str(path.resolve()))
 
 
 def sha256_digest(path: Path) -> str:
     """Return the SHA-256 digest of the file, cached in the same way."""
-
-    def read() -> str:
-        with path.open("rb") as stream:
-            return hashlib.file_digest(stream, "sha256").hexdigest()
-
-    return _cached([path], read, name=f"sha256 {path.resolve()}")
+    return _cached([path], lambda: _read(path, algorithm="sha256"), name=f"sha256 {path.resolve()}")
 
 
 def files_digest(paths: Sequence[Path]) -> str:
@@ -89,9 +84,12 @@ def _state(path: Path) -> dict[str, int]:
     }
 
 
-def _read(path: Path) -> str:
+_BLAKE2B = partial(hashlib.blake2b, digest_size=16)
+
+
+def _read(path: Path, *, algorithm: Any = _BLAKE2B) -> str:
     with path.open("rb") as stream:
-        return hashlib.file_digest(stream, partial(hashlib.blake2b, digest_size=16)).hexdigest()
+        return hashlib.file_digest(stream, algorithm).hexdigest()
 
 
 DIGESTS_FILE = "digests.json"

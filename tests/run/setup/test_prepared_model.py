@@ -104,9 +104,7 @@ CPU = torch.device("cpu")
 
 def arguments_of(reduction=GradientReduction.EITHER, **settings):
     log = []
-    strategy = SimpleNamespace(
-        reduction=lambda: reduction, expected=lambda: SimpleNamespace(num_processes=8), name="fsdp2"
-    )
+    strategy = SimpleNamespace(reduction=reduction, expected=SimpleNamespace(num_processes=8), name="fsdp2")
     config = SimpleNamespace(
         run=SimpleNamespace(deterministic=settings.get("deterministic", False)),
         train=SimpleNamespace(microbatch_size=1, optimizer=SimpleNamespace(stochastic_rounding=False)),

@@ -69,7 +69,7 @@ def test_a_job_that_the_strategy_supports_is_accepted(job, written, strategy):
 def test_unsupported_jobs_are_refused_under_tensor_parallelism_with_the_reason(job, monkeypatch, written, key):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "2")
-    assert launched_strategy(load_config(job)).expected().data_parallel_size == 1
+    assert launched_strategy(load_config(job)).expected.data_parallel_size == 1
     with pytest.raises(StrategyError) as refused:
         launched_strategy(load_config(job, written))
     assert key in str(refused.value)
@@ -91,7 +91,7 @@ def test_models_that_ranks_cannot_split_are_refused_with_the_reason(job):
 def test_all_settings_that_are_not_exact_where_ranks_share_rows_are_refused_at_once(job, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("PARALLELISM_CONFIG_SP_SIZE", "2")
-    assert launched_strategy(load_config(job)).expected().data_parallel_size == 2
+    assert launched_strategy(load_config(job)).expected.data_parallel_size == 2
     written = ["model.attention=sdpa", "train.embedding_noise=5.0", "model.compile=regional"]
     with pytest.raises(StrategyError) as refused:
         launched_strategy(load_config(job, written))

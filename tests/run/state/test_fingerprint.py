@@ -31,7 +31,7 @@ def facts(tmp_path):
         )
         loaded = load_config(tmp_path / "job.yaml", overrides)
         expected = SimpleNamespace(sequence_size=sequence_size, tensor_size=tensor_size)
-        strategy = SimpleNamespace(name="ddp", expected=lambda: expected)
+        strategy = SimpleNamespace(name="ddp", expected=expected)
         model = SimpleNamespace(config=SimpleNamespace(_commit_hash="c0ffee"))
         return make_fingerprint(loaded.config, strategy, training_data(**changed), model=model, log=print)
 

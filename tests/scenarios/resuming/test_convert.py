@@ -116,10 +116,7 @@ class Launched:
 
     def __init__(self, name, **expected):
         self.name = name
-        self._expected = Expected(distributed_types=(), num_processes=2, **expected)
-
-    def expected(self):
-        return self._expected
+        self.expected = Expected(distributed_types=(), num_processes=2, **expected)
 
 
 @pytest.mark.parametrize(
