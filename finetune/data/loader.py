@@ -23,8 +23,8 @@ from finetune.data.token_cache.integrity import Collate, collate_with_checksums
 from finetune.data.token_cache.store import TokenCache
 from finetune.data.workers import LoadingCost, loader_settings
 from finetune.errors import StrategyError
+from finetune.runtime.distributed import RankGroup
 from finetune.runtime.optional import no_op
-from finetune.runtime.parallel import SequenceGroup
 from finetune.runtime.processes import ForkBlockingSignals, ignore_run_signals
 from finetune.runtime.seeds import derive_seed
 
@@ -283,7 +283,7 @@ class StepGroups:
         num_batches: int,
         device: torch.device,
         *,
-        sequence: SequenceGroup = SequenceGroup(),  # noqa: B008  # frozen
+        sequence: RankGroup = RankGroup(),  # noqa: B008  # frozen
         are_copies: bool = False,
         first_step: int = 0,
         on_group: Callable[[int, Group], None] = no_op,
@@ -335,7 +335,7 @@ class StepGroups:
             return tuple(batch.to(self._device, non_blocking=True) for batch in group)
 
 
-def slice_batch(batch: Batch, group: SequenceGroup) -> Batch:
+def slice_batch(batch: Batch, group: RankGroup) -> Batch:
     """Return this rank's slice of the row: its tokens, labels, targets and counts, and the starts of all samples.
 
     A row that cannot be split evenly is extended by a sample with fewer tokens than ranks, which is isolated by the

@@ -34,8 +34,7 @@ from finetune.run.state.preflight import prefetch_checksums, preflight, use_expa
 from finetune.run.train import train_for_caller
 from finetune.runtime import distributed
 from finetune.runtime.processes import restored_environment, restored_parent_signal
-from finetune.runtime.supervision import signals
-from finetune.runtime.supervision.status import begin_launch
+from finetune.runtime.supervision import signals, status
 from finetune.runtime.text.terminal import guarded_output
 from finetune.runtime.upstream import restored_child_signal
 from finetune.strategy.launch_file import use_launch_file
@@ -87,7 +86,7 @@ def isolated_run() -> Iterator[None]:
         with ExitStack() as stack:
             for restored in _RESTORED:
                 stack.enter_context(restored())
-            begin_launch()
+            status.num_launches += 1
             try:
                 yield
             finally:

@@ -224,9 +224,7 @@ def shut_down(code: int, *, afterwards: Callable[[int], int] = int) -> int:
     """
     if not is_distributed() or world() == 1:
         return afterwards(code)
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()  # no rank destroys its communicators while a kernel of another uses them
-    barrier()
+    wait_for_devices()  # no rank destroys its communicators while a kernel of another uses them
     _groups.clear()
     dist.destroy_process_group()
     return exit_process(afterwards(code))

@@ -22,10 +22,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.nn import functional
 
 from finetune.runtime import distributed
-
-
-class SequenceGroup(distributed.RankGroup):
-    """The group of ranks that share the tokens of a row."""
+from finetune.runtime.distributed import RankGroup
 
 
 def open_sequence_groups(size: int) -> None:
@@ -36,9 +33,9 @@ def open_sequence_groups(size: int) -> None:
         _sequence_process_group, _ = dist.new_subgroups(group_size=size)  # type: ignore[no-untyped-call]  # torch has no types for it
 
 
-def sequence_group() -> SequenceGroup:
-    """Return this rank's group; of one rank if none was opened."""
-    return SequenceGroup(*distributed.place_in_group(_sequence_size))
+def sequence_group() -> RankGroup:
+    """Return this rank's group, which shares the tokens of a row; of one rank if none was opened."""
+    return RankGroup(*distributed.place_in_group(_sequence_size))
 
 
 _sequence_size = 1
@@ -76,7 +73,7 @@ def _exchange(blocks: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class TensorGroup(distributed.RankGroup):
+class TensorGroup(RankGroup):
     """The group of ranks that share weights."""
 
     mesh: DeviceMesh | None = None  # of this group; None for a group of one rank

@@ -26,7 +26,7 @@ from finetune.data.order.order import DatasetView, SetOrder
 from finetune.data.sources.source import open_source
 from finetune.data.token_cache.cache import prepare_set
 from finetune.data.token_cache.chunks import Encoding
-from finetune.runtime.parallel import SequenceGroup
+from finetune.runtime.distributed import RankGroup
 from finetune.task.model_inputs import collate_padding_free
 from tests.devices import EVERY_DEVICE
 
@@ -293,7 +293,7 @@ def test_an_error_of_the_loader_is_raised_when_the_previous_group_is_requested()
 def test_the_groups_can_be_read_again_and_hold_this_ranks_slices():
     columns = {"input_ids": np.array([1, 2, 3, 4], dtype=np.uint32), "is_target": np.ones(4, dtype=bool)}
     row = collate_padding_free([Features(columns, sample_id=0)])
-    groups = StepGroups([row, row], 1, CPU, sequence=SequenceGroup(2, 1))
+    groups = StepGroups([row, row], 1, CPU, sequence=RankGroup(2, 1))
     for _ in range(2):
         assert [batch.inputs["input_ids"].tolist() for (batch,) in groups] == [[[3, 4]]] * 2
 

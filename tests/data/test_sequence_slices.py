@@ -8,7 +8,7 @@ from finetune.data.batch import IGNORED
 from finetune.data.features import Features
 from finetune.data.loader import slice_batch
 from finetune.errors import StrategyError
-from finetune.runtime.parallel import SequenceGroup
+from finetune.runtime.distributed import RankGroup
 from finetune.task.model_inputs import collate_padded, collate_padding_free
 
 
@@ -23,7 +23,7 @@ def features(*lengths):
 
 
 def slices_of(batch, size):
-    return [slice_batch(batch, SequenceGroup(size, place)) for place in range(size)]
+    return [slice_batch(batch, RankGroup(size, place)) for place in range(size)]
 
 
 def flat(slices, read):
@@ -57,9 +57,9 @@ def test_padding_that_evens_out_slices_is_a_separate_sample():
 
 def test_one_rank_alone_has_the_row_itself():
     row = collate_padding_free(features(5, 1))
-    assert slice_batch(row, SequenceGroup()) is row
+    assert slice_batch(row, RankGroup()) is row
 
 
 def test_slicing_a_padded_batch_is_rejected_with_the_setting_to_write():
     with pytest.raises(StrategyError, match="by: packs"):
-        slice_batch(collate_padded(features(5, 1), pad_id=0), SequenceGroup(2, 0))
+        slice_batch(collate_padded(features(5, 1), pad_id=0), RankGroup(2, 0))

@@ -46,7 +46,8 @@ from finetune.model.attention.supported_models import (
 )
 from finetune.model.attention.upstream import patch_row_functions, retune_queries
 from finetune.registry.model import ATTENTIONS, PER_SAMPLE_ATTENTION
-from finetune.runtime.parallel import SAMPLE_LENGTHS, SampleLengths, SequenceGroup, sequence_group, swap_blocks
+from finetune.runtime.distributed import RankGroup
+from finetune.runtime.parallel import SAMPLE_LENGTHS, SampleLengths, sequence_group, swap_blocks
 
 
 def register_per_sample() -> None:
@@ -320,7 +321,7 @@ def require_equal_logits(whole: Tensor, slices: Tensor, *, config: Any, size: in
         )
 
 
-def _whole_rows(parts: Any, group: SequenceGroup) -> list[Tensor]:
+def _whole_rows(parts: Any, group: RankGroup) -> list[Tensor]:
     """Return tensors [1, heads / ranks, tokens, width] from [1, heads, slice's tokens, width], in one all-to-all."""
     blocks = [part[0].unflatten(0, (group.size, -1)) for part in parts]  # [ranks, heads / ranks, tokens, width]
     swapped = swap_blocks(torch.cat([block.flatten(1) for block in blocks], dim=1))

@@ -111,6 +111,7 @@ class StatusFile:
         self._clock = clock
         self._progress: Progress | None = None
         self._refreshed = 0.0
+        self.previous: dict[str, Any] = {}  # the end of the previous start; empty at the first
         self._facts: dict[str, Any] = {
             "state": STARTING,
             "step": 0,
@@ -131,12 +132,8 @@ class StatusFile:
         if self._rank == 0:
             with suppress(OSError), self._alone():
                 self._facts["previous"] = previous_end(read_status(self._folder))
+                self.previous = self._facts["previous"] or {}
                 self._write(self._facts)
-
-    @property
-    def previous(self) -> dict[str, Any]:
-        """Return the end of the previous start; empty at the first."""
-        return self._facts["previous"] or {}
 
     def add(self, facts: Mapping[str, Any]) -> None:
         """Add facts, also after the end of the run."""
@@ -277,20 +274,15 @@ def previous_end(facts: Mapping[str, Any]) -> dict[str, Any] | None:
     }
 
 
-_num_launches = 0
-
-
-def begin_launch() -> None:
-    """Make the next run of this process another launch, whose ranks ignore the end of the previous one."""
-    global _num_launches
-    _num_launches += 1
+num_launches = 0
+"""Runs of this process: each is another launch, whose ranks ignore the end of the previous one."""
 
 
 def open_status_file(folder: Path, *, rank: int) -> StatusFile:
     """Return the status of the launch that this process belongs to."""
     me = Peer(rank, platform.node(), os.getpid())
     launch = launch_id(os.environ, host=me.host, pid=me.pid, parent=os.getppid())
-    launch += f"#{_num_launches}" if _num_launches > 1 else ""
+    launch += f"#{num_launches}" if num_launches > 1 else ""
     return StatusFile(folder, rank=rank, me=me, launch=launch, since=psutil.Process().create_time() - 2)
 
 

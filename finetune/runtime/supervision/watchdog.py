@@ -137,8 +137,11 @@ class Watchdog:
             self._end_if_replaced()
             self._check_others()
         if self._limit is not None:
-            if self._ending.ends_process:
-                self._arm(self._limit)
+            if self._ending.ends_process and now - self._armed_at > min(self._limit, _BACKSTOP_SECONDS) / 2:
+                # The interpreter ends the process if even this thread cannot run, because its lock is never released.
+                self._armed_at = now
+                with suppress(ValueError, OSError, OverflowError):  # standard error may not be a file
+                    faulthandler.dump_traceback_later(self._limit + _BACKSTOP_SECONDS, exit=True)
             if silent > self._limit or (silent > _QUIET_SECONDS and (self._folder / HANG_FOLDER).exists()):
                 self._end_hang(silent)
 
@@ -191,13 +194,6 @@ class Watchdog:
             f"The stacks of every rank are in {self._folder / HANG_FOLDER}."
         )
         self._ending.after(exit_from_error(error, rank=self._rank))
-
-    def _arm(self, limit: float) -> None:
-        """Make the interpreter end the process if even this thread cannot run, because its lock is never released."""
-        if time.monotonic() - self._armed_at > min(limit, _BACKSTOP_SECONDS) / 2:
-            self._armed_at = time.monotonic()
-            with suppress(ValueError, OSError, OverflowError):  # standard error may not be a file
-                faulthandler.dump_traceback_later(limit + _BACKSTOP_SECONDS, exit=True)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from finetune.model.attention.implementation import (
 )
 from finetune.model.attention.sample_attention import AttentionSettings, QueryKeyValue
 from finetune.model.attention.supported_models import PLAIN_MODEL_TYPES, SINK_MODEL_TYPES
-from finetune.runtime.parallel import SequenceGroup
+from finetune.runtime.distributed import RankGroup
 from tests.model.attention.small_models import tiny_config
 
 WIDTH, VALUE_WIDTH, TOKENS = 3, 2, 2
@@ -24,7 +24,7 @@ class Ranks:
 
     def __init__(self, monkeypatch, size):
         self._size, self._sent, self._place = size, {}, 0
-        monkeypatch.setattr(implementation, "sequence_group", lambda: SequenceGroup(size, self._place))
+        monkeypatch.setattr(implementation, "sequence_group", lambda: RankGroup(size, self._place))
         monkeypatch.setattr(implementation, "swap_blocks", self._swap)
 
     def _swap(self, blocks):
