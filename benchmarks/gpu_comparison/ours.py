@@ -14,9 +14,7 @@ from finetune.model.loading import load
 from finetune.run.train import train_from_config
 from finetune.runtime.parameters import InitContext
 from finetune.runtime.processes import free_port
-from finetune.strategy.ddp import DataParallel
-from finetune.strategy.deepspeed import ZeroRedundancy
-from finetune.strategy.fsdp import FullySharded
+from finetune.strategy.choose import DataParallel, FullySharded, ZeroRedundancy
 
 from comparison.competitors import launch
 from comparison.product import observed

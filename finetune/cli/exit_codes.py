@@ -14,7 +14,7 @@ from typing import Any, ParamSpec, TextIO, TypeVar
 import typer
 
 from finetune.errors import FinetuneError, NotAFile, RenamedKeyWarning, UserError, disk_text, system_error
-from finetune.launch.ranks import adopt_ranks, is_started_by_run_ranks
+from finetune.launch.ranks import OWN_RUN_ID, adopt_ranks
 from finetune.runtime.text.redact import redacted_command, register_command
 from finetune.runtime.text.standard_streams import (
     CLOSED_PIPE,
@@ -175,7 +175,8 @@ def _print_error(error: FinetuneError) -> None:
     with suppress(OSError, ValueError):  # nobody reads it
         prefix = f"[rank {_rank()}] " if _rank() else ""
         print(printable(f"{prefix}error: {error}"), file=sys.stderr, flush=True)
-        is_launched = any(name in os.environ for name in _LAUNCHED) and not is_started_by_run_ranks(os.environ)
+        is_ours = os.environ.get("TORCHELASTIC_RUN_ID", "").startswith(OWN_RUN_ID)
+        is_launched = any(name in os.environ for name in _LAUNCHED) and not is_ours
         if isinstance(error, UserError) and is_launched:
             print("Ignore the launcher's traceback below: it only reports this exit.", file=sys.stderr, flush=True)
 

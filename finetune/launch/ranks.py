@@ -58,11 +58,6 @@ OWN_RUN_ID = "finetune-"
 """How TORCHELASTIC_RUN_ID begins in ranks that `finetune train --processes` has started."""
 
 
-def is_started_by_run_ranks(variables: Mapping[str, str]) -> bool:
-    """Return whether `finetune train --processes`, and no other launcher, has started this process."""
-    return variables.get("TORCHELASTIC_RUN_ID", "").startswith(OWN_RUN_ID)
-
-
 def make_ranks(
     variables: Mapping[str, str],
     names: Mapping[str, str],

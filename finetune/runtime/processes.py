@@ -175,8 +175,18 @@ def exit_process(code: int, *, seconds: float | None = None) -> NoReturn:
     """
     is_main = threading.current_thread() is threading.main_thread()
     limit = seconds if seconds is not None else _EXIT_HANDLERS_SECONDS if is_main else _STUCK_MAIN_THREAD_SECONDS
+
+    def give_up() -> None:
+        try:
+            text = f"warning: threads and exit handlers took more than {limit:g} s to end and were abandoned"
+            print(text, file=sys.stderr)
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(code)
+
     try:
-        guard = threading.Timer(limit, _give_up, (code, limit))
+        guard = threading.Timer(limit, give_up)
         guard.daemon = True
         guard.start()
         if is_main:  # pools of `concurrent.futures` finish their tasks; only the main thread may wait for them
@@ -187,16 +197,6 @@ def exit_process(code: int, *, seconds: float | None = None) -> NoReturn:
         atexit._run_exitfuncs()  # in reverse order of registration; an error in one is only printed
         guard.cancel()
         logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
-    finally:
-        os._exit(code)
-
-
-def _give_up(code: int, seconds: float) -> None:
-    try:
-        text = f"warning: threads and exit handlers took more than {seconds:g} s to end and were abandoned"
-        print(text, file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
     finally:

@@ -8,8 +8,8 @@ import torch
 
 from finetune.errors import StrategyError
 from finetune.strategy import cpu_adam
+from finetune.strategy.choose import ZeroRedundancy
 from finetune.strategy.cpu_adam import BuildTools, build_tools, missing_for_cpu_adam, missing_tool
-from finetune.strategy.deepspeed import ZeroRedundancy
 from finetune.strategy.environment import LaunchEnvironment
 from finetune.strategy.reconcile import JobSettings
 
@@ -88,8 +88,8 @@ def test_deepspeed_still_builds_its_cpu_adam_without_nvcc():
 @pytest.mark.parametrize(("device", "is_refused"), [("cpu", True), ("none", False)])
 def test_a_launch_with_an_offloaded_optimizer_is_refused_before_anything_is_loaded(monkeypatch, device, is_refused):
     pytest.importorskip("deepspeed")
-    monkeypatch.setattr("finetune.strategy.deepspeed._watch_builds", lambda: None)
-    monkeypatch.setattr("finetune.strategy.deepspeed.missing_for_cpu_adam", lambda: "there is no C++ compiler.")
+    monkeypatch.setattr("finetune.strategy.choose._watch_builds", lambda: None)
+    monkeypatch.setattr("finetune.strategy.choose.missing_for_cpu_adam", lambda: "there is no C++ compiler.")
     job = JobSettings(strategy=None, precision="bf16", microbatch_size=1, max_gradient_norm=1.0)
     config = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": device}}}
     strategy = ZeroRedundancy(LaunchEnvironment(has_device=True, zero_stage=2, deepspeed=config), job)

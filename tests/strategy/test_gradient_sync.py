@@ -8,10 +8,8 @@ import torch
 from torch import nn
 from transformers import SwitchTransformersConfig, SwitchTransformersForConditionalGeneration
 
-from finetune.strategy.ddp import DataParallel
-from finetune.strategy.deepspeed import ZeroRedundancy
+from finetune.strategy.choose import DataParallel, FullySharded, ZeroRedundancy
 from finetune.strategy.environment import LaunchEnvironment
-from finetune.strategy.fsdp import FullySharded
 from finetune.strategy.gradient_sync import (
     GradientReduction,
     accumulate_gradients,

@@ -207,7 +207,15 @@ def launch_slurm(arguments: JobFileArguments, slurm: SlurmArguments, destination
         raise UserError(f"--env-file {slurm.env_file}: there is no such file. Write lines of NAME=VALUE to it.")
     if slurm.env_file is not None and slurm.env_file.stat().st_mode & 0o077:
         raise UserError(f"--env-file {slurm.env_file}: others can read it. Write: chmod 600 {slurm.env_file}")
-    slurm = replace(slurm, activate=_activate_script(slurm), log_folder=log_folder)
+    activate = slurm.activate
+    if activate is None and sys.prefix != sys.base_prefix and slurm.container is None and not slurm.module:
+        activate = Path(sys.prefix)  # the environment in which this command runs
+    if activate is not None:
+        script = activate / "bin" / "activate" if activate.is_dir() else activate
+        if not script.is_file():
+            raise UserError(f"--activate {activate}: there is no {script}. Name the folder of a virtual environment.")
+        activate = script.absolute()
+    slurm = replace(slurm, activate=activate, log_folder=log_folder)
     text = slurm_script(request, slurm, tasks, container=container)
     return deliver(text, destination, name=request.name)
 
@@ -236,20 +244,6 @@ def _array_tasks(arguments: JobFileArguments, slurm: SlurmArguments, loaded: Loa
         log_folder = logs / run.name if logs else run.folder / LOGS_FOLDER
         tasks.append(ArrayTask(words, str(run.folder), str(log_folder)))
     return tasks
-
-
-def _activate_script(slurm: SlurmArguments) -> Path | None:
-    """Return the activate script: the one named, or that of the environment in which this command runs."""
-    named = slurm.activate
-    if named is None:
-        is_own = sys.prefix != sys.base_prefix and slurm.container is None and not slurm.module
-        named = Path(sys.prefix) if is_own else None
-    if named is None:
-        return None
-    script = named / "bin" / "activate" if named.is_dir() else named
-    if not script.is_file():
-        raise UserError(f"--activate {named}: there is no {script}. Name the folder of a virtual environment.")
-    return script.absolute()
 
 
 def _container(slurm: SlurmArguments, request: JobRequest, *, folders: Sequence[Path]) -> Container | None:

@@ -54,15 +54,36 @@ class RunSentinel:
             return None
         own = psutil.Process()
         hook = replace(self._hook, processes=[_identity(own)], launchers=list(map(_identity, find_launchers(own))))
+        reading, writing = os.pipe()
         try:
-            pid, self._pipe = _start_process(hook)
-        except (OSError, ValueError) as error:
+            with subprocess.Popen(
+                [sys.executable, "-P", "-c", _PROGRAM, _PACKAGE_PARENT],
+                stdin=reading,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            ) as process:
+                os.write(writing, format_json({"hook": asdict(hook)}).encode() + b"\n")
+                assert process.stdout is not None
+                if not select.select([process.stdout], [], [], _READY_SECONDS)[0]:
+                    raise ValueError(f"it did not answer within {_READY_SECONDS:g} s")
+                answer = process.stdout.readline()
+            if not answer.strip().isdigit():
+                raise ValueError("it exited immediately")
+        except BaseException as error:
+            os.close(writing)
+            if not isinstance(error, OSError | ValueError):
+                raise
             raise UserError(
                 f"run.on_end: the process that waits for the end of the run cannot be started: {error}. Without it the "
                 "command would never be run. Remove `run.on_end` to train without it."
             ) from error
+        finally:
+            os.close(reading)
+        os.set_blocking(writing, False)
+        self._pipe = writing
         threading.Thread(target=self._send_beats, name="on_end", daemon=True).start()
-        return pid
+        return int(answer)
 
     def watch(self, peers: Sequence[Peer], *, host: str) -> None:
         """Name all processes of the run on this machine."""
@@ -130,30 +151,3 @@ def find_launchers(process: psutil.Process) -> list[psutil.Process]:
 
 def _identity(process: psutil.Process) -> Process:
     return process.pid, process.create_time()
-
-
-def _start_process(hook: EndHook) -> tuple[int, int]:
-    """Return the sentinel's pid and the pipe to it; raises OSError or ValueError."""
-    reading, writing = os.pipe()
-    try:
-        with subprocess.Popen(
-            [sys.executable, "-P", "-c", _PROGRAM, _PACKAGE_PARENT],
-            stdin=reading,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        ) as process:
-            os.write(writing, format_json({"hook": asdict(hook)}).encode() + b"\n")
-            assert process.stdout is not None
-            if not select.select([process.stdout], [], [], _READY_SECONDS)[0]:
-                raise ValueError(f"it did not answer within {_READY_SECONDS:g} s")
-            answer = process.stdout.readline()
-        if not answer.strip().isdigit():
-            raise ValueError("it exited immediately")
-    except BaseException:
-        os.close(writing)
-        raise
-    finally:
-        os.close(reading)
-    os.set_blocking(writing, False)
-    return int(answer), writing

@@ -7,10 +7,8 @@ from finetune.config.load import load_config
 from finetune.model import build
 from finetune.registry.tasks import TASKS
 from finetune.runtime.parameters import InitContext
-from finetune.strategy.ddp import DataParallel
-from finetune.strategy.deepspeed import ZeroRedundancy
+from finetune.strategy.choose import DataParallel, FullySharded, ZeroRedundancy
 from finetune.strategy.environment import LaunchEnvironment
-from finetune.strategy.fsdp import FullySharded
 from finetune.strategy.reconcile import JobSettings
 
 CUDA = torch.device("cuda", 1)
