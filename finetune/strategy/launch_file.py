@@ -138,28 +138,23 @@ def _accelerate_variables(file: Path, *, world: int, name: str) -> tuple[Any, di
         for section in ("fsdp_config", "deepspeed_config", "parallelism_config", "dynamo_config", "fp8_config"):
             if not isinstance(getattr(defaults, section), dict):
                 raise ValueError(f"{section} has keys of its own.")
-        variables = _chosen_environment(options, defaults, has_precision=has_precision)
+        variables: dict[str, str]
+        if options.use_deepspeed:
+            fields = [*defaults.deepspeed_config, *(["mixed_precision"] if has_precision else [])]
+            options.deepspeed_fields_from_accelerate_config = ",".join(fields)
+            variables = launch.prepare_deepspeed_cmd_env(options)[1]
+        elif options.use_fsdp or options.multi_gpu:
+            variables = launch.prepare_multi_gpu_env(options)
+        else:
+            variables = launch.prepare_simple_launcher_cmd_env(options)[1]
+        if (options.use_deepspeed or options.use_fsdp or options.multi_gpu) and not check_cuda_p2p_ib_support():
+            variables = {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"} | variables
     except Exception as error:  # any error of a damaged file
         raise StrategyError(f"{name}: {error or type(error).__name__}") from error
     set_here = {key: value for key, value in variables.items() if os.environ.get(key) != value and key not in _ADDRESS}
     if str(Path.cwd()) in os.environ.get(_PATH, "").split(os.pathsep):
         set_here.pop(_PATH, None)
     return defaults, set_here
-
-
-def _chosen_environment(options: Any, defaults: Any, *, has_precision: bool) -> dict[str, str]:
-    """Return the environment of a process, as `launch_command` chooses among Accelerate's launchers."""
-    if options.use_deepspeed:
-        fields = [*defaults.deepspeed_config, *(["mixed_precision"] if has_precision else [])]
-        options.deepspeed_fields_from_accelerate_config = ",".join(fields)
-        variables = launch.prepare_deepspeed_cmd_env(options)[1]
-    elif options.use_fsdp or options.multi_gpu:
-        variables = launch.prepare_multi_gpu_env(options)
-    else:
-        return dict(launch.prepare_simple_launcher_cmd_env(options)[1])
-    if not check_cuda_p2p_ib_support():
-        variables = {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"} | variables
-    return dict(variables)
 
 
 def _differences(defaults: Any, *, world: int, name: str) -> list[str]:

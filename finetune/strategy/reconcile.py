@@ -67,43 +67,37 @@ def find_conflicts(environment: LaunchEnvironment, job: JobSettings) -> list[str
             "Launch with accelerate_configs/fsdp2.yaml, or set model.dtype: float32."
         )
     conflicts += environment.unsupported
-    conflicts += _sequence_conflicts(environment)
-    conflicts += _tensor_conflicts(environment)
+    conflicts += _size_conflicts(environment)
     return conflicts + _optimizer_conflicts(environment, job) + _deepspeed_conflicts(environment, job)
 
 
-def _sequence_conflicts(environment: LaunchEnvironment) -> list[str]:
-    size, world = environment.sequence_size, environment.world
-    if size == 1:
-        return []
-    if size < 1 or world % size:
-        return [
-            f"parallelism_config_sp_size: {size} does not divide the {world} process{'es' if world > 1 else ''}. Start "
-            f"a multiple of it, or write a divisor of {world}."
-        ]
+def _size_conflicts(environment: LaunchEnvironment) -> list[str]:
+    """Return a sentence for each size of sequence or tensor parallelism that the processes cannot have."""
+    conflicts = []
+    rows, layers, world = environment.sequence_size, environment.tensor_size, environment.world
     copies, shards = environment.replicate_size, environment.shard_size
-    if max(copies, shards) > 1 and copies * shards * size != world:
-        return [
-            f"parallelism_config_dp_replicate_size {copies} x dp_shard_size {shards} x sp_size {size} are "
-            f"{copies * shards * size} processes, and {world} were started. Write sizes whose product is {world}."
-        ]
-    return []
-
-
-def _tensor_conflicts(environment: LaunchEnvironment) -> list[str]:
-    size, world = environment.tensor_size, environment.world
+    processes = f"{world} process{'es' if world > 1 else ''}"
+    if rows < 1 or world % rows:
+        conflicts.append(
+            f"parallelism_config_sp_size: {rows} does not divide the {processes}. Start a multiple of it, or write a "
+            f"divisor of {world}."
+        )
+    elif rows > 1 and max(copies, shards) > 1 and copies * shards * rows != world:
+        conflicts.append(
+            f"parallelism_config_dp_replicate_size {copies} x dp_shard_size {shards} x sp_size {rows} are "
+            f"{copies * shards * rows} processes, and {world} were started. Write sizes whose product is {world}."
+        )
     engine = None if environment.zero_stage is None else "zero"
     if environment.fsdp_version is not None:
         engine = f"fsdp{environment.fsdp_version}"
-    copies, rows = environment.replicate_size, environment.sequence_size
-    if not may_split_layers(size, world=world, copies=copies, rows=rows, engine=engine):
-        return [TENSOR.sentence(f"parallelism_config_tp_size: {size} on {world} process{'es' if world > 1 else ''}")]
-    if size > 1 and environment.fsdp_offload_params:
-        return [
-            f"fsdp_offload_params: true is not supported with parallelism_config_tp_size: {size}: layers are split on "
-            "the device. Set it to false."
-        ]
-    return []
+    if not may_split_layers(layers, world=world, copies=copies, rows=rows, engine=engine):
+        conflicts.append(TENSOR.sentence(f"parallelism_config_tp_size: {layers} on {processes}"))
+    elif layers > 1 and environment.fsdp_offload_params:
+        conflicts.append(
+            f"fsdp_offload_params: true is not supported with parallelism_config_tp_size: {layers}: layers are split "
+            "on the device. Set it to false."
+        )
+    return conflicts
 
 
 def _optimizer_conflicts(environment: LaunchEnvironment, job: JobSettings) -> list[str]:

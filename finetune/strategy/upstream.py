@@ -383,19 +383,14 @@ def drop_not_yet_unfrozen_from_zero_norm(model: Any) -> None:
     step = zero.step
 
     def step_without_frozen(*values: Any, **settings: Any) -> Any:
-        for gradient in _not_yet_unfrozen_gradients(zero):
-            gradient.zero_()
+        group_of = getattr(zero, "sub_group_to_group_id", None)  # ZeRO-3 splits groups into smaller ones
+        for number, gradients in zero.averaged_gradients.items():
+            group = zero.optimizer.param_groups[number if group_of is None else group_of[number]]
+            for gradient in (gradients or ()) if group.get(NOT_YET_UNFROZEN) else ():
+                gradient.zero_()
         return step(*values, **settings)
 
     zero.step = step_without_frozen
-
-
-def _not_yet_unfrozen_gradients(zero: Any) -> Iterator[Tensor]:
-    group_of = getattr(zero, "sub_group_to_group_id", None)  # ZeRO-3 splits groups into smaller ones
-    for number, gradients in zero.averaged_gradients.items():
-        group = zero.optimizer.param_groups[number if group_of is None else group_of[number]]
-        if group.get(NOT_YET_UNFROZEN):
-            yield from gradients or ()
 
 
 # --- transformers

@@ -144,8 +144,17 @@ def run_worker(settings: Mapping[str, Any]) -> int:
     local_rank, local_workers = context.get_local_rank(), context.get_local_world_size()
     ranks = place_rank(attempt, rank=rank, local_rank=local_rank, local_workers=local_workers)
     ended = threading.Event()
-    arguments = (job.run_folder, ended, rank == 0)
-    reporter = threading.Thread(target=_report_progress, args=arguments, daemon=True)
+    report = require("ray.train", extra="ray", purpose=PURPOSE).report
+
+    def report_progress() -> None:
+        """Report step, loss and the end of the run to Ray. All workers report together, as Ray wants."""
+        is_last = False
+        while not is_last:
+            is_last = rank == 0 and ended.wait(timeout=_REPORT_SECONDS)
+            metrics, is_last = _broadcast((read_metrics(job.run_folder), is_last) if rank == 0 else None)
+            report(metrics)
+
+    reporter = threading.Thread(target=report_progress, daemon=True)
     reporter.start()
     is_spare = rank >= attempt.world
     code = control.wait_for_end() if is_spare else _run_rank(job, ranks, attempt, control, address=address)
@@ -304,16 +313,6 @@ class _Control:
         while (code := self.read()[1]) is None:
             time.sleep(_POLL_SECONDS)
         return int(code)
-
-
-def _report_progress(run_folder: Path, ended: threading.Event, is_main: bool) -> None:
-    """Report step, loss and the end of the run to Ray every few seconds. All workers report together, as Ray wants."""
-    report = require("ray.train", extra="ray", purpose=PURPOSE).report
-    is_last = False
-    while not is_last:
-        is_last = is_main and ended.wait(timeout=_REPORT_SECONDS)
-        metrics, is_last = _broadcast((read_metrics(run_folder), is_last) if is_main else None)
-        report(metrics)
 
 
 def read_metrics(run_folder: Path) -> dict[str, Any]:

@@ -95,6 +95,17 @@ def slurm_script(
     if slurm.env_file is not None:
         variables = quoted(str(slurm.env_file.absolute()))
         lines += ["set -a", "# shellcheck disable=SC1090,SC1091", f". {variables} || exit 2", "set +a"]
+    # A host whose ranks have ended must not end another that still saves or uploads: finetune itself ends failed runs.
+    step: list[Word] = ["srun", "--kill-on-bad-exit=0", "--wait=0"]
+    overrides: list[Word] = [ShellText('"${overrides[@]}"')] if tasks else []
+    if slurm.ranks == "srun" or request.is_single:
+        step += [ShellText('--output="${logs//%/%%}/rank-%t.log"')]
+        ranks = [*rank_words(request), *overrides]
+    else:
+        rendezvous = Rendezvous("SLURM_NODEID", "MASTER_ADDR", "MASTER_PORT")
+        command = launch_words(request, rendezvous, log_folder=ShellText('"$LOGS/host-$SLURM_NODEID"'))
+        script = f'LOGS="$1"; shift; exec {command_line(command)} "$@"'
+        ranks = ["bash", "-c", script, "host", ShellText('"$logs"'), *overrides]
     return render(
         "slurm.sh.jinja",
         directives=_directives(request, slurm, num_tasks=len(tasks), cpus=cpus),
@@ -105,7 +116,7 @@ def slurm_script(
         setup=([*lines, ""] if lines else []),
         exports=exports(request.variables()),
         cpus_per_task=cpus,
-        srun=command_line(_srun(request, container, uses_srun_ranks=slurm.ranks == "srun", has_tasks=bool(tasks))),
+        srun=command_line([*step, *_in_container(container, ranks, is_step=True)]),
         next=command_line(
             _in_container(container, next_words(request, run_folder=ShellText('"$run"'), code="code"), is_step=False)
         ),
@@ -150,22 +161,6 @@ def _directives(request: JobRequest, slurm: SlurmArguments, *, num_tasks: int, c
         is_quoted = option is not None and any(character in option for character in " '#")
         directives.append(f'{name}="{option}"' if is_quoted else text)
     return directives
-
-
-def _srun(request: JobRequest, container: Container | None, *, uses_srun_ranks: bool, has_tasks: bool) -> list[Word]:
-    overrides: list[Word] = [ShellText('"${overrides[@]}"')] if has_tasks else []
-    # A host whose ranks have ended must not end another that still saves or uploads: finetune itself ends failed runs.
-    step: list[Word] = ["srun", "--kill-on-bad-exit=0", "--wait=0"]
-    if uses_srun_ranks or request.is_single:
-        step += [ShellText('--output="${logs//%/%%}/rank-%t.log"')]
-        ranks = [*rank_words(request), *overrides]
-        return [*step, *_in_container(container, ranks, is_step=True)]
-    rendezvous = Rendezvous("SLURM_NODEID", "MASTER_ADDR", "MASTER_PORT")
-    log_folder = ShellText('"$LOGS/host-$SLURM_NODEID"')
-    command = launch_words(request, rendezvous, log_folder=log_folder)
-    script = f'LOGS="$1"; shift; exec {command_line(command)} "$@"'
-    host: list[Word] = ["bash", "-c", script, "host", ShellText('"$logs"'), *overrides]
-    return [*step, *_in_container(container, host, is_step=True)]
 
 
 def _in_container(container: Container | None, words: Sequence[Word], *, is_step: bool) -> list[Word]:

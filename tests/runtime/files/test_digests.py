@@ -14,7 +14,7 @@ def read(monkeypatch, tmp_path):
     """Count the reads; files count as large from 10 bytes, and the cache is in a folder of the test."""
     read: list[str] = []
     really = digests._read
-    monkeypatch.setattr(digests, "_read", lambda path: read.append(path.name) or really(path))
+    monkeypatch.setattr(digests, "_read", lambda path, **how: read.append(path.name) or really(path, **how))
     monkeypatch.setattr(digests, "LARGE_BYTES", 10)
     monkeypatch.setattr(digests, "CACHE_FOLDER", str(tmp_path / "remembered"))
     monkeypatch.setattr(digests, "_MIN_AGE_SECONDS", -1.0)
