@@ -5,9 +5,10 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 from finetune.commands.launch.contents import check_text
 from finetune.commands.launch.torchrun import make_job, require_shared_batch
@@ -23,7 +24,7 @@ from finetune.runtime.text.terminal import write_file_to_stdout
 
 with lazily():  # torch, only for --doctor FILE
     from finetune.commands.doctor import checks as doctor_checks
-    from finetune.commands.launch import network
+    from finetune.commands.doctor import network as doctor_network
 
 _LOCAL_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm", "/run", "/scratch/local")
 """Folders that are local to each host."""
@@ -69,7 +70,7 @@ def check_job(arguments: JobFileArguments) -> tuple[JobRequest, LoadedConfig]:
     check_processes(file, num_nodes=arguments.nodes, world=arguments.world)
     variables = {}
     if arguments.doctor is not None:
-        variables = network.network_variables(doctor_checks.read_facts(arguments.doctor), num_nodes=arguments.nodes)
+        variables = network_variables(doctor_checks.read_facts(arguments.doctor), num_nodes=arguments.nodes)
     run, name = loaded.config.run, arguments.name
     if name is not None and not re.fullmatch(rf"[a-z]([a-z0-9-]{{0,{_MAX_NAME - 2}}}[a-z0-9])?", name):
         raise UserError(
@@ -198,3 +199,55 @@ def check_processes(file: AccelerateFile, *, num_nodes: int, world: int) -> None
         raise StrategyError(
             f"--accelerate {file.path}: parallelism_config has {listed} = {product}, and the job has {world} processes."
         )
+
+
+_ELASTIC_FABRIC = ("efa", "rdmap")
+"""Prefixes of AWS's Elastic Fabric Adapters, which the kernel lists as InfiniBand and NCCL cannot use as such."""
+
+_WITHOUT_P2P = ("no-p2p", "p2p-iommu")
+"""Findings after which NCCL must not copy between GPUs directly: it would hang, or sums would be wrong."""
+
+T = TypeVar("T")
+
+
+def network_variables(facts: "doctor_checks.Facts", *, num_nodes: int) -> dict[str, str]:
+    """Return the variables that the ranks of such hosts need; empty where the defaults of NCCL and gloo are right."""
+    variables: dict[str, str] = {}
+    if num_nodes > 1:
+        variables |= _interfaces(facts) | _adapters(facts)
+    if any(finding.key in _WITHOUT_P2P for finding in doctor_checks.check_facts(facts)):
+        variables["NCCL_P2P_DISABLE"] = "1"
+    return variables
+
+
+def _interfaces(facts: "doctor_checks.Facts") -> dict[str, str]:
+    """Return the interface of the default route, where it has the same name on all hosts."""
+    name = _same_everywhere(facts, lambda host: host.network.default_interface)
+    if name is None:
+        return {}
+    return {"NCCL_SOCKET_IFNAME": f"={name}", "GLOO_SOCKET_IFNAME": name, "TP_SOCKET_IFNAME": name}
+
+
+def _adapters(facts: "doctor_checks.Facts") -> dict[str, str]:
+    """Return the setting that limits NCCL to usable InfiniBand ports; by default it uses all of them."""
+    if any(port.device.startswith(_ELASTIC_FABRIC) for host in facts.hosts for port in host.network.infiniband):
+        return {"FI_PROVIDER": "efa"}
+    if not any(host.network.infiniband for host in facts.hosts):
+        return {}
+    if not all(_usable(host.network.infiniband) for host in facts.hosts):
+        return {"NCCL_IB_DISABLE": "1"}  # a host has none: all of them use TCP
+    chosen = _same_everywhere(facts, lambda host: _usable(host.network.infiniband))
+    has_others = any(len(_usable(host.network.infiniband)) < len(host.network.infiniband) for host in facts.hosts)
+    return {"NCCL_IB_HCA": f"={','.join(chosen)}"} if chosen is not None and has_others else {}
+
+
+def _usable(ports: "Iterable[doctor_network.InfinibandPort]") -> tuple[str, ...]:
+    """Return the ports with a link; where some are of InfiniBand, only those: others are for storage or ssh."""
+    active = [port for port in ports if port.state == "ACTIVE"]
+    fast = [port for port in active if port.link_layer == "InfiniBand"] or active
+    return tuple(f"{port.device}:{port.port}" for port in fast)
+
+
+def _same_everywhere(facts: "doctor_checks.Facts", of: "Callable[[doctor_checks.HostFacts], T | None]") -> T | None:
+    values = {of(host) for host in facts.hosts}
+    return values.pop() if len(values) == 1 else None

@@ -8,8 +8,7 @@ import pytest
 from finetune.commands.doctor.checks import Facts, HostFacts
 from finetune.commands.doctor.gpus import GpuFacts
 from finetune.commands.doctor.network import InfinibandPort, NetworkFacts
-from finetune.commands.launch.job_files import check_job
-from finetune.commands.launch.network import network_variables
+from finetune.commands.launch.job_files import check_job, network_variables
 from tests.commands.doctor.recorded import FOLDER, host_of
 
 SOCKETS = {"NCCL_SOCKET_IFNAME": "=eth0", "GLOO_SOCKET_IFNAME": "eth0", "TP_SOCKET_IFNAME": "eth0"}

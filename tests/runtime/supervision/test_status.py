@@ -140,8 +140,8 @@ def test_on_a_full_disk_the_end_is_written_into_the_padding_of_the_status_file(t
 def test_the_end_of_a_run_of_many_processes_is_written_on_a_full_disk_without_their_names(tmp_path, disk_is_full):
     StatusFile(tmp_path, rank=0, me=Peer(0, "here", 1), launch="now", since=0.0, clock=lambda: 100.0).start()
     status = status_of(tmp_path)
-    status.add({"ranks": [asdict(Peer(rank, "a-host-with-a-long-name", rank)) for rank in range(1000)]})
     disk_is_full()
+    status.add({"ranks": [asdict(Peer(rank, "a-host-with-a-long-name", rank)) for rank in range(1000)]})
     status.end(STOPPED, reason="time limit", exit_code=0)
     assert (read(tmp_path)["state"], read(tmp_path)["ranks"]) == ("stopped", [])
 
