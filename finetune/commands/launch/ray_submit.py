@@ -59,10 +59,8 @@ def submit_ray_job(arguments: RayArguments, submission: Submission) -> int:
         entrypoint = f"cd {shlex.quote(str(job.working_folder))} && {entrypoint}"
     check_text(entrypoint, source="the entrypoint", advice=_SECRETS, allows_secrets=False)
     environment: dict[str, Any] = {"env_vars": {STOP_WAIT: str(int(arguments.stop) + STOP_MARGIN_SECONDS)}}
-    if folder is not None:
-        environment["working_dir"] = str(folder)
-    jobs = require("ray.job_submission", extra="ray", purpose=PURPOSE)
-    address = arguments.address
+    environment |= {"working_dir": str(folder)} if folder is not None else {}
+    jobs, address = require("ray.job_submission", extra="ray", purpose=PURPOSE), arguments.address
     if address is not None and "://" not in address:
         address = f"http://{address if ':' in address else f'{address}:{DASHBOARD_PORT}'}"
     try:
