@@ -38,7 +38,7 @@ from finetune.runtime.supervision.status import Peer
 from finetune.runtime.supervision.watchdog import HangReport
 from finetune.task.classification.text_classification import RECORDED_KINDS
 from finetune.task.distillation import DistillationTask
-from finetune.task.preference.dpo import precomputed_reference
+from finetune.task.preference.dpo import PreferenceTask
 from finetune.task.protocol import BaseTask, RequireImageMessages, RequireMessages, RequireText
 
 
@@ -187,7 +187,8 @@ def test_precomputed_answers_are_found_by_their_title():
     task = SimpleNamespace(
         section=SimpleNamespace(cache=True, top_k=2, temperature=1.0), _num_tokens=8, _teacher_arrays=None
     )
-    found = [precomputed_reference(), DistillationTask.precomputed.fget(task)]
+    preference = SimpleNamespace(section=SimpleNamespace(loss="sigmoid"))
+    found = [PreferenceTask.precomputed.fget(preference), DistillationTask.precomputed.fget(task)]
     assert [each.title for each in found] == ["reference log-probabilities", "teacher's log-probabilities"]
 
 

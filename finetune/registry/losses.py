@@ -125,7 +125,7 @@ PREFERENCE_LOSSES = Table(
         PreferenceLossEntry(
             name="cpo",
             description="without a reference (Xu et al., 2024, arXiv:2401.08417)",
-            implementation="finetune.task.preference.losses:cpo",
+            implementation="finetune.task.preference.losses:dpo",
             score="log_probability",
             reads=frozenset({"label_smoothing"}),
             sft_weight=1.0,
@@ -161,7 +161,7 @@ EMBEDDING_LOSSES = Table(
             name="infonce",
             description="of rows with an anchor and a positive; all passages of the global batch are candidates (van "
             "den Oord et al., 2018, arXiv:1807.03748)",
-            implementation="finetune.task.embedding.similarity_losses:infonce_of_step",
+            implementation="finetune.task.embedding.similarity_losses:InfoNce",
             compares_rows=True,
             reads=frozenset({"symmetric", "temperature"}),
         ),
@@ -169,7 +169,7 @@ EMBEDDING_LOSSES = Table(
             name="cosent",
             description="of scored pairs; compares every two pairs of the global batch (Su, 2022, "
             "https://kexue.fm/archives/8847)",
-            implementation="finetune.task.embedding.similarity_losses:cosent_of_step",
+            implementation="finetune.task.embedding.similarity_losses:Cosent",
             scores=_ANY_SCORE,
             compares_rows=True,
             reads=frozenset({"temperature"}),

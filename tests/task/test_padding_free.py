@@ -19,7 +19,7 @@ from finetune.config.sections.data import BatchingSection
 from finetune.config.sections.task import ClassificationSection, DistillationSection, TaskSection
 from finetune.data.features import Features
 from finetune.model.attention.implementation import register_per_sample
-from finetune.task.preference.answer_pairs import lower_half, sequence_log_probabilities, upper_half
+from finetune.task.preference.answer_pairs import select_half, sequence_log_probabilities
 from finetune.task.protocol import TaskContext, build_task
 from tests.data.encoding.word_pieces import bert_tokenizer
 from tests.task.pairs_of_words import JUDGED, PAIRS, encoded, nudged
@@ -168,7 +168,7 @@ def test_halves_of_a_row_are_rows(data, tokenizer):
     _, free = both(section, data, tokenizer)
     model = llama(tokenizer)
     batch = free.collate(encoded(free, PAIRS))
-    halves = (upper_half(batch), lower_half(batch))
+    halves = (select_half(batch, lower=False), select_half(batch, lower=True))
     with torch.no_grad():
         whole = sequence_log_probabilities(model, batch)
         parts = torch.cat([sequence_log_probabilities(model, half) for half in halves])

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from finetune.config.sections.task import EmbeddingSection
 from finetune.data.batch import Batch
 from finetune.data.encoding.text import (
     SCORE,
@@ -30,10 +29,10 @@ from finetune.data.token_cache.lengths import sequence_bounds
 from finetune.registry.losses import EMBEDDING_LOSSES
 from finetune.runtime.seeds import keep_random_state
 from finetune.task.classification.classes import TextPadding
-from finetune.task.embedding.similarity_losses import CosentOfStep, InfoNceOfStep, LossOfStep, OwnVectors, Similarity
+from finetune.task.embedding.similarity_losses import Cosent, InfoNce, LossOfStep, Similarity
 from finetune.task.metrics import ranking_metrics, ranks_among, regression_metrics
 from finetune.task.model_inputs import forward_inputs
-from finetune.task.protocol import BaseTask, EvaluationOutput, SampleSpec, TaskContext
+from finetune.task.protocol import BaseTask, EvaluationOutput, TaskContext
 
 Pooling = Literal["mean", "cls", "last_token"]
 
@@ -57,6 +56,10 @@ def collate_groups(features: Sequence[Features], padding: TextPadding) -> Batch:
     ]
     firsts, seconds = [group[0] for group in groups], [group[1] for group in groups if len(group) > 1]
     sequences = [*firsts, *seconds, *(sequence for group in groups for sequence in group[2:])]
+    digests = [
+        hashlib.blake2b(np.ascontiguousarray(sequence.arrays["input_ids"], np.uint32).tobytes(), digest_size=8).digest()
+        for sequence in sequences
+    ]
     labels = (
         torch.tensor([float(sample.arrays[SCORE][0]) for sample in features])
         if SCORE in features[0].arrays
@@ -68,16 +71,9 @@ def collate_groups(features: Sequence[Features], padding: TextPadding) -> Batch:
         num_targets=len(features),
         num_tokens=sum(sample.length for sample in features),
         sample_ids=tuple(sample.sample_id for sample in features),
-        text_ids=tuple(text_id(sequence) for sequence in sequences),
+        text_ids=tuple(int.from_bytes(digest, "little") >> (64 - _TEXT_ID_BITS) for digest in digests),
         group_sizes=tuple(len(group) for group in groups),
     )
-
-
-def text_id(sequence: Features) -> int:
-    """Return a digest of the sequence's tokens as a non-negative integer of at most 52 bits."""
-    content = np.ascontiguousarray(sequence.arrays["input_ids"], np.uint32).tobytes()
-    digest = hashlib.blake2b(content, digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> (64 - _TEXT_ID_BITS)
 
 
 def pooled_vectors(model: nn.Module, batch: Batch, pooling: Pooling) -> Tensor:
@@ -97,6 +93,13 @@ def pooled_vectors(model: nn.Module, batch: Batch, pooling: Pooling) -> Tensor:
 GRADIENT, LOSS, MASKED = "cached_gradient", "cached_loss", "cached_masked"
 ANCHOR, POSITIVE, NEGATIVE = range(3)
 
+_POOLING_MODES = {
+    "cls": "pooling_mode_cls_token",
+    "mean": "pooling_mode_mean_tokens",
+    "last_token": "pooling_mode_lasttoken",
+}
+_OTHER_MODES = ("pooling_mode_max_tokens", "pooling_mode_mean_sqrt_len_tokens", "pooling_mode_weightedmean_tokens")
+
 
 class EmbeddingTask(BaseTask):
     """Train embeddings in which related texts are close. One row is one target."""
@@ -115,35 +118,48 @@ class EmbeddingTask(BaseTask):
         self.loss: LossOfStep | None = None  # over all rows of a step; None if every row has its own loss
         if entry.compares_rows:
             self.loss = EMBEDDING_LOSSES.resolve(entry.name)(self.similarity, self.section)
+        contents: Contents = "scores" if self._is_scored else "passages"
         is_cut = self.data.over_length == "truncate"
         prompts = self.section.prompts
         self._encoder = TextGroupsEncoder(
             context.tokenizer,
-            contents=self._contents,
+            contents=contents,
             task="task `embedding`",
             prompts=Prompts(prompts.query, prompts.passage),
             scores=entry.scores,
             cut=Truncation(self.data.longest, self.data.truncate_side) if is_cut else None,
             allow_special_tokens=self.data.allow_special_tokens,
         )
-
-    @property
-    def _contents(self) -> Contents:
-        return "scores" if self._is_scored else "passages"
-
-    @property
-    def samples(self) -> SampleSpec:
-        """Return samples in which `data.max_length` limits every text."""
-        limit = TextsLengthLimit(self.data.longest, self.data.over_length, self.data.truncate_side)
-        prompts = self.section.prompts
-        identity = {"contents": self._contents, "prompts": [prompts.query, prompts.passage]}
-        return replace(super().samples, length_limit=limit, identity=identity)
+        self._length_limit = TextsLengthLimit(self.data.longest, self.data.over_length, self.data.truncate_side)
+        self._identity = {"contents": contents, "prompts": [prompts.query, prompts.passage]}
 
     def export_files(self, config: Any) -> Mapping[str, Any]:
-        """Return the sentence-transformers files to save with the model: pooling, prompts and maximum length."""
-        return embedding_files(
-            self.section, dimension=config.get_text_config().hidden_size, max_length=self.data.longest
-        )
+        """Return the files of sentence-transformers, in version 2, which all versions up to 6 read."""
+        prompts = self.section.prompts
+        modes = {name: mode == self.section.pooling for mode, name in _POOLING_MODES.items()}
+        dimension = config.get_text_config().hidden_size
+        pooling = {"word_embedding_dimension": dimension, **modes, **dict.fromkeys(_OTHER_MODES, False)}
+        names = ["Transformer", "Pooling", *(["Normalize"] if self.section.normalize else [])]
+        modules = [
+            {
+                "idx": number,
+                "name": str(number),
+                "path": f"{number}_{name}" if number else "",
+                "type": f"sentence_transformers.models.{name}",
+            }
+            for number, name in enumerate(names)
+        ]
+        return {
+            "modules.json": modules,
+            "sentence_bert_config.json": {"max_seq_length": self.data.longest, "do_lower_case": False},
+            "1_Pooling/config.json": {**pooling, "include_prompt": True},
+            "config_sentence_transformers.json": {
+                "model_type": "SentenceTransformer",
+                "prompts": {"query": prompts.query, "document": prompts.passage, "passage": prompts.passage},
+                "default_prompt_name": None,
+                "similarity_fn_name": "cosine" if self.section.normalize else "dot",
+            },
+        }
 
     def collate(self, features: Sequence[Features]) -> Batch:
         """Return a batch of all anchors, then all positives, then all negatives, padded on the right."""
@@ -165,14 +181,14 @@ class EmbeddingTask(BaseTask):
         if self.loss is None or len(batches) == 1:
             return batches
         with torch.no_grad(), keep_random_state():
-            vectors = torch.cat([self._vectors(model, batch) for batch in batches])
-        own = OwnVectors(vectors, batches)
-        step = self.loss(own)
+            vectors = torch.cat([pooled_vectors(model, batch, self.section.pooling) for batch in batches])
+        step = self.loss(vectors, batches)
         masked = vectors.new_full((), step.num_masked / len(batches))
-        cached = own.by_batch(step.row_losses, step.gradient)
+        losses = torch.split(step.row_losses, [len(batch.group_sizes) for batch in batches])
+        gradients = torch.split(step.gradient, [len(batch.text_ids) for batch in batches])
         return [
-            replace(batch, extras={**batch.extras, LOSS: loss, GRADIENT: gradient, MASKED: masked})
-            for batch, (loss, gradient) in zip(batches, cached, strict=True)
+            replace(batch, extras={**batch.extras, LOSS: loss.sum(), GRADIENT: gradient, MASKED: masked})
+            for batch, loss, gradient in zip(batches, losses, gradients, strict=True)
         ]
 
     def loss_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
@@ -181,12 +197,12 @@ class EmbeddingTask(BaseTask):
         Value and gradient are exactly those of the whole step's loss. A batch that did not pass through `prepare_step`
         is treated as this rank's only microbatch; the call is then collective.
         """
-        vectors = self._vectors(model, batch)
+        vectors = pooled_vectors(model, batch, self.section.pooling)
         if self.loss is None:
             errors = self.similarity.of_pairs(*vectors.chunk(2)) - batch.labels[:, None]
             return {"loss_sum": errors.square().mean(dim=1).sum()}
         if GRADIENT not in batch.extras:
-            step = self.loss(OwnVectors(vectors.detach(), [batch]))
+            step = self.loss(vectors.detach(), [batch])
             loss, gradient = step.row_losses.sum(), step.gradient
             masked = vectors.new_full((), step.num_masked)
         else:
@@ -197,7 +213,7 @@ class EmbeddingTask(BaseTask):
 
     def evaluate_batch(self, model: nn.Module, batch: Batch) -> EvaluationOutput:
         """Return sample id, role, digest and vector per text; for scored pairs, score and similarities."""
-        vectors = self._vectors(model, batch)
+        vectors = pooled_vectors(model, batch, self.section.pooling)
         if not batch.sample_ids:
             return EvaluationOutput({})
         ids = torch.tensor(batch.sample_ids, dtype=torch.float64)
@@ -214,20 +230,19 @@ class EmbeddingTask(BaseTask):
         return EvaluationOutput({}, torch.cat([keys, vectors.to("cpu", torch.float64)], dim=1))
 
     def metrics(self, sums: Mapping[str, float], records: Tensor | None = None) -> Mapping[str, float]:
-        """Return `loss`, computed as one step over all rows, and retrieval or regression metrics."""
-        assert records is not None, "there are no rows to evaluate on"
-        if not self._is_scored:
-            return self._retrieval_metrics(records)
-        scores, similarities = records[:, 1], records[:, 2:]
-        if isinstance(self.loss, CosentOfStep):
-            loss = self.loss.of_similarities(similarities, scores)
-        else:
-            loss = (similarities - scores[:, None]).square().mean()
-        return {"loss": float(loss), **regression_metrics(scores[:, None], similarities[:, :1])}
+        """Return `loss`, computed as one step over all rows, and retrieval or regression metrics.
 
-    def _retrieval_metrics(self, records: Tensor) -> dict[str, float]:
-        """Return the metrics of retrieving every anchor's positives among all distinct positives and negatives."""
-        assert isinstance(self.loss, InfoNceOfStep)
+        Retrieval is of every anchor's positives among all distinct positives and negatives.
+        """
+        assert records is not None, "there are no rows to evaluate on"
+        if self._is_scored:
+            scores, similarities = records[:, 1], records[:, 2:]
+            if isinstance(self.loss, Cosent):
+                loss = self.loss.of_similarities(similarities, scores)
+            else:
+                loss = (similarities - scores[:, None]).square().mean()
+            return {"loss": float(loss), **regression_metrics(scores[:, None], similarities[:, :1])}
+        assert isinstance(self.loss, InfoNce)
         roles, order = records[:, 1].sort(stable=True)
         num_rows = int((roles == ANCHOR).sum())
         vectors = records[order, 3:].float()
@@ -246,42 +261,3 @@ class EmbeddingTask(BaseTask):
             suffix = f"_dim_{anchors.shape[1]}" if number else ""
             metrics |= {f"{name}{suffix}": value for name, value in measured.items()}
         return metrics
-
-    def _vectors(self, model: nn.Module, batch: Batch) -> Tensor:
-        return pooled_vectors(model, batch, self.section.pooling)
-
-
-_POOLING_MODES = {
-    "cls": "pooling_mode_cls_token",
-    "mean": "pooling_mode_mean_tokens",
-    "last_token": "pooling_mode_lasttoken",
-}
-_OTHER_MODES = ("pooling_mode_max_tokens", "pooling_mode_mean_sqrt_len_tokens", "pooling_mode_weightedmean_tokens")
-
-
-def embedding_files(section: EmbeddingSection, *, dimension: int, max_length: int) -> dict[str, Any]:
-    """Return the files of sentence-transformers by relative path, in version 2, which all versions up to 6 read."""
-    modes = {name: mode == section.pooling for mode, name in _POOLING_MODES.items()}
-    pooling = {"word_embedding_dimension": dimension, **modes, **dict.fromkeys(_OTHER_MODES, False)}
-    names = ["Transformer", "Pooling", *(["Normalize"] if section.normalize else [])]
-    modules = [
-        {
-            "idx": number,
-            "name": str(number),
-            "path": f"{number}_{name}" if number else "",
-            "type": f"sentence_transformers.models.{name}",
-        }
-        for number, name in enumerate(names)
-    ]
-    passage = section.prompts.passage
-    return {
-        "modules.json": modules,
-        "sentence_bert_config.json": {"max_seq_length": max_length, "do_lower_case": False},
-        "1_Pooling/config.json": {**pooling, "include_prompt": True},
-        "config_sentence_transformers.json": {
-            "model_type": "SentenceTransformer",
-            "prompts": {"query": section.prompts.query, "document": passage, "passage": passage},
-            "default_prompt_name": None,
-            "similarity_fn_name": "cosine" if section.normalize else "dot",
-        },
-    }

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from finetune.config.sections.task import RerankingSection
 from finetune.data.batch import Batch
 from finetune.data.encoding.text import SCORE, TextGroupsEncoder, TextsLengthLimit, Truncation
 from finetune.data.features import LENGTHS_OF_SEQUENCES, Features
@@ -18,7 +17,7 @@ from finetune.task.classification.classes import TextPadding
 from finetune.task.embedding.embedding import collate_groups
 from finetune.task.metrics import ranking_metrics, ranks_in, regression_metrics
 from finetune.task.model_inputs import forward_logits
-from finetune.task.protocol import BaseTask, EvaluationOutput, SampleSpec, TaskContext
+from finetune.task.protocol import BaseTask, EvaluationOutput, TaskContext
 
 GROUP = "group_of_sequence"
 
@@ -31,7 +30,10 @@ class RerankingTask(BaseTask):
     def __init__(self, context: TaskContext) -> None:
         self.section, self.data = context.section.reranking, context.data
         self.padding = TextPadding(context.tokenizer)
-        activation = {"activation_fn": activation_of(self.section)}
+        loss = RERANKING_LOSSES[self.section.loss]
+        self._is_scored, self._is_logit = loss.scores is not None, loss.is_logit
+        self._activation = f"torch.nn.modules.{'activation.Sigmoid' if loss.is_logit else 'linear.Identity'}"
+        activation = {"activation_fn": self._activation}
         self.head_values = {"num_labels": 1, "sentence_transformers": activation, **self.padding.head_values}
         is_cut = self.data.over_length == "truncate"
         self._encoder = TextGroupsEncoder(
@@ -39,29 +41,39 @@ class RerankingTask(BaseTask):
             contents="scores" if self._is_scored else "passages",
             task="task `reranking`",
             joint=True,
-            scores=self._score_range,
+            scores=loss.scores,
             cut=Truncation(self.data.longest, self.data.truncate_side) if is_cut else None,
             allow_special_tokens=self.data.allow_special_tokens,
         )
 
-    @property
-    def _is_scored(self) -> bool:
-        return self._score_range is not None
-
-    @property
-    def _score_range(self) -> tuple[float, float] | None:
-        return RERANKING_LOSSES[self.section.loss].scores
-
-    @property
-    def samples(self) -> SampleSpec:
-        """Return samples in which `data.max_length` limits a query with one passage."""
-        limit = TextsLengthLimit(self.data.longest, self.data.over_length, self.data.truncate_side)
-        scored = {} if self._score_range is None else {"scores": list(self._score_range)}
-        return replace(super().samples, length_limit=limit, identity={"is_scored": self._is_scored, **scored})
+        self._length_limit = TextsLengthLimit(self.data.longest, self.data.over_length, self.data.truncate_side)
+        self._identity = {"is_scored": self._is_scored, **({"scores": list(loss.scores)} if loss.scores else {})}
 
     def export_files(self, config: Any) -> Mapping[str, Any]:
-        """Return the files of sentence-transformers' `CrossEncoder` to save with the model."""
-        return reranking_files(self.section, max_length=self.data.longest)
+        """Return the files of sentence-transformers' `CrossEncoder`; versions before 6 only read the model's config."""
+        text = {"text": {"method": "forward", "method_output_name": "logits"}}
+        return {
+            "modules.json": [
+                {
+                    "idx": 0,
+                    "name": "0",
+                    "path": "",
+                    "type": "sentence_transformers.base.modules.transformer.Transformer",
+                }
+            ],
+            "sentence_bert_config.json": {
+                "transformer_task": "sequence-classification",
+                "modality_config": text,
+                "module_output_name": "scores",
+                "max_seq_length": self.data.longest,
+            },
+            "config_sentence_transformers.json": {
+                "model_type": "CrossEncoder",
+                "activation_fn": self._activation,
+                "prompts": {},
+                "default_prompt_name": None,
+            },
+        }
 
     def collate(self, features: Sequence[Features]) -> Batch:
         """Return the pairs of query and positive, then all other pairs sample by sample, padded on the right."""
@@ -92,7 +104,7 @@ class RerankingTask(BaseTask):
         ids = torch.tensor(batch.sample_ids, dtype=torch.float64)
         sums = {"loss_sum": self._losses(scores, batch).sum(), "num_rows": scores.new_full((), len(ids))}
         if self._is_scored:
-            predicted = scores.sigmoid() if RERANKING_LOSSES[self.section.loss].is_logit else scores
+            predicted = scores.sigmoid() if self._is_logit else scores
             columns = torch.stack([batch.labels, predicted], dim=1).to("cpu", torch.float64)
             return EvaluationOutput(sums, torch.cat([ids[:, None], columns], dim=1))
         pair_ids = ids[batch.extras[GROUP].cpu()]
@@ -145,36 +157,3 @@ def squared_error(scores: Tensor, batch: Batch) -> Tensor:
 def _scores(model: nn.Module, batch: Batch) -> Tensor:
     """Return the score of every query-passage pair, float32 [sequences]."""
     return forward_logits(model, batch).squeeze(-1).float()
-
-
-def activation_of(section: RerankingSection) -> str:
-    """Return the activation of `CrossEncoder`: a sigmoid if the score is a logit, else the identity."""
-    is_logit = RERANKING_LOSSES[section.loss].is_logit
-    return f"torch.nn.modules.{'activation.Sigmoid' if is_logit else 'linear.Identity'}"
-
-
-def reranking_files(section: RerankingSection, *, max_length: int) -> Mapping[str, Any]:
-    """Return the files of a cross-encoder by relative path; versions before 6 only read the model's config."""
-    text = {"text": {"method": "forward", "method_output_name": "logits"}}
-    return {
-        "modules.json": [
-            {
-                "idx": 0,
-                "name": "0",
-                "path": "",
-                "type": "sentence_transformers.base.modules.transformer.Transformer",
-            }
-        ],
-        "sentence_bert_config.json": {
-            "transformer_task": "sequence-classification",
-            "modality_config": text,
-            "module_output_name": "scores",
-            "max_seq_length": max_length,
-        },
-        "config_sentence_transformers.json": {
-            "model_type": "CrossEncoder",
-            "activation_fn": activation_of(section),
-            "prompts": {},
-            "default_prompt_name": None,
-        },
-    }

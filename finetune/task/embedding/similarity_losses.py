@@ -8,9 +8,10 @@ microbatch receives the gradient of its own vectors (GradCache: Gao et al., 2021
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,39 +46,72 @@ class Similarity:
 
 
 @dataclass(frozen=True)
+class StepLoss:
+    """The result of a step on this rank."""
+
+    row_losses: Tensor  # float32 [rows]; the sum over all ranks is minimized
+    gradient: Tensor  # of that sum, [texts, dimensions]
+    num_masked: int = 0  # passages excluded because they are relevant to an anchor of this rank
+
+
+LossOfStep = Callable[[Tensor, Sequence[Batch]], StepLoss]
+"""From the vectors of this rank's microbatches, [texts, dimensions], to that over all rows of the step. Collective."""
+
+
+@dataclass(frozen=True)
 class MaskedPairs:
     """Pairs of a row and a candidate that are excluded from the loss."""
 
     rows: np.ndarray  # int64 [pairs], ascending
     candidates: np.ndarray  # int64 [pairs]
 
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def indices(self, rows: range, *, device: torch.device) -> tuple[Tensor, Tensor] | None:
-        """Return the pairs of these rows as indices into their logits; None if there are none."""
-        first, last = np.searchsorted(self.rows, [rows.start, rows.stop])
-        if first == last:
-            return None
-        both = torch.from_numpy(np.stack([self.rows[first:last] - rows.start, self.candidates[first:last]]))
-        if device.type == "cuda":
-            both = both.pin_memory()
-        row, candidate = both.to(device, non_blocking=True)
-        return row, candidate
-
 
 @dataclass(frozen=True)
 class InfoNce:
     """Cross-entropy of identifying an anchor's passage among all (van den Oord et al., 2018, arXiv:1807.03748).
 
-    With `symmetric`, the mean of this and the cross-entropy of identifying a passage's anchor among all.
+    The candidates are the passages of the whole step. With `symmetric`, it is the mean of this and the cross-entropy of
+    identifying a passage's anchor among all.
     """
 
     similarity: Similarity
-    temperature: float
-    symmetric: bool = False
+    section: EmbeddingSection
 
-    def __call__(self, anchors: Tensor, passages: Tensor, *, rows: range, masked: Sequence[MaskedPairs]) -> Tensor:
+    def __call__(self, vectors: Tensor, batches: Sequence[Batch]) -> StepLoss:
+        """Return this rank's losses, and its vectors' gradient from the anchors of all ranks. Collective."""
+        leaf = vectors.detach().requires_grad_()
+        sizes = [len(batch.group_sizes) for batch in batches]
+        with torch.enable_grad():
+            parts = by_role(torch.split(leaf, [len(batch.text_ids) for batch in batches]), sizes)
+            sorted_vectors = torch.cat([*chain(*parts)])
+        own_ids = [*chain(*chain(*by_role([batch.text_ids for batch in batches], sizes)))]
+        # the vectors and digests of all ranks
+        gathered = distributed.gather_objects((np.array(own_ids, np.int64), sum(sizes)))
+        ids, num_rows = [rank_ids for rank_ids, _ in gathered], [rows for _, rows in gathered]
+        all_vectors = distributed.gather_rows(sorted_vectors, [len(rank_ids) for rank_ids in ids])
+        anchors, passages = (torch.cat(parts).requires_grad_() for parts in by_role(all_vectors, num_rows))
+        rank = distributed.rank()
+        start, total = sum(num_rows[:rank]), sum(num_rows)
+        rows = range(start, start + num_rows[rank])
+        masked = self._masked(*(np.concatenate(parts) for parts in by_role(ids, num_rows)), rows=rows)
+        losses = self.row_losses(anchors, passages, rows=rows, masked=masked)
+        assert anchors.grad is not None and passages.grad is not None
+        both = distributed.sum_tensor(torch.cat([anchors.grad, passages.grad]))
+        num_negatives = [len(rank_ids) - 2 * num for rank_ids, num in zip(ids, num_rows, strict=True)]
+        first = 2 * total + sum(num_negatives[:rank])
+        own_anchors, own_positives = both[start : rows.stop], both[total + start : total + rows.stop]
+        own_negatives = both[first : first + num_negatives[rank]]
+        own_gradient = torch.cat([own_anchors, own_positives, own_negatives])
+        (gradient,) = torch.autograd.grad(sorted_vectors, leaf, own_gradient)
+        return StepLoss(losses, gradient, num_masked=len(masked[0].rows))
+
+    def of_all(self, vectors: Tensor, ids: np.ndarray, *, num_rows: int) -> Tensor:
+        """Return the loss of every row for the texts of all ranks, ordered by role."""
+        rows = range(num_rows)
+        masked = self._masked(ids[:num_rows], ids[num_rows:], rows=rows)
+        return self.row_losses(vectors[:num_rows], vectors[num_rows:], rows=rows, masked=masked)
+
+    def row_losses(self, anchors: Tensor, passages: Tensor, *, rows: range, masked: Sequence[MaskedPairs]) -> Tensor:
         """Return the loss of these rows, float32 [rows], and add gradients to both tensors if they require them.
 
         Row i has anchor i and passage i; further passages are negatives of all rows. `masked` are the excluded pairs of
@@ -92,29 +126,105 @@ class InfoNce:
                 leaves = [tensor.detach().requires_grad_(needs_gradient) for tensor in view]
                 for start in range(rows.start, rows.stop, chunk_size):
                     chunk = range(start, min(start + chunk_size, rows.stop))
-                    chunk_losses = self._losses(*leaves, rows=chunk, masked=masked) / len(views)
-                    losses[chunk.start - rows.start : chunk.stop - rows.start] += chunk_losses.detach()
+                    of_chunk = self._cross_entropy(*leaves, rows=chunk, masked=masked[0])
+                    if self.section.symmetric:
+                        of_chunk = (of_chunk + self._cross_entropy(*leaves[::-1], rows=chunk, masked=masked[1])) / 2
+                    of_chunk = of_chunk / len(views)
+                    losses[chunk.start - rows.start : chunk.stop - rows.start] += of_chunk.detach()
                     if needs_gradient:
-                        chunk_losses.sum().backward()  # type: ignore[no-untyped-call]
+                        of_chunk.sum().backward()  # type: ignore[no-untyped-call]
                 if needs_gradient:
                     torch.autograd.backward(view, [leaf.grad for leaf in leaves])
         return losses.detach()
 
-    def _losses(self, anchors: Tensor, passages: Tensor, *, rows: range, masked: Sequence[MaskedPairs]) -> Tensor:
-        own = slice(rows.start, rows.stop)
-        forward = self._cross_entropy(anchors[own], passages, rows=rows, masked=masked[0])
-        if not self.symmetric:
-            return forward
-        backward = self._cross_entropy(passages[own], anchors, rows=rows, masked=masked[1])
-        return (forward + backward) / 2
-
-    def _cross_entropy(self, queries: Tensor, candidates: Tensor, *, rows: range, masked: MaskedPairs) -> Tensor:
-        logits = queries @ candidates.T / self.temperature  # [rows, candidates]
-        indices = masked.indices(rows, device=logits.device)
-        if indices is not None:
+    def _cross_entropy(self, texts: Tensor, candidates: Tensor, *, rows: range, masked: MaskedPairs) -> Tensor:
+        logits = texts[rows.start : rows.stop] @ candidates.T / self.section.temperature  # [rows, candidates]
+        first, last = np.searchsorted(masked.rows, [rows.start, rows.stop])
+        if first < last:
+            pairs = torch.from_numpy(np.stack([masked.rows[first:last] - rows.start, masked.candidates[first:last]]))
+            if logits.is_cuda:
+                pairs = pairs.pin_memory()
+            indices = tuple(pairs.to(logits.device, non_blocking=True))
             logits = logits.index_put(indices, logits.new_full((), -torch.inf))
         own = torch.arange(rows.start, rows.stop, device=logits.device)
         return functional.cross_entropy(logits, own, reduction="none")
+
+    def _masked(self, anchor_ids: np.ndarray, passage_ids: np.ndarray, *, rows: range) -> tuple[MaskedPairs, ...]:
+        """Return the excluded pairs of the rows' anchors and, if symmetric, those of the rows' positives."""
+        passages = masked_pairs(anchor_ids, passage_ids, rows)
+        if not self.section.symmetric:
+            return (passages,)
+        return passages, masked_pairs(passage_ids[: len(anchor_ids)], anchor_ids, rows)
+
+
+def by_role(values: Sequence[Any], num_rows: Sequence[int]) -> tuple[list[Any], list[Any]]:
+    """Return the values of all anchors, and those of all positives followed by all negatives.
+
+    The values are by microbatch or rank; each has its anchors, then its positives, then its negatives.
+    """
+    parts = list(zip(values, num_rows, strict=True))
+    positives, negatives = [part[num : 2 * num] for part, num in parts], [part[2 * num :] for part, num in parts]
+    return [part[:num] for part, num in parts], [*positives, *negatives]
+
+
+def masked_pairs(ids: np.ndarray, candidates: np.ndarray, rows: range) -> MaskedPairs:
+    """Return the candidates relevant to the text of each of these rows, except the row's own: not to be negatives.
+
+    Row i has text i and candidate i; both arrays hold digests of texts. There may be more candidates than texts. A
+    candidate is relevant to a text if it is the own candidate of an equal text.
+    """
+    # only rows of which the text or the own candidate occurs again can have pairs
+    occurrences = np.zeros(len(ids), np.int64)
+    for texts in (ids, candidates):
+        _, inverse, counts = np.unique(texts, return_inverse=True, return_counts=True)
+        occurrences += counts[inverse][: len(ids)]
+    chosen = [row for row in rows if occurrences[row] > 2]
+    pairs: list[tuple[int, int]] = []
+    if chosen:
+        relevant: dict[int, set[int]] = defaultdict(set)
+        for text, own in zip(ids.tolist(), candidates[: len(ids)].tolist(), strict=True):
+            relevant[text].add(own)
+        indices: dict[int, list[int]] = defaultdict(list)
+        for index, text in enumerate(candidates.tolist()):
+            indices[text].append(index)
+        for row in chosen:
+            same = (index for text in relevant[int(ids[row])] for index in indices[text] if index != row)
+            pairs.extend((row, index) for index in sorted(same))
+    columns = np.array(pairs, np.int64).reshape(-1, 2)
+    return MaskedPairs(columns[:, 0], columns[:, 1])
+
+
+@dataclass(frozen=True)
+class Cosent:
+    """CoSENT over all pairs of the step. Every row gets the same loss, so that the step's loss is their mean."""
+
+    similarity: Similarity
+    section: EmbeddingSection
+
+    def __call__(self, vectors: Tensor, batches: Sequence[Batch]) -> StepLoss:
+        """Return the loss of the step, and the gradient of this rank's vectors. Collective."""
+        leaf = vectors.detach().requires_grad_()
+        own_sizes = [len(batch.group_sizes) for batch in batches]
+        with torch.enable_grad():
+            parts = by_role(torch.split(leaf, [len(batch.text_ids) for batch in batches]), own_sizes)
+            similarities = self.similarity.of_pairs(torch.cat(parts[0]), torch.cat(parts[1]))  # [rows, sizes]
+        num_rows = sum(own_sizes)
+        sizes = distributed.gather_objects(num_rows)
+        labels = torch.cat([batch.labels for batch in batches])
+        scores = torch.cat(distributed.gather_rows(labels, sizes))
+        everyone = torch.cat(distributed.gather_rows(similarities, sizes)).requires_grad_()
+        with torch.enable_grad():
+            loss = self.of_similarities(everyone, scores)
+        (similarity_gradient,) = torch.autograd.grad(loss * len(scores), everyone)
+        start = sum(sizes[: distributed.rank()])
+        (gradient,) = torch.autograd.grad(similarities, leaf, similarity_gradient[start : start + num_rows])
+        return StepLoss(loss.detach().expand(num_rows), gradient)
+
+    def of_similarities(self, similarities: Tensor, scores: Tensor) -> Tensor:
+        """Return the loss of all pairs, a scalar, from their similarities at every size, [pairs, sizes]."""
+        temperature = self.section.temperature
+        losses = [cosent(column, scores, temperature=temperature) for column in similarities.unbind(dim=1)]
+        return torch.stack(losses).mean()
 
 
 def cosent(similarities: Tensor, scores: Tensor, *, temperature: float) -> Tensor:
@@ -130,247 +240,3 @@ def cosent(similarities: Tensor, scores: Tensor, *, temperature: float) -> Tenso
     terms = prefix[(below - 1).clamp(min=0)] - scaled
     terms = terms.masked_fill(below == 0, -torch.inf)
     return torch.cat([terms.new_zeros(1), terms]).logsumexp(dim=0)
-
-
-@dataclass(frozen=True)
-class OwnVectors:
-    """The vectors of this rank's microbatches; each has its anchors, then its positives, then its negatives."""
-
-    vectors: Tensor  # [texts, dimensions]
-    batches: Sequence[Batch]
-
-    @property
-    def num_rows(self) -> int:
-        """Return the number of anchors."""
-        return sum(len(batch.group_sizes) for batch in self.batches)
-
-    def by_role(self, vectors: Tensor) -> Tensor:
-        """Return the vectors with the anchors of all microbatches first, then all positives, then all negatives."""
-        by_batch = torch.split(vectors, [len(batch.text_ids) for batch in self.batches])
-        roles = [_roles(batch) for batch in self.batches]
-        return torch.cat([by_batch[n][roles[n][role]] for role in range(3) for n in range(len(roles))])
-
-    def ids_by_role(self) -> np.ndarray:
-        """Return the digests of the texts in the same order."""
-        ids = [
-            text_id for role in range(3) for batch in self.batches for text_id in batch.text_ids[_roles(batch)[role]]
-        ]
-        return np.array(ids, np.int64)
-
-    def by_batch(self, row_losses: Tensor, gradient: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return the loss summed over rows and the gradient of the vectors, by microbatch."""
-        losses = torch.split(row_losses, [len(batch.group_sizes) for batch in self.batches])
-        gradients = torch.split(gradient, [len(batch.text_ids) for batch in self.batches])
-        return [(loss.sum(), batch_gradient) for loss, batch_gradient in zip(losses, gradients, strict=True)]
-
-
-def _roles(batch: Batch) -> tuple[slice, slice, slice]:
-    """Return the slices of a batch's anchors, positives and negatives."""
-    num_rows = len(batch.group_sizes)
-    return slice(0, num_rows), slice(num_rows, 2 * num_rows), slice(2 * num_rows, len(batch.text_ids))
-
-
-@dataclass(frozen=True)
-class StepLoss:
-    """The result of a step on this rank."""
-
-    row_losses: Tensor  # float32 [rows]; the sum over all ranks is minimized
-    gradient: Tensor  # of that sum, [texts, dimensions]
-    num_masked: int = 0  # passages excluded because they are relevant to an anchor of this rank
-
-
-class LossOfStep(Protocol):
-    """A loss over all rows of a step."""
-
-    def __call__(self, own: OwnVectors) -> StepLoss:
-        """Return the loss of the step and the gradient of this rank's vectors. Collective."""
-
-
-@dataclass(frozen=True)
-class InfoNceOfStep:
-    """InfoNCE whose candidates are the passages of the whole step."""
-
-    loss: InfoNce
-
-    def __call__(self, own: OwnVectors) -> StepLoss:
-        """Return this rank's losses, and its vectors' gradient from the anchors of all ranks. Collective."""
-        leaf = own.vectors.detach().requires_grad_()
-        with torch.enable_grad():
-            sorted_vectors = own.by_role(leaf)
-        everyone = _Everyone.gather(sorted_vectors, own.ids_by_role(), num_rows=own.num_rows)
-        anchors = everyone.anchors.requires_grad_()
-        passages = everyone.passages.requires_grad_()
-        masked = everyone.masked(symmetric=self.loss.symmetric)
-        losses = self.loss(anchors, passages, rows=everyone.own_rows, masked=masked)
-        assert anchors.grad is not None and passages.grad is not None
-        both = distributed.sum_tensor(torch.cat([anchors.grad, passages.grad]))
-        (gradient,) = torch.autograd.grad(sorted_vectors, leaf, everyone.own_part(both))
-        return StepLoss(losses, gradient, num_masked=len(masked[0]))
-
-    def of_all(self, vectors: Tensor, ids: np.ndarray, *, num_rows: int) -> Tensor:
-        """Return the loss of every row for the texts of all ranks, ordered by role."""
-        everyone = _Everyone.of([vectors], [ids], [num_rows], 0)
-        masked = everyone.masked(symmetric=self.loss.symmetric)
-        return self.loss(everyone.anchors, everyone.passages, rows=everyone.own_rows, masked=masked)
-
-
-@dataclass(frozen=True)
-class _Everyone:
-    """The vectors and digests of all ranks, and which of them are this rank's."""
-
-    anchors: Tensor  # [rows, dimensions]
-    passages: Tensor  # the positives in the order of their rows, then the negatives
-    anchor_ids: np.ndarray
-    passage_ids: np.ndarray
-    num_rows: tuple[int, ...]  # of each rank
-    num_texts: tuple[int, ...]
-    rank: int
-
-    @classmethod
-    def gather(cls, vectors: Tensor, ids: np.ndarray, *, num_rows: int) -> "_Everyone":
-        """Gather the vectors and digests of all ranks; `vectors` and `ids` are ordered by role. Collective."""
-        gathered = distributed.gather_objects((ids, num_rows))
-        all_ids = [rank_ids for rank_ids, _ in gathered]
-        all_vectors = distributed.gather_rows(vectors, [len(rank_ids) for rank_ids in all_ids])
-        return cls.of(all_vectors, all_ids, [rows for _, rows in gathered], distributed.rank())
-
-    @classmethod
-    def of(cls, vectors: Sequence[Tensor], ids: Sequence[np.ndarray], rows: Sequence[int], rank: int) -> "_Everyone":
-        """Combine the texts of all ranks."""
-        vectors_by_rank = list(zip(vectors, rows, strict=True))
-        positives = [tensor[num : 2 * num] for tensor, num in vectors_by_rank]
-        negatives = [tensor[2 * num :] for tensor, num in vectors_by_rank]
-        ids_by_rank = list(zip(ids, rows, strict=True))
-        positive_ids = [array[num : 2 * num] for array, num in ids_by_rank]
-        negative_ids = [array[2 * num :] for array, num in ids_by_rank]
-        return cls(
-            anchors=torch.cat([tensor[:num] for tensor, num in vectors_by_rank]),
-            passages=torch.cat([*positives, *negatives]),
-            anchor_ids=np.concatenate([array[:num] for array, num in ids_by_rank]),
-            passage_ids=np.concatenate([*positive_ids, *negative_ids]),
-            num_rows=tuple(rows),
-            num_texts=tuple(map(len, ids)),
-            rank=rank,
-        )
-
-    @property
-    def own_rows(self) -> range:
-        """Return this rank's rows."""
-        start = sum(self.num_rows[: self.rank])
-        return range(start, start + self.num_rows[self.rank])
-
-    def masked(self, *, symmetric: bool) -> tuple[MaskedPairs, ...]:
-        """Return the excluded pairs of this rank's anchors and, with `symmetric`, those of its positives."""
-        passages = masked_passages(self.anchor_ids, self.passage_ids, self.own_rows)
-        if not symmetric:
-            return (passages,)
-        return passages, masked_anchors(self.anchor_ids, self.passage_ids, self.own_rows)
-
-    def own_part(self, both: Tensor) -> Tensor:
-        """Return this rank's part, ordered by role, of values of all anchors followed by all passages."""
-        total, own = sum(self.num_rows), self.own_rows
-        num_negatives = [texts - 2 * rows for texts, rows in zip(self.num_texts, self.num_rows, strict=True)]
-        first = 2 * total + sum(num_negatives[: self.rank])
-        parts = (
-            both[own.start : own.stop],
-            both[total + own.start : total + own.stop],
-            both[first : first + num_negatives[self.rank]],
-        )
-        return torch.cat(parts)
-
-
-@dataclass(frozen=True)
-class CosentOfStep:
-    """CoSENT over all pairs of the step. Every row gets the same loss, so that the step's loss is their mean."""
-
-    similarity: Similarity
-    temperature: float
-
-    def __call__(self, own: OwnVectors) -> StepLoss:
-        """Return the loss of the step, and the gradient of this rank's vectors. Collective."""
-        leaf = own.vectors.detach().requires_grad_()
-        with torch.enable_grad():
-            sorted_vectors = own.by_role(leaf)
-            first, second = sorted_vectors.chunk(2)
-            similarities = self.similarity.of_pairs(first, second)  # [rows, sizes]
-        sizes = distributed.gather_objects(own.num_rows)
-        labels = torch.cat([batch.labels for batch in own.batches])
-        scores = torch.cat(distributed.gather_rows(labels, sizes))
-        everyone = torch.cat(distributed.gather_rows(similarities, sizes)).requires_grad_()
-        with torch.enable_grad():
-            loss = self.of_similarities(everyone, scores)
-        (similarity_gradient,) = torch.autograd.grad(loss * len(scores), everyone)
-        start = sum(sizes[: distributed.rank()])
-        (gradient,) = torch.autograd.grad(similarities, leaf, similarity_gradient[start : start + own.num_rows])
-        return StepLoss(loss.detach().expand(own.num_rows), gradient)
-
-    def of_similarities(self, similarities: Tensor, scores: Tensor) -> Tensor:
-        """Return the loss of all pairs, a scalar, from their similarities at every size, [pairs, sizes]."""
-        losses = [cosent(column, scores, temperature=self.temperature) for column in similarities.unbind(dim=1)]
-        return torch.stack(losses).mean()
-
-
-def infonce_of_step(similarity: Similarity, section: EmbeddingSection) -> LossOfStep:
-    """Return InfoNCE over the global batch."""
-    return InfoNceOfStep(InfoNce(similarity, section.temperature, section.symmetric))
-
-
-def cosent_of_step(similarity: Similarity, section: EmbeddingSection) -> LossOfStep:
-    """Return CoSENT over the global batch."""
-    return CosentOfStep(similarity, section.temperature)
-
-
-def masked_passages(anchor_ids: np.ndarray, passage_ids: np.ndarray, rows: range) -> MaskedPairs:
-    """Return the passages relevant to the anchor of each of these rows, except the row's own: not to be negatives.
-
-    Row i has anchor i and passage i; both arrays hold digests of texts. With negatives there are more passages than
-    anchors. A text is relevant to an anchor if it is the positive of an equal anchor.
-    """
-    positives = passage_ids[: len(anchor_ids)]
-    relevant = _partners(anchor_ids, positives)
-    return _pairs(
-        anchor_ids, passage_ids, rows, relevant=relevant, may_have=_occurs_twice(anchor_ids, positives, passage_ids)
-    )
-
-
-def masked_anchors(anchor_ids: np.ndarray, passage_ids: np.ndarray, rows: range) -> MaskedPairs:
-    """Return the anchors to which the positive of each of these rows is relevant, except the row's own."""
-    positives = passage_ids[: len(anchor_ids)]
-    relevant = _partners(positives, anchor_ids)
-    may_have = _occurs_twice(anchor_ids, positives, positives)
-    return _pairs(positives, anchor_ids, rows, relevant=relevant, may_have=may_have)
-
-
-def _partners(ids: np.ndarray, others: np.ndarray) -> Mapping[int, set[int]]:
-    partners: dict[int, set[int]] = defaultdict(set)
-    for text, partner in zip(ids.tolist(), others.tolist(), strict=True):
-        partners[text].add(partner)
-    return partners
-
-
-def _occurs_twice(anchor_ids: np.ndarray, positives: np.ndarray, passage_ids: np.ndarray) -> np.ndarray:
-    """Return whether the anchor or the positive of each row occurs again; only these rows can have pairs."""
-    occurs: np.ndarray = _counts(anchor_ids, anchor_ids) + _counts(positives, passage_ids) > 2
-    return occurs
-
-
-def _counts(ids: np.ndarray, among: np.ndarray) -> np.ndarray:
-    distinct, numbers = np.unique(among, return_counts=True)
-    counts: np.ndarray = numbers[np.searchsorted(distinct, ids)]
-    return counts
-
-
-def _pairs(
-    ids: np.ndarray, candidates: np.ndarray, rows: range, *, relevant: Mapping[int, set[int]], may_have: np.ndarray
-) -> MaskedPairs:
-    chosen = [row for row in rows if may_have[row]]
-    row_candidates: list[tuple[int, int]] = []
-    if chosen:
-        indices: dict[int, list[int]] = defaultdict(list)
-        for index, text in enumerate(candidates.tolist()):
-            indices[text].append(index)
-        for row in chosen:
-            same = (index for text in relevant[int(ids[row])] for index in indices[text] if index != row)
-            row_candidates.extend((row, index) for index in sorted(same))
-    pairs = np.array(row_candidates, np.int64).reshape(-1, 2)
-    return MaskedPairs(pairs[:, 0], pairs[:, 1])

@@ -24,7 +24,7 @@ from finetune.task.model_inputs import (
     sample_logits,
 )
 from finetune.task.preference.losses import bradley_terry
-from finetune.task.protocol import BaseTask, DataFacts, SampleSpec, TaskContext
+from finetune.task.protocol import BaseTask, DataFacts, TaskContext
 
 PAIR_WEIGHTS = "counts"
 NUM_PAIRS = "num_firsts"
@@ -72,16 +72,6 @@ def split_by_sample(values: Tensor, batch: Batch) -> list[np.ndarray]:
     return [torch.cat(pair).cpu().numpy() for pair in pairs]
 
 
-def upper_half(batch: Batch) -> Batch:
-    """Return the batch without its lower half."""
-    return _select(batch, slice(0, _num_sequences(batch) // 2))
-
-
-def lower_half(batch: Batch) -> Batch:
-    """Return the batch without its upper half."""
-    return _select(batch, slice(_num_sequences(batch) // 2, None))
-
-
 def sequence_log_probabilities(model: nn.Module, batch: Batch) -> Tensor:
     """Return the log-probability in nats of every sequence, summed over its targets, in float32: [sequences]."""
     assert batch.targets is not None  # `collate_pairs` sets them
@@ -100,26 +90,23 @@ def _by_sequence(values: Tensor, batch: Batch) -> Tensor:
     return values if batch.cumulative_lengths is None else pad_samples(values[0], batch)
 
 
-def _num_sequences(batch: Batch) -> int:
-    return len(batch.labels) if batch.cumulative_lengths is None else len(batch.lengths)
-
-
-def _select(batch: Batch, sequences: slice) -> Batch:
-    """Return the batch with these sequences only; its extras do not change."""
-    start, stop, _ = sequences.indices(_num_sequences(batch))
+def select_half(batch: Batch, *, lower: bool) -> Batch:
+    """Return the batch without the other half of its sequences; its extras do not change."""
     ends, length = batch.cumulative_lengths, batch.labels.shape[1]
+    num_sequences = len(batch.labels) if ends is None else len(batch.lengths)
+    start, stop = (num_sequences // 2, num_sequences) if lower else (0, num_sequences // 2)
+    lengths = batch.lengths[start:stop]
+    first = start * length if ends is None else sum(batch.lengths[:start])
+    targets = None if batch.targets is None else batch.targets.rows(start, stop, begin=first)
     if ends is None:
-        inputs = {name: tensor[sequences] for name, tensor in batch.inputs.items()}
-        targets = None if batch.targets is None else batch.targets.rows(start, stop, begin=start * length)
-        return replace(batch, inputs=inputs, labels=batch.labels[sequences], targets=targets)
-    lengths = batch.lengths[sequences]
-    first = sum(batch.lengths[:start])
+        inputs = {name: tensor[start:stop] for name, tensor in batch.inputs.items()}
+        return replace(batch, inputs=inputs, labels=batch.labels[start:stop], targets=targets)
     positions = slice(first, first + sum(lengths))
     return replace(
         batch,
         inputs={name: tensor[:, positions] for name, tensor in batch.inputs.items()},
         labels=batch.labels[:, positions],
-        targets=None if batch.targets is None else batch.targets.rows(start, stop, begin=first),
+        targets=targets,
         cumulative_lengths=ends[start : stop + 1] - first,
         longest=max(lengths, default=0),
         lengths=lengths,
@@ -136,7 +123,7 @@ class AnswerPairsTask(BaseTask):
         require_chat_template(context.tokenizer)
         data = context.data
         self.pad_id = pad_id(context.tokenizer)
-        self._data = data
+        self._batching = data.batching
         encode = ConversationEncoder(
             context.tokenizer,
             system_prompt=data.system_prompt,
@@ -144,20 +131,13 @@ class AnswerPairsTask(BaseTask):
             allow_special_tokens=data.allow_special_tokens,
         )
         name = f"`task.name: {context.section.name}`"
-        self._answers = self._encoder = PreferenceEncoder(encode, name, judged=judged, margin=margin)
-
-    @property
-    def samples(self) -> SampleSpec:
-        """Return samples in which `data.max_length` limits the prompt with one answer."""
-        data = self._data
-        limit = SequencesLengthLimit(data.longest, data.over_length, data.truncate_side)
-        options = {"judged": self._answers.judged, "margin": self._answers.margin}
-        identity = {name: True for name, is_used in options.items() if is_used}
-        return replace(super().samples, length_limit=limit, identity=identity)
+        self._encoder = PreferenceEncoder(encode, name, judged=judged, margin=margin)
+        self._length_limit = SequencesLengthLimit(data.longest, data.over_length, data.truncate_side)  # of each answer
+        self._identity = {name: True for name, is_used in {"judged": judged, "margin": margin}.items() if is_used}
 
     def collate(self, features: Sequence[Features]) -> Batch:
         """Return chosen answers followed by rejected ones, padded or concatenated, for one shared forward pass."""
-        return collate_pairs(features, pad_id=None if is_padding_free(self._data.batching) else self.pad_id)
+        return collate_pairs(features, pad_id=None if is_padding_free(self._batching) else self.pad_id)
 
     def dummy_batch(self, features: Features) -> Batch:
         """Return the sample as a batch without weight in the loss."""

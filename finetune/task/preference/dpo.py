@@ -7,17 +7,16 @@ Evaluations estimate it from all validation rows.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from finetune.config.sections.task import PreferenceSection
 from finetune.data.batch import Batch
 from finetune.data.encoding.preference import IS_GOOD
 from finetune.data.features import Features
-from finetune.registry.losses import PREFERENCE_LOSSES, Score
+from finetune.registry.losses import PREFERENCE_LOSSES
 from finetune.runtime import distributed
 from finetune.task.lm_loss.target_loss import require_one_loss_each
 from finetune.task.preference.answer_pairs import (
@@ -25,12 +24,11 @@ from finetune.task.preference.answer_pairs import (
     PAIR_WEIGHTS,
     AnswerPairsTask,
     join_halves,
-    lower_half,
     num_target_tokens,
     pair_sums,
+    select_half,
     sequence_log_probabilities,
     split_by_sample,
-    upper_half,
 )
 from finetune.task.preference.losses import kto, reference_point
 from finetune.task.protocol import EvaluationOutput, Precomputed, TaskContext
@@ -43,82 +41,50 @@ class PreferenceTask(AnswerPairsTask):
     """Train the model to prefer the chosen answer over the rejected one. One pair is one target."""
 
     def __init__(self, context: TaskContext) -> None:
-        super().__init__(context)
         self.section = context.section.preference
+        super().__init__(context, judged="judged" in PREFERENCE_LOSSES[self.section.loss].formats)
 
     @property
     def precomputed(self) -> Precomputed | None:
-        """Return the computation of reference log-probabilities, or None if the loss has no reference model."""
-        return precomputed_reference() if PREFERENCE_LOSSES[self.section.loss].has_reference else None
+        """Return the computation of the reference's log-probabilities, or None if the loss has no reference model."""
+        if not PREFERENCE_LOSSES[self.section.loss].has_reference:
+            return None
+        return Precomputed("reference log-probabilities", "reference", {}, reference_log_probabilities)
 
     def collate(self, features: Sequence[Features]) -> Batch:
-        """Return chosen answers followed by rejected ones, with their reference log-probabilities."""
-        return attach_reference(super().collate(features), features)
+        """Return chosen answers followed by rejected ones, with their reference log-probabilities if computed."""
+        batch = super().collate(features)
+        if REFERENCE not in features[0].arrays:
+            return batch
+        reference = join_halves([sample.arrays[REFERENCE] for sample in features])
+        return replace(batch, extras={**batch.extras, REFERENCE: reference})
 
     def loss_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         """Return the sums over the pairs of loss, rewards, margins, correct preferences and log-probabilities."""
-        pairs = PairLogProbabilities.of(sequence_log_probabilities(model, batch), batch)
-        rewards = pairs.rewards(self.section)
+        entry, beta = PREFERENCE_LOSSES[self.section.loss], self.section.beta
+        # of the chosen and the rejected answers, each [pairs]
+        chosen, rejected = sequence_log_probabilities(model, batch).chunk(2)
+        num_tokens, scores = num_target_tokens(batch).chunk(2), [chosen, rejected]
+        if entry.has_reference:
+            chosen_reference, rejected_reference = batch.extras[REFERENCE].chunk(2)
+            scores = [chosen - chosen_reference, rejected - rejected_reference]
+        # implicit rewards are the compared scores times beta; IPO's are not divided by the number of tokens
+        rewards = [beta * score for score in scores]
+        if entry.score == "mean_log_probability":
+            rewards = [reward / num for reward, num in zip(rewards, num_tokens, strict=True)]
+        if entry.score in ("mean_log_probability", "mean_ratio"):
+            scores = [score / num for score, num in zip(scores, num_tokens, strict=True)]
+        losses: Tensor = PREFERENCE_LOSSES.resolve(entry.name)(*scores, self.section)
+        require_one_loss_each(losses, len(chosen), name=entry.name, what="pair")
+        sft_weight = entry.sft_weight if self.section.sft_weight is None else self.section.sft_weight
+        if sft_weight != 0:
+            losses = losses - sft_weight * chosen / num_tokens[0]
         counts = batch.extras[PAIR_WEIGHTS]
         return {
-            **pair_sums(pairs.losses(self.section), *rewards, counts=counts),
-            "log_probability_chosen": (pairs.chosen.detach() * counts).sum(),
-            "log_probability_rejected": (pairs.rejected.detach() * counts).sum(),
+            **pair_sums(losses, *rewards, counts=counts),
+            "log_probability_chosen": (chosen.detach() * counts).sum(),
+            "log_probability_rejected": (rejected.detach() * counts).sum(),
         }
-
-
-@dataclass(frozen=True)
-class PairLogProbabilities:
-    """Log-probabilities and token counts of a batch's answers, all [pairs]."""
-
-    chosen: Tensor
-    rejected: Tensor
-    chosen_tokens: Tensor
-    rejected_tokens: Tensor
-    chosen_reference: Tensor | None = None
-    rejected_reference: Tensor | None = None
-
-    @classmethod
-    def of(cls, log_probability: Tensor, batch: Batch) -> "PairLogProbabilities":
-        """Return the pairs of a batch whose sequences have these log-probabilities, [sequences]."""
-        reference = batch.extras.get(REFERENCE)
-        chosen, rejected = log_probability.chunk(2)
-        chosen_reference, rejected_reference = (None, None) if reference is None else reference.chunk(2)
-        chosen_tokens, rejected_tokens = num_target_tokens(batch).chunk(2)
-        return cls(chosen, rejected, chosen_tokens, rejected_tokens, chosen_reference, rejected_reference)
-
-    def losses(self, section: PreferenceSection) -> Tensor:
-        """Return the loss of every pair, [pairs]."""
-        entry = PREFERENCE_LOSSES[section.loss]
-        preferred: Tensor = PREFERENCE_LOSSES.resolve(entry.name)(*self._scores(entry.score), section)
-        require_one_loss_each(preferred, len(self.chosen), name=entry.name, what="pair")
-        weight = entry.sft_weight if section.sft_weight is None else section.sft_weight
-        return preferred if weight == 0 else preferred - weight * self.chosen / self.chosen_tokens
-
-    def rewards(self, section: PreferenceSection) -> tuple[Tensor, Tensor]:
-        """Return the implicit rewards of chosen and rejected answers: beta times the scores that the loss compares."""
-        score = PREFERENCE_LOSSES[section.loss].score
-        if score == "mean_log_probability":
-            return section.beta * self.chosen / self.chosen_tokens, section.beta * self.rejected / self.rejected_tokens
-        chosen, rejected = self._scores("ratio" if score == "mean_ratio" else score)
-        return section.beta * chosen, section.beta * rejected
-
-    def _scores(self, score: Score) -> tuple[Tensor, Tensor]:
-        """Return the scores of the chosen and rejected answers that a loss compares."""
-        if score == "log_probability":
-            return self.chosen, self.rejected
-        if score == "mean_log_probability":
-            return self.chosen / self.chosen_tokens, self.rejected / self.rejected_tokens
-        assert self.chosen_reference is not None and self.rejected_reference is not None, "the reference is precomputed"
-        chosen, rejected = self.chosen - self.chosen_reference, self.rejected - self.rejected_reference
-        if score == "ratio":
-            return chosen, rejected
-        return chosen / self.chosen_tokens, rejected / self.rejected_tokens
-
-
-def precomputed_reference() -> Precomputed:
-    """Return the computation of the reference model's log-probabilities of a sample's sequences."""
-    return Precomputed("reference log-probabilities", "reference", {}, reference_log_probabilities)
 
 
 def reference_log_probabilities(model: nn.Module, batch: Batch) -> Sequence[Mapping[str, np.ndarray]]:
@@ -126,34 +92,20 @@ def reference_log_probabilities(model: nn.Module, batch: Batch) -> Sequence[Mapp
     return [{REFERENCE: values} for values in split_by_sample(sequence_log_probabilities(model, batch), batch)]
 
 
-def attach_reference(batch: Batch, features: Sequence[Features]) -> Batch:
-    """Return the batch with the sequences' reference log-probabilities, if they have been computed."""
-    if REFERENCE not in features[0].arrays:
-        return batch
-    reference = join_halves([sample.arrays[REFERENCE] for sample in features])
-    return replace(batch, extras={**batch.extras, REFERENCE: reference})
-
-
 REFERENCE_POINT = "reference_point"
 
 
-class KtoTask(AnswerPairsTask):
-    """Make good answers more likely and bad ones less likely. One judged answer is one target; a pair has two."""
+class KtoTask(PreferenceTask):
+    """Make good answers more likely and bad ones less likely. One judged answer is one target; a pair has two.
 
-    def __init__(self, context: TaskContext) -> None:
-        super().__init__(context, judged=True)
-        self.section = context.section.preference
-
-    @property
-    def precomputed(self) -> Precomputed | None:
-        """Return the reference's log-probabilities of the answers, and of the mismatched answers (of other prompts)."""
-        return precomputed_reference()
+    The reference's log-probabilities are those of the answers, and of the mismatched answers (of other prompts).
+    """
 
     def collate(self, features: Sequence[Features]) -> Batch:
         """Return the prompts with their answers, followed by the prompts with mismatched answers."""
         batch = super().collate(features)
         is_good = torch.from_numpy(np.concatenate([sample.arrays[IS_GOOD] for sample in features]))
-        return attach_reference(replace(batch, extras={**batch.extras, IS_GOOD: is_good}), features)
+        return replace(batch, extras={**batch.extras, IS_GOOD: is_good})
 
     def prepare_step(self, model: nn.Module, batches: Sequence[Batch]) -> Sequence[Batch]:
         """Return the batches with the reference point of the step, from a pass without gradients. Collective."""
@@ -162,7 +114,8 @@ class KtoTask(AnswerPairsTask):
         sums = []  # of the mismatched answers' log-ratios, and their number
         with torch.no_grad():
             for batch in batches:
-                ratio = sequence_log_probabilities(model, lower_half(batch)) - batch.extras[REFERENCE].chunk(2)[1]
+                mismatched = sequence_log_probabilities(model, select_half(batch, lower=True))
+                ratio = mismatched - batch.extras[REFERENCE].chunk(2)[1]
                 counts = batch.extras[PAIR_WEIGHTS]
                 sums.append(torch.stack([(ratio * counts).sum(), counts.sum()]))
         model.train(was_training)
@@ -177,7 +130,7 @@ class KtoTask(AnswerPairsTask):
         """
         if REFERENCE_POINT not in batch.extras:
             (batch,) = self.prepare_step(model, [batch])
-        answers = upper_half(batch)
+        answers = select_half(batch, lower=False)
         log_probability = sequence_log_probabilities(model, answers)
         ratio = log_probability - batch.extras[REFERENCE].chunk(2)[0]
         counts, is_good, point = batch.extras[PAIR_WEIGHTS], batch.extras[IS_GOOD], batch.extras[REFERENCE_POINT]

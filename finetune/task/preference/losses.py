@@ -17,7 +17,8 @@ def dpo(chosen: Tensor, rejected: Tensor, section: PreferenceSection) -> Tensor:
     """Return `-(1 - e) log s(beta m) - e log s(-beta m)` of the difference `m` of both ratios.
 
     DPO: Rafailov et al., 2023, arXiv:2305.18290, equation 7; with label smoothing e it is conservative DPO (Mitchell,
-    2023, "A note on DPO with noisy preferences"), of which a share e of the pairs is the wrong way round.
+    2023, "A note on DPO with noisy preferences"), of which a share e of the pairs is the wrong way round. Of summed
+    log-probabilities instead of ratios, it is CPO's first term (Xu et al., 2024, arXiv:2401.08417, equation 3).
     """
     beta, smoothing, margin = section.beta, section.label_smoothing, chosen - rejected
     return -(1 - smoothing) * logsigmoid(beta * margin) - smoothing * logsigmoid(-beta * margin)
@@ -64,14 +65,6 @@ def simpo(chosen: Tensor, rejected: Tensor, section: PreferenceSection) -> Tenso
     SimPO: Meng et al., 2024, arXiv:2405.14734, equation 6.
     """
     return -logsigmoid(section.beta * (chosen - rejected) - section.target_margin)
-
-
-def cpo(chosen: Tensor, rejected: Tensor, section: PreferenceSection) -> Tensor:
-    """Return DPO's loss of summed log-probabilities without a reference.
-
-    CPO's first term: Xu et al., 2024, arXiv:2401.08417, equation 3.
-    """
-    return dpo(chosen, rejected, section)
 
 
 def apo_zero(chosen: Tensor, rejected: Tensor, section: PreferenceSection) -> Tensor:

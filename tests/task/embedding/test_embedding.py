@@ -15,7 +15,6 @@ from finetune.errors import DataError
 from finetune.model.activations import enable_gradient_checkpointing
 from finetune.runtime import seeds
 from finetune.task.embedding.embedding import GRADIENT, collate_groups, pooled_vectors
-from finetune.task.embedding.similarity_losses import OwnVectors
 from tests.task.embedding.conftest import ROWS, SCORED
 
 LOSSES = {
@@ -119,7 +118,7 @@ def test_both_passes_draw_the_same_dropout(embedding, encoder, checkpointing):
     parts = [task.collate(samples[a:b]) for a, b in ((0, 3), (3, 6), (6, 8))]
     vectors = [pooled_vectors(model, part, "mean") for part in parts]
     leaf = torch.cat(vectors).detach()
-    found = task.loss(OwnVectors(leaf, parts))
+    found = task.loss(leaf, parts)
     torch.cat(vectors).backward(found.gradient)
     expected = torch.cat([each.grad.flatten() for each in model.parameters() if each.grad is not None])
     assert total == pytest.approx(found.row_losses.sum().item(), rel=1e-6)

@@ -9,12 +9,11 @@ from finetune.task.preference.answer_pairs import (
     PAIR_WEIGHTS,
     collate_pairs,
     join_halves,
-    lower_half,
     num_target_tokens,
     scores,
+    select_half,
     sequence_log_probabilities,
     split_by_sample,
-    upper_half,
 )
 from tests.small_models import TINY
 from tests.task.pairs_of_words import ANSWERS, PAIRS, encoded, pair, task_of
@@ -63,7 +62,7 @@ def test_log_probabilities_of_both_halves_of_a_batch_equal_those_of_the_whole(mo
     batch = collate_pairs([PAIR, OTHER], pad_id=0)
     with torch.no_grad():
         whole = sequence_log_probabilities(model, batch)
-        parts = [sequence_log_probabilities(model, half(batch)) for half in (upper_half, lower_half)]
+        parts = [sequence_log_probabilities(model, select_half(batch, lower=lower)) for lower in (False, True)]
     torch.testing.assert_close(torch.cat(parts), whole)
 
 

@@ -77,7 +77,7 @@ def test_simpo_is_equation_6():
 def test_cpo_is_equation_3():
     chosen, rejected = doubles(MEANS).T
     close(
-        losses.cpo(chosen, rejected, PreferenceSection(beta=0.3)),
+        losses.dpo(chosen, rejected, PreferenceSection(loss="cpo", beta=0.3)),
         [-math.log(logistic(0.3 * (c - r))) for c, r in MEANS],
     )
 
