@@ -36,9 +36,9 @@ from finetune.report import events
 from finetune.runtime.progress import Progress
 from finetune.runtime.supervision.status import Peer
 from finetune.runtime.supervision.watchdog import HangReport
-from finetune.task.classification.text_classification import RECORDED_KINDS
+from finetune.task.classification import RECORDED_KINDS
 from finetune.task.distillation import DistillationTask
-from finetune.task.preference.dpo import PreferenceTask
+from finetune.task.preference import PreferenceTask
 from finetune.task.protocol import BaseTask, RequireImageMessages, RequireMessages, RequireText
 
 

@@ -39,7 +39,7 @@ class TokenLossEntry(Entry):
 
 TOKEN_LOSSES: Table[TokenLossEntry] = Table("loss", TokenLossEntry)
 
-PAIRS_TASK = "finetune.task.preference.dpo:PreferenceTask"
+PAIRS_TASK = "finetune.task.preference:PreferenceTask"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,57 +75,57 @@ PREFERENCE_LOSSES = Table(
         PreferenceLossEntry(
             name="sigmoid",
             description="DPO (Rafailov et al., 2023, arXiv:2305.18290)",
-            implementation="finetune.task.preference.losses:dpo",
+            implementation="finetune.task.preference:dpo",
             score="ratio",
             reads=frozenset({"label_smoothing"}),
         ),
         PreferenceLossEntry(
             name="hinge",
             description="of ratios (Liu et al., 2023, arXiv:2309.06657)",
-            implementation="finetune.task.preference.losses:hinge",
+            implementation="finetune.task.preference:hinge",
             score="ratio",
         ),
         PreferenceLossEntry(
             name="ipo",
             description="Azar et al., 2023, arXiv:2310.12036",
-            implementation="finetune.task.preference.losses:ipo",
+            implementation="finetune.task.preference:ipo",
             score="mean_ratio",
         ),
         PreferenceLossEntry(
             name="robust",
             description="DPO where some pairs are the wrong way round (Chowdhury et al., 2024, arXiv:2403.00409)",
-            implementation="finetune.task.preference.losses:robust_dpo",
+            implementation="finetune.task.preference:robust_dpo",
             score="ratio",
             reads=frozenset({"label_smoothing"}),
         ),
         PreferenceLossEntry(
             name="orpo",
             description="without a reference (Hong et al., 2024, arXiv:2403.07691)",
-            implementation="finetune.task.preference.losses:orpo",
+            implementation="finetune.task.preference:orpo",
             score="mean_log_probability",
             sft_weight=1.0,
         ),
         PreferenceLossEntry(
             name="simpo",
             description="without a reference (Meng et al., 2024, arXiv:2405.14734)",
-            implementation="finetune.task.preference.losses:simpo",
+            implementation="finetune.task.preference:simpo",
             score="mean_log_probability",
             reads=frozenset({"target_margin"}),
         ),
         PreferenceLossEntry(
             name="kto",
             description="of answers that are judged one by one (Ethayarajh et al., 2024, arXiv:2402.01306)",
-            implementation="finetune.task.preference.losses:kto",
+            implementation="finetune.task.preference:kto",
             score="ratio",
             reads=frozenset({"desirable_weight", "undesirable_weight"}),
-            task="finetune.task.preference.dpo:KtoTask",
+            task="finetune.task.preference:KtoTask",
             formats=("preference", "judged"),
             metrics=("reference_point",),
         ),
         PreferenceLossEntry(
             name="cpo",
             description="without a reference (Xu et al., 2024, arXiv:2401.08417)",
-            implementation="finetune.task.preference.losses:dpo",
+            implementation="finetune.task.preference:dpo",
             score="log_probability",
             reads=frozenset({"label_smoothing"}),
             sft_weight=1.0,
@@ -134,7 +134,7 @@ PREFERENCE_LOSSES = Table(
             name="apo_zero",
             description="chosen answers become likelier, rejected ones less likely (D'Oosterlinck et al., 2024, "
             "arXiv:2408.06266)",
-            implementation="finetune.task.preference.losses:apo_zero",
+            implementation="finetune.task.preference:apo_zero",
             score="ratio",
         ),
     ),
@@ -190,24 +190,24 @@ RERANKING_LOSSES = Table(
             name="listwise",
             description="of rows with negatives; the softmax over a row's passages (Gao et al., 2021, "
             "arXiv:2101.08751)",
-            implementation="finetune.task.embedding.reranking:listwise",
+            implementation="finetune.task.embedding.embedding:listwise",
         ),
         PairLossEntry(
             name="pairwise",
             description="of rows with negatives; the positive against each negative (RankNet; Burges et al., 2005)",
-            implementation="finetune.task.embedding.reranking:pairwise",
+            implementation="finetune.task.embedding.embedding:pairwise",
         ),
         PairLossEntry(
             name="bce",
             description="of scored pairs; the binary cross-entropy with a score from 0 to 1",
-            implementation="finetune.task.embedding.reranking:binary_cross_entropy",
+            implementation="finetune.task.embedding.embedding:binary_cross_entropy",
             scores=(0.0, 1.0),
             is_logit=True,
         ),
         PairLossEntry(
             name="mse",
             description="of scored pairs; the squared error",
-            implementation="finetune.task.embedding.reranking:squared_error",
+            implementation="finetune.task.embedding.embedding:squared_error",
             scores=_ANY_SCORE,
         ),
     ),

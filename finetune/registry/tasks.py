@@ -127,7 +127,7 @@ TASKS = Table(
         TaskEntry(
             name="seq2seq",
             description="an encoder-decoder writes the answer",
-            implementation=f"{_PACKAGE}.seq2seq:Seq2SeqTask",
+            implementation=f"{_PACKAGE}.causal_lm:Seq2SeqTask",
             head="seq2seq_lm",
             formats=("prompt_completion", "instruction"),
             metrics=TOKEN_METRICS,
@@ -171,7 +171,7 @@ TASKS = Table(
         TaskEntry(
             name="reward",
             description="score answers, from pairs of them",
-            implementation=f"{_PACKAGE}.preference.answer_pairs:RewardTask",
+            implementation=f"{_PACKAGE}.answer_pairs:RewardTask",
             head="sequence_classification",
             formats=("preference",),
             metrics=PAIR_METRICS,
@@ -200,7 +200,7 @@ TASKS = Table(
         TaskEntry(
             name="text_classification",
             description="name the class of a text",
-            implementation=f"{_PACKAGE}.classification.text_classification:TextClassificationTask",
+            implementation=f"{_PACKAGE}.classification:TextClassificationTask",
             head="sequence_classification",
             formats=("labelled",),
             metrics=("loss", "accuracy", "macro_f1", "micro_f1", "mcc"),  # or those of another problem type
@@ -215,7 +215,7 @@ TASKS = Table(
         TaskEntry(
             name="token_classification",
             description="name the class of each word",
-            implementation=f"{_PACKAGE}.classification.text_classification:TokenClassificationTask",
+            implementation=f"{_PACKAGE}.classification:TokenClassificationTask",
             head="token_classification",
             formats=("tagged",),
             metrics=("loss", "accuracy", "macro_f1", "entity_f1", "entity_precision", "entity_recall"),
@@ -229,7 +229,7 @@ TASKS = Table(
         TaskEntry(
             name="image_classification",
             description="name the class of an image",
-            implementation=f"{_PACKAGE}.classification.image_classification:ImageClassificationTask",
+            implementation=f"{_PACKAGE}.classification:ImageClassificationTask",
             head="image_classification",
             formats=("image_label",),
             metrics=("loss", "accuracy", "macro_f1", "top5_accuracy"),
@@ -266,7 +266,7 @@ TASKS = Table(
         TaskEntry(
             name="reranking",
             description="a score for a query and a passage",
-            implementation=f"{_PACKAGE}.embedding.reranking:RerankingTask",
+            implementation=f"{_PACKAGE}.embedding.embedding:RerankingTask",
             head="sequence_classification",
             formats=("retrieval", "pairs", "scored_pairs"),
             metrics=("loss", "recall_at_1", "recall_at_5", "recall_at_10", "ndcg_at_10", "mrr_at_10"),

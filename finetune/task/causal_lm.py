@@ -1,4 +1,4 @@
-"""Causal language models: continued pre-training on text, and fine-tuning on assistant turns, also with images."""
+"""Language models that predict the next token: from text, assistant turns (also with images), or a source text."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -9,18 +9,28 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from finetune.data.batch import Batch
+from finetune.data.batch import IGNORED, Batch, Targets
 from finetune.data.encoding.conversation import ConversationEncoder
 from finetune.data.encoding.image_conversation import ImageConversationEncoder, ImageTextProcessor, images_of
-from finetune.data.encoding.text import TextEncoder
+from finetune.data.encoding.text import SourceTargetEncoder, TextEncoder
+from finetune.data.encoding.tokenizer import num_special_tokens_around
 from finetune.data.features import Features
 from finetune.data.templates.chat_template import require_chat_template
 from finetune.data.token_cache.chunks import Encode
+from finetune.data.token_cache.lengths import SourceTargetLengthLimit
 from finetune.errors import DataError
 from finetune.task.lm_loss.target_loss import PluginLoss, TargetLoss
 from finetune.task.lm_loss.token_loss import TokenLoss
 from finetune.task.metrics import token_metrics
-from finetune.task.model_inputs import collate_padded, collate_padding_free, forward_inputs, is_padding_free
+from finetune.task.model_inputs import (
+    collate_padded,
+    collate_padding_free,
+    decoder_input_ids,
+    forward_inputs,
+    is_padding_free,
+    pad_rows,
+    unwrap_model,
+)
 from finetune.task.protocol import (
     BaseTask,
     GenerationPrompt,
@@ -188,3 +198,66 @@ class VisionLanguageSftTask(SftTask):
         outputs = self._processor(text=texts, images=images, padding=True, return_tensors="pt")
         of_text = {"input_ids", "attention_mask", *self._pictures.per_token}
         return {name: value for name, value in outputs.items() if name not in of_text and isinstance(value, Tensor)}
+
+
+class Seq2SeqTask(TokenTask):
+    """Predict each token of the target from the source and the tokens before it, end-of-sequence included.
+
+    Rows become `input_ids`, the source followed by the target, and `is_target`, which marks the target.
+    """
+
+    head = "seq2seq_lm"
+
+    def __init__(self, context: TaskContext) -> None:
+        super().__init__(context)
+        data, section = self.data, context.section.seq2seq
+        self._encoder = SourceTargetEncoder(
+            self.tokenizer, prefix=section.source_prefix, allow_special_tokens=data.allow_special_tokens
+        )
+        self._length_limit = SourceTargetLengthLimit(
+            data.longest,
+            section.max_target_length or data.longest,
+            data.over_length,
+            data.truncate_side,
+            num_special_tokens_around(self.tokenizer),
+        )
+        self._identity = section.model_dump()
+
+    def collate(self, features: Sequence[Features]) -> Batch:
+        """Return sources and targets padded on the right; labels[b, t] is the target's token t."""
+        pairs = [_source_and_target(sample) for sample in features]
+        sources, targets = [source for source, _ in pairs], [target for _, target in pairs]
+        lengths = np.array([len(source) for source in sources])
+        mask = np.arange(lengths.max()) < lengths[:, None]
+        labels = pad_rows(targets, IGNORED)
+        return Batch(
+            inputs={
+                "input_ids": pad_rows(sources, self.pad_id),
+                "attention_mask": torch.from_numpy(mask.astype(np.int64)),
+            },
+            labels=labels,
+            num_targets=sum(map(len, targets)),
+            num_tokens=sum(sample.length for sample in features),
+            sample_ids=tuple(sample.sample_id for sample in features),
+            lengths=tuple(map(len, sources)),
+            targets=Targets.of(labels.numpy()),
+        )
+
+    def model_inputs(self, model: nn.Module, batch: Batch) -> Mapping[str, Any]:
+        """Return the inputs with which the decoder predicts the labels.
+
+        These are the targets shifted by one, as the model itself shifts labels; with labels it would compute a mean
+        loss.
+        """
+        before = decoder_input_ids(unwrap_model(model), batch.labels)
+        return {**batch.inputs, "decoder_input_ids": before, "use_cache": False}
+
+    def prompt(self, features: Features) -> GenerationPrompt | None:
+        """Return the source, and the target with its end-of-sequence token."""
+        source, target = _source_and_target(features)
+        return GenerationPrompt(input_ids=tuple(source.tolist()), reference_ids=tuple(target.tolist()))
+
+
+def _source_and_target(features: Features) -> tuple[np.ndarray, np.ndarray]:
+    ids, is_target = features.arrays["input_ids"].astype(np.int64), features.arrays["is_target"]
+    return ids[~is_target], ids[is_target]

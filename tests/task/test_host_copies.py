@@ -19,9 +19,12 @@ from torch.utils._pytree import tree_leaves
 
 from finetune.data.batch import Batch
 from finetune.data.encoding.labelled import Classes
-from finetune.task.classification.classes import WeightedClasses
-from finetune.task.classification.image_classification import ImageClassificationTask
-from finetune.task.classification.text_classification import TextClassificationTask, TokenClassificationTask
+from finetune.task.classes import WeightedClasses
+from finetune.task.classification import (
+    ImageClassificationTask,
+    TextClassificationTask,
+    TokenClassificationTask,
+)
 from tests.devices import EVERY_DEVICE
 from tests.train.test_syncs import second_step
 

@@ -19,7 +19,7 @@ from finetune.config.sections.data import BatchingSection
 from finetune.config.sections.task import ClassificationSection, DistillationSection, TaskSection
 from finetune.data.features import Features
 from finetune.model.attention.implementation import register_per_sample
-from finetune.task.preference.answer_pairs import select_half, sequence_log_probabilities
+from finetune.task.answer_pairs import select_half, sequence_log_probabilities
 from finetune.task.protocol import TaskContext, build_task
 from tests.data.encoding.word_pieces import bert_tokenizer
 from tests.task.pairs_of_words import JUDGED, PAIRS, encoded, nudged

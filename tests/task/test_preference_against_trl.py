@@ -18,8 +18,8 @@ from finetune.config.sections.data import DataSection, TrainingSourceSection
 from finetune.config.sections.task import TaskSection
 from finetune.data.encoding.preference import IS_GOOD, MARGIN
 from finetune.data.features import LENGTHS_OF_SEQUENCES, Features
-from finetune.task.preference.answer_pairs import sequence_log_probabilities, split_by_sample
-from finetune.task.preference.dpo import REFERENCE
+from finetune.task.answer_pairs import sequence_log_probabilities, split_by_sample
+from finetune.task.preference import REFERENCE
 from finetune.task.protocol import TaskContext, build_task
 from tests.small_models import SMALL
 

@@ -10,9 +10,9 @@ from transformers import BartConfig, BartForConditionalGeneration, T5Config, T5F
 from finetune.config.sections.task import Seq2SeqSection, TaskSection
 from finetune.data.batch import IGNORED
 from finetune.errors import DataError
+from finetune.task.causal_lm import Seq2SeqTask
 from finetune.task.generation import generate
 from finetune.task.protocol import TaskContext
-from finetune.task.seq2seq import Seq2SeqTask
 
 SIZE = 320
 MODELS = {

@@ -56,7 +56,7 @@ from finetune.registry.tasks import TASKS, SampleContent
 from finetune.runtime.optional import no_op
 from finetune.task.lm_loss.target_loss import resolve_kernel
 from finetune.task.model_inputs import is_padding_free, unwrap_model
-from finetune.task.preference.dpo import REFERENCE
+from finetune.task.preference import REFERENCE
 from finetune.task.protocol import Task, TaskContext, build_task
 
 CONTEXT_BYTES = 600 << 20

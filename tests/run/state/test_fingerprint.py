@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 from finetune.config.load import load_config
 from finetune.model.processing import Processing
 from finetune.run.state.resume import make_fingerprint
-from finetune.task.preference.dpo import precomputed_reference
+from finetune.task.protocol import Precomputed
 
 
 def training_data(*, words=("a", "b"), rows="f1", precomputed=None):
@@ -59,4 +59,6 @@ def test_frozen_weights_of_the_hub_are_identified_by_their_commit(facts):
 
 
 def test_weights_that_are_the_reference_of_a_loss_are_identified_by_their_commit(facts):
-    assert facts(precomputed=precomputed_reference()).identity["base weights"] == "commit c0ffee"
+    assert (
+        facts(precomputed=Precomputed("", "reference", {}, lambda *_: ())).identity["base weights"] == "commit c0ffee"
+    )

@@ -21,12 +21,11 @@ from finetune.config.load import LoadedConfig, load_config
 from finetune.data.batch import Batch
 from finetune.run import train
 from finetune.runtime import distributed
-from finetune.task.causal_lm import CausalTask
+from finetune.task.causal_lm import CausalTask, Seq2SeqTask
 from finetune.task.distillation import DistillationTask
 from finetune.task.masked_lm import MaskedLmTask
 from finetune.task.model_inputs import unwrap_model
-from finetune.task.preference.dpo import KtoTask, PreferenceTask
-from finetune.task.seq2seq import Seq2SeqTask
+from finetune.task.preference import KtoTask, PreferenceTask
 from tests.live_bytes import LiveBytes
 from tests.scenarios.trained import forget
 from tests.task.lm_loss.head_rows import HeadRows

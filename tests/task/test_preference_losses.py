@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from finetune.config.sections.task import PreferenceSection
-from finetune.task.preference import losses
+from finetune.task import preference as losses
+from finetune.task.answer_pairs import bradley_terry
 
 MARGINS = (-7.0, -0.31, 0.0, 0.02, 4.5, 30.0)
 MEANS = ((-0.9, -1.4), (-2.3, -0.01), (-1e-6, -3.0), (-40.0, -0.7))
@@ -110,7 +111,7 @@ def test_the_reference_point_is_a_mean_that_is_never_negative():
 def test_bradley_terry_with_margin_and_centering():
     chosen, rejected, margins = doubles([1.2, -0.4]), doubles([0.3, 0.9]), doubles([0.5, 1.0])
     expected = [-math.log(logistic(c - r - m)) + 0.01 * (c + r) ** 2 for c, r, m in ((1.2, 0.3, 0.5), (-0.4, 0.9, 1.0))]
-    close(losses.bradley_terry(chosen, rejected, margin=margins, centering=0.01), expected)
+    close(bradley_terry(chosen, rejected, margin=margins, centering=0.01), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

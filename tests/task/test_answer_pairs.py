@@ -5,7 +5,7 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from finetune.data.features import LENGTHS_OF_SEQUENCES, Features
 from finetune.errors import DataError
-from finetune.task.preference.answer_pairs import (
+from finetune.task.answer_pairs import (
     PAIR_WEIGHTS,
     collate_pairs,
     join_halves,

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import logsigmoid
 
 from finetune.data.batch import IGNORED, Batch
 from finetune.data.encoding.conversation import ConversationEncoder
@@ -23,7 +24,6 @@ from finetune.task.model_inputs import (
     pad_samples,
     sample_logits,
 )
-from finetune.task.preference.losses import bradley_terry
 from finetune.task.protocol import BaseTask, DataFacts, TaskContext
 
 PAIR_WEIGHTS = "counts"
@@ -168,6 +168,15 @@ def pair_sums(losses: Tensor, chosen: Tensor, rejected: Tensor, *, counts: Tenso
         "reward_margin": ((chosen - rejected) * counts).sum(),
         "preference_accuracy": ((chosen > rejected) * counts).sum(),
     }
+
+
+def bradley_terry(chosen: Tensor, rejected: Tensor, *, margin: Tensor | float = 0.0, centering: float = 0.0) -> Tensor:
+    """Return `-log s(r_w - r_l - m) + c (r_w + r_l)^2` of both answers' scores.
+
+    Bradley and Terry, 1952, as in Ouyang et al., 2022, arXiv:2203.02155, equation 1; the margin m is that of Llama 2
+    (Touvron et al., 2023, arXiv:2307.09288, equation 2), centering that of Eisenstein et al., 2023, arXiv:2312.09244.
+    """
+    return -logsigmoid(chosen - rejected - margin) + centering * (chosen + rejected) ** 2
 
 
 class RewardTask(AnswerPairsTask):

@@ -22,7 +22,7 @@ from finetune.data.features import Features
 from finetune.data.images import StoredImage
 from finetune.errors import DataError
 from finetune.model.processing import build_image_processor
-from finetune.task.classification.image_classification import ImageClassificationTask
+from finetune.task.classification import ImageClassificationTask
 from finetune.task.protocol import TaskContext
 
 CLASSES = ["a", "b", "c", "d", "e", "f"]

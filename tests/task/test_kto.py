@@ -3,7 +3,7 @@ import copy
 import pytest
 import torch
 
-from finetune.task.preference.dpo import REFERENCE_POINT, win_rate
+from finetune.task.preference import REFERENCE_POINT, win_rate
 from tests.task.pairs_of_words import JUDGED, PAIRS, encoded, nudged, task_of
 
 

@@ -1,4 +1,4 @@
-"""Code shared by the classification tasks: classes and their weights, summed losses, padding."""
+"""What the classification tasks share: classes and their weights, summed losses, padding."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -6,7 +6,7 @@ import torch
 
 from finetune.errors import DataError
 from finetune.registry.losses import PAIRS_TASK, PREFERENCE_LOSSES
-from finetune.task.preference.dpo import REFERENCE
+from finetune.task.preference import REFERENCE
 from tests.task.pairs_of_words import PAIRS, encoded, judged, nudged, pair, task_of
 
 

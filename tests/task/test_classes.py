@@ -6,7 +6,7 @@ import torch
 from finetune.config.sections.task import ClassificationSection, TaskSection
 from finetune.data.batch import IGNORED
 from finetune.errors import DataError
-from finetune.task.classification.classes import class_loss_sum, find_classes, multi_label_loss_sum, regression_loss_sum
+from finetune.task.classes import class_loss_sum, find_classes, multi_label_loss_sum, regression_loss_sum
 from finetune.task.protocol import TaskContext
 
 RESULTS = torch.tensor([[2.0, 0.0, -1.0], [0.5, 1.5, 0.0], [0.0, 0.0, 3.0]], dtype=torch.float64)

@@ -1,1 +1,0 @@
-"""Classification of texts, words and images, and regression."""

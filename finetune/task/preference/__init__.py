@@ -1,1 +1,0 @@
-"""Training on preferences: DPO and its relatives, KTO, and reward models."""
