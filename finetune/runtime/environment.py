@@ -53,6 +53,15 @@ def environment_facts() -> dict[str, Any]:
 
     Never raises if git, a GPU or NCCL is missing: they are None.
     """
+    name = platform.processor() or platform.machine()
+    devices: list[dict[str, Any]] = [{"type": "cpu", "name": name, "num_threads": torch.get_num_threads()}]
+    if torch.cuda.is_available():
+        gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+        devices = [{"type": "cuda", "name": gpu.name, "memory_bytes": gpu.total_memory} for gpu in gpus]
+    group = None
+    if torch.distributed.is_initialized():
+        backend, world = torch.distributed.get_backend(), torch.distributed.get_world_size()
+        group = {"backend": backend, "num_processes": world}
     drivers = _command_output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
     return {
         "python": platform.python_version(),
@@ -61,19 +70,14 @@ def environment_facts() -> dict[str, Any]:
         "hostname": platform.node(),
         "num_cpus": os.cpu_count(),
         "memory_bytes": psutil.virtual_memory().total,
-        "devices": _devices(),
+        "devices": devices,
         "cuda": torch.version.cuda,
         "cuda_driver": drivers.splitlines()[0] if drivers else None,
         "nccl": nccl_version(),
         "git": git_state(Path.cwd()),
         "command": redacted_command(sys.argv),
         "launcher": launcher_variables(os.environ),
-        "process_group": {
-            "backend": torch.distributed.get_backend(),
-            "num_processes": torch.distributed.get_world_size(),
-        }
-        if torch.distributed.is_initialized()
-        else None,
+        "process_group": group,
         "accelerate_default_config": default_config(os.environ),
     }
 
@@ -121,17 +125,6 @@ def git_state(folder: Path) -> dict[str, Any] | None:
         "is_dirty": None if changes is None else bool(changes),
         "remote": None if remote is None else redacted_text(remote),
     }
-
-
-def _devices() -> list[dict[str, Any]]:
-    if not torch.cuda.is_available():
-        name = platform.processor() or platform.machine()
-        return [{"type": "cpu", "name": name, "num_threads": torch.get_num_threads()}]
-    devices = []
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        devices.append({"type": "cuda", "name": properties.name, "memory_bytes": properties.total_memory})
-    return devices
 
 
 def nccl_version() -> str | None:

@@ -2,10 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from functools import cache
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic import ConfigDict, Field, ValidationError, create_model
 
 from finetune.runtime.files.read import first_problem, parse_json
 
@@ -84,7 +83,7 @@ def parse_progress(content: bytes | str) -> Progress:
     if version == VERSION and (missing := sorted(names - state.keys())):
         raise ValueError(f"{missing[0]}: it is missing")
     try:
-        _schema().model_validate(asdict(progress))
+        _SCHEMA.model_validate(asdict(progress))
     except ValidationError as error:
         raise ValueError(first_problem(error)) from None
     for name in ("step", "metrics_step"):
@@ -93,13 +92,8 @@ def parse_progress(content: bytes | str) -> Progress:
     return progress
 
 
-@cache
-def _schema() -> type[BaseModel]:
-    """Return the schema of the dataclass, derived from its fields."""
-    schema_fields: dict[str, Any] = {
-        field.name: (_BOUNDED.get(field.type, field.type), ...) for field in fields(Progress)
-    }
-    return create_model("StoredProgress", __config__=ConfigDict(strict=True, extra="forbid"), **schema_fields)
+_FIELDS: dict[str, Any] = {field.name: (_BOUNDED.get(field.type, field.type), ...) for field in fields(Progress)}
+_SCHEMA = create_model("StoredProgress", __config__=ConfigDict(strict=True, extra="forbid"), **_FIELDS)
 
 
 @dataclass(frozen=True)

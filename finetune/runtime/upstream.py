@@ -183,19 +183,22 @@ def clear_build_locks(*, log: Log) -> None:
             log(f"removed {lock}")
 
 
-class BuildLockWatcher:
+class BuildLockWatcher(threading.Thread):
     """Watches the main thread: while it waits for the lock of a build, the owner of the lock is logged."""
 
     def __init__(self, *, log: Log, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(name="build locks", daemon=True)
         self._log = log
         self._clock = clock
         self._main = threading.main_thread().ident or 0
         self._since: dict[Path, float] = {}
         self._logged: dict[Path, float] = {}
 
-    def start(self) -> None:
-        """Check every few seconds from now on, until the process ends."""
-        threading.Thread(target=self._run, name="build locks", daemon=True).start()
+    def run(self) -> None:
+        """Check every few seconds, until the process ends."""
+        while True:
+            time.sleep(_CHECK_SECONDS)
+            self.look()
 
     def look(self) -> None:
         """Check once: remove an abandoned lock, which ends the wait, and log any other."""
@@ -211,11 +214,6 @@ class BuildLockWatcher:
         elif lock.state != ABANDONED and now - self._logged.get(path, float("-inf")) >= _LOG_SECONDS:
             self._logged[path] = now
             self._log(f"waiting for an extension to be compiled, for {waited:.0f} s so far: {lock}")
-
-    def _run(self) -> None:
-        while True:
-            time.sleep(_CHECK_SECONDS)
-            self.look()
 
 
 @contextmanager

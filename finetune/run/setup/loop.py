@@ -88,7 +88,8 @@ def make_parts(
     if distributed.is_main():
         stops[STOP_FILE] = StopFile(RunPaths(Path(config.run.folder)).stop_file)
     if config.run.spot_notice and os.environ.get("LOCAL_RANK", "0") == "0":  # one process of a machine
-        stops[SPOT_NOTICE] = SpotNotice(config.run.spot_notice, log=log).start()
+        stops[SPOT_NOTICE] = notice = SpotNotice(config.run.spot_notice, log=log)
+        notice.start()
     return TrainingComponents(
         accelerator=prepared.accelerator,
         model=prepared.model,

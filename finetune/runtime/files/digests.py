@@ -24,6 +24,7 @@ from finetune.runtime.text.redact import redacted_config
 
 CACHE_FOLDER = "~/.cache/finetune/digests"
 LARGE_BYTES = 64 << 20
+_BLAKE2B = partial(hashlib.blake2b, digest_size=16)
 _MIN_AGE_SECONDS = 2.0  # a newer file might be written again within one tick of the file system's clock
 
 
@@ -46,21 +47,18 @@ def files_digest(paths: Sequence[Path]) -> str:
 
     Raises OSError for a file that cannot be read.
     """
-
-    def read() -> str:
-        digests = "\n".join(map(_read, paths))
-        return hashlib.blake2b(digests.encode(), digest_size=16).hexdigest()
-
-    return _cached(paths, read, name="\n".join(map(str, paths)))
+    return _cached(
+        paths, lambda: _BLAKE2B("\n".join(map(_read, paths)).encode()).hexdigest(), name="\n".join(map(str, paths))
+    )
 
 
 def _cached(paths: Sequence[Path], read: Callable[[], str], *, name: str) -> str:
     states = [_state(path) for path in paths]
     if sum(state["size"] for state in states) < LARGE_BYTES:
         return read()
-    cache_digest = hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
+    cache_digest = _BLAKE2B(name.encode("utf-8", "surrogateescape")).hexdigest()
     cache_file = Path(CACHE_FOLDER).expanduser() / f"{cache_digest}.json"
-    state = hashlib.blake2b(json.dumps(states).encode(), digest_size=16).hexdigest()
+    state = _BLAKE2B(json.dumps(states).encode()).hexdigest()
     with suppress(OSError, ValueError):
         known = read_json(cache_file)
         if isinstance(known, dict) and known.get("state") == state and isinstance(known.get("digest"), str):
@@ -82,9 +80,6 @@ def _state(path: Path) -> dict[str, int]:
         "written": facts.st_mtime_ns,
         "changed": facts.st_ctime_ns,
     }
-
-
-_BLAKE2B = partial(hashlib.blake2b, digest_size=16)
 
 
 def _read(path: Path, *, algorithm: Any = _BLAKE2B) -> str:

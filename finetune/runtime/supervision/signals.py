@@ -130,10 +130,11 @@ _EVERY_SECONDS = 5.0
 _TIMEOUT_SECONDS = 2.0
 
 
-class SpotNotice:
-    """Polls the cloud for a notice in its own thread."""
+class SpotNotice(threading.Thread):
+    """Polls the cloud until a notice is given or the process ends."""
 
     def __init__(self, cloud: Cloud, *, log: Callable[[str], None]) -> None:
+        super().__init__(name="spot notice", daemon=True)
         self._poll_cloud = _POLL_FUNCTIONS[cloud]
         self._cloud = cloud
         self._base = os.environ.get(BASE_VARIABLE, BASES[cloud])
@@ -145,10 +146,10 @@ class SpotNotice:
         """Return whether a notice was given."""
         return self._is_given
 
-    def start(self) -> "SpotNotice":
-        """Start polling, until a notice is given or the process ends."""
-        threading.Thread(target=self._watch, name="spot notice", daemon=True).start()
-        return self
+    def run(self) -> None:
+        """Poll every few seconds."""
+        while not self.poll():
+            time.sleep(_EVERY_SECONDS)
 
     def poll(self) -> bool:
         """Poll once; a service that does not respond is logged once and polled again."""
@@ -159,10 +160,6 @@ class SpotNotice:
                 self._has_warned = True
                 self._log(f"warning: run.spot_notice: the metadata service of {self._cloud} does not respond: {error}")
         return self._is_given
-
-    def _watch(self) -> None:
-        while not self.poll():
-            time.sleep(_EVERY_SECONDS)
 
 
 def _aws(base: str) -> bool:

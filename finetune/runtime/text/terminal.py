@@ -87,10 +87,6 @@ class GuardedStream:
         for line in lines:
             self.write(line)
 
-    def flush(self) -> None:
-        """Flush the buffered text."""
-        self.stream.flush()
-
     def __getattr__(self, name: str) -> Any:
         if name in ("buffer", "stream"):  # `stream` is looked up here only before it is set
             raise AttributeError(f"a guarded stream has no `{name}`: only text can be written")
