@@ -29,23 +29,10 @@ PACKAGES = (
     "safetensors",
     "numpy",
 )
-LAUNCHER_PREFIXES = (
-    "ACCELERATE_",
-    "CUDA_",
-    "DEEPSPEED_",
-    "DS_",
-    "FSDP_",
-    "GLOO_",
-    "HF_",
-    "MASTER_",
-    "NCCL_",
-    "PARALLELISM_CONFIG_",
-    "PYTORCH_",
-    "SLURM_",
-    "TOKENIZERS_",
-    "TORCH",
+_LAUNCHER_VARIABLE = re.compile(
+    r"(ACCELERATE|CUDA|DEEPSPEED|DS|FSDP|GLOO|HF|MASTER|NCCL|PARALLELISM_CONFIG|PYTORCH|SLURM|TOKENIZERS)_.*|TORCH.*"
+    r"|((LOCAL|GROUP|ROLE|NODE)_)?RANK|(LOCAL_)?WORLD_SIZE|(OMP|MKL)_NUM_THREADS"
 )
-LAUNCHER_NAMES = re.compile(r"RANK|WORLD_SIZE|(LOCAL|GROUP|ROLE|NODE)_RANK|LOCAL_WORLD_SIZE|(OMP|MKL)_NUM_THREADS")
 
 
 def environment_facts() -> dict[str, Any]:
@@ -93,11 +80,7 @@ def package_versions() -> dict[str, str]:
 
 def launcher_variables(variables: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of launchers and libraries that affect a run, sorted, without secret values."""
-    chosen = {
-        name: value
-        for name, value in sorted(variables.items())
-        if LAUNCHER_NAMES.fullmatch(name) or name.startswith(LAUNCHER_PREFIXES)
-    }
+    chosen = {name: value for name, value in sorted(variables.items()) if _LAUNCHER_VARIABLE.fullmatch(name)}
     return redacted_variables(chosen)
 
 

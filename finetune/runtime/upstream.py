@@ -20,6 +20,7 @@ they are freed, so every step pays for its pages again.
 import ctypes
 import functools
 import os
+import re
 import signal
 import socket
 import sys
@@ -39,25 +40,8 @@ from huggingface_hub import constants
 
 BUILDING, ABANDONED, UNKNOWN = "building", "abandoned", "unknown"
 
-SHARED_FILE_SYSTEMS = (
-    "nfs",
-    "cifs",
-    "smb",
-    "lustre",
-    "gpfs",
-    "beegfs",
-    "ceph",
-    "fuse",
-    "9p",
-    "afs",
-    "pvfs",
-    "weka",
-    "panfs",
-    "virtiofs",
-    "gfs",
-    "ocfs",
-    "orangefs",
-    "glusterfs",
+_SHARED_FILE_SYSTEM = re.compile(
+    "nfs|cifs|smb|lustre|gpfs|beegfs|ceph|fuse|9p|afs|pvfs|weka|panfs|virtiofs|gfs|ocfs|orangefs|glusterfs"
 )
 """Beginnings of the names of file systems that other machines may write to."""
 
@@ -154,7 +138,7 @@ def _why_unknown(path: Path) -> str | None:
     if os.geteuid() not in (0, uid):
         return "it belongs to another user, whose processes cannot be inspected"
     mount, file_system = _mount(path)
-    if file_system.startswith(SHARED_FILE_SYSTEMS):
+    if _SHARED_FILE_SYSTEM.match(file_system):
         return f"it is on a {file_system} file system, which another machine may write to"
     if mount != Path("/") and any(mark.exists() for mark in _CONTAINER_MARKS):
         return f"it is on {mount}, which other containers may share"

@@ -126,19 +126,10 @@ _MAX_LINE = 1 << 16
 _DRAIN_SECONDS = 0.2
 """Time to log the last lines; a background process of the command may keep the output open."""
 
-_LAUNCHER_VARIABLES = (
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "GROUP_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "CROSS_RANK",
-    "CROSS_SIZE",
+_LAUNCHER_VARIABLE = re.compile(
+    r"((LOCAL|GROUP)_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|CROSS_(RANK|SIZE)"
+    r"|(TORCHELASTIC|ACCELERATE|ROLE|FSDP|PARALLELISM_CONFIG|TORCH_NCCL)_.*"
 )
-_LAUNCHER_PREFIXES = ("TORCHELASTIC_", "ACCELERATE_", "ROLE_", "FSDP_", "PARALLELISM_CONFIG_", "TORCH_NCCL_")
 
 
 def append_line(path: Path, text: str) -> None:
@@ -151,11 +142,7 @@ def append_line(path: Path, text: str) -> None:
 
 def command_environment(variables: Mapping[str, str], end: RunEnd, hook: EndHook) -> dict[str, str]:
     """Return the environment of the command: that of the run without variables of launchers, and the end of the run."""
-    plain = {
-        name: value
-        for name, value in variables.items()
-        if name not in _LAUNCHER_VARIABLES and not name.startswith(_LAUNCHER_PREFIXES)
-    }
+    plain = {name: value for name, value in variables.items() if not _LAUNCHER_VARIABLE.fullmatch(name)}
     return plain | {
         "FINETUNE_OUTCOME": end.outcome,
         "FINETUNE_REASON": end.reason,
