@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 
@@ -58,11 +58,18 @@ def start_child(
 
     Call it from a thread that lives as long as the child should.
     """
-    if log is None:
-        return _start(command, environment, output=None)
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("ab") as file:
-        return _start(command, environment, output=file.fileno())
+    if log is not None:
+        log.parent.mkdir(parents=True, exist_ok=True)
+    with nullcontext() if log is None else log.open("ab") as output:
+        return subprocess.Popen(
+            list(command),
+            stdin=None if output is None else subprocess.DEVNULL,
+            stdout=output,
+            stderr=None if output is None else subprocess.STDOUT,
+            env={**os.environ, **(environment or {})},
+            start_new_session=True,
+            preexec_fn=partial(_terminate_with_parent, os.getpid()),
+        )
 
 
 def kill_child(process: "subprocess.Popen[bytes]") -> None:
@@ -119,20 +126,6 @@ def run_child(
             return process.wait(timeout=timeout_seconds)
         except subprocess.TimeoutExpired:
             return TIMEOUT_EXIT_CODE
-
-
-def _start(
-    command: Sequence[str], environment: Mapping[str, str] | None, *, output: int | None
-) -> "subprocess.Popen[bytes]":
-    return subprocess.Popen(
-        list(command),
-        stdin=None if output is None else subprocess.DEVNULL,
-        stdout=output,
-        stderr=None if output is None else subprocess.STDOUT,
-        env={**os.environ, **(environment or {})},
-        start_new_session=True,
-        preexec_fn=partial(_terminate_with_parent, os.getpid()),
-    )
 
 
 def _terminate_with_parent(parent: int) -> None:

@@ -36,13 +36,17 @@ class LaunchEnvironment:
 def read_environment(variables: Mapping[str, str], *, has_device: bool) -> LaunchEnvironment:
     """Return the launcher's settings; raises StrategyError for a DeepSpeed config file that cannot be read."""
     deepspeed = _deepspeed_file(variables)
+    zero_stage: int | None = None
+    if _is_true(variables, "ACCELERATE_USE_DEEPSPEED"):
+        in_file = deepspeed.get("zero_optimization", {}).get("stage")
+        zero_stage = int(in_file if in_file is not None else variables.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2"))
     return LaunchEnvironment(
         world=int(variables.get("WORLD_SIZE", "1")),
         rank=int(variables.get("RANK", "0")),
         has_device=has_device,
         has_process_group="LOCAL_RANK" in variables,
         fsdp_version=int(variables.get("FSDP_VERSION", "1")) if _is_true(variables, "ACCELERATE_USE_FSDP") else None,
-        zero_stage=_zero_stage(variables, deepspeed),
+        zero_stage=zero_stage,
         replicate_size=int(variables.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1")),
         shard_size=int(variables.get("PARALLELISM_CONFIG_DP_SHARD_SIZE", "1")),
         sequence_size=int(variables.get("PARALLELISM_CONFIG_SP_SIZE", "1")),
@@ -75,10 +79,3 @@ def _deepspeed_file(variables: Mapping[str, str]) -> Mapping[str, Any]:
     if not isinstance(content, dict):
         raise StrategyError(f"the DeepSpeed config {name} is not a JSON object.")
     return content
-
-
-def _zero_stage(variables: Mapping[str, str], deepspeed: Mapping[str, Any]) -> int | None:
-    if not _is_true(variables, "ACCELERATE_USE_DEEPSPEED"):
-        return None
-    in_file = deepspeed.get("zero_optimization", {}).get("stage")
-    return int(in_file if in_file is not None else variables.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2"))
