@@ -217,7 +217,7 @@ def _answer_file(
     origin = find_local(SourceSection(path=str(rows)), key="--input", log=no_op)
     # An invalid file is refused before the whole of it is hashed.
     raw = [row for shard in origin.shards() for row in shard.rows()]
-    settings = {"rows": origin.digest(), "sampling": asdict(sampling), "seed": seed, "system": system}
+    settings = {"rows": origin.digest, "sampling": asdict(sampling), "seed": seed, "system": system}
     distributed.init_cpu_process_group()
     settings |= {"model": _weight_files(saved.folder), "adapter": _weight_files(adapter)}
     if template_arguments:

@@ -313,7 +313,7 @@ def _write(chosen: _ReadRows, section: SourceSection, origin: Origin, *, folder:
         values["skip"] = 0
     if section.split != "train":
         values["split"] = "train"
-    folders = origin.image_folders()
+    folders = origin.image_folders
     if section.image_root is None and folders and rows:
         columns = {*rows[0], *section.columns}
         if any(name in columns for name in _IMAGE_COLUMNS):
@@ -369,5 +369,5 @@ def _copy_images(origin: ImageFolder, folder: Path) -> tuple[dict[str, Any], str
     ]
     for file in chosen:
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(origin.folder / file, folder / file)
+        shutil.copyfile(Path(origin.name) / file, folder / file)
     return {"path": str(folder)}, f"{len(chosen):,} of {len(origin.files):,} images, of all {len(classes)} classes"

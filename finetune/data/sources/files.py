@@ -3,11 +3,11 @@
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, cast
+from typing import Any, BinaryIO, ClassVar, cast
 
 from finetune.data.rows import RawRow
 from finetune.data.sources.decoding import DEFAULT_OPTIONS, ReadOptions
@@ -18,103 +18,90 @@ from finetune.runtime.optional import require
 from finetune.runtime.text.secret_patterns import without_query
 
 
-class OriginShard(Protocol):
+@dataclass(frozen=True)
+class OriginShard:
     """A part of an origin that can be read independently: a file, or a shard of a hub dataset."""
 
-    @property
-    def name(self) -> str:
-        """Return its name in messages."""
+    name: str  # for messages
 
     def rows(self, start: int = 0) -> Iterator[RawRow]:
         """Yield its rows in order, without the first `start`; raises DataError if it cannot be read."""
+        raise NotImplementedError
 
     def num_rows(self, at_most: int) -> int:
         """Return the number of rows, but at most `at_most`."""
+        return sum(1 for _ in islice(self.rows(), at_most))
 
 
-class Origin(Protocol):
-    """All rows of a `path` or a `name` in the job YAML."""
+@dataclass(frozen=True)
+class Origin(OriginShard):
+    """All rows of a `path`, `name` or `source` in the job YAML; one that cannot be divided is its own only shard."""
 
-    @property
-    def name(self) -> str:
-        """Return its name in messages."""
+    image_folders: tuple[Path, ...] = field(default=(), kw_only=True)  # local ones that may hold images of its rows
 
     def shards(self) -> Sequence[OriginShard]:
         """Return its shards in order."""
+        return (self,)
 
+    @cached_property
     def digest(self) -> str:
         """Return a digest of the content."""
+        raise NotImplementedError
 
     def listing(self) -> Any:
         """Return JSON values that change when the content may have changed, without reading the content."""
-
-    def image_folders(self) -> Sequence[Path]:
-        """Return the local folders that may contain the image files named by its rows; usually one."""
+        return self.digest
 
     def class_names(self) -> ClassNames:
         """Return its class names, by column."""
+        return {}
 
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 """The extensions of compressed text files, and pyarrow's names of the compressions."""
 
 
-class StorageFile(Protocol):
-    """A file on this machine or in object storage."""
+@dataclass(frozen=True)
+class DataFile(OriginShard):
+    """A file of rows on this machine or in object storage; its name is the path or URL."""
 
-    @property
-    def faults(self) -> tuple[type[Exception], ...]:
-        """Return the exceptions that reading it may raise."""
-
-    @property
-    def name(self) -> str:
-        """Return its path or URL, for messages."""
+    faults: ClassVar[tuple[type[Exception], ...]]  # the exceptions that reading it may raise
+    options: ReadOptions = field(default=DEFAULT_OPTIONS, kw_only=True)
 
     def open(self) -> BinaryIO:
-        """Open it for reading."""
+        """Open it for reading, not decompressed."""
+        raise NotImplementedError
 
     def digest(self) -> str:
         """Return a digest that changes with the content."""
+        raise NotImplementedError
 
     def listing(self) -> Any:
-        """Return name, size and time or tag, as JSON values."""
-
-
-@dataclass(frozen=True)
-class DataFile:
-    """One file of rows."""
-
-    file: StorageFile
-    options: ReadOptions = DEFAULT_OPTIONS
-
-    @property
-    def name(self) -> str:
-        """Return its path or URL."""
-        return self.file.name
+        """Return name, size and time or tag, as JSON values; the folder does not matter."""
+        raise NotImplementedError
 
     def rows(self, start: int = 0) -> Iterator[RawRow]:
         """Yield its rows without the first `start`; raises DataError if it cannot be read."""
-        with self._opened() as content:
+        with self._decompressed() as content:
             yield from rows_of(content, kind_of(self.name)[0], origin=self.name, options=self.options, start=start)
 
     def beginning(self, num_bytes: int) -> bytes:
         """Return its first bytes, decompressed; raises DataError if it cannot be read."""
-        with self._opened() as content:
+        with self._decompressed() as content:
             return content.read(num_bytes)
 
     def num_rows(self, at_most: int) -> int:
-        """Return the number of rows, but at most `at_most`."""
-        kind = kind_of(self.name)[0]
-        with self._opened() as content:
-            if kind == ".parquet":
-                return min(at_most, num_parquet_rows(content))
-            return sum(1 for _ in islice(rows_of(content, kind, origin=self.name, options=self.options), at_most))
+        """Return the number of rows, but at most `at_most`; that of a Parquet file is in its metadata."""
+        if kind_of(self.name)[0] != ".parquet":
+            return super().num_rows(at_most)
+        with self._decompressed() as content:
+            return min(at_most, num_parquet_rows(content))
 
     @contextmanager
-    def _opened(self) -> Iterator[BinaryIO]:
+    def _decompressed(self) -> Iterator[BinaryIO]:
         """Yield the content, decompressed; faults of reading it become a DataError."""
         compression = kind_of(self.name)[1]
-        with _readable(self.file), self.file.open() as stream:
+        with _readable(self), self.open() as stream:
             if compression is None:
                 yield stream
                 return
@@ -124,38 +111,23 @@ class DataFile:
 
 
 @dataclass(frozen=True)
-class Files:
+class Files(Origin):
     """Data files, read one after the other in the order of their names."""
 
-    name: str
-    files: tuple[StorageFile, ...]
-    base: Path | None = None  # the local folder that was searched
-    options: ReadOptions = DEFAULT_OPTIONS
-
-    @property
-    def endings(self) -> frozenset[str]:
-        """Return the extensions of the files."""
-        return frozenset(kind_of(file.name)[0] for file in self.files)
+    files: tuple[DataFile, ...]
 
     @property
     def kind(self) -> str:
         """Return the extension of the first file."""
         return kind_of(self.files[0].name)[0]
 
-    def image_folders(self) -> Sequence[Path]:
-        """Return the folder that was searched."""
-        return () if self.base is None else (self.base,)
-
     def shards(self) -> Sequence[DataFile]:
         """Return the files."""
-        return tuple(DataFile(file, self.options) for file in self.files)
-
-    def digest(self) -> str:
-        """Return a digest of the files' contents and formats; names and folders do not matter."""
-        return self._digest
+        return self.files
 
     @cached_property
-    def _digest(self) -> str:
+    def digest(self) -> str:
+        """Return a digest of the files' contents and formats; names and folders do not matter."""
         digest = hashlib.blake2b(digest_size=16)
         for file in self.files:
             with _readable(file):
@@ -181,10 +153,9 @@ def kind_of(name: str) -> tuple[str, str | None]:
     (('.jsonl', 'gzip'), ('.parquet', None), ('', None))
     """
     file_name = without_query(name).replace("\\", "/").rpartition("/")[2].lower()
-    for extension, compression in COMPRESSIONS.items():
-        if file_name.endswith(extension):
-            return _extension(file_name.removesuffix(extension)), compression
-    return _extension(file_name), None
+    compressed = next((extension for extension in COMPRESSIONS if file_name.endswith(extension)), "")
+    plain = file_name.removesuffix(compressed)
+    return f".{plain.rpartition('.')[2]}" if "." in plain else "", COMPRESSIONS.get(compressed)
 
 
 def is_readable(name: str) -> bool:
@@ -226,12 +197,8 @@ def format_not_read(names: Sequence[str]) -> str:
     return f"also has {', '.join(names)}, which {'is' if len(names) == 1 else 'are'} not read"
 
 
-def _extension(name: str) -> str:
-    return f".{name.rpartition('.')[2]}" if "." in name else ""
-
-
 @contextmanager
-def _readable(file: StorageFile) -> Iterator[None]:
+def _readable(file: DataFile) -> Iterator[None]:
     try:
         yield
     except FinetuneError:

@@ -4,19 +4,21 @@ import glob
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import fsspec
+from huggingface_hub.constants import HF_HUB_CACHE
 
-from finetune.config.sections.data import SourceSection
+from finetune.config.sections.data import SourceSection, TrainedSourceSection
 from finetune.data.rows import RawRow
 from finetune.data.sources.files import (
+    DataFile,
     Files,
     Origin,
+    OriginShard,
     format_not_read,
     is_readable,
     kind_of,
@@ -24,13 +26,15 @@ from finetune.data.sources.files import (
     select_one_kind,
 )
 from finetune.data.sources.readers import TEXT_KINDS
-from finetune.data.sources.tables import ClassNames
+from finetune.data.sources.tables import ClassNames, class_names, without_fillers
+from finetune.data.upstream import set_datasets_offline
 from finetune.errors import DataError, FinetuneError, NotAFile
 from finetune.runtime.files.digests import file_digest, files_digest
 from finetune.runtime.files.read import open_regular, require_regular
 from finetune.runtime.files.remote import STORAGE_PACKAGES
 from finetune.runtime.optional import require
 from finetune.runtime.text.secret_patterns import REDACTED, unsigned_url, without_query
+from finetune.runtime.upstream import is_offline, without_hub_retries
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".pbm", ".jp2", ".avif")
 """The extensions of image files."""
@@ -39,54 +43,29 @@ _SPLITS = frozenset({"train", "training", "test", "testing", "val", "valid", "va
 
 
 @dataclass(frozen=True)
-class ImageFolder:
-    """Rows of `image` (the file's path) and `label` (the subfolder), in the order of the paths; its own only shard."""
+class ImageFolder(Origin):
+    """Rows of `image` (the file's path) and `label` (the subfolder), in the order of the paths; named by its path."""
 
-    folder: Path
     files: tuple[Path, ...]  # relative to the folder
-
-    @property
-    def name(self) -> str:
-        """Return the folder's path."""
-        return str(self.folder)
-
-    def shards(self) -> Sequence["ImageFolder"]:
-        """Return itself: any row is accessible directly."""
-        return (self,)
 
     def rows(self, start: int = 0) -> Iterator[RawRow]:
         """Yield a row per image, without the first `start`; no image is opened."""
         for number, file in enumerate(self.files[start:], start=start + 1):
-            yield RawRow(self.name, number, {"image": str(self.folder / file), "label": file.parts[0]})
-
-    def num_rows(self, at_most: int) -> int:
-        """Return the number of images, but at most `at_most`."""
-        return min(at_most, len(self.files))
-
-    def digest(self) -> str:
-        """Return a digest of all images and their labels; unmodified files are not read again."""
-        return self._digest
+            yield RawRow(self.name, number, {"image": str(Path(self.name) / file), "label": file.parts[0]})
 
     @cached_property
-    def _digest(self) -> str:
+    def digest(self) -> str:
+        """Return a digest of all images and their labels; unmodified files are not read again."""
         labels = hashlib.blake2b("\n".join(file.parts[0] for file in self.files).encode(), digest_size=16).hexdigest()
         try:
-            return f"images {labels} {files_digest([self.folder / file for file in self.files])}"
+            return f"images {labels} {files_digest([Path(self.name) / file for file in self.files])}"
         except OSError as error:
             raise DataError(f"{error.filename}: cannot be read: {error.strerror}") from error
 
     def listing(self) -> Any:
         """Return path, size and time of every image."""
-        states = ((file, (self.folder / file).stat()) for file in self.files)
+        states = ((file, (Path(self.name) / file).stat()) for file in self.files)
         return [[file.as_posix(), state.st_size, state.st_mtime_ns] for file, state in states]
-
-    def image_folders(self) -> Sequence[Path]:
-        """Return the folder."""
-        return (self.folder,)
-
-    def class_names(self) -> ClassNames:
-        """Return an empty mapping: the labels are names already."""
-        return {}
 
 
 def find_image_folder(folder: Path) -> ImageFolder | None:
@@ -113,7 +92,7 @@ def find_image_folder(folder: Path) -> ImageFolder | None:
     if {label.lower() for label in labels} <= _SPLITS:
         example = folder / min(labels)
         raise DataError(f"the subfolders of {folder} are splits, not classes. Name one of them: {example}.")
-    return ImageFolder(folder, files)
+    return ImageFolder(str(folder), files, image_folders=(folder,))
 
 
 def is_image(path: Path) -> bool:
@@ -122,29 +101,23 @@ def is_image(path: Path) -> bool:
 
 
 @dataclass(frozen=True)
-class LocalFile:
+class LocalFile(DataFile):
     """A local file."""
 
-    path: Path
     faults = (OSError, EOFError, UnicodeDecodeError)
-
-    @property
-    def name(self) -> str:
-        """Return its path."""
-        return str(self.path)
 
     def open(self) -> BinaryIO:
         """Open it for reading."""
-        return open_regular(self.path)
+        return open_regular(Path(self.name))
 
     def digest(self) -> str:
         """Return a digest of its content."""
-        return file_digest(self.path)
+        return file_digest(Path(self.name))
 
     def listing(self) -> Any:
         """Return name, size and modification time; the folder does not matter."""
-        state = self.path.stat()
-        return [self.path.name, state.st_size, state.st_mtime_ns]
+        state = Path(self.name).stat()
+        return [Path(self.name).name, state.st_size, state.st_mtime_ns]
 
 
 def find_local(section: SourceSection, *, key: str, log: Callable[[str], None]) -> Origin:
@@ -163,7 +136,12 @@ def find_local(section: SourceSection, *, key: str, log: Callable[[str], None]) 
             if not section.follow_links:
                 _refuse_links_out([path / file for file in images.files], path, key=key)
             return images
-        files, base = _of_folder(path, key=key, log=log), path
+        entries = sorted(path.iterdir())
+        names, others = select_one_kind([str(entry) for entry in entries if entry.is_file()], folder=str(path))
+        folders = [f"{entry.name}/" for entry in entries if entry.is_dir() and not entry.name.startswith(".")]
+        if unread := [*(Path(other).name for other in others), *folders]:
+            log(f"{key}.path: {path} {format_not_read(unread)}")
+        files, base = [Path(name) for name in names], path
     elif path.exists():
         if path.is_symlink():
             log(f"{key}.path: {path} is a link to {path.resolve()}")
@@ -183,7 +161,8 @@ def find_local(section: SourceSection, *, key: str, log: Callable[[str], None]) 
         _require_no_hole(file)
     if base is not None and not section.follow_links:
         _refuse_links_out(files, base, key=key)
-    return Files(section.path, tuple(map(LocalFile, files)), base or path.parent)
+    local_files = tuple(LocalFile(str(file)) for file in files)
+    return Files(section.path, local_files, image_folders=(base or path.parent,))
 
 
 _HOLE_BYTES = 1 << 20
@@ -205,16 +184,6 @@ def _require_no_hole(path: Path) -> None:
                 )
 
 
-def _of_folder(folder: Path, *, key: str, log: Callable[[str], None]) -> list[Path]:
-    entries = sorted(folder.iterdir())
-    data_files, others = select_one_kind([str(entry) for entry in entries if entry.is_file()], folder=str(folder))
-    folders = [f"{entry.name}/" for entry in entries if entry.is_dir() and not entry.name.startswith(".")]
-    unread = [*(Path(other).name for other in others), *folders]
-    if unread:
-        log(f"{key}.path: {folder} {format_not_read(unread)}")
-    return [Path(name) for name in data_files]
-
-
 def _refuse_links_out(files: list[Path], base: Path, *, key: str) -> None:
     allowed = base.resolve()
     for file in files:
@@ -231,17 +200,12 @@ _TIMES = ("LastModified", "last_modified", "updated", "mtime", "created")
 
 
 @dataclass(frozen=True)
-class RemoteFile:
-    """A file at a URL, as listed by the storage; `url` may be signed, `name` is not."""
+class RemoteFile(DataFile):
+    """A file in a storage; its name is the URL without user, token and signature, however the URL is signed."""
 
-    url: str
-    facts: Mapping[str, Any] = field(hash=False)
+    url: str  # as it is opened
+    facts: Mapping[str, Any] = field(hash=False)  # as listed by the storage
     faults = (Exception,)  # every storage has its own exceptions
-
-    @property
-    def name(self) -> str:
-        """Return the URL without user, token and signature: it does not change when the URL is signed again."""
-        return unsigned_url(self.url)
 
     def open(self) -> BinaryIO:
         """Open it for reading, a few megabytes at a time."""
@@ -275,7 +239,7 @@ def find_remote(section: SourceSection, *, key: str, log: Callable[[str], None])
     if scheme in STORAGE_PACKAGES:
         package, extra = STORAGE_PACKAGES[scheme]
         require(package, extra=extra, purpose=f"{key}.path at {scheme}://")
-    with _reachable(url):
+    try:
         storage, path = fsspec.core.url_to_fs(url)
         storage.invalidate_cache()
         is_pattern = any(character in without_query(path) for character in "*?[")
@@ -288,18 +252,6 @@ def find_remote(section: SourceSection, *, key: str, log: Callable[[str], None])
             facts = {name: entries[name] for name in data_files}
             if others:
                 log(f"{key}.path: {url} {format_not_read([other.rpartition('/')[2] for other in others])}")
-    if not facts:
-        raise DataError(f"{url}: there is no such file.")
-    facts_of = {str(storage.unstrip_protocol(name)): file_facts for name, file_facts in sorted(facts.items())}
-    for name in facts_of:
-        require_readable(name)
-    return Files(unsigned_url(url), tuple(RemoteFile(name, file_facts) for name, file_facts in facts_of.items()))
-
-
-@contextmanager
-def _reachable(url: str) -> Iterator[None]:
-    try:
-        yield
     except FinetuneError:
         raise
     except FileNotFoundError as error:
@@ -309,3 +261,123 @@ def _reachable(url: str) -> Iterator[None]:
         raise DataError(
             f"{url} cannot be loaded: {reason}. Check the URL, and the credentials in the environment."
         ) from error
+    if not facts:
+        raise DataError(f"{url}: there is no such file.")
+    facts_of = {str(storage.unstrip_protocol(name)): file_facts for name, file_facts in sorted(facts.items())}
+    for name in facts_of:
+        require_readable(name)
+    remote = (RemoteFile(unsigned_url(name), name, file_facts) for name, file_facts in facts_of.items())
+    return Files(unsigned_url(url), tuple(remote))
+
+
+@dataclass(frozen=True)
+class HubSplit(Origin):
+    """A split of a hub dataset, of which data files are read and code is never run."""
+
+    dataset: Any  # datasets.Dataset or IterableDataset
+    version: str  # the fingerprint of `datasets`; of a stream the version of the files on the hub, which are not read
+
+    @cached_property
+    def digest(self) -> str:
+        """Return the version, which requires no reading."""
+        return self.version
+
+    def class_names(self) -> ClassNames:
+        """Return the names of its `ClassLabel` columns, if the dataset describes its columns."""
+        features = getattr(self.dataset, "features", None)  # unknown of some streams
+        return class_names(features.to_dict()) if features else {}
+
+
+@dataclass(frozen=True)
+class HubDataset(HubSplit):
+    """A downloaded split of a hub dataset, which can be read from any row on."""
+
+    def rows(self, start: int = 0) -> Iterator[RawRow]:
+        """Yield the rows in the dataset's order, without the first `start`."""
+        kept = range(min(start, len(self.dataset)), len(self.dataset))
+        for number, row in enumerate(self.dataset.select(kept), start=start + 1):
+            yield RawRow(self.name, number, without_fillers(row))
+
+    def num_rows(self, at_most: int) -> int:
+        """Return the number of rows, but at most `at_most`."""
+        return min(at_most, len(self.dataset))
+
+
+@dataclass(frozen=True)
+class HubStream(HubSplit):
+    """A split of a hub dataset that is read over the network, shard by shard."""
+
+    def listing(self) -> Any:
+        """Return name and version."""
+        return [self.name, self.version]
+
+    def shards(self) -> Sequence["HubShard"]:
+        """Return the shards that `datasets` makes of the split's files."""
+        numbers = range(self.dataset.num_shards)
+        return tuple(HubShard(f"{self.name}, shard {number}", self.dataset, number) for number in numbers)
+
+
+@dataclass(frozen=True)
+class HubShard(OriginShard):
+    """One shard of a stream."""
+
+    dataset: Any
+    number: int
+
+    def rows(self, start: int = 0) -> Iterator[RawRow]:
+        """Yield the shard's rows without the first `start`."""
+        shard = self.dataset.shard(num_shards=self.dataset.num_shards, index=self.number)
+        try:
+            for number, row in enumerate(shard.skip(start) if start else shard, start=start + 1):
+                yield RawRow(self.name, number, without_fillers(row))
+        except Exception as error:  # of the network, and of the files' formats
+            raise DataError(f"{self.name} cannot be read: {_reason(error)}") from error
+
+
+def load_hub_dataset(source: SourceSection) -> Origin:
+    """Return the split, downloaded unless it is cached, or streamed if the section has `stream`.
+
+    Raises DataError if it cannot be loaded.
+    """
+    assert source.name is not None
+    config = f", config {source.config}" if source.config else ""
+    revision = f", revision {source.revision}" if source.revision else ""
+    title = f"`{source.name}`{config}, split {source.split}{revision}"
+    is_streamed = isinstance(source, TrainedSourceSection) and source.stream is not None
+    try:
+        with without_hub_retries(is_local=False):
+            datasets = require("datasets", extra="dev", purpose="Reading a hub dataset")
+            set_datasets_offline(datasets, is_offline=is_offline())
+            if is_streamed:
+                builder = datasets.load_dataset_builder(source.name, source.config, revision=source.revision)
+                dataset = builder.as_streaming_dataset(split=source.split)
+            else:
+                dataset = datasets.load_dataset(
+                    source.name, source.config, split=source.split, revision=source.revision, streaming=False
+                )
+            # images stay encoded bytes, which are decoded when batches are made
+            for column, feature in (getattr(dataset, "features", None) or {}).items():
+                if isinstance(feature, datasets.Image):
+                    dataset = dataset.cast_column(column, datasets.Image(decode=False))
+                elif isinstance(getattr(feature, "feature", None), datasets.Image):
+                    dataset = dataset.cast_column(column, type(feature)(datasets.Image(decode=False)))
+            downloads = (datasets.config.HF_DATASETS_CACHE, datasets.config.DOWNLOADED_DATASETS_PATH, HF_HUB_CACHE)
+            folders = [Path(folder).expanduser() for folder in downloads]
+            if Path(source.name).is_dir():
+                folders.insert(0, Path(source.name).absolute())
+            if is_streamed:
+                return HubStream(title, dataset, str(builder.hash), image_folders=tuple(folders))
+            return HubDataset(title, dataset, str(dataset._fingerprint), image_folders=tuple(folders))
+    except Exception as error:  # `datasets` raises many exception types for a bad name
+        raise DataError(f"hub dataset {title} cannot be loaded: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    if isinstance(error, ConnectionError):
+        return f"the hub cannot be reached ({reason}). Go online once, or pass a local file with `path`."
+    if "scripts are no longer supported" in reason:
+        return "it consists of Python code, which is never run. Convert it to Parquet and pass that with `path`."
+    return (
+        f"{reason.rstrip('.')}. Check `name`, `config`, `split` and `revision`; private ones require `hf auth login`."
+    )

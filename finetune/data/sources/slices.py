@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from finetune.config.sections.data import SourceSection
 from finetune.data.formats.row_format import RowFormat
@@ -24,13 +24,6 @@ from finetune.errors import DataError
 from finetune.runtime.files.digests import files_digest
 
 _DIGEST_BYTES = 16
-
-
-class RowPosition(NamedTuple):
-    """The position of a row in its origin, skipped rows included: shard and row in it, both from 0."""
-
-    shard: int
-    row: int
 
 
 class RowContent:
@@ -51,43 +44,24 @@ class RowContent:
         return content_digest(self.row)
 
 
-class Split(Protocol):
-    """A rule that holds out a share of the rows for validation."""
+class Split(NamedTuple):
+    """Holds out about `share` of the rows: drawn from the seed and the row's position, or without a seed by content.
 
-    def holds_out(self, position: RowPosition, content: RowContent) -> bool:
-        """Return whether the row is held out for validation."""
+    By content, equal rows are on the same side.
+    """
+
+    share: float
+    seed: int | None = None
+
+    def holds_out(self, position: tuple[int, int], content: RowContent) -> bool:
+        """Return whether the row is held out; the position is its shard and the row in it, skipped rows included."""
+        key = content.digest if self.seed is None else f"{self.seed} {position[0]} {position[1]}".encode()
+        digest = hashlib.blake2b(key, digest_size=8, person=b"finetune split").digest()
+        return int.from_bytes(digest, "big") / 2**64 < self.share  # a pseudo-random number in [0, 1)
 
     def identity(self) -> Any:
         """Return JSON values that determine which rows are held out."""
-
-
-class PositionSplit(NamedTuple):
-    """Holds out about `share` of the rows, drawn from the seed and the row's position."""
-
-    share: float
-    seed: int
-
-    def holds_out(self, position: RowPosition, content: RowContent) -> bool:
-        """Return whether the row at this position is drawn."""
-        return _uniform(f"{self.seed} {position.shard} {position.row}".encode()) < self.share
-
-    def identity(self) -> Any:
-        """Return the share and the seed."""
-        return ["place", self.share, self.seed]
-
-
-class ContentSplit(NamedTuple):
-    """Holds out about `share` of the rows, drawn by content: equal rows are on the same side."""
-
-    share: float
-
-    def holds_out(self, position: RowPosition, content: RowContent) -> bool:
-        """Return whether rows with this content are drawn."""
-        return _uniform(content.digest) < self.share
-
-    def identity(self) -> Any:
-        """Return the share."""
-        return ["content", self.share]
+        return ["content", self.share] if self.seed is None else ["place", self.share, self.seed]
 
 
 @dataclass(frozen=True)
@@ -112,20 +86,14 @@ class Exclusion:
 
 
 def content_digest(row: Row) -> bytes:
-    """Return a digest of a row as its format reads it; the order of an object's keys does not matter."""
-    text = json.dumps(row, sort_keys=True, ensure_ascii=False, default=_content)
+    """Return a digest of a row as its format reads it; neither the order of keys nor the paths of images matter."""
+    text = json.dumps(
+        row,
+        sort_keys=True,
+        ensure_ascii=False,
+        default=lambda value: value.digest() if isinstance(value, StoredImage) else str(value),
+    )
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=_DIGEST_BYTES).digest()
-
-
-def _content(value: Any) -> str:
-    """Return a string for a value that JSON does not support: the digest of an image, whatever its path."""
-    return value.digest() if isinstance(value, StoredImage) else str(value)
-
-
-def _uniform(key: bytes) -> float:
-    """Return a pseudo-random number in [0, 1) that is determined by these bytes."""
-    digest = hashlib.blake2b(key, digest_size=8, person=b"finetune split").digest()
-    return int.from_bytes(digest, "big") / 2**64
 
 
 def referenced_digest(origin: Origin, form: RowFormat) -> str | None:
@@ -191,7 +159,7 @@ class SliceShard:
         rows = islice(self.whole.rows(self.first), None if self.stop is None else self.stop - self.first)
         for row, raw in enumerate(rows, start=self.first):
             content = RowContent(raw, self.source_slice.format)
-            if not self.source_slice.keeps(RowPosition(self.number, row), content):
+            if not self.source_slice.keeps((self.number, row), content):
                 continue
             if num_skipped < start:
                 num_skipped += 1
@@ -215,7 +183,7 @@ class SourceSlice:
         """Return whether every row between `skip` and `take` belongs to it."""
         return self.split is None and self.exclusion is None
 
-    def keeps(self, position: RowPosition, content: RowContent) -> bool:
+    def keeps(self, position: tuple[int, int], content: RowContent) -> bool:
         """Return whether the row belongs to it; rows excluded by validation rows are counted."""
         if self.split is not None and self.split.holds_out(position, content) != self.is_held_out:
             return False
@@ -247,22 +215,24 @@ class SourceSlice:
             skip = max(0, skip - num_rows)
         return tuple(shards)
 
-    def identity(self) -> Mapping[str, Any]:
-        """Return JSON values that determine the rows and how they are read, with a digest of their content."""
-        referenced = referenced_digest(self.origin, self.format)
-        files = {} if referenced is None else {"referenced": referenced}
-        return {"content": self.origin.digest(), **files, **self._choice()}
+    def identity(self, *, reads_content: bool) -> Mapping[str, Any]:
+        """Return JSON values that determine the rows and how they are read.
 
-    def listing_identity(self) -> Mapping[str, Any]:
-        """Return the same without reading content, from names, sizes and times or tags of the files."""
-        return {"listing": self.origin.listing(), **self._choice()}
-
-    def _choice(self) -> Mapping[str, Any]:
-        options = self.origin.options.identity() if isinstance(self.origin, Files) else {}
-        return {
+        With `reads_content`, a digest of their content is part of it, otherwise names, sizes and times or tags.
+        """
+        values: dict[str, Any] = {}
+        if reads_content:
+            values["content"] = self.origin.digest
+            if (referenced := referenced_digest(self.origin, self.format)) is not None:
+                values["referenced"] = referenced
+        else:
+            values["listing"] = self.origin.listing()
+        values |= {
             "rows": [self.section.skip, self.section.take],
             "format": self.format.identity(),
             "split": self.split and [self.split.identity(), "held out" if self.is_held_out else "kept"],
             "excluded": self.exclusion and self.exclusion.contents.identity,
-            **({"read": options} if options else {}),
         }
+        if isinstance(self.origin, Files) and (options := self.origin.files[0].options.identity()):
+            values["read"] = options
+        return values

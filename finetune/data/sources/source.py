@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -21,37 +21,18 @@ from finetune.data.formats.row_format import ALREADY_READ, RowFormat, UnknownFor
 from finetune.data.images import ImageRoot
 from finetune.data.rows import RawRow, Row, describe
 from finetune.data.sources.decoding import read_options
-from finetune.data.sources.files import Files, Origin, OriginShard
-from finetune.data.sources.hub import load_hub_dataset
-from finetune.data.sources.local import find_local, find_remote
-from finetune.data.sources.slices import (
-    ContentSplit,
-    Exclusion,
-    PositionSplit,
-    SliceShard,
-    SourceSlice,
-    Split,
-    ValidationContents,
-)
-from finetune.data.sources.tables import ClassNames
+from finetune.data.sources.files import Files, Origin, kind_of
+from finetune.data.sources.local import find_local, find_remote, load_hub_dataset
+from finetune.data.sources.slices import Exclusion, SliceShard, SourceSlice, Split, ValidationContents
 from finetune.errors import DataError
 from finetune.registry.formats import SOURCES
 
 
 @dataclass(frozen=True)
-class PluginRows:
-    """All rows of a plugin's source, which is called again for each pass: one shard."""
+class PluginRows(Origin):
+    """All rows of a plugin's source, which is called again for each pass; they hold images or absolute paths."""
 
     source: str  # its name in the registry
-
-    @property
-    def name(self) -> str:
-        """Return its name in messages."""
-        return f"the source `{self.source}`"
-
-    def shards(self) -> Sequence[OriginShard]:
-        """Return itself: the rows cannot be read in parts."""
-        return (self,)
 
     def rows(self, start: int = 0) -> Iterator[RawRow]:
         """Yield the rows without the first `start`; raises DataError where the plugin fails, or returns no row."""
@@ -67,10 +48,7 @@ class PluginRows:
         except Exception as error:
             raise DataError(f"{self.name} failed: {type(error).__name__}: {error}") from error
 
-    def num_rows(self, at_most: int) -> int:
-        """Return the number of rows, but at most `at_most`."""
-        return sum(1 for _ in islice(self.rows(), at_most))
-
+    @cached_property
     def digest(self) -> str:
         """Return a digest of all rows."""
         digest = hashlib.sha256()
@@ -80,15 +58,7 @@ class PluginRows:
 
     def listing(self) -> Any:
         """Return the same: only reading the rows shows whether they have changed."""
-        return [self.source, self.digest()]
-
-    def image_folders(self) -> Sequence[Path]:
-        """Return nothing: its rows name images by absolute paths, or hold them."""
-        return ()
-
-    def class_names(self) -> ClassNames:
-        """Return nothing: numbers of classes have no names."""
-        return {}
+        return [self.source, self.digest]
 
 
 Log = Callable[[str], None]
@@ -115,9 +85,10 @@ class Source:
 
     def rows(self) -> Iterator[RawRow]:
         """Yield the rows in order."""
-        before = self._num_left_out()
+        exclusions = [each_slice.exclusion for each_slice in self._slices if each_slice.exclusion is not None]
+        before = sum(exclusion.num_left_out for exclusion in exclusions)
         yield from chain.from_iterable(shard.rows() for shard in self.shards())
-        self.num_left_out = self._num_left_out() - before
+        self.num_left_out = sum(exclusion.num_left_out for exclusion in exclusions) - before
 
     def num_rows(self) -> int | None:
         """Return the number of rows, or None if rows must be parsed to know it; reads all files once."""
@@ -143,16 +114,13 @@ class Source:
         for number in range(num_chosen):  # the same number of rows of evenly spaced shards
             yield from islice(shards[number * len(shards) // num_chosen].rows(), EXCERPT_ROWS // num_chosen)
 
-    def identity(self) -> Mapping[str, Any]:
-        """Return JSON values that determine the rows and how they are read; reads all local files once."""
-        return _joined([each_slice.identity() for each_slice in self._slices])
+    def identity(self, *, reads_content: bool = True) -> Mapping[str, Any]:
+        """Return JSON values that determine the rows and how they are read; reads all local files once.
 
-    def listing_identity(self) -> Mapping[str, Any]:
-        """Return the same without reading content, from names, sizes and times or tags."""
-        return _joined([each_slice.listing_identity() for each_slice in self._slices])
-
-    def _num_left_out(self) -> int:
-        return sum(each.exclusion.num_left_out for each in self._slices if each.exclusion is not None)
+        Without `reads_content`, they are names, sizes, and times or tags instead of digests.
+        """
+        parts = [each_slice.identity(reads_content=reads_content) for each_slice in self._slices]
+        return parts[0] if len(parts) == 1 else {"parts": parts}
 
 
 @dataclass(frozen=True)
@@ -175,9 +143,9 @@ def open_sources(section: DataSection, *, seed: int, log: Log) -> OpenedSources:
     if section.validation is not None:
         split: Split | None = None
         if section.validation.fraction is not None:
-            split = PositionSplit(section.validation.fraction, seed)
+            split = Split(section.validation.fraction, seed)
         elif section.validation.hash_fraction is not None:
-            split = ContentSplit(section.validation.hash_fraction)
+            split = Split(section.validation.hash_fraction)
         slices = {key: replace(each_slice, split=split) for key, each_slice in slices.items()}
         validation = _validation(section.validation, list(slices.values()), log=log)
         if section.validation.exclude_from_train:
@@ -202,9 +170,7 @@ def stream_of(section: SourceSection) -> StreamSection | None:
 
 def texts(sources: Sequence[Source]) -> Iterator[str]:
     """Yield every text of the sources' rows, as read by their formats, to train a tokenizer on."""
-    for source in sources:
-        for raw in source.excerpt():
-            yield from texts_of(source.format.read(raw))
+    return chain.from_iterable(map(texts_of, rows_read(sources)))
 
 
 def rows_read(sources: Sequence[Source]) -> Iterator[Row]:
@@ -221,7 +187,7 @@ def _open(section: SourceSection, *, key: str, log: Log) -> SourceSlice:
     if first is None:
         after = f" after skip: {section.skip}" if section.skip else ""
         raise DataError(f"{key}: {origin.name} has no rows{after}.")
-    root = image_root(section, origin.image_folders(), key=key)
+    root = image_root(section, origin.image_folders, key=key)
     kind = origin.kind if isinstance(origin, Files) else ""
     if section.has_positions:
         require_positions(section, first, key=key)
@@ -249,7 +215,7 @@ def find_origin(section: SourceSection, *, key: str, log: Log) -> Origin:
     origin: Origin
     try:
         if section.source is not None:
-            origin = PluginRows(section.source)
+            origin = PluginRows(f"the source `{section.source}`", section.source)
         elif section.path is None:
             origin = load_hub_dataset(section)
         else:
@@ -259,7 +225,8 @@ def find_origin(section: SourceSection, *, key: str, log: Log) -> Origin:
     except OSError as error:
         raise DataError(f"{key}.{name}: {error.filename or section.path} cannot be read: {error.strerror}.") from error
     if isinstance(origin, Files):
-        return replace(origin, options=read_options(section, origin.endings, key=key))
+        options = read_options(section, {kind_of(file.name)[0] for file in origin.files}, key=key)
+        return replace(origin, files=tuple(replace(file, options=options) for file in origin.files))
     what = "a folder of images" if section.path else origin.name if section.source else "a hub dataset"
     read_options(section, [what], key=key)
     return origin
@@ -283,10 +250,6 @@ def _has_rows(slices: Sequence[SourceSlice]) -> bool:
 
 def _contents(shards: Sequence[SliceShard], form: RowFormat) -> Iterator[Row]:
     return (form.read(raw) for shard in shards for raw in shard.rows())
-
-
-def _joined(parts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    return parts[0] if len(parts) == 1 else {"parts": parts}
 
 
 def texts_of(row: Row) -> Iterator[str]:

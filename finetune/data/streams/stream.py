@@ -341,7 +341,7 @@ def stream_view(
     assert stream is not None
     plan = StreamPlan(source.shards(), stream.window_rows, seed=seed, shuffle=section.shuffle)
     windows_identity = {
-        "listing": source.listing_identity(),
+        "listing": source.identity(reads_content=False),
         "window_rows": plan.window_rows,
         "seed": plan.seed if plan.shuffle else None,
     }

@@ -8,7 +8,6 @@ import pytest
 
 from finetune.data.sources import decoding
 from finetune.data.sources.decoding import ReadOptions
-from finetune.data.sources.files import DataFile
 from finetune.data.sources.local import LocalFile
 from finetune.errors import DataError
 
@@ -41,7 +40,7 @@ ENCODINGS = [
 
 def opened(tmp_path, name, content, encoding=None):
     (tmp_path / name).write_bytes(content)
-    return DataFile(LocalFile(tmp_path / name), ReadOptions(encoding=encoding))
+    return LocalFile(str(tmp_path / name), options=ReadOptions(encoding=encoding))
 
 
 @pytest.mark.parametrize("kind", KINDS)

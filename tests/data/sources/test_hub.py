@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from finetune.config.sections.data import SourceSection, StreamSection, TrainedSourceSection
-from finetune.data.sources import hub
-from finetune.data.sources.hub import load_hub_dataset
+from finetune.data.sources import local
+from finetune.data.sources.local import load_hub_dataset
 from finetune.errors import DataError
 
 
@@ -40,7 +40,7 @@ def test_a_split_and_a_slice_of_it_are_read_from_any_row_on(dataset):
     assert (shard.num_rows(at_most=5), shard.num_rows(at_most=99)) == (5, 12)
     part = load_hub_dataset(SourceSection(name=dataset, split="train[2:5]"))
     assert texts(part.shards()[0].rows()) == ALL[2:5]
-    assert part.digest() != whole.digest()
+    assert part.digest != whole.digest
 
 
 def test_a_stream_has_a_shard_for_every_file(dataset):
@@ -76,7 +76,7 @@ HUB_ERRORS = [
 
 @pytest.mark.parametrize(("error", "message"), HUB_ERRORS)
 def test_a_hub_dataset_that_cannot_be_loaded_is_reported_with_the_reason(monkeypatch, error, message):
-    monkeypatch.setattr(hub, "require", lambda *_, **__: FailingHub(error))
+    monkeypatch.setattr(local, "require", lambda *_, **__: FailingHub(error))
     with pytest.raises(
         DataError, match=f"hub dataset `me/mine`, config main, split test cannot be loaded: .*{message}"
     ):

@@ -6,7 +6,7 @@ import pytest
 from PIL import Image
 
 from finetune.config.sections.data import DataSection, StreamSection, TrainedSourceSection
-from finetune.data.sources.hub import load_hub_dataset
+from finetune.data.sources.local import load_hub_dataset
 from finetune.data.sources.source import open_sources
 
 datasets = pytest.importorskip("datasets")

@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from finetune.data.sources import readers
-from finetune.data.sources.files import DataFile
 from finetune.data.sources.local import LocalFile
 from finetune.data.sources.readers import rows_of
 from finetune.errors import DataError
@@ -59,7 +58,7 @@ CONTENTS = {
 
 def opened(tmp_path, name, content):
     (tmp_path / name).write_bytes(content)
-    return DataFile(LocalFile(tmp_path / name))
+    return LocalFile(str(tmp_path / name))
 
 
 @pytest.mark.parametrize("name", CONTENTS)
