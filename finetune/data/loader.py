@@ -7,7 +7,7 @@ import multiprocessing
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -29,18 +29,26 @@ from finetune.runtime.processes import ForkBlockingSignals, ignore_run_signals
 from finetune.runtime.seeds import derive_seed
 
 
-class TrainSampler(Sampler[list[int]]):
+class TrainSampler(Sampler[list[tuple[int, int]]]):
     """The sample ids of every microbatch of steps [first_step, num_steps), over the whole world, in order.
 
     Step s has positions [s * global_batch_size, (s + 1) * global_batch_size), split into microbatches: the samples of a
-    step are the same at any world size, and starting at a later step does not iterate over earlier ones.
+    step are the same at any world size, and starting at a later step does not iterate over earlier ones. Each id comes
+    with the seed of its step.
     """
 
     batch_size = None  # Accelerate then passes batches unchanged and does not complete the last one
     drop_last = False
 
     def __init__(
-        self, order: Order, *, global_batch_size: int, microbatch_size: int, first_step: int, num_steps: int
+        self,
+        order: Order,
+        *,
+        global_batch_size: int,
+        microbatch_size: int,
+        first_step: int,
+        num_steps: int,
+        seed: int = 0,
     ) -> None:
         if global_batch_size % microbatch_size:
             raise ValueError(
@@ -50,38 +58,16 @@ class TrainSampler(Sampler[list[int]]):
         self._global_batch_size = global_batch_size
         self._microbatch_size = microbatch_size
         self._steps = range(first_step, num_steps)
+        self._seed = seed
 
     def __len__(self) -> int:
         return len(self._steps) * (self._global_batch_size // self._microbatch_size)
 
-    def step_of(self, number: int) -> int:
-        """Return the step of the sampler's microbatch with this index."""
-        return self._steps[number // (self._global_batch_size // self._microbatch_size)]
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for step in self._steps:
-            start = step * self._global_batch_size
-            for samples in self._order.cut(start, start + self._global_batch_size, self._microbatch_size):
-                yield samples.tolist()
-
-
-class SeededSampler(Sampler[list[tuple[int, int]]]):
-    """The same microbatches, with the seed of the step for each sample."""
-
-    batch_size = None
-    drop_last = False
-
-    def __init__(self, sampler: TrainSampler, *, seed: int) -> None:
-        self._sampler = sampler
-        self._seed = seed
-
-    def __len__(self) -> int:
-        return len(self._sampler)
-
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        for number, samples in enumerate(self._sampler):
-            step_seed = derive_seed(self._seed, "samples", self._sampler.step_of(number))
-            yield [(sample, step_seed) for sample in samples]
+        for step in self._steps:
+            start, step_seed = step * self._global_batch_size, derive_seed(self._seed, "samples", step)
+            for samples in self._order.cut(start, start + self._global_batch_size, self._microbatch_size):
+                yield [(sample, step_seed) for sample in samples.tolist()]
 
 
 @dataclass(frozen=True)
@@ -158,10 +144,10 @@ def train_loader(
         microbatch_size=microbatch_size,
         first_step=first_step,
         num_steps=num_steps,
+        seed=seed,
     )
     samples = SeededSamples(view.samples, view.order if has_partners else None)
-    seeded = SeededSampler(sampler, seed=seed)
-    return _loader(samples, seeded, _CollateSeeded(collate, view.samples), section=section, cost=cost)
+    return _loader(samples, sampler, _CollateSeeded(collate, view.samples), section=section, cost=cost)
 
 
 def evaluation_loader(
@@ -238,18 +224,8 @@ def _loader(
 Group = tuple[Batch, ...]
 
 
-class CopyStream(Protocol):
-    """A stream on which copies run concurrently with the computation."""
-
-    def context(self) -> AbstractContextManager[Any]:
-        """Return a context in which copies do not wait for the computation."""
-
-    def wait_and_keep(self, group: Group) -> None:
-        """Make the next computation wait for the copies, and keep their memory until it is done."""
-
-
 class DeviceCopyStream:
-    """A separate stream of an accelerator."""
+    """A separate stream of an accelerator, on which copies run concurrently with the computation."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = torch.get_device_module(device)
@@ -288,7 +264,7 @@ class StepGroups:
         first_step: int = 0,
         on_group: Callable[[int, Group], None] = no_op,
         on_step_end: Callable[[int], None] = no_op,
-        stream: CopyStream | None = None,
+        stream: DeviceCopyStream | None = None,
     ) -> None:
         """`on_group` is called before a group is yielded, `on_step_end` when the next one is requested.
 
@@ -327,7 +303,7 @@ class StepGroups:
             copied = self._start_copy(groups, stream)
             yield group
 
-    def _start_copy(self, groups: Iterator[Group], stream: CopyStream) -> Group | None:
+    def _start_copy(self, groups: Iterator[Group], stream: DeviceCopyStream) -> Group | None:
         group = next(groups, None)
         if group is None:
             return None

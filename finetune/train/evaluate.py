@@ -106,7 +106,7 @@ class Evaluator:
         with torch.no_grad():
             for (batch,) in self.batches:  # every rank runs the same number of forward passes
                 fault_point("evaluate", step=step)
-                require_intact(self.rows, batch)
+                require_intact(self.rows, batch.sample_ids, batch.checksums)
                 measured = self.task.evaluate_batch(self.model, batch)
                 for name, value in measured.sums.items():
                     wide = value.detach().to(torch.float32 if value.device.type == "mps" else torch.float64)

@@ -180,7 +180,7 @@ def batch_of(features, *, rows, columns):
 
 
 def measured(collate, lengths=(1, 9, 2, 8, 3, 7, 4, 6), **named):
-    pool = DatasetView(Samples(lengths), SetOrder(seed=0, num_samples=len(lengths), shuffle=False), "print")
+    pool = DatasetView(Samples(lengths), SetOrder(seed=0, num_positions=len(lengths), shuffle=False), "print")
     return measure_padding(pool, collate, global_batch_size=4, microbatch_size=2, **named)
 
 

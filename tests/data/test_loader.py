@@ -73,12 +73,19 @@ def per_step(sampler, *, world, num_batches):
     ]
     assert len({len(batches) for batches in ranks}) == 1
     steps = range(0, len(ranks[0]), num_batches)
-    return [sorted(i for batches in ranks for b in batches[step : step + num_batches] for i in b) for step in steps]
+    return [
+        sorted(i for batches in ranks for b in batches[step : step + num_batches] for i in ids(b)) for step in steps
+    ]
+
+
+def ids(batch):
+    """Return the sample ids of a microbatch, of which training's have seeds."""
+    return [sample[0] if isinstance(sample, tuple) else sample for sample in batch]
 
 
 def make_sampler(first_step=0, microbatch_size=2):
     return TrainSampler(
-        SetOrder(seed=7, num_samples=30),
+        SetOrder(seed=7, num_positions=30),
         global_batch_size=8,
         microbatch_size=microbatch_size,
         first_step=first_step,
@@ -88,7 +95,7 @@ def make_sampler(first_step=0, microbatch_size=2):
 
 @pytest.mark.parametrize(("world", "microbatch_size"), [(1, 8), (1, 2), (2, 2), (2, 4), (4, 2), (4, 1), (8, 1)])
 def test_a_step_has_the_same_samples_at_any_world_size(world, microbatch_size):
-    expected = [sorted(SetOrder(seed=7, num_samples=30).samples(s * 8, s * 8 + 8).tolist()) for s in range(9)]
+    expected = [sorted(SetOrder(seed=7, num_positions=30).samples(s * 8, s * 8 + 8).tolist()) for s in range(9)]
     sampler = make_sampler(microbatch_size=microbatch_size)
     assert len(sampler) == 9 * 8 // microbatch_size
     assert per_step(sampler, world=world, num_batches=8 // microbatch_size // world) == expected
@@ -106,7 +113,7 @@ def test_a_group_that_cannot_be_divided_is_rejected():
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("num_samples", [1, 3, 7, 8, 9])
 def test_evaluation_sees_each_row_once_and_every_rank_equally_many_batches(num_samples, world):
-    order = SetOrder(seed=0, num_samples=num_samples, shuffle=False)
+    order = SetOrder(seed=0, num_positions=num_samples, shuffle=False)
     sampler = EvaluationSampler(order, microbatch_size=2, world=world)
     batches = list(sampler)
     assert len(batches) == len(sampler)
@@ -119,7 +126,7 @@ def test_evaluation_sees_each_row_once_and_every_rank_equally_many_batches(num_s
 @pytest.mark.parametrize("keys", [{}, {"num_workers": 2, "persistent_workers": True, "prefetch_factor": 3}])
 def test_the_train_loader_gives_the_order(prepared_and_section, keys):
     prepared, section = prepared_and_section
-    order = SetOrder(seed=7, num_samples=len(prepared))
+    order = SetOrder(seed=7, num_positions=len(prepared))
     loader = train_loader(
         DatasetView(prepared, order, ""),
         Collate(),
@@ -140,7 +147,7 @@ def test_the_train_loader_gives_the_order(prepared_and_section, keys):
 
 def test_a_batch_knows_its_steps_seed_and_its_samples_lengths(prepared_and_section):
     prepared, section = prepared_and_section
-    pool = DatasetView(prepared, SetOrder(seed=7, num_samples=len(prepared)), "")
+    pool = DatasetView(prepared, SetOrder(seed=7, num_positions=len(prepared)), "")
     sizes = {"global_batch_size": 4, "microbatch_size": 2, "first_step": 0, "num_steps": 2}
     batches = list(train_loader(pool, Collate(), section=section, seed=5, **sizes))
     assert [len({each.seed for each in batches[i : i + 2]}) for i in (0, 2)] == [1, 1]
@@ -150,7 +157,7 @@ def test_a_batch_knows_its_steps_seed_and_its_samples_lengths(prepared_and_secti
 
 def test_a_partner_depends_on_step_and_sample_and_on_no_cut(prepared_and_section):
     prepared, section = prepared_and_section
-    pool = DatasetView(prepared, SetOrder(seed=7, num_samples=len(prepared)), "")
+    pool = DatasetView(prepared, SetOrder(seed=7, num_positions=len(prepared)), "")
     sizes = {"global_batch_size": 4, "first_step": 0, "num_steps": 9}
     found = []
     for size in (1, 2, 4):
@@ -215,7 +222,7 @@ def fresh_accelerate():
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_a_loader_prepared_by_accelerate_splits_each_step_over_the_ranks(prepared_and_section, fresh_accelerate, world):
     prepared, section = prepared_and_section
-    order = SetOrder(seed=7, num_samples=len(prepared))
+    order = SetOrder(seed=7, num_positions=len(prepared))
     sizes = {"global_batch_size": 4, "microbatch_size": 1, "first_step": 2, "num_steps": 5}
     device = torch.device("cpu")
     shares = []
@@ -232,7 +239,7 @@ def test_a_loader_prepared_by_accelerate_splits_each_step_over_the_ranks(prepare
 
 def test_worker_settings_of_the_loader_survive_accelerate_prepare(prepared_and_section, fresh_accelerate):
     prepared, section = prepared_and_section
-    pool = DatasetView(prepared, SetOrder(seed=0, num_samples=len(prepared)), "")
+    pool = DatasetView(prepared, SetOrder(seed=0, num_positions=len(prepared)), "")
     section = section.model_copy(update={"num_workers": 1, "persistent_workers": True, "prefetch_factor": 3})
     sizes = {"global_batch_size": 4, "microbatch_size": 2, "first_step": 0, "num_steps": 2}
     loader = train_loader(pool, Collate(), section=section, **sizes)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from finetune.config.sections.data import BatchingSection
-from finetune.data.order.order import LengthsOf, Order, PiecewiseOrder, SetOrder, permutation
+from finetune.data.order.order import LengthsOf, Order, SetOrder, permutation
 
 
 class SampleGroups(NamedTuple):
@@ -36,15 +36,40 @@ def best_fit_decreasing(lengths: np.ndarray, *, budget: int) -> SampleGroups:
     if len(lengths) and int(lengths.max()) > budget:
         raise ValueError(f"a sample of {int(lengths.max())} tokens in packs of {budget}")
     packs = np.empty(len(lengths), np.int64)
-    open_packs = _OpenPacks(budget)
+    num_packs = 0
+    open_packs: dict[int, list[np.ndarray]] = {}  # that are not full, by the number of tokens that still fit
+    spaces = 0  # bit r is set if there are packs with room for r tokens
     longest_first = np.argsort(-lengths, kind="stable")
     distinct, counts = np.unique(lengths, return_counts=True)
     of_equal_length = np.split(longest_first, np.cumsum(counts[::-1])[:-1])
     for length, members in zip(distinct[::-1].tolist(), of_equal_length, strict=False):
         while len(members):
-            members = open_packs.add(members, length=length, packs=packs)
+            fitting = spaces >> length
+            if fitting:
+                space = length + (fitting & -fitting).bit_length() - 1
+                spaces ^= 1 << space
+                fitting_packs = np.concatenate(open_packs.pop(space))
+            else:
+                first_new, space = num_packs, budget
+                num_packs += -(-len(members) // (budget // length))
+                fitting_packs = np.arange(first_new, num_packs, dtype=np.int64)
+            # a pack is filled with as many as fit: after one of these samples it has less space, so it still fits best
+            samples_per_pack = space // length
+            used, unused = np.split(fitting_packs, [-(-len(members) // samples_per_pack)])
+            num_added = min(len(members), len(used) * samples_per_pack)
+            packs[members[:num_added]] = np.repeat(used, samples_per_pack)[:num_added]
+            num_in_last = num_added - (len(used) - 1) * samples_per_pack
+            for kept, rest in (
+                (used[:-1], space - samples_per_pack * length),
+                (used[-1:], space - num_in_last * length),
+                (unused, space),
+            ):
+                if len(kept) and rest:
+                    open_packs.setdefault(rest, []).append(kept)
+                    spaces |= 1 << rest
+            members = members[num_added:]
     order = np.argsort(packs, kind="stable")
-    sizes = np.bincount(packs, minlength=open_packs.num_packs)
+    sizes = np.bincount(packs, minlength=num_packs)
     return SampleGroups(order, np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64))
 
 
@@ -62,45 +87,6 @@ def batches_by_tokens(lengths: np.ndarray, *, budget: int) -> SampleGroups:
     return SampleGroups(order, np.array(starts, np.int64))
 
 
-class _OpenPacks:
-    """The packs that are not full, by the number of tokens that still fit."""
-
-    def __init__(self, budget: int) -> None:
-        self._budget = budget
-        self._packs: dict[int, list[np.ndarray]] = {}
-        self._spaces = 0  # bit r is set if there are packs with room for r tokens
-        self.num_packs = 0
-
-    def add(self, members: np.ndarray, *, length: int, packs: np.ndarray) -> np.ndarray:
-        """Add samples of this length to all packs with the best-fitting space, or to new ones; return the others.
-
-        A pack is filled with as many of them as fit: after one sample it has less space, so it still fits best.
-        """
-        fitting = self._spaces >> length
-        if fitting == 0:
-            first, num_new = self.num_packs, -(-len(members) // (self._budget // length))
-            self.num_packs += num_new
-            space, open_packs = self._budget, np.arange(first, first + num_new, dtype=np.int64)
-        else:
-            space = length + (fitting & -fitting).bit_length() - 1
-            self._spaces ^= 1 << space
-            open_packs = np.concatenate(self._packs.pop(space))
-        samples_per_pack = space // length
-        used, unused = np.split(open_packs, [-(-len(members) // samples_per_pack)])
-        num_added = min(len(members), len(used) * samples_per_pack)
-        packs[members[:num_added]] = np.repeat(used, samples_per_pack)[:num_added]
-        num_in_last = num_added - (len(used) - 1) * samples_per_pack
-        self._keep(used[:-1], space=space - samples_per_pack * length)
-        self._keep(used[-1:], space=space - num_in_last * length)
-        self._keep(unused, space=space)
-        return members[num_added:]
-
-    def _keep(self, packs: np.ndarray, *, space: int) -> None:
-        if len(packs) and space:
-            self._packs.setdefault(space, []).append(packs)
-            self._spaces |= 1 << space
-
-
 WINDOW_SAMPLES = 1 << 20
 """The number of samples that are packed together; a larger set is packed window by window."""
 
@@ -111,7 +97,7 @@ def set_order(lengths: np.ndarray, *, seed: int, shuffle: bool, batching: Batchi
     `batching.length_window_steps` is applied to the whole mix later, by `LengthGroupedOrder`.
     """
     if batching.by == "samples":
-        return SetOrder(seed=seed, num_samples=len(lengths), shuffle=shuffle)
+        return SetOrder(seed=seed, num_positions=len(lengths), shuffle=shuffle)
     grouping = best_fit_decreasing if batching.by == "packs" else batches_by_tokens
     budget = tokens_per_position(batching, max_length=max_length)
     return GroupedOrder(lengths, partial(grouping, budget=budget), seed=seed, shuffle=shuffle)
@@ -122,12 +108,14 @@ def tokens_per_position(batching: BatchingSection, *, max_length: int) -> int:
     return batching.tokens if batching.tokens is not None else max_length
 
 
-class GroupedOrder(PiecewiseOrder):
+class GroupedOrder(Order):
     """An endless sequence of groups of samples; each epoch contains every sample once.
 
     Windows hold the same samples in all epochs, so every epoch has the same number of groups. In each epoch the
     samples of a window are regrouped and the groups shuffled, as a function of (seed, epoch, window).
     """
+
+    num_positions: int  # the number of groups
 
     def __init__(
         self,
@@ -147,11 +135,7 @@ class GroupedOrder(PiecewiseOrder):
         self._grouped = lru_cache(maxsize=2)(self._compute_groups)
         counts = [self._group(self._lengths[self._window(number)]).num_groups for number in range(self._num_windows)]
         self._ends = np.cumsum(counts)  # of each window's positions within an epoch
-
-    @property
-    def num_positions(self) -> int:
-        """Return the number of groups."""
-        return int(self._ends[-1]) if len(self._ends) else 0
+        self.num_positions = sum(counts)
 
     def pieces(self, start: int, stop: int) -> Iterator[np.ndarray]:
         """Yield the samples at positions [start, stop)."""
@@ -195,7 +179,7 @@ def _windows(seed: int, num_samples: int) -> np.ndarray:
     return permutation(num_samples, seed, "windows")
 
 
-class LengthGroupedOrder(PiecewiseOrder):
+class LengthGroupedOrder(Order):
     """An order whose samples are sorted by length within windows of `window_steps` steps.
 
     With a window of one step, every step keeps its samples and its loss. With a larger window, each step gets samples
@@ -206,16 +190,12 @@ class LengthGroupedOrder(PiecewiseOrder):
         self, order: Order, lengths_of: LengthsOf, *, seed: int, global_batch_size: int, window_steps: int
     ) -> None:
         self.unsorted = order  # each window holds the same samples in both orders
+        self.num_positions = order.num_positions
         self.window_positions = global_batch_size * window_steps
         self._lengths_of = lengths_of
         self._seed = seed
         self._step_size = global_batch_size
         self._sorted = lru_cache(maxsize=2)(self._compute_sorted)
-
-    @property
-    def num_positions(self) -> int | None:
-        """Return the number of positions of the underlying order."""
-        return self.unsorted.num_positions
 
     def pieces(self, start: int, stop: int) -> Iterator[np.ndarray]:
         """Yield the samples at positions [start, stop)."""
@@ -241,16 +221,12 @@ class LengthGroupedOrder(PiecewiseOrder):
         return np.concatenate(pieces)
 
 
-class LongestFirstOrder(PiecewiseOrder):
+class LongestFirstOrder(Order):
     """The samples of a set from the longest to the shortest, for computations that do not depend on the order."""
 
     def __init__(self, lengths: np.ndarray) -> None:
         self._ids = np.argsort(-np.asarray(lengths, np.int64), kind="stable")
-
-    @property
-    def num_positions(self) -> int:
-        """Return the number of samples; each is one position."""
-        return len(self._ids)
+        self.num_positions = len(lengths)
 
     def pieces(self, start: int, stop: int) -> Iterator[np.ndarray]:
         """Yield the samples at positions [start, stop) of the only epoch."""

@@ -16,7 +16,6 @@ from finetune.data.features import Features
 from finetune.data.order.order import (
     DatasetView,
     Order,
-    PiecewiseOrder,
     Samples,
     fingerprint_of,
     shuffled_rows,
@@ -29,10 +28,11 @@ from finetune.errors import DataError
 _POSITIONS_PER_DRAW = 1024
 
 
-class MixedOrder(PiecewiseOrder):
+class MixedOrder(Order):
     """An endless order of windows; in each, every source has a fixed number of positions, shuffled.
 
     Each of these takes the next position of the source's own order. The ids are those of `data/order/order.py`.
+    An epoch ends when the first, or the last, source is exhausted; without weights, after a window.
     """
 
     def __init__(self, orders: Sequence[Order], counts: Sequence[int], *, seed: int, until: str | None) -> None:
@@ -42,12 +42,7 @@ class MixedOrder(PiecewiseOrder):
         self.window_size = int(self._counts.sum())
         self._windows_per_block = max(1, _POSITIONS_PER_DRAW // self.window_size)
         self._block = lru_cache(maxsize=2)(self._draw_block)
-        self._num_positions = self.window_size if until is None else self._exhausted_after(until)
-
-    @property
-    def num_positions(self) -> int | None:
-        """Return the positions until the first, or the last, source is exhausted; those of a window without weights."""
-        return self._num_positions
+        self.num_positions = self.window_size if until is None else self._exhausted_after(until)
 
     def pieces(self, start: int, stop: int) -> Iterator[np.ndarray]:
         """Yield the ids at positions [start, stop): in one array if each has one sample, else one by one."""
@@ -141,7 +136,7 @@ def mixed_view(views: Sequence[DatasetView], section: TrainingSourceSection, *, 
 
 
 @dataclass(frozen=True)
-class MixedSamples:
+class MixedSamples(Samples):
     """The samples of several sources; the ids contain the source."""
 
     sources: tuple[Samples, ...]

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,55 +21,38 @@ LengthsOf = Callable[[np.ndarray], np.ndarray]
 """From sample ids to the number of tokens of each."""
 
 
-class Order(Protocol):
+class Order(ABC):
     """An endless sequence of positions with one or more samples each; a pure function of the position."""
 
-    @property
-    def num_positions(self) -> int | None:
-        """Return the number of positions of one epoch; None if it is unknown, as for a stream."""
-
-    def samples(self, start: int, stop: int) -> np.ndarray:
-        """Return the ids (int64) of all samples at positions [start, stop), in the order of the positions."""
-
-    def cut(self, start: int, stop: int, size: int) -> Iterator[np.ndarray]:
-        """Yield the same ids in pieces of `size` positions each: the contents of the microbatches."""
-
-
-class PiecewiseOrder(ABC):
-    """Base of orders that are computed piece by piece: window by window or epoch by epoch."""
-
-    def samples(self, start: int, stop: int) -> np.ndarray:
-        """Return the ids of all samples at positions [start, stop), in the order of the positions."""
-        return concatenated(self.pieces(start, stop))
-
-    def cut(self, start: int, stop: int, size: int) -> Iterator[np.ndarray]:
-        """Yield the ids of `size` positions at a time; a position may hold several samples."""
-        return (self.samples(first, min(first + size, stop)) for first in range(start, stop, size))
+    num_positions: int | None  # of one epoch; None if it is unknown, as for a stream
 
     @abstractmethod
     def pieces(self, start: int, stop: int) -> Iterator[np.ndarray]:
-        """Yield the ids at positions [start, stop) in pieces of any size."""
+        """Yield the ids (int64) at positions [start, stop) in pieces of any size, such as epoch by epoch."""
+
+    def samples(self, start: int, stop: int) -> np.ndarray:
+        """Return the ids (int64) of all samples at positions [start, stop), in the order of the positions."""
+        return np.concatenate([np.zeros(0, np.int64), *self.pieces(start, stop)])
+
+    def cut(self, start: int, stop: int, size: int) -> Iterator[np.ndarray]:
+        """Yield the same ids in pieces of `size` positions each: the contents of the microbatches."""
+        return (self.samples(first, min(first + size, stop)) for first in range(start, stop, size))
 
 
 @dataclass(frozen=True)
-class SetOrder(PiecewiseOrder):
-    """An endless sequence of sample ids; each epoch contains every sample once."""
+class SetOrder(Order):
+    """An endless sequence of sample ids; each epoch contains every sample once, at a position of its own."""
 
     seed: int
-    num_samples: int
+    num_positions: int
     shuffle: bool = True
-
-    @property
-    def num_positions(self) -> int:
-        """Return the number of samples; each is one position."""
-        return self.num_samples
 
     def pieces(self, start: int, stop: int) -> Iterator[np.ndarray]:
         """Yield the sample ids at positions [start, stop), epoch by epoch."""
         while start < stop:
-            epoch, first = divmod(start, self.num_samples)
-            last = min(self.num_samples, first + stop - start)
-            yield _epoch_ids(self.seed, self.num_samples, epoch if self.shuffle else None)[first:last]
+            epoch, first = divmod(start, self.num_positions)
+            last = min(self.num_positions, first + stop - start)
+            yield _epoch_ids(self.seed, self.num_positions, epoch if self.shuffle else None)[first:last]
             start += last - first
 
 
@@ -101,11 +84,6 @@ def shuffled_rows(num_rows: int, size: int, *parts: int | str) -> np.ndarray:
     """Return `num_rows` permutations, one per row, derived from the parts."""
     bits = np.random.PCG64(derive_seed(*parts)).random_raw(num_rows * size).reshape(num_rows, size)
     return np.argsort(bits, kind="stable").astype(np.int64)
-
-
-def concatenated(pieces: Iterator[np.ndarray]) -> np.ndarray:
-    """Return the ids of all pieces in one new array; there may be no pieces."""
-    return np.concatenate([np.zeros(0, np.int64), *pieces])
 
 
 @lru_cache(maxsize=2)
@@ -162,37 +140,39 @@ def split_stream_index(within: int) -> tuple[int, int]:
     return within >> INDEX_BITS, within & ((1 << INDEX_BITS) - 1)
 
 
-class Samples(Protocol):
+class Samples(ABC):
     """Encoded samples by id; cheap to pickle, since a loader process reopens the files."""
 
+    @abstractmethod
     def __getitem__(self, sample_id: int) -> Features:
         """Return the sample with that id."""
 
+    @abstractmethod
     def location(self, sample_id: int) -> str:
         """Return the location of its row for messages, such as `train.jsonl, row 17`."""
 
+    @abstractmethod
     def lengths_of(self, sample_ids: np.ndarray) -> np.ndarray:
         """Return the number of tokens of each sample."""
 
+    @abstractmethod
     def checksums_of(self, sample_ids: np.ndarray) -> np.ndarray:
         """Return the checksum (uint64) of each sample's own arrays, computed when it was encoded."""
 
     def precomputed_checksums_of(self, sample_ids: np.ndarray) -> np.ndarray:
         """Return the checksum (uint64) of each sample's precomputed arrays; 0 without such arrays."""
+        return np.zeros(len(sample_ids), np.uint64)
 
     def problem(self) -> str | None:
         """Return the damage found so far."""
+        return None
 
+    @abstractmethod
     def refuse(self, damaged: np.ndarray) -> tuple[str, ...]:
         """Return messages about samples that the loader delivered damaged, or about a `problem`.
 
         Sets that are also damaged on disk have been quarantined when this returns.
         """
-
-
-def no_lines(num_positions: int) -> tuple[str, ...]:
-    """Return no lines."""
-    return ()
 
 
 @dataclass(frozen=True)
@@ -203,7 +183,7 @@ class DatasetView:
     order: Order
     fingerprint: str  # changes with the samples and with their positions
     epoch_tokens: int | None = None  # tokens of every epoch; None if epochs differ or the number is unknown
-    lines: Callable[[int], tuple[str, ...]] = no_lines  # describes the first N positions to the user
+    lines: Callable[[int], tuple[str, ...]] = lambda num_positions: ()  # describes the first N positions to the user
 
 
 def fingerprint_of(*parts: object) -> str:

@@ -21,7 +21,7 @@ from finetune.data.order.grouping import set_order, tokens_per_position
 from finetune.data.order.order import (
     DatasetView,
     Order,
-    PiecewiseOrder,
+    Samples,
     fingerprint_of,
     split_stream_index,
     window_offset,
@@ -29,7 +29,7 @@ from finetune.data.order.order import (
 from finetune.data.sources.source import Source, stream_of
 from finetune.data.streams.folder import NOTHING, StreamFolder, StreamPlan, StreamReader, WindowRecord
 from finetune.data.streams.producer import NUM_KEPT_WINDOWS, StreamJob
-from finetune.data.token_cache.cache import cache_folder, folder_name, identify, log_older_versions
+from finetune.data.token_cache.cache import identify, set_folder
 from finetune.data.token_cache.chunks import Encoding
 from finetune.data.token_cache.counts import Counts, total_counts
 from finetune.data.token_cache.integrity import DamagedSet
@@ -234,7 +234,7 @@ def _open_if_prepared(job: StreamJob, window: int, *, log: Callable[[str], None]
 _KEPT_ORDERS = 4
 
 
-class StreamOrder(PiecewiseOrder):
+class StreamOrder(Order):
     """An endless sequence of positions that depends only on the lengths of the samples in each window.
 
     `arrange(window)` returns the order of a window, used for one epoch, or None for a window without samples. It may
@@ -263,8 +263,11 @@ class StreamOrder(PiecewiseOrder):
 
 
 @dataclass(frozen=True)
-class StreamSamples:
-    """Encoded samples by id; waits until a deleted window has been prepared again."""
+class StreamSamples(Samples):
+    """Encoded samples by id; waits until a deleted window has been prepared again.
+
+    They have no precomputed arrays, and no known damage: a window is verified when it is opened.
+    """
 
     windows: Windows
 
@@ -288,14 +291,6 @@ class StreamSamples:
     def checksums_of(self, sample_ids: np.ndarray) -> np.ndarray:
         """Return the checksum (uint64) of each sample, also of deleted windows."""
         return self._recorded(sample_ids, lambda record: record.checksums, np.uint64)
-
-    def precomputed_checksums_of(self, sample_ids: np.ndarray) -> np.ndarray:
-        """Return zeros: samples of a stream have no precomputed arrays."""
-        return np.zeros(len(sample_ids), np.uint64)
-
-    def problem(self) -> str | None:
-        """Return None: a window is verified when it is opened."""
-        return None
 
     def refuse(self, damaged: np.ndarray) -> tuple[str, ...]:
         """Return messages about samples that the loader delivered damaged; their windows are prepared again."""
@@ -346,8 +341,7 @@ def stream_view(
         "seed": plan.seed if plan.shuffle else None,
     }
     identity = identify(source, encoding, stream=windows_identity)
-    folder = cache_folder(section) / "streams" / folder_name(identity)
-    log_older_versions(folder, key=source.key, log=log)
+    folder = set_folder(section, "streams", identity, key=source.key, log=log)
     job = StreamJob(
         folder=StreamFolder(folder),
         key=source.key,

@@ -33,7 +33,7 @@ def refuse_counts(
         problems.append(
             f"{counts.long_rows:,} of {counts.rows:,} rows are longer than {length.limits} "
             f"(the longest has {counts.longest:,} tokens: {counts.longest_place}). "
-            f"Set data.over_length: truncate or drop, or {length.advice(counts.longest)}."
+            f"Set data.over_length: truncate or drop, or {length.advice.format(longest=counts.longest)}."
         )
     if counts.rows_without_target and section.no_target == "refuse":
         cut = ", some of them because they were truncated" if counts.truncated_targets else ""
@@ -78,16 +78,11 @@ class TokenCacheWriter:
                     shutil.rmtree(path)
                 else:
                     path.unlink()
-        self._counts = Counts(**chunks[-1].facts["counts"]) if chunks else Counts()
+        self.counts = Counts(**chunks[-1].facts["counts"]) if chunks else Counts()
         self._origins = [(start, origin) for chunk in chunks for start, origin in chunk.facts["origins"]]
         self._num_written_origins = len(self._origins)
         self._writer = SampleWriter(folder, COLUMNS, chunks=chunks)
         self._num_pending = 0
-
-    @property
-    def counts(self) -> Counts:
-        """Return the counts of all rows so far."""
-        return self._counts
 
     def append(self, chunk: Chunk) -> None:
         """Append the samples of the next rows, which are written when a file is full."""
@@ -96,37 +91,37 @@ class TokenCacheWriter:
         self._writer.append(SampleArrays(chunk.values, chunk.lengths, dict(zip(COLUMNS, columns, strict=True))))
         for first, origin in chunk.origins:
             if not self._origins or self._origins[-1][1] != origin:
-                self._origins.append((self._counts.samples + first, origin))
-        self._counts = self._counts.plus(chunk.counts)
+                self._origins.append((self.counts.samples + first, origin))
+        self.counts = self.counts.plus(chunk.counts)
         self._num_pending += 1
         if self._num_pending >= CHUNKS_PER_FILE or self._writer.pending_bytes >= CHUNK_BYTES:
             self._write_file()
-            fault_point("prepare.saved", step=self._writer.num_chunks)
+            fault_point("prepare.saved", step=len(self._writer.chunk_digests))
 
     def finish(self, *, num_excluded: int = 0) -> Counts:
         """Write the index and the manifest, which complete the set, and return its counts."""
         if self._num_pending:
             self._write_file()
-        self._counts = self._counts.plus(Counts(excluded_rows=num_excluded))
+        self.counts = self.counts.plus(Counts(excluded_rows=num_excluded))
         names, files = self._writer.finish()
         manifest = {
             "version": FORMAT_VERSION,
             "fingerprint": self._identity.fingerprint,
             "names": names,
-            "counts": asdict(self._counts),
+            "counts": asdict(self.counts),
             "origins": self._origins,
             "shards": self._identity.shards,
             "made_of": dict(self._identity.parts),
             "files": files,
         }
         write_json_with_digest(self._folder / MANIFEST, manifest)
-        return self._counts
+        return self.counts
 
     def _write_file(self) -> None:
         facts = {
             "made_of": self._head,
-            "number": self._writer.num_chunks,
-            "counts": asdict(self._counts),
+            "number": len(self._writer.chunk_digests),
+            "counts": asdict(self.counts),
             "origins": self._origins[self._num_written_origins :],
         }
         self._writer.write_chunk(facts)

@@ -7,6 +7,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -138,8 +139,7 @@ def prepare_set(
     """
     section = encoding.section
     identity = identify(source, encoding)
-    folder = cache_folder(section) / "prepared" / folder_name(identity)
-    log_older_versions(folder, key=source.key, log=log)
+    folder = set_folder(section, "prepared", identity, key=source.key, log=log)
     if not builds and not folder.is_dir():
         raise NotPrepared(f"{source.key}: is not prepared. Run `finetune prepare --config JOB.yaml`.")
     plan = encoding.plan(source.format)
@@ -171,20 +171,17 @@ def prepare_set(
     return prepared
 
 
-def log_older_versions(folder: Path, *, key: str, log: Log) -> None:
-    """Log if `folder` does not exist yet but an earlier format version of the same set does."""
-    fingerprint = folder.name.rpartition("-")[0]
-    older = [folder.with_name(f"{fingerprint}-{version}") for version in range(_FIRST_FORMAT, FORMAT_VERSION)]
+def set_folder(section: DataSection, kind: str, identity: Identity, *, key: str, log: Log) -> Path:
+    """Return the folder of a set or stream; log if it does not exist yet, but one in an older file format does."""
+    folders = cache_folder(section) / kind
+    folder = folders / f"{identity.fingerprint}-{FORMAT_VERSION}"
+    older = [folders / f"{identity.fingerprint}-{version}" for version in range(_FIRST_FORMAT, FORMAT_VERSION)]
     if not folder.is_dir() and (existing := [path for path in older if path.is_dir()]):
         log(
             f"{key}: {', '.join(map(str, existing))} was prepared in an older format of finetune. "
             f"It is prepared again as {folder.name}; the older one can be deleted."
         )
-
-
-def folder_name(identity: Identity) -> str:
-    """Return the folder name of a set or stream; it changes with the file format."""
-    return f"{identity.fingerprint}-{FORMAT_VERSION}"
+    return folder
 
 
 def cache_folder(section: DataSection) -> Path:
@@ -234,7 +231,7 @@ def _build(
         log(f"warning: {source.key}: earlier tokenized rows are damaged ({reason}); rebuilding from {start}")
 
     try:
-        with EncoderPool(plan, num_workers=num_prepare_workers(section)) as encoders:
+        with closing(EncoderPool(plan, num_workers=num_prepare_workers(section))) as encoders:
             counts = build_set(
                 staging,
                 source.rows(),

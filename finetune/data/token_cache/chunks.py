@@ -82,34 +82,39 @@ def encode_chunk(plan: EncodingPlan, raws: Sequence[RawRow]) -> Chunk:
     """Return the samples of the rows; raises DataError naming the row that cannot be encoded."""
     rows = [plan.format.read(raw) for raw in raws]
     outcomes = _outcomes(plan.encode, rows)
-    encoded = list(_encoded(raws, outcomes))
+    encoded: list[tuple[int, Features]] = []  # the samples with the indices of their rows
+    for row_index, (raw, outcome) in enumerate(zip(raws, outcomes, strict=True)):
+        if isinstance(outcome, DataError):
+            raise DataError(f"{raw.location}: {outcome}") from outcome
+        if outcome is not None:
+            encoded += [(row_index, sample) for sample in (outcome if isinstance(outcome, tuple) else (outcome,))]
     cut, is_long, lost = _shortened(encoded, plan.length)
     trainable = [(row_index, sample) for row_index, sample in cut if sample.num_targets > 0]
     with_sample = {row_index for row_index, _ in trainable}
     without = [row_index for row_index in range(len(raws)) if row_index not in with_sample and row_index not in is_long]
-    longest = max(encoded, key=lambda indexed: _whole_length(indexed[1]), default=None)
-
+    # of a sample, or of its longest sequence, before truncation
+    whole_lengths = [sample.longest + sample.cut_tokens for _, sample in encoded]
+    longest = max(whole_lengths, default=0)
     num_empty = 0
     for row_index in without:
         turns = rows[row_index].get("messages")
         texts = [turn.get("content") for turn in turns] if isinstance(turns, Sequence) else rows[row_index].values()
         num_empty += not any(texts)
 
-    def num_rows(flag: str) -> int:
-        return len({row_index for row_index, sample in encoded if getattr(sample, flag)})
-
+    flags = ("has_control_names", "has_turn_marks", "has_arguments", "has_overrides", "has_dropped_reasoning")
+    num_rows = {flag: len({row_index for row_index, sample in encoded if getattr(sample, flag)}) for flag in flags}
     counts = Counts(
         rows=len(raws),
         rows_without_target=len(without),
         first_without_target=raws[without[0]].location if without else "",
         empty_rows=num_empty,
-        control_rows=num_rows("has_control_names"),
-        turn_mark_rows=num_rows("has_turn_marks"),
-        argument_rows=num_rows("has_arguments"),
-        override_rows=num_rows("has_overrides"),
-        dropped_reasoning_rows=num_rows("has_dropped_reasoning"),
-        longest=_whole_length(longest[1]) if longest else 0,
-        longest_place=raws[longest[0]].location if longest else "",
+        control_rows=num_rows["has_control_names"],
+        turn_mark_rows=num_rows["has_turn_marks"],
+        argument_rows=num_rows["has_arguments"],
+        override_rows=num_rows["has_overrides"],
+        dropped_reasoning_rows=num_rows["has_dropped_reasoning"],
+        longest=longest,
+        longest_place=raws[encoded[whole_lengths.index(longest)][0]].location if encoded else "",
     )
     if any(isinstance(outcome, tuple) for outcome in outcomes):
         longest_of: dict[int, int] = {}  # by row, before truncation: the other samples of the row repeat its tokens
@@ -136,17 +141,6 @@ def _outcomes(encode: Encode, rows: Sequence[Row]) -> Sequence[Outcome]:
     return outcomes
 
 
-def _encoded(raws: Sequence[RawRow], outcomes: Sequence[Outcome]) -> Iterator[tuple[int, Features]]:
-    """Yield the samples with the indices of their rows."""
-    for row_index, (raw, outcome) in enumerate(zip(raws, outcomes, strict=True)):
-        if isinstance(outcome, DataError):
-            raise DataError(f"{raw.location}: {outcome}") from outcome
-        if isinstance(outcome, tuple):
-            yield from ((row_index, sample) for sample in outcome)
-        elif outcome is not None:
-            yield row_index, outcome
-
-
 def _shortened(
     encoded: Sequence[tuple[int, Features]], policy: LengthLimit
 ) -> tuple[list[tuple[int, Features]], set[int], Counts]:
@@ -169,11 +163,6 @@ def _shortened(
                 row_indices.add(row_index)
         lost = lost.plus(replace(counts, long_answers=counts.long_rows, **counted))
     return within, affected["long_rows"], lost
-
-
-def _whole_length(sample: Features) -> int:
-    """Return the number of tokens of the sample, or of its longest sequence, before truncation."""
-    return sample.longest + sample.cut_tokens
 
 
 def _assemble_chunk(plan: EncodingPlan, trainable: Sequence[tuple[RawRow, Features]], counts: Counts) -> Chunk:
@@ -207,18 +196,14 @@ def _assemble_chunk(plan: EncodingPlan, trainable: Sequence[tuple[RawRow, Featur
 
 def _digests(values: Mapping[str, np.ndarray], lengths: Mapping[str, np.ndarray]) -> np.ndarray:
     """Return 64 bits of the BLAKE2b digest of each sample's tokens (its first array) and images."""
-    hashed = [name for number, name in enumerate(values) if number == 0 or name in _IMAGES]
-    parts = [_slices(values[name], lengths[name].tolist()) for name in hashed]
-    digests = (
-        hashlib.blake2b(b"".join(hashed_bytes), digest_size=8).digest() for hashed_bytes in zip(*parts, strict=True)
-    )
+    parts: list[list[memoryview]] = []  # of each array, the bytes of each sample
+    for number, (name, array) in enumerate(values.items()):
+        if number == 0 or name in _IMAGES:
+            content, size = memoryview(array.tobytes()), array.itemsize
+            bounds = pairwise(accumulate(lengths[name].tolist(), initial=0))
+            parts.append([content[start * size : stop * size] for start, stop in bounds])
+    digests = (hashlib.blake2b(b"".join(of_sample), digest_size=8).digest() for of_sample in zip(*parts, strict=True))
     return np.frombuffer(b"".join(digests), dtype=np.uint64)
-
-
-def _slices(array: np.ndarray, lengths: Sequence[int]) -> Iterator[memoryview]:
-    """Yield the bytes of each sample."""
-    content, size = memoryview(array.tobytes()), array.itemsize
-    return (content[a * size : b * size] for a, b in pairwise(accumulate(lengths, initial=0)))
 
 
 ROWS_PER_CHUNK = 1024
@@ -234,7 +219,7 @@ class WorkersLost(DataError):
 
 
 class EncoderPool:
-    """Encodes rows with one plan, in this process or in workers that are kept until `close`.
+    """Encodes rows with one plan, in this process or in workers that are kept until `close` (`contextlib.closing`).
 
     Starting workers takes time, so the first chunks are encoded in this process; small sets need no workers.
     """
@@ -245,12 +230,6 @@ class EncoderPool:
         self._chunks_before_workers = CHUNKS_BEFORE_WORKERS if num_workers else sys.maxsize
         self._pool: ProcessPoolExecutor | None = None
         self._starting: list[Future[bool]] = []
-
-    def __enter__(self) -> "EncoderPool":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def encode(self, rows: Iterator[RawRow]) -> Iterator[Chunk]:
         """Yield the chunks in the order of the rows, with only a few chunks of rows in memory.

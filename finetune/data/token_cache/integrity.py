@@ -217,8 +217,11 @@ def collate_with_checksums(collate: Collate, features: Sequence[Features], *, sa
     try:
         return with_checksums(collate(features), features)
     except Exception:
-        checksums = [sample_checksum(sample.arrays) for sample in features]
-        _require_intact(samples, [sample.sample_id for sample in features], checksums)
+        require_intact(
+            samples,
+            [sample.sample_id for sample in features],
+            [sample_checksum(sample.arrays) for sample in features],
+        )
         raise
 
 
@@ -233,12 +236,8 @@ def with_checksums(batch: Batch, features: Sequence[Features]) -> Batch:
     )
 
 
-def require_intact(samples: Samples, batch: Batch) -> None:
-    """Raise DataError if a sample in the batch differs from the prepared one; a damaged set is quarantined."""
-    _require_intact(samples, batch.sample_ids, batch.checksums)
-
-
-def _require_intact(samples: Samples, sample_ids: Sequence[int], checksums: Sequence[int]) -> None:
+def require_intact(samples: Samples, sample_ids: Sequence[int], checksums: Sequence[int]) -> None:
+    """Raise DataError if one of these samples differs from the prepared one; a damaged set is quarantined."""
     damaged = _differing(samples, sample_ids, np.array(checksums, np.uint64))
     if damaged:
         raise DataError("\n".join(samples.refuse(np.array(damaged, np.int64))))

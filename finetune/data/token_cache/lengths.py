@@ -3,11 +3,10 @@
 In samples of several sequences, such as a prompt with each of two answers, the limit applies to each sequence.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import compress, pairwise
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 
@@ -18,30 +17,9 @@ OverLength = Literal["refuse", "drop", "truncate", "split"]
 Side = Literal["end", "start"]
 
 
-class LengthLimit(ABC):
-    """The maximum length of samples, and the policy for longer ones. Sent to other processes."""
-
-    @property
-    @abstractmethod
-    def limits(self) -> str:
-        """Return the limits with their keys, for messages."""
-
-    def advice(self, longest: int) -> str:
-        """Return the setting with which a sample of this number of tokens fits."""
-        return f"data.max_length: {longest}"
-
-    @abstractmethod
-    def fits(self, features: Features) -> bool:
-        """Return whether the sample is within the limit."""
-
-    @abstractmethod
-    def shorten(self, features: Features) -> tuple[tuple[Features, ...], Counts]:
-        """Return the samples that replace a sample beyond the limit, and counts of the losses."""
-
-
 @dataclass(frozen=True)
-class SampleLengthLimit(LengthLimit):
-    """The maximum number of tokens of a sample, and the policy for longer ones.
+class SampleLengthLimit:
+    """The maximum number of tokens of a sample, and the policy for longer ones. Sent to other processes.
 
     `frame` is the number of tokens at the start and at the end that every part of a sample keeps, such as BERT's
     `[CLS]` and `[SEP]`.
@@ -51,10 +29,11 @@ class SampleLengthLimit(LengthLimit):
     over_length: OverLength
     truncate_side: Side = "end"
     frame: tuple[int, int] = (0, 0)
+    advice: ClassVar[str] = "data.max_length: {longest}"  # the setting with which the longest sample fits
 
     @property
     def limits(self) -> str:
-        """Return the maximum length with its key."""
+        """Return the maximum length with its key, for messages."""
         return f"data.max_length: {self.max_length}"
 
     def fits(self, features: Features) -> bool:
@@ -81,7 +60,7 @@ class SampleLengthLimit(LengthLimit):
 
 
 @dataclass(frozen=True)
-class SourceTargetLengthLimit(LengthLimit):
+class SourceTargetLengthLimit:
     """The maximum lengths of the source and of the target of sequence-to-sequence samples.
 
     Source and target are truncated separately; `frame` is kept at the ends of the source. Samples are never split.
@@ -92,15 +71,12 @@ class SourceTargetLengthLimit(LengthLimit):
     over_length: OverLength
     truncate_side: Side = "end"
     frame: tuple[int, int] = (0, 0)
+    advice: ClassVar[str] = "raise these"  # the total length does not determine which one to raise
 
     @property
     def limits(self) -> str:
-        """Return both limits with their keys."""
+        """Return both limits with their keys, for messages."""
         return f"data.max_length: {self.max_source} (source), task.seq2seq.max_target_length: {self.max_target}"
-
-    def advice(self, longest: int) -> str:
-        """Return advice for both keys: the total length does not determine which one to raise."""
-        return "raise these"
 
     def fits(self, features: Features) -> bool:
         """Return whether source and target are within their limits."""
@@ -177,7 +153,7 @@ def _joined(features: Features, ranges: Sequence[tuple[int, int]]) -> Features:
 
 
 @dataclass(frozen=True)
-class SequencesLengthLimit(LengthLimit):
+class SequencesLengthLimit:
     """`max_length` applies to each sequence; if one is cut, the others are cut so that their prompts stay equal.
 
     At the end, each is cut to `max_length`. At the start, all lose the excess of the longest. A sample with a sequence
@@ -187,10 +163,11 @@ class SequencesLengthLimit(LengthLimit):
     max_length: int
     over_length: OverLength
     truncate_side: Side = "end"
+    advice: ClassVar[str] = "data.max_length: {longest}"  # the setting with which the longest sample fits
 
     @property
     def limits(self) -> str:
-        """Return the maximum length with its key."""
+        """Return the maximum length with its key, for messages."""
         return f"data.max_length: {self.max_length} (prompt and one answer)"
 
     def fits(self, features: Features) -> bool:
@@ -233,3 +210,6 @@ def sequence_bounds(features: Features) -> Iterator[tuple[int, int]]:
     for length in features.arrays[LENGTHS_OF_SEQUENCES].tolist():
         yield end, end + length
         end += length
+
+
+LengthLimit = SampleLengthLimit | SourceTargetLengthLimit | SequencesLengthLimit

@@ -97,7 +97,12 @@ class ArrayFile:
             require_undamaged_file(path)
             with path.open("rb") as file:
                 state = os.fstat(file.fileno())
-                footer, self.content_bytes = _read_footer(file.fileno(), state.st_size)
+                end = state.st_size - _LENGTH_BYTES
+                length = int.from_bytes(os.pread(file.fileno(), _LENGTH_BYTES, max(end, 0)), "little")
+                if not 0 < length <= end:
+                    raise ValueError("its footer is damaged")
+                self.content_bytes = end - length
+                footer = check_digest(parse_json(os.pread(file.fileno(), length, self.content_bytes)))
             # unlike NumPy and `mmap`, torch does not keep the file open
             mapped = torch.from_file(str(path), shared=False, size=state.st_size, dtype=torch.uint8).numpy()
         except (OSError, ValueError, RuntimeError) as error:
@@ -148,15 +153,6 @@ class ArrayFile:
             raise Damaged(f"{self._path.name} cannot be read: {error}") from error
         if digest.hexdigest() != written:
             raise Damaged(f"{self._path.name} has changed between bytes {start:,} and {stop:,}")
-
-
-def _read_footer(descriptor: int, file_bytes: int) -> tuple[dict[str, Any], int]:
-    """Return the footer and the number of bytes before it; raises ValueError if it has changed since it was written."""
-    end = file_bytes - _LENGTH_BYTES
-    length = int.from_bytes(os.pread(descriptor, _LENGTH_BYTES, max(end, 0)), "little")
-    if not 0 < length <= end:
-        raise ValueError("its footer is damaged")
-    return check_digest(parse_json(os.pread(descriptor, length, end - length))), end - length
 
 
 MAX_THREADS = 4
@@ -224,11 +220,6 @@ class SampleArrays:
     lengths: Mapping[str, np.ndarray]  # the number of values of each sample, by the same names
     columns: Mapping[str, np.ndarray]  # one value per sample
 
-    @property
-    def size_bytes(self) -> int:
-        """Return the size of the values in bytes."""
-        return sum(array.nbytes for array in self.values.values())
-
 
 def chunk_name(number: int) -> str:
     """Return the file name of a chunk."""
@@ -243,24 +234,16 @@ class SampleWriter:
         self._folder = folder
         self._columns = columns
         self._pending: list[SampleArrays] = []
-        self._chunk_digests: list[str] = []
+        self.pending_bytes = 0  # of the values that are not written yet
+        self.chunk_digests: list[str] = []
         self._names: list[str] = []  # of the arrays of a sample
         for chunk in chunks:
             self._add(chunk)
 
-    @property
-    def num_chunks(self) -> int:
-        """Return the number of chunk files."""
-        return len(self._chunk_digests)
-
-    @property
-    def pending_bytes(self) -> int:
-        """Return the size of the samples that are not written yet."""
-        return sum(arrays.size_bytes for arrays in self._pending)
-
     def append(self, arrays: SampleArrays) -> None:
         """Append the next samples, which `write_chunk` writes."""
         self._pending.append(arrays)
+        self.pending_bytes += sum(values.nbytes for values in arrays.values.values())
 
     def write_chunk(self, facts: Mapping[str, Any]) -> None:
         """Write the pending samples into the next chunk file, together with the facts."""
@@ -273,10 +256,11 @@ class SampleWriter:
             pieces[f"{name}{_NUM_VALUES}"] = (np.dtype(np.int64), lengths)
         for name, dtype in self._columns.items():
             pieces[name] = (np.dtype(dtype), [arrays.columns[name] for arrays in self._pending])
-        path = self._folder / chunk_name(self.num_chunks)
+        path = self._folder / chunk_name(len(self.chunk_digests))
         write_array_file(path, pieces, facts=facts)
         self._add(ArrayFile(path))
         self._pending.clear()
+        self.pending_bytes = 0
 
     def finish(self) -> tuple[list[str], dict[str, str]]:
         """Write the columns of all chunks; return the names of the arrays and the digest of each file."""
@@ -287,17 +271,17 @@ class SampleWriter:
             pieces[f"{name}{_OFFSETS}"] = (np.dtype(np.int64), self._offsets(name))
         path = self._folder / SAMPLES_FILE
         write_array_file(path, pieces, facts={})
-        files = {chunk_name(number): digest for number, digest in enumerate(self._chunk_digests)}
+        files = {chunk_name(number): digest for number, digest in enumerate(self.chunk_digests)}
         return self._names, {**files, SAMPLES_FILE: ArrayFile(path).content_digest}
 
     def _add(self, chunk: ArrayFile) -> None:
-        self._chunk_digests.append(chunk.content_digest)
+        self.chunk_digests.append(chunk.content_digest)
         if not self._names:
             self._names = [name.removesuffix(_VALUES) for name in chunk.arrays if name.endswith(_VALUES)]
 
     def _column(self, name: str) -> Iterator[np.ndarray]:
         """Yield the array with that name from every chunk that has it."""
-        for number in range(self.num_chunks):
+        for number in range(len(self.chunk_digests)):
             if (array := ArrayFile(self._folder / chunk_name(number)).arrays.get(name)) is not None:
                 yield array
 

@@ -5,19 +5,18 @@ Arrays that are precomputed for its samples, such as reference log-probabilities
 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
-from torch.utils.data import Dataset
 
 from finetune.config.sections.data import BatchingSection, DataSection
 from finetune.data.features import Features
 from finetune.data.order.grouping import LengthGroupedOrder, set_order, tokens_per_position
-from finetune.data.order.order import DatasetView, Order, fingerprint_of
+from finetune.data.order.order import DatasetView, Samples, fingerprint_of
 from finetune.data.rows import row_location
 from finetune.data.token_cache.counts import Counts
 from finetune.data.token_cache.integrity import DamagedSet, format_damage, sample_checksum, sample_checksums
@@ -58,25 +57,52 @@ class TokenCacheManifest(BaseModel):
     files: dict[str, str]  # digests of their contents
 
 
-class TokenCache(Dataset[Features]):
+class TokenCache(Samples):
     """Samples in the order of their rows, read from disk on access; safe to share with forked loaders.
 
-    `shards` are the current names of its source files, for messages. The index (lengths, targets, checksums) is
-    verified here unless another process has done so (`is_verified`); `verify` verifies the samples, `verification` does
-    so in the background. Raises DamagedSet.
+    `shards` are the current names of its source files, for messages. Samples include the `precomputed` arrays. The
+    index (lengths, targets, checksums) is verified here unless another process has done so (`is_verified`); `verify`
+    verifies the samples, `verification` does so in the background. Raises DamagedSet, and DataError if the number of
+    precomputed samples differs.
     """
 
-    def __init__(self, folder: Path, *, shards: Sequence[str] = (), is_verified: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        precomputed: "PrecomputedArrays | None" = None,
+        *,
+        shards: Sequence[str] = (),
+        is_verified: bool = False,
+    ) -> None:
         self.folder = folder
         self.shards = tuple(shards)
+        self.precomputed = precomputed
         self.rebuild: Callable[[TokenCache], TokenCache] | None = None  # after quarantining the damaged folder
         try:
             manifest = TokenCacheManifest.model_validate(read_json_with_digest(folder / MANIFEST))
-            self._open(manifest, is_verified=is_verified)
+            self.stored = StoredSamples(folder, manifest.files, manifest.names, is_verified=is_verified)
         except Damaged as damage:
             raise DamagedSet(folder, str(damage)) from damage
         except ValidationError as error:
             raise DamagedSet(folder, f"{MANIFEST}: {first_problem(error)}") from error
+        self.fingerprint, self.files, self._origins = manifest.fingerprint, manifest.files, manifest.origins
+        self.verification = self.stored.verification
+        self.lengths = self.stored.columns["lengths"]
+        self.num_targets_each = self.stored.columns["num_targets"]
+        self.digests = self.stored.columns["digests"]
+        self.checksums = self.stored.columns["marks"]
+        self._row_numbers = self.stored.columns["row_numbers"]
+        self._current_names = dict(zip(manifest.shards, self.shards, strict=False))  # by the names when it was built
+        counts = dict(manifest.counts)
+        for name in ("longest_place", "first_without_target"):
+            origin, comma, row = counts.get(name, "").rpartition(",")
+            counts[name] = f"{self._current_names.get(origin, origin)}{comma}{row}"
+        self.counts = Counts(**counts)
+        if precomputed is not None and precomputed.num_samples != len(self):
+            raise DataError(
+                f"{precomputed.folder} has {precomputed.num_samples} samples, but the set {folder} has {len(self)}. "
+                f"Delete {precomputed.folder}, and it will be computed again."
+            )
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -84,7 +110,8 @@ class TokenCache(Dataset[Features]):
     def __getitem__(self, index: int) -> Features:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        return Features(self.stored[index], sample_id=int(index))
+        precomputed = {} if self.precomputed is None else self.precomputed.stored[index]
+        return Features({**self.stored[index], **precomputed}, sample_id=int(index))
 
     def intact(self, index: int) -> Features:
         """Return the sample after verifying its checksum; raises DamagedSet."""
@@ -100,10 +127,6 @@ class TokenCache(Dataset[Features]):
         if self.verification.problem:
             raise DamagedSet(self.folder, self.verification.problem)
 
-    def pieces(self, name: str) -> list[np.ndarray]:
-        """Return the concatenated array of all samples, in memory-mapped pieces."""
-        return self.stored.pieces(name)
-
     def lengths_of(self, sample_ids: np.ndarray) -> np.ndarray:
         """Return the number of tokens of each sample."""
         return np.asarray(self.lengths[sample_ids], np.int64)
@@ -113,8 +136,10 @@ class TokenCache(Dataset[Features]):
         return np.asarray(self.checksums[sample_ids])
 
     def precomputed_checksums_of(self, sample_ids: np.ndarray) -> np.ndarray:
-        """Return zeros: these samples have no precomputed arrays."""
-        return np.zeros(len(sample_ids), np.uint64)
+        """Return the checksum (uint64) of each sample's precomputed arrays; 0 without such arrays."""
+        if self.precomputed is None:
+            return np.zeros(len(sample_ids), np.uint64)
+        return np.asarray(self.precomputed.checksums[sample_ids])
 
     def problem(self) -> str | None:
         """Return the damage found by the verification so far."""
@@ -131,7 +156,12 @@ class TokenCache(Dataset[Features]):
             locations = [self.location(index) for index in damaged[:MAX_NAMED].tolist()]
             more = f" and {len(damaged) - MAX_NAMED:,} more" if len(damaged) > MAX_NAMED else ""
             damage = f"{'; '.join(locations)}{more}: differs from the prepared sample in {self.folder}"
-        return format_damage(damage, self._stores(damaged))
+        has_damaged = partial(_has_damaged, partial(TokenCache, self.folder), damaged)
+        stores = [(self.folder, has_damaged if len(damaged) else self.is_still_damaged)]
+        if self.precomputed is not None:
+            folder = self.precomputed.folder
+            stores.append((folder, partial(_has_damaged, partial(PrecomputedArrays, folder), damaged)))
+        return format_damage(damage, stores)
 
     def is_still_damaged(self) -> bool:
         """Return whether the current files have the damage that the verification found."""
@@ -156,35 +186,7 @@ class TokenCache(Dataset[Features]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # another process maps the files again: their content is not sent
-        return partial(TokenCache, shards=self.shards, is_verified=True), (self.folder,)
-
-    def _stores(self, damaged: np.ndarray) -> list[tuple[Path, Callable[[], bool]]]:
-        """Return the folders of the samples, each with a function that checks whether these samples are damaged."""
-        has_damaged = partial(_has_damaged, partial(TokenCache, self.folder), damaged)
-        return [(self.folder, has_damaged if len(damaged) else self.is_still_damaged)]
-
-    def _open(self, manifest: TokenCacheManifest, *, is_verified: bool) -> None:
-        self.fingerprint = manifest.fingerprint
-        self._current_names = dict(zip(manifest.shards, self.shards, strict=False))  # by the names when it was built
-        counts = Counts(**manifest.counts)
-        self.counts = replace(
-            counts,
-            longest_place=self._with_current_name(counts.longest_place),
-            first_without_target=self._with_current_name(counts.first_without_target),
-        )
-        self.files = manifest.files
-        self.stored = StoredSamples(self.folder, manifest.files, manifest.names, is_verified=is_verified)
-        self.verification = self.stored.verification
-        self.lengths = self.stored.columns["lengths"]
-        self.num_targets_each = self.stored.columns["num_targets"]
-        self.digests = self.stored.columns["digests"]
-        self.checksums = self.stored.columns["marks"]
-        self._row_numbers = self.stored.columns["row_numbers"]
-        self._origins = manifest.origins
-
-    def _with_current_name(self, location: str) -> str:
-        origin, comma, row = location.rpartition(",")
-        return f"{self._current_names.get(origin, origin)}{comma}{row}"
+        return partial(TokenCache, shards=self.shards, is_verified=True), (self.folder, self.precomputed)
 
 
 def _has_damaged(reopen: "Callable[[], TokenCache | PrecomputedArrays]", sample_ids: np.ndarray) -> bool:
@@ -202,22 +204,18 @@ def dataset_view(prepared: TokenCache, section: DataSection, *, seed: int, key: 
     batching, max_length = section.batching, section.longest
     order = set_order(prepared.lengths, seed=seed, shuffle=section.shuffle, batching=batching, max_length=max_length)
     epoch_tokens = int(prepared.lengths.sum())
+    content = prepared.fingerprint
+    if prepared.counts.control_rows:  # older versions encoded such rows differently, so their checkpoints are refused
+        content = fingerprint_of(content, "names of control tokens are text")
     if batching.by == "samples":
-        return DatasetView(prepared, order, _content(prepared), epoch_tokens)
+        return DatasetView(prepared, order, content, epoch_tokens)
     budget = tokens_per_position(batching, max_length=max_length)
-    lines = partial(_describe_order, order, key=key, unit=batching.unit, budget=budget, epoch_tokens=epoch_tokens)
-    fingerprint = fingerprint_of(_content(prepared), batching.by, budget)
-    return DatasetView(prepared, order, fingerprint, epoch_tokens, lines)
-
-
-def _content(prepared: TokenCache) -> str:
-    """Return the fingerprint of the samples, which differs if names of control tokens were encoded as plain text.
-
-    Older versions encoded such rows differently, so their checkpoints are refused, but only for sets with such rows.
-    """
-    if prepared.counts.control_rows == 0:
-        return prepared.fingerprint
-    return fingerprint_of(prepared.fingerprint, "names of control tokens are text")
+    num_groups = order.num_positions or 0
+    share = epoch_tokens / (num_groups * budget) if num_groups else 0.0
+    groups = f"{num_groups:,} {batching.unit} of at most {budget:,}: {share:.1%} full"
+    lines = (f"{key}: {epoch_tokens:,} tokens in {groups}",)
+    fingerprint = fingerprint_of(content, batching.by, budget)
+    return DatasetView(prepared, order, fingerprint, epoch_tokens, lambda num_positions: lines)
 
 
 def grouped_by_length(
@@ -235,15 +233,6 @@ def grouped_by_length(
     )
     fingerprint = view.fingerprint if steps == 1 else fingerprint_of(view.fingerprint, "by length", steps)
     return DatasetView(view.samples, order, fingerprint, view.epoch_tokens, view.lines)
-
-
-def _describe_order(
-    order: Order, num_positions: int, *, key: str, unit: str, budget: int, epoch_tokens: int
-) -> tuple[str, ...]:
-    """Return the number of groups of an epoch and how full they are."""
-    num_groups = order.num_positions or 0
-    share = epoch_tokens / (num_groups * budget) if num_groups else 0.0
-    return (f"{key}: {epoch_tokens:,} tokens in {num_groups:,} {unit} of at most {budget:,}: {share:.1%} full",)
 
 
 PRECOMPUTED_MANIFEST = "known.json"
@@ -273,14 +262,8 @@ class PrecomputedArrays:
             self.stored = StoredSamples(folder, manifest.files, manifest.names, is_verified=is_verified)
         except (Damaged, ValidationError) as error:
             raise DamagedSet(folder, str(error), title="the folder of precomputed arrays") from error
-        self._num_samples = manifest.samples
+        self.num_samples = manifest.samples
         self.checksums = self.stored.columns["marks"]
-
-    def __len__(self) -> int:
-        return self._num_samples
-
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        return self.stored[index]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return partial(PrecomputedArrays, is_verified=True), (self.folder,)  # another process maps the files again
@@ -290,42 +273,6 @@ class PrecomputedArrays:
         self.stored.verification.run()
         if problem := self.stored.verification.problem:
             raise DamagedSet(self.folder, problem, title="the folder of precomputed arrays")
-
-
-class PrecomputedSet(TokenCache):
-    """A prepared set whose samples include precomputed arrays; raises DataError if the numbers of samples differ."""
-
-    def __init__(
-        self, folder: Path, precomputed: PrecomputedArrays, *, shards: Sequence[str] = (), is_verified: bool = False
-    ) -> None:
-        super().__init__(folder, shards=shards, is_verified=is_verified)
-        self.precomputed = precomputed
-        if len(precomputed) != len(self):
-            raise DataError(
-                f"{precomputed.folder} has {len(precomputed)} samples, but the set {folder} has {len(self)}. Delete "
-                f"{precomputed.folder}, and it will be computed again."
-            )
-
-    def __getitem__(self, index: int) -> Features:
-        features = super().__getitem__(index)
-        return replace(features, arrays={**features.arrays, **self.precomputed[index]})
-
-    def precomputed_checksums_of(self, sample_ids: np.ndarray) -> np.ndarray:
-        """Return the checksum of the precomputed arrays of each sample."""
-        return np.asarray(self.precomputed.checksums[sample_ids])
-
-    def _stores(self, damaged: np.ndarray) -> list[tuple[Path, Callable[[], bool]]]:
-        folder = self.precomputed.folder
-        is_damaged = partial(_has_damaged, partial(PrecomputedArrays, folder), damaged)
-        return [*super()._stores(damaged), (folder, is_damaged)]
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return partial(PrecomputedSet, shards=self.shards, is_verified=True), (self.folder, self.precomputed)
-
-
-def with_precomputed(prepared: TokenCache, folder: Path) -> PrecomputedSet:
-    """Return the set with the precomputed arrays in the folder; raises DataError."""
-    return PrecomputedSet(prepared.folder, PrecomputedArrays(folder), shards=prepared.shards)
 
 
 class PrecomputedWriter:
@@ -345,13 +292,15 @@ class PrecomputedWriter:
         lengths = {name: np.array([len(sample[name]) for sample in arrays], np.int64) for name in arrays[0]}
         checksums = sample_checksums(values, lengths, num_samples=len(arrays))
         self._writer.append(SampleArrays(values, lengths, {"marks": checksums}))
+        self._num_samples += len(arrays)
         self._num_pending += len(arrays)
         if self._num_pending >= _MAX_SAMPLES_PER_FILE or self._writer.pending_bytes >= CHUNK_BYTES:
-            self._write_file()
+            self._writer.write_chunk({})
+            self._num_pending = 0
 
     def finish(self, made_of: Mapping[str, Any]) -> None:
         """Write the remaining files, which complete the folder."""
-        self._write_file()
+        self._writer.write_chunk({})
         names, files = self._writer.finish()
         manifest = {
             "version": 3,
@@ -361,8 +310,3 @@ class PrecomputedWriter:
             "files": files,
         }
         write_json_with_digest(self._folder / PRECOMPUTED_MANIFEST, manifest)
-
-    def _write_file(self) -> None:
-        self._writer.write_chunk({})
-        self._num_samples += self._num_pending
-        self._num_pending = 0

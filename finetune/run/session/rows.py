@@ -96,7 +96,7 @@ class RowEncoder:
             if len(shorter) != 1:
                 raise DataError(
                     f"{place}: has {outcome.longest} tokens, more than {plan.length.limits}. Shorten it, or write "
-                    f"{plan.length.advice(outcome.longest)}."
+                    f"{plan.length.advice.format(longest=outcome.longest)}."
                 )
             encoded.append(self._with_values(shorter[0], row, place=place))
         return encoded

@@ -195,11 +195,11 @@ def audit_training_data(config: RunConfig, training_data: TrainingData) -> Audit
     prepared = [rows for rows in training_data.sources.values() if isinstance(rows, TokenCache)]
     if task.sample == "image":
         names = list(training_data.task.data_facts.values["labels"])
-        labels = (piece for rows in prepared for piece in rows.pieces(LABEL))
+        labels = (piece for rows in prepared for piece in rows.stored.pieces(LABEL))
         counts = sum((np.bincount(piece, minlength=len(names)) for piece in labels), np.zeros(len(names)))
         classes = {name: int(count) for name, count in zip(names, counts, strict=True)}
     if "pairs" in task.formats:
-        num_sequences = sum(len(piece) for rows in prepared for piece in rows.pieces(LENGTHS_OF_SEQUENCES))
+        num_sequences = sum(len(piece) for rows in prepared for piece in rows.stored.pieces(LENGTHS_OF_SEQUENCES))
     is_template_checked = task.chooses_turns and not task.has_images
     return audit_sources(
         training_data.sources,

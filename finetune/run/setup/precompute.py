@@ -29,10 +29,8 @@ from finetune.data.token_cache.integrity import DamagedSet, quarantine_set
 from finetune.data.token_cache.store import (
     FORMAT_VERSION,
     PrecomputedArrays,
-    PrecomputedSet,
     PrecomputedWriter,
     TokenCache,
-    with_precomputed,
 )
 from finetune.errors import DataError
 from finetune.model.frozen_models import (
@@ -107,7 +105,7 @@ def precompute(config: RunConfig, training_data: TrainingData, prepared: Prepare
 
 def precompute_set(
     config: RunConfig, task: Task, rows: TokenCache, *, key: str, prepared: PreparedModel, log: RunLog
-) -> TokenCache | PrecomputedSet:
+) -> TokenCache:
     """Return one set with the values that the task precomputes with the initial model. Collective."""
     if task.precomputed is None:
         return rows
@@ -166,7 +164,7 @@ class _Precomputation:
     task: Task
     prepared: PreparedModel
 
-    def load_or_compute(self, key: str, source: Prepared | Streamed) -> PrecomputedSet:
+    def load_or_compute(self, key: str, source: Prepared | Streamed) -> TokenCache:
         """Return the set of the source with the precomputed values of its samples. Collective."""
         config, log = self.config, self.log
         if not isinstance(source, TokenCache):
@@ -184,7 +182,7 @@ class _Precomputation:
             seconds = self._compute(key, source, folder, made_of=made_of)
             log(f"{key}: {self.precomputed.title} computed in {seconds:.1f} s, cached in {folder}")
         _require_on_all_ranks(folder)
-        return with_precomputed(source, folder)
+        return TokenCache(source.folder, PrecomputedArrays(folder), shards=source.shards)
 
     def _is_cached(self, key: str, folder: Path) -> bool:
         """Return whether the folder exists and is as it was written; a damaged one is moved aside."""

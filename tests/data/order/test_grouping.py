@@ -152,7 +152,7 @@ def test_the_batching_section_decides_what_a_position_holds():
     def order_by(**keys):
         return set_order(LENGTHS, seed=1, shuffle=True, batching=BatchingSection(**keys), max_length=32)
 
-    assert order_by() == SetOrder(seed=1, num_samples=200)
+    assert order_by() == SetOrder(seed=1, num_positions=200)
     assert order_by(by="packs").num_positions == made("packs").num_positions
     assert order_by(by="tokens", tokens=64).num_positions == batches_by_tokens(LENGTHS, budget=64).num_groups
 
@@ -179,7 +179,7 @@ def test_a_set_without_samples_has_no_position():
 
 
 LENGTHS_by_length = np.random.default_rng(5).integers(1, 100, 50)
-PLAIN = SetOrder(seed=2, num_samples=50)
+PLAIN = SetOrder(seed=2, num_positions=50)
 
 
 def made_by_length(steps, *, order=PLAIN):

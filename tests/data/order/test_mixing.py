@@ -12,7 +12,7 @@ from tests.data.order.test_grouping import made as packs
 
 
 def orders(*sizes):
-    return [SetOrder(seed=source, num_samples=size) for source, size in enumerate(sizes)]
+    return [SetOrder(seed=source, num_positions=size) for source, size in enumerate(sizes)]
 
 
 def mix(sizes, counts, *, seed=1, until="first"):
@@ -45,7 +45,7 @@ def test_another_seed_is_another_order():
 
 
 def test_positions_that_hold_packs_stay_whole():
-    order = MixedOrder([packs(seed=3), SetOrder(seed=1, num_samples=30)], [1, 2], seed=1, until="first")
+    order = MixedOrder([packs(seed=3), SetOrder(seed=1, num_positions=30)], [1, 2], seed=1, until="first")
     own = packs(seed=3).cut(0, 100, 1)
     seen = 0
     for position in order.cut(0, 90, 1):
@@ -114,7 +114,7 @@ class Rows:
 
 def pools(*sizes):
     return [
-        DatasetView(Rows(f"{n}.jsonl"), SetOrder(seed=n, num_samples=size), f"f{n}") if size else endless()
+        DatasetView(Rows(f"{n}.jsonl"), SetOrder(seed=n, num_positions=size), f"f{n}") if size else endless()
         for n, size in enumerate(sizes)
     ]
 

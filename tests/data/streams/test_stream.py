@@ -35,7 +35,7 @@ class Arranged:
     def __call__(self, window):
         self.asked.append(window)
         size = self.sizes[window % len(self.sizes)]
-        return SetOrder(seed=window, num_samples=size) if size else None
+        return SetOrder(seed=window, num_positions=size) if size else None
 
 
 def places(ids):

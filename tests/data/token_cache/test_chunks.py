@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import select
+from contextlib import closing
 from multiprocessing import active_children
 
 import pytest
@@ -23,7 +24,7 @@ def recipe(encode):
 
 
 def assume_device(rows, encode, *, num_workers):
-    with EncoderPool(recipe(encode), num_workers=num_workers) as encoders:
+    with closing(EncoderPool(recipe(encode), num_workers=num_workers)) as encoders:
         return list(encoders.encode(rows))
 
 
@@ -50,7 +51,7 @@ def test_the_main_process_encodes_until_a_worker_is_ready(monkeypatch):
 
 
 def test_workers_are_kept_from_call_to_call(only_workers):
-    with EncoderPool(recipe(encode_bytes), num_workers=1) as encoders:
+    with closing(EncoderPool(recipe(encode_bytes), num_workers=1)) as encoders:
         list(encoders.encode(rows(5)))
         workers = active_children()
         assert sum(chunk.counts.samples for chunk in encoders.encode(rows(7))) == 7

@@ -28,7 +28,7 @@ from finetune.data.token_cache.integrity import (
     with_checksums,
 )
 from finetune.data.token_cache.samples import ArrayFile
-from finetune.data.token_cache.store import PrecomputedWriter, TokenCache, with_precomputed
+from finetune.data.token_cache.store import PrecomputedArrays, PrecomputedWriter, TokenCache
 from finetune.errors import DataError
 from tests.data.byte_encoding import encode_bytes
 
@@ -47,7 +47,7 @@ def pool_of(num_samples, *, seed=1, changed=None):
     marks = np.arange(num_samples, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     if changed is not None:
         marks[changed] ^= np.uint64(1)
-    return DatasetView(Marked(marks), SetOrder(seed=seed, num_samples=num_samples), "f")
+    return DatasetView(Marked(marks), SetOrder(seed=seed, num_positions=num_samples), "f")
 
 
 def test_the_checksum_of_a_step_is_the_sum_over_its_ranks():
@@ -95,7 +95,7 @@ def test_checksums_of_older_checkpoints_are_unchanged():
     assert ids_checksum([0]) == 0xE220A8397B1DCDAF >> 24  # the first output of splitmix64 seeded with 0
     digest = hashlib.sha256(f"/{0xE220A8397B1DCDAF >> 24}".encode()).hexdigest()
     assert (
-        digest_of_step_ids(SetOrder(seed=1, num_samples=1), 1, global_batch_size=1)
+        digest_of_step_ids(SetOrder(seed=1, num_positions=1), 1, global_batch_size=1)
         == extend_digest("", ids_checksum([0]))
         == digest
     )
@@ -126,7 +126,7 @@ def collate(features):
 
 
 def pool_of_delivery(samples, *, num=NUM_ROWS):
-    return DatasetView(samples, SetOrder(seed=1, num_samples=num), "f")
+    return DatasetView(samples, SetOrder(seed=1, num_positions=num), "f")
 
 
 def batches(pool, section, **how):
@@ -141,7 +141,7 @@ def known_of(prepared, folder):
     writer = PrecomputedWriter(folder)
     writer.append([{"logp": np.array([number], np.float32)} for number in range(len(prepared))])
     writer.finish({})
-    return with_precomputed(prepared, folder)
+    return TokenCache(prepared.folder, PrecomputedArrays(folder), shards=prepared.shards)
 
 
 def flip(path, *, start=128, stop=None):
@@ -166,7 +166,7 @@ def test_intact_samples_have_the_checksum_expected_by_the_order(prepare, workers
     delivery = deliveries.received([one, two])
     assert delivery.checksum == deliveries.expected(0) != deliveries.expected(1)
     assert (delivery.damaged, delivery.problem) == ((), None)
-    require_intact(prepared, one)
+    require_intact(prepared, one.sample_ids, one.checksums)
 
 
 def test_damage_on_the_disk_after_the_start_is_found_in_the_samples_and_set_aside(prepare):
@@ -202,7 +202,7 @@ def test_damage_in_the_memory_of_a_process_sets_nothing_aside(prepare, monkeypat
         patch.setattr(TokenCache, "__getitem__", with_a_flipped_bit)
         (batch, *_) = batches(pool_of_delivery(prepared), section)
     with pytest.raises(DataError, match="the copy on disk is intact: it was corrupted in the memory of a process"):
-        require_intact(prepared, batch)
+        require_intact(prepared, batch.sample_ids, batch.checksums)
     assert asides(prepared.folder) == []
 
 
@@ -245,7 +245,7 @@ def test_only_the_damaged_source_of_a_mix_is_named_and_set_aside(prepare):
     delivery = SampleVerifier(DatasetView(samples, SetOrder(1, 1), "f"), 1).received([batch])
     assert delivery.damaged == (source_offset(1) + 5,)
     with pytest.raises(DataError, match=r"second\.jsonl, row 6"):
-        require_intact(samples, batch)
+        require_intact(samples, batch.sample_ids, batch.checksums)
     assert asides(first.folder) == [f".damaged-{second.folder.name}-1"]
 
 
@@ -265,7 +265,7 @@ def test_precomputed_arrays_are_verified_and_not_part_of_the_digest_of_consumed_
     flip(tmp_path / "known" / "chunk-000000.bin", start=0)
     damaged = batches(pool, section)[0]
     with pytest.raises(DataError, match=r"known is damaged and was renamed to \.damaged-known-1"):
-        require_intact(known, damaged)
+        require_intact(known, damaged.sample_ids, damaged.checksums)
     assert asides(prepared.folder) == []
 
 

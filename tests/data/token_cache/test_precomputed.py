@@ -7,7 +7,7 @@ from finetune.data.features import Features
 from finetune.data.token_cache.build import TokenCacheWriter
 from finetune.data.token_cache.chunks import Chunk
 from finetune.data.token_cache.counts import Counts
-from finetune.data.token_cache.store import Identity, PrecomputedArrays, PrecomputedWriter, TokenCache, with_precomputed
+from finetune.data.token_cache.store import Identity, PrecomputedArrays, PrecomputedWriter, TokenCache
 from finetune.errors import DataError
 
 VALUES = [np.array([1.0, 2.0], np.float32), np.array([], np.float32), np.array([3.0], np.float32)]
@@ -54,9 +54,9 @@ def folder(tmp_path):
 
 def test_precomputed_arrays_are_read_by_sample_index(folder):
     known = PrecomputedArrays(folder)
-    assert len(known) == 3
-    assert [known[index]["a"].tolist() for index in range(3)] == [[1, 2], [], [3]]
-    assert [known[index]["b"].tolist() for index in range(3)] == [[0], [1], [2]]
+    assert known.num_samples == 3
+    assert [known.stored[index]["a"].tolist() for index in range(3)] == [[1, 2], [], [3]]
+    assert [known.stored[index]["b"].tolist() for index in range(3)] == [[0], [1], [2]]
 
 
 def test_a_damaged_folder_of_precomputed_arrays_is_reported(folder):
@@ -67,7 +67,7 @@ def test_a_damaged_folder_of_precomputed_arrays_is_reported(folder):
 
 def test_precomputed_arrays_are_appended_to_the_arrays_of_a_sample(folder, prepared_of):
     prepared = prepared_of(3)
-    made = with_precomputed(prepared, folder)
+    made = TokenCache(prepared.folder, PrecomputedArrays(folder))
     assert isinstance(made[0], Features)
     assert list(made[2].arrays) == [*prepared[2].arrays, "a", "b"]
     assert made[2].arrays["a"].tolist() == [3]
@@ -78,4 +78,4 @@ def test_precomputed_arrays_are_appended_to_the_arrays_of_a_sample(folder, prepa
 
 def test_precomputed_arrays_of_another_number_of_samples_are_rejected(folder, prepared_of):
     with pytest.raises(DataError, match="has 3 samples"):
-        with_precomputed(prepared_of(2), folder)
+        TokenCache(prepared_of(2).folder, PrecomputedArrays(folder))

@@ -24,7 +24,7 @@ def every(order, *, steps, size):
 @pytest.mark.parametrize("window_steps", [0, 1, 3])
 @pytest.mark.parametrize("is_row", [True, False])
 def test_the_longest_of_all_microbatches_is_found(size, window_steps, is_row):
-    order = SetOrder(seed=3, num_samples=len(LENGTHS))
+    order = SetOrder(seed=3, num_positions=len(LENGTHS))
     if window_steps:
         order = LengthGroupedOrder(
             order, lambda ids: LENGTHS[ids], seed=3, global_batch_size=4, window_steps=window_steps
@@ -37,7 +37,7 @@ def test_the_longest_of_all_microbatches_is_found(size, window_steps, is_row):
 
 
 def test_only_the_steps_to_come_count():
-    order = SetOrder(seed=0, num_samples=len(LENGTHS), shuffle=False)
+    order = SetOrder(seed=0, num_positions=len(LENGTHS), shuffle=False)
     step, ids = _longest_of_samples(view(order), range(2, 3), 2, 4, False)[0]
     assert (step, LENGTHS[ids].max()) == (2, 12)
 

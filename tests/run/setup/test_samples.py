@@ -57,7 +57,7 @@ class Marked:
 
 def pool_of(*, seed=1, first_mark=1):
     marks = np.arange(first_mark, first_mark + 10, dtype=np.uint64)
-    return DatasetView(Marked(marks), SetOrder(seed=seed, num_samples=10), "f")
+    return DatasetView(Marked(marks), SetOrder(seed=seed, num_positions=10), "f")
 
 
 PATH = Path("runs/a/checkpoints/step-000004")
