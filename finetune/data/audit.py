@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from finetune.data.token_cache.counts import (
     shares,
     total_counts,
 )
+from finetune.data.token_cache.store import TokenCache
 from finetune.errors import DataError
 
 MAX_MEASURED_SAMPLES = 4096
@@ -134,26 +135,6 @@ VERSION = 1
 """The format version of `audit.json`."""
 
 
-class Prepared(Protocol):
-    """The interface of a prepared dataset that an audit uses."""
-
-    @property
-    def counts(self) -> Counts:
-        """Return the counts of its rows."""
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """Return the number of tokens of each sample."""
-
-    @property
-    def num_targets_each(self) -> np.ndarray:
-        """Return the number of targets of each sample."""
-
-    @property
-    def digests(self) -> np.ndarray:
-        """Return a digest (uint64) of the tokens of each sample."""
-
-
 @dataclass(frozen=True)
 class Streamed:
     """A streamed source: only the counts of the windows prepared so far are known."""
@@ -224,9 +205,9 @@ class Audit:
 
 
 def audit_sources(
-    sources: Mapping[str, Prepared | Streamed],
+    sources: Mapping[str, TokenCache | Streamed],
     *,
-    validation: Prepared | None = None,
+    validation: TokenCache | None = None,
     limits: AuditSection | None = None,
     padding: Padding | None = None,
     template: TemplateCheck | None = None,
@@ -266,7 +247,7 @@ def audit_sources(
     )
 
 
-def refuse_exceeded(sources: Mapping[str, Prepared | Streamed], limits: AuditSection) -> None:
+def refuse_exceeded(sources: Mapping[str, TokenCache | Streamed], limits: AuditSection) -> None:
     """Raise DataError if duplicates, counted across sources, exceed the limit of `data.audit`."""
     if len(sources) > 1 and limits.max_duplicate_samples is not None:
         limits_exceeded = audit_sources(sources, limits=limits).exceeded
@@ -281,12 +262,12 @@ def exceeded(audits: Iterable[SourceAudit], limits: AuditSection) -> Iterator[Ex
             yield Exceeded(audit.key, share)
 
 
-def _audit(key: str, prepared: Prepared, duplicates: int, validation: Prepared | None) -> SourceAudit:
+def _audit(key: str, prepared: TokenCache, duplicates: int, validation: TokenCache | None) -> SourceAudit:
     held_out = None if validation is None else int(np.isin(prepared.digests, validation.digests).sum())
     return SourceAudit(key, prepared.counts, False, duplicates, held_out, **_spread([prepared]))
 
 
-def _spread(prepared: Sequence[Prepared]) -> dict[str, Any]:
+def _spread(prepared: Sequence[TokenCache]) -> dict[str, Any]:
     """Return the distributions of lengths and target shares over the samples."""
     if not prepared:
         return {"length_quantiles": {}, "lengths": None, "target_shares": None}

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from finetune.config.sections.data import DataSection
-from finetune.data.audit import Prepared, Streamed, refuse_exceeded
+from finetune.data.audit import Streamed, refuse_exceeded
 from finetune.data.order.mixing import mixed_view
 from finetune.data.order.order import DatasetView
 from finetune.data.sources.source import OpenedSources, stream_of
@@ -21,7 +21,7 @@ class TrainingRows:
     """Encoded rows, the same on every rank."""
 
     training: DatasetView
-    sources: Mapping[str, Prepared | Streamed]  # of the training rows, by key in the job YAML: for the audit
+    sources: Mapping[str, TokenCache | Streamed]  # of the training rows, by key in the job YAML: for the audit
     validation_set: TokenCache | None
 
 
@@ -42,7 +42,7 @@ def prepare_rows(
     the audit exceeds its limits.
     """
     prepare = partial(prepare_set, encoding=encoding, log=log, on_progress=on_progress, builds=builds)
-    audited: dict[str, Prepared | Streamed] = {}
+    audited: dict[str, TokenCache | Streamed] = {}
     views = []
     for source in sources.train:
         own_seed = derive_seed(seed, source.key) if layout.train.mix else seed

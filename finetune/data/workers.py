@@ -58,7 +58,15 @@ def loader_settings(
     If `num_workers: auto` resolves to 0, settings that require workers have no effect.
     """
     resources = resources or machine_resources()
-    num_workers = _num_workers(resources, cost) if section.num_workers == "auto" else section.num_workers
+    cores_per_rank = resources.cores_per_rank
+    if section.num_workers != "auto":
+        num_workers = section.num_workers
+    elif cost == "heavy":
+        num_workers = min(HEAVY_WORKERS, cores_per_rank - 1)
+    elif resources.has_device:  # loading tokens costs less than sending them, so it only pays off with a busy GPU
+        num_workers = min(cores_per_rank - 1, LIGHT_WORKERS if cores_per_rank >= _CORES_FOR_SECOND_WORKER else 1)
+    else:
+        num_workers = 0
     prefetch_factor = section.prefetch_factor
     if prefetch_factor == "auto":
         prefetch_factor = 4 if cost == "heavy" else 2
@@ -107,16 +115,6 @@ def format_loader_settings(
 
 
 _NAMES = ("num_workers", "pin_memory", "persistent_workers", "prefetch_factor")
-
-
-def _num_workers(resources: MachineResources, cost: LoadingCost) -> int:
-    """Return the value of `auto`: loading tokens costs less than sending them, so it only pays off with a busy GPU."""
-    spare = resources.cores_per_rank - 1
-    if cost == "heavy":
-        return min(HEAVY_WORKERS, spare)
-    if not resources.has_device:
-        return 0
-    return min(spare, LIGHT_WORKERS if resources.cores_per_rank >= _CORES_FOR_SECOND_WORKER else 1)
 
 
 def _count(number: int, noun: str) -> str:

@@ -5,12 +5,11 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from finetune.config.section import DELIMITED_KINDS
 from finetune.config.sections.data import SourceSection
-from finetune.data.images import ImageRoot, folder_of
+from finetune.data.images import ImageRoot, StoredImage, folder_of, stored_image
 from finetune.data.rows import RawRow, Row, describe, parse_json, record_paths, shortened
 from finetune.data.templates.row_template import WHOLE_ROW, columns_used, render_template
 from finetune.errors import DataError
@@ -39,15 +38,9 @@ class Columns:
         self._origin = origin
         self._rendered: dict[str, Any] = {}  # templates, by column
 
-    @property
-    def folder(self) -> Path | None:
-        """Return the folder to which paths in the row are relative; None if the row does not come from a file."""
-        return folder_of(self._origin)
-
-    @property
-    def image_root(self) -> ImageRoot | None:
-        """Return the folders in which image files may be."""
-        return self._names.image_root
+    def image(self, value: Any, *, title: str) -> StoredImage:
+        """Return the image that the value names or holds; a relative path starts at the folder of the row's file."""
+        return stored_image(value, folder=folder_of(self._origin), title=title, root=self._names.image_root)
 
     def value(self, column: str) -> Any:
         """Return the value of a required column."""

@@ -4,11 +4,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from finetune.config.sections.data import SourceSection
 from finetune.data.formats.columns import ColumnNames, Columns, quoted_list
-from finetune.data.images import ImageRoot, stored_image
+from finetune.data.images import ImageRoot
 from finetune.data.rows import FAULTS_OF_VALUES, RawRow, Row, describe
 from finetune.data.templates.row_template import WHOLE_ROW, check_row_template, columns_used
 from finetune.data.turns import (
@@ -16,6 +16,7 @@ from finetune.data.turns import (
     Part,
     Turn,
     has_images,
+    is_image,
     read_sharegpt_turns,
     read_template_arguments,
     read_tools,
@@ -56,29 +57,19 @@ def read_tagged(columns: Columns) -> Row:
 _MAX_NAMES = 8
 
 
-class RowFormat(Protocol):
-    """Reads rows by the meaning of their columns."""
+class RowFormat:
+    """The format of rows that have already been read by another format, and base of the others."""
 
     def read(self, raw: RawRow) -> Row:
         """Return the row with the format's columns; raises DataError naming the row and the column."""
-
-    def identity(self) -> Any:
-        """Return the settings of the format as JSON values, for fingerprints."""
-
-
-class IdentityFormat:
-    """The format of rows that have already been read by another format."""
-
-    def read(self, raw: RawRow) -> Row:
-        """Return the row unchanged."""
         return raw.parse()
 
     def identity(self) -> Any:
-        """Return None: there are no settings."""
+        """Return the settings of the format as JSON values, for fingerprints; None without settings."""
         return None
 
 
-ALREADY_READ = IdentityFormat()
+ALREADY_READ = RowFormat()
 
 
 class UnknownFormat(DataError):
@@ -86,19 +77,14 @@ class UnknownFormat(DataError):
 
 
 @dataclass(frozen=True)
-class ColumnFormat:
+class ColumnFormat(RowFormat):
     """A format with its mapping to the user's columns."""
 
     names: ColumnNames
 
-    @property
-    def name(self) -> str:
-        """Return the name of the format."""
-        return self.names.format
-
     @cached_property
     def _read(self) -> Callable[[Columns], Row]:
-        return cast(Callable[[Columns], Row], FORMATS.resolve(self.name))
+        return cast(Callable[[Columns], Row], FORMATS.resolve(self.names.format))
 
     def read(self, raw: RawRow) -> Row:
         """Return `messages` (with `tools` if the row has any), `text`, `text` and `label`, or a preference pair.
@@ -113,8 +99,9 @@ class ColumnFormat:
 
     def identity(self) -> Any:
         """Return the names of the format and of its columns, and the templates."""
-        names, code = self.names, code_identity(FORMATS[self.name])
-        parts: list[Any] = [self.name, *code, dict(sorted(names.columns.items())), dict(sorted(names.template.items()))]
+        names, code = self.names, code_identity(FORMATS[self.names.format])
+        mappings = [dict(sorted(mapping.items())) for mapping in (names.columns, names.template)]
+        parts: list[Any] = [names.format, *code, *mappings]
         if names.image_root is not None and names.image_root.counts_from is not None:
             parts.append(str(names.image_root.counts_from))
         if names.has_arguments:
@@ -226,7 +213,7 @@ def read_instruction(columns: Columns) -> Row:
     question = "\n\n".join(part for part in (columns.text("instruction"), columns.optional_text("input")) if part)
     exchange = [{"role": "user", "content": question}, {"role": "assistant", "content": columns.text("output")}]
     turns = [*_system(columns), *exchange]
-    return _with_arguments(attach_images({"messages": turns}, columns), columns)
+    return _with_tools(attach_images({"messages": turns}, columns), columns, has_tools=False)
 
 
 def read_preference(columns: Columns) -> Row:
@@ -273,24 +260,20 @@ def _system(columns: Columns) -> list[Turn]:
     return [{"role": "system", "content": value}] if value else []
 
 
-def _with_tools(row: Mapping[str, Any], columns: Columns) -> Row:
-    if not columns.optional("tools"):
-        return _with_arguments(row, columns)
-    tools = read_tools(columns.json_value("tools"), title=columns.title("tools"))
-    return _with_arguments({**row, "tools": tools} if tools else row, columns)
-
-
-def _with_arguments(row: Mapping[str, Any], columns: Columns) -> Row:
-    if not columns.optional(ARGUMENTS):
-        return row
-    arguments = read_template_arguments(columns.optional(ARGUMENTS), title=columns.title(ARGUMENTS))
-    return {**row, ARGUMENTS: arguments} if arguments else row
+def _with_tools(row: Mapping[str, Any], columns: Columns, *, has_tools: bool = True) -> Row:
+    """Return the row with its tools, if its format has any, and its chat template arguments."""
+    if has_tools and columns.optional("tools"):
+        tools = read_tools(columns.json_value("tools"), title=columns.title("tools"))
+        row = {**row, "tools": tools} if tools else row
+    if columns.optional(ARGUMENTS):
+        arguments = read_template_arguments(columns.optional(ARGUMENTS), title=columns.title(ARGUMENTS))
+        row = {**row, ARGUMENTS: arguments} if arguments else row
+    return row
 
 
 def read_image_label(columns: Columns) -> Row:
     """Return the image, whose file is read later, and its label."""
-    title = columns.title("image")
-    image = stored_image(columns.value("image"), folder=columns.folder, title=title, root=columns.image_root)
+    image = columns.image(columns.value("image"), title=columns.title("image"))
     label = columns.labels("label")
     if not isinstance(label, str | int):
         raise DataError(f"{columns.title('label')} must be text or an integer, but is {describe(label)}.")
@@ -322,15 +305,12 @@ def attach_images(row: Row, columns: Columns) -> Row:
         if turn["role"] == "assistant" and has_images(turn.get("content")):
             raise DataError(f"turn {number} is an answer with an image, but the model can only generate text.")
     sources = _sources(placed, given)
-    images = [
-        stored_image(source, folder=columns.folder, title=f"image {number}", root=columns.image_root)
-        for number, source in enumerate(sources, start=1)
-    ]
+    images = [columns.image(source, title=f"image {number}") for number, source in enumerate(sources, start=1)]
     turns = []
     for turn in placed:
         content = turn.get("content")
         if isinstance(content, list):
-            content = [{"type": "image"} if _is_image(part) else part for part in content]
+            content = [{"type": "image"} if is_image(part) else part for part in content]
             turn = {**turn, "content": content}
         turns.append(turn)
     return {**row, "messages": turns, "images": images}
@@ -362,7 +342,7 @@ def _text_part(text: str) -> list[Part]:
 
 def _sources(messages: Sequence[Turn], given: Sequence[Any]) -> list[Any]:
     """Return the images in the order of the turns; raises DataError unless every image is in a turn."""
-    parts = [part for turn in messages for part in turn.get("content") or () if _is_image(part)]
+    parts = [part for turn in messages for part in turn.get("content") or () if is_image(part)]
     placeholders = [part for part in parts if "image" not in part]
     if len(placeholders) != len(given):
         raise DataError(
@@ -377,10 +357,6 @@ def _sources(messages: Sequence[Turn], given: Sequence[Any]) -> list[Any]:
         )
     ordered = iter([given[index] for index in indices])
     return [part["image"] if "image" in part else next(ordered) for part in parts]
-
-
-def _is_image(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type") == "image"
 
 
 def _text(turn: Turn) -> str:

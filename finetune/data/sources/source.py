@@ -195,7 +195,7 @@ def _open(section: SourceSection, *, key: str, log: Log) -> SourceSlice:
         form = choose_format(section, first, key=key, log=log, class_names=origin.class_names, image_root=root)
     except UnknownFormat as error:
         raise DataError(f"{error}{column_hint(section, first.parse(), suffix=kind)}") from error
-    require_columns(section, form.name, first, key=key, suffix=kind)
+    require_columns(section, form.names.format, first, key=key, suffix=kind)
     return replace(unread, format=form)
 
 

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from io import BytesIO
 from itertools import count
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 from uuid import uuid4
 
 import numpy as np
@@ -23,6 +23,7 @@ import xxhash
 
 from finetune.data.order.order import permutation
 from finetune.data.rows import RawRow
+from finetune.data.sources.slices import SliceShard
 from finetune.data.token_cache.counts import Counts
 from finetune.data.token_cache.integrity import DamagedSet
 from finetune.errors import DataError
@@ -34,21 +35,6 @@ from finetune.runtime.files.digests import (
     write_json_with_digest,
 )
 from finetune.runtime.text.terminal import printable
-
-
-class RowShard(Protocol):
-    """A part of a source that can be read independently of the others."""
-
-    @property
-    def name(self) -> str:
-        """Return the name for messages."""
-
-    @property
-    def num_left_out(self) -> int:
-        """Return the number of rows skipped so far because they are in the validation set."""
-
-    def rows(self, start: int = 0) -> Iterator[RawRow]:
-        """Yield its rows in order, without the first `start`."""
 
 
 class Cursor(NamedTuple):
@@ -66,20 +52,16 @@ START = Cursor(0)
 class StreamPlan:
     """The endless sequence of a stream's rows; each pass contains every row once."""
 
-    shards: Sequence[RowShard]
+    shards: Sequence[SliceShard]
     window_rows: int
     seed: int
     shuffle: bool = True
 
-    def shards_of(self, pass_number: int) -> list[RowShard]:
+    def shards_of(self, pass_number: int) -> list[SliceShard]:
         """Return the shards in the order of this pass."""
         if not self.shuffle:
             return list(self.shards)
         return [self.shards[number] for number in permutation(len(self.shards), self.seed, "shards", pass_number)]
-
-    def window(self, start: Cursor) -> "WindowRows":
-        """Return the rows of the window that starts at the cursor."""
-        return WindowRows(self, start)
 
     def describe(self, cursor: Cursor) -> str:
         """Return the position of the cursor for messages."""
@@ -103,44 +85,38 @@ class WindowRows:
 
     def __iter__(self) -> Iterator[RawRow]:
         num_rows = 0
-        for row in self._rest_of_pass():
-            num_rows += 1
-            yield row
-        if num_rows == 0:  # the cursor was at the end of its pass
-            for row in self._rest_of_pass():
+        for _ in range(2):  # the cursor may be at the end of its pass, which then has no more rows
+            for raw in self._rest_of_pass():
                 num_rows += 1
-                yield row
-        if num_rows == 0:
-            raise DataError("a whole pass over the stream has no rows.")
+                yield raw
+            if num_rows:
+                return
+        raise DataError("a whole pass over the stream has no rows.")
 
     def _rest_of_pass(self) -> Iterator[RawRow]:
         """Yield the rows up to the end of the window or of the pass."""
         pass_number, first, row = self.next
         num_missing = self._plan.window_rows
         shards = self._plan.shards_of(pass_number)
-        for shard in range(first, len(shards)):
-            self.next = Cursor(pass_number, shard, row)
-            for raw in self._counted(shards[shard], row):
+        for number in range(first, len(shards)):
+            shard = shards[number]
+            self.next = Cursor(pass_number, number, row)
+            rows = shard.rows(max(0, row - 1))
+            if row:
+                next(rows, None)  # start one row earlier, so that only rows skipped after it are counted
+            before = shard.num_left_out
+            for raw in rows:  # rows skipped between two rows are counted with the second one
+                self.num_left_out += shard.num_left_out - before
+                before = shard.num_left_out
                 row += 1
                 num_missing -= 1
-                self.next = Cursor(pass_number, shard, row)
+                self.next = Cursor(pass_number, number, row)
                 yield raw
                 if num_missing == 0:
                     return
+            self.num_left_out += shard.num_left_out - before
             row = 0
         self.next = Cursor(pass_number + 1)
-
-    def _counted(self, shard: RowShard, start: int) -> Iterator[RawRow]:
-        """Yield the rows from `start` on; rows skipped between two rows are counted with the second one."""
-        rows = shard.rows(max(0, start - 1))
-        if start:
-            next(rows, None)  # start one row earlier, so that only rows skipped after it are counted
-        before = shard.num_left_out
-        for raw in rows:
-            self.num_left_out += shard.num_left_out - before
-            before = shard.num_left_out
-            yield raw
-        self.num_left_out += shard.num_left_out - before
 
 
 NOTHING = -1
@@ -202,24 +178,24 @@ def window_requests(folder: Path) -> Iterator[WindowRequest]:
     Must not be called by a process that is itself a reader: closing the file would release its own lock.
     """
     for path in sorted(folder.glob("[!.]*")):
-        if path.suffix != _ERROR and (window := _read_request(path)) is not None:
+        if path.suffix == _ERROR:
+            continue
+        try:
+            file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            continue
+        window = None
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):  # its process is running
+            window = int(os.pread(file, _DIGITS, 0))
+        finally:
+            os.close(file)
+        if window is not None:
             yield WindowRequest(path, window)
-
-
-def _read_request(path: Path) -> int | None:
-    try:
-        file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return None
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        return int(os.pread(file, _DIGITS, 0))
-    finally:
-        os.close(file)
-    for stale in (path, path.with_name(path.name + _ERROR)):
-        stale.unlink(missing_ok=True)
-    return None
+            continue
+        for stale in (path, path.with_name(path.name + _ERROR)):
+            stale.unlink(missing_ok=True)
 
 
 _VERSION = 2
@@ -236,11 +212,6 @@ class WindowRecord:
     counts: Counts
     lengths: np.ndarray  # number of tokens of each sample
     checksums: np.ndarray  # uint64, of each sample
-
-    def is_same_as(self, other: "WindowRecord") -> bool:
-        """Return whether both windows have the same rows with the same content."""
-        is_same = np.array_equal(self.lengths, other.lengths) and np.array_equal(self.checksums, other.checksums)
-        return (self.start, self.next) == (other.start, other.next) and is_same
 
 
 class StreamFolder:
@@ -259,7 +230,7 @@ class StreamFolder:
 
     def window(self, number: int) -> Path:
         """Return the folder of the window's prepared set, which may not exist."""
-        return self.path / "windows" / _name(number)
+        return self.path / "windows" / f"{number:06d}"
 
     def windows(self) -> set[int]:
         """Return the windows that are prepared."""
@@ -267,7 +238,7 @@ class StreamFolder:
 
     def staging(self, number: int) -> Path:
         """Create and return a folder in which the window can be prepared."""
-        path = self.path / "windows" / f"{_HIDDEN}{_name(number)}.{uuid4().hex[:8]}"
+        path = self.path / "windows" / f"{_HIDDEN}{number:06d}.{uuid4().hex[:8]}"
         path.mkdir()
         return path
 
@@ -318,39 +289,30 @@ class StreamFolder:
             if value["version"] != _VERSION:
                 raise ValueError(f"version {value['version']}")
             start, following, counts = Cursor(*value["start"]), Cursor(*value["next"]), Counts(**value["counts"])
-            arrays = {name: _array(path, name, digest=digest) for name, digest in value["digests"].items()}
+            arrays: dict[str, np.ndarray] = {}
+            for name, digest in value["digests"].items():
+                file = path.with_suffix(f".{name}.npy")
+                require_undamaged_file(file)
+                content = file.read_bytes()
+                if xxhash.xxh3_128_hexdigest(content) != digest:
+                    raise Damaged(f"the content of {file.name} has changed since it was written")
+                arrays[name] = np.asarray(np.load(BytesIO(content), allow_pickle=False))
             return WindowRecord(number, start, following, counts, arrays["lengths"], arrays["marks"])
         except (OSError, ValueError, KeyError, TypeError) as error:
-            self._quarantine(path)
-            self.quarantine_window(number)
+            self.quarantine(path)
+            self.quarantine(self.window(number))
             raise DamagedSet(path, str(error), title="the record") from error
 
-    def quarantine_window(self, number: int) -> Path | None:
-        """Rename a damaged window, so that it is prepared again; None if it no longer exists."""
-        return self._quarantine(self.window(number))
-
-    def _quarantine(self, path: Path) -> Path | None:
+    def quarantine(self, path: Path) -> Path | None:
+        """Rename a damaged window or record, so that it is prepared again; None if another process was faster."""
         folder = self.path / "damaged"
         folder.mkdir(exist_ok=True)
         quarantined = folder / f"{path.name}-{uuid4().hex[:8]}"
         try:
             path.rename(quarantined)
         except FileNotFoundError:
-            return None  # another process was faster
+            return None
         return quarantined
 
     def _record(self, number: int) -> Path:
-        return self.path / "records" / f"{_name(number)}.json"
-
-
-def _name(number: int) -> str:
-    return f"{number:06d}"
-
-
-def _array(record: Path, name: str, *, digest: str) -> np.ndarray:
-    path = record.with_suffix(f".{name}.npy")
-    require_undamaged_file(path)
-    content = path.read_bytes()
-    if xxhash.xxh3_128_hexdigest(content) != digest:
-        raise Damaged(f"the content of {path.name} has changed since it was written")
-    return np.asarray(np.load(BytesIO(content), allow_pickle=False))
+        return self.path / "records" / f"{number:06d}.json"

@@ -9,6 +9,8 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import numpy as np
+
 from finetune.config.sections.data import DataSection
 from finetune.data.rows import RawRow
 from finetune.data.streams.folder import (
@@ -140,7 +142,7 @@ def make_window(job: StreamJob, window: int) -> None:
     """Prepare the window and write its record; raises DataError for refused rows, OSError for a full disk."""
     folder = job.folder
     start = folder.read_record(window - 1).next if window else START
-    rows, staging = job.plan.window(start), folder.staging(window)
+    rows, staging = WindowRows(job.plan, start), folder.staging(window)
     identity = replace(job.identity, fingerprint=f"{job.identity.fingerprint}/{window}")
     try:
         counts = build_set(
@@ -156,11 +158,18 @@ def make_window(job: StreamJob, window: int) -> None:
         record = WindowRecord(window, start, rows.next, counts, prepared.lengths, prepared.checksums)
         if not folder.has_record(window):
             folder.write_record(record)
-        elif not folder.read_record(window).is_same_as(record):
-            raise DataError(
-                f"{key} (starting at {job.plan.describe(start)}) has different rows than when it was first prepared: "
-                f"the files have changed. Restore them, or set another run.folder and delete {folder.path}."
+        else:
+            first = folder.read_record(window)
+            has_same_rows = (first.start, first.next) == (start, rows.next)
+            has_same_samples = np.array_equal(first.lengths, record.lengths) and np.array_equal(
+                first.checksums, record.checksums
             )
+            if not (has_same_rows and has_same_samples):
+                raise DataError(
+                    f"{key} (starting at {job.plan.describe(start)}) has different rows than when it was first "
+                    f"prepared: the files have changed. Restore them, or set another run.folder and delete "
+                    f"{folder.path}."
+                )
         staging.rename(folder.window(window))
     finally:
         shutil.rmtree(staging, ignore_errors=True)

@@ -172,9 +172,10 @@ class _ReaderState:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if self._num_failed_starts >= _MAX_STARTS:
+                code = self._producers[-1].process.poll()
                 raise DataError(
                     f"{self._job.key}: the process that prepares windows exited {_MAX_STARTS} times, most recently "
-                    f"with code {self._producers[-1].code} (-9: killed, perhaps out of memory). Its output is above."
+                    f"with code {code} (-9: killed, perhaps out of memory). Its output is above."
                 )
             self._producers.append(ProducerProcess(self._job, lock=lock))
             self._num_failed_starts += 1
@@ -192,7 +193,7 @@ class ProducerProcess:
         with tempfile.TemporaryFile() as pickled_job:
             pickle.dump(job, pickled_job)
             pickled_job.seek(0)
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 [sys.executable, "-c", _COMMAND, str(child_end)],
                 stdin=pickled_job,
                 pass_fds=(lock, child_end),
@@ -200,20 +201,10 @@ class ProducerProcess:
             )
         os.close(child_end)
 
-    @property
-    def pid(self) -> int:
-        """Return its process id."""
-        return self._process.pid
-
     def end(self) -> None:
         """Make it exit and wait for it."""
         os.close(self._pipe)
-        self._process.wait()
-
-    @property
-    def code(self) -> int | None:
-        """Return its exit code; None while it is running."""
-        return self._process.poll()
+        self.process.wait()
 
 
 def _open_if_prepared(job: StreamJob, window: int, *, log: Callable[[str], None]) -> TokenCache | None:
@@ -226,7 +217,7 @@ def _open_if_prepared(job: StreamJob, window: int, *, log: Callable[[str], None]
         prepared.verify()
         return prepared
     except DamagedSet as damage:
-        if path.exists() and job.folder.quarantine_window(window):  # otherwise deleted while it was being opened
+        if path.exists() and job.folder.quarantine(path):  # otherwise deleted while it was being opened
             log(f"warning: {job.key}: window {window}: {damage}. It will be prepared again.")
         return None
 
@@ -353,16 +344,24 @@ def stream_view(
     )
     windows = Windows(job, log=log)
     num_before = windows.open()
-    for line in _describe_stream(job, num_before=num_before):
-        log(line)
+    passes = "in a new order for every pass" if plan.shuffle else "in order"
+    shuffled = ", shuffled within each window" if plan.shuffle else ""
+    log(
+        f"{job.key}: a stream of {len(plan.shards):,} files or shards {passes}, in windows of {plan.window_rows:,} rows"
+        f"{shuffled}; prefetched windows: {job.num_ahead}"
+    )
+    if damaged := job.folder.damaged():
+        log(
+            f"warning: {job.key}: {len(damaged)} damaged windows or records were prepared again; the damaged ones are "
+            f"in {damaged[0].parent}. Check the disk and the memory of this machine, then delete that folder."
+        )
+    if num_before:
+        log(f"{job.key}: {num_before:,} windows were prepared earlier; those that are needed are prepared again")
     order = StreamOrder(WindowOrders(windows, num_logged=num_before, log=log))
     budget = tokens_per_position(section.batching, max_length=section.longest)
     fingerprint = fingerprint_of(identity.fingerprint, section.shuffle, section.batching.by, budget)
-
-    def count_so_far() -> Counts:
-        return total_counts(windows.record(window).counts for window in range(job.folder.num_records()))
-
-    return DatasetView(StreamSamples(windows), order, fingerprint), Streamed(count_so_far)
+    counts = Streamed(lambda: total_counts(windows.record(n).counts for n in range(job.folder.num_records())))
+    return DatasetView(StreamSamples(windows), order, fingerprint), counts
 
 
 class WindowOrders:
@@ -376,7 +375,10 @@ class WindowOrders:
         self.counts = Counts()  # of all windows that have been arranged
 
     def __call__(self, window: int) -> Order | None:
-        """Return the order of the window, None if it has no samples; waits until it has been prepared."""
+        """Return the order of the window, None if it has no samples; waits until it has been prepared.
+
+        Raises DataError after a whole pass without samples.
+        """
         plan, section = self._windows.job.plan, self._windows.job.section
         record = self._windows.record(window)
         order = None
@@ -388,12 +390,8 @@ class WindowOrders:
                 batching=section.batching,
                 max_length=section.longest,
             )
-        if window == self._num_counted:
-            self._count(record, order)
-        return order
-
-    def _count(self, record: WindowRecord, order: Order | None) -> None:
-        """Add the counts of the window; raises DataError after a whole pass without samples."""
+        if window < self._num_counted:
+            return order
         self.counts = self.counts.plus(record.counts)
         self._num_counted += 1
         job = self._windows.job
@@ -407,21 +405,4 @@ class WindowOrders:
             self._log(f"{job.key}: window {record.window}: {'; '.join((*record.counts.lines(), *grouped))}")
             if self._num_counted & (self._num_counted - 1) == 0 and record.window:  # after 2, 4, 8, ... windows
                 self._log(f"{job.key}: {self._num_counted:,} windows so far: {'; '.join(self.counts.lines())}")
-
-
-def _describe_stream(job: StreamJob, *, num_before: int) -> Iterator[str]:
-    """Yield lines about the stream's order and its existing windows."""
-    plan = job.plan
-    order = "in a new order for every pass" if plan.shuffle else "in order"
-    shuffled = ", shuffled within each window" if plan.shuffle else ""
-    yield (
-        f"{job.key}: a stream of {len(plan.shards):,} files or shards {order}, in windows of {plan.window_rows:,} rows"
-        f"{shuffled}; prefetched windows: {job.num_ahead}"
-    )
-    if damaged := job.folder.damaged():
-        yield (
-            f"warning: {job.key}: {len(damaged)} damaged windows or records were prepared again; the damaged ones are "
-            f"in {damaged[0].parent}. Check the disk and the memory of this machine, then delete that folder."
-        )
-    if num_before:
-        yield f"{job.key}: {num_before:,} windows were prepared earlier; those that are needed are prepared again"
+        return order

@@ -51,7 +51,14 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | N
     is_named = chat_template in BUILT_IN or chat_template in TEMPLATES
     try:
         if chat_template in TEMPLATES:
-            tokenizer.chat_template = _of_plugin(chat_template)
+            try:
+                text = TEMPLATES.resolve(chat_template)()
+                if not isinstance(text, str):
+                    raise TypeError(f"it returned a {type(text).__name__}, not text")
+            except Exception as error:
+                message = f"the plugin's `{chat_template}` failed: {type(error).__name__}: {error}"
+                raise DataError(f"data.chat_template: {message}") from error
+            tokenizer.chat_template = text
         else:
             with open_regular(path) as file:
                 content = file.read(MAX_TEMPLATE_BYTES + 1)
@@ -74,18 +81,6 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | N
             raise DataError(f"data.chat_template: {chat_template}{line}: not valid Jinja: {cause}") from error
         if not isinstance(cause, TemplateRefused | TemplateError):
             raise DataError(f"data.chat_template: {error}") from error
-
-
-def _of_plugin(name: str) -> str:
-    """Return the Jinja text of a plugin's template; raises DataError if it does not return text."""
-    try:
-        text = TEMPLATES.resolve(name)()
-        if not isinstance(text, str):
-            raise TypeError(f"it returned a {type(text).__name__}, not text")
-    except Exception as error:
-        message = f"data.chat_template: the plugin's `{name}` failed: {type(error).__name__}: {error}"
-        raise DataError(message) from error
-    return text
 
 
 def require_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:

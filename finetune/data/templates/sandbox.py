@@ -25,7 +25,7 @@ from jinja2 import Environment, TemplateError, nodes
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from finetune.errors import DataError
-from finetune.runtime.processes import ignore_run_signals
+from finetune.runtime.processes import exit_with_pipe, ignore_run_signals
 
 
 def render_chat(arguments: dict[str, Any]) -> tuple[str, list[tuple[int, int]]]:
@@ -274,7 +274,7 @@ _LENGTH = struct.Struct("<Q")
 
 def main(pipe: int) -> None:
     """Answer requests on standard input until it is closed, or until the other end of the pipe is closed."""
-    threading.Thread(target=_exit_with_starter, args=(pipe,), daemon=True).start()
+    exit_with_pipe(pipe)
     ignore_run_signals()
     requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # printed output must not become part of an answer
@@ -326,8 +326,3 @@ def _limit_memory() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     limit = used + MAX_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
-
-
-def _exit_with_starter(pipe: int) -> None:
-    os.read(pipe, 1)
-    os._exit(0)

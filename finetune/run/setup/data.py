@@ -13,7 +13,7 @@ import numpy as np
 from finetune.config.run_config import RunConfig
 from finetune.config.section import KeyLocations
 from finetune.config.sections.data import DataSection
-from finetune.data.audit import Audit, Prepared, Streamed, audit_sources, measure_padding
+from finetune.data.audit import Audit, Streamed, audit_sources, measure_padding
 from finetune.data.encoding.labelled import LABEL
 from finetune.data.encoding.tokenizer import prepare_tokenizer, tokenizer_identity, unknown_ids
 from finetune.data.features import LENGTHS_OF_SEQUENCES, Features
@@ -46,7 +46,7 @@ class TrainingData:
     processing: Processing
     task: Task
     training: DatasetView
-    sources: Mapping[str, Prepared | Streamed]  # the pool's sources by key in the job YAML: for the audit
+    sources: Mapping[str, TokenCache | Streamed]  # the pool's sources by key in the job YAML: for the audit
     validation_set: TokenCache | None
     answer_metrics: dict[str, Metric]
 

@@ -21,7 +21,7 @@ from torch import nn
 
 from finetune.config.run_config import RunConfig
 from finetune.config.sections.model import ModelSection
-from finetune.data.audit import Prepared, Streamed
+from finetune.data.audit import Streamed
 from finetune.data.order.mixing import MixedSamples
 from finetune.data.order.order import fingerprint_of
 from finetune.data.token_cache.cache import cache_folder
@@ -164,7 +164,7 @@ class _Precomputation:
     task: Task
     prepared: PreparedModel
 
-    def load_or_compute(self, key: str, source: Prepared | Streamed) -> TokenCache:
+    def load_or_compute(self, key: str, source: TokenCache | Streamed) -> TokenCache:
         """Return the set of the source with the precomputed values of its samples. Collective."""
         config, log = self.config, self.log
         if not isinstance(source, TokenCache):

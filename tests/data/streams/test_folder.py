@@ -6,7 +6,7 @@ from itertools import islice
 import pytest
 
 from finetune.data.rows import RawRow
-from finetune.data.streams.folder import START, Cursor, StreamPlan
+from finetune.data.streams.folder import START, Cursor, StreamPlan, WindowRows
 from finetune.errors import DataError
 
 
@@ -33,7 +33,7 @@ def windows_of(plan, count, start=START):
     letters, cursors = [], []
     for _ in range(count):
         cursors.append(start)
-        window = plan.window(start)
+        window = WindowRows(plan, start)
         letters.append("".join(row.content["text"] for row in window))
         start = window.next
     return letters, cursors
@@ -80,7 +80,7 @@ def test_left_out_rows_of_a_stream_are_counted_once_from_any_start():
     plan = plan_of(".a..b.", "..", "c.d.e..", window_rows=2, shuffle=False)
     cursor, counted = START, []
     for _ in range(4):
-        window = plan.window(cursor)
+        window = WindowRows(plan, cursor)
         letters = "".join(row.content["text"] for row in window)
         counted.append((letters, window.num_left_out))
         cursor = window.next

@@ -164,7 +164,7 @@ def test_every_pass_has_every_row_and_the_disk_holds_a_few_windows(streams):
         texts += texts_of(pool, start, start + 4)
         most = max(most, len(job_of(pool).folder.windows()))
         if start == 24:
-            os.kill(maker_of(pool).pid, signal.SIGKILL)  # another one takes its place
+            os.kill(maker_of(pool).process.pid, signal.SIGKILL)  # another one takes its place
     rows = sorted([f"a>{n}" for n in range(4)] + [f"b>{n}" for n in range(7)] + [f"c>{n}" for n in range(2)])
     passes = [texts[first : first + 13] for first in (0, 13, 26, 39)]
     assert all(sorted(each) == rows for each in passes)
