@@ -329,9 +329,11 @@ class ImageTransform:
         height, width = sizes.pop()
         return int(height), int(width)
 
-    def plain(self, image: Image.Image) -> Tensor:
-        """Return the processor's pixels, float32 [channels, height, width]."""
-        return self._processed(image)
+    def plain(self, image: Image.Image, **settings: bool) -> Tensor:
+        """Return the processor's pixels, float32 [channels, height, width]; unknown settings are left out."""
+        supported = {name: value for name, value in settings.items() if hasattr(self.processor, name)}
+        pixels: Tensor = self.processor(image, return_tensors="pt", **supported)["pixel_values"][0]
+        return pixels.to(torch.float32)
 
     def augmented(self, image: Image.Image, random: Random) -> Tensor:
         """Return the pixels after random cropping and flipping by `data.images`, float32 [channels, height, width]."""
@@ -344,22 +346,13 @@ class ImageTransform:
             resample = Image.Resampling(int(getattr(self.processor, "resample", None) or Image.Resampling.BILINEAR))
             image = image.resize((width, height), resample=resample, box=box)
         else:
-            image = self._scaled(image)
+            values = self.plain(image, **_TO_PIXELS_ONLY).clamp(0, 255).to(torch.uint8).numpy()
+            image = Image.fromarray(values[0] if len(values) == 1 else np.moveaxis(values, 0, -1))
         if section.crop_padding:
             image = pad_and_crop(image, section.crop_padding, random)
         if section.flip and random.random() < 0.5:
             image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-        return self._processed(image, **_KEEP_SIZE)
-
-    def _scaled(self, image: Image.Image) -> Image.Image:
-        """Return the image resized and cropped by the processor, without rescaling and normalization."""
-        values = self._processed(image, **_TO_PIXELS_ONLY).clamp(0, 255).to(torch.uint8).numpy()
-        return Image.fromarray(values[0] if len(values) == 1 else np.moveaxis(values, 0, -1))
-
-    def _processed(self, image: Image.Image, **settings: bool) -> Tensor:
-        supported = {name: value for name, value in settings.items() if hasattr(self.processor, name)}
-        pixels: Tensor = self.processor(image, return_tensors="pt", **supported)["pixel_values"][0]
-        return pixels.to(torch.float32)
+        return self.plain(image, **_KEEP_SIZE)
 
 
 def random_crop_box(

@@ -122,23 +122,34 @@ def check_template(tokenizer: PreTrainedTokenizerBase, section: DataSection) -> 
     outcomes = {case: _last(encoder([row])[0]) for case, row in rows.items()}
     encoded = {case: outcome for case, outcome in outcomes.items() if isinstance(outcome, Features)}
     samples = [_Sample(case, rows[case], features, tokenizer) for case, features in encoded.items()]
+    ending, bos = end_of_turn(tokenizer), tokenizer.bos_token_id
+    differences: list[PromptMismatch] = []  # of prompts that are not prefixes of their samples
+    last_targets: list[int] = []
+    for sample in samples:
+        last_targets.append(sample.ids[int(np.flatnonzero(sample.features.arrays["is_target"])[-1])])
+        position = next((i for i, token in enumerate(sample.prompt) if sample.ids[i : i + 1] != [token]), None)
+        if position is not None:
+            texts = first_difference(tokenizer.decode(sample.prompt), tokenizer.decode(sample.ids))
+            around = slice(max(0, position - 2), position + 6)
+            tokens = (tuple(tokenizer.convert_ids_to_tokens(ids[around])) for ids in (sample.prompt, sample.ids))
+            differences.append(PromptMismatch(sample.case, *texts, *tokens))
+    trains_on_end = all(last in ending.tokens[-1:] or is_special(tokenizer, last) for last in last_targets)
     # without the remedies, which apply to rows
     refused = {
         case: str(outcome or "it has no target").partition(" Set ")[0].partition(" The prompt at inference ")[0]
         for case, outcome in outcomes.items()
         if case not in encoded
     }
-    ending, bos = end_of_turn(tokenizer), tokenizer.bos_token_id
     return TemplateCheck(
         template=f"`{section.chat_template}`" if section.chat_template else "of the tokenizer",
         targets_by="markers" if has_markers(str(tokenizer.get_chat_template())) else "renderings",
         end_of_turn=ending.text,
         end_of_turn_tokens=ending.tokens,
-        trains_on_end=bool(samples) and all(sample.trains_on_end(ending) for sample in samples),
+        trains_on_end=bool(samples) and trains_on_end,
         begins_with=str(tokenizer.bos_token) if samples and samples[0].ids[0] == bos else "",
         trained_cases=tuple(encoded),
         refused=refused,
-        differences=tuple(difference for sample in samples for difference in sample.differences()),
+        differences=tuple(differences),
         notes=tuple(_notes(samples, ending, tokenizer)) + (_WANTS_PARTS if rows is not CASES else ()),
         arguments=dict(arguments_of(tokenizer)),
     )
@@ -170,20 +181,6 @@ class _Sample:
         """Return the tokens of the prompt, made the way an inference server makes them."""
         turns, tools = self.row["messages"][:-1], self.row.get("tools")
         return tokenize(self.tokenizer, render(self.tokenizer, turns, tools=tools, add_generation_prompt=True).text)
-
-    def trains_on_end(self, ending: EndOfTurn) -> bool:
-        """Return whether the last target is a token that ends an answer."""
-        last = self.ids[int(np.flatnonzero(self.features.arrays["is_target"])[-1])]
-        return last in ending.tokens[-1:] or is_special(self.tokenizer, last)
-
-    def differences(self) -> Iterator[PromptMismatch]:
-        """Yield a mismatch if the prompt is not a prefix of the sample."""
-        position = next((i for i, token in enumerate(self.prompt) if self.ids[i : i + 1] != [token]), None)
-        if position is not None:
-            texts = first_difference(self.tokenizer.decode(self.prompt), self.tokenizer.decode(self.ids))
-            around = slice(max(0, position - 2), position + 6)
-            tokens = (tuple(self.tokenizer.convert_ids_to_tokens(ids[around])) for ids in (self.prompt, self.ids))
-            yield PromptMismatch(self.case, *texts, *tokens)
 
 
 def _notes(samples: Sequence[_Sample], ending: EndOfTurn, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:

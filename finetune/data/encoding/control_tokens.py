@@ -15,10 +15,6 @@ from finetune.data.encoding.tokenizer import TextTokenizer
 from finetune.errors import DataError
 
 
-def _renamed(token: Any, names: Mapping[str, str]) -> Any:
-    return None if token is None else names.get(str(token), token)
-
-
 def _renamed_backend(parts: dict[str, Any], names: Mapping[str, str]) -> Tokenizer:
     for token in parts["added_tokens"]:
         if token["content"] in names:
@@ -77,8 +73,18 @@ class ControlTokens:
         }
         self._to_placeholders = str.maketrans(letters)
         self._from_placeholders = str.maketrans({placeholder: letter for letter, placeholder in letters.items()})
+        self._new_names = {name: chr(_NEW_NAMES + number) * len(name) for number, name in enumerate(sorted(self.names))}
+        unknown = tokenizer.unk_token_id  # usually a token of its own, which `check` ignores
+        if tokenizer.unk_token is None or unknown in (tokenizer.bos_token_id, tokenizer.eos_token_id):
+            unknown = None
+        self._unknown = None if unknown is None else self._new_names.get(str(tokenizer.unk_token))
+        self._ids = frozenset(tokenizer.convert_tokens_to_ids(sorted(self.names))) - {unknown, None}
         self._pattern = _one_of(self.names) if self.names else None
-        self._normalized_pattern = self._pattern_of_normalized()
+        self._normalized_pattern: re.Pattern[str] | None = None  # of the names that are matched in normalized text
+        if getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None) is not None:
+            added = {str(token.content) for token in tokenizer.added_tokens_decoder.values() if token.normalized}
+            normalized = {_normalized(tokenizer, name) for name in self.names & added}
+            self._normalized_pattern = _one_of(normalized) if any(normalized) else None
 
     def held_by(self, value: Any) -> bool:
         """Return whether the text, or any text in the turns or schemas, contains a control token's name.
@@ -98,13 +104,18 @@ class ControlTokens:
 
         Raises DataError for a row that contains placeholders itself.
         """
-        if isinstance(value, str):
-            return self._replaced(value)
         if isinstance(value, Mapping):
             return {self.with_placeholders(name): self.with_placeholders(inner) for name, inner in value.items()}
         if isinstance(value, list | tuple):
             return [self.with_placeholders(inner) for inner in value]
-        return value
+        if not isinstance(value, str):
+            return value
+        if _PRIVATE.search(value):
+            raise DataError(f"contains private-use characters as well as names of control tokens. {_REMEDY}")
+        assert self._pattern is not None
+        text = self._pattern.sub(lambda match: match.group().translate(self._to_placeholders), value)
+        partial = self._beginnings.search(text, max(0, len(text) - max(map(len, self.names))))
+        return text if partial is None else text[: partial.start()] + partial.group().translate(self._to_placeholders)
 
     def restored(self, text: str) -> str:
         """Return the text with the placeholders replaced by the names."""
@@ -121,10 +132,11 @@ class ControlTokens:
         """Return the tokenizer that encodes the names as plain text; raises DataError if it cannot be built."""
         renamed = copy.copy(self._tokenizer)
         renamed._special_tokens_map = {
-            key: _renamed(value, self._new_names) for key, value in self._tokenizer._special_tokens_map.items()
+            key: None if value is None else self._new_names.get(str(value), value)
+            for key, value in self._tokenizer._special_tokens_map.items()
         }
         renamed._extra_special_tokens = [
-            _renamed(token, self._new_names) for token in self._tokenizer._extra_special_tokens
+            self._new_names.get(str(token), token) for token in self._tokenizer._extra_special_tokens
         ]
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if backend is not None:
@@ -158,26 +170,6 @@ class ControlTokens:
             if self.held_by(text):
                 self.check(self.tokens.ids(text))
 
-    def _replaced(self, text: str) -> str:
-        if _PRIVATE.search(text):
-            raise DataError(f"contains private-use characters as well as names of control tokens. {_REMEDY}")
-        assert self._pattern is not None
-        text = self._pattern.sub(lambda match: match.group().translate(self._to_placeholders), text)
-        partial = self._beginnings.search(text, max(0, len(text) - max(map(len, self.names))))
-        return text if partial is None else text[: partial.start()] + partial.group().translate(self._to_placeholders)
-
-    def _pattern_of_normalized(self) -> re.Pattern[str] | None:
-        """Return a pattern of the names that the tokenizer matches in normalized text; None without such names."""
-        if getattr(getattr(self._tokenizer, "backend_tokenizer", None), "normalizer", None) is None:
-            return None
-        added = {str(token.content) for token in self._tokenizer.added_tokens_decoder.values() if token.normalized}
-        names = {_normalized(self._tokenizer, name) for name in self.names & added}
-        return _one_of(names) if any(names) else None
-
-    @cached_property
-    def _new_names(self) -> Mapping[str, str]:
-        return {name: chr(_NEW_NAMES + number) * len(name) for number, name in enumerate(sorted(self.names))}
-
     @cached_property
     def _new(self) -> re.Pattern[str]:
         return _one_of(self._new_names.values())
@@ -193,55 +185,27 @@ class ControlTokens:
         """Return a pattern that matches a prefix of a name at the end of a text."""
         return re.compile(f"(?:{_one_of({name[:n] for name in self.names for n in range(1, len(name))}).pattern})\\Z")
 
-    @cached_property
-    def _unknown(self) -> str | None:
-        """Return the new name of the unknown token, which `check` ignores."""
-        return self._new_names.get(str(self._tokenizer.unk_token)) if self._is_unknown_alone else None
-
-    @property
-    def _is_unknown_alone(self) -> bool:
-        others = (self._tokenizer.bos_token_id, self._tokenizer.eos_token_id)
-        return self._tokenizer.unk_token is not None and self._tokenizer.unk_token_id not in others
-
-    @cached_property
-    def _ids(self) -> frozenset[int]:
-        ids = self._tokenizer.convert_tokens_to_ids(sorted(self.names))
-        unknown = {self._tokenizer.unk_token_id} if self._is_unknown_alone else set()
-        return frozenset(ids) - unknown - {None}
-
 
 def texts_in(value: Any) -> list[str]:
     """Return the texts of turns or schemas in order, including the keys of objects other than turns."""
     texts: list[str] = []
-    _gather(value, texts)
-    return texts
-
-
-def _gather(value: Any, texts: list[str]) -> None:
-    value_type = type(value)
-    if value_type is str:
-        texts.append(value)
-    elif value_type is dict:
+    if isinstance(value, str):
+        texts.append(str(value))
+    elif type(value) is dict or isinstance(value, Mapping):  # the first check is fast
         if "role" in value and "content" in value:
             for name, inner in value.items():
                 if name != "role":
-                    _gather(inner, texts)
+                    texts += texts_in(inner)
         elif value.get("type") == "text" and type(value.get("text")) is str:
             texts.append(value["text"])
         else:
             for name, inner in value.items():
                 texts.append(str(name))
-                if type(inner) is str:
-                    texts.append(inner)
-                else:
-                    _gather(inner, texts)
-    elif value_type is list or value_type is tuple:
+                texts += texts_in(inner)
+    elif type(value) is list or (isinstance(value, Sequence) and not isinstance(value, bytes)):
         for inner in value:
-            _gather(inner, texts)
-    elif isinstance(value, Mapping):
-        _gather(dict(value), texts)
-    elif isinstance(value, str | Sequence) and not isinstance(value, bytes):
-        _gather(str(value) if isinstance(value, str) else list(value), texts)
+            texts += texts_in(inner)
+    return texts
 
 
 def _normalized(tokenizer: Any, text: str) -> str:

@@ -208,7 +208,12 @@ class ConversationEncoder:
             for row in rows
         ]
         outcomes = iter(self._encoded([each for of_row in conversations for each in of_row]))
-        return [_joined([next(outcomes) for _ in of_row]) for of_row in conversations]
+        joined: list[Outcome] = []  # the samples of a row's answers, or the first error
+        for of_row in conversations:
+            own = [next(outcomes) for _ in of_row]
+            error = next((outcome for outcome in own if isinstance(outcome, DataError)), None)
+            joined.append(error or tuple(outcome for outcome in own if isinstance(outcome, Features)) or None)
+        return joined
 
     def _encoded(self, rows: Sequence[Row]) -> list[Outcome]:
         """Return the outcome of each row as one conversation."""
@@ -228,11 +233,11 @@ class ConversationEncoder:
     def _rendered_chat(self, row: Row, dropped: DroppedContentCheck) -> RenderedChat | None:
         """Return the rendered row, in which names of control tokens in the row's texts are placeholders."""
         arguments = own_arguments(row.get(ARGUMENTS) or {}, self._known_arguments)
-        texts = (row["messages"], row.get("tools") or (), arguments)
+        names, texts = ("messages", "tools", ARGUMENTS), (row["messages"], row.get("tools") or (), arguments)
         if not self._control.held_by(texts):
             chat = self._plain_rendered_chat({**row, ARGUMENTS: arguments} if row.get(ARGUMENTS) else row, dropped)
         else:
-            replaced = {**row, **_named(*self._control.with_placeholders(texts))}
+            replaced = {**row, **dict(zip(names, self._control.with_placeholders(texts), strict=True))}
             pairs = [] if self._finder.train_on_reasoning else zip(row["messages"], replaced["messages"], strict=True)
             for number, (turn, other) in enumerate(pairs, start=1):
                 if split_reasoning(turn)[0] and not split_reasoning(other)[0]:
@@ -243,7 +248,7 @@ class ConversationEncoder:
                     )
             chat = self._plain_rendered_chat(replaced, dropped)
             chat = chat and replace(chat, has_control_names=True)
-            self._check_same_rendering({**row, **_named(*texts)}, replaced)
+            self._check_same_rendering({**row, **dict(zip(names, texts, strict=True))}, replaced)
         if chat is not None and arguments:
             chat = replace(
                 chat, has_arguments=True, has_overrides=not arguments_of(self._tokenizer).keys().isdisjoint(arguments)
@@ -304,21 +309,9 @@ class ConversationEncoder:
         is_target[:1] = False  # there is no context to predict the first token from
         is_ended = end > 0 and is_target[end - 1] and int(ids[end - 1]) in self._tokens.special
         if is_ended or not chat.may_be_open:
-            return _features(ids, is_target)
-        return _features([*ids[:end].tolist(), require_eos_id(self._tokenizer)], np.append(is_target[:end], True))
-
-
-def _joined(outcomes: Sequence[Outcome]) -> Outcome:
-    """Return the samples of a row's answers, or the first error."""
-    for outcome in outcomes:
-        if isinstance(outcome, DataError):
-            return outcome
-    samples = tuple(outcome for outcome in outcomes if isinstance(outcome, Features))
-    return samples or None
-
-
-def _named(messages: Any, tools: Any, arguments: Any) -> dict[str, Any]:
-    return {"messages": messages, "tools": tools, ARGUMENTS: arguments}
+            return Features({"input_ids": np.asarray(ids, np.uint32), "is_target": is_target})
+        ids = np.append(ids[:end], np.uint32(require_eos_id(self._tokenizer)))
+        return Features({"input_ids": ids, "is_target": np.append(is_target[:end], True)})
 
 
 def with_system_prompt(turns: Sequence[Turn], system_prompt: str | None) -> Sequence[Turn]:
@@ -339,7 +332,3 @@ def _edge(encoded: EncodedText, offset: int, *, what: str) -> int:
             f"writes a single-token marker there."
         )
     return num_tokens
-
-
-def _features(ids: Sequence[int] | np.ndarray, is_target: np.ndarray) -> Features:
-    return Features({"input_ids": np.asarray(ids, dtype=np.uint32), "is_target": is_target})

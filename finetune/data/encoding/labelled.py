@@ -1,12 +1,12 @@
 """Encode texts with labels, words with tags, and images with labels; the classes of labels and their weights."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cached_property
 from pathlib import PurePath
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -112,11 +112,8 @@ _LARGEST = 1e38
 """The largest number of a label: labels become float32."""
 
 
-class LabelEncoder(Protocol):
-    """Converts a row's label to an array. Must be picklable."""
-
-    def __call__(self, label: Any) -> np.ndarray:
-        """Return the label as numbers, 1-D; raises DataError for any other label."""
+LabelEncoder = Callable[[Any], np.ndarray]
+"""Converts a row's label to an array of numbers, 1-D; raises DataError for any other label. Must be picklable."""
 
 
 @dataclass(frozen=True)

@@ -231,7 +231,8 @@ def target_turns(turns: Sequence[Turn], train_on: TrainOn, *, num_context_turns:
     if train_on == "all":
         return list(range(len(turns)))
     if train_on == "per_message":
-        targets = [index for index, turn in enumerate(turns) if _weight(turn)]
+        chosen = [turn["role"] == "assistant" if turn.get("weight") is None else turn["weight"] for turn in turns]
+        targets = [index for index, is_chosen in enumerate(chosen) if is_chosen]
     else:
         answers = (index for index, turn in enumerate(turns) if turn["role"] == "assistant")
         targets = [index for index in answers if index >= num_context_turns]
@@ -239,11 +240,6 @@ def target_turns(turns: Sequence[Turn], train_on: TrainOn, *, num_context_turns:
     if targets and targets[0] == 0 and turns[0]["role"] == "assistant":
         raise DataError("the conversation starts with an assistant turn: there is no prompt before the answer.")
     return targets
-
-
-def _weight(turn: Turn) -> bool:
-    weight = turn.get("weight")
-    return bool(turn["role"] == "assistant" if weight is None else weight)
 
 
 @dataclass(frozen=True)

@@ -188,9 +188,19 @@ class SourceTargetEncoder(TextRowsEncoder):
         texts = [result_or_error(self._texts, row) for row in rows]
         valid = [pair for pair in texts if not isinstance(pair, DataError)]
         sources = self._tokens.begun([source for source, _ in valid])
-        targets = self._targets([target for _, target in valid])
-        features = (_features(source, target) for source, target in zip(sources, targets, strict=True))
-        return [pair if isinstance(pair, DataError) else next(features) for pair in texts]
+        targets: list[list[int]] = []
+        if valid:
+            completions = [completion for _, completion in valid]
+            eos = int(self._tokenizer.eos_token_id)
+            encoded = self._tokenizer(text_target=completions, verbose=False, return_attention_mask=False)["input_ids"]
+            targets = [[*ids] if ids and ids[-1] == eos else [*ids, eos] for ids in encoded]
+        features: list[Features | None] = []
+        for source, target in zip(sources, targets, strict=True):
+            ids = np.asarray([*source, *target], np.uint32)
+            is_target = np.arange(len(ids)) >= len(source)
+            features.append(Features({"input_ids": ids, "is_target": is_target}) if source else None)
+        following = iter(features)
+        return [pair if isinstance(pair, DataError) else next(following) for pair in texts]
 
     def _texts(self, row: Row) -> tuple[str, str]:
         turns = row.get("messages")
@@ -209,20 +219,6 @@ class SourceTargetEncoder(TextRowsEncoder):
         if not isinstance(prompt, str) or not isinstance(completion, str):
             raise DataError("task `seq2seq` trains on text, but the content of a turn is not text. Write it as text.")
         return require_valid_unicode(self._prefix + prompt), require_valid_unicode(completion)
-
-    def _targets(self, texts: Sequence[str]) -> list[list[int]]:
-        if not texts:
-            return []
-        eos = int(self._tokenizer.eos_token_id)
-        encoded = self._tokenizer(text_target=list(texts), verbose=False, return_attention_mask=False)["input_ids"]
-        return [[*ids] if ids and ids[-1] == eos else [*ids, eos] for ids in encoded]
-
-
-def _features(source: list[int], target: list[int]) -> Features | None:
-    if not source:
-        return None
-    is_target = np.arange(len(source) + len(target)) >= len(source)
-    return Features({"input_ids": np.asarray([*source, *target], np.uint32), "is_target": is_target})
 
 
 SCORE = "score"
@@ -362,18 +358,17 @@ class TextGroupsEncoder(TextRowsEncoder):
     def _framed(self, sequences: Sequence[tuple[str, ...]]) -> list[tuple[Mapping[str, np.ndarray], int]]:
         """Return the arrays of each sequence, and the number of tokens that were truncated."""
         whole = arrays_of(self._tokenizer, *map(list, zip(*sequences, strict=True))) if sequences else []
-        return [self._shortened(texts, arrays) for texts, arrays in zip(sequences, whole, strict=True)]
-
-    def _shortened(
-        self, texts: tuple[str, ...], whole: Mapping[str, np.ndarray]
-    ) -> tuple[Mapping[str, np.ndarray], int]:
-        cut, length = self._cut, len(whole["input_ids"])
-        if cut is None or length <= cut.max_length:
-            return whole, 0
-        with truncating(self._tokenizer, cut.side):
-            options: dict[str, Any] = {"truncation": "longest_first", "max_length": cut.max_length}
-            (arrays,) = arrays_of(self._tokenizer, *([text] for text in texts), **options)
-        return arrays, length - len(arrays["input_ids"])
+        framed: list[tuple[Mapping[str, np.ndarray], int]] = []
+        for texts, arrays in zip(sequences, whole, strict=True):
+            cut, length = self._cut, len(arrays["input_ids"])
+            if cut is None or length <= cut.max_length:
+                framed.append((arrays, 0))
+                continue
+            with truncating(self._tokenizer, cut.side):
+                options: dict[str, Any] = {"truncation": "longest_first", "max_length": cut.max_length}
+                (shorter,) = arrays_of(self._tokenizer, *([text] for text in texts), **options)
+            framed.append((shorter, length - len(shorter["input_ids"])))
+        return framed
 
 
 _WRONG_CONTENTS: Mapping[Contents, str] = {
