@@ -14,7 +14,7 @@ from finetune.commands.evaluate import find_evaluation_target
 from finetune.commands.export import is_run
 from finetune.commands.generate import local_device
 from finetune.commands.source import use_written_arguments
-from finetune.data.encoding.prompts import ChatPrompt, prompt_ids, text_inputs
+from finetune.data.encoding.conversation import ChatPrompt, prompt_ids, text_inputs
 from finetune.data.templates.chat_template import stop_ids
 from finetune.errors import UserError
 from finetune.model.generation import SamplingParams, generate_batch

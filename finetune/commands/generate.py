@@ -19,7 +19,7 @@ import torch
 from finetune.commands.export import processing_in
 from finetune.commands.source import use_written_arguments
 from finetune.config.sections.data import SourceSection
-from finetune.data.encoding.prompts import ChatPrompt, prompt_ids, read_prompt
+from finetune.data.encoding.conversation import ChatPrompt, prompt_ids, read_prompt
 from finetune.data.rows import RawRow, Row
 from finetune.data.sources.local import find_local
 from finetune.data.templates.chat_template import stop_ids

@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from finetune.commands.prepare import SECONDS_BETWEEN_LINES, Pace, ProgressBars, ProgressLines, prepare
-from finetune.data.token_cache import build, chunks
+from finetune.data.token_cache import cache, chunks
 from finetune.errors import DataError
 from finetune.runtime.supervision.heartbeat import VARIABLE
 
@@ -85,7 +85,7 @@ def interruptible():
 @pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_during_prepare_reports_that_progress_is_saved(job, capsys, monkeypatch):
     monkeypatch.setattr(chunks, "ROWS_PER_CHUNK", 2)
-    monkeypatch.setattr(build, "CHUNKS_PER_FILE", 2)
+    monkeypatch.setattr(cache, "CHUNKS_PER_FILE", 2)
     monkeypatch.setenv(VARIABLE, "prepare.write step=4 do=interrupt")
     with pytest.raises(KeyboardInterrupt):
         prepare(job, [])

@@ -22,7 +22,7 @@ from finetune.data.streams.folder import (
     WindowRows,
     window_requests,
 )
-from finetune.data.token_cache.build import build_set, refuse_counts, refuse_shares
+from finetune.data.token_cache.cache import build_set, refuse_counts, refuse_shares
 from finetune.data.token_cache.chunks import EncoderPool, EncodingPlan
 from finetune.data.token_cache.integrity import DamagedSet
 from finetune.data.token_cache.store import Identity, TokenCache

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from finetune.data.encoding.prompts import ChatPrompt, prompt_ids, read_prompt
+from finetune.data.encoding.conversation import ChatPrompt, prompt_ids, read_prompt
 from finetune.data.rows import RawRow, row_location
 from finetune.data.templates.chat_template import stop_ids
 from finetune.errors import DataError, UserError

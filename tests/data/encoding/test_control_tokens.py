@@ -9,10 +9,9 @@ from tokenizers.processors import TemplateProcessing
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from finetune.data.encoding.control_tokens import ControlTokens
-from finetune.data.encoding.conversation import ConversationEncoder
+from finetune.data.encoding.conversation import ChatPrompt, ConversationEncoder, prompt_ids, text_inputs
 from finetune.data.encoding.labelled import Classes, ClassLabelEncoder, LabelledTextEncoder, TaggedWordsEncoder
 from finetune.data.encoding.preference import PreferenceEncoder
-from finetune.data.encoding.prompts import ChatPrompt, prompt_ids, text_inputs
 from finetune.data.encoding.text import MaskedTextEncoder, SourceTargetEncoder, TextEncoder
 from finetune.data.features import Features
 from finetune.data.templates.chat_template import BUILT_IN

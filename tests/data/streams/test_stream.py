@@ -330,7 +330,7 @@ def test_a_stream_process_that_is_still_importing_exits_with_its_starter(streams
     process = maker_of(pool)
     started = time.monotonic()
     pool.samples.windows.close()
-    assert process.code == 0
+    assert process.process.poll() == 0
     assert time.monotonic() - started < 30
 
 

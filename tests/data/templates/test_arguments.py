@@ -6,8 +6,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from finetune.config.section import KeyLocation
-from finetune.data.encoding.conversation import ConversationEncoder
-from finetune.data.encoding.prompts import prompt_ids, read_prompt
+from finetune.data.encoding.conversation import ConversationEncoder, prompt_ids, read_prompt
 from finetune.data.encoding.tokenizer import tokenizer_identity
 from finetune.data.rows import RawRow
 from finetune.data.templates.rendering import (

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from finetune.data.sources.source import open_source
-from finetune.data.token_cache import build, chunks
-from finetune.data.token_cache.build import build_set, num_written_rows
+from finetune.data.token_cache import cache, chunks
+from finetune.data.token_cache.cache import build_set, num_written_rows
 from finetune.data.token_cache.chunks import EncoderPool, Encoding
 from finetune.data.token_cache.samples import chunk_name
 from finetune.data.token_cache.store import Identity, TokenCache
@@ -52,7 +52,7 @@ class Build:
 @pytest.fixture
 def small_chunks(monkeypatch):
     monkeypatch.setattr(chunks, "ROWS_PER_CHUNK", 5)
-    monkeypatch.setattr(build, "CHUNKS_PER_FILE", 2)
+    monkeypatch.setattr(cache, "CHUNKS_PER_FILE", 2)
 
 
 @pytest.fixture
@@ -174,7 +174,7 @@ def test_a_file_is_not_taken_for_another_of_the_same_build(build_here, tmp_path,
 
 
 def test_a_file_is_written_when_its_samples_have_enough_bytes(build_here, tmp_path, monkeypatch):
-    monkeypatch.setattr(build, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(cache, "CHUNK_BYTES", 1)
     build_here(tmp_path / "set")
     assert len(list((tmp_path / "set").glob("chunk-*"))) == 11
 

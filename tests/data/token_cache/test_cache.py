@@ -12,7 +12,7 @@ import pytest
 
 from finetune.config.sections.data import DataSection, ValidationSourceSection
 from finetune.data.sources.source import open_source, open_sources
-from finetune.data.token_cache import build, cache, chunks, samples
+from finetune.data.token_cache import cache, chunks, samples
 from finetune.data.token_cache.cache import prepare_set, repair
 from finetune.data.token_cache.chunks import Encoding
 from finetune.data.token_cache.integrity import DamagedSet
@@ -222,7 +222,7 @@ def test_a_copy_in_another_process_reads_the_files_and_not_their_digests(prepare
 def staging_of_20_rows(prepare, monkeypatch):
     """The folder of a build that was interrupted when it had written two files of 10 rows."""
     monkeypatch.setattr(chunks, "ROWS_PER_CHUNK", 5)
-    monkeypatch.setattr(build, "CHUNKS_PER_FILE", 2)
+    monkeypatch.setattr(cache, "CHUNKS_PER_FILE", 2)
     monkeypatch.setenv(VARIABLE, "prepare.saved step=2 do=raise")
     with pytest.raises(RuntimeError):
         prepare()
@@ -423,7 +423,7 @@ def test_a_folder_that_cannot_be_written_is_named(prepare, tmp_path):
 
 def test_a_full_disk_is_one_message_and_the_next_start_resumes(prepare, monkeypatch, tmp_path):
     monkeypatch.setattr(chunks, "ROWS_PER_CHUNK", 1)
-    monkeypatch.setattr(build, "CHUNKS_PER_FILE", 2)
+    monkeypatch.setattr(cache, "CHUNKS_PER_FILE", 2)
     monkeypatch.setenv(VARIABLE, "prepare.write step=4 do=no_space")
     texts = ["a>b", "c>d", "e>f", "g>h"]
     with pytest.raises(DataError, match=r"failed: .*No space left.* Run the same command to resume"):
@@ -530,7 +530,7 @@ class Processes:
 @pytest.fixture
 def processes(write_rows, tmp_path, monkeypatch):
     monkeypatch.setattr(chunks, "ROWS_PER_CHUNK", 5)
-    monkeypatch.setattr(build, "CHUNKS_PER_FILE", 2)
+    monkeypatch.setattr(cache, "CHUNKS_PER_FILE", 2)
     return Processes(write_rows([{"text": f"{n}>x"} for n in range(50)], format="text"), tmp_path)
 
 

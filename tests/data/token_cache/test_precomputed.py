@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from finetune.data.features import Features
-from finetune.data.token_cache.build import TokenCacheWriter
+from finetune.data.token_cache.cache import TokenCacheWriter
 from finetune.data.token_cache.chunks import Chunk
 from finetune.data.token_cache.counts import Counts
 from finetune.data.token_cache.store import Identity, PrecomputedArrays, PrecomputedWriter, TokenCache

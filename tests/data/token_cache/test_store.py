@@ -8,7 +8,7 @@ import pytest
 
 from finetune.config.sections.data import BatchingSection, DataSection, TrainingSourceSection
 from finetune.data.order.grouping import LengthGroupedOrder
-from finetune.data.token_cache.build import TokenCacheWriter
+from finetune.data.token_cache.cache import TokenCacheWriter
 from finetune.data.token_cache.chunks import Chunk
 from finetune.data.token_cache.counts import Counts
 from finetune.data.token_cache.store import Identity, TokenCache, dataset_view, grouped_by_length

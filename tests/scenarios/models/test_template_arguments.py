@@ -13,7 +13,7 @@ from finetune.commands.export import export
 from finetune.commands.generate import generate_file
 from finetune.commands.preview.preview import preview
 from finetune.commands.source import use_written_arguments
-from finetune.data.encoding.prompts import ChatPrompt, prompt_ids
+from finetune.data.encoding.conversation import ChatPrompt, prompt_ids
 from finetune.data.templates.rendering import arguments_of
 from finetune.errors import CheckpointError, DataError, UserError
 from finetune.report.history import read_events
