@@ -26,7 +26,6 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from finetune.errors import ModelError
-from finetune.model.upstream import checkpoint_activations
 
 MIN_OFFLOAD_BYTES = 1 << 20
 """Smaller tensors stay on the device, since the latency of a copy dominates."""
@@ -164,10 +163,6 @@ class OffloadedTensor:
     strides: tuple[int, ...]
     offset: int
 
-    def fetch(self) -> Tensor:
-        """Return the tensor on its device."""
-        return self.storage.fetch().as_strided(self.shape, self.strides, self.offset)
-
 
 class Offloading:
     """The hooks that autograd calls when it saves a tensor and before it uses it."""
@@ -202,7 +197,9 @@ class Offloading:
 
     def unpack(self, saved: Tensor | OffloadedTensor) -> Tensor:
         """Return the tensor on its device."""
-        return saved.fetch() if isinstance(saved, OffloadedTensor) else saved
+        if isinstance(saved, OffloadedTensor):
+            return saved.storage.fetch().as_strided(saved.shape, saved.strides, saved.offset)
+        return saved
 
 
 def offload_activations(
@@ -340,7 +337,10 @@ def enable_gradient_checkpointing(model: PreTrainedModel, mode: CheckpointingMod
     settings: dict[str, Any] = {"use_reentrant": False}
     if mode == "selective":
         settings["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
-    checkpoint_activations(model, settings)
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=settings)
+    else:  # transformers before 5.20; can be removed when pyproject.toml requires it
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
     if mode is not True and isinstance(mode, int):
         layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
         if len(layers) < mode:

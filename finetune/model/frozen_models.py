@@ -20,8 +20,14 @@ from finetune.config.sections.task import DistillationSection
 from finetune.errors import ModelError
 from finetune.model.adapters.context import adapter_config, has_adapter
 from finetune.model.attention.implementation import default_attention
-from finetune.model.loading.hub import is_local_path, loading_errors, resolve_name
-from finetune.model.loading.pretrained import check_no_missing_weights, load_auto_class, load_weights, placed_on
+from finetune.model.loading.hub import CONFIG, is_local_path, loading_errors, resolve_name
+from finetune.model.loading.pretrained import (
+    ADAPTER_CONFIG,
+    check_no_missing_weights,
+    load_named,
+    load_weights,
+    placed_on,
+)
 from finetune.model.upstream import adapters_disabled
 from finetune.runtime.files.digests import sha256_digest
 from finetune.runtime.resources import format_size
@@ -44,22 +50,31 @@ def base_digest(
     is_frozen = adapter_config(section) is not None or section.freeze or section.train_only or is_reference
     if section.name is None or not is_frozen:
         return None
-    return weights_digest(section, model=model, log=log)
+    return weights_digest(section.name, section=section, revision=section.revision, model=model, log=log)
 
 
-def weights_digest(section: ModelSection, *, model: Any, log: Callable[[str], None]) -> str:
-    """Return the identity of the weights of `model.name`.
+def weights_digest(
+    name: str,
+    *,
+    section: ModelSection,
+    key: str = "model.name",
+    revision: str | None = None,
+    model: Any = None,
+    log: Callable[[str], None],
+) -> str:
+    """Return the identity of the weights of `name`, which `key` of the job names, such as `model.name`.
 
     For a folder, a SHA-256 over its weights and config.json, independent of its path; for a hub model, the commit that
     was loaded, found offline. May read every byte of a folder's weights: call it on one rank.
     """
-    if is_local_path(str(section.name)):
-        return folder_digest(Path(resolve_name(str(section.name), key="model.name")), log=log)
+    if is_local_path(name):
+        return folder_digest(Path(resolve_name(name, key=key)), log=log)
     commit = getattr(getattr(model, "config", None), "_commit_hash", None)
+    if commit is None:  # the folder of a cached config.json is named after its commit
+        path = try_to_load_from_cache(name, CONFIG, cache_dir=section.cache_folder, revision=revision)
+        commit = Path(path).parent.name if isinstance(path, str) else None
     if commit is None:
-        commit = _cached_commit(str(section.name), cache_folder=section.cache_folder, revision=section.revision)
-    if commit is None:
-        log(f"model.name: the commit of `{section.name}` is unknown, so a resume would not notice a change")
+        log(f"{key}: the commit of `{name}` is unknown, so a resume would not notice a change")
     return f"commit {commit or 'unknown'}"
 
 
@@ -69,7 +84,12 @@ def folder_digest(folder: Path, *, log: Callable[[str], None]) -> str:
     They are listed as `sha256sum` would. Reads every file that is new since the last time: call it on one rank.
     """
     started = time.monotonic()
-    files = sorted(_files(folder))
+    files = [path for path in (folder / CONFIG, folder / ADAPTER_CONFIG) if path.exists()]
+    for pattern in WEIGHT_FILES:
+        if weights := list(folder.glob(pattern)):
+            files += [*weights, *folder.glob(f"{pattern}.index.json")]
+            break
+    files.sort()
     try:
         with ThreadPoolExecutor(_NUM_THREADS) as threads:  # hashing releases the GIL
             digests = list(threads.map(sha256_digest, files))
@@ -82,23 +102,6 @@ def folder_digest(folder: Path, *, log: Callable[[str], None]) -> str:
     if seconds > _LOG_AFTER_SECONDS:
         log(f"base weights {whole[:12]}: hashed {format_size(size)} in {folder} in {seconds:.0f} s")
     return f"sha256 {whole}"
-
-
-def _files(folder: Path) -> Iterator[Path]:
-    yield from folder.glob("config.json")
-    yield from folder.glob("adapter_config.json")
-    for pattern in WEIGHT_FILES:
-        weights = list(folder.glob(pattern))
-        if weights:
-            yield from weights
-            yield from folder.glob(f"{pattern}.index.json")
-            return
-
-
-def _cached_commit(name: str, *, cache_folder: str | None, revision: str | None = None) -> str | None:
-    """Return the commit whose config.json is in the local cache; its folder is named after the commit."""
-    path = try_to_load_from_cache(name, "config.json", cache_dir=cache_folder, revision=revision)
-    return Path(path).parent.name if isinstance(path, str) else None
 
 
 _INITS_FROM_BASE = ("pissa", "olora", "loftq")
@@ -150,7 +153,8 @@ def reference_identity(
     excluded = _KEYS_WITHOUT_EFFECT | (_ADAPTER_KEYS if reference_is_base(section) else frozenset())
     identity: dict[str, Any] = section.model_dump(mode="json", exclude=set(excluded), exclude_defaults=True)
     if section.name is not None:
-        identity["weights"] = weights_digest(section, model=model, log=log)
+        revision = section.revision
+        identity["weights"] = weights_digest(section.name, section=section, revision=revision, model=model, log=log)
     if section.name is None or "lora" in identity or section.new_tokens is not None:
         identity["seed"] = seed
     if section.adapter is not None:
@@ -161,34 +165,25 @@ def reference_identity(
 TEACHER_KEY = "task.distillation.teacher"
 
 
-def load_teacher_config(section: DistillationSection, *, model: ModelSection) -> Any:
-    """Return the teacher's config; raises ModelError if it cannot be loaded."""
-    with (
-        loading_errors(section.teacher, key=TEACHER_KEY),
-        without_hub_retries(is_local=is_local_path(section.teacher)),
-    ):
-        return load_auto_class(AutoConfig, **_teacher_arguments(section, model))
-
-
 def load_teacher(
     section: DistillationSection, *, model: ModelSection, vocabulary_size: int, device: torch.device
 ) -> PreTrainedModel:
     """Return the teacher on the device, frozen, in evaluation mode and in `teacher_dtype`; raises ModelError."""
+    config = load_named(AutoConfig, section.teacher, key=TEACHER_KEY, section=model)
     with (
         loading_errors(section.teacher, key=TEACHER_KEY),
         without_hub_retries(is_local=is_local_path(section.teacher)),
     ):
-        origin = _teacher_arguments(section, model)
-        config = load_auto_class(AutoConfig, **origin)
-        attention = default_attention(config)
-        dtype = getattr(torch, section.teacher_dtype)
         teacher: PreTrainedModel
         teacher, loading = load_weights(
             AutoModelForCausalLM,
-            **origin,
+            resolve_name(section.teacher, key=TEACHER_KEY),
             config=config,
-            dtype=dtype,
-            attn_implementation=attention,
+            dtype=getattr(torch, section.teacher_dtype),
+            attn_implementation=default_attention(config),
+            cache_dir=model.cache_folder,
+            trust_remote_code=model.trust_remote_code,
+            local_files_only=is_local_path(section.teacher) or is_offline(),
             output_loading_info=True,
             **placed_on(device),
         )
@@ -205,11 +200,7 @@ def load_teacher(
 
 def check_teacher_tokenizer(section: DistillationSection, *, model: ModelSection, tokenizer: Any) -> None:
     """Raise ModelError unless the tokenizers of teacher and student have the same vocabulary."""
-    with (
-        loading_errors(section.teacher, key=TEACHER_KEY),
-        without_hub_retries(is_local=is_local_path(section.teacher)),
-    ):
-        teacher = load_auto_class(AutoTokenizer, **_teacher_arguments(section, model)).get_vocab()
+    teacher = load_named(AutoTokenizer, section.teacher, key=TEACHER_KEY, section=model).get_vocab()
     student = tokenizer.get_vocab()
     differing = sorted(token for token in student.keys() | teacher.keys() if student.get(token) != teacher.get(token))
     if differing:
@@ -218,25 +209,3 @@ def check_teacher_tokenizer(section: DistillationSection, *, model: ModelSection
             f"tokens, such as {differing[0]!r}. Use a teacher of the same family, or write "
             f"`model.tokenizer: {{name: {section.teacher}}}` for a student that is trained from random weights."
         )
-
-
-def teacher_digest(section: DistillationSection, *, model: ModelSection, log: Callable[[str], None]) -> str:
-    """Return the identity of the teacher's weights: the digest of a folder, or the cached commit of a hub model.
-
-    Reads every byte of a folder's weights: call it on one rank.
-    """
-    if is_local_path(section.teacher):
-        return folder_digest(Path(resolve_name(section.teacher, key=TEACHER_KEY)), log=log)
-    commit = _cached_commit(section.teacher, cache_folder=model.cache_folder)
-    if commit is None:
-        log(f"{TEACHER_KEY}: the commit of `{section.teacher}` is unknown, so a resume would not notice a change")
-    return f"commit {commit or 'unknown'}"
-
-
-def _teacher_arguments(section: DistillationSection, model: ModelSection) -> dict[str, Any]:
-    return {
-        "source": resolve_name(section.teacher, key=TEACHER_KEY),
-        "cache_dir": model.cache_folder,
-        "trust_remote_code": model.trust_remote_code,
-        "local_files_only": is_local_path(section.teacher) or is_offline(),
-    }

@@ -109,11 +109,6 @@ def shorten_config(values: MutableMapping[str, Any], layers: Sequence[int], *, l
         ]
 
 
-def can_be_extrapolated(stacks: Sequence[LayerStack]) -> bool:
-    """Return whether the model has few enough kinds of layers, at most 6, to extrapolate from one layer of each."""
-    return 0 < sum(len(set(stack.kinds)) for stack in stacks) <= 6
-
-
 def fewest_layers(stacks: Sequence[LayerStack]) -> KeptLayers:
     """Return the fewest layers that include every kind, in order; every stack keeps at least MIN_LAYERS."""
     kept = {}

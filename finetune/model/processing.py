@@ -14,11 +14,11 @@ from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer, PreTr
 from finetune.config.sections.data import ImagesSection
 from finetune.config.sections.model import ImageProcessorSection, ModelSection
 from finetune.errors import ModelError
-from finetune.model.loading.hub import is_local_path, loading_errors, resolve_name
-from finetune.model.loading.pretrained import load_auto_class, without_warnings
+from finetune.model.loading.hub import loading_errors
+from finetune.model.loading.pretrained import load_auto_class, load_named, without_warnings
 from finetune.model.tokenizer import TOKENIZER_FILES, add_tokens, ensure_padding, load_tokenizer
 from finetune.registry.tasks import InputKind
-from finetune.runtime.upstream import is_offline, without_hub_retries
+from finetune.runtime.upstream import without_hub_retries
 
 NO_CHANGES = ImagesSection()
 """Images get the sizes that the model's own processor has."""
@@ -152,7 +152,18 @@ def load_processing(
     if reads == "text":
         return Processing(load_tokenizer(model, texts=texts, cache_folder=cache_folder, log=log))
     if reads == "images":
-        processor = _image_processor(model)
+        section = model.image_processor
+        if section is not None and section.name is None:
+            processor = build_image_processor(section)
+        elif section is not None:
+            named = model.model_copy(update={"name": section.name, "revision": None})
+            processor = _load_pretrained(named, AutoImageProcessor, key="model.image_processor.name")
+        elif model.name is not None:
+            processor = _load_pretrained(model, AutoImageProcessor, key="model.name")
+        else:
+            raise ModelError(
+                "model.image_processor: a model built `from_config` has no image processor. Write `size` or `name`."
+            )
         return Processing(processor=processor if images.size is None else with_image_size(processor, images.size))
     processor = _load_pretrained(model, AutoProcessor, key="model.name")
     if getattr(processor, "tokenizer", None) is None:
@@ -186,32 +197,11 @@ def has_processing(folder: Path, *, reads: InputKind) -> bool:
     return any((folder / name).is_file() for name in names)
 
 
-def _image_processor(model: ModelSection) -> Any:
-    section = model.image_processor
-    if section is not None and section.name is None:
-        return build_image_processor(section)
-    if section is not None:
-        named = model.model_copy(update={"name": section.name, "revision": None})
-        return _load_pretrained(named, AutoImageProcessor, key="model.image_processor.name")
-    if model.name is None:
-        raise ModelError(
-            "model.image_processor: a model built `from_config` has no image processor. Write `size` or `name`."
-        )
-    return _load_pretrained(model, AutoImageProcessor, key="model.name")
-
-
 def _load_pretrained(model: ModelSection, auto_class: Any, *, key: str) -> Any:
     """Return the processor of `model.tokenizer.name`, or of the model if that is not set."""
     tokenizer = model.tokenizer
     name = tokenizer.name if tokenizer is not None and tokenizer.name is not None else model.name
     if name is None:
         raise ModelError("model.tokenizer: a model built `from_config` has no processor. Write `name`.")
-    with loading_errors(name, key=key), without_hub_retries(is_local=is_local_path(name)):
-        return load_auto_class(
-            auto_class,
-            resolve_name(name, key=key),
-            revision=model.revision if name == model.name else None,
-            cache_dir=model.cache_folder,
-            trust_remote_code=model.trust_remote_code,
-            local_files_only=is_local_path(name) or is_offline(),
-        )
+    revision = model.revision if name == model.name else None
+    return load_named(auto_class, name, key=key, section=model, revision=revision)

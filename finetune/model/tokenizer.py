@@ -21,13 +21,12 @@ from transformers import AddedToken, AutoTokenizer, PreTrainedModel, PreTrainedT
 from finetune.config.sections.model import ModelSection, NewTokensSection
 from finetune.errors import ModelError
 from finetune.model.loading.architecture import load_pretrained_config
-from finetune.model.loading.hub import is_local_path, loading_errors, resolve_name
-from finetune.model.loading.pretrained import load_auto_class, load_trained_tokenizer, without_warnings
+from finetune.model.loading.hub import is_local_path, resolve_name
+from finetune.model.loading.pretrained import load_auto_class, load_named, load_trained_tokenizer, without_warnings
 from finetune.runtime.files.atomic import build_once, quarantine
 from finetune.runtime.files.digests import find_folder_damage, write_folder_digests
 from finetune.runtime.parameters import InitContext
 from finetune.runtime.seeds import derive_seed
-from finetune.runtime.upstream import is_offline, without_hub_retries
 
 END_OF_TEXT = "<|endoftext|>"
 TURN_START = "<|im_start|>"
@@ -181,15 +180,8 @@ def _load_pretrained(name: str, *, key: str, model: ModelSection, revision: str 
             f"{key}: the folder {source} contains no tokenizer (none of {', '.join(TOKENIZER_FILES)}). "
             "Write `model.tokenizer.name` (a hub name or a folder with one) or `model.tokenizer.train`."
         )
-    with loading_errors(name, key=key), without_hub_retries(is_local=is_local_path(name)):
-        return load_auto_class(
-            AutoTokenizer,
-            source,
-            revision=revision,
-            cache_dir=model.cache_folder,
-            trust_remote_code=model.trust_remote_code,
-            local_files_only=is_local_path(name) or is_offline(),
-        )
+    tokenizer: PreTrainedTokenizerBase = load_named(AutoTokenizer, name, key=key, section=model, revision=revision)
+    return tokenizer
 
 
 def add_tokens(tokenizer: PreTrainedTokenizerBase, section: NewTokensSection) -> None:

@@ -159,17 +159,6 @@ def _mark_uninitialized(module: Any) -> None:
         nn.init.uniform_(module.bias, -bound, bound)
 
 
-def checkpoint_activations(model: PreTrainedModel, settings: Mapping[str, Any]) -> None:
-    """Enable gradient checkpointing under its old or new method name.
-
-    transformers before 5.20 has `gradient_checkpointing_enable` only; can be removed when pyproject.toml requires 5.20.
-    """
-    if hasattr(model, "activation_checkpointing_enable"):
-        model.activation_checkpointing_enable(activation_checkpointing_kwargs=settings)
-    else:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
-
-
 # Sharding: FSDP2 units must not share parameters, and Accelerate reads attributes that not every model has.
 
 

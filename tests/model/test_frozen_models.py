@@ -12,7 +12,7 @@ from finetune.config.sections.model import LoraSection, ModelSection
 from finetune.config.sections.task import DistillationSection
 from finetune.errors import ModelError
 from finetune.model import frozen_models
-from finetune.model.frozen_models import base_digest, check_teacher_tokenizer, load_teacher, teacher_digest
+from finetune.model.frozen_models import base_digest, check_teacher_tokenizer, load_teacher, weights_digest
 
 
 @pytest.fixture
@@ -143,11 +143,10 @@ def test_a_teacher_with_another_vocabulary_is_rejected_with_one_sentence(teacher
 
 
 def test_other_weights_change_the_identity_of_the_teacher(teacher_folder):
-    section = DistillationSection(teacher=str(teacher_folder))
-    before = teacher_digest(section, model=MODEL, log=print)
-    assert before == teacher_digest(section, model=MODEL, log=print)
+    before = weights_digest(str(teacher_folder), section=MODEL, key="task.distillation.teacher", log=print)
+    assert before == weights_digest(str(teacher_folder), section=MODEL, key="task.distillation.teacher", log=print)
     model = LlamaForCausalLM.from_pretrained(teacher_folder)
     with torch.no_grad():
         model.lm_head.weight.add_(1)
     model.save_pretrained(teacher_folder)
-    assert teacher_digest(section, model=MODEL, log=print) != before
+    assert weights_digest(str(teacher_folder), section=MODEL, key="task.distillation.teacher", log=print) != before

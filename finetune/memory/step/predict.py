@@ -44,7 +44,6 @@ from finetune.memory.step.trace import (
 from finetune.model.kernels.fused_layers import fuse_layers
 from finetune.model.layers import (
     KeptLayers,
-    can_be_extrapolated,
     fewest_layers,
     find_stacks,
     with_layers,
@@ -64,6 +63,9 @@ CONTEXT_BYTES = 600 << 20
 
 NCCL_BYTES = 400 << 20
 """Memory of NCCL's buffers and channels with several ranks, outside torch's allocator."""
+
+MAX_KINDS = 6
+"""The maximum number of kinds of layers of a model that is extrapolated from one layer of each."""
 
 Key = tuple[Any, ...]
 
@@ -173,7 +175,7 @@ class Predictor:
 def _extrapolated(model: Any, trace: Callable[[KeptLayers], Values]) -> Values:
     """Return the values of the whole model, from traces of a few layers of each type."""
     stacks = find_stacks(model, with_sizes=True)
-    if not can_be_extrapolated(stacks):
+    if not 0 < sum(len(set(stack.kinds)) for stack in stacks) <= MAX_KINDS:
         return trace({stack.name: range(len(stack.kinds)) for stack in stacks})
     layers_of = fewest_layers(stacks)
     base: Mapping[Any, float] = trace(layers_of)

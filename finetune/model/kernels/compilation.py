@@ -85,19 +85,10 @@ class Compilation:
         self.failure: Exception | None = None
         errors = _torch_module("_dynamo.exc")
         self.errors = (errors.TorchDynamoException, errors.FailOnRecompileLimitHit)  # not those of the model
-        self._log = log
+        self.log = log
         # random numbers as in eager mode, so that compiling does not change dropout
         options: dict[str, Any] = {"options": {"fallback_random": True}} if BACKEND == "inductor" else {}
         self.forward = torch.compile(_forward, backend=BACKEND, **options)
-
-    def disable(self, error: Exception) -> None:
-        """Run all modules uncompiled from now on, and log why."""
-        self.failure = error
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        self._log(
-            "warning: model.compile: the compiler failed, so training continues uncompiled "
-            f"({' '.join([type(error).__name__ + ':', *lines[:2]])}). Write `compile: off`, or fix that and resume."
-        )
 
 
 class CompiledForward:
@@ -116,7 +107,12 @@ class CompiledForward:
             if compilation.failure is None:
                 return compilation.forward(module, self._recompute, *values, **named)
         except compilation.errors as error:
-            compilation.disable(error)
+            compilation.failure = error
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+            compilation.log(
+                "warning: model.compile: the compiler failed, so training continues uncompiled "
+                f"({' '.join([type(error).__name__ + ':', *lines[:2]])}). Write `compile: off`, or fix that and resume."
+            )
         return _forward(module, self._recompute, *values, **named)
 
 

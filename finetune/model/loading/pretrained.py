@@ -29,12 +29,13 @@ from finetune.model.loading.hub import (
     check_matrix_sizes,
     check_tokenizer,
     is_local_path,
+    loading_errors,
     read_json_settings,
     resolve_name,
 )
 from finetune.model.upstream import data_only_loading
 from finetune.runtime.optional import lazily
-from finetune.runtime.upstream import is_offline
+from finetune.runtime.upstream import is_offline, without_hub_retries
 
 with lazily():
     from peft import config as peft_config
@@ -79,6 +80,22 @@ def load_auto_class(auto_class: Any, source: str | Path, *, trust_remote_code: b
             f"{source}: `model_max_length` in its tokenizer_config.json is {limit!r:.80}, which is not a number."
         )
     return loaded
+
+
+def load_named(auto_class: Any, name: str, *, key: str, section: ModelSection, revision: str | None = None) -> Any:
+    """Return what the Auto class loads by this hub name or from this folder, for a model of the section.
+
+    Raises ModelError, which names `key`.
+    """
+    with loading_errors(name, key=key), without_hub_retries(is_local=is_local_path(name)):
+        return load_auto_class(
+            auto_class,
+            resolve_name(name, key=key),
+            revision=revision,
+            cache_dir=section.cache_folder,
+            trust_remote_code=section.trust_remote_code,
+            local_files_only=is_local_path(name) or is_offline(),
+        )
 
 
 def read_config_content(

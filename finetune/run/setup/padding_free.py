@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoConfig
+
 from finetune.checkpoint.format import layout
 from finetune.checkpoint.format.manifest import read_manifest_of_step
 from finetune.config.paths import is_url
@@ -17,9 +19,9 @@ from finetune.model.attention.supported_models import (
     padding_reason,
     text_config,
 )
-from finetune.model.frozen_models import load_teacher_config
+from finetune.model.frozen_models import TEACHER_KEY
 from finetune.model.loading.architecture import load_model_config
-from finetune.model.loading.pretrained import ADAPTER_CONFIG, read_adapter_config
+from finetune.model.loading.pretrained import ADAPTER_CONFIG, load_named, read_adapter_config
 from finetune.registry.model import ATTENTIONS
 from finetune.registry.tasks import TASKS
 from finetune.runtime.run_folder import CHECKPOINTS_FOLDER
@@ -77,11 +79,12 @@ def why_padded(config: RunConfig, *, model: Any = None, adapter: AdapterConfig =
     try:
         own = load_model_config(config.model) if model is None else model
         section = config.task.distillation
-        teachers = () if section is None else (load_teacher_config(section, model=config.model),)
+        configs = [own]
+        if section is not None:
+            configs.append(load_named(AutoConfig, section.teacher, key=TEACHER_KEY, section=config.model))
     except ModelError:
         return "the model cannot be loaded"  # loading it raises the error
-    reasons = (*(padding_reason(each) for each in (own, *teachers)), None)
-    if (reason := next((each for each in reasons if each), None)) is not None:
+    if (reason := next(filter(None, map(padding_reason, configs)), None)) is not None:
         return reason
     if text_config(own).model_type in OWN_ATTENTION_TYPES and attention != "auto":
         return f"`model.attention: {attention}` does not keep samples of this model apart. Write `auto`"

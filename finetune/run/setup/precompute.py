@@ -34,11 +34,12 @@ from finetune.data.token_cache.store import (
 )
 from finetune.errors import DataError
 from finetune.model.frozen_models import (
+    TEACHER_KEY,
     check_teacher_tokenizer,
     load_teacher,
     reference_identity,
     reference_mode,
-    teacher_digest,
+    weights_digest,
 )
 from finetune.model.size import measure_model
 from finetune.report.reporter import RunLog
@@ -149,7 +150,8 @@ def teacher_identity(config: RunConfig, *, log: RunLog) -> str | None:
     section = config.task.distillation
     if section is None:
         return None
-    digest: str = run_on_rank_0(lambda: teacher_digest(section, model=config.model, log=log))
+    compute = partial(weights_digest, section.teacher, section=config.model, key=TEACHER_KEY, log=log)
+    digest: str = run_on_rank_0(compute)
     return digest
 
 

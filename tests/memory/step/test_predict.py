@@ -64,7 +64,7 @@ def layout(strategy="single", method="full", *, recomputes=False, ranks=2, micro
 def test_two_and_three_layers_predict_the_memory_of_eight(monkeypatch, tmp_path, strategy, method, recomputes):
     asked = layout(strategy, method, recomputes=recomputes)
     few = predict(config_of(tmp_path), asked)
-    monkeypatch.setattr(predicting, "can_be_extrapolated", lambda _: False)
+    monkeypatch.setattr(predicting, "MAX_KINDS", 0)
     whole = predict(config_of(tmp_path), asked)
     assert few.peak_bytes == pytest.approx(whole.peak_bytes, rel=0.01)
     assert few.flops_per_token == pytest.approx(whole.flops_per_token)
@@ -174,7 +174,7 @@ def test_models_with_several_kinds_of_layers_are_extrapolated_by_kind(monkeypatc
         values = f"{values}, num_local_experts: 4, num_experts_per_tok: 2"
     config = config_of(tmp_path, model=model, values=f"{SIZES}, {values}")
     few = predict(config, layout())
-    monkeypatch.setattr(predicting, "can_be_extrapolated", lambda _: False)
+    monkeypatch.setattr(predicting, "MAX_KINDS", 0)
     whole = predict(config, layout())
     assert few.num_parameters == whole.num_parameters
     assert few.peak_bytes == pytest.approx(whole.peak_bytes, rel=0.02)
