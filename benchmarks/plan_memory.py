@@ -28,8 +28,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from finetune.config.load import load_config  # noqa: E402  # found by the line above
+from finetune.memory.predict import Predictor  # noqa: E402
 from finetune.memory.state import Layout  # noqa: E402
-from finetune.memory.step.predict import Predictor  # noqa: E402
 from finetune.run.setup.padding_free import resolve_padding_free  # noqa: E402
 from tests.launching import accelerate_command  # noqa: E402
 
@@ -166,7 +166,7 @@ def write_job(each: Combination, folder: Path, *, microbatch: int) -> Path:
 def measure(each: Combination, job: Path) -> int:
     """Run the job for real and return the peak of its second and third step, of the rank that holds most."""
     words = [word for setting in each.overrides for word in ("--set", setting)]
-    program = ("-m", "tests.memory.step.live_program", str(job.parent), "--config", str(job), *words)
+    program = ("-m", "tests.memory.live_program", str(job.parent), "--config", str(job), *words)
     command = accelerate_command(each.strategy, *program, processes=each.num_ranks)
     ended = subprocess.run(
         command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True
@@ -183,7 +183,7 @@ def format_table(rows: Sequence[Any], errors: Sequence[float]) -> str:
         "# Predicted and measured peak memory",
         "",
         "`python benchmarks/plan_memory.py`: the peak of all tensors in a step, predicted without values by",
-        "`finetune.memory.step`, and measured by live bytes in processes on CPUs (gloo; two ranks, `single`: one).",
+        "`finetune.memory.predict`, and measured by live bytes in processes on CPUs (gloo; two ranks, `single`: one).",
         f"Llama-shaped models in float32, rows of {LENGTH} tokens, microbatches of 2 rows.",
         "",
         "| model | strategy | method | recomputation | predicted, MB | measured, MB | error | seconds to predict |",

@@ -37,8 +37,8 @@ from finetune.commands.plan.step_time import step_time  # noqa: E402
 from finetune.commands.plan.strategies import step_work  # noqa: E402
 from finetune.config.load import load_config  # noqa: E402
 from finetune.errors import ModelError  # noqa: E402
+from finetune.memory.predict import Predictor  # noqa: E402
 from finetune.memory.state import Layout, Prediction, StrategyName  # noqa: E402
-from finetune.memory.step.predict import Predictor  # noqa: E402
 from finetune.model.loading.architecture import load_model_config  # noqa: E402
 from finetune.model.size import read_shapes  # noqa: E402
 from finetune.run.setup.padding_free import resolve_padding_free  # noqa: E402

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from finetune.memory.step.tracer import LiveBytes
+from finetune.memory.tracer import LiveBytes
 
 
 @dataclass

@@ -26,8 +26,7 @@ from finetune.export.weights import build_meta_model, check_shapes, map_in_threa
 from finetune.model.adapters.build import peft_state_dict_names
 from finetune.model.adapters.context import ADAPTER_NAME, base_parameter_name
 from finetune.model.adapters.lora import as_plain_lora, initial_factors
-from finetune.model.adapters.targets import shortest_names
-from finetune.model.adapters.upstream import keep_targets, rewritten_names
+from finetune.model.adapters.targets import keep_targets, rewritten_names, shortest_names
 
 MERGEABLE = frozenset({"LORA", "ADALORA", "IA3", "OFT", "TRAINABLE_TOKENS", "LOHA", "LOKR"})
 """The adapter types, by peft's names, that can be merged exactly."""

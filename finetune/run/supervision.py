@@ -16,7 +16,7 @@ from finetune.config.load import LoadedConfig
 from finetune.config.sections.run import OnEndSection
 from finetune.data.token_cache.cache import cache_folder
 from finetune.errors import FinetuneError, ModelError, UserError
-from finetune.memory.trial.limits import is_out_of_memory
+from finetune.memory.limits import is_out_of_memory
 from finetune.report.reporter import RunLog
 from finetune.report.timing import StartupTimer
 from finetune.run.state.finished import FinishedRun

@@ -33,8 +33,8 @@ from finetune.commands.plan.strategies import (
 from finetune.commands.printing import print_json
 from finetune.config.load import LoadedConfig, load_config
 from finetune.errors import ModelError
+from finetune.memory.predict import Predictor
 from finetune.memory.state import STRATEGIES, Method, StrategyName, write_planned
-from finetune.memory.step.predict import Predictor
 from finetune.report.history import read_history
 from finetune.run.setup.padding_free import resolve_padding_free
 from finetune.runtime.files.read import read_json

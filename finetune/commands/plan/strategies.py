@@ -12,8 +12,8 @@ from finetune.commands.plan.job import PlannedJob
 from finetune.commands.plan.step_time import StepTime, Work, step_time
 from finetune.config.run_config import RunConfig
 from finetune.errors import ModelError, StrategyError
+from finetune.memory.fake_model import runs_fused_layers
 from finetune.memory.state import STRATEGIES, Layout, Method, Prediction, StrategyName, TensorParallelName
-from finetune.memory.step.fake_model import runs_fused_layers
 from finetune.model.kernels.compilation import (
     FUSED_TRAFFIC_PER_HIDDEN,
     TRAFFIC_PER_HIDDEN,

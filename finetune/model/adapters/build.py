@@ -47,7 +47,7 @@ from finetune.model.adapters.context import (
 )
 from finetune.model.adapters.experts import group_expert_adapters
 from finetune.model.adapters.lora import init_lora, lora_config
-from finetune.model.adapters.upstream import keep_targets
+from finetune.model.adapters.targets import keep_targets
 from finetune.model.freeze import peft_exclude_pattern
 from finetune.model.loading.architecture import new_head_modules
 from finetune.model.loading.hub import error_summary, loading_errors

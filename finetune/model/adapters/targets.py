@@ -1,13 +1,17 @@
 """The modules and parameters that LoRA adapts: attention, shared experts, routed experts, router.
 
 Routed experts are matrices [experts, rows, columns] of one module, which peft adapts as parameters, not as modules. For
-a mixture of experts this module selects the targets by full name; for other models, peft selects them.
+a mixture of experts this module selects the targets by full name; for other models, peft selects them. At the end are
+workarounds for what peft does with targets (peft 0.21, transformers 5.23); a test fails when one is no longer needed.
 """
 
+import inspect
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
+from peft.utils import transformers_weight_conversion as conversion
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -15,8 +19,8 @@ from finetune.config.sections.model import LoraSection
 from finetune.errors import Problem
 from finetune.model.adapters.context import is_conv1d, module_name
 from finetune.model.adapters.experts import is_grouped
-from finetune.model.adapters.upstream import is_read_by_kernel, rewritten_names
 from finetune.model.loading.architecture import new_head_modules
+from finetune.model.upstream import patched
 from finetune.runtime.parameters import full_shape
 
 ALL_LINEAR = "all-linear"
@@ -270,3 +274,46 @@ def shortest_names(chosen: Collection[str], names: Collection[str]) -> list[str]
         matched = {name for name in names if name == suffix or name.endswith(f".{suffix}")}
         shortest |= {suffix} if matched <= set(chosen) else full_names
     return sorted(shortest)
+
+
+@contextmanager
+def keep_targets() -> Iterator[None]:
+    """Prevent peft from changing the given targets.
+
+    peft 0.21 rewrites the targets of some mixtures of experts as if they named modules of transformers 4: `gate_proj`
+    becomes the parameter `gate_up_proj` of the routed experts at twice the rank, `all-linear` also adapts the router,
+    and shared experts and dense layers with the same names lose their adapters (`_convert_peft_config_moe`). Can be
+    removed when that is limited to adapters written by transformers 4.
+    """
+    with patched([(conversion, "convert_peft_config_for_transformers", lambda config, model, conversions: None)]):
+        yield
+
+
+def rewritten_names(model_type: str) -> frozenset[str]:
+    """Return the names of modules that peft, on loading, replaces with parameters of the routed experts."""
+    pattern = conversion._MODEL_TO_CONVERSION_PATTERN.get(model_type)
+    if pattern is None or conversion.get_checkpoint_conversion_mapping(model_type) is None:
+        return frozenset()
+    if not conversion._MOE_FUSED_TARGETS.get(pattern):
+        return frozenset()
+    return frozenset(conversion._MOE_TARGET_MODULE_MAPPING.get(pattern, {}))
+
+
+_REFUSED_BY_PEFT = ("mamba", "mixer")
+
+
+def is_read_by_kernel(parent: nn.Module, name: str) -> bool:
+    """Return whether a mixer passes the weight of its layer to a kernel instead of calling the layer.
+
+    An adapter of that layer would not be trained. peft 0.21 refuses `out_proj` of mamba, mamba2, falcon_mamba,
+    falcon_h1 and nemotron_h for this reason, but misses bamba, granitemoehybrid, jamba and zamba2, and `x_proj` and
+    `dt_proj` of mamba (`_check_lora_target_modules_mamba`).
+    """
+    mixer_class = type(parent)
+    if not any(part in mixer_class.__name__.lower() for part in _REFUSED_BY_PEFT):
+        return False
+    try:
+        source = inspect.getsource(mixer_class)
+    except (OSError, TypeError):  # code that was not read from a file
+        return False
+    return re.search(rf"self\.{re.escape(name)}\.weight\b(?!\.dtype)", source) is not None

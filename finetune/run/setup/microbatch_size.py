@@ -12,7 +12,7 @@ from finetune.config.run_config import RunConfig, possible_microbatch_sizes
 from finetune.config.section import KeyLocation
 from finetune.data.loader import slice_batch
 from finetune.errors import UserError
-from finetune.memory.trial.limits import (
+from finetune.memory.limits import (
     LongestBatch,
     MemoryLimit,
     MemoryLimits,
@@ -21,7 +21,7 @@ from finetune.memory.trial.limits import (
     memories,
     release_freed_memory,
 )
-from finetune.memory.trial.trial import Trial, later_host_bytes, missing_state_bytes, zero_buffer_bytes
+from finetune.memory.trial import Trial, later_host_bytes, missing_state_bytes, zero_buffer_bytes
 from finetune.run.context import RunContext
 from finetune.run.setup.padding_free import resolve_padding_free
 from finetune.run.setup.prepared_model import BuiltRun

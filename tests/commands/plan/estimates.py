@@ -1,6 +1,6 @@
 """A stand-in for the symbolic step: memory and FLOPs of a Llama by the usual arithmetic, in microseconds.
 
-What `finetune.memory.step` predicts is tested there; here only what a plan makes of predictions is.
+What `finetune.memory.predict` predicts is tested there; here only what a plan makes of predictions is.
 """
 
 from dataclasses import dataclass

@@ -10,11 +10,10 @@ from torch import nn
 from finetune.config.load import load_config
 from finetune.config.sections.model import FromConfigSection, LoraSection, ModelSection
 from finetune.errors import ConfigError, ModelError
-from finetune.model.adapters import upstream
 from finetune.model.adapters.build import add_adapter
 from finetune.model.adapters.context import AdapterContext
 from finetune.model.adapters.lora import adapter_summary
-from finetune.model.adapters.targets import find_experts, find_routers, shortest_names, target_problems
+from finetune.model.adapters.targets import find_experts, find_routers, rewritten_names, shortest_names, target_problems
 from finetune.model.loading.dry_run import meta_model
 from finetune.run.setup.model import adapter_problems
 from tests.model.moe_models import HYBRID_MODELS, MOE_MODELS
@@ -223,11 +222,11 @@ def test_names_are_as_short_as_they_can_be():
 
 
 def test_peft_still_rewrites_targets_and_overlooks_mixers(build):
-    """Fails when the workarounds in finetune/model/adapters/upstream.py are no longer needed."""
+    """Fails when the workarounds in finetune/model/adapters/targets.py are no longer needed."""
     model = get_peft_model(build(section_of("deepseek_v3")), LoraConfig(r=2, target_modules="all-linear"))
     assert adapted_names(model) == (LATENT_ATTENTION | EXPERTS | {"gate"}), "keep_targets can go"
-    assert upstream.rewritten_names("deepseek_v3") == {"gate", "gate_proj", "up_proj", "down_proj"}
-    assert upstream.rewritten_names("llama") == upstream.rewritten_names("gpt_oss") == frozenset()
+    assert rewritten_names("deepseek_v3") == {"gate", "gate_proj", "up_proj", "down_proj"}
+    assert rewritten_names("llama") == rewritten_names("gpt_oss") == frozenset()
     hybrid = get_peft_model(build(section_of("granitemoehybrid")), LoraConfig(r=2, target_modules="all-linear"))
     assert "out_proj" in adapted_names(hybrid), "peft refuses what is_read_by_kernel finds"
     with pytest.raises(ValueError, match="incompatible with Mamba"):

@@ -8,8 +8,8 @@ import pytest
 
 from finetune.config.load import load_config
 from finetune.errors import UserError
-from finetune.memory.trial.limits import MemoryLimits
-from finetune.memory.trial.trial import Trial
+from finetune.memory.limits import MemoryLimits
+from finetune.memory.trial import Trial
 from finetune.run.setup.microbatch_size import (
     MICROBATCH_FILE,
     MicrobatchRecord,

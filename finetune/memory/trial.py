@@ -5,7 +5,7 @@ trained parameters: gradients go to the aliases, so that neither DDP's buckets n
 collectives of a task are local. Without communication, no rank can block.
 
 If parameters are sharded (FSDP, ZeRO-3), each layer is gathered, so the real model runs and its gradients are dropped.
-A rank that runs out of memory there ends the run; `choose.py` explains how `auto` avoids that.
+A rank that runs out of memory there ends the run; `run/setup/microbatch_size.py` explains how `auto` avoids that.
 """
 
 import gc
@@ -26,7 +26,7 @@ from finetune.config.run_config import RunConfig
 from finetune.config.sections.train import TrainSection
 from finetune.data.batch import Batch
 from finetune.errors import StrategyError
-from finetune.memory.trial.limits import MemoryLimit, is_out_of_memory
+from finetune.memory.limits import MemoryLimit, is_out_of_memory
 from finetune.model.batch_norm import GhostBatchNorm
 from finetune.model.size import AVERAGE_BYTES, optimizer_state_bytes
 from finetune.runtime import distributed

@@ -23,9 +23,9 @@ from torch.utils._pytree import tree_leaves
 
 from finetune.config.run_config import RunConfig
 from finetune.data.batch import Batch
+from finetune.memory.fake_model import QuantizedLinear, materialize_fake
 from finetune.memory.state import Layout
-from finetune.memory.step.fake_model import QuantizedLinear, materialize_fake
-from finetune.memory.step.tracer import ACTIVATIONS, GATHERED, GRADIENTS, OPTIMIZER, WEIGHTS, Tracer
+from finetune.memory.tracer import ACTIVATIONS, GATHERED, GRADIENTS, OPTIMIZER, WEIGHTS, Tracer
 from finetune.model.size import AVERAGE_BYTES, Shapes, optimizer_state_bytes
 from finetune.model.upstream import expose_hidden_size, head_as_one_unit
 from finetune.registry.model import ARITHMETIC

@@ -23,15 +23,15 @@ from finetune.data.encoding.labelled import IMAGE, LABEL, LABELS
 from finetune.data.features import LENGTHS_OF_SEQUENCES, Features
 from finetune.data.token_cache.cache import cache_folder
 from finetune.errors import FinetuneError, ModelError
-from finetune.memory.state import Layout, Prediction
-from finetune.memory.step.fake_model import (
+from finetune.memory.fake_model import (
     FUSED_FUNCTIONS,
     empty_model,
     make_trainable,
     runs_fused_layers,
     with_method,
 )
-from finetune.memory.step.trace import (
+from finetune.memory.state import Layout, Prediction
+from finetune.memory.trace import (
     BETWEEN,
     Sharding,
     SymbolicStep,

@@ -7,7 +7,7 @@ import pytest
 
 from finetune.data.order.grouping import GroupedOrder, LengthGroupedOrder, best_fit_decreasing
 from finetune.data.order.order import SetOrder
-from finetune.memory.trial.limits import _longest_of_groups, _longest_of_samples
+from finetune.memory.limits import _longest_of_groups, _longest_of_samples
 
 LENGTHS = np.array([5, 9, 2, 7, 30, 4, 8, 6, 3, 11, 10, 12])
 

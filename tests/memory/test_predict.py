@@ -13,10 +13,10 @@ import torch
 
 from finetune.config.load import load_config
 from finetune.errors import ModelError
+from finetune.memory import predict as predicting
+from finetune.memory import trace
+from finetune.memory.predict import Predictor
 from finetune.memory.state import Layout
-from finetune.memory.step import predict as predicting
-from finetune.memory.step import trace
-from finetune.memory.step.predict import Predictor
 from finetune.model.kernels import fused_layers
 from finetune.registry.optimizers import OPTIMIZERS
 from finetune.run.setup.padding_free import resolve_padding_free
@@ -147,8 +147,8 @@ def test_fused_layers_keep_fewer_activations_where_the_run_uses_them(tmp_path, m
 def test_the_stand_in_of_a_kernel_keeps_as_much_memory_as_the_kernel(model_type):
     pytest.importorskip("liger_kernel", reason="liger-kernel is not installed")
     pytest.importorskip("triton", reason="triton is not installed")
-    command = [sys.executable, "-m", "tests.memory.step.fused_program", model_type]
-    root = Path(__file__).parents[3]
+    command = [sys.executable, "-m", "tests.memory.fused_program", model_type]
+    root = Path(__file__).parents[2]
     done = subprocess.run(command, cwd=root, env=os.environ, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     bytes_of = json.loads(done.stdout.splitlines()[-1])

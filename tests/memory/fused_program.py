@@ -16,8 +16,8 @@ from tests.model.kernels import triton_on_cpu  # noqa: F401  # before triton is 
 # isort: split
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from finetune.memory.step.fake_model import FUSED_FUNCTIONS
-from finetune.memory.step.tracer import LiveBytes
+from finetune.memory.fake_model import FUSED_FUNCTIONS
+from finetune.memory.tracer import LiveBytes
 from finetune.model.kernels.fused_layers import fuse_layers
 from tests.model.kernels.fused_on_cpu import SIZE
 

@@ -14,7 +14,7 @@ from unittest.mock import patch
 import torch
 
 from finetune.__main__ import main
-from finetune.memory.step.tracer import LiveBytes
+from finetune.memory.tracer import LiveBytes
 from finetune.run import train as run
 from finetune.train import loop
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from finetune.memory.trial.limits import MARGIN, MemoryLimits
+from finetune.memory.limits import MARGIN, MemoryLimits
 
 
 def search(sizes, limits, memory):
