@@ -40,7 +40,7 @@ from finetune.export.verify.rows import (
     synthetic_rows,
     verification_row,
 )
-from finetune.export.verify.verifier import Expected, ExportVerifier, ModelFacts, Precision, model_facts, staged_export
+from finetune.export.verify.verifier import Expected, ExportVerifier, Precision, model_facts, staged_export
 from finetune.model.build import build_model
 from finetune.model.loading.hub import is_local_path
 from finetune.model.processing import Processing
@@ -200,13 +200,17 @@ def _write_final(
         weights |= load_unquantized_base(
             loaded.config, training_data.task, tokenizer=training_data.tokenizer, log=print
         )
-        export = partial(
-            export_model,
-            model=model,
-            weights=weights,
-            preprocessors=trained.preprocessors,
-            facts=_card(loaded, progress, head=head),
+        card = CardFacts(
+            title=run_folder.name,
+            task=loaded.config.task.name,
+            num_steps=progress.step,
+            metrics=progress.last_metrics,
+            config_text=resolved_yaml(loaded),
+            software=package_versions(),
+            head=head,
+            config_values=loaded.config.model.config_changes,
         )
+        export = partial(export_model, model=model, weights=weights, preprocessors=trained.preprocessors, facts=card)
         unmerged = None
         if needs_unmerged(loaded.config):
             adapter_section = loaded.config.export.model_copy(update={"merge": False, "dtype": None})
@@ -230,19 +234,6 @@ def export_inputs(processing: Processing, task: Task, model: Any) -> Preprocesso
     tokenizer = processing.tokenizer
     language = None if tokenizer is None else TextPreprocessor(tokenizer, stop_ids(tokenizer), arguments_of(tokenizer))
     return Preprocessors(language, processing.processor, task.export_files(model.config))
-
-
-def _card(loaded: LoadedConfig, progress: Progress, *, head: str) -> CardFacts:
-    return CardFacts(
-        title=Path(loaded.config.run.folder).name,
-        task=loaded.config.task.name,
-        num_steps=progress.step,
-        metrics=progress.last_metrics,
-        config_text=resolved_yaml(loaded),
-        software=package_versions(),
-        head=head,
-        config_values=loaded.config.model.config_changes,
-    )
 
 
 def push_final(config: RunConfig, *, log: Callable[[str], None] = print) -> None:
@@ -375,14 +366,14 @@ def start_verifier(config: RunConfig, model: Any, *, head: str) -> ExportVerifie
     if not config.export.verify:
         return NoVerifier()
     num_threads = usable_cores() if distributed.world() > 1 else torch.get_num_threads()
-    return ExportVerifier(facts_of(config, model, head=head), num_threads=num_threads)
-
-
-def facts_of(config: RunConfig, model: Any, *, head: str) -> ModelFacts:
-    """Return the facts of the job's model that are needed to load its export."""
-    merge = config.export.merge and adapter_of(config) is not None
-    trusts = config.model.trust_remote_code
-    return model_facts(model, head=head, merge=merge, trust_remote_code=trusts, options=load_options(config.model))
+    facts = model_facts(
+        model,
+        head=head,
+        merge=is_merged(config),
+        trust_remote_code=config.model.trust_remote_code,
+        options=load_options(config.model),
+    )
+    return ExportVerifier(facts, num_threads=num_threads)
 
 
 def load_options(section: ModelSection) -> dict[str, Any]:
@@ -394,7 +385,7 @@ def load_options(section: ModelSection) -> dict[str, Any]:
 
 def needs_unmerged(config: RunConfig) -> bool:
     """Return whether a merge is compared with base and adapter in float32: where run or folder have less precision."""
-    if not (config.export.verify and config.export.merge and adapter_of(config) is not None):
+    if not (config.export.verify and is_merged(config)):
         return False
     dtypes = (config.model.dtype, config.export.dtype or "float32")
     return config.model.quantization is not None or computed_in(config) != "float32" or set(dtypes) != {"float32"}

@@ -25,12 +25,10 @@ from finetune.run.state.resume import RestoredRun
 from finetune.run.supervision import Supervision
 from finetune.runtime import distributed
 from finetune.runtime.optional import no_op
-from finetune.runtime.progress import Progress
 from finetune.runtime.upstream import keep_freed_memory
 from finetune.strategy.choose import describe_strategy
 from finetune.strategy.protocol import Strategy
 from finetune.train.loop import report_steps, train
-from finetune.train.parts import TrainingComponents
 from finetune.train.stopping import FINAL_REASONS, STOP_FILE
 
 
@@ -68,7 +66,16 @@ def fit(
         if config.evaluate is not None and config.evaluate.at_start and progress.step == 0:
             with supervision.startup.phase("evaluation"):
                 parts.evaluate(progress.step)
-        return TrainingOutcome(_run_loop(parts, progress, supervision=supervision), started)
+        if parts.accelerator.device.type == "cpu":
+            keep_freed_memory()
+        supervision.begin_training()
+        try:
+            return TrainingOutcome(train(parts, progress), started)
+        except NonFiniteError:  # raised on every rank alike, so they can still communicate
+            report_steps(parts, progress)
+            with suppress(CheckpointError):  # a save in progress was begun before the error
+                parts.save.wait_for_writes()
+            raise
 
 
 def make_saver(
@@ -138,16 +145,3 @@ def finish(
         )
     )
     return code
-
-
-def _run_loop(parts: TrainingComponents, progress: Progress, *, supervision: Supervision) -> str:
-    if parts.accelerator.device.type == "cpu":
-        keep_freed_memory()
-    supervision.begin_training()
-    try:
-        return train(parts, progress)
-    except NonFiniteError:  # raised on every rank alike, so they can still communicate
-        report_steps(parts, progress)
-        with suppress(CheckpointError):  # a save in progress was begun before the error
-            parts.save.wait_for_writes()
-        raise

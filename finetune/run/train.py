@@ -6,7 +6,7 @@ that the run starts from, `restore` loads a checkpoint into what `build` returne
 
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from accelerate import Accelerator
@@ -15,9 +15,8 @@ from finetune.checkpoint.read.checksum_prefetch import ChecksumPrefetch
 from finetune.config.load import LoadedConfig
 from finetune.config.plugins import activate_options
 from finetune.errors import DiskError, HubError
-from finetune.report.events import Event
 from finetune.report.page.interruptions import InterruptionCosts
-from finetune.report.reporter import CallbackReporter
+from finetune.report.reporter import CallbackReporter, Reporter
 from finetune.report.timing import StartupTimer
 from finetune.run.context import RunContext
 from finetune.run.final_export import push_final
@@ -50,7 +49,7 @@ def train_from_config(loaded: LoadedConfig, checksums: ChecksumPrefetch | None =
     context = validate(loaded)
     uploader = make_uploader(context.loaded)
     with supervised_run(context.loaded, startup, log=context.log) as supervision, model_code_errors():
-        trained = _train(context, supervision, uploader=uploader, checksums=checksums)
+        trained_code, _, _ = _train(context, supervision, uploader=uploader, checksums=checksums)
 
     def upload_rest(code: int) -> int:
         """Upload the remaining files when no other process waits for this one; return the exit code."""
@@ -59,14 +58,14 @@ def train_from_config(loaded: LoadedConfig, checksums: ChecksumPrefetch | None =
             push_final(context.config)
         return supervision.sentinel.exit(code)
 
-    return distributed.shut_down(trained.code, afterwards=upload_rest)
+    return distributed.shut_down(trained_code, afterwards=upload_rest)
 
 
 def train_for_caller(
     loaded: LoadedConfig,
     checksums: ChecksumPrefetch | None = None,
     *,
-    reporters: Sequence[Callable[[Event], object]] = (),
+    reporters: Sequence[Reporter] = (),
 ) -> RunResult:
     """Train as the config says, in a process that outlives the run, and return its result on all ranks. Collective.
 
@@ -80,23 +79,18 @@ def train_for_caller(
         supervised_run(context.loaded, startup, log=context.log, outlives_run=True) as supervision,
         model_code_errors(),
     ):
-        trained = _train(context, supervision, uploader=uploader, checksums=checksums, reporters=reporters)
+        code, reason, progress = _train(
+            context, supervision, uploader=uploader, checksums=checksums, reporters=reporters
+        )
         result = distributed.run_on_rank_0(
-            lambda: result_of_run(context.paths.folder, reason=trained.reason, progress=trained.progress)
+            lambda: result_of_run(context.paths.folder, reason=reason, progress=progress)
         )
         distributed.wait_for_devices()
     if (missing := uploader.upload_rest()) is not None:
         raise HubError(missing)
-    if trained.code == 0:
+    if code == 0:
         push_final(context.config)
     return result
-
-
-@dataclass(frozen=True)
-class _TrainedRun:
-    code: int
-    reason: str
-    progress: Progress
 
 
 def _train(
@@ -105,8 +99,9 @@ def _train(
     *,
     uploader: Uploader,
     checksums: ChecksumPrefetch | None,
-    reporters: Sequence[Callable[[Event], object]] = (),
-) -> _TrainedRun:
+    reporters: Sequence[Reporter] = (),
+) -> tuple[int, str, Progress]:
+    """Return the exit code, why the run ended, and how far it has come. Collective."""
     config, strategy, log = context.config, context.strategy, context.log
     checksums = fetch_run_folder(context.loaded, checksums, log=log)
     validate_model(context.loaded, strategy, log=log, on_every_rank=supervision.process_exit.raises)
@@ -116,7 +111,7 @@ def _train(
     supervision.gather_peers()
     if finished := find_finished(config, strategy, data, log=log):
         code = supervision.end_finished(finished, num_steps=data.plan.num_steps)
-        return _TrainedRun(code, finished.reason, finished.progress)
+        return code, finished.reason, finished.progress
     detect_hangs = partial(supervision.watchdog.detect_hangs, config.run.hang_after_seconds)
     built = build(context, data, accelerator=accelerator, startup=supervision.startup, on_model=detect_hangs)
     restored = restore(context, built, checksums)
@@ -132,7 +127,7 @@ def _train(
         code = finish(context, restored, fitted, reporter=reporter, supervision=supervision)
     for line in costs.lines:
         log(line)
-    return _TrainedRun(code, fitted.reason, restored.progress)
+    return code, fitted.reason, restored.progress
 
 
 def build(

@@ -76,18 +76,14 @@ def receive_call() -> tuple[str, dict[str, Any]]:
 
 
 def _describe(value: Any) -> tuple[str, ...]:
-    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        return tuple(_digest(element) for element in value)
-    return (loss_name(value) if callable(value) else str(value),)
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        return (loss_name(value) if callable(value) else str(value),)
 
+    def plain(item: Any) -> Any:
+        return item.tolist() if isinstance(item, np.ndarray | np.generic | torch.Tensor) else repr(item)
 
-def _digest(value: Any) -> str:
-    text = json.dumps(value, default=_plain, sort_keys=True)
-    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).hexdigest()
-
-
-def _plain(value: Any) -> Any:
-    return value.tolist() if isinstance(value, np.ndarray | np.generic | torch.Tensor) else repr(value)
+    texts = (json.dumps(element, default=plain, sort_keys=True) for element in value)
+    return tuple(hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).hexdigest() for text in texts)
 
 
 def _difference(first: Call, other: Call, *, rank: int) -> str | None:

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from finetune.checkpoint.format import layout
-from finetune.config.sections.data import DataSection
 from finetune.data.batch import Batch
 from finetune.data.token_cache.integrity import extend_digest, sample_checksum, samples_checksum
 from finetune.errors import CheckpointError, UserError
@@ -34,7 +33,6 @@ from finetune.run.session.rows import (
 )
 from finetune.run.state.resume import restore
 from finetune.runtime import distributed, seeds
-from finetune.runtime.progress import Progress
 from finetune.strategy.upstream import complete_gradients, deepspeed_engine
 from finetune.task.causal_lm import CausalTask
 from finetune.task.lm_loss.target_loss import log_probabilities_at_targets
@@ -73,32 +71,10 @@ class StepEngine:
         self._groups: Iterator[tuple[Batch, ...]] = iter(())
         self._job_group: tuple[int, tuple[Batch, ...]] = (-1, ())  # the last that was handed out, and its step
         self._open_step: _OpenStep | None = None
+        self.progress, self.parts = opened.restored.progress, opened.parts
+        self.tokenizer, self.data = self._built.training_data.tokenizer, self._config.data
+        self.rank = distributed.rank()
         self.is_changing = False  # within, or after an error within, what changes gradients or weights
-
-    @property
-    def progress(self) -> Progress:
-        """Return how far the run is."""
-        return self._opened.restored.progress
-
-    @property
-    def parts(self) -> TrainingComponents:
-        """Return the components of the run's steps."""
-        return self._opened.parts
-
-    @property
-    def tokenizer(self) -> Any:
-        """Return the job's tokenizer."""
-        return self._built.training_data.tokenizer
-
-    @property
-    def data(self) -> DataSection:
-        """Return the job's `data:` section."""
-        return self._config.data
-
-    @property
-    def rank(self) -> int:
-        """Return this process's rank."""
-        return distributed.rank()
 
     def next_batch(self) -> JobBatch | None:
         """Return the job's own rows of the next step, or None after the last."""
@@ -160,7 +136,14 @@ class StepEngine:
         opened, parts, progress = self._open_step, self.parts, self.progress
         if opened is None:
             raise UserError("optim_step: there is no gradient. Call `forward_backward` first.")
-        rate = self._scheduled_rate() if learning_rate is None else learning_rate
+        rate, schedule = learning_rate, self._built.plan.schedule
+        if rate is None:
+            if progress.step >= schedule.num_steps and schedule.name != "constant":
+                raise UserError(
+                    f"optim_step: the schedule ends after {schedule.num_steps} steps. Pass `learning_rate`, or write "
+                    "more `train.steps`."
+                )
+            rate = schedule.learning_rate(progress.step)
         if not isinstance(rate, int | float) or not 0 <= rate < math.inf:
             raise UserError(f"optim_step: learning_rate must be a number of at least 0, and is {rate!r}.")
         with self._changing():
@@ -291,15 +274,6 @@ class StepEngine:
     def _require_no_gradient(self, what: str) -> None:
         if self._open_step is not None:
             raise UserError(f"{what}: there is a gradient that was not used. Call `optim_step` first.")
-
-    def _scheduled_rate(self) -> float:
-        schedule, step = self._built.plan.schedule, self.progress.step
-        if step >= schedule.num_steps and schedule.name != "constant":
-            raise UserError(
-                f"optim_step: the schedule ends after {schedule.num_steps} steps. Pass `learning_rate`, or write more "
-                "`train.steps`."
-            )
-        return schedule.learning_rate(step)
 
     @contextmanager
     def _step_randomness(self, num_calls: int) -> Iterator[None]:

@@ -66,7 +66,15 @@ def open_run(loaded: LoadedConfig) -> Iterator[OpenedRun]:
     log, is_main = context.log, distributed.is_main()
     with lock_run_folder(context.paths.folder, log=log) if is_main else nullcontext():
         with model_code_errors():
-            context, restored = _build(context, startup)
+            checksums = fetch_run_folder(context.loaded, None, log=log)
+            validate_model(context.loaded, context.strategy, log=log)
+            data = prepare_data(context)
+            startup.end("data")
+            accelerator = make_accelerator(context.config, context.strategy, log=log)
+            built = build(context, data, accelerator=accelerator, startup=startup)
+            restored = restore(context, built, checksums, takes_other_rows=True)
+            context, built = resolve_microbatch_size(context, restored.built, first_step=restored.progress.step)
+            restored = replace(restored, built=built)
         config = context.config
         costs = InterruptionCosts(no_op, hours_stated=config.run.hours_between_interruptions)
         with closing(open_run_folder(context.loaded, restored.built, costs=costs, log=log)) as reporter:
@@ -96,19 +104,6 @@ def open_run(loaded: LoadedConfig) -> Iterator[OpenedRun]:
                 )
             )
             distributed.barrier()
-
-
-def _build(context: RunContext, startup: StartupTimer) -> tuple[RunContext, RestoredRun]:
-    config, strategy, log = context.config, context.strategy, context.log
-    checksums = fetch_run_folder(context.loaded, None, log=log)
-    validate_model(context.loaded, strategy, log=log)
-    data = prepare_data(context)
-    startup.end("data")
-    accelerator = make_accelerator(config, strategy, log=log)
-    built = build(context, data, accelerator=accelerator, startup=startup)
-    restored = restore(context, built, checksums, takes_other_rows=True)
-    context, built = resolve_microbatch_size(context, restored.built, first_step=restored.progress.step)
-    return context, replace(restored, built=built)
 
 
 def _require_steppable(context: RunContext) -> None:

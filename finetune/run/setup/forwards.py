@@ -25,7 +25,6 @@ from finetune.data.order.order import DatasetView
 from finetune.errors import ModelError, UserError
 from finetune.model.kernels import float8, fused_layers
 from finetune.model.kernels.compilation import (
-    CompilationEstimate,
     compile_model,
     estimate_compilation,
     repeated_layers,
@@ -34,7 +33,7 @@ from finetune.model.kernels.compilation import (
 from finetune.model.size import read_shapes
 from finetune.registry.model import ARITHMETIC
 from finetune.report.reporter import RunLog
-from finetune.runtime.gpus import GpuModel, find_gpu, lowest, prices_of
+from finetune.runtime.gpus import find_gpu, lowest, prices_of
 from finetune.runtime.parameters import num_values
 from finetune.runtime.seeds import derive_seed
 from finetune.strategy.protocol import Strategy
@@ -75,7 +74,16 @@ def _chosen_compilation(
     if plan is None:
         return "off"
     gpu = find_gpu(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
-    estimate = None if gpu is None else _estimate(config, model, training, plan, gpu=gpu)
+    shapes, estimate = read_shapes(model.config), None
+    if gpu is not None and shapes is not None:
+        estimate = estimate_compilation(
+            shapes,
+            gpu,
+            num_tokens=plan.num_steps * plan.global_batch_size * tokens_per_position(training, plan) / plan.world,
+            item_bytes=4 if config.train.precision == "fp32" else 2,
+            recomputes=bool(config.model.gradient_checkpointing),
+            num_kinds=len({type(layer) for layer in repeated_layers(model)}),
+        )
     reason = _why_not_compiled(config, strategy, plan, has_gpu=torch.cuda.is_available())
     if reason is None and estimate is None:
         reason = "the GPU is not in the table, or the model's shapes are not known"
@@ -100,24 +108,6 @@ def _why_not_compiled(config: RunConfig, strategy: Strategy, plan: StepPlan, *, 
     if is_wanted and (config.model.kernels == "liger" or fused_layers.missing_requirement("cuda") is None):
         return "the kernels of liger-kernel fuse the same layers (`model.kernels`)"
     return why_not_compilable()
-
-
-def _estimate(
-    config: RunConfig, model: Any, training: DatasetView, plan: StepPlan, *, gpu: GpuModel
-) -> CompilationEstimate | None:
-    """Return what compiling takes and saves in the whole run; None for a model whose shapes are not known."""
-    shapes = read_shapes(model.config)
-    if shapes is None:
-        return None
-    tokens = tokens_per_position(training, plan)
-    return estimate_compilation(
-        shapes,
-        gpu,
-        num_tokens=plan.num_steps * plan.global_batch_size * tokens / plan.world,
-        item_bytes=4 if config.train.precision == "fp32" else 2,
-        recomputes=bool(config.model.gradient_checkpointing),
-        num_kinds=len({type(layer) for layer in repeated_layers(model)}),
-    )
 
 
 def _fuse_layers(model: Any, section: ModelSection, *, compiled: str, device_type: str, log: RunLog) -> None:
@@ -183,10 +173,15 @@ def flops_per_token(model: nn.Module, *, attended: float) -> float | None:
     heads = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     looked_up = {id(module.weight) for module in tables} - heads
+    # The share of the routed experts that compute one token.
+    text = config.get_text_config(decoder=True)
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    total = next((count for name in names if isinstance(count := getattr(text, name, None), int) and count), 1)
+    expert_share = (getattr(text, "num_experts_per_tok", None) or total) / total
     for name, parameter in model.named_parameters():
         if id(parameter) in looked_up:
             continue
-        size = num_values(parameter) * (_expert_share(config) if _EXPERTS in name else 1.0)
+        size = num_values(parameter) * (expert_share if _EXPERTS in name else 1.0)
         multiplied += size
         trained += size if parameter.requires_grad else 0.0
     return 4 * multiplied + 2 * trained + 12 * shapes.layers * shapes.queries * attended
@@ -235,14 +230,6 @@ def _first_lengths(training: DatasetView, plan: StepPlan) -> tuple[Any, int]:
     """Return the lengths of the samples in the first positions, and the number of these."""
     num = min(_SEEN_POSITIONS, plan.num_positions or plan.microbatch_size)
     return training.samples.lengths_of(training.order.samples(0, num)).astype(float), num
-
-
-def _expert_share(config: Any) -> float:
-    """Return the share of the routed experts that compute one token."""
-    text = config.get_text_config(decoder=True)
-    names = ("num_local_experts", "num_experts", "n_routed_experts")
-    total = next((count for name in names if isinstance(count := getattr(text, name, None), int) and count), 1)
-    return (getattr(text, "num_experts_per_tok", None) or total) / total
 
 
 class EmbeddingNoise:

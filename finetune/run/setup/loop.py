@@ -26,7 +26,6 @@ from finetune.checkpoint.write.saver import Saver
 from finetune.config.run_config import RunConfig
 from finetune.config.sections.evaluate import EvaluateSection
 from finetune.config.sections.report import ProfileSection
-from finetune.config.sections.train import TrainSection
 from finetune.data.batch import Batch
 from finetune.data.loader import StepGroups, evaluation_loader, train_loader
 from finetune.data.templates.chat_template import stop_ids
@@ -40,7 +39,7 @@ from finetune.report.profile import StepProfile
 from finetune.report.reporter import CallbackReporter, Reporter, RunLog
 from finetune.report.timing import StartupTimer
 from finetune.run.context import RunPaths
-from finetune.run.setup.prepared_model import BuiltRun, PreparedModel, make_weights
+from finetune.run.setup.prepared_model import BuiltRun, make_weights
 from finetune.run.setup.strategy import require_sliceable_model
 from finetune.runtime import distributed
 from finetune.runtime.files import atomic
@@ -90,6 +89,11 @@ def make_parts(
     if config.run.spot_notice and os.environ.get("LOCAL_RANK", "0") == "0":  # one process of a machine
         stops[SPOT_NOTICE] = notice = SpotNotice(config.run.spot_notice, log=log)
         notice.start()
+    if config.train.optimizer.in_backward:
+        update: Update = UpdateInBackward(prepared.accelerator, prepared.model, prepared.optimizer)
+    else:
+        limit = config.train.max_gradient_norm
+        update = Update(prepared.accelerator, prepared.model, prepared.optimizer, max_gradient_norm=limit)
     return TrainingComponents(
         accelerator=prepared.accelerator,
         model=prepared.model,
@@ -100,7 +104,7 @@ def make_parts(
         deliveries=SampleVerifier(training_data.training, plan.global_batch_size),
         row_location=training_data.training.samples.location,
         seed=config.run.seed,
-        update=make_update(config.train, prepared),
+        update=update,
         nonfinite=config.train.nonfinite,
         scales_loss=config.train.precision == "fp16",
         meters=Meters(built.step_task.step_metrics, device=gpu),
@@ -117,14 +121,6 @@ def make_parts(
         reduces_every_microbatch=prepared.reduces_every_microbatch,
         counts_ahead=not _has_ghost_norms(prepared.model),
     )
-
-
-def make_update(train: TrainSection, prepared: PreparedModel) -> Update:
-    """Return the object that clips the gradients and updates the weights."""
-    if train.optimizer.in_backward:
-        return UpdateInBackward(prepared.accelerator, prepared.model, prepared.optimizer)
-    limit = train.max_gradient_norm
-    return Update(prepared.accelerator, prepared.model, prepared.optimizer, max_gradient_norm=limit)
 
 
 def _step_groups(
@@ -239,6 +235,17 @@ def make_evaluator(
         section=config.data,
         cost=task.samples.loading_cost,
     )
+    answers = None
+    if section.generate is not None:
+        prompts = (task.prompt(rows.intact(i)) for i in range(len(rows)))
+        answers = GenerationEvaluator(
+            section=section.generate,
+            prompts=list(islice((prompt for prompt in prompts if prompt is not None), section.generate.num_samples)),
+            tokenizer=tokenizer,
+            stop_ids=stop_ids(tokenizer),
+            device=accelerator.device,
+            metrics=dict(answer_metrics),
+        )
     return Evaluator(
         task=task,
         model=model,
@@ -247,29 +254,7 @@ def make_evaluator(
         ),
         rows=rows,
         reporter=reporter,
-        answers=_answers(section, task, rows, accelerator=accelerator, tokenizer=tokenizer, metrics=answer_metrics),
-    )
-
-
-def _answers(
-    section: EvaluateSection,
-    task: Task,
-    rows: Any,
-    *,
-    accelerator: Accelerator,
-    tokenizer: Any,
-    metrics: Mapping[str, Metric],
-) -> GenerationEvaluator | None:
-    if section.generate is None:
-        return None
-    prompts = (task.prompt(rows.intact(i)) for i in range(len(rows)))
-    return GenerationEvaluator(
-        section=section.generate,
-        prompts=list(islice((prompt for prompt in prompts if prompt is not None), section.generate.num_samples)),
-        tokenizer=tokenizer,
-        stop_ids=stop_ids(tokenizer),
-        device=accelerator.device,
-        metrics=dict(metrics),
+        answers=answers,
     )
 
 
@@ -379,7 +364,7 @@ class SampleRecord:
         folder = run_folder / SAMPLES_FOLDER
         _drop_repeated_steps(folder, after_step=first_step)
         folder.mkdir(parents=True, exist_ok=True)
-        self._file = _file(folder, distributed.rank()).open("ab", buffering=0)
+        self._file = (folder / f"rank-{distributed.rank():05d}.jsonl").open("ab", buffering=0)
         self._unwritten = b""
         weakref.finalize(self, self._file.close)
 
@@ -426,7 +411,3 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
     for line in atomic.read_json_lines(path):
         with suppress(ValidationError):
             yield dict(_LINE.validate_python(line))
-
-
-def _file(folder: Path, rank: int) -> Path:
-    return folder / f"rank-{rank:05d}.jsonl"

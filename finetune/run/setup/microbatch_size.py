@@ -99,11 +99,6 @@ class _Tries:
         self.limits = MemoryLimits(tuple(used for used, _ in pairs), tuple(limit for _, limit in pairs))
         self.tried: dict[int, _Tried] = {}
 
-    @property
-    def measured(self) -> dict[int, Peaks | None]:
-        """Return the peaks of all ranks by size."""
-        return {size: tried.peaks for size, tried in self.tried.items()}
-
     def run(self, size: int) -> _Tried:
         """Try the longest batch of this size. Collective.
 
@@ -204,16 +199,16 @@ def _choose(context: RunContext, built: BuiltRun, tries: _Tries, *, is_resumed: 
         return record.microbatch_size
     if record is not None:
         sizes = _sizes_after(record, context, sizes)
-    while (size := tries.limits.next_size(sizes, tries.measured)) is not None:
-        tries.run(size)
-    best = tries.limits.largest_fitting(tries.measured)
+    measured: dict[int, Peaks | None] = {}  # of all ranks
+    while (size := tries.limits.next_size(sizes, measured)) is not None:
+        measured[size] = tries.run(size).peaks
+    best = tries.limits.largest_fitting(measured)
     if best is None:
         tries.refuse(sizes[0], tries.tried[sizes[0]].longest)
     peaks, longest = tries.tried[best].peaks, tries.tried[best].longest
     assert peaks is not None, "the chosen size was measured"
-    measured = ", ".join(str(each) for each in tries.tried)
     most = "" if best < sizes[-1] else ", the most that the global batch allows"
-    context.log(f"{KEY}: auto: {best}{most} (tried {measured} of {', '.join(map(str, sizes))})")
+    context.log(f"{KEY}: auto: {best}{most} (tried {', '.join(map(str, measured))} of {', '.join(map(str, sizes))})")
     context.log(_tried_line(longest, tries.by_name(peaks), tries.memories))
     found = MicrobatchRecord(
         microbatch_size=best,

@@ -7,8 +7,8 @@ from it, so nothing is held twice; a resumed run must precompute before its chec
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -266,17 +266,27 @@ class _StagedWriter:
         self._writer: PrecomputedWriter | None = None
         self._failure: OSError | None = None
         if distributed.is_main():
-            self._attempt(self._begin)
+            with self._keeping_failure():
+                folder.parent.mkdir(parents=True, exist_ok=True)
+                self._staging = temporary_path(folder)
+                self._staging.mkdir(mode=0o700)
+                self._writer = PrecomputedWriter(self._staging)
 
     def append(self, arrays: SampleValues) -> None:
         """Write the values of the next samples, on rank 0."""
         if self._writer is not None and self._failure is None:
-            self._attempt(partial(self._writer.append, arrays))
+            with self._keeping_failure():
+                self._writer.append(arrays)
 
     def finish(self, made_of: Mapping[str, Any]) -> None:
         """Move the folder into place, unless another job has written the same one. Raises DataError. On rank 0."""
         if self._failure is None:
-            self._attempt(partial(self._complete, made_of))
+            assert self._writer is not None and self._staging is not None
+            with self._keeping_failure():
+                self._writer.finish(made_of)
+                self._staging.chmod(0o755)
+                if not self._folder.is_dir():
+                    self._staging.rename(self._folder)
         if self._staging is not None:
             shutil.rmtree(self._staging, ignore_errors=True)
         if self._failure is not None:
@@ -285,22 +295,10 @@ class _StagedWriter:
                 "or set another folder."
             )
 
-    def _begin(self) -> None:
-        self._folder.parent.mkdir(parents=True, exist_ok=True)
-        self._staging = temporary_path(self._folder)
-        self._staging.mkdir(mode=0o700)
-        self._writer = PrecomputedWriter(self._staging)
-
-    def _complete(self, made_of: Mapping[str, Any]) -> None:
-        assert self._writer is not None and self._staging is not None
-        self._writer.finish(made_of)
-        self._staging.chmod(0o755)
-        if not self._folder.is_dir():
-            self._staging.rename(self._folder)
-
-    def _attempt(self, act: Callable[[], None]) -> None:
+    @contextmanager
+    def _keeping_failure(self) -> Iterator[None]:
         try:
-            act()
+            yield
         except OSError as error:
             self._failure = error
 

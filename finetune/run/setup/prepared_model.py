@@ -189,19 +189,15 @@ def _find_routers(config: RunConfig, unwrapped: Any, *, log: RunLog) -> tuple[Ro
         return ()
     inner = unwrap_model(unwrapped)
     routers = find_routers(inner)
-    prefixes = tuple(f"{_without_wrappers(router.name)}." for router in routers)
-    trained = [_without_wrappers(name) for name, weight in inner.named_parameters() if weight.requires_grad]
+    # Adapters insert parts into names; their parameters are siblings of the base.
+    prefixes = tuple(f"{router.name.replace('.base_layer', '')}." for router in routers)
+    trained = [name.replace(".base_layer", "") for name, weight in inner.named_parameters() if weight.requires_grad]
     if config.train.router_aux_loss is not None and not any(name.startswith(prefixes) for name in trained):
         log(
             "train.router_aux_loss: the routers are frozen; the balance loss trains the layers below them, on whose "
             "output their choice depends"
         )
     return routers
-
-
-def _without_wrappers(name: str) -> str:
-    """Return the name without the parts that adapters insert; their parameters are siblings of the base."""
-    return name.replace(".base_layer", "")
 
 
 def make_step_task(config: RunConfig, task: Task, prepared: PreparedModel) -> StepTask:

@@ -26,7 +26,6 @@ from finetune.config.paths import is_path, is_url
 from finetune.config.rules.sources import row_sources
 from finetune.config.run_config import RunConfig
 from finetune.config.sections.export import ExportSection
-from finetune.config.sections.train import EarlyStoppingSection
 from finetune.errors import CheckpointError, FinetuneError, TrainingError, error_of_type
 from finetune.registry.tasks import TASKS
 from finetune.runtime.files.read import parse_as, read_json, read_regular
@@ -141,12 +140,11 @@ def read_finished_run(config: RunConfig, *, num_steps: int) -> tuple[FinishedRun
         progress = Progress.from_state_dict(read_metadata(path, manifest).progress)
     except OtherFormatError:  # reported before a model is built
         raise
-    except (
-        CheckpointError,
-        OSError,
-    ):  # `continue_run` meets the same error, and sets the checkpoint aside or refuses it
+    except (CheckpointError, OSError):  # `restore` meets the same error, and sets the checkpoint aside or refuses it
         return None
-    reason = _finish_reason(config.train.early_stopping, progress, num_steps=num_steps)
+    reason = FINISHED if progress.step >= num_steps else None
+    if EarlyStopping(config.train.early_stopping).is_over(progress):
+        reason = EARLY_STOPPING
     if reason is None or not is_exported(folder, step=progress.step, section=config.export):
         return None
     return FinishedRun(path, progress, reason), manifest
@@ -200,12 +198,6 @@ def is_complete(path: Path, manifest: Manifest) -> bool:
     if any((path / name).stat().st_size != facts.size_bytes for name, facts in manifest.files.items()):
         return False
     return first_file_problem(path, manifest.files, manifest.files.keys() & layout.METADATA_FILES) is None
-
-
-def _finish_reason(section: EarlyStoppingSection | None, progress: Progress, *, num_steps: int) -> str | None:
-    if section is not None and EarlyStopping(section).is_over(progress):
-        return EARLY_STOPPING
-    return FINISHED if progress.step >= num_steps else None
 
 
 @dataclass(frozen=True)

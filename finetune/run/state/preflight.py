@@ -8,6 +8,7 @@ import ctypes
 import os
 import sys
 from collections.abc import MutableMapping
+from contextlib import nullcontext
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -50,22 +51,16 @@ def preflight(loaded: LoadedConfig) -> int | None:
         or layout.newest_checkpoint(folder / CHECKPOINTS_FOLDER) is None
     ):
         return None
-    if rank > 0:
-        return _check_folder(config, rank=rank)
-    with lock_run_folder(folder, log=print):
-        return _check_folder(config, rank=rank)
-
-
-def _check_folder(config: RunConfig, *, rank: int) -> int | None:
-    try:
-        _refuse_changes(config)
-        return _finished(config, rank=rank)
-    except CheckpointError as error:
-        if rank == 0:
-            status = open_status_file(Path(config.run.folder), rank=rank)
-            status.start()
-            status.claim_exit(exit_from_error(error, rank=rank))
-        raise
+    with lock_run_folder(folder, log=print) if rank == 0 else nullcontext():
+        try:
+            _refuse_changes(config)
+            return _finished(config, rank=rank)
+        except CheckpointError as error:
+            if rank == 0:
+                status = open_status_file(folder, rank=rank)
+                status.start()
+                status.claim_exit(exit_from_error(error, rank=rank))
+            raise
 
 
 def _refuse_changes(config: RunConfig) -> None:
@@ -75,20 +70,17 @@ def _refuse_changes(config: RunConfig) -> None:
     if resume == "never":
         refuse_existing_checkpoint(newest)
     path = newest if resume == "auto" else Path(resume)
-    if path is None or is_url(resume) or (manifest := _manifest(path)) is None:
+    if path is None or is_url(resume):
+        return
+    try:
+        manifest = read_manifest_of_step(path)
+        if not is_complete(path, manifest):
+            return
+    except (CheckpointError, OSError):
         return
     current = _facts_from_config(config, manifest.run)
     if current is not None and are_inputs_unchanged(config, since=manifest.created):  # else there may be more to report
         check_changes(path, manifest.run, current=current, allowed=config.checkpoint.allow_changes)
-
-
-def _manifest(path: Path) -> Manifest | None:
-    """Return the manifest of a checkpoint whose files have their sizes; None for any other."""
-    try:
-        manifest = read_manifest_of_step(path)
-        return manifest if is_complete(path, manifest) else None
-    except (CheckpointError, OSError):
-        return None
 
 
 def _facts_from_config(config: RunConfig, saved: RunFingerprint) -> RunFingerprint | None:

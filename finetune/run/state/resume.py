@@ -91,8 +91,15 @@ def restore(
         if section.allow_changes:
             log("checkpoint.allow_changes has no effect: there is no checkpoint to resume from")
         return RestoredRun(built, access, fingerprint, Progress())
-    if checkpoint.step > 0:
-        _warm_up(built, first_position=checkpoint.step * config.train.global_batch_size)
+    batch_size = config.train.global_batch_size
+    if checkpoint.step > 0:  # DDP builds its gradient buckets as the run that is resumed had them
+        first = training_data.sample_at(checkpoint.step * batch_size)
+        batch = training_data.task.collate([first]).to(prepared.accelerator.device)
+        warm_up_ddp_buckets(
+            prepared.accelerator,
+            prepared.model,
+            loss=lambda: built.step_task.loss_sums(prepared.model, batch)["loss_sum"],
+        )
     state = resume_checkpoint(
         checkpoint,
         access=access,
@@ -102,7 +109,6 @@ def restore(
         checksums=checksums,
     )
     progress = Progress.from_state_dict(state)
-    batch_size = config.train.global_batch_size
     if not takes_other_rows:
         require_same_samples(checkpoint.path, progress, pool=training_data.training, global_batch_size=batch_size)
     saved = checkpoint.manifest.run
@@ -139,14 +145,6 @@ def matches_data_order(progress: Progress, *, pool: DatasetView, global_batch_si
         return False
     progress.samples_sha256, progress.knows_contents = digest, True
     return True
-
-
-def _warm_up(built: BuiltRun, *, first_position: int) -> None:
-    """Have DDP build its gradient buckets as the run that is resumed had them; other models are left alone."""
-    task, prepared = built.training_data.task, built.prepared
-    batch = task.collate([built.training_data.sample_at(first_position)]).to(prepared.accelerator.device)
-    loss_sums = partial(built.step_task.loss_sums, prepared.model, batch)
-    warm_up_ddp_buckets(prepared.accelerator, prepared.model, loss=lambda: loss_sums()["loss_sum"])
 
 
 def reset_incomparable_best(progress: Progress, saved: RunFingerprint, *, current: RunFingerprint) -> None:
