@@ -73,7 +73,7 @@ def optimizer(
 
 
 def schedule(name: str, *, options: Options = None, **facts: Any) -> Decorator[Any]:
-    """Register a function from a `train.optim.schedule.Schedule` and the steps done to a factor on the peak rate."""
+    """Register a function from a `train.plan.Schedule` and the steps done to a factor on the peak rate."""
     return _adding(SCHEDULES, ScheduleEntry, name, options=options, **facts)
 
 

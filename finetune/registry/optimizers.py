@@ -205,23 +205,23 @@ SCHEDULES = Table(
         ScheduleEntry(
             name="constant",
             description="no decay",
-            implementation="finetune.train.optim.schedule:constant",
+            implementation="finetune.train.plan:constant",
             decays=False,
         ),
         ScheduleEntry(
             name="linear",
             description="a straight line to the end",
-            implementation="finetune.train.optim.schedule:linear",
+            implementation="finetune.train.plan:linear",
         ),
         ScheduleEntry(
             name="cosine",
             description="half a cosine to the end (Loshchilov & Hutter, 2016, arXiv:1608.03983)",
-            implementation="finetune.train.optim.schedule:cosine",
+            implementation="finetune.train.plan:cosine",
         ),
         ScheduleEntry(
             name="warmup_stable_decay",
             description="constant, then a straight line over `decay_fraction` (Hu et al., 2024, arXiv:2404.06395)",
-            implementation="finetune.train.optim.schedule:warmup_stable_decay",
+            implementation="finetune.train.plan:warmup_stable_decay",
             has_decay_phase=True,
         ),
     ),

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from finetune.checkpoint.format.manifest import RunFingerprint
 from finetune.checkpoint.read.find import find_checkpoint, verify_checkpoint
-from finetune.checkpoint.sharding import gather, save_plan
+from finetune.checkpoint.sharding import gather
 from finetune.checkpoint.write import saver
 from finetune.checkpoint.write.saver import SavedCheckpoint, Saver
 from finetune.checkpoint.write.writer import WrittenFiles
@@ -76,7 +76,7 @@ def every_bit_arrives(folder: Path) -> object:
         for asynchronous in (True, False):
             parted = Parted(step=1, copies=copies)
             path = folder / f"{copies}-{asynchronous}"
-            with patch.object(gather, "CHUNK_ELEMENTS", 50), patch.object(save_plan, "ROUND_BYTES", 900):
+            with patch.object(gather, "CHUNK_ELEMENTS", 50), patch.object(gather, "ROUND_BYTES", 900):
                 saving = Saving(path, parted, asynchronous=asynchronous)
                 saving.saver.rehearse(num_saves=5)
                 saved = saving.save(1)

@@ -143,7 +143,7 @@ BAD = {
     "ends the program": ("import sys\n\nsys.exit(3)\n", "SystemExit: 3", 3),
     "takes a name of the package": (
         SCHEDULE.format("'cosine'"),
-        "schedule `cosine`: the name is taken by finetune.train.optim.schedule:cosine",
+        "schedule `cosine`: the name is taken by finetune.train.plan:cosine",
         3,
     ),
     "has two entries of one name": (

@@ -3,7 +3,7 @@
 import pytest
 
 from finetune.report.history import RunHistory
-from finetune.report.page.interruptions import (
+from finetune.report.page.facts import (
     InterruptionCosts,
     advice_line,
     interval_advice,

@@ -1,9 +1,11 @@
-"""The step plan is derived from the budget and described."""
+"""The step plan is derived from the budget and described; the learning rate is a function of the steps taken."""
+
+import math
 
 import pytest
 
-from finetune.config.sections.train import ScalingSection, TrainSection
-from finetune.train.plan import make_plan
+from finetune.config.sections.train import ScalingSection, ScheduleSection, TrainSection
+from finetune.train.plan import build_schedule, make_plan, scaled_learning_rate
 
 
 def plan(world=4, num_positions=1000, unit="samples", sequence_size=1, **changes):
@@ -74,3 +76,41 @@ def test_a_scaled_learning_rate_is_described_with_its_formula():
 )
 def test_a_cadence_is_due_every_n_steps_and_at_the_end(every_steps, after, times):
     assert plan(steps=10).num_due(every_steps, after=after) == times
+
+
+def rates(section, num_steps):
+    schedule = build_schedule(section, peak=1.0, num_steps=num_steps)
+    return [round(schedule.learning_rate(step), 4) for step in range(num_steps)]
+
+
+def test_the_linear_schedule_rises_and_falls_in_straight_lines():
+    assert rates(ScheduleSection(name="linear", warmup_steps=2), 6) == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
+
+
+def test_the_cosine_schedule_is_at_half_in_the_middle():
+    falling = rates(ScheduleSection(name="cosine"), 8)
+    assert falling[0] == 1.0
+    assert falling[4] == 0.5
+    assert falling[6] == pytest.approx(0.5 * (1 + math.cos(math.pi * 6 / 8)), abs=1e-4)
+
+
+def test_warmup_stable_decay_holds_the_peak_until_the_last_fifth():
+    section = ScheduleSection(name="warmup_stable_decay", warmup_fraction=0.1, decay_fraction=0.2)
+    assert rates(section, 10) == [1.0] * 9 + [0.5]
+
+
+def test_constant_stays_after_its_warmup():
+    assert rates(ScheduleSection(name="constant", warmup_steps=4), 6) == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+
+
+def test_the_schedule_ends_at_its_final_fraction():
+    schedule = build_schedule(ScheduleSection(name="linear", final_fraction=0.1), peak=2.0, num_steps=10)
+    assert schedule.learning_rate(10) == pytest.approx(0.2)
+
+
+def test_scaling_rules():
+    assert scaled_learning_rate(1e-3, None, global_batch_size=64) == 1e-3
+    linear = ScalingSection(rule="linear", base_global_batch_size=16)
+    assert scaled_learning_rate(1e-3, linear, global_batch_size=64) == pytest.approx(4e-3)
+    root = ScalingSection(rule="square_root", base_global_batch_size=16)
+    assert scaled_learning_rate(1e-3, root, global_batch_size=64) == pytest.approx(2e-3)

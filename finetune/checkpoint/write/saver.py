@@ -22,8 +22,7 @@ from finetune.checkpoint.format.manifest import Manifest, OtherFormatError, RunF
 from finetune.checkpoint.format.tensor_file import PARAMETER, TensorRecord
 from finetune.checkpoint.read.find import verify_checkpoint
 from finetune.checkpoint.sharding.access import StateAccess
-from finetune.checkpoint.sharding.gather import agree_on_records
-from finetune.checkpoint.sharding.save_plan import plan_files
+from finetune.checkpoint.sharding.gather import agree_on_records, plan_files
 from finetune.checkpoint.write.retention import prune
 from finetune.checkpoint.write.writer import (
     SLACK_BYTES,

@@ -33,8 +33,14 @@ from finetune.checkpoint.format.manifest import (
 )
 from finetune.checkpoint.format.tensor_file import BUFFER, DTYPES, TensorFile, TensorRecord
 from finetune.checkpoint.sharding.access import StateAccess
-from finetune.checkpoint.sharding.gather import Gathered, Gatherer, agree_on_records, agree_on_scalars
-from finetune.checkpoint.sharding.save_plan import PlannedFile, plan_files
+from finetune.checkpoint.sharding.gather import (
+    Gathered,
+    Gatherer,
+    PlannedFile,
+    agree_on_records,
+    agree_on_scalars,
+    plan_files,
+)
 from finetune.errors import CheckpointError, NonFiniteError
 from finetune.runtime import distributed
 from finetune.runtime.distributed import Group, run_on_all_ranks, run_on_rank_0

@@ -32,7 +32,7 @@ from finetune.registry.tasks import TASKS
 from finetune.report.reporter import RunLog
 from finetune.run.setup.data import TrainingData, make_training_data
 from finetune.runtime.optional import require
-from finetune.train.optim.schedule import build_schedule
+from finetune.train.plan import build_schedule
 
 NUM_ROWS = 64
 _MAX_LISTED = 3

@@ -20,17 +20,20 @@ from finetune.report.events import Event
 from finetune.report.history import HistoryReader, RunHistory
 from finetune.report.page.charts import charts_of, step_scales
 from finetune.report.page.facts import (
+    advice_line,
     audit_rows,
     config_lines,
     environment_rows,
     format_duration,
     format_time,
+    interval_advice,
     phase_rows,
     read_run_files,
+    restart_rows,
     run_state,
+    stated_hours,
     tiles,
 )
-from finetune.report.page.interruptions import advice_line, interval_advice, restart_rows, stated_hours
 from finetune.runtime.files import atomic
 
 TEMPLATES = Path(__file__).parent / "templates"

@@ -11,7 +11,7 @@ from finetune.errors import StrategyError, UserError
 from finetune.registry.tasks import TASKS
 from finetune.report.events import RunEnded
 from finetune.report.gpu import DeviceColumns
-from finetune.report.page.interruptions import InterruptionCosts
+from finetune.report.page.facts import InterruptionCosts
 from finetune.report.reporter import CallbackReporter, Reporter
 from finetune.report.timing import StartupTimer
 from finetune.run.context import RunContext
@@ -23,8 +23,7 @@ from finetune.run.setup.microbatch_size import resolve_microbatch_size
 from finetune.run.state.resume import RestoredRun, restore
 from finetune.run.state.run_folder import fetch_run_folder, open_run_folder
 from finetune.run.supervision import model_code_errors
-from finetune.run.train import build
-from finetune.run.validate import validate, validate_model
+from finetune.run.train import build, validate, validate_model
 from finetune.runtime import distributed
 from finetune.runtime.optional import no_op
 from finetune.runtime.run_folder import lock_run_folder

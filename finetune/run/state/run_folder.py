@@ -25,7 +25,7 @@ from finetune.errors import CheckpointError, FinetuneError, UserError
 from finetune.model.processing import Processing, load_saved_processing
 from finetune.registry.tasks import TASKS
 from finetune.report.build import build_reporter
-from finetune.report.page.interruptions import InterruptionCosts
+from finetune.report.page.facts import InterruptionCosts
 from finetune.report.reporter import FanOut, Reporter, RunLog
 from finetune.run.setup.data import write_audit
 from finetune.run.setup.padding_free import resolve_padding_free

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from finetune.checkpoint.format.tensor_file import TensorRecord
-from finetune.checkpoint.sharding.save_plan import plan_files
+from finetune.checkpoint.sharding.gather import plan_files
 from finetune.checkpoint.write import writer
 from finetune.checkpoint.write.writer import PAGE_BYTES, PinnedMemory, StateSource, host_memory_bytes, pinned_size
 from finetune.errors import CheckpointError

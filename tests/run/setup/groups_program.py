@@ -12,7 +12,7 @@ from finetune.config.load import load_config
 from finetune.run.setup.accelerator import make_accelerator
 from finetune.run.setup.data import prepare_data
 from finetune.run.setup.prepared_model import prepare_model
-from finetune.run.validate import validate
+from finetune.run.train import validate
 from finetune.runtime import distributed
 from finetune.runtime.files import atomic
 

@@ -1,5 +1,5 @@
 from finetune.checkpoint.format.tensor_file import BUFFER, PARAMETER, TensorRecord
-from finetune.checkpoint.sharding.save_plan import ROUND_BYTES, assign_tensors, gather_rounds, plan_files
+from finetune.checkpoint.sharding.gather import ROUND_BYTES, assign_tensors, gather_rounds, plan_files
 
 LAYERS = [TensorRecord(f"layer{i}", key, (i + 1, 7), "F32") for i in range(20) for key in (PARAMETER, "exp_avg")]
 STATISTICS = TensorRecord("mean", BUFFER, (7,), "F64")
