@@ -53,7 +53,15 @@ def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> Overrid
     for text in overrides:
         key, equals, written = text.partition("=")
         source = KeyLocation(override_label(text))
-        fault = _syntax_error(key, equals=equals, written=written)
+        fault = invalid_characters(key)
+        if not equals:
+            fault = "`=` is missing. Write it as `--set train.steps=100`."
+        elif not all(part and part == part.strip() for part in key.split(".")):
+            fault = "the key is not a dotted name. Write it as `--set train.steps=100`."
+        elif len(key) > MAX_KEY_LENGTH or key.count(".") >= MAX_DEPTH:
+            fault = f"the key is too long: it has {key.count('.') + 1} parts and {len(key):,} characters."
+        elif fault is None and not written.strip():
+            fault = f"there is no value after `=`. Write a value, or `{key}=null` for none."
         if fault is not None:
             result.problems.append(Problem("", fault, source=source.where))
             continue
@@ -81,21 +89,6 @@ def override_label(override: str) -> str:
     """Return how messages name the override: as it was typed, without secrets, truncated if it is long."""
     shown = redacted_command([override])[0]
     return f"--set {shown if len(shown) <= _MAX_SHOWN_CHARACTERS else f'{shown[: _MAX_SHOWN_CHARACTERS - 3]}...'}"
-
-
-def _syntax_error(key: str, *, equals: str, written: str) -> str | None:
-    if not equals:
-        return "`=` is missing. Write it as `--set train.steps=100`."
-    if not all(part and part == part.strip() for part in key.split(".")):
-        return "the key is not a dotted name. Write it as `--set train.steps=100`."
-    if len(key) > MAX_KEY_LENGTH or key.count(".") >= MAX_DEPTH:
-        return f"the key is too long: it has {key.count('.') + 1} parts and {len(key):,} characters."
-    unusable = invalid_characters(key)
-    if unusable is not None:
-        return unusable
-    if not written.strip():
-        return f"there is no value after `=`. Write a value, or `{key}=null` for none."
-    return None
 
 
 def _assign(result: OverrideResult, key: str, *, value: Any, source: KeyLocation) -> None:

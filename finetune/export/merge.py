@@ -25,7 +25,7 @@ from finetune.errors import ModelError, TrainingError
 from finetune.export.weights import build_meta_model, check_shapes, map_in_threads, num_threads_for, unwrap_adapter
 from finetune.model.adapters.build import peft_state_dict_names
 from finetune.model.adapters.context import ADAPTER_NAME, base_parameter_name
-from finetune.model.adapters.lora import as_plain_lora, initial_factors
+from finetune.model.adapters.lora import INITIAL_FACTORS, as_plain_lora
 from finetune.model.adapters.targets import keep_targets, rewritten_names, shortest_names
 
 MERGEABLE = frozenset({"LORA", "ADALORA", "IA3", "OFT", "TRAINABLE_TOKENS", "LOHA", "LOKR"})
@@ -227,7 +227,7 @@ def adapter_for_export(
     """
     config = copy.deepcopy(model.peft_config[ADAPTER_NAME])
     _check(weights, model, config, dtype=dtype)
-    initial = initial_factors(model)
+    initial: Mapping[str, Tensor] = getattr(model, INITIAL_FACTORS, {})
     if initial and unwrap_adapter(model).name_or_path:
         weights, config = as_plain_lora(weights, config, initial)
     elif initial:

@@ -44,27 +44,7 @@ class Arrival(NamedTuple):
     event: Any
 
 
-class HostCopies:
-    """Synchronous copies within host memory, for tests without a GPU."""
-
-    device_type = "cpu"
-
-    def to_host(self, tensor: Tensor) -> Tensor:
-        """Return a copy of the tensor in host memory."""
-        return tensor.clone()
-
-    def to_device(self, host: Tensor, device: torch.device) -> Arrival:
-        """Return the tensor on the device, valid after `wait`."""
-        return Arrival(host.to(device, copy=True), None)
-
-    def wait(self, arrival: Arrival) -> None:
-        """Make the device's work wait for the copy."""
-
-    def finish(self) -> None:
-        """Make the device's work wait for all copies."""
-
-
-class CudaStreamCopies(HostCopies):
+class CudaStreamCopies:
     """Copies through pinned memory on a separate CUDA stream, without host-device synchronization.
 
     All device memory belongs to the current stream, which waits for a copy's event before the memory is freed:
@@ -122,7 +102,9 @@ class CudaStreamCopies(HostCopies):
 class OffloadedStorage:
     """One storage in host memory. The backward pass needs storages in reverse order, so earlier ones are prefetched."""
 
-    def __init__(self, tensor: Tensor, copies: HostCopies, previous: "OffloadedStorage | None", origin: Any) -> None:
+    def __init__(
+        self, tensor: Tensor, copies: CudaStreamCopies, previous: "OffloadedStorage | None", origin: Any
+    ) -> None:
         self.num_uses = 0  # saved tensors that have not been used yet
         self._device, self._copies = tensor.device, copies
         self._previous = None if previous is None else ref(previous)
@@ -167,7 +149,7 @@ class OffloadedTensor:
 class Offloading:
     """The hooks that autograd calls when it saves a tensor and before it uses it."""
 
-    def __init__(self, model: nn.Module, copies: HostCopies, *, smallest_bytes: int) -> None:
+    def __init__(self, model: nn.Module, copies: Any, *, smallest_bytes: int) -> None:
         self.copies, self._smallest_bytes = copies, smallest_bytes
         self._weights = WeightTest(model, smallest_bytes=smallest_bytes)
         self._offloaded: WeakValueDictionary[tuple[Any, ...], OffloadedStorage] = WeakValueDictionary()
@@ -203,7 +185,10 @@ class Offloading:
 
 
 def offload_activations(
-    model: nn.Module, *, copies: Callable[[], HostCopies] = CudaStreamCopies, smallest_bytes: int = MIN_OFFLOAD_BYTES
+    model: nn.Module,
+    *,
+    copies: Callable[[], CudaStreamCopies] = CudaStreamCopies,
+    smallest_bytes: int = MIN_OFFLOAD_BYTES,
 ) -> None:
     """Offload the tensors that the model's forward passes save for the backward pass to host memory."""
     entered: list[saved_tensors_hooks] = []

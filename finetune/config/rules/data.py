@@ -194,14 +194,21 @@ MIX_MEASURES = ("weight", "rows", "epochs")
 """Ways to give the amount of a source in a mix."""
 
 
-def max_length_fits_the_batch(config: RunConfig) -> Iterator[Problem]:
-    """A pack or batch can hold the longest sample."""
+def longest_sample_fits_the_batch(config: RunConfig) -> Iterator[Problem]:
+    """A pack or batch can hold the longest sample, and a batch by tokens a source and its target."""
     tokens, longest = config.data.batching.tokens, config.data.max_length
     if tokens is not None and longest is not None and tokens < longest:
         yield Problem(
             "data.batching.tokens",
             f"a sample of `data.max_length` ({longest}) tokens does not fit into {tokens}. Write at least {longest}.",
         )
+    has_targets = TASKS[config.task.name].sample == "source_and_target"
+    if not has_targets or longest is None or config.data.batching.by != "tokens":
+        return
+    both = longest + (config.task.seq2seq.max_target_length or longest)
+    if (tokens or 0) < both:
+        message = f"the longest source and the longest target have {both} tokens together. Write at least that many."
+        yield Problem("data.batching.tokens", message)
 
 
 def batch_by_tokens_is_a_microbatch(config: RunConfig) -> Iterator[Problem]:
@@ -255,7 +262,7 @@ def window_can_be_sorted(config: RunConfig) -> Iterator[Problem]:
 
 BATCHING_RULES = (
     window_can_be_sorted,
-    max_length_fits_the_batch,
+    longest_sample_fits_the_batch,
     batch_by_tokens_is_a_microbatch,
     mix_is_consistent,
 )

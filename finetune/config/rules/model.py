@@ -77,7 +77,10 @@ def compile_fits_the_model(config: RunConfig) -> Iterator[Problem]:
 
 
 def model_and_tokenizer_are_one(config: RunConfig) -> Iterator[Problem]:
-    """Model and tokenizer have exactly one origin each, and a model built from a config has no tokenizer."""
+    """Model and tokenizer have exactly one origin each, and a model built from a config has no tokenizer.
+
+    A vision-language model uses a processor, which a trained tokenizer does not have.
+    """
     has_name, has_config = config.model.name is not None, config.model.from_config is not None
     if has_name and has_config:
         yield Problem("model.from_config", "the model is already given by `model.name`. Keep only one of them.")
@@ -95,6 +98,9 @@ def model_and_tokenizer_are_one(config: RunConfig) -> Iterator[Problem]:
         yield Problem("model.tokenizer.train", message)
     elif tokenizer.name is None and tokenizer.train is None:
         yield Problem("model.tokenizer", "no tokenizer is given. Write `name` or `train`.")
+    if tokenizer is not None and tokenizer.train is not None and TASKS[config.task.name].reads == "both":
+        message = "a tokenizer alone cannot process images. Write `name`: a model, or a folder with its processor."
+        yield Problem("model.tokenizer.train", message)
 
 
 def trackers_are_known(config: RunConfig) -> Iterator[Problem]:

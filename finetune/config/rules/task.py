@@ -78,17 +78,6 @@ def task_allows_cut_rows(config: RunConfig) -> Iterator[Problem]:
         yield Problem("data.over_length", message)
 
 
-def source_and_target_fit_the_batch(config: RunConfig) -> Iterator[Problem]:
-    """A batch by tokens can hold a source and its target."""
-    tokens, source = config.data.batching.tokens, config.data.max_length
-    if TASKS[config.task.name].sample != "source_and_target" or config.data.batching.by != "tokens" or source is None:
-        return
-    longest = source + (config.task.seq2seq.max_target_length or source)
-    if (tokens or 0) < longest:
-        message = f"the longest source and the longest target have {longest} tokens together. Write at least that many."
-        yield Problem("data.batching.tokens", message)
-
-
 def masked_lm_masks_tokens(config: RunConfig) -> Iterator[Problem]:
     """The fractions of random and kept tokens do not exceed 1."""
     section = config.task.masked_lm
@@ -97,42 +86,27 @@ def masked_lm_masks_tokens(config: RunConfig) -> Iterator[Problem]:
         yield Problem("task.masked_lm.random_fraction", f"{message} Reduce one of them.")
 
 
-def vision_language_has_a_processor(config: RunConfig) -> Iterator[Problem]:
-    """A vision-language model uses a processor, which a trained tokenizer does not have."""
-    tokenizer = config.model.tokenizer
-    if TASKS[config.task.name].reads == "both" and tokenizer is not None and tokenizer.train is not None:
-        message = "a tokenizer alone cannot process images. Write `name`: a model, or a folder with its processor."
-        yield Problem("model.tokenizer.train", message)
-
-
 TASK_RULES = (
     max_length_is_written,
     distillation_has_a_teacher,
     class_weights_fit_labels,
     task_allows_packing,
     task_allows_cut_rows,
-    source_and_target_fit_the_batch,
     masked_lm_masks_tokens,
-    vision_language_has_a_processor,
 )
 
 
-def robust_loss_has_label_smoothing(config: RunConfig) -> Iterator[Problem]:
-    """The robust loss needs the fraction of wrong pairs."""
+def preference_loss_fits(config: RunConfig) -> Iterator[Problem]:
+    """The robust loss needs the fraction of wrong pairs; only some losses read labels of single answers (`judged`)."""
     section = config.task.preference
-    if config.task.name == "preference" and section.loss == "robust" and section.label_smoothing == 0:
-        message = "`robust` without it is `sigmoid`. Write the fraction of wrong pairs, such as `label_smoothing: 0.1`."
-        yield Problem("task.preference.label_smoothing", message)
-
-
-def judged_format_needs_kto(config: RunConfig) -> Iterator[Problem]:
-    """`format: judged`, with labels for single answers, needs a loss that reads it."""
     if config.task.name != "preference":
         return
-    formats = PREFERENCE_LOSSES[config.task.preference.loss].formats
+    if section.loss == "robust" and section.label_smoothing == 0:
+        message = "`robust` without it is `sigmoid`. Write the fraction of wrong pairs, such as `label_smoothing: 0.1`."
+        yield Problem("task.preference.label_smoothing", message)
     able = _written("preference", [entry.name for entry in PREFERENCE_LOSSES if "judged" in entry.formats])
     for key, source in row_sources(config):
-        if source.format == "judged" and "judged" not in formats:
+        if source.format == "judged" and "judged" not in PREFERENCE_LOSSES[section.loss].formats:
             message = f"only {able} trains on single answers. Write that, or `format: preference`."
             yield Problem(f"{key}.format", message)
 
@@ -151,7 +125,7 @@ def precomputed_needs_stored_rows(config: RunConfig) -> Iterator[Problem]:
             yield Problem(f"{key}.stream", f"{what} computed before the first step. Remove `stream`.")
 
 
-PREFERENCE_RULES = (robust_loss_has_label_smoothing, judged_format_needs_kto, precomputed_needs_stored_rows)
+PREFERENCE_RULES = (preference_loss_fits, precomputed_needs_stored_rows)
 
 
 _PAIR_LOSSES: dict[str, Table[PairLossEntry]] = {"embedding": EMBEDDING_LOSSES, "reranking": RERANKING_LOSSES}

@@ -139,7 +139,7 @@ def init_lora(model: PeftModel, lora: LoraSection, context: AdapterContext) -> N
             for name, parameter in model.named_parameters()
             if ".lora_A." in name or ".lora_B." in name
         }
-        setattr(model, _INITIAL_FACTORS, factors)
+        setattr(model, INITIAL_FACTORS, factors)
         return
     with torch.no_grad(), torch.random.fork_rng(devices=()):
         for name, layer in layers.items():
@@ -196,13 +196,8 @@ def _new_token_rows(model: PreTrainedModel, lora: LoraSection, context: AdapterC
     }
 
 
-_INITIAL_FACTORS = "_first_factors"
-
-
-def initial_factors(model: PeftModel) -> Mapping[str, Tensor]:
-    """Return the recorded factors by parameter name; empty if the base is unchanged."""
-    factors: Mapping[str, Tensor] = getattr(model, _INITIAL_FACTORS, {})
-    return factors
+INITIAL_FACTORS = "_first_factors"
+"""Attribute of a model whose initialization changed the base: the initial factors by parameter name."""
 
 
 def as_plain_lora(
