@@ -104,8 +104,19 @@ def find_ranks(variables: Mapping[str, str]) -> Ranks | None:
     if is_launched(variables):
         return None
     for flavor, names in _MPI_VARIABLES.items():
-        if names["rank"] in variables and names["local_rank"] in variables:
-            return _mpi_ranks(variables, names, source=f"mpirun ({flavor})") or slurm_ranks(variables)
+        if names["rank"] not in variables or names["local_rank"] not in variables:
+            continue
+        source = f"mpirun ({flavor})"
+        world, local_world = (read_count(variables, names[name]) for name in ("world", "local_world"))
+        if world == 1:
+            break
+        if local_world < world and not variables.get("MASTER_ADDR"):  # MPI sets no variable with the host of rank 0
+            raise UserError(
+                f"{source} on several hosts: MASTER_ADDR is not set. Give all processes the name of the first host: "
+                "mpirun -x MASTER_ADDR=HOST (Hydra: -genv MASTER_ADDR HOST)."
+            )
+        job = next((variables[name] for name in _JOB_NAMES if name in variables), "")
+        return make_ranks(variables, names, local_world=local_world, address=LOCALHOST, job=job, source=source)
     return slurm_ranks(variables)
 
 
@@ -139,23 +150,6 @@ _MPI_VARIABLES = {
 
 _JOB_NAMES = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
 """Variables with a unique name of the launch, which all its processes share."""
-
-
-def _mpi_ranks(variables: Mapping[str, str], names: Mapping[str, str], *, source: str) -> Ranks | None:
-    """Return the ranks of this process; None if `mpirun` started only one.
-
-    Raises UserError on several hosts without MASTER_ADDR: MPI sets no variable with the host of rank 0.
-    """
-    world, local_world = (read_count(variables, names[name]) for name in ("world", "local_world"))
-    if world == 1:
-        return None
-    if local_world < world and not variables.get("MASTER_ADDR"):
-        raise UserError(
-            f"{source} on several hosts: MASTER_ADDR is not set. Give all processes the name of the first host: "
-            "mpirun -x MASTER_ADDR=HOST (Hydra: -genv MASTER_ADDR HOST)."
-        )
-    job = next((variables[name] for name in _JOB_NAMES if name in variables), "")
-    return make_ranks(variables, names, local_world=local_world, address=LOCALHOST, job=job, source=source)
 
 
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0

@@ -99,15 +99,10 @@ class _LazyModule(ModuleType):
                 real = importlib.import_module(self.__name__)
         finally:
             gc.freeze()  # modules live as long as the process; forked processes share objects that are not written to
-            atexit.register(_unfreeze_for_nanobind)
+            # The last collection frees triton's objects: nanobind prints a page about each that is left at exit.
+            atexit.register(lambda: gc.unfreeze() if "triton" in sys.modules else None)
             gc.set_threshold(*thresholds)
         return getattr(real, name)
-
-
-def _unfreeze_for_nanobind() -> None:
-    """Let the last collection free triton's objects: nanobind prints a page about each that is left at exit."""
-    if "triton" in sys.modules:
-        gc.unfreeze()
 
 
 class _LazyFinder(MetaPathFinder, Loader):

@@ -225,7 +225,16 @@ def run_name(values: Mapping[str, Any], *, taken: Collection[str] = ()) -> str:
         return "run"
     labels = short_keys(list(values))
     shown = {key: comparable_config(value, name=key) for key, value in values.items()}
-    name = ",".join(f"{labels[key]}={_safe_text(value)}" for key, value in shown.items())
+    texts = {key: shown_value(value) for key, value in shown.items()}
+    for key, value in shown.items():
+        if isinstance(value, int | float) or value is None:
+            continue
+        whole = texts[key].strip('"').rstrip("/")
+        text = _UNSAFE.sub("-", whole.rpartition("/")[2] if isinstance(value, str) else whole)
+        text = text.strip("-.")[:_MAX_VALUE_LENGTH]
+        if text != texts[key]:  # characters were removed
+            texts[key] = "-".join(part for part in (text, _digest(value)[:6]) if part)
+    name = ",".join(f"{labels[key]}={text}" for key, text in texts.items())
     digest = _digest(dict(values))
     if len(name) > _MAX_NAME_LENGTH:
         name = f"{name[: _MAX_NAME_LENGTH - 7]}-{digest[:6]}"
@@ -245,17 +254,6 @@ def short_keys(keys: Sequence[str]) -> dict[str, str]:
         unique = (end for end in endings if sum(f".{other}".endswith(f".{end}") for other in keys) == 1)
         labels[key] = next(unique, key)
     return labels
-
-
-def _safe_text(value: Any) -> str:
-    """Return the value as part of a name, with a digest if characters were removed."""
-    shown = shown_value(value)
-    whole = shown.strip('"').rstrip("/")
-    last = whole.rpartition("/")[2] if isinstance(value, str) else whole
-    text = _UNSAFE.sub("-", last).strip("-.")[:_MAX_VALUE_LENGTH]
-    if text == shown or isinstance(value, int | float) or value is None:
-        return shown
-    return "-".join(part for part in (text, _digest(value)[:6]) if part)
 
 
 def _digest(value: Any) -> str:

@@ -214,6 +214,7 @@ class StatusFile:
         return {"step": self._progress.step} if self._progress is not None else {}
 
     def _write(self, facts: dict[str, Any]) -> None:
+        """Replace the file, or overwrite it on a full disk; raises OSError if the facts do not fit."""
         now = self._clock()
         updated = datetime.fromtimestamp(now, UTC).isoformat(timespec="seconds")
         facts = redacted_config({**facts, "launch": self.launch, "updated": updated, "time": now})
@@ -221,10 +222,21 @@ class StatusFile:
         # padded with blanks, to have space for the final state on a full disk
         size = -(-(len(content) + _SPARE_BYTES) // _BLOCK_BYTES) * _BLOCK_BYTES
         padding = b" " * (size - len(content) - 1) + b"\n"
-        try:
-            atomic.write_bytes(self._folder / STATUS_FILE, content + padding)
-        except OSError:
-            _overwrite(self._folder / STATUS_FILE, facts)
+        path = self._folder / STATUS_FILE
+        with suppress(OSError):
+            atomic.write_bytes(path, content + padding)
+            return
+        limit = _MAX_MESSAGE_CHARACTERS
+        error = facts["error"] and {**facts["error"], "message": facts["error"]["message"][:limit]}
+        shorter = {**facts, "error": error, "reason": facts["reason"] and facts["reason"][:limit]}
+        with path.open("r+b") as file:
+            available = os.fstat(file.fileno()).st_size - 1
+            for candidate in (facts, shorter, {**shorter, "ranks": []}):
+                content = format_json(candidate).encode(errors="backslashreplace")
+                if len(content) <= available:
+                    file.write(content + b" " * (available - len(content)) + b"\n")
+                    return
+        raise OSError(errno.ENOSPC, "no space left for the final state of the run", str(path))
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -238,20 +250,6 @@ class StatusFile:
             yield
         finally:
             lock.release()
-
-
-def _overwrite(path: Path, facts: Mapping[str, Any]) -> None:
-    """Overwrite the existing file with the facts; raises OSError if they do not fit."""
-    with path.open("r+b") as file:
-        available = os.fstat(file.fileno()).st_size - 1
-        error = facts["error"] and {**facts["error"], "message": facts["error"]["message"][:_MAX_MESSAGE_CHARACTERS]}
-        shorter = {**facts, "error": error, "reason": facts["reason"] and facts["reason"][:_MAX_MESSAGE_CHARACTERS]}
-        for candidate in (facts, shorter, {**shorter, "ranks": []}):
-            content = format_json(candidate).encode(errors="backslashreplace")
-            if len(content) <= available:
-                file.write(content + b" " * (available - len(content)) + b"\n")
-                return
-    raise OSError(errno.ENOSPC, "no space left for the final state of the run", str(path))
 
 
 def previous_end(facts: Mapping[str, Any]) -> dict[str, Any] | None:

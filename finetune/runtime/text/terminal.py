@@ -54,7 +54,9 @@ def printable(text: str) -> str:
 def format_json(value: Any, *, indent: int | None = None, **settings: Any) -> str:
     """Return the value as JSON with readable text in every script, and without effect on a terminal."""
     text = json.dumps(value, indent=indent, ensure_ascii=False, **settings)
-    return text if text.isascii() and "\x7f" not in text else _CONTROLS.sub(_json_escape, text)
+    if text.isascii() and "\x7f" not in text:
+        return text
+    return _CONTROLS.sub(lambda match: match[0] if match[0] in "\r\n\t" else json.dumps(match[0])[1:-1], text)
 
 
 class GuardedStream:
@@ -186,10 +188,6 @@ def _print_error(text: str) -> None:
 def _escape(match: re.Match[str]) -> str:
     code = ord(match[0])
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
-
-
-def _json_escape(match: re.Match[str]) -> str:
-    return match[0] if match[0].isspace() and match[0] in "\r\n\t" else json.dumps(match[0])[1:-1]
 
 
 QUIETED_LIBRARIES = (
