@@ -1,7 +1,7 @@
 """Rows as a source yields them, with their origin and number."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -100,16 +100,15 @@ def parse_json_at(text: str, start: int) -> tuple[Any, int]:
 def require_shallow(value: Any) -> None:
     """Raise DataError if lists and objects are nested more than MAX_DEPTH levels deep."""
     level, num_levels = [value], 0
-    while level := [inner for parent in level for inner in _inner(parent)]:
+    while level := [
+        child
+        for parent in level
+        if isinstance(parent, dict | list | tuple)
+        for child in (parent.values() if isinstance(parent, dict) else parent)
+    ]:
         num_levels += 1
         if num_levels > MAX_DEPTH:
             raise DataError(_TOO_DEEP)
-
-
-def _inner(value: Any) -> Iterable[Any]:
-    if isinstance(value, dict):
-        return value.values()
-    return value if isinstance(value, list | tuple) else ()
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -183,18 +183,14 @@ def _read_sharegpt_turn(number: int, turn: Any, *, with_images: bool) -> Turn:
         raise DataError(f"turn {number} is from {actual}. Supported speakers: {speakers}.")
     renamed = {name: value for name, value in turn.items() if name not in ("from", "value")}
     renamed |= {"role": _ROLES[speaker], "content": turn.get("value", turn.get("content"))}
-    if speaker == "function_call":
-        renamed |= {"content": None, "tool_calls": _calls_in(number, renamed["content"])}
+    if speaker == "function_call":  # its calls, in the format that chat templates expect
+        calls = renamed["content"]
+        try:
+            calls = parse_json(calls) if isinstance(calls, str) else calls
+        except json.JSONDecodeError as error:
+            raise DataError(f"turn {number} is a function call that is not JSON: {error.msg}.") from error
+        calls = calls if isinstance(calls, list) else [calls]
+        if not all(isinstance(call, dict) and "name" in call for call in calls):
+            raise DataError(f"turn {number} is a function call, which must be JSON with `name` and `arguments`.")
+        renamed |= {"content": None, "tool_calls": [{"type": "function", "function": call} for call in calls]}
     return _read_turn(number, renamed, with_images=with_images)
-
-
-def _calls_in(number: int, value: Any) -> list[Mapping[str, Any]]:
-    """Return the calls in the JSON text of a `function_call` turn, in the format that chat templates expect."""
-    try:
-        calls = parse_json(value) if isinstance(value, str) else value
-    except json.JSONDecodeError as error:
-        raise DataError(f"turn {number} is a function call that is not JSON: {error.msg}.") from error
-    calls = calls if isinstance(calls, list) else [calls]
-    if not all(isinstance(call, dict) and "name" in call for call in calls):
-        raise DataError(f"turn {number} is a function call, which must be JSON with `name` and `arguments`.")
-    return [{"type": "function", "function": call} for call in calls]

@@ -5,7 +5,7 @@ Rows of which a chat template would drop content are refused. Prompts are read f
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -48,20 +48,20 @@ class Part(NamedTuple):
     detail: str = ""
 
 
+@dataclass
 class DroppedContentCheck:
     """Checks the first row with each kind of part; one instance per chunk of rows, so the cost is low."""
 
-    def __init__(self, finder: TargetFinder) -> None:
-        self._finder = finder
-        self._seen: set[Part] = set()
+    finder: TargetFinder
+    seen: set[Part] = field(default_factory=set)
 
     def check(self, turns: Sequence[Turn], tools: Tools | None, arguments: Arguments | None = None) -> None:
         """Raise DataError naming the part of the row that the template drops or writes incorrectly."""
-        unseen = [part for part in parts_of(turns, tools) if part not in self._seen]
+        unseen = [part for part in parts_of(turns, tools) if part not in self.seen]
         if not unseen:
             return
-        self._seen.update(unseen)
-        text = render(self._finder.tokenizer, turns, tools=tools, arguments=arguments).text
+        self.seen.update(unseen)
+        text = render(self.finder.tokenizer, turns, tools=tools, arguments=arguments).text
         for part in unseen:
             less = None if part.kind == "tools" else tools
             others = list(turns)
@@ -70,14 +70,14 @@ class DroppedContentCheck:
                 absent: Turn = {"content": other} if part.kind == "content" else dict.fromkeys(_FIELDS[part.kind])
                 others = [{**turn, **absent} if turn["role"] == part.role else turn for turn in turns]
             try:
-                is_dropped = render(self._finder.tokenizer, others, tools=less, arguments=arguments).text == text
+                is_dropped = render(self.finder.tokenizer, others, tools=less, arguments=arguments).text == text
             except DataError:  # the template requires the part
                 is_dropped = False
             if is_dropped:
-                hint = role_hint(self._finder, turns, dropped=part.role) if part.kind == "content" else ""
+                hint = role_hint(self.finder, turns, dropped=part.role) if part.kind == "content" else ""
                 what = hint or _NAMES[part.kind](part)
-                raise DataError(f"the chat template ({self._finder.template}) drops {what}")
-        _check_written(turns, text=text, template=self._finder.template)
+                raise DataError(f"the chat template ({self.finder.template}) drops {what}")
+        _check_written(turns, text=text, template=self.finder.template)
 
 
 def parts_of(turns: Sequence[Turn], tools: Tools | None) -> Iterator[Part]:
@@ -259,7 +259,15 @@ class ConversationEncoder:
                     )
             chat = self._plain_rendered_chat(replaced, dropped)
             chat = chat and replace(chat, has_control_names=True)
-            self._check_same_rendering({**row, **dict(zip(names, texts, strict=True))}, replaced)
+            renderings = [
+                render(self._tokenizer, self._turns(each), tools=each["tools"] or None, arguments=each[ARGUMENTS]).text
+                for each in ({**row, **dict(zip(names, texts, strict=True))}, replaced)
+            ]
+            if renderings[0] != self._control.restored(renderings[1]):
+                raise DataError(
+                    f"contains names of control tokens, which the chat template ({self._finder.template}) does not "
+                    "treat as text. Remove them from the row, or set data.allow_special_tokens: true."
+                )
         if chat is not None and arguments:
             chat = replace(
                 chat, has_arguments=True, has_overrides=not arguments_of(self._tokenizer).keys().isdisjoint(arguments)
@@ -267,20 +275,6 @@ class ConversationEncoder:
         if chat is None or self._turn_marks is None:
             return chat
         return replace(chat, has_turn_marks=any(map(self._turn_marks.search, texts_in(texts))))
-
-    def _check_same_rendering(self, row: Row, replaced: Row) -> None:
-        """Raise DataError if the template treats names of control tokens differently from other text."""
-        texts = [
-            render(
-                self._tokenizer, self._turns(variant), tools=variant["tools"] or None, arguments=variant[ARGUMENTS]
-            ).text
-            for variant in (row, replaced)
-        ]
-        if texts[0] != self._control.restored(texts[1]):
-            raise DataError(
-                f"contains names of control tokens, which the chat template ({self._finder.template}) does not treat "
-                "as text. Remove them from the row, or set data.allow_special_tokens: true."
-            )
 
     def _plain_rendered_chat(self, row: Row, dropped: DroppedContentCheck) -> RenderedChat | None:
         turns, tools, arguments = self._turns(row), row.get("tools") or None, row.get(ARGUMENTS)
@@ -315,7 +309,19 @@ class ConversationEncoder:
             )
         is_target = np.zeros(len(ids), dtype=bool)
         for span in chat.spans:
-            start, end = (_edge(encoded, offset, what=span.what) for offset in (span.start, span.end))
+            edges = []
+            for offset in (span.start, span.end):
+                num_tokens = encoded.num_tokens_of(offset)
+                if num_tokens is None:
+                    text = encoded.text
+                    edge = f"{text[max(0, offset - 12) : offset]!r} before {text[offset : offset + 12]!r}"
+                    raise DataError(
+                        f"a token crosses the boundary of {span.what} ({edge}): the model would be trained on "
+                        "different tokens than it sees at inference. Remove leading whitespace from the content, or "
+                        "set data.chat_template to one that writes a single-token marker there."
+                    )
+                edges.append(num_tokens)
+            start, end = edges
             is_target[start:end] = True
         is_target[:1] = False  # there is no context to predict the first token from
         is_ended = end > 0 and is_target[end - 1] and int(ids[end - 1]) in self._tokens.special
@@ -330,19 +336,6 @@ def with_system_prompt(turns: Sequence[Turn], system_prompt: str | None) -> Sequ
     if system_prompt is None or any(turn["role"] == "system" for turn in turns):
         return turns
     return [{"role": "system", "content": system_prompt}, *turns]
-
-
-def _edge(encoded: EncodedText, offset: int, *, what: str) -> int:
-    """Return the number of tokens before the character at `offset`; raises DataError if a token crosses it."""
-    num_tokens = encoded.num_tokens_of(offset)
-    if num_tokens is None:
-        edge = f"{encoded.text[max(0, offset - 12) : offset]!r} before {encoded.text[offset : offset + 12]!r}"
-        raise DataError(
-            f"a token crosses the boundary of {what} ({edge}): the model would be trained on different tokens than "
-            f"it sees at inference. Remove leading whitespace from the content, or set data.chat_template to one that "
-            f"writes a single-token marker there."
-        )
-    return num_tokens
 
 
 @dataclass(frozen=True)

@@ -59,8 +59,13 @@ class ImageTextProcessor:
         outputs = self._process(text, images, add_special_tokens=not (bos and text.startswith(bos)))
         changes = outputs[_OFFSETS][0] if images else []
         ids = tuple(map(int, outputs["input_ids"][0]))
+        pieces, last = [], 0
+        for change in changes:
+            start, end = change["span"]
+            pieces += [text[last:start], str(change["replacement"])]
+            last = end
         return ExpandedText(
-            text=_replaced(text, changes),
+            text="".join([*pieces, text[last:]]),
             ids=ids,
             gains=tuple((change["span"][1], len(change["replacement"]) - len(change["text"])) for change in changes),
             per_token={name: np.asarray(outputs[name][0], np.uint8) for name in self.per_token if name in outputs},
@@ -112,15 +117,6 @@ def decode_row_image(image: bytes, number: int) -> Image.Image:
         return decode_image(image)
     except DataError as error:
         raise DataError(f"image {number}: {error}") from error
-
-
-def _replaced(text: str, changes: Sequence[Mapping[str, Any]]) -> str:
-    pieces, last = [], 0
-    for change in changes:
-        start, end = change["span"]
-        pieces += [text[last:start], str(change["replacement"])]
-        last = end
-    return "".join([*pieces, text[last:]])
 
 
 IMAGES, SIZES = "images", "image_sizes"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cached_property
 from pathlib import PurePath
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -225,9 +225,6 @@ class LabelledTextEncoder(TextRowsEncoder):
         if cut is not None and tokenizer.num_special_tokens_to_add(pair=True) >= cut.max_length:
             raise DataError(f"data.max_length: {cut.max_length} leaves no room between the special tokens. Raise it.")
 
-    def _with(self, tokenizer: PreTrainedTokenizerBase) -> Self:
-        return type(self)(tokenizer, self._labels, cut=self._cut)
-
     def _encoded(self, rows: Sequence[Row]) -> list[Outcome]:
         """Return the features of each row; None for a row without text, or its error."""
         labels = [result_or_error(self._label, row) for row in rows]
@@ -301,9 +298,6 @@ class TaggedWordsEncoder(TextRowsEncoder):
         self._classes = classes
         probe = tokenizer(["ab", "cd"], is_split_into_words=True, add_special_tokens=False)["input_ids"]
         self._before = " " if "abcd" in tokenizer.decode(probe).lower() else ""
-
-    def _with(self, tokenizer: PreTrainedTokenizerBase) -> Self:
-        return type(self)(tokenizer, self._classes)
 
     def _texts_of(self, row: Row) -> Iterable[str]:
         words: Iterable[str] = row.get("tokens", ())

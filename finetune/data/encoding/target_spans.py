@@ -56,22 +56,15 @@ class ReasoningMarks:
         """
         reasoning, _ = split_reasoning(turn)
         position = text.find(reasoning, start, end) if reasoning else -1
-        mark_end = None if position < 0 else self._end_of(reasoning, text, start=start, position=position, end=end)
-        if mark_end is not None:
-            return mark_end
+        if position >= 0 and text[start:position].strip() in {opening.strip() for opening in self.openings}:
+            after = text[position + len(reasoning) : end]
+            closing_start = end - len(after.lstrip())
+            for closing in self.closings:
+                if text.startswith(closing.strip(), closing_start):
+                    mark_end = closing_start + len(closing.strip())
+                    return mark_end + len(_common_prefix(text[mark_end:end], closing[len(closing.rstrip()) :]))
         absent = next((start + len(mark) for mark in self.absent if text.startswith(mark, start)), None)
         return start if absent is None and position < 0 else absent
-
-    def _end_of(self, reasoning: str, text: str, *, start: int, position: int, end: int) -> int | None:
-        if text[start:position].strip() not in {opening.strip() for opening in self.openings}:
-            return None
-        reasoning_end = position + len(reasoning)
-        closing_start = reasoning_end + len(text[reasoning_end:end]) - len(text[reasoning_end:end].lstrip())
-        for closing in self.closings:
-            if text.startswith(closing.strip(), closing_start):
-                closing_start += len(closing.strip())
-                return closing_start + len(_common_prefix(text[closing_start:end], closing[len(closing.rstrip()) :]))
-        return None
 
 
 def find_marks(render_answer: RenderAnswer) -> ReasoningMarks:
@@ -282,21 +275,15 @@ class _Conversation:
 
     def _chat(self, targets: Sequence[int], *, marked: list[Span] | None) -> RenderedChat:
         spans = [self._answer(index) for index in targets] if marked is None else marked
-        dropped = self._drops_reasoning(spans, targets)
+        text, is_aligned, is_dropped = self.whole.text, len(spans) == len(targets), False
+        for number, index in enumerate(targets):  # is the reasoning of a target turn missing from its rendering?
+            reasoning, _ = split_reasoning(self.turns[index])
+            start, end = (spans[number].start, spans[number].end) if is_aligned else (0, len(text))
+            is_dropped |= bool(reasoning) and text.find(reasoning, start, end) < 0
         if not self.finder.train_on_reasoning:
             spans = self._without_reasoning(spans, targets)
         is_last = targets[-1] == len(self.turns) - 1
-        return RenderedChat(self.whole.text, tuple(spans), may_be_open=is_last, has_dropped_reasoning=dropped)
-
-    def _drops_reasoning(self, spans: Sequence[Span], targets: Sequence[int]) -> bool:
-        """Return whether the reasoning of a target turn is missing from its rendering."""
-        text, is_aligned = self.whole.text, len(spans) == len(targets)
-        for number, index in enumerate(targets):
-            reasoning, _ = split_reasoning(self.turns[index])
-            start, end = (spans[number].start, spans[number].end) if is_aligned else (0, len(text))
-            if reasoning and text.find(reasoning, start, end) < 0:
-                return True
-        return False
+        return RenderedChat(text, tuple(spans), may_be_open=is_last, has_dropped_reasoning=is_dropped)
 
     def _without_reasoning(self, spans: Sequence[Span], targets: Sequence[int]) -> list[Span]:
         """Return the spans without the reasoning at the start of answers; raises DataError if it cannot be located."""

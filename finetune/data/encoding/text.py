@@ -4,6 +4,7 @@ A group is one sample of concatenated sequences: an anchor and its passages, or 
 score are an anchor with one passage. The names of control tokens in all these texts are encoded as plain text.
 """
 
+import copy
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,6 +31,7 @@ class TextRowsEncoder:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, allow_special_tokens: bool = False) -> None:
         self._tokenizer = tokenizer
+        self._tokens = TextTokenizer(tokenizer)
         self._control = ControlTokens(tokenizer, allowed=allow_special_tokens)
 
     def __call__(self, rows: Sequence[Row]) -> list[Outcome]:
@@ -55,9 +57,11 @@ class TextRowsEncoder:
     def _encoded(self, rows: Sequence[Row]) -> list[Outcome]:
         """Return the outcome of each row."""
 
-    @abstractmethod
-    def _with(self, tokenizer: PreTrainedTokenizerBase) -> Self:
-        """Return the same encoder with another tokenizer."""
+    def _renamed(self) -> Self:
+        """Return the same encoder with the renamed tokenizer; raises DataError if it cannot be built."""
+        renamed = copy.copy(self)
+        renamed._tokenizer, renamed._tokens = self._control.tokenizer, self._control.tokens
+        return renamed
 
     def _texts_of(self, row: Row) -> Iterable[str]:
         """Return the values of the row that are encoded and are strings."""
@@ -69,7 +73,7 @@ class TextRowsEncoder:
 
     @cached_property
     def _renamed_encoder(self) -> Self:
-        return self._with(self._control.tokenizer)
+        return self._renamed()
 
 
 @recorded_as("data.encoding.text.TextEncoder")
@@ -78,13 +82,6 @@ class TextEncoder(TextRowsEncoder):
 
     Reads the `text` of each row; the outcome is None if there is nothing to predict.
     """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, allow_special_tokens: bool = False) -> None:
-        super().__init__(tokenizer, allow_special_tokens=allow_special_tokens)
-        self._tokens = TextTokenizer(tokenizer)
-
-    def _with(self, tokenizer: PreTrainedTokenizerBase) -> Self:
-        return type(self)(tokenizer)
 
     def _encoded(self, rows: Sequence[Row]) -> list[Outcome]:
         texts = [result_or_error(require_valid_unicode, row["text"]) for row in rows]
@@ -134,10 +131,7 @@ class MaskedTextEncoder(TextRowsEncoder):
             )
         super().__init__(tokenizer, allow_special_tokens=allow_special_tokens)
         self._words = words
-        self._special = np.array(sorted(TextTokenizer(tokenizer).special), np.int64)
-
-    def _with(self, tokenizer: PreTrainedTokenizerBase) -> Self:
-        return type(self)(tokenizer, words=self._words)
+        self._special = np.array(sorted(self._tokens.special), np.int64)
 
     def _encoded(self, rows: Sequence[Row]) -> list[Outcome]:
         """Return the features of each row's `text`; None if there is nothing to mask, or its error."""
@@ -174,11 +168,12 @@ class SourceTargetEncoder(TextRowsEncoder):
                 "Set `eos_token` in its tokenizer_config.json, or use another one."
             )
         super().__init__(tokenizer, allow_special_tokens=allow_special_tokens)
-        self._tokens = TextTokenizer(tokenizer)
         self._prefix = prefix
 
-    def _with(self, tokenizer: PreTrainedTokenizerBase) -> Self:
-        return type(self)(tokenizer, prefix=self._control.renamed(self._prefix))
+    def _renamed(self) -> Self:
+        renamed = super()._renamed()
+        renamed._prefix = self._control.renamed(self._prefix)
+        return renamed
 
     def _texts_of(self, row: Row) -> Iterable[str]:
         return texts_in(row.get("messages") or ())
@@ -303,17 +298,10 @@ class TextGroupsEncoder(TextRowsEncoder):
         if cut is not None and tokenizer.num_special_tokens_to_add(pair=joint) >= cut.max_length:
             raise DataError(f"data.max_length: {cut.max_length} leaves no room between the special tokens. Raise it.")
 
-    def _with(self, tokenizer: PreTrainedTokenizerBase) -> Self:
-        renamed = self._control.renamed
-        return type(self)(
-            tokenizer,
-            contents=self._contents,
-            task=self._task,
-            joint=self._joint,
-            prompts=Prompts(renamed(self._prompts.query), renamed(self._prompts.passage)),
-            scores=self._scores,
-            cut=self._cut,
-        )
+    def _renamed(self) -> Self:
+        renamed, name = super()._renamed(), self._control.renamed
+        renamed._prompts = Prompts(name(self._prompts.query), name(self._prompts.passage))
+        return renamed
 
     def _texts_of(self, row: Row) -> Iterable[str]:
         values = [row.get(name) for name in ("anchor", "positive", "text", "text_pair")]

@@ -191,16 +191,18 @@ class TextTokenizer:
         pairs = [(a, b) for shift in (1, 4) for a, b in zip(_PROBES, _PROBES[shift:] + _PROBES[:shift], strict=True)]
         texts = [f"{a}{seam}{b}{seams[0]}{a}" for seam in seams for a, b in pairs]
         encodings = unrestricted_backend(self._tokenizer).encode_batch(texts, add_special_tokens=False)
-        is_independent = all(self._cuts(text, encoding) for text, encoding in zip(texts, encodings, strict=True))
+        is_independent = True
+        for text, encoding in zip(texts, encodings, strict=True):
+            fast = EncodedText(text, np.array(encoding.ids, np.uint32), self, encoding)
+            slow = EncodedText(text, np.asarray(self.ids(text), np.uint32), self)
+            has_same_ends = all(
+                fast.num_tokens_of(end) == slow.num_tokens_of(end) for end in range(0, len(text) + 1, 3)
+            )
+            if not has_same_ends or fast.ids.tolist() != slow.ids.tolist():
+                is_independent = False
+                break
         self._remembered.clear()
         return is_independent
-
-    def _cuts(self, text: str, encoding: Any) -> bool:
-        fast = EncodedText(text, np.array(encoding.ids, np.uint32), self, encoding)
-        slow = EncodedText(text, np.asarray(self.ids(text), np.uint32), self)
-        ends = range(0, len(text) + 1, 3)
-        same_ends = all(fast.num_tokens_of(end) == slow.num_tokens_of(end) for end in ends)
-        return same_ends and fast.ids.tolist() == slow.ids.tolist()
 
 
 @dataclass(frozen=True)

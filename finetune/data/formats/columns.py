@@ -29,39 +29,39 @@ class ColumnNames:
     has_arguments: bool = False  # the first row has chat template arguments
 
 
+@dataclass(frozen=True)
 class Columns:
     """One row. Every method raises DataError naming the user's column."""
 
-    def __init__(self, names: ColumnNames, row: Row, *, origin: str = "") -> None:
-        self._names = names
-        self._row = row
-        self._origin = origin
-        self._rendered: dict[str, Any] = {}  # templates, by column
+    names: ColumnNames
+    row: Row
+    origin: str = ""
+    _rendered: dict[str, Any] = field(default_factory=dict)  # templates, by column
 
     def image(self, value: Any, *, title: str) -> StoredImage:
         """Return the image that the value names or holds; a relative path starts at the folder of the row's file."""
-        return stored_image(value, folder=folder_of(self._origin), title=title, root=self._names.image_root)
+        return stored_image(value, folder=folder_of(self.origin), title=title, root=self.names.image_root)
 
     def value(self, column: str) -> Any:
         """Return the value of a required column."""
-        if column in self._names.template:
+        if column in self.names.template:
             if column not in self._rendered:
-                self._rendered[column] = render_template(self._names.template[column], self._row, column=column)
+                self._rendered[column] = render_template(self.names.template[column], self.row, column=column)
             return self._rendered[column]
-        name = self._names.columns.get(column, column)
-        if name not in self._row:
+        name = self.names.columns.get(column, column)
+        if name not in self.row:
             raise DataError(
-                f"has no column `{name}`; its columns are {quoted_list(self._row)}. "
-                f"Map it with {self._names.key}.columns: {{{column}: NAME OF YOUR COLUMN}}."
+                f"has no column `{name}`; its columns are {quoted_list(self.row)}. "
+                f"Map it with {self.names.key}.columns: {{{column}: NAME OF YOUR COLUMN}}."
             )
-        return self._row[name]
+        return self.row[name]
 
     def text(self, column: str) -> str:
         """Return the text of a required column."""
         value = self.value(column)
         if not isinstance(value, str):
             raise DataError(
-                f"{self.title(column)} must be text for format `{self._names.format}`, but is {describe(value)}."
+                f"{self.title(column)} must be text for format `{self.names.format}`, but is {describe(value)}."
             )
         return value
 
@@ -90,8 +90,8 @@ class Columns:
 
     def optional(self, column: str) -> Any:
         """Return the value, None if the row has none; a column mapped by the user is required."""
-        is_named = column in self._names.columns or column in self._names.template
-        return self.value(column) if is_named else self._row.get(column)
+        is_named = column in self.names.columns or column in self.names.template
+        return self.value(column) if is_named else self.row.get(column)
 
     def optional_text(self, column: str) -> str:
         """Return the text, empty if the row has none."""
@@ -99,7 +99,7 @@ class Columns:
 
     def labels(self, column: str) -> Any:
         """Return a label or a list of labels; integers are replaced by the dataset's names for them."""
-        value, names = self.value(column), self._names.classes.get(column)
+        value, names = self.value(column), self.names.classes.get(column)
         if names is None:
             return value
         if isinstance(value, list):
@@ -107,7 +107,7 @@ class Columns:
         return self._label_name(value, column)
 
     def _label_name(self, label: Any, column: str) -> Any:
-        names = self._names.classes[column]
+        names = self.names.classes[column]
         if not isinstance(label, int) or isinstance(label, bool):
             return label
         if not 0 <= label < len(names):
@@ -132,9 +132,9 @@ class Columns:
 
     def title(self, column: str) -> str:
         """Return the column's name for messages."""
-        if column in self._names.template:
+        if column in self.names.template:
             return f"the result of the template of `{column}`"
-        return f"column `{self._names.columns.get(column, column)}`"
+        return f"column `{self.names.columns.get(column, column)}`"
 
 
 def quoted_list(names: Iterable[object]) -> str:

@@ -7,6 +7,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Any, BinaryIO, Literal
@@ -89,7 +90,15 @@ def _json(stream: io.BufferedReader, origin: str, options: ReadOptions) -> Itera
         yield from _array(stream, origin)
         return
     for index, (number, line) in enumerate(_lines(stream, origin)):
-        if index == 0 and not _is_whole(line):
+        is_cut = False
+        if index == 0:
+            try:
+                json.loads(line)
+            except (json.JSONDecodeError, UnicodeDecodeError):
+                is_cut = True
+            except (RecursionError, ValueError):
+                pass  # reported where the row is read
+        if is_cut:
             paths = record_paths(_parsed(line + b"\n" + _whole(stream, origin), origin))
             if paths:
                 advice = f"its rows seem to be in `{paths[0]}`. Write `records: {paths[0]}` next to its path."
@@ -144,16 +153,6 @@ def _whole(stream: io.BufferedReader, origin: str) -> bytes:
     if len(content) > MAX_JSON_BYTES:
         raise DataError(f"{origin}: has more than {MAX_JSON_BYTES >> 30} GB. Write one object per line, as .jsonl.")
     return content
-
-
-def _is_whole(line: bytes) -> bool:
-    try:
-        json.loads(line)
-    except RecursionError:
-        return True  # reported where the row is read
-    except ValueError as error:
-        return not isinstance(error, json.JSONDecodeError | UnicodeDecodeError)
-    return True
 
 
 def _parsed(content: bytes, origin: str) -> Any:
@@ -262,24 +261,25 @@ def _sentences(stream: io.BufferedReader, origin: str) -> Iterator[list[list[str
         yield sentence
 
 
+@dataclass
 class _DelimitedLines:
     """The lines of the file, and the position of the current row."""
 
-    def __init__(self, stream: io.BufferedReader, origin: str) -> None:
-        self._stream, self._origin = stream, origin
-        self.num_bytes = 0  # of the current row
-        self.number = 0  # of lines read
-        self.first = 1  # first line of the current row
+    stream: io.BufferedReader
+    origin: str
+    num_bytes: int = 0  # of the current row
+    number: int = 0  # of lines read
+    first: int = 1  # first line of the current row
 
     def __iter__(self) -> Iterator[str]:
-        for line in iter(partial(self._stream.readline, MAX_ROW_BYTES + 1), b""):
+        for line in iter(partial(self.stream.readline, MAX_ROW_BYTES + 1), b""):
             self.num_bytes += len(line)
             if self.num_bytes > MAX_ROW_BYTES:
                 raise DataError(
-                    f"{self._origin}, line {self.first}: the row has more than {MAX_ROW_BYTES >> 20} MB: a quotation "
+                    f"{self.origin}, line {self.first}: the row has more than {MAX_ROW_BYTES >> 20} MB: a quotation "
                     "mark in it is never closed, or this is not a CSV file. `quotes: false` reads them as characters."
                 )
-            text = decode_line(line, origin=self._origin, number=self.number + 1)
+            text = decode_line(line, origin=self.origin, number=self.number + 1)
             if self.number == 0:
                 text = text.removeprefix("\ufeff")
             for part in _LINE_PATTERN.findall(text) if "\r" in text else (text,):

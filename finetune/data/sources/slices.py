@@ -26,17 +26,17 @@ from finetune.runtime.files.digests import files_digest
 _DIGEST_BYTES = 16
 
 
+@dataclass(frozen=True)
 class RowContent:
     """The content of a row, read lazily and once."""
 
-    def __init__(self, raw: RawRow, form: RowFormat) -> None:
-        self._raw = raw
-        self._format = form
+    raw: RawRow
+    format: RowFormat
 
     @cached_property
     def row(self) -> Row:
         """Return the row as its format reads it; raises DataError for an invalid row."""
-        return self._format.read(self._raw)
+        return self.format.read(self.raw)
 
     @cached_property
     def digest(self) -> bytes:

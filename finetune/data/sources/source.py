@@ -67,25 +67,20 @@ EXCERPT_ROWS, EXCERPT_SHARDS = 50_000, 16
 """The rows and shards of a stream that a tokenizer is trained on."""
 
 
+@dataclass(eq=False)
 class Source:
-    """The rows of one source section of the job YAML, and the format that reads them.
+    """The rows of one source section of the job YAML, and the format that reads them."""
 
-    `key` is the key of the section in the job YAML (`data.train`, `data.train.mix.0`, `data.validation`).
-    """
-
-    def __init__(
-        self, section: SourceSection, slices: Sequence[SourceSlice], *, key: str, form: RowFormat, log: Log
-    ) -> None:
-        self.key = key
-        self.section = section
-        self.format = form
-        self._slices = tuple(slices)
-        self._log = log
-        self.num_left_out = 0  # rows excluded by validation rows in the last complete pass of `rows`
+    section: SourceSection
+    slices: Sequence[SourceSlice]
+    key: str  # of the section in the job YAML (`data.train`, `data.train.mix.0`, `data.validation`)
+    format: RowFormat
+    log: Log
+    num_left_out: int = 0  # rows excluded by validation rows in the last complete pass of `rows`
 
     def rows(self) -> Iterator[RawRow]:
         """Yield the rows in order."""
-        exclusions = [each_slice.exclusion for each_slice in self._slices if each_slice.exclusion is not None]
+        exclusions = [each_slice.exclusion for each_slice in self.slices if each_slice.exclusion is not None]
         before = sum(exclusion.num_left_out for exclusion in exclusions)
         yield from chain.from_iterable(shard.rows() for shard in self.shards())
         self.num_left_out = sum(exclusion.num_left_out for exclusion in exclusions) - before
@@ -98,14 +93,14 @@ class Source:
 
     def shards(self) -> tuple[SliceShard, ...]:
         """Return the parts that can be read independently, in the order of `rows`."""
-        return tuple(chain.from_iterable(each_slice.shards for each_slice in self._slices))
+        return tuple(chain.from_iterable(each_slice.shards for each_slice in self.slices))
 
     def excerpt(self) -> Iterator[RawRow]:
         """Yield the rows that a tokenizer is trained on: all, or an excerpt of a stream, which is logged."""
         if stream_of(self.section) is None:
             yield from self.rows()
             return
-        self._log(
+        self.log(
             f"{self.key}: since it is a stream, the tokenizer is trained on at most {EXCERPT_ROWS:,} rows, from the "
             f"start of at most {EXCERPT_SHARDS} of its files"
         )
@@ -119,7 +114,7 @@ class Source:
 
         Without `reads_content`, they are names, sizes, and times or tags instead of digests.
         """
-        parts = [each_slice.identity(reads_content=reads_content) for each_slice in self._slices]
+        parts = [each_slice.identity(reads_content=reads_content) for each_slice in self.slices]
         return parts[0] if len(parts) == 1 else {"parts": parts}
 
 
@@ -153,14 +148,14 @@ def open_sources(section: DataSection, *, seed: int, log: Log) -> OpenedSources:
                 partial(_contents, validation.shards(), validation.format), validation.identity()
             )
             slices = {key: replace(each_slice, exclusion=Exclusion(contents)) for key, each_slice in slices.items()}
-    train = (Source(sections[key], [each], key=key, form=each.format, log=log) for key, each in slices.items())
+    train = (Source(sections[key], [each], key, each.format, log) for key, each in slices.items())
     return OpenedSources(tuple(train), validation)
 
 
 def open_source(section: SourceSection, *, key: str, log: Log) -> Source:
     """Return one source that shares no rows with another."""
     each_slice = _open(section, key=key, log=log)
-    return Source(section, [each_slice], key=key, form=each_slice.format, log=log)
+    return Source(section, [each_slice], key, each_slice.format, log)
 
 
 def stream_of(section: SourceSection) -> StreamSection | None:
@@ -241,7 +236,7 @@ def _validation(section: ValidationSourceSection, train: Sequence[SourceSlice], 
         raise DataError(f"{key}: no training row falls into this share. Increase it.")
     if not _has_rows(train):
         raise DataError(f"{key}: all training rows fall into this share. Decrease it.")
-    return Source(section, held_out, key=key, form=ALREADY_READ, log=log)
+    return Source(section, held_out, key, ALREADY_READ, log)
 
 
 def _has_rows(slices: Sequence[SourceSlice]) -> bool:

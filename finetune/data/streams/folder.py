@@ -71,6 +71,7 @@ class StreamPlan:
         return f"{shards[cursor.shard].name} after {cursor.row:,} of its rows"
 
 
+@dataclass
 class WindowRows:
     """The rows of one window, iterated once. Windows do not span passes, so the last one of a pass may be shorter.
 
@@ -78,10 +79,9 @@ class WindowRows:
     skipped because they are in the validation set. Raises DataError if a whole pass has no rows.
     """
 
-    def __init__(self, plan: StreamPlan, start: Cursor) -> None:
-        self._plan = plan
-        self.next = start
-        self.num_left_out = 0
+    plan: StreamPlan
+    next: Cursor
+    num_left_out: int = 0
 
     def __iter__(self) -> Iterator[RawRow]:
         num_rows = 0
@@ -96,8 +96,8 @@ class WindowRows:
     def _rest_of_pass(self) -> Iterator[RawRow]:
         """Yield the rows up to the end of the window or of the pass."""
         pass_number, first, row = self.next
-        num_missing = self._plan.window_rows
-        shards = self._plan.shards_of(pass_number)
+        num_missing = self.plan.window_rows
+        shards = self.plan.shards_of(pass_number)
         for number in range(first, len(shards)):
             shard = shards[number]
             self.next = Cursor(pass_number, number, row)

@@ -59,16 +59,16 @@ _MAX_STARTS = 3
 _OPEN_WINDOWS = NUM_KEPT_WINDOWS + 2
 
 
+@dataclass(eq=False)
 class Windows:
     """The windows of a stream, for any process of a run; starts the process that prepares them if there is none.
 
     A forked or pickled copy requests and waits on its own. Processes wait for files, never in a collective.
     """
 
-    def __init__(self, job: StreamJob, *, log: Callable[[str], None]) -> None:
-        self.job = job
-        self._log = log
-        self._reader: _ReaderState | None = None
+    job: StreamJob
+    log: Callable[[str], None]
+    _reader: "_ReaderState | None" = None
 
     def open(self) -> int:
         """Request the first window unless it has ever been prepared; return the number of windows that have been."""
@@ -90,7 +90,7 @@ class Windows:
 
     def if_prepared(self, window: int) -> TokenCache | None:
         """Return the window's samples if it is prepared; does not wait and requests nothing."""
-        return _open_if_prepared(self.job, window, log=self._log)
+        return _open_if_prepared(self.job, window, log=self.log)
 
     def close(self) -> None:
         """Withdraw the request and end the process that this one started."""
@@ -99,12 +99,12 @@ class Windows:
         self._reader = None
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_reader": None, "_log": no_op}
+        return {**self.__dict__, "_reader": None, "log": no_op}
 
     def _own_reader(self) -> "_ReaderState":
         if self._reader is None or self._reader.pid != os.getpid():
             is_copy = self._reader is not None
-            self._reader = _ReaderState(self.job, log=no_op if is_copy else self._log)
+            self._reader = _ReaderState(self.job, log=no_op if is_copy else self.log)
         return self._reader
 
 
@@ -342,7 +342,7 @@ def stream_view(
         num_ahead=stream.num_ahead,
         identity=identity,
     )
-    windows = Windows(job, log=log)
+    windows = Windows(job, log)
     num_before = windows.open()
     passes = "in a new order for every pass" if plan.shuffle else "in order"
     shuffled = ", shuffled within each window" if plan.shuffle else ""
@@ -357,30 +357,30 @@ def stream_view(
         )
     if num_before:
         log(f"{job.key}: {num_before:,} windows were prepared earlier; those that are needed are prepared again")
-    order = StreamOrder(WindowOrders(windows, num_logged=num_before, log=log))
+    order = StreamOrder(WindowOrders(windows, log, num_logged=num_before))
     budget = tokens_per_position(section.batching, max_length=section.longest)
     fingerprint = fingerprint_of(identity.fingerprint, section.shuffle, section.batching.by, budget)
     counts = Streamed(lambda: total_counts(windows.record(n).counts for n in range(job.folder.num_records())))
     return DatasetView(StreamSamples(windows), order, fingerprint), counts
 
 
+@dataclass(eq=False)
 class WindowOrders:
     """Orders the samples of a window like those of a prepared set, and logs the counts of every new window."""
 
-    def __init__(self, windows: Windows, *, num_logged: int, log: Log) -> None:
-        self._windows = windows
-        self._num_logged = num_logged
-        self._log = log
-        self._num_counted = 0
-        self.counts = Counts()  # of all windows that have been arranged
+    windows: Windows
+    log: Log
+    num_logged: int  # windows that an earlier process has logged
+    num_counted: int = 0
+    counts: Counts = Counts()  # noqa: RUF009  # frozen; of all windows that have been arranged
 
     def __call__(self, window: int) -> Order | None:
         """Return the order of the window, None if it has no samples; waits until it has been prepared.
 
         Raises DataError after a whole pass without samples.
         """
-        plan, section = self._windows.job.plan, self._windows.job.section
-        record = self._windows.record(window)
+        plan, section = self.windows.job.plan, self.windows.job.section
+        record = self.windows.record(window)
         order = None
         if len(record.lengths):
             order = set_order(
@@ -390,19 +390,19 @@ class WindowOrders:
                 batching=section.batching,
                 max_length=section.longest,
             )
-        if window < self._num_counted:
+        if window < self.num_counted:
             return order
         self.counts = self.counts.plus(record.counts)
-        self._num_counted += 1
-        job = self._windows.job
+        self.num_counted += 1
+        job = self.windows.job
         if self.counts.samples == 0 and record.next.pass_number > 0:
             raise DataError(
                 f"{job.key}: a whole pass over the stream leaves no sample: {'; '.join(self.counts.lines())}."
             )
-        if record.window >= self._num_logged:
+        if record.window >= self.num_logged:
             batching = job.section.batching
             grouped = () if order is None or batching.by == "samples" else (f"{order.num_positions:,} {batching.unit}",)
-            self._log(f"{job.key}: window {record.window}: {'; '.join((*record.counts.lines(), *grouped))}")
-            if self._num_counted & (self._num_counted - 1) == 0 and record.window:  # after 2, 4, 8, ... windows
-                self._log(f"{job.key}: {self._num_counted:,} windows so far: {'; '.join(self.counts.lines())}")
+            self.log(f"{job.key}: window {record.window}: {'; '.join((*record.counts.lines(), *grouped))}")
+            if self.num_counted & (self.num_counted - 1) == 0 and record.window:  # after 2, 4, 8, ... windows
+                self.log(f"{job.key}: {self.num_counted:,} windows so far: {'; '.join(self.counts.lines())}")
         return order
