@@ -1,7 +1,7 @@
 """Audit of the training data: rows and tokens of every source and in total, histograms, and the padding of batches."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -241,7 +241,12 @@ def audit_sources(
         validation=held_out,
         padding=padding,
         template=template,
-        exceeded=tuple(exceeded(audits, limits)) if limits is not None else (),
+        exceeded=tuple(
+            Exceeded(each.key, share)
+            for each in audits
+            if limits is not None
+            for share in exceeded_shares(each.counts, each.duplicates or 0, limits)
+        ),
         classes=dict(classes or {}),
         num_sequences=num_sequences,
     )
@@ -253,13 +258,6 @@ def refuse_exceeded(sources: Mapping[str, TokenCache | Streamed], limits: AuditS
         limits_exceeded = audit_sources(sources, limits=limits).exceeded
         if limits_exceeded:
             raise DataError("\n".join(f"{excess} {REMEDY}" for excess in limits_exceeded))
-
-
-def exceeded(audits: Iterable[SourceAudit], limits: AuditSection) -> Iterator[Exceeded]:
-    """Yield every limit that a source exceeds."""
-    for audit in audits:
-        for share in exceeded_shares(audit.counts, audit.duplicates or 0, limits):
-            yield Exceeded(audit.key, share)
 
 
 def _audit(key: str, prepared: TokenCache, duplicates: int, validation: TokenCache | None) -> SourceAudit:

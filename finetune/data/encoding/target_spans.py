@@ -392,12 +392,11 @@ def first_difference(one: str, other: str) -> tuple[str, str]:
     """Return short excerpts of both texts around the first character in which they differ."""
     offset = len(_common_prefix(one, other))
     start = max(0, offset - 16)
-    lead = "..." if start else ""
-
-    def excerpt(text: str) -> str:
-        return repr(lead + text[start : offset + 32] + ("..." if offset + 32 < len(text) else ""))
-
-    return excerpt(one), excerpt(other)
+    texts = [
+        repr(("..." if start else "") + text[start : offset + 32] + ("..." if offset + 32 < len(text) else ""))
+        for text in (one, other)
+    ]
+    return texts[0], texts[1]
 
 
 def text_of(turn: Mapping[str, Any]) -> str:

@@ -8,7 +8,7 @@ import copy
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, Literal, Self
 
@@ -49,8 +49,14 @@ class TextRowsEncoder:
         except DataError as error:
             renamed = [error] * len(guarded)
         for index, outcome in zip(guarded, renamed, strict=True):
-            is_good = isinstance(outcome, Features)
-            outcomes[index] = result_or_error(self._checked, outcome, texts[index]) if is_good else outcome
+            if isinstance(outcome, Features):
+                try:
+                    self._control.check_plain(texts[index])
+                    outcomes[index] = replace(outcome, has_control_names=True)
+                except DataError as error:
+                    outcomes[index] = error
+            else:
+                outcomes[index] = outcome
         return outcomes
 
     @abstractmethod
@@ -66,10 +72,6 @@ class TextRowsEncoder:
     def _texts_of(self, row: Row) -> Iterable[str]:
         """Return the values of the row that are encoded and are strings."""
         return (value for name in ("text", "text_pair") if isinstance(value := row.get(name), str))
-
-    def _checked(self, features: Features, texts: Sequence[str]) -> Features:
-        self._control.check_plain(texts)
-        return replace(features, has_control_names=True)
 
     @cached_property
     def _renamed_encoder(self) -> Self:
@@ -101,18 +103,6 @@ class TextEncoder(TextRowsEncoder):
         is_target = np.ones(len(ids), dtype=bool)
         is_target[0] = False
         return Features({"input_ids": np.asarray(ids, dtype=np.uint32), "is_target": is_target})
-
-
-def encode_text(text: str, tokenizer: PreTrainedTokenizerBase) -> Features | None:
-    """Return the features of one text, or None if there is nothing to predict; raises DataError."""
-    (outcome,) = _text_encoder(tokenizer)([{"text": text}])
-    if isinstance(outcome, DataError):
-        raise outcome
-    assert not isinstance(outcome, tuple)  # a text is one sample
-    return outcome
-
-
-_text_encoder = lru_cache(maxsize=4)(TextEncoder)
 
 
 @recorded_as("data.encoding.masked_text.MaskedTextEncoder")

@@ -123,10 +123,10 @@ class TextTokenizer:
         }
         # normalized tokens are matched after the text is normalized; the unknown token stands for any text
         unknown = tokenizer.unk_token_id
-        self._seams = {token_id: str(token.content) for token_id, token in added.items() if not token.normalized}
-        self._seams = {token_id: content for token_id, content in self._seams.items() if token_id != unknown}
-        self._is_seam = np.zeros(max(self._seams, default=-1) + 1, dtype=bool)
-        self._is_seam[list(self._seams)] = True
+        self.seams = {token_id: str(token.content) for token_id, token in added.items() if not token.normalized}
+        self.seams = {token_id: content for token_id, content in self.seams.items() if token_id != unknown}
+        self.is_seam = np.zeros(max(self.seams, default=-1) + 1, dtype=bool)
+        self.is_seam[list(self.seams)] = True
 
     def encode(self, texts: Sequence[str]) -> "list[EncodedText]":
         """Return each text with its tokens, encoded in one batch."""
@@ -158,18 +158,6 @@ class TextTokenizer:
                 self._remembered[text] = ids
         return ids
 
-    def seams(self, encoded: "EncodedText") -> tuple[list[int], list[int]]:
-        """Return the added tokens that split the text, as token positions and as character offsets."""
-        ids = encoded.ids
-        positions = np.flatnonzero(self._is_seam[np.minimum(ids, len(self._is_seam) - 1)] & (ids < len(self._is_seam)))
-        seams: tuple[list[int], list[int]] = ([], [])
-        for position in positions.tolist():
-            start, end = encoded.encoding.token_to_chars(position)
-            if encoded.text[start:end].strip() == self._seams[int(ids[position])].strip():
-                seams[0].append(position)
-                seams[1].append(start)
-        return seams
-
     @cached_property
     def is_backend_alone(self) -> bool:
         """Whether the `tokenizers` backend alone produces the tokens, without changes in Python."""
@@ -185,9 +173,9 @@ class TextTokenizer:
 
         Tested on texts that reveal tokenizers which mark the start of a text or of a word.
         """
-        if not self.is_backend_alone or not self._seams:
+        if not self.is_backend_alone or not self.seams:
             return False
-        seams = [*islice(self._seams.values(), 2), *islice(reversed(self._seams.values()), 2)]
+        seams = [*islice(self.seams.values(), 2), *islice(reversed(self.seams.values()), 2)]
         pairs = [(a, b) for shift in (1, 4) for a, b in zip(_PROBES, _PROBES[shift:] + _PROBES[:shift], strict=True)]
         texts = [f"{a}{seam}{b}{seams[0]}{a}" for seam in seams for a, b in pairs]
         encodings = unrestricted_backend(self._tokenizer).encode_batch(texts, add_special_tokens=False)
@@ -233,4 +221,12 @@ class EncodedText:
 
     @cached_property
     def _seams(self) -> tuple[list[int], list[int]]:
-        return self.tokens.seams(self)
+        """The added tokens that split the text, as token positions and as character offsets."""
+        is_seam, ids = self.tokens.is_seam, self.ids
+        positions, starts = [], []
+        for position in np.flatnonzero(is_seam[np.minimum(ids, len(is_seam) - 1)] & (ids < len(is_seam))).tolist():
+            start, end = self.encoding.token_to_chars(position)
+            if self.text[start:end].strip() == self.tokens.seams[int(ids[position])].strip():
+                positions.append(position)
+                starts.append(start)
+        return positions, starts

@@ -102,18 +102,14 @@ class Columns:
         value, names = self.value(column), self.names.classes.get(column)
         if names is None:
             return value
-        if isinstance(value, list):
-            return [self._label_name(label, column) for label in value]
-        return self._label_name(value, column)
-
-    def _label_name(self, label: Any, column: str) -> Any:
-        names = self.names.classes[column]
-        if not isinstance(label, int) or isinstance(label, bool):
-            return label
-        if not 0 <= label < len(names):
-            reason = "which means no label" if label == -1 else f"but there are {len(names)} classes"
-            raise DataError(f"{self.title(column)} is {label}, {reason}. Fix the row, or remove it.")
-        return names[label]
+        labels = []
+        for label in value if isinstance(value, list) else [value]:
+            is_number = isinstance(label, int) and not isinstance(label, bool)
+            if is_number and not 0 <= label < len(names):
+                reason = "which means no label" if label == -1 else f"but there are {len(names)} classes"
+                raise DataError(f"{self.title(column)} is {label}, {reason}. Fix the row, or remove it.")
+            labels.append(names[label] if is_number else label)
+        return labels if isinstance(value, list) else labels[0]
 
     def json_value(self, column: str) -> Any:
         """Return the value, parsed if it is text."""

@@ -219,20 +219,18 @@ def _numbered(batches: Iterator[Any], origin: str, *, passed: int, skipped: int)
     for batch in batches:
         batch.validate(full=True)  # otherwise offsets beyond the data of a damaged file are read unchecked
         for start in range(min(skipped, batch.num_rows), batch.num_rows, _BATCH_ROWS):
-            for number, row in _read(batch.slice(start, _BATCH_ROWS), origin, first=passed + start + 1):
+            piece, first = batch.slice(start, _BATCH_ROWS), passed + start + 1
+            try:
+                rows = piece.to_pylist()
+            except _FAULTS as error:
+                raise DataError(
+                    f"{origin}, rows {first} to {first + piece.num_rows - 1}: cannot be read: {error}. Give the column "
+                    "another type, such as text."
+                ) from error
+            for number, row in enumerate(rows, start=first):
                 yield RawRow(origin, number, without_fillers(row))
         passed += batch.num_rows
         skipped = max(0, skipped - batch.num_rows)
-
-
-def _read(batch: Any, origin: str, *, first: int) -> Iterator[tuple[int, Row]]:
-    try:
-        return enumerate(batch.to_pylist(), start=first)
-    except _FAULTS as error:
-        raise DataError(
-            f"{origin}, rows {first} to {first + batch.num_rows - 1}: cannot be read: {error}. Give the column another "
-            "type, such as text."
-        ) from error
 
 
 def without_fillers(row: Row) -> Row:

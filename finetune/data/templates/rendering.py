@@ -158,6 +158,7 @@ def render(
     The tokenizer's own template arguments are passed, overridden by `arguments`. Raises DataError with the template's
     message if it refuses the turns.
     """
+    name: str | None = getattr(tokenizer, TEMPLATE_FILE, None)  # None: a built-in template, or the tokenizer's own
     try:
         template = str(tokenizer.get_chat_template(tools=tools))
         inputs = {
@@ -171,22 +172,15 @@ def render(
             **arguments_of(tokenizer),
             **(arguments or {}),
         }
-        name = template_file(tokenizer)
         if name is None and is_bounded(template):
             text, marked = render_chat(inputs)
         else:
             text, marked = run_sandboxed(render_chat, inputs, name=name or "of the model", template=template)
     except (*TEMPLATE_FAILURES, TemplateRefused) as error:
         roles = ", ".join(str(turn["role"]) for turn in turns)
-        file = f" ({name})" if (name := template_file(tokenizer)) else ""
+        file = f" ({name})" if name else ""
         raise DataError(f"the chat template{file} refuses the conversation ({roles}): {error}") from error
     return Rendering(text, tuple((start, end) for start, end in marked))
-
-
-def template_file(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Return the job's chat template file; None for a built-in template and for the tokenizer's own."""
-    name: str | None = getattr(tokenizer, TEMPLATE_FILE, None)
-    return name
 
 
 @lru_cache(maxsize=8)

@@ -114,7 +114,7 @@ _workers: "dict[int, _Worker]" = {}
 
 def _request(request: bytes, name: str) -> dict[str, Any]:
     worker = _workers.get(os.getpid())
-    if worker is None or not worker.is_alive():
+    if worker is None or worker.process.poll() is not None:
         worker = _workers[os.getpid()] = _Worker()
     try:
         content = worker.call(request, seconds=MAX_SECONDS)
@@ -141,7 +141,7 @@ class _Worker:
         module = "finetune.data.templates.sandbox"
         code = f"import sys; sys.path[:] = {path}; from {module} import main; main({child_end})"
         try:
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=(child_end,)
             )
         finally:
@@ -155,18 +155,15 @@ class _Worker:
                 "data.chat_template to a built-in one, or remove it."
             ) from error
 
-    def is_alive(self) -> bool:
-        return self._process.poll() is None
-
     def call(self, request: bytes, *, seconds: float) -> bytes:
         """Return the answer; raises TimeoutError, or OSError if the process has exited."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        send(self._process.stdin, request)
+        assert self.process.stdin is not None and self.process.stdout is not None
+        send(self.process.stdin, request)
         poll = select.poll()  # `select` does not support descriptors above 1,023
-        poll.register(self._process.stdout, select.POLLIN)
+        poll.register(self.process.stdout, select.POLLIN)
         if not poll.poll(seconds * 1000):
             raise TimeoutError
-        answer = receive(self._process.stdout)
+        answer = receive(self.process.stdout)
         if answer is None:
             raise OSError("the process has exited")
         return answer
@@ -176,8 +173,8 @@ class _Worker:
         _workers.pop(os.getpid(), None)
         with suppress(OSError):
             os.close(self._pipe)
-        self._process.kill()
-        self._process.communicate()
+        self.process.kill()
+        self.process.communicate()
 
 
 _MAX_CHARACTERS = 1 << 18

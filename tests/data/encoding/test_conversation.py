@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from finetune.data.encoding.conversation import ConversationEncoder, with_system_prompt
-from finetune.data.encoding.text import TextEncoder, encode_text
+from finetune.data.encoding.text import TextEncoder
 from finetune.data.encoding.tokenizer import drops_unknown_text, tokenizer_identity, unknown_ids
 from finetune.data.templates.chat_template import set_chat_template, stop_ids, tokenize
 from finetune.errors import DataError
@@ -22,6 +22,14 @@ def turn(role, content, **more):
 def encode_turns(turns, tokenizer, tools=None, **keys):
     """Return what is made of one conversation, or raise what is wrong with it."""
     (outcome,) = ConversationEncoder(tokenizer, **keys)([{"messages": turns, "tools": tools}])
+    if isinstance(outcome, DataError):
+        raise outcome
+    return outcome
+
+
+def encode_text(text, tokenizer):
+    """Return what is made of one text, or raise what is wrong with it."""
+    (outcome,) = TextEncoder(tokenizer)([{"text": text}])
     if isinstance(outcome, DataError):
         raise outcome
     return outcome

@@ -146,9 +146,9 @@ def test_the_process_needs_no_torch_and_ends_with_the_one_that_started_it():
         "arguments = {'conversations': [[]], 'chat_template': 'a' * 3}\n"
         "assert run_sandboxed(render_chat, arguments, name='a', template='a')[0] == 'aaa'\n"
         "(worker,) = _workers.values()\n"
-        "maps = open(f'/proc/{worker._process.pid}/maps').read()\n"
+        "maps = open(f'/proc/{worker.process.pid}/maps').read()\n"
         "assert 'torch' not in maps\n"
-        "import os, sys; print(worker._process.pid, flush=True); os._exit(0)\n"
+        "import os, sys; print(worker.process.pid, flush=True); os._exit(0)\n"
     )
     made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert made.stdout.strip().isdigit()  # its output has ended, which it holds open as long as it lives
