@@ -59,7 +59,7 @@ class StreamJob:
 def main() -> None:
     """Prepare windows for the processes that request them until all have exited; the job is read from standard input.
 
-    `windows.ProducerProcess` starts it.
+    `stream.ProducerProcess` starts it.
     """
     quiet_libraries(is_main=False)
     serve(pickle.load(sys.stdin.buffer))
