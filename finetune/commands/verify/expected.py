@@ -14,11 +14,10 @@ from torch import Tensor
 from finetune.commands.export import processing_in
 from finetune.config.load import RESOLVED_NAME, load_resolved
 from finetune.config.sections.data import SourceSection
-from finetune.data.rows import Row
+from finetune.data.rows import Row, Turn
 from finetune.data.sources.source import open_source, open_sources, rows_read
 from finetune.data.templates.chat_template import stop_ids, tokenize
 from finetune.data.templates.rendering import Arguments, arguments_of, render
-from finetune.data.turns import Turn
 from finetune.errors import DataError, FinetuneError, UserError
 from finetune.export.verify.rows import CONVERSATIONS
 from finetune.model.generation import SamplingParams, generate_batch

@@ -16,7 +16,17 @@ from finetune.data.encoding.control_tokens import ControlTokens, texts_in
 from finetune.data.encoding.target_spans import REASONING, RenderedChat, TargetFinder, TrainOn, split_reasoning
 from finetune.data.encoding.tokenizer import EncodedText, TextTokenizer, has_double_bos, require_eos_id
 from finetune.data.features import Features, Outcome, result_or_error
-from finetune.data.rows import RawRow, Row, require_valid_unicode
+from finetune.data.rows import (
+    ARGUMENTS,
+    RawRow,
+    Row,
+    Turn,
+    read_sharegpt_turns,
+    read_template_arguments,
+    read_tools,
+    read_turns,
+    require_valid_unicode,
+)
 from finetune.data.templates.chat_template import end_of_turn, tokenize
 from finetune.data.templates.rendering import (
     Arguments,
@@ -27,14 +37,6 @@ from finetune.data.templates.rendering import (
     readable_names,
     render,
     turn_tokens,
-)
-from finetune.data.turns import (
-    ARGUMENTS,
-    Turn,
-    read_sharegpt_turns,
-    read_template_arguments,
-    read_tools,
-    read_turns,
 )
 from finetune.errors import DataError
 from finetune.runtime.files.digests import recorded_as

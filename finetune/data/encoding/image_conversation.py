@@ -16,10 +16,9 @@ from finetune.data.encoding.target_spans import LAST_ALONE, RenderedChat, Span, 
 from finetune.data.encoding.tokenizer import EncodedText
 from finetune.data.features import Features
 from finetune.data.images import decode_image
-from finetune.data.rows import Row
+from finetune.data.rows import Row, Turn
 from finetune.data.templates.chat_template import is_special
 from finetune.data.templates.rendering import render
-from finetune.data.turns import Turn
 from finetune.errors import DataError
 from finetune.runtime.files.digests import recorded_as
 

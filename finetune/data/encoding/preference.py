@@ -7,8 +7,7 @@ import numpy as np
 
 from finetune.data.encoding.conversation import ConversationEncoder
 from finetune.data.features import LENGTHS_OF_SEQUENCES, Features, Outcome
-from finetune.data.rows import Row
-from finetune.data.turns import ARGUMENTS, Turn
+from finetune.data.rows import ARGUMENTS, Row, Turn
 from finetune.errors import DataError
 from finetune.runtime.files.digests import recorded_as
 

@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
+from finetune.data.rows import Turn
 from finetune.data.templates.chat_template import EndOfTurn, after_content
 from finetune.data.templates.rendering import Arguments, Rendering, Tools, render
-from finetune.data.turns import Turn
 from finetune.errors import DataError
 
 REASONING = ("reasoning_content", "thinking", "reasoning")

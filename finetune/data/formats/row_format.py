@@ -9,12 +9,14 @@ from typing import Any, cast
 from finetune.config.sections.data import SourceSection
 from finetune.data.formats.columns import ColumnNames, Columns, quoted_list
 from finetune.data.images import ImageRoot
-from finetune.data.rows import FAULTS_OF_VALUES, RawRow, Row, describe
-from finetune.data.templates.row_template import WHOLE_ROW, check_row_template, columns_used
-from finetune.data.turns import (
+from finetune.data.rows import (
     ARGUMENTS,
+    FAULTS_OF_VALUES,
     Part,
+    RawRow,
+    Row,
     Turn,
+    describe,
     has_images,
     is_image,
     read_sharegpt_turns,
@@ -22,6 +24,7 @@ from finetune.data.turns import (
     read_tools,
     read_turns,
 )
+from finetune.data.templates.row_template import WHOLE_ROW, check_row_template, columns_used
 from finetune.errors import DataError
 from finetune.registry.formats import FORMATS
 from finetune.registry.plugins import code_identity

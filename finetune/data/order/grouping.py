@@ -1,7 +1,7 @@
 """The order of one set of samples: one by one, in packs, in batches by tokens, or grouped by length."""
 
 from collections.abc import Callable, Iterator
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -132,6 +132,7 @@ class GroupedOrder(Order):
         self._shuffle = shuffle
         self._num_windows = -(-len(lengths) // window_samples)
         self._window_samples = window_samples
+        self._windows = cache(partial(permutation, len(lengths), seed, "windows"))
         self._grouped = lru_cache(maxsize=2)(self._compute_groups)
         counts = [self._group(self._lengths[self._window(number)]).num_groups for number in range(self._num_windows)]
         self._ends = np.cumsum(counts)  # of each window's positions within an epoch
@@ -171,12 +172,7 @@ class GroupedOrder(Order):
         num_samples = len(self._lengths)
         if self._num_windows == 1 or not self._shuffle:
             return np.arange(num_samples, dtype=np.int64)[indices]
-        return np.sort(_windows(self._seed, num_samples)[indices])
-
-
-@lru_cache(maxsize=1)
-def _windows(seed: int, num_samples: int) -> np.ndarray:
-    return permutation(num_samples, seed, "windows")
+        return np.sort(self._windows()[indices])
 
 
 class LengthGroupedOrder(Order):

@@ -7,9 +7,9 @@ from pathlib import Path
 from jinja2 import TemplateError, TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 
+from finetune.data.rows import Turn
 from finetune.data.templates.rendering import TEMPLATE_FILE, render
 from finetune.data.templates.sandbox import TemplateRefused, TemplateSyntax
-from finetune.data.turns import Turn
 from finetune.errors import DataError
 from finetune.registry.formats import TEMPLATES
 from finetune.runtime.files.read import open_regular

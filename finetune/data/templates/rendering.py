@@ -17,6 +17,7 @@ from jinja2 import Environment, TemplateError, meta
 from transformers import PreTrainedTokenizerBase
 
 from finetune.config.section import KeyLocations, join_key, with_location
+from finetune.data.rows import Turn
 from finetune.data.templates.sandbox import (
     TEMPLATE_FAILURES,
     TemplateRefused,
@@ -25,7 +26,6 @@ from finetune.data.templates.sandbox import (
     run_sandboxed,
     without_markers,
 )
-from finetune.data.turns import Turn
 from finetune.errors import DataError, Problem
 
 Arguments = Mapping[str, Any]
