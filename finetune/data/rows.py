@@ -249,20 +249,18 @@ _ROLES: Mapping[str, str] = {
 """From ShareGPT's speakers to the roles of chat templates."""
 
 
-def read_turns(value: Any, *, title: str, with_images: bool = False) -> list[Turn]:
+def read_turns(value: Any, *, title: str, with_images: bool = False, from_speakers: bool = False) -> list[Turn]:
     """Return the turns; other keys are passed to the chat template unchanged.
 
     Null values are dropped, and arguments of tool calls in JSON text are parsed, since templates expect objects. With
-    `with_images`, content may be a list of parts with images. Raises DataError naming the turn.
+    `with_images`, content may be a list of parts with images; with `from_speakers`, turns may have ShareGPT's speakers.
+    Raises DataError naming the turn.
     """
-    turns = enumerate(_listed(value, title=title), start=1)
-    return [_read_turn(number, turn, with_images=with_images) for number, turn in turns]
-
-
-def read_sharegpt_turns(value: Any, *, title: str, with_images: bool = False) -> list[Turn]:
-    """Return the turns of a `conversations` column with ShareGPT's speakers, or with `role` and `content`."""
-    turns = enumerate(_listed(value, title=title), start=1)
-    return [_read_sharegpt_turn(number, turn, with_images=with_images) for number, turn in turns]
+    if not isinstance(value, list) or not value:
+        actual = "an empty list" if value == [] else describe(value)
+        raise DataError(f"{title} must be a list of turns with `role` and `content`, but is {actual}.")
+    read = _read_sharegpt_turn if from_speakers else _read_turn
+    return [read(number, turn, with_images=with_images) for number, turn in enumerate(value, start=1)]
 
 
 def read_tools(value: Any, *, title: str) -> list[Mapping[str, Any]]:
@@ -283,13 +281,6 @@ def read_template_arguments(value: Any, *, title: str) -> Mapping[str, Any]:
             f"{title} must be an object of arguments of the chat template, such as "
             f'{{"enable_thinking": false}}, or that object as JSON text, but is {describe(value)}.'
         )
-    return value
-
-
-def _listed(value: Any, *, title: str) -> Sequence[Any]:
-    if not isinstance(value, list) or not value:
-        actual = "an empty list" if value == [] else describe(value)
-        raise DataError(f"{title} must be a list of turns with `role` and `content`, but is {actual}.")
     return value
 
 

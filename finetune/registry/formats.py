@@ -117,7 +117,7 @@ FORMATS = Table(
         FormatEntry(
             name="pairs",
             description="anchor/positive, `negative` or a list of `negatives`",
-            implementation="finetune.data.formats.row_format:read_pairs",
+            implementation="finetune.data.formats.row_format:read_group",
             required=("anchor", "positive"),
             optional=_NEGATIVES,
             usual_task="embedding",
@@ -125,7 +125,7 @@ FORMATS = Table(
         FormatEntry(
             name="retrieval",
             description="query/positive, `negative` or a list of `negatives`",
-            implementation="finetune.data.formats.row_format:read_retrieval",
+            implementation="finetune.data.formats.row_format:read_group",
             required=("query", "positive"),
             optional=_NEGATIVES,
             usual_task="embedding",

@@ -2,7 +2,7 @@
 
 import pytest
 
-from finetune.data.rows import read_sharegpt_turns, read_turns
+from finetune.data.rows import read_turns
 from finetune.errors import DataError
 
 ASKED = {"role": "user", "content": "Is it warm in Rome?"}
@@ -42,7 +42,7 @@ def test_sharegpt_turns_become_messages():
         {"role": "gpt", "content": "Yes.", "weight": 0},
     ]
     call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}
-    assert read_sharegpt_turns(turns, title="`conversations`") == [
+    assert read_turns(turns, title="`conversations`", from_speakers=True) == [
         {"role": "system", "content": "Be brief."},
         ASKED,
         {"role": "assistant", "content": None, "tool_calls": [call]},
@@ -82,4 +82,4 @@ BAD_SHAREGPT = [
 @pytest.mark.parametrize(("turns", "message"), BAD_SHAREGPT)
 def test_an_invalid_sharegpt_turn_is_rejected_by_name(turns, message):
     with pytest.raises(DataError, match=message):
-        read_sharegpt_turns(turns, title="`conversations`")
+        read_turns(turns, title="`conversations`", from_speakers=True)

@@ -21,7 +21,6 @@ from finetune.data.rows import (
     RawRow,
     Row,
     Turn,
-    read_sharegpt_turns,
     read_template_arguments,
     read_tools,
     read_turns,
@@ -422,7 +421,7 @@ def _turns(row: Row) -> Sequence[Turn]:
     if row.get("messages") is not None:
         return read_turns(row["messages"], title="`messages`")
     if row.get("conversations") is not None:
-        return read_sharegpt_turns(row["conversations"], title="`conversations`")
+        return read_turns(row["conversations"], title="`conversations`", from_speakers=True)
     text = row.get("system")
     before = [{"role": "system", "content": text}] if isinstance(text, str) and text else []
     prompt = row.get("prompt")

@@ -19,7 +19,6 @@ from finetune.data.rows import (
     describe,
     has_images,
     is_image,
-    read_sharegpt_turns,
     read_template_arguments,
     read_tools,
     read_turns,
@@ -197,7 +196,7 @@ def read_messages(columns: Columns) -> Row:
 def read_conversations(columns: Columns) -> Row:
     """Return the turns of a ShareGPT conversation."""
     value, title = columns.json_value("conversations"), columns.title("conversations")
-    turns = [*_system(columns), *read_sharegpt_turns(value, title=title, with_images=True)]
+    turns = [*_system(columns), *read_turns(value, title=title, with_images=True, from_speakers=True)]
     return _with_tools(attach_images({"messages": turns}, columns), columns)
 
 
@@ -371,23 +370,15 @@ def _count(number: int) -> str:
     return f"{number} image{'' if number == 1 else 's'}"
 
 
-def read_pairs(columns: Columns) -> Row:
-    """Return the anchor, its positive, and the negatives of both columns."""
-    return _group(columns, "anchor")
-
-
-def read_retrieval(columns: Columns) -> Row:
-    """Return the query as the anchor, its positive, and the negatives of both columns."""
-    return _group(columns, "query")
-
-
 def read_scored_pairs(columns: Columns) -> Row:
     """Return both texts and their score."""
     texts = {"text": columns.text("sentence1"), "text_pair": columns.text("sentence2")}
     return {**texts, "score": columns.number("score")}
 
 
-def _group(columns: Columns, anchor: str) -> Row:
+def read_group(columns: Columns) -> Row:
+    """Return the anchor (the query of `retrieval`), its positive, and the negatives of both columns."""
+    anchor = "query" if columns.names.format == "retrieval" else "anchor"
     row = {"anchor": columns.text(anchor), "positive": columns.text("positive")}
     single = columns.optional_text("negative")
     negatives = [single]

@@ -38,12 +38,15 @@ DEFAULT_OPTIONS = ReadOptions()
 
 def read_options(section: SourceSection, endings: Iterable[str], *, key: str) -> ReadOptions:
     """Return the options for files with these extensions; raises DataError for an option that they do not have."""
-    extensions = set(endings)
+    limited = {
+        name: (allowed, "it is") for name, allowed in KINDS_OF_KEYS.items() if getattr(section, name) is not None
+    }
     if section.has_positions:
-        _require_kind(extensions, KINDS_WITH_POSITIONS, key=f"{key}.columns", what="columns by position are")
-    for name, allowed in KINDS_OF_KEYS.items():
-        if getattr(section, name) is not None:
-            _require_kind(extensions, allowed, key=f"{key}.{name}", what="it is")
+        limited = {"columns": (KINDS_WITH_POSITIONS, "columns by position are"), **limited}
+    for name, (allowed, what) in limited.items():
+        if others := sorted(set(endings) - set(allowed)):
+            kinds = " and ".join(allowed)
+            raise DataError(f"{key}.{name}: {what} read of {kinds} files only, not of {others[0]}. Remove it.")
     return ReadOptions(
         section.delimiter,
         section.quotes,
@@ -52,12 +55,6 @@ def read_options(section: SourceSection, endings: Iterable[str], *, key: str) ->
         has_header=not section.has_positions,
         names=tuple(sorted(section.named_positions.items())),
     )
-
-
-def _require_kind(extensions: set[str], allowed: tuple[str, ...], *, key: str, what: str) -> None:
-    others = sorted(extensions - set(allowed))
-    if others:
-        raise DataError(f"{key}: {what} read of {' and '.join(allowed)} files only, not of {others[0]}. Remove it.")
 
 
 _MARKS = (
