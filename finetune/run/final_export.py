@@ -266,24 +266,22 @@ def trained_logits(
     """Return a few held rows and the prepared model's logits on them; none of a quantized model. Collective."""
     if not config.export.verify:
         return (), None
+    rows: tuple[VerificationRow, ...] = ()
     with distributed.rank_0_works_alone():
-        rows = _held_rows(training_data, prepared, preprocessors=preprocessors) if distributed.is_main() else ()
+        if distributed.is_main():
+            task, inner = training_data.task, unwrap_model(prepared.model)
+            samples = list(islice(_samples(training_data), NUM_ROWS))
+            inputs_of_rows = [
+                inputs for sample in samples for inputs in _inputs(task.collate([sample]), inner, head=task.head)
+            ]
+            rows = tuple(verification_row(inputs, head=task.head) for inputs in inputs_of_rows[:NUM_ROWS])
+            if not samples:
+                start_id = getattr(inner.config, "decoder_start_token_id", None)
+                rows = synthetic_rows(preprocessors, head=task.head, start_id=start_id)
     rows = distributed.broadcast_object(rows)
     if config.model.quantization is not None:
         return rows, None
     return rows, logits_of(prepared.model, rows, device=prepared.accelerator.device)
-
-
-def _held_rows(
-    training_data: TrainingData, prepared: PreparedModel, *, preprocessors: Preprocessors
-) -> tuple[VerificationRow, ...]:
-    task, inner = training_data.task, unwrap_model(prepared.model)
-    samples = list(islice(_samples(training_data), NUM_ROWS))
-    if not samples:
-        start_id = getattr(inner.config, "decoder_start_token_id", None)
-        return synthetic_rows(preprocessors, head=task.head, start_id=start_id)
-    inputs_of_rows = [inputs for sample in samples for inputs in _inputs(task.collate([sample]), inner, head=task.head)]
-    return tuple(verification_row(inputs, head=task.head) for inputs in inputs_of_rows[:NUM_ROWS])
 
 
 def _samples(training_data: TrainingData) -> Iterator[Features]:

@@ -84,15 +84,12 @@ StepMetrics = Callable[..., Mapping[str, float]]
 """The task's `step_metrics`."""
 
 
-def no_metrics(sums: Mapping[str, float], *, num_targets: int) -> Mapping[str, float]:
-    """Return no metrics."""
-    return {}
-
-
 class Meters:
     """Collects steps and turns them into events when they are due."""
 
-    def __init__(self, step_metrics: StepMetrics = no_metrics, *, device: DeviceColumns | None = None) -> None:
+    def __init__(
+        self, step_metrics: StepMetrics = lambda sums, **_: {}, *, device: DeviceColumns | None = None
+    ) -> None:
         self._step_metrics = step_metrics
         self._device = device or DeviceColumns()
         self._records: list[StepRecord] = []

@@ -24,7 +24,8 @@ METADATA_FILES = (INDEX, SCALARS, PROGRESS)
 """The files of every checkpoint in addition to its manifest and tensors."""
 
 _STEP = re.compile(r"step-([0-9]{6,10})")
-_STAGING = ".staging-"
+STAGING = ".staging-"
+"""Beginning of the names of folders whose leftovers the next save removes."""
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -38,12 +39,7 @@ def staging_folder(folder: Path, step: int) -> Path:
     Each attempt on a Ray cluster has its own, so that live ranks of an older attempt write elsewhere.
     """
     attempt = f"-attempt-{own_attempt()}" if own_attempt() else ""
-    return folder / f"{_STAGING}step-{step:06d}{attempt}"
-
-
-def rehearsal_folder(folder: Path, token: str) -> Path:
-    """Return the folder of a preflight; the next save removes leftovers of a killed one."""
-    return folder / f"{_STAGING}rehearsal-{token}"
+    return folder / f"{STAGING}step-{step:06d}{attempt}"
 
 
 def step_of(folder: Path) -> int | None:
@@ -80,7 +76,7 @@ def deleted_checkpoints(folder: Path) -> dict[Path, int]:
 
 def remove_staging(folder: Path) -> None:
     """Remove leftovers of killed saves; no other process may be saving to this folder."""
-    for path in folder.glob(f"{_STAGING}*"):
+    for path in folder.glob(f"{STAGING}*"):
         shutil.rmtree(path, ignore_errors=True)
 
 

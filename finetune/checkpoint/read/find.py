@@ -128,7 +128,19 @@ def _find_at_path(path: Path, *, folder: Path, checksum_of: ChecksumOf) -> Verif
     except CheckpointError as error:
         advice = "Write another one (`finetune checkpoint ls RUN` lists them), or `auto` for the newest valid one."
         raise CheckpointError(f"checkpoint.resume: {str(error).rstrip('.')}. {advice}") from error
-    run_on_rank_0(lambda: _rename_newer_aside(checkpoint, folder=folder))
+
+    def rename_newer_aside() -> None:
+        own = layout.steps(folder)
+        if own and all(other.resolve() != path.resolve() for other in own.values()):
+            raise CheckpointError(
+                f"checkpoint.resume: {path} belongs to another run, but {folder} has its own checkpoints, such as "
+                f"{layout.newest_checkpoint(folder)}. Write `auto` to resume from that one, or another run.folder."
+            )
+        for step, other in own.items():
+            if step > checkpoint.step:
+                layout.rename_aside(other, "superseded")
+
+    run_on_rank_0(rename_newer_aside)
     return checkpoint
 
 
@@ -145,16 +157,3 @@ def _read_on_rank_0(function: Callable[[], T], *, group: Group) -> T:
     if isinstance(value, OtherFormatError):
         raise value
     return value
-
-
-def _rename_newer_aside(checkpoint: VerifiedCheckpoint, *, folder: Path) -> None:
-    own = layout.steps(folder)
-    is_own = any(path.resolve() == checkpoint.path.resolve() for path in own.values())
-    if own and not is_own:
-        raise CheckpointError(
-            f"checkpoint.resume: {checkpoint.path} belongs to another run, but {folder} has its own checkpoints, "
-            f"such as {layout.newest_checkpoint(folder)}. Write `auto` to resume from that one, or another run.folder."
-        )
-    for step, path in own.items():
-        if step > checkpoint.step:
-            layout.rename_aside(path, "superseded")

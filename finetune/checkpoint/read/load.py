@@ -120,9 +120,33 @@ def load_checkpoint(
     records = [record for _, record in saved.values()]
     updated = {record.name for record in records if record.part == "optimizer"}
     without_state = {record.name for record in records if record.key == PARAMETER} - updated
-    _refuse_differences(
-        path, saved, [record for record in expected if record.key in MODEL_KEYS or record.name not in without_state]
-    )
+    wanted = {
+        record.stored_name: record
+        for record in expected
+        if record.key in MODEL_KEYS or record.name not in without_state
+    }
+    reshaped = [
+        f"{name} ({list(saved[name][1].shape)} in the checkpoint, {list(record.shape)} in this run)"
+        for name, record in wanted.items()
+        if name in saved and saved[name][1].shape != record.shape
+    ]
+    differences = {
+        "missing from the checkpoint": [name for name in wanted if name not in saved],
+        "only in the checkpoint": [name for name in saved if name not in wanted],
+        "different shape": reshaped,
+    }
+    lines = [
+        f"  {problem}: {', '.join(names[:_MAX_LISTED])}"
+        + (f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else "")
+        for problem, names in differences.items()
+        if names
+    ]
+    if lines:
+        raise CheckpointError(
+            f"{path} does not match the state that this run trains\n" + "\n".join(lines) + "\n"
+            "Restore the settings of model, adapter, freezing and optimizer, or write another run.folder to start from "
+            "scratch."
+        )
     # `finish_writing` is collective: no rank may enter it before all have read their shards without an error.
     run_on_all_ranks(
         lambda: _load_tensors(
@@ -132,35 +156,6 @@ def load_checkpoint(
     access.finish_writing()
     fault_point("load.done", step=verified.step)
     return dict(verified.metadata.progress)
-
-
-def _refuse_differences(
-    path: Path, saved: Mapping[str, tuple[Path, TensorRecord]], wanted: Sequence[TensorRecord]
-) -> None:
-    expected = {record.stored_name: record for record in wanted}
-    missing = [name for name in expected if name not in saved]
-    extra = [name for name in saved if name not in expected]
-    reshaped = [
-        f"{name} ({list(saved[name][1].shape)} in the checkpoint, {list(record.shape)} in this run)"
-        for name, record in expected.items()
-        if name in saved and saved[name][1].shape != record.shape
-    ]
-    lines = [
-        f"  {problem}: {', '.join(names[:_MAX_LISTED])}"
-        + (f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else "")
-        for problem, names in (
-            ("missing from the checkpoint", missing),
-            ("only in the checkpoint", extra),
-            ("different shape", reshaped),
-        )
-        if names
-    ]
-    if lines:
-        raise CheckpointError(
-            f"{path} does not match the state that this run trains\n" + "\n".join(lines) + "\n"
-            "Restore the settings of model, adapter, freezing and optimizer, or write another run.folder to start from "
-            "scratch."
-        )
 
 
 def _load_tensors(

@@ -102,6 +102,8 @@ class StateAccess:
             self._names_by_tensor.setdefault(id(shard.tensor), []).append(name)
         self.device = device
         self.loss_scale = loss_scale
+        self.begin_reading = layout.reshard  # makes the state readable
+        self.finish_writing = layout.update_model_copies  # after `begin_writing` and all `write`s. Collective.
 
     def records(self) -> list[TensorRecord]:
         """Return parameters, their optimizer state and buffers, in the model's order, with full shapes.
@@ -231,10 +233,6 @@ class StateAccess:
                 for tensor in self._tensors(shard).values():
                     self._shards[name].local_view(tensor).zero_()
 
-    def begin_reading(self) -> None:
-        """Make the state readable."""
-        self._layout.reshard()
-
     def begin_writing(self) -> None:
         """Create optimizer state to write into; parameters may change and must all be written afterwards."""
         self._layout.reshard()
@@ -244,10 +242,6 @@ class StateAccess:
             create_empty_state(self._optimizer)
         else:  # there may be padding, which is not loaded
             create_state_by_step(self._optimizer)
-
-    def finish_writing(self) -> None:
-        """Copy the written values to the tensors that training reads. Collective."""
-        self._layout.update_model_copies()
 
     def _state(self, shard: ShardView) -> dict[str, Any]:
         state: dict[str, Any] = self._optimizer.state.get(shard.tensor, {})

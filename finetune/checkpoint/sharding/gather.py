@@ -53,8 +53,18 @@ def plan_files(
     for part in ("model", "optimizer"):
         numbers = count()
         for writer, share in enumerate(shares):
-            for pack in _split_into_files([record for record in share if record.part == part], max_file_bytes):
-                planned.append(PlannedFile(f"{part}/{next(numbers):05d}.safetensors", writer, pack))
+            packs: list[list[TensorRecord]] = []
+            size = 0
+            # Wide dtypes come first, so that every tensor is aligned to its element size.
+            of_part = [record for record in share if record.part == part]
+            for record in sorted(of_part, key=lambda record: (-DTYPES[record.dtype].itemsize, record.stored_name)):
+                if not packs or size + record.size_bytes > max_file_bytes:
+                    packs.append([])
+                    size = 0
+                packs[-1].append(record)
+                size += record.size_bytes
+            for pack in packs:
+                planned.append(PlannedFile(f"{part}/{next(numbers):05d}.safetensors", writer, tuple(pack)))
     return planned
 
 
@@ -88,19 +98,6 @@ def gather_rounds(planned: Sequence[PlannedFile]) -> Iterator[list[tuple[Planned
                 size += max(queue[0][1].size_bytes, 1)
                 taken.append(queue.popleft())
         yield taken
-
-
-def _split_into_files(records: Sequence[TensorRecord], max_file_bytes: int) -> list[tuple[TensorRecord, ...]]:
-    """Return the records split into files; wide dtypes first, so that every tensor is aligned to its element size."""
-    packs: list[list[TensorRecord]] = []
-    size = 0
-    for record in sorted(records, key=lambda record: (-DTYPES[record.dtype].itemsize, record.stored_name)):
-        if not packs or size + record.size_bytes > max_file_bytes:
-            packs.append([])
-            size = 0
-        packs[-1].append(record)
-        size += record.size_bytes
-    return [tuple(pack) for pack in packs]
 
 
 CHUNK_ELEMENTS = 1 << 24

@@ -11,7 +11,7 @@ import time
 import traceback
 import uuid
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from finetune.checkpoint.format import layout
 from finetune.checkpoint.format.manifest import Manifest, OtherFormatError, RunFingerprint
-from finetune.checkpoint.format.tensor_file import PARAMETER, TensorRecord
+from finetune.checkpoint.format.tensor_file import PARAMETER
 from finetune.checkpoint.read.find import verify_checkpoint
 from finetune.checkpoint.sharding.access import StateAccess
 from finetune.checkpoint.sharding.gather import agree_on_records, plan_files
@@ -275,7 +275,14 @@ def rehearse(
     """
     access.begin_reading()
     existing = agree_on_records(access)
-    planned = plan_files(expected_records(existing, keys=access.expected_state_keys()), world=distributed.world())
+    # With those of the state that the optimizer's first update will create.
+    keys, updated = access.expected_state_keys(), {record.name for record in existing if record.part == "optimizer"}
+    expected = []
+    for record in existing:
+        expected.append(record)
+        if record.key == PARAMETER and record.name not in updated:
+            expected += [replace(record, key=key) for key in keys]
+    planned = plan_files(expected, world=distributed.world())
     _try_folder(folder)
     size = sum(file.size_bytes for file in planned)
     run_on_rank_0(partial(require_space_for_saves, folder, size_bytes=size, section=section, num_saves=num_saves))
@@ -284,17 +291,6 @@ def rehearse(
         own = (platform.node(), host_memory_bytes(planned), available_bytes())
         require_host_memory(distributed.gather_objects(own))
     contents.rehearse(planned, existing=frozenset(existing))
-
-
-def expected_records(existing: Sequence[TensorRecord], *, keys: Sequence[str]) -> list[TensorRecord]:
-    """Return the records together with those of the state that the optimizer's first update will create."""
-    updated = {record.name for record in existing if record.part == "optimizer"}
-    records = []
-    for record in existing:
-        records.append(record)
-        if record.key == PARAMETER and record.name not in updated:
-            records += [replace(record, key=key) for key in keys]
-    return records
 
 
 def require_space_for_saves(folder: Path, *, size_bytes: int, section: CheckpointSection, num_saves: int) -> None:
@@ -328,45 +324,42 @@ def require_host_memory(shares: Sequence[tuple[str, int, int]]) -> None:
 
 def _try_folder(folder: Path) -> None:
     """Write and read a file on every rank, and find, rename and delete all of them on rank 0. Collective."""
-    token = run_on_rank_0(lambda: uuid.uuid4().hex[:8])
-    trial = layout.rehearsal_folder(folder, token)
+    trial = folder / f"{layout.STAGING}rehearsal-{run_on_rank_0(lambda: uuid.uuid4().hex[:8])}"
+    path = trial / f"rank-{distributed.rank()}"
+
+    def write_and_read() -> str:
+        with explain_disk_errors(trial):
+            trial.mkdir(parents=True, exist_ok=True)
+            with path.open("wb") as file:
+                file.write(path.name.encode())
+                file.flush()
+                os.fsync(file.fileno())
+            if path.read_bytes() != path.name.encode():
+                raise CheckpointError(f"{path}: its content differs from the written data. Check the disk.")
+        return platform.node()
+
+    def wait_for_files_of_all() -> None:
+        for _ in range(_VISIBILITY_CHECKS):
+            visible = {file.name for file in trial.iterdir()}
+            missing = [rank for rank in range(len(hosts)) if f"rank-{rank}" not in visible]
+            if not missing:
+                return
+            threading.Event().wait(1)
+        raise CheckpointError(
+            f"{folder}: a file written by rank {missing[0]} on {hosts[missing[0]]} is not visible on {hosts[0]}, so "
+            "the machines do not share this folder. Set run.folder to storage that is mounted on all machines."
+        )
+
+    def rename_and_delete() -> None:
+        with explain_disk_errors(folder):
+            aside = trial.with_name(f"{trial.name}-renamed")
+            trial.rename(aside)
+            atomic.fsync(folder)
+            shutil.rmtree(aside)
+
     try:
-        hosts = run_on_all_ranks(partial(_write_and_read, trial / f"rank-{distributed.rank()}"))
-        # Every rank has written when `run_on_all_ranks` returns.
-        run_on_rank_0(partial(_wait_for_files_of_all, trial, dict(enumerate(hosts))))
-        run_on_rank_0(partial(_rename_and_delete, trial))
+        hosts = run_on_all_ranks(write_and_read)
+        run_on_rank_0(wait_for_files_of_all)  # every rank has written when `run_on_all_ranks` returns
+        run_on_rank_0(rename_and_delete)
     finally:
         shutil.rmtree(trial, ignore_errors=True)  # on every rank, since the folder may not be shared
-
-
-def _write_and_read(path: Path) -> str:
-    with explain_disk_errors(path.parent):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("wb") as file:
-            file.write(path.name.encode())
-            file.flush()
-            os.fsync(file.fileno())
-        if path.read_bytes() != path.name.encode():
-            raise CheckpointError(f"{path}: its content differs from the written data. Check the disk.")
-    return platform.node()
-
-
-def _wait_for_files_of_all(trial: Path, hosts: Mapping[int, str]) -> None:
-    for _ in range(_VISIBILITY_CHECKS):
-        visible = {path.name for path in trial.iterdir()}
-        missing = [rank for rank in hosts if f"rank-{rank}" not in visible]
-        if not missing:
-            return
-        threading.Event().wait(1)
-    raise CheckpointError(
-        f"{trial.parent}: a file written by rank {missing[0]} on {hosts[missing[0]]} is not visible on {hosts[0]}, so "
-        "the machines do not share this folder. Set run.folder to storage that is mounted on all machines."
-    )
-
-
-def _rename_and_delete(trial: Path) -> None:
-    with explain_disk_errors(trial.parent):
-        aside = trial.with_name(f"{trial.name}-renamed")
-        trial.rename(aside)
-        atomic.fsync(aside.parent)
-        shutil.rmtree(aside)

@@ -178,11 +178,6 @@ def config_lines(text: str) -> list[ConfigLine]:
     return rows
 
 
-def environment_rows(environment: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the environment as names and texts, without absent values."""
-    return [(name, text) for name, value in environment.items() if (text := _text(value))]
-
-
 def audit_rows(audit: Audit) -> list[list[str]]:
     """Return the table of the data: a row of names, then a row for each source and the validation data."""
     columns = {"rows": "rows", "samples": "samples", "tokens": "tokens", "targets": "targets"}
@@ -259,9 +254,10 @@ def format_time(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
 
 
-def _text(value: Any) -> str:
+def fact_text(value: Any) -> str:
+    """Return a fact of the environment as text without secrets; empty if it is absent."""
     if isinstance(value, Mapping):
-        return "\n".join(f"{name}: {_text(item)}" for name, item in value.items() if item not in (None, "", {}, []))
+        return "\n".join(f"{name}: {fact_text(item)}" for name, item in value.items() if item not in (None, "", {}, []))
     if isinstance(value, list):
         if all(isinstance(item, str | int | float) for item in value):
             return redacted_text(" ".join(map(str, value)))
@@ -325,13 +321,6 @@ def interval_advice(history: RunHistory, *, hours_stated: float | None) -> Inter
         hours_between_interruptions=hours,
         is_stated=hours_stated is not None,
     )
-
-
-def stated_hours(history: RunHistory) -> float | None:
-    """Return `run.hours_between_interruptions` of the last start's config."""
-    config = history.starts[-1].get("config") or {} if history.starts else {}
-    hours = (config.get("run") or {}).get("hours_between_interruptions")
-    return float(hours) if isinstance(hours, int | float) else None
 
 
 def restart_facts(history: RunHistory) -> dict[str, Any]:

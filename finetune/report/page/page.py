@@ -23,7 +23,7 @@ from finetune.report.page.facts import (
     advice_line,
     audit_rows,
     config_lines,
-    environment_rows,
+    fact_text,
     format_duration,
     format_time,
     interval_advice,
@@ -31,7 +31,6 @@ from finetune.report.page.facts import (
     read_run_files,
     restart_rows,
     run_state,
-    stated_hours,
     tiles,
 )
 from finetune.runtime.files import atomic
@@ -111,6 +110,8 @@ def report_page(folder: Path, history: RunHistory, *, price: float | None = None
     files = read_run_files(folder)
     state, sentence = run_state(history, files.status, now=now)
     start = history.starts[-1] if history.starts else {}
+    hours = ((start.get("config") or {}).get("run") or {}).get("hours_between_interruptions")
+    hours = float(hours) if isinstance(hours, int | float) else None
     source = history.restarts.price_source
     cost = f" Cost: start-up and repeated steps, by the price of {source}." if source else ""
     return render_page(
@@ -139,7 +140,7 @@ def report_page(folder: Path, history: RunHistory, *, price: float | None = None
         phases=phase_rows(history.profiles),
         restarts=restart_rows(history),
         restart_note=f"Waiting is the time in which no process of the run existed.{cost}",
-        advice=advice_line(interval_advice(history, hours_stated=stated_hours(history))),
+        advice=advice_line(interval_advice(history, hours_stated=hours)),
         checkpoints=list(history.checkpoints)[-SHOWN_CHECKPOINTS:],
         skipped=list(history.skipped),
         num_skipped=history.num_skipped,
@@ -148,7 +149,7 @@ def report_page(folder: Path, history: RunHistory, *, price: float | None = None
         messages=list(history.messages.values()),
         startup=(history.startup or {}).get("seconds", {}),
         audit=audit_rows(files.audit),
-        environment=environment_rows(files.environment),
+        environment=[(name, text) for name, value in files.environment.items() if (text := fact_text(value))],
         config=config_lines(files.config),
         missing=(*files.missing, *history.damaged),
         duration=format_duration,

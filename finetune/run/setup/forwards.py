@@ -173,11 +173,12 @@ def flops_per_token(model: nn.Module, *, attended: float) -> float | None:
     heads = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     looked_up = {id(module.weight) for module in tables} - heads
-    # The share of the routed experts that compute one token.
-    text = config.get_text_config(decoder=True)
-    names = ("num_local_experts", "num_experts", "n_routed_experts")
-    total = next((count for name in names if isinstance(count := getattr(text, name, None), int) and count), 1)
-    expert_share = (getattr(text, "num_experts_per_tok", None) or total) / total
+    expert_share = 1.0  # of the routed experts that compute one token
+    if any(_EXPERTS in name for name, _ in model.named_parameters()):
+        text = config.get_text_config(decoder=True)
+        names = ("num_local_experts", "num_experts", "n_routed_experts")
+        total = next((count for name in names if isinstance(count := getattr(text, name, None), int) and count), 1)
+        expert_share = (getattr(text, "num_experts_per_tok", None) or total) / total
     for name, parameter in model.named_parameters():
         if id(parameter) in looked_up:
             continue

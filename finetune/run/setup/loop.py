@@ -271,9 +271,15 @@ def profile_parts(parts: TrainingComponents, section: ProfileSection | None, *, 
     )
     profile.attach = partial(_timed_optimizer, parts)
     timed: Callable[..., Any] = partial(_Timed, profile=profile)
+
+    def timed_groups(*, first_step: int) -> Iterator[tuple[Batch, ...]]:
+        fetch = timed_call(partial(next, parts.groups(first_step=first_step), None), DATA, profile)
+        while (group := fetch()) is not None:
+            yield group
+
     return replace(
         parts,
-        groups=partial(_timed_groups, parts.groups, profile),
+        groups=timed_groups,
         task=timed(parts.task, phases={"prepare_step": FORWARD, "loss_sums": FORWARD}),
         before_batch=timed_call(parts.before_batch, FORWARD, profile),
         update=timed(parts.update, phases={"backward": BACKWARD, "clip": OPTIMIZER}, called=OPTIMIZER),
@@ -316,15 +322,6 @@ class _Timed:
         return self._call(*given, **named)
 
 
-def _timed_groups(
-    groups: Callable[..., Iterator[tuple[Batch, ...]]], profile: StepProfile, *, first_step: int
-) -> Iterator[tuple[Batch, ...]]:
-    coming = groups(first_step=first_step)
-    fetch = timed_call(partial(next, coming, None), DATA, profile)
-    while (group := fetch()) is not None:
-        yield group
-
-
 @contextmanager
 def _timed_optimizer(parts: TrainingComponents, profile: StepProfile) -> Iterator[None]:
     """Have the optimizer's steps inside a backward pass count as such: DeepSpeed's engine's, and `in_backward`."""
@@ -357,12 +354,23 @@ class SampleRecord:
     """Writes the sample ids of each group to this rank's file in `samples/`.
 
     A line is `{"step": 1, "microbatches": [[7, 2], [5, 0]]}`, steps counted from 1. A resumed run removes the lines of
-    steps that are taken again, so every step is once in each file of the ranks that took it.
+    steps that are taken again, so every step is once in each file of the ranks that took it. Each rank repairs its own
+    files, so none has to wait: a damaged line goes, too, and a file that cannot be read is put aside, as the record
+    informs and stops no run.
     """
 
     def __init__(self, run_folder: Path, *, first_step: int) -> None:
         folder = run_folder / SAMPLES_FOLDER
-        _drop_repeated_steps(folder, after_step=first_step)
+        for path in folder.glob("rank-*.jsonl"):
+            number = path.stem.removeprefix("rank-")
+            if not number.isdecimal() or int(number) % distributed.world() != distributed.rank():
+                continue
+            try:
+                kept = [json.dumps(line) + "\n" for line in _lines(path) if line["step"] <= first_step]
+            except OSError:
+                path.replace(path.with_name(f".bad-{path.name}"))
+            else:
+                atomic.write_text(path, "".join(kept))
         folder.mkdir(parents=True, exist_ok=True)
         self._file = (folder / f"rank-{distributed.rank():05d}.jsonl").open("ab", buffering=0)
         self._unwritten = b""
@@ -387,23 +395,6 @@ def read_samples(run_folder: Path) -> dict[int, list[list[list[int]]]]:
         for line in _lines(path):
             microbatches_by_step.setdefault(line["step"], []).append(line["microbatches"])
     return microbatches_by_step
-
-
-def _drop_repeated_steps(folder: Path, *, after_step: int) -> None:
-    """Remove from the record the steps that are taken again; each rank repairs its own file, so none has to wait.
-
-    A damaged line goes, too; a file that cannot be read is put aside: the record informs, and stops no run.
-    """
-    for path in folder.glob("rank-*.jsonl"):
-        number = path.stem.removeprefix("rank-")
-        if not number.isdecimal() or int(number) % distributed.world() != distributed.rank():
-            continue
-        try:
-            kept = [json.dumps(line) + "\n" for line in _lines(path) if line["step"] <= after_step]
-        except OSError:
-            path.replace(path.with_name(f".bad-{path.name}"))
-        else:
-            atomic.write_text(path, "".join(kept))
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -183,7 +183,16 @@ class _Precomputation:
         else:
             seconds = self._compute(key, source, folder, made_of=made_of)
             log(f"{key}: {self.precomputed.title} computed in {seconds:.1f} s, cached in {folder}")
-        _require_on_all_ranks(folder)
+        # On shared storage it may take a moment until every rank sees the folder.
+        deadline = time.monotonic() + _SHARED_FOLDER_TIMEOUT_SECONDS
+        while not (is_there := folder.is_dir()) and time.monotonic() < deadline:
+            time.sleep(0.5)
+        missing = [rank for rank, sees in enumerate(distributed.gather_objects(is_there)) if not sees]
+        if missing:
+            raise DataError(
+                f"data.cache_folder: {folder} does not exist on ranks {', '.join(map(str, missing))}. Set it to a "
+                "folder that all machines share."
+            )
         return TokenCache(source.folder, PrecomputedArrays(folder), shards=source.shards)
 
     def _is_cached(self, key: str, folder: Path) -> bool:
@@ -301,16 +310,3 @@ class _StagedWriter:
             yield
         except OSError as error:
             self._failure = error
-
-
-def _require_on_all_ranks(folder: Path) -> None:
-    """Raise DataError unless every rank sees the folder, which may take a moment on shared storage. Collective."""
-    deadline = time.monotonic() + _SHARED_FOLDER_TIMEOUT_SECONDS
-    while not (is_there := folder.is_dir()) and time.monotonic() < deadline:
-        time.sleep(0.5)
-    missing = [rank for rank, sees in enumerate(distributed.gather_objects(is_there)) if not sees]
-    if missing:
-        raise DataError(
-            f"data.cache_folder: {folder} does not exist on ranks {', '.join(map(str, missing))}. Set it to a folder "
-            "that all machines share."
-        )

@@ -316,12 +316,27 @@ def _check_rows(config: RunConfig, training_data: TrainingData, prepared: Prepar
     model, task, device = prepared.model, training_data.task, prepared.accelerator.device
     inner = unwrap_model(prepared.unwrapped_model)
     require_position_ids(frozenset(inspect.signature(inner.forward).parameters), config=inner.config)
+
+    def row_logits(row: Sequence[Sequence[int]]) -> Tensor:
+        """Return the logits of the samples end to end, [tokens, outputs], or [samples, outputs] of a classifier."""
+        ids = [np.array(sample, np.uint32) for sample in row]
+        samples = [Features({"input_ids": sample}) for sample in ids]
+        batch = collate_row(samples, {"input_ids": ids}, labels=torch.zeros(len(ids))).to(device)
+        is_classifier = task.head == "sequence_classification"
+        return sample_logits(model, batch) if is_classifier else forward_logits(model, batch)[0]
+
+    def logits_alone(ids: Sequence[int]) -> Tensor:
+        """Return the logits of one sample as a batch of its own, in the same shape."""
+        batch = torch.tensor([ids], device=device)
+        logits: Tensor = model(input_ids=batch, attention_mask=torch.ones_like(batch)).logits
+        return logits if logits.dim() == 2 else logits[0]
+
     check_isolation(
-        partial(_row_logits, model, task.head, device),
+        row_logits,
         config=inner.config,
         vocabulary_size=len(training_data.tokenizer),
         is_half=computes_in_half(config),
-        logits_alone=None if task.head == "causal_lm" else partial(_logits_alone, model, device),
+        logits_alone=None if task.head == "causal_lm" else logits_alone,
     )
 
 
@@ -365,18 +380,3 @@ def _padded_outputs(
     if values is None:
         raise ModelError(f"`{inner.config.model_type}` returns no hidden states, of which an embedding could be made.")
     return values
-
-
-def _row_logits(model: nn.Module, head: ModelHead, device: torch.device, row: Sequence[Sequence[int]]) -> Tensor:
-    """Return the logits of the samples end to end, [tokens, outputs], or [samples, outputs] of a classifier."""
-    ids = [np.array(sample, np.uint32) for sample in row]
-    samples = [Features({"input_ids": sample}) for sample in ids]
-    batch = collate_row(samples, {"input_ids": ids}, labels=torch.zeros(len(ids))).to(device)
-    return sample_logits(model, batch) if head == "sequence_classification" else forward_logits(model, batch)[0]
-
-
-def _logits_alone(model: nn.Module, device: torch.device, ids: Sequence[int]) -> Tensor:
-    """Return the logits of one sample as a batch of its own, in the same shape."""
-    batch = torch.tensor([ids], device=device)
-    logits: Tensor = model(input_ids=batch, attention_mask=torch.ones_like(batch)).logits
-    return logits if logits.dim() == 2 else logits[0]

@@ -263,20 +263,9 @@ def _trains_new_tokens(config: RunConfig) -> bool:
     return config.model.new_tokens is not None and config.model.lora is not None
 
 
-def _is_not_4bit_bitsandbytes(config: RunConfig) -> bool:
-    quantization = config.model.quantization
-    return quantization is not None and (quantization.method, quantization.bits) != ("bitsandbytes", 4)
-
-
 _FSDP = ("fsdp1", "fsdp2", "hsdp")
 
 _ZERO = ("zero1", "zero2", "zero3")
-
-
-def _is_unproven_adapter(config: RunConfig) -> bool:
-    section = config.model.peft
-    entry = None if section is None else PEFT_TYPES.get(section.type)
-    return section is not None and (entry is None or not entry.is_proven_sharded)
 
 
 _LIMITS = (
@@ -290,7 +279,10 @@ _LIMITS = (
     _Limit(
         "model.peft of this type",
         ("fsdp2",),
-        _is_unproven_adapter,
+        lambda config: (
+            (section := config.model.peft) is not None
+            and not ((entry := PEFT_TYPES.get(section.type)) and entry.is_proven_sharded)
+        ),
         f"only {', '.join(trainable_types())} are proven with sharded weights. Launch with ddp.yaml.",
     ),
     _Limit(
@@ -319,7 +311,9 @@ _LIMITS = (
     _Limit(
         "model.quantization other than 4-bit bitsandbytes",
         _FSDP,
-        _is_not_4bit_bitsandbytes,
+        lambda config: (
+            (section := config.model.quantization) is not None and (section.method, section.bits) != ("bitsandbytes", 4)
+        ),
         "FSDP shards only floating-point tensors, and only 4-bit weights of bitsandbytes can be stored as such "
         "(https://huggingface.co/docs/bitsandbytes/main/fsdp_qlora). Write `bits: 4`, or launch with ddp.yaml.",
     ),

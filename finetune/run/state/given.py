@@ -82,30 +82,22 @@ def write_pretrained(model: Any, folder: Path, *, key: str) -> Path:
             f"{key}: this model has a PEFT adapter. Give its base model, and the folder of the adapter as "
             "`model.adapter`, or the settings of a new one as `model.lora`."
         )
-    is_model = hasattr(model, "state_dict")
-    digest = _model_digest(model, key=key) if is_model else _files_digest(model)
-    path = folder / f"{'model' if is_model else 'tokenizer'}-{digest[:_DIGITS]}"
+    if hasattr(model, "state_dict"):
+        # Of the config, but for what `save_pretrained` writes into it, and of all tensors.
+        kind, values = "model", {k: v for k, v in model.config.to_dict().items() if k not in _SET_BY_SAVING}
+        digest = hashlib.sha256(f"{type(model).__name__} {json.dumps(values, sort_keys=True, default=str)}".encode())
+        for name, tensor in sorted(model.state_dict().items()):
+            if tensor.is_meta:
+                raise ModelError(f"{key}: `{name}` is on the meta device, without values. Load the weights first.")
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    else:
+        kind, digest = "tokenizer", hashlib.sha256()
+        with TemporaryDirectory(prefix="finetune-") as saved:
+            model.save_pretrained(saved)
+            for file in sorted(Path(saved).rglob("*")):
+                if file.is_file():
+                    digest.update(f"{file.relative_to(saved)} {file.stat().st_size} ".encode() + file.read_bytes())
+    path = folder / f"{kind}-{digest.hexdigest()[:_DIGITS]}"
     build_once(path, lambda staging: model.save_pretrained(str(staging)), log=no_op)
     return path
-
-
-def _model_digest(model: Any, *, key: str) -> str:
-    """Return the digest of the config, but for what `save_pretrained` writes into it, and of all tensors."""
-    values = {name: value for name, value in model.config.to_dict().items() if name not in _SET_BY_SAVING}
-    digest = hashlib.sha256(f"{type(model).__name__} {json.dumps(values, sort_keys=True, default=str)}".encode())
-    for name, tensor in sorted(model.state_dict().items()):
-        if tensor.is_meta:
-            raise ModelError(f"{key}: `{name}` is on the meta device, without values. Load the weights first.")
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-    return digest.hexdigest()
-
-
-def _files_digest(tokenizer: Any) -> str:
-    with TemporaryDirectory(prefix="finetune-") as folder:
-        tokenizer.save_pretrained(folder)
-        digest = hashlib.sha256()
-        for path in sorted(Path(folder).rglob("*")):
-            if path.is_file():
-                digest.update(f"{path.relative_to(folder)} {path.stat().st_size} ".encode() + path.read_bytes())
-    return digest.hexdigest()

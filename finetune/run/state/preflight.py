@@ -14,7 +14,7 @@ from pathlib import Path
 
 from finetune import __version__
 from finetune.checkpoint.format import layout
-from finetune.checkpoint.format.manifest import Manifest, RunFingerprint, read_manifest_of_step
+from finetune.checkpoint.format.manifest import RunFingerprint, read_manifest_of_step
 from finetune.checkpoint.read.changes import check_changes, differences, refuse_existing_checkpoint
 from finetune.config.load import LoadedConfig
 from finetune.config.paths import is_url
@@ -93,17 +93,26 @@ def _facts_from_config(config: RunConfig, saved: RunFingerprint) -> RunFingerpri
 
 
 def _finished(config: RunConfig, *, rank: int) -> int | None:
-    """Return 0 for a finished run whose inputs are unchanged, and log it; None otherwise."""
+    """Return 0 for a finished run whose packages and input files are unchanged, and log it; None otherwise."""
     num_steps = config.train.steps
     # Processes of several machines may see different files, and must not disagree on whether the run is over.
     is_distributed = os.environ.get("WORLD_SIZE", "1") != os.environ.get("LOCAL_WORLD_SIZE", "1")
     if num_steps is None or config.export.push_to_hub is not None or is_distributed:
         return None
     finished_run = read_finished_run(config, num_steps=num_steps)
-    current = None if finished_run is None else _facts_from_config(config, finished_run[1].run)
-    if finished_run is None or current is None or not _is_unchanged(config, finished_run[1]):
+    if finished_run is None:
         return None
     finished, manifest = finished_run
+    current = _facts_from_config(config, manifest.run)
+    try:
+        record = read_record(Path(config.run.folder)) or {}
+        stamps = input_stamps(config, before=float("inf"))
+        packages = {name: __version__ if name == "finetune" else version(name) for name in manifest.versions}
+    except (OSError, ValueError, PackageNotFoundError):
+        return None
+    is_unchanged = stamps is not None and record.get("inputs") == stamps and packages == dict(manifest.versions)
+    if current is None or not is_unchanged:
+        return None
     sentences = format_finished(config, finished, manifest.run, current=current)
     if sentences is None:
         return None
@@ -113,17 +122,6 @@ def _finished(config: RunConfig, *, rank: int) -> int | None:
     status = open_status_file(Path(config.run.folder), rank=rank)
     status.start()
     return record_finished(status, finished.progress, str(finished.checkpoint), finished.reason, num_steps=num_steps)
-
-
-def _is_unchanged(config: RunConfig, manifest: Manifest) -> bool:
-    """Return whether packages and input files are those of the run that has finished."""
-    try:
-        record = read_record(Path(config.run.folder)) or {}
-        stamps = input_stamps(config, before=float("inf"))
-        packages = {name: __version__ if name == "finetune" else version(name) for name in manifest.versions}
-    except (OSError, ValueError, PackageNotFoundError):
-        return False
-    return stamps is not None and record.get("inputs") == stamps and packages == dict(manifest.versions)
 
 
 def prefetch_checksums(loaded: LoadedConfig) -> "checksum_prefetch.ChecksumPrefetch | None":

@@ -10,7 +10,7 @@ sequence z and its average x, which is evaluated and needs no schedule. The upda
 state, so that they are saved by name and remain correct where a strategy steps some groups at a time (ZeRO).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -45,25 +45,20 @@ class ScheduleFreeAdamW(torch.optim.Optimizer):
         """Update all parameters that have a gradient."""
         self._rule.state = self.state
         for group in self.param_groups:
-            for counts, parameters in _by_counts(self.state, group["params"]):
+            by_counts: dict[tuple[Any, ...], list[Tensor]] = {}  # the parameters with a gradient, by equal counters
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    own = self.state[parameter]
+                    key = tuple(own.get(name, initial) for name, initial in INITIAL_COUNTS.items())
+                    by_counts.setdefault(key, []).append(parameter)
+            for values, parameters in by_counts.items():
+                counts = dict(zip(INITIAL_COUNTS, values, strict=True))
                 is_plain = not any(isinstance(parameter, DTensor) for parameter in parameters)
                 one = {**group, "params": parameters, "foreach": is_plain, "k": counts["step"], **counts}
                 self._rule.param_groups = [one]
                 self._rule.step()
                 for parameter in parameters:
                     self.state[parameter].update(step=one["k"], weight_sum=one["weight_sum"], lr_max=one["lr_max"])
-
-
-def _by_counts(state: Any, parameters: Sequence[Tensor]) -> Iterator[tuple[dict[str, Any], list[Tensor]]]:
-    """Yield the parameters that have a gradient, grouped by equal counters."""
-    by_counts: dict[tuple[Any, ...], list[Tensor]] = {}
-    for parameter in parameters:
-        if parameter.grad is not None:
-            own = state[parameter]
-            counts = tuple(own.get(name, initial) for name, initial in INITIAL_COUNTS.items())
-            by_counts.setdefault(counts, []).append(parameter)
-    for counts, group in by_counts.items():
-        yield dict(zip(INITIAL_COUNTS, counts, strict=True)), group
 
 
 STARTS_AFTER, CONFIGURED_DECAY = "average_after", "average_kept"

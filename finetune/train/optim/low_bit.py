@@ -24,7 +24,6 @@ from finetune.model.kernels.compilation import missing_triton_toolchain
 from finetune.runtime import seeds
 from finetune.runtime.optional import lazily
 from finetune.runtime.parameters import local_rows, local_tensor
-from finetune.train.optim.parameter_groups import NamedParameter
 
 BLOCK_SIZE = 256
 """Number of values that share a scale (the block size of Dettmers et al., 2022, arXiv:2110.02861)."""
@@ -290,20 +289,6 @@ class LowBitAdamW(torch.optim.Optimizer):
 def has_kernel(device: torch.device) -> bool:
     """Return whether updates on this device run as one kernel each: on a CUDA device with a working triton."""
     return device.type == "cuda" and missing_triton_toolchain() is None
-
-
-def add_rounding_keys(
-    groups: Sequence[dict[str, Any]], named: Sequence[NamedParameter], *, seed: int
-) -> list[dict[str, Any]]:
-    """Return the groups with the key of every parameter's random bits."""
-    names = {id(entry.parameter): entry.name for entry in named}
-    return [
-        {
-            **group,
-            ROUNDING_KEYS: [seeds.derive_seed(seed, "rounding", names[id(parameter)]) for parameter in group["params"]],
-        }
-        for group in groups
-    ]
 
 
 def _moments(state: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:

@@ -21,10 +21,11 @@ from finetune.config.sections.train import AverageSection, OptimizerSection, Unf
 from finetune.errors import ModelError
 from finetune.model.kernels.compilation import missing_triton_toolchain
 from finetune.registry.optimizers import OPTIMIZERS
+from finetune.runtime import seeds
 from finetune.runtime.optional import lazily, require
 from finetune.runtime.parameters import AVERAGE_DECAY, NOT_YET_UNFROZEN, full_shape, local_tensor
 from finetune.train.optim.averages import CONFIGURED_DECAY, STARTS_AFTER, ScheduleFreeAdamW, keep_average
-from finetune.train.optim.low_bit import ROUNDING_KEYS, ROUNDING_STEP, LowBitAdamW, add_rounding_keys
+from finetune.train.optim.low_bit import ROUNDING_KEYS, ROUNDING_STEP, LowBitAdamW
 from finetune.train.optim.parameter_groups import (
     RATE_FACTOR,
     UNFREEZE_AFTER,
@@ -189,8 +190,11 @@ def build_optimizer(
         groups = [{**group, "params": [parameter]} for group in groups for parameter in group["params"]]
     dtypes = {str(entry.parameter.dtype).removeprefix("torch.") for entry in named if entry.parameter.requires_grad}
     if any(uses_low_bit_adamw(section, dtype=dtype) for dtype in dtypes):
+        names = {id(entry.parameter): entry.name for entry in named}
+        for group in groups:
+            group[ROUNDING_KEYS] = [seeds.derive_seed(seed, "rounding", names[id(one)]) for one in group["params"]]
         optimizer: torch.optim.Optimizer = LowBitAdamW(
-            add_rounding_keys(groups, named, seed=seed),
+            groups,
             learning_rate=learning_rate,
             betas=(section.betas[0], section.betas[1]),
             eps=section.eps,
