@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -112,14 +112,35 @@ def chat(
     with its classes. Raises UserError if `source` has no such model.
     """
     quiet_libraries(is_main=True)
-    sampling, named = SamplingParams(max_new_tokens, temperature), _parse_adapters(adapters)
+    sampling = SamplingParams(max_new_tokens, temperature)
+    named: dict[str, Path] = {}
+    for written in adapters:
+        name, equals, folder = written.partition("=")
+        if not (name and equals and folder) or "." in name:
+            raise UserError(f"--adapter {written}: write NAME=FOLDER, with a name without dots.")
+        if name in named:
+            raise UserError(f"--adapter {written}: an adapter `{name}` already exists. Choose another name.")
+        named[name] = Path(folder).absolute()
+    model: Any
     if is_run(source) and (step is not None or find_model_folder(source) is None):
         model = _load_checkpoint(source, sampling, step=step, adapters=named, trust_remote_code=trust_remote_code)
     else:
         if step is not None:
             raise UserError(f"--step {step}: {source} has no checkpoints. Name a run folder, or leave --step out.")
         saved = inspect_model_folder(source, key="chat", trust_remote_code=trust_remote_code)
-        model = _load_any(saved, sampling, adapters=named, trust_remote_code=trust_remote_code)
+        if saved.can_generate:
+            model = _load(saved, sampling, adapters=named, trust_remote_code=trust_remote_code)
+        elif saved.head != "sequence_classification":
+            raise UserError(
+                f"{saved.folder}: a `{saved.head}` model does not generate text. Evaluate it with `finetune evaluate`; "
+                "its README.md shows how to load it."
+            )
+        elif named:
+            raise UserError(
+                "--adapter: a classifier has only the adapter that it was trained with. Leave --adapter out."
+            )
+        else:
+            model = Classifier.load(saved, trust_remote_code=trust_remote_code)
     use_written_arguments(model.tokenizer, template_arguments)
     is_terminal = sys.stdin.isatty()
     if is_terminal:
@@ -193,9 +214,10 @@ class ChatModel:
 
     def answer(self, turns: list[Turn]) -> str:
         """Return the model's next turn and stream it to the terminal; the oldest turns that do not fit are dropped."""
-        tokens, limit = self._prompt(turns), self._limit()
+        tokens = self._prompt(turns)
+        limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         while (
-            limit is not None
+            limit
             and len(tokens) + RESERVED_ANSWER_TOKENS > limit
             and sum(turn["role"] != "system" for turn in turns) > 1
         ):
@@ -203,16 +225,17 @@ class ChatModel:
             turns = [*head, *turns[len(head) + 2 :]]
             tokens = self._prompt(turns)
         maximum = self.sampling.max_new_tokens
-        num_free = maximum if limit is None else max(min(maximum, limit - len(tokens)), 1)
+        num_free = maximum if not limit else max(min(maximum, limit - len(tokens)), 1)
         self.number[0] += 1
-        with self._adapted():
+        is_base = bool(self.adapters) and self.adapter is None
+        with self.model.disable_adapter() if is_base else nullcontext():
             known = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id, 0)
             (answer,) = generate_batch(
                 self.model,
                 [tokens],
                 [derive_seed("chat", self.number[0])],
                 sampling=replace(self.sampling, max_new_tokens=num_free),
-                pad_id=int(next(limit for limit in known if limit is not None)),
+                pad_id=int(next(token for token in known if token is not None)),
                 stop_ids=stop_ids(self.tokenizer),
                 streamer=TextStreamer(
                     self.tokenizer,
@@ -222,42 +245,14 @@ class ChatModel:
             )
         return str(self.tokenizer.decode(answer, skip_special_tokens=True)).strip()
 
-    def _adapted(self) -> AbstractContextManager[Any]:
-        """Return the context in which the adapter in use is enabled."""
-        context: AbstractContextManager[Any] = (
-            self.model.disable_adapter() if self.adapters and self.adapter is None else nullcontext()
-        )
-        return context
-
     def _prompt(self, turns: list[Turn]) -> list[int]:
         return prompt_ids(self.tokenizer, ChatPrompt(turns, has_own_system=turns[0]["role"] == "system"))
-
-    def _limit(self) -> int | None:
-        limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        return int(limit) if limit else None
 
 
 def load_chat_model(folder: Path, *, max_new_tokens: int = 256) -> ChatModel:
     """Return the model of the folder, or an adapter on its base, on the accelerator if there is one."""
     return _load(
         inspect_model_folder(folder, key="chat"), SamplingParams(max_new_tokens), adapters={}, trust_remote_code=False
-    )
-
-
-def _load_any(
-    saved: SavedModel, sampling: SamplingParams, *, adapters: Mapping[str, Path], trust_remote_code: bool
-) -> Any:
-    if saved.can_generate:
-        return _load(saved, sampling, adapters=adapters, trust_remote_code=trust_remote_code)
-    if saved.head == "sequence_classification":
-        if adapters:
-            raise UserError(
-                "--adapter: a classifier has only the adapter that it was trained with. Leave --adapter out."
-            )
-        return Classifier.load(saved, trust_remote_code=trust_remote_code)
-    raise UserError(
-        f"{saved.folder}: a `{saved.head}` model does not generate text. Evaluate it with `finetune evaluate`; its "
-        "README.md shows how to load it."
     )
 
 
@@ -289,18 +284,6 @@ def _load_checkpoint(
     target.load_weights(model)
     print(f"chatting with {target.source.name} of {target.source.parent.parent}")
     return ChatModel(model.to(local_device()).eval(), target.run_inputs.processing.tokenizer, sampling)
-
-
-def _parse_adapters(adapters: Sequence[str]) -> dict[str, Path]:
-    named: dict[str, Path] = {}
-    for written in adapters:
-        name, equals, folder = written.partition("=")
-        if not (name and equals and folder) or "." in name:
-            raise UserError(f"--adapter {written}: write NAME=FOLDER, with a name without dots.")
-        if name in named:
-            raise UserError(f"--adapter {written}: an adapter `{name}` already exists. Choose another name.")
-        named[name] = Path(folder).absolute()
-    return named
 
 
 def _lines(*, is_terminal: bool) -> Iterator[str]:

@@ -3,7 +3,7 @@
 import io
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ from ruamel.yaml.comments import CommentedMap
 from finetune.config.explain import format_summary, resolved_yaml
 from finetune.config.load import (
     RESOLVED_NAME,
-    LoadedConfig,
     load_config,
     load_resolved,
     read_text,
@@ -45,8 +44,9 @@ def check(
 ) -> None:
     """Print what the job will do; raises ConfigError with every problem, ModelError for the model that was tried.
 
-    With a run folder, also print which defaults have changed since that run. Raises StrategyError for an accelerate
-    file that cannot be launched, or not with this number of processes.
+    With a run folder, also print the keys that neither the job nor the run has written and whose defaults have changed
+    since that run. Raises StrategyError for an accelerate file that cannot be launched, or not with this number of
+    processes.
     """
     loaded = load_config(path, overrides)
     if accelerate_file is not None:
@@ -58,23 +58,16 @@ def check(
     for line in (*format_summary(loaded.config, num_processes=num_processes), *of_model):
         print(f"  {line}")
     if run is not None:
-        lines = list(changed_defaults(loaded, run))
+        load_resolved(run)  # raises UserError where it cannot be read
+        then = dict(compared_runs.config_values((run / RESOLVED_NAME).read_text(encoding="utf-8")))
+        lines = []
+        for key, (value, source) in compared_runs.config_values(resolved_yaml(loaded)):
+            before, source_before = then.get(key, (value, ""))
+            if (source, source_before) == (_DEFAULT, _DEFAULT) and before != value:
+                lines.append(f"{key}: {before} then, {value} now")
         print(f"defaults that have changed since {run}: {'none' if not lines else ''}".rstrip())
         for line in lines:
             print(f"  {line}")
-
-
-def changed_defaults(loaded: LoadedConfig, run: Path) -> Iterator[str]:
-    """Yield each key that neither the job nor the run has written and whose default is another one now.
-
-    Raises UserError where the run's config cannot be read.
-    """
-    load_resolved(run)
-    then = dict(compared_runs.config_values((run / RESOLVED_NAME).read_text(encoding="utf-8")))
-    for key, (value, source) in compared_runs.config_values(resolved_yaml(loaded)):
-        before, source_before = then.get(key, (value, ""))
-        if (source, source_before) == (_DEFAULT, _DEFAULT) and before != value:
-            yield f"{key}: {before} then, {value} now"
 
 
 def migrate(path: Path, *, is_dry_run: bool = False) -> None:

@@ -75,7 +75,11 @@ def list_checkpoints(run: Path, *, verifies: bool, as_json: bool) -> None:
     if not checkpoints:
         print(f"{location.checkpoints} has no checkpoints.")
     else:
-        print_table(checkpoints_table(checkpoints, now=time.time(), width=width()))
+        table = _table("written by", "state")
+        for checkpoint in checkpoints:
+            state = Text("good", "green") if checkpoint.is_good else Text("BAD", "bold red")
+            table.add_row(*_cells(checkpoint.entry), Text(printable(_origin(checkpoint.entry.manifest))), state)
+        print_table(table)
     for checkpoint in checkpoints:
         for problem in checkpoint.problems:
             print(f"{checkpoint.entry.path.name}: {problem}")
@@ -124,35 +128,6 @@ def verify_checkpoints(run: Path, *, step: int | None) -> bool:
     return are_good
 
 
-def checkpoints_table(checkpoints: Sequence[CheckedCheckpoint], *, now: float, width: int) -> Table:
-    """Return a row for each checkpoint, with as many metrics as fit the width."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("step", "size", "age"):
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("metrics", overflow="fold")
-    for column in ("written by", "state"):
-        table.add_column(column, no_wrap=True)
-    for checkpoint in checkpoints:
-        state = Text("good", "green") if checkpoint.is_good else Text("BAD", "bold red")
-        table.add_row(
-            *_row(checkpoint.entry, now=now, width=width), Text(printable(_origin(checkpoint.entry.manifest))), state
-        )
-    return table
-
-
-def prune_table(verdicts: Sequence[tuple[CheckpointEntry, Sequence[str]]], *, now: float, width: int) -> Table:
-    """Return a row for each checkpoint with the reasons to keep it; without a reason it is deleted."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("step", "size", "age"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for column in ("metrics", "verdict"):
-        table.add_column(column, overflow="fold")
-    for entry, reasons in verdicts:
-        verdict = Text(f"kept: {', '.join(reasons)}") if reasons else Text("deleted", "red")
-        table.add_row(*_row(entry, now=now, width=width), verdict)
-    return table
-
-
 def checkpoint_facts(
     checkpoint: CheckedCheckpoint, *, counts: Sequence[TensorCount], now: float
 ) -> Iterator[tuple[str, str]]:
@@ -196,13 +171,24 @@ def age_text(seconds: float) -> str:
     return f"{int(seconds // 86_400)} days"
 
 
-def _row(entry: CheckpointEntry, *, now: float, width: int) -> tuple[str | Text, ...]:
+def _table(*last_columns: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("step", "size", "age"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for column in ("metrics", *last_columns):
+        is_folded = column in ("metrics", "verdict")
+        table.add_column(column, overflow="fold" if is_folded else "ellipsis", no_wrap=not is_folded)
+    return table
+
+
+def _cells(entry: CheckpointEntry) -> tuple[str | Text, ...]:
+    """Return step, size, age and as many metrics as fit the terminal."""
     manifest = entry.manifest
     if manifest is None:
         return (str(entry.step), ABSENT, ABSENT, ABSENT)
-    shown = 1 if width < 70 else 2 if width < 90 else 3
+    shown = 1 if width() < 70 else 2 if width() < 90 else 3
     metrics = dict(list(manifest.metrics.items())[:shown])
-    size, age = format_size(manifest.size_bytes), age_text(now - manifest.created)
+    size, age = format_size(manifest.size_bytes), age_text(time.time() - manifest.created)
     return (str(entry.step), size, age, Text(_metrics(metrics)))
 
 
@@ -290,12 +276,19 @@ def prune(
         "keep_every_steps": keep_every,
         "keep_best": parse_keep_best(keep_best) if keep_best is not None else None,
     }
-    section = retention_of(location.run).model_copy(
-        update={name: value for name, value in given.items() if value is not None}
-    )
+    section = CheckpointSection()
+    if (location.run / RESOLVED_NAME).is_file():
+        section = load_resolved(location.run).config.checkpoint
+    else:
+        print(f"{location.run / RESOLVED_NAME} does not exist: options default to the checkpoint section's defaults")
+    section = section.model_copy(update={name: value for name, value in given.items() if value is not None})
     with lock_run_folder(location.run, log=print) if does_delete else nullcontext():
         verdicts = decide(read_entries(location.checkpoints), section)
-        print_table(prune_table(verdicts, now=time.time(), width=width()))
+        table = _table("verdict")
+        for entry, reasons in verdicts:
+            verdict = Text(f"kept: {', '.join(reasons)}") if reasons else Text("deleted", "red")
+            table.add_row(*_cells(entry), verdict)
+        print_table(table)
         deleted = [entry for entry, reasons in verdicts if not reasons]
         size = format_size(sum(entry.manifest.size_bytes for entry in deleted if entry.manifest))
         if does_delete and (failures := delete_checkpoints(location.checkpoints, [entry.step for entry in deleted])):
@@ -306,14 +299,6 @@ def prune(
         print(f"deleted {len(deleted)}, {size}")
     else:
         print(f"{len(deleted)} would be deleted, {size}. Add `--yes` to delete them.")
-
-
-def retention_of(run: Path) -> CheckpointSection:
-    """Return the run's own checkpoint settings, or the defaults if its folder has none."""
-    if (run / RESOLVED_NAME).is_file():
-        return load_resolved(run).config.checkpoint
-    print(f"{run / RESOLVED_NAME} does not exist: options default to the checkpoint section's defaults")
-    return CheckpointSection()
 
 
 def parse_keep_best(value: str) -> KeepBestSection:
@@ -364,24 +349,22 @@ def decide(
         keep_best=section.keep_best,
         metrics=metrics,
     )
-    return [
-        (entry, () if step in deleted else tuple(_reasons(step, section, good=good, best=best)))
-        for step, entry in by_step.items()
-    ]
-
-
-def _reasons(step: int, section: CheckpointSection, *, good: Sequence[int], best: Sequence[int]) -> Iterator[str]:
-    if step not in good:
-        yield "bad, not deleted"
-        return
-    if step == max(good):
-        yield "newest good"
-    elif step in sorted(good)[-section.keep_last :]:
-        yield f"last {section.keep_last}"
-    if section.keep_every_steps and step % section.keep_every_steps == 0:
-        yield f"every {section.keep_every_steps}"
-    if section.keep_best and step in best:
-        yield f"best {section.keep_best.metric}"
+    verdicts: list[tuple[CheckpointEntry, Sequence[str]]] = []
+    for step, entry in by_step.items():
+        reasons = []
+        if step not in good:
+            reasons = ["bad, not deleted"]
+        elif step not in deleted:
+            if step == max(good):
+                reasons.append("newest good")
+            elif step in sorted(good)[-section.keep_last :]:
+                reasons.append(f"last {section.keep_last}")
+            if section.keep_every_steps and step % section.keep_every_steps == 0:
+                reasons.append(f"every {section.keep_every_steps}")
+            if section.keep_best and step in best:
+                reasons.append(f"best {section.keep_best.metric}")
+        verdicts.append((entry, reasons))
+    return verdicts
 
 
 def _is_bad(entry: CheckpointEntry, *, read_all: bool) -> bool:

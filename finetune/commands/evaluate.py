@@ -18,12 +18,10 @@ from finetune.commands.generate import local_device
 from finetune.commands.source import require_trusted_metrics, with_trust
 from finetune.config.load import RESOLVED_NAME, LoadedConfig, load_config, load_resolved
 from finetune.config.run_config import RunConfig
-from finetune.config.sections.train import TrainSection
 from finetune.data.sources.source import Source, open_source, open_sources
 from finetune.data.templates.chat_template import set_chat_template
 from finetune.data.templates.rendering import use_arguments
 from finetune.data.token_cache.cache import prepare_set, repair
-from finetune.data.token_cache.store import TokenCache
 from finetune.errors import UserError
 from finetune.model.build import build_model
 from finetune.model.loading.architecture import NEW_HEADS
@@ -166,23 +164,17 @@ def _of_folder(source: Path, *, job: LoadedConfig | None, overrides: Sequence[st
         kept = load_run_inputs(run, loaded.config)
     else:
         kept = RunInputs(processing_in(saved, trust_remote_code=trusts), {})
-        loaded = _with_labels(loaded, saved)
+        task = loaded.config.task
+        if saved.head in NEW_HEADS and not task.classification.labels:  # the model itself may name its classes
+            classification = task.classification.model_copy(update={"labels": saved.labels})
+            task = task.model_copy(update={"classification": classification})
+            loaded = replace(loaded, config=loaded.config.model_copy(update={"task": task}))
         if kept.processing.tokenizer is not None:
             set_chat_template(kept.processing.tokenizer, loaded.config.data.chat_template)
     _use_arguments(kept, loaded)
     target = EvaluationTarget(loaded, kept, saved.folder, saved, loaded.config)
     head = target.task().head
     return replace(target, saved=replace(saved, head=head))
-
-
-def _with_labels(loaded: LoadedConfig, saved: SavedModel) -> LoadedConfig:
-    """Return the job with the classes that the model itself names, where it has some and the job names none."""
-    task = loaded.config.task
-    if saved.head not in NEW_HEADS or task.classification.labels:
-        return loaded
-    classification = task.classification.model_copy(update={"labels": saved.labels})
-    named = task.model_copy(update={"classification": classification})
-    return replace(loaded, config=loaded.config.model_copy(update={"task": named}))
 
 
 def evaluate(
@@ -207,7 +199,10 @@ def evaluate(
         if json is not None:
             about = {"source": str(target.source), "step": target.step, "rows": measured.num_rows}
             atomic.write_json(json, {**about, "metrics": measured.metrics})
-        _print(measured)
+        print(f"{measured.target.source}: {measured.num_rows:,} rows")
+        width = max(map(len, measured.metrics), default=0)
+        for name, value in measured.metrics.items():
+            print(f"  {name:<{width}}  {value:.6g}")
     return distributed.shut_down(0)
 
 
@@ -237,10 +232,16 @@ def measure(target: EvaluationTarget) -> Measurement:
 
     Raises UserError where the job has no validation rows.
     """
-    strategy = launched_strategy(_evaluation_job(target.loaded))
+    # Strategy, batch, unfreezing and average of the job matter to training alone.
+    job = target.loaded.config
+    batch_size = job.train.known_microbatch_size * distributed.world()
+    bare = {"global_batch_size": batch_size, "unfreeze": (), "average": None}
+    sections = {"run": job.run.model_copy(update={"strategy": None}), "train": job.train.model_copy(update=bare)}
+    strategy = launched_strategy(replace(target.loaded, config=job.model_copy(update=sections)))
     log = RunLog(is_main=distributed.is_main())
     config, task = target.config, target.task()
-    rows = _validation(target, task, log=log)
+    encoding = make_encoding(config.data, target.run_inputs.processing, task, name=config.task.name)
+    rows = prepare_set(_source(config, log=log), encoding, log=log)
     repair(rows, seconds=None)
     # Before the model: quantized weights are loaded to the device that it chooses.
     accelerator = make_accelerator(config, strategy, log=log)
@@ -265,13 +266,8 @@ def measure(target: EvaluationTarget) -> Measurement:
     return Measurement(target, evaluator(target.step), len(rows))
 
 
-def _validation(target: EvaluationTarget, task: Task, *, log: RunLog) -> TokenCache:
-    """Return the validation set; training rows are read only where it is split off from them."""
-    encoding = make_encoding(target.config.data, target.run_inputs.processing, task, name=target.config.task.name)
-    return prepare_set(_source(target.config, log=log), encoding, log=log)
-
-
 def _source(config: RunConfig, *, log: RunLog) -> Source:
+    """Return the validation rows; training rows are read only where they are split off from them."""
     section = config.data.validation
     if section is None:
         raise UserError(
@@ -283,27 +279,6 @@ def _source(config: RunConfig, *, log: RunLog) -> Source:
     validation = open_sources(config.data, seed=config.run.seed, log=log).validation
     assert validation is not None, "a section without a source of its own is split off from the training rows"
     return validation
-
-
-def _evaluation_job(loaded: LoadedConfig) -> LoadedConfig:
-    """Return the job without the settings that matter to training alone: strategy, batch, unfreezing and average."""
-    config = loaded.config
-    bare = {
-        "global_batch_size": config.train.known_microbatch_size * distributed.world(),
-        "unfreeze": {},
-        "average": None,
-    }
-    known = {name: value for name, value in bare.items() if name in TrainSection.model_fields}
-    run = config.run.model_copy(update={"strategy": None})
-    train = config.train.model_copy(update=known)
-    return replace(loaded, config=config.model_copy(update={"run": run, "train": train}))
-
-
-def _print(measured: Measurement) -> None:
-    print(f"{measured.target.source}: {measured.num_rows:,} rows")
-    width = max(map(len, measured.metrics), default=0)
-    for name, value in measured.metrics.items():
-        print(f"  {name:<{width}}  {value:.6g}")
 
 
 def evaluate_with_harness(

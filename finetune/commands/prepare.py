@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from finetune.commands.printing import print_facts, print_table, width
 from finetune.config.load import LoadedConfig, load_config
 from finetune.config.run_config import RunConfig
 from finetune.config.sections.data import AuditSection
-from finetune.data.audit import Audit, Histogram, Padding, SourceAudit, Streamed
+from finetune.data.audit import Audit, Histogram, SourceAudit, Streamed
 from finetune.data.token_cache.counts import REMEDY
 from finetune.errors import DataError
 from finetune.report.reporter import RunLog, print_line
@@ -115,16 +115,37 @@ def audit_rows(audit: Audit) -> list[tuple[str, ...]]:
     return [tuple(row[column] for column in columns) for row in rows]
 
 
-def audit_lines(audit: Audit, *, draws: bool = True) -> tuple[str, ...]:
-    """Return the notes below the table, with text histograms if `draws`; nothing for counts of 0."""
-    return (
-        *(line for source in _shown(audit) if source.key != "total" for line in _source_lines(source)),
-        *class_lines(audit.classes),
-        *sequence_lines(audit),
-        *(_spread_lines(audit.total) if draws and audit.total.counts.has_tokens else ()),
-        *(() if audit.padding is None else padding_lines(audit.padding)),
-        *(f"LIMIT {limit}" for limit in audit.exceeded),
-    )
+def audit_lines(audit: Audit, *, draws: bool = True) -> Iterator[str]:
+    """Yield the notes below the table, with text histograms if `draws`; nothing for counts of 0."""
+    total, classes, padding = audit.total, audit.classes, audit.padding
+    for source in _shown(audit):
+        if source.key != "total":
+            yield from _source_lines(source)
+    if classes:
+        most, fewest = max(classes, key=lambda name: classes[name]), min(classes, key=lambda name: classes[name])
+        span = f"from {classes[fewest]:,} (`{fewest}`) to {classes[most]:,} (`{most}`)"
+        yield f"classes: {len(classes):,}, {span} samples"
+        absent = [f"`{name}`" for name, count in classes.items() if count == 0]
+        if absent:
+            more = ", ..." if len(absent) > _MAX_NAMED else ""
+            yield f"classes without a sample: {', '.join(absent[:_MAX_NAMED])}{more}"
+    if audit.num_sequences:
+        per_sample = audit.num_sequences / max(1, total.counts.samples)
+        yield f"texts that the model reads: {audit.num_sequences:,}, {per_sample:.1f} per sample"
+    if draws and total.counts.has_tokens:
+        if total.lengths is not None and total.length_quantiles:
+            yield "lengths: " + ", ".join(f"{name} {value:,}" for name, value in total.length_quantiles.items())
+            yield f"         0 |{sparkline(total.lengths)}| {total.lengths.edges[-1]:,.0f} tokens"
+        if total.target_shares is not None:
+            yield f"targets: 0 |{sparkline(total.target_shares)}| 100% of a sample's tokens"
+    if padding is not None:
+        sampled = f"first {padding.num_batches:,} microbatches, {padding.num_samples:,} samples"
+        plain = f"plain batches: {padding.plain_share:.1%}"
+        saved = f", {padding.saved:.1%} of the work saved" if padding.saved > 0 else ""
+        yield f"padding: {padding.share:.1%} of the computed positions ({plain}{saved}; {sampled})"
+        if padding.filled is not None:
+            yield f"filled: {padding.filled:.1%} of {padding.budget:,} tokens per position, on average"
+    yield from (f"LIMIT {limit}" for limit in audit.exceeded)
 
 
 def headline_numbers(audit: Audit) -> Iterator[tuple[str, str, str]]:
@@ -142,35 +163,6 @@ def headline_numbers(audit: Audit) -> Iterator[tuple[str, str, str]]:
             yield "filled", f"{padding.filled:.1%}", f"of {padding.budget:,} tokens, on average"
     if audit.total.duplicates is not None:
         yield "duplicates", f"{audit.total.duplicates:,}", "samples equal to an earlier one"
-
-
-def padding_lines(padding: Padding) -> Iterator[str]:
-    """Yield the share of padding in the computed positions, and how full packs are."""
-    sampled = f"first {padding.num_batches:,} microbatches, {padding.num_samples:,} samples"
-    plain = f"plain batches: {padding.plain_share:.1%}"
-    saved = f", {padding.saved:.1%} of the work saved" if padding.saved > 0 else ""
-    yield f"padding: {padding.share:.1%} of the computed positions ({plain}{saved}; {sampled})"
-    if padding.filled is not None:
-        yield f"filled: {padding.filled:.1%} of {padding.budget:,} tokens per position, on average"
-
-
-def class_lines(classes: Mapping[str, int]) -> Iterator[str]:
-    """Yield the number of classes, the smallest and the largest, and the classes without samples."""
-    if not classes:
-        return
-    most, fewest = max(classes, key=lambda name: classes[name]), min(classes, key=lambda name: classes[name])
-    yield f"classes: {len(classes):,}, from {classes[fewest]:,} (`{fewest}`) to {classes[most]:,} (`{most}`) samples"
-    absent = [f"`{name}`" for name, count in classes.items() if count == 0]
-    if absent:
-        more = ", ..." if len(absent) > _MAX_NAMED else ""
-        yield f"classes without a sample: {', '.join(absent[:_MAX_NAMED])}{more}"
-
-
-def sequence_lines(audit: Audit) -> Iterator[str]:
-    """Yield the number of texts for samples that have several."""
-    if audit.num_sequences:
-        per_sample = audit.num_sequences / max(1, audit.total.counts.samples)
-        yield f"texts that the model reads: {audit.num_sequences:,}, {per_sample:.1f} per sample"
 
 
 def sparkline(histogram: Histogram) -> str:
@@ -243,15 +235,6 @@ def _source_lines(audit: SourceAudit) -> Iterator[str]:
         yield f"{audit.key}: {counts.unknown_tokens:,} tokens represent text unknown to the tokenizer"
     if audit.in_validation:
         yield f"{audit.key}: {audit.in_validation:,} samples are also in the validation data"
-
-
-def _spread_lines(audit: SourceAudit) -> Iterator[str]:
-    if audit.lengths is not None and audit.length_quantiles:
-        quantiles = ", ".join(f"{name} {value:,}" for name, value in audit.length_quantiles.items())
-        yield f"lengths: {quantiles}"
-        yield f"         0 |{sparkline(audit.lengths)}| {audit.lengths.edges[-1]:,.0f} tokens"
-    if audit.target_shares is not None:
-        yield f"targets: 0 |{sparkline(audit.target_shares)}| 100% of a sample's tokens"
 
 
 def _with_share(number: int, whole: int) -> str:

@@ -43,18 +43,16 @@ def use_written_arguments(tokenizer: Any, written: Sequence[str]) -> None:
     """
     if not written:
         return
-    arguments = dict(map(_parse_argument, written))
+    arguments: dict[str, Any] = {}
+    for argument in written:
+        name, equals, text = argument.partition("=")
+        if not (name and equals):
+            raise UserError(f"--template-argument {argument}: write NAME=VALUE, such as enable_thinking=false.")
+        try:
+            arguments[name] = json.loads(text)
+        except ValueError:
+            arguments[name] = text
     problems = unread_problems(tokenizer, arguments, key="")
     if problems:
         raise UserError("\n".join(f"--template-argument {problem.key}: {problem.message}" for problem in problems))
     set_template_arguments(tokenizer, {**arguments_of(tokenizer), **arguments})
-
-
-def _parse_argument(written: str) -> tuple[str, Any]:
-    name, equals, text = written.partition("=")
-    if not (name and equals):
-        raise UserError(f"--template-argument {written}: write NAME=VALUE, such as enable_thinking=false.")
-    try:
-        return name, json.loads(text)
-    except ValueError:
-        return name, text

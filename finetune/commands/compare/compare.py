@@ -317,14 +317,9 @@ MAX_COLUMNS = 5
 
 def write_page(comparison: Comparison, target: Path) -> None:
     """Write the page, whole or not at all."""
-    atomic.write_bytes(target, comparison_page(comparison).encode("utf-8", errors="backslashreplace"))
-
-
-def comparison_page(comparison: Comparison) -> str:
-    """Return the page."""
     runs, times = comparison.runs, comparison.time_to_metric
     results = [("run", *(run.name for run in runs)), *result_rows(comparison)]
-    return render_page(
+    page = render_page(
         "compare.html.jinja",
         folder=TEMPLATES,
         data={
@@ -353,6 +348,7 @@ def comparison_page(comparison: Comparison) -> str:
         smoothing=SMOOTHING,
         reload_seconds=None,
     )
+    atomic.write_bytes(target, page.encode("utf-8", errors="backslashreplace"))
 
 
 def print_comparison(comparison: Comparison) -> None:
@@ -371,7 +367,11 @@ def print_comparison(comparison: Comparison) -> None:
         print(f"\nfirst at {times.metric} {format_value(times.level)} or better")
         _print_table(TIME_HEAD, time_rows(times))
     for title, rows in (("config", comparison.config), ("environment", comparison.environment)):
-        _print_differences(title, rows, names)
+        print(f"\n{title}: {'differences' if rows else 'no difference'}")
+        for row in rows:
+            print(row.key)
+            facts = [(f"  {name}", value) for name, value in zip(names, row.values, strict=True)]
+            print_facts(facts, indent=max(map(len, names)) + 4)
 
 
 TIME_HEAD = ("run", "processes", "step", "tokens", "time", "cost", "speed-up", "efficiency")
@@ -410,17 +410,6 @@ def result_rows(comparison: Comparison) -> list[tuple[str, ...]]:
         rows.append((f"{metric}, last", *(_value(result.last.get(metric)) for result in results)))
         rows.append((f"{metric}, best", *(_value(result.best.get(metric)) for result in results)))
     return rows
-
-
-def _print_differences(title: str, rows: Sequence[Difference], names: Sequence[str]) -> None:
-    if not rows:
-        print(f"\n{title}: no difference")
-        return
-    print(f"\n{title}: differences")
-    indent = max(len(name) for name in names) + 4
-    for row in rows:
-        print(row.key)
-        print_facts([(f"  {name}", value) for name, value in zip(names, row.values, strict=True)], indent=indent)
 
 
 def _print_table(head: Sequence[str], rows: Sequence[Sequence[str]] | Iterator[tuple[str, ...]]) -> None:

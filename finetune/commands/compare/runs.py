@@ -30,7 +30,11 @@ class ComparedRun:
         """Return the steps and values of a metric; the training loss as the mean of the last 20 steps."""
         if metric == TRAINING_LOSS:
             steps = self.history.steps
-            return steps.numbers[_SMOOTHED_STEPS - 1 :].astype(float), _trailing_means(steps.losses)
+            if len(steps.losses) < _SMOOTHED_STEPS:
+                return np.empty(0), np.empty(0)
+            means = np.lib.stride_tricks.sliding_window_view(steps.losses, _SMOOTHED_STEPS).mean(axis=1)
+            means = np.where(np.isfinite(means), means, np.nan)  # NaN where one of the losses is not finite
+            return steps.numbers[_SMOOTHED_STEPS - 1 :].astype(float), means
         points = self.history.curves[metric].points() if metric in self.history.curves else None
         return (points.steps, points.values) if points is not None else (np.empty(0), np.empty(0))
 
@@ -61,14 +65,6 @@ def is_lower_better(metric: str) -> bool:
     return any(word in metric for word in LOWER_IS_BETTER)
 
 
-def _trailing_means(values: np.ndarray) -> np.ndarray:
-    """Return the mean of each value and the 19 before it, NaN where one of them is not finite."""
-    if len(values) < _SMOOTHED_STEPS:
-        return np.empty(0)
-    means: np.ndarray = np.lib.stride_tricks.sliding_window_view(values, _SMOOTHED_STEPS).mean(axis=1)
-    return np.where(np.isfinite(means), means, np.nan)
-
-
 ABSENT = "-"
 _PROCESS_VARIABLES = re.compile(r"launcher\.((LOCAL_|GROUP_|ROLE_)?RANK|MASTER_\w+|TORCHELASTIC_\w+)")
 """Variables that identify a process or a launch, without effect on the run."""
@@ -86,8 +82,12 @@ def config_differences(runs: Sequence[ComparedRun]) -> list[Difference]:
     """Return the keys of resolved.yaml that differ, each value with its source; the run's own folder is left out."""
     configs = [dict(config_values(run.files.config)) for run in runs]
     plain = [{key: value for key, (value, _) in config.items()} for config in configs]
+    sourced = [
+        {key: f"{value}  ({source})" if source else value for key, (value, source) in config.items()}
+        for config in configs
+    ]
     return [
-        Difference(key, tuple(_with_source(config.get(key)) for config in configs))
+        Difference(key, tuple(config.get(key, ABSENT) for config in sourced))
         for key in _differing(plain)
         if key != "run.folder"
     ]
@@ -120,13 +120,6 @@ def config_values(text: str) -> Iterator[tuple[str, tuple[str, str]]]:
         path = [*path[:depth], name]
         if value.strip():
             yield ".".join(path), (value.strip(), line.source)
-
-
-def _with_source(setting: tuple[str, str] | None) -> str:
-    if setting is None:
-        return ABSENT
-    value, source = setting
-    return f"{value}  ({source})" if source else value
 
 
 def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, str]]:

@@ -10,43 +10,14 @@ from statistics import median
 
 from pydantic import TypeAdapter, ValidationError
 
+from finetune.commands.doctor import gpus, network, ranks, software, system
 from finetune.commands.doctor.findings import Finding, gather_all, note, should_fix
-from finetune.commands.doctor.gpus import (
-    P2P_OFF,
-    GpuFacts,
-    check_gpus,
-    check_links,
-    gather_gpus,
-    pair_links,
-    read_topology,
-)
+from finetune.commands.doctor.gpus import P2P_OFF, GpuFacts, pair_links
 from finetune.commands.doctor.job import JobFacts
-from finetune.commands.doctor.network import (
-    NetworkFacts,
-    check_hub,
-    check_infiniband,
-    check_interfaces,
-    gather_hub,
-    gather_network,
-)
-from finetune.commands.doctor.ranks import LinkFacts, RankFacts, check_ranks
-from finetune.commands.doctor.software import (
-    SoftwareFacts,
-    check_drivers,
-    check_software,
-    check_variables,
-    gather_software,
-    gather_variables,
-)
-from finetune.commands.doctor.system import (
-    StorageFacts,
-    SystemFacts,
-    check_limits,
-    check_machine_type,
-    check_storage,
-    gather_storage,
-    gather_system,
-)
+from finetune.commands.doctor.network import NetworkFacts
+from finetune.commands.doctor.ranks import LinkFacts, RankFacts
+from finetune.commands.doctor.software import SoftwareFacts
+from finetune.commands.doctor.system import StorageFacts, SystemFacts
 from finetune.config.load import LoadedConfig
 from finetune.data.token_cache.cache import DEFAULT_FOLDER, cache_folder
 from finetune.errors import UserError
@@ -113,20 +84,20 @@ def gather_host(loaded: LoadedConfig | None, variables: Mapping[str, str]) -> Ho
         folders = {"cache": cache_folder(loaded.config.data), "run": Path(loaded.config.run.folder)}
     parts, unread = gather_all(
         {
-            "system": gather_system,
-            "gpus": gather_gpus,
-            "network": gather_network,
-            "hub": partial(gather_hub, variables),
-            "storage": partial(gather_storage, folders),
-            "software": gather_software,
+            "system": system.gather,
+            "gpus": gpus.gather,
+            "network": network.gather,
+            "hub": partial(network.gather_hub, variables),
+            "storage": partial(system.gather_storage, folders),
+            "software": software.gather,
         },
         seconds=SECONDS,
     )
     hub = parts.pop("hub", None)
-    facts = HostFacts(platform.node(), variables=gather_variables(variables), **parts)
+    facts = HostFacts(platform.node(), variables=software.gather_variables(variables), **parts)
     facts = replace(facts, network=replace(facts.network, hub=hub))
     if len(facts.gpus.gpus) > 1:
-        topology, late = gather_all({"topology": read_topology}, seconds=SECONDS)
+        topology, late = gather_all({"topology": gpus.read_topology}, seconds=SECONDS)
         facts = replace(facts, gpus=replace(facts.gpus, **topology))
         unread += late
     return replace(facts, unread=tuple(unread))
@@ -139,7 +110,7 @@ def check_facts(facts: Facts) -> list[Finding]:
         for finding in _check_host(host, facts):
             hosts_by_finding.setdefault(finding, []).append(host.hostname)
     hostnames = [host.hostname for host in facts.hosts]
-    for finding in (*check_ranks(facts.ranks), *check_pairs(facts), *check_speed(facts)):
+    for finding in (*ranks.check(facts.ranks), *check_pairs(facts), *check_speed(facts)):
         hosts_by_finding.setdefault(finding, []).extend(hostnames)
     job = facts.job
     if job is not None and job.problem is not None:
@@ -158,37 +129,38 @@ def check_facts(facts: Facts) -> list[Finding]:
 
 
 def _check_host(host: HostFacts, facts: Facts) -> Iterator[Finding]:
-    gpus, system, variables, job = host.gpus, host.system, host.variables, facts.job
-    num_gpus = len(gpus.gpus)
+    variables, job, is_wsl = host.variables, facts.job, host.system.is_wsl
+    num_gpus = len(host.gpus.gpus)
     num_launched = sum(rank.hostname == host.hostname for rank in facts.ranks)
     has_other_hosts = variables.get("WORLD_SIZE", "1") != variables.get("LOCAL_WORLD_SIZE", "1")
     is_multi_host = has_other_hosts or len(facts.hosts) > 1
-    yield from check_drivers(gpus, host.software, is_hidden=variables.get("CUDA_VISIBLE_DEVICES") in ("", "-1"))
-    yield from check_gpus(gpus, is_wsl=system.is_wsl, num_ranks=num_launched)
+    is_hidden = variables.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    yield from software.check_drivers(host.gpus, host.software, is_hidden=is_hidden)
+    yield from gpus.check(host.gpus, is_wsl=is_wsl, num_ranks=num_launched)
     has_infiniband = any(port.state == "ACTIVE" for port in host.network.infiniband)
-    yield from check_links(gpus, system, variables, has_infiniband=has_infiniband)
-    yield from check_interfaces(host.network, variables, is_multi_host=is_multi_host)
-    yield from check_infiniband(
+    yield from gpus.check_links(host.gpus, host.system, variables, has_infiniband=has_infiniband)
+    yield from network.check_interfaces(host.network, variables, is_multi_host=is_multi_host)
+    yield from network.check_infiniband(
         host.network,
         variables,
         is_multi_host=is_multi_host,
         has_gpu=num_gpus > 0,
-        locked_bytes=system.locked_memory_bytes,
+        locked_bytes=host.system.locked_memory_bytes,
     )
     if host.network.hub is not None:
-        yield from check_hub(host.network.hub, () if job is None else job.names)
-    yield from check_limits(
-        system,
+        yield from network.check_hub(host.network.hub, () if job is None else job.names)
+    yield from system.check(
+        host.system,
         variables,
         num_gpus=num_gpus,
         num_ranks=max(1, num_launched or num_gpus),
         world=facts.world,
         num_parameters=0 if job is None else job.num_parameters,
     )
-    yield from check_machine_type(system, variables, num_gpus=num_gpus)
-    yield from check_storage(host.storage, job, is_wsl=system.is_wsl, has_many_gpus=num_gpus > 1)
-    yield from check_software(host.software, num_gpus=num_gpus)
-    yield from check_variables(variables, gpus)
+    yield from system.check_machine_type(host.system, variables, num_gpus=num_gpus)
+    yield from system.check_storage(host.storage, job, is_wsl=is_wsl, has_many_gpus=num_gpus > 1)
+    yield from software.check(host.software, num_gpus=num_gpus)
+    yield from software.check_variables(variables, host.gpus)
 
 
 EFFICIENCY = 0.5
@@ -267,20 +239,20 @@ def check_pairs(facts: Facts) -> Iterator[Finding]:
     """Yield the pairs of ranks whose connection is slower than that of others."""
     if facts.link is None:
         return
-    ranks = {rank.rank: rank for rank in facts.ranks}
+    by_number = {rank.rank: rank for rank in facts.ranks}
     topology = {host.hostname: pair_links(host.gpus.topology) for host in facts.hosts}
     has_links = facts.link.backend == "nccl"  # processes of one CPU have no link
     for is_within in (True, False) if has_links else (False,):
         pairs = [
             pair
             for pair in facts.link.pairs
-            if (ranks[pair.first].hostname == ranks[pair.second].hostname) == is_within
+            if (by_number[pair.first].hostname == by_number[pair.second].hostname) == is_within
         ]
         typical = median(pair.bytes_per_second for pair in pairs) if pairs else 0.0
         for pair in pairs:
             if pair.bytes_per_second >= SLOW_PAIR * typical:
                 continue
-            one, other = ranks[pair.first], ranks[pair.second]
+            one, other = by_number[pair.first], by_number[pair.second]
             link = topology.get(one.hostname, {}).get(f"{one.local_rank}-{other.local_rank}", "") if is_within else ""
             fix = "check cable, port (`ethtool`, `ibstat`) and switch of these machines"
             if is_within:

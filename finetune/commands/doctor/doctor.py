@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+from finetune.commands.doctor import job as job_facts
+from finetune.commands.doctor import ranks
 from finetune.commands.doctor.checks import (
     NOMINAL,
     Facts,
@@ -29,8 +31,7 @@ from finetune.commands.doctor.checks import (
 )
 from finetune.commands.doctor.findings import has_severe
 from finetune.commands.doctor.gpus import pair_links
-from finetune.commands.doctor.job import gather_job
-from finetune.commands.doctor.ranks import LinkFacts, gather_rank, measure_link
+from finetune.commands.doctor.ranks import LinkFacts
 from finetune.commands.printing import number_table, print_facts, print_json, print_table
 from finetune.config.load import LoadedConfig, load_config, with_local_folder
 from finetune.errors import LostContact, UserError
@@ -76,12 +77,12 @@ def examine(
     try:
         with time_limit(_MEASURE_SECONDS, on_late=_end_hang):
             hosts = distributed.run_on_all_ranks(lambda: gather_host(loaded, variables) if gathers else None)
-            link = measure_link()
-            rank = gather_rank(arrived_seconds=max(distributed.gather_objects(waited)) - waited)
-            ranks = distributed.gather_objects(rank)
+            link = ranks.measure_link()
+            rank = ranks.gather(arrived_seconds=max(distributed.gather_objects(waited)) - waited)
+            all_ranks = distributed.gather_objects(rank)
     except RuntimeError as error:  # of NCCL or gloo: a rank or the link has failed
         raise LostContact(f"all ranks are connected, but cannot communicate: {error}\n{_HANG_FIX}") from error
-    facts = Facts(tuple(host for host in hosts if host is not None), tuple(ranks), link)
+    facts = Facts(tuple(host for host in hosts if host is not None), tuple(all_ranks), link)
     code = _report(facts, loaded, as_json=as_json) if distributed.is_main() else 0
     return distributed.shut_down(distributed.broadcast_object(code))
 
@@ -89,7 +90,7 @@ def examine(
 def _report(facts: Facts, loaded: LoadedConfig | None, *, as_json: bool) -> int:
     """Print the facts, with those of the job, and the findings; return the exit code."""
     if loaded is not None:
-        facts = replace(facts, job=gather_job(loaded))
+        facts = replace(facts, job=job_facts.gather(loaded))
     findings = check_facts(facts)
     if as_json:  # what `--facts` reads
         listed = [asdict(finding) | {"severity": finding.severity.name.lower()} for finding in findings]

@@ -65,7 +65,7 @@ HUB_SECONDS = 4.0
 _TRUE = {"1", "TRUE", "YES", "ON"}
 
 
-def gather_network() -> NetworkFacts:
+def gather() -> NetworkFacts:
     """Return interfaces, the address of the hostname, and InfiniBand."""
     modules = Path("/proc/modules")
     own_address = None  # the one that gloo would use

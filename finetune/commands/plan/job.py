@@ -9,8 +9,7 @@ from finetune.data.token_cache.cache import NotPrepared
 from finetune.errors import FinetuneError
 from finetune.memory.state import Method, method_of
 from finetune.model.activations import CheckpointingMode
-from finetune.model.loading.architecture import load_model_config
-from finetune.model.size import Shapes, read_shapes
+from finetune.model.size import Shapes
 from finetune.registry.model import ARITHMETIC
 from finetune.report.reporter import RunLog
 from finetune.run.setup.data import make_run_plan, make_training_data
@@ -87,14 +86,11 @@ class PlannedJob:
         return "tf32" if self.train.tf32 is not False and has_tf32 else "fp32"
 
 
-def read_job(loaded: LoadedConfig) -> PlannedJob:
-    """Return the job; raises ModelError if its model's config cannot be read, DataError for unusable data."""
-    shapes = read_shapes(load_model_config(loaded.config.model))
-    return PlannedJob(loaded.config, shapes, count_data(loaded))
-
-
 def count_data(loaded: LoadedConfig) -> DataCounts:
-    """Return the counts of the prepared data, else those of the job file; nothing is tokenized."""
+    """Return the counts of the prepared data, else those of the job file; nothing is tokenized.
+
+    Raises DataError for unusable data.
+    """
     config = loaded.config
     try:
         data = make_training_data(config, RunLog(is_main=False), locations=loaded.sources, builds=False)

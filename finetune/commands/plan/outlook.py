@@ -149,6 +149,26 @@ def make_outlook(
     num_steps, rate = job.counts.num_steps, tokens / seconds
     peak = hardware.gpu.peak_flops(job.peak_dtype(has_tf32="tf32" in hardware.gpu.flops))
     on_demand, spot = (plan_saving(job, hardware, plan, is_spot=is_spot, assumed=assumed) for is_spot in (False, True))
+    offers = []
+    for is_spot, saving in ((False, on_demand), (True, spot)):
+        stretch = expected_time(
+            1.0,
+            interval=saving.interval_seconds,
+            save=saving.stall_seconds,
+            restart=assumed.restart_seconds,
+            between_failures=saving.hours_between_failures * 3600,
+        )
+        for price in prices:
+            usd_per_gpu_hour = price.spot if is_spot else price.on_demand
+            if usd_per_gpu_hour is None:
+                continue
+            if not math.isfinite(stretch):
+                offers.append(Offer(price, is_spot))
+                continue
+            usd_per_hour = usd_per_gpu_hour * hardware.num_gpus
+            hours = None if num_steps is None else num_steps * seconds / 3600 * stretch
+            per_million = usd_per_hour / 3600 * stretch / rate * 1e6
+            offers.append(Offer(price, is_spot, hours, None if hours is None else hours * usd_per_hour, per_million))
     return Outlook(
         tokens_per_second=rate,
         step_seconds=seconds,
@@ -158,12 +178,7 @@ def make_outlook(
         mfu=rate * prediction.flops_per_token / (peak * plan.layout.num_ranks),
         saving_on_demand=on_demand,
         saving_spot=spot,
-        offers=tuple(
-            _offer(price, hardware, seconds, num_steps, rate, saving=saving, is_spot=is_spot, assumed=assumed)
-            for is_spot, saving in ((False, on_demand), (True, spot))
-            for price in prices
-            if (price.spot if is_spot else price.on_demand) is not None
-        ),
+        offers=tuple(offers),
     )
 
 
@@ -198,31 +213,3 @@ def plan_saving(job: PlannedJob, hardware: Hardware, plan: StrategyPlan, *, is_s
         interval_seconds=interval,
         every_steps=max(1, round(interval / plan.time.seconds)),
     )
-
-
-def _offer(
-    price: Price,
-    hardware: Hardware,
-    step_seconds: float,
-    num_steps: int | None,
-    tokens_per_second: float,
-    *,
-    saving: Saving,
-    is_spot: bool,
-    assumed: Assumed,
-) -> Offer:
-    price_per_gpu = price.spot if is_spot else price.on_demand
-    assert price_per_gpu is not None
-    stretch = expected_time(
-        1.0,
-        interval=saving.interval_seconds,
-        save=saving.stall_seconds,
-        restart=assumed.restart_seconds,
-        between_failures=saving.hours_between_failures * 3600,
-    )
-    if not math.isfinite(stretch):
-        return Offer(price, is_spot)
-    usd_per_hour = price_per_gpu * hardware.num_gpus
-    hours = None if num_steps is None else num_steps * step_seconds / 3600 * stretch
-    per_million = usd_per_hour / 3600 * stretch / tokens_per_second * 1e6
-    return Offer(price, is_spot, hours, None if hours is None else hours * usd_per_hour, per_million)

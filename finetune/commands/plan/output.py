@@ -1,7 +1,7 @@
 """A plan as JSON and on the terminal: the chosen strategy first, then the alternatives, and the assumptions."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -66,7 +66,29 @@ def plan_json(plan: Plan) -> dict[str, Any]:
 
 
 def _hardware_json(planned: HardwarePlan) -> dict[str, Any]:
-    hardware, best = planned.hardware, planned.best
+    hardware, best, points = planned.hardware, planned.best, planned.points
+    outlook = None
+    if planned.outlook is not None:
+        outlook = {
+            name: getattr(planned.outlook, name)
+            for name in ("tokens_per_second", "step_seconds", "num_steps", "num_tokens", "hours", "mfu")
+        }
+        outlook["checkpoints"] = {
+            "on_demand": asdict(planned.outlook.saving_on_demand),
+            "spot": asdict(planned.outlook.saving_spot),
+        }
+        outlook["prices"] = [
+            {
+                "provider": offer.price.provider,
+                "offer": "spot" if offer.is_spot else "on demand",
+                "usd_per_gpu_hour": offer.price.spot if offer.is_spot else offer.price.on_demand,
+                "hours": offer.hours,
+                "usd": offer.usd,
+                "usd_per_million_tokens": offer.usd_per_million_tokens,
+                "source": offer.price.source,
+            }
+            for offer in planned.outlook.offers
+        ]
     return {
         "gpu": hardware.gpu.name,
         "gpus_per_node": hardware.gpus_per_node,
@@ -78,8 +100,15 @@ def _hardware_json(planned: HardwarePlan) -> dict[str, Any]:
         "why": planned.why,
         "strategies": [_strategy_json(strategy, hardware) for strategy in planned.plans],
         "variants": [_strategy_json(strategy, hardware) for strategy in planned.variants],
-        "outlook": None if planned.outlook is None else _outlook_json(planned.outlook),
-        "scaling": _scaling_json(planned.points),
+        "outlook": outlook,
+        "scaling": {
+            "points": [
+                {**asdict(point), "efficiency": share, "tokens_per_usd": point.tokens_per_usd}
+                for point, share in zip(points, efficiency(points), strict=True)
+            ],
+            "serial_share": amdahl_share(points),
+            "most_that_pay": most_that_pay(points).num_gpus if points else None,
+        },
     }
 
 
@@ -107,40 +136,6 @@ def _strategy_json(plan: StrategyPlan, hardware: Hardware) -> dict[str, Any]:
     }
 
 
-def _outlook_json(outlook: Outlook) -> dict[str, Any]:
-    plain = {
-        name: getattr(outlook, name)
-        for name in ("tokens_per_second", "step_seconds", "num_steps", "num_tokens", "hours", "mfu")
-    }
-    saving = {"on_demand": asdict(outlook.saving_on_demand), "spot": asdict(outlook.saving_spot)}
-    prices = [
-        {
-            "provider": offer.price.provider,
-            "offer": "spot" if offer.is_spot else "on demand",
-            "usd_per_gpu_hour": offer.price.spot if offer.is_spot else offer.price.on_demand,
-            "hours": offer.hours,
-            "usd": offer.usd,
-            "usd_per_million_tokens": offer.usd_per_million_tokens,
-            "source": offer.price.source,
-        }
-        for offer in outlook.offers
-    ]
-    return {**plain, "checkpoints": saving, "prices": prices}
-
-
-def _scaling_json(points: Sequence[ScalePoint]) -> Mapping[str, Any]:
-    if not points:
-        return {"points": [], "serial_share": None, "most_that_pay": None}
-    return {
-        "points": [
-            {**asdict(point), "efficiency": share, "tokens_per_usd": point.tokens_per_usd}
-            for point, share in zip(points, efficiency(points), strict=True)
-        ],
-        "serial_share": amdahl_share(points),
-        "most_that_pay": most_that_pay(points).num_gpus,
-    }
-
-
 _GIB = 2**30
 _WORTH_A_HINT = 1.05
 _NAMES = {"full": "full", "lora": "LoRA", "qlora": "QLoRA"}
@@ -150,7 +145,8 @@ def print_plan(plan: Plan) -> None:
     """Print the plan: all tables for one machine, one line per machine for several."""
     _print_job(plan)
     if len(plan.machines) == 1:
-        _print_hardware(plan, plan.machines[0])
+        _print_strategies(plan, plan.machines[0])
+        _print_prices(plan.machines[0])
     else:
         _print_several(plan)
     print("\nassumed")
@@ -188,6 +184,14 @@ def _print_several(plan: Plan) -> None:
         if best is None or outlook is None:
             table.add_row(str(planned.hardware), "does not fit", *[""] * 5)
             continue
+        offer = min((offer for offer in outlook.offers if not offer.is_spot), key=_cost_of_tokens, default=None)
+        if offer is None or offer.usd_per_million_tokens is None:
+            cheapest = "no price known" if offer is None else "never ends"
+        elif offer.usd is None:
+            cheapest = f"${offer.usd_per_million_tokens:.3f} per million tokens"
+        else:
+            dollars = f"${offer.usd:,.2f}" if offer.usd < 100 else f"${offer.usd:,.0f}"
+            cheapest = f"{dollars} ({offer.price.provider})"
         table.add_row(
             str(planned.hardware),
             best.strategy,
@@ -195,23 +199,13 @@ def _print_several(plan: Plan) -> None:
             str(best.layout.microbatch_size),
             f"{outlook.tokens_per_second:,.0f}",
             _format_hours(outlook.hours),
-            _format_cheapest(outlook),
+            cheapest,
         )
     print()
     print_table(table)
 
 
-def _format_cheapest(outlook: Outlook) -> str:
-    best = min((offer for offer in outlook.offers if not offer.is_spot), key=_cost_of_tokens, default=None)
-    if best is None or best.usd_per_million_tokens is None:
-        return "no price known" if best is None else "never ends"
-    if best.usd is None:
-        return f"${best.usd_per_million_tokens:.3f} per million tokens"
-    dollars = f"${best.usd:,.2f}" if best.usd < 100 else f"${best.usd:,.0f}"
-    return f"{dollars} ({best.price.provider})"
-
-
-def _print_hardware(plan: Plan, planned: HardwarePlan) -> None:
+def _print_strategies(plan: Plan, planned: HardwarePlan) -> None:
     job, hardware, best = plan.job, planned.hardware, planned.best
     print(f"\non {hardware}, {hardware.gpu.memory_bytes / _GIB:.1f} GiB each")
     if best is None:
@@ -233,7 +227,27 @@ def _print_hardware(plan: Plan, planned: HardwarePlan) -> None:
         print_facts([("", f"{', '.join(names)}: {reason}")], indent=0)
     if planned.variants:
         print("\nother methods, with this strategy" if best else "\nother methods")
-        print_table(_variants_table(planned.variants, job))
+        table = _table("method", "recompute", "peak GiB", "fits", "microbatch", "step s", "tokens/s", "note")
+        tokens = job.train.global_batch_size * job.counts.tokens_per_position
+        for variant in planned.variants:
+            layout, prediction, time = variant.layout, variant.prediction, variant.time
+            is_own = (layout.method, layout.gradient_checkpointing) == (job.method, job.checkpointing)
+            speed = ["no", "", "", ""]
+            if variant.fits and time is not None:
+                per_second = f"{tokens / time.seconds:,.0f}"
+                speed = ["yes", str(layout.microbatch_size), f"{time.seconds:.3g}", per_second]
+            table.add_row(
+                _NAMES[layout.method],
+                "yes" if layout.gradient_checkpointing else "no",
+                "" if prediction is None else f"{prediction.peak_bytes / _GIB:.1f}",
+                *speed,
+                "this job" if is_own else (variant.reason or ""),
+            )
+        print_table(table)
+
+
+def _print_prices(planned: HardwarePlan) -> None:
+    """Print what the job costs, and its speed and cost on other numbers of GPUs."""
     if planned.outlook is not None and planned.outlook.offers:
         print("\nprice of the job, including preemptions and failures")
         table = _table("provider", "offer", "USD/GPU-hour", "hours", "USD", "USD/million tokens")
@@ -250,10 +264,25 @@ def _print_hardware(plan: Plan, planned: HardwarePlan) -> None:
         print_table(table)
     if len(planned.points) > 1:
         print(f"\nscaling ({planned.hardware.gpu.name}, same global batch)")
-        print_table(_scaling_table(planned, plan))
-        paying, share = most_that_pay(planned.points), amdahl_share(planned.points)
-        serial = "" if not share else f"; {share:.1%} of a step does not scale with the number of GPUs (Amdahl)"
-        scaling_sentence = f"Up to {paying.num_gpus} GPUs, efficiency is at least 75%{serial}."
+        table = _table("GPUs", "strategy", "tokens/s", "efficiency", "hours", "USD", "million tokens/USD")
+        tokens = None if planned.outlook is None else planned.outlook.num_tokens
+        for point, share in zip(planned.points, efficiency(planned.points), strict=True):
+            hours = None if tokens is None else tokens / point.tokens_per_second / 3600
+            price, per_usd = point.usd_per_gpu_hour, point.tokens_per_usd
+            table.add_row(
+                f"{point.num_gpus}",
+                point.strategy,
+                f"{point.tokens_per_second:,.0f}",
+                f"{share:.0%}",
+                "" if hours is None else f"{hours:,.1f}",
+                "" if hours is None or price is None else f"{hours * price * point.num_gpus:,.2f}",
+                "" if per_usd is None else f"{per_usd / 1e6:,.2f}",
+                style="bold" if point.num_gpus == planned.hardware.num_gpus else None,
+            )
+        print_table(table)
+        paying, serial = most_that_pay(planned.points), amdahl_share(planned.points)
+        limit = f"; {serial:.1%} of a step does not scale with the number of GPUs (Amdahl)" if serial else ""
+        scaling_sentence = f"Up to {paying.num_gpus} GPUs, efficiency is at least 75%{limit}."
         print_facts([("", scaling_sentence)], indent=0)
 
 
@@ -365,50 +394,8 @@ def _cells(strategy: StrategyPlan, planned: HardwarePlan) -> list[str]:
     return [peak, "yes", str(strategy.layout.microbatch_size), f"{strategy.time.seconds:.3g}", tokens, "; ".join(notes)]
 
 
-def _variants_table(variants: Sequence[StrategyPlan], job: PlannedJob) -> Table:
-    table = _table("method", "recompute", "peak GiB", "fits", "microbatch", "step s", "tokens/s", "note")
-    tokens = job.train.global_batch_size * job.counts.tokens_per_position
-    for variant in variants:
-        layout, prediction, time = variant.layout, variant.prediction, variant.time
-        is_own = (layout.method, layout.gradient_checkpointing) == (job.method, job.checkpointing)
-        fits = variant.fits and time is not None
-        table.add_row(
-            _NAMES[layout.method],
-            "yes" if layout.gradient_checkpointing else "no",
-            "" if prediction is None else f"{prediction.peak_bytes / _GIB:.1f}",
-            "yes" if fits else "no",
-            str(layout.microbatch_size) if fits else "",
-            f"{time.seconds:.3g}" if fits and time is not None else "",
-            f"{tokens / time.seconds:,.0f}" if fits and time is not None else "",
-            "this job" if is_own else (variant.reason or ""),
-        )
-    return table
-
-
 def _cost_of_tokens(offer: Offer) -> float:
     return math.inf if offer.usd_per_million_tokens is None else offer.usd_per_million_tokens
-
-
-def _scaling_table(planned: HardwarePlan, plan: Plan) -> Table:
-    table = _table("GPUs", "strategy", "tokens/s", "efficiency", "hours", "USD", "million tokens/USD")
-    outlook = planned.outlook
-    tokens = None if outlook is None else outlook.num_tokens
-    for point, share in zip(planned.points, efficiency(planned.points), strict=True):
-        hours = None if tokens is None else tokens / point.tokens_per_second / 3600
-        price = point.usd_per_gpu_hour
-        usd = "" if hours is None or price is None else f"{hours * price * point.num_gpus:,.2f}"
-        per_usd = point.tokens_per_usd
-        table.add_row(
-            f"{point.num_gpus}",
-            point.strategy,
-            f"{point.tokens_per_second:,.0f}",
-            f"{share:.0%}",
-            "" if hours is None else f"{hours:,.1f}",
-            usd,
-            "" if per_usd is None else f"{per_usd / 1e6:,.2f}",
-            style="bold" if point.num_gpus == planned.hardware.num_gpus else None,
-        )
-    return table
 
 
 def _format_peak(prediction: Prediction | None) -> str:

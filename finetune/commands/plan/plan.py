@@ -15,7 +15,7 @@ from finetune.commands.plan.assumptions import (
     USABLE_SHARE,
 )
 from finetune.commands.plan.hardware import COMMON_HARDWARE, Hardware, own_hardware, parse_hardware
-from finetune.commands.plan.job import PlannedJob, read_job
+from finetune.commands.plan.job import PlannedJob, count_data
 from finetune.commands.plan.outlook import Assumed, ScalePoint, make_outlook
 from finetune.commands.plan.output import HardwarePlan, Plan, plan_json, print_plan
 from finetune.commands.plan.strategies import (
@@ -35,6 +35,8 @@ from finetune.config.load import LoadedConfig, load_config
 from finetune.errors import ModelError
 from finetune.memory.predict import Predictor
 from finetune.memory.state import STRATEGIES, Method, StrategyName, write_planned
+from finetune.model.loading.architecture import load_model_config
+from finetune.model.size import read_shapes
 from finetune.report.history import read_history
 from finetune.run.setup.padding_free import resolve_padding_free
 from finetune.runtime.files.read import read_json
@@ -103,7 +105,7 @@ def make_plan(
     machines, sentences = _hardware(options)
     for hardware in machines:  # report errors in a table before the slow part
         prices_of(hardware.gpu.name, table=options.prices, gpu_table=options.gpu_table)
-    job = read_job(loaded)
+    job = PlannedJob(loaded.config, read_shapes(load_model_config(loaded.config.model)), count_data(loaded))
     predict = predict or Predictor(loaded.config, resolve_padding_free(loaded.config)).predict
     memory = PlannedMemory(predict, clock=clock)
     run = read_measured_run(Path(loaded.config.run.folder), gpu_table=options.gpu_table)
@@ -175,6 +177,19 @@ def _plan_hardware(
     best = choose(plans)
     cheapest = lowest(prices, "on_demand")
     usd = cheapest.on_demand if cheapest is not None else None
+    # The chosen strategy with each method, with and without recomputation, until the time budget is spent.
+    strategy = best.strategy if best is not None else ("fsdp2" if hardware.num_gpus > 1 else "single")
+    own, tensor_size = bool(job.checkpointing), best.layout.tensor_size if best is not None else 1
+    pairs = [(method, recomputes) for recomputes in (own, not own) for method in _METHODS]
+    variants: list[StrategyPlan] = []
+    for method, recomputes in sorted(pairs, key=lambda variant: variant[0] != job.method):
+        if options.gpus is None or is_over():
+            break
+        variants.append(
+            plan_strategy(
+                strategy, job, hardware, memory, method=method, checkpointing=recomputes, tensor_size=tensor_size
+            )
+        )
     return HardwarePlan(
         hardware=hardware,
         plans=plans,
@@ -182,32 +197,8 @@ def _plan_hardware(
         why=_why(best, plans),
         outlook=None if best is None else make_outlook(job, hardware, best, prices=prices, assumed=options.assumed),
         points=scale_points(job, hardware, plans, memory, usd_per_gpu_hour=usd),
-        variants=_variants(job, hardware, memory, best, is_over=is_over) if options.gpus is not None else [],
+        variants=variants,
     )
-
-
-def _variants(
-    job: PlannedJob,
-    hardware: Hardware,
-    memory: PlannedMemory,
-    best: StrategyPlan | None,
-    *,
-    is_over: Callable[[], bool],
-) -> list[StrategyPlan]:
-    """Return the chosen strategy with each method, with and without recomputation, until the time budget is spent."""
-    strategy = best.strategy if best is not None else ("fsdp2" if hardware.num_gpus > 1 else "single")
-    own, tensor_size = bool(job.checkpointing), best.layout.tensor_size if best is not None else 1
-    pairs = [(method, recomputes) for recomputes in (own, not own) for method in _METHODS]
-    variants: list[StrategyPlan] = []
-    for method, recomputes in sorted(pairs, key=lambda variant: variant[0] != job.method):
-        if is_over():
-            break
-        variants.append(
-            plan_strategy(
-                strategy, job, hardware, memory, method=method, checkpointing=recomputes, tensor_size=tensor_size
-            )
-        )
-    return variants
 
 
 def _why(best: StrategyPlan | None, plans: Sequence[StrategyPlan]) -> str:
@@ -237,13 +228,27 @@ def _calibrated(
     machines: list[Hardware], job: PlannedJob, memory: PlannedMemory, run: MeasuredRun | None
 ) -> tuple[list[Hardware], list[str]]:
     """Return the machines with the speed of an earlier run of the job on such GPUs, and a sentence about it."""
-    expected = None if run is None else _modeled(job, memory, run)
-    if run is None or expected is None:
-        return machines, [
+    assumed = (
+        machines,
+        [
             f"Efficiency is assumed: matrix products reach {TRAINING_SHARE:.0%} of the speed of the GPU's largest ones "
             "(`matmul_share` in the table). Published runs differ from this by up to 25%: docs/how-to/planning.md."
-        ]
-    factor = expected / run.tokens_per_second
+        ],
+    )
+    strategy = next((name for name in STRATEGIES if run is not None and name == run.strategy), None)
+    size, batch = job.train.microbatch_size, job.train.global_batch_size
+    if run is None or strategy is None or not isinstance(size, int) or batch // run.num_gpus % size:
+        return assumed
+    hardware = Hardware(run.gpu, run.num_gpus).with_gpus(run.num_gpus)
+    try:
+        layout = with_microbatch(plan_strategy(strategy, job, hardware, memory).layout, size)
+        prediction = memory.at(layout)
+    except ModelError:
+        return assumed
+    modeled = timed(job, hardware, layout, Fit(size, prediction, prediction))
+    if modeled.time is None:
+        return assumed
+    factor = batch * job.counts.tokens_per_position / modeled.time.seconds / run.tokens_per_second
     line = (
         f"Efficiency is measured: {run.num_steps} steps of this job's run on {run.num_gpus}x {run.gpu.name} took "
         f"{factor:.2f} times as long as predicted; times on this GPU model are multiplied by this factor."
@@ -251,24 +256,6 @@ def _calibrated(
     return [
         replace(hardware, slowdown=factor) if hardware.gpu.name == run.gpu.name else hardware for hardware in machines
     ], [line]
-
-
-def _modeled(job: PlannedJob, memory: PlannedMemory, run: MeasuredRun) -> float | None:
-    """Return the tokens per second of the run by the cost model; None where its layout cannot be modeled."""
-    strategy = next((name for name in STRATEGIES if name == run.strategy), None)
-    hardware = Hardware(run.gpu, run.num_gpus).with_gpus(run.num_gpus)
-    size = job.train.microbatch_size
-    share = job.train.global_batch_size // run.num_gpus
-    if strategy is None or not isinstance(size, int) or share % size:
-        return None
-    try:
-        layout = with_microbatch(plan_strategy(strategy, job, hardware, memory).layout, size)
-        prediction = memory.at(layout)
-    except ModelError:
-        return None
-    modeled = timed(job, hardware, layout, Fit(size, prediction, prediction))
-    tokens = job.train.global_batch_size * job.counts.tokens_per_position
-    return tokens / modeled.time.seconds if modeled.time is not None else None
 
 
 _INSTEAD = {

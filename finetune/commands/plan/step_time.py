@@ -209,8 +209,14 @@ def step_time(
 
     `hsdp_shards` ranks hold one copy under HSDP; None: those of a machine.
     """
-    if work.tensor_size > 1:
-        return _with_groups(work, device=device, cluster=cluster)
+    if work.tensor_size > 1:  # FSDP2 over the groups, if there are several; the next product needs the sums of a group
+        groups = cluster.replica_group(work.tensor_size)
+        inner = "fsdp2" if groups.num_ranks > 1 else "single"
+        time = step_time(inner, replace(work, tensor_size=1), device=device, cluster=groups)
+        summed = work.num_tokens * work.summed_bytes_per_token
+        one_sum = all_reduce_seconds(summed, cluster.shard_group(work.tensor_size))
+        sums = work.num_microbatches * work.num_sums * one_sum
+        return replace(time, parts={**time.parts, "communication": time.parts["communication"] + sums})
     shards = num_shards(strategy, cluster, hsdp_shards=hsdp_shards)
     # A microbatch: a third of the FLOPs forward, the rest and recomputation backward.
     memory = device.memory_bandwidth * MEMORY_SHARE
@@ -228,33 +234,23 @@ def step_time(
     computed = _Pass(forward, seconds - forward)
     exposed, hidden = _communication(strategy, work, computed=computed, cluster=cluster, shards=shards)
     computation = work.num_microbatches * (computed.forward + computed.backward)
+    offloads, own = strategy.endswith("_offload"), work.num_trained / shards
+    update = HOST_UPDATE_BYTES * own / device.host_bandwidth if offloads else UPDATE_BYTES * own / memory
     parts = {
         "computation": computation,
         "communication": exposed,
         "contention": CONTENTION_SHARE * hidden,
         "stragglers": straggler_share(cluster.num_ranks) * computation,
-        "update": _update_seconds(strategy, work, device=device, shards=shards),
+        "update": update,  # with clipping
     }
-    if strategy.endswith("_offload"):
+    if offloads:
         # Over PCIe, gradients go out and weights back; with ZeRO-3 weights also in, twice a microbatch.
         ranks = cluster.num_ranks
-        update = (work.gradient_bytes + work.trained_weight_bytes) / ranks / device.pcie_bandwidth
-        weights = 2 * work.num_microbatches * work.weight_bytes / ranks / device.pcie_bandwidth
-        parts["transfers"] = update + (weights if strategy == "zero3_offload" else 0.0)
+        transfers = (work.gradient_bytes + work.trained_weight_bytes) / ranks / device.pcie_bandwidth
+        if strategy == "zero3_offload":
+            transfers += 2 * work.num_microbatches * work.weight_bytes / ranks / device.pcie_bandwidth
+        parts["transfers"] = transfers
     return StepTime(parts, hidden)
-
-
-def _with_groups(work: Work, *, device: Device, cluster: Cluster) -> StepTime:
-    """Return the time of a step under tensor parallelism, with FSDP2 over the groups if there are several.
-
-    Nothing hides the sums over a group: the next product needs them.
-    """
-    groups = cluster.replica_group(work.tensor_size)
-    strategy = "fsdp2" if groups.num_ranks > 1 else "single"
-    time = step_time(strategy, replace(work, tensor_size=1), device=device, cluster=groups)
-    one_sum = all_reduce_seconds(work.num_tokens * work.summed_bytes_per_token, cluster.shard_group(work.tensor_size))
-    sums = work.num_microbatches * work.num_sums * one_sum
-    return replace(time, parts={**time.parts, "communication": time.parts["communication"] + sums})
 
 
 def num_shards(strategy: str, cluster: Cluster, *, hsdp_shards: int | None = None) -> int:
@@ -297,18 +293,7 @@ def _communication(strategy: str, work: Work, *, computed: _Pass, cluster: Clust
         pieces = max(1, math.ceil(work.trained_weight_bytes / ZERO_GATHER_BYTES))
         gather = pieces * all_gather_seconds(work.trained_weight_bytes / pieces, cluster)
         return times * exposed + gather, times * hidden
-    return _sharded(work, computed=computed, cluster=cluster, shards=shards)
-
-
-def _reduced_in_buckets(work: Work, *, computed: _Pass, cluster: Cluster) -> tuple[float, float]:
-    """Return the exposed and hidden seconds of reducing all gradients once during a backward pass."""
-    buckets = max(1, math.ceil(work.gradient_bytes / BUCKET_BYTES))
-    seconds = buckets * all_reduce_seconds(work.gradient_bytes / buckets, cluster)
-    return _overlapped(seconds, computed.backward, pieces=buckets)
-
-
-def _sharded(work: Work, *, computed: _Pass, cluster: Cluster, shards: int) -> tuple[float, float]:
-    """FSDP and ZeRO-3 gather weights for each pass and reduce gradients; HSDP within a copy, then across copies."""
+    # FSDP and ZeRO-3 gather weights for each pass and reduce gradients; HSDP within a copy, then across copies.
     group = cluster.shard_group(shards)
     pieces = max(1, work.num_collective_layers or work.num_layers)
     gather = pieces * all_gather_seconds(work.weight_bytes / pieces, group)
@@ -324,15 +309,14 @@ def _sharded(work: Work, *, computed: _Pass, cluster: Cluster, shards: int) -> t
     return exposed, hidden
 
 
+def _reduced_in_buckets(work: Work, *, computed: _Pass, cluster: Cluster) -> tuple[float, float]:
+    """Return the exposed and hidden seconds of reducing all gradients once during a backward pass."""
+    buckets = max(1, math.ceil(work.gradient_bytes / BUCKET_BYTES))
+    seconds = buckets * all_reduce_seconds(work.gradient_bytes / buckets, cluster)
+    return _overlapped(seconds, computed.backward, pieces=buckets)
+
+
 def _overlapped(seconds: float, computation_seconds: float, *, pieces: int) -> tuple[float, float]:
     """Return the exposed seconds, at least one piece, and those that overlap with the computation."""
     exposed = max(seconds / pieces, seconds - OVERLAP_SHARE * computation_seconds)
     return exposed, seconds - exposed
-
-
-def _update_seconds(strategy: str, work: Work, *, device: Device, shards: int) -> float:
-    """Return the time of clipping and update of this rank's share of the trained parameters."""
-    own = work.num_trained / shards
-    if strategy.endswith("_offload"):
-        return HOST_UPDATE_BYTES * own / device.host_bandwidth
-    return UPDATE_BYTES * own / (device.memory_bandwidth * MEMORY_SHARE)

@@ -28,6 +28,11 @@ from finetune.runtime.text.terminal import format_json, quiet_libraries
 MAX_ROWS = 100_000
 """Maximum number of rows that are read in full: more would take minutes."""
 
+_REASONS = {
+    "encoding": "it is not UTF-8",
+    "delimiter": "it splits all lines into the same number of columns",
+    "records": "the file is a single object that contains this list of objects",
+}
 _GUESSED_ROWS = 50
 _SHOWN_CHARACTERS = 300
 
@@ -79,7 +84,7 @@ def look_into(path: str, *, num_rows: int) -> tuple[Source | None, Keys, list[Ro
     Without a format that can read them, there is no source.
     """
     address = path if is_url(path) else str(Path(path).expanduser().absolute())
-    origin = find_origin(_section({"path": address}), key=_KEY, log=print)
+    origin = find_origin(TrainingSourceSection(path=address), key=_KEY, log=print)
     keys: Keys = {"path": address}
     kind, files = "", f"{origin.name}: a folder of images with one subfolder per class"
     if isinstance(origin, Files):
@@ -90,9 +95,20 @@ def look_into(path: str, *, num_rows: int) -> tuple[Source | None, Keys, list[Ro
             print(f"{name} looks like a CoNLL file: rename it from {ending} to .conll to read words and tags")
         names = ", ".join(shard.name for shard in shards[:3]) + (", ..." if len(shards) > 3 else "")
         kind, files = origin.kind, f"{len(shards):,} of kind {origin.kind}: {names}"
-    print_facts([("files", files), *_facts_of_keys(keys)])
+    guessed = [(name, f"{format_json(keys[name])}, guessed: {why}") for name, why in _REASONS.items() if name in keys]
+    print_facts([("files", files), *guessed])
     rows = _first_rows(keys, max(num_rows, _GUESSED_ROWS))
-    source, keys = _best_format(keys, rows, kind=kind)
+    source = None
+    for guess in guess_columns(rows, kind=kind):
+        try:
+            source = open_source(TrainingSourceSection(**keys, **guess), key=_KEY, log=no_op)
+            for raw in islice(source.rows(), _GUESSED_ROWS):
+                source.format.read(raw)
+        except DataError:
+            source = None
+            continue
+        keys |= guess
+        break
     _print_rows(keys, num_rows)
     return source, keys, rows
 
@@ -113,23 +129,8 @@ def job_lines(keys: Keys, form: str, *, longest: int | None) -> str:
     return "\n".join(["Add to the job:", "", "data:", "  train:", *lines, *max_length, task])
 
 
-def _section(keys: Keys) -> TrainingSourceSection:
-    return TrainingSourceSection(**keys)
-
-
-def _facts_of_keys(keys: Keys) -> Iterator[tuple[str, str]]:
-    reasons = {
-        "encoding": "it is not UTF-8",
-        "delimiter": "it splits all lines into the same number of columns",
-        "records": "the file is a single object that contains this list of objects",
-    }
-    for name, reason in reasons.items():
-        if name in keys:
-            yield name, f"{format_json(keys[name])}, guessed: {reason}"
-
-
 def _first_rows(keys: Keys, max_rows: int) -> list[Row]:
-    origin = find_origin(_section(keys), key=_KEY, log=no_op)
+    origin = find_origin(TrainingSourceSection(**keys), key=_KEY, log=no_op)
     raws = (raw for shard in origin.shards() for raw in shard.rows())
     rows = [raw.parse() for raw in islice(raws, max_rows)]
     if not rows:
@@ -137,23 +138,9 @@ def _first_rows(keys: Keys, max_rows: int) -> list[Row]:
     return rows
 
 
-def _best_format(keys: Keys, rows: Sequence[Row], *, kind: str) -> tuple[Source | None, Keys]:
-    """Return the source in the first format that can read the rows, and the keys that select it."""
-    for guess in guess_columns(rows, kind=kind):
-        tried = {**keys, **guess}
-        try:
-            source = open_source(_section(tried), key=_KEY, log=no_op)
-            for raw in islice(source.rows(), _GUESSED_ROWS):
-                source.format.read(raw)
-        except DataError:
-            continue
-        return source, tried
-    return None, keys
-
-
 def _print_rows(keys: Keys, num_rows: int) -> None:
     rows = _first_rows(keys, num_rows)
-    is_by_position = _section(keys).has_positions
+    is_by_position = TrainingSourceSection(**keys).has_positions
     header = "no header (guessed: the first line looks like a row); by position " if is_by_position else ""
     print_facts([("columns", f"{header}{quoted_list(rows[0])}")])
     for number, row in enumerate(rows, start=1):
@@ -349,7 +336,10 @@ def guess_columns(rows: Sequence[Row], *, kind: str) -> Iterator[Keys]:
     yield {}
     names = {str(name).strip().lower(): str(name) for name in reversed(list(rows[0]))}
     for form in _FORMATS_BY_NAMES:
-        columns = {column: _named(column, names) for column in FORMATS[form].required}
+        columns = {
+            column: next((names[synonym] for synonym in _SYNONYMS[column] if synonym in names), None)
+            for column in FORMATS[form].required
+        }
         if form == "labelled" and columns["label"] and (pair := _two_texts(rows, [columns["label"]])):
             texts = dict(zip(("text", "text_pair"), pair, strict=True))
             yours = {name: column for name, column in (*texts.items(), ("label", columns["label"])) if name != column}
@@ -361,19 +351,17 @@ def guess_columns(rows: Sequence[Row], *, kind: str) -> Iterator[Keys]:
 
 
 def _two_texts(rows: Sequence[Mapping[Any, Any]], others: Sequence[Any]) -> tuple[Any, Any] | None:
-    """Return the two columns of texts, in their order; None unless there are exactly two besides the others."""
-    texts = [name for name in rows[0] if name not in others and _is_text([row.get(name) for row in rows])]
+    """Return the two columns of texts, in their order; None unless there are exactly two besides the others.
+
+    Most values of a text column are different texts of several words.
+    """
+    texts = []
+    for name in rows[0]:
+        values = [row.get(name) for row in rows]
+        words = [value for value in values if isinstance(value, str) and " " in value.strip()]
+        if name not in others and len(words) > len(values) / 2 and len(set(words)) > len(words) / 2:
+            texts.append(name)
     return (texts[0], texts[1]) if len(texts) == 2 else None
-
-
-def _is_text(values: Sequence[Any]) -> bool:
-    """Return whether most values are different texts of several words."""
-    words = [value for value in values if isinstance(value, str) and " " in value.strip()]
-    return len(words) > len(values) / 2 and len(set(words)) > len(words) / 2
-
-
-def _named(column: str, names: Mapping[str, str]) -> str | None:
-    return next((names[synonym] for synonym in _SYNONYMS[column] if synonym in names), None)
 
 
 def is_data(rows: Sequence[Row]) -> bool:

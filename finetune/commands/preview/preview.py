@@ -12,15 +12,13 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from rich.text import Text
 
 from finetune.commands.prepare import audit_lines, audit_rows, headline_numbers, print_audit, without_audit_limits
-from finetune.commands.preview.batches import BatchPreview, PreviewBatch, PreviewPosition, PreviewSample, spans
+from finetune.commands.preview.batches import BatchPreview, PreviewBatch, PreviewSample, spans
 from finetune.commands.printing import width
 from finetune.config.load import load_config
 from finetune.config.run_config import RunConfig
 from finetune.data.audit import Audit, Histogram
 from finetune.data.encoding.labelled import IMAGE, LABEL, image_name
-from finetune.data.features import Features
 from finetune.data.images import image_facts
-from finetune.data.order.order import DatasetView
 from finetune.errors import UserError
 from finetune.registry.tasks import TASKS
 from finetune.report.reporter import RunLog
@@ -29,49 +27,6 @@ from finetune.runtime.files import atomic
 from finetune.runtime.resources import format_size
 from finetune.runtime.text.rich_console import SafeConsole
 from finetune.runtime.text.terminal import printable, quiet_libraries
-from finetune.task.protocol import Task
-
-
-@dataclass(frozen=True)
-class BatchSizes:
-    """The batch sizes that divide a step."""
-
-    global_batch_size: int
-    microbatch_size: int
-
-
-def image_lines(view: DatasetView, task: Task, *, sizes: BatchSizes, start: int, num_samples: int) -> Iterator[str]:
-    """Yield a heading per microbatch and a line per image from position `start` on, and a line about the tensors."""
-    ids = view.order.samples(start, start + num_samples).tolist()
-    for position, sample_id in enumerate(ids, start=start):
-        if position == start or position % sizes.microbatch_size == 0:
-            yield _batch_line(position, sizes)
-        location = view.samples.location(sample_id)
-        yield f"position {position}  {image_line(view.samples[sample_id], task, location=location)}"
-    pixels = task.collate([view.samples[ids[0]]]).inputs["pixel_values"]
-    channels, height, width = pixels.shape[1:]
-    yield ""
-    yield (
-        f"the model sees {channels} x {height} x {width} (channels, height, width), first image with values from "
-        f"{pixels.min().item():.2f} to {pixels.max().item():.2f}"
-    )
-
-
-def image_line(features: Features, task: Task, *, location: str) -> str:
-    """Return file, size, class and data location of an image."""
-    content = features.arrays[IMAGE].tobytes()
-    facts = image_facts(content)
-    label = task.data_facts.values["labels"][int(features.arrays[LABEL][0])]
-    size = f"{facts.width} x {facts.height} {facts.format}, {format_size(len(content))}"
-    return f"{image_name(features)}  {size}  class `{label}`  ({location})"
-
-
-def _batch_line(position: int, sizes: BatchSizes) -> str:
-    step, offset = divmod(position, sizes.global_batch_size)
-    number = offset // sizes.microbatch_size + 1
-    num_microbatches = sizes.global_batch_size // sizes.microbatch_size
-    return f"\n━━ step {step + 1}, microbatch {number} of {num_microbatches}"
-
 
 POSITION_UNITS = {"samples": "sample", "packs": "pack", "tokens": "batch"}
 """The unit at a position of the order, by `data.batching.by`."""
@@ -89,7 +44,9 @@ def preview(path: Path, overrides: Sequence[str], *, num_rows: int, html: Path |
     if html is not None and html.is_dir():
         raise UserError(f"--html: {html} is a folder. Pass a file: {html / 'preview.html'}.")
     if not TASKS[config.task.name].has_tokens:
-        _preview_images(config, start=start, num_samples=num_rows, html=html)
+        if html is not None:
+            raise UserError("--html: not available for images. Omit it: the preview lists the image files.")
+        _preview_images(config, start=start, num_samples=num_rows)
         return
     log = RunLog(is_main=True)
     training_data = make_training_data(without_audit_limits(config), log, locations=loaded.sources)
@@ -106,26 +63,17 @@ def preview(path: Path, overrides: Sequence[str], *, num_rows: int, html: Path |
     print_batches(batches, unit=unit)
     print()
     print_audit(audit)
-    if html is not None:
-        page = preview_page(batches, audit, title=f"Preview of {path.name}", facts=_facts(config), unit=unit)
-        _write(html, page)
-
-
-def _preview_images(config: RunConfig, *, start: int, num_samples: int, html: Path | None) -> None:
-    if html is not None:
-        raise UserError("--html: not available for images. Omit it: the preview lists the image files.")
-    training_data = make_training_data(without_audit_limits(config), RunLog(is_main=True))
-    audit = audit_training_data(config, training_data)
-    sizes = BatchSizes(config.train.global_batch_size, config.train.known_microbatch_size)
-    for line in image_lines(
-        training_data.training, training_data.task, sizes=sizes, start=start, num_samples=num_samples
-    ):
-        print(line)
-    print()
-    print_audit(audit)
-
-
-def _write(html: Path, page: str) -> None:
+    if html is None:
+        return
+    data, train = config.data, config.train
+    facts = [
+        f"task {config.task.name}",
+        *([f"max_length {data.max_length:,}, longer rows: {data.over_length}"] if data.max_length else []),
+        f"batching by {data.batching.by}",
+        f"{train.global_batch_size:,} per step, {train.known_microbatch_size:,} per microbatch",
+        f"seed {config.run.seed}" if data.shuffle else "not shuffled",
+    ]
+    page = preview_page(batches, audit, title=f"Preview of {path.name}", facts=facts, unit=unit)
     try:
         atomic.write_text(html, printable(page))
     except OSError as error:
@@ -133,16 +81,32 @@ def _write(html: Path, page: str) -> None:
     print(f"wrote {html}")
 
 
-def _facts(config: RunConfig) -> list[str]:
-    """Return short facts about the job for the top of the page."""
-    data, train = config.data, config.train
-    return [
-        f"task {config.task.name}",
-        *([f"max_length {data.max_length:,}, longer rows: {data.over_length}"] if data.max_length else []),
-        f"batching by {data.batching.by}",
-        f"{train.global_batch_size:,} per step, {train.known_microbatch_size:,} per microbatch",
-        f"seed {config.run.seed}" if data.shuffle else "not shuffled",
-    ]
+def _preview_images(config: RunConfig, *, start: int, num_samples: int) -> None:
+    """Print a heading per microbatch, a line per image, the form of the tensors, and the audit."""
+    data = make_training_data(without_audit_limits(config), RunLog(is_main=True))
+    audit = audit_training_data(config, data)
+    view, task = data.training, data.task
+    batch_size, microbatch_size = config.train.global_batch_size, config.train.known_microbatch_size
+    ids = view.order.samples(start, start + num_samples).tolist()
+    for position, sample_id in enumerate(ids, start=start):
+        if position == start or position % microbatch_size == 0:
+            step, offset = divmod(position, batch_size)
+            number, num_microbatches = offset // microbatch_size + 1, batch_size // microbatch_size
+            print(f"\n━━ step {step + 1}, microbatch {number} of {num_microbatches}")
+        features = view.samples[sample_id]
+        content = features.arrays[IMAGE].tobytes()
+        image = image_facts(content)
+        label = task.data_facts.values["labels"][int(features.arrays[LABEL][0])]
+        size = f"{image.width} x {image.height} {image.format}, {format_size(len(content))}"
+        location = view.samples.location(sample_id)
+        print(f"position {position}  {image_name(features)}  {size}  class `{label}`  ({location})")
+    pixels = task.collate([view.samples[ids[0]]]).inputs["pixel_values"]
+    channels, height, width = pixels.shape[1:]
+    print(
+        f"\nthe model sees {channels} x {height} x {width} (channels, height, width), first image with values from "
+        f"{pixels.min().item():.2f} to {pixels.max().item():.2f}\n"
+    )
+    print_audit(audit)
 
 
 CONTEXT_STYLES = ("grey89 on grey19", "grey89 on grey30")
@@ -165,41 +129,36 @@ def print_batches(batches: Iterable[PreviewBatch], *, unit: str) -> None:
             Text(f"{OPEN}target{CLOSE}, everything else is context; {BETWEEN} between tokens, · a space, ↵ a newline")
         )
     for batch in batches:
-        console.print(Text(f"\n{format_batch(batch)}", style="bold"))
+        first, last = batch.first_position, batch.last_position
+        positions = f"position {first}" if first == last else f"positions {first} to {last}"
+        shown = f" ({batch.num_shown} shown)" if batch.num_shown < batch.num_samples else ""
+        title = (
+            f"━━ step {batch.step}, microbatch {batch.number} of {batch.of}: {positions} ━━ {batch.num_samples} samples"
+            f"{shown}, {batch.num_tokens:,} tokens, {batch.num_targets:,} targets, padding {batch.padding_share:.1%}"
+        )
+        console.print(Text(f"\n{title}", style="bold"))
         for position in batch.positions:
             is_group = unit != "sample"
             if is_group:
-                console.print(Text(f"\n{format_position(position, unit=unit)}", style="bold cyan"))
+                num_shown, number = len(position.samples), position.num_samples
+                shown = f" ({num_shown} shown)" if num_shown < number else ""
+                title = f"{unit} at position {position.number}: {number} samples{shown}, {position.num_tokens:,} tokens"
+                console.print(Text(f"\n┏━ {title}", style="bold cyan"))
             for sample in position.samples:
                 share = sample.num_targets / sample.num_tokens if sample.num_tokens else 0.0
                 answer = f" → {sample.answer}" if sample.answer else ""
                 counts = f"{sample.num_tokens:,} tokens, {sample.num_targets:,} targets ({share:.0%}){answer}"
                 head = f"sample {sample.sample_id}  {sample.location}  {counts}"
                 console.print(Text(f"┣━ {head}" if is_group else f"\nposition {position.number}  {head}", style="cyan"))
-                text = colored_text(sample) if has_colors else Text(plain_text(sample))
+                text = Text("" if has_colors else plain_text(sample))
+                for shade, piece in enumerate(sample.pieces if has_colors else ()):
+                    style = (TARGET_STYLES if piece.is_target else CONTEXT_STYLES)[shade % 2]
+                    text.append(piece.shown, style=f"bold {style}" if piece.is_special else style)
                 text.rstrip()
                 console.print(text)
             if is_group:
                 console.print(Text("┗━", style="cyan"))
     sys.stdout.flush()
-
-
-def format_batch(batch: PreviewBatch) -> str:
-    """Return a line that summarizes a microbatch."""
-    first, last = batch.first_position, batch.last_position
-    positions = f"position {first}" if first == last else f"positions {first} to {last}"
-    shown = f" ({batch.num_shown} shown)" if batch.num_shown < batch.num_samples else ""
-    return (
-        f"━━ step {batch.step}, microbatch {batch.number} of {batch.of}: {positions} ━━ {batch.num_samples} samples"
-        f"{shown}, {batch.num_tokens:,} tokens, {batch.num_targets:,} targets, padding {batch.padding_share:.1%}"
-    )
-
-
-def format_position(position: PreviewPosition, *, unit: str) -> str:
-    """Return a line that summarizes a position that can hold several samples."""
-    num_shown, number = len(position.samples), position.num_samples
-    shown = f" ({num_shown} shown)" if num_shown < number else ""
-    return f"┏━ {unit} at position {position.number}: {number} samples{shown}, {position.num_tokens:,} tokens"
 
 
 def plain_text(sample: PreviewSample) -> str:
@@ -209,15 +168,6 @@ def plain_text(sample: PreviewSample) -> str:
         text = BETWEEN.join(piece.shown for piece in stretch.pieces).replace(f"\n{BETWEEN}", "\n")
         texts.append(f"{OPEN}{text}{CLOSE}" if stretch.is_target else text)
     return "".join(texts)
-
-
-def colored_text(sample: PreviewSample) -> Text:
-    """Return the tokens in colors."""
-    text = Text()
-    for number, piece in enumerate(sample.pieces):
-        style = (TARGET_STYLES if piece.is_target else CONTEXT_STYLES)[number % 2]
-        text.append(piece.shown, style=f"bold {style}" if piece.is_special else style)
-    return text
 
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -289,23 +239,21 @@ def preview_page(batches: Sequence[PreviewBatch], audit: Audit, *, title: str, f
 
 def forward_rows(batch: PreviewBatch) -> list[ForwardRow]:
     """Return the forward pass as bars: samples with their padding, or the samples that are joined end to end."""
+    rows = []
     if batch.is_padded:
         width = batch.num_computed // batch.num_lanes
-        rows = []
         for sample in (sample for position in batch.positions for sample in position.samples):
             padding = Segment("padding", _percent(width - sample.num_tokens, width))
             label = f"{sample.location}: {sample.num_tokens:,} tokens"
             rows.append(ForwardRow(label, (*_segments(sample, of=width), padding)))
         return rows
     longest = max(position.num_tokens for position in batch.positions)
-    return [_joined(position, longest) for position in batch.positions]
-
-
-def _joined(position: PreviewPosition, longest: int) -> ForwardRow:
-    shown = sum(sample.num_tokens for sample in position.samples)
-    parts = [part for sample in position.samples for part in _segments(sample, of=longest)]
-    hidden = Segment("hidden", _percent(position.num_tokens - shown, longest))
-    return ForwardRow(f"position {position.number}: {position.num_tokens:,} tokens", (*parts, hidden))
+    for position in batch.positions:
+        num_shown = sum(sample.num_tokens for sample in position.samples)
+        parts = [part for sample in position.samples for part in _segments(sample, of=longest)]
+        hidden = Segment("hidden", _percent(position.num_tokens - num_shown, longest))
+        rows.append(ForwardRow(f"position {position.number}: {position.num_tokens:,} tokens", (*parts, hidden)))
+    return rows
 
 
 def _segments(sample: PreviewSample, *, of: int) -> Iterator[Segment]:

@@ -222,7 +222,11 @@ def match_targets(config: RunConfig, architecture: Architecture) -> list[Change]
     """Return a change for each key of the job whose names are others in the small model."""
     names = _Names(architecture)
     changes = []
-    for key, written, matches in _patterns(config):
+    patterns = [*_parameter_patterns(config), *_module_patterns(config)]
+    if config.model.lora is not None:
+        patterns.append(("model.lora.rank_pattern", config.model.lora.rank_pattern, _ends_with))
+        patterns.append(("model.lora.alpha_pattern", config.model.lora.alpha_pattern, _ends_with))
+    for key, written, matches in patterns:
         if isinstance(written, Mapping):
             was: Any = dict(written)
             now: Any = {name: value for pattern, value in was.items() for name in names.for_small([pattern], matches)}
@@ -270,14 +274,6 @@ def check_targets(config: RunConfig, architecture: Architecture) -> Iterator[str
 
 _Pattern = tuple[str, Sequence[str] | Mapping[str, Any], Matches]
 """Key, patterns, and how they match names."""
-
-
-def _patterns(config: RunConfig) -> Iterator[_Pattern]:
-    yield from _parameter_patterns(config)
-    yield from _module_patterns(config)
-    if config.model.lora is not None:
-        yield "model.lora.rank_pattern", config.model.lora.rank_pattern, _ends_with
-        yield "model.lora.alpha_pattern", config.model.lora.alpha_pattern, _ends_with
 
 
 def _parameter_patterns(config: RunConfig) -> Iterator[_Pattern]:

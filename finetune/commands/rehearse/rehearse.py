@@ -8,10 +8,10 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from finetune.commands.rehearse.accelerate_file import AccelerateFile, for_this_machine, read_accelerate_file
 from finetune.commands.rehearse.job import (
@@ -74,10 +74,15 @@ def rehearse(request: Request, *, is_json: bool) -> int:
     Works in a temporary folder unless `--keep` names one; no process is left running.
     """
     quiet_libraries(is_main=True)
-    report = Rehearsal(is_json)
-    with _interrupted_by_sigterm(), _work_folder(request.keep) as folder:
+    report, keep = Rehearsal(is_json), request.keep
+    if keep is not None:
+        if keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
+            raise UserError(f"--keep {keep}: the folder is not empty. Name another one.")
+        keep.mkdir(parents=True, exist_ok=True)
+    temporary = tempfile.TemporaryDirectory(prefix="finetune-rehearse-", ignore_cleanup_errors=True)
+    with _interrupted_by_sigterm(), temporary if keep is None else nullcontext(keep) as folder:
         try:
-            _Phases(request, folder, report).run()
+            _Phases(request, Path(folder).resolve(), report).run()
         except PhaseError as error:
             log = error.log if error.log is not None and error.log.exists() else None
             if log is not None and request.keep is None:  # the folder is removed
@@ -102,18 +107,6 @@ def _interrupted_by_sigterm() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, earlier)
-
-
-@contextmanager
-def _work_folder(keep: Path | None) -> Iterator[Path]:
-    if keep is None:
-        with tempfile.TemporaryDirectory(prefix="finetune-rehearse-", ignore_cleanup_errors=True) as folder:
-            yield Path(folder).resolve()
-        return
-    if keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
-        raise UserError(f"--keep {keep}: the folder is not empty. Name another one.")
-    keep.mkdir(parents=True, exist_ok=True)
-    yield keep.resolve()
 
 
 class _Phases:
@@ -258,14 +251,6 @@ _IMAGE_COLUMNS = ("image", "images")
 _WRITTEN_AS_JSON = ("delimiter", "quotes", "encoding", "records", "name", "config", "revision", "take")
 
 
-class _ReadRows(NamedTuple):
-    """The chosen rows, the number of rows that were read, and whether those are all."""
-
-    rows: list[Any]
-    num_read: int
-    is_whole: bool
-
-
 def choose_rows(
     data: DataSection, *, num_first: int, num_characters: int, folder: Path
 ) -> tuple[dict[str, Any], list[Change]]:
@@ -283,19 +268,33 @@ def choose_rows(
     for key, section in sources.items():
         source = open_source(section, key=key, log=no_op)
         origin = find_origin(section, key=key, log=no_op)
-        if isinstance(origin, ImageFolder):
-            values, rows = _copy_images(origin, folder / key)
+        if isinstance(origin, ImageFolder):  # a few images of every class, spread over its files
+            classes: dict[str, list[Path]] = {}
+            for file in origin.files:
+                classes.setdefault(file.parts[0], []).append(file)
+            chosen = [
+                file
+                for files in classes.values()
+                for file in files[:: max(len(files) // IMAGES_PER_CLASS, 1)][:IMAGES_PER_CLASS]
+            ]
+            for file in chosen:
+                (folder / key / file).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(Path(origin.name) / file, folder / key / file)
+            values: dict[str, Any] = {"path": str(folder / key)}
+            rows = f"{len(chosen):,} of {len(origin.files):,} images, of all {len(classes)} classes"
         else:
-            chosen = _read(source, num_first=num_first, num_characters=num_characters)
-            values, rows = _write(chosen, section, origin, folder=folder / key)
+            read, num_read, is_all = _read(source, num_first=num_first, num_characters=num_characters)
+            total = f"{num_read:,} rows{'' if is_all else ' (the beginning)'}"
+            values, rows = _write(read, section, origin, folder=folder / key, total=total, is_all=len(read) == num_read)
         overrides |= {f"{key}.{name}": value for name, value in values.items()}
         changes.append(Change(key, str(section.path or section.name), rows, "enough for a few steps"))
     return overrides, changes
 
 
-def _write(chosen: _ReadRows, section: SourceSection, origin: Origin, *, folder: Path) -> tuple[dict[str, Any], str]:
-    """Write the rows of the source, and return the values of its section and a description of the rows."""
-    rows, num_read = chosen.rows, chosen.num_read
+def _write(
+    rows: list[Any], section: SourceSection, origin: Origin, *, folder: Path, total: str, is_all: bool
+) -> tuple[dict[str, Any], str]:
+    """Write the chosen rows of the source; return the values of its section and a description of the rows."""
     taken = min(len(rows), MAX_TAKEN)
     if section.has_positions or origin.class_names():
         why = "columns by position and class names do not allow a selection"
@@ -318,21 +317,17 @@ def _write(chosen: _ReadRows, section: SourceSection, origin: Origin, *, folder:
         columns = {*rows[0], *section.columns}
         if any(name in columns for name in _IMAGE_COLUMNS):
             values["image_root"] = str(folders[0])
-    if len(rows) == num_read:
-        return values, f"all {num_read:,} rows"
-    read = f"{num_read:,} rows{'' if chosen.is_whole else ' (the beginning)'}"
-    longest = max(map(_length, rows))
+    if is_all:
+        return values, f"all {len(rows):,} rows"
+    longest = max(len(str(row)) for row in rows)
     return values, (
-        f"{len(rows):,} of {read} read: the first, the {NUM_LONGEST} longest (up to {longest:,} characters), "
+        f"{len(rows):,} of {total} read: the first, the {NUM_LONGEST} longest (up to {longest:,} characters), "
         f"{NUM_DRAWN} drawn"
     )
 
 
-def _length(row: Any) -> int:
-    return len(str(row))
-
-
-def _read(source: Source, *, num_first: int, num_characters: int) -> _ReadRows:
+def _read(source: Source, *, num_first: int, num_characters: int) -> tuple[list[Any], int, bool]:
+    """Return the chosen rows, the number of rows that were read, and whether those are all."""
     first: list[Any] = []
     longest: list[tuple[int, int, Any]] = []
     drawn: list[tuple[int, Any]] = []
@@ -342,9 +337,9 @@ def _read(source: Source, *, num_first: int, num_characters: int) -> _ReadRows:
         row = dict(raw.parse())
         if len(first) < MAX_ROWS and (len(first) < num_first or characters < num_characters):
             first.append(row)
-            characters += _length(row)
+            characters += len(str(row))
             continue
-        longest = sorted([*longest, (_length(row), number, row)], key=lambda entry: entry[:2])[-NUM_LONGEST:]
+        longest = sorted([*longest, (len(str(row)), number, row)], key=lambda entry: entry[:2])[-NUM_LONGEST:]
         replaced = draw.randrange(number)
         if len(drawn) < NUM_DRAWN:
             drawn.append((number, row))
@@ -354,20 +349,4 @@ def _read(source: Source, *, num_first: int, num_characters: int) -> _ReadRows:
             is_whole = False
             break
     others = {number: row for _, number, row in longest} | dict(drawn)
-    return _ReadRows([*first, *(others[number] for number in sorted(others))], number, is_whole)
-
-
-def _copy_images(origin: ImageFolder, folder: Path) -> tuple[dict[str, Any], str]:
-    """Copy a few images of every class, spread over its files."""
-    classes: dict[str, list[Path]] = {}
-    for file in origin.files:
-        classes.setdefault(file.parts[0], []).append(file)
-    chosen = [
-        file
-        for files in classes.values()
-        for file in files[:: max(len(files) // IMAGES_PER_CLASS, 1)][:IMAGES_PER_CLASS]
-    ]
-    for file in chosen:
-        (folder / file).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(Path(origin.name) / file, folder / file)
-    return {"path": str(folder)}, f"{len(chosen):,} of {len(origin.files):,} images, of all {len(classes)} classes"
+    return [*first, *(others[number] for number in sorted(others))], number, is_whole

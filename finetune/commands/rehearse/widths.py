@@ -99,7 +99,14 @@ def shrunk_values(values: Values, *, layers: Mapping[str, Sequence[int]], level:
             _shrink_widths(part, widths, sizes)
         if level <= 1:
             _shrink_inner(part, real, sizes)
-            _shrink_experts(part)
+            # At most eight experts, in the same number of groups; at most half of them are chosen for a token.
+            for experts in (key for key in EXPERTS if is_count(part.get(key))):
+                limit = max(MAX_EXPERTS, 2 * (part.get("n_group") or 1))
+                if part[experts] > limit:
+                    part[experts] = limit
+                    _limit(part, dict.fromkeys(EXPERTS_PER_TOKEN, limit // 2))
+                    if is_count(part.get("topk_group")):
+                        _limit(part, {"num_experts_per_tok": part["topk_group"] * 2})
         counts = {part[key] for key in LAYER_COUNTS if is_count(part.get(key))}
         kept = layers.get(name, layers.get("", ()))
         if kept and counts:
@@ -107,7 +114,16 @@ def shrunk_values(values: Values, *, layers: Mapping[str, Sequence[int]], level:
     for name, part, real in _parts(small, values):
         projected = (*PROJECTED, "hidden_size") if "embed_dim" in part else PROJECTED
         part |= {key: widths[part[key]] for key in projected if is_count(part.get(key)) and part[key] in widths}
-        _keep_layer_values(part, real, layers.get(name, layers.get("", ())))
+        kept = layers.get(name, layers.get("", ()))
+        if kept and isinstance(part.get(LAYER_VALUES), dict):  # values of single layers, scaled like that of all
+            own_values = {
+                kept.index(int(key)): dict(own) for key, own in part[LAYER_VALUES].items() if int(key) in kept
+            }
+            for own in own_values.values():
+                for key, value in own.items():
+                    if is_count(value) and is_count(part.get(key)) and real[key] > part[key]:
+                        own[key] = max(value * part[key] // real[key], 1)
+            part[LAYER_VALUES] = own_values
     return small
 
 
@@ -232,26 +248,3 @@ def _shrink_inner(part: Values, real: Values, sizes: Sizes) -> None:
             part[name] = shrunk(part[name])
         elif isinstance(size, list) and all(map(is_count, size)):
             part[name] = [shrunk(own) for own in size]
-
-
-def _shrink_experts(part: Values) -> None:
-    """Keep at most eight experts, in the same number of groups; at most half of them are chosen for a token."""
-    for name in (name for name in EXPERTS if is_count(part.get(name))):
-        limit = max(MAX_EXPERTS, 2 * (part.get("n_group") or 1))
-        if part[name] > limit:
-            part[name] = limit
-            _limit(part, dict.fromkeys(EXPERTS_PER_TOKEN, limit // 2))
-            if is_count(part.get("topk_group")):
-                _limit(part, {"num_experts_per_tok": part["topk_group"] * 2})
-
-
-def _keep_layer_values(part: Values, real: Values, layers: Sequence[int]) -> None:
-    """Keep the values of single layers for those that are kept, scaled like the value for all layers."""
-    if not layers or not isinstance(part.get(LAYER_VALUES), dict):
-        return
-    kept = {layers.index(int(index)): dict(own) for index, own in part[LAYER_VALUES].items() if int(index) in layers}
-    for own in kept.values():
-        for name, value in own.items():
-            if is_count(value) and is_count(part.get(name)) and real[name] > part[name]:
-                own[name] = max(value * part[name] // real[name], 1)
-    part[LAYER_VALUES] = kept

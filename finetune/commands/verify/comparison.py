@@ -91,12 +91,17 @@ class Comparison:
             "dtype": limits.dtype,
         }
         if float(parts.max()) > 1 or median > limits.median:
+            hint = ""
+            if limits.half and limits.median < median <= limits.half["bfloat16"]:
+                hint = (
+                    " The size is that of a lower precision: give the engine's with --dtype, or start it with float32."
+                )
             rows = torch.tensor([number for number, row in enumerate(expected) for _ in row.log_probabilities])
             self.problems.append(
                 f"its log-probabilities differ by {median:.2g} in the median and up to "
                 f"{float(differences.abs().max()):.2g} (in row {int(rows[position]) + 1}); rounding in {limits.dtype} "
                 f"explains {limits.median:.2g} and {float(limits.worst[position]):.2g}, exceeded in "
-                f"{len(set(rows[parts > 1].tolist()))} of {len(expected)} rows.{_diagnosis(median, limits)}"
+                f"{len(set(rows[parts > 1].tolist()))} of {len(expected)} rows.{hint}"
             )
         return differences
 
@@ -150,7 +155,11 @@ class Comparison:
             counts[outcome] += 1
             if text:
                 differences.append(f"answer {number + 1} {text}")
-            num_compared = 1 + (_num_visible(answer) if outcome == "same" else 0)  # those after the same tokens
+            num_compared = 1
+            if outcome == "same":  # special tokens and invalid bytes are not seen in the text
+                steps = enumerate(pairwise(answer.prefixes))
+                unseen = (n for n, (before, after) in steps if before == after or "\ufffd" in after)
+                num_compared += next(unseen, len(answer.tokens))
             pairs = zip(answer.log_probabilities, actual.log_probabilities[:num_compared], strict=False)
             errors = [abs(one - other) for one, other in pairs]
             if errors and not max(errors) <= margin:
@@ -188,12 +197,6 @@ def limits_of(expected: Sequence[RowScores], rounded: Sequence[RowScores] | None
     return Limits(worst, _ROUNDING_FACTORS["median"] * float(errors.median()) + _EXACT, dtype)
 
 
-def _diagnosis(median: float, limits: Limits) -> str:
-    if limits.half and limits.median < median <= limits.half["bfloat16"]:
-        return " The size is that of a lower precision: give the engine's with --dtype, or start it with float32."
-    return ""
-
-
 def _compare_answer(expected: ExpectedAnswer, served: ServedAnswer, *, margin: float) -> tuple[str, str]:
     texts, actual = [_comparable(prefix) for prefix in expected.prefixes], _comparable(served.text)
     if texts[-1] == actual and not (expected.is_complete and not served.is_complete):
@@ -205,12 +208,6 @@ def _compare_answer(expected: ExpectedAnswer, served: ServedAnswer, *, margin: f
     if min(expected.margins[first : common + 1], default=math.inf) <= margin:
         return "chosen by rounding", ""
     return "different", f"is {_shortened(actual)} instead of {_shortened(texts[-1])}, from token {first + 1} on"
-
-
-def _num_visible(answer: ExpectedAnswer) -> int:
-    """Return the number of first tokens that the text shows: special tokens and invalid bytes are not seen in it."""
-    steps = enumerate(pairwise(answer.prefixes))
-    return next((n for n, (before, after) in steps if before == after or "\ufffd" in after), len(answer.tokens))
 
 
 def _comparable(text: str) -> str:

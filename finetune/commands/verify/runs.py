@@ -170,31 +170,29 @@ def run_resume(
     )
     with tempfile.TemporaryDirectory(prefix="finetune-resume-") as scratch:
         tested = TestedJob(config, tuple(overrides), job, last, Path(scratch))
-        straight, resumed = run_both(one, other, tested=tested, stop_at=stop_at)
+        changes = {
+            **comparable_overrides(job, keeps_dropout=one == other),
+            **dict.fromkeys(("checkpoint.every_steps", "checkpoint.keep_every_steps"), "null"),
+            "checkpoint.resume": "auto",
+            "train.time_limit_minutes": "null",
+        }
+        folders = tested.scratch / "straight", tested.scratch / "resumed"
+        for setup, folder, stop in ((one, folders[0], last), (one, folders[1], stop_at), (other, folders[1], last)):
+            print(f"running under {setup.title} to step {stop}, in {folder.name}", file=sys.stderr, flush=True)
+            run_job(setup, tested, folder=folder, changes={**changes, "train.stop_after_steps": str(stop)})
+            num_steps = len(read_history(folders[0]).steps)
+            if num_steps <= stop_at:
+                raise _stop_after_end(stop_at, num_steps=num_steps)
+        straight, resumed = map(read_completed_run, folders)
     limit = None if one == other else tolerance
     problems = list(differences(straight, resumed, stop_at=stop_at, tolerance=limit))
-    _print_table(straight, resumed, title=_title(one, other, stop_at=stop_at, is_dropout_off=limit and job.model.lora))
+    title = f"straight under {one.title}, against stopped after step {stop_at} and resumed under {other.title}"
+    _print_table(straight, resumed, title=title + (" (dropout off)" if limit and job.model.lora else ""))
     print(f"state of the last checkpoint: straight {straight.state_sha256 or '-'}")
     print(f"                              resumed  {resumed.state_sha256 or '-'}")
     precision = "bitwise" if limit is None else f"within {limit:g}"
     print(f"differs: {'; '.join(problems)}" if problems else f"equal: samples exactly, losses {precision}")
     return not problems
-
-
-def run_both(
-    one: LaunchSetup, other: LaunchSetup, *, tested: TestedJob, stop_at: int
-) -> tuple[CompletedRun, CompletedRun]:
-    """Return the uninterrupted run under `one`, and the run that is stopped and resumes under `other`."""
-    changes = _changes(tested.job, keeps_dropout=one == other)
-    folders = tested.scratch / "straight", tested.scratch / "resumed"
-    runs = ((one, folders[0], tested.steps), (one, folders[1], stop_at), (other, folders[1], tested.steps))
-    for setup, folder, stop in runs:
-        print(f"running under {setup.title} to step {stop}, in {folder.name}", file=sys.stderr, flush=True)
-        run_job(setup, tested, folder=folder, changes={**changes, "train.stop_after_steps": str(stop)})
-        num_steps = len(read_history(folders[0]).steps)
-        if num_steps <= stop_at:
-            raise _stop_after_end(stop_at, num_steps=num_steps)
-    return read_completed_run(folders[0]), read_completed_run(folders[1])
 
 
 def read_completed_run(folder: Path) -> CompletedRun:
@@ -237,22 +235,6 @@ def short_digest(samples: int) -> str:
 
 def _stop_after_end(stop_at: int, *, num_steps: int) -> UserError:
     return UserError(f"--stop-at {stop_at}: the job takes only {num_steps} steps. Write a smaller number.")
-
-
-def _changes(job: RunConfig, *, keeps_dropout: bool) -> Mapping[str, str]:
-    return {
-        **comparable_overrides(job, keeps_dropout=keeps_dropout),
-        "checkpoint.every_steps": "null",
-        "checkpoint.keep_every_steps": "null",
-        "checkpoint.resume": "auto",
-        "train.time_limit_minutes": "null",
-    }
-
-
-def _title(one: LaunchSetup, other: LaunchSetup, *, stop_at: int, is_dropout_off: object) -> str:
-    return f"straight under {one.title}, against stopped after step {stop_at} and resumed under {other.title}" + (
-        " (dropout off)" if is_dropout_off else ""
-    )
 
 
 def _print_table(straight: CompletedRun, resumed: CompletedRun, *, title: str) -> None:
