@@ -64,25 +64,15 @@ def load_model(
     depend only on `seed` and module names. A rank that builds on the meta device gets uninitialized parameters and
     downloads no weights. Collective under ZeRO-3.
     """
-    values = dict(head_values or {})
-    attention = requested_attention(section.attention)
-    if section.from_config is not None:
-        config = build_model_config(
-            section.from_config, vocabulary_size=vocabulary_size, special_ids=special_ids or SpecialTokenIds()
-        )
-        set_config_values(config, values)
-        model = _build_model(config, section=section, head=head, init_context=init_context, attention=attention)
-        if not init_context.on_meta_device:
-            initialize_weights(model, seed=seed, gather=init_context.gather)
-    elif init_context.on_meta_device:
-        config = load_pretrained_config(section)
-        set_config_values(config, values)
-        model = _build_model(config, section=section, head=head, init_context=init_context, attention=attention)
-        _set_dtypes_as_loaded(model, getattr(torch, section.dtype))
-    else:
-        model, new = _load_pretrained(section, head=head, values=values, init_context=init_context, attention=attention)
+    config = _model_config(section, vocabulary_size=vocabulary_size, special_ids=special_ids, values=head_values)
+    if section.from_config is None and not init_context.on_meta_device:
+        model, new = _load_pretrained(config, section=section, head=head, init_context=init_context)
         if new:
             initialize_weights(model, seed=seed, gather=init_context.gather, only=new)
+    else:
+        model = _build_model(config, section=section, head=head, init_context=init_context)
+        if not init_context.on_meta_device:
+            initialize_weights(model, seed=seed, gather=init_context.gather)
     if head == SEQ2SEQ_HEAD:
         check_decoder_start(model)
     if vocabulary_size is not None and (size := model.config.get_text_config().vocab_size) < vocabulary_size:
@@ -93,9 +83,31 @@ def load_model(
     return _prepare_for_training(model, section=section)
 
 
+def _model_config(
+    section: ModelSection,
+    *,
+    vocabulary_size: int | None,
+    special_ids: SpecialTokenIds | None,
+    values: Mapping[str, Any] | None,
+) -> PreTrainedConfig:
+    if section.from_config is None:
+        config = load_pretrained_config(section)
+    else:
+        special_ids = special_ids or SpecialTokenIds()
+        config = build_model_config(section.from_config, vocabulary_size=vocabulary_size, special_ids=special_ids)
+    set_config_values(config, values or {})
+    return config
+
+
 def _build_model(
-    config: PreTrainedConfig, *, section: ModelSection, head: str, init_context: InitContext, attention: str | None
+    config: PreTrainedConfig, *, section: ModelSection, head: str, init_context: InitContext
 ) -> PreTrainedModel:
+    """Return the model with uninitialized weights, which take no memory on a rank that builds on the meta device.
+
+    Those of a pre-trained model have the dtypes that loading gives them: a rank that receives its values must have the
+    same as rank 0, since tensors of another size cannot be received.
+    """
+    dtype = getattr(torch, section.dtype)
     with (
         model_build_errors(section, model_type=config.model_type),
         torch.random.fork_rng(devices=()),
@@ -105,34 +117,26 @@ def _build_model(
         model: PreTrainedModel = build_from_config(
             HEADS[head],
             config,
-            dtype=getattr(torch, section.dtype),
-            attn_implementation=attention or default_attention(config),
+            dtype=dtype,
+            attn_implementation=requested_attention(section.attention) or default_attention(config),
             trust_remote_code=section.trust_remote_code,
         )
-    if not init_context.on_meta_device:
+    if init_context.on_meta_device:  # parameters on the CPU, which take no physical memory until the weights arrive
+        materialized: dict[nn.Parameter, nn.Parameter] = {}
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None and parameter.is_meta:
+                    if parameter not in materialized:
+                        empty = torch.empty(parameter.shape, dtype=parameter.dtype)
+                        materialized[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                    module._parameters[name] = materialized[parameter]
+        meta_buffers = [name for name, buffer in model.named_buffers() if buffer.is_meta]
+        assert not meta_buffers, f"buffers must be built with their values, but {meta_buffers} are on the meta device"
+        model.tie_weights()  # a context that moves parameters to the meta device one by one unties them
+    if section.from_config is not None:
         return model
-    # Uninitialized parameters on the CPU, which take no physical memory until the weights arrive.
-    materialized: dict[nn.Parameter, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.is_meta:
-                if parameter not in materialized:
-                    empty = torch.empty(parameter.shape, dtype=parameter.dtype)
-                    materialized[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-                module._parameters[name] = materialized[parameter]
-    meta_buffers = [name for name, buffer in model.named_buffers() if buffer.is_meta]
-    assert not meta_buffers, f"buffers must be built with their values, but {meta_buffers} are on the meta device"
-    model.tie_weights()  # a context that moves parameters to the meta device one by one unties them
-    return model
-
-
-def _set_dtypes_as_loaded(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Convert uninitialized parameters and buffers to the dtypes that loading would give them.
-
-    Some models keep a few in float32 regardless of the requested dtype, as T5 in float16 (`_get_dtype_plan` of
-    transformers 5.23, which building from a config ignores). A rank that receives its values must have the same dtypes
-    as rank 0, since tensors of another size cannot be received.
-    """
+    # Some models keep a few tensors in float32 regardless of the requested dtype, as T5 in float16 (`_get_dtype_plan`
+    # of transformers 5.23, which building from a config ignores).
     plan: Mapping[str, torch.dtype] = getattr(model, "_get_dtype_plan", lambda _: {})(dtype)
     for module_name, module in model.named_modules():
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
@@ -140,6 +144,7 @@ def _set_dtypes_as_loaded(model: PreTrainedModel, dtype: torch.dtype) -> None:
             kept = next((dtype for key, dtype in plan.items() if re.search(key.replace("*", ".*"), full_name)), None)
             if tensor is not None and kept is not None and name not in module._non_persistent_buffers_set:
                 tensor.data = tensor.data.to(kept)
+    return model
 
 
 def load_empty_model(
@@ -154,39 +159,23 @@ def load_empty_model(
 
     Weights that would be quantized have their unquantized shapes.
     """
-    if section.from_config is not None:
-        config = build_model_config(
-            section.from_config, vocabulary_size=vocabulary_size, special_ids=special_ids or SpecialTokenIds()
-        )
-    else:
-        config = load_pretrained_config(section)
-    set_config_values(config, dict(head_values or {}))
-    empty, attention = InitContext(context=lambda: torch.device("meta")), requested_attention(section.attention)
-    model = _build_model(config, section=section, head=head, init_context=empty, attention=attention)
-    if section.from_config is None:
-        _set_dtypes_as_loaded(model, getattr(torch, section.dtype))
-    return _prepare_for_training(model, section=section)
+    config = _model_config(section, vocabulary_size=vocabulary_size, special_ids=special_ids, values=head_values)
+    empty = InitContext(context=lambda: torch.device("meta"))
+    return _prepare_for_training(_build_model(config, section=section, head=head, init_context=empty), section=section)
 
 
 def _load_pretrained(
-    section: ModelSection,
-    *,
-    head: str,
-    values: Mapping[str, Any],
-    init_context: InitContext,
-    attention: str | None,
+    config: PreTrainedConfig, *, section: ModelSection, head: str, init_context: InitContext
 ) -> tuple[PreTrainedModel, frozenset[str]]:
     """Return the model, and the parameters of a head that is not in the weights on disk."""
     name, origin = str(section.name), pretrained_arguments(section)
     may_be_new = head in NEW_HEADS
     quantization = quantization_config(section)
-    config = load_pretrained_config(section)
     # transformers puts quantized weights on the current device in any case, and knows how stored ones are quantized
     placement = placed_on(init_context.device) if quantization is None else {}
     if quantization is not None and stored_method(config) is None:
         placement = {"quantization_config": quantization}
     dequantize_while_loading(config)
-    set_config_values(config, values)
     with (
         loading_errors(name, key="model.name"),
         without_hub_retries(is_local=is_local_path(name)),
@@ -197,7 +186,7 @@ def _load_pretrained(
             **origin,
             config=config,
             dtype=getattr(torch, section.dtype),
-            attn_implementation=attention or default_attention(config),
+            attn_implementation=requested_attention(section.attention) or default_attention(config),
             ignore_mismatched_sizes=may_be_new,
             output_loading_info=True,
             **placement,
