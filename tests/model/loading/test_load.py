@@ -11,7 +11,7 @@ from finetune.errors import ModelError
 from finetune.model.attention.implementation import requested_attention
 from finetune.model.loading.hub import is_local_path, resolve_name
 from finetune.model.loading.load import load_model
-from finetune.runtime import hub
+from finetune.runtime import upstream
 from finetune.runtime.parameters import InitContext
 from finetune.runtime.processes import free_port
 
@@ -114,19 +114,19 @@ def test_an_adapter_s_folder_is_rejected_as_model_name(tmp_path, build):
 
 def test_an_unknown_hub_name_without_a_network_is_reported_with_a_remedy(build, monkeypatch, tmp_path):
     monkeypatch.setitem(os.environ, "HF_HUB_OFFLINE", "1")
-    hub.is_offline.cache_clear()
+    upstream.is_offline.cache_clear()
     with pytest.raises(ModelError, match="cannot be reached and the name is not in the local cache"):
         build(ModelSection(name="nobody/nothing", cache_folder=str(tmp_path)))
-    hub.is_offline.cache_clear()
+    upstream.is_offline.cache_clear()
 
 
 def test_a_hub_that_does_not_answer_counts_as_offline(monkeypatch):
-    for name in (*hub.PROXIES, "HF_HUB_OFFLINE"):
+    for name in (*upstream.PROXIES, "HF_HUB_OFFLINE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{free_port()}")
-    hub.is_offline.cache_clear()
-    assert hub.is_offline()
-    hub.is_offline.cache_clear()
+    upstream.is_offline.cache_clear()
+    assert upstream.is_offline()
+    upstream.is_offline.cache_clear()
 
 
 def test_hub_names_and_folders_are_distinguished():
