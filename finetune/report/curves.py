@@ -83,7 +83,8 @@ class Curve:
         self._buckets = np.concatenate([self._buckets, _make_buckets(steps[:full], values[:full], self._width)])
         self._steps, self._values = steps[full:].tolist(), values[full:].tolist()
         while len(self._buckets) > self._most_buckets:
-            self._buckets = _merged(self._buckets)
+            starts = np.arange(0, len(self._buckets) - 1, 2)  # an odd last bucket joins the last pair
+            self._buckets = _reduced(self._buckets, starts)
             self._width *= 2
 
 
@@ -97,11 +98,6 @@ def _make_buckets(steps: Sequence[float] | np.ndarray, values: Sequence[float] |
     buckets["count"] = 1
     starts = np.arange(0, len(buckets), width)
     return buckets if width == 1 else _reduced(buckets, starts)
-
-
-def _merged(buckets: np.ndarray) -> np.ndarray:
-    starts = np.arange(0, len(buckets) - 1, 2)  # an odd last bucket joins the last pair
-    return _reduced(buckets, starts)
 
 
 def _reduced(buckets: np.ndarray, starts: np.ndarray) -> np.ndarray:

@@ -47,24 +47,19 @@ class AveragedWeights:
         Parameters without state, which have not been updated yet, are their own average. After an error the weights are
         not restored, since that would wait for other ranks. Collective.
         """
-        original = self._replace()
-        yield
-        self._write(original)
-
-    @torch.no_grad()
-    def _replace(self) -> dict[TensorRecord, Tensor]:
-        """Write the average and return the original values. Collective."""
         self.access.begin_reading()
         records = {(record.name, record.key): record for record in self.access.records()}
         pairs = {records[name, PARAMETER]: record for (name, key), record in records.items() if key == self.key}
-        original = {parameter: self.access.read(parameter).clone() for parameter in pairs}
-        self._write(
-            {
+        with torch.no_grad():
+            original = {parameter: self.access.read(parameter).clone() for parameter in pairs}
+            averages = {
                 parameter: self.formula(original[parameter], self.access.read(state))
                 for parameter, state in pairs.items()
             }
-        )
-        return original
+        self._write(averages)
+        del averages  # the memory is needed while the average is evaluated
+        yield
+        self._write(original)
 
     def _write(self, values: Mapping[TensorRecord, Tensor]) -> None:
         self.access.begin_reading()  # an evaluation may have left modules gathered

@@ -262,22 +262,17 @@ class UpdateInBackward(Update):
                 norm = torch.linalg.vector_norm(parameter.grad)
                 self._norms[parameter] = norm
                 self._check(norm)
-                self._step(group)
+                if self.finite_check is not None or not self._is_bad.item():  # each group by itself
+                    self._optimizer.param_groups = [group]
+                    if self.finite_check is not None:
+                        self._optimizer.found_inf = self._is_bad
+                    self._optimizer.step()
+                    self._optimizer.param_groups = self._groups
+                    if self.finite_check is not None:
+                        del self._optimizer.found_inf
             parameter.grad = None
 
         return update
 
     def _check(self, number: Tensor) -> None:
         self._is_bad = torch.maximum(self._is_bad, (~torch.isfinite(number)).to(torch.float32))
-
-    def _step(self, group: dict[str, Any]) -> None:
-        """Step the optimizer on this group only, unless a value was not finite."""
-        if self.finite_check is None and self._is_bad.item():
-            return
-        self._optimizer.param_groups = [group]
-        if self.finite_check is not None:
-            self._optimizer.found_inf = self._is_bad
-        self._optimizer.step()
-        self._optimizer.param_groups = self._groups
-        if self.finite_check is not None:
-            del self._optimizer.found_inf

@@ -177,14 +177,9 @@ class LowBitAdamW(torch.optim.Optimizer):
             if grad_scale is not None:
                 local_tensor(parameter.grad).div_(grad_scale)
         skip = None if found_inf is None else found_inf.reshape(())
-        self._count([parameter for parameter, _, _ in updates], skip=skip)
-        for parameter, group, key in updates:
-            self._update(parameter, group, key=key, skip=skip)
-
-    def _count(self, parameters: Sequence[Tensor], *, skip: Tensor | None) -> None:
-        """Increment the step count of these parameters, unless the update is skipped."""
+        # Each parameter counts its updates; a skipped one is not counted.
         by_device: dict[torch.device, list[Tensor]] = {}
-        for parameter in parameters:
+        for parameter, _, _ in updates:
             state = self.state[parameter]
             if not isinstance(state["step"], Tensor):  # in older `torch.save` checkpoints
                 state["step"] = torch.tensor(float(state["step"]), device=parameter.device)
@@ -194,6 +189,8 @@ class LowBitAdamW(torch.optim.Optimizer):
                 torch._foreach_add_(counts, 1.0)
             else:
                 torch._foreach_add_(counts, [1.0 - skip.to(device, torch.float32)] * len(counts))
+        for parameter, group, key in updates:
+            self._update(parameter, group, key=key, skip=skip)
 
     def _update(self, parameter: Tensor, group: Mapping[str, Any], *, key: int, skip: Tensor | None) -> None:
         state = self.state[parameter]

@@ -120,16 +120,15 @@ class OptimizerInputs:
         first, second = self.section.betas
         return first, second
 
-    @property
-    def is_fused(self) -> bool:
-        """Return whether to use torch's fused implementation."""
-        return True if self.section.fused is None else self.section.fused
-
 
 def adamw(inputs: OptimizerInputs) -> torch.optim.Optimizer:
     """Return torch's AdamW."""
     return torch.optim.AdamW(
-        inputs.groups, lr=inputs.learning_rate, betas=inputs.betas, eps=inputs.section.eps, fused=inputs.is_fused
+        inputs.groups,
+        lr=inputs.learning_rate,
+        betas=inputs.betas,
+        eps=inputs.section.eps,
+        fused=inputs.section.fused is not False,
     )
 
 
@@ -155,7 +154,7 @@ def muon(inputs: OptimizerInputs) -> torch.optim.Optimizer:
         momentum=0.95 if momentum is None else momentum,
         betas=inputs.betas,
         eps=inputs.section.eps,
-        fused=inputs.is_fused,
+        fused=inputs.section.fused is not False,
     )
 
 
