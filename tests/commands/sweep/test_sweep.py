@@ -157,6 +157,8 @@ def test_a_killed_sweep_leaves_no_orphan_and_ends_as_an_undisturbed_one(job, tmp
     until(lambda: is_in_the_middle(second))
     os.kill(json.loads((second / "status.json").read_text())["pid"], signal.SIGKILL)
     assert process.wait() == 1  # the first run has ended, and the second is to be continued
+    log = (job.parent / f"{folder.name}.log").read_text()
+    assert f"sweep --config {job} --folder {folder} --set {RATES} --set {LONG[0]}" in log
 
     assert run(job, folder, RATES, *LONG) == 0
     for name in names:
