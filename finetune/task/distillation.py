@@ -5,7 +5,7 @@ The divergences take log-probabilities over the same categories, [targets, categ
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,41 +20,25 @@ from finetune.data.batch import Batch
 from finetune.data.features import Features
 from finetune.errors import DataError
 from finetune.task.causal_lm import SftTask
-from finetune.task.lm_loss.head import LmHead, compute_at_targets, logits_at_targets, map_chunks
+from finetune.task.lm_loss.head import LmHead, compute_at_targets, logits_at_targets, map_chunks, targets_of
 from finetune.task.metrics import perplexity
 from finetune.task.protocol import Precomputed, TaskContext
 
-Divergence = Callable[[Tensor, Tensor], Tensor]
-"""From the teacher's and the student's log-probabilities to divergences."""
 
+def divergence(teacher: Tensor, student: Tensor, section: DistillationSection) -> Tensor:
+    """Return the configured divergence of the teacher's and the student's log-probabilities p and q.
 
-def forward_kl(teacher: Tensor, student: Tensor) -> Tensor:
-    """Return KL(teacher || student) = sum p (log p - log q) (Hinton et al., 2015, arXiv:1503.02531)."""
-    return _relative_entropy(teacher, student)
-
-
-def reverse_kl(teacher: Tensor, student: Tensor) -> Tensor:
-    """Return KL(student || teacher) = sum q (log q - log p) (Gu et al., 2023, arXiv:2306.08543)."""
-    return _relative_entropy(student, teacher)
-
-
-def jensen_shannon(teacher: Tensor, student: Tensor, *, beta: float) -> Tensor:
-    """Return beta KL(p || m) + (1 - beta) KL(q || m) with m = beta p + (1 - beta) q.
-
-    The generalized Jensen-Shannon divergence (Agarwal et al., 2023, arXiv:2306.13649, equation 3).
+    `forward_kl`: KL(p || q) = sum p (log p - log q) (Hinton et al., 2015, arXiv:1503.02531). `reverse_kl`: KL(q || p)
+    (Gu et al., 2023, arXiv:2306.08543). `jsd`: the generalized Jensen-Shannon divergence beta KL(p || m) + (1 - beta)
+    KL(q || m) with m = beta p + (1 - beta) q (Agarwal et al., 2023, arXiv:2306.13649, equation 3).
     """
+    if section.divergence == "forward_kl":
+        return _relative_entropy(teacher, student)
+    if section.divergence == "reverse_kl":
+        return _relative_entropy(student, teacher)
+    beta = section.jsd_beta
     mixture = torch.logaddexp(teacher + math.log(beta), student + math.log1p(-beta))
     return beta * _relative_entropy(teacher, mixture) + (1 - beta) * _relative_entropy(student, mixture)
-
-
-def divergence_of(section: DistillationSection) -> Divergence:
-    """Return the configured divergence."""
-    divergences: Mapping[str, Divergence] = {
-        "forward_kl": forward_kl,
-        "reverse_kl": reverse_kl,
-        "jsd": partial(jensen_shannon, beta=section.jsd_beta),
-    }
-    return divergences[section.divergence]
 
 
 def reduce_to_top_k(log_probabilities: Tensor, top_k_ids: Tensor) -> Tensor:
@@ -94,7 +78,6 @@ class DistillationTask(SftTask):
         assert section is not None  # by config/rules
         self.section = section
         self._num_tokens = len(self.tokenizer)
-        self._divergence = divergence_of(section)
         self._teacher: nn.Module | None = None
         if section.top_k is not None and section.top_k >= self._num_tokens:
             raise DataError(
@@ -144,15 +127,18 @@ class DistillationTask(SftTask):
 
     def metric_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         """Return the same sums, `num_targets` and `num_correct`."""
-        assert batch.targets is not None  # a batch of tokens has targets
-        labels, teacher_targets = batch.targets.labels, self._teacher_targets(batch)
+        labels = targets_of(batch).labels
+        teacher_targets: tuple[Tensor, Tensor | None]  # log-probabilities, and the tokens that they are for
+        if self.section.cache:
+            teacher_targets = batch.extras[TEACHER_LOG_PROBABILITIES], batch.extras[TEACHER_TOKENS]
+        else:
+            assert self._teacher is not None, "call attach_teacher first"
+            teacher_targets = self._score_targets(self._teacher, batch)
         summed = compute_at_targets(
             model, batch, partial(self._sums_of_targets, labels=labels, teacher_targets=teacher_targets)
         )
-        loss_sum, cross_entropy, divergence, num_correct = summed.unbind()
-        num_targets = torch.full((), len(labels), device=labels.device)
-        sums = {"loss_sum": loss_sum, "cross_entropy": cross_entropy, "divergence": divergence}
-        return {**sums, "num_targets": num_targets, "num_correct": num_correct}
+        sums = dict(zip(("loss_sum", "cross_entropy", "divergence", "num_correct"), summed.unbind(), strict=True))
+        return {**sums, "num_targets": torch.full((), len(labels), device=labels.device)}
 
     def metrics(self, sums: Mapping[str, float], records: Tensor | None = None) -> Mapping[str, float]:
         """Return `loss`, its terms `cross_entropy` and `divergence`, `perplexity` and `token_accuracy`."""
@@ -181,19 +167,11 @@ class DistillationTask(SftTask):
         weight, temperature = self.section.cross_entropy_weight, self.section.temperature
         logits = head.logits(rows)
         student = self._log_probabilities(logits)
-        divergence = self._divergence(
-            teacher, student if top_k_ids is None else reduce_to_top_k(student, top_k_ids)
-        ).sum()
+        compared = student if top_k_ids is None else reduce_to_top_k(student, top_k_ids)
+        divergence_sum = divergence(teacher, compared, self.section).sum()
         cross_entropy = functional.cross_entropy(logits, labels, reduction="sum")
-        loss = (1 - weight) * temperature**2 * divergence + weight * cross_entropy
-        return torch.stack([loss, cross_entropy, divergence, (logits.argmax(dim=-1) == labels).sum()])
-
-    def _teacher_targets(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """Return the teacher's log-probabilities, and the tokens that they are for, None for all tokens."""
-        if self.section.cache:
-            return batch.extras[TEACHER_LOG_PROBABILITIES], batch.extras[TEACHER_TOKENS]
-        assert self._teacher is not None, "call attach_teacher first"
-        return self._score_targets(self._teacher, batch)
+        loss = (1 - weight) * temperature**2 * divergence_sum + weight * cross_entropy
+        return torch.stack([loss, cross_entropy, divergence_sum, (logits.argmax(dim=-1) == labels).sum()])
 
     @torch.no_grad()
     def _score_targets(self, teacher: nn.Module, batch: Batch) -> tuple[Tensor, Tensor | None]:
@@ -208,8 +186,7 @@ class DistillationTask(SftTask):
         """Return the arrays of each sample with the teacher's log-probabilities."""
         log_probabilities, top_k_ids = self._score_targets(teacher, batch)
         assert top_k_ids is not None  # by config/rules
-        assert batch.targets is not None
-        counts = list(batch.targets.per_row)
+        counts = list(targets_of(batch).per_row)
         by_sample = zip(torch.split(top_k_ids.cpu(), counts), torch.split(log_probabilities.cpu(), counts), strict=True)
         return [
             {

@@ -11,7 +11,6 @@ from transformers import (
     GenerationConfig,
     GenerationMixin,
     LogitsProcessorList,
-    StoppingCriteria,
     StoppingCriteriaList,
 )
 from transformers.modeling_outputs import BaseModelOutput
@@ -160,6 +159,11 @@ def generate(
     if is_encoder_decoder:
         inputs["encoder_outputs"] = _encode(model, inputs, start_id=settings.decoder_start_token_id)
     dropped = _COMPUTED_BY_PEFT if is_prompt_learning else frozenset()
+
+    def first_row_stops(input_ids: Tensor, scores: Any, **_: Any) -> Tensor:  # the others are its companions
+        stops = torch.tensor(sorted(stop_ids), dtype=input_ids.dtype, device=input_ids.device)
+        return torch.isin(input_ids[0, -1], stops).expand(len(input_ids))
+
     with (
         _without_own_settings(inner),
         through_wrappers(model, inner, dropped=dropped),
@@ -169,7 +173,7 @@ def generate(
             **inputs,
             generation_config=settings,
             logits_processor=processors or LogitsProcessorList(),
-            stopping_criteria=StoppingCriteriaList([_CompanionsStop(stop_ids)] if prompts[0].companion_ids else []),
+            stopping_criteria=StoppingCriteriaList([first_row_stops] if prompts[0].companion_ids else []),
             synced_gpus=distributed.world() > 1,
         )
     answers = []
@@ -229,14 +233,3 @@ def _encode(model: nn.Module, inputs: dict[str, Any], *, start_id: int) -> BaseM
     start = torch.full((len(source), 1), start_id, device=source.device)
     outputs = model(input_ids=source, attention_mask=inputs["attention_mask"], decoder_input_ids=start, use_cache=False)
     return BaseModelOutput(last_hidden_state=outputs.encoder_last_hidden_state)
-
-
-class _CompanionsStop(StoppingCriteria):  # type: ignore[misc]
-    """Stops all rows when the first one has stopped, since the others are companions."""
-
-    def __init__(self, stop_ids: frozenset[int]) -> None:
-        self._stop_ids = sorted(stop_ids)
-
-    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
-        stops = torch.tensor(self._stop_ids, dtype=input_ids.dtype, device=input_ids.device)
-        return torch.isin(input_ids[0, -1], stops).expand(len(input_ids))

@@ -5,8 +5,7 @@ padding, and its output is passed to the model's own head as a padded batch, so 
 token before the padding) works as usual.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -211,7 +210,21 @@ def sample_logits(model: nn.Module, batch: Batch) -> Tensor:
         "attention_mask": _mask(batch).long(),
         "use_cache": False,
     }
-    with _body_computes_row(inner, inputs, batch):
+    body: Any = inner.base_model
+    body_forward = body.forward
+
+    def forward(*_: Any, **padded: Any) -> Any:
+        """Return the body's output for the row, as padded samples for the head."""
+        others = {name: value for name, value in padded.items() if name not in _INPUTS_OF_BODY}
+        output: Any = body_forward(**{**others, **inputs})
+        hidden = output.last_hidden_state = pad_samples(output.last_hidden_state[0], batch)
+        if hasattr(body, "pooler_activation"):  # ALBERT's pooler is a layer over the first tokens
+            output.pooler_output = body.pooler_activation(body.pooler(hidden[:, 0]))
+        elif getattr(body, "pooler", None) is not None:
+            output.pooler_output = body.pooler(hidden)
+        return output
+
+    with replaced_forward(body, forward):
         logits: Tensor = model(**padded).logits
     return logits
 
@@ -231,23 +244,3 @@ def _mask(batch: Batch) -> Tensor:
     ends = batch.cumulative_lengths
     assert ends is not None, "only an unpadded row has boundaries"
     return torch.arange(batch.longest, device=ends.device) < ends.diff()[:, None]
-
-
-@contextmanager
-def _body_computes_row(model: Any, inputs: Mapping[str, Any], batch: Batch) -> Iterator[None]:
-    """In this context, pass the row to the model's body, and its output as padded samples to the head."""
-    body: Any = model.base_model
-    original_forward = body.forward
-
-    def forward(*_: Any, **padded: Any) -> Any:
-        others = {name: value for name, value in padded.items() if name not in _INPUTS_OF_BODY}
-        output: Any = original_forward(**{**others, **inputs})
-        hidden = output.last_hidden_state = pad_samples(output.last_hidden_state[0], batch)
-        if hasattr(body, "pooler_activation"):  # ALBERT's pooler is a layer over the first tokens
-            output.pooler_output = body.pooler_activation(body.pooler(hidden[:, 0]))
-        elif getattr(body, "pooler", None) is not None:
-            output.pooler_output = body.pooler(hidden)
-        return output
-
-    with replaced_forward(body, forward):
-        yield

@@ -139,7 +139,11 @@ def _probe(module: nn.Module, *, logits_index: int) -> tuple[ScoreFunction, Rout
     twin = _with_random_weights(module, torch.Generator().manual_seed(0))
     try:
         matrix = next(parameter for parameter in twin.parameters() if parameter.dim() > 1)  # [experts, hidden]
-        output = read_output(_call(twin, matrix), logits_index=logits_index)
+        hidden = torch.randn(_NUM_TOKENS, matrix.shape[1], generator=torch.Generator().manual_seed(1))
+        others = list(inspect.signature(type(module).forward).parameters)[2:]
+        biases = {name: torch.zeros(len(matrix)) for name in others if name.endswith("bias")}  # of its layer (LFM2)
+        with torch.no_grad():
+            output = read_output(twin(hidden, **biases), logits_index=logits_index)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         raise ModelError(f"its router {class_name} cannot be called standalone ({reason})") from error
@@ -172,15 +176,6 @@ def _with_random_weights(module: nn.Module, generator: torch.Generator) -> nn.Mo
     for name, child in module._modules.items():
         twin._modules[name] = None if child is None else _with_random_weights(child, generator)
     return twin.eval()
-
-
-@torch.no_grad()
-def _call(router: Any, matrix: Tensor) -> Any:
-    """Return the router's output for random tokens; a bias that its layer would pass is 0 (LFM2)."""
-    num_experts, width = matrix.shape
-    hidden = torch.randn(_NUM_TOKENS, width, generator=torch.Generator().manual_seed(1))
-    others = list(inspect.signature(type(router).forward).parameters)[2:]
-    return router(hidden, **{name: torch.zeros(num_experts) for name in others if name.endswith("bias")})
 
 
 ROUTER_AUX_LOSS = "router_aux_loss"
@@ -227,21 +222,12 @@ class RoutingRecorder:
 
     def __init__(self, model: nn.Module, routers: Sequence[Router]) -> None:
         self.routers = tuple(routers)
+        self.num_experts, self.top_k = self.routers[0].num_experts, self.routers[0].top_k  # the same for all
         self._routings: list[Routing] | None = None
         self._is_token: Tensor | None = None
         model.register_forward_pre_hook(self._read_mask, with_kwargs=True)
         for layer, router in enumerate(self.routers):
             router.module.register_forward_hook(partial(self._record, router, layer))
-
-    @property
-    def num_experts(self) -> int:
-        """Return the number of experts per layer."""
-        return self.routers[0].num_experts
-
-    @property
-    def top_k(self) -> int:
-        """Return the number of experts per token."""
-        return self.routers[0].top_k
 
     @contextmanager
     def recording(self) -> Iterator[list[Routing]]:
@@ -312,8 +298,13 @@ class RoutedTask:
         if self.coefficient is None or len(batches) == 1:
             return batches
         with torch.no_grad(), keep_random_state():
-            tokens = torch.stack([self._tokens(model, batch) for batch in batches]).sum(dim=0)
-        totals = _step_totals(tokens, batches)
+            counts = []
+            for batch in batches:
+                self.before_batch(batch)
+                with self.recorder.recording() as routings:
+                    self.task.loss_sums(model, batch)
+                counts.append(self.recorder.tokens_per_expert(routings).sum(dim=0))  # over the layers
+        totals = _step_totals(torch.stack(counts).sum(dim=0), batches)
         return [replace(batch, extras={**batch.extras, STEP_TOTALS: totals}) for batch in batches]
 
     def loss_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
@@ -343,13 +334,6 @@ class RoutedTask:
         if self.coefficient is not None:
             own[ROUTER_AUX_LOSS] = others.pop(ROUTER_AUX_LOSS)
         return {**self.task.step_metrics(others, num_targets=num_targets), **own}
-
-    def _tokens(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return the number of tokens that a forward pass routes to every expert, summed over layers, [experts]."""
-        self.before_batch(batch)
-        with self.recorder.recording() as routings:
-            self.task.loss_sums(model, batch)
-        return self.recorder.tokens_per_expert(routings).sum(dim=0)
 
 
 def _step_totals(tokens: Tensor, batches: Sequence[Batch]) -> Tensor:

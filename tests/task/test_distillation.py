@@ -3,6 +3,7 @@
 import math
 import pickle
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -13,11 +14,8 @@ from finetune.data.batch import IGNORED
 from finetune.errors import DataError
 from finetune.task.distillation import (
     DistillationTask,
-    divergence_of,
-    forward_kl,
-    jensen_shannon,
+    divergence,
     reduce_to_top_k,
-    reverse_kl,
 )
 from finetune.task.protocol import TaskContext
 
@@ -30,7 +28,7 @@ def log_probabilities(seed, *, shape=(7, 11)):
 
 
 def named(name):
-    return divergence_of(DistillationSection(teacher="x", divergence=name, jsd_beta=0.3))
+    return partial(divergence, section=DistillationSection(teacher="x", divergence=name, jsd_beta=0.3))
 
 
 def formula(name, teacher, student, *, beta=0.3):
@@ -84,21 +82,16 @@ def test_kept_tokens_and_the_rest_are_a_distribution():
 def test_the_divergence_of_few_categories_is_never_above_that_of_all():
     teacher, student = log_probabilities(6), log_probabilities(7)
     kept = teacher.topk(4, dim=1).indices
-    for divergence in (forward_kl, reverse_kl):
-        assert bool(
-            (
-                divergence(reduce_to_top_k(teacher, kept), reduce_to_top_k(student, kept))
-                <= divergence(teacher, student)
-            ).all()
-        )
+    for of in (named("forward_kl"), named("reverse_kl")):
+        assert bool((of(reduce_to_top_k(teacher, kept), reduce_to_top_k(student, kept)) <= of(teacher, student)).all())
 
 
 def test_a_token_that_the_teacher_rules_out_costs_nothing_forwards():
     teacher = torch.tensor([[0.0, -torch.inf]])
     student = torch.tensor([[0.5, 0.5]]).log()
-    assert float(forward_kl(teacher, student)) == pytest.approx(0.6931, abs=1e-4)
-    assert float(reverse_kl(teacher, student)) == float("inf")
-    assert 0 < float(jensen_shannon(teacher, student, beta=0.5)) < 0.7
+    assert float(named("forward_kl")(teacher, student)) == pytest.approx(0.6931, abs=1e-4)
+    assert float(named("reverse_kl")(teacher, student)) == float("inf")
+    assert 0 < float(named("jsd")(teacher, student)) < 0.7
 
 
 ROWS = [("What is two and two?", "four"), ("two", "Two and two is four"), ("Two", "two")]

@@ -118,22 +118,21 @@ class Chunk:
 
         The probabilities are in a buffer that may be overwritten. `highest` is the highest logit of each row.
         """
-        probabilities, own = self._own_softmax(logits, highest=highest)
-        if self.part is None:
-            return probabilities, own
-        denominators = self.part.log_sum_exp(own)
-        return probabilities.mul_((own - denominators).exp_()[:, None]), denominators
-
-    def _own_softmax(self, logits: Tensor, *, highest: Tensor | None) -> tuple[Tensor, Tensor]:
         assert self.fp32_buffer is not None
         top = (logits.amax(dim=1) if highest is None else highest).float()
         buffer = self.fp32_buffer[: len(logits)]
         if logits.dtype == torch.float32:
             torch.softmax(logits, dim=1, out=buffer)
-            return buffer, top - buffer.amax(dim=1).log()  # the highest probability is never below 1 / vocabulary
-        torch.sub(logits, top[:, None], out=buffer).exp_()  # torch.softmax would convert bfloat16 in a copy
-        denominators = buffer.sum(dim=1)
-        return buffer.div_(denominators[:, None]), top + denominators.log()
+            own = top - buffer.amax(dim=1).log()  # the highest probability is never below 1 / vocabulary
+        else:
+            torch.sub(logits, top[:, None], out=buffer).exp_()  # torch.softmax would convert bfloat16 in a copy
+            sums = buffer.sum(dim=1)
+            buffer.div_(sums[:, None])
+            own = top + sums.log()
+        if self.part is None:
+            return buffer, own
+        denominators = self.part.log_sum_exp(own)
+        return buffer.mul_((own - denominators).exp_()[:, None]), denominators
 
     def cast(self, gradient: Tensor) -> Tensor:
         """Return the gradient in the dtype of the products, in the logits' buffer if there is one."""

@@ -173,7 +173,7 @@ def logits_at_targets(model: nn.Module, batch: Batch, *, inputs: Mapping[str, An
     if head is None or not head.is_rowwise:
         return _select_targets(logits_everywhere(model, batch, inputs=inputs), batch)
     inputs = forward_inputs(model, batch) if inputs is None else inputs
-    request = _Request(_targets(batch), tuple(batch.labels.shape))
+    request = _Request(targets_of(batch), tuple(batch.labels.shape))
     with head.intercept(request.select):
         logits: Tensor = model(**inputs).logits
     return logits[0] if request.was_served else _select_targets(logits, batch)
@@ -193,7 +193,7 @@ def compute_at_targets(
     if head is None or head.transform is None:
         return function(logits_at_targets(model, batch, inputs=inputs), LmHead.of_logits())
     inputs = forward_inputs(model, batch) if inputs is None else inputs
-    request = _Request(_targets(batch), tuple(batch.labels.shape), head, function)
+    request = _Request(targets_of(batch), tuple(batch.labels.shape), head, function)
     with head.intercept(request.compute_in_head):
         placeholder: Tensor = model(**inputs).logits
     if request.was_served:
@@ -279,7 +279,8 @@ def _last_positions(positions: Tensor, length: int) -> Tensor:
     return positions if positions.shape[1] == length else positions[:, positions.shape[1] - length :]
 
 
-def _targets(batch: Batch) -> Targets:
+def targets_of(batch: Batch) -> Targets:
+    """Return the targets of a batch of tokens."""
     assert batch.targets is not None, "a batch of tokens has targets"
     return batch.targets
 
@@ -287,4 +288,4 @@ def _targets(batch: Batch) -> Targets:
 def _select_targets(logits: Tensor, batch: Batch) -> Tensor:
     """Return the rows of the targets; prompt tuning's positions come before those of the text."""
     text = _last_positions(logits, batch.labels.shape[1])
-    return text.flatten(0, -2).index_select(0, _targets(batch).positions)
+    return text.flatten(0, -2).index_select(0, targets_of(batch).positions)

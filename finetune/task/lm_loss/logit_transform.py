@@ -56,7 +56,7 @@ def find_logit_transform(model: nn.Module, head: nn.Module) -> LogitTransform | 
     evaluation) with a probe as the head's output and stand-ins for all other modules: no weight is read, no hook is
     called, the model does not change, and it takes about a millisecond.
     """
-    probe = _probe(_WIDTH, device=_device(head))
+    probe = _probe(_WIDTH, head=head)
     try:
         logits = [_run_shell(model, head, probe=probe, training=mode) for mode in (True, False)]
     except Exception:  # the forward does not support the probe
@@ -80,7 +80,7 @@ def candidates(config: Any) -> Iterator[LogitTransform]:
 
 def is_rowwise(model: nn.Module, head: nn.Module) -> bool:
     """Return whether every row of logits depends on the same row of the head's output only."""
-    probe = _probe(int(getattr(head, "out_features", _WIDTH)), device=_device(head))
+    probe = _probe(int(getattr(head, "out_features", _WIDTH)), head=head)
     first = probe[:, :1]
     after_others = torch.cat([2 * probe, first], dim=1)
     try:
@@ -100,12 +100,9 @@ def _numbers(config: Any, names: tuple[str, ...]) -> list[float]:
     return [float(value) for value in values if isinstance(value, int | float) and value]
 
 
-def _device(head: nn.Module) -> torch.device:
-    return next(iter(head.parameters()), torch.empty(0)).device
-
-
-def _probe(width: int, *, device: torch.device) -> Tensor:
+def _probe(width: int, *, head: nn.Module) -> Tensor:
     """Return values that distinguish a scale, a cap and any other transform, [1, rows, width]; rows differ."""
+    device = next(iter(head.parameters()), torch.empty(0)).device
     values = torch.linspace(-4.0, 4.0, _NUM_ROWS * width)
     return (values.sign() * 10.0 ** values.abs()).view(1, _NUM_ROWS, width).to(device)  # up to 10^4, both signs
 

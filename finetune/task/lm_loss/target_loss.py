@@ -34,6 +34,7 @@ from finetune.task.lm_loss.head import (
     logits_at_targets,
     logits_everywhere,
     map_chunks,
+    targets_of,
 )
 from finetune.task.lm_loss.logit_transform import LogitTransform
 from finetune.task.lm_loss.token_loss import TokenLoss
@@ -106,7 +107,7 @@ class TargetLoss:
 
     def sums(self, model: nn.Module, batch: Batch, inputs: Mapping[str, Any] | None = None) -> dict[str, Tensor]:
         """Return `loss_sum` and, unless it is that, the detached sum of the plain `cross_entropy`."""
-        labels = _labels(batch)
+        labels = targets_of(batch).labels
         if self._uses_all_logits(model, batch):
             return self.loss.sums(logits_everywhere(model, batch, inputs=inputs), batch.labels)
         sums = compute_at_targets(
@@ -119,7 +120,7 @@ class TargetLoss:
         self, model: nn.Module, batch: Batch, inputs: Mapping[str, Any] | None = None
     ) -> dict[str, Tensor]:
         """Return the summed cross-entropy, the number of targets and the number of those with the highest logit."""
-        labels = _labels(batch)
+        labels = targets_of(batch).labels
         if self._uses_all_logits(model, batch):
             return token_sums(logits_everywhere(model, batch, inputs=inputs), batch.labels)
         sums = compute_at_targets(model, batch, partial(_evaluation_sums, labels=labels), inputs=inputs)
@@ -147,7 +148,7 @@ class PluginLoss(TargetLoss):
 
         Raises UserError if the plugin does not return the loss of each target.
         """
-        labels, function = _labels(batch), TOKEN_LOSSES.resolve(self.name)
+        labels, function = targets_of(batch).labels, TOKEN_LOSSES.resolve(self.name)
         if TOKEN_LOSSES[self.name].scores == "logits":
             logits = logits_at_targets(model, batch, inputs=inputs).to(torch.float32)
             plain = nn.functional.cross_entropy(logits.detach(), labels, reduction="sum")
@@ -179,12 +180,7 @@ def require_one_loss_each(losses: Any, count: int, *, name: str, what: str) -> N
 
 def log_probabilities_at_targets(model: nn.Module, batch: Batch, inputs: Mapping[str, Any] | None = None) -> Tensor:
     """Return the log-probability in nats of each of the batch's targets, [targets], in float32."""
-    return -compute_at_targets(model, batch, partial(_loss_of_each, labels=_labels(batch)), inputs=inputs)
-
-
-def _labels(batch: Batch) -> Tensor:
-    assert batch.targets is not None, "a batch of tokens has targets"
-    return batch.targets.labels
+    return -compute_at_targets(model, batch, partial(_loss_of_each, labels=targets_of(batch).labels), inputs=inputs)
 
 
 def _training_loss(rows: Tensor, head: LmHead, *, labels: Tensor, loss: TokenLoss, kernel: LossKernel) -> Tensor:

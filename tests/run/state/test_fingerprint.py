@@ -59,6 +59,5 @@ def test_frozen_weights_of_the_hub_are_identified_by_their_commit(facts):
 
 
 def test_weights_that_are_the_reference_of_a_loss_are_identified_by_their_commit(facts):
-    assert (
-        facts(precomputed=Precomputed("", "reference", {}, lambda *_: ())).identity["base weights"] == "commit c0ffee"
-    )
+    reference = Precomputed("log-probabilities", "reference", {}, lambda *_: ())
+    assert facts(precomputed=reference).identity["base weights"] == "commit c0ffee"

@@ -161,10 +161,9 @@ def _sums_of(loss, teacher_targets):
         plain = loss == "cross-entropy"
         return partial(_training_loss, loss=TokenLoss() if plain else TokenLoss(0.1, 0.01), kernel="chunked")
     task = object.__new__(distillation.DistillationTask)
-    names = {"top_k": distillation.forward_kl, "jsd": partial(distillation.jensen_shannon, beta=0.3)}
-    task._divergence = names.get(loss) or getattr(distillation, loss)
     task._num_tokens = teacher_targets[0].shape[1] if loss != "top_k" else 1 << 30
-    task.section = SimpleNamespace(cross_entropy_weight=0.3, temperature=2.0)
+    divergence = "forward_kl" if loss == "top_k" else loss
+    task.section = SimpleNamespace(cross_entropy_weight=0.3, temperature=2.0, divergence=divergence, jsd_beta=0.3)
     return partial(task._sums_of_targets, teacher_targets=teacher_targets)
 
 
