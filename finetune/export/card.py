@@ -143,20 +143,15 @@ def _loader(head: str, adapter: CardBase | None) -> str:
     lines.append(f"{variable} = {reader}.from_pretrained(folder)")
     if adapter is None:
         lines.append(f"model = {auto}.from_pretrained(folder)")
-    else:
-        lines += _adapter_lines(auto, adapter)
-    return "\n".join(lines) + "\n"
-
-
-def _adapter_lines(auto: str, adapter: CardBase) -> list[str]:
+        return "\n".join(lines) + "\n"
     path = 'f"{folder}/base"' if adapter.name is None else f'"{adapter.name}"'
     options = ', config=AutoConfig.from_pretrained(f"{folder}/config")'
     if auto in {HEADS[head].__name__ for head in NEW_HEADS}:
         options += ", ignore_mismatched_sizes=True"
-    lines = [f"base = {auto}.from_pretrained({path}{options if adapter.has_own_config else ''})"]
+    lines.append(f"base = {auto}.from_pretrained({path}{options if adapter.has_own_config else ''})")
     if adapter.num_embeddings is not None:
         lines.append(f"base.resize_token_embeddings({adapter.num_embeddings}, mean_resizing=False)")
-    return [*lines, "model = PeftModel.from_pretrained(base, folder)"]
+    return "\n".join([*lines, "model = PeftModel.from_pretrained(base, folder)"]) + "\n"
 
 
 def _template_arguments(arguments: Mapping[str, Any]) -> str:

@@ -379,17 +379,12 @@ def _tensors(folder: Path, architecture: GGUFArchitecture, config: Any) -> Itera
                     stack.clear()
                 if name == "lm_head.weight" and config.tie_word_embeddings:
                     continue
-                computed = _as_computed(name, tensor, architecture, config)
+                projection = name.split(".")[-2]
+                if architecture.norm_offset and name.endswith("norm.weight"):
+                    tensor = tensor + architecture.norm_offset
+                elif architecture.permutes and projection in ("q_proj", "k_proj"):
+                    heads = config.num_attention_heads if projection == "q_proj" else config.num_key_value_heads
+                    halves = tensor.reshape(heads, 2, len(tensor) // heads // 2, *tensor.shape[1:])
+                    tensor = halves.transpose(1, 2).reshape(tensor.shape)
                 # llama.cpp's table has stacked experts of Mixtral under the name of a merged file
-                yield _MIXTRAL_EXPERTS.sub(r"layers.\1.feed_forward.experts.", name), computed
-
-
-def _as_computed(name: str, tensor: Tensor, architecture: GGUFArchitecture, config: Any) -> Tensor:
-    if architecture.norm_offset and name.endswith("norm.weight"):
-        return tensor + architecture.norm_offset
-    projection = name.split(".")[-2]
-    if architecture.permutes and projection in ("q_proj", "k_proj"):
-        heads = config.num_attention_heads if projection == "q_proj" else config.num_key_value_heads
-        halves = tensor.reshape(heads, 2, len(tensor) // heads // 2, *tensor.shape[1:])
-        return halves.transpose(1, 2).reshape(tensor.shape)
-    return tensor
+                yield _MIXTRAL_EXPERTS.sub(r"layers.\1.feed_forward.experts.", name), tensor

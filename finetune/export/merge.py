@@ -19,7 +19,6 @@ from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from finetune.errors import ModelError, TrainingError
 from finetune.export.weights import build_meta_model, check_shapes, map_in_threads, num_threads_for, unwrap_adapter
@@ -76,7 +75,14 @@ def merge(model: PeftModel, weights: Mapping[str, Tensor], *, dtype: torch.dtype
     threads = num_threads_for(_WORKING_COPIES * 8 * largest)
     results = map_in_threads(lambda merge_module: merge_module(), merges, num_threads=threads)
     merged = {name: value for tensors in results for name, value in tensors}
-    return Merged(merged, _has_untied_weights(build_meta_model(unwrap_adapter(model), dtype=torch.float32), merged))
+    groups: dict[int, list[Tensor]] = {}  # of weights that are tied in the plain model
+    for name, tensor in build_meta_model(unwrap_adapter(model), dtype=torch.float32).state_dict(keep_vars=True).items():
+        if name in merged:
+            groups.setdefault(id(tensor), []).append(merged[name])
+    has_untied_weights = any(
+        other is not group[0] and not torch.equal(other, group[0]) for group in groups.values() for other in group[1:]
+    )
+    return Merged(merged, has_untied_weights)
 
 
 def _build_meta_peft_model(model: PeftModel, config: PeftConfig, *, dtype: torch.dtype, is_on_meta: bool) -> PeftModel:
@@ -132,31 +138,24 @@ class _Values:
 def _module_merges(module: nn.Module, path: str, values: _Values) -> Iterator[Callable[[], _NamedTensors]]:
     """Yield a function per module that returns the plain model's parameters and given buffers, merged, by name."""
     if isinstance(module, ModulesToSaveWrapper):
-        yield partial(_modules_to_save, module, path, values)
+        saved = module.modules_to_save[ADAPTER_NAME]  # its values replace the base's
+        yield partial(_own_tensors, saved, path, values, base=module.original_module, recurse=True)
     elif isinstance(module, TrainableTokensWrapper):
         yield partial(_merged_layer, module.token_adapter, path, values)
     elif isinstance(module, BaseTunerLayer):
         yield partial(_merged_layer, module, path, values)
     else:
-        yield partial(_own_tensors, module, path, values)
+        yield partial(_own_tensors, module, path, values, base=module, recurse=False)
         for name, child in module.named_children():
             yield from _module_merges(child, _joined(path, name), values)
 
 
-def _own_tensors(module: nn.Module, path: str, values: _Values) -> _NamedTensors:
+def _own_tensors(module: nn.Module, path: str, values: _Values, *, base: nn.Module, recurse: bool) -> _NamedTensors:
+    """Return the values of the module's parameters, and of its buffers that were given, in the base's dtypes."""
+    like = dict(_named_tensors(base, recurse=recurse))
     return [
-        (_joined(path, name), values.rounded(values.of(tensor), tensor))
-        for name, tensor in _named_tensors(module, recurse=False)
-        if isinstance(tensor, nn.Parameter) or values.is_given(tensor)
-    ]
-
-
-def _modules_to_save(module: ModulesToSaveWrapper, path: str, values: _Values) -> _NamedTensors:
-    """Return the values of a fully trained module, which replace the base's."""
-    own = dict(_named_tensors(module.original_module, recurse=True))
-    return [
-        (_joined(path, name), values.rounded(values.of(tensor), own[name]))
-        for name, tensor in _named_tensors(module.modules_to_save[ADAPTER_NAME], recurse=True)
+        (_joined(path, name), values.rounded(values.of(tensor), like[name]))
+        for name, tensor in _named_tensors(module, recurse=recurse)
         if isinstance(tensor, nn.Parameter) or values.is_given(tensor)
     ]
 
@@ -200,17 +199,6 @@ def _base_layer(layer: nn.Module) -> nn.Module:
     peft_layer: Any = layer
     inner: nn.Module = peft_layer.get_base_layer()
     return inner
-
-
-def _has_untied_weights(meta_model: PreTrainedModel, merged: Mapping[str, Tensor]) -> bool:
-    """Return whether weights that are tied in the plain model now have different values."""
-    groups: dict[int, list[Tensor]] = {}
-    for name, tensor in meta_model.state_dict(keep_vars=True).items():
-        if name in merged:
-            groups.setdefault(id(tensor), []).append(merged[name])
-    return any(
-        other is not group[0] and not torch.equal(other, group[0]) for group in groups.values() for other in group[1:]
-    )
 
 
 def _joined(path: str, name: str) -> str:

@@ -183,7 +183,14 @@ def card_base(model: PreTrainedModel, *, is_merged: bool, facts: CardFacts) -> C
     base = unwrap_adapter(model)
     name = base.name_or_path or None
     if has_adapter(model) and not is_merged:
-        size = base.config.get_text_config().vocab_size if _brings_embeddings(model) else None
+        # if the adapter contains embedding rows, the base may have fewer of them
+        config = model.peft_config[ADAPTER_NAME]
+        embeddings = {name for name, module in base.named_modules() if isinstance(module, nn.Embedding)}
+        saved = tuple(f".{module}" for module in getattr(config, "modules_to_save", None) or ())
+        brings_embeddings = bool(getattr(config, "trainable_token_indices", None)) or any(
+            f".{embedding}".endswith(saved) for embedding in embeddings
+        )
+        size = base.config.get_text_config().vocab_size if brings_embeddings else None
         return CardBase(
             name,
             has_own_config=_has_own_config(facts, base),
@@ -192,16 +199,6 @@ def card_base(model: PreTrainedModel, *, is_merged: bool, facts: CardFacts) -> C
         )
     was_merged = has_adapter(model)
     return CardBase(name, "finetune", was_merged=was_merged) if name is not None or was_merged else None
-
-
-def _brings_embeddings(model: Any) -> bool:
-    """Return whether the adapter contains embedding rows, so that the base may have fewer of them."""
-    config = model.peft_config[ADAPTER_NAME]
-    names = {name for name, module in unwrap_adapter(model).named_modules() if isinstance(module, nn.Embedding)}
-    saved = getattr(config, "modules_to_save", None) or ()
-    return bool(getattr(config, "trainable_token_indices", None)) or any(
-        name == module or name.endswith(f".{module}") for name in names for module in saved
-    )
 
 
 def _write_model(

@@ -5,8 +5,7 @@ correct; a test fails with a newer version, and one per workaround fails when it
 """
 
 import copy
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel
@@ -15,16 +14,13 @@ from transformers.modeling_utils import set_zero3_state
 CHECKED_WITH: Mapping[str, str] = {"torch": "2.14", "transformers": "5.24"}
 
 
-@contextmanager
-def without_zero3_init() -> Iterator[None]:
-    """Build models as if DeepSpeed were not used, so that building one is not collective.
+without_zero3_init = set_zero3_state
+"""Builds models as if DeepSpeed were not used, so that building one is not collective.
 
-    Under ZeRO-3 the parts of a composite model are partitioned when they are built, even on the meta device: they are
-    built by `_from_config`, which enters `deepspeed.zero.Init` (`transformers/modeling_utils.py`, 5.23).
-    `from_pretrained` avoids it with `set_zero3_state`, which has no public equivalent.
-    """
-    with set_zero3_state():
-        yield
+Under ZeRO-3 the parts of a composite model are partitioned when they are built, even on the meta device: they are built
+by `_from_config`, which enters `deepspeed.zero.Init` (`transformers/modeling_utils.py`, 5.23). `from_pretrained` avoids
+it with `set_zero3_state`, which has no public equivalent.
+"""
 
 
 def transformers_class(model: PreTrainedModel) -> Any:

@@ -70,24 +70,27 @@ def read_peer_file(path: Path) -> PeerFile:
     merges = ((key, line) for key, line in document.lines.items() if key.rpartition(".")[2] == "<<")
     problems += [Problem(key, "merge keys are not read. Write the merged keys out.", line=line) for key, line in merges]
     if problems:
-        raise ConfigError([_explained(problem) for problem in problems], path.name)
+        braces = (
+            "a key in braces, such as Jinja's {{ name }}, is not read. Write the value itself, in quotes if needed."
+        )
+        for number, problem in enumerate(problems):
+            if "a key must be text, not a list" in problem.message:
+                problems[number] = Problem(problem.key, braces, line=problem.line)
+        raise ConfigError(problems, path.name)
     if not isinstance(document.values, dict) or not document.values:
         what = {type(None): "empty", dict: "empty", list: "a list"}.get(type(document.values), "a single value")
         raise UserError(f"--from {path}: the file is {what}. A config is a mapping of keys to values.")
     leaves = {leaf.key: leaf for leaf in _leaves(document.values, "", document.lines)}
-    resolved, problems = _without_references(leaves)
+    resolved, problems = {}, []
+    for key, leaf in leaves.items():
+        is_template = any(word in key.lower() for word in _JINJA_KEYS)
+        try:
+            resolved[key] = Leaf(key, leaf.line, _resolve(leaf.value, leaves, is_template=is_template))
+        except ValueError as error:
+            problems.append(Problem(key, str(error), line=leaf.line))
     if problems:
         raise ConfigError(problems, path.name)
     return PeerFile(path, document.values, resolved, text)
-
-
-def _explained(problem: Problem) -> Problem:
-    if "a key must be text, not a list" in problem.message:
-        message = (
-            "a key in braces, such as Jinja's {{ name }}, is not read. Write the value itself, in quotes if needed."
-        )
-        return Problem(problem.key, message, line=problem.line)
-    return problem
 
 
 def _leaves(value: Any, key: str, lines: Mapping[str, int]) -> Iterator[Leaf]:
@@ -99,21 +102,6 @@ def _leaves(value: Any, key: str, lines: Mapping[str, int]) -> Iterator[Leaf]:
             yield from _leaves(item, join_key(key, index), lines)
     else:
         yield Leaf(key, lines.get(key), value)
-
-
-def _without_references(leaves: Mapping[str, Leaf]) -> tuple[dict[str, Leaf], list[Problem]]:
-    """Return the leaves with `${key}` replaced, and a problem for each that stands for something else."""
-    resolved, problems = {}, []
-    for key, leaf in leaves.items():
-        try:
-            resolved[key] = Leaf(
-                key,
-                leaf.line,
-                _resolve(leaf.value, leaves, is_template=any(word in key.lower() for word in _JINJA_KEYS)),
-            )
-        except ValueError as error:
-            problems.append(Problem(key, str(error), line=leaf.line))
-    return resolved, problems
 
 
 def _resolve(value: Any, leaves: Mapping[str, Leaf], *, is_template: bool) -> Any:

@@ -3,6 +3,7 @@
 import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 
 from finetune.config.load import load_config, read_text, require_divisible_batch
@@ -52,7 +53,12 @@ def init(name: str | None, into: Path | None, *, strategy: str | None = None) ->
 
 def recipes() -> dict[str, str]:
     """Return each recipe's name and its first sentence, by name."""
-    return {path.stem: _first_sentence(path) for path in sorted(FOLDER.glob("*.yaml"))}
+    sentences = {}
+    for path in sorted(FOLDER.glob("*.yaml")):
+        comment = takewhile(lambda line: line.startswith("# "), path.read_text(encoding="utf-8").splitlines())
+        text = " ".join(line.removeprefix("# ") for line in comment)
+        sentences[path.stem] = f"{text.split('. ')[0].rstrip('.')}."
+    return sentences
 
 
 def make_recipe(name: str | None, folder: Path, *, strategy: str | None = None) -> list[Path]:
@@ -148,15 +154,6 @@ def _differs(path: Path, content: str | bytes) -> bool:
         return True
     expected = content if isinstance(content, bytes) else content.encode("utf-8")
     return path.exists() and path.read_bytes() != expected
-
-
-def _first_sentence(path: Path) -> str:
-    comment = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        if not line.startswith("# "):
-            break
-        comment.append(line.removeprefix("# "))
-    return " ".join(comment).split(". ")[0].rstrip(".") + "."
 
 
 _TITLES: tuple[tuple[Fate, str], ...] = (("not_possible", "not possible here"), ("unknown", "unknown"))

@@ -30,7 +30,7 @@ from finetune.errors import FinetuneError, UserError
 from finetune.migration.draft import Draft
 from finetune.registry.tasks import TASKS
 from finetune.report.reporter import RunLog
-from finetune.run.setup.data import TrainingData, make_training_data
+from finetune.run.setup.data import make_training_data
 from finetune.runtime.optional import require
 from finetune.train.plan import build_schedule
 
@@ -69,8 +69,17 @@ def format_samples(draft: Draft, config: RunConfig) -> Iterator[str]:
     trl = require("trl", extra="benchmark", purpose="--prove")
     if not {"dataset_name", "datasets"} & draft.file.values.keys():
         raise UserError("--prove: the file names no dataset, so there are no rows to compare. Leave --prove out.")
+    if config.data.train.mix:
+        raise UserError("--prove: several sources are mixed in an order of their own. Compare them one by one.")
     with tempfile.TemporaryDirectory(prefix="finetune-prove-") as folder:
-        data = _our_data(config, Path(folder))
+        limit = min(NUM_ROWS, config.data.train.take or NUM_ROWS)
+        source = config.data.train.model_copy(update={"take": limit, "stream": None})
+        changes = {
+            **{"train": source, "validation": None, "shuffle": False, "batching": BatchingSection()},
+            "cache_folder": Path(folder) / "cache",
+        }
+        own_config = config.model_copy(update={"data": config.data.model_copy(update=changes)})
+        data = make_training_data(without_audit_limits(own_config), RunLog(is_main=False))
         here, view = {}, data.training.samples
         for sample_id in data.training.order.samples(0, data.training.order.num_positions or 0).tolist():
             number = re.search(r"row (\d+)$", view.location(sample_id))
@@ -92,19 +101,6 @@ def format_samples(draft: Draft, config: RunConfig) -> Iterator[str]:
     yield from (f"  row {row}: {differences[row]}" for row in list(differences)[:_MAX_LISTED])
     if len(differences) > _MAX_LISTED:
         yield f"  and {len(differences) - _MAX_LISTED} more rows"
-
-
-def _our_data(config: RunConfig, folder: Path) -> TrainingData:
-    if config.data.train.mix:
-        raise UserError("--prove: several sources are mixed in an order of their own. Compare them one by one.")
-    limit = min(NUM_ROWS, config.data.train.take or NUM_ROWS)
-    source = config.data.train.model_copy(update={"take": limit, "stream": None})
-    changes = {
-        **{"train": source, "validation": None, "shuffle": False, "batching": BatchingSection()},
-        "cache_folder": folder / "cache",
-    }
-    data = config.data.model_copy(update=changes)
-    return make_training_data(without_audit_limits(config.model_copy(update={"data": data})), RunLog(is_main=False))
 
 
 def _sequences(features: Features) -> Iterator[TokenSequence]:
@@ -129,7 +125,13 @@ def _their_samples(trl: Any, draft: Draft, config: RunConfig, folder: Path) -> S
             script, arguments, mixture = HfArgumentParser(kinds).parse_dict(
                 {key: value for key, value in written.items() if key in known}
             )
-            rows = _their_rows(trl, script, mixture)
+            if mixture.datasets:
+                rows = trl.get_dataset(mixture)
+            else:
+                datasets = require("datasets", extra="", purpose="--prove")
+                rows = datasets.load_dataset(script.dataset_name, name=script.dataset_config)
+            rows = rows[script.dataset_train_split]
+            rows = rows.select(range(min(NUM_ROWS, len(rows))))
             head = TASKS[config.task.name].head
             architecture = shrink_architecture(config.model, head=head, sizes=required_sizes(config))
             model = build_small(architecture.config, config.model, head=head)
@@ -146,16 +148,6 @@ def _their_samples(trl: Any, draft: Draft, config: RunConfig, folder: Path) -> S
         lines = str(error).splitlines() or [""]
         raise UserError(f"--prove: TRL cannot prepare the rows: {type(error).__name__}: {lines[0][:300]}") from error
     return {row: list(_collated(example)) for row, example in enumerate(examples, start=1)}
-
-
-def _their_rows(trl: Any, script: Any, mixture: Any) -> Any:
-    if mixture.datasets:
-        rows = trl.get_dataset(mixture)
-    else:
-        datasets = require("datasets", extra="", purpose="--prove")
-        rows = datasets.load_dataset(script.dataset_name, name=script.dataset_config)
-    rows = rows[script.dataset_train_split]
-    return rows.select(range(min(NUM_ROWS, len(rows))))
 
 
 def _collated(example: Mapping[str, Any]) -> Iterator[TokenSequence]:
@@ -201,21 +193,7 @@ def format_rates(draft: Draft, config: RunConfig, *, title: str) -> Iterator[str
     if title not in _THROUGH_TRAINER:
         raise UserError(f"--prove: {title} is not installed here, so nothing can be compared with it. Leave it out.")
     num_steps = config.train.steps or _ASSUMED_STEPS
-    theirs = _their_rates(draft, config, num_steps)
-    schedule = build_schedule(config.train.schedule, peak=config.train.learning_rate, num_steps=num_steps)
-    ours = [schedule.learning_rate(step) for step in range(num_steps)]
-    assumed = "" if config.train.steps else ", assumed: the job counts epochs or tokens"
-    yield f"learning rates of {num_steps} steps{assumed}"
-    yield f"{'step':>8} {'there':>12} {'here':>12}"
-    later = range(_FIRST_STEPS, num_steps, max(1, num_steps // _FIRST_STEPS))
-    for step in dict.fromkeys((*range(min(_FIRST_STEPS, num_steps)), *later, num_steps - 1)):
-        yield f"{step + 1:>8} {theirs[step]:>12.4g} {ours[step]:>12.4g}"
-    largest = max(abs(one - other) for one, other in zip(theirs, ours, strict=True)) / config.train.learning_rate
-    yield f"largest difference: {largest:.2%} of the peak"
-
-
-def _their_rates(draft: Draft, config: RunConfig, num_steps: int) -> list[float]:
-    """Return the rates that transformers' schedule of the file's name gives, step by step."""
+    # there: the rates of transformers' schedule of the file's name
     name = draft.get("schedule", config.train.schedule.name)
     warmup = draft.get("warmup_steps") or draft.get("warmup_ratio") or 0
     num_warmup = math.ceil(warmup * num_steps) if warmup < 1 else int(warmup)
@@ -231,9 +209,18 @@ def _their_rates(draft: Draft, config: RunConfig, num_steps: int) -> list[float]
         )
     except (ValueError, TypeError) as error:
         raise UserError(f"--prove: transformers cannot build the schedule `{name}` from its name alone.") from error
-    rates = []
+    theirs = []
     for _ in range(num_steps):
-        rates.append(float(optimizer.param_groups[0]["lr"]))
+        theirs.append(float(optimizer.param_groups[0]["lr"]))
         optimizer.step()
         scheduler.step()
-    return rates
+    schedule = build_schedule(config.train.schedule, peak=config.train.learning_rate, num_steps=num_steps)
+    ours = [schedule.learning_rate(step) for step in range(num_steps)]
+    assumed = "" if config.train.steps else ", assumed: the job counts epochs or tokens"
+    yield f"learning rates of {num_steps} steps{assumed}"
+    yield f"{'step':>8} {'there':>12} {'here':>12}"
+    later = range(_FIRST_STEPS, num_steps, max(1, num_steps // _FIRST_STEPS))
+    for step in dict.fromkeys((*range(min(_FIRST_STEPS, num_steps)), *later, num_steps - 1)):
+        yield f"{step + 1:>8} {theirs[step]:>12.4g} {ours[step]:>12.4g}"
+    largest = max(abs(one - other) for one, other in zip(theirs, ours, strict=True)) / config.train.learning_rate
+    yield f"largest difference: {largest:.2%} of the peak"

@@ -1,5 +1,6 @@
 """Rows on which the trained model and the exported folder are compared, and their logits."""
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice, pairwise
@@ -131,6 +132,9 @@ CONVERSATIONS: tuple[list[dict[str, str]], ...] = (
 )
 
 
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
 def expected_tokens(
     tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], *, renders: Callable[[list[dict[str, str]]], bool]
 ) -> dict[str, Any]:
@@ -151,7 +155,8 @@ def expected_tokens(
     decoded = (tokenizer.decode(ids[start : start + 8]) for start in ids[:: max(1, len(ids) // NUM_TEXTS)])
     candidates = chain(own, (text[:MAX_CHARACTERS] for text in texts), joined, decoded)
     encoded = []
-    for number, text in enumerate(islice(dict.fromkeys(filter(_is_valid, candidates)), NUM_TEXTS)):
+    valid = (text for text in candidates if not _SURROGATE.search(text))  # tokenizers only read valid Unicode
+    for number, text in enumerate(islice(dict.fromkeys(valid), NUM_TEXTS)):
         special = number % 2 == 0
         token_ids = list(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
         encoded.append({"text": text, "special": special, "ids": token_ids})
@@ -161,11 +166,3 @@ def expected_tokens(
         "conversations": rendered,
         "special_ids": {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
     }
-
-
-def _is_valid(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
