@@ -40,7 +40,20 @@ class TokenMasker:
         """
         draw = np.random.default_rng(derive_seed(features.seed, "hiding", features.sample_id))
         ids = features.arrays["input_ids"].astype(np.int64)
-        masked = self._masked_positions(features, draw)
+        positions = np.flatnonzero(features.arrays["is_target"])
+        num_masked = max(1, round(self.section.fraction * len(positions)))
+        if self.section.whole_words:
+            words = np.cumsum(features.arrays["is_word_start"])[positions]  # the word number of every token
+            numbers, sizes = np.unique(words, return_counts=True)
+            order = draw.permutation(len(numbers))
+            chosen, num_chosen = [order[0]], int(sizes[order[0]])
+            for word in order[1:]:
+                if num_chosen + sizes[word] <= num_masked:
+                    chosen.append(word)
+                    num_chosen += int(sizes[word])
+            masked = positions[np.isin(words, numbers[chosen])]
+        else:
+            masked = np.sort(draw.choice(positions, num_masked, replace=False))
         labels = np.full(len(ids), IGNORED, np.int64)
         labels[masked] = ids[masked]
         drawn = draw.random(len(masked))
@@ -49,21 +62,6 @@ class TokenMasker:
         ids[replaced] = draw.choice(self.ordinary_ids, len(replaced))
         ids[masked[drawn >= random_fraction + kept_fraction]] = self.mask_id
         return ids, labels
-
-    def _masked_positions(self, features: Features, draw: np.random.Generator) -> np.ndarray:
-        positions = np.flatnonzero(features.arrays["is_target"])
-        num_masked = max(1, round(self.section.fraction * len(positions)))
-        if not self.section.whole_words:
-            return np.sort(draw.choice(positions, num_masked, replace=False))
-        words = np.cumsum(features.arrays["is_word_start"])[positions]  # the word number of every token
-        numbers, sizes = np.unique(words, return_counts=True)
-        order = draw.permutation(len(numbers))
-        chosen, num_chosen = [order[0]], int(sizes[order[0]])
-        for word in order[1:]:
-            if num_chosen + sizes[word] <= num_masked:
-                chosen.append(word)
-                num_chosen += int(sizes[word])
-        return positions[np.isin(words, numbers[chosen])]
 
 
 MASK_TOKENS = ("<mask>", "[MASK]")

@@ -8,7 +8,7 @@ of the loss. Both passes draw the same random numbers.
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -339,7 +339,8 @@ class RerankingTask(BaseTask):
 
     def loss_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         """Return the sum of the rows' losses."""
-        return {"loss_sum": self._losses(_scores(model, batch), batch).sum()}
+        losses: Tensor = RERANKING_LOSSES.resolve(self.section.loss)(_scores(model, batch), batch)
+        return {"loss_sum": losses.sum()}
 
     def evaluate_batch(self, model: nn.Module, batch: Batch) -> EvaluationOutput:
         """Return the sums, and records: id, score and prediction per row, or id and score per pair, positives first."""
@@ -347,7 +348,8 @@ class RerankingTask(BaseTask):
         if not batch.sample_ids:
             return EvaluationOutput({})
         ids = torch.tensor(batch.sample_ids, dtype=torch.float64)
-        sums = {"loss_sum": self._losses(scores, batch).sum(), "num_rows": scores.new_full((), len(ids))}
+        losses: Tensor = RERANKING_LOSSES.resolve(self.section.loss)(scores, batch)
+        sums = {"loss_sum": losses.sum(), "num_rows": scores.new_full((), len(ids))}
         if self._is_scored:
             predicted = scores.sigmoid() if self._is_logit else scores
             columns = torch.stack([batch.labels, predicted], dim=1).to("cpu", torch.float64)
@@ -365,10 +367,6 @@ class RerankingTask(BaseTask):
         # Flipped, the positive comes last, so it does not win ties.
         groups = [scores.flip(0) for scores in torch.split(records[:, 1], sizes.tolist())]
         return {**loss, **ranking_metrics(ranks_in(scores, [len(scores) - 1]) for scores in groups)}
-
-    def _losses(self, scores: Tensor, batch: Batch) -> Tensor:
-        """Return the loss of each row, float32 [rows]."""
-        return cast(Tensor, RERANKING_LOSSES.resolve(self.section.loss)(scores, batch))
 
 
 def listwise(scores: Tensor, batch: Batch) -> Tensor:

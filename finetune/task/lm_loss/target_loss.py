@@ -69,7 +69,9 @@ def fused_kernel_for(kernel: LossKernel, rows: Tensor, bias: Tensor | None) -> F
 
 def liger(rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, transform: LogitTransform) -> Tensor:
     """Return the sum by liger-kernel."""
-    function: Any = require(_module("liger"), extra="kernels", purpose="`train.loss_kernel: liger`")
+    function: Any = require(
+        cast(str, LOSS_KERNELS["liger"].module), extra="kernels", purpose="`train.loss_kernel: liger`"
+    )
     settings = {"reduction": "sum", "softcap": transform.soft_cap, "accum_dtype": torch.float32}
     bias = None if bias is None else _scaled(bias, transform)
     loss = function.liger_fused_linear_cross_entropy(_scaled(rows, transform), weight, labels, bias, **settings)
@@ -78,16 +80,10 @@ def liger(rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, tra
 
 def cce(rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, transform: LogitTransform) -> Tensor:
     """Return the sum by cut-cross-entropy, including the gradients of unlikely tokens (`filter_eps`)."""
-    package: Any = require(_module("cce"), extra="kernels", purpose="`train.loss_kernel: cce`")
+    package: Any = require(cast(str, LOSS_KERNELS["cce"].module), extra="kernels", purpose="`train.loss_kernel: cce`")
     settings = {"reduction": "sum", "softcap": transform.soft_cap, "filter_eps": None}
     loss = package.linear_cross_entropy(_scaled(rows, transform), weight, labels, **settings)
     return cast(Tensor, loss.to(torch.float32))
-
-
-def _module(kernel: LossKernel) -> str:
-    module = LOSS_KERNELS[kernel].module
-    assert module is not None
-    return module
 
 
 def _scaled(values: Tensor, transform: LogitTransform) -> Tensor:
