@@ -81,7 +81,9 @@ def serve(address: Path, owner: int) -> None:
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(address))
         listening.listen(64)
-        address.with_suffix(".json").write_text(json.dumps(fixed(os.environ)))
+        written = address.with_suffix(".new")
+        written.write_text(json.dumps(fixed(os.environ)))
+        written.rename(address.with_suffix(".json"))  # clients see a whole file
         while owner_handle not in select.select([listening, owner_handle], [], [])[0]:
             client, _ = listening.accept()
             if _fork() == 0:
