@@ -52,7 +52,7 @@ def test_the_documented_example_task_trains_only_the_last_sentence(tmp_path, mon
     )
     data = DataSection(train=TrainingSourceSection(path="/nowhere.jsonl"), max_length=64)
     task = build_task(TaskContext(TaskSection(name="last_sentence"), data, tokenizer))
-    features = task.encode_row({"text": "A star. The moon."})
+    (features,) = task.samples.encode([{"text": "A star. The moon."}])
     ids, is_target = (features.arrays[name] for name in ("input_ids", "is_target"))
     assert tokenizer.decode(ids[is_target].tolist(), skip_special_tokens=True).strip(" .") == "The moon"
     assert task.collate([features]).num_targets == is_target.sum()

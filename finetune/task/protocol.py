@@ -187,10 +187,11 @@ class BaseTask:
 
     @property
     def samples(self) -> SampleSpec:
-        """Return the encoding of rows to samples."""
-        return SampleSpec(
-            self._encoder or self.encode, self._length_limit, self._loading_cost, self._has_partners, self._identity
-        )
+        """Return the encoding of rows to samples: by the encoder, or by what a subclass defines in its stead."""
+        own = type(self)
+        is_overridden = own.encode is not BaseTask.encode or own.encode_row is not BaseTask.encode_row
+        encode = self.encode if self._encoder is None or is_overridden else self._encoder
+        return SampleSpec(encode, self._length_limit, self._loading_cost, self._has_partners, self._identity)
 
     @property
     def precomputed(self) -> Precomputed | None:
@@ -204,7 +205,7 @@ class BaseTask:
     @recorded_as("task.base.BaseTask.encode")
     def encode(self, rows: Sequence[Row]) -> Sequence[Outcome]:
         """Return the features of each row, None for a row without targets, or the row's error."""
-        if self._encoder is not None:
+        if self._encoder is not None and type(self).encode_row is BaseTask.encode_row:
             return self._encoder(rows)
         return [result_or_error(self.encode_row, row) for row in rows]
 
@@ -213,7 +214,9 @@ class BaseTask:
 
         A task defines this or `encode`, which is faster.
         """
-        (outcome,) = self.encode([row])
+        is_overridden = type(self).encode_row is not BaseTask.encode_row
+        encode = self._encoder if is_overridden and self._encoder is not None else self.encode
+        (outcome,) = encode([row])
         if isinstance(outcome, DataError):
             raise outcome
         return outcome[-1] if isinstance(outcome, tuple) else outcome

@@ -1,6 +1,7 @@
 """Collation and the tasks on top of it."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -51,6 +52,30 @@ def test_samples_are_padded_on_the_right_and_labels_stand_one_place_earlier(sft)
     assert (batch.num_targets, batch.num_tokens, batch.sample_ids) == (3, 6, (4, 2))
     assert batch.inputs["input_ids"].dtype == torch.int64
     assert batch.num_targets == 3
+
+
+class LastTargetOfRow(PretrainTask):
+    def encode_row(self, row):
+        return only_last_target(super().encode_row(row))
+
+
+class LastTargetOfRows(PretrainTask):
+    def encode(self, rows):
+        return [only_last_target(each) for each in super().encode(rows)]
+
+
+def only_last_target(encoded):
+    is_target = np.zeros(encoded.length, bool)
+    is_target[-1] = True
+    return replace(encoded, arrays={**encoded.arrays, "is_target": is_target})
+
+
+@pytest.mark.parametrize("kind", [LastTargetOfRow, LastTargetOfRows])
+def test_a_task_that_changes_the_encoding_of_its_base_class_is_asked_for_every_row(kind, tokenizer, data):
+    task = kind(TaskContext(TaskSection(name="pretrain"), data, tokenizer))
+    row = {"text": "Two and two is four."}
+    for encoded in (*task.samples.encode([row, row]), *task.encode([row]), task.encode_row(row)):
+        assert encoded.arrays["is_target"].sum() == 1
 
 
 def test_a_filler_has_the_shape_of_a_sample_and_nothing_that_counts(sft):

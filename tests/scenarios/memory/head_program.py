@@ -21,9 +21,8 @@ from finetune.config.load import LoadedConfig, load_config
 from finetune.data.batch import Batch
 from finetune.run import train
 from finetune.runtime import distributed
-from finetune.task.causal_lm import CausalTask, Seq2SeqTask
+from finetune.task.causal_lm import TokenTask
 from finetune.task.distillation import DistillationTask
-from finetune.task.masked_lm import MaskedLmTask
 from finetune.task.model_inputs import unwrap_model
 from finetune.task.preference import KtoTask, PreferenceTask
 from tests.live_bytes import LiveBytes
@@ -31,7 +30,7 @@ from tests.scenarios.trained import forget
 from tests.task.lm_loss.head_rows import HeadRows
 from tests.task_cases.worker import stay
 
-TASKS = (CausalTask, DistillationTask, MaskedLmTask, PreferenceTask, KtoTask, Seq2SeqTask)
+TASKS = (TokenTask, DistillationTask, PreferenceTask, KtoTask)
 CALLS = ("loss_sums", "metric_sums", "evaluate_batch", "prepare_step")
 
 

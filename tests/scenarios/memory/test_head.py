@@ -33,7 +33,8 @@ model:
   tokenizer: {{train: {{vocabulary_size: 320}}}}
 data: {{train: {{path: train.jsonl}}, max_length: {length}, chat_template: chatml, cache_folder: cache}}
 task: {{name: sft}}
-train: {{global_batch_size: {global_batch}, microbatch_size: {microbatch}, steps: 2, learning_rate: 1e-3}}
+train: {{global_batch_size: {global_batch}, microbatch_size: {microbatch}, steps: 2, learning_rate: 1e-3,
+  try_longest_batch: never}}
 report: {{console: plain}}
 """
 
