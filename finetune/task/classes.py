@@ -68,6 +68,11 @@ class WeightedClasses:
             self._on_device[device] = torch.tensor(self.weights, dtype=torch.float32, device=device)
         return self._on_device[device]
 
+    def loss_sums(self, logits: Tensor, labels: Tensor, *, label_smoothing: float) -> Mapping[str, Tensor]:
+        """Return `loss_sum`, that of `class_loss_sum` with the weights of the classes."""
+        weights = self.weight_tensor(labels.device)
+        return {"loss_sum": class_loss_sum(logits, labels, weights=weights, label_smoothing=label_smoothing)}
+
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_on_device": {}}  # data loader workers have no device
 
@@ -130,11 +135,10 @@ def class_loss_sum(
 ) -> Tensor:
     """Return the single-label cross-entropy in nats, summed over the targets, a float32 scalar.
 
-    `labels` are class indices or IGNORED, [...], or the probabilities of all classes, [..., classes], one target per
-    row. A target's loss is multiplied by the weight of its class; label smoothing is torch's (Szegedy et al., 2015,
-    arXiv:1512.00567). The sum is not divided by the weights.
+    `logits` are [..., classes]; `labels` are class indices or IGNORED, [...], or the probabilities of all classes,
+    [..., classes], one target per row. A target's loss is multiplied by the weight of its class; label smoothing is
+    torch's (Szegedy et al., 2015, arXiv:1512.00567). The sum is not divided by the weights.
     """
-    # logits  # [..., classes]
     flat = logits.reshape(-1, logits.shape[-1]).to(torch.float32)
     targets = labels.reshape(-1, flat.shape[-1]).to(torch.float32) if labels.is_floating_point() else labels.reshape(-1)
     return functional.cross_entropy(
@@ -145,10 +149,9 @@ def class_loss_sum(
 def multi_label_loss_sum(logits: Tensor, labels: Tensor, *, weights: Tensor | None = None) -> Tensor:
     """Return the binary cross-entropy in nats, averaged over the classes, summed over the rows, a float32 scalar.
 
-    `labels` are 0 or 1, [rows, classes]; a row of NaN does not count. `weights` multiply the loss of positive labels
-    only (torch's `pos_weight`).
+    `logits` are [rows, classes], and `labels` 0 or 1 of the same shape; a row of NaN does not count. `weights` multiply
+    the loss of positive labels only (torch's `pos_weight`).
     """
-    # logits  # [rows, classes]
     counts, targets = _mask_nan_rows(labels)
     losses = functional.binary_cross_entropy_with_logits(
         logits.to(torch.float32), targets, pos_weight=weights, reduction="none"

@@ -241,10 +241,8 @@ class TokenClassificationTask(BaseTask):
 
     def loss_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         """Return the cross-entropy in nats summed over the words, with class weights and label smoothing."""
-        weights = self.classification.weight_tensor(batch.labels.device)
-        logits, smoothing = classifier_logits(model, batch), self.label_smoothing
-        loss_sum = class_loss_sum(logits, batch.labels, weights=weights, label_smoothing=smoothing)
-        return {"loss_sum": loss_sum}
+        logits = classifier_logits(model, batch)
+        return self.classification.loss_sums(logits, batch.labels, label_smoothing=self.label_smoothing)
 
     def evaluate_batch(self, model: nn.Module, batch: Batch) -> EvaluationOutput:
         """Return the sums, and the sample id, class and most likely class of every word."""
@@ -322,10 +320,8 @@ class ImageClassificationTask(BaseTask):
 
     def loss_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         """Return the cross-entropy in nats summed over the images, with class weights and label smoothing."""
-        weights = self.classification.weight_tensor(batch.labels.device)
-        logits, smoothing = image_logits(model, batch), self.label_smoothing
-        loss_sum = class_loss_sum(logits, batch.labels, weights=weights, label_smoothing=smoothing)
-        return {"loss_sum": loss_sum}
+        logits = image_logits(model, batch)
+        return self.classification.loss_sums(logits, batch.labels, label_smoothing=self.label_smoothing)
 
     def evaluate_batch(self, model: nn.Module, batch: Batch) -> EvaluationOutput:
         """Return the sums, and each image's id, class, most likely class, and number of classes with higher logits."""

@@ -16,9 +16,8 @@ from finetune.data.batch import IGNORED, Batch
 def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the negative log-likelihood in nats, summed over the labels that are not IGNORED, as a float32 scalar.
 
-    `logits[b, t]` predict `labels[b, t]`: the caller has shifted them.
+    `logits[b, t]`, [vocabulary], predict `labels[b, t]`: the caller has shifted them.
     """
-    # logits  # [batch, length, vocabulary]
     flat = logits.reshape(-1, logits.shape[-1]).to(torch.float32)
     return functional.cross_entropy(flat, labels.reshape(-1), ignore_index=IGNORED, reduction="sum")
 
