@@ -118,10 +118,10 @@ class Meters:
         memory = peak_memory_bytes()
         steps = []
         for record, (norm, loss, *numbers) in zip(records, rows, strict=True):
-            named, rest = {}, torch.tensor(numbers, dtype=torch.float64)
-            for name, value in record.sums.items():
-                own, rest = rest[: value.numel()], rest[value.numel() :]
-                named[name] = own.view(value.shape).tolist()  # floats, or nested lists
+            summed = torch.tensor(numbers, dtype=torch.float64)
+            values = torch.split(summed, [value.numel() for value in record.sums.values()])
+            parts = zip(record.sums.items(), values, strict=True)
+            named = {name: part.view(value.shape).tolist() for (name, value), part in parts}  # floats, or nested lists
             event = StepTaken(
                 step=record.number,
                 loss=loss / record.num_targets if record.num_targets else math.nan,
