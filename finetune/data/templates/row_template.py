@@ -1,6 +1,7 @@
 """Jinja templates over a row's columns, from the job YAML: sandboxed, strict, compiled once per process."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from functools import cache, partial
 from traceback import walk_tb
@@ -121,5 +122,31 @@ def _environment() -> ImmutableSandboxedEnvironment:
     )
     environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # Jinja's own escapes `<` for HTML
     environment.filters["fromjson"] = json.loads
+    environment.filters["transcript"] = transcript
     del environment.filters["random"], environment.globals["lipsum"]
     return environment
+
+
+def transcript(text: str, user: str, assistant: str, system: str = "", tool: str = "", end: str = "") -> str:
+    """Return the turns of a transcript as JSON text: a filter of row templates.
+
+    Each turn follows the mark of its speaker; `end` is removed after answers. Text before the first mark is a system
+    turn. An empty answer at the end, the place for the one to be generated, is left out.
+
+    >>> transcript("Human: Hi! Assistant: Hello.", "Human:", "Assistant:")
+    '[{"role": "user", "content": "Hi!"}, {"role": "assistant", "content": "Hello."}]'
+
+    Raises ValueError for a text without the mark of the user.
+    """
+    marks = {user: "user", assistant: "assistant", system: "system", tool: "tool"}
+    known = sorted(filter(None, marks), key=len, reverse=True)
+    before, *pieces = re.split(f"({'|'.join(map(re.escape, known))})", text)
+    if user not in pieces[::2]:
+        raise ValueError(f"a transcript without {user!r}, the mark of the user")
+    turns = [{"role": marks[mark], "content": words} for mark, words in zip(pieces[::2], pieces[1::2], strict=True)]
+    turns = [{"role": "system", "content": before}, *turns] if before.strip() else turns
+    for turn in turns:
+        turn["content"] = turn["content"].strip().removesuffix(end).strip()
+    if turns[-1] == {"role": "assistant", "content": ""}:
+        turns.pop()
+    return json.dumps(turns, ensure_ascii=False)

@@ -187,7 +187,7 @@ _FILTERS = frozenset({
     "trim", "tojson", "fromjson", "length", "count", "string", "int", "float", "join", "items",
     "upper", "lower", "title", "capitalize", "first", "last", "default", "d", "list", "reverse",
     "sort", "selectattr", "rejectattr", "select", "reject", "map", "unique", "dictsort", "safe", "e",
-    "escape", "abs", "round", "min", "max", "sum", "striptags", "groupby",
+    "escape", "abs", "round", "min", "max", "sum", "striptags", "groupby", "transcript",
 })
 _METHODS = frozenset({
     "strip", "lstrip", "rstrip", "split", "rsplit", "splitlines", "partition", "rpartition",

@@ -1,0 +1,417 @@
+"""Recognize the layout of rows, and return the keys of a job that reads them."""
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+from finetune.data.rows import Row
+from finetune.registry.formats import FORMATS
+from finetune.registry.layouts import LAYOUTS, LayoutEntry, Meaning, Reading, Speakers, shipped_layouts
+from finetune.registry.tasks import TASKS
+
+Role = tuple[str, ...]
+"""The columns that have a role."""
+
+_ROLE = re.compile(r"(?P<prefix>\?|\+\d?|)(?P<kinds>[^:]+): (?P<names>.+)")
+_KIND = re.compile(r"(?P<name>\w+)(?:\((?P<keys>[\w,]+)\))?")
+_MAX_CLASS = 60
+"""Characters of the longest text that is a class."""
+
+
+def _parsed(value: Any) -> Any:
+    """Return the value of JSON text that holds a list or an object; any other value as it is."""
+    if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
+        try:
+            return json.loads(value)
+        except ValueError:
+            return value
+    return value
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, str):
+        return re.fullmatch(r"[-+]?\d*\.?\d+(e[-+]?\d+)?", value.strip(), re.IGNORECASE) is not None
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_integer(value: Any) -> bool:
+    return not isinstance(value, bool) and (isinstance(value, int) or (isinstance(value, float) and value.is_integer()))
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, bool | int | float | str) and str(value).lower() in (
+        "true",
+        "false",
+        "0",
+        "1",
+        "0.0",
+        "1.0",
+    )
+
+
+def _is_class(value: Any) -> bool:
+    is_name = isinstance(value, str) and len(value) <= _MAX_CLASS and "\n" not in value and bool(value.strip())
+    return is_name or isinstance(value, bool) or _is_integer(value)
+
+
+def _list_of(test: Callable[[Any], bool], *, least: int = 0) -> Callable[[Any], bool]:
+    return lambda value: (
+        isinstance(items := _parsed(value), list | tuple) and len(items) >= least and all(map(test, items))
+    )
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_turn(value: Any) -> bool:
+    return isinstance(value, Mapping) and any(
+        speaker in value and any(content in value for content in contents)
+        for speaker, contents in (
+            (("role"), ("content", "parts", "message", "text", "tool_calls", "function_call", "value")),
+            (("from"), ("value", "content")),
+            (("author"), ("content",)),
+            (("speaker"), ("text", "content", "utterance")),
+            (("input"), ("output",)),
+        )
+    )
+
+
+def _is_weighted_turn(value: Any) -> bool:
+    return isinstance(value, Mapping) and any(value.get(name) is not None for name in _LOSS_KEYS)
+
+
+_LOSS_KEYS = ("weight", "loss", "train", "trainable", "training", "masked", "mask", "loss_mask")
+
+
+def _is_span(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(name in value for name in ("start", "start_offset")) and any(
+            name in value for name in ("label", "labels", "type", "entity_group", "tag", "entity")
+        )
+    return (
+        isinstance(value, list | tuple) and len(value) == 3 and all(map(_is_integer, value[:2])) and _is_text(value[2])
+    )
+
+
+def _is_image(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return "bytes" in value or _is_image(value.get("path"))
+    is_file = isinstance(value, str) and re.search(r"\.(png|jpe?g|gif|webp|bmp|tiff?)$", value, re.IGNORECASE)
+    return bool(is_file) or type(value).__module__.startswith("PIL.")
+
+
+def _is_answer(value: Any) -> bool:
+    return _text_of([value]) is not None
+
+
+def _has_keys(value: Any, keys: Sequence[str]) -> bool:
+    return isinstance(value, Mapping) and all(key in value for key in keys)
+
+
+def _is_language(value: Any) -> bool:
+    return (
+        isinstance(value, Mapping)
+        and len(value) > 1
+        and all(re.fullmatch(r"[a-z]{2,3}([_-]\w{2,4})?", str(name)) and _is_text(text) for name, text in value.items())
+    )
+
+
+def speakers_of(texts: Sequence[Any]) -> Speakers | None:
+    """Return the marks of the speakers that stand in all of the texts, user before assistant."""
+    for speakers in shipped_layouts().transcripts:
+        if texts and all(
+            _is_text(text) and -1 < text.find(speakers.user) < text.rfind(speakers.assistant) for text in texts
+        ):
+            return speakers
+    return None
+
+
+KINDS: Mapping[str, Callable[[Any], bool]] = {
+    "any": lambda value: True,
+    "text": _is_text,
+    "number": _is_number,
+    "integer": _is_integer,
+    "digits": lambda value: isinstance(value, str) and value.strip().isdecimal(),
+    "index": lambda value: str(value).lower() in ("0", "1", "true", "false"),
+    "flag": _is_flag,
+    "letter": lambda value: isinstance(value, str) and re.fullmatch(r"\s*[A-La-l]\s*", value) is not None,
+    "class": _is_class,
+    "classes": _list_of(_is_class),
+    "flags": _list_of(_is_flag),
+    "integers": _list_of(_is_integer),
+    "texts": _list_of(_is_text, least=1),
+    "several_texts": _list_of(_is_text, least=2),
+    "words": _list_of(_is_text),
+    "tags": _list_of(lambda tag: tag is None or _is_class(tag)),
+    "pairs": _list_of(_list_of(_is_text, least=2)),
+    "turn": _is_turn,
+    "turns": _list_of(_is_turn, least=1),
+    "tools": _list_of(lambda tool: isinstance(tool, Mapping)),
+    "calls": _list_of(lambda call: _has_keys(call, ("name",)), least=1),
+    "spans": _list_of(_is_span),
+    "image": _is_image,
+    "images": _list_of(_is_image),
+    "answer": _is_answer,
+    "languages": _is_language,
+    "transcript": lambda value: speakers_of([value]) is not None,
+}
+"""The tests of one value by kind; those of `object`, `objects` and a few others look at keys or at several rows."""
+
+
+def _is_of_kind(kind: str, values: Sequence[Any]) -> Callable[[Any], bool]:
+    """Return the test of the kind's values, in a column with these values."""
+    match = _KIND.fullmatch(kind)
+    assert match is not None, kind
+    name, keys = match["name"], (match["keys"] or "").split(",")
+    if name == "object":
+        return lambda value: _has_keys(_parsed(value), keys)
+    if name == "objects":
+        return _list_of(lambda item: _has_keys(item, keys), least=1)
+    if name == "weighted_turns":
+        is_weighted = any(_is_weighted_turn(turn) for value in values for turn in _as_list(_parsed(value)))
+        return KINDS["turns"] if is_weighted else lambda value: False
+    if name == "transcript" and speakers_of(values) is None:
+        return lambda value: False
+    if name == "prose":
+        return _is_text if is_prose(values) else lambda value: False
+    return KINDS[name]
+
+
+def is_prose(values: Sequence[Any]) -> bool:
+    """Return whether most of the values are different texts of several words."""
+    words = [value for value in values if _is_text(value) and " " in value.strip()]
+    return len(words) > len(values) / 2 and len(set(words)) > len(words) / 2
+
+
+def _as_list(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list | tuple) else ()
+
+
+def _normalized(name: object) -> str:
+    return re.sub(r"[^a-z0-9]+", "_", str(name).strip().lower()).strip("_")
+
+
+def _columns_named(columns: Iterable[str], names: str) -> Iterator[str]:
+    """Yield the columns that have one of the names, in the order of the names."""
+    normalized = {column: _normalized(column) for column in columns}
+    for pattern in names.split():
+        yield from (column for column, name in normalized.items() if fnmatchcase(name, pattern))
+
+
+def _is_empty(value: Any) -> bool:
+    return value is None or (isinstance(value, str) and not value.strip()) or value in ([], {}, ())
+
+
+@dataclass(frozen=True)
+class JobKeys:
+    """The keys with which a job reads rows."""
+
+    source: Mapping[str, Any]  # `format`, `columns` and `template` of the source
+    task: str
+    data: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the task's section
+    why: str = ""
+
+    @property
+    def format(self) -> str:
+        """Return the name of the format."""
+        return str(self.source["format"])
+
+    @property
+    def task_keys(self) -> Mapping[str, Any]:
+        """Return the section `task`."""
+        section = TASKS[self.task].section
+        return {"name": self.task, **({section: dict(self.options)} if section and self.options else {})}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Rows in a layout of the table, with the columns that have its roles."""
+
+    entry: LayoutEntry
+    roles: Mapping[str, Role]
+    rows: Sequence[Row]
+
+    def readings(self) -> Iterator[JobKeys]:
+        """Yield the ways in which a job can read the rows, most likely first."""
+        for reading in self.entry.readings:
+            for column in self.roles[reading.each] if reading.each else ("",):
+                yield self._keys(reading, {**self.roles, **({reading.each: (column,)} if reading.each else {})})
+
+    def _keys(self, reading: Reading, roles: Mapping[str, Role]) -> JobKeys:
+        columns: dict[str, Any] = {}
+        template = {name: self._filled(text, roles) for name, text in reading.template.items()}
+        for name in FORMATS[reading.format].columns if reading.format in FORMATS else ("text", "spans"):
+            yours = roles.get(reading.columns.get(name, name))
+            if yours is None or name in template:
+                continue
+            if name in _TEXTS and (text := _text_of(self._values(yours[0]))) not in (None, "{}"):
+                template[name] = str(text).replace("{}", _expression(yours[0]))
+            elif yours != (name,):
+                columns[name] = yours[0] if len(yours) == 1 else list(yours)
+        source = {"format": reading.format, "columns": columns, "template": template}
+        task = "vision_language_sft" if "images" in roles and reading.task == "sft" else reading.task
+        why = self._filled(reading.why, roles) or ", ".join(roles[reading.each] if reading.each else ())
+        return JobKeys(
+            {name: value for name, value in source.items() if value}, task, reading.data, reading.options, why
+        )
+
+    def _filled(self, text: str, roles: Mapping[str, Role]) -> str:
+        """Return the template with the user's columns."""
+
+        def fill(match: re.Match[str]) -> str:
+            (column, *_), values = roles[match["role"]], self._values(roles[match["role"]][0])
+            if match["detail"] == "|turns":
+                speakers = speakers_of(values)
+                marks = "" if speakers is None else _filter(speakers)
+                return f"{{{{ {_expression(column)}{marks} }}}}"
+            if match["detail"]:
+                return str(list(values[0])[int(match["detail"][1:])])
+            return _expression(column)
+
+        text = re.sub(
+            r"\[\[(\w+): (.*?)\]\]", lambda match: match[2] if match[1] in roles else "", text, flags=re.DOTALL
+        )
+        return re.sub(r"<(?P<role>\w+)(?P<detail>\.\d|\|turns)?>", fill, text)
+
+    def _values(self, column: str) -> list[Any]:
+        return _present(self.rows, column)
+
+    def unused(self) -> list[str]:
+        """Return the columns without a role."""
+        used = {column for columns in self.roles.values() for column in columns}
+        return [column for column in _columns(self.rows) if column not in used]
+
+
+_TEXTS = ("prompt", "completion", "instruction", "output")
+"""The columns of formats whose values are texts, or turns."""
+
+_TEXTS_OF_VALUES: tuple[tuple[Callable[[Any], bool], str], ...] = (
+    (_is_text, "{}"),
+    (lambda value: isinstance(value, bool), "{{ 'yes' if {} else 'no' }}"),
+    (_is_number, "{{ {} }}"),
+    (_list_of(_is_text), "{{ {}[0] if {} else '' }}"),
+    (lambda value: _has_keys(value, ("text",)) and isinstance(value["text"], list), "{{ {}.text[0] if {}.text else "
+     "'unanswerable' }}"),
+    (lambda value: _has_keys(value, ("value",)), "{{ {}.value }}"),
+    (lambda value: _has_keys(value, ("en",)), "{{ {}.en }}"),
+)  # fmt: skip
+"""For a kind of answer, its text: `{}` is the column."""
+
+
+def _text_of(values: Sequence[Any]) -> str | None:
+    """Return how the text of these answers is written, `{}` for the column itself; None where there is no such way."""
+    for test, text in _TEXTS_OF_VALUES:
+        if values and all(map(test, values)):
+            return text
+    return None
+
+
+def _expression(column: str) -> str:
+    return column if re.fullmatch(r"[A-Za-z_]\w*", column) else f"row[{json.dumps(column, ensure_ascii=False)}]"
+
+
+def _filter(speakers: Speakers) -> str:
+    marks = [json.dumps(mark) for mark in (speakers.user, speakers.assistant)]
+    named = [f"{name}={json.dumps(mark)}" for name in ("system", "tool", "end") if (mark := getattr(speakers, name))]
+    return f" | transcript({', '.join([*marks, *named])})"
+
+
+def _columns(rows: Sequence[Row]) -> list[str]:
+    return list(dict.fromkeys(column for row in rows for column in row))
+
+
+def _present(rows: Sequence[Row], column: str) -> list[Any]:
+    return [value for row in rows if not _is_empty(value := row.get(column))]
+
+
+def recognize_all(rows: Sequence[Row]) -> Iterator[Layout]:
+    """Yield the layouts that fit, in the order of the table; those of plugins first."""
+    for entry in (*LAYOUTS, *shipped_layouts().layouts):
+        roles = _assign(entry, rows)
+        if roles is not None:
+            yield Layout(entry, roles, rows)
+
+
+def _assign(entry: LayoutEntry, rows: Sequence[Row]) -> dict[str, Role] | None:
+    """Return the columns of each role; None where a role has none."""
+    assigned: dict[str, Role] = {}
+    columns = _columns(rows)
+    for role, written in entry.roles.items():
+        match = _ROLE.fullmatch(written)
+        assert match is not None, f"{entry.name}.{role}: {written}"
+        taken = {column for others in assigned.values() for column in others}
+        fitting = tuple(
+            column
+            for column in dict.fromkeys(_columns_named(columns, match["names"]))
+            if column not in taken and _fits(rows, column, match["kinds"], is_optional=match["prefix"] == "?")
+        )
+        prefix = match["prefix"]
+        if fitting and len(fitting) >= int(prefix[1:] or 1):
+            assigned[role] = fitting if prefix[:1] == "+" else fitting[:1]
+        elif prefix != "?":
+            return None
+    return assigned
+
+
+def _fits(rows: Sequence[Row], column: str, kinds: str, *, is_optional: bool) -> bool:
+    values = _present(rows, column)
+    tests = [_is_of_kind(kind, values) for kind in kinds.split("|")]
+    return (is_optional or bool(values)) and all(any(test(value) for test in tests) for value in values)
+
+
+def describe_unused(layout: Layout) -> Iterator[str]:
+    """Yield a line about every unused column that changes what a row means, and one that lists the others."""
+    unused = layout.unused()
+    used = [_texts_in(row, [column for columns in layout.roles.values() for column in columns]) for row in layout.rows]
+    repeated = [
+        column
+        for column in unused
+        if all(_texts_in(row, [column]) <= texts for row, texts in zip(layout.rows, used, strict=True))
+        and any(_texts_in(row, [column]) for row in layout.rows)
+    ]
+    meanings = unread_meanings([column for column in unused if column not in repeated], layout.rows)
+    for column, meaning in meanings.items():
+        yield f"`{column}` {meaning.says}: {meaning.remedy.replace('<column>', column)}"
+    if repeated:
+        yield f"{', '.join(f'`{column}`' for column in repeated)}: repeated in what is read"
+    others = [column for column in unused if column not in meanings and column not in repeated]
+    if others:
+        yield ", ".join(f"`{column}`" for column in others)
+
+
+def _texts_in(row: Row, columns: Iterable[str]) -> set[str]:
+    """Return all texts in these columns, at any depth."""
+    level: list[Any] = [_parsed(row.get(column)) for column in columns]
+    texts: set[str] = set()
+    while level:
+        texts.update(value.strip() for value in level if isinstance(value, str))
+        level = [
+            child
+            for value in level
+            if isinstance(value, Mapping | list | tuple)
+            for child in (value.values() if isinstance(value, Mapping) else value)
+        ]
+    return texts
+
+
+def unread_meanings(columns: Iterable[str], rows: Sequence[Row], *, form: str | None = None) -> dict[str, Meaning]:
+    """Return those of the columns that change what a row means and have values, with their meanings.
+
+    With the name of a format, only what matters to its rows.
+    """
+    meanings = {column: meaning_of(column) for column in columns if _present(rows, column)}
+    return {
+        column: meaning
+        for column, meaning in meanings.items()
+        if meaning is not None and (form is None or form in meaning.formats)
+    }
+
+
+def meaning_of(column: str) -> Meaning | None:
+    """Return what a column with this name usually says about a row; None if it changes nothing."""
+    return next((meaning for meaning in shipped_layouts().meanings if any(_columns_named([column], meaning.names))), None)
