@@ -8,12 +8,13 @@
 docs/how-to/plugins.md says what each function is called with and what it returns.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, TypeVar
 
 from finetune.config.section import Section, key
 from finetune.errors import RegistryError
 from finetune.registry.formats import FORMATS, SOURCES, TEMPLATES, FormatEntry, SourceEntry, TemplateEntry
+from finetune.registry.layouts import LAYOUTS, LayoutEntry, Reading
 from finetune.registry.losses import (
     PREFERENCE_LOSSES,
     TOKEN_LOSSES,
@@ -35,6 +36,7 @@ __all__ = [
     "callback",
     "format",
     "key",
+    "layout",
     "loss",
     "metric",
     "optimizer",
@@ -120,6 +122,31 @@ def format(name: str, *, required: Iterable[str], like: str, options: Options = 
     usual_task = FORMATS[like].usual_task
     entry = {"required": tuple(required), "like": like, "usual_task": usual_task, **facts}
     return _adding(FORMATS, FormatEntry, name, options=options, **entry)
+
+
+def layout(
+    name: str,
+    *,
+    description: str,
+    roles: Mapping[str, str],
+    readings: Iterable[Mapping[str, Any]] = (),
+    remedy: str = "",
+) -> None:
+    """Register a layout of rows that `finetune preview` and `finetune init` recognize, before those of this package.
+
+    `roles` and `remedy` are those of `registry.layouts.LayoutEntry`; each reading has the keys of
+    `registry.layouts.Reading`.
+    """
+    LAYOUTS.register(
+        LayoutEntry(
+            name=name,
+            description=description,
+            roles=roles,
+            readings=tuple(Reading(**reading) for reading in readings),
+            remedy=remedy,
+            plugin=importing_module(__name__),
+        )
+    )
 
 
 def template(name: str, *, options: Options = None, **facts: Any) -> Decorator[Any]:

@@ -20,6 +20,7 @@ from typing import Any
 
 from finetune.errors import RegistryError
 from finetune.registry.formats import FORMATS, SOURCES, TEMPLATES
+from finetune.registry.layouts import LAYOUTS
 from finetune.registry.losses import PREFERENCE_LOSSES, TOKEN_LOSSES
 from finetune.registry.observers import CALLBACKS, REPORTERS
 from finetune.registry.optimizers import OPTIMIZERS, SCHEDULES
@@ -34,6 +35,7 @@ TABLES: Mapping[str, tuple[Table[Any], ...]] = {
     "metrics": (METRICS,),
     "sources": (SOURCES,),
     "formats": (FORMATS,),
+    "layouts": (LAYOUTS,),
     "templates": (TEMPLATES,),
     "reporters": (REPORTERS,),
     "callbacks": (CALLBACKS,),

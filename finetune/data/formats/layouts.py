@@ -198,8 +198,11 @@ def _normalized(name: object) -> str:
 def _columns_named(columns: Iterable[str], names: str) -> Iterator[str]:
     """Yield the columns that have one of the names, in the order of the names."""
     normalized = {column: _normalized(column) for column in columns}
+    others = [pattern[1:] for pattern in names.split() if pattern.startswith("-")]
     for pattern in names.split():
-        yield from (column for column, name in normalized.items() if fnmatchcase(name, pattern))
+        for column, name in normalized.items():
+            if fnmatchcase(name, pattern) and not any(fnmatchcase(name, other) for other in others):
+                yield column
 
 
 def _is_empty(value: Any) -> bool:
@@ -251,8 +254,10 @@ class Layout:
                 continue
             if name in _TEXTS and (text := _text_of(self._values(yours[0]))) not in (None, "{}"):
                 template[name] = str(text).replace("{}", _expression(yours[0]))
+            elif len(yours) > 1 or (name == "negatives" and all(map(_is_text, self._values(yours[0])))):
+                columns[name] = list(yours)
             elif yours != (name,):
-                columns[name] = yours[0] if len(yours) == 1 else list(yours)
+                columns[name] = yours[0]
         source = {"format": reading.format, "columns": columns, "template": template}
         task = "vision_language_sft" if "images" in roles and reading.task == "sft" else reading.task
         why = self._filled(reading.why, roles) or ", ".join(roles[reading.each] if reading.each else ())
@@ -287,7 +292,7 @@ class Layout:
         return [column for column in _columns(self.rows) if column not in used]
 
 
-_TEXTS = ("prompt", "completion", "instruction", "output")
+_TEXTS = ("prompt", "completion", "instruction", "output", "positive")
 """The columns of formats whose values are texts, or turns."""
 
 _TEXTS_OF_VALUES: tuple[tuple[Callable[[Any], bool], str], ...] = (
@@ -367,6 +372,9 @@ def _fits(rows: Sequence[Row], column: str, kinds: str, *, is_optional: bool) ->
 def describe_unused(layout: Layout) -> Iterator[str]:
     """Yield a line about every unused column that changes what a row means, and one that lists the others."""
     unused = layout.unused()
+    lists = [columns[0] for columns in layout.roles.values() if _is_first_read(layout, columns)]
+    if lists:
+        yield f"{', '.join(f'`{column}`' for column in lists)}: all but the first of each list"
     used = [_texts_in(row, [column for columns in layout.roles.values() for column in columns]) for row in layout.rows]
     repeated = [
         column
@@ -382,6 +390,13 @@ def describe_unused(layout: Layout) -> Iterator[str]:
     others = [column for column in unused if column not in meanings and column not in repeated]
     if others:
         yield ", ".join(f"`{column}`" for column in others)
+
+
+def _is_first_read(layout: Layout, columns: Role) -> bool:
+    """Return whether the column has lists of texts, of which the first reading reads the first text."""
+    templates = " ".join(next(layout.readings()).source.get("template", {}).values())
+    has_more = any(isinstance(value, list) and len(value) > 1 for value in _present(layout.rows, columns[0]))
+    return has_more and f"{_expression(columns[0])}[0] if" in templates
 
 
 def _texts_in(row: Row, columns: Iterable[str]) -> set[str]:

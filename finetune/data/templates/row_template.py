@@ -127,6 +127,10 @@ def _environment() -> ImmutableSandboxedEnvironment:
     return environment
 
 
+_BEGINNINGS = ("", "<s>", "<bos>", "<|begin_of_text|>")
+"""What may stand before the first turn of a transcript without being a system message."""
+
+
 def transcript(text: str, user: str, assistant: str, system: str = "", tool: str = "", end: str = "") -> str:
     """Return the turns of a transcript as JSON text: a filter of row templates.
 
@@ -144,7 +148,7 @@ def transcript(text: str, user: str, assistant: str, system: str = "", tool: str
     if user not in pieces[::2]:
         raise ValueError(f"a transcript without {user!r}, the mark of the user")
     turns = [{"role": marks[mark], "content": words} for mark, words in zip(pieces[::2], pieces[1::2], strict=True)]
-    turns = [{"role": "system", "content": before}, *turns] if before.strip() else turns
+    turns = turns if before.strip() in _BEGINNINGS else [{"role": "system", "content": before}, *turns]
     for turn in turns:
         turn["content"] = turn["content"].strip().removesuffix(end).strip()
     if turns[-1] == {"role": "assistant", "content": ""}:

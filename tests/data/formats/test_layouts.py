@@ -1,0 +1,145 @@
+"""Rows in public layouts are recognized, and the proposed keys read them as they are meant."""
+
+import json
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from finetune import register
+from finetune.config.sections.data import TrainingSourceSection
+from finetune.data.formats.layouts import describe_unused, recognize_all
+from finetune.data.sources.source import open_source
+from finetune.errors import RegistryError
+from finetune.registry.formats import FORMATS
+from finetune.registry.layouts import LAYOUTS, LayoutEntry, shipped_layouts
+from finetune.registry.tasks import TASKS
+from tests.data.formats.public_layouts import A, B, PUBLIC, Q
+from tests.data.formats.shared_layouts import SHARED
+
+FOLDER = Path(__file__).parents[4] / "shared/data/layouts"
+
+
+def content(turn):
+    if turn.get("tool_calls"):
+        calls = [call.get("function", call) for call in turn["tool_calls"]]
+        return [{"name": call["name"], "arguments": call["arguments"]} for call in calls]
+    parts = turn["content"]
+    if isinstance(parts, list):
+        return "".join("<image>" if part["type"] == "image" else part["text"] for part in parts)
+    return parts
+
+
+def shown(turns):
+    return " | ".join(f"{turn['role']}: {content(turn)}" for turn in turns)
+
+
+def meaning(row):
+    """Return what a row that its format has read trains: context and target, texts and label, ..."""
+    if "messages" in row:
+        return shown(row["messages"][:-1]).replace("<image>", ""), content(row["messages"][-1])
+    if "chosen" in row:
+        return shown(row["prompt"]), shown(row["chosen"])[11:], shown(row["rejected"])[11:]
+    if "is_good" in row:
+        return shown(row["prompt"]), shown(row["completion"])[11:], row["is_good"]
+    if "anchor" in row:
+        return row["anchor"], row["positive"], row["negatives"]
+    if "tokens" in row:
+        return list(row["tokens"]), list(row["tags"])
+    if "score" in row:
+        return row["text"], row["text_pair"], row["score"]
+    if "label" in row:
+        label = row["label"]
+        label = [name for name, is_one in label.items() if is_one] if isinstance(label, dict) else label
+        return tuple(row[name] for name in ("text", "text_pair") if name in row) + (label,) if "text" in row else label
+    return row["text"]
+
+
+def first_reading(rows):
+    layout = next(recognize_all(rows), None)
+    return layout, None if layout is None else next(layout.readings(), None)
+
+
+def read_rows(path, keys):
+    source = open_source(TrainingSourceSection(path=str(path), **keys.source), key="data.train", log=lambda _: None)
+    return [source.format.read(raw) for raw in source.rows()]
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_a_row_of_a_public_layout_is_read_as_it_is_meant(tmp_path, name):
+    row, expected_layout, expected = PUBLIC[name]
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    layout, keys = first_reading([row])
+    assert layout.entry.name == expected_layout
+    if expected is None:
+        assert keys is None and layout.entry.remedy
+        return
+    (read,) = read_rows(tmp_path / "rows.jsonl", keys)
+    assert meaning(read) == expected
+    assert keys.format in TASKS[keys.task].formats
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_the_rows_of_a_shared_layout_are_read_as_they_are_meant(tmp_path, name):
+    path = FOLDER / f"{name}.jsonl"
+    if not path.exists():
+        pytest.skip(f"{path} is not here")
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    (tmp_path / "images").mkdir()
+    for number in range(len(rows)):
+        Image.new("RGB", (8, 8)).save(tmp_path / f"images/{number}.png")
+    (tmp_path / path.name).write_text(path.read_text())
+    layout, keys = first_reading(rows)
+    if SHARED[name] is None:
+        assert keys is None and layout.entry.remedy
+        return
+    read = read_rows(tmp_path / path.name, keys)
+    assert len(read) == len(rows) == 8
+    assert [meaning(row) for row in read] == [SHARED[name](row) for row in rows]
+
+
+def test_every_reading_of_the_table_names_roles_columns_and_tasks_that_exist():
+    for entry in shipped_layouts().layouts:
+        for reading in entry.readings:
+            assert reading.format in TASKS[reading.task].formats or reading.task == "vision_language_sft", entry.name
+            assert {*reading.columns, *reading.template} <= set(FORMATS[reading.format].columns), entry.name
+            assert set(reading.columns.values()) <= set(entry.roles), entry.name
+
+
+def test_a_column_that_changes_the_meaning_is_named_with_what_reads_it():
+    row = {"question": Q, "answer": A, "score": 3, "id": 7, "title": Q, "context": None}
+    layout, _ = first_reading([row])
+    lines = list(describe_unused(layout))
+    assert next(line for line in lines if "score" in line).startswith("`score` ranks the row")
+    assert {"`title`: repeated in what is read", "`id`, `context`"} <= set(lines)
+    assert len(lines) == 3
+
+
+def test_of_several_right_answers_the_first_is_read_and_it_is_said():
+    layout, keys = first_reading([{"question": Q, "answers": [A, B]}])
+    assert keys.source["template"] == {"completion": "{{ answers[0] if answers else '' }}"}
+    assert any("`answers`" in line and "first" in line for line in describe_unused(layout))
+
+
+def test_a_layout_of_a_plugin_comes_first():
+    try:
+        register.layout(
+            "ours",
+            description="a riddle",
+            roles={"prompt": "text: riddle", "completion": "text: key"},
+            readings=[{"task": "sft", "format": "prompt_completion"}],
+        )
+        layout, keys = first_reading([{"riddle": Q, "key": A, "text": "x"}])
+        assert (layout.entry.name, keys.source["columns"]) == ("ours", {"prompt": "riddle", "completion": "key"})
+    finally:
+        LAYOUTS.remove_plugin(next(entry.plugin for entry in LAYOUTS))
+    with pytest.raises(RegistryError, match="readings or a remedy"):
+        LayoutEntry(name="empty", description="nothing", roles={})
+
+
+@pytest.mark.parametrize(
+    "rows", [[{}], [{"x": None}], [{"text": None}], [{"messages": []}], [{"prompt": 1, "label": []}]]
+)
+def test_rows_without_anything_to_read_have_no_layout(rows):
+    assert first_reading(rows) == (None, None)
