@@ -13,6 +13,24 @@ LENGTHS_OF_SEQUENCES = "sequence_lengths"
 
 
 @dataclass(frozen=True)
+class Findings:
+    """What was noticed about a row while it was encoded, which `Counts` counts."""
+
+    flags: frozenset[str] = frozenset()  # fields of Counts that count the rows with them
+    empty_answers: int = 0  # target turns of which only the end of the turn is a target
+    unread_keys: frozenset[str] = frozenset()  # of its turns: neither this package nor the chat template reads them
+
+    def plus(self, other: "Findings") -> "Findings":
+        """Return what was noticed about both."""
+        empty_answers = self.empty_answers + other.empty_answers
+        return Findings(self.flags | other.flags, empty_answers, self.unread_keys | other.unread_keys)
+
+
+NOTHING_FOUND = Findings()
+CONTROL_NAMES = Findings(frozenset({"control_rows"}))  # in the row's texts, encoded as plain text
+
+
+@dataclass(frozen=True)
 class Features:
     """One encoded sample: named 1-D arrays of any length, and its id in the prepared set.
 
@@ -26,11 +44,7 @@ class Features:
     partner: "Features | None" = None  # another sample to mix it with, if the task mixes samples
     cut_tokens: int = 0  # that the encoder removed to fit the maximum length
     cut_targets: int = 0  # of cut_tokens
-    has_control_names: bool = False  # the row's texts contain names of control tokens, encoded as plain text
-    has_turn_marks: bool = False  # the row's texts contain the chat template's plain-text turn marks
-    has_arguments: bool = False  # the row has chat template arguments
-    has_overrides: bool = False  # which override some of the job's
-    has_dropped_reasoning: bool = False  # the chat template drops the reasoning of a target turn
+    findings: Findings = NOTHING_FOUND
 
     @property
     def length(self) -> int:

@@ -27,7 +27,7 @@ class FormatEntry(Entry):
         return self.required + self.optional
 
 
-_OF_TURNS = ("tools", "images", "chat_template_kwargs")
+_OF_TURNS = ("tools", "functions", "images", "chat_template_kwargs")
 _NEGATIVES = ("negative", "negatives")
 
 FORMATS = Table(
@@ -55,7 +55,7 @@ FORMATS = Table(
             description="prompt/chosen/rejected",
             implementation="finetune.data.formats.row_format:read_preference",
             required=("chosen", "rejected"),
-            optional=("prompt", "tools", "margin", "chat_template_kwargs"),
+            optional=("prompt", "tools", "functions", "margin", "chat_template_kwargs"),
             usual_task="preference",
         ),
         FormatEntry(
@@ -79,7 +79,7 @@ FORMATS = Table(
             description="prompt/completion and whether it is good",
             implementation="finetune.data.formats.row_format:read_judged",
             required=("prompt", "completion", "label"),
-            optional=("tools", "chat_template_kwargs"),
+            optional=("tools", "functions", "chat_template_kwargs"),
             usual_task="preference",
         ),
         FormatEntry(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from finetune.data.rows import read_turns
+from finetune.data.turns import read_turns
 from finetune.errors import DataError
 
 ASKED = {"role": "user", "content": "Is it warm in Rome?"}

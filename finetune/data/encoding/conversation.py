@@ -15,15 +15,15 @@ from transformers import PreTrainedTokenizerBase
 from finetune.data.encoding.control_tokens import ControlTokens, texts_in
 from finetune.data.encoding.target_spans import REASONING, RenderedChat, TargetFinder, TrainOn, split_reasoning
 from finetune.data.encoding.tokenizer import EncodedText, TextTokenizer, has_double_bos, require_eos_id
-from finetune.data.features import Features, Outcome, result_or_error
+from finetune.data.features import CONTROL_NAMES, Features, Findings, Outcome, result_or_error
 from finetune.data.rows import (
     ARGUMENTS,
     RawRow,
     Row,
     Turn,
+    has_images,
     read_template_arguments,
     read_tools,
-    read_turns,
     require_valid_unicode,
 )
 from finetune.data.templates.chat_template import end_of_turn, tokenize
@@ -31,13 +31,16 @@ from finetune.data.templates.rendering import (
     Arguments,
     Tools,
     arguments_of,
+    known_words,
     own_arguments,
     plain_turn_marks,
     readable_names,
     render,
     turn_tokens,
 )
+from finetune.data.turns import read_turns
 from finetune.errors import DataError
+from finetune.registry.turns import ROLES, STANDARD_ROLES, WEIGHTS, find_role, standard_word
 from finetune.runtime.files.digests import recorded_as
 
 
@@ -128,7 +131,6 @@ _NAMES = {
     "reasoning": lambda part: f"the reasoning of the last turn. {_OTHER}",
 }
 
-_ROLES = ("system", "developer", "user", "assistant", "tool")
 _ASKED: Turn = {"role": "user", "content": "a"}
 _ANSWERED: Turn = {"role": "assistant", "content": "b"}
 _CALL = {"id": "call00001", "type": "function", "function": {"name": "double", "arguments": {"a": 2}}}
@@ -140,7 +142,7 @@ def role_hint(finder: TargetFinder, turns: Sequence[Turn], *, dropped: str = "")
 
     With `dropped`, a role that the template silently drops, the hint starts with its content.
     """
-    roles = tuple(role for role in _ROLES if _is_rendered(finder, role))
+    roles = tuple(role for role in STANDARD_ROLES if _is_rendered(finder, role))
     others = [role for role in dict.fromkeys(turn["role"] for turn in turns) if role not in roles]
     if not others or (dropped and dropped not in others):
         return ""
@@ -156,6 +158,14 @@ _INSTEAD = {
     "rows",
     "system": "Put the text in front of the first user turn",
 }
+
+
+def _parts_hint(turns: Sequence[Turn]) -> str:
+    for number, turn in enumerate(turns, start=1):
+        content = turn.get("content")
+        if isinstance(content, list) and len(content) > 1 and not has_images(content):
+            return f"Turn {number} has {len(content)} text parts, which tools join differently: join them in the rows."
+    return ""
 
 
 def _is_rendered(finder: TargetFinder, role: str) -> bool:
@@ -199,6 +209,8 @@ class ConversationEncoder:
         name = f"`{template}`" if template else "the tokenizer's own"
         self._finder = TargetFinder(tokenizer, end_of_turn(tokenizer), train_on, name, train_on_reasoning)
         self._known_arguments = readable_names(tokenizer)
+        self._known_words = known_words(tokenizer)
+        self._is_key_read: dict[str, bool] = {}
         self._control = ControlTokens(tokenizer, turn_marks=turn_tokens(tokenizer), allowed=allow_special_tokens)
         self._turn_marks = plain_turn_marks(tokenizer, self._control.names)
 
@@ -244,6 +256,7 @@ class ConversationEncoder:
 
     def _rendered_chat(self, row: Row, dropped: DroppedContentCheck) -> RenderedChat | None:
         """Return the rendered row, in which names of control tokens in the row's texts are placeholders."""
+        row = {**row, "messages": with_known_roles(row["messages"], self._known_words)}
         arguments = own_arguments(row.get(ARGUMENTS) or {}, self._known_arguments)
         names, texts = ("messages", "tools", ARGUMENTS), (row["messages"], row.get("tools") or (), arguments)
         if not self._control.held_by(texts):
@@ -259,7 +272,7 @@ class ConversationEncoder:
                         "the targets. Give it as `reasoning_content`, or set data.allow_special_tokens: true."
                     )
             chat = self._plain_rendered_chat(replaced, dropped)
-            chat = chat and replace(chat, has_control_names=True)
+            chat = chat and replace(chat, has_control_names=True, findings=chat.findings.plus(CONTROL_NAMES))
             renderings = [
                 render(self._tokenizer, self._turns(each), tools=each["tools"] or None, arguments=each[ARGUMENTS]).text
                 for each in ({**row, **dict(zip(names, texts, strict=True))}, replaced)
@@ -269,13 +282,39 @@ class ConversationEncoder:
                     f"contains names of control tokens, which the chat template ({self._finder.template}) does not "
                     "treat as text. Remove them from the row, or set data.allow_special_tokens: true."
                 )
-        if chat is not None and arguments:
-            chat = replace(
-                chat, has_arguments=True, has_overrides=not arguments_of(self._tokenizer).keys().isdisjoint(arguments)
+        if chat is None:
+            return None
+        has_overrides = not arguments_of(self._tokenizer).keys().isdisjoint(arguments)
+        flags = {
+            "argument_rows": bool(arguments),
+            "override_rows": has_overrides,
+            "turn_mark_rows": self._turn_marks is not None and any(map(self._turn_marks.search, texts_in(texts))),
+        }
+        own = Findings(
+            frozenset(name for name, is_set in flags.items() if is_set),
+            unread_keys=frozenset(self._unread_keys(row, arguments)),
+        )
+        return replace(chat, findings=chat.findings.plus(own))
+
+    def _unread_keys(self, row: Row, arguments: Arguments) -> Iterator[str]:
+        """Yield the keys of turns that the template neither names nor writes, as one that writes whole turns does."""
+        for name in {name: None for turn in row["messages"] if len(turn) > 2 for name in turn}:
+            if name not in self._is_key_read:
+                is_known = name in _READ_KEYS or name in self._known_words or standard_word(name) in WEIGHTS
+                self._is_key_read[name] = is_known or self._is_written(name, row, arguments)
+            if not self._is_key_read[name]:
+                yield name
+
+    def _is_written(self, name: str, row: Row, arguments: Arguments) -> bool:
+        turns, tools = self._turns(row), row.get("tools") or None
+        without = [{key: value for key, value in turn.items() if key != name} for turn in turns]
+        try:
+            first, second = (
+                render(self._tokenizer, shown, tools=tools, arguments=arguments).text for shown in (turns, without)
             )
-        if chat is None or self._turn_marks is None:
-            return chat
-        return replace(chat, has_turn_marks=any(map(self._turn_marks.search, texts_in(texts))))
+        except DataError:  # turns after the last target, which have not been rendered
+            return False
+        return first != second
 
     def _plain_rendered_chat(self, row: Row, dropped: DroppedContentCheck) -> RenderedChat | None:
         turns, tools, arguments = self._turns(row), row.get("tools") or None, row.get(ARGUMENTS)
@@ -283,7 +322,7 @@ class ConversationEncoder:
         try:
             chat = self._finder.rendered_chat(turns, tools, arguments=arguments, num_context_turns=context)
         except DataError as error:
-            hint = role_hint(self._finder, turns)
+            hint = role_hint(self._finder, turns) or _parts_hint(turns)
             raise (DataError(f"{str(error).rstrip('.')}. {hint}") if hint else error) from error.__cause__
         if chat is not None:
             require_valid_unicode(chat.text)
@@ -297,9 +336,7 @@ class ConversationEncoder:
     def _sample(self, chat: RenderedChat, encoded: EncodedText) -> Features:
         if chat.has_control_names:
             self._control.check(encoded.ids.tolist(), encoded.text)
-        features = self._features(chat, encoded)
-        flags: dict[str, Any] = chat.flags
-        return replace(features, **flags) if any(flags.values()) else features
+        return replace(self._features(chat, encoded), findings=chat.findings)
 
     def _features(self, chat: RenderedChat, encoded: EncodedText) -> Features:
         ids, end = encoded.ids, 0
@@ -330,6 +367,30 @@ class ConversationEncoder:
             return Features({"input_ids": np.asarray(ids, np.uint32), "is_target": is_target})
         ids = np.append(ids[:end], np.uint32(require_eos_id(self._tokenizer)))
         return Features({"input_ids": ids, "is_target": np.append(is_target[:end], True)})
+
+
+_READ_KEYS = frozenset(("role", "content", "tool_calls", *REASONING))
+
+
+def with_known_roles(turns: Sequence[Turn], known_words: frozenset[str]) -> Sequence[Turn]:
+    """Return the turns with roles of chat templates, or the template's own, which are among its words.
+
+    Raises DataError naming a role that is unknown to both, and its turn.
+    """
+    if all(turn["role"] in STANDARD_ROLES for turn in turns):
+        return turns
+    known = []
+    for number, turn in enumerate(turns, start=1):
+        role, entry = turn["role"], find_role(turn["role"])
+        is_own = role in known_words and (entry is None or entry.role not in known_words)
+        if not is_own and entry is None:
+            roles = ", ".join(f"`{role.name}`" for role in ROLES)
+            raise DataError(
+                f"turn {number} has the role `{role}`, which neither `finetune` nor the chat template knows. Known are "
+                f"{roles}. Rename it in the rows, or with a `template`."
+            )
+        known.append(turn if is_own or entry is None else {**turn, "role": entry.role})
+    return known
 
 
 def with_system_prompt(turns: Sequence[Turn], system_prompt: str | None) -> Sequence[Turn]:
@@ -366,7 +427,8 @@ def read_prompt(raw: RawRow, *, system: str | None = None) -> ChatPrompt:
             turns.pop()
         if not turns:
             raise DataError("has only answers, no prompt.")
-        tools = read_tools(row["tools"], title="`tools`") if row.get("tools") else None
+        name = "tools" if row.get("tools") else "functions"
+        tools = read_tools(row[name], title=f"`{name}`", are_functions=name != "tools") if row.get(name) else None
         own = read_template_arguments(row[ARGUMENTS], title=f"`{ARGUMENTS}`") if row.get(ARGUMENTS) else None
     except DataError as error:
         raise DataError(f"{raw.location}: {error}") from error
@@ -383,6 +445,7 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: ChatPrompt) -> list[i
     """
     if not tokenizer.chat_template:
         return list(text_inputs(tokenizer, prompt.text())["input_ids"])
+    prompt = replace(prompt, turns=with_known_roles(prompt.turns, known_words(tokenizer)))
     control = _control_tokens(tokenizer, str(tokenizer.chat_template))
     system_turns = list(prompt.turns[: int(prompt.has_own_system)])
     arguments = own_arguments(prompt.arguments or {}, readable_names(tokenizer))
@@ -421,11 +484,11 @@ def _turns(row: Row) -> Sequence[Turn]:
     if row.get("messages") is not None:
         return read_turns(row["messages"], title="`messages`")
     if row.get("conversations") is not None:
-        return read_turns(row["conversations"], title="`conversations`", from_speakers=True)
+        return read_turns(row["conversations"], title="`conversations`")
     text = row.get("system")
     before = [{"role": "system", "content": text}] if isinstance(text, str) and text else []
     prompt = row.get("prompt")
-    if isinstance(prompt, list):
+    if isinstance(prompt, list | dict):
         return [*before, *read_turns(prompt, title="`prompt`")]
     if isinstance(prompt, str):
         return [*before, {"role": "user", "content": prompt}]

@@ -195,7 +195,8 @@ class ImageConversationEncoder(ConversationEncoder):
             chat.may_be_open,
             expansion,
             images,
-            **chat.flags,
+            has_control_names=chat.has_control_names,
+            findings=chat.findings,
         )
 
     def _features(self, chat: RenderedChat, encoded: EncodedText) -> Features:

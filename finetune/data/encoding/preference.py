@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import numpy as np
 
 from finetune.data.encoding.conversation import ConversationEncoder
-from finetune.data.features import LENGTHS_OF_SEQUENCES, Features, Outcome
+from finetune.data.features import LENGTHS_OF_SEQUENCES, Features, Findings, Outcome
 from finetune.data.rows import ARGUMENTS, Row, Turn
 from finetune.errors import DataError
 from finetune.runtime.files.digests import recorded_as
@@ -109,11 +110,8 @@ class _Plan:
             name: np.concatenate([sequence.arrays[name] for sequence in sequences]) for name in sequences[0].arrays
         }
         lengths = np.array([sequence.length for sequence in sequences], np.int32)
+        own = sequences[: len(self.extra_arrays.get(IS_GOOD, sequences))]  # without the mismatched ones
         return Features(
             {**arrays, LENGTHS_OF_SEQUENCES: lengths, **self.extra_arrays},
-            has_control_names=any(sequence.has_control_names for sequence in sequences),
-            has_turn_marks=any(sequence.has_turn_marks for sequence in sequences),
-            has_arguments=any(sequence.has_arguments for sequence in sequences),
-            has_overrides=any(sequence.has_overrides for sequence in sequences),
-            has_dropped_reasoning=any(sequence.has_dropped_reasoning for sequence in sequences),
+            findings=reduce(Findings.plus, (sequence.findings for sequence in own)),
         )

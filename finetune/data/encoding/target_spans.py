@@ -8,10 +8,12 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
+from finetune.data.features import NOTHING_FOUND, Findings
 from finetune.data.rows import Turn
 from finetune.data.templates.chat_template import EndOfTurn, after_content
 from finetune.data.templates.rendering import Arguments, Rendering, Tools, render
 from finetune.errors import DataError
+from finetune.registry.turns import WEIGHTS, standard_word
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """The field names of reasoning in a turn."""
@@ -133,9 +135,6 @@ class Span:
     what: str
 
 
-_FLAGS = ("has_control_names", "has_turn_marks", "has_dropped_reasoning", "has_arguments", "has_overrides")
-
-
 @dataclass(frozen=True)
 class RenderedChat:
     """A rendered conversation and the spans of it that are targets."""
@@ -144,15 +143,7 @@ class RenderedChat:
     spans: tuple[Span, ...]
     may_be_open: bool  # append end-of-sequence to the last span unless a special token ends it
     has_control_names: bool = field(default=False, kw_only=True)  # the text contains placeholders: see control_tokens
-    has_turn_marks: bool = field(default=False, kw_only=True)
-    has_dropped_reasoning: bool = field(default=False, kw_only=True)
-    has_arguments: bool = field(default=False, kw_only=True)  # the row has its own template arguments
-    has_overrides: bool = field(default=False, kw_only=True)  # the row overrides template arguments of the job
-
-    @property
-    def flags(self) -> dict[str, bool]:
-        """Return the flags that are counted per row, by their names in `Features`."""
-        return {name: getattr(self, name) for name in _FLAGS}
+    findings: Findings = field(default=NOTHING_FOUND, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -210,21 +201,15 @@ class TargetFinder:
 def target_turns(turns: Sequence[Turn], train_on: TrainOn, *, num_context_turns: int = 0) -> list[int]:
     """Return the indices of the turns that are targets.
 
-    Raises DataError for a `weight` that would be ignored or is neither 0 nor 1, and for an answer without a prompt.
+    Raises DataError for a `weight`, by any of its names, that would be ignored or cannot be read, and for an answer
+    without a prompt.
     """
-    for number, turn in enumerate(turns, start=1):
-        weight = turn.get("weight")
-        if weight is not None and train_on != "per_message":
-            raise DataError(
-                f"turn {number} has a `weight`, which `data.train_on: {train_on}` does not read. "
-                "Set data.train_on: per_message, or leave the weights out."
-            )
-        if weight is not None and (not isinstance(weight, int | float) or weight not in (0, 1)):
-            raise DataError(f"turn {number} has weight {weight!r}: it must be 1 (trained on) or 0 (not).")
+    weights = [_weight(number, turn, train_on) for number, turn in enumerate(turns, start=1)]
     if train_on == "all":
         return list(range(len(turns)))
     if train_on == "per_message":
-        chosen = [turn["role"] == "assistant" if turn.get("weight") is None else turn["weight"] for turn in turns]
+        is_answer = [turn["role"] == "assistant" for turn in turns]
+        chosen = [usual if weight is None else weight for usual, weight in zip(is_answer, weights, strict=True)]
         targets = [index for index, is_chosen in enumerate(chosen) if is_chosen]
     else:
         answers = (index for index, turn in enumerate(turns) if turn["role"] == "assistant")
@@ -233,6 +218,32 @@ def target_turns(turns: Sequence[Turn], train_on: TrainOn, *, num_context_turns:
     if targets and targets[0] == 0 and turns[0]["role"] == "assistant":
         raise DataError("the conversation starts with an assistant turn: there is no prompt before the answer.")
     return targets
+
+
+def _weight(number: int, turn: Turn, train_on: TrainOn) -> bool | None:
+    """Return whether the turn says that it is a target, None if it does not say; raises DataError as `target_turns`."""
+    weights: dict[str, bool] = {}
+    for name, value in turn.items():
+        if value is None or (word := standard_word(name)) not in WEIGHTS:
+            continue
+        is_in_loss = WEIGHTS[word]  # the meaning of 1
+        if is_in_loss is None:
+            raise DataError(
+                f"turn {number} has `{name}`, whose meaning differs between tools. Write `weight: 0` (not trained on) "
+                "or `weight: 1`, and data.train_on: per_message."
+            )
+        if train_on != "per_message":
+            raise DataError(
+                f"turn {number} has a `{name}`, which `data.train_on: {train_on}` does not read. "
+                "Set data.train_on: per_message, or leave it out of the rows."
+            )
+        if not isinstance(value, int | float) or value not in (0, 1):
+            raise DataError(f"turn {number} has `{name}` {value!r}: it must be 1 or 0, true or false.")
+        weights[name] = bool(value) is is_in_loss
+    if len(set(weights.values())) > 1:
+        names = " and ".join(f"`{name}`" for name in weights)
+        raise DataError(f"turn {number} has {names}, which contradict each other. Remove one of them.")
+    return next(iter(weights.values()), None)
 
 
 @dataclass(frozen=True)
@@ -283,7 +294,10 @@ class _Conversation:
         if not self.finder.train_on_reasoning:
             spans = self._without_reasoning(spans, targets)
         is_last = targets[-1] == len(self.turns) - 1
-        return RenderedChat(text, tuple(spans), may_be_open=is_last, has_dropped_reasoning=is_dropped)
+        ends = {"", self.finder.end_of_turn.text, *self.finder.end_of_turn.special}
+        num_empty = sum(text[span.start : span.end].strip() in ends for span in spans) if is_aligned else 0
+        findings = Findings(frozenset({"dropped_reasoning_rows"} if is_dropped else ()), num_empty)
+        return RenderedChat(text, tuple(spans), may_be_open=is_last, findings=findings)
 
     def _without_reasoning(self, spans: Sequence[Span], targets: Sequence[int]) -> list[Span]:
         """Return the spans without the reasoning at the start of answers; raises DataError if it cannot be located."""

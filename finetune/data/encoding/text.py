@@ -18,11 +18,12 @@ from transformers import PreTrainedTokenizerBase
 
 from finetune.data.encoding.control_tokens import ControlTokens, texts_in
 from finetune.data.encoding.tokenizer import TextTokenizer, has_double_bos, require_eos_id
-from finetune.data.features import LENGTHS_OF_SEQUENCES, Features, Outcome, result_or_error
+from finetune.data.features import CONTROL_NAMES, LENGTHS_OF_SEQUENCES, Features, Findings, Outcome, result_or_error
 from finetune.data.rows import Row, require_valid_unicode
 from finetune.data.token_cache.lengths import SequencesLengthLimit
 from finetune.data.upstream import fast_backend, truncating
 from finetune.errors import DataError
+from finetune.registry.turns import WEIGHTS, standard_word
 from finetune.runtime.files.digests import recorded_as
 
 
@@ -52,7 +53,7 @@ class TextRowsEncoder:
             if isinstance(outcome, Features):
                 try:
                     self._control.check_plain(texts[index])
-                    outcomes[index] = replace(outcome, has_control_names=True)
+                    outcomes[index] = replace(outcome, findings=outcome.findings.plus(CONTROL_NAMES))
                 except DataError as error:
                     outcomes[index] = error
             else:
@@ -185,7 +186,14 @@ class SourceTargetEncoder(TextRowsEncoder):
             is_target = np.arange(len(ids)) >= len(source)
             features.append(Features({"input_ids": ids, "is_target": is_target}) if source else None)
         following = iter(features)
-        return [pair if isinstance(pair, DataError) else next(following) for pair in texts]
+        outcomes: list[Outcome] = []
+        for row, pair in zip(rows, texts, strict=True):
+            outcome = pair if isinstance(pair, DataError) else next(following)
+            if isinstance(outcome, Features):
+                unread = frozenset(name for turn in row["messages"] for name in turn) - {"role", "content"}
+                outcome = replace(outcome, findings=Findings(unread_keys=unread))
+            outcomes.append(outcome)
+        return outcomes
 
     def _texts(self, row: Row) -> tuple[str, str]:
         turns = row.get("messages")
@@ -199,6 +207,12 @@ class SourceTargetEncoder(TextRowsEncoder):
             raise DataError(
                 f"task `seq2seq` trains on one prompt and one completion, but the row has {what}. Write them as "
                 "one text with a `template`, or use task `sft`."
+            )
+        weights = [name for turn in turns for name in turn if standard_word(name) in WEIGHTS]
+        if weights:
+            raise DataError(
+                f"a turn has `{weights[0]}`, which task `seq2seq` does not read: it trains on every completion. Leave "
+                "it out of the rows, or use task `sft` with data.train_on: per_message."
             )
         prompt, completion = (turn.get("content") for turn in turns)
         if not isinstance(prompt, str) or not isinstance(completion, str):

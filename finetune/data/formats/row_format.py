@@ -21,9 +21,9 @@ from finetune.data.rows import (
     is_image,
     read_template_arguments,
     read_tools,
-    read_turns,
 )
 from finetune.data.templates.row_template import WHOLE_ROW, check_row_template, columns_used
+from finetune.data.turns import read_turns
 from finetune.errors import DataError
 from finetune.registry.formats import FORMATS
 from finetune.registry.plugins import code_identity
@@ -194,9 +194,9 @@ def read_messages(columns: Columns) -> Row:
 
 
 def read_conversations(columns: Columns) -> Row:
-    """Return the turns of a ShareGPT conversation."""
+    """Return the turns of a ShareGPT conversation, after the row's `system` text."""
     value, title = columns.json_value("conversations"), columns.title("conversations")
-    turns = [*_system(columns), *read_turns(value, title=title, with_images=True, from_speakers=True)]
+    turns = [*_system(columns), *read_turns(value, title=title, with_images=True)]
     return _with_tools(attach_images({"messages": turns}, columns), columns)
 
 
@@ -250,9 +250,9 @@ def read_text(columns: Columns) -> Row:
 
 
 def _turns_of(columns: Columns, column: str, *, by: str, with_images: bool = False) -> list[Turn]:
-    """Return the turns of a column, which is the text of one turn or a list of turns."""
+    """Return the turns of a column: the text of one turn, one turn, or a list of turns."""
     value = columns.value(column)
-    if isinstance(value, list):
+    if isinstance(value, list | dict):
         return read_turns(value, title=columns.title(column), with_images=with_images)
     return [{"role": by, "content": columns.text(column)}]
 
@@ -263,9 +263,11 @@ def _system(columns: Columns) -> list[Turn]:
 
 
 def _with_tools(row: Mapping[str, Any], columns: Columns, *, has_tools: bool = True) -> Row:
-    """Return the row with its tools, if its format has any, and its chat template arguments."""
-    if has_tools and columns.optional("tools"):
-        tools = read_tools(columns.json_value("tools"), title=columns.title("tools"))
+    """Return the row with its tools or `functions`, if its format has any, and its chat template arguments."""
+    name = next((name for name in ("tools", "functions") if has_tools and columns.optional(name)), None)
+    if name is not None:
+        are_functions = name == "functions"
+        tools = read_tools(columns.json_value(name), title=columns.title(name), are_functions=are_functions)
         row = {**row, "tools": tools} if tools else row
     if columns.optional(ARGUMENTS):
         arguments = read_template_arguments(columns.optional(ARGUMENTS), title=columns.title(ARGUMENTS))

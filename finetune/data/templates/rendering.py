@@ -13,7 +13,7 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 
-from jinja2 import Environment, TemplateError, meta
+from jinja2 import Environment, TemplateError, meta, nodes
 from transformers import PreTrainedTokenizerBase
 
 from finetune.config.section import KeyLocations, join_key, with_location
@@ -80,10 +80,18 @@ def unread_problems(tokenizer: PreTrainedTokenizerBase, arguments: Arguments, *,
 
 def readable_names(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
     """Return the names of the arguments that the tokenizer's chat templates read."""
+    names = frozenset().union(*map(_names, _templates(tokenizer)))
+    return names - RESERVED - _GLOBALS - set(tokenizer.special_tokens_map)
+
+
+def known_words(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
+    """Return the attributes and texts that the tokenizer's chat templates name: keys and roles of turns among them."""
+    return frozenset().union(*map(_words, _templates(tokenizer)))
+
+
+def _templates(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     chat_template = tokenizer.chat_template
-    templates = chat_template.values() if isinstance(chat_template, Mapping) else [chat_template or ""]
-    names = (name for template in templates for name in _names(str(template)))
-    return frozenset(names) - RESERVED - _GLOBALS - set(tokenizer.special_tokens_map)
+    return [*map(str, chat_template.values() if isinstance(chat_template, Mapping) else [chat_template or ""])]
 
 
 def own_arguments(value: Arguments, readable: frozenset[str]) -> Arguments:
@@ -121,6 +129,16 @@ def _names(template: str) -> frozenset[str]:
             return frozenset(undeclared_names(template))
         return frozenset(run_sandboxed(undeclared_names, template, name="of the model", template=template))
     except (TemplateError, DataError):  # reported when it is rendered
+        return frozenset()
+
+
+@lru_cache(maxsize=16)
+def _words(template: str) -> frozenset[str]:
+    try:
+        tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(without_markers(template))
+        attributes = {node.attr for node in tree.find_all(nodes.Getattr)}
+        return frozenset(attributes | {node.value for node in tree.find_all(nodes.Const) if type(node.value) is str})
+    except (TemplateError, RecursionError, MemoryError):  # reported when it is rendered
         return frozenset()
 
 

@@ -6,7 +6,7 @@ A chunk has its samples concatenated in flat arrays, and counts of what happened
 import hashlib
 import pickle
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from finetune.config.sections.data import DataSection
-from finetune.data.features import Features, Outcome
+from finetune.data.features import NOTHING_FOUND, Features, Findings, Outcome
 from finetune.data.formats.row_format import RowFormat
 from finetune.data.rows import FAULTS_OF_VALUES, RawRow, Row
 from finetune.data.token_cache.counts import Counts
@@ -101,18 +101,20 @@ def encode_chunk(plan: EncodingPlan, raws: Sequence[RawRow]) -> Chunk:
         texts = [turn.get("content") for turn in turns] if isinstance(turns, Sequence) else rows[row_index].values()
         num_empty += not any(texts)
 
-    flags = ("has_control_names", "has_turn_marks", "has_arguments", "has_overrides", "has_dropped_reasoning")
-    num_rows = {flag: len({row_index for row_index, sample in encoded if getattr(sample, flag)}) for flag in flags}
+    found: dict[int, Findings] = {}  # by row, with those of all its samples
+    for row_index, sample in encoded:
+        found[row_index] = found.get(row_index, NOTHING_FOUND).plus(sample.findings)
+    first_empty = next((row_index for row_index, findings in found.items() if findings.empty_answers), None)
+    flagged: dict[str, Any] = Counter(flag for findings in found.values() for flag in findings.flags)
     counts = Counts(
         rows=len(raws),
         rows_without_target=len(without),
         first_without_target=raws[without[0]].location if without else "",
         empty_rows=num_empty,
-        control_rows=num_rows["has_control_names"],
-        turn_mark_rows=num_rows["has_turn_marks"],
-        argument_rows=num_rows["has_arguments"],
-        override_rows=num_rows["has_overrides"],
-        dropped_reasoning_rows=num_rows["has_dropped_reasoning"],
+        empty_answers=sum(findings.empty_answers for findings in found.values()),
+        first_empty_answer="" if first_empty is None else raws[first_empty].location,
+        unread_keys=Counter(key for findings in found.values() for key in findings.unread_keys),
+        **flagged,
         longest=longest,
         longest_place=raws[encoded[whole_lengths.index(longest)][0]].location if encoded else "",
     )

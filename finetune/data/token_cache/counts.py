@@ -1,12 +1,16 @@
 """Counts of rows that were kept, truncated or dropped; `data.audit` limits their shares."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+import difflib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
 
 from finetune.config.sections.data import AuditSection
+from finetune.data.rows import shortened
+from finetune.registry.turns import KNOWN_KEYS, standard_word
 
 
 @dataclass(frozen=True)
@@ -41,10 +45,13 @@ class Counts:
     dropped_reasoning_rows: int = 0  # with reasoning in a target turn that the chat template drops
     cut_answer_rows: int = 0  # truncated rows with several answers, one of which was truncated
     lost_answer_rows: int = 0  # such rows in which an answer was cut off entirely; counted in rows_without_target
+    empty_answers: int = 0  # of which only the end of the turn is a target
+    first_empty_answer: str = ""  # location of the first row with one
+    unread_keys: Mapping[str, int] = field(default_factory=dict)  # rows by the keys of turns that nothing reads
 
     def plus(self, other: "Counts") -> "Counts":
         """Return the sum of both; of two equally long rows, the first is the longest."""
-        names = [field.name for field in fields(self) if field.type is int]
+        names = [each.name for each in fields(self) if each.type is int]
         sums: dict[str, Any] = {name: getattr(self, name) + getattr(other, name) for name in names}
         longer = other if other.longest > self.longest else self
         return Counts(
@@ -53,6 +60,8 @@ class Counts:
                 "longest": longer.longest,
                 "longest_place": longer.longest_place,
                 "first_without_target": self.first_without_target or other.first_without_target,
+                "first_empty_answer": self.first_empty_answer or other.first_empty_answer,
+                "unread_keys": dict((Counter(self.unread_keys) + Counter(other.unread_keys)).most_common(_MAX_KEYS)),
             }
         )
 
@@ -89,8 +98,16 @@ class Counts:
             f"data.chat_template_arguments in {self.override_rows:,}": self.argument_rows,
             f"warning: the chat template drops the reasoning of answers in {self.dropped_reasoning_rows:,} rows: "
             "the model will not be trained on it": self.dropped_reasoning_rows,
+            f"warning: answers of which only the end of the turn is a target: {self.empty_answers:,}, the first in "
+            f"{self.first_empty_answer}: the model is trained to answer nothing": self.empty_answers,
+            f"unread keys of turns: {', '.join(map(self._unread_key, self.unread_keys))}": self.unread_keys,
         }
         return tuple(line for line, happened in lines.items() if happened)
+
+    def _unread_key(self, key: str) -> str:
+        near = difflib.get_close_matches(standard_word(key), KNOWN_KEYS, n=1, cutoff=0.8)
+        hint = f" (did you mean `{near[0]}`?)" if near else ""
+        return f"`{shortened(key)}` in {self.unread_keys[key]:,} rows{hint}"
 
     @property
     def answer_lines(self) -> tuple[str, ...]:
@@ -101,6 +118,13 @@ class Counts:
             "(`data.truncate_side: start` cuts prompts first)": self.lost_answer_rows,
         }
         return tuple(line for line, happened in lines.items() if happened)
+
+
+LOCATIONS = ("longest_place", "first_without_target", "first_empty_answer")
+"""The counts that are the location of a row."""
+
+_MAX_KEYS = 100
+"""The number of unread keys that are counted: rows may have any number of them."""
 
 
 def total_counts(counts: Iterable[Counts]) -> Counts:

@@ -18,7 +18,7 @@ from finetune.data.features import Features
 from finetune.data.order.grouping import LengthGroupedOrder, set_order, tokens_per_position
 from finetune.data.order.order import DatasetView, Samples, fingerprint_of
 from finetune.data.rows import row_location
-from finetune.data.token_cache.counts import Counts
+from finetune.data.token_cache.counts import LOCATIONS, Counts
 from finetune.data.token_cache.integrity import DamagedSet, format_damage, sample_checksum, sample_checksums
 from finetune.data.token_cache.samples import CHUNK_BYTES, SampleArrays, SampleWriter, StoredSamples
 from finetune.errors import DataError
@@ -94,7 +94,7 @@ class TokenCache(Samples):
         self._row_numbers = self.stored.columns["row_numbers"]
         self._current_names = dict(zip(manifest.shards, self.shards, strict=False))  # by the names when it was built
         counts = dict(manifest.counts)
-        for name in ("longest_place", "first_without_target"):
+        for name in LOCATIONS:
             origin, comma, row = counts.get(name, "").rpartition(",")
             counts[name] = f"{self._current_names.get(origin, origin)}{comma}{row}"
         self.counts = Counts(**counts)

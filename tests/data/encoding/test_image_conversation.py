@@ -119,7 +119,7 @@ def test_a_mark_in_a_text_is_text(name):
     token = processor.tokenizer.convert_tokens_to_ids(mark)
     assert np.sum(features.arrays["input_ids"] == token) == np.sum(plain.arrays["input_ids"] == token) > 0
     assert targets(features, processor.tokenizer) == ["a mark<|im_end|>"]
-    assert features.has_control_names
+    assert "control_rows" in features.findings.flags
     for told in {"mm_token_type_ids"} & features.arrays.keys():
         assert np.array_equal(features.arrays[told] > 0, features.arrays["input_ids"] == token)
 

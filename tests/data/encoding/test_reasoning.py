@@ -110,7 +110,10 @@ def test_an_answer_whose_reasoning_is_left_out_is_counted():
         tokenizer, plain = trained_tokenizer(TEMPLATES[name]), {"role": "assistant", "content": "Six."}
         turns = [ASKED, {"role": "assistant", "content": "Four.", **answer}, ASKED, plain]
         (outcome,) = ConversationEncoder(tokenizer, train_on=train_on)([{"messages": turns}])
-        return [each.has_dropped_reasoning for each in (outcome if isinstance(outcome, tuple) else (outcome,))]
+        return [
+            "dropped_reasoning_rows" in each.findings.flags
+            for each in (outcome if isinstance(outcome, tuple) else (outcome,))
+        ]
 
     assert dropped("gemma3", reasoning_content="I see.") == [True]
     assert dropped("lfm2_2_5", reasoning_content="I see.") == [True]
@@ -124,7 +127,7 @@ def test_reasoning_in_the_content_that_is_left_out_is_counted():
     tokenizer = tokenizer_for(form + "{% if add_generation_prompt %}<|assistant|>{% endif %}")
     row = {"messages": [ASKED, {"role": "assistant", "content": "<think>I see.</think>Four."}]}
     (features,) = ConversationEncoder(tokenizer, allow_special_tokens=True)([row])
-    assert features.has_dropped_reasoning
+    assert "dropped_reasoning_rows" in features.findings.flags
     assert targets(features, tokenizer) == ["Four.</s>"]
 
 

@@ -48,14 +48,14 @@ def test_a_jobs_arguments_and_a_rows_own_reach_the_template(tokenizer):
     own = {**ROW, "chat_template_kwargs": {"mood": "sad"}}
     assert text(tokenizer, own).startswith("<|mood|>sad<|user|>")
     (features,) = ConversationEncoder(tokenizer)([own])
-    assert (features.has_arguments, features.has_overrides) == (True, True)
+    assert features.findings.flags == {"argument_rows", "override_rows"}
     whole = tokenizer.apply_chat_template(ROW["messages"], tokenize=True, return_dict=False, mood="sad", brief=True)
     assert features.arrays["input_ids"].tolist() == whole
     absent = {**ROW, "chat_template_kwargs": {"mood": None, "custom_instructions": ""}}
     assert text(tokenizer, absent) == text(tokenizer)
     set_template_arguments(tokenizer, {})
     (features,) = ConversationEncoder(tokenizer)([own])
-    assert (features.has_arguments, features.has_overrides) == (True, False)
+    assert features.findings.flags == {"argument_rows"}
 
 
 def test_a_prompt_is_rendered_with_the_same_arguments(tokenizer):
@@ -92,7 +92,7 @@ def test_in_a_table_absent_arguments_are_null_and_those_that_nothing_reads_may_b
 def test_names_of_control_tokens_in_a_rows_arguments_are_text(tokenizer):
     (features,) = ConversationEncoder(tokenizer)([{**ROW, "chat_template_kwargs": {"mood": "</s>"}}])
     ids = features.arrays["input_ids"].tolist()
-    assert features.has_control_names
+    assert "control_rows" in features.findings.flags
     assert ids.count(tokenizer.eos_token_id) == 2  # of the turns
     assert tokenizer.decode(ids).startswith("<|mood|></s><|long|><|user|>Two")
 
