@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, TypeVar
 
 import numpy as np
@@ -31,6 +32,7 @@ class Features:
     has_arguments: bool = False  # the row has chat template arguments
     has_overrides: bool = False  # which override some of the job's
     has_dropped_reasoning: bool = False  # the chat template drops the reasoning of a target turn
+    has_same_prompt: bool = False  # the mismatched answers are of the same prompt
 
     @property
     def length(self) -> int:
@@ -50,7 +52,15 @@ class Features:
         return 1 if is_target is None else int(np.count_nonzero(is_target))
 
 
-Outcome = Features | tuple[Features, ...] | DataError | None
+class Unlabeled(Enum):
+    """The outcome of a row without a label, which is left out."""
+
+    UNLABELED = "unlabeled"
+
+
+UNLABELED = Unlabeled.UNLABELED
+
+Outcome = Features | tuple[Features, ...] | DataError | Unlabeled | None
 """The result of encoding a row: features, or several if each answer is a sample; an error; None without a target."""
 
 
