@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, TypeVar
 
 import numpy as np
@@ -64,7 +65,15 @@ class Features:
         return 1 if is_target is None else int(np.count_nonzero(is_target))
 
 
-Outcome = Features | tuple[Features, ...] | DataError | None
+class Unlabeled(Enum):
+    """The outcome of a row without a label, which is left out."""
+
+    UNLABELED = "unlabeled"
+
+
+UNLABELED = Unlabeled.UNLABELED
+
+Outcome = Features | tuple[Features, ...] | DataError | Unlabeled | None
 """The result of encoding a row: features, or several if each answer is a sample; an error; None without a target."""
 
 

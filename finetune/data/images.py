@@ -129,6 +129,21 @@ def stored_image(
     raise DataError(f"{title} must be a path, bytes, base64 or a `{{bytes, path}}` object, but is {describe(value)}.")
 
 
+ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".pbm", ".jp2", ".avif")
+"""The extensions of image files."""
+
+
+def looks_like_images(value: Any) -> bool:
+    """Return whether the value is an image, the name of an image file, or a list of these; other text is not."""
+    if isinstance(value, list | tuple):
+        return bool(value) and all(map(looks_like_images, value))
+    if isinstance(value, dict):
+        return not {"bytes", "path"}.isdisjoint(value) and value.keys() <= {"bytes", "path"} and any(value.values())
+    if isinstance(value, str):
+        return "\n" not in value and value.lower().endswith(ENDINGS)
+    return isinstance(value, bytes | bytearray | memoryview)
+
+
 def folder_of(origin: str) -> Path | None:
     """Return the folder to which paths in rows of this origin are relative; None if it is not on this machine.
 

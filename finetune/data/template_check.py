@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from finetune.config.sections.data import DataSection
 from finetune.data.encoding.conversation import ConversationEncoder
 from finetune.data.encoding.target_spans import first_difference
-from finetune.data.features import Features, Outcome
+from finetune.data.features import Features, Outcome, Unlabeled
 from finetune.data.rows import Row
 from finetune.data.templates.chat_template import EndOfTurn, end_of_turn, is_special, tokenize
 from finetune.data.templates.rendering import arguments_of, has_markers, render
@@ -157,7 +157,8 @@ def check_template(tokenizer: PreTrainedTokenizerBase, section: DataSection) -> 
 
 def _last(outcome: Outcome) -> Features | DataError | None:
     """Return the sample of the whole conversation if every answer is a sample."""
-    return outcome[-1] if isinstance(outcome, tuple) else outcome
+    last = outcome[-1] if isinstance(outcome, tuple) else outcome
+    return None if isinstance(last, Unlabeled) else last
 
 
 _WANTS_PARTS = ('content must be a list of parts: [{"type": "text", "text": "..."}]',)

@@ -12,6 +12,7 @@ class FormatEntry(Entry):
 
     required: tuple[str, ...]  # columns that a row must have
     optional: tuple[str, ...] = ()
+    joined: str | None = None  # the column that may be made of several columns of the row
     classes: str | None = None  # the column that has classes, whose numbers a dataset may name
     usual_task: str  # the task that is most often trained on such rows
     like: str = ""  # a built-in format whose rows it returns: tasks that read that format read this one, too
@@ -27,7 +28,7 @@ class FormatEntry(Entry):
         return self.required + self.optional
 
 
-_OF_TURNS = ("tools", "functions", "images", "chat_template_kwargs")
+_OF_TURNS = ("system", "tools", "functions", "images", "chat_template_kwargs")
 _NEGATIVES = ("negative", "negatives")
 
 FORMATS = Table(
@@ -36,7 +37,7 @@ FORMATS = Table(
     (
         FormatEntry(
             name="messages",
-            description="role/content turns, `tools`, `images`",
+            description="role/content turns, `system`, `tools`, `images`",
             implementation="finetune.data.formats.row_format:read_messages",
             required=("messages",),
             optional=_OF_TURNS,
@@ -47,7 +48,7 @@ FORMATS = Table(
             description="from/value turns, `tools`, `images`, `system`",
             implementation="finetune.data.formats.row_format:read_conversations",
             required=("conversations",),
-            optional=("system", *_OF_TURNS),
+            optional=_OF_TURNS,
             usual_task="sft",
         ),
         FormatEntry(
@@ -55,7 +56,7 @@ FORMATS = Table(
             description="prompt/chosen/rejected",
             implementation="finetune.data.formats.row_format:read_preference",
             required=("chosen", "rejected"),
-            optional=("prompt", "tools", "functions", "margin", "chat_template_kwargs"),
+            optional=("prompt", "system", "tools", "functions", "margin", "chat_template_kwargs"),
             usual_task="preference",
         ),
         FormatEntry(
@@ -79,7 +80,7 @@ FORMATS = Table(
             description="prompt/completion and whether it is good",
             implementation="finetune.data.formats.row_format:read_judged",
             required=("prompt", "completion", "label"),
-            optional=("tools", "functions", "chat_template_kwargs"),
+            optional=("system", "tools", "functions", "chat_template_kwargs"),
             usual_task="preference",
         ),
         FormatEntry(
@@ -96,6 +97,7 @@ FORMATS = Table(
             implementation="finetune.data.formats.row_format:read_labelled",
             required=("text", "label"),
             optional=("text_pair",),
+            joined="label",
             classes="label",
             usual_task="text_classification",
         ),
@@ -105,6 +107,13 @@ FORMATS = Table(
             implementation="finetune.data.formats.row_format:read_tagged",
             required=("tokens", "tags"),
             classes="tags",
+            usual_task="token_classification",
+        ),
+        FormatEntry(
+            name="spans",
+            description="text and [start, end, label] spans, which become words and IOB2 tags",
+            implementation="finetune.data.formats.spans:read_spans",
+            required=("text", "spans"),
             usual_task="token_classification",
         ),
         FormatEntry(
@@ -120,6 +129,7 @@ FORMATS = Table(
             implementation="finetune.data.formats.row_format:read_group",
             required=("anchor", "positive"),
             optional=_NEGATIVES,
+            joined="negatives",
             usual_task="embedding",
         ),
         FormatEntry(
@@ -128,6 +138,7 @@ FORMATS = Table(
             implementation="finetune.data.formats.row_format:read_group",
             required=("query", "positive"),
             optional=_NEGATIVES,
+            joined="negatives",
             usual_task="embedding",
         ),
         FormatEntry(

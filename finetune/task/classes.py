@@ -1,7 +1,7 @@
 """What the classification tasks share: classes and their weights, summed losses, padding."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -13,16 +13,25 @@ from torch.nn import functional
 from transformers import PreTrainedTokenizerBase
 
 from finetune.data.batch import IGNORED, Batch
-from finetune.data.encoding.labelled import Classes, balanced_weights, label_name, positive_weights, sort_names
-from finetune.data.features import Features
+from finetune.data.encoding.labelled import (
+    Classes,
+    are_bits,
+    balanced_weights,
+    label_name,
+    positive_weights,
+    present_classes,
+    sort_names,
+)
+from finetune.data.features import Features, result_or_error
+from finetune.data.formats.columns import NO_LABELS
 from finetune.data.rows import Row
 from finetune.errors import DataError
 from finetune.task.causal_lm import pad_id
 from finetune.task.model_inputs import forward_logits, pad_rows, sample_logits
 from finetune.task.protocol import DataFacts, TaskContext
 
-LabelsOf = Callable[[Row], Iterable[Any]]
-"""Returns the labels of a row."""
+LabelsOf = Callable[[Row], Sequence[Any] | Mapping[str, Any] | None]
+"""Returns the labels of a row, or 0 or 1 by class name; None if it has none."""
 
 _MAX_CLASSES, _MAX_LISTED_CLASSES = 10_000, 20
 
@@ -39,21 +48,24 @@ class WeightedClasses:
     classes: Classes
     weights: tuple[float, ...] | None = None
     counts: tuple[int, ...] = field(default=(), compare=False)  # rows per class in the training data, if counted
+    is_vector: bool = False  # a list of labels is 0 or 1 for each class
+    lines: tuple[str, ...] = field(default=(), compare=False)  # about the labels of the training data
     _on_device: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def data_facts(self) -> DataFacts:
         """Return the values that `find_classes` reads when there are no rows, and the class counts as log lines."""
         values = {"labels": list(self.classes.names), "class_weights": self.weights and list(self.weights)}
+        values |= {"is_vector": True} if self.is_vector else {}
         if not self.counts:
-            return DataFacts(values)
+            return DataFacts(values, self.lines)
         shown = islice(zip(self.classes.names, self.counts, strict=True), _MAX_LISTED_CLASSES)
         texts = [f"`{name}` {count:,}" for name, count in shown]
         if self.weights:
             texts = [f"{text} (weight {weight:.3g})" for text, weight in zip(texts, self.weights, strict=False)]
         more = len(self.counts) - len(texts)
         listed = f"{', '.join(texts)}{f' and {more} more' if more else ''}"
-        return DataFacts(values, (f"data.train: {len(self.counts)} classes: {listed}",))
+        return DataFacts(values, (*self.lines, f"data.train: {len(self.counts)} classes: {listed}"))
 
     @property
     def head_values(self) -> Mapping[str, Any]:
@@ -89,45 +101,95 @@ def class_head_values(names: Sequence[str]) -> dict[str, Any]:
 def find_classes(context: TaskContext, labels_of: LabelsOf) -> WeightedClasses:
     """Return the classes and weights of the job's config, of an earlier start, or of the training rows.
 
-    The rows are read once, and only if needed. Raises DataError if they contain fewer than two classes (fewer than one
-    for multi-label classification).
+    The rows are read once, twice where lists may be vectors, and only if needed. Raises DataError if they contain fewer
+    than two classes (fewer than one for multi-label classification).
     """
     section, facts = context.section.classification, context.facts
     if facts and "labels" in facts:
-        saved_weights = facts.get("class_weights")
-        return WeightedClasses(Classes(tuple(facts["labels"])), tuple(saved_weights) if saved_weights else None)
-    is_balanced = section.class_weights == "balanced"
+        saved_weights, is_vector = facts.get("class_weights"), facts.get("is_vector", False)
+        saved_weights = tuple(saved_weights) if saved_weights else None
+        return WeightedClasses(Classes(tuple(facts["labels"])), saved_weights, is_vector=is_vector)
+    is_balanced, is_multi = section.class_weights == "balanced", section.kind == "multi_label"
     weights = None if isinstance(section.class_weights, str) else section.class_weights
-    if section.labels and not is_balanced:
+    has_bits = not section.labels or not {"0", "1"}.isdisjoint(section.labels)  # as names of classes
+    if section.labels and not is_balanced and not (is_multi and has_bits):
         return WeightedClasses(Classes(section.labels), weights)
+    length = _vector_length(context, labels_of) if is_multi else 0
+    vector = section.labels or tuple(map(str, range(length)))  # the class of each number of a vector
+    is_vector = length > 0 and (length == len(vector) or not has_bits)
     counts: Counter[str] = Counter()
-    num_rows, first_error = 0, None
+    in_order: dict[str, None] = {}  # classes of objects
+    texts: set[str] = set()
+    num_labeled, first_error = 0, None
     for row in context.rows():  # invalid labels are skipped: encoding the row reports them
-        num_rows += 1
         try:
-            counts.update(map(label_name, labels_of(row)))
+            labels = labels_of(row)
+            num_labeled += labels is not None
+            if is_vector and isinstance(labels, list):
+                labels = dict(zip(vector, labels, strict=False))
+            if isinstance(labels, Mapping):
+                in_order.update(dict.fromkeys(labels))
+            present = [label for label in present_classes(labels or ()) if label is not None]
+            counts.update(set(map(label_name, present)))
+            texts.update(label for label in present if isinstance(label, str))
         except DataError as error:
             first_error = first_error or error
-    if not counts and first_error is not None:
+    none = _no_labels(counts, texts) - set(section.labels)
+    lines = tuple(
+        f"data.train: `{name}` ({counts.pop(name):,} times) means that there is no label: not in the loss. If it is a "
+        "class, write it in `task.classification.labels`."
+        for name in sorted(none)
+    )
+    if not counts and not in_order and first_error is not None:
         raise DataError(f"data.train: no row has a valid label; the first error: {first_error}") from first_error
-    is_multi = section.kind == "multi_label"
-    if not section.labels and len(counts) < (1 if is_multi else 2):
+    names = section.labels or (*in_order, *sort_names(counts.keys() - in_order))
+    if not section.labels and len(names) < (1 if is_multi else 2):
         raise DataError(
-            f"the training rows contain {len(counts)} class{'es' if not counts else ''}"
-            f"{f' (`{next(iter(counts))}`)' if counts else ''}: there is nothing to classify. "
-            "Write `task.classification.labels` if there are others."
+            f"the training rows contain {len(names)} class{'es' if not names else ''}"
+            f"{f' (`{names[0]}`)' if names else ''}: there is nothing to classify. "
+            f"Write `task.classification.labels` if there are others. {' '.join(lines)}"
         )
-    if not section.labels and len(counts) > _MAX_CLASSES:
+    if not section.labels and len(names) > _MAX_CLASSES:
         some = ", ".join(f"`{name}`" for name in islice(counts, 3))
         raise DataError(
-            f"the training rows contain {len(counts):,} classes ({some}, ...): is the column a class label? "
+            f"the training rows contain {len(names):,} classes ({some}, ...): is the column a class label? "
             "Map another column with `columns: {label: ...}`, or write `task.classification.labels`."
         )
-    names = section.labels or tuple(sort_names(counts))
+    if is_vector:
+        lines += (f"data.train: every list of labels has {length} numbers, 0 or 1, each of which is a class",)
     class_counts = [counts.get(name, 0) for name in names]
     if is_balanced:
-        weights = positive_weights(class_counts, num_rows) if is_multi else balanced_weights(class_counts)
-    return WeightedClasses(Classes(names), weights, tuple(class_counts))
+        weights = positive_weights(class_counts, num_labeled) if is_multi else balanced_weights(class_counts)
+    return WeightedClasses(Classes(names), weights, tuple(class_counts), is_vector=is_vector, lines=lines)
+
+
+def _vector_length(context: TaskContext, labels_of: LabelsOf) -> int:
+    """Return the length of all lists of labels if they are 0 or 1 for each class; 0 if they are names of classes.
+
+    Where they could be lists of the classes 0 and 1, one has a value twice, or two have both values in another order.
+    """
+    first, is_clear = None, False
+    for row in context.rows():
+        labels = result_or_error(labels_of, row)
+        if not isinstance(labels, list) or not labels:
+            continue
+        first = first or labels
+        if len(labels) != len(first) or not are_bits(labels):
+            return 0
+        is_clear = is_clear or labels != first or len(set(labels)) < len(labels)
+    return len(first) if first and is_clear and len(first) > 1 else 0
+
+
+def _no_labels(names: Iterable[str], texts: Collection[str]) -> set[str]:
+    """Return those of the names that mean "no label": -1 and -100 next to numbers from 0, or numbers next to texts.
+
+    The classes -1 and 1 are a pair.
+    """
+    others = [name for name in names if name not in NO_LABELS]
+    if others == ["1"] or any(name.startswith("-") and name[1:].isdecimal() for name in others):
+        return set()
+    are_numbers = all(map(str.isdecimal, others))
+    return {name for name in NO_LABELS if name in names and (are_numbers or name not in texts)}
 
 
 def class_loss_sum(

@@ -3,7 +3,7 @@
 Images are decoded in collation, in the loader's workers.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
@@ -91,7 +91,9 @@ class TextClassificationTask(BaseTask):
             is_multi = self.kind == "multi_label"
             self.classification = find_classes(context, partial(_labels_of, is_multi=is_multi))
             classes = self.classification.classes
-            labels = MultiLabelEncoder(classes) if is_multi else ClassLabelEncoder(classes)
+            labels = ClassLabelEncoder(classes)
+            if is_multi:
+                labels = MultiLabelEncoder(classes, self.classification.is_vector)
             self.data_facts = self.classification.data_facts
             head_values = self.classification.head_values
             problem_type = f"{self.kind}_classification"
@@ -176,11 +178,11 @@ class TextClassificationTask(BaseTask):
         return regression_loss_sum(logits, labels)
 
 
-def _labels_of(row: Row, *, is_multi: bool) -> Iterable[Any]:
+def _labels_of(row: Row, *, is_multi: bool) -> Sequence[Any] | Mapping[str, Any] | None:
     label = label_of(row)
     if is_multi:
         return read_label_list(label)
-    if isinstance(label, list):
+    if isinstance(label, list | dict):
         ClassLabelEncoder(Classes(()))(label)  # raises with the remedy
     return [label]
 
@@ -190,10 +192,11 @@ def _num_numbers(context: TaskContext) -> int:
     first_error = None
     for row in context.rows():
         try:
-            return len(read_label_numbers(label_of(row)))
+            if (label := label_of(row)) is not None:
+                return len(read_label_numbers(label))
         except DataError as error:
             first_error = first_error or error
-    raise DataError(f"data.train: no row has a number as its label; the first error: {first_error}")
+    raise DataError(f"data.train: no row has a number as its label; the first error: {first_error or 'it is null'}")
 
 
 class TokenClassificationTask(BaseTask):

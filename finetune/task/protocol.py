@@ -17,7 +17,8 @@ from finetune.config.sections.data import DataSection
 from finetune.config.sections.task import TaskSection
 from finetune.config.sections.train import LossKernel
 from finetune.data.batch import IGNORED, Batch
-from finetune.data.features import Features, Outcome, result_or_error
+from finetune.data.features import Features, Outcome, Unlabeled, result_or_error
+from finetune.data.formats.row_format import PLACEHOLDER, UNREAD_IMAGE
 from finetune.data.rows import Row
 from finetune.data.token_cache.chunks import Encode
 from finetune.data.token_cache.lengths import LengthLimit
@@ -134,7 +135,23 @@ class RequireMessages:
                 "model that reads images."
             )
             return [DataError(message)] * len(rows)
-        return self.encode(rows)
+        unread = [row.get(UNREAD_IMAGE) if PLACEHOLDER in str(row["messages"]) else None for row in rows]
+        return _encoded_but(rows, unread, self.encode, remedy=" and `task.name: vision_language_sft`")
+
+
+def _encoded_but(
+    rows: Sequence[Row], unread: Sequence[str | None], encode: Encode, *, remedy: str = ""
+) -> Sequence[Outcome]:
+    """Return the outcome of each row, for those with images in a column that is not read the error."""
+    encoded = iter(encode([row for row, column in zip(rows, unread, strict=True) if not column]))
+    return [
+        DataError(
+            f"has images in the column `{column}`, which are not read. Write `columns: {{images: {column}}}`{remedy}."
+        )
+        if column
+        else next(encoded)
+        for column in unread
+    ]
 
 
 @recorded_as("task.expecting.PicturedTurns")
@@ -148,7 +165,7 @@ class RequireImageMessages:
         """Return the features or the error of each row."""
         if any("messages" not in row for row in rows):
             return [DataError("the row has no turns. Write `messages`, or another format of turns.")] * len(rows)
-        return self.encode(rows)
+        return _encoded_but(rows, [row.get(UNREAD_IMAGE) for row in rows], self.encode)
 
 
 @recorded_as("task.expecting.OnlyText")
@@ -219,6 +236,8 @@ class BaseTask:
         (outcome,) = encode([row])
         if isinstance(outcome, DataError):
             raise outcome
+        if isinstance(outcome, Unlabeled):
+            return None
         return outcome[-1] if isinstance(outcome, tuple) else outcome
 
     @abstractmethod

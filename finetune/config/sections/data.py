@@ -30,6 +30,7 @@ from finetune.registry.formats import FORMATS, SOURCES
 
 SourceName = Annotated[str, OneOf(SOURCES)]
 Format = Annotated[str, OneOf(FORMATS)]
+YourColumns = Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
 MixedSources = Annotated[tuple["MixedSourceSection", ...], Field(strict=False)]
 Auto = Literal["auto"]
 
@@ -55,8 +56,10 @@ class SourceSection(Section):
         f"{FORMATS.describe()} Unset, the first row's columns decide, and the choice is printed.",
         None,
     )
-    columns: dict[str, str | Position] = key(
-        "From the format's column name to yours: `{prompt: question, output: answer}`. With positions (from 0) a CSV "
+    columns: dict[str, str | Position | YourColumns] = key(
+        "From the format's column name to yours: `{prompt: question, output: answer}`; for `negatives` and `label` "
+        "also several: `{negatives: [negative_1, negative_2]}`, and for `kind: multi_label` the classes, each a column "
+        "of 0 or 1: `{label: [toxic, insult]}`. With positions (from 0) a CSV "
         "file has no header: `{label: 0, text: 1}`, or names for templates: `{0: label, 1: title, 2: body}`. Of a "
         "CoNLL file unset, the first and the last: `{tokens: 0, tags: 3}`.",
         {},
@@ -109,8 +112,18 @@ class SourceSection(Section):
         return {
             name: named.get(yours, str(yours)) if isinstance(yours, int) else yours
             for name, yours in self.columns.items()
-            if not name.isdecimal()
+            if not name.isdecimal() and not isinstance(yours, tuple)
         }
+
+    @property
+    def mapped(self) -> dict[str, tuple[str, ...]]:
+        """Return the row's columns of every one of the format's columns in `columns`."""
+        return {**{name: (yours,) for name, yours in self.column_names.items()}, **self.joined_columns}
+
+    @property
+    def joined_columns(self) -> dict[str, tuple[str, ...]]:
+        """Return the row's columns of each of the format's columns that is made of several."""
+        return {name: yours for name, yours in self.columns.items() if isinstance(yours, tuple)}
 
 
 class StreamSection(Section):

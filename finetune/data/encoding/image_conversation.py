@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from finetune.data.encoding.control_tokens import texts_in
 from finetune.data.encoding.conversation import ConversationEncoder, DroppedContentCheck
 from finetune.data.encoding.target_spans import LAST_ALONE, RenderedChat, Span, TrainOn
 from finetune.data.encoding.tokenizer import EncodedText
 from finetune.data.features import Features
+from finetune.data.formats.row_format import PLACEHOLDER
 from finetune.data.images import decode_image
 from finetune.data.rows import Row, Turn
 from finetune.data.templates.chat_template import is_special
@@ -174,12 +176,18 @@ class ImageConversationEncoder(ConversationEncoder):
         return [_in_parts(turn) for turn in turns] if self._as_parts else turns
 
     def _rendered_chat(self, row: Row, drops: DroppedContentCheck) -> RenderedChat | None:
+        mark = self.pictures.mark
+        texts = () if row.get("images") else texts_in(row["messages"])
+        if any(name in text for text in texts for name in (mark, PLACEHOLDER)):
+            raise DataError(
+                f"has no images, but a text with the placeholder of one (`{mark}` or `{PLACEHOLDER}`). Name the column "
+                "of its images with `columns: {images: NAME}`, or remove the placeholder."
+            )
         chat = super()._rendered_chat(row, drops)
         if chat is None:
             return None
         contents = [content for turn in self._turns(row) if isinstance(content := turn.get("content"), list)]
         num_images = sum(part.get("type") == "image" for content in contents for part in content)
-        mark = self.pictures.mark
         if (num_marks := chat.text.count(mark)) != num_images:
             raise DataError(
                 f"has {num_images} images, but the rendered conversation contains `{mark}`, the processor's image "

@@ -12,8 +12,8 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from finetune.data.encoding.text import TextRowsEncoder, Truncation, arrays_in, arrays_of
-from finetune.data.features import Features, Outcome, result_or_error
-from finetune.data.formats.columns import quoted_list
+from finetune.data.features import UNLABELED, Features, Outcome, Unlabeled, result_or_error
+from finetune.data.formats.columns import NO_LABELS, quoted_list
 from finetune.data.images import Mode, StoredImage, decode_image
 from finetune.data.rows import Row, describe, parse_json, require_valid_unicode, shortened
 from finetune.data.upstream import truncating
@@ -47,9 +47,23 @@ class Classes:
             )
         return index
 
+    def has_no_label(self, label: Any) -> bool:
+        """Return whether the label means that there is none: null, or -1 or -100 unless it is a class.
+
+        As text, as in a CSV file, the numbers mean that only if all classes are numbers.
+        """
+        if label is None:
+            return True
+        is_text = isinstance(label, str) and label in NO_LABELS and all(map(str.isdecimal, self.names))
+        is_number = isinstance(label, int | float) and label in _NO_NUMBERS
+        return (is_text or is_number) and label_name(label) not in self._indices
+
     @cached_property
     def _indices(self) -> dict[str, int]:
         return {name: index for index, name in enumerate(self.names)}
+
+
+_NO_NUMBERS = tuple(map(int, NO_LABELS))
 
 
 def label_name(label: Any) -> str:
@@ -112,8 +126,9 @@ _LARGEST = 1e38
 """The largest number of a label: labels become float32."""
 
 
-LabelEncoder = Callable[[Any], np.ndarray]
-"""Converts a row's label to an array of numbers, 1-D; raises DataError for any other label. Must be picklable."""
+LabelEncoder = Callable[[Any], np.ndarray | None]
+"""Converts a row's label to an array of numbers, 1-D, or None if it means that there is none; raises DataError for any
+other label. Must be picklable."""
 
 
 @dataclass(frozen=True)
@@ -122,26 +137,39 @@ class ClassLabelEncoder:
 
     classes: Classes
 
-    def __call__(self, label: Any) -> np.ndarray:
-        """Return the index of the class, int64 [1]."""
-        if isinstance(label, list):
+    def __call__(self, label: Any) -> np.ndarray | None:
+        """Return the index of the class, int64 [1]; None without a label."""
+        if isinstance(label, list | dict):
             raise DataError(
-                "the label is a list. Write one class, or `task.classification.kind: multi_label` (for numbers: "
-                "`regression`)."
+                f"the label is {describe(label)}. Write one class, or `task.classification.kind: multi_label` (for "
+                "numbers: `regression`)."
             )
-        return np.array([self.classes.index(label)], np.int64)
+        return None if self.classes.has_no_label(label) else np.array([self.classes.index(label)], np.int64)
 
 
 @dataclass(frozen=True)
 class MultiLabelEncoder:
-    """Encodes a label that is a list of class names, possibly empty."""
+    """Encodes a label that is a list of class names, possibly empty, or 0 or 1 for each class."""
 
     classes: Classes
+    is_vector: bool = False  # whether lists are 0 or 1 for each class even where `0` or `1` is a class
 
-    def __call__(self, label: Any) -> np.ndarray:
-        """Return whether each class applies, float32 [classes]."""
+    def __call__(self, label: Any) -> np.ndarray | None:
+        """Return whether each class applies, float32 [classes]; None without a label."""
+        value = read_label_list(label)
+        if value is None or (isinstance(value, list) and len(value) == 1 and self.classes.has_no_label(value[0])):
+            return None
+        may_be_vector = self.is_vector or not {"0", "1"} & set(self.classes.names)
+        if isinstance(value, list) and value and may_be_vector and (self.is_vector or are_bits(value)):
+            if len(value) != len(self.classes):
+                raise DataError(
+                    f"the label has {len(value)} numbers, but there are {len(self.classes)} classes. Fix the label, or "
+                    "`task.classification.labels`."
+                )
+            value = dict(zip(self.classes.names, value, strict=True))
         applies = np.zeros(len(self.classes), np.float32)
-        applies[[self.classes.index(name) for name in read_label_list(label)]] = 1.0
+        indices = {name: self.classes.index(name) for name in value}
+        applies[[indices[name] for name in present_classes(value)]] = 1.0
         return applies
 
 
@@ -151,8 +179,10 @@ class NumericLabelEncoder:
 
     num_numbers: int
 
-    def __call__(self, label: Any) -> np.ndarray:
-        """Return the numbers, float64 [numbers]."""
+    def __call__(self, label: Any) -> np.ndarray | None:
+        """Return the numbers, float64 [numbers]; None without a label."""
+        if label is None:
+            return None
         values = read_label_numbers(label)
         if len(values) != self.num_numbers:
             raise DataError(
@@ -162,25 +192,55 @@ class NumericLabelEncoder:
         return np.array(values, np.float64)
 
 
-def read_label_list(label: Any) -> Sequence[Any]:
-    """Return the class names in a multi-label; a string is parsed as a JSON list."""
+def read_label_list(label: Any) -> list[Any] | Mapping[str, Any] | None:
+    """Return the class names in a multi-label, or 0 or 1 by class name; None if it is null or has none.
+
+    A string is parsed as JSON.
+    """
     value = label
     if isinstance(label, str):
         try:
             value = parse_json(label)
         except (ValueError, DataError):
             value = label
-    if not isinstance(value, list):
+    if isinstance(value, Mapping):
+        return None if value and all(bit is None or str(bit) in NO_LABELS for bit in value.values()) else value
+    if value is not None and not isinstance(value, list):
+        separator = next((mark for mark in _SEPARATORS if isinstance(label, str) and mark in label), ",")
         raise DataError(
             f"the label must be a list of classes ([] for none), but is {describe(label)}. Write "
-            '["a", "b"], or `task.classification.kind: single_label`.'
+            '["a", "b"], or `task.classification.kind: single_label`. Texts such as '
+            f"`a{separator}b` become lists by `template: {{label: \"{{{{ (label.split('{separator}') if label else [])"
+            ' | tojson }}"}`, where `label` is the name of your column.'
         )
     return value
 
 
+_SEPARATORS = ("|", ";", ",", " ")
+
+
+def are_bits(values: Iterable[Any]) -> bool:
+    """Return whether all values are 0 or 1, as numbers, booleans or text."""
+    return all(str(value).lower() in _BITS for value in values)
+
+
+_BITS = {"0": False, "1": True, "0.0": False, "1.0": True, "false": False, "true": True}
+
+
+def present_classes(value: Iterable[Any] | Mapping[str, Any]) -> list[Any]:
+    """Return the classes in a list, or those with 1 in an object; raises DataError for another value in it."""
+    if not isinstance(value, Mapping):
+        return list(value)
+    for name, bit in value.items():
+        if str(bit).lower() not in _BITS:
+            raise DataError(f"the label of class `{name}` must be 0 or 1, but is {describe(bit)}.")
+    return [name for name, bit in value.items() if _BITS[str(bit).lower()]]
+
+
 def read_label_numbers(label: Any) -> Sequence[float]:
     """Return the numbers of a label: a number, a list of numbers, or a string that holds one, as in a CSV file."""
-    numbers = [_number(value) for value in (label if isinstance(label, list) else [label])]
+    values = list(label.values()) if isinstance(label, dict) else label if isinstance(label, list) else [label]
+    numbers = [_number(value) for value in values]
     if not numbers:
         raise DataError("the label is an empty list. Write a number.")
     return numbers
@@ -228,7 +288,7 @@ class LabelledTextEncoder(TextRowsEncoder):
     def _encoded(self, rows: Sequence[Row]) -> list[Outcome]:
         """Return the features of each row; None for a row without text, or its error."""
         labels = [result_or_error(self._label, row) for row in rows]
-        outcomes: list[Outcome] = [label if isinstance(label, DataError) else None for label in labels]
+        outcomes: list[Outcome] = [None if isinstance(label, np.ndarray) else label for label in labels]
         for is_pair in (False, True):
             indices = [index for index, row in enumerate(rows) if ("text_pair" in row) is is_pair]
             good = [(index, label) for index in indices if isinstance(label := labels[index], np.ndarray)]
@@ -238,9 +298,11 @@ class LabelledTextEncoder(TextRowsEncoder):
                 outcomes[index] = Features({**arrays, LABELS: label}, cut_tokens=lost)
         return outcomes
 
-    def _label(self, row: Row) -> np.ndarray | None:
+    def _label(self, row: Row) -> np.ndarray | Unlabeled | None:
         """Return the row's label; None if the row has no text."""
         label = self._labels(label_of(row))
+        if label is None:
+            return UNLABELED
         texts = [require_valid_unicode(row[name]) for name in ("text", "text_pair") if name in row]
         return label if any(text.strip() for text in texts) else None
 
@@ -271,6 +333,9 @@ def _texts(rows: Sequence[Row]) -> tuple[list[str], ...]:
     return tuple([row[name] for row in rows] for name in names)
 
 
+IGNORED_TAG = -1
+"""The index of the tag of a word without one."""
+
 Encoded = tuple[np.ndarray, Mapping[str, np.ndarray]]
 """The word index of each token, -1 for special tokens, and the model inputs."""
 
@@ -280,8 +345,8 @@ class TaggedWordsEncoder(TextRowsEncoder):
     """Encodes sentences that are split into words, with the tokenizer's special tokens.
 
     Samples hold `input_ids` (uint32), `token_type_ids` (uint8) if the tokenizer returns them, `is_target` (bool) and
-    `labels` (int32), all of the same length: the first token of a word is a target, its label the index of the word's
-    tag. A word that produces no token is replaced by the unknown token, so that every word counts. Words after the
+    `labels` (int32), all of the same length: the first token of a word with a tag is a target, its label the index of
+    the tag. A word that produces no token is replaced by the unknown token, so that every word counts. Words after the
     first get a leading space if the tokenizer would otherwise join them (GPT-2, RoBERTa). Raises DataError for a
     tokenizer that does not map tokens to words.
     """
@@ -306,18 +371,21 @@ class TaggedWordsEncoder(TextRowsEncoder):
     def _encoded(self, rows: Sequence[Row]) -> list[Outcome]:
         """Return the features of each row; None for a row without words, or its error."""
         tags = [result_or_error(self._tags, row) for row in rows]
-        good = [index for index, tag_ids in enumerate(tags) if isinstance(tag_ids, np.ndarray) and len(tag_ids)]
-        outcomes: list[Outcome] = [tag_ids if isinstance(tag_ids, DataError) else None for tag_ids in tags]
+        good = [index for index, ids in enumerate(tags) if isinstance(ids, np.ndarray) and (ids != IGNORED_TAG).any()]
+        outcomes: list[Outcome] = [
+            ids if isinstance(ids, DataError) else UNLABELED if len(ids) else None for ids in tags
+        ]
         for index, encoded in zip(good, self._tokenized([rows[index]["tokens"] for index in good]), strict=True):
             outcomes[index] = result_or_error(self._features, rows[index]["tokens"], tags[index], encoded)
         return outcomes
 
     def _tags(self, row: Row) -> np.ndarray:
-        """Return the index of each word's tag."""
+        """Return the index of each word's tag; IGNORED_TAG for a word without one."""
         tags = tags_of(row)
         for word in row["tokens"]:
             require_valid_unicode(word)
-        return np.array([self._classes.index(tag) for tag in tags], np.int32)
+        has_none = self._classes.has_no_label
+        return np.array([IGNORED_TAG if has_none(tag) else self._classes.index(tag) for tag in tags], np.int32)
 
     def _features(self, words: Sequence[str], tags: np.ndarray, encoded: Encoded) -> Features:
         lost = set(range(len(words))) - set(encoded[0].tolist())
@@ -331,7 +399,7 @@ class TaggedWordsEncoder(TextRowsEncoder):
                 )
             (encoded,) = self._tokenized([[unknown if index in lost else word for index, word in enumerate(words)]])
         word_of, arrays = encoded
-        is_target = (word_of >= 0) & (word_of != np.append(-1, word_of[:-1]))
+        is_target = (word_of >= 0) & (word_of != np.append(-1, word_of[:-1])) & (tags[word_of] != IGNORED_TAG)
         labels = np.where(is_target, tags[word_of], 0).astype(np.int32)
         return Features({**arrays, "is_target": is_target, LABELS: labels})
 
@@ -372,7 +440,9 @@ class LabelledImageEncoder:
         """Return label, encoded bytes and name of each row, or its error."""
         return [result_or_error(self._encoded, row) for row in rows]
 
-    def _encoded(self, row: Row) -> Features:
+    def _encoded(self, row: Row) -> Features | Unlabeled:
+        if self.classes.has_no_label(row["label"]):
+            return UNLABELED
         image: StoredImage = row["image"]
         content = image.read()
         try:

@@ -7,7 +7,7 @@ from functools import reduce
 import numpy as np
 
 from finetune.data.encoding.conversation import ConversationEncoder
-from finetune.data.features import LENGTHS_OF_SEQUENCES, Features, Findings, Outcome
+from finetune.data.features import LENGTHS_OF_SEQUENCES, Features, Findings, Outcome, result_or_error
 from finetune.data.rows import ARGUMENTS, Row, Turn
 from finetune.errors import DataError
 from finetune.runtime.files.digests import recorded_as
@@ -25,8 +25,9 @@ class PreferenceEncoder:
     A sample's `input_ids` and `is_target` hold its concatenated sequences, whose lengths are in `sequence_lengths`:
     chosen and rejected, or the judged completion. Targets are the assistant turns of the answers, including their end
     of turn. With `judged`, `is_good` has the verdict on each answer, and the answers are followed by as many mismatched
-    sequences: the prompt with the answers of the next row of the chunk (for the last row, the first). KTO takes its
-    reference point from these.
+    sequences: the prompt with the answers of the next row of the chunk that has another prompt (after the last row
+    follows the first). KTO takes its reference point from these. Where all rows of a chunk have the same prompt, they
+    are those of the next row, and `has_same_prompt` is set.
     """
 
     encode: ConversationEncoder
@@ -36,13 +37,8 @@ class PreferenceEncoder:
 
     def __call__(self, rows: Sequence[Row]) -> list[Outcome]:
         """Return the features of each row; None if an answer has no targets, or both answers are the same."""
-        plans: list[_Plan | DataError] = []
-        for index, row in enumerate(rows):
-            try:
-                partner = rows[(index + 1) % len(rows)] if self.judged else None
-                plans.append(self._plan(row, partner))
-            except DataError as error:
-                plans.append(error)
+        partners = _partners(rows) if self.judged else [None] * len(rows)
+        plans = [result_or_error(self._plan, row, partner) for row, partner in zip(rows, partners, strict=True)]
         conversations = [
             conversation for plan in plans if isinstance(plan, _Plan) for conversation in plan.conversations
         ]
@@ -77,7 +73,8 @@ class PreferenceEncoder:
         conversations: tuple[Row, ...] = tuple(  # assistant turns of the prompt are context
             {"messages": [*row["prompt"], *side], "num_context_turns": len(row["prompt"]), **shared} for side in sides
         )
-        return _Plan(conversations, extra_arrays)
+        has_same_prompt = partner is not None and _question(partner) == _question(row)
+        return _Plan(conversations, extra_arrays, has_same_prompt=has_same_prompt)
 
     def _answers(self, row: Row) -> list[tuple[Sequence[Turn], bool]]:
         """Return the answers, and whether each is good; raises DataError for a row without answers."""
@@ -91,12 +88,28 @@ class PreferenceEncoder:
         )
 
 
+def _question(row: Row) -> str:
+    """Return what an answer of the row answers, as text that is equal for equal prompts and tools."""
+    return repr((row.get("prompt"), row.get("tools")))
+
+
+def _partners(rows: Sequence[Row]) -> list[Row]:
+    """Return, for each row, the next one with another prompt; without one, the next row."""
+    questions, num = [_question(row) for row in rows], len(rows)
+    partners = [*range(1, 2 * num + 1)]  # of the rows twice in a row, so that the first follow the last
+    for index in reversed(range(2 * num - 1)) if len(set(questions)) > 1 else ():
+        if questions[(index + 1) % num] == questions[index % num]:
+            partners[index] = partners[index + 1]
+    return [rows[index % num] for index in partners[:num]]
+
+
 @dataclass(frozen=True)
 class _Plan:
     """The conversations of a sample and its further arrays; without conversations the row has no target."""
 
     conversations: tuple[Row, ...]
     extra_arrays: Mapping[str, np.ndarray]
+    has_same_prompt: bool = False
 
     def outcome(self, encoded: Sequence[Outcome]) -> Outcome:
         """Return the sample of the encoded conversations."""
@@ -110,8 +123,9 @@ class _Plan:
             name: np.concatenate([sequence.arrays[name] for sequence in sequences]) for name in sequences[0].arrays
         }
         lengths = np.array([sequence.length for sequence in sequences], np.int32)
+        found = Findings(frozenset({"same_prompt_rows"} if self.has_same_prompt else ()))
         own = sequences[: len(self.extra_arrays.get(IS_GOOD, sequences))]  # without the mismatched ones
         return Features(
             {**arrays, LENGTHS_OF_SEQUENCES: lengths, **self.extra_arrays},
-            findings=reduce(Findings.plus, (sequence.findings for sequence in own)),
+            findings=reduce(Findings.plus, (sequence.findings for sequence in own), found),
         )

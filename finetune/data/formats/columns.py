@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,11 +10,20 @@ from typing import Any
 
 from finetune.config.section import DELIMITED_KINDS
 from finetune.config.sections.data import SourceSection
-from finetune.data.images import ImageRoot, StoredImage, folder_of, stored_image
+from finetune.data.images import ImageRoot, StoredImage, folder_of, looks_like_images, stored_image
 from finetune.data.rows import RawRow, Row, describe, parse_json, record_paths, shortened
 from finetune.data.templates.row_template import WHOLE_ROW, columns_used, render_template
 from finetune.errors import DataError
 from finetune.registry.formats import FORMATS
+
+NO_LABELS = ("-1", "-100")
+"""Numbers that mean "no label" in datasets of Hugging Face and in torch (`ignore_index`), next to null."""
+
+NOTES = "notes"
+"""What is counted about a row that its format read, in a key of it: a tuple of texts."""
+
+_JSON_OF_TURNS = re.compile(r"""\s*(\[\s*)?\{\s*"(role|from|content|value|weight|tool_calls)"\s*:""")
+"""The beginning of a turn, or of a list of turns, as JSON text."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +34,7 @@ class ColumnNames:
     columns: Mapping[str, str]  # from the format's column to the user's
     template: Mapping[str, Any]  # from the format's column to a Jinja text, or to turns with such texts
     key: str  # of the source in the job YAML
+    joined: Mapping[str, Sequence[str]] = field(default_factory=dict)  # a format's column that is made of several
     classes: Mapping[str, Sequence[str]] = field(default_factory=dict)  # by the format's column: names of 0, 1, 2, ...
     image_root: ImageRoot | None = None  # for files of images
     has_arguments: bool = False  # the first row has chat template arguments
@@ -48,12 +59,18 @@ class Columns:
             if column not in self._rendered:
                 self._rendered[column] = render_template(self.names.template[column], self.row, column=column)
             return self._rendered[column]
-        name = self.names.columns.get(column, column)
+        if column in self.names.joined:
+            return {name: self._required(name, column=column) for name in self.names.joined[column]}
+        return self._required(self.names.columns.get(column, column), column=column)
+
+    def _required(self, name: str, *, column: str) -> Any:
         if name not in self.row:
-            raise DataError(
-                f"has no column `{name}`; its columns are {quoted_list(self.row)}. "
-                f"Map it with {self.names.key}.columns: {{{column}: NAME OF YOUR COLUMN}}."
-            )
+            key = f"{self.names.key}.columns"
+            is_mapped = column in self.names.columns or column in self.names.joined
+            remedy = f"Map it with {key}: {{{column}: NAME OF YOUR COLUMN}}."
+            if is_mapped:
+                remedy = f"`{key}.{column}` names it. Fix the row, or name another column."
+            raise DataError(f"has no column `{name}`; its columns are {quoted_list(self.row)}. {remedy}")
         return self.row[name]
 
     def text(self, column: str) -> str:
@@ -89,26 +106,60 @@ class Columns:
         return truth
 
     def optional(self, column: str) -> Any:
-        """Return the value, None if the row has none; a column mapped by the user is required."""
-        is_named = column in self.names.columns or column in self.names.template
-        return self.value(column) if is_named else self.row.get(column)
+        """Return the value, None if the row has none."""
+        if column in self.names.template:
+            return self.value(column)
+        if column in self.names.joined:
+            return {name: self.row.get(name) for name in self.names.joined[column]}
+        return self.row.get(self.names.columns.get(column, column))
+
+    def lacking(self) -> tuple[str, ...]:
+        """Return the user's columns that are mapped to optional ones and that the row does not have."""
+        mapped = {**{column: (name,) for column, name in self.names.columns.items()}, **self.names.joined}
+        optional = FORMATS[self.names.format].optional
+        return tuple(name for column in mapped if column in optional for name in mapped[column] if name not in self.row)
 
     def optional_text(self, column: str) -> str:
         """Return the text, empty if the row has none."""
         return "" if self.optional(column) is None else self.text(column)
 
+    def turns(self, column: str) -> Any:
+        """Return the value of a column of turns or of a text; of a template, JSON text of turns is parsed.
+
+        Other text that a template renders, such as a list of tool calls, stays text.
+        """
+        value = self.value(column)
+        if column not in self.names.template or not isinstance(value, str) or not _JSON_OF_TURNS.match(value):
+            return value
+        parsed = self.json_value(column)
+        turns = parsed if isinstance(parsed, list) else [parsed]
+        return parsed if all(isinstance(turn, dict) and turn.keys() & {"role", "from"} for turn in turns) else value
+
+    def listed(self, column: str) -> Any:
+        """Return the value, of a template its JSON list if it renders to one."""
+        value = self.value(column)
+        return self.json_value(column) if isinstance(value, str) and value.lstrip().startswith("[") else value
+
+    def unread_image(self) -> str:
+        """Return the column with images that the job does not map to `images`; empty if it maps one."""
+        if "images" in self.names.columns or "images" in self.names.template:
+            return ""
+        return next((name for name, value in self.row.items() if name != "images" and looks_like_images(value)), "")
+
     def labels(self, column: str) -> Any:
-        """Return a label or a list of labels; integers are replaced by the dataset's names for them."""
+        """Return a label or a list of labels; integers are replaced by the dataset's names, None for -1 and -100."""
         value, names = self.value(column), self.names.classes.get(column)
         if names is None:
             return value
         labels = []
         for label in value if isinstance(value, list) else [value]:
             is_number = isinstance(label, int) and not isinstance(label, bool)
-            if is_number and not 0 <= label < len(names):
-                reason = "which means no label" if label == -1 else f"but there are {len(names)} classes"
-                raise DataError(f"{self.title(column)} is {label}, {reason}. Fix the row, or remove it.")
-            labels.append(names[label] if is_number else label)
+            is_label = is_number and str(label) not in NO_LABELS
+            if is_label and not 0 <= label < len(names):
+                raise DataError(
+                    f"{self.title(column)} is {label}, but there are {len(names)} classes. Fix the row, or remove it."
+                )
+            labels.append(names[label] if is_label else None if is_number else label)
         return labels if isinstance(value, list) else labels[0]
 
     def json_value(self, column: str) -> Any:
@@ -130,6 +181,8 @@ class Columns:
         """Return the column's name for messages."""
         if column in self.names.template:
             return f"the result of the template of `{column}`"
+        if column in self.names.joined:
+            return f"the columns {quoted_list(self.names.joined[column])}"
         return f"column `{self.names.columns.get(column, column)}`"
 
 
@@ -189,12 +242,12 @@ def require_columns(section: SourceSection, form: str, first: RawRow, *, key: st
     row = first.parse()
     if suffix not in DELIMITED_KINDS or any(WHOLE_ROW in columns_used(text) for text in section.template.values()):
         return
-    names = section.column_names
     expected = [column for column in FORMATS[form].required if column not in section.template]
-    missing = [names.get(column, column) for column in expected if names.get(column, column) not in row]
+    mapped = {column: section.mapped.get(column, (column,)) for column in (*expected, *section.mapped)}
+    missing = {name: column for column, names in mapped.items() for name in names if name not in row}
     if missing:
         raise DataError(
             f"{first.location}: has no column {quoted_list(missing)} for format `{form}`; its columns are "
-            f"{quoted_list(row)}. Map yours with {key}.columns: {{{expected[0]}: NAME OF YOUR COLUMN}}."
+            f"{quoted_list(row)}. Map yours with {key}.columns: {{{next(iter(missing.values()))}: NAME OF YOUR COLUMN}}."
             f"{column_hint(section, row, suffix=suffix)}"
         )

@@ -7,7 +7,7 @@ from itertools import takewhile
 from typing import Any, cast
 
 from finetune.config.sections.data import SourceSection
-from finetune.data.formats.columns import ColumnNames, Columns, quoted_list
+from finetune.data.formats.columns import NOTES, ColumnNames, Columns, quoted_list
 from finetune.data.images import ImageRoot
 from finetune.data.rows import (
     ARGUMENTS,
@@ -30,12 +30,16 @@ from finetune.registry.plugins import code_identity
 
 
 def read_labelled(columns: Columns) -> Row:
-    """Return `text`, optionally `text_pair`, and `label`: a label or a number, or a list of these."""
+    """Return `text`, optionally `text_pair`, and `label`: a label or number, a list of these, or 0 or 1 by class."""
     label = columns.labels("label")
-    if not all(isinstance(value, str | int | float) for value in (label if isinstance(label, list) else [label])):
+    values = label.values() if isinstance(label, dict) else label if isinstance(label, list) else [label]
+    if not all(value is None or isinstance(value, str | int | float) for value in values):
+        hint = ""
+        if isinstance(label, list) and all(isinstance(value, list | dict) for value in label):
+            hint = f" Write `format: spans` with `columns: {{spans: {columns.names.columns.get('label', 'label')}}}`."
         raise DataError(
             f"{columns.title('label')} must be text, a number or a boolean, or a list of texts or numbers, but is "
-            f"{describe(label)}."
+            f"{describe(label)}.{hint}"
         )
     row = {"text": columns.text("text"), "label": label}
     return row if columns.optional("text_pair") is None else {**row, "text_pair": columns.text("text_pair")}
@@ -46,7 +50,7 @@ def read_tagged(columns: Columns) -> Row:
     words, tags = columns.value("tokens"), columns.labels("tags")
     if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
         raise DataError(f"{columns.title('tokens')} must be a list of texts, but is {describe(words)}.")
-    if not isinstance(tags, list) or not all(isinstance(tag, str | int) for tag in tags):
+    if not isinstance(tags, list) or not all(tag is None or isinstance(tag, str | int) for tag in tags):
         raise DataError(f"{columns.title('tags')} must be a list of texts or numbers, but is {describe(tags)}.")
     if len(words) != len(tags):
         raise DataError(
@@ -95,7 +99,10 @@ class ColumnFormat(RowFormat):
         """
         row = raw.parse()
         try:
-            return self._read(Columns(self.names, row, origin=raw.origin))
+            columns = Columns(self.names, row, origin=raw.origin)
+            read = self._read(columns)
+            notes = (*read.get(NOTES, ()), *columns.lacking())
+            return {**read, NOTES: notes} if notes else read
         except (DataError, *FAULTS_OF_VALUES) as error:
             raise DataError(f"{raw.location}: {error}") from error
 
@@ -104,6 +111,8 @@ class ColumnFormat(RowFormat):
         names, code = self.names, code_identity(FORMATS[self.names.format])
         mappings = [dict(sorted(mapping.items())) for mapping in (names.columns, names.template)]
         parts: list[Any] = [names.format, *code, *mappings]
+        if names.joined:
+            parts.append({column: list(yours) for column, yours in names.joined.items()})
         if names.image_root is not None and names.image_root.counts_from is not None:
             parts.append(str(names.image_root.counts_from))
         if names.has_arguments:
@@ -135,12 +144,13 @@ def choose_format(
     expected = FORMATS[name].columns
     by_template = {name for written in section.template.values() for name in columns_used(written)}
     by_name = {section.column_names.get(column, column) for column in expected if column not in section.template}
+    by_name |= {column for yours in section.joined_columns.values() for column in yours}
     is_whole_read = WHOLE_ROW in by_template
     unread = [] if is_whole_read else [name for name in row if name not in by_template | by_name]
     if section.format is None:
         used = [column for column in _available(section, row) if column not in unread]
         log(f"{key}.format is not set: the columns {quoted_list(used)} are read as `{name}`")
-    for field, columns in (("columns", section.column_names), ("template", section.template)):
+    for field, columns in (("columns", section.mapped), ("template", section.template)):
         for column in columns:
             if column not in expected:
                 raise DataError(
@@ -161,6 +171,7 @@ def choose_format(
         columns=section.column_names,
         template=dict(section.template),
         key=key,
+        joined=section.joined_columns,
         classes=classes,
         image_root=image_root,
         has_arguments=ARGUMENTS in expected and ARGUMENTS in row,
@@ -171,8 +182,9 @@ def choose_format(
 def _detect(section: SourceSection, first: RawRow, *, key: str) -> str:
     available = _available(section, first.parse())
     for form in (form for form in FORMATS if not form.plugin):  # a plugin's is only read where it is named
-        has_required = all(section.column_names.get(column, column) in available for column in form.required)
-        if has_required and all(column in form.columns for column in (*section.column_names, *section.template)):
+        names = [section.mapped.get(column, (column,)) for column in form.required]
+        has_required = all(name in available for yours in names for name in yours)
+        if has_required and all(column in form.columns for column in (*section.mapped, *section.template)):
             return form.name
     choices = "; ".join(f"{form.name}: {quoted_list(form.required)}" for form in FORMATS)
     raise UnknownFormat(
@@ -190,21 +202,21 @@ def _available(section: SourceSection, row: Row) -> tuple[str, ...]:
 def read_messages(columns: Columns) -> Row:
     """Return the turns."""
     turns = read_turns(columns.json_value("messages"), title=columns.title("messages"), with_images=True)
-    return _with_tools(attach_images({"messages": turns}, columns), columns)
+    return _with_tools(attach_images({"messages": _with_system(turns, columns)}, columns), columns)
 
 
 def read_conversations(columns: Columns) -> Row:
     """Return the turns of a ShareGPT conversation, after the row's `system` text."""
     value, title = columns.json_value("conversations"), columns.title("conversations")
-    turns = [*_system(columns), *read_turns(value, title=title, with_images=True)]
-    return _with_tools(attach_images({"messages": turns}, columns), columns)
+    turns = read_turns(value, title=title, with_images=True)
+    return _with_tools(attach_images({"messages": _with_system(turns, columns)}, columns), columns)
 
 
 def read_prompt_completion(columns: Columns) -> Row:
     """Join prompt and completion; answers in a prompt of several turns are context, not targets."""
     prompt = _turns_of(columns, "prompt", by="user", with_images=True)
-    completion = _turns_of(columns, "completion", by="assistant", with_images=True)
-    row: dict[str, Any] = {"messages": [*prompt, *completion]}
+    prompt, (completion,), notes = _exchange(columns, prompt, ("completion",), with_images=True)
+    row: dict[str, Any] = {"messages": [*prompt, *completion], **notes}
     if any(turn["role"] == "assistant" for turn in prompt):
         row["num_context_turns"] = len(prompt)
     return _with_tools(attach_images(row, columns), columns)
@@ -214,25 +226,22 @@ def read_instruction(columns: Columns) -> Row:
     """Join instruction and input with an empty line, as in Alpaca."""
     question = "\n\n".join(part for part in (columns.text("instruction"), columns.optional_text("input")) if part)
     exchange = [{"role": "user", "content": question}, {"role": "assistant", "content": columns.text("output")}]
-    turns = [*_system(columns), *exchange]
-    return _with_tools(attach_images({"messages": turns}, columns), columns, has_tools=False)
+    row = {"messages": _with_system(exchange, columns)}
+    return _with_tools(attach_images(row, columns), columns, has_tools=False)
 
 
 def read_preference(columns: Columns) -> Row:
     """Return prompt and both answers as turns; the default prompt is the common start of both conversations."""
-    sides = {name: _turns_of(columns, name, by="assistant") for name in ("chosen", "rejected")}
-    if columns.optional("prompt") is not None:
-        prompt = _turns_of(columns, "prompt", by="user")
-    else:
-        if isinstance(columns.value("chosen"), str) or isinstance(columns.value("rejected"), str):
-            raise DataError(
-                f"has no `prompt`, and {columns.title('chosen')} is text without one. Map the prompt with `columns`, "
-                f"or convert the transcript to turns with a `template`."
-            )
-        pairs = zip(sides["chosen"][:-1], sides["rejected"][:-1], strict=False)
-        prompt = [turn for turn, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
-        sides = {name: turns[len(prompt) :] for name, turns in sides.items()}
-    row: dict[str, Any] = {"prompt": prompt, **sides}
+    has_prompt = columns.optional("prompt") is not None
+    for name in () if has_prompt else (name for name in _PAIR if isinstance(columns.turns(name), str)):
+        raise DataError(
+            f"has no `prompt`, and {columns.title(name)} is text without one. Map the prompt with `columns`, "
+            f"or convert the transcript to turns with a `template`: "
+            f"`{name}: \"{{{{ {name} | transcript('Human:', 'Assistant:') }}}}\"`."
+        )
+    prompt = _turns_of(columns, "prompt", by="user") if has_prompt else []
+    prompt, (chosen, rejected), notes = _exchange(columns, prompt, _PAIR)
+    row: dict[str, Any] = {"prompt": prompt, "chosen": chosen, "rejected": rejected, **notes}
     if columns.optional("margin") is not None:
         row["margin"] = columns.number("margin")
     return _with_tools(row, columns)
@@ -240,8 +249,13 @@ def read_preference(columns: Columns) -> Row:
 
 def read_judged(columns: Columns) -> Row:
     """Return prompt and answer as turns, and whether the answer is good."""
-    prompt, completion = _turns_of(columns, "prompt", by="user"), _turns_of(columns, "completion", by="assistant")
-    return _with_tools({"prompt": prompt, "completion": completion, "is_good": columns.truth("label")}, columns)
+    prompt = _turns_of(columns, "prompt", by="user")
+    prompt, (completion,), notes = _exchange(columns, prompt, ("completion",))
+    row = {"prompt": prompt, "completion": completion, "is_good": columns.truth("label"), **notes}
+    return _with_tools(row, columns)
+
+
+_PAIR = ("chosen", "rejected")
 
 
 def read_text(columns: Columns) -> Row:
@@ -249,17 +263,96 @@ def read_text(columns: Columns) -> Row:
     return {"text": columns.text("text")}
 
 
+OWN_PROMPT = "an answer begins with a question"
+"""The note on a row whose answer begins with a question, or a system message, that is not its prompt."""
+
+
+def _exchange(
+    columns: Columns, prompt: Sequence[Turn], names: Sequence[str], *, with_images: bool = False
+) -> tuple[list[Turn], list[list[Turn]], Row]:
+    """Return the prompt, the answers to it in the columns of these names, and what is noted about them.
+
+    An answer may begin with the prompt, of which it is then the rest: turns after a system message if there is one; of
+    a pair also texts. The common start of two conversations that begin with the prompt is the prompt, as in TRL.
+    """
+    sides = [_turns_of(columns, name, by="assistant", with_images=with_images) for name in names]
+    starts = [_end_of_prompt(side, prompt) if prompt else 0 for side in sides]  # the number of turns of the prompt
+    if len(sides) == 2 and (not prompt or all(starts)):
+        pairs = zip(*(side[:-1] for side in sides), strict=False)
+        num_shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        starts = [num_shared] * 2 if num_shared >= max(starts) else starts
+    answers = [side[start:] for side, start in zip(sides, starts, strict=True)]
+    if any(starts):
+        prompt = max((side[:start] for side, start in zip(sides, starts, strict=True)), key=len)
+    elif len(sides) == 2 and len(prompt) == 1:
+        rests = [_rest(answer[0].get("content"), prompt[0]["content"]) for answer in answers]
+        if all(rests):
+            answers = [[{**answer[0], "content": rest}] for answer, rest in zip(answers, rests, strict=True)]
+    has_own = any(_begins_otherwise(answer[0], prompt) for answer in answers)
+    return _with_system(prompt, columns), answers, {NOTES: (OWN_PROMPT,)} if has_own else {}
+
+
+def _end_of_prompt(side: Sequence[Turn], prompt: Sequence[Turn]) -> int:
+    """Return the number of turns at the start of the conversation that are the prompt, with its system message."""
+    for first in (0, 1):
+        own = side[first : first + len(prompt)]
+        is_prompt = [_content(turn) for turn in own] == [_content(turn) for turn in prompt]
+        if is_prompt and first + len(prompt) < len(side) and all(turn["role"] in _RULES for turn in side[:first]):
+            return first + len(prompt)
+    return 0
+
+
+_RULES = ("system", "developer")
+
+
+def _content(turn: Turn) -> tuple[Any, ...]:
+    return turn["role"], turn.get("content"), turn.get("tool_calls")
+
+
+def _rest(text: Any, prompt: Any) -> str:
+    """Return the rest of an answer's text that begins with the prompt; empty if it does not, or has no rest.
+
+    An answer may well begin with the word that it answers: a prompt of one word must be followed by a new line.
+    """
+    if not isinstance(text, str) or not isinstance(prompt, str) or not text.startswith(prompt):
+        return ""
+    rest = text[len(prompt) :]
+    is_edge = len(prompt.split()) > 1 and not (prompt[-1] + rest[:1]).isalnum()
+    return rest.lstrip() if is_edge or rest[:1] == "\n" else ""
+
+
+def _begins_otherwise(answer: Turn, prompt: Sequence[Turn]) -> bool:
+    """Return whether an answer begins with a turn of the user, or with about the text of a prompt of several words."""
+    if not prompt or answer["role"] in ("user", *_RULES):
+        return bool(prompt)
+    text, question = answer.get("content"), prompt[-1].get("content")
+    if not isinstance(text, str) or not isinstance(question, str) or len(question.split()) < 2:
+        return False
+    start, compared = ("".join(each.split()).casefold() for each in (text[: 2 * len(question) + 1], question))
+    return start != compared and start.startswith(compared)
+
+
 def _turns_of(columns: Columns, column: str, *, by: str, with_images: bool = False) -> list[Turn]:
     """Return the turns of a column: the text of one turn, one turn, or a list of turns."""
-    value = columns.value(column)
+    value = columns.turns(column)
     if isinstance(value, list | dict):
         return read_turns(value, title=columns.title(column), with_images=with_images)
     return [{"role": by, "content": columns.text(column)}]
 
 
-def _system(columns: Columns) -> list[Turn]:
+def _with_system(turns: Sequence[Turn], columns: Columns) -> list[Turn]:
+    """Return the turns after the row's system message; raises DataError if they begin with another one."""
     value = columns.optional_text("system")
-    return [{"role": "system", "content": value}] if value else []
+    if not value:
+        return list(turns)
+    if turns and turns[0]["role"] in _RULES:
+        if turns[0].get("content") == value:
+            return list(turns)
+        raise DataError(
+            f"has a system message in {columns.title('system')} and another one in its turns. Remove one of them, or "
+            f"map another column to `system`."
+        )
+    return [{"role": "system", "content": value}, *turns]
 
 
 def _with_tools(row: Mapping[str, Any], columns: Columns, *, has_tools: bool = True) -> Row:
@@ -279,10 +372,13 @@ def read_image_label(columns: Columns) -> Row:
     """Return the image, whose file is read later, and its label."""
     image = columns.image(columns.value("image"), title=columns.title("image"))
     label = columns.labels("label")
-    if not isinstance(label, str | int):
+    if not isinstance(label, str | int | None):
         raise DataError(f"{columns.title('label')} must be text or an integer, but is {describe(label)}.")
     return {"image": image, "label": label}
 
+
+UNREAD_IMAGE = "unread_image"
+"""A row's key: the column whose images are not read."""
 
 PLACEHOLDER = "<image>"
 """LLaVA's image placeholder in plain text (Liu et al., 2023, arXiv:2304.08485), independent of the model's own."""
@@ -295,16 +391,17 @@ def attach_images(row: Row, columns: Columns) -> Row:
     placeholders `<image>` in plain texts; with neither, they are put before the first question. A row without images is
     returned unchanged. Raises DataError if the numbers of placeholders and images differ.
     """
-    value = columns.optional("images")
+    value = columns.optional("images") if "images" not in columns.names.template else columns.listed("images")
     given = value if isinstance(value, list | tuple) else [value]
-    given = [image for image in given if image is not None]
+    given = [image for image in given if image not in (None, "")]
     messages: Sequence[Turn] = row["messages"]
     if any(has_images(turn.get("content")) for turn in messages):
         placed = messages
     elif given:
         placed = _placed(messages, num_images=len(given))
     else:
-        return row
+        unread = columns.unread_image()
+        return {**row, UNREAD_IMAGE: unread} if unread else row
     for number, turn in enumerate(placed, start=1):
         if turn["role"] == "assistant" and has_images(turn.get("content")):
             raise DataError(f"turn {number} is an answer with an image, but the model can only generate text.")
@@ -381,11 +478,11 @@ def read_scored_pairs(columns: Columns) -> Row:
 def read_group(columns: Columns) -> Row:
     """Return the anchor (the query of `retrieval`), its positive, and the negatives of both columns."""
     anchor = "query" if columns.names.format == "retrieval" else "anchor"
-    row = {"anchor": columns.text(anchor), "positive": columns.text("positive")}
-    single = columns.optional_text("negative")
-    negatives = [single]
+    row = {"anchor": columns.text(anchor), "positive": _only_text(columns, "positive")}
+    negatives = [columns.optional_text("negative")]
     if columns.optional("negatives") not in (None, ""):
         texts, title = columns.json_value("negatives"), columns.title("negatives")
+        texts = list(texts.values()) if "negatives" in columns.names.joined else texts
         if not isinstance(texts, list):
             raise DataError(f"{title} must be a list of texts, but is {describe(texts)}.")
         for text in texts:
@@ -394,3 +491,17 @@ def read_group(columns: Columns) -> Row:
             negatives.append(text or "")
     # blank ones only pad rows to equal numbers
     return {**row, "negatives": [text for text in negatives if text.strip()]}
+
+
+def _only_text(columns: Columns, column: str) -> str:
+    """Return the text of a column, which may be a list of one text."""
+    value = columns.value(column)
+    if not isinstance(value, list):
+        return columns.text(column)
+    if len(value) != 1 or not isinstance(value[0], str):
+        name = columns.names.columns.get(column, column)
+        raise DataError(
+            f"{columns.title(column)} is a list of {len(value)} values; a row has one {column}. Write a row for each, "
+            f"or choose one with a `template`: `{column}: '{{{{ {name}[0] }}}}'`."
+        )
+    return value[0]

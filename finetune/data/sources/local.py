@@ -13,6 +13,7 @@ import fsspec
 from huggingface_hub.constants import HF_HUB_CACHE
 
 from finetune.config.sections.data import SourceSection, TrainedSourceSection
+from finetune.data.images import ENDINGS
 from finetune.data.rows import RawRow
 from finetune.data.sources.files import (
     DataFile,
@@ -35,9 +36,6 @@ from finetune.runtime.files.remote import STORAGE_PACKAGES
 from finetune.runtime.optional import require
 from finetune.runtime.text.secret_patterns import REDACTED, unsigned_url, without_query
 from finetune.runtime.upstream import is_offline, without_hub_retries
-
-ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".pbm", ".jp2", ".avif")
-"""The extensions of image files."""
 
 _SPLITS = frozenset({"train", "training", "test", "testing", "val", "valid", "validation", "dev", "eval"})
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from finetune.config.sections.data import SourceSection
+from finetune.data.formats.columns import NOTES
 from finetune.data.formats.row_format import RowFormat
 from finetune.data.images import StoredImage
 from finetune.data.rows import RawRow, Row
@@ -88,7 +89,7 @@ class Exclusion:
 def content_digest(row: Row) -> bytes:
     """Return a digest of a row as its format reads it; neither the order of keys nor the paths of images matter."""
     text = json.dumps(
-        row,
+        {name: row[name] for name in row if name != NOTES},
         sort_keys=True,
         ensure_ascii=False,
         default=lambda value: value.digest() if isinstance(value, StoredImage) else str(value),

@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 
 from finetune.config.sections.data import DataSection
-from finetune.data.features import NOTHING_FOUND, Features, Findings, Outcome
-from finetune.data.formats.row_format import RowFormat
+from finetune.data.features import NOTHING_FOUND, Features, Findings, Outcome, Unlabeled
+from finetune.data.formats.columns import NOTES
+from finetune.data.formats.row_format import OWN_PROMPT, RowFormat
 from finetune.data.rows import FAULTS_OF_VALUES, RawRow, Row
 from finetune.data.token_cache.counts import Counts
 from finetune.data.token_cache.integrity import sample_checksums
@@ -80,18 +81,21 @@ class Chunk:
 
 def encode_chunk(plan: EncodingPlan, raws: Sequence[RawRow]) -> Chunk:
     """Return the samples of the rows; raises DataError naming the row that cannot be encoded."""
-    rows = [plan.format.read(raw) for raw in raws]
+    noted = [plan.format.read(raw) for raw in raws]
+    rows = [{name: row[name] for name in row if name != NOTES} if NOTES in row else row for row in noted]
     outcomes = _outcomes(plan.encode, rows)
     encoded: list[tuple[int, Features]] = []  # the samples with the indices of their rows
     for row_index, (raw, outcome) in enumerate(zip(raws, outcomes, strict=True)):
         if isinstance(outcome, DataError):
             raise DataError(f"{raw.location}: {outcome}") from outcome
-        if outcome is not None:
+        if outcome is not None and not isinstance(outcome, Unlabeled):
             encoded += [(row_index, sample) for sample in (outcome if isinstance(outcome, tuple) else (outcome,))]
     cut, is_long, lost = _shortened(encoded, plan.length)
     trainable = [(row_index, sample) for row_index, sample in cut if sample.num_targets > 0]
     with_sample = {row_index for row_index, _ in trainable}
-    without = [row_index for row_index in range(len(raws)) if row_index not in with_sample and row_index not in is_long]
+    unlabeled = {row_index for row_index, outcome in enumerate(outcomes) if isinstance(outcome, Unlabeled)}
+    left_out = with_sample | is_long | unlabeled
+    without = [row_index for row_index in range(len(raws)) if row_index not in left_out]
     # of a sample, or of its longest sequence, before truncation
     whole_lengths = [sample.longest + sample.cut_tokens for _, sample in encoded]
     longest = max(whole_lengths, default=0)
@@ -106,6 +110,7 @@ def encode_chunk(plan: EncodingPlan, raws: Sequence[RawRow]) -> Chunk:
         found[row_index] = found.get(row_index, NOTHING_FOUND).plus(sample.findings)
     first_empty = next((row_index for row_index, findings in found.items() if findings.empty_answers), None)
     flagged: dict[str, Any] = Counter(flag for findings in found.values() for flag in findings.flags)
+    notes = dict(Counter(note for row in noted for note in row.get(NOTES, ())))
     counts = Counts(
         rows=len(raws),
         rows_without_target=len(without),
@@ -115,6 +120,12 @@ def encode_chunk(plan: EncodingPlan, raws: Sequence[RawRow]) -> Chunk:
         first_empty_answer="" if first_empty is None else raws[first_empty].location,
         unread_keys=Counter(key for findings in found.values() for key in findings.unread_keys),
         **flagged,
+        unlabeled_rows=len(unlabeled),
+        own_prompt_rows=notes.pop(OWN_PROMPT, 0),
+        first_own_prompt=next(
+            (raw.location for raw, row in zip(raws, noted, strict=True) if OWN_PROMPT in row.get(NOTES, ())), ""
+        ),
+        lacking_rows=notes,
         longest=longest,
         longest_place=raws[encoded[whole_lengths.index(longest)][0]].location if encoded else "",
     )
@@ -281,17 +292,22 @@ class EncoderPool:
 
 
 def cut_into_chunks(rows: Iterator[RawRow]) -> Iterator[list[RawRow]]:
-    """Yield the rows in chunks."""
+    """Yield the rows in chunks; a small last one is part of the one before it, since rows may need others of theirs."""
+    complete: list[RawRow] = []
     chunk: list[RawRow] = []
     num_bytes = 0
     for row in rows:
         chunk.append(row)
         num_bytes += len(row.content) if isinstance(row.content, bytes) else 0
         if len(chunk) >= ROWS_PER_CHUNK or num_bytes >= BYTES_PER_CHUNK:
-            yield chunk
-            chunk, num_bytes = [], 0
-    if chunk:
-        yield chunk
+            if complete:
+                yield complete
+            complete, chunk, num_bytes = chunk, [], 0
+    if complete and len(chunk) >= ROWS_PER_CHUNK // 8:
+        yield complete
+        complete = []
+    if complete or chunk:
+        yield complete + chunk
 
 
 _plans: list[EncodingPlan] = []

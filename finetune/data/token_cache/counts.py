@@ -48,6 +48,11 @@ class Counts:
     empty_answers: int = 0  # of which only the end of the turn is a target
     first_empty_answer: str = ""  # location of the first row with one
     unread_keys: Mapping[str, int] = field(default_factory=dict)  # rows by the keys of turns that nothing reads
+    unlabeled_rows: int = 0  # left out, because their label is null, or -1 and no class
+    own_prompt_rows: int = 0  # whose answers begin with a question that is not their prompt
+    first_own_prompt: str = ""  # location of the first of these
+    same_prompt_rows: int = 0  # whose mismatched answers, which KTO compares with, are of the same prompt
+    lacking_rows: Mapping[str, int] = field(default_factory=dict)  # by mapped optional column that they do not have
 
     def plus(self, other: "Counts") -> "Counts":
         """Return the sum of both; of two equally long rows, the first is the longest."""
@@ -62,6 +67,8 @@ class Counts:
                 "first_without_target": self.first_without_target or other.first_without_target,
                 "first_empty_answer": self.first_empty_answer or other.first_empty_answer,
                 "unread_keys": dict((Counter(self.unread_keys) + Counter(other.unread_keys)).most_common(_MAX_KEYS)),
+                "first_own_prompt": self.first_own_prompt or other.first_own_prompt,
+                "lacking_rows": dict(Counter(self.lacking_rows) + Counter(other.lacking_rows)),
             }
         )
 
@@ -87,6 +94,8 @@ class Counts:
             f"split into windows: {self.split_rows:,} rows, {dropped} in windows without a target": self.split_rows,
             f"dropped as too long: {long_rows}, {dropped}, {self.dropped_targets:,} of them targets": (self.long_rows),
             f"dropped without a target: {self.rows_without_target:,} rows": self.rows_without_target,
+            f"left out without a label: {self.unlabeled_rows:,} rows": self.unlabeled_rows,
+            **{f"without the column `{name}`: {num:,} rows": True for name, num in self.lacking_rows.items()},
             f"excluded because they are also in data.validation: {self.excluded_rows:,} rows": self.excluded_rows,
             f"empty: {self.empty_rows:,} of these": self.empty_rows,
             f"unknown to the tokenizer: the text of {self.unknown_tokens:,} tokens": self.unknown_tokens,
@@ -101,6 +110,10 @@ class Counts:
             f"warning: answers of which only the end of the turn is a target: {self.empty_answers:,}, the first in "
             f"{self.first_empty_answer}: the model is trained to answer nothing": self.empty_answers,
             f"unread keys of turns: {', '.join(map(self._unread_key, self.unread_keys))}": self.unread_keys,
+            f"warning: the answers of {self.own_prompt_rows:,} rows begin with a question of their own, which is not "
+            f"exactly `prompt` (the first: {self.first_own_prompt}): the model sees both": self.own_prompt_rows,
+            f"warning: the mismatched answers of {self.same_prompt_rows:,} rows are of the same prompt, since all rows "
+            "near them have it: KTO's reference point will be too low": self.same_prompt_rows,
         }
         return tuple(line for line, happened in lines.items() if happened)
 
@@ -162,7 +175,8 @@ class Share:
 def shares(counts: Counts, duplicates: int) -> tuple[Share, ...]:
     """Return the shares that `data.audit` can limit."""
     lost = counts.truncated_targets + counts.dropped_targets
-    cut, dropped = counts.truncated_rows + counts.split_rows, counts.long_rows + counts.rows_without_target
+    cut = counts.truncated_rows + counts.split_rows
+    dropped = counts.long_rows + counts.rows_without_target + counts.unlabeled_rows
     return (
         Share("truncated_rows", "rows were cut or split", cut, counts.rows),
         Share("dropped_rows", "rows were dropped", dropped, counts.rows),

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from finetune.config.run_config import RunConfig
 from finetune.config.sections.data import SourceSection
 from finetune.data.batch import Batch
-from finetune.data.features import Features
+from finetune.data.features import Features, Unlabeled
 from finetune.data.formats.row_format import choose_format
 from finetune.data.rows import RawRow, row_location
 from finetune.data.token_cache.integrity import with_checksums
@@ -90,7 +90,7 @@ class RowEncoder:
                 raise DataError(f"{place}: {outcome}") from outcome
             if isinstance(outcome, tuple):
                 raise DataError(f"{place}: becomes {len(outcome)} samples. Pass a row for each of its answers.")
-            if outcome is None:
+            if outcome is None or isinstance(outcome, Unlabeled):
                 raise DataError(f"{place}: has no target, so there is nothing to train on. Leave it out.")
             shorter = (outcome,) if plan.length.fits(outcome) else plan.length.shorten(outcome)[0]
             if len(shorter) != 1:
