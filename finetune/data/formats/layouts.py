@@ -134,6 +134,7 @@ KINDS: Mapping[str, Callable[[Any], bool]] = {
     "any": lambda value: True,
     "text": _is_text,
     "number": _is_number,
+    "share": lambda value: _is_number(value) and 0 <= float(value) <= 1,
     "integer": _is_integer,
     "digits": lambda value: isinstance(value, str) and value.strip().isdecimal(),
     "index": lambda value: str(value).lower() in ("0", "1", "true", "false"),

@@ -136,7 +136,7 @@ PUBLIC = {
     "quora_sets": ({"set": [Q, A]}, "sets_of_texts", (Q, A, [])),
     "msmarco_triplets": ({"query": Q, "pos": [A], "neg": [B, C]}, "triplets", (Q, A, [B, C])),
     "beir_pairs": ({"query": Q, "positive": A}, "relevant_texts", (Q, A, [])),
-    "esci": ({"query": Q, "product_title": A, "relevance": 3}, "relevance", (Q, A, 3.0)),
+    "esci": ({"query": Q, "product_title": A, "relevance": 3}, "graded_relevance", (Q, A, 3.0)),
     "code_search": ({"func_documentation_string": Q, "func_code_string": A}, "question_answer", SFT),
     "wikitext": ({"text": C}, "text", C),
     "the_stack": ({"content": C, "lang": "python", "size": 31}, "text", C),

@@ -1,6 +1,10 @@
 """What the rows in `shared/data/layouts` mean, written from its table without finetune: see test_layouts.py."""
 
 import json
+from pathlib import Path
+
+
+FOLDER = Path(__file__).parents[4] / "shared/data/layouts"
 
 
 def turns(pairs, *, names=None):

@@ -1,7 +1,6 @@
 """Rows in public layouts are recognized, and the proposed keys read them as they are meant."""
 
 import json
-from pathlib import Path
 
 import pytest
 from PIL import Image
@@ -15,9 +14,7 @@ from finetune.registry.formats import FORMATS
 from finetune.registry.layouts import LAYOUTS, LayoutEntry, shipped_layouts
 from finetune.registry.tasks import TASKS
 from tests.data.formats.public_layouts import A, B, PUBLIC, Q
-from tests.data.formats.shared_layouts import SHARED
-
-FOLDER = Path(__file__).parents[4] / "shared/data/layouts"
+from tests.data.formats.shared_layouts import FOLDER, SHARED
 
 
 def content(turn):

@@ -1,0 +1,200 @@
+"""The lines that `preview FILE` prints make a job that checks, prepares and trains on what the rows mean."""
+
+import contextlib
+import io
+import json
+import re
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from finetune.commands.preview.file import preview_file
+from finetune.config.load import load_config
+from finetune.run.setup.data import make_training_data
+from tests.data.formats.public_layouts import PUBLIC
+from tests.data.formats.shared_layouts import FOLDER, SHARED
+from tests.scenarios.trained import train_here
+from tests.small_models import byte_tokenizer
+from tests.task_cases.vision_language import processor
+
+pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
+
+LLAMA = "{model_type: llama, values: {hidden_size: 16, intermediate_size: 32, num_hidden_layers: 1, num_attention_heads: 2}}"
+BERT = (
+    "{model_type: bert, values: {hidden_size: 16, intermediate_size: 32, num_hidden_layers: 1, num_attention_heads: 2}}"
+)
+VIT = "{model_type: vit, values: {hidden_size: 16, intermediate_size: 32, num_hidden_layers: 1, num_attention_heads: 2, image_size: 16, patch_size: 8}}"
+LLAVA = """{model_type: llava, values: {
+    text_config: {model_type: llama, hidden_size: 16, intermediate_size: 32, num_hidden_layers: 1, num_attention_heads: 2},
+    vision_config: {model_type: clip_vision_model, hidden_size: 16, intermediate_size: 32, num_hidden_layers: 2,
+      num_attention_heads: 2, image_size: 16, patch_size: 8}}}"""
+MODELS = {
+    "image_classification": f"{{from_config: {VIT}}}",
+    "vision_language_sft": f"{{from_config: {LLAVA}, tokenizer: {{name: ./processor}}}}",
+    **dict.fromkeys(
+        ("text_classification", "token_classification", "embedding", "reranking"),
+        f"{{from_config: {BERT}, tokenizer: {{name: ./tokenizer}}}}",
+    ),
+}
+REST = """
+run: {{folder: runs/layout}}
+model: {model}
+train: {{global_batch_size: 2, microbatch_size: 1, steps: 3, learning_rate: 1e-3}}
+report: {{console: plain}}
+export: {{verify: false}}
+"""
+CHATS = ("sft", "preference", "reward")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Return a folder with the tokenizer and the processor of the jobs."""
+    folder = tmp_path_factory.mktemp("models")
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<unk>", "<|pad|>"]
+    byte_tokenizer(special=special, pad_token="<|pad|>", unk_token="<unk>").save_pretrained(folder / "tokenizer")
+    processor().save_pretrained(folder / "processor")
+    return folder
+
+
+def write_job(folder: Path, models: Path, path: Path) -> Path | None:
+    """Return the job of the lines that are printed for the file; None where its rows are not training rows."""
+    for name in ("tokenizer", "processor"):
+        (folder / name).symlink_to(models / name)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        preview_file(str(path), num_rows=1, tokenizer=None)
+    lines = printed.getvalue().partition("Add to the job:\n\n")[2]
+    if not lines:
+        return None
+    task = re.search(r"^task: \{name: (\w+)", lines, re.MULTILINE)[1]
+    lines = (
+        lines.replace("max_length: 512", "max_length: 512" if "bert" in MODELS.get(task, "") else "max_length: 4096")
+        .replace("  max_length", ("  chat_template: qwen\n" if task in CHATS else "") + "  max_length", 1)
+        .replace("data:\n", f"data:\n  cache_folder: {folder}/cache\n", 1)
+    )
+    job = folder / "job.yaml"
+    job.write_text(
+        REST.format(model=MODELS.get(task, f"{{from_config: {LLAMA}, tokenizer: {{name: ./tokenizer}}}}")) + lines
+    )
+    return job
+
+
+def sequences(data, index):
+    """Return context and targets of each sequence of a sample as texts."""
+    arrays = data.training.samples[index].arrays
+    lengths = arrays.get("sequence_lengths", [len(arrays["input_ids"])])
+    start, shown = 0, []
+    for length in map(int, lengths):
+        ids = arrays["input_ids"][start : start + length]
+        chosen = arrays["is_target"][start : start + length] if "is_target" in arrays else ids == ids
+        shown.append((data.tokenizer.decode(ids[~chosen]), data.tokenizer.decode(ids[chosen])))
+        start += length
+    return shown
+
+
+def texts_of(context):
+    """Return the contents of the turns in an expected context."""
+    return re.split(r" \| \w+: ", re.sub(r"^\w+: ", "", context))
+
+
+def check_sample(data, index, task, expected):
+    """Compare the tokens and the targets of a sample with what its row means."""
+    arrays = data.training.samples[index].arrays
+    if task == "image_classification":
+        assert data.task.data_facts.values["labels"][int(arrays["label"][0])] == str(expected)
+    elif task == "text_classification":
+        *texts, label = expected
+        ((_, text),) = sequences(data, index)
+        assert all(each in text for each in texts)
+        names = data.task.data_facts.values.get("labels")
+        values = arrays["labels"]
+        if isinstance(label, list) and set(label) <= {0, 1} and len(label) > 2:
+            assert values.tolist() == label
+        elif isinstance(label, list):
+            assert {names[place] for place in range(len(names)) if values[place]} == set(map(str, label))
+        elif names:
+            assert names[int(values[0])] == str(label)
+        else:
+            assert float(values[0]) == label
+    elif task == "token_classification":
+        words, tags = expected
+        names, chosen = data.task.data_facts.values["labels"], arrays["is_target"]
+        kept = [tag for tag in tags if tag != -100]
+        assert [names[label] for label in arrays["labels"][chosen]] == list(map(str, kept))
+    elif task in ("embedding", "reranking"):
+        first, second, rest = expected
+        shown = [text for _, text in sequences(data, index)]
+        texts = [first, second, *(rest if isinstance(rest, list) else [])]
+        assert all(any(text in each for each in shown) for text in texts)
+        if not isinstance(rest, list):
+            assert float(arrays["score"][0]) == pytest.approx(rest)
+    elif task == "pretrain":
+        ((_, text),) = sequences(data, index)
+        assert text.startswith(expected[1:] if isinstance(expected, str) else "")
+    else:
+        context, *answers = expected
+        for (before, target), answer in zip(sequences(data, index), answers, strict=False):
+            for text in texts_of(context):
+                assert text in before + target or text.startswith("[{")
+            if isinstance(answer, str):
+                assert target.replace("<|im_end|>", "").strip().endswith(answer)
+                assert target.rstrip().endswith(("<|im_end|>", "<|endoftext|>"))
+            elif isinstance(answer, list):
+                assert all(call["name"] in target for call in answer)
+
+
+def prepare_and_train(job, expected, *, may_leave_out=False):
+    config = load_config(job).config
+    data = make_training_data(config, print)
+    num_samples = len(data.training.samples)
+    kept = [row for row in expected if not may_leave_out or row is not None]
+    assert num_samples == len(kept)
+    for index, row in enumerate(kept):
+        check_sample(data, index, config.task.name, row)
+    train_here(job)
+    losses = [
+        json.loads(line)["loss"]
+        for line in (job.parent / "runs/layout/events.jsonl").read_text().splitlines()
+        if json.loads(line)["event"] == "StepTaken"
+    ]
+    assert len(losses) == 3
+
+
+def is_left_out(row):
+    """Return whether a row has no label or no positive, so that it is left out and counted."""
+    return row[-1] == -1 or (len(row) == 3 and row[1] == "")
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_the_printed_lines_train_on_what_the_rows_of_a_shared_layout_mean(tmp_path, models, name):
+    source = FOLDER / f"{name}.jsonl"
+    if not source.exists():
+        pytest.skip(f"{source} is not here")
+    rows = [json.loads(line) for line in source.read_text().splitlines()]
+    (tmp_path / "images").mkdir()
+    for number in range(len(rows)):
+        Image.new("RGB", (16, 16)).save(tmp_path / f"images/{number}.png")
+    (tmp_path / source.name).write_text(source.read_text())
+    job = write_job(tmp_path, models, tmp_path / source.name)
+    if SHARED[name] is None:
+        assert job is None
+        return
+    expected = [SHARED[name](row) for row in rows]
+    prepare_and_train(job, [None if is_left_out(row) else row for row in expected], may_leave_out=True)
+
+
+ONE_CLASS = ("class_of_text", "class_of_two_texts", "entailment", "image_label", "several_classes")
+"""Layouts of which a single row has a single class: nothing can be trained."""
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLIC if PUBLIC[name][1] not in ONE_CLASS])
+def test_the_printed_lines_train_on_what_a_row_of_a_public_layout_means(tmp_path, models, name):
+    row, _, expected = PUBLIC[name]
+    Image.new("RGB", (16, 16)).save(tmp_path / "a.png")
+    (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 4)
+    job = write_job(tmp_path, models, tmp_path / "rows.jsonl")
+    if expected is None:
+        assert job is None
+        return
+    prepare_and_train(job, [expected] * 4)
