@@ -25,6 +25,7 @@ from finetune.registry.observers import CALLBACKS, REPORTERS
 from finetune.registry.optimizers import OPTIMIZERS, SCHEDULES
 from finetune.registry.table import Entry, Table, options_of, use_options
 from finetune.registry.tasks import METRICS, TASKS
+from finetune.registry.turns import ROLES
 
 TABLES: Mapping[str, tuple[Table[Any], ...]] = {
     "tasks": (TASKS,),
@@ -35,6 +36,7 @@ TABLES: Mapping[str, tuple[Table[Any], ...]] = {
     "sources": (SOURCES,),
     "formats": (FORMATS,),
     "templates": (TEMPLATES,),
+    "roles": (ROLES,),
     "reporters": (REPORTERS,),
     "callbacks": (CALLBACKS,),
 }

@@ -160,14 +160,6 @@ _INSTEAD = {
 }
 
 
-def _parts_hint(turns: Sequence[Turn]) -> str:
-    for number, turn in enumerate(turns, start=1):
-        content = turn.get("content")
-        if isinstance(content, list) and len(content) > 1 and not has_images(content):
-            return f"Turn {number} has {len(content)} text parts, which tools join differently: join them in the rows."
-    return ""
-
-
 def _is_rendered(finder: TargetFinder, role: str) -> bool:
     turn: Turn = {"role": role, "content": _ANOTHER, "name": "double", "tool_call_id": "call00001"}
     turns = {
@@ -322,12 +314,21 @@ class ConversationEncoder:
         try:
             chat = self._finder.rendered_chat(turns, tools, arguments=arguments, num_context_turns=context)
         except DataError as error:
-            hint = role_hint(self._finder, turns) or _parts_hint(turns)
+            hint = role_hint(self._finder, turns) or self._content_hint(turns)
             raise (DataError(f"{str(error).rstrip('.')}. {hint}") if hint else error) from error.__cause__
         if chat is not None:
             require_valid_unicode(chat.text)
             dropped.check(turns, tools, arguments)
         return chat
+
+    def _content_hint(self, turns: Sequence[Turn]) -> str:
+        for number, turn in enumerate(turns, start=1):
+            content = turn.get("content")
+            if turn.get("tool_calls") and "tool_calls" not in self._known_words:
+                return f"It does not write the tool calls of turn {number}. {_OTHER}"
+            if isinstance(content, list) and len(content) > 1 and not has_images(content):
+                return f"Turn {number} has {len(content)} texts, which tools join differently: join them in the rows."
+        return ""
 
     def _turns(self, row: Row) -> Sequence[Turn]:
         """Return the turns that are passed to the chat template."""
