@@ -75,7 +75,8 @@ def _separate_turns(number: int, item: Any) -> list[Turn]:
             raise DataError(f"`{role_key}` of turn {number} must be text, but is {describe(present[role_key])}.")
         content_key = next((name for name in CONTENT_KEYS if name in present), "content")
         standard = {role_key: "role", content_key: "content"}
-        return [{"content": None, **{standard.get(name, name): value for name, value in present.items()}}]
+        turn = {standard.get(name, name): value for name, value in present.items()}
+        return [turn if "content" in turn else {**turn, "content": None}]
     for question, answer in PAIRS:
         if question in item and answer in item:
             others = {name: value for name, value in present.items() if name not in (question, answer)}
@@ -243,7 +244,12 @@ def _identity(part: Mapping[str, Any], key: str) -> dict[str, Any]:
 def _result_content(value: Any, *, number: int) -> Any:
     """Return the result of a tool as text, or as several texts."""
     if isinstance(value, list):
-        texts = [_text_of_part(part) for part in value]
+        texts = [
+            json.dumps(part["json"], ensure_ascii=False)
+            if isinstance(part, dict) and "json" in part
+            else _text_of_part(part)
+            for part in value
+        ]
         if texts and None not in texts:
             return texts[0] if len(texts) == 1 else [{"type": "text", "text": text} for text in texts]
     if value is None:
