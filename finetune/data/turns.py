@@ -5,11 +5,12 @@ Content is text, or a list of text and image parts as in the formats of OpenAI a
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from finetune.data.rows import Part, Turn, describe, is_image, parse_json, shortened
+from finetune.data.formats.columns import quoted_list
+from finetune.data.rows import Part, Turn, describe, is_image, parse_json
 from finetune.errors import DataError
 from finetune.registry.turns import CONTENT_KEYS, PAIRS, ROLE_KEYS, STANDARD_ROLES, RoleEntry, find_role
 
@@ -31,14 +32,13 @@ def read_turns(value: Any, *, title: str, with_images: bool = False) -> list[Tur
     if not isinstance(items, list) or not items:
         actual = "an empty list" if value == [] else describe(value)
         raise DataError(f"{title} must be a list of turns with `role` and `content`, but is {actual}.")
+    if isinstance(value, dict) and not turn_keys(value):
+        keys = quoted_list(value) or "none"
+        raise DataError(f"{title} must be text, a turn or a list of turns, but is an object; its keys are {keys}.")
     turns: list[Turn] = []
     for number, item in enumerate(items, start=1):
-        if (
-            isinstance(item, dict)
-            and item.keys() == _PLAIN
-            and item["role"] in STANDARD_ROLES
-            and isinstance(item["content"], str)
-        ):
+        is_plain = isinstance(item, dict) and item.keys() == _PLAIN and isinstance(item["content"], str)
+        if is_plain and item["role"] in STANDARD_ROLES:
             turns.append(item)
             continue
         for turn in _separate_turns(number, item):
@@ -60,7 +60,7 @@ def turn_keys(value: Any) -> tuple[str, ...]:
         return ()
     keys = [next((name for name in names if item.get(name) is not None), "") for names in (ROLE_KEYS, CONTENT_KEYS)]
     pair = next((pair for pair in PAIRS if item.keys() >= set(pair)), ())
-    return tuple(keys) if keys[0] else pair or tuple(name for name in item if find_role(name))
+    return tuple(keys) if keys[0] else pair or (tuple(item) if all(map(find_role, item)) else ())
 
 
 def _separate_turns(number: int, item: Any) -> list[Turn]:
@@ -75,7 +75,8 @@ def _separate_turns(number: int, item: Any) -> list[Turn]:
             raise DataError(f"`{role_key}` of turn {number} must be text, but is {describe(present[role_key])}.")
         content_key = next((name for name in CONTENT_KEYS if name in present), "content")
         standard = {role_key: "role", content_key: "content"}
-        return [{"content": None, **{standard.get(name, name): value for name, value in present.items()}}]
+        turn = {standard.get(name, name): value for name, value in present.items()}
+        return [turn if "content" in turn else {**turn, "content": None}]
     for question, answer in PAIRS:
         if question in item and answer in item:
             others = {name: value for name, value in present.items() if name not in (question, answer)}
@@ -84,8 +85,8 @@ def _separate_turns(number: int, item: Any) -> list[Turn]:
     roles = [(entry.role, name) for name in present if (entry := find_role(name)) is not None and not entry.is_call]
     if not roles or len(roles) < len(present):
         raise DataError(
-            f"turn {number} has no role; its keys are {_quoted(item) or 'none'}. Turns have `role` and `content`, or "
-            "`from` and `value`; convert others with a `template`."
+            f"turn {number} has no role; its keys are {quoted_list(item) or 'none'}. Turns have `role` and `content`, "
+            "or `from` and `value`; convert others with a `template`."
         )
     roles.sort(key=lambda pair: STANDARD_ROLES.index(pair[0]))  # tables sort their columns: the question comes first
     return [{"role": role, "content": present[name]} for role, name in roles]
@@ -166,10 +167,6 @@ _SOURCES = ("image", "path", "url", "bytes", "base64", "image_url")
 """The keys of an image part that may contain the image."""
 
 
-def _text_part(text: str) -> Part:
-    return {"type": "text", "text": text}
-
-
 def _image_part(part: Mapping[str, Any]) -> Part:
     for name in _SOURCES:
         if part.get(name) is not None:
@@ -186,10 +183,10 @@ _RESULT_PARTS = ("tool_result", "toolResult", "functionResponse", "function_resp
 """The names of tool calls and their results among the parts of Anthropic, Bedrock and Gemini."""
 
 
-def _named_part(part: Mapping[str, Any], names: Sequence[str]) -> Mapping[str, Any] | None:
-    """Return the content of a part whose type, or only key, is one of the names."""
-    if part.get("type") in names:
-        return part
+def _named_part(part: Any, names: Sequence[str]) -> Mapping[str, Any] | None:
+    """Return the content of a part whose type, or key, is one of the names."""
+    if not isinstance(part, Mapping) or part.get("type") in names:
+        return part if isinstance(part, Mapping) else None
     return next((part[name] for name in names if isinstance(part.get(name), Mapping)), None)
 
 
@@ -218,26 +215,25 @@ class _Parts:
         text = _text_of_part(part)
         if text is not None:
             is_thought = isinstance(part, Mapping) and part.get("thought") is True  # Gemini
-            self.reasoning.append(text) if is_thought else self.content.append(_text_part(text))
+            self.reasoning.append(text) if is_thought else self.content.append({"type": "text", "text": text})
         elif is_image(part) and with_images:
             self.content.append(_image_part(part))
-        elif isinstance(part, Mapping) and (call := _named_part(part, _CALL_PARTS)):
-            function = {"name": call.get("name"), "arguments": _first(call, "input", "args", "arguments") or {}}
+        elif (call := _named_part(part, _CALL_PARTS)) and isinstance(call.get("name"), str):
+            function = {"name": call["name"], "arguments": _first(call, "input", "args", "arguments") or {}}
             self.calls.append({**_identity(call, "id"), "type": "function", "function": function})
-        elif isinstance(part, Mapping) and (result := _named_part(part, _RESULT_PARTS)):
+        elif result := _named_part(part, _RESULT_PARTS):
             name = {"name": result["name"]} if result.get("name") else {}
             content = _result_content(_first(result, "content", "response"), number=number)
             self.results.append({"role": "tool", "content": content, **name, **_identity(result, "tool_call_id")})
-        elif isinstance(part, Mapping) and part.get("type") == "thinking" and isinstance(part.get("thinking"), str):
-            self.reasoning.append(part["thinking"])
+        elif (thought := _named_part(part, ("thinking",))) and isinstance(thought.get("thinking"), str):
+            self.reasoning.append(thought["thinking"])
         else:
-            named = f"a part of type {part['type']!r}" if isinstance(part, Mapping) and "type" in part else ""
-            keys = f"a part with the keys {_quoted(part)}" if isinstance(part, Mapping) else ""
+            what = f"{describe(part)} as a part"
+            if isinstance(part, Mapping):
+                kind = part.get("type")
+                what = f"a part of type {kind!r}" if kind else f"a part with the keys {quoted_list(part)}"
             known = "`text` and `image`" if with_images else "`text`"
-            raise DataError(
-                f"turn {number} has {named or keys or f'{describe(part)} as a part'}. Only parts of type {known}, tool "
-                "calls and their results are supported here."
-            )
+            raise DataError(f"turn {number} has {what}. Supported here are {known}, tool calls and their results.")
 
 
 def _identity(part: Mapping[str, Any], key: str) -> dict[str, Any]:
@@ -248,14 +244,14 @@ def _identity(part: Mapping[str, Any], key: str) -> dict[str, Any]:
 def _result_content(value: Any, *, number: int) -> Any:
     """Return the result of a tool as text, or as several texts."""
     if isinstance(value, list):
-        texts = [_text_of_part(part) for part in value]
-        found = [text for text in texts if text is not None]
-        if found and len(found) == len(texts):
-            return found[0] if len(found) == 1 else [_text_part(text) for text in found]
+        texts = [
+            json.dumps(part["json"], ensure_ascii=False)
+            if isinstance(part, dict) and "json" in part
+            else _text_of_part(part)
+            for part in value
+        ]
+        if texts and None not in texts:
+            return texts[0] if len(texts) == 1 else [{"type": "text", "text": text} for text in texts]
     if value is None:
         raise DataError(f"turn {number} has the result of a tool without content.")
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def _quoted(names: Iterable[Any]) -> str:
-    return ", ".join(f"`{shortened(str(name))}`" for name in names)

@@ -26,6 +26,7 @@ from finetune.registry.observers import CALLBACKS, REPORTERS
 from finetune.registry.optimizers import OPTIMIZERS, SCHEDULES
 from finetune.registry.table import Entry, Table, options_of, use_options
 from finetune.registry.tasks import METRICS, TASKS
+from finetune.registry.turns import ROLES
 
 TABLES: Mapping[str, tuple[Table[Any], ...]] = {
     "tasks": (TASKS,),
@@ -37,6 +38,7 @@ TABLES: Mapping[str, tuple[Table[Any], ...]] = {
     "formats": (FORMATS,),
     "layouts": (LAYOUTS,),
     "templates": (TEMPLATES,),
+    "roles": (ROLES,),
     "reporters": (REPORTERS,),
     "callbacks": (CALLBACKS,),
 }

@@ -160,14 +160,6 @@ _INSTEAD = {
 }
 
 
-def _parts_hint(turns: Sequence[Turn]) -> str:
-    for number, turn in enumerate(turns, start=1):
-        content = turn.get("content")
-        if isinstance(content, list) and len(content) > 1 and not has_images(content):
-            return f"Turn {number} has {len(content)} text parts, which tools join differently: join them in the rows."
-    return ""
-
-
 def _is_rendered(finder: TargetFinder, role: str) -> bool:
     turn: Turn = {"role": role, "content": _ANOTHER, "name": "double", "tool_call_id": "call00001"}
     turns = {
@@ -209,7 +201,7 @@ class ConversationEncoder:
         name = f"`{template}`" if template else "the tokenizer's own"
         self._finder = TargetFinder(tokenizer, end_of_turn(tokenizer), train_on, name, train_on_reasoning)
         self._known_arguments = readable_names(tokenizer)
-        self._known_words = known_words(tokenizer)
+        self._words = known_words(tokenizer)
         self._is_key_read: dict[str, bool] = {}
         self._control = ControlTokens(tokenizer, turn_marks=turn_tokens(tokenizer), allowed=allow_special_tokens)
         self._turn_marks = plain_turn_marks(tokenizer, self._control.names)
@@ -256,7 +248,7 @@ class ConversationEncoder:
 
     def _rendered_chat(self, row: Row, dropped: DroppedContentCheck) -> RenderedChat | None:
         """Return the rendered row, in which names of control tokens in the row's texts are placeholders."""
-        row = {**row, "messages": with_known_roles(row["messages"], self._known_words)}
+        row = {**row, "messages": with_known_roles(row["messages"], self._words.roles)}
         arguments = own_arguments(row.get(ARGUMENTS) or {}, self._known_arguments)
         names, texts = ("messages", "tools", ARGUMENTS), (row["messages"], row.get("tools") or (), arguments)
         if not self._control.held_by(texts):
@@ -300,7 +292,7 @@ class ConversationEncoder:
         """Yield the keys of turns that the template neither names nor writes, as one that writes whole turns does."""
         for name in {name: None for turn in row["messages"] if len(turn) > 2 for name in turn}:
             if name not in self._is_key_read:
-                is_known = name in _READ_KEYS or name in self._known_words or standard_word(name) in WEIGHTS
+                is_known = name in _READ_KEYS or name in self._words.keys or standard_word(name) in WEIGHTS
                 self._is_key_read[name] = is_known or self._is_written(name, row, arguments)
             if not self._is_key_read[name]:
                 yield name
@@ -322,12 +314,21 @@ class ConversationEncoder:
         try:
             chat = self._finder.rendered_chat(turns, tools, arguments=arguments, num_context_turns=context)
         except DataError as error:
-            hint = role_hint(self._finder, turns) or _parts_hint(turns)
+            hint = role_hint(self._finder, turns) or self._content_hint(turns)
             raise (DataError(f"{str(error).rstrip('.')}. {hint}") if hint else error) from error.__cause__
         if chat is not None:
             require_valid_unicode(chat.text)
             dropped.check(turns, tools, arguments)
         return chat
+
+    def _content_hint(self, turns: Sequence[Turn]) -> str:
+        for number, turn in enumerate(turns, start=1):
+            content = turn.get("content")
+            if turn.get("tool_calls") and "tool_calls" not in self._words.keys:
+                return f"It does not write the tool calls of turn {number}. {_OTHER}"
+            if isinstance(content, list) and len(content) > 1 and not has_images(content):
+                return f"Turn {number} has {len(content)} texts, which tools join differently: join them in the rows."
+        return ""
 
     def _turns(self, row: Row) -> Sequence[Turn]:
         """Return the turns that are passed to the chat template."""
@@ -372,8 +373,8 @@ class ConversationEncoder:
 _READ_KEYS = frozenset(("role", "content", "tool_calls", *REASONING))
 
 
-def with_known_roles(turns: Sequence[Turn], known_words: frozenset[str]) -> Sequence[Turn]:
-    """Return the turns with roles of chat templates, or the template's own, which are among its words.
+def with_known_roles(turns: Sequence[Turn], own: frozenset[str]) -> Sequence[Turn]:
+    """Return the turns with roles of chat templates, or the template's `own` where it lacks that of chat templates.
 
     Raises DataError naming a role that is unknown to both, and its turn.
     """
@@ -382,7 +383,7 @@ def with_known_roles(turns: Sequence[Turn], known_words: frozenset[str]) -> Sequ
     known = []
     for number, turn in enumerate(turns, start=1):
         role, entry = turn["role"], find_role(turn["role"])
-        is_own = role in known_words and (entry is None or entry.role not in known_words)
+        is_own = role in own and (entry is None or entry.role not in own)
         if not is_own and entry is None:
             roles = ", ".join(f"`{role.name}`" for role in ROLES)
             raise DataError(
@@ -445,7 +446,7 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: ChatPrompt) -> list[i
     """
     if not tokenizer.chat_template:
         return list(text_inputs(tokenizer, prompt.text())["input_ids"])
-    prompt = replace(prompt, turns=with_known_roles(prompt.turns, known_words(tokenizer)))
+    prompt = replace(prompt, turns=with_known_roles(prompt.turns, known_words(tokenizer).roles))
     control = _control_tokens(tokenizer, str(tokenizer.chat_template))
     system_turns = list(prompt.turns[: int(prompt.has_own_system)])
     arguments = own_arguments(prompt.arguments or {}, readable_names(tokenizer))

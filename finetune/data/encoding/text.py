@@ -181,19 +181,15 @@ class SourceTargetEncoder(TextRowsEncoder):
             encoded = self._tokenizer(text_target=completions, verbose=False, return_attention_mask=False)["input_ids"]
             targets = [[*ids] if ids and ids[-1] == eos else [*ids, eos] for ids in encoded]
         features: list[Features | None] = []
-        for source, target in zip(sources, targets, strict=True):
+        turns = [row["messages"] for row, pair in zip(rows, texts, strict=True) if not isinstance(pair, DataError)]
+        for source, target, each in zip(sources, targets, turns, strict=True):
+            findings = Findings(unread_keys=frozenset(name for turn in each for name in turn) - {"role", "content"})
             ids = np.asarray([*source, *target], np.uint32)
             is_target = np.arange(len(ids)) >= len(source)
-            features.append(Features({"input_ids": ids, "is_target": is_target}) if source else None)
+            arrays = {"input_ids": ids, "is_target": is_target}
+            features.append(Features(arrays, findings=findings) if source else None)
         following = iter(features)
-        outcomes: list[Outcome] = []
-        for row, pair in zip(rows, texts, strict=True):
-            outcome = pair if isinstance(pair, DataError) else next(following)
-            if isinstance(outcome, Features):
-                unread = frozenset(name for turn in row["messages"] for name in turn) - {"role", "content"}
-                outcome = replace(outcome, findings=Findings(unread_keys=unread))
-            outcomes.append(outcome)
-        return outcomes
+        return [pair if isinstance(pair, DataError) else next(following) for pair in texts]
 
     def _texts(self, row: Row) -> tuple[str, str]:
         turns = row.get("messages")

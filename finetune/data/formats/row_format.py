@@ -23,10 +23,11 @@ from finetune.data.rows import (
     read_tools,
 )
 from finetune.data.templates.row_template import WHOLE_ROW, check_row_template, columns_used
-from finetune.data.turns import read_turns
+from finetune.data.turns import read_turns, turn_keys
 from finetune.errors import DataError
 from finetune.registry.formats import FORMATS
 from finetune.registry.plugins import code_identity
+from finetune.registry.turns import ROLES
 
 
 def read_labelled(columns: Columns) -> Row:
@@ -117,6 +118,8 @@ class ColumnFormat(RowFormat):
             parts.append(str(names.image_root.counts_from))
         if names.has_arguments:
             parts.append(ARGUMENTS)
+        if roles := [[entry.name, entry.role, entry.is_call] for entry in ROLES if entry.plugin]:
+            parts.append(roles)
         if names.classes:
             parts.append({column: list(class_names) for column, class_names in names.classes.items()})
         return parts
@@ -159,6 +162,10 @@ def choose_format(
                 )
     if unread:
         log(f"{key}: unused columns: {quoted_list(unread)}")
+    for column in sorted(by_name & row.keys()):
+        keys = turn_keys(row[column])
+        if keys and keys not in (("role", "content"), ("from", "value")):
+            log(f"{key}: the turns of `{column}` are read from their keys {quoted_list(keys)}")
     classes: dict[str, Sequence[str]] = {}  # names of integer labels, unless the labels come from a template
     label = FORMATS[name].classes
     yours = section.column_names.get(label or "", label or "")
@@ -419,6 +426,12 @@ def attach_images(row: Row, columns: Columns) -> Row:
 
 def _placed(messages: Sequence[Turn], *, num_images: int) -> Sequence[Turn]:
     """Return the turns with an image part for each placeholder, or with all images before the first question."""
+    for number, turn in enumerate(messages, start=1):
+        if isinstance(turn.get("content"), list):
+            raise DataError(
+                f"turn {number} has several text parts and {_count(num_images)} in its column. Write a part "
+                "`{type: image}` where each image belongs."
+            )
     if any(PLACEHOLDER in _text(turn) for turn in messages):
         turns = []
         for turn in messages:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from jinja2 import Environment, TemplateError, meta, nodes
 from transformers import PreTrainedTokenizerBase
@@ -84,9 +84,17 @@ def readable_names(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
     return names - RESERVED - _GLOBALS - set(tokenizer.special_tokens_map)
 
 
-def known_words(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
-    """Return the attributes and texts that the tokenizer's chat templates name: keys and roles of turns among them."""
-    return frozenset().union(*map(_words, _templates(tokenizer)))
+class TemplateWords(NamedTuple):
+    """The words of a chat template, in which are the keys and the roles of turns that it knows."""
+
+    keys: frozenset[str]  # its attributes and texts
+    roles: frozenset[str]  # texts that it compares with something, and keys of its objects
+
+
+def known_words(tokenizer: PreTrainedTokenizerBase) -> TemplateWords:
+    """Return the words of the tokenizer's chat templates, found without running them."""
+    words = [_words(template) for template in _templates(tokenizer)]
+    return TemplateWords(*(frozenset().union(*kind) for kind in zip(*words, strict=True)))
 
 
 def _templates(tokenizer: PreTrainedTokenizerBase) -> list[str]:
@@ -133,13 +141,18 @@ def _names(template: str) -> frozenset[str]:
 
 
 @lru_cache(maxsize=16)
-def _words(template: str) -> frozenset[str]:
+def _words(template: str) -> TemplateWords:
     try:
         tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(without_markers(template))
-        attributes = {node.attr for node in tree.find_all(nodes.Getattr)}
-        return frozenset(attributes | {node.value for node in tree.find_all(nodes.Const) if type(node.value) is str})
+        attributes = frozenset(node.attr for node in tree.find_all(nodes.Getattr))
+        compared = [text for node in tree.find_all((nodes.Compare, nodes.Pair)) for text in _texts(node)]
+        return TemplateWords(attributes.union(_texts(tree)), frozenset(compared))
     except (TemplateError, RecursionError, MemoryError):  # reported when it is rendered
-        return frozenset()
+        return TemplateWords(frozenset(), frozenset())
+
+
+def _texts(node: nodes.Node) -> Iterator[str]:
+    return (constant.value for constant in node.find_all(nodes.Const) if type(constant.value) is str)
 
 
 def undeclared_names(template: str) -> list[str]:
