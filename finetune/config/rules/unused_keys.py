@@ -134,11 +134,10 @@ def conditional_task_keys() -> Iterator[ConditionalKey]:
     for task_name, losses in of_losses:
         for key in dict.fromkeys(key for loss in losses for key in sorted(loss.reads)):
             names = tuple(loss.name for loss in losses if key in loss.reads)
+            others = [f"loss: {loss.name}" for loss in losses if key not in loss.reads]
             needs = f"only {' and '.join(f'`loss: {name}`' for name in names)} read{'s' if len(names) == 1 else ''} it"
-            if len(names) > len(losses) / 2:
-                needs = (
-                    f"`loss: {format_list([loss.name for loss in losses if loss.name not in names])}` does not read it"
-                )
+            if len(others) == 1:
+                needs = f"`{others[0]}` does not read it"
             is_read = partial(lambda task, losses, config: getattr(config.task, task).loss in losses, task_name, names)
             yield ConditionalKey(f"task.{task_name}.{key}", is_read, needs)
     of_images = tuple(task.name for task in TASKS if not task.has_tokens)

@@ -335,7 +335,7 @@ def refuse_counts(
     needs_samples: bool = True,
     mapped: Collection[str] = (),
 ) -> None:
-    """Raise DataError with all problems: rows that the section refuses, no samples left, a `mapped` column in no row."""
+    """Raise DataError with all problems: rows that the section refuses, no samples, a `mapped` column in no row."""
     problems = []
     if counts.long_rows and section.over_length == "refuse":
         problems.append(
