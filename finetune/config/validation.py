@@ -91,7 +91,6 @@ class InvalidKey:
     type: str
     value: Any
     meant: str | None = None
-    hint: str = ""
 
     def problem(self) -> Problem:
         """Return it as a message for the user."""
@@ -111,7 +110,7 @@ class InvalidKey:
         is_right_kind = any(type_name(value) in _TYPE_NAMES.get(str(each.get("type")), ()) for each in branches(node))
         complaint = f"{format_value(value)} is {'not allowed' if is_right_kind else type_name(value)}."
         fits = f"Write {describe_values(node, in_full=exceeds_ceiling(value, node))}."
-        hint = self.hint or _hint(value, node)
+        hint = _hint(value, node)
         return Problem(self.key, " ".join(part for part in (complaint, hint, fits) if part))
 
 
@@ -131,8 +130,7 @@ def read_validation_errors(error: ValidationError, values: Any) -> list[InvalidK
         meant = None
         if is_unknown and num_meant <= MAX_LISTED:  # a key of the same section, or the equivalent of another tool's
             meant = _suggested_sibling(key) or KEYS_OF_OTHER_TOOLS.get(key.rpartition(".")[2])
-        hint = _hint_of_columns(key, first["input"], values)
-        invalid.append(InvalidKey(key, first["type"], first["input"], meant, hint))
+        invalid.append(InvalidKey(key, first["type"], first["input"], meant))
     meant_keys = {fault.meant for fault in invalid}
     outer = {parent for fault in invalid for parent in parent_keys(fault.key)}
     return [
@@ -185,18 +183,6 @@ def _suggested_sibling(key: str) -> str | None:
     return join_key(here, near) if near else None
 
 
-def _hint_of_columns(key: str, value: Any, values: Mapping[str, Any]) -> str:
-    """Return advice for a list of columns where the format reads one."""
-    section, _, name = key.rpartition(".")
-    if not isinstance(value, list) or not section.endswith(".columns"):
-        return ""
-    task = values.get("task")
-    takes_pairs = isinstance(task, dict) and task.get("name") == "text_classification"
-    if takes_pairs and name == "text" and len(value) == 2:
-        return f"The second of two texts is `text_pair`: `{{text: {value[0]}, text_pair: {value[1]}}}`."
-    return "To join columns, write a `template` instead of `columns`."
-
-
 _TYPE_NAMES: Mapping[str, tuple[str, ...]] = {
     "integer": ("a whole number",),
     "number": ("a number", "a whole number"),
@@ -225,7 +211,7 @@ def _hint(value: Any, node: Node) -> str:
             return f"Put it in brackets: `[{value}]`."
     elif keys_of(node) and not isinstance(value, dict):
         return f"Its keys are {format_list(keys_of(node))}."
-    elif "array" in types and isinstance(value, int | float):
+    elif "array" in types and "integer" not in types and isinstance(value, int | float):
         return f"Put it in brackets: `[{value}]`."
     elif isinstance(value, float) and abs(value) < _EXACT and value.is_integer() and "integer" in types:
         return f"Write it as `{int(value)}`."

@@ -61,6 +61,8 @@ class PreferenceLossEntry(Entry):
         super().__post_init__()
         if not self.implementation:
             raise RegistryError(f"preference loss `{self.name}`: has no implementation.")
+        if self.task == PAIRS_TASK:  # which adds the chosen answer's cross-entropy to every loss
+            object.__setattr__(self, "reads", self.reads | {"sft_weight"})
 
     @property
     def has_reference(self) -> bool:

@@ -23,8 +23,8 @@ WRONG = [
     ("checkpoint.resume=3", "Write `auto` or `never` or a path."),
     ("export.max_shard_size=5 GB", "Write text such as `5GB`."),
     ("data.max_length=null", "the maximum length of a sample in tokens"),
-    ("data.train.columns={prompt: -3}", "Write text or a whole number of at least 0."),
-    ("data.train.columns={prompt: [a, b]}", "is a list. To join columns, write a `template` instead of `columns`."),
+    ("data.train.columns={prompt: -3}", "Write text or a whole number of at least 0 or a list"),
+    ("data.train.columns={prompt: [a, b]}", "[a, b]` is a list. To join columns, write a `template`."),
     ("evaluate=true", "`true` is a truth value. Its keys are `every_steps`"),
 ]
 
@@ -64,7 +64,7 @@ def test_a_missing_key_is_reported_with_its_meaning(job, complaints):
 
 def test_two_columns_of_a_task_of_texts_are_text_and_text_pair(complaints):
     said = complaints("task.name=text_classification", "data.train.columns={text: [1, 2], label: 0}")
-    wanted = "`[1, 2]` is a list. The second of two texts is `text_pair`: `{text: 1, text_pair: 2}`. Write text or a"
+    wanted = "`[1, 2]` is a list. The second of two texts is `text_pair`: `{text: 1, text_pair: 2}`."
     assert any(wanted in each for each in said)
 
 

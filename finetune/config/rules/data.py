@@ -85,7 +85,8 @@ def format_fits_task(config: RunConfig) -> Iterator[Problem]:
 def columns_are_known(config: RunConfig) -> Iterator[Problem]:
     """`columns` and `template` map from columns of the format, or of any format where none is set."""
     for key, source in row_sources(config):
-        known = [column for form in FORMATS if source.format in (None, form.name) for column in form.columns]
+        forms = [form for form in FORMATS if source.format in (None, form.name)]
+        known = [column for form in forms for column in form.columns]
         for where, columns in (("columns", source.columns), ("template", source.template)):
             for column, yours in columns.items():
                 is_position = where == "columns" and column.isdecimal()
@@ -95,6 +96,13 @@ def columns_are_known(config: RunConfig) -> Iterator[Problem]:
                     if where == "columns" and yours in known:
                         hint = f"The format's name goes first: `{yours}: {column}`."
                     yield Problem(f"{key}.{where}.{column}", f"the column `{column}` does not exist in {who}. {hint}")
+                elif isinstance(yours, tuple) and column not in [form.joined for form in forms]:
+                    message = "To join columns, write a `template`."
+                    if config.task.name == "text_classification" and column == "text" and len(yours) == 2:
+                        both = f"{{text: {yours[0]}, text_pair: {yours[1]}}}"
+                        message = f"The second of two texts is `text_pair`: `{both}`."
+                    message = f"`[{', '.join(map(str, yours))}]` is a list. {message}"
+                    yield Problem(f"{key}.columns.{column}", message)
 
 
 def templates_can_be_read(config: RunConfig) -> Iterator[Problem]:

@@ -173,7 +173,7 @@ def positions_have_names(config: RunConfig) -> Iterator[Problem]:
     for key, source in row_sources(config):
         named = {name: yours for name, yours in source.columns.items() if name.isdecimal()}
         for name, yours in named.items():
-            if isinstance(yours, int) or yours.isdecimal() or not yours:
+            if not isinstance(yours, str) or yours.isdecimal() or not yours:
                 message = "a position maps to a name that begins with a letter: `{0: label}`."
                 yield Problem(f"{key}.columns.{name}", message)
             elif name != str(int(name)):

@@ -46,6 +46,9 @@ def class_weights_fit_labels(config: RunConfig) -> Iterator[Problem]:
     if not section.labels:
         message = "the order of the weights is undefined. Write `task.classification.labels` in the same order."
         yield Problem("task.classification.class_weights", message)
+    elif not any(weights):
+        message = "with only weights of 0 nothing is trained. Write a weight above 0 for at least one class."
+        yield Problem("task.classification.class_weights", message)
     elif len(weights) != len(section.labels):
         message = f"there are {len(weights)} weights for {len(section.labels)} labels. Write one weight per label."
         yield Problem("task.classification.class_weights", message)

@@ -134,7 +134,10 @@ def conditional_task_keys() -> Iterator[ConditionalKey]:
     for task_name, losses in of_losses:
         for key in dict.fromkeys(key for loss in losses for key in sorted(loss.reads)):
             names = tuple(loss.name for loss in losses if key in loss.reads)
+            others = [f"loss: {loss.name}" for loss in losses if key not in loss.reads]
             needs = f"only {' and '.join(f'`loss: {name}`' for name in names)} read{'s' if len(names) == 1 else ''} it"
+            if len(others) == 1:
+                needs = f"`{others[0]}` does not read it"
             is_read = partial(lambda task, losses, config: getattr(config.task, task).loss in losses, task_name, names)
             yield ConditionalKey(f"task.{task_name}.{key}", is_read, needs)
     of_images = tuple(task.name for task in TASKS if not task.has_tokens)
@@ -161,6 +164,10 @@ def _has_cross_entropy(config: RunConfig) -> bool:
     return TASKS[config.task.name].has_token_loss and config.task.loss is None
 
 
+def _has_teacher(config: RunConfig) -> bool:
+    return config.task.distillation is None or config.task.distillation.cross_entropy_weight < 1
+
+
 def _has_tokens(config: RunConfig) -> bool:
     return TASKS[config.task.name].has_tokens
 
@@ -181,6 +188,10 @@ _TASK_KEYS: tuple[ConditionalKey, ...] = (
         "task.distillation.jsd_beta",
         lambda config: config.task.distillation is None or config.task.distillation.divergence == "jsd",
         "only `divergence: jsd` has a mixture",
+    ),
+    *(
+        ConditionalKey(f"task.distillation.{key}", _has_teacher, "with `cross_entropy_weight: 1` the task is `sft`")
+        for key in ("divergence", "jsd_beta", "temperature", "top_k", "cache")
     ),
     ConditionalKey(
         "task.classification.kind",

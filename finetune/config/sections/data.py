@@ -30,7 +30,7 @@ from finetune.registry.formats import FORMATS, SOURCES
 
 SourceName = Annotated[str, OneOf(SOURCES)]
 Format = Annotated[str, OneOf(FORMATS)]
-YourColumns = Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
+YourColumns = Annotated[tuple[str | Position, ...], Field(strict=False, min_length=1)]
 MixedSources = Annotated[tuple["MixedSourceSection", ...], Field(strict=False)]
 Auto = Literal["auto"]
 
@@ -101,29 +101,38 @@ class SourceSection(Section):
         return {int(name): str(yours) for name, yours in self.columns.items() if name.isdecimal()}
 
     @property
+    def positions(self) -> list[int]:
+        """Return the positions to which `columns` maps columns of the format."""
+        return [column for yours in self.columns.values() for column in _listed(yours) if isinstance(column, int)]
+
+    @property
     def has_positions(self) -> bool:
         """Return whether `columns` holds positions: a CSV file then has no header."""
-        return any(name.isdecimal() or isinstance(yours, int) for name, yours in self.columns.items())
+        return bool(self.named_positions or self.positions)
 
     @property
     def column_names(self) -> dict[str, str]:
-        """Return the row's column of each of the format's columns; one without a name is called by its position."""
-        named = self.named_positions
-        return {
-            name: named.get(yours, str(yours)) if isinstance(yours, int) else yours
-            for name, yours in self.columns.items()
-            if not name.isdecimal() and not isinstance(yours, tuple)
-        }
+        """Return the row's column of each of the format's columns that is a single one."""
+        return {name: yours[0] for name, yours in self.mapped.items() if not isinstance(self.columns[name], tuple)}
 
     @property
     def mapped(self) -> dict[str, tuple[str, ...]]:
-        """Return the row's columns of every one of the format's columns in `columns`."""
-        return {**{name: (yours,) for name, yours in self.column_names.items()}, **self.joined_columns}
+        """Return the row's columns of each of the format's columns; those without a name are called by position."""
+        named = self.named_positions
+        return {
+            name: tuple(named.get(column, str(column)) if isinstance(column, int) else column for column in columns)
+            for name, columns in ((name, _listed(yours)) for name, yours in self.columns.items())
+            if not name.isdecimal()
+        }
 
     @property
     def joined_columns(self) -> dict[str, tuple[str, ...]]:
         """Return the row's columns of each of the format's columns that is made of several."""
-        return {name: yours for name, yours in self.columns.items() if isinstance(yours, tuple)}
+        return {name: yours for name, yours in self.mapped.items() if isinstance(self.columns[name], tuple)}
+
+
+def _listed(columns: str | int | tuple[str | int, ...]) -> tuple[str | int, ...]:
+    return columns if isinstance(columns, tuple) else (columns,)
 
 
 class StreamSection(Section):

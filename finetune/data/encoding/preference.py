@@ -25,9 +25,9 @@ class PreferenceEncoder:
     A sample's `input_ids` and `is_target` hold its concatenated sequences, whose lengths are in `sequence_lengths`:
     chosen and rejected, or the judged completion. Targets are the assistant turns of the answers, including their end
     of turn. With `judged`, `is_good` has the verdict on each answer, and the answers are followed by as many mismatched
-    sequences: the prompt with the answers of the next row of the chunk that has another prompt (after the last row
-    follows the first). KTO takes its reference point from these. Where all rows of a chunk have the same prompt, they
-    are those of the next row, and `has_same_prompt` is set.
+    sequences: the prompt with the answers of the next row of the chunk that has another prompt (the first follows the
+    last). KTO takes its reference point from these. Where all rows of a chunk have the same prompt, they are those of
+    the next row, and `has_same_prompt` is set.
     """
 
     encode: ConversationEncoder

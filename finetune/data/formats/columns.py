@@ -226,7 +226,7 @@ def column_hint(section: SourceSection, row: Row, *, suffix: str) -> str:
 def require_positions(section: SourceSection, first: RawRow, *, key: str) -> None:
     """Raise DataError if `columns` has a position beyond the end of the first row."""
     width = len(first.parse())
-    positions = [*section.named_positions, *(yours for yours in section.columns.values() if isinstance(yours, int))]
+    positions = [*section.named_positions, *section.positions]
     if max(positions, default=0) >= width:
         raise DataError(
             f"{key}.columns: there is no column at position {max(positions)} in {first.origin}: it has {width} "
@@ -248,6 +248,6 @@ def require_columns(section: SourceSection, form: str, first: RawRow, *, key: st
     if missing:
         raise DataError(
             f"{first.location}: has no column {quoted_list(missing)} for format `{form}`; its columns are "
-            f"{quoted_list(row)}. Map yours with {key}.columns: {{{next(iter(missing.values()))}: NAME OF YOUR COLUMN}}."
-            f"{column_hint(section, row, suffix=suffix)}"
+            f"{quoted_list(row)}. Map yours with {key}.columns: {{{next(iter(missing.values()))}: NAME OF YOUR COLUMN}}"
+            f".{column_hint(section, row, suffix=suffix)}"
         )
