@@ -68,6 +68,10 @@ class Meaning:
     remedy: str  # how a job uses it; `<column>` is the user's
     formats: tuple[str, ...]
 
+    def remedy_of(self, column: str) -> str:
+        """Return the remedy for a column of this name."""
+        return self.remedy.replace("<column>", column)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Speakers:

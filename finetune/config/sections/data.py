@@ -230,6 +230,11 @@ class AuditSection(Section):
     max_lost_targets: Fraction | None = key("Fraction of the targets that are cut off or left out.", None)
     max_duplicate_samples: Fraction | None = key("Fraction of the samples that equal an earlier one.", None)
     max_unknown_tokens: Fraction | None = key("Fraction of the tokens that are unknown tokens.", None)
+    max_unread_rows: Fraction | None = key(
+        "Fraction of the rows with a value in a column that changes their meaning (a label, a rank, a context, a second "
+        "answer, ...) and that the job does not read.",
+        None,
+    )
 
 
 Padding = Annotated[int, Field(ge=0, le=1_024)]

@@ -38,6 +38,7 @@ class ColumnNames:
     classes: Mapping[str, Sequence[str]] = field(default_factory=dict)  # by the format's column: names of 0, 1, 2, ...
     image_root: ImageRoot | None = None  # for files of images
     has_arguments: bool = False  # the first row has chat template arguments
+    unread: Sequence[str] = ()  # columns that change what a row means and are not read
 
 
 @dataclass(frozen=True)

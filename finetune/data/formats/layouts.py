@@ -206,7 +206,8 @@ def _columns_named(columns: Iterable[str], names: str) -> Iterator[str]:
                 yield column
 
 
-def _is_empty(value: Any) -> bool:
+def is_empty(value: Any) -> bool:
+    """Return whether the value is null, blank text, or an empty list or object."""
     return value is None or (isinstance(value, str) and not value.strip()) or value in ([], {}, ())
 
 
@@ -332,7 +333,7 @@ def _columns(rows: Sequence[Row]) -> list[str]:
 
 
 def _present(rows: Sequence[Row], column: str) -> list[Any]:
-    return [value for row in rows if not _is_empty(value := row.get(column))]
+    return [value for row in rows if not is_empty(value := row.get(column))]
 
 
 def recognize_all(rows: Sequence[Row]) -> Iterator[Layout]:
@@ -370,6 +371,26 @@ def _fits(rows: Sequence[Row], column: str, kinds: str, *, is_optional: bool) ->
     return (is_optional or bool(values)) and all(any(test(value) for test in tests) for value in values)
 
 
+def layout_hint(rows: Sequence[Row], *, form: str = "", has_meanings: bool = True) -> str:
+    """Return what the rows look like, and how a job reads them; empty if that is unknown, or the format `form`.
+
+    Without unread columns that change the meaning of a row, only rows that are not training rows count.
+    """
+    layout = next(recognize_all(rows), None)
+    if layout is None:
+        return ""
+    keys = next(layout.readings(), None)
+    if keys is None:
+        return f"Each row is {layout.entry.description}. {layout.entry.remedy}"
+    if keys.format == form or not has_meanings:
+        return ""
+    written = {**keys.source, **keys.data}
+    return (
+        f"Each row looks like {layout.entry.description}: `task: {json.dumps(keys.task_keys)}` with "
+        f"`{json.dumps(written, ensure_ascii=False)}` reads it; `finetune preview FILE` prints these lines."
+    )
+
+
 def describe_unused(layout: Layout) -> Iterator[str]:
     """Yield a line about every unused column that changes what a row means, and one that lists the others."""
     unused = layout.unused()
@@ -385,7 +406,7 @@ def describe_unused(layout: Layout) -> Iterator[str]:
     ]
     meanings = unread_meanings([column for column in unused if column not in repeated], layout.rows)
     for column, meaning in meanings.items():
-        yield f"`{column}` {meaning.says}: {meaning.remedy.replace('<column>', column)}"
+        yield f"`{column}` {meaning.says}: {meaning.remedy_of(column)}"
     if repeated:
         yield f"{', '.join(f'`{column}`' for column in repeated)}: repeated in what is read"
     others = [column for column in unused if column not in meanings and column not in repeated]

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from finetune.config.sections.data import SourceSection
 from finetune.data.formats.columns import NOTES, ColumnNames, Columns, quoted_list
+from finetune.data.formats.layouts import is_empty, layout_hint, unread_meanings
 from finetune.data.images import ImageRoot
 from finetune.data.rows import (
     ARGUMENTS,
@@ -102,10 +103,14 @@ class ColumnFormat(RowFormat):
         try:
             columns = Columns(self.names, row, origin=raw.origin)
             read = self._read(columns)
-            notes = (*read.get(NOTES, ()), *columns.lacking())
+            notes = (*read.get(NOTES, ()), *columns.lacking(), *self._unread_note(row))
             return {**read, NOTES: notes} if notes else read
         except (DataError, *FAULTS_OF_VALUES) as error:
             raise DataError(f"{raw.location}: {error}") from error
+
+    def _unread_note(self, row: Row) -> tuple[str, ...]:
+        """Return the note on a row that has a value in a column that changes its meaning and is not read."""
+        return (UNREAD,) if any(not is_empty(row.get(column)) for column in self.names.unread) else ()
 
     def identity(self) -> Any:
         """Return the names of the format and of its columns, and the templates."""
@@ -125,25 +130,31 @@ class ColumnFormat(RowFormat):
         return parts
 
 
+UNREAD = "a column that changes the meaning of the row is not read"
+"""The note on a row that has a value in such a column."""
+
+
 def choose_format(
     section: SourceSection,
     first: RawRow,
     *,
     key: str,
     log: Callable[[str], None],
+    rows: Sequence[Row] = (),
     class_names: Callable[[], Mapping[str, Sequence[str]]] = dict,
     image_root: ImageRoot | None = None,
 ) -> ColumnFormat:
     """Return the configured format, or the one detected from the columns of the first row; log it and unread columns.
 
-    `image_root` has the folders of image files. `class_names` returns the dataset's names for integer labels, which
-    replace them. Raises DataError if no format fits, if `columns` or `template` has a column that the format does not
-    have, or if a template is not valid Jinja.
+    `rows` are the first rows, which tell what unread columns mean. `image_root` has the folders of image files.
+    `class_names` returns the dataset's names for integer labels, which replace them. Raises DataError if no format
+    fits, if `columns` or `template` has a column that the format does not have, or if a template is not valid Jinja.
     """
     for column, written in section.template.items():
         check_row_template(written, key=f"{key}.template.{column}")
     row = first.parse()
-    name = section.format or _detect(section, first, key=key)
+    rows = rows or [row]
+    name = section.format or _detect(section, first, rows, key=key)
     expected = FORMATS[name].columns
     by_template = {name for written in section.template.values() for name in columns_used(written)}
     by_name = {section.column_names.get(column, column) for column in expected if column not in section.template}
@@ -162,6 +173,11 @@ def choose_format(
                 )
     if unread:
         log(f"{key}: unused columns: {quoted_list(unread)}")
+    meanings = {} if is_whole_read else unread_meanings(set().union(*rows) - by_template - by_name, rows, form=name)
+    for column, meaning in meanings.items():
+        log(f"warning: {key}: `{column}` {meaning.says}, and is not read: {meaning.remedy_of(column)}.")
+    if unread and not is_whole_read and (hint := layout_hint(rows, form=name, has_meanings=bool(meanings))):
+        log(f"warning: {key}: {hint}")
     for column in sorted(by_name & row.keys()):
         keys = turn_keys(row[column])
         if keys and keys not in (("role", "content"), ("from", "value")):
@@ -182,17 +198,21 @@ def choose_format(
         classes=classes,
         image_root=image_root,
         has_arguments=ARGUMENTS in expected and ARGUMENTS in row,
+        unread=tuple(meanings),
     )
     return ColumnFormat(column_names)
 
 
-def _detect(section: SourceSection, first: RawRow, *, key: str) -> str:
+def _detect(section: SourceSection, first: RawRow, rows: Sequence[Row], *, key: str) -> str:
     available = _available(section, first.parse())
     for form in (form for form in FORMATS if not form.plugin):  # a plugin's is only read where it is named
         names = [section.mapped.get(column, (column,)) for column in form.required]
         has_required = all(name in available for yours in names for name in yours)
         if has_required and all(column in form.columns for column in (*section.mapped, *section.template)):
             return form.name
+    if hint := layout_hint(rows):
+        columns = quoted_list(available)
+        raise UnknownFormat(f"{first.location}: cannot tell the format from its columns {columns}. {hint}")
     choices = "; ".join(f"{form.name}: {quoted_list(form.required)}" for form in FORMATS)
     raise UnknownFormat(
         f"{first.location}: cannot tell the format from its columns {quoted_list(available)}. Set {key}.format and map "

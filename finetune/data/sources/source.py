@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain, islice
@@ -186,12 +187,28 @@ def _open(section: SourceSection, *, key: str, log: Log) -> SourceSlice:
     kind = origin.kind if isinstance(origin, Files) else ""
     if section.has_positions:
         require_positions(section, first, key=key)
+    rows = _first_rows(unread)
     try:
-        form = choose_format(section, first, key=key, log=log, class_names=origin.class_names, image_root=root)
+        form = choose_format(
+            section, first, rows=rows, key=key, log=log, class_names=origin.class_names, image_root=root
+        )
     except UnknownFormat as error:
         raise DataError(f"{error}{column_hint(section, first.parse(), suffix=kind)}") from error
     require_columns(section, form.names.format, first, key=key, suffix=kind)
     return replace(unread, format=form)
+
+
+_LOOKED_AT = 50
+"""The number of rows that tell what columns mean."""
+
+
+def _first_rows(source: SourceSlice) -> list[Row]:
+    """Return the first rows, up to one that cannot be read, which is reported where it is encoded."""
+    rows: list[Row] = []
+    with suppress(DataError):
+        for raw in islice(chain.from_iterable(shard.rows() for shard in source.shards), _LOOKED_AT):
+            rows.append(raw.parse())
+    return rows
 
 
 def image_root(section: SourceSection, folders: Sequence[Path], *, key: str) -> ImageRoot:

@@ -20,7 +20,7 @@ import numpy as np
 from finetune.config.sections.data import DataSection
 from finetune.data.features import NOTHING_FOUND, Features, Findings, Outcome, Unlabeled
 from finetune.data.formats.columns import NOTES
-from finetune.data.formats.row_format import OWN_PROMPT, RowFormat
+from finetune.data.formats.row_format import OWN_PROMPT, UNREAD, RowFormat
 from finetune.data.rows import FAULTS_OF_VALUES, RawRow, Row
 from finetune.data.token_cache.counts import Counts
 from finetune.data.token_cache.integrity import sample_checksums
@@ -125,6 +125,7 @@ def encode_chunk(plan: EncodingPlan, raws: Sequence[RawRow]) -> Chunk:
         first_own_prompt=next(
             (raw.location for raw, row in zip(raws, noted, strict=True) if OWN_PROMPT in row.get(NOTES, ())), ""
         ),
+        unread_rows=notes.pop(UNREAD, 0),
         lacking_rows=notes,
         longest=longest,
         longest_place=raws[encoded[whole_lengths.index(longest)][0]].location if encoded else "",

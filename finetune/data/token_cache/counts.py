@@ -52,6 +52,7 @@ class Counts:
     own_prompt_rows: int = 0  # whose answers begin with a question that is not their prompt
     first_own_prompt: str = ""  # location of the first of these
     same_prompt_rows: int = 0  # whose mismatched answers, which KTO compares with, are of the same prompt
+    unread_rows: int = 0  # with a value in a column that changes their meaning and is not read
     lacking_rows: Mapping[str, int] = field(default_factory=dict)  # by mapped optional column that they do not have
 
     def plus(self, other: "Counts") -> "Counts":
@@ -103,6 +104,8 @@ class Counts:
             "(data.allow_special_tokens: true encodes them as control tokens)": self.control_rows,
             f"plain-text turn marks of the chat template in the texts of {self.turn_mark_rows:,} rows: "
             "the model cannot distinguish these from turns of the conversation": self.turn_mark_rows,
+            f"warning: {self.unread_rows:,} rows have a value in a column that changes what they mean and is not read "
+            "(`finetune preview FILE` prints the lines that read it)": self.unread_rows,
             f"chat template arguments in {self.argument_rows:,} rows (`chat_template_kwargs`), which override "
             f"data.chat_template_arguments in {self.override_rows:,}": self.argument_rows,
             f"warning: the chat template drops the reasoning of answers in {self.dropped_reasoning_rows:,} rows: "
@@ -183,6 +186,7 @@ def shares(counts: Counts, duplicates: int) -> tuple[Share, ...]:
         Share("lost_targets", "targets were cut off or dropped", lost, counts.targets + lost),
         Share("duplicate_samples", "samples are duplicates", duplicates, counts.samples),
         Share("unknown_tokens", f"tokens {UNKNOWN}", counts.unknown_tokens, counts.tokens),
+        Share("unread_rows", "rows have a column that changes their meaning", counts.unread_rows, counts.rows),
     )
 
 
@@ -194,6 +198,7 @@ def exceeded_shares(counts: Counts, duplicates: int, section: AuditSection) -> I
         "lost_targets": section.max_lost_targets,
         "duplicate_samples": section.max_duplicate_samples,
         "unknown_tokens": section.max_unknown_tokens,
+        "unread_rows": section.max_unread_rows,
     }
     for share in shares(counts, duplicates):
         limit = limits[share.name]
