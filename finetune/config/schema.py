@@ -12,6 +12,7 @@ from pydantic import BaseModel, create_model
 from finetune.config.formatting import format_list
 from finetune.config.run_config import RunConfig
 from finetune.config.yaml import MAX_DEPTH, MAX_VALUES
+from finetune.registry.layouts import shipped_layouts
 from finetune.runtime.text.terminal import format_json
 
 Node = Mapping[str, Any]
@@ -234,7 +235,23 @@ def reference_pages() -> dict[str, str]:
     listed = [f"| [`{name}`]({name}.md) | {page.splitlines()[2]} |" for name, page in pages.items()]
     contents = "\n".join(["## Sections", "", "| section | what it says |", "|---|---|", *listed])
     index = f"{first}\n{contents}\n\n## {own.rstrip()}\n"
-    return {"index.md": index, **{f"{name}.md": page for name, page in pages.items()}}
+    return {"index.md": index, **{f"{name}.md": page for name, page in pages.items()}, "layouts.md": _layouts_page()}
+
+
+def _layouts_page() -> str:
+    """Return the page of the layouts that `finetune preview FILE` recognizes."""
+    rows = []
+    for entry in shipped_layouts().layouts:
+        tasks = dict.fromkeys(f"`{reading.format}` for `{reading.task}`" for reading in entry.readings)
+        rows.append(f"| {entry.description} | {', '.join(tasks) or 'not training rows: a message says what to do'} |")
+    return "\n".join(["# Layouts of rows", "", _ABOUT_LAYOUTS, "", "| each row is | read as |", "|---|---|", *rows, ""])
+
+
+_ABOUT_LAYOUTS = """\
+Rows in these layouts are recognized by the names and the values of their columns, the first one that fits.
+[`finetune preview FILE`](../../how-to/data.md#files-as-they-are) prints the lines of a job that read them, and
+`finetune init` writes them. A column that changes what a row means and that is not read is named.
+[A plugin](../../how-to/plugins.md) adds others with `register.layout`."""
 
 
 def write_reference(folder: Path) -> None:

@@ -58,7 +58,7 @@ def find_role(written: str) -> RoleEntry | None:
     return ROLES.get(standard_word(written))
 
 
-ROLE_KEYS = ("role", "from", "speaker")
+ROLE_KEYS = ("role", "from", "speaker", "author")
 CONTENT_KEYS = ("content", "value", "parts", "message", "text")
 """The names of the two keys of a turn; the first present one is read."""
 

@@ -231,8 +231,8 @@ class AuditSection(Section):
     max_duplicate_samples: Fraction | None = key("Fraction of the samples that equal an earlier one.", None)
     max_unknown_tokens: Fraction | None = key("Fraction of the tokens that are unknown tokens.", None)
     max_unread_rows: Fraction | None = key(
-        "Fraction of the rows with a value in a column that changes their meaning (a label, a rank, a context, a second "
-        "answer, ...) and that the job does not read.",
+        "Fraction of the rows with a value in a column that changes their meaning (a label, a rank, a context, a "
+        "second answer, ...) and that the job does not read.",
         None,
     )
 

@@ -7,10 +7,15 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
+from finetune.data.features import result_or_error
+from finetune.data.formats.spans import read_span
+from finetune.data.images import looks_like_images
 from finetune.data.rows import Row
+from finetune.data.turns import turn_keys
 from finetune.registry.formats import FORMATS
 from finetune.registry.layouts import LAYOUTS, LayoutEntry, Meaning, Reading, Speakers, shipped_layouts
 from finetune.registry.tasks import TASKS
+from finetune.registry.turns import WEIGHTS
 
 Role = tuple[str, ...]
 """The columns that have a role."""
@@ -68,40 +73,11 @@ def _is_text(value: Any) -> bool:
 
 
 def _is_turn(value: Any) -> bool:
-    return isinstance(value, Mapping) and any(
-        speaker in value and any(content in value for content in contents)
-        for speaker, contents in (
-            (("role"), ("content", "parts", "message", "text", "tool_calls", "function_call", "value")),
-            (("from"), ("value", "content")),
-            (("author"), ("content",)),
-            (("speaker"), ("text", "content", "utterance")),
-            (("input"), ("output",)),
-        )
-    )
-
-
-def _is_weighted_turn(value: Any) -> bool:
-    return isinstance(value, Mapping) and any(value.get(name) is not None for name in _LOSS_KEYS)
-
-
-_LOSS_KEYS = ("weight", "loss", "train", "trainable", "training", "masked", "mask", "loss_mask")
+    return isinstance(value, Mapping) and bool(turn_keys(value))
 
 
 def _is_span(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return any(name in value for name in ("start", "start_offset")) and any(
-            name in value for name in ("label", "labels", "type", "entity_group", "tag", "entity")
-        )
-    return (
-        isinstance(value, list | tuple) and len(value) == 3 and all(map(_is_integer, value[:2])) and _is_text(value[2])
-    )
-
-
-def _is_image(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return "bytes" in value or _is_image(value.get("path"))
-    is_file = isinstance(value, str) and re.search(r"\.(png|jpe?g|gif|webp|bmp|tiff?)$", value, re.IGNORECASE)
-    return bool(is_file) or type(value).__module__.startswith("PIL.")
+    return isinstance(result_or_error(read_span, 1, value), tuple)
 
 
 def _is_answer(value: Any) -> bool:
@@ -154,8 +130,8 @@ KINDS: Mapping[str, Callable[[Any], bool]] = {
     "tools": _list_of(lambda tool: isinstance(tool, Mapping)),
     "calls": _list_of(lambda call: _has_keys(call, ("name",)), least=1),
     "spans": _list_of(_is_span),
-    "image": _is_image,
-    "images": _list_of(_is_image),
+    "image": looks_like_images,
+    "images": _list_of(looks_like_images),
     "answer": _is_answer,
     "languages": _is_language,
     "transcript": lambda value: speakers_of([value]) is not None,
@@ -173,7 +149,13 @@ def _is_of_kind(kind: str, values: Sequence[Any]) -> Callable[[Any], bool]:
     if name == "objects":
         return _list_of(lambda item: _has_keys(item, keys), least=1)
     if name == "weighted_turns":
-        is_weighted = any(_is_weighted_turn(turn) for value in values for turn in _as_list(_parsed(value)))
+        is_weighted = any(
+            turn.get(name) is not None
+            for value in values
+            for turn in _as_list(_parsed(value))
+            if isinstance(turn, Mapping)
+            for name in WEIGHTS
+        )
         return KINDS["turns"] if is_weighted else lambda value: False
     if name == "transcript" and speakers_of(values) is None:
         return lambda value: False
@@ -256,10 +238,10 @@ class Layout:
                 continue
             if name in _TEXTS and (text := _text_of(self._values(yours[0]))) not in (None, "{}"):
                 template[name] = str(text).replace("{}", _expression(yours[0]))
-            elif len(yours) > 1 or (name == "negatives" and all(map(_is_text, self._values(yours[0])))):
-                columns[name] = list(yours)
+            elif name == "negatives" and len(yours) == 1 and all(map(_is_text, self._values(yours[0]))):
+                columns |= {"negative": yours[0]} if yours != ("negative",) else {}
             elif yours != (name,):
-                columns[name] = yours[0]
+                columns[name] = yours[0] if len(yours) == 1 else list(yours)
         source = {"format": reading.format, "columns": columns, "template": template}
         task = "vision_language_sft" if "images" in roles and reading.task == "sft" else reading.task
         why = self._filled(reading.why, roles) or ", ".join(roles[reading.each] if reading.each else ())
@@ -451,4 +433,6 @@ def unread_meanings(columns: Iterable[str], rows: Sequence[Row], *, form: str | 
 
 def meaning_of(column: str) -> Meaning | None:
     """Return what a column with this name usually says about a row; None if it changes nothing."""
-    return next((meaning for meaning in shipped_layouts().meanings if any(_columns_named([column], meaning.names))), None)
+    return next(
+        (meaning for meaning in shipped_layouts().meanings if any(_columns_named([column], meaning.names))), None
+    )

@@ -512,7 +512,8 @@ def read_group(columns: Columns) -> Row:
     """Return the anchor (the query of `retrieval`), its positive, and the negatives of both columns."""
     anchor = "query" if columns.names.format == "retrieval" else "anchor"
     row = {"anchor": columns.text(anchor), "positive": _only_text(columns, "positive")}
-    negatives = [columns.optional_text("negative")]
+    is_joined = "negative" in columns.names.joined.get("negatives", ())
+    negatives = ["" if is_joined else columns.optional_text("negative")]
     if columns.optional("negatives") not in (None, ""):
         texts, title = columns.json_value("negatives"), columns.title("negatives")
         texts = list(texts.values()) if "negatives" in columns.names.joined else texts

@@ -34,7 +34,7 @@ def read_spans(columns: Columns) -> Row:
     tags, last = ["O"] * len(words), (0, 0, "")
     index_at = {start: index for index, (start, _) in enumerate(words)}
     index_after = {end: index + 1 for index, (_, end) in enumerate(words)}
-    for start, end, label in sorted({_span(number, span) for number, span in enumerate(value, start=1)}):
+    for start, end, label in sorted({read_span(number, span) for number, span in enumerate(value, start=1)}):
         where = f"span [{start}, {end}, {shortened(label)}]"
         if not 0 <= start < end <= len(text):
             raise DataError(f"{where} is not within the text, which has {len(text)} characters.")
@@ -62,7 +62,7 @@ def _stands_alone(character: str) -> bool:
     return is_ideograph or (unicodedata.category(character)[0] not in "LMN" and character != "_")
 
 
-def _span(number: int, span: Any) -> Span:
+def read_span(number: int, span: Any) -> Span:
     """Return start, end and label of a span, which is a list of these or an object."""
     values: list[Any] = list(span) if isinstance(span, list | tuple) else []
     if isinstance(span, Mapping):

@@ -13,6 +13,7 @@ from finetune.config.load import load_config
 from finetune.data.sources.source import open_source
 from finetune.errors import DataError, UserError
 from finetune.model.tokenizer import train_or_load_tokenizer
+from tests.small_models import byte_tokenizer
 
 REVIEWS = [("good", "a long walk in the rain, and back"), ("bad", "nothing was there; nobody came"), ("good", "tea")]
 CSV = "label{d}text\n" + "".join(f'{label}{{d}}"{text}"\n' for label, text in REVIEWS)
@@ -88,6 +89,40 @@ def test_tokens_are_counted_with_a_tokenizer(tmp_path, capsys):
     assert "max_length: 128  # the longest row has 70 tokens" in printed
     with pytest.raises(UserError, match=r"--tokenizer: .*contains no tokenizer"):
         preview_file(str(tmp_path / "rows.txt"), num_rows=1, tokenizer=str(tmp_path))
+
+
+def test_lengths_are_those_of_the_rendered_chat_if_the_tokenizer_has_a_template(tmp_path, capsys):
+    tokenizer = byte_tokenizer(special=["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    tokenizer.chat_template = (
+        "{% for turn in messages %}<|im_start|>{{ turn.role }} {{ turn.content }}<|im_end|>{% endfor %}"
+    )
+    tokenizer.save_pretrained(folder := tmp_path / "own")
+    rows = [{"prompt": "ab", "chosen": "c", "rejected": "cdef"}, {"prompt": "ab", "chosen": "c", "rejected": "d"}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    preview_file(str(tmp_path / "rows.jsonl"), num_rows=1, tokenizer=str(folder))
+    ids = tokenizer("<|im_start|>user ab<|im_end|><|im_start|>assistant cdef<|im_end|>")["input_ids"]
+    assert f"longest {len(ids)}, total {2 * len(ids) - 3}, with the chat template" in capsys.readouterr().out
+
+
+def test_every_column_that_is_not_read_is_named_and_other_readings_are_comments(tmp_path, capsys):
+    row = {"prompt": "a b", "chosen": "c d", "rejected": "e f", "score_chosen": 3.0, "id": 7}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    preview_file(str(tmp_path / "rows.jsonl"), num_rows=1, tokenizer=None)
+    printed = capsys.readouterr().out
+    named = re.findall(r"^not read +(.*)$", printed, re.MULTILINE)
+    assert [line.split(" ")[0] for line in named] == ["`score_chosen`", "`id`"]
+    assert printed.count("\n# task: {name: ") == 2
+    assert job_of(printed, tmp_path).format == "preference"
+
+
+def test_rows_that_are_no_training_rows_get_no_lines_but_what_to_make_of_them(tmp_path, capsys):
+    row = {"message_id": "1", "parent_id": None, "role": "prompter", "text": "a b", "rank": 0}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    preview_file(str(tmp_path / "rows.jsonl"), num_rows=1, tokenizer=None)
+    printed = capsys.readouterr().out
+    assert "Add to the job" not in printed
+    assert "one message of a tree" in printed
+    assert "parent_id" in printed.partition("row 1")[2].partition("\n\n")[2]
 
 
 def test_an_unreadable_row_is_reported_after_the_readable_rows_before_it(tmp_path, capsys):

@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-
 FOLDER = Path(__file__).parents[4] / "shared/data/layouts"
 
 
@@ -115,7 +114,7 @@ def nectar(row):
 
 
 def mmlu(row):
-    lines = "\n".join(f"{letter}. {text}" for letter, text in zip("ABCDEFGH", row["choices"]))
+    lines = "\n".join(f"{letter}. {text}" for letter, text in zip("ABCDEFGH", row["choices"], strict=False))
     return f"user: {row['question']}\n{lines}", f"{'ABCDEFGH'[row['answer']]}. {row['choices'][row['answer']]}"
 
 
@@ -128,7 +127,11 @@ def doccano(row):
 
 def msmarco(row):
     texts, marks = row["passages"]["passage_text"], row["passages"]["is_selected"]
-    return row["query"], texts[marks.index(1)] if 1 in marks else "", [t for t, m in zip(texts, marks) if not m]
+    return (
+        row["query"],
+        texts[marks.index(1)] if 1 in marks else "",
+        [t for t, m in zip(texts, marks, strict=True) if not m],
+    )
 
 
 def llava(row):

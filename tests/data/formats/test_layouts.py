@@ -6,14 +6,18 @@ import pytest
 from PIL import Image
 
 from finetune import register
-from finetune.config.sections.data import TrainingSourceSection
+from finetune.config.sections.data import AuditSection, TrainingSourceSection
 from finetune.data.formats.layouts import describe_unused, recognize_all
 from finetune.data.sources.source import open_source
-from finetune.errors import RegistryError
+from finetune.data.token_cache.chunks import EncodingPlan, encode_chunk
+from finetune.data.token_cache.counts import exceeded_shares
+from finetune.data.token_cache.lengths import SampleLengthLimit
+from finetune.errors import DataError, RegistryError
 from finetune.registry.formats import FORMATS
 from finetune.registry.layouts import LAYOUTS, LayoutEntry, shipped_layouts
 from finetune.registry.tasks import TASKS
-from tests.data.formats.public_layouts import A, B, PUBLIC, Q
+from finetune.registry.turns import find_role
+from tests.data.formats.public_layouts import CHAT, PUBLIC, A, B, Q
 from tests.data.formats.shared_layouts import FOLDER, SHARED
 
 
@@ -28,7 +32,7 @@ def content(turn):
 
 
 def shown(turns):
-    return " | ".join(f"{turn['role']}: {content(turn)}" for turn in turns)
+    return " | ".join(f"{find_role(turn['role']).role}: {content(turn)}" for turn in turns)
 
 
 def meaning(row):
@@ -48,7 +52,7 @@ def meaning(row):
     if "label" in row:
         label = row["label"]
         label = [name for name, is_one in label.items() if is_one] if isinstance(label, dict) else label
-        return tuple(row[name] for name in ("text", "text_pair") if name in row) + (label,) if "text" in row else label
+        return (*(row[name] for name in ("text", "text_pair") if name in row), label) if "text" in row else label
     return row["text"]
 
 
@@ -140,3 +144,51 @@ def test_a_layout_of_a_plugin_comes_first():
 )
 def test_rows_without_anything_to_read_have_no_layout(rows):
     assert first_reading(rows) == (None, None)
+
+
+def opened(tmp_path, rows, **keys):
+    """Return the log of opening rows as a job does."""
+    path, log = tmp_path / "rows.jsonl", []
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = open_source(TrainingSourceSection(path=str(path), **keys), key="data.train", log=log.append)
+    return source, [line for line in log if line.startswith("warning: ")]
+
+
+def test_a_job_that_trains_judged_answers_as_good_ones_is_warned_and_the_rows_are_counted(tmp_path):
+    rows = [{"prompt": Q, "completion": A, "label": value} for value in (True, False, None)]
+    source, warnings = opened(tmp_path, rows, format="prompt_completion")
+    assert [("`label`" in line, "judged" in line) for line in warnings] == [(True, True), (False, True)]
+    encoding = EncodingPlan(source.format, lambda read: [None for _ in read], SampleLengthLimit(8, "refuse", "end"))
+    counts = encode_chunk(encoding, list(source.rows())).counts
+    assert counts.unread_rows == 2
+    assert any("2 rows" in line for line in counts.lines())
+    (share,) = exceeded_shares(counts, 0, AuditSection(max_unread_rows=0.5))
+    assert (share.name, share.num, share.among) == ("unread_rows", 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("row", "keys"),
+    [
+        ({"messages": CHAT, "id": 1, "source": "x"}, {}),
+        ({"text": Q, "label": 1}, {"format": "labelled"}),
+        ({"prompt": Q, "completion": A, "label": True}, {"format": "judged"}),
+        ({"prompt": Q, "completion": A, "system": "", "context": None}, {}),
+        ({"prompt": Q, "completion": A, "score": 3}, {"template": {"prompt": "{{ row.prompt }} {{ row.score }}"}}),
+    ],
+)
+def test_a_job_that_reads_all_that_matters_is_not_warned(tmp_path, row, keys):
+    assert opened(tmp_path, [row], **keys)[1] == []
+
+
+def test_messages_of_a_tree_that_are_read_as_texts_are_a_warning(tmp_path):
+    row = {"message_id": "1", "parent_id": None, "role": "prompter", "text": Q}
+    _, warnings = opened(tmp_path, [row])
+    assert len(warnings) == 1
+    assert "tree of conversations" in warnings[0]
+
+
+def test_rows_that_no_format_reads_get_the_lines_that_do(tmp_path):
+    with pytest.raises(DataError) as error:
+        opened(tmp_path, [{"history": Q, "human_ref_A": A, "human_ref_B": B, "labels": 1}])
+    assert "rows.jsonl, row 1" in str(error.value)
+    assert '"prompt": "history"' in str(error.value)
