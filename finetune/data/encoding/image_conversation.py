@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from finetune.data.encoding.conversation import ConversationEncoder, DroppedContentCheck
+from finetune.data.encoding.conversation import ConversationEncoder
 from finetune.data.encoding.target_spans import LAST_ALONE, RenderedChat, Span, TrainOn
+from finetune.data.encoding.template_support import DroppedContentCheck
 from finetune.data.encoding.tokenizer import EncodedText
 from finetune.data.features import Features
 from finetune.data.images import decode_image

@@ -113,7 +113,7 @@ def encode_chunk(plan: EncodingPlan, raws: Sequence[RawRow]) -> Chunk:
         empty_rows=num_empty,
         empty_answers=sum(findings.empty_answers for findings in found.values()),
         first_empty_answer="" if first_empty is None else raws[first_empty].location,
-        unread_keys=Counter(key for findings in found.values() for key in findings.unread_keys),
+        unread_keys=dict(Counter(key for findings in found.values() for key in findings.unread_keys)),
         **flagged,
         longest=longest,
         longest_place=raws[encoded[whole_lengths.index(longest)][0]].location if encoded else "",
