@@ -123,7 +123,7 @@ def _read_turn(number: int, turn: Turn, entry: RoleEntry | None, *, with_images:
     if parts.reasoning:
         present["reasoning_content"] = "\n".join(parts.reasoning)
     others = {name: value for name, value in _without_content(present).items() if name != "role"}
-    results = [{**others, **result} for result in parts.results]
+    results: list[Turn] = [{**others, **result} for result in parts.results]
     if results and not parts.content:
         return results
     if parts.content:

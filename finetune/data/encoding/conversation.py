@@ -248,7 +248,7 @@ class ChatPrompt:
 
     def text(self) -> str:
         """Return the content of the last turn: the prompt of a model without a chat template."""
-        return str(self.turns[-1]["content"])
+        return "".join(texts_in(self.turns[-1]["content"]))
 
 
 def read_prompt(raw: RawRow, *, system: str | None = None) -> ChatPrompt:
