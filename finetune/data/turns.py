@@ -13,6 +13,7 @@ from finetune.data.formats.columns import quoted_list
 from finetune.data.rows import Part, Turn, describe, is_image, parse_json
 from finetune.errors import DataError
 from finetune.registry.turns import CONTENT_KEYS, PAIRS, ROLE_KEYS, STANDARD_ROLES, RoleEntry, find_role
+from finetune.runtime.text.terminal import format_json
 
 _PLAIN = {"role", "content"}
 _WORD = re.compile(r"\w[\w.-]{0,63}")
@@ -122,7 +123,7 @@ def _read_turn(number: int, turn: Turn, entry: RoleEntry | None, *, with_images:
     if parts.reasoning:
         present["reasoning_content"] = "\n".join(parts.reasoning)
     others = {name: value for name, value in _without_content(present).items() if name != "role"}
-    results = [{**others, **result} for result in parts.results]
+    results: list[Turn] = [{**others, **result} for result in parts.results]
     if results and not parts.content:
         return results
     if parts.content:
@@ -245,13 +246,11 @@ def _result_content(value: Any, *, number: int) -> Any:
     """Return the result of a tool as text, or as several texts."""
     if isinstance(value, list):
         texts = [
-            json.dumps(part["json"], ensure_ascii=False)
-            if isinstance(part, dict) and "json" in part
-            else _text_of_part(part)
+            format_json(part["json"]) if isinstance(part, dict) and "json" in part else _text_of_part(part)
             for part in value
         ]
         if texts and None not in texts:
             return texts[0] if len(texts) == 1 else [{"type": "text", "text": text} for text in texts]
     if value is None:
         raise DataError(f"turn {number} has the result of a tool without content.")
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return value if isinstance(value, str) else format_json(value)

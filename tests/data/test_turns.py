@@ -1,8 +1,8 @@
-"""Turns as rows write them: tools, thoughts and weights are handed on, other tools' words are understood or refused."""
+"""Turns as rows write them: tools, thoughts and weights are handed on, other tools' shapes are read or refused."""
 
 import pytest
 
-from finetune.data.turns import read_turns
+from finetune.data.turns import read_turns, turn_keys
 from finetune.errors import DataError
 
 ASKED = {"role": "user", "content": "Is it warm in Rome?"}
@@ -33,6 +33,14 @@ def test_one_part_of_text_is_that_text():
     assert turn["content"] == "Hi."
 
 
+def call(name, arguments, **identity):
+    return {**identity, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+WARM = {"role": "assistant", "content": "Yes."}
+CALLED = {"role": "assistant", "content": None, "tool_calls": [call("weather", {"city": "Rome"})]}
+
+
 def test_sharegpt_turns_become_messages():
     turns = [
         {"from": "system", "value": "Be brief."},
@@ -41,26 +49,163 @@ def test_sharegpt_turns_become_messages():
         {"from": "observation", "value": "30 degrees"},
         {"role": "gpt", "content": "Yes.", "weight": 0},
     ]
-    call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}
-    assert read_turns(turns, title="`conversations`", from_speakers=True) == [
+    assert read_turns(turns, title="`conversations`") == [
         {"role": "system", "content": "Be brief."},
         ASKED,
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "content": "30 degrees"},
-        {"role": "assistant", "content": "Yes.", "weight": 0},
+        CALLED,
+        {"role": "observation", "content": "30 degrees"},  # the encoder knows whether the template has this role
+        {**WARM, "weight": 0},
     ]
+
+
+QUESTION = "Is it warm in Rome?"
+SAME = {
+    "Cohere's capitals": [{"role": "USER", "message": QUESTION}, {"role": "CHATBOT", "message": "Yes."}],
+    "LangChain's speakers": [{"speaker": "Human", "text": QUESTION}, {"speaker": "AI", "text": "Yes."}],
+    "Gemini's parts": [{"role": "user", "parts": [{"text": QUESTION}]}, {"role": "model", "parts": [{"text": "Yes."}]}],
+    "Bedrock's texts": [{"role": "user", "content": [{"text": QUESTION}]}, {"role": "Assistant", "content": "Yes."}],
+    "questions with their answers": [{"input": QUESTION, "output": "Yes."}],
+    "a table that sorts its columns": [{"assistant": "Yes.", "user": QUESTION, "system": None}],
+    "one key for each turn": [{"human": QUESTION}, {"gpt": "Yes."}],
+    "a history": [[QUESTION, "Yes."]],
+    "Open Assistant's prompter": [{"role": "prompter", "text": QUESTION}, {"role": "assistant", "text": "Yes."}],
+}
+
+
+@pytest.mark.parametrize("shape", SAME)
+def test_the_shapes_of_other_tools_are_the_same_conversation(shape):
+    assert read_turns(SAME[shape], title="`messages`") == [ASKED, WARM]
+
+
+def test_a_single_turn_needs_no_list():
+    assert read_turns({"from": "gpt", "value": "Yes."}, title="`chosen`") == [WARM]
+
+
+RESULT = {"role": "tool", "content": "30 degrees", "tool_call_id": "1"}
+PROVIDERS = {
+    "Anthropic": [
+        {"role": "user", "content": QUESTION},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "Look it up.", "signature": "a"},
+                {"type": "text", "text": "Let me see."},
+                {"type": "tool_use", "id": "1", "name": "weather", "input": {"city": "Rome"}},
+            ],
+        },
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": "30 degrees"}]},
+    ],
+    "Bedrock": [
+        {"role": "user", "content": [{"text": QUESTION}]},
+        {
+            "role": "assistant",
+            "reasoning_content": "Look it up.",
+            "content": [
+                {"text": "Let me see."},
+                {"toolUse": {"toolUseId": "1", "name": "weather", "input": {"city": "Rome"}}},
+            ],
+        },
+        {"role": "user", "content": [{"toolResult": {"toolUseId": "1", "content": [{"text": "30 degrees"}]}}]},
+    ],
+    "Gemini": [
+        {"role": "user", "parts": [{"text": QUESTION}]},
+        {
+            "role": "model",
+            "parts": [
+                {"text": "Look it up.", "thought": True},
+                {"text": "Let me see."},
+                {"functionCall": {"id": "1", "name": "weather", "args": {"city": "Rome"}}},
+            ],
+        },
+        {"role": "user", "parts": [{"functionResponse": {"id": "1", "response": "30 degrees"}}]},
+    ],
+}
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_calls_thoughts_and_results_among_the_parts_of_a_provider_are_read(provider):
+    assert read_turns(PROVIDERS[provider], title="`messages`") == [
+        ASKED,
+        {
+            "role": "assistant",
+            "content": "Let me see.",
+            "reasoning_content": "Look it up.",
+            "tool_calls": [call("weather", {"city": "Rome"}, id="1")],
+        },
+        RESULT,
+    ]
+
+
+def test_a_text_after_the_results_of_tools_is_a_turn_of_its_own():
+    parts = [{"type": "tool_result", "tool_use_id": "1", "content": [{"json": {"degrees": 30}}]}, "And in Oslo?"]
+    assert read_turns([{"role": "user", "content": parts}], title="`messages`") == [
+        {**RESULT, "content": '{"degrees": 30}'},
+        {"role": "user", "content": "And in Oslo?"},
+    ]
+
+
+def test_several_texts_are_left_to_the_template():
+    texts = [{"type": "text", "text": "Hi."}, {"type": "text", "text": "Is it warm?"}]
+    assert read_turns([{"role": "user", "content": texts}], title="`messages`") == [{"role": "user", "content": texts}]
+
+
+def test_the_older_function_call_of_openai_is_a_tool_call():
+    turns = [
+        {"role": "assistant", "content": None, "function_call": {"name": "weather", "arguments": '{"city": "Rome"}'}},
+        {"role": "assistant", "content": "Yes.", "function_call": None},
+    ]
+    assert read_turns(turns, title="`messages`") == [CALLED, WARM]
+
+
+def test_calls_that_are_turns_of_their_own_belong_to_the_turn_before_them():
+    """As in ms-swift: the model ends its turn once, after the last of its calls."""
+    turns = [
+        {"role": "assistant", "content": "Let me see."},
+        {"role": "tool_call", "content": {"name": "weather", "arguments": '{"city": "Rome"}'}},
+        {"role": "tool-call", "content": '[{"name": "weather", "arguments": {"city": "Oslo"}}]'},
+        {"role": "tool_call", "content": {"name": "weather", "arguments": {}}, "loss": False},
+    ]
+    both = [call("weather", {"city": "Rome"}), call("weather", {"city": "Oslo"})]
+    assert read_turns(turns, title="`messages`") == [
+        {"role": "assistant", "content": "Let me see.", "tool_calls": both},
+        {"role": "assistant", "content": None, "tool_calls": [call("weather", {})], "loss": False},
+    ]
+
+
+def function_call(content):
+    return [{"from": "function_call", "value": content}]
 
 
 BAD = [
     ("hello", "must be a list of turns .* but is text"),
-    (["hello"], "turn 1 must be an object"),
+    ([], "must be a list of turns .* but is an empty list"),
+    ({"text": "a", "id": 1}, "`messages` must be text, a turn or a list .* its keys are `text`, `id`"),
+    (["hello"], "turn 1 must be an object .* but is text"),
+    ([["a", "b", "c"]], "turn 1 must be an object .* but is a list"),
     ([ASKED, {"role": "user"}], "`content` of turn 2 must be text, but is missing"),
-    ([{"content": "a"}], "`role` of turn 1 must be text, but is missing"),
-    ([{"role": "assistant", "content": None}], "`content` of turn 1 must be text, but is null"),
-    ([{"role": "user", "content": [{"type": "image"}]}], "is a list. Only a list with a single text part"),
+    ([{"content": "a"}], "turn 1 has no role; its keys are `content`"),
+    ([{"human": "a", "turn": 1}], "turn 1 has no role; its keys are `human`, `turn`"),
+    ([{}], "turn 1 has no role; its keys are none"),
+    ([{"role": 5, "content": "a"}], r"`role` of turn 1 must be text, but is a number \(5\)"),
+    ([{"role": "a b", "content": "a"}], "`role` of turn 1 must be a plain word such as `user`, but is 'a b'"),
+    ([{"role": "assistant", "content": None}], "`content` of turn 1 must be text, but is missing or null"),
+    ([{"from": "human"}], "`content` of turn 1 must be text, but is missing or null"),
+    ([{"input": "a", "output": None}], "`content` of turn 1 must be text, but is missing or null"),
+    ([{"role": "user", "content": []}], "`content` of turn 1 must be text, but is a list"),
+    (
+        [{"role": "user", "content": [{"type": "image"}]}],
+        "turn 1 has a part of type 'image'. Supported here are `text`",
+    ),
+    ([{"role": "user", "content": [{"inlineData": {}}]}], "turn 1 has a part with the keys `inlineData`"),
+    ([{"role": "model", "parts": [{"functionCall": {"args": {}}}]}], "turn 1 has a part with the keys `functionCall`"),
+    ([{"role": "user", "content": [5]}], r"turn 1 has a number \(5\) as a part"),
+    ([{"role": "user", "content": [{"toolResult": {"toolUseId": "1"}}]}], "result of a tool without content"),
     ([{**ASKED, "tool_calls": [1]}], "`tool_calls` of turn 1 must be a list of objects"),
     ([{**ASKED, "tool_calls": [{"name": "f", "arguments": "{"}]}], "arguments of a tool call in turn 1 are not JSON"),
-    ([{**ASKED, "train": False}], "turn 1 has `train`, which is not supported.*`weight: 0`"),
+    ([{**CALLED, "function_call": {"name": "f"}}], "turn 1 has `tool_calls` and other tool calls"),
+    (function_call("weather()"), "turn 1 has a function call that is not JSON"),
+    (function_call('[{"arguments": {}}]'), "turn 1 is a function call, which must be JSON with `name` and `arguments`"),
+    (function_call(None), "`content` of turn 1 must be text, but is missing or null"),
 ]
 
 
@@ -70,16 +215,17 @@ def test_an_invalid_turn_is_rejected_by_name(turns, message):
         read_turns(turns, title="`messages`")
 
 
-BAD_SHAREGPT = [
-    ([{"from": "alice", "value": "a"}], "turn 1 is from 'alice'. Supported speakers: `system`, `developer`"),
-    ([{"value": "a"}], "turn 1 is from None"),
-    ([{"from": "human"}], "`content` of turn 1 must be text, but is null"),
-    ([{"from": "function_call", "value": "weather()"}], "turn 1 is a function call that is not JSON"),
-    ([{"from": "function_call", "value": "[1]"}], "must be JSON with `name` and `arguments`"),
-]
-
-
-@pytest.mark.parametrize(("turns", "message"), BAD_SHAREGPT)
-def test_an_invalid_sharegpt_turn_is_rejected_by_name(turns, message):
-    with pytest.raises(DataError, match=message):
-        read_turns(turns, title="`conversations`", from_speakers=True)
+def test_the_shape_of_turns_is_known_by_the_keys_of_the_first_turn():
+    keys = [turn_keys(turns) for turns in (*SAME.values(), "a", [1], [], [{"type": "function", "function": {}}])]
+    assert keys == [
+        ("role", "message"),
+        ("speaker", "text"),
+        ("role", "parts"),
+        ("role", "content"),
+        ("input", "output"),
+        ("assistant", "user", "system"),
+        ("human",),
+        (),
+        ("role", "text"),
+        *[()] * 4,
+    ]

@@ -1,19 +1,19 @@
 """Encode conversations as token ids and targets, and prompts for inference as token ids.
 
-Rows of which a chat template would drop content are refused. Prompts are read from rows of any format that has them.
+Prompts are read from rows of any format that has them.
 """
 
-import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from finetune.data.encoding.control_tokens import ControlTokens, texts_in
 from finetune.data.encoding.target_spans import REASONING, RenderedChat, TargetFinder, TrainOn, split_reasoning
+from finetune.data.encoding.template_support import DroppedContentCheck, content_hint, role_hint, with_known_roles
 from finetune.data.encoding.tokenizer import EncodedText, TextTokenizer, has_double_bos, require_eos_id
 from finetune.data.features import CONTROL_NAMES, Features, Findings, Outcome, result_or_error
 from finetune.data.rows import (
@@ -21,7 +21,6 @@ from finetune.data.rows import (
     RawRow,
     Row,
     Turn,
-    has_images,
     read_template_arguments,
     read_tools,
     require_valid_unicode,
@@ -40,141 +39,8 @@ from finetune.data.templates.rendering import (
 )
 from finetune.data.turns import read_turns
 from finetune.errors import DataError
-from finetune.registry.turns import ROLES, STANDARD_ROLES, WEIGHTS, find_role, standard_word
+from finetune.registry.turns import WEIGHTS, standard_word
 from finetune.runtime.files.digests import recorded_as
-
-
-class Part(NamedTuple):
-    """A kind of content that a row can have."""
-
-    kind: str
-    role: str = ""
-    detail: str = ""
-
-
-@dataclass
-class DroppedContentCheck:
-    """Checks the first row with each kind of part; one instance per chunk of rows, so the cost is low."""
-
-    finder: TargetFinder
-    seen: set[Part] = field(default_factory=set)
-
-    def check(self, turns: Sequence[Turn], tools: Tools | None, arguments: Arguments | None = None) -> None:
-        """Raise DataError naming the part of the row that the template drops or writes incorrectly."""
-        unseen = [part for part in parts_of(turns, tools) if part not in self.seen]
-        if not unseen:
-            return
-        self.seen.update(unseen)
-        text = render(self.finder.tokenizer, turns, tools=tools, arguments=arguments).text
-        for part in unseen:
-            less = None if part.kind == "tools" else tools
-            others = list(turns)
-            if part.kind != "tools":  # content is replaced, since some templates require it
-                other = _ANOTHER if part.detail == "str" else [{"type": "text", "text": _ANOTHER}]
-                absent: Turn = {"content": other} if part.kind == "content" else dict.fromkeys(_FIELDS[part.kind])
-                others = [{**turn, **absent} if turn["role"] == part.role else turn for turn in turns]
-            try:
-                is_dropped = render(self.finder.tokenizer, others, tools=less, arguments=arguments).text == text
-            except DataError:  # the template requires the part
-                is_dropped = False
-            if is_dropped:
-                hint = role_hint(self.finder, turns, dropped=part.role) if part.kind == "content" else ""
-                what = hint or _NAMES[part.kind](part)
-                raise DataError(f"the chat template ({self.finder.template}) drops {what}")
-        _check_written(turns, text=text, template=self.finder.template)
-
-
-def parts_of(turns: Sequence[Turn], tools: Tools | None) -> Iterator[Part]:
-    """Yield the parts of the row."""
-    if tools:
-        yield Part("tools")
-    for turn in turns:
-        content = turn.get("content")
-        if content and not (isinstance(content, str) and content.isspace()):
-            yield Part("content", turn["role"], type(content).__name__)
-        if turn.get("tool_calls"):
-            yield Part("tool_calls", turn["role"], "with content" if content else "")
-    if turns and any(turns[-1].get(name) for name in REASONING):  # templates omit earlier reasoning by design
-        yield Part("reasoning", turns[-1]["role"])
-
-
-def _check_written(turns: Sequence[Turn], *, text: str, template: str) -> None:
-    """Raise DataError if the template writes a structure as Python code, or text in quotes."""
-    for number, turn in enumerate(turns, start=1):
-        content = turn.get("content")
-        if isinstance(content, list) and repr(content) in text:
-            raise DataError(
-                f"the chat template ({template}) writes the content of turn {number}, a list of parts, as Python code. "
-                "Give it as text."
-            )
-        for call in turn.get("tool_calls") or ():
-            arguments = call.get("function", call).get("arguments")
-            has_quotes = isinstance(arguments, str) and '"' in arguments
-            if has_quotes and arguments not in text and json.dumps(arguments, ensure_ascii=False) in text:
-                raise DataError(
-                    f"the chat template ({template}) writes the arguments of the tool call in turn {number}, which are "
-                    'text, in quotes. Give them as an object: {"city": "Oslo"}.'
-                )
-
-
-_ANOTHER = "Xyzzy"
-_FIELDS = {"tool_calls": ("tool_calls",), "reasoning": REASONING}
-_OTHER = "Set data.chat_template to one that writes it, or leave it out of the rows."
-_NAMES = {
-    "tools": lambda part: f"the `tools` of the row: the model would not see them. {_OTHER}",
-    "content": lambda part: (
-        f"the content of `{part.role}` turns: the rendered conversation does not depend on it. "
-        + ("It may require a list of parts: " if part.detail == "str" else "It may require text, not a list of parts: ")
-        + ('[{"type": "text", "text": ...}].' if part.detail == "str" else '"content": "...".')
-    ),
-    "tool_calls": lambda part: f"`tool_calls` of {part.role} turns{f' {part.detail}' if part.detail else ''}. {_OTHER}",
-    "reasoning": lambda part: f"the reasoning of the last turn. {_OTHER}",
-}
-
-_ASKED: Turn = {"role": "user", "content": "a"}
-_ANSWERED: Turn = {"role": "assistant", "content": "b"}
-_CALL = {"id": "call00001", "type": "function", "function": {"name": "double", "arguments": {"a": 2}}}
-_CALLING: Turn = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
-
-
-def role_hint(finder: TargetFinder, turns: Sequence[Turn], *, dropped: str = "") -> str:
-    """Return a hint listing the roles that the template renders if the turns have another role, else an empty string.
-
-    With `dropped`, a role that the template silently drops, the hint starts with its content.
-    """
-    roles = tuple(role for role in STANDARD_ROLES if _is_rendered(finder, role))
-    others = [role for role in dict.fromkeys(turn["role"] for turn in turns) if role not in roles]
-    if not others or (dropped and dropped not in others):
-        return ""
-    named = ", ".join(f"`{role}`" for role in roles)
-    role = dropped or others[0]
-    instead = _INSTEAD.get(role, "Rename it in the rows")
-    head = f"the content of `{role}` turns: it writes" if dropped else f"It has no `{role}`; it writes"
-    return f"{head} turns of {named}. {instead}, or set data.chat_template to one that has this role."
-
-
-_INSTEAD = {
-    "developer": "`developer` is what gpt-oss and OpenAI's API call the system message: rename it to `system` in the "
-    "rows",
-    "system": "Put the text in front of the first user turn",
-}
-
-
-def _is_rendered(finder: TargetFinder, role: str) -> bool:
-    turn: Turn = {"role": role, "content": _ANOTHER, "name": "double", "tool_call_id": "call00001"}
-    turns = {
-        "user": [turn, _ANSWERED],
-        "assistant": [_ASKED, turn],
-        "tool": [_ASKED, _CALLING, turn, _ANSWERED],
-    }.get(role, [turn, _ASKED, _ANSWERED])
-    in_parts = [{**each, "content": [{"type": "text", "text": each["content"]}]} for each in turns]
-    for shown in (turns, in_parts):
-        try:
-            if _ANOTHER in render(finder.tokenizer, shown).text:
-                return True
-        except DataError:
-            continue
-    return False
 
 
 @recorded_as("data.encoding.encode.ConversationEncoder")
@@ -314,21 +180,12 @@ class ConversationEncoder:
         try:
             chat = self._finder.rendered_chat(turns, tools, arguments=arguments, num_context_turns=context)
         except DataError as error:
-            hint = role_hint(self._finder, turns) or self._content_hint(turns)
+            hint = role_hint(self._finder, turns) or content_hint(turns, self._words)
             raise (DataError(f"{str(error).rstrip('.')}. {hint}") if hint else error) from error.__cause__
         if chat is not None:
             require_valid_unicode(chat.text)
             dropped.check(turns, tools, arguments)
         return chat
-
-    def _content_hint(self, turns: Sequence[Turn]) -> str:
-        for number, turn in enumerate(turns, start=1):
-            content = turn.get("content")
-            if turn.get("tool_calls") and "tool_calls" not in self._words.keys:
-                return f"It does not write the tool calls of turn {number}. {_OTHER}"
-            if isinstance(content, list) and len(content) > 1 and not has_images(content):
-                return f"Turn {number} has {len(content)} texts, which tools join differently: join them in the rows."
-        return ""
 
     def _turns(self, row: Row) -> Sequence[Turn]:
         """Return the turns that are passed to the chat template."""
@@ -373,27 +230,6 @@ class ConversationEncoder:
 _READ_KEYS = frozenset(("role", "content", "tool_calls", *REASONING))
 
 
-def with_known_roles(turns: Sequence[Turn], own: frozenset[str]) -> Sequence[Turn]:
-    """Return the turns with roles of chat templates, or the template's `own` where it lacks that of chat templates.
-
-    Raises DataError naming a role that is unknown to both, and its turn.
-    """
-    if all(turn["role"] in STANDARD_ROLES for turn in turns):
-        return turns
-    known = []
-    for number, turn in enumerate(turns, start=1):
-        role, entry = turn["role"], find_role(turn["role"])
-        is_own = role in own and (entry is None or entry.role not in own)
-        if not is_own and entry is None:
-            roles = ", ".join(f"`{role.name}`" for role in ROLES)
-            raise DataError(
-                f"turn {number} has the role `{role}`, which neither `finetune` nor the chat template knows. Known are "
-                f"{roles}. Rename it in the rows, or with a `template`."
-            )
-        known.append(turn if is_own or entry is None else {**turn, "role": entry.role})
-    return known
-
-
 def with_system_prompt(turns: Sequence[Turn], system_prompt: str | None) -> Sequence[Turn]:
     """Return the turns with the system prompt prepended, unless they have one or none is configured."""
     if system_prompt is None or any(turn["role"] == "system" for turn in turns):
@@ -412,7 +248,7 @@ class ChatPrompt:
 
     def text(self) -> str:
         """Return the content of the last turn: the prompt of a model without a chat template."""
-        return str(self.turns[-1]["content"])
+        return "".join(texts_in(self.turns[-1]["content"]))
 
 
 def read_prompt(raw: RawRow, *, system: str | None = None) -> ChatPrompt:

@@ -12,8 +12,9 @@ import numpy as np
 from PIL import Image
 
 from finetune.data.encoding.control_tokens import texts_in
-from finetune.data.encoding.conversation import ConversationEncoder, DroppedContentCheck
+from finetune.data.encoding.conversation import ConversationEncoder
 from finetune.data.encoding.target_spans import LAST_ALONE, RenderedChat, Span, TrainOn
+from finetune.data.encoding.template_support import DroppedContentCheck
 from finetune.data.encoding.tokenizer import EncodedText
 from finetune.data.features import Features
 from finetune.data.formats.row_format import PLACEHOLDER

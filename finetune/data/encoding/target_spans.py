@@ -294,8 +294,12 @@ class _Conversation:
         if not self.finder.train_on_reasoning:
             spans = self._without_reasoning(spans, targets)
         is_last = targets[-1] == len(self.turns) - 1
-        ends = {"", self.finder.end_of_turn.text, *self.finder.end_of_turn.special}
-        num_empty = sum(text[span.start : span.end].strip() in ends for span in spans) if is_aligned else 0
+        ends, num_empty = {"", self.finder.end_of_turn.text, *self.finder.end_of_turn.special}, 0
+        for number, index in enumerate(targets):
+            turn = self.turns[index]
+            is_end = is_aligned and text[spans[number].start : spans[number].end].strip() in ends
+            is_empty = is_end or not any((*split_reasoning(turn), text_of(turn).strip(), turn.get("tool_calls")))
+            num_empty += turn["role"] == "assistant" and is_empty
         findings = Findings(frozenset({"dropped_reasoning_rows"} if is_dropped else ()), num_empty)
         return RenderedChat(text, tuple(spans), may_be_open=is_last, findings=findings)
 

@@ -118,7 +118,7 @@ def encode_chunk(plan: EncodingPlan, raws: Sequence[RawRow]) -> Chunk:
         empty_rows=num_empty,
         empty_answers=sum(findings.empty_answers for findings in found.values()),
         first_empty_answer="" if first_empty is None else raws[first_empty].location,
-        unread_keys=Counter(key for findings in found.values() for key in findings.unread_keys),
+        unread_keys=dict(Counter(key for findings in found.values() for key in findings.unread_keys)),
         **flagged,
         unlabeled_rows=len(unlabeled),
         own_prompt_rows=notes.pop(OWN_PROMPT, 0),

@@ -59,6 +59,7 @@ class Counts:
         """Return the sum of both; of two equally long rows, the first is the longest."""
         names = [each.name for each in fields(self) if each.type is int]
         sums: dict[str, Any] = {name: getattr(self, name) + getattr(other, name) for name in names}
+        unread = Counter(self.unread_keys) + Counter(other.unread_keys)
         longer = other if other.longest > self.longest else self
         return Counts(
             **sums
@@ -67,7 +68,7 @@ class Counts:
                 "longest_place": longer.longest_place,
                 "first_without_target": self.first_without_target or other.first_without_target,
                 "first_empty_answer": self.first_empty_answer or other.first_empty_answer,
-                "unread_keys": dict((Counter(self.unread_keys) + Counter(other.unread_keys)).most_common(_MAX_KEYS)),
+                "unread_keys": dict(sorted(unread.items(), key=lambda item: (-item[1], item[0]))[:_MAX_KEYS]),
                 "first_own_prompt": self.first_own_prompt or other.first_own_prompt,
                 "lacking_rows": dict(Counter(self.lacking_rows) + Counter(other.lacking_rows)),
             }

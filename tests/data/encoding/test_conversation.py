@@ -7,11 +7,13 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from finetune.data.encoding.conversation import ConversationEncoder, with_system_prompt
+from finetune.data.encoding.conversation import ConversationEncoder, prompt_ids, read_prompt, with_system_prompt
 from finetune.data.encoding.text import TextEncoder
 from finetune.data.encoding.tokenizer import drops_unknown_text, tokenizer_identity, unknown_ids
+from finetune.data.rows import RawRow
 from finetune.data.templates.chat_template import set_chat_template, stop_ids, tokenize
-from finetune.errors import DataError
+from finetune.errors import DataError, RegistryError
+from finetune.registry.turns import ROLES, RoleEntry
 from tests.data.template_tokenizers import targets
 
 
@@ -199,3 +201,96 @@ def test_a_tokenizer_that_drops_unknown_text_is_detected(make_tokenizer):
     assert drops_unknown_text(words())
     assert not drops_unknown_text(words(unk_token="<unk>"))
     assert not drops_unknown_text(make_tokenizer())
+
+
+RESULT = {"content": "4", "name": "add"}
+CALLING = turn("assistant", "Let me add.")
+WITH_OWN_ROLE = """{% for m in messages %}{% if m.role in ['observation', 'critic'] %}<|{{ m.role }}|>{{ m.content }}
+{% elif m.role == 'user' %}<|user|>{{ m.content }}
+{% else %}<|bot|>{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}
+{% endif %}{% endfor %}{% if add_generation_prompt %}<|bot|>{% endif %}"""
+
+
+def text_of(features, tokenizer):
+    return tokenizer.decode(features.arrays["input_ids"].tolist())
+
+
+@pytest.mark.parametrize("role", ["function", "tool_response", "Tool-Output", "observation", "ipython", "TOOL"])
+def test_words_for_the_role_tool_are_that_role(role, tokenizer):
+    found = encode_turns([ASKED, CALLING, {"role": role, **RESULT}, ANSWERED], tokenizer)
+    assert "<|im_start|>tool\n4<|im_end|>" in text_of(found, tokenizer)
+
+
+def test_roles_of_the_template_itself_stay_as_they_are(tokenizer):
+    tokenizer.chat_template = WITH_OWN_ROLE
+    talk = [ASKED, CALLING, {"role": "observation", **RESULT}, ANSWERED, turn("critic", "Good."), ANSWERED]
+    text = text_of(encode_turns(talk, tokenizer), tokenizer)
+    assert "<|observation|>4\n" in text and "<|critic|>Good.\n" in text
+
+
+def test_an_unknown_role_is_refused_with_its_turn_and_the_roles_that_are_known(tokenizer):
+    talk = [ASKED, turn("critic", "Good."), ANSWERED]
+    with pytest.raises(DataError, match=r"turn 2 has the role `critic`.* `human`.* `tool_response`"):
+        encode_turns(talk, tokenizer)
+    prompt = read_prompt(RawRow("rows.jsonl", 1, {"messages": talk[:2]}))
+    with pytest.raises(DataError, match="turn 2 has the role `critic`"):
+        prompt_ids(tokenizer, prompt)
+
+
+def test_prompts_have_the_roles_tools_and_shapes_of_training_rows(tokenizer):
+    set_chat_template(tokenizer, "qwen")
+    function = {"name": "add", "parameters": {}}
+    rows = [
+        {"messages": [ASKED, CALLING, turn("function", "4")], "functions": [function]},
+        {"conversations": [ASKED, CALLING, turn("tool", "4")], "tools": [{"type": "function", "function": function}]},
+    ]
+    texts = [tokenizer.decode(prompt_ids(tokenizer, read_prompt(RawRow("a", 1, row)))) for row in rows]
+    assert texts[0] == texts[1]
+    assert "<tool_response>\n4" in texts[0] and '{"type": "function", "function": {"name": "add"' in texts[0]
+    (answer, single) = (read_prompt(RawRow("a", 1, {"prompt": prompt})) for prompt in ([ASKED], ASKED))
+    assert answer == single
+
+
+def test_a_role_that_a_plugin_adds_is_known(tokenizer):
+    ROLES.register(RoleEntry(name="critic", role="user", plugin=__name__))
+    try:
+        found = encode_turns([ASKED, ANSWERED, turn("Critic", "Why?"), ANSWERED], tokenizer)
+    finally:
+        ROLES.remove_plugin(__name__)
+    assert "<|im_start|>user\nWhy?<|im_end|>" in text_of(found, tokenizer)
+    with pytest.raises(RegistryError, match="role `critic`: `judge` is not one of system, developer"):
+        RoleEntry(name="critic", role="judge")
+
+
+def unread(turns, tokenizer, **keys):
+    return set(encode_turns(turns, tokenizer, **keys).findings.unread_keys)
+
+
+def test_keys_that_neither_the_template_nor_this_package_reads_are_found(tokenizer):
+    answered = turn("assistant", "Four.", thoughts="Add.", wieght=0, reasoning_content="Add.", weight=1)
+    asked = {**ASKED, "country": "US"}
+    set_chat_template(tokenizer, "qwen")
+    assert unread([asked, answered], tokenizer, train_on="per_message") == {"country", "thoughts", "wieght"}
+    assert unread([ASKED, ANSWERED], tokenizer) == set()
+    tokenizer.chat_template = WITH_OWN_ROLE.replace(
+        "{{ m.content }}<|im_end|>", "{{ m.content }}{{ m['thoughts'] }}<|im_end|>"
+    )
+    assert unread([ASKED, turn("assistant", "Four.", thoughts="Add.", mood="good")], tokenizer) == {"mood"}
+
+
+def test_a_template_that_writes_whole_turns_reads_their_keys(tokenizer):
+    whole = "{{ m.content }}{% for name, value in m.items() %}{{ value }}{% endfor %}<|im_end|>"
+    tokenizer.chat_template = WITH_OWN_ROLE.replace("{{ m.content }}<|im_end|>", whole)
+    assert unread([{**ASKED, "country": "US"}, turn("assistant", "Four.", mood="good")], tokenizer) == {"country"}
+
+
+def test_a_template_without_tool_calls_or_texts_in_parts_is_named(tokenizer):
+    call = {"type": "function", "function": {"name": "add", "arguments": {}}}
+    with pytest.raises(DataError, match=r"refuses .*It does not write the tool calls of turn 2"):
+        encode_turns([ASKED, turn("assistant", None, tool_calls=[call])], tokenizer)
+    texts = [{"type": "text", "text": "Two"}, {"type": "text", "text": " and two?"}]
+    with pytest.raises(DataError, match=r"refuses .*Turn 1 has 2 texts, .*join them in the rows"):
+        encode_turns([turn("user", texts), ANSWERED], tokenizer)
+    joined = "{% for part in m.content %}{{ part.text }}{% endfor %}"
+    tokenizer.chat_template = WITH_OWN_ROLE.replace("<|user|>{{ m.content }}", f"<|user|>{joined}")
+    assert "<|user|>Two and two?" in text_of(encode_turns([turn("user", texts), ANSWERED], tokenizer), tokenizer)

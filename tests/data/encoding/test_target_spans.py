@@ -77,7 +77,61 @@ def test_a_weight_that_would_be_ignored_is_refused():
             weighted, train_on=train_on
         )
     half = [ASKED, turn("assistant", "Four.", weight=0.5)]
-    assert "turn 2 has weight 0.5: it must be 1 (trained on) or 0 (not)" in refused(half, train_on="per_message")
+    assert "turn 2 has `weight` 0.5: it must be 1 or 0" in refused(half, train_on="per_message")
+
+
+OUT_OF_THE_LOSS = [
+    *(
+        {name: 0}
+        for name in ("weight", "loss", "loss_weight", "loss_mask", "loss_scale", "train", "trainable", "learn")
+    ),
+    *({name: False} for name in ("training", "should_train", "Train")),
+    *({name: True} for name in ("masked", "is_masked", "ignore_loss")),
+]
+
+
+@pytest.mark.parametrize("key", OUT_OF_THE_LOSS, ids=str)
+def test_any_word_for_out_of_the_loss_is_honored_where_turns_choose_and_refused_elsewhere(key):
+    talk = [ASKED, turn("assistant", "Four.", **key), AGAIN, turn("assistant", "Six.", **dict.fromkeys(key))]
+    assert target_texts(talk, QWEN, train_on="per_message") == [f"Six.{END}"]
+    ((name, value),) = key.items()
+    answered = [ASKED, turn("assistant", "Four.", **{name: not value})]
+    assert target_texts(answered, QWEN, train_on="per_message") == [f"Four.{END}"]
+    message = refused(talk, QWEN)
+    assert f"turn 2 has a `{name}`, which `data.train_on: assistant` does not read" in message
+    assert "data.train_on: per_message" in message
+
+
+def test_words_whose_meaning_differs_or_that_contradict_each_other_are_refused():
+    for train_on in ("assistant", "per_message"):
+        masked = [ASKED, turn("assistant", "Four.", mask=1)]
+        assert "turn 2 has `mask`, whose meaning differs between tools" in refused(masked, train_on=train_on)
+    both = [ASKED, turn("assistant", "Four.", weight=1, masked=True)]
+    assert "turn 2 has `weight` and `masked`, which contradict" in refused(both, train_on="per_message")
+    agreed = [ASKED, turn("assistant", "Four.", weight=1, masked=False)]
+    assert target_texts(agreed, train_on="per_message") == [f"Four.{END}"]
+    logged = [ASKED, turn("assistant", "Four.", loss="1.25")]
+    assert "turn 2 has `loss` '1.25': it must be 1 or 0" in refused(logged, train_on="per_message")
+
+
+def num_empty(turns, template=QWEN, **keys):
+    found = outcome(turns, template, **keys)
+    return found if isinstance(found, DataError) else found.findings.empty_answers
+
+
+def test_answers_of_which_only_the_end_of_the_turn_is_a_target_are_counted():
+    empty = turn("assistant", "")
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    assert num_empty([ASKED, ANSWERED]) == 0
+    assert num_empty([ASKED, turn("assistant", None, tool_calls=[call])]) == 0
+    for template in (QWEN, CHATML, MARKED):
+        assert num_empty([ASKED, empty, AGAIN, AGAIN_ANSWERED, AGAIN, turn("assistant", " \n")], template) == 2
+    thought = turn("assistant", "", reasoning_content="It is Rome.")
+    assert num_empty([ASKED, thought]) == 0
+    assert num_empty([ASKED, thought], train_on_reasoning=False) == 1
+    assert num_empty([turn("user", "", weight=1), ANSWERED], train_on="per_message") == 0
+    without = QWEN.replace("message['content'] or ''", "''")  # a template that drops the content
+    assert "drops the content of `assistant` turns" in str(num_empty([ASKED, ANSWERED], without))
 
 
 def test_training_on_the_last_answer_does_not_render_later_turns():

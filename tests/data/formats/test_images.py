@@ -122,7 +122,10 @@ WRONG = {
         {"messages": [asked("What?"), ANSWER], "images": ["https://example.org/a.png"]},
         "image 1 is a URL",
     ),
-    "several texts": ({"messages": [asked([said("a"), said("b")]), ANSWER]}, "Only a list with a single text part"),
+    "several texts": (
+        {"messages": [asked([said("a"), said("b")]), ANSWER], "images": ["a.png"]},
+        "turn 1 has several text parts and 1 image in its column",
+    ),
 }
 
 

@@ -153,8 +153,38 @@ def test_tools_are_handed_on():
     assert read({"messages": [USER], "tools": [WEATHER]})["tools"] == [WEATHER]
 
 
+def test_functions_are_tools_without_the_wrapper():
+    bare = WEATHER["function"]
+    assert read({"messages": [USER], "functions": [bare, WEATHER]})["tools"] == [WEATHER, WEATHER]
+    assert read({"messages": [USER], "tools": [bare], "functions": [WEATHER]})["tools"] == [bare]
+    assert read({"messages": [USER], "functions": None}) == {"messages": [USER]}
+
+
+def test_answers_of_a_pair_may_be_single_turns_of_any_shape():
+    row = {
+        "conversations": [{"from": "human", "value": "Hi."}],
+        "chosen": {"from": "gpt", "value": "Hello."},
+        "rejected": {"role": "assistant", "content": "No."},
+    }
+    assert read(row, format="preference", columns={"prompt": "conversations"}) == {
+        "prompt": [USER],
+        "chosen": [ASSISTANT],
+        "rejected": [{"role": "assistant", "content": "No."}],
+    }
+
+
+def test_unusual_keys_of_turns_are_logged_once():
+    said = []
+    row = {"contents": [{"role": "user", "parts": [{"text": "Hi."}]}]}
+    assert read(row, said, format="messages", columns={"messages": "contents"}) == {"messages": [USER]}
+    assert said == ["data.train: the turns of `contents` are read from their keys `role`, `parts`"]
+
+
 BAD_ROWS = [
-    ({"prompt": {"a": 1}, "completion": "b"}, "column `prompt` must be text for format `prompt_comp.*but is an object"),
+    (
+        {"prompt": {"a": 1}, "completion": "b"},
+        "column `prompt` must be text, a turn or a list of turns, but is an obj.* `a`",
+    ),
     ({"prompt": "a", "completion": 42}, r"column `completion` must be text .* but is a number \(42\)"),
     ({"prompt": "a", "completion": None}, "column `completion` .* but is null"),
     ({"messages": "hello"}, "column `messages` is text that is not JSON: .* at line 1 column 1 \\('hello'\\)"),
