@@ -478,9 +478,9 @@ def read_group(columns: Columns) -> Row:
     anchor = "query" if columns.names.format == "retrieval" else "anchor"
     row = {"anchor": columns.text(anchor), "positive": _only_text(columns, "positive")}
     negatives = [columns.optional_text("negative")]
-    if columns.optional("negatives") not in (None, ""):
-        texts, title = columns.json_value("negatives"), columns.title("negatives")
-        texts = list(texts.values()) if "negatives" in columns.names.joined else texts
+    if (value := columns.optional("negatives")) not in (None, ""):
+        is_joined, title = "negatives" in columns.names.joined, columns.title("negatives")
+        texts = list(value.values()) if is_joined else columns.json_value("negatives")
         if not isinstance(texts, list):
             raise DataError(f"{title} must be a list of texts, but is {describe(texts)}.")
         for text in texts:
