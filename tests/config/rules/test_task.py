@@ -42,7 +42,7 @@ IDLE = [
         )
         for key, value in (
             ("temperature", 2.0),
-            ("divergence", "reverse_kl"),
+            ("divergence", "jsd"),
             ("top_k", 4),
             ("cache", "true, top_k: 4"),
         )
