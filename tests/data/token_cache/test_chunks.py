@@ -10,7 +10,7 @@ import pytest
 
 from finetune.data.features import UNLABELED
 from finetune.data.formats.columns import NOTES
-from finetune.data.formats.row_format import OWN_PROMPT
+from finetune.data.formats.prompts import OWN_PROMPT
 from finetune.data.rows import RawRow
 from finetune.data.token_cache import chunks
 from finetune.data.token_cache.chunks import EncoderPool, EncodingPlan, WorkersLost, cut_into_chunks, encode_chunk
@@ -47,7 +47,7 @@ def test_a_small_last_chunk_joins_the_one_before_it(monkeypatch):
     assert [len(chunk) for chunk in cut_into_chunks(rows(1))] == [1]
 
 
-def test_what_the_formats_and_the_encoder_note_about_rows_is_counted():
+def test_notes_of_formats_and_unlabeled_rows_are_counted():
     class Noting(AsWritten):
         def read(self, raw):
             row = {"text": "a>b"} if raw.number % 2 else {"text": "a>b", NOTES: ("ctx", OWN_PROMPT)}
