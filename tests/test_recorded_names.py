@@ -145,7 +145,8 @@ WRITTEN = [
      "rows_without_target dropped_tokens dropped_targets split_rows excluded_rows empty_rows unknown_tokens "
      "control_rows turn_mark_rows longest longest_place first_without_target answers long_answers repeated_tokens "
      "argument_rows override_rows dropped_reasoning_rows cut_answer_rows lost_answer_rows empty_answers "
-     "first_empty_answer unread_keys"),
+     "first_empty_answer unread_keys unlabeled_rows own_prompt_rows first_own_prompt same_prompt_rows unread_rows "
+     "lacking_rows"),
     (Audit, "sources total validation padding template exceeded classes num_sequences"),
     (SourceAudit, "key counts is_streamed duplicates in_validation length_quantiles lengths target_shares"),
     (Exceeded, "key share"),

@@ -133,6 +133,9 @@ ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".
 """The extensions of image files."""
 
 
+_LONGEST_ENDING = max(map(len, ENDINGS))
+
+
 def looks_like_images(value: Any) -> bool:
     """Return whether the value is an image, the name of an image file, or a list of these; other text is not."""
     if isinstance(value, list | tuple):
@@ -140,7 +143,7 @@ def looks_like_images(value: Any) -> bool:
     if isinstance(value, dict):
         return not {"bytes", "path"}.isdisjoint(value) and value.keys() <= {"bytes", "path"} and any(value.values())
     if isinstance(value, str):
-        return "\n" not in value and value.lower().endswith(ENDINGS)
+        return value[-_LONGEST_ENDING:].lower().endswith(ENDINGS) and "\n" not in value
     return isinstance(value, bytes | bytearray | memoryview)
 
 

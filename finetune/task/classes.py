@@ -13,13 +13,12 @@ from torch.nn import functional
 from transformers import PreTrainedTokenizerBase
 
 from finetune.data.batch import IGNORED, Batch
+from finetune.data.encoding.label_values import are_bits, present_classes
 from finetune.data.encoding.labelled import (
     Classes,
-    are_bits,
     balanced_weights,
     label_name,
     positive_weights,
-    present_classes,
     sort_names,
 )
 from finetune.data.features import Features, result_or_error
@@ -117,32 +116,17 @@ def find_classes(context: TaskContext, labels_of: LabelsOf) -> WeightedClasses:
     length = _vector_length(context, labels_of) if is_multi else 0
     vector = section.labels or tuple(map(str, range(length)))  # the class of each number of a vector
     is_vector = length > 0 and (length == len(vector) or not has_bits)
-    counts: Counter[str] = Counter()
-    in_order: dict[str, None] = {}  # classes of objects
-    texts: set[str] = set()
-    num_labeled, first_error = 0, None
-    for row in context.rows():  # invalid labels are skipped: encoding the row reports them
-        try:
-            labels = labels_of(row)
-            num_labeled += labels is not None
-            if is_vector and isinstance(labels, list):
-                labels = dict(zip(vector, labels, strict=False))
-            if isinstance(labels, Mapping):
-                in_order.update(dict.fromkeys(labels))
-            present = [label for label in present_classes(labels or ()) if label is not None]
-            counts.update(set(map(label_name, present)))
-            texts.update(label for label in present if isinstance(label, str))
-        except DataError as error:
-            first_error = first_error or error
-    none = _no_labels(counts, texts) - set(section.labels)
+    found = _count_labels(context, labels_of, vector=vector if is_vector else ())
+    counts, first_error = found.counts, found.first_error
+    none = _no_labels(counts, found.texts) - set(section.labels)
     lines = tuple(
         f"data.train: `{name}` ({counts.pop(name):,} times) means that there is no label: not in the loss. If it is a "
         "class, write it in `task.classification.labels`."
         for name in sorted(none)
     )
-    if not counts and not in_order and first_error is not None:
+    names = section.labels or (*found.in_order, *sort_names(counts.keys() - found.in_order))
+    if not names and first_error is not None:
         raise DataError(f"data.train: no row has a valid label; the first error: {first_error}") from first_error
-    names = section.labels or (*in_order, *sort_names(counts.keys() - in_order))
     if not section.labels and len(names) < (1 if is_multi else 2):
         raise DataError(
             f"the training rows contain {len(names)} class{'es' if not names else ''}"
@@ -159,8 +143,38 @@ def find_classes(context: TaskContext, labels_of: LabelsOf) -> WeightedClasses:
         lines += (f"data.train: every list of labels has {length} numbers, 0 or 1, each of which is a class",)
     class_counts = [counts.get(name, 0) for name in names]
     if is_balanced:
-        weights = positive_weights(class_counts, num_labeled) if is_multi else balanced_weights(class_counts)
+        weights = positive_weights(class_counts, found.num_rows) if is_multi else balanced_weights(class_counts)
     return WeightedClasses(Classes(names), weights, tuple(class_counts), is_vector=is_vector, lines=lines)
+
+
+@dataclass
+class _Labels:
+    """The labels of the training rows."""
+
+    counts: Counter[str] = field(default_factory=Counter)  # rows by name of a class
+    in_order: dict[str, None] = field(default_factory=dict)  # names of the classes in objects
+    texts: set[str] = field(default_factory=set)  # names that are texts
+    num_rows: int = 0  # with labels, or an empty list of them
+    first_error: DataError | None = None
+
+
+def _count_labels(context: TaskContext, labels_of: LabelsOf, *, vector: Sequence[str]) -> _Labels:
+    """Return the labels of the rows, in which lists are 0 or 1 for each class of `vector` if there are any."""
+    found = _Labels()
+    for row in context.rows():  # invalid labels are skipped: encoding the row reports them
+        try:
+            labels = labels_of(row)
+            found.num_rows += labels is not None
+            if vector and isinstance(labels, list):
+                labels = dict(zip(vector, labels, strict=False))
+            if isinstance(labels, Mapping):
+                found.in_order.update(dict.fromkeys(labels))
+            present = [label for label in present_classes(labels or ()) if label is not None]
+            found.counts.update(set(map(label_name, present)))
+            found.texts.update(label for label in present if isinstance(label, str))
+        except DataError as error:
+            found.first_error = found.first_error or error
+    return found
 
 
 def _vector_length(context: TaskContext, labels_of: LabelsOf) -> int:

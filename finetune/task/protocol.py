@@ -135,7 +135,11 @@ class RequireMessages:
                 "model that reads images."
             )
             return [DataError(message)] * len(rows)
-        unread = [row.get(UNREAD_IMAGE) if PLACEHOLDER in str(row["messages"]) else None for row in rows]
+        unread = [row.get(UNREAD_IMAGE) for row in rows]
+        unread = [
+            column if column and PLACEHOLDER in str(row["messages"]) else None
+            for row, column in zip(rows, unread, strict=True)
+        ]
         return _encoded_but(rows, unread, self.encode, remedy=" and `task.name: vision_language_sft`")
 
 

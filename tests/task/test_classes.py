@@ -5,6 +5,7 @@ import torch
 
 from finetune.config.sections.task import ClassificationSection, TaskSection
 from finetune.data.batch import IGNORED
+from finetune.data.encoding.labelled import label_name
 from finetune.errors import DataError
 from finetune.task.classes import class_loss_sum, find_classes, multi_label_loss_sum, regression_loss_sum
 from finetune.task.protocol import TaskContext
@@ -72,6 +73,101 @@ def test_labels_that_do_not_form_classes_are_rejected(data, labels, message):
 
 def test_an_invalid_label_is_left_to_the_encoder_that_knows_its_row(data):
     assert find_classes(materials(["a", None, "b"], data), of_row).classes.names == ("a", "b")
+
+
+def several(found, data, **section):
+    return find_classes(materials(found, data, kind="multi_label", **section), lambda row: row["label"])
+
+
+VECTORS = {
+    "a value twice": [[1, 0, 1], [0, 1, 0], [0, 0, 0]],
+    "numbers with a point": [[1.0, 0.0, 1.0], [0.0, 1.0, 0.0], [0.0, 0.0, 0.0]],
+    "booleans": [[True, False, True], [False, True, False], [False, False, False]],
+    "an empty list for none": [[1, 0, 1], [0, 1, 0], []],
+    "a row without a label": [[1, 0, 1], None, [0, 1, 0]],
+}
+
+
+@pytest.mark.parametrize("name", VECTORS)
+def test_lists_of_0_and_1_with_a_value_twice_are_vectors_of_classes_and_this_is_logged(data, name):
+    found = several(VECTORS[name], data)
+    assert (found.classes.names, found.counts, found.is_vector) == (("0", "1", "2"), (1, 1, 1), True)
+    assert found.lines == ("data.train: every list of labels has 3 numbers, 0 or 1, each of which is a class",)
+    again = find_classes(materials([], data, facts=found.data_facts.values, kind="multi_label"), of_row)
+    assert again.is_vector
+
+
+NAMES = {
+    "other numbers": [[1, 0, 1], [0, 2, 0]],
+    "other lengths": [[1, 0, 1], [0, 1]],
+    "no value twice": [[0, 1], [0, 1]],
+    "one class each": [[0], [1]],
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_other_lists_are_names_of_classes(data, name):
+    found = several(NAMES[name], data)
+    assert (found.classes.names, found.is_vector) == (tuple("012"[: 3 if name == "other numbers" else 2]), False)
+
+
+def test_two_classes_in_both_orders_are_a_vector(data):
+    assert several([[0, 1], [1, 0]], data).is_vector
+    assert not several([[0, 1], [0, 1]], data).is_vector
+
+
+@pytest.mark.parametrize(
+    ("labels", "is_vector"), [(["a", "b", "c"], False), (["0", "1", "2"], True), (["0", "1"], False)]
+)
+def test_written_classes_decide_what_lists_of_0_and_1_are(data, labels, is_vector):
+    found = several([[1, 0, 1], [0, 1, 0]], data, labels=labels)
+    assert (found.classes.names, found.is_vector) == (tuple(labels), is_vector)
+
+
+def test_written_classes_have_the_weights_of_their_place_in_the_vector(data):
+    found = several([[1, 0, 1], [1, 0, 0]], data, labels=["a", "b", "c"], class_weights="balanced")
+    assert (found.counts, found.weights) == ((2, 0, 1), (1.0, 1.0, 1.0))
+
+
+def test_a_label_that_is_listed_twice_counts_once(data):
+    found = several([["a", "a"], ["b"], ["b"], []], data, class_weights="balanced")
+    assert (found.counts, found.weights) == ((1, 2), (3.0, 1.0))
+
+
+def test_classes_of_objects_keep_their_order_and_one_that_no_row_has_is_a_class(data):
+    found = several([{"toxic": 0, "insult": 1}, {"toxic": 0, "insult": "1"}, {"toxic": -1, "insult": -1}], data)
+    assert (found.classes.names, found.counts) == (("toxic", "insult"), (0, 2))
+
+
+NO_LABEL = [
+    ([0, 1, -1, 2], ("0", "1", "2"), "`-1` (1 times)"),
+    ([0, 1, -100, -100], ("0", "1"), "`-100` (2 times)"),
+    (["0", "1", "-1"], ("0", "1"), "`-1` (1 times)"),
+    (["a", "b", -1], ("a", "b"), "`-1` (1 times)"),
+    (["a", "b", None], ("a", "b"), None),
+    (["a", "-1"], ("-1", "a"), None),
+    ([-1, 1], ("-1", "1"), None),
+    ([-2, -1, 0, 1], ("-2", "-1", "0", "1"), None),
+]
+
+
+@pytest.mark.parametrize(("labels", "names", "said"), NO_LABEL)
+def test_minus_one_and_minus_100_are_no_classes_next_to_numbers_from_0(data, labels, names, said):
+    found = find_classes(materials(labels, data), of_row)
+    assert found.classes.names == names
+    assert sum(found.counts) == sum(label_name(label) in names for label in labels if label is not None)
+    assert [said in line and "task.classification.labels" in line for line in found.lines] == ([True] if said else [])
+
+
+def test_minus_one_is_a_class_if_it_is_written(data):
+    section = {"labels": ["-1", "0", "1"], "class_weights": "balanced"}
+    found = find_classes(materials([-1, 0, 1, 1], data, **section), of_row)
+    assert (found.counts, found.lines) == ((1, 1, 2), ())
+
+
+def test_rows_without_any_label_are_refused(data):
+    with pytest.raises(DataError, match=r"contain 0 classes: .* `-1` \(2 times\) means that there is no label"):
+        find_classes(materials([-1, -1, None], data), of_row)
 
 
 def test_the_cross_entropy_is_the_formula_with_weights_and_smoothing():

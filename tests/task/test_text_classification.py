@@ -1,6 +1,7 @@
 """Text classification: batches, labels, what is measured on however many ranks, and decoders as classifiers."""
 
 import copy
+import json
 
 import pytest
 import torch
@@ -13,11 +14,11 @@ from transformers import (
     LlamaForSequenceClassification,
 )
 
-from finetune.config.sections.data import DataSection, TrainingSourceSection
+from finetune.config.sections.data import AuditSection, DataSection, TrainingSourceSection
 from finetune.config.sections.task import ClassificationSection, TaskSection
 from finetune.data.batch import IGNORED
 from finetune.data.features import Features
-from finetune.data.sources.source import open_source
+from finetune.data.sources.source import open_source, rows_read
 from finetune.data.token_cache.cache import prepare_set
 from finetune.data.token_cache.chunks import Encoding
 from finetune.errors import DataError
@@ -31,10 +32,13 @@ LABELS["regression"] = [0.5, -100.0, 2.0, 1.0, 0.0]
 TEXTS = ["a", "b c d", "playing", "a b", "new york !"]
 
 
+def task_section(kind, **section):
+    return TaskSection(name="text_classification", classification=ClassificationSection(kind=kind, **section))
+
+
 def task_of(kind, tokenizer, data, *, found=None, **section):
     rows = [{"text": text, "label": label} for text, label in zip(TEXTS, found or LABELS[kind], strict=True)]
-    settings = TaskSection(name="text_classification", classification=ClassificationSection(kind=kind, **section))
-    task = build_task(TaskContext(settings, data, tokenizer, rows=lambda: rows))
+    task = build_task(TaskContext(task_section(kind, **section), data, tokenizer, rows=lambda: rows))
     samples = [Features(each.arrays, sample_id=number) for number, each in enumerate(task.encode(rows))]
     return task, samples
 
@@ -210,3 +214,43 @@ def test_regression_rows_without_a_numeric_label_are_rejected(data):
         DataError, match=r"no row has a number as its label; the first error: the label must be a number, but is `x`"
     ):
         task_of("regression", bert_tokenizer(), data, found=list("xyxzy"))
+
+
+def test_unlabeled_rows_are_left_out_and_counted_and_none_is_no_target_of_the_audit(tmp_path, data):
+    rows = [
+        {"text": "a", "label": 0},
+        {"text": "b", "label": -1},
+        {"text": "c", "label": 1},
+        {"text": "d", "label": None},
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    section = DataSection(
+        train=TrainingSourceSection(path=str(path)), max_length=8, cache_folder=str(tmp_path / "cache")
+    )
+    source = open_source(section.train, key="data.train", log=lambda _: None)
+    task = build_task(
+        TaskContext(
+            TaskSection(name="text_classification"), section, bert_tokenizer(), rows=lambda: rows_read([source])
+        )
+    )
+    said = []
+    prepared = prepare_set(source, Encoding(task.samples.encode, section, identity={}), log=said.append)
+    assert [sample.arrays["labels"].tolist() for sample in prepared] == [[0], [1]]
+    assert (prepared.counts.unlabeled_rows, prepared.counts.rows_without_target) == (2, 0)
+    assert "data.train: left out without a label: 2 rows" in said
+    with pytest.raises(DataError, match=r"data\.train: 2 of 4 rows were dropped"):
+        strict = section.model_copy(update={"audit": AuditSection(max_dropped_rows=0.0)})
+        prepare_set(source, Encoding(task.samples.encode, strict, identity={}), log=said.append)
+
+
+def test_vectors_of_classes_are_evaluated_with_the_classes_of_the_training_rows(data):
+    found = [[1, 0, 1], [0, 1, 0], [0, 0, 0], [0, 0, 1], [1, 1, 1]]
+    task, samples = task_of("multi_label", bert_tokenizer(), data, found=found)
+    assert task.head_values["num_labels"] == 3
+    assert [sample.arrays["labels"].tolist() for sample in samples] == found
+    assert [task.label_text(sample) for sample in samples[:3]] == ["0, 2", "1", "none"]
+    again = build_task(TaskContext(task_section("multi_label"), data, bert_tokenizer(), facts=task.data_facts.values))
+    assert again.encode_row({"text": "a", "label": [0, 1, 1]}).arrays["labels"].tolist() == [0, 1, 1]
+    with pytest.raises(DataError, match="the label has 2 numbers, but there are 3 classes"):
+        again.encode_row({"text": "a", "label": [0, 1]})

@@ -112,3 +112,15 @@ def test_long_sentences_keep_the_tokens_around_them(tmp_path, over_length, left,
     )
     assert [" ".join(WORDS[i] for i in each.arrays["input_ids"]) for each in prepared] == left
     assert {name: getattr(prepared.counts, name) for name in lost} == lost
+
+
+@pytest.mark.parametrize("none", [-100, -1, None])
+def test_words_without_a_tag_are_in_no_class_no_loss_and_no_metric(data, model, none):
+    rows = [{"tokens": ["playing", "a", "York"], "tags": [1, none, 0]}, {"tokens": ["a", "b"], "tags": [2, none]}]
+    task = task_of(data, rows)
+    assert task.classification.classes.names == ("0", "1", "2")
+    samples = [Features(each.arrays, sample_id=number) for number, each in enumerate(task.encode(rows))]
+    batch = task.collate(samples)
+    assert batch.num_targets == 3
+    output = task.evaluate_batch(model, batch)
+    assert (output.sums["num_targets"].item(), output.records[:, 1].tolist()) == (3, [1, 0, 2])

@@ -8,6 +8,7 @@ from finetune.config.sections.data import DataSection, TrainingSourceSection
 from finetune.config.sections.task import TaskSection
 from finetune.data.batch import IGNORED
 from finetune.data.encoding.image_conversation import images_of
+from finetune.data.formats.row_format import UNREAD_IMAGE
 from finetune.data.images import StoredImage
 from finetune.errors import DataError
 from finetune.task.generation import generate
@@ -203,3 +204,17 @@ def test_text_alone_does_not_learn_from_images(tokenizer, data):
     sft = build_task(TaskContext(TaskSection(name="sft"), data, tokenizer))
     with pytest.raises(DataError, match=r"task\.name: vision_language_sft"):
         sft.encode_row(ONE)
+
+
+@pytest.mark.parametrize("text", ["<image>\nwhat?", "what is an <image>?"])
+def test_a_placeholder_in_the_text_of_a_row_without_images_is_refused(task, text):
+    with pytest.raises(
+        DataError, match=r"has no images, but a text with the placeholder .*`columns: \{images: NAME\}`"
+    ):
+        task.encode_row(row(asked=text))
+
+
+def test_images_that_are_not_read_are_refused_with_the_line_to_write_and_other_rows_are_encoded(task):
+    outcomes = task.samples.encode([{**NONE, UNREAD_IMAGE: "photo"}, ONE])
+    assert "has images in the column `photo`, which are not read. Write `columns: {images: photo}`" in str(outcomes[0])
+    assert outcomes[1].num_targets > 0

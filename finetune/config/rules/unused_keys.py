@@ -136,7 +136,7 @@ def conditional_task_keys() -> Iterator[ConditionalKey]:
             names = tuple(loss.name for loss in losses if key in loss.reads)
             others = [f"loss: {loss.name}" for loss in losses if key not in loss.reads]
             needs = f"only {' and '.join(f'`loss: {name}`' for name in names)} read{'s' if len(names) == 1 else ''} it"
-            if len(others) == 1:
+            if len(others) == 1 < len(names) - 1:
                 needs = f"`{others[0]}` does not read it"
             is_read = partial(lambda task, losses, config: getattr(config.task, task).loss in losses, task_name, names)
             yield ConditionalKey(f"task.{task_name}.{key}", is_read, needs)

@@ -3,12 +3,12 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import takewhile
 from typing import Any, cast
 
 from finetune.config.sections.data import SourceSection
 from finetune.data.formats.columns import NOTES, ColumnNames, Columns, quoted_list
 from finetune.data.formats.layouts import is_empty, layout_hint, unread_meanings
+from finetune.data.formats.prompts import read_exchange, turns_of, with_system
 from finetune.data.images import ImageRoot
 from finetune.data.rows import (
     ARGUMENTS,
@@ -229,20 +229,20 @@ def _available(section: SourceSection, row: Row) -> tuple[str, ...]:
 def read_messages(columns: Columns) -> Row:
     """Return the turns."""
     turns = read_turns(columns.json_value("messages"), title=columns.title("messages"), with_images=True)
-    return _with_tools(attach_images({"messages": _with_system(turns, columns)}, columns), columns)
+    return _with_tools(attach_images({"messages": with_system(turns, columns)}, columns), columns)
 
 
 def read_conversations(columns: Columns) -> Row:
     """Return the turns of a ShareGPT conversation, after the row's `system` text."""
     value, title = columns.json_value("conversations"), columns.title("conversations")
     turns = read_turns(value, title=title, with_images=True)
-    return _with_tools(attach_images({"messages": _with_system(turns, columns)}, columns), columns)
+    return _with_tools(attach_images({"messages": with_system(turns, columns)}, columns), columns)
 
 
 def read_prompt_completion(columns: Columns) -> Row:
     """Join prompt and completion; answers in a prompt of several turns are context, not targets."""
-    prompt = _turns_of(columns, "prompt", by="user", with_images=True)
-    prompt, (completion,), notes = _exchange(columns, prompt, ("completion",), with_images=True)
+    prompt = turns_of(columns, "prompt", by="user", with_images=True)
+    prompt, (completion,), notes = read_exchange(columns, prompt, ("completion",), with_images=True)
     row: dict[str, Any] = {"messages": [*prompt, *completion], **notes}
     if any(turn["role"] == "assistant" for turn in prompt):
         row["num_context_turns"] = len(prompt)
@@ -253,7 +253,7 @@ def read_instruction(columns: Columns) -> Row:
     """Join instruction and input with an empty line, as in Alpaca."""
     question = "\n\n".join(part for part in (columns.text("instruction"), columns.optional_text("input")) if part)
     exchange = [{"role": "user", "content": question}, {"role": "assistant", "content": columns.text("output")}]
-    row = {"messages": _with_system(exchange, columns)}
+    row = {"messages": with_system(exchange, columns)}
     return _with_tools(attach_images(row, columns), columns, has_tools=False)
 
 
@@ -266,8 +266,8 @@ def read_preference(columns: Columns) -> Row:
             f"or convert the transcript to turns with a `template`: "
             f"`{name}: \"{{{{ {name} | transcript('Human:', 'Assistant:') }}}}\"`."
         )
-    prompt = _turns_of(columns, "prompt", by="user") if has_prompt else []
-    prompt, (chosen, rejected), notes = _exchange(columns, prompt, _PAIR)
+    prompt = turns_of(columns, "prompt", by="user") if has_prompt else []
+    prompt, (chosen, rejected), notes = read_exchange(columns, prompt, _PAIR)
     row: dict[str, Any] = {"prompt": prompt, "chosen": chosen, "rejected": rejected, **notes}
     if columns.optional("margin") is not None:
         row["margin"] = columns.number("margin")
@@ -276,8 +276,8 @@ def read_preference(columns: Columns) -> Row:
 
 def read_judged(columns: Columns) -> Row:
     """Return prompt and answer as turns, and whether the answer is good."""
-    prompt = _turns_of(columns, "prompt", by="user")
-    prompt, (completion,), notes = _exchange(columns, prompt, ("completion",))
+    prompt = turns_of(columns, "prompt", by="user")
+    prompt, (completion,), notes = read_exchange(columns, prompt, ("completion",))
     row = {"prompt": prompt, "completion": completion, "is_good": columns.truth("label"), **notes}
     return _with_tools(row, columns)
 
@@ -288,98 +288,6 @@ _PAIR = ("chosen", "rejected")
 def read_text(columns: Columns) -> Row:
     """Return the text."""
     return {"text": columns.text("text")}
-
-
-OWN_PROMPT = "an answer begins with a question"
-"""The note on a row whose answer begins with a question, or a system message, that is not its prompt."""
-
-
-def _exchange(
-    columns: Columns, prompt: Sequence[Turn], names: Sequence[str], *, with_images: bool = False
-) -> tuple[list[Turn], list[list[Turn]], Row]:
-    """Return the prompt, the answers to it in the columns of these names, and what is noted about them.
-
-    An answer may begin with the prompt, of which it is then the rest: turns after a system message if there is one; of
-    a pair also texts. The common start of two conversations that begin with the prompt is the prompt, as in TRL.
-    """
-    sides = [_turns_of(columns, name, by="assistant", with_images=with_images) for name in names]
-    starts = [_end_of_prompt(side, prompt) if prompt else 0 for side in sides]  # the number of turns of the prompt
-    if len(sides) == 2 and (not prompt or all(starts)):
-        pairs = zip(*(side[:-1] for side in sides), strict=False)
-        num_shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        starts = [num_shared] * 2 if num_shared >= max(starts) else starts
-    answers = [side[start:] for side, start in zip(sides, starts, strict=True)]
-    if any(starts):
-        prompt = max((side[:start] for side, start in zip(sides, starts, strict=True)), key=len)
-    elif len(sides) == 2 and len(prompt) == 1:
-        rests = [_rest(answer[0].get("content"), prompt[0]["content"]) for answer in answers]
-        if all(rests):
-            answers = [[{**answer[0], "content": rest}] for answer, rest in zip(answers, rests, strict=True)]
-    has_own = any(_begins_otherwise(answer[0], prompt) for answer in answers)
-    return _with_system(prompt, columns), answers, {NOTES: (OWN_PROMPT,)} if has_own else {}
-
-
-def _end_of_prompt(side: Sequence[Turn], prompt: Sequence[Turn]) -> int:
-    """Return the number of turns at the start of the conversation that are the prompt, with its system message."""
-    for first in (0, 1):
-        own = side[first : first + len(prompt)]
-        is_prompt = [_content(turn) for turn in own] == [_content(turn) for turn in prompt]
-        if is_prompt and first + len(prompt) < len(side) and all(turn["role"] in _RULES for turn in side[:first]):
-            return first + len(prompt)
-    return 0
-
-
-_RULES = ("system", "developer")
-
-
-def _content(turn: Turn) -> tuple[Any, ...]:
-    return turn["role"], turn.get("content"), turn.get("tool_calls")
-
-
-def _rest(text: Any, prompt: Any) -> str:
-    """Return the rest of an answer's text that begins with the prompt; empty if it does not, or has no rest.
-
-    An answer may well begin with the word that it answers: a prompt of one word must be followed by a new line.
-    """
-    if not isinstance(text, str) or not isinstance(prompt, str) or not text.startswith(prompt):
-        return ""
-    rest = text[len(prompt) :]
-    is_edge = len(prompt.split()) > 1 and not (prompt[-1] + rest[:1]).isalnum()
-    return rest.lstrip() if is_edge or rest[:1] == "\n" else ""
-
-
-def _begins_otherwise(answer: Turn, prompt: Sequence[Turn]) -> bool:
-    """Return whether an answer begins with a turn of the user, or with about the text of a prompt of several words."""
-    if not prompt or answer["role"] in ("user", *_RULES):
-        return bool(prompt)
-    text, question = answer.get("content"), prompt[-1].get("content")
-    if not isinstance(text, str) or not isinstance(question, str) or len(question.split()) < 2:
-        return False
-    start, compared = ("".join(each.split()).casefold() for each in (text[: 2 * len(question) + 1], question))
-    return start != compared and start.startswith(compared)
-
-
-def _turns_of(columns: Columns, column: str, *, by: str, with_images: bool = False) -> list[Turn]:
-    """Return the turns of a column: the text of one turn, one turn, or a list of turns."""
-    value = columns.turns(column)
-    if isinstance(value, list | dict):
-        return read_turns(value, title=columns.title(column), with_images=with_images)
-    return [{"role": by, "content": columns.text(column)}]
-
-
-def _with_system(turns: Sequence[Turn], columns: Columns) -> list[Turn]:
-    """Return the turns after the row's system message; raises DataError if they begin with another one."""
-    value = columns.optional_text("system")
-    if not value:
-        return list(turns)
-    if turns and turns[0]["role"] in _RULES:
-        if turns[0].get("content") == value:
-            return list(turns)
-        raise DataError(
-            f"has a system message in {columns.title('system')} and another one in its turns. Remove one of them, or "
-            f"map another column to `system`."
-        )
-    return [{"role": "system", "content": value}, *turns]
 
 
 def _with_tools(row: Mapping[str, Any], columns: Columns, *, has_tools: bool = True) -> Row:
@@ -512,11 +420,12 @@ def read_group(columns: Columns) -> Row:
     """Return the anchor (the query of `retrieval`), its positive, and the negatives of both columns."""
     anchor = "query" if columns.names.format == "retrieval" else "anchor"
     row = {"anchor": columns.text(anchor), "positive": _only_text(columns, "positive")}
-    is_joined = "negative" in columns.names.joined.get("negatives", ())
-    negatives = ["" if is_joined else columns.optional_text("negative")]
-    if columns.optional("negatives") not in (None, ""):
-        texts, title = columns.json_value("negatives"), columns.title("negatives")
-        texts = list(texts.values()) if "negatives" in columns.names.joined else texts
+    is_joined = "negatives" in columns.names.joined
+    is_read_twice = "negative" in columns.names.joined.get("negatives", ())
+    negatives = ["" if is_read_twice else columns.optional_text("negative")]
+    if (value := columns.optional("negatives")) not in (None, ""):
+        texts = list(value.values()) if is_joined else columns.json_value("negatives")
+        title = columns.title("negatives")
         if not isinstance(texts, list):
             raise DataError(f"{title} must be a list of texts, but is {describe(texts)}.")
         for text in texts:

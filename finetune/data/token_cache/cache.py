@@ -7,7 +7,7 @@ import hashlib
 import json
 import shutil
 import stat
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict
 from functools import cache, partial
@@ -253,8 +253,7 @@ def _build(
                 num_left_out=lambda: source.num_left_out,
                 on_damage=log_damage,
             )
-        mapped = [name for names in source.section.mapped.values() for name in names]
-        refuse_counts(counts, section, key=source.key, length=plan.length, mapped=mapped)
+        refuse_counts(counts, section, key=source.key, length=plan.length, mapped=source.section.mapped.values())
     except WorkersLost:
         raise
     except DataError:
@@ -332,10 +331,9 @@ def refuse_counts(
     *,
     key: str,
     length: LengthLimit,
-    needs_samples: bool = True,
-    mapped: Collection[str] = (),
+    mapped: Iterable[Sequence[str]] | None = None,
 ) -> None:
-    """Raise DataError with all problems: rows that the section refuses, no samples, a `mapped` column in no row."""
+    """Raise DataError with all problems: refused rows and, unless `mapped` is None, no samples, and absent columns."""
     problems = []
     if counts.long_rows and section.over_length == "refuse":
         problems.append(
@@ -349,10 +347,9 @@ def refuse_counts(
             f"{counts.rows_without_target:,} of {counts.rows:,} rows have no target{cut} "
             f"(the first: {counts.first_without_target}). Fix them, or set data.no_target: drop."
         )
-    for name in mapped:
-        if counts.lacking_rows.get(name) == counts.rows > 0:
-            problems.append(f"no row has the column `{name}`, which {key}.columns names. Fix the name, or remove it.")
-    if needs_samples and not problems and counts.samples == 0:
+    for name in counts.absent(mapped or ()):
+        problems.append(f"no row has the column `{name}`, which {key}.columns names. Fix the name, or remove it.")
+    if mapped is not None and not problems and counts.samples == 0:
         problems.append(f"no samples are left: {'; '.join(counts.lines())}.")
     if problems:
         raise DataError(f"{key}: " + f"\n{key}: ".join(problems))

@@ -20,7 +20,8 @@ import numpy as np
 from finetune.config.sections.data import DataSection
 from finetune.data.features import NOTHING_FOUND, Features, Findings, Outcome, Unlabeled
 from finetune.data.formats.columns import NOTES
-from finetune.data.formats.row_format import OWN_PROMPT, UNREAD, RowFormat
+from finetune.data.formats.prompts import OWN_PROMPT
+from finetune.data.formats.row_format import UNREAD, RowFormat
 from finetune.data.rows import FAULTS_OF_VALUES, RawRow, Row
 from finetune.data.token_cache.counts import Counts
 from finetune.data.token_cache.integrity import sample_checksums

@@ -74,6 +74,10 @@ class Counts:
             }
         )
 
+    def absent(self, columns: Iterable[Sequence[str]]) -> list[str]:
+        """Return those of the mapped columns that no row has."""
+        return [name for names in columns for name in names if self.lacking_rows.get(name) == self.rows]
+
     @property
     def has_tokens(self) -> bool:
         """Return whether samples consist of tokens; an image, for example, has length 1."""

@@ -3,6 +3,7 @@
 import pytest
 
 from finetune.config.rules.unused_keys import conditional_task_keys
+from finetune.registry.losses import PREFERENCE_LOSSES
 
 EVALUATION = ("data.validation={path: rows.jsonl}",)
 IMAGES = ("task.name=image_classification", "data.max_length=null", "model.tokenizer=null")
@@ -30,6 +31,27 @@ IDLE = [
     ),
     (["task.reward.use_margin=true"], "task.reward.use_margin", "only `task.name: reward` reads it"),
     (["task.reward.centering=0.1"], "task.reward.centering", "only `task.name: reward` reads it"),
+    *(
+        (
+            [
+                "task.name=distillation",
+                f"task.distillation={{teacher: ./teacher, cross_entropy_weight: 1, {key}: {value}}}",
+            ],
+            f"task.distillation.{key}",
+            "with `cross_entropy_weight: 1` the task is `sft`",
+        )
+        for key, value in (
+            ("temperature", 2.0),
+            ("divergence", "jsd"),
+            ("top_k", 4),
+            ("cache", "true, top_k: 4"),
+        )
+    ),
+    (
+        ["task.name=preference", "task.preference={loss: kto, sft_weight: 0.0}"],
+        "task.preference.sft_weight",
+        "`loss: kto` does not read it",
+    ),
     (["task.distillation={teacher: ./teacher}"], "task.distillation", "only `task.name: distillation` reads it"),
     (
         ["task.name=distillation", "task.distillation={teacher: ./teacher, jsd_beta: 0.3}"],
@@ -162,6 +184,11 @@ WRONG = [
         "there are 1 weights for 2 labels",
     ),
     (
+        ["task.name=text_classification", "task.classification={labels: [a, b], class_weights: [0, 0.0]}"],
+        "task.classification.class_weights",
+        "with only weights of 0 nothing is trained",
+    ),
+    (
         ["task.name=text_classification", "task.classification={class_weights: [1.0]}"],
         "task.classification.class_weights",
         "Write `task.classification.labels`",
@@ -231,3 +258,15 @@ def test_missing_keys_of_a_preference_loss_are_reported(problems, overrides, pla
 )
 def test_compatible_preference_settings_are_accepted(problems, overrides):
     assert problems("task.name=preference", *overrides) == []
+
+
+@pytest.mark.parametrize("loss", [entry.name for entry in PREFERENCE_LOSSES])
+def test_every_key_of_preferences_is_read_by_the_losses_that_accept_it(problems, loss):
+    entry = PREFERENCE_LOSSES[loss]
+    values = {"label_smoothing": 0.1, "target_margin": 1.0, "sft_weight": 0.5, "desirable_weight": 2.0}
+    refused = set()
+    for key, value in values.items():
+        found = problems("task.name=preference", f"task.preference={{loss: {loss}, {key}: {value}}}")
+        refused |= {key} & {problem.key.removeprefix("task.preference.") for problem in found}
+    assert refused == values.keys() - entry.reads
+    assert ("sft_weight" in entry.reads) == (loss != "kto")

@@ -13,6 +13,7 @@ from finetune.data.encoding.labelled import (
     TaggedWordsEncoder,
     Truncation,
 )
+from finetune.data.features import UNLABELED
 from finetune.errors import DataError
 from tests.data.encoding.word_pieces import WORDS, bert_tokenizer
 
@@ -76,6 +77,16 @@ LABELS = [
     (MultiLabelEncoder(CLASSES), ["good"], [0, 1]),
     (MultiLabelEncoder(CLASSES), [], [0, 0]),
     (MultiLabelEncoder(CLASSES), '["good", "bad"]', [1, 1]),
+    (MultiLabelEncoder(CLASSES), ["good", "good"], [0, 1]),
+    (MultiLabelEncoder(CLASSES), {"good": 1, "bad": 0}, [0, 1]),
+    (MultiLabelEncoder(CLASSES), '{"good": true, "bad": "0"}', [0, 1]),
+    (MultiLabelEncoder(CLASSES), [1, 0], [1, 0]),
+    (MultiLabelEncoder(CLASSES), "[0, 1.0]", [0, 1]),
+    (MultiLabelEncoder(Classes(("0", "1"))), [1], [0, 1]),
+    (MultiLabelEncoder(Classes(("0", "1")), is_vector=True), [1, 0], [1, 0]),
+    (MultiLabelEncoder(Classes(("0", "1")), is_vector=True), [], [0, 0]),
+    (NumericLabelEncoder(2), {"a": 0.5, "b": 2}, [0.5, 2]),
+    (NumericLabelEncoder(1), -1, [-1]),
     (NumericLabelEncoder(1), 0.5, [0.5]),
     (NumericLabelEncoder(1), "-2.5", [-2.5]),
     (NumericLabelEncoder(2), [1, 2.5], [1, 2.5]),
@@ -87,7 +98,44 @@ def test_labels_become_numbers(labels, label, numbers):
     assert labels(label).tolist() == numbers
 
 
+NUMBERS = Classes(("0", "1"))
+NONE = [
+    *((encoder, None) for encoder in (ClassLabelEncoder(CLASSES), MultiLabelEncoder(CLASSES), NumericLabelEncoder(1))),
+    *((ClassLabelEncoder(NUMBERS), label) for label in (-1, -100, -1.0, "-1", "-100")),
+    (ClassLabelEncoder(CLASSES), -1),
+    (MultiLabelEncoder(NUMBERS), [-1]),
+    (MultiLabelEncoder(CLASSES), {"good": -1, "bad": -1}),
+    (MultiLabelEncoder(CLASSES), {"good": None, "bad": None}),
+]
+
+
+@pytest.mark.parametrize(("labels", "label"), NONE)
+def test_a_row_without_a_label_is_left_out_as_such(bert, labels, label):
+    assert LabelledTextEncoder(bert, labels)([{"text": "a", "label": label}]) == [UNLABELED]
+
+
+def test_a_class_may_be_called_minus_one():
+    assert ClassLabelEncoder(Classes(("-1", "1")))(-1).tolist() == [0]
+
+
 WRONG = [
+    (ClassLabelEncoder(CLASSES), "-1", "there is no class `-1`"),
+    (ClassLabelEncoder(NUMBERS), -2, "there is no class `-2`"),
+    (MultiLabelEncoder(NUMBERS), [0, -1], "there is no class `-1`"),
+    (MultiLabelEncoder(CLASSES), [1, 0, 1], "the label has 3 numbers, but there are 2 classes"),
+    (
+        MultiLabelEncoder(NUMBERS, is_vector=True),
+        [1, 2],
+        "the label of class `1` must be 0 or 1, but is a number \\(2\\)",
+    ),
+    (MultiLabelEncoder(CLASSES), {"good": 0.5, "bad": 0}, "the label of class `good` must be 0 or 1"),
+    (MultiLabelEncoder(CLASSES), {"good": 1, "fine": 0}, "there is no class `fine`"),
+    (
+        MultiLabelEncoder(CLASSES),
+        "good|bad",
+        r"template: \{label: \"\{\{ \(label.split\('\|'\) if label else \[\]\) \| tojson",
+    ),
+    (ClassLabelEncoder(CLASSES), {"good": 1}, "the label is an object. Write one class"),
     (
         ClassLabelEncoder(CLASSES),
         ["good"],
@@ -149,6 +197,16 @@ def test_the_same_word_twice_is_two_words(encoder):
 def test_a_word_without_tokens_becomes_the_unknown_token(encoder):
     (sample,) = encoder([{"tokens": ["a", "\u200b", "b"], "tags": ["O", "B-LOC", "O"]}])
     assert shown(sample, WORDS) == "[CLS] a/O [UNK]/B-LOC b/O [SEP]"
+
+
+@pytest.mark.parametrize("none", [-100, -1, None])
+def test_a_word_without_a_tag_is_no_target(encoder, none):
+    sample, unlabeled = encoder(
+        [{"tokens": ["playing", "a", "b"], "tags": [none, "B-LOC", none]}, {"tokens": ["a"], "tags": [none]}]
+    )
+    assert shown(sample, WORDS) == "[CLS] play ##ing a/B-LOC b [SEP]"
+    assert sample.num_targets == 1
+    assert unlabeled is UNLABELED
 
 
 def test_words_of_a_byte_level_tokenizer_stay_separate(tokenizer):

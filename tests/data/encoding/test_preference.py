@@ -68,6 +68,33 @@ def test_judged_answers_come_with_the_next_rows_answer(encoder, tokenizer):
     assert [each.arrays[IS_GOOD].tolist() for each in (first, second, third)] == [[True], [False], [True, False]]
 
 
+def partners_of(answers, encoder, tokenizer):
+    """Return the mismatched answer of each of the answers, which are given with their prompts: `a?one`."""
+    rows = [judged(*answer.split("?"), True) for answer in answers]
+    encoded = PreferenceEncoder(encoder, "`t`", judged=True)(rows)
+    return [texts(each, tokenizer)[1][1].removesuffix("<|im_end|>") for each in encoded], encoded
+
+
+@pytest.mark.parametrize(
+    ("answers", "partners"),
+    [
+        (["a?one", "a?two", "b?three", "b?four"], ["three", "three", "one", "one"]),
+        (["a?one", "b?two", "a?three", "a?four"], ["two", "three", "two", "two"]),
+        (["a?one", "b?two"], ["two", "one"]),
+    ],
+)
+def test_a_mismatched_answer_is_that_of_the_next_row_with_another_prompt(encoder, tokenizer, answers, partners):
+    found, encoded = partners_of(answers, encoder, tokenizer)
+    assert found == partners
+    assert not any(each.has_same_prompt for each in encoded)
+
+
+def test_without_another_prompt_the_next_row_is_taken_and_marked(encoder, tokenizer):
+    found, encoded = partners_of(["a?one", "a?two", "a?three"], encoder, tokenizer)
+    assert found == ["two", "three", "one"]
+    assert all(each.has_same_prompt for each in encoded)
+
+
 def test_margins_are_kept_where_they_are_used(encoder):
     (features,) = PreferenceEncoder(encoder, "`t`", margin=True)([row("a?", "yes", "no", margin=0.5)])
     assert features.arrays[MARGIN].tolist() == [0.5]

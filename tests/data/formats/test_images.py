@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from finetune.config.sections.data import SourceSection
-from finetune.data.formats.row_format import choose_format
+from finetune.data.formats.row_format import UNREAD_IMAGE, choose_format
 from finetune.data.rows import RawRow
 from finetune.data.sources.source import texts
 from finetune.errors import DataError
@@ -149,3 +149,26 @@ def test_a_tokenizer_is_trained_on_the_texts_between_the_images():
             return iter([self.first])
 
     assert list(texts([Source()])) == ["Is", "like", "or not?", "A cat."]
+
+
+@pytest.mark.parametrize("value", ["cats/1.JPG", ["a.png", "b.webp"], {"bytes": b"1", "path": None}, b"1"])
+def test_a_column_of_images_that_the_job_does_not_read_is_noted(value):
+    row = {"messages": [asked("What?"), ANSWER], "photo": value}
+    assert read(row) == {"messages": row["messages"], UNREAD_IMAGE: "photo"}
+
+
+@pytest.mark.parametrize("value", ["a sentence on a .png file", "", None, [], {"path": None}, {"path": "a", "x": 1}, 3])
+def test_other_columns_are_not_images(value):
+    assert UNREAD_IMAGE not in read({"messages": [asked("What?"), ANSWER], "photo": value})
+
+
+def test_a_row_without_the_image_that_the_job_maps_has_none():
+    row = {"messages": [asked("What?"), ANSWER], "image": None, "thumbnail": "a.png"}
+    assert read(row, columns={"images": "image"}) == {"messages": row["messages"]}
+    assert read(row, template={"images": "{{ image or '' }}"}) == {"messages": row["messages"]}
+
+
+def test_a_template_of_images_may_render_a_list():
+    row = {"messages": [asked("What?"), ANSWER], "first": "a.png", "second": "b.png"}
+    images = read(row, template={"images": "{{ [first, second] | tojson }}"})["images"]
+    assert [Path(image.name).name for image in images] == ["a.png", "b.png"]

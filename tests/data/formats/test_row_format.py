@@ -191,7 +191,6 @@ BAD_ROWS = [
     ({"messages": []}, "column `messages` must be a list of turns .* but is an empty list"),
     ({"messages": [USER], "tools": [1]}, "column `tools` must be a list of tools as JSON schemas"),
     ({"chosen": "a", "rejected": "b"}, "has no `prompt`, and column `chosen` is text without one"),
-    ({"text": "a", "label": None}, "column `label` must be text, a number or a boolean, .* but is null"),
     ({"text": "a", "label": ["b", {}]}, "column `label` must be .* or a list of texts or numbers, but is a list"),
     ({"tokens": "a b", "tags": ["O", "O"]}, "column `tokens` must be a list of texts, but is text"),
     ({"tokens": ["a"], "tags": [0.5]}, "column `tags` must be a list of texts or numbers, but is a list"),
@@ -243,9 +242,13 @@ def test_integer_labels_become_the_class_names_of_the_dataset_and_this_is_logged
     assert tagged["tags"] == ["B-PER", "O"]
 
 
-def test_a_label_of_minus_one_is_rejected():
-    with pytest.raises(DataError, match="row 1: column `label` is -1, which means no label"):
-        with_class_names({"text": "a", "label": -1}, {"label": ("bad", "good")})
+@pytest.mark.parametrize("none", [-1, -100, None])
+def test_a_label_that_has_no_name_in_the_dataset_is_none_or_refused(none):
+    names = {"label": ("bad", "good"), "tags": ("O", "B-PER")}
+    assert with_class_names({"text": "a", "label": none}, names) == {"text": "a", "label": None}
+    assert with_class_names({"tokens": ["a", "b"], "tags": [1, none]}, names)["tags"] == ["B-PER", None]
+    with pytest.raises(DataError, match="row 1: column `label` is -2, but there are 2 classes"):
+        with_class_names({"text": "a", "label": -2}, names)
 
 
 def test_class_names_are_part_of_the_format_identity():

@@ -574,3 +574,27 @@ def test_rows_left_out_for_being_evaluated_on_are_counted_in_the_set(write_rows,
         assert (prepared.counts.rows, prepared.counts.excluded_rows) == (1, 2)
         assert "data.train: excluded because they are also in data.validation: 2 rows" in said
         assert any("already prepared" in line for line in said) is not is_new
+
+
+def test_a_mapped_optional_column_that_no_row_has_is_named(write_rows, make_section):
+    rows = [{"text": "a>b", "label": "x"}, {"text": "c>d", "label": "y", "more": "e"}]
+    for pair, is_right in (("more", True), ("mroe", False)):
+        said = []
+        written = write_rows(rows, format="labelled", columns={"text_pair": pair})
+        source = open_source(written, key="data.train", log=said.append)
+        encoding = Encoding(encode_bytes, make_section(written), identity={})
+        if is_right:
+            assert prepare_set(source, encoding, log=said.append).counts.lacking_rows == {"more": 1}
+            assert "data.train: without the column `more`: 1 rows" in said
+        else:
+            with pytest.raises(DataError, match=r"no row has the column `mroe`, which data.train.columns names"):
+                prepare_set(source, encoding, log=said.append)
+
+
+def test_rows_that_lack_an_optional_column_are_still_found_among_the_validation_rows(write_rows, make_section):
+    written = write_rows([{"text": "a>b", "label": "x"}, {"text": "c>d", "label": "y", "more": "e"}], format="labelled")
+    validation = ValidationSourceSection(path=written.path, format="labelled", exclude_from_train=True)
+    train = written.model_copy(update={"columns": {"text_pair": "more"}})
+    section = make_section(train, validation=validation)
+    source = open_sources(section, seed=0, log=lambda _: None).train[0]
+    assert [raw.number for raw in source.rows()] == [2]  # the second has another content, since `more` is read

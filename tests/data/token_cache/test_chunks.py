@@ -8,9 +8,12 @@ from multiprocessing import active_children
 
 import pytest
 
+from finetune.data.features import UNLABELED
+from finetune.data.formats.columns import NOTES
+from finetune.data.formats.prompts import OWN_PROMPT
 from finetune.data.rows import RawRow
 from finetune.data.token_cache import chunks
-from finetune.data.token_cache.chunks import EncoderPool, EncodingPlan, WorkersLost, cut_into_chunks
+from finetune.data.token_cache.chunks import EncoderPool, EncodingPlan, WorkersLost, cut_into_chunks, encode_chunk
 from finetune.data.token_cache.lengths import SampleLengthLimit
 from tests.data.byte_encoding import AsWritten, EncodeForever, encode_bytes, encode_in_the_main_process_only
 
@@ -34,6 +37,38 @@ def test_a_chunk_is_full_by_rows_or_by_bytes(monkeypatch):
     monkeypatch.setattr(chunks, "BYTES_PER_CHUNK", 300)
     assert [len(chunk) for chunk in cut_into_chunks(rows(5, text="x" * 140))] == [2, 2, 1]
     assert list(cut_into_chunks(rows(0))) == []
+
+
+def test_a_small_last_chunk_joins_the_one_before_it(monkeypatch):
+    monkeypatch.setattr(chunks, "ROWS_PER_CHUNK", 16)
+    assert [len(chunk) for chunk in cut_into_chunks(rows(33))] == [16, 17]
+    assert [len(chunk) for chunk in cut_into_chunks(rows(34))] == [16, 16, 2]
+    assert [len(chunk) for chunk in cut_into_chunks(rows(16))] == [16]
+    assert [len(chunk) for chunk in cut_into_chunks(rows(1))] == [1]
+
+
+def test_notes_of_formats_and_unlabeled_rows_are_counted():
+    class Noting(AsWritten):
+        def read(self, raw):
+            row = {"text": "a>b"} if raw.number % 2 else {"text": "a>b", NOTES: ("ctx", OWN_PROMPT)}
+            return {**row, NOTES: ("ctx",)} if raw.number == 3 else row
+
+    def encode(given):
+        assert not any(NOTES in row for row in given)
+        return [UNLABELED, *encode_bytes(given[1:])]
+
+    counts = encode_chunk(EncodingPlan(Noting(), encode, SampleLengthLimit(100, "refuse")), list(rows(4))).counts
+    assert (counts.rows, counts.samples, counts.unlabeled_rows, counts.rows_without_target) == (4, 3, 1, 0)
+    assert (counts.lacking_rows, counts.own_prompt_rows, counts.first_own_prompt) == ({"ctx": 3}, 2, "f, row 2")
+    twice = counts.plus(counts)
+    assert (twice.lacking_rows, twice.unlabeled_rows, twice.first_own_prompt) == ({"ctx": 6}, 2, "f, row 2")
+    lines = "\n".join(twice.lines())
+    assert "left out without a label: 2 rows" in lines
+    assert "without the column `ctx`: 6 rows" in lines
+    assert (
+        "the answers of 4 rows begin with a question of their own, which is not exactly `prompt` (the first: f, row 2)"
+        in lines
+    )
 
 
 def test_a_small_set_starts_no_process(monkeypatch):
