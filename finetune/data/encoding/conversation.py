@@ -13,7 +13,14 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from finetune.data.encoding.control_tokens import ControlTokens, texts_in
-from finetune.data.encoding.target_spans import REASONING, RenderedChat, TargetFinder, TrainOn, split_reasoning
+from finetune.data.encoding.target_spans import (
+    REASONING,
+    RenderedChat,
+    TargetFinder,
+    TrainOn,
+    boundary_remedy,
+    split_reasoning,
+)
 from finetune.data.encoding.tokenizer import EncodedText, TextTokenizer, has_double_bos, require_eos_id
 from finetune.data.features import Features, Outcome, result_or_error
 from finetune.data.rows import (
@@ -29,6 +36,7 @@ from finetune.data.rows import (
 from finetune.data.templates.chat_template import end_of_turn, tokenize
 from finetune.data.templates.rendering import (
     Arguments,
+    ConversationRefused,
     Tools,
     arguments_of,
     own_arguments,
@@ -114,6 +122,9 @@ def _check_written(turns: Sequence[Turn], *, text: str, template: str) -> None:
                 )
 
 
+_WHOLE = "whole"
+"""The key, in a row that has become the beginning of a conversation, of all its turns."""
+
 _ANOTHER = "Xyzzy"
 _FIELDS = {"tool_calls": ("tool_calls",), "reasoning": REASONING}
 _OTHER = "Set data.chat_template to one that writes it, or leave it out of the rows."
@@ -142,7 +153,7 @@ def role_hint(finder: TargetFinder, turns: Sequence[Turn], *, dropped: str = "")
     """
     roles = tuple(role for role in _ROLES if _is_rendered(finder, role))
     others = [role for role in dict.fromkeys(turn["role"] for turn in turns) if role not in roles]
-    if not others or (dropped and dropped not in others):
+    if not roles or not others or (dropped and dropped not in others):
         return ""
     named = ", ".join(f"`{role}`" for role in roles)
     role = dropped or others[0]
@@ -192,12 +203,15 @@ class ConversationEncoder:
         template: str | None = None,
         allow_special_tokens: bool = False,
         train_on_reasoning: bool = True,
+        chooses_turns: bool = True,
     ) -> None:
         self._tokenizer = tokenizer
         self._tokens = TextTokenizer(tokenizer)
         self._system_prompt = system_prompt
         name = f"`{template}`" if template else "the tokenizer's own"
-        self._finder = TargetFinder(tokenizer, end_of_turn(tokenizer), train_on, name, train_on_reasoning)
+        self._finder = TargetFinder(
+            tokenizer, end_of_turn(tokenizer), train_on, name, train_on_reasoning, chooses_turns
+        )
         self._known_arguments = readable_names(tokenizer)
         self._control = ControlTokens(tokenizer, turn_marks=turn_tokens(tokenizer), allowed=allow_special_tokens)
         self._turn_marks = plain_turn_marks(tokenizer, self._control.names)
@@ -213,7 +227,7 @@ class ConversationEncoder:
             return self._encoded(rows)
         conversations = [
             [  # for each answer after the row's prompt, the conversation up to it: the answer is its only target
-                {**row, "messages": row["messages"][:number]}
+                {**row, "messages": row["messages"][:number], _WHOLE: row["messages"]}
                 for number, turn in enumerate(row["messages"], start=1)
                 if turn["role"] == "assistant" and number > row.get("num_context_turns", 0)
             ]
@@ -283,6 +297,9 @@ class ConversationEncoder:
         try:
             chat = self._finder.rendered_chat(turns, tools, arguments=arguments, num_context_turns=context)
         except DataError as error:
+            if isinstance(error, ConversationRefused):
+                whole = self._turns({**row, "messages": row.get(_WHOLE, row["messages"])})
+                error = self._finder.explain_refusal(error, whole, tools, arguments)
             hint = role_hint(self._finder, turns)
             raise (DataError(f"{str(error).rstrip('.')}. {hint}") if hint else error) from error.__cause__
         if chat is not None:
@@ -318,8 +335,8 @@ class ConversationEncoder:
                     edge = f"{text[max(0, offset - 12) : offset]!r} before {text[offset : offset + 12]!r}"
                     raise DataError(
                         f"a token crosses the boundary of {span.what} ({edge}): the model would be trained on "
-                        "different tokens than it sees at inference. Remove leading whitespace from the content, or "
-                        "set data.chat_template to one that writes a single-token marker there."
+                        "different tokens than it sees at inference. "
+                        + boundary_remedy(text, offset, turns=chat.turns, is_start=offset == span.start)
                     )
                 edges.append(num_tokens)
             start, end = edges

@@ -195,6 +195,7 @@ class ImageConversationEncoder(ConversationEncoder):
             chat.may_be_open,
             expansion,
             images,
+            turns=chat.turns,
             **chat.flags,
         )
 

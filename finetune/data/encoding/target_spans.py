@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from finetune.data.rows import Turn
 from finetune.data.templates.chat_template import EndOfTurn, after_content
-from finetune.data.templates.rendering import Arguments, Rendering, Tools, render
+from finetune.data.templates.rendering import Arguments, ConversationRefused, Rendering, Tools, render
 from finetune.errors import DataError
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -143,6 +143,7 @@ class RenderedChat:
     text: str
     spans: tuple[Span, ...]
     may_be_open: bool  # append end-of-sequence to the last span unless a special token ends it
+    turns: Sequence[Turn] = field(default=(), kw_only=True)  # as they were rendered
     has_control_names: bool = field(default=False, kw_only=True)  # the text contains placeholders: see control_tokens
     has_turn_marks: bool = field(default=False, kw_only=True)
     has_dropped_reasoning: bool = field(default=False, kw_only=True)
@@ -164,6 +165,7 @@ class TargetFinder:
     train_on: TrainOn = "assistant"
     template: str = "the tokenizer's own"
     train_on_reasoning: bool = True
+    chooses_turns: bool = True  # the task reads `data.train_on`
     _marks: dict[str, ReasoningMarks] = field(default_factory=dict, compare=False, repr=False)
 
     def rendered_chat(
@@ -185,10 +187,41 @@ class TargetFinder:
             return None
         if self.train_on == "all":
             text = render(self.tokenizer, turns, tools=tools, arguments=arguments).text
-            return RenderedChat(text, (Span(0, len(text.rstrip()), "the conversation"),), may_be_open=True)
+            spans = (Span(0, len(text.rstrip()), "the conversation"),)
+            return RenderedChat(text, spans, may_be_open=True, turns=turns)
         if self.train_on in LAST_ALONE:
             turns = turns[: targets[-1] + 1]  # later turns have no targets and may change how the answer is rendered
         return _Conversation(self, turns, tools, arguments).rendered_chat(targets)
+
+    def explain_refusal(
+        self, refusal: ConversationRefused, turns: Sequence[Turn], tools: Tools | None, arguments: Arguments | None
+    ) -> DataError:
+        """Return the error of a template that refuses a beginning of these turns but renders all of them.
+
+        It names what works instead. Any other refusal is returned unchanged.
+        """
+        answers = [index for index, turn in enumerate(turns) if turn["role"] == "assistant"]
+        if refusal.num_turns >= len(turns) or not answers:
+            return refusal
+        works = {}
+        for mode, beginning, is_prompt in (("whole", turns, False), ("last_assistant", turns[: answers[-1]], True)):
+            try:
+                render(self.tokenizer, beginning, tools=tools, arguments=arguments, add_generation_prompt=is_prompt)
+                works[mode] = True
+            except ConversationRefused:
+                works[mode] = False
+        if not works["whole"]:
+            return refusal
+        remedies = [f"data.chat_template to {_OTHER_TEMPLATES}"]
+        if self.train_on == "each_assistant":
+            remedies = [f"data.train_on: assistant together with {remedies[0]}"]
+        if self.chooses_turns and self.train_on != "last_assistant" and works["last_assistant"]:
+            remedies.insert(0, "data.train_on: last_assistant, which trains on the last answer alone")
+        before, _, reason = str(refusal).partition("refuses the conversation ")
+        return DataError(
+            f"{before}renders the conversation, but refuses it when it stops after turn {refusal.num_turns} "
+            f"{reason.rstrip('.')}. Set {'; or '.join(remedies)}."
+        )
 
     def reasoning_marks(self, arguments: Arguments | None) -> ReasoningMarks:
         """Return the marks that the template writes around reasoning, cached per arguments."""
@@ -270,7 +303,7 @@ class _Conversation:
         end = len(_common_prefix(self.whole.text, other))
         start = self.whole.text.rfind(generation_prompt, 0, end)
         if generation_prompt == prompt or start < 0:
-            raise self._difference(prompt, what=f"the prompt of turn {index + 1}", remedy=REMEDY_OF_GENERATION_PROMPT)
+            raise self._difference(prompt, what=f"the prompt of turn {index + 1}", remedy=_REMEDY_OF_GENERATION_PROMPT)
         return replace(self, given=Rendering(prompt + self.whole.text[start + len(generation_prompt) :]))
 
     def _chat(self, targets: Sequence[int], *, marked: list[Span] | None) -> RenderedChat:
@@ -283,7 +316,7 @@ class _Conversation:
         if not self.finder.train_on_reasoning:
             spans = self._without_reasoning(spans, targets)
         is_last = targets[-1] == len(self.turns) - 1
-        return RenderedChat(text, tuple(spans), may_be_open=is_last, has_dropped_reasoning=is_dropped)
+        return RenderedChat(text, tuple(spans), may_be_open=is_last, has_dropped_reasoning=is_dropped, turns=self.turns)
 
     def _without_reasoning(self, spans: Sequence[Span], targets: Sequence[int]) -> list[Span]:
         """Return the spans without the reasoning at the start of answers; raises DataError if it cannot be located."""
@@ -353,8 +386,9 @@ class _Conversation:
             return len(without_end)
         is_last = generation_prompt and num_turns == len(self.turns) - 1
         is_generation_prompt = is_last and self.whole.text.startswith(self._render(num_turns).text)
+        remedy = _REMEDY if self.finder.chooses_turns else f"Set data.chat_template to {_OTHER_TEMPLATES}."
         raise self._difference(
-            beginning, what=what, remedy=REMEDY_OF_GENERATION_PROMPT if is_generation_prompt else REMEDY
+            beginning, what=what, remedy=_REMEDY_OF_GENERATION_PROMPT if is_generation_prompt else remedy
         )
 
     def _difference(self, beginning: str, *, what: str, remedy: str) -> DataError:
@@ -375,17 +409,43 @@ class _Conversation:
 
 
 _ANOTHER = "Xyzzy"
-REMEDY = (
-    "Set data.train_on: each_assistant, which makes each answer a sample of its own, rendered as the model will be "
-    "asked; or last_assistant, which trains on the last answer alone; or data.chat_template to `chatml` or to a Jinja "
-    "file that marks the answers with {% generation %} (the `_training` variants that TRL ships do)."
+_OTHER_TEMPLATES = (
+    "`chatml` or to a Jinja file that marks the answers with {% generation %} (the `_training` variants that TRL ships "
+    "do)"
 )
-REMEDY_OF_GENERATION_PROMPT = (
+_REMEDY = (
+    "Set data.train_on: each_assistant, which makes each answer a sample of its own, rendered as the model will be "
+    "asked; or last_assistant, which trains on the last answer alone; or data.chat_template to "
+    f"{_OTHER_TEMPLATES}."
+)
+_REMEDY_OF_GENERATION_PROMPT = (
     "The prompt at inference would differ from training. Give the turn the content that the generation prompt opens "
     "(such as its reasoning_content); or pass the argument that changes the prompt (data.chat_template_arguments: "
-    "{enable_thinking: ...}); or set data.chat_template to `chatml` or to a Jinja file that marks the answers with "
-    "{% generation %} (the `_training` variants that TRL ships do)."
+    f"{{enable_thinking: ...}}); or set data.chat_template to {_OTHER_TEMPLATES}."
 )
+
+
+def boundary_remedy(text: str, offset: int, *, turns: Sequence[Turn], is_start: bool) -> str:
+    """Return what to change where a token crosses the start or the end of a target, by whose whitespace is there."""
+    before, after = text[:offset], text[offset:]
+    contents = list(enumerate(map(text_of, turns), start=1))
+    ends = [n for n, content in contents if content[-1:].isspace() and before.endswith(content[-8:])]
+    starts = [n for n, content in contents if content[:1].isspace() and after.startswith(content[:8])]
+    marker = "set data.chat_template to one that writes a single-token marker there."
+    if ends and is_start:
+        blank = _BLANKS.get(before[-1], "whitespace")
+        return f"The prompt ends with {blank} (turn {ends[-1]}): remove it, or move it to the start of the completion."
+    if ends:
+        return f"Turn {ends[-1]} ends with {_BLANKS.get(before[-1], 'whitespace')}: remove it, or {marker}"
+    if starts:
+        return f"Turn {starts[0]} starts with {_BLANKS.get(after[0], 'whitespace')}: remove it, or {marker}"
+    if before[-1:].isspace() or after[:1].isspace():
+        return f"The whitespace there is that of the chat template: {marker}"
+    start = "start the completion with a space or a line end, or " if is_start else ""
+    return f"Nothing separates the two texts: {start}{marker}"
+
+
+_BLANKS = {" ": "a space", "\n": "a line end", "\t": "a tab"}
 
 
 def first_difference(one: str, other: str) -> tuple[str, str]:
