@@ -9,9 +9,9 @@ from finetune.runtime.text.redact import (
     KnownSecrets,
     collect_environment_secrets,
     comparable_config,
+    redact_foreign,
     redacted_command,
     redacted_config,
-    redacted_text,
     redacted_variables,
     redacted_yaml,
     register_secrets,
@@ -116,12 +116,12 @@ def test_variables_without_secret_names_keep_their_values(name):
     ],
 )
 def test_tokens_of_known_shape_are_redacted_anywhere(secret):
-    assert redacted_text(f"clone with {secret} please") == f"clone with {REDACTED} please"
+    assert redact_foreign(f"clone with {secret} please") == f"clone with {REDACTED} please"
 
 
 def test_a_password_in_a_url_is_left_out():
-    assert redacted_text(f"https://me:{VALUE}@host/repo.git") == f"https://{REDACTED}@host/repo.git"
-    assert redacted_text("https://host:8080/repo") == "https://host:8080/repo"
+    assert redact_foreign(f"https://me:{VALUE}@host/repo.git") == f"https://{REDACTED}@host/repo.git"
+    assert redact_foreign("https://host:8080/repo") == "https://host:8080/repo"
 
 
 def test_config_keys_that_only_sound_secret_stay():
@@ -187,7 +187,7 @@ def test_secrets_within_a_variable_are_left_out(value, cleaned):
     ],
 )
 def test_secrets_under_a_name_in_a_sentence_are_left_out(text, cleaned):
-    assert redacted_text(text) == cleaned
+    assert redact_foreign(text) == cleaned
 
 
 @pytest.mark.parametrize(
@@ -204,13 +204,13 @@ def test_secrets_under_a_name_in_a_sentence_are_left_out(text, cleaned):
     ],
 )
 def test_sentences_that_only_mention_secrets_are_kept(text):
-    assert redacted_text(text) == text
+    assert redact_foreign(text) == text
 
 
 def test_job_values_under_secret_names_are_redacted_in_every_text():
     register_secrets({"outer": [{"api_key": "c0ffee-in-a-job-7"}], "path": "s3://KEYc0ffee7:SECRETc0ffee7@b/x"})
-    assert redacted_text("the value c0ffee-in-a-job-7 is wrong") == "the value [redacted] is wrong"
-    assert redacted_text("SECRETc0ffee7 of KEYc0ffee7") == "[redacted] of [redacted]"
+    assert redact_foreign("the value c0ffee-in-a-job-7 is wrong") == "the value [redacted] is wrong"
+    assert redact_foreign("SECRETc0ffee7 of KEYc0ffee7") == "[redacted] of [redacted]"
 
 
 def test_a_yaml_file_keeps_its_lines():
@@ -237,7 +237,7 @@ def test_fingerprint_values_do_not_depend_on_secrets_in_the_environment(monkeypa
 def test_redaction_is_fast_for_any_text(piece):
     text = piece * (50_000 // len(piece)) + "=://?x=%3"
     began = time.process_time()
-    redacted_text(text)
+    redact_foreign(text)
     redacted_yaml(text)
     redacted_variables({"ACCELERATE_X": f"{text} -"})
     assert time.process_time() - began < 2
