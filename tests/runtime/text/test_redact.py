@@ -4,18 +4,22 @@ from urllib.parse import quote
 
 import pytest
 
+from finetune.report.events import Answered, event_fields
 from finetune.runtime.text.redact import (
     REDACTED,
     KnownSecrets,
     collect_environment_secrets,
     comparable_config,
     redact_foreign,
+    redact_known,
+    redact_known_values,
     redacted_command,
     redacted_config,
     redacted_variables,
     redacted_yaml,
     register_secrets,
 )
+from finetune.runtime.text.terminal import printable
 
 CANARY = "c0ffee Ab/+\"'x"
 
@@ -74,6 +78,55 @@ def test_added_secrets_survive_a_reread_of_the_environment(known):
     secrets.add(["c0ffee-of-a-job-1"])
     secrets.read_environment()
     assert secrets.redact("c0ffee-of-a-job-1") == "[redacted]"
+
+
+PROSE = [
+    "set data.chat_template to one that writes a single-token marker there.",
+    "Next-token prediction, per-token loss, two-token answers and a sub-token split",
+    "Use the --token flag; the password: Swordfish7! and api_key=abcdef123456 are made up",
+    "hf_abcdefghijklmnopqrstuvwx sk-abcdefghijklmnopqrstuv ghp_abcdefghijklmnopqrstuvwxyz0123456789",
+    'curl -H "Authorization: Bearer abcdefghijklmno1" {"token": "Next", "secret": "sauce"}',
+    "token eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.abc-def -----BEGIN RSA PRIVATE KEY----- key",
+]
+
+
+@pytest.mark.parametrize("text", PROSE)
+def test_messages_and_data_are_unchanged_however_their_words_look(text):
+    assert redact_known(text) == printable(text) == text
+    row = {"messages": [{"role": "assistant", "content": text}], "token": text, "labels": {"password": 3, text: 4}}
+    assert redact_known_values(row) == row
+    answered = event_fields(Answered(1, text, text, text), time=0.0)
+    assert answered["prompt"] == answered["answer"] == answered["reference"] == text
+
+
+def test_known_secrets_are_removed_from_messages_and_data(monkeypatch):
+    monkeypatch.setenv("MY_PASSWORD", "c0ffee-in-a-variable")
+    collect_environment_secrets()
+    register_secrets({"api_key": "c0ffee-in-a-key", "a": "push --token c0ffee-of-an-option", "b": f"x/hf_{'a1' * 9}"})
+    secrets = ("c0ffee-in-a-variable", "c0ffee-in-a-key", "c0ffee-of-an-option", f"hf_{'a1' * 9}")
+    for secret in secrets:
+        assert redact_known(f"the answer {secret}.") == "the answer [redacted]."
+        assert redact_known_values({secret: [{"text": secret}]}) == {REDACTED: [{"text": REDACTED}]}
+    assert redact_known("see https://me:word@h/x?sig=abc") == "see https://[redacted]@h/x?sig=[redacted]"
+    monkeypatch.undo()
+    collect_environment_secrets()
+
+
+def test_the_tokens_of_logins_are_known(known, tmp_path):
+    (tmp_path / "token").write_text("c0ffee-of-the-hub-1\n")
+    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password c0ffee-of-wandb-2\n")
+    secrets = known(HF_HOME=str(tmp_path), NETRC=str(tmp_path / "netrc"))
+    assert secrets.redact("c0ffee-of-the-hub-1 c0ffee-of-wandb-2") == "[redacted] [redacted]"
+    (tmp_path / "netrc").write_text("no netrc {")
+    assert known(HF_TOKEN_PATH="/dev/null/x", NETRC=str(tmp_path / "netrc")).redact("a text") == "a text"
+
+
+@pytest.mark.parametrize("text", PROSE[:2])
+def test_values_of_a_job_and_commands_keep_hyphenated_words(text):
+    assert redact_foreign(text) == text
+    assert redacted_config({"system_prompt": text}) == {"system_prompt": text}
+    assert redacted_command(["--set", f"data.system_prompt={text}"]) == ["--set", f"data.system_prompt={text}"]
+    assert redacted_yaml(f"system_prompt: {text}") == f"system_prompt: {text}"
 
 
 VALUE = "canary-3f9c"
