@@ -293,10 +293,10 @@ def _readings(value: Any, node: Node, *, depth: int = 0) -> Iterator[Any]:
             case "string" if is_single and not isinstance(value, bool) and "enum" not in kind:
                 if isinstance(value, float) and not math.isfinite(value):
                     continue
-                text = text or str(value)
-                whole = "".join(text.split())
+                plain = text or str(value)
+                whole = "".join(plain.split())
                 units = [example.lstrip("0123456789.") for example in kind.get("examples", ())]
-                yield from (text, whole, whole.upper(), *(f"{whole}{unit}" for unit in units))
+                yield from (plain, whole, whole.upper(), *(f"{whole}{unit}" for unit in units))
             case "array" if depth < _MAX_NESTING:
                 given = re.split(r"\s*,\s*", text.strip("[], ")) if text else [] if value is None else [value]
                 parts = value if isinstance(value, list) else given
@@ -314,7 +314,7 @@ def _readings(value: Any, node: Node, *, depth: int = 0) -> Iterator[Any]:
         yield from (value["name"], *_readings(value["name"], node, depth=depth + 1))
 
 
-def _likelihood(section: Node, text: str, name: str) -> Sequence[bool]:
+def _likelihood(section: Node, text: str, name: str) -> tuple[bool, bool, bool]:
     """Return a key for sorting: of a path its own key comes first, else the name, then the required keys."""
     is_path = bool(re.search(r"^[.~/]|\.\w{1,8}$", text)) and _format_of(section["properties"][name]) == "path"
     return not is_path, name != "name", name not in section.get("required", ())

@@ -107,7 +107,7 @@ def test_the_advice_of_every_message_is_accepted(messages):
     assert not advised.keys() & {"nan", "inf", "long"}  # nothing is meant by these
 
 
-def test_every_message_says_what_to_write(messages):
+def test_every_message_names_the_values_to_write(messages):
     for reported in messages.values():
         for text in reported:
             assert re.search("Write |It needs |Its keys are |there is no such key|Name its module", text), text
@@ -150,7 +150,7 @@ def expected() -> Iterator[tuple[str, str, str]]:
         )
 
 
-def test_what_everybody_would_write_instead_is_advised():
+def test_the_obvious_value_is_advised_for_every_key():
     cases = list(expected())
     assert {key for key, _, _ in cases} >= {
         "train.optimizer",

@@ -13,14 +13,8 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from finetune.data.encoding.control_tokens import ControlTokens, texts_in
-from finetune.data.encoding.target_spans import (
-    REASONING,
-    RenderedChat,
-    TargetFinder,
-    TrainOn,
-    boundary_remedy,
-    split_reasoning,
-)
+from finetune.data.encoding.remedies import boundary_remedy, explain_refusal
+from finetune.data.encoding.target_spans import REASONING, RenderedChat, TargetFinder, TrainOn, split_reasoning, text_of
 from finetune.data.encoding.tokenizer import EncodedText, TextTokenizer, has_double_bos, require_eos_id
 from finetune.data.features import Features, Outcome, result_or_error
 from finetune.data.rows import (
@@ -299,7 +293,10 @@ class ConversationEncoder:
         except DataError as error:
             if isinstance(error, ConversationRefused):
                 whole = self._turns({**row, "messages": row.get(_WHOLE, row["messages"])})
-                error = self._finder.explain_refusal(error, whole, tools, arguments)
+                train_on = self._finder.train_on if self._finder.chooses_turns else None
+                error = explain_refusal(
+                    error, whole, tools=tools, arguments=arguments, tokenizer=self._tokenizer, train_on=train_on
+                )
             hint = role_hint(self._finder, turns)
             raise (DataError(f"{str(error).rstrip('.')}. {hint}") if hint else error) from error.__cause__
         if chat is not None:
@@ -331,12 +328,12 @@ class ConversationEncoder:
             for offset in (span.start, span.end):
                 num_tokens = encoded.num_tokens_of(offset)
                 if num_tokens is None:
-                    text = encoded.text
+                    text, contents = encoded.text, list(map(text_of, chat.turns))
                     edge = f"{text[max(0, offset - 12) : offset]!r} before {text[offset : offset + 12]!r}"
                     raise DataError(
                         f"a token crosses the boundary of {span.what} ({edge}): the model would be trained on "
                         "different tokens than it sees at inference. "
-                        + boundary_remedy(text, offset, turns=chat.turns, is_start=offset == span.start)
+                        + boundary_remedy(text, offset, contents=contents, is_start=offset == span.start)
                     )
                 edges.append(num_tokens)
             start, end = edges

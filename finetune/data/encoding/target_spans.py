@@ -8,9 +8,10 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
+from finetune.data.encoding.remedies import OTHER_TEMPLATES, REMEDY, REMEDY_OF_GENERATION_PROMPT
 from finetune.data.rows import Turn
 from finetune.data.templates.chat_template import EndOfTurn, after_content
-from finetune.data.templates.rendering import Arguments, ConversationRefused, Rendering, Tools, render
+from finetune.data.templates.rendering import Arguments, Rendering, Tools, render
 from finetune.errors import DataError
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -193,36 +194,6 @@ class TargetFinder:
             turns = turns[: targets[-1] + 1]  # later turns have no targets and may change how the answer is rendered
         return _Conversation(self, turns, tools, arguments).rendered_chat(targets)
 
-    def explain_refusal(
-        self, refusal: ConversationRefused, turns: Sequence[Turn], tools: Tools | None, arguments: Arguments | None
-    ) -> DataError:
-        """Return the error of a template that refuses a beginning of these turns but renders all of them.
-
-        It names what works instead. Any other refusal is returned unchanged.
-        """
-        answers = [index for index, turn in enumerate(turns) if turn["role"] == "assistant"]
-        if refusal.num_turns >= len(turns) or not answers:
-            return refusal
-        works = {}
-        for mode, beginning, is_prompt in (("whole", turns, False), ("last_assistant", turns[: answers[-1]], True)):
-            try:
-                render(self.tokenizer, beginning, tools=tools, arguments=arguments, add_generation_prompt=is_prompt)
-                works[mode] = True
-            except ConversationRefused:
-                works[mode] = False
-        if not works["whole"]:
-            return refusal
-        remedies = [f"data.chat_template to {_OTHER_TEMPLATES}"]
-        if self.train_on == "each_assistant":
-            remedies = [f"data.train_on: assistant together with {remedies[0]}"]
-        if self.chooses_turns and self.train_on != "last_assistant" and works["last_assistant"]:
-            remedies.insert(0, "data.train_on: last_assistant, which trains on the last answer alone")
-        before, _, reason = str(refusal).partition("refuses the conversation ")
-        return DataError(
-            f"{before}renders the conversation, but refuses it when it stops after turn {refusal.num_turns} "
-            f"{reason.rstrip('.')}. Set {'; or '.join(remedies)}."
-        )
-
     def reasoning_marks(self, arguments: Arguments | None) -> ReasoningMarks:
         """Return the marks that the template writes around reasoning, cached per arguments."""
         key = json.dumps(arguments, sort_keys=True, default=str)
@@ -303,7 +274,7 @@ class _Conversation:
         end = len(_common_prefix(self.whole.text, other))
         start = self.whole.text.rfind(generation_prompt, 0, end)
         if generation_prompt == prompt or start < 0:
-            raise self._difference(prompt, what=f"the prompt of turn {index + 1}", remedy=_REMEDY_OF_GENERATION_PROMPT)
+            raise self._difference(prompt, what=f"the prompt of turn {index + 1}", remedy=REMEDY_OF_GENERATION_PROMPT)
         return replace(self, given=Rendering(prompt + self.whole.text[start + len(generation_prompt) :]))
 
     def _chat(self, targets: Sequence[int], *, marked: list[Span] | None) -> RenderedChat:
@@ -386,9 +357,9 @@ class _Conversation:
             return len(without_end)
         is_last = generation_prompt and num_turns == len(self.turns) - 1
         is_generation_prompt = is_last and self.whole.text.startswith(self._render(num_turns).text)
-        remedy = _REMEDY if self.finder.chooses_turns else f"Set data.chat_template to {_OTHER_TEMPLATES}."
+        remedy = REMEDY if self.finder.chooses_turns else f"Set data.chat_template to {OTHER_TEMPLATES}."
         raise self._difference(
-            beginning, what=what, remedy=_REMEDY_OF_GENERATION_PROMPT if is_generation_prompt else remedy
+            beginning, what=what, remedy=REMEDY_OF_GENERATION_PROMPT if is_generation_prompt else remedy
         )
 
     def _difference(self, beginning: str, *, what: str, remedy: str) -> DataError:
@@ -409,43 +380,6 @@ class _Conversation:
 
 
 _ANOTHER = "Xyzzy"
-_OTHER_TEMPLATES = (
-    "`chatml` or to a Jinja file that marks the answers with {% generation %} (the `_training` variants that TRL ships "
-    "do)"
-)
-_REMEDY = (
-    "Set data.train_on: each_assistant, which makes each answer a sample of its own, rendered as the model will be "
-    "asked; or last_assistant, which trains on the last answer alone; or data.chat_template to "
-    f"{_OTHER_TEMPLATES}."
-)
-_REMEDY_OF_GENERATION_PROMPT = (
-    "The prompt at inference would differ from training. Give the turn the content that the generation prompt opens "
-    "(such as its reasoning_content); or pass the argument that changes the prompt (data.chat_template_arguments: "
-    f"{{enable_thinking: ...}}); or set data.chat_template to {_OTHER_TEMPLATES}."
-)
-
-
-def boundary_remedy(text: str, offset: int, *, turns: Sequence[Turn], is_start: bool) -> str:
-    """Return what to change where a token crosses the start or the end of a target, by whose whitespace is there."""
-    before, after = text[:offset], text[offset:]
-    contents = list(enumerate(map(text_of, turns), start=1))
-    ends = [n for n, content in contents if content[-1:].isspace() and before.endswith(content[-8:])]
-    starts = [n for n, content in contents if content[:1].isspace() and after.startswith(content[:8])]
-    marker = "set data.chat_template to one that writes a single-token marker there."
-    if ends and is_start:
-        blank = _BLANKS.get(before[-1], "whitespace")
-        return f"The prompt ends with {blank} (turn {ends[-1]}): remove it, or move it to the start of the completion."
-    if ends:
-        return f"Turn {ends[-1]} ends with {_BLANKS.get(before[-1], 'whitespace')}: remove it, or {marker}"
-    if starts:
-        return f"Turn {starts[0]} starts with {_BLANKS.get(after[0], 'whitespace')}: remove it, or {marker}"
-    if before[-1:].isspace() or after[:1].isspace():
-        return f"The whitespace there is that of the chat template: {marker}"
-    start = "start the completion with a space or a line end, or " if is_start else ""
-    return f"Nothing separates the two texts: {start}{marker}"
-
-
-_BLANKS = {" ": "a space", "\n": "a line end", "\t": "a tab"}
 
 
 def first_difference(one: str, other: str) -> tuple[str, str]:
