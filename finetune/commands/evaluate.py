@@ -42,7 +42,7 @@ from finetune.runtime import distributed
 from finetune.runtime.files import atomic
 from finetune.runtime.optional import no_op, require
 from finetune.runtime.parameters import InitContext
-from finetune.runtime.text.redact import redacted_config
+from finetune.runtime.text.redact import redact_known_values
 from finetune.runtime.text.terminal import format_json, quiet_libraries
 from finetune.strategy.upstream import unsharded
 from finetune.task.generation import load_metrics
@@ -301,7 +301,7 @@ def evaluate_with_harness(
             folder = export_checkpoint(source, step=step, to=to, dtype=None, trust_remote_code=trusts, verify=False)
             results = _results(harness, folder, tasks=tasks, trusts=trusts)
     if json is not None:
-        atomic.write_text(json, format_json(redacted_config(results), indent=2, default=str) + "\n")
+        atomic.write_text(json, format_json(redact_known_values(results), indent=2, default=str) + "\n")
     for task, metrics in results["results"].items():
         for name, value in metrics.items():
             if isinstance(value, int | float):

@@ -37,7 +37,7 @@ from finetune.runtime.files import atomic
 from finetune.runtime.files.read import read_json, require_regular
 from finetune.runtime.optional import no_op
 from finetune.runtime.seeds import derive_seed
-from finetune.runtime.text.redact import redacted_config
+from finetune.runtime.text.redact import redact_known_values
 from finetune.runtime.text.terminal import format_json, quiet_libraries
 from finetune.task.causal_lm import pad_id
 
@@ -59,7 +59,7 @@ class PartialAnswers:
         if distributed.is_main() and not note.is_file():
             atomic.write_json(note, settings)
         distributed.barrier()
-        if _read_settings(note) != redacted_config(settings):
+        if _read_settings(note) != redact_known_values(settings):
             raise UserError(
                 f"{parts.folder} holds answers of an earlier command with another model, input or settings. Delete it "
                 "to start over, or choose another --output."

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
-from finetune.runtime.text.redact import redacted_config
+from finetune.runtime.text.redact import redact_known_values
 from finetune.runtime.text.rich_console import SafeConsole, styled_stream
 from finetune.runtime.text.terminal import format_json, printable
 
@@ -41,7 +41,7 @@ def print_table(table: Table) -> None:
 
 def print_json(value: Any, *, indent: int = 2, **settings: Any) -> None:
     """Print the plain value as JSON; secrets are redacted first, so that it stays valid JSON."""
-    print(format_json(redacted_config(value), indent=indent, **settings))
+    print(format_json(redact_known_values(value), indent=indent, **settings))
 
 
 def print_facts(facts: Iterable[tuple[str, str]], *, indent: int = 16) -> None:

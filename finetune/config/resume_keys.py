@@ -18,7 +18,7 @@ from finetune.config.run_config import RunConfig
 from finetune.config.section import Section, join_key
 from finetune.registry.observers import CALLBACKS, REPORTERS
 from finetune.registry.tasks import METRICS
-from finetune.runtime.text.redact import comparable_config, redacted_text
+from finetune.runtime.text.redact import comparable_config, redact_foreign
 
 MUST_MATCH = (
     "run.seed",
@@ -170,7 +170,7 @@ def keys_that_may_differ(config: RunConfig) -> dict[str, str]:
     """Return the dotted keys that may differ between starts, with their values as JSON, and such digests."""
     recorded = {*COMPARED_BY_CONTENT, *MAY_DIFFER}
     keys = {key: text for key, text in _flat(config) if key in recorded or _is_option_of_observer(key)}
-    return {key: redacted_text(text) for key, text in keys.items()} | plugin_identities(config)[1]
+    return {key: redact_foreign(text) for key, text in keys.items()} | plugin_identities(config)[1]
 
 
 def _is_option_of_observer(key: str) -> bool:

@@ -3,15 +3,18 @@
 The valid part of such a config is kept as a draft, so that the rules can still check it.
 """
 
+import math
+import re
 from collections.abc import Iterator, Mapping, Sequence, Set
-from contextlib import suppress
 from dataclasses import dataclass
-from itertools import groupby
+from functools import partial
+from itertools import groupby, islice
 from typing import Any, TypeVar, cast, get_args
 
 from pydantic import ValidationError
 
-from finetune.config.formatting import MAX_SHOWN_CHARACTERS, closest, did_you_mean, format_list, format_value, type_name
+from finetune.config.formatting import MAX_SHOWN_CHARACTERS, closest, format_list, format_value, type_name
+from finetune.config.run_config import RunConfig
 from finetune.config.schema import (
     Node,
     all_keys,
@@ -23,8 +26,10 @@ from finetune.config.schema import (
     node_at,
 )
 from finetune.config.section import Section, join_key, parent_keys
-from finetune.config.yaml import MAX_LISTED
+from finetune.config.yaml import MAX_LISTED, read_yaml
 from finetune.errors import Problem
+from finetune.runtime.text.redact import redacted_config
+from finetune.runtime.text.terminal import format_json
 
 KEYS_OF_OTHER_TOOLS: Mapping[str, str] = {
     "base_model": "model.name",
@@ -103,15 +108,25 @@ class InvalidKey:
             message = f"the key is missing: {what}. Write {describe_values(node)}."
             if keys_of(node):
                 required = [f"{self.key}.{name}" for branch in branches(node) for name in branch.get("required", ())]
-                needs = f" It needs {format_list(required)}." if required else ""
+                needs = f" It needs {format_list(required)}." if required else f" {_keys_in(node)}"
                 message = f"the section is missing: {what}.{needs}"
             return Problem(self.key, message)
         # The written value, the most likely fix, and the allowed values.
         is_right_kind = any(type_name(value) in _TYPE_NAMES.get(str(each.get("type")), ()) for each in branches(node))
         complaint = f"{format_value(value)} is {'not allowed' if is_right_kind else type_name(value)}."
+        complaint = complaint if value is not None else "there is no value."
         fits = f"Write {describe_values(node, in_full=exceeds_ceiling(value, node))}."
-        hint = _hint(value, node)
+        hint = self.hint
+        if not hint and (likely := _likely_value(self.key, value)):
+            unquoted = ", without quotes" if isinstance(value, str) and value.strip() == likely else ""
+            hint = f"Did you mean `{likely}`{unquoted}?"
+        if not hint and keys_of(node) and not isinstance(value, dict):
+            hint = _keys_in(node)
         return Problem(self.key, " ".join(part for part in (complaint, hint, fits) if part))
+
+
+def _keys_in(section: Node) -> str:
+    return f"Its keys are {format_list(keys_of(section))}."
 
 
 def read_validation_errors(error: ValidationError, values: Any) -> list[InvalidKey]:
@@ -165,12 +180,18 @@ def _unknown_key(key: str) -> str:
     by_name: dict[str, list[str]] = {}  # elsewhere in the job
     for other, _ in all_keys():
         by_name.setdefault(other.rpartition(".")[2], []).append(other)
-    near = name if name in by_name else closest(name, by_name)
-    elsewhere = [KEYS_OF_OTHER_TOOLS[name]] if name in KEYS_OF_OTHER_TOOLS else by_name.get(near or "", [])[:3]
-    if elsewhere:
+    near = name if name in by_name else closest(name, by_name, cutoff=_SAME_NAME)
+    elsewhere = [KEYS_OF_OTHER_TOOLS[name]] if name in KEYS_OF_OTHER_TOOLS else by_name.get(near or "", [])
+    if elsewhere and len(elsewhere) <= _MAX_PLACES:  # a name in more places means something else in each
         return f"there is no such key. There is {format_list(elsewhere, last='and')}."
     where = f"`{here}`" if here else "the file"
     return f"there is no such key. {where} has {format_list(keys_of(node_at(here) or {}))}."
+
+
+_SAME_NAME = 0.85
+"""Similarity of a misspelled name to the one that was meant, where keys of all sections are compared."""
+
+_MAX_PLACES = 3
 
 
 def _suggested_sibling(key: str) -> str | None:
@@ -194,30 +215,120 @@ _TYPE_NAMES: Mapping[str, tuple[str, ...]] = {
 """The Python types of each type of JSON schema."""
 
 
-def _hint(value: Any, node: Node) -> str:
-    kinds = branches(node)
-    types = {each.get("type") for each in kinds}
-    choices = [choice for each in kinds for choice in each.get("enum", [each["const"]] if "const" in each else [])]
-    if isinstance(value, str):
-        if choices:
-            return did_you_mean(value, [choice for choice in choices if isinstance(choice, str)])
-        if "boolean" in types and value.lower() in {"yes", "no", "on", "off"}:
-            return "In YAML 1.2 this is text."
-        if types & {"integer", "number"}:
-            with suppress(ValueError):
-                float(value)
-                return "Remove the quotes."
-        if "array" in types and len(value) <= MAX_SHOWN_CHARACTERS:
-            return f"Put it in brackets: `[{value}]`."
-    elif keys_of(node) and not isinstance(value, dict):
-        return f"Its keys are {format_list(keys_of(node))}."
-    elif "array" in types and "integer" not in types and isinstance(value, int | float):
-        return f"Put it in brackets: `[{value}]`."
-    elif isinstance(value, float) and abs(value) < _EXACT and value.is_integer() and "integer" in types:
-        return f"Write it as `{int(value)}`."
-    elif "string" in types and isinstance(value, int | float) and not choices:
-        return f"Put it in quotes: `'{value}'`."
+_MAX_READINGS = 100
+_MAX_NESTING = 3
+
+_TRUTH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+_SWITCHES = {True: ("auto", "always"), False: ("off", "none", "never")}
+_ABSENT = ("", "null", "none", "~")
+
+
+def _likely_value(key: str, value: Any) -> str:
+    """Return the valid value that the key's invalid one probably means, as YAML; an empty text if there is none."""
+    if len(format_json(value, default=str)) > MAX_SHOWN_CHARACTERS + len('""'):
+        return ""
+    for reading in islice(_readings(value, node_at(key) or {}), _MAX_READINGS):
+        text = _yaml(reading)
+        is_written = isinstance(value, str) and _is_written(value.strip(), reading)
+        is_shown = len(text) <= MAX_SHOWN_CHARACTERS and redacted_config(reading) == reading
+        if is_shown and repr(reading) != repr(value) and _is_valid(key, reading):
+            return str(value).strip() if is_written else text
     return ""
+
+
+def _is_written(text: str, value: Any) -> bool:
+    """Return whether the text without quotes is this number or truth value."""
+    return isinstance(value, int | float) and read_yaml(text).values == value
+
+
+def _is_valid(key: str, value: Any) -> bool:
+    """Return whether the value is valid for the key, whatever the rest of the job."""
+    job: Any = value
+    for part in reversed(key.split(".")):
+        job = [job] if part.isdecimal() else {part: job}
+    key = ".".join("0" if part.isdecimal() else part for part in key.split("."))
+    try:
+        RunConfig.model_validate(job)
+    except ValidationError as error:
+        faults = error.errors(include_url=False, include_context=False)
+        located = (_dotted_key(each["loc"], job, is_missing=each["type"] == "missing") for each in faults)
+        return not any(key in (other, *parent_keys(other)) for other in located)
+    return True
+
+
+def _readings(value: Any, node: Node, *, depth: int = 0) -> Iterator[Any]:
+    """Yield the values of the node's types that the value may stand for, likely ones first; they may be invalid."""
+    text = value.strip() if isinstance(value, str) else ""
+    is_single = isinstance(value, str | int | float)
+    for kind in branches(node):
+        choices = kind.get("enum", [kind["const"]] if "const" in kind else [])
+        yield from (choice for choice in choices if is_single and str(choice).lower() == str(value).strip().lower())
+        yield from (choice for choice in _SWITCHES[value] if choice in choices) if isinstance(value, bool) else ()
+        near = closest(text, [choice for choice in choices if isinstance(choice, str)])
+        yield from () if near is None else (near,)
+    if isinstance(value, str) and text.lower() in _ABSENT:
+        yield None
+    for kind in branches(node):
+        match kind.get("type"):
+            case "boolean" if is_single:
+                yield from (_TRUTH[text.lower()],) if text.lower() in _TRUTH else ()
+                yield from (bool(value),) if value in (0, 1) else ()
+            case "integer" | "number" if is_single and not isinstance(value, bool):
+                number = _number(value)
+                yield from () if number is None else (int(number), number) if number.is_integer() else (number,)
+            case "string" if is_single and not isinstance(value, bool) and "enum" not in kind:
+                if isinstance(value, float) and not math.isfinite(value):
+                    continue
+                plain = text or str(value)
+                whole = "".join(plain.split())
+                units = [example.lstrip("0123456789.") for example in kind.get("examples", ())]
+                yield from (plain, whole, whole.upper(), *(f"{whole}{unit}" for unit in units))
+            case "array" if depth < _MAX_NESTING:
+                given = re.split(r"\s*,\s*", text.strip("[], ")) if text else [] if value is None else [value]
+                parts = value if isinstance(value, list) else given
+                yield [next(_readings(part, kind.get("items", {}), depth=depth + 1), part) for part in parts]
+            case "object" if "properties" in kind and not isinstance(value, dict) and depth < _MAX_NESTING:
+                switch = value if isinstance(value, bool) else _TRUTH.get(text.lower())
+                yield from ({},) if switch or value is None else (None,) if switch is False else ()
+                properties = kind["properties"]
+                for name in sorted(properties, key=partial(_likelihood, kind, text)):
+                    inner = islice(_readings(value, properties[name], depth=depth + 1), 2)
+                    yield from ({name: reading} for reading in (value, *inner))
+    if isinstance(value, list) and len(value) == 1 and depth < _MAX_NESTING:
+        yield from (value[0], *_readings(value[0], node, depth=depth + 1))
+    if isinstance(value, dict) and "name" in value and depth < _MAX_NESTING:
+        yield from (value["name"], *_readings(value["name"], node, depth=depth + 1))
+
+
+def _likelihood(section: Node, text: str, name: str) -> tuple[bool, bool, bool]:
+    """Return a key for sorting: of a path its own key comes first, else the name, then the required keys."""
+    is_path = bool(re.search(r"^[.~/]|\.\w{1,8}$", text)) and _format_of(section["properties"][name]) == "path"
+    return not is_path, name != "name", name not in section.get("required", ())
+
+
+def _format_of(node: Node) -> str:
+    return next((each["format"] for each in branches(node) if "format" in each), "")
+
+
+def _number(value: Any) -> float | None:
+    """Return the finite number that a single value is or is written as."""
+    text = str(value).replace(",", "").replace("_", "").strip()
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return number if abs(number) < _EXACT else None  # also of nan
+
+
+def _yaml(value: Any) -> str:
+    """Return the value as YAML on one line, with quotes only where they are needed."""
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{name}: {_yaml(each)}' for name, each in value.items())}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_yaml, value))}]"
+    if isinstance(value, str) and re.fullmatch(r"[\w./@+*:-]+", value) and read_yaml(f"[{value}]").values == [value]:
+        return value
+    return format_json(value)
 
 
 _EXACT = 2.0**53

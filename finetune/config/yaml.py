@@ -17,10 +17,8 @@ from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from ruamel.yaml.reader import ReaderError
 from ruamel.yaml.scanner import Scanner
 
-from finetune.config.formatting import truncate
 from finetune.config.section import join_key
 from finetune.errors import Problem
-from finetune.runtime.text.redact import redacted_config
 
 MAX_FILE_BYTES = 1 << 20
 """Size of a job file."""
@@ -187,8 +185,7 @@ class NodeReader:
         try:
             return self._plain(node, kind, key)
         except (ValueError, IndexError):
-            text = truncate(redacted_config(node.value, name=key))
-            self._complain(node, key, f"`{text}` is not {SCALARS[kind]}, although tagged `!!{kind}`. Remove the tag.")
+            self._complain(node, key, f"this is not {SCALARS[kind]}, although tagged `!!{kind}`. Remove the tag.")
             return None
 
     def _plain(self, node: ScalarNode, kind: str, key: str) -> Any:
@@ -209,8 +206,7 @@ class NodeReader:
             return int(self._constructor.construct_yaml_int(node))
         number = float(self._constructor.construct_yaml_float(node))
         if number in (float("inf"), float("-inf")) and "inf" not in node.value.lower():
-            text = truncate(redacted_config(node.value, name=key))
-            self._complain(node, key, f"{text} is too large for a number with 64 bits. Write a smaller one.")
+            self._complain(node, key, "this is too large for a number with 64 bits. Write a smaller one.")
         return number
 
     def _complain(self, node: Node, key: str, message: str) -> None:

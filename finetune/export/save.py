@@ -37,7 +37,7 @@ from finetune.model.loading.architecture import NEW_HEADS
 from finetune.model.loading.saved import CONFIG_FOLDER
 from finetune.runtime.files.atomic import replace_folder
 from finetune.runtime.optional import lazily
-from finetune.runtime.text.redact import redacted_text
+from finetune.runtime.text.redact import redact_known
 from finetune.runtime.text.terminal import printable
 from finetune.runtime.upstream import is_offline
 
@@ -292,7 +292,7 @@ def push_folder(folder: Path, repository: str, *, private: bool) -> str:
         address = hub.create_repo(repository, private=private, exist_ok=True)
         hub.upload_folder(repo_id=address.repo_id, folder_path=folder, commit_message="Upload model")
     except (HTTPError, OSError, ValueError) as error:  # the other errors of the hub are among these
-        lines = [line.strip() for line in redacted_text(str(error)).splitlines() if line.strip()]
+        lines = [line.strip() for line in redact_known(str(error)).splitlines() if line.strip()]
         reason = lines[0] if lines else type(error).__name__
         reason = reason if reason.endswith((".", "!", "?")) else f"{reason}."
         log_in = "Set HF_TOKEN to a token with write access, or log in with `hf auth login`."

@@ -15,6 +15,7 @@ from finetune.config.load import read_text
 from finetune.config.section import join_key
 from finetune.config.yaml import EMPTY, NOT_EXPANDED, invalid_characters, read_yaml
 from finetune.errors import ConfigError, Problem, UserError
+from finetune.runtime.text.redact import register_secrets
 
 _REFERENCE = re.compile(r"\$\{([^${}]*)\}")
 _MAX_REFERENCES = 10
@@ -66,6 +67,7 @@ def read_peer_file(path: Path) -> PeerFile:
     if text.lstrip().startswith("{") and "\n{%" not in text:
         text = text.replace("\t", " ")  # JSON, in which a tab stands only between values
     document = read_yaml(text)
+    register_secrets(document.values)
     problems = [problem for problem in document.problems if problem.message not in (EMPTY, NOT_EXPANDED)]
     merges = ((key, line) for key, line in document.lines.items() if key.rpartition(".")[2] == "<<")
     problems += [Problem(key, "merge keys are not read. Write the merged keys out.", line=line) for key, line in merges]

@@ -65,6 +65,13 @@ class TaskEntry(Entry):
         return self.reads != "text"
 
     @property
+    def over_length(self) -> tuple[str, ...]:
+        """Return the values of `data.over_length` that make longer rows fit: a cut could go through an image."""
+        if self.has_images:
+            return ("drop",)
+        return ("truncate", "split", "drop") if self.may_be_split else ("truncate", "drop")
+
+    @property
     def has_several_texts(self) -> bool:
         """Return whether a sample has several texts, which are padded to the same length."""
         return self.sample == "texts"

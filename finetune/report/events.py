@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
-from finetune.runtime.text.redact import redacted_config
+from finetune.runtime.text.redact import redact_known_values, redacted_config
 from finetune.runtime.text.terminal import format_json
 
 Step = Annotated[int, Field(ge=0, lt=1 << 53, strict=True)]
@@ -252,9 +252,11 @@ class JsonlReporter:
 
 
 def event_fields(event: Event, *, time: float) -> dict[str, Any]:
-    """Return the event as plain JSON values, its name and time first; values that look secret are left out."""
+    """Return the event as plain JSON values without secrets, its name and time first; answers are data."""
     fields = {field.name: _plain(getattr(event, field.name)) for field in dataclasses.fields(event)}
-    return {"event": type(event).__name__, "time": round(time, 3), **redacted_config(fields)}
+    if "config" in fields:
+        fields["config"] = redacted_config(fields["config"])
+    return {"event": type(event).__name__, "time": round(time, 3), **redact_known_values(fields)}
 
 
 def _plain(value: Any) -> Any:

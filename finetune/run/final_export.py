@@ -59,7 +59,7 @@ from finetune.runtime.progress import Progress
 from finetune.runtime.resources import format_size, free_bytes, usable_cores
 from finetune.runtime.run_folder import FINAL_FOLDER
 from finetune.runtime.supervision.heartbeat import fault_point
-from finetune.runtime.text.redact import redacted_text
+from finetune.runtime.text.redact import redact_known
 from finetune.runtime.upstream import is_offline
 from finetune.task.model_inputs import decoder_input_ids, unwrap_model
 from finetune.task.protocol import Task
@@ -244,7 +244,7 @@ def push_final(config: RunConfig, *, log: Callable[[str], None] = print) -> None
     section, run = config.export, Path(config.run.folder)
     if section.push_to_hub is None or not distributed.is_main() or (record := read_record(run)) is None:
         return
-    if record.get("pushed_to") == redacted_text(section.push_to_hub):
+    if record.get("pushed_to") == redact_known(section.push_to_hub):
         return
     try:
         address = push_folder(run / FINAL_FOLDER, section.push_to_hub, private=section.private)

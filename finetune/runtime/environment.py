@@ -15,7 +15,7 @@ import psutil
 import torch
 
 from finetune import __version__
-from finetune.runtime.text.redact import redacted_command, redacted_text, redacted_variables
+from finetune.runtime.text.redact import redact_known, redacted_command, redacted_variables
 
 PACKAGES = (
     "finetune",
@@ -106,7 +106,7 @@ def git_state(folder: Path) -> dict[str, Any] | None:
     return {
         "commit": commit,
         "is_dirty": None if changes is None else bool(changes),
-        "remote": None if remote is None else redacted_text(remote),
+        "remote": None if remote is None else redact_known(remote),
     }
 
 

@@ -129,6 +129,7 @@ class AnswerPairsTask(BaseTask):
             system_prompt=data.system_prompt,
             template=data.chat_template,
             allow_special_tokens=data.allow_special_tokens,
+            chooses_turns=False,
         )
         name = f"`task.name: {context.section.name}`"
         self._encoder = PreferenceEncoder(encode, name, judged=judged, margin=margin)

@@ -41,7 +41,9 @@ def test_a_fault_of_ours_ends_with_its_traceback_and_exit_code_1(typed, job, mon
     assert told.endswith("ZeroDivisionError: \\x1b[2J at https://h/?token=[redacted]\n")
 
 
-@pytest.mark.parametrize("error", [SystemExit("\x1b[2J token='c0ffee'"), BaseException("\x1b[2J token='c0ffee'")])
+@pytest.mark.parametrize(
+    "error", [SystemExit("\x1b[2J https://h/?token=c0ffee"), BaseException("\x1b[2J https://h/?token=c0ffee")]
+)
 def test_any_error_that_ends_the_process_is_printed_escaped_and_redacted(typed, job, monkeypatch, error):
     def fail(*_, **__):
         raise error
@@ -49,7 +51,7 @@ def test_any_error_that_ends_the_process_is_printed_escaped_and_redacted(typed, 
     monkeypatch.setattr("finetune.commands.check.check", fail)
     code, _, told = typed("check", job)
     assert code == 1
-    assert told.endswith("\\x1b[2J token='[redacted]'\n")
+    assert told.endswith("\\x1b[2J https://h/?token=[redacted]\n")
 
 
 def test_recorded_command_line_arguments_have_their_secrets_redacted(typed, job):

@@ -1,21 +1,22 @@
 import pytest
 
 WRONG = [
-    ("train.learning_rate='1e-4'", '`"1e-4"` is text. Remove the quotes. Write a number above 0.'),
+    ("train.learning_rate='1e-4'", '`"1e-4"` is text. Did you mean `1e-4`, without quotes? Write a number above 0.'),
     ("train.learning_rate=0", "`0` is not allowed. Write a number above 0."),
     ("train.learning_rate=.inf", "is not allowed. Write a number above 0."),
-    ("train.steps=1e3", "`1000.0` is a number. Write it as `1000`. Write a whole number of at least 1, or `null`."),
+    ("train.steps=1e3", "`1000.0` is a number. Did you mean `1000`? Write a whole number of at least 1, or `null`."),
     ("train.steps=-1", "`-1` is not allowed. Write a whole number of at least 1, or `null`."),
     ("train.steps=true", "`true` is a truth value. Write a whole number of at least 1, or `null`."),
-    ("data.shuffle=yes", '`"yes"` is text. In YAML 1.2 this is text. Write `true` or `false`.'),
+    ("data.shuffle=yes", '`"yes"` is text. Did you mean `true`? Write `true` or `false`.'),
     ("task.name=pretraining", "Did you mean `pretrain`? Write `sft`, `pretrain`"),
     ("run.strategy=fsdp", "Did you mean `fsdp2`? Write `single`, `ddp`, `fsdp1`, `fsdp2`"),
     ("model.dtype=BFLOAT16", "Did you mean `bfloat16`?"),
-    ("model.revision=1.0", "`1.0` is a number. Put it in quotes: `'1.0'`. Write text, or `null`."),
-    ("model.freeze=wte.*", '`"wte.*"` is text. Put it in brackets: `[wte.*]`. Write a list of texts.'),
-    ("model.lora={target_modules: 3}", "`3` is a whole number. Put it in brackets"),
+    ("model.revision=1.0", '`1.0` is a number. Did you mean `"1.0"`? Write text, or `null`.'),
+    ("model.freeze=wte.*", '`"wte.*"` is text. Did you mean `[wte.*]`? Write a list of texts.'),
+    ("model.lora={target_modules: 3}", 'Did you mean `["3"]`? Write a list of texts or `all-linear`.'),
     ("model.lora={target_modules: all_linear}", "Did you mean `all-linear`? Write a list of texts or `all-linear`."),
-    ("model.lora=16", "Its keys are `rank`, `alpha`"),
+    ("model.lora=16", "Did you mean `{rank: 16}`?"),
+    ("train=16", "Its keys are `global_batch_size`, `microbatch_size`"),
     ("train.optimizer.betas=[0.9]", "Write a list of 2 numbers of at least 0 and below 1."),
     ("train.optimizer.betas=[0.9, 1.5]", "`1.5` is not allowed. Write a number of at least 0 and below 1."),
     ("train.schedule={warmup_fraction: 2}", "Write a number from 0 to 1, or `null`."),
@@ -25,7 +26,7 @@ WRONG = [
     ("data.max_length=null", "the maximum length of a sample in tokens"),
     ("data.train.columns={prompt: -3}", "Write text or a whole number of at least 0 or a list"),
     ("data.train.columns={prompt: [a, b]}", "[a, b]` is a list. To join columns, write a `template`."),
-    ("evaluate=true", "`true` is a truth value. Its keys are `every_steps`"),
+    ("evaluate=true", "`true` is a truth value. Did you mean `{}`?"),
 ]
 
 UNKNOWN = [
@@ -33,6 +34,8 @@ UNKNOWN = [
     ("train.Steps=1", "Did you mean `steps`?"),
     ("data.microbatch_size=1", "There is `train.microbatch_size` and `evaluate.microbatch_size`."),
     ("model.max_length=1", "There is `data.max_length`."),
+    ("data.microbatchsize=1", "There is `train.microbatch_size` and"),
+    ("model.lora={bias: all}", "`model.lora` has `rank`, `alpha`"),
     ("train.per_device_train_batch_size=1", "Did you mean `microbatch_size`?"),
     ("train.gradient_accumulation_steps=1", "accumulation is derived"),
     ("train.bf16=true", "write `train.precision: bf16`"),

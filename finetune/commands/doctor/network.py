@@ -13,7 +13,7 @@ import psutil
 from finetune.commands.doctor.findings import Finding, must_fix, note, should_fix
 from finetune.commands.doctor.job import HubName
 from finetune.runtime.resources import format_size
-from finetune.runtime.text.redact import redacted_text
+from finetune.runtime.text.redact import redact_known
 from finetune.runtime.upstream import PROXIES
 
 
@@ -94,7 +94,7 @@ def gather_hub(variables: Mapping[str, str]) -> HubFacts:
     address = urlsplit(
         proxy if proxy is not None and "//" in proxy else endpoint if proxy is None else f"http://{proxy}"
     )
-    facts = HubFacts(redacted_text(endpoint), is_offline, None if proxy is None else redacted_text(proxy))
+    facts = HubFacts(redact_known(endpoint), is_offline, None if proxy is None else redact_known(proxy))
     if is_offline:
         return facts
     port = address.port or (443 if address.scheme == "https" else 80)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import UserError
-from finetune.runtime.text.redact import is_secret_variable, redacted_command, redacted_text
+from finetune.runtime.text.redact import is_secret_variable, redact_foreign, redacted_command
 from finetune.runtime.text.terminal import escape_controls
 
 _IMAGE_USER = re.compile(r"(?:[a-z]+:(?://)?)?[^/@\s]+:[^/@\s]+@(?!sha256:)")
@@ -41,7 +41,7 @@ def check_options(records: Iterable[Any], *, advice: str, allows_secrets: bool) 
 
 
 def check_text(
-    text: str, *, source: str, advice: str, allows_secrets: bool, redact: Callable[[str], str] = redacted_text
+    text: str, *, source: str, advice: str, allows_secrets: bool, redact: Callable[[str], str] = redact_foreign
 ) -> None:
     """Raise UserError where a text of a job file, named `source`, has a secret or an invisible character."""
     visible = escape_controls(text)

@@ -73,12 +73,10 @@ def task_allows_packing(config: RunConfig) -> Iterator[Problem]:
 def task_allows_cut_rows(config: RunConfig) -> Iterator[Problem]:
     """Tasks that need whole rows do not split them; a cut could go through the tokens of an image."""
     task, over_length = TASKS[config.task.name], config.data.over_length
-    if over_length == "split" and not task.may_be_split:
-        message = f"`task.name: {task.name}` needs whole rows. Write `truncate` or `drop`."
-        yield Problem("data.over_length", message)
-    if task.reads == "both" and over_length in ("truncate", "split"):
-        message = "truncation could cut through an image. Write `drop`, or a larger `data.max_length`."
-        yield Problem("data.over_length", message)
+    if task.reads != "images" and over_length not in ("refuse", *task.over_length):
+        reason = "this could cut through an image" if task.has_images else f"`task.name: {task.name}` needs whole rows"
+        instead = format_list(task.over_length, last="or")
+        yield Problem("data.over_length", f"{reason}. Write {instead}, or a larger `data.max_length`.")
 
 
 def masked_lm_masks_tokens(config: RunConfig) -> Iterator[Problem]:

@@ -26,10 +26,9 @@ class OptionsByName:
         return handler(options_section().__pydantic_core_schema__)
 
     def _validate(self, value: Any) -> Section | None:
-        section = options_section()
-        if value is None and not section.model_fields:
+        if value is None and all(entry.options is None for _, entry in plugin_entries()):
             return None
-        return section.model_validate({} if value is None else value)
+        return options_section().model_validate({} if value is None else value)
 
 
 def options_section() -> type[Section]:

@@ -12,7 +12,8 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from finetune.data.encoding.control_tokens import ControlTokens, texts_in
-from finetune.data.encoding.target_spans import REASONING, RenderedChat, TargetFinder, TrainOn, split_reasoning
+from finetune.data.encoding.remedies import boundary_remedy, explain_refusal
+from finetune.data.encoding.target_spans import REASONING, RenderedChat, TargetFinder, TrainOn, split_reasoning, text_of
 from finetune.data.encoding.template_support import DroppedContentCheck, content_hint, role_hint, with_known_roles
 from finetune.data.encoding.tokenizer import EncodedText, TextTokenizer, has_double_bos, require_eos_id
 from finetune.data.features import CONTROL_NAMES, Features, Findings, Outcome, result_or_error
@@ -28,6 +29,7 @@ from finetune.data.rows import (
 from finetune.data.templates.chat_template import end_of_turn, tokenize
 from finetune.data.templates.rendering import (
     Arguments,
+    ConversationRefused,
     Tools,
     arguments_of,
     known_words,
@@ -41,6 +43,10 @@ from finetune.data.turns import read_turns
 from finetune.errors import DataError
 from finetune.registry.turns import WEIGHTS, standard_word
 from finetune.runtime.files.digests import recorded_as
+
+
+_WHOLE = "whole"
+"""The key, in a row that has become the beginning of a conversation, of all its turns."""
 
 
 @recorded_as("data.encoding.encode.ConversationEncoder")
@@ -60,12 +66,15 @@ class ConversationEncoder:
         template: str | None = None,
         allow_special_tokens: bool = False,
         train_on_reasoning: bool = True,
+        chooses_turns: bool = True,
     ) -> None:
         self._tokenizer = tokenizer
         self._tokens = TextTokenizer(tokenizer)
         self._system_prompt = system_prompt
         name = f"`{template}`" if template else "the tokenizer's own"
-        self._finder = TargetFinder(tokenizer, end_of_turn(tokenizer), train_on, name, train_on_reasoning)
+        self._finder = TargetFinder(
+            tokenizer, end_of_turn(tokenizer), train_on, name, train_on_reasoning, chooses_turns
+        )
         self._known_arguments = readable_names(tokenizer)
         self._words = known_words(tokenizer)
         self._is_key_read: dict[str, bool] = {}
@@ -83,7 +92,7 @@ class ConversationEncoder:
             return self._encoded(rows)
         conversations = [
             [  # for each answer after the row's prompt, the conversation up to it: the answer is its only target
-                {**row, "messages": row["messages"][:number]}
+                {**row, "messages": row["messages"][:number], _WHOLE: row["messages"]}
                 for number, turn in enumerate(row["messages"], start=1)
                 if turn["role"] == "assistant" and number > row.get("num_context_turns", 0)
             ]
@@ -180,6 +189,12 @@ class ConversationEncoder:
         try:
             chat = self._finder.rendered_chat(turns, tools, arguments=arguments, num_context_turns=context)
         except DataError as error:
+            if isinstance(error, ConversationRefused):
+                whole = self._turns({**row, "messages": row.get(_WHOLE, row["messages"])})
+                train_on = self._finder.train_on if self._finder.chooses_turns else None
+                error = explain_refusal(
+                    error, whole, tools=tools, arguments=arguments, tokenizer=self._tokenizer, train_on=train_on
+                )
             hint = role_hint(self._finder, turns) or content_hint(turns, self._words)
             raise (DataError(f"{str(error).rstrip('.')}. {hint}") if hint else error) from error.__cause__
         if chat is not None:
@@ -209,12 +224,12 @@ class ConversationEncoder:
             for offset in (span.start, span.end):
                 num_tokens = encoded.num_tokens_of(offset)
                 if num_tokens is None:
-                    text = encoded.text
+                    text, contents = encoded.text, list(map(text_of, chat.turns))
                     edge = f"{text[max(0, offset - 12) : offset]!r} before {text[offset : offset + 12]!r}"
                     raise DataError(
                         f"a token crosses the boundary of {span.what} ({edge}): the model would be trained on "
-                        "different tokens than it sees at inference. Remove leading whitespace from the content, or "
-                        "set data.chat_template to one that writes a single-token marker there."
+                        "different tokens than it sees at inference. "
+                        + boundary_remedy(text, offset, contents=contents, is_start=offset == span.start)
                     )
                 edges.append(num_tokens)
             start, end = edges

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
+from finetune.data.encoding.remedies import OTHER_TEMPLATES, REMEDY, REMEDY_OF_GENERATION_PROMPT
 from finetune.data.features import NOTHING_FOUND, Findings
 from finetune.data.rows import Turn
 from finetune.data.templates.chat_template import EndOfTurn, after_content
@@ -142,6 +143,7 @@ class RenderedChat:
     text: str
     spans: tuple[Span, ...]
     may_be_open: bool  # append end-of-sequence to the last span unless a special token ends it
+    turns: Sequence[Turn] = field(default=(), kw_only=True)  # as they were rendered
     has_control_names: bool = field(default=False, kw_only=True)  # the text contains placeholders: see control_tokens
     findings: Findings = field(default=NOTHING_FOUND, kw_only=True)
 
@@ -155,6 +157,7 @@ class TargetFinder:
     train_on: TrainOn = "assistant"
     template: str = "the tokenizer's own"
     train_on_reasoning: bool = True
+    chooses_turns: bool = True  # the task reads `data.train_on`
     _marks: dict[str, ReasoningMarks] = field(default_factory=dict, compare=False, repr=False)
 
     def rendered_chat(
@@ -176,7 +179,8 @@ class TargetFinder:
             return None
         if self.train_on == "all":
             text = render(self.tokenizer, turns, tools=tools, arguments=arguments).text
-            return RenderedChat(text, (Span(0, len(text.rstrip()), "the conversation"),), may_be_open=True)
+            spans = (Span(0, len(text.rstrip()), "the conversation"),)
+            return RenderedChat(text, spans, may_be_open=True, turns=turns)
         if self.train_on in LAST_ALONE:
             turns = turns[: targets[-1] + 1]  # later turns have no targets and may change how the answer is rendered
         return _Conversation(self, turns, tools, arguments).rendered_chat(targets)
@@ -301,7 +305,7 @@ class _Conversation:
             is_empty = is_end or not any((*split_reasoning(turn), text_of(turn).strip(), turn.get("tool_calls")))
             num_empty += turn["role"] == "assistant" and is_empty
         findings = Findings(frozenset({"dropped_reasoning_rows"} if is_dropped else ()), num_empty)
-        return RenderedChat(text, tuple(spans), may_be_open=is_last, findings=findings)
+        return RenderedChat(text, tuple(spans), may_be_open=is_last, findings=findings, turns=self.turns)
 
     def _without_reasoning(self, spans: Sequence[Span], targets: Sequence[int]) -> list[Span]:
         """Return the spans without the reasoning at the start of answers; raises DataError if it cannot be located."""
@@ -371,8 +375,9 @@ class _Conversation:
             return len(without_end)
         is_last = generation_prompt and num_turns == len(self.turns) - 1
         is_generation_prompt = is_last and self.whole.text.startswith(self._render(num_turns).text)
+        remedy = REMEDY if self.finder.chooses_turns else f"Set data.chat_template to {OTHER_TEMPLATES}."
         raise self._difference(
-            beginning, what=what, remedy=REMEDY_OF_GENERATION_PROMPT if is_generation_prompt else REMEDY
+            beginning, what=what, remedy=REMEDY_OF_GENERATION_PROMPT if is_generation_prompt else remedy
         )
 
     def _difference(self, beginning: str, *, what: str, remedy: str) -> DataError:
@@ -393,17 +398,6 @@ class _Conversation:
 
 
 _ANOTHER = "Xyzzy"
-REMEDY = (
-    "Set data.train_on: each_assistant, which makes each answer a sample of its own, rendered as the model will be "
-    "asked; or last_assistant, which trains on the last answer alone; or data.chat_template to `chatml` or to a Jinja "
-    "file that marks the answers with {% generation %} (the `_training` variants that TRL ships do)."
-)
-REMEDY_OF_GENERATION_PROMPT = (
-    "The prompt at inference would differ from training. Give the turn the content that the generation prompt opens "
-    "(such as its reasoning_content); or pass the argument that changes the prompt (data.chat_template_arguments: "
-    "{enable_thinking: ...}); or set data.chat_template to `chatml` or to a Jinja file that marks the answers with "
-    "{% generation %} (the `_training` variants that TRL ships do)."
-)
 
 
 def first_difference(one: str, other: str) -> tuple[str, str]:

@@ -133,7 +133,7 @@ def role_hint(finder: TargetFinder, turns: Sequence[Turn], *, dropped: str = "")
     """
     roles = tuple(role for role in STANDARD_ROLES if _is_rendered(finder, role))
     others = [role for role in dict.fromkeys(turn["role"] for turn in turns) if role not in roles]
-    if not others or (dropped and dropped not in others):
+    if not roles or not others or (dropped and dropped not in others):
         return ""
     named = ", ".join(f"`{role}`" for role in roles)
     role = dropped or others[0]

@@ -149,7 +149,7 @@ def make_window(job: StreamJob, window: int) -> None:
             staging, _with_heartbeat(rows, folder), job.encoders, identity, num_left_out=lambda: rows.num_left_out
         )
         key = f"{job.key}: window {window}"
-        refuse_counts(counts, job.section, key=key, length=job.encoding_plan.length)
+        refuse_counts(counts, job.section, key=key, plan=job.encoding_plan)
         try:
             prepared = TokenCache(staging)
         except DamagedSet as damage:

@@ -161,6 +161,12 @@ def undeclared_names(template: str) -> list[str]:
     return sorted(meta.find_undeclared_variables(parsed))
 
 
+class ConversationRefused(DataError):
+    """The template refuses a conversation, or a beginning of it, of `num_turns` turns."""
+
+    num_turns = 0
+
+
 Tools = Sequence[Mapping[str, Any]]
 """Tools that the assistant may call, as JSON schemas."""
 
@@ -186,8 +192,8 @@ def render(
 ) -> Rendering:
     """Return the turns as `tokenizer.apply_chat_template` renders them, optionally with the generation prompt.
 
-    The tokenizer's own template arguments are passed, overridden by `arguments`. Raises DataError with the template's
-    message if it refuses the turns.
+    The tokenizer's own template arguments are passed, overridden by `arguments`. Raises ConversationRefused with the
+    template's message if it refuses the turns.
     """
     name: str | None = getattr(tokenizer, TEMPLATE_FILE, None)  # None: a built-in template, or the tokenizer's own
     try:
@@ -210,7 +216,9 @@ def render(
     except (*TEMPLATE_FAILURES, TemplateRefused) as error:
         roles = ", ".join(str(turn["role"]) for turn in turns)
         file = f" ({name})" if name else ""
-        raise DataError(f"the chat template{file} refuses the conversation ({roles}): {error}") from error
+        refusal = ConversationRefused(f"the chat template{file} refuses the conversation ({roles}): {error}")
+        refusal.num_turns = len(turns)
+        raise refusal from error
     return Rendering(text, tuple((start, end) for start, end in marked))
 
 

@@ -23,7 +23,6 @@ from finetune.data.sources.source import Source
 from finetune.data.token_cache.chunks import Chunk, EncoderPool, Encoding, EncodingPlan, WorkersLost
 from finetune.data.token_cache.counts import REMEDY, Counts, exceeded_shares, num_duplicates
 from finetune.data.token_cache.integrity import DamagedSet, quarantine_set
-from finetune.data.token_cache.lengths import LengthLimit
 from finetune.data.token_cache.samples import CHUNK_BYTES, ArrayFile, SampleArrays, SampleWriter, chunk_name
 from finetune.data.token_cache.store import FORMAT_VERSION, MANIFEST, Identity, TokenCache
 from finetune.data.workers import num_prepare_workers
@@ -253,7 +252,7 @@ def _build(
                 num_left_out=lambda: source.num_left_out,
                 on_damage=log_damage,
             )
-        refuse_counts(counts, section, key=source.key, length=plan.length, mapped=source.section.mapped.values())
+        refuse_counts(counts, section, key=source.key, plan=plan, mapped=source.section.mapped.values())
     except WorkersLost:
         raise
     except DataError:
@@ -330,16 +329,18 @@ def refuse_counts(
     section: DataSection,
     *,
     key: str,
-    length: LengthLimit,
+    plan: EncodingPlan,
     mapped: Iterable[Sequence[str]] | None = None,
 ) -> None:
     """Raise DataError with all problems: refused rows and, unless `mapped` is None, no samples, and absent columns."""
     problems = []
     if counts.long_rows and section.over_length == "refuse":
+        *others, last = plan.over_length
+        instead = f"{', '.join(others)} or {last}" if others else last
         problems.append(
-            f"{counts.long_rows:,} of {counts.rows:,} rows are longer than {length.limits} "
+            f"{counts.long_rows:,} of {counts.rows:,} rows are longer than {plan.length.limits} "
             f"(the longest has {counts.longest:,} tokens: {counts.longest_place}). "
-            f"Set data.over_length: truncate or drop, or {length.advice.format(longest=counts.longest)}."
+            f"Set data.over_length: {instead}, or {plan.length.advice.format(longest=counts.longest)}."
         )
     if counts.rows_without_target and section.no_target == "refuse":
         cut = ", some of them because they were truncated" if counts.truncated_targets else ""

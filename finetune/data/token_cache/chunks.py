@@ -47,6 +47,7 @@ class EncodingPlan:
     encode: Encode
     length: LengthLimit
     unknown_ids: frozenset[int] = frozenset()  # tokens for text unknown to the tokenizer
+    over_length: tuple[str, ...] = ("drop",)  # the values of `data.over_length` that make longer rows fit
 
 
 @dataclass(frozen=True)
@@ -58,12 +59,13 @@ class Encoding:
     identity: Mapping[str, str]  # the inputs of `encode` and `length`: digests of tokenizer and template, the task
     unknown_ids: frozenset[int] = frozenset()
     length: LengthLimit | None = None  # overrides the section's policy for long rows
+    over_length: tuple[str, ...] = ("drop",)  # those of the task
 
     def plan(self, row_format: RowFormat) -> EncodingPlan:
         """Return the plan for rows of this format."""
         section = self.section
         policy = self.length or SampleLengthLimit(section.longest, section.over_length, section.truncate_side)
-        return EncodingPlan(row_format, self.encode, policy, self.unknown_ids)
+        return EncodingPlan(row_format, self.encode, policy, self.unknown_ids, self.over_length)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from finetune.report.history import RunHistory
 from finetune.runtime.files.read import parse_as, read_regular
 from finetune.runtime.resources import format_size
 from finetune.runtime.supervision.checkpoint_interval import IntervalAdvice, advise_interval
-from finetune.runtime.text.redact import redacted_text
+from finetune.runtime.text.redact import redact_foreign
 
 SOURCE_MARK = "  # "
 """Between value and source in resolved.yaml."""
@@ -95,7 +95,7 @@ def read_run_files(folder: Path) -> RunFiles:
             missing.append(file)
     try:
         text = read_regular(folder / "resolved.yaml", max_bytes=_TABLE_BYTES)
-        values["config"] = redacted_text(text.decode("utf-8", errors="replace"))
+        values["config"] = redact_foreign(text.decode("utf-8", errors="replace"))
     except OSError:
         missing.append("resolved.yaml")
     return RunFiles(**values, missing=tuple(missing))
@@ -260,13 +260,13 @@ def fact_text(value: Any) -> str:
         return "\n".join(f"{name}: {fact_text(item)}" for name, item in value.items() if item not in (None, "", {}, []))
     if isinstance(value, list):
         if all(isinstance(item, str | int | float) for item in value):
-            return redacted_text(" ".join(map(str, value)))
+            return redact_foreign(" ".join(map(str, value)))
         lines = [
             ", ".join(f"{name} {each}" for name, each in item.items()) if isinstance(item, Mapping) else str(item)
             for item in value
         ]
-        return "\n".join(map(redacted_text, lines))
-    return "" if value is None else redacted_text(str(value))
+        return "\n".join(map(redact_foreign, lines))
+    return "" if value is None else redact_foreign(str(value))
 
 
 _LONGEST_REASON = 60

@@ -129,6 +129,7 @@ def make_encoding(data: DataSection, processing: Processing, task: Task, *, name
         identity=input_identity(processing, task) | ({"task code": " ".join(code)} if code else {}),
         unknown_ids=unknown_ids(tokenizer) if tokenizer is not None else frozenset(),
         length=task.samples.length_limit,
+        over_length=TASKS[name].over_length,
     )
 
 

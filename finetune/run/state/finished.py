@@ -32,7 +32,7 @@ from finetune.runtime.files.read import parse_as, read_json, read_regular
 from finetune.runtime.progress import Progress
 from finetune.runtime.run_folder import CHECKPOINTS_FOLDER, FINAL_FOLDER
 from finetune.runtime.supervision.status import STATUS_FILE
-from finetune.runtime.text.redact import redacted_config
+from finetune.runtime.text.redact import redact_known_values
 from finetune.train.stopping import EARLY_STOPPING, FINAL_REASONS, FINISHED, EarlyStopping
 
 Stamps = dict[str, list[int]]
@@ -172,7 +172,7 @@ def is_exported(run_folder: Path, *, step: int, section: ExportSection) -> bool:
 
     A final model that was not verified does not count if verification is on; older versions did not record it.
     """
-    record, requested = read_record(run_folder), dict(redacted_config(section.model_dump()))
+    record, requested = read_record(run_folder), dict(redact_known_values(section.model_dump()))
     if record is None or record["step"] != step:
         return False
     exported = {**record["export"], "verify": record["export"].get("verify", True) or not section.verify}

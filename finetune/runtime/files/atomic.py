@@ -27,7 +27,7 @@ from filelock import FileLock, Timeout
 
 from finetune.runtime.files.read import parse_json, read_regular
 from finetune.runtime.optional import no_op
-from finetune.runtime.text.redact import redacted_config
+from finetune.runtime.text.redact import redact_known_values
 from finetune.runtime.text.terminal import format_json
 
 UMASK = os.umask(0o077)
@@ -144,7 +144,7 @@ def write_json(path: Path, value: Any, *, exact: bool = False) -> None:
 
     `exact` is for values that are read back and compared: it does not remove secrets, so the value must not have any.
     """
-    write_text(path, format_json(value if exact else redacted_config(value), indent=2) + "\n")
+    write_text(path, format_json(value if exact else redact_known_values(value), indent=2) + "\n")
 
 
 def read_json_lines(path: Path) -> Iterator[Any]:

@@ -20,7 +20,7 @@ import xxhash
 from finetune.errors import NotAFile
 from finetune.runtime.files.atomic import write_json
 from finetune.runtime.files.read import read_json, require_regular
-from finetune.runtime.text.redact import redacted_config
+from finetune.runtime.text.redact import redact_known_values
 
 CACHE_FOLDER = "~/.cache/finetune/digests"
 LARGE_BYTES = 64 << 20
@@ -115,7 +115,7 @@ def check_digest(value: Any) -> dict[str, Any]:
 
 def write_json_with_digest(path: Path, value: Mapping[str, Any], *, exact: bool = False) -> None:
     """Write the value with its digest, whole or not at all, and without secrets (`exact`: see `write_json`)."""
-    write_json(path, with_digest(value if exact else redacted_config(value)), exact=True)
+    write_json(path, with_digest(value if exact else redact_known_values(value)), exact=True)
 
 
 def read_json_with_digest(path: Path) -> dict[str, Any]:

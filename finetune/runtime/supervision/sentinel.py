@@ -25,6 +25,7 @@ from typing import IO, Any, NoReturn
 import psutil
 
 from finetune.runtime.optional import no_op
+from finetune.runtime.text.redact import redact_foreign
 from finetune.runtime.text.terminal import format_json, printable
 
 OUTCOMES = ("finished", "failed", "failed_start", "stopped", "interrupted", "idle")
@@ -178,7 +179,7 @@ def run_command(
         num_bytes = 0
         while line := stream.readline(_MAX_LINE):
             if num_bytes < _MAX_BYTES:
-                log(printable(line.rstrip(b"\n").decode("utf-8", errors="replace")))
+                log(printable(redact_foreign(line.rstrip(b"\n").decode("utf-8", errors="replace"))))
             num_bytes += len(line)
         if num_bytes > _MAX_BYTES:
             log(f"(truncated after {_MAX_BYTES:,} of {num_bytes:,} bytes)")
@@ -252,7 +253,7 @@ class Sentinel:
         for number in (signal.SIGTERM, REPLACED):
             signal.signal(number, no_op)  # the command would inherit ignored signals
         facts = f"{end.outcome} ({end.reason}, step {end.step}, exit code {end.exit_code})"
-        self._log(f"{facts}; runs {printable(self.hook.command)}")
+        self._log(f"{facts}; runs {printable(redact_foreign(self.hook.command))}")
         started = time.monotonic()
         code = run_command(
             self.hook.command,

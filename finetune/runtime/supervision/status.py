@@ -32,7 +32,7 @@ from finetune.runtime.files import atomic
 from finetune.runtime.files.read import read_json
 from finetune.runtime.processes import launch_id
 from finetune.runtime.progress import Progress
-from finetune.runtime.text.redact import redacted_config, redacted_text
+from finetune.runtime.text.redact import redact_known, redact_known_values
 from finetune.runtime.text.terminal import format_json
 
 
@@ -81,7 +81,7 @@ def exit_from_error(error: BaseException, *, rank: int) -> RankExit:
         return RankExit(STOPPED, rank, type(error).__name__, INTERRUPTED, 130)
     code = error.exit_code if isinstance(error, FinetuneError) else 1
     message = str(error) if isinstance(error, FinetuneError) else f"{type(error).__name__}: {error}"
-    as_in_file = redacted_text(message)
+    as_in_file = redact_known(message)
     return RankExit(FAILED, rank, type(error).__name__, as_in_file, code)
 
 
@@ -217,7 +217,7 @@ class StatusFile:
         """Replace the file, or overwrite it on a full disk; raises OSError if the facts do not fit."""
         now = self._clock()
         updated = datetime.fromtimestamp(now, UTC).isoformat(timespec="seconds")
-        facts = redacted_config({**facts, "launch": self.launch, "updated": updated, "time": now})
+        facts = redact_known_values({**facts, "launch": self.launch, "updated": updated, "time": now})
         content = format_json(facts, indent=2).encode(errors="backslashreplace")
         # padded with blanks, to have space for the final state on a full disk
         size = -(-(len(content) + _SPARE_BYTES) // _BLOCK_BYTES) * _BLOCK_BYTES

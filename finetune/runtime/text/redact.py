@@ -1,10 +1,16 @@
-"""Removes secrets from all output: the one module that recognizes them.
+"""Removes secrets from all output: one function for each kind of text.
 
-A value is a secret because of the name of its key, its shape, its position in a URL, or because it is known: values of
-environment variables and job keys with secret names are removed wherever they appear. Imports no torch.
+- Messages and data (`redact_known`, `redact_known_values`): only values that are known to be secret, wherever they
+  appear, and secrets in URLs. Known are the values of environment variables and job keys with secret names, the tokens
+  in the job and on the command line, and those in the files of the hub's and other logins. Words are never judged by
+  their looks: rows, answers, labels and messages stay as they are.
+- Jobs, commands and environments, which other people read from a record (`redacted_config`, `redacted_command`,
+  `redacted_yaml`, `redacted_variables`, `redact_foreign`): also values after secret names, and tokens by their shape.
+
+Imports no torch.
 """
 
-import functools
+import netrc
 import os
 import re
 import threading
@@ -54,12 +60,10 @@ class KnownSecrets:
         self.forms: tuple[str, ...] = ()
 
     def read_environment(self) -> None:
-        """Replace the values of environment variables by the current ones."""
+        """Replace the values of environment variables, and the tokens of logins, by the current ones."""
         with self._lock:
             self._of_variables = frozenset(
-                value
-                for name, value in os.environ.items()
-                if is_secret_variable(name, value) and _is_searched_for(value)
+                value for value in (*_secret_variables(), *_login_tokens()) if _is_searched_for(value)
             )
             self._make_forms()
 
@@ -91,6 +95,20 @@ def is_secret_variable(name: str, value: str) -> bool:
     is_number = name.upper().endswith("S") and value.isdecimal()
     is_named = SECRET_VARIABLE.search(name) and not _NO_SECRET_VARIABLE.search(name)
     return bool(is_named) and not is_number and not NO_VALUE.fullmatch(value)
+
+
+def _secret_variables() -> Iterator[str]:
+    return (value for name, value in os.environ.items() if is_secret_variable(name, value))
+
+
+def _login_tokens() -> Iterator[str]:
+    """Yield the token of `hf auth login`, and the passwords in `.netrc`, where `wandb login` writes its key."""
+    cache = Path(os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface")
+    with suppress(OSError, ValueError, RuntimeError):
+        yield Path(os.environ.get("HF_TOKEN_PATH") or cache / "token").expanduser().read_text(encoding="utf-8").strip()
+    with suppress(OSError, ValueError, RuntimeError, netrc.NetrcParseError):
+        logins = netrc.netrc(Path(os.environ.get("NETRC") or "~/.netrc").expanduser())
+        yield from (password for _, _, password in logins.hosts.values() if password)
 
 
 def _is_searched_for(value: str) -> bool:
@@ -141,37 +159,6 @@ _SECRET_SHAPE = re.compile(
     r")|-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)",
     re.DOTALL,
 )
-_BEGINNINGS = (
-    "hf_",
-    "api_org_",
-    "npm_",
-    "ghp_",
-    "gho_",
-    "ghs_",
-    "ghu_",
-    "ghr_",
-    "sk-",
-    "sk_",
-    "rk_",
-    "wandb_v1_",
-    "github_pat",
-    "glpat",
-    "xox",
-    "dop_v1",
-    "pypi",
-    "AKIA",
-    "ASIA",
-    "AIza",
-    "ya29.",
-    "SG.",
-    "eyJ",
-    "PRIVATE KEY",
-)
-"""Prefixes of these shapes: texts without any of them are not searched further."""
-
-_HEADER = re.compile(
-    r"\b(?P<scheme>Bearer|Basic)(?P<between>\s{1,4}|%20)(?=\S*(?:[\d=]|[a-z][A-Z]))(?P<value>[A-Za-z0-9._~+/=-]{12,})"
-)
 _OPAQUE = re.compile(r"(?<![\w/.+-])(?=[\w+-]*[a-z])(?=[\w+-]*[A-Z])(?=[\w+-]*\d)[\w+-]{24,}={0,2}(?![\w/.])")
 """A word that looks random; only values of environment variables are searched for such words."""
 
@@ -189,20 +176,29 @@ def register_secrets(values: Any) -> None:
     _known.add(_secret_texts(values, name=""))
 
 
-def redacted_text(text: str) -> str:
-    """Return the text without known secrets, tokens by their shape, and secrets in URLs or after `name=`.
+def redact_known(text: str) -> str:
+    """Return the message or the data without known secrets and secrets in URLs; all else is unchanged.
 
     The function is idempotent, also on its result within JSON.
     """
     if len(text) < _MIN_LENGTH:
         return text
     text = _known.redact(text)
-    if "://" in text or "%3" in text:
-        text = redacted_urls(text)
-    text = _without_shapes(text)
-    if "Bearer" in text or "Basic" in text:
-        text = _HEADER.sub(rf"\g<scheme>\g<between>{REDACTED}", text)
-    return without_named(text)
+    return redacted_urls(text) if "://" in text or "%3" in text else text
+
+
+def redact_known_values(value: Any) -> Any:
+    """Return nested plain values with `redact_known` applied to every text and key."""
+    if isinstance(value, str):
+        return redact_known(value)
+    if isinstance(value, Mapping):
+        return {redact_known_values(key): redact_known_values(item) for key, item in value.items()}
+    return [redact_known_values(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def redact_foreign(text: str) -> str:
+    """Return a command, a script or a value of a job also without tokens by their shape and values of secret names."""
+    return without_named(_SECRET_SHAPE.sub(REDACTED, redact_known(text)))
 
 
 def comparable_text(text: str) -> str:
@@ -210,7 +206,7 @@ def comparable_text(text: str) -> str:
 
     A new signature of a URL does not change it, so that it can be compared with that of an earlier start.
     """
-    return without_named(_without_shapes(unsigned_urls(text) if "://" in text else text))
+    return without_named(_SECRET_SHAPE.sub(REDACTED, unsigned_urls(text) if "://" in text else text))
 
 
 def redacted_yaml(text: str) -> str:
@@ -230,35 +226,35 @@ def redacted_yaml(text: str) -> str:
         if match is not None and match["value"] and not NO_VALUE.fullmatch(match["value"].strip(" \t\"'")):
             line = f"{match['head']} '{REDACTED}'{match['end']}"
         lines.append(_YAML_COMMENT.sub(_in_yaml, line) if "#" in line else line)
-    return redacted_text(_FLOW.sub(_in_yaml, "\n".join(lines)))
+    return redact_foreign(_FLOW.sub(_in_yaml, "\n".join(lines)))
 
 
 def redacted_variables(variables: Mapping[str, str]) -> dict[str, str]:
     """Return environment variables without values of secret names and random-looking words."""
     return {
-        name: REDACTED if SECRET_VARIABLE.search(name) else _OPAQUE.sub(REDACTED, redacted_text(value))
+        name: REDACTED if SECRET_VARIABLE.search(name) else _OPAQUE.sub(REDACTED, redact_foreign(value))
         for name, value in variables.items()
     }
 
 
 def redacted_config(value: Any, *, name: str = "") -> Any:
     """Return nested plain values without those of secret names; `pad_token` and `tokens: 1000` are not secret."""
-    return _cleaned(value, name=name, clean=redacted_text, clean_key=lambda key: _redacted_key(key, _known.forms))
+    return _cleaned(value, name=name, clean=redact_foreign)
 
 
 def comparable_config(value: Any, *, name: str = "") -> Any:
     """Return nested plain values, redacted as by `comparable_text`, for comparison with those of an earlier start."""
-    return _cleaned(value, name=name, clean=comparable_text, clean_key=str)
+    return _cleaned(value, name=name, clean=comparable_text)
 
 
-def _cleaned(value: Any, *, name: str, clean: Callable[[str], str], clean_key: Callable[[str], str]) -> Any:
+def _cleaned(value: Any, *, name: str, clean: Callable[[str], str]) -> Any:
     if isinstance(value, str):
         return REDACTED if value and is_secret_name(name) else clean(value)
     if isinstance(value, Mapping):
-        named = ((clean_key(key) if isinstance(key, str) else key, item, own) for key, item, own in _named(value, name))
-        return {key: _cleaned(item, name=own, clean=clean, clean_key=clean_key) for key, item, own in named}
+        named = ((clean(key) if isinstance(key, str) else key, item, own) for key, item, own in _named(value, name))
+        return {key: _cleaned(item, name=own, clean=clean) for key, item, own in named}
     if isinstance(value, (list, tuple)):
-        return [_cleaned(item, name=own, clean=clean, clean_key=clean_key) for _, item, own in _named(value, name)]
+        return [_cleaned(item, name=own, clean=clean) for _, item, own in _named(value, name)]
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return REDACTED if is_number and is_secret_name(name) and name not in _NAMES_OF_NUMBERS else value
 
@@ -296,9 +292,9 @@ def redacted_command(words: Sequence[str]) -> list[str]:
         elif first is not None and is_secret_name(first[0]):  # `password X`, without the `=`
             word = f"{first[0]} {REDACTED}"
         elif secret is not None and not (secret == len(names) and NO_VALUE.fullmatch(value)):
-            word = f"{redacted_text('='.join(names[:secret]))}={REDACTED}"
+            word = f"{redact_foreign('='.join(names[:secret]))}={REDACTED}"
         else:
-            word = redacted_yaml(word) if ":" in word else redacted_text(word)
+            word = redacted_yaml(word) if ":" in word else redact_foreign(word)
         redacted.append(word)
     return redacted
 
@@ -309,16 +305,6 @@ def register_command(words: Sequence[str]) -> None:
         key, _, value = word.rpartition("=")
         if "--secret" not in (before, key):
             _known.add(_secret_texts(value, name=key) if is_secret_name(key) else _secret_texts(word, name=name))
-
-
-@functools.lru_cache(maxsize=1024)
-def _redacted_key(key: str, forms: tuple[str, ...]) -> str:
-    """Return the name without secrets, cached for the same `forms` since it is needed at every step."""
-    return redacted_text(key)
-
-
-def _without_shapes(text: str) -> str:
-    return _SECRET_SHAPE.sub(REDACTED, text) if any(prefix in text for prefix in _BEGINNINGS) else text
 
 
 def _in_yaml(match: re.Match[str]) -> str:
@@ -337,4 +323,5 @@ def _secret_texts(value: Any, *, name: str) -> Iterator[str]:
         yield str(value)
     elif isinstance(value, str):
         yield from secrets_in_urls(value) if "://" in value else ()
+        yield from (match[0] for match in _SECRET_SHAPE.finditer(value))
         yield from (value[start:end] for start, end in named_values(value))

@@ -139,7 +139,7 @@ _NAMED = re.compile(
     rf"|(?:{_QUOTES})?[ \t]{{0,4}},?\s{{0,40}}(?:-\s)?(?:{_QUOTES})?value(?:{_QUOTES})?[ \t]{{0,4}}:[ \t]{{0,8}}"  # of
     r"|:[ \t]{1,4}(?:Bearer|Basic|Token)[ \t]{1,4}(?=\w)"  # a list of variables; and this is of a header
     r"|(?P<colon>`?:[ \t]{0,8}))"
-    rf"|(?<=-)(?P<option>[A-Za-z][\w-]{{1,63}}+)(?:{_QUOTES}[ \t]{{0,4}},\s{{0,40}}|(?:[ \t]|\\\n){{1,8}})",
+    rf"|(?<![\w-])--?(?P<option>[A-Za-z][\w-]{{1,63}}+)(?:{_QUOTES}[ \t]{{0,4}},\s{{0,40}}|(?:[ \t]|\\\n){{1,8}})",
     re.IGNORECASE,
 )
 """A name and the text between it and its value; whether the name is secret is decided afterwards."""
@@ -164,14 +164,14 @@ NO_VALUE = re.compile(
     re.IGNORECASE | re.DOTALL,
 )
 _SENTENCE = re.compile(r"[A-Za-z'.-]*[,.:;!?]*|[\d.,:]+|[\[{(<*&|>].*", re.DOTALL)
-"""Text after `name:` in messages that does not look like a secret."""
+"""Text after `name:` in a sentence that is not its value."""
 
 _OPTION_TEXT = re.compile(
     r"-.*|(?:[A-Z]+_)*(?:TEXT|NAME|VALUE|VARIABLE|TOKEN|PASSWORD|SECRET|KEY|FILE|PATH|STRING)(?:[=:][A-Z:]*)?"
     r"|(?:and|are|as|by|can|cannot|for|from|has|in|instead|is|must|needs|not|of|on|option|or|takes|that|the|to|was|with)"
     r"[,.:;]?"
 )
-"""Text after `--name` in help and messages that is not its value."""
+"""Text after `--name` in a sentence that is not its value."""
 
 
 @functools.lru_cache(maxsize=1024)

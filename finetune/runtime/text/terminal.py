@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
 from finetune.errors import UserError
-from finetune.runtime.text.redact import collect_environment_secrets, redacted_text
+from finetune.runtime.text.redact import collect_environment_secrets, redact_known
 
 _CONTROL_CHARACTERS = (
     "\x00-\x08\x0b-\x1f\x7f-\x9f"  # C0 but for tab and line end, DEL, C1
@@ -48,7 +48,7 @@ def escape_controls(text: str) -> str:
 
 def printable(text: str) -> str:
     """Return the text for printing: without secrets and control characters."""
-    return escape_controls(redacted_text(text))
+    return escape_controls(redact_known(text))
 
 
 def format_json(value: Any, *, indent: int | None = None, **settings: Any) -> str:
@@ -104,7 +104,7 @@ class GuardedStream:
         if not isinstance(text, str):
             raise TypeError(f"only text can be written to a guarded stream, not {type(text).__name__}")
         if self._keeps_escapes:
-            return redacted_text(text)
+            return redact_known(text)
         bar = _BAR.match(text) if self._has_bars else None
         if bar is None:
             return printable(text)

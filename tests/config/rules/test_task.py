@@ -4,6 +4,7 @@ import pytest
 
 from finetune.config.rules.unused_keys import conditional_task_keys
 from finetune.registry.losses import PREFERENCE_LOSSES
+from finetune.registry.tasks import TASKS
 
 EVALUATION = ("data.validation={path: rows.jsonl}",)
 IMAGES = ("task.name=image_classification", "data.max_length=null", "model.tokenizer=null")
@@ -229,6 +230,19 @@ WRONG = [
 @pytest.mark.parametrize(("written", "key", "message"), WRONG, ids=[" ".join(row[0]) for row in WRONG])
 def test_missing_keys_of_a_task_or_adapter_are_reported(problems, written, key, message):
     assert any(problem.key == key and message in problem.message for problem in problems(*written))
+
+
+@pytest.mark.parametrize("task", [task for task in TASKS if task.has_tokens], ids=lambda task: task.name)
+def test_every_way_out_for_long_rows_that_a_task_names_is_accepted_and_no_other(problems, task):
+    assert "drop" in task.over_length
+    for value in ("truncate", "split", "drop"):
+        named = [
+            problem.message
+            for problem in problems(f"task.name={task.name}", f"data.over_length={value}")
+            if problem.key == "data.over_length"
+        ]
+        assert (named == []) == (value in task.over_length), value
+        assert all(f"`{other}`" in message for message in named for other in task.over_length)
 
 
 PAIRS = "data.train={path: rows.jsonl, format: preference}"

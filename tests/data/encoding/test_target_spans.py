@@ -6,6 +6,7 @@ from finetune.data.encoding.conversation import ConversationEncoder
 from finetune.data.templates.chat_template import BUILT_IN
 from finetune.errors import DataError
 from tests.data.template_tokenizers import shipped_templates, targets, tokenizer_for
+from tests.small_models import byte_tokenizer
 
 CHATML = BUILT_IN["chatml"].read_text(encoding="utf-8")
 QWEN = BUILT_IN["qwen"].read_text(encoding="utf-8")
@@ -190,6 +191,71 @@ def test_a_token_across_the_beginning_of_a_marker_is_refused(make_tokenizer):
     )
     said = refused([ASKED, turn("assistant", "wo and two is four.")], tokenizer=tokenizer)
     assert "a token crosses the boundary of the text that the template marks with {% generation %}" in said
+
+
+PLAIN = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{{ eos_token }}"
+    "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
+"""Writes nothing between a prompt and its answer."""
+
+
+@pytest.mark.parametrize(
+    ("template", "asked", "answered", "owner", "cure"),
+    [
+        (PLAIN, "Two and two? ", "is four", "The prompt ends with a space (turn 1)", ("Two and two?", " is four")),
+        (PLAIN, "Two?\n", "\n\nis", "The prompt ends with a line end (turn 1)", ("Two?", "\n\n\nis")),
+        (PLAIN, "T", "wo and two", "Nothing separates the two texts", ("T", " wo and two")),
+        (PLAIN.replace("{% gen", "{{ ' ' }}{% gen"), "Two and two?", "is four", "that of the chat template", None),
+        (PLAIN.replace("{% gen", "{{ '\n' }}{% gen"), "Two?", "\n\nis", "Turn 2 starts with a line end", None),
+    ],
+)
+def test_a_token_across_a_boundary_is_reported_with_the_owner_of_the_whitespace(template, asked, answered, owner, cure):
+    tokenizer = byte_tokenizer(["Two is Two is a\n\n\nb\n\n\n"] * 9, special=["</s>"])
+    tokenizer.chat_template = template
+    said = refused([turn("user", asked), turn("assistant", answered)], tokenizer=tokenizer)
+    assert "crosses the boundary of the text that the template marks" in said
+    assert owner in said
+    if cure is not None:  # what the message advises is accepted
+        prompt, answer = cure
+        trained = outcome([turn("user", prompt), turn("assistant", answer)], tokenizer=tokenizer)
+        assert targets(trained, tokenizer) == [f"{answer}</s>"]
+
+
+WANTS_A_QUESTION = (
+    "{% if messages | selectattr('role', 'equalto', 'user') | list | length == 0 %}"
+    "{{ raise_exception('No user query found.') }}{% endif %}"
+) + CHATML
+
+
+def test_a_template_that_refuses_a_beginning_of_a_conversation_is_reported_with_what_works():
+    greeted = [turn("system", "Be kind."), turn("assistant", "Hello!"), ASKED, ANSWERED]
+    for mode in ("assistant", "each_assistant", "per_message"):
+        said = refused(greeted, WANTS_A_QUESTION, train_on=mode)
+        assert "refuses it when it stops after turn 1 (system): No user query found. Set data.train_on: last_" in said
+    assert target_texts(greeted, WANTS_A_QUESTION, train_on="last_assistant") == [f"Four.{END}"]
+    marked = WANTS_A_QUESTION.replace(CHATML, MARKED)
+    assert target_texts(greeted[1:], marked, train_on="last_assistant") == ["Four.<|end|>"]
+    assert "data.train_on: assistant together with data.chat_template" in refused(
+        greeted, WANTS_A_QUESTION, train_on="each_assistant"
+    )
+
+
+def test_a_refused_beginning_has_no_remedy_that_fails_or_that_the_task_does_not_read():
+    ends_with_an_answer = "{% if messages[-1].role == 'user' %}{{ raise_exception('open') }}{% endif %}" + CHATML
+    for mode in ("assistant", "last_assistant"):  # the prompt of the last answer is refused, too
+        said = refused(TALK, ends_with_an_answer, train_on=mode)
+        assert "renders the conversation, but refuses it when it stops after turn" in said
+        assert "data.train_on" not in said and "{% generation %}" in said
+    assert target_texts(TALK, "{% if messages[-1].role == 'user' %}{{ raise_exception('open') }}{% endif %}" + MARKED)
+    greeted = [turn("system", "Be kind."), turn("assistant", "Hello!"), ASKED, ANSWERED]
+    assert "data.train_on" not in refused(greeted, WANTS_A_QUESTION, chooses_turns=False)
+
+
+def test_a_template_that_refuses_the_whole_conversation_has_only_its_own_message():
+    never = "{{ raise_exception('never') }}"
+    for mode in ("assistant", "each_assistant", "last_assistant"):
+        assert refused(TALK, never, train_on=mode).endswith("): never")
 
 
 def test_two_beginnings_of_sequence_are_refused():

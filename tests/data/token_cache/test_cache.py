@@ -35,13 +35,14 @@ class Prepare:
         self.said = []
         self.encoded = 0
 
-    def __call__(self, texts=TEXTS, *, identity=IDENTITY, source=None, **keys):
+    def __call__(self, texts=TEXTS, *, identity=IDENTITY, source=None, remedies=("drop",), **keys):
         self.said.clear()
         self.encoded = 0
         written = self.write_rows([{"text": text} for text in texts], **(source or {}))
         self.section = self.make_section(written, **keys)
         source = open_source(written, key="data.train", log=self.said.append)
-        return prepare_set(source, Encoding(self.encode, self.section, identity=identity), log=self.said.append)
+        encoding = Encoding(self.encode, self.section, identity=identity, over_length=remedies)
+        return prepare_set(source, encoding, log=self.said.append)
 
     def encode(self, rows):
         self.encoded += len(rows)
@@ -329,11 +330,17 @@ def test_long_rows_are_refused_with_the_numbers(prepare, tmp_path):
     first, second = str(caught.value).splitlines()
     assert first == (
         "data.train: 2 of 4 rows are longer than data.max_length: 5 (the longest has 8 tokens: "
-        f"{tmp_path}/rows.jsonl, row 2). Set data.over_length: truncate or drop, or data.max_length: 8."
+        f"{tmp_path}/rows.jsonl, row 2). Set data.over_length: drop, or data.max_length: 8."
     )
     assert second.startswith("data.train: 1 of 4 rows have no target")
     assert "rows.jsonl, row 4" in second
     assert list((tmp_path / "cache" / "prepared").glob("[!.]*")) == []
+
+
+def test_long_rows_are_refused_with_the_remedies_that_the_task_allows(prepare):
+    for remedies, named in ((("truncate", "split", "drop"), "truncate, split or drop, or"), (("drop",), "drop, or")):
+        with pytest.raises(DataError, match=f"Set data.over_length: {named} data.max_length: 8"):
+            prepare(["a>b", "a>bcdefg"], max_length=5, remedies=remedies)
 
 
 def test_long_rows_are_truncated_and_lost_tokens_are_counted(prepare):

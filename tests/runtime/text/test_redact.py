@@ -4,18 +4,22 @@ from urllib.parse import quote
 
 import pytest
 
+from finetune.report.events import Answered, event_fields
 from finetune.runtime.text.redact import (
     REDACTED,
     KnownSecrets,
     collect_environment_secrets,
     comparable_config,
+    redact_foreign,
+    redact_known,
+    redact_known_values,
     redacted_command,
     redacted_config,
-    redacted_text,
     redacted_variables,
     redacted_yaml,
     register_secrets,
 )
+from finetune.runtime.text.terminal import printable
 
 CANARY = "c0ffee Ab/+\"'x"
 
@@ -76,6 +80,55 @@ def test_added_secrets_survive_a_reread_of_the_environment(known):
     assert secrets.redact("c0ffee-of-a-job-1") == "[redacted]"
 
 
+PROSE = [
+    "set data.chat_template to one that writes a single-token marker there.",
+    "Next-token prediction, per-token loss, two-token answers and a sub-token split",
+    "Use the --token flag; the password: Swordfish7! and api_key=abcdef123456 are made up",
+    "hf_abcdefghijklmnopqrstuvwx sk-abcdefghijklmnopqrstuv ghp_abcdefghijklmnopqrstuvwxyz0123456789",
+    'curl -H "Authorization: Bearer abcdefghijklmno1" {"token": "Next", "secret": "sauce"}',
+    "token eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.abc-def -----BEGIN RSA PRIVATE KEY----- key",
+]
+
+
+@pytest.mark.parametrize("text", PROSE)
+def test_messages_and_data_are_unchanged_however_their_words_look(text):
+    assert redact_known(text) == printable(text) == text
+    row = {"messages": [{"role": "assistant", "content": text}], "token": text, "labels": {"password": 3, text: 4}}
+    assert redact_known_values(row) == row
+    answered = event_fields(Answered(1, text, text, text), time=0.0)
+    assert answered["prompt"] == answered["answer"] == answered["reference"] == text
+
+
+def test_known_secrets_are_removed_from_messages_and_data(monkeypatch):
+    monkeypatch.setenv("MY_PASSWORD", "c0ffee-in-a-variable")
+    collect_environment_secrets()
+    register_secrets({"api_key": "c0ffee-in-a-key", "a": "push --token c0ffee-of-an-option", "b": f"x/hf_{'a1' * 9}"})
+    secrets = ("c0ffee-in-a-variable", "c0ffee-in-a-key", "c0ffee-of-an-option", f"hf_{'a1' * 9}")
+    for secret in secrets:
+        assert redact_known(f"the answer {secret}.") == "the answer [redacted]."
+        assert redact_known_values({secret: [{"text": secret}]}) == {REDACTED: [{"text": REDACTED}]}
+    assert redact_known("see https://me:word@h/x?sig=abc") == "see https://[redacted]@h/x?sig=[redacted]"
+    monkeypatch.undo()
+    collect_environment_secrets()
+
+
+def test_the_tokens_of_logins_are_known(known, tmp_path):
+    (tmp_path / "token").write_text("c0ffee-of-the-hub-1\n")
+    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password c0ffee-of-wandb-2\n")
+    secrets = known(HF_HOME=str(tmp_path), NETRC=str(tmp_path / "netrc"))
+    assert secrets.redact("c0ffee-of-the-hub-1 c0ffee-of-wandb-2") == "[redacted] [redacted]"
+    (tmp_path / "netrc").write_text("no netrc {")
+    assert known(HF_TOKEN_PATH="/dev/null/x", NETRC=str(tmp_path / "netrc")).redact("a text") == "a text"
+
+
+@pytest.mark.parametrize("text", PROSE[:2])
+def test_values_of_a_job_and_commands_keep_hyphenated_words(text):
+    assert redact_foreign(text) == text
+    assert redacted_config({"system_prompt": text}) == {"system_prompt": text}
+    assert redacted_command(["--set", f"data.system_prompt={text}"]) == ["--set", f"data.system_prompt={text}"]
+    assert redacted_yaml(f"system_prompt: {text}") == f"system_prompt: {text}"
+
+
 VALUE = "canary-3f9c"
 
 
@@ -116,12 +169,12 @@ def test_variables_without_secret_names_keep_their_values(name):
     ],
 )
 def test_tokens_of_known_shape_are_redacted_anywhere(secret):
-    assert redacted_text(f"clone with {secret} please") == f"clone with {REDACTED} please"
+    assert redact_foreign(f"clone with {secret} please") == f"clone with {REDACTED} please"
 
 
 def test_a_password_in_a_url_is_left_out():
-    assert redacted_text(f"https://me:{VALUE}@host/repo.git") == f"https://{REDACTED}@host/repo.git"
-    assert redacted_text("https://host:8080/repo") == "https://host:8080/repo"
+    assert redact_foreign(f"https://me:{VALUE}@host/repo.git") == f"https://{REDACTED}@host/repo.git"
+    assert redact_foreign("https://host:8080/repo") == "https://host:8080/repo"
 
 
 def test_config_keys_that_only_sound_secret_stay():
@@ -187,7 +240,7 @@ def test_secrets_within_a_variable_are_left_out(value, cleaned):
     ],
 )
 def test_secrets_under_a_name_in_a_sentence_are_left_out(text, cleaned):
-    assert redacted_text(text) == cleaned
+    assert redact_foreign(text) == cleaned
 
 
 @pytest.mark.parametrize(
@@ -204,13 +257,13 @@ def test_secrets_under_a_name_in_a_sentence_are_left_out(text, cleaned):
     ],
 )
 def test_sentences_that_only_mention_secrets_are_kept(text):
-    assert redacted_text(text) == text
+    assert redact_foreign(text) == text
 
 
 def test_job_values_under_secret_names_are_redacted_in_every_text():
     register_secrets({"outer": [{"api_key": "c0ffee-in-a-job-7"}], "path": "s3://KEYc0ffee7:SECRETc0ffee7@b/x"})
-    assert redacted_text("the value c0ffee-in-a-job-7 is wrong") == "the value [redacted] is wrong"
-    assert redacted_text("SECRETc0ffee7 of KEYc0ffee7") == "[redacted] of [redacted]"
+    assert redact_foreign("the value c0ffee-in-a-job-7 is wrong") == "the value [redacted] is wrong"
+    assert redact_foreign("SECRETc0ffee7 of KEYc0ffee7") == "[redacted] of [redacted]"
 
 
 def test_a_yaml_file_keeps_its_lines():
@@ -237,7 +290,7 @@ def test_fingerprint_values_do_not_depend_on_secrets_in_the_environment(monkeypa
 def test_redaction_is_fast_for_any_text(piece):
     text = piece * (50_000 // len(piece)) + "=://?x=%3"
     began = time.process_time()
-    redacted_text(text)
+    redact_foreign(text)
     redacted_yaml(text)
     redacted_variables({"ACCELERATE_X": f"{text} -"})
     assert time.process_time() - began < 2

@@ -6,11 +6,13 @@ from rich.progress import BarColumn
 from rich.table import Table
 from rich.text import Text
 
+from finetune.runtime.text.redact import register_secrets
 from finetune.runtime.text.rich_console import SafeConsole, SafeProgress, SafeTextColumn
 from finetune.runtime.text.terminal import guarded_output
 
-EVIL = "\x1b]8;;http://evil\x9c[link=http://evil]x[/link]\u202e token='c0ffee'"
-SHOWN = "\\x1b]8;;http://evil\\x9c[link=http://evil]x[/link]\\u202e token='[redacted]'"
+register_secrets({"password": "c0ffee-of-the-job"})
+EVIL = "\x1b]8;;http://evil\x9c[link=http://evil]x[/link]\u202e a c0ffee-of-the-job"
+SHOWN = "\\x1b]8;;http://evil\\x9c[link=http://evil]x[/link]\\u202e a [redacted]"
 
 
 class Terminal(io.StringIO):

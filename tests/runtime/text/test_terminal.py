@@ -111,8 +111,8 @@ def test_a_wrapper_of_stream_write_gets_escaped_and_redacted_text():
     stream = GuardedStream(screen)
     before = stream.write
     stream.write = lambda text: heard.append(text) or before(text)  # type: ignore[method-assign]
-    print("\x1b[2J token='c0ffee'", file=stream)
-    assert "".join(heard) == screen.getvalue() == "\\x1b[2J token='[redacted]'\n"
+    print("\x1b[2J https://h/?token=c0ffee", file=stream)
+    assert "".join(heard) == screen.getvalue() == "\\x1b[2J https://h/?token=[redacted]\n"
 
 
 def test_carriage_returns_of_an_answer_do_not_overwrite_the_terminal():
@@ -150,12 +150,12 @@ def test_an_error_in_a_thread_is_printed_without_secrets(capsys):
 def test_a_traceback_includes_its_causes():
     try:
         try:
-            raise ValueError("token='c0ffee'")
+            raise ValueError("https://h/?token=c0ffee")
         except ValueError as error:
             raise KeyError("\x1b[2J") from error
     except KeyError as error:
         text = format_traceback(error)
-    assert "ValueError: token='[redacted]'" in text
+    assert "ValueError: https://h/?token=[redacted]" in text
     assert "direct cause" in text
     assert text.endswith("KeyError: '\\x1b[2J'")
 
