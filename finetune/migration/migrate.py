@@ -10,7 +10,7 @@ from typing import Any
 
 from finetune.config.load import load_config
 from finetune.errors import ConfigError, Problem, UserError
-from finetune.migration.complete import complete
+from finetune.migration.complete import complete, locate_inputs
 from finetune.migration.draft import Draft, Entry, Fate, Outcome, Peer, nested
 from finetune.migration.peers.axolotl import AXOLOTL
 from finetune.migration.peers.llama_factory import LLAMA_FACTORY
@@ -21,6 +21,7 @@ from finetune.migration.peers.trl import TRL
 from finetune.migration.rules import QAT
 from finetune.migration.source import PeerFile, read_peer_file
 from finetune.runtime.text.redact import redacted_config
+from finetune.runtime.text.secret_patterns import secrets_in_urls
 from finetune.runtime.text.terminal import escape_controls, format_json
 
 _SECTIONS = ("run", "model", "data", "task", "train", "evaluate", "checkpoint", "report", "export")
@@ -173,6 +174,7 @@ def migrate_file(path: Path, *, peer: str | None = None, gpus: int | None = None
     complete(draft)
     source.finish(draft)
     draft.default("run.folder", f"./runs/{path.stem}", "no output folder there")
+    locate_inputs(draft)
     problems = _check(draft, source.title)
     for _ in range(_MAX_REPAIRS):
         refused = [problem for problem in problems if _is_given_up(draft, problem)]
@@ -202,7 +204,12 @@ def _is_given_up(draft: Draft, problem: Problem) -> bool:
 
 
 def _check(draft: Draft, title: str) -> Sequence[Problem]:
-    """Return the problems of the job as it is now."""
+    """Return the problems of the job as it is now; a secret in a URL is one, wherever it stands."""
+    problems = [
+        Problem(key, "secrets do not belong in a job file. Use the storage's environment variables.")
+        for key, entry in draft.entries.items()
+        if isinstance(entry.value, str) and any(secrets_in_urls(entry.value))
+    ]
     with tempfile.TemporaryDirectory() as folder:
         job = Path(folder) / "job.yaml"
         job.write_text(job_text(draft, title=title), encoding="utf-8")
@@ -211,5 +218,5 @@ def _check(draft: Draft, title: str) -> Sequence[Problem]:
         try:
             load_config(job, [])
         except ConfigError as error:
-            return error.problems
-    return ()
+            problems += [problem for problem in error.problems if problem.key not in {one.key for one in problems}]
+    return problems
