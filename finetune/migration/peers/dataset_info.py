@@ -1,9 +1,8 @@
 """LLaMA-Factory's dataset_info.json: where the rows of a dataset are, and what their columns mean.
 
-The rules are those of its `data/parser.py`, `data/converter.py` and `data/loader.py`, version 0.9.5.
+The rules are those of its data/parser.py, data/converter.py and data/loader.py.
 """
 
-import json
 import keyword
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,7 +12,7 @@ from typing import Any
 from finetune.config.formatting import did_you_mean
 from finetune.config.paths import absolute_path, is_url
 from finetune.errors import UserError
-from finetune.migration.complete import source_of
+from finetune.migration.complete import put_source, source_of
 from finetune.migration.draft import Draft
 from finetune.migration.rules import choose, each, fact, no, ours, positive, text, truth
 from finetune.migration.source import Leaf, PeerFile, read_peer_file
@@ -22,57 +21,49 @@ from finetune.registry.formats import FORMATS
 FILE = "dataset_info.json"
 
 _COLUMNS = {"prompt": "instruction", "query": "input", "response": "output", "messages": "conversations"}
-"""The columns of rows whose entry has no `columns`."""
+"""The columns of rows where a dataset has no `columns`."""
 
 _TAGS: Mapping[str, tuple[str, ...]] = {
     **{"role_tag": ("from", "role"), "content_tag": ("value", "content")},
     **{"user_tag": ("human", "user"), "assistant_tag": ("gpt", "assistant"), "system_tag": ("system",)},
     **{"observation_tag": ("observation", "tool"), "function_tag": ("function_call",)},
 }
-"""The names in turns that are read here: first the default of LLaMA-Factory, last the one that templates write."""
+"""The words in turns that are read here: first the default of LLaMA-Factory, last what templates write."""
 
-_VIDEO = "only text and images are read here: leave these rows out."
-
-_ENTRY = {
-    **{"hf_hub_url": fact("name", text), "file_name": fact("path", text), "cloud_file_name": fact("cloud", text)},
-    **each(fact("foreign", text), "ms_hub_url om_hub_url script_url"),
-    **{"subset": fact("config", text), "split": fact("split", text), "folder": fact("folder", text)},
-    "num_samples": fact("take", positive, note="`num_samples` draws rows there; here the first ones are taken."),
-    "formatting": fact(
-        "formatting",
-        choose({name: name for name in ("alpaca", "sharegpt", "openai")}, "LLaMA-Factory refuses it, too."),
-    ),
-    "ranking": fact("ranking", truth),
-    **{
-        f"columns.{name}": fact(f"columns.{name}", text)
-        for name in ("prompt", "query", "response", "history", "messages", "system", "tools", "images")
-    },
-    **{f"columns.{name}": fact(f"columns.{name}", text) for name in ("chosen", "rejected", "kto_tag")},
-    **each(no(_VIDEO), "columns.videos columns.audios"),
-    **{f"tags.{name}": fact(f"tags.{name}", text) for name in _TAGS},
-    **each(ours("nothing is named in it"), "columns tags"),
+_FACTS = {
+    **{"hf_hub_url": "name", "file_name": "path", "cloud_file_name": "path", "subset": "config", "split": "split"},
+    **dict.fromkeys(("ms_hub_url", "om_hub_url", "script_url"), "elsewhere"),
+    **{name: name for name in ("folder", *(f"tags.{tag}" for tag in _TAGS))},
+    **{f"columns.{name}": f"columns.{name}" for name in ("prompt", "query", "response", "history", "messages")},
+    **{f"columns.{name}": f"columns.{name}" for name in ("system", "tools", "images", "chosen", "rejected", "kto_tag")},
 }
-TABLE = {f"{FILE}[].{key}": rule for key, rule in _ENTRY.items()}
-"""From the keys of a dataset, whose facts end with its position among those in use."""
+_FORMATTINGS = choose({name: name for name in ("alpaca", "sharegpt", "openai")}, "LLaMA-Factory refuses it, too.")
+_RULES = {
+    **{key: fact(name, text) for key, name in _FACTS.items()},
+    "num_samples": fact("take", positive, note="`num_samples` draws rows there; here the first ones are taken."),
+    **{"formatting": fact("formatting", _FORMATTINGS), "ranking": fact("ranking", truth)},
+    **each(no("only text and images are read here: leave these rows out."), "columns.videos columns.audios"),
+    **each(ours("it names nothing"), "columns tags"),
+}
+_DECISIVE = ("ranking", "name", "path", "elsewhere")
+"""The keys that are refused with all of a dataset; its rows are in the job nevertheless, for the user to correct."""
 
-_ADDRESS = ("name", "cloud", "path")
+TABLE = {f"{FILE}[].{key}": rule for key, rule in _RULES.items()}
+"""From the keys of a dataset; its facts end with its position among the datasets in use."""
 
 
 @dataclass(frozen=True)
-class Source:
-    """Where the rows of a dataset are, how they are read, and the facts that say so."""
+class _DatasetLeaf(Leaf):
+    """A key of a dataset in dataset_info.json."""
 
-    address: Mapping[str, Any]  # empty where it is not possible
-    reading: Mapping[str, Any] = field(default_factory=dict)
-    facts: tuple[str, ...] = ()
-    image_root: Path | None = None  # the folder of images, where none is written
+    pattern: str = ""
+    position: int = 0
 
 
 def read_info(draft: Draft, names: Sequence[str]) -> PeerFile | None:
-    """Return dataset_info.json; None without one.
+    """Return dataset_info.json, None without it, and add the keys of these datasets to those of the draft.
 
-    The keys of the datasets become keys of the draft. Raises UserError where a dataset is not in the file, and
-    ConfigError where the file cannot be read.
+    Raises UserError for a dataset that is not in the file, and ConfigError for a file that cannot be read.
     """
     places = [folder / draft.get("dataset_dir", "data") / FILE for folder in (Path(), draft.file.path.parent)]
     info = next((read_peer_file(place) for place in places if place.is_file()), None)
@@ -80,7 +71,14 @@ def read_info(draft: Draft, names: Sequence[str]) -> PeerFile | None:
         return None
     leaves: dict[str, Leaf] = {}
     for position, name in enumerate(names):
-        leaves |= _leaves_of(info, name, position)
+        values = info.values.get(name)
+        if not isinstance(values, Mapping) or not values:
+            raise UserError(f"{info.path}: there is no dataset `{name}`. {did_you_mean(name, info.values)}".rstrip())
+        for leaf in info.leaves.values():
+            key = leaf.key.removeprefix(f"{name}.")
+            if key != leaf.key and any(f"{key}.".startswith(f"{own}.") for own in values):
+                named = f"{FILE}:{leaf.key}"
+                leaves[named] = _DatasetLeaf(named, leaf.line, leaf.value, f"{FILE}[].{key}", position)
     others = draft.file.leaves
     draft.file = replace(draft.file, leaves=leaves)
     draft.apply(TABLE)
@@ -88,63 +86,35 @@ def read_info(draft: Draft, names: Sequence[str]) -> PeerFile | None:
     return info
 
 
-def source_of_dataset(draft: Draft, info: PeerFile, name: str, position: int) -> Source:
-    """Return the source of a dataset."""
-    return _Dataset(draft, info.values[name], position).source(info.path.parent.absolute())
-
-
 @dataclass(frozen=True)
-class _EntryLeaf(Leaf):
-    """A key of a dataset; the position is that of the dataset among those in use."""
-
-    pattern: str = ""
-    position: int = 0
-
-
-def _leaves_of(info: PeerFile, name: str, position: int) -> dict[str, Leaf]:
-    entry = info.values.get(name)
-    if not isinstance(entry, Mapping) or not entry:
-        raise UserError(f"{info.path}: there is no dataset `{name}`. {did_you_mean(name, info.values)}".rstrip())
-    leaves: dict[str, Leaf] = {}
-    for leaf in info.leaves.values():
-        key = leaf.key.removeprefix(f"{name}.")
-        if key != leaf.key and any(f"{key}.".startswith(f"{own}.") for own in entry):
-            named = f"{FILE}:{leaf.key}"
-            leaves[named] = _EntryLeaf(named, leaf.line, leaf.value, f"{FILE}[].{key}", position)
-    return leaves
-
-
-Cells = dict[str, str | None]
-"""For each column of a format, the name of a column, or a template, which has braces."""
-
-
-@dataclass(frozen=True)
-class _Dataset:
-    """A dataset: its values in the file, and which of its facts are in the job."""
+class Dataset:
+    """A dataset of dataset_info.json, by its position among those in use."""
 
     draft: Draft
+    folder: Path  # of the file
     values: Mapping[str, Any]
     position: int
-    used: dict[str, None] = field(default_factory=dict)
+    used: dict[str, None] = field(default_factory=dict)  # the facts that are in the job
 
-    def source(self, folder: Path) -> Source:
-        """Return the source; `folder` is that of the file."""
-        reading, address = self._reading(), dict[str, Any]()
-        if hub := self._get("name"):
-            address = source_of(hub, folder) | {"config": self._get("config"), "split": self._get("split")}
-            self._refuse(f"write `path: hf://datasets/{hub}/FOLDER/*` in place of `name`.", "folder")
-        elif file := self._get("cloud") or self._get("path"):
-            address = {"path": file if is_url(file) else absolute_path(file, folder)}
-            if self.draft.get(f"split.{self.position}", "train") != "train":
+    def put(self, key: str, *facts: str, comment: str = "") -> None:
+        """Write the source at our key, from these facts and its own, of which each gets an outcome."""
+        draft, file = self.draft, self._get("name") or self._get("elsewhere") or self._get("path") or ""
+        if "path" in self.used:
+            values: dict[str, Any] = {"path": file if is_url(file) else absolute_path(file, self.folder)}
+            if draft.get(f"split.{self.position}", "train") != "train":
                 self._refuse("a file has no splits: write `skip` and `take`.", "split")
         else:
-            self._refuse("it is not read here: download the rows, and name their file.", "foreign")
-        self._get("take")
-        facts = tuple(name for used in self.used if not self.draft.is_named(name := f"{used}.{self.position}"))
-        others = [name for name in self.draft.facts if name.endswith(f".{self.position}") and name not in facts]
-        self.draft.drop("LLaMA-Factory does not read it for these rows, either", *others)
-        has_image_files = {"columns.images", "path"} <= self.used.keys()
-        return Source(address, reading, facts, folder if has_image_files else None)
+            values = source_of(file, self.folder) | {"config": self._get("config"), "split": self._get("split")}
+            self._refuse("it is not read here: download the rows, and write their `path`.", "elsewhere")
+            self._refuse(f"write `path: hf://datasets/{file}/FOLDER/*` in place of `name`.", "folder")
+        values |= self._reading()
+        takes = [take for take in (draft.get("take"), self._get("take")) if take]
+        own = [name for used in self.used if not draft.is_named(name := f"{used}.{self.position}")]
+        put_source(draft, key, values | {"take": min(takes, default=None)}, *facts, "take", *own, comment=comment)
+        if {"columns.images", "path"} <= self.used.keys() and "media_dir" not in draft.facts:
+            draft.put(f"{key}.image_root", str(self.folder), comment="images are looked for there")
+        others = [name for name in draft.facts if name.endswith(f".{self.position}")]
+        draft.drop("LLaMA-Factory does not read it for these rows, either", *others)
 
     def _get(self, name: str) -> Any:
         """Return the value of a fact, which is then in use."""
@@ -152,111 +122,106 @@ class _Dataset:
             self.used[name] = None
         return value
 
+    def _column(self, name: str) -> str:
+        return self._get(f"columns.{name}") or ("" if "columns" in self.values else _COLUMNS.get(name, ""))
+
     def _refuse(self, instead: str, *names: str) -> None:
         self.draft.refuse(instead, *(f"{name}.{self.position}" for name in names))
-
-    def _column(self, name: str) -> str | None:
-        default = None if "columns" in self.values else _COLUMNS.get(name)
-        return self._get(f"columns.{name}") or default
 
     def _reading(self) -> dict[str, Any]:
         """Return the format of the rows, and a column or a template for each of its columns."""
         task, stage = self.draft.value("task.name"), str(self.draft.get("stage", "sft")).lower()
-        purpose = (
-            "judged" if stage == "kto" else {"pretrain": "text"}.get(task, "sft" if "sft" in task else "preference")
-        )
-        if bool(self._get("ranking")) != (purpose == "preference"):
-            what = "`ranking: true`" if purpose == "preference" else "a dataset without `ranking`"
-            self._refuse(f"stage `{stage}` needs {what}: LLaMA-Factory refuses it, too.", "ranking", *_ADDRESS)
-        form, cells = self._alpaca(purpose) if self._get("formatting") in (None, "alpaca") else self._chat(purpose)
-        if purpose == "judged":
+        form = {"pretrain": "text", "sft": "sft", "vision_language_sft": "sft"}.get(task, "preference")
+        form = "judged" if stage == "kto" else form
+        if bool(self._get("ranking")) != (form == "preference"):
+            kind = "with" if form == "preference" else "without"
+            self._refuse(f"stage {stage} needs rows {kind} `ranking`: LLaMA-Factory refuses it, too.", *_DECISIVE)
+        form, cells = self._alpaca(form) if self._get("formatting") in (None, "alpaca") else self._chat(form)
+        if form == "judged":
             cells["label"] = self._column("kto_tag")
-        elif purpose != "text":
+        elif form != "text":
             self._refuse("at this stage rows with it are left out there: `stage: kto` reads it.", "columns.kto_tag")
-        if missing := [ours for ours, cell in cells.items() if not cell]:
-            self._refuse(f"it names no column for `{missing[0]}`: LLaMA-Factory leaves its rows out.", *_ADDRESS)
-        if purpose != "text":
-            names = [name for name in ("tools", "images") if name in FORMATS[form].optional]
-            cells |= {name: self._column(name) for name in ("system", *names)}
-        if "columns.images" not in self.used:
-            self._refuse(f"format `{form}` has no images: leave these rows out.", "columns.images")
-        named = {ours: cell for ours, cell in cells.items() if cell and cell != ours}
-        template = {ours: cell for ours, cell in named.items() if "{{" in cell}
-        return {
-            "format": form,
-            "columns": {ours: named[ours] for ours in named if ours not in template},
-            "template": template,
-        }
+        if missing := [name for name, cell in cells.items() if not cell]:
+            self._refuse(f"it names no column for `{missing[0]}`: LLaMA-Factory leaves the rows out.", *_DECISIVE)
+        for name in ("system", "tools", "images") if form != "text" else ():
+            if name in FORMATS[form].optional:
+                cells[name] = self._column(name)
+            else:
+                self._refuse(f"format `{form}` has no `{name}`: leave out the rows with it.", f"columns.{name}")
+        template = {name: cell for name, cell in cells.items() if "{{" in cell}
+        columns = {name: cell for name, cell in cells.items() if cell not in ("", name) and name not in template}
+        return {"format": form, "columns": columns, "template": template}
 
-    def _alpaca(self, purpose: str) -> tuple[str, Cells]:
-        """Return the format and its cells: prompt and query are joined by a line end, and `history` is trained, too."""
+    def _alpaca(self, form: str) -> tuple[str, dict[str, str]]:
+        """Return the format and its columns: a line end joins prompt and query; answers in `history` are trained."""
         asked = [name for key in ("prompt", "query") if (name := self._column(key))]
-        question = asked[0] if asked else None
-        spoken = _variable(question or "")
+        question = asked[0] if asked else ""
+        spoken = _variable(question)
         if len(asked) == 2:
             spoken = f"[{spoken}, {_variable(asked[1])} | default('')] | select | join('\\n')"
             question = f"{{{{ {spoken} }}}}"
-        if purpose == "text":
-            return "text", {"text": question}
+        if form == "text":
+            self._refuse("stage pt reads its first question alone there: write a template.", "columns.history")
+            return form, {"text": question}
         history = self._column("history")
         if history and question:
-            pairs = f"{_turn('user', 'question')}, {_turn('assistant', 'answer')}, "
-            earlier = f"{{% for question, answer in {_variable(history)} | default([], true) %}}{pairs}{{% endfor %}}"
-            question = f"[{earlier}{_turn('user', spoken)}]"
-        if purpose == "preference":
-            sides = {side: self._column(side) for side in ("chosen", "rejected")}
-            return "preference", {"prompt": question, **sides}
+            pair = f"{_turn('user', 'question')}, {_turn('assistant', 'answer')}, "
+            loop = f"{{% for question, answer in {_variable(history)} | default([], true) %}}{pair}{{% endfor %}}"
+            question = f"[{loop}{_turn('user', spoken)}]"
+        if form == "preference":
+            return form, {"prompt": question, "chosen": self._column("chosen"), "rejected": self._column("rejected")}
         response = self._column("response")
-        if history and question and response and purpose == "sft":
+        if form == "sft" and history and question and response:
             return "messages", {"messages": f"{question[:-1]}, {_turn('assistant', _variable(response))}]"}
-        return "judged" if purpose == "judged" else "prompt_completion", {"prompt": question, "completion": response}
+        return "prompt_completion" if form == "sft" else form, {"prompt": question, "completion": response}
 
-    def _chat(self, purpose: str) -> tuple[str, Cells]:
-        """Return the format and its cells: turns with unusual names get usual ones by a template."""
+    def _chat(self, form: str) -> tuple[str, dict[str, str]]:
+        """Return the format and its columns: turns in other words than usual get the usual ones by a template."""
         turns, is_openai = self._column("messages"), self._get("formatting") == "openai"
-        if purpose == "text":
-            self._refuse("stage `pt` reads the first turn alone there: write a template of `text`.", "formatting")
-            return "text", {"text": turns}
+        if form == "text":
+            self._refuse("stage pt reads the first turn alone there: write a template of `text`.", "formatting")
+            return form, {"text": turns}
         tags = {tag: self._get(f"tags.{tag}") if "tags" in self.values else usual[0] for tag, usual in _TAGS.items()}
         keys = (tags.pop("role_tag") or "from", tags.pop("content_tag") or "value")
-        is_usual = keys in (("from", "value"), ("role", "content")) and all(
-            not name or name in _TAGS[tag] or (is_openai and tag == "function_tag") for tag, name in tags.items()
-        )
+        if is_openai:
+            tags.pop("function_tag")  # calls are in `tool_calls`
+        is_usual = keys in (("from", "value"), ("role", "content"))
+        is_usual = is_usual and all(name in (None, "", *_TAGS[tag]) for tag, name in tags.items())
         self.draft.note("conversations whose turns do not alternate are left out there, and read here.")
         if is_openai:
             self.draft.note("with `formatting: openai`, `detailed thinking off` is added to the system message there.")
-            advice = "rename what the turns have: `role` and `content`; `user`, `assistant`, `tool`, `system`."
-            self._refuse(advice, *([] if is_usual else [f"tags.{tag}" for tag in _TAGS]))
-        roles = {name: _TAGS[tag][-1] for tag, name in tags.items() if name}
+        if is_openai and not is_usual:
+            advice = "write `tool_calls` and the usual roles in the rows, whose turns have no template then."
+            self._refuse(advice, *(f"tags.{tag}" for tag in _TAGS))
+            is_usual = True
 
-        def turns_of(expression: str) -> str:
-            if is_usual or is_openai:
-                return f"{{{{ {expression} | tojson }}}}"
-            speaker = f"turn[{json.dumps(keys[0])}]"
-            role = f"{json.dumps(roles)}.get({speaker}, {speaker})"
-            turn = f'{{"role": {{{{ {role} | tojson }}}}, "content": {{{{ turn[{json.dumps(keys[1])}] | tojson }}}}}}'
-            return f"[{{% for turn in {expression} %}}{turn}{{{{ '' if loop.last else ', ' }}}}{{% endfor %}}]"
+        def cell(rows: str) -> str:
+            if is_usual:
+                return f"{{{{ {rows} | tojson }}}}"
+            role, roles = f"turn[{keys[0]!r}]", {name: _TAGS[tag][-1] for tag, name in tags.items() if name}
+            turn = _turn(f"{roles}.get({role}, {role})", f"turn[{keys[1]!r}]")
+            return f"[{{% for turn in {rows} %}}{turn}{{{{ '' if loop.last else ', ' }}}}{{% endfor %}}]"
 
-        named = _variable(turns or "")
-        whole = turns if is_usual or is_openai or not turns else turns_of(named)
-        if purpose == "judged":
-            return "judged", {"prompt": turns and turns_of(f"{named}[:-1]"), "completion": turns_of(f"{named}[-1:]")}
-        if purpose == "preference":
-            sides = {side: self._column(side) for side in ("chosen", "rejected")}
-            if not (is_usual or is_openai):
-                sides = {side: name and turns_of(f"[{_variable(name)}]") for side, name in sides.items()}
-            return "preference", {"prompt": whole, **sides}
-        has_tools = not is_openai and (tags["observation_tag"] or tags["function_tag"])
-        form = "messages" if keys == ("role", "content") and is_usual and not has_tools else "conversations"
+        rows = _variable(turns)
+        if form == "judged":
+            return form, {"prompt": turns and cell(f"{rows}[:-1]"), "completion": cell(f"{rows}[-1:]")}
+        whole = turns if is_usual or not turns else cell(rows)
+        if form == "preference":  # each answer is one turn
+            answers = {name: self._column(name) for name in ("chosen", "rejected")}
+            renamed = {} if is_usual else {name: cell(f"[{_variable(side)}]") for name, side in answers.items() if side}
+            return form, {"prompt": whole, **answers, **renamed}
+        has_text_calls = not is_openai and (tags["observation_tag"] or tags["function_tag"])
+        form = "messages" if is_usual and keys[0] == "role" and not has_text_calls else "conversations"
         return form, {form: whole}
 
 
 def _variable(column: str) -> str:
     """Return the Jinja expression of a column."""
     is_name = column.isidentifier() and not keyword.iskeyword(column) and column not in ("true", "false", "none", "row")
-    return column if is_name else f"row[{json.dumps(column, ensure_ascii=False)}]"
+    return column if is_name else f"row[{column!r}]"
 
 
-def _turn(role: str, expression: str) -> str:
-    """Return the JSON object of a turn in a template."""
-    return f'{{"role": "{role}", "content": {{{{ {expression} | tojson }}}}}}'
+def _turn(role: str, content: str) -> str:
+    """Return a turn as JSON in a template; the role is an expression, too, or one of the usual words."""
+    role = f"'{role}'" if role.isalpha() else role
+    return f"{{{{ {{'role': {role}, 'content': {content}}} | tojson }}}}"

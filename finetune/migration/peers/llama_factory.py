@@ -1,11 +1,11 @@
 """LLaMA-Factory: its keys and stages, the datasets of dataset_info.json, its templates and defaults."""
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 from finetune.migration.complete import put_source, source_of
 from finetune.migration.draft import BUILT_IN, CHAT_NAMES, Draft, Peer
 from finetune.migration.peers import dataset_info
-from finetune.migration.peers.dataset_info import Source
+from finetune.migration.peers.dataset_info import Dataset
 from finetune.migration.peers.trainer import finish_arguments, prepare_arguments
 from finetune.migration.rules import (
     ANSWERS,
@@ -190,13 +190,7 @@ def prepare(draft: Draft) -> None:
     info = dataset_info.read_info(draft, names)
     _task(draft)
     _adapter(draft)
-    _rows(draft, {name: _source(draft, info, name, position) for position, name in enumerate(names)})
-    if info is None and names and draft.get("dataset_dir") != "ONLINE":
-        draft.note(
-            f"{', '.join(names)}: names of dataset_info.json in {draft.get('dataset_dir', 'data')}, which is not here: "
-            "write the names on the hub, or paths. With that folder next to the file, they are looked up."
-        )
-    draft.drop("dataset_info.json was looked for there", "dataset_dir")
+    _rows(draft, names, info)
     _targets(draft)
     if draft.get("uses_muon"):
         draft.entries.pop("train.optimizer.name", None)
@@ -214,7 +208,8 @@ def prepare(draft: Draft) -> None:
 def _task(draft: Draft) -> None:
     stage = str(draft.get("stage", "sft")).lower()
     signs = ("media_dir", "freezes_vision", "columns.images")
-    is_vision = draft.has("data.images") or any(name.startswith(signs) for name in draft.facts)
+    sees = any(name.startswith(signs) and draft.get(name) != "" for name in draft.facts)
+    is_vision = sees or draft.has("data.images")
     task = "vision_language_sft" if is_vision and stage == "sft" else _STAGES.get(stage, "sft")
     draft.put("task.name", task, *(("stage",) if stage in _STAGES else ()))
     if stage not in _STAGES:
@@ -285,44 +280,44 @@ def _adapter(draft: Draft) -> None:
     draft.drop("the projector belongs to the image encoder's parameters", "freezes_projector")
 
 
-def _source(draft: Draft, info: PeerFile | None, name: str, position: int) -> Source:
-    if info is None:
-        return Source(source_of(name, draft.file.path.parent))
-    return dataset_info.source_of_dataset(draft, info, name, position)
-
-
-def _rows(draft: Draft, sources: Mapping[str, Source]) -> None:
-    trained, strategy = draft.get("dataset", []), str(draft.get("mix_strategy", "concat"))
-    weights = draft.get("probabilities", [1.0] * len(trained))
-    used = [name for name in trained if sources[name].address]
+def _rows(draft: Draft, names: Sequence[str], info: PeerFile | None) -> None:
+    trained, evaluated = draft.get("dataset", []), draft.get("eval_dataset", [])
+    strategy, weights = draft.get("mix_strategy"), draft.get("probabilities", [1.0] * len(trained))
     is_weighted = strategy in ("interleave_under", "interleave_over") and len(weights) == len(trained)
-    for index, name in enumerate(used):
-        key = "data.train" if len(used) == 1 else f"data.train.mix.{index}"
-        _put_rows(draft, key, sources[name], "dataset", comment=f"`{name}` of dataset_info.json")
-        if len(used) > 1 and is_weighted:
-            draft.put(f"{key}.weight", weights[trained.index(name)], "probabilities", "mix_strategy")
-        elif len(used) > 1:
+    keys = [f"data.train.mix.{index}" for index in range(len(trained))] if len(trained) > 1 else ["data.train"]
+    for index, (key, name) in enumerate(zip(keys, trained, strict=False)):
+        _put_source(draft, key, name, names, info, "dataset")
+        if len(trained) > 1 and is_weighted:
+            draft.put(f"{key}.weight", weights[index], "probabilities", "mix_strategy")
+        elif len(trained) > 1:
             draft.put(f"{key}.epochs", 1, comment="all rows of every source, as there")
         if draft.get("streaming"):
             draft.put(f"{key}.stream.window_rows", draft.get("window_rows", 10_000), "window_rows", "streaming")
-    if strategy == "interleave_over" and len(used) > 1:
+    if strategy == "interleave_over" and len(trained) > 1:
         draft.put("data.train.until", "all", "mix_strategy")
+    for name in evaluated[:1]:
+        _put_source(draft, "data.validation", name, names, info, *(["eval_dataset"] if len(evaluated) == 1 else []))
+    draft.refuse("validation rows are one source: the first is written. Join the files.", "eval_dataset")
+    if info is None and names and draft.get("dataset_dir") != "ONLINE":
+        draft.note(
+            f"{', '.join(names)}: names of dataset_info.json in {draft.get('dataset_dir', 'data')}, which is not here: "
+            "write the names on the hub, or paths. With that folder next to the file, they are looked up."
+        )
+    draft.drop("dataset_info.json was looked for there", "dataset_dir")
     draft.drop("sources are mixed in full", "mix_strategy", "probabilities")
     draft.drop("rows are not streamed", "streaming", "window_rows")
-    evaluated = [name for name in draft.get("eval_dataset", []) if sources[name].address]
-    for name in evaluated[:1]:
-        _put_rows(draft, "data.validation", sources[name], *(["eval_dataset"] if len(evaluated) == 1 else []))
-    draft.refuse("validation rows are one source here: the first one is. Join their files.", "eval_dataset")
-    draft.drop("the rows have no images", "media_dir")
 
 
-def _put_rows(draft: Draft, key: str, source: Source, *facts: str, comment: str = "") -> None:
-    takes = [draft.get(name) for name in ("take", *source.facts) if name.startswith("take") and name in draft.facts]
-    values = {**source.address, **source.reading, "take": min(takes, default=None)}
-    put_source(draft, key, values, *facts, "take", *source.facts, comment=comment)
-    if draft.get("media_dir") or source.image_root:
-        root = path(draft.get("media_dir")) if draft.get("media_dir") else str(source.image_root)
-        draft.put(f"{key}.image_root", root, "media_dir")
+def _put_source(draft: Draft, key: str, name: str, names: Sequence[str], info: PeerFile | None, *facts: str) -> None:
+    comment = f"`{name}` of dataset_info.json"
+    if info is None:
+        values = source_of(name, draft.file.path.parent) | {"take": draft.get("take")}
+        put_source(draft, key, values, *facts, "take", comment=comment)
+    else:
+        dataset = Dataset(draft, info.path.parent.absolute(), info.values[name], names.index(name))
+        dataset.put(key, *facts, comment=comment)
+    if draft.get("media_dir"):
+        draft.put(f"{key}.image_root", path(draft.get("media_dir")), "media_dir")
 
 
 def _targets(draft: Draft) -> None:
