@@ -73,7 +73,8 @@ def read_info(draft: Draft, names: Sequence[str]) -> PeerFile | None:
     for position, name in enumerate(names):
         values = info.values.get(name)
         if not isinstance(values, Mapping) or not values:
-            raise UserError(f"{info.path}: there is no dataset `{name}`. {did_you_mean(name, info.values)}".rstrip())
+            near = did_you_mean(name, info.values.keys() - {name})
+            raise UserError(f"{info.path}: there is no dataset `{name}`. {near}".rstrip())
         for leaf in info.leaves.values():
             key = leaf.key.removeprefix(f"{name}.")
             if key != leaf.key and any(f"{key}.".startswith(f"{own}.") for own in values):
@@ -99,19 +100,23 @@ class Dataset:
     def put(self, key: str, *facts: str, comment: str = "") -> None:
         """Write the source at our key, from these facts and its own, of which each gets an outcome."""
         draft, file = self.draft, self._get("name") or self._get("elsewhere") or self._get("path") or ""
+        if not file:
+            raise UserError(f"{self.folder / FILE}: a dataset without `file_name` or `hf_hub_url` has no rows.")
         if "path" in self.used:
             values: dict[str, Any] = {"path": file if is_url(file) else absolute_path(file, self.folder)}
-            if draft.get(f"split.{self.position}", "train") != "train":
-                self._refuse("a file has no splits: write `skip` and `take`.", "split")
         else:
-            values = source_of(file, self.folder) | {"config": self._get("config"), "split": self._get("split")}
+            values = source_of(file, self.folder)
             self._refuse("it is not read here: download the rows, and write their `path`.", "elsewhere")
             self._refuse(f"write `path: hf://datasets/{file}/FOLDER/*` in place of `name`.", "folder")
+        if "name" in values:
+            values |= {"config": self._get("config"), "split": self._get("split")}
+        elif draft.get(f"split.{self.position}", "train") != "train":
+            self._refuse("a file has no splits: write `skip` and `take`.", "split")
         values |= self._reading()
         takes = [take for take in (draft.get("take"), self._get("take")) if take]
         own = [name for used in self.used if not draft.is_named(name := f"{used}.{self.position}")]
         put_source(draft, key, values | {"take": min(takes, default=None)}, *facts, "take", *own, comment=comment)
-        if {"columns.images", "path"} <= self.used.keys() and "media_dir" not in draft.facts:
+        if {"columns.images", "path"} <= self.used.keys() and not draft.get("media_dir"):
             draft.put(f"{key}.image_root", str(self.folder), comment="images are looked for there")
         others = [name for name in draft.facts if name.endswith(f".{self.position}")]
         draft.drop("LLaMA-Factory does not read it for these rows, either", *others)

@@ -306,6 +306,7 @@ def _rows(draft: Draft, names: Sequence[str], info: PeerFile | None) -> None:
     draft.drop("dataset_info.json was looked for there", "dataset_dir")
     draft.drop("sources are mixed in full", "mix_strategy", "probabilities")
     draft.drop("rows are not streamed", "streaming", "window_rows")
+    draft.drop("rows of this task have no images", "media_dir")
 
 
 def _put_source(draft: Draft, key: str, name: str, names: Sequence[str], info: PeerFile | None, *facts: str) -> None:
@@ -316,7 +317,7 @@ def _put_source(draft: Draft, key: str, name: str, names: Sequence[str], info: P
     else:
         dataset = Dataset(draft, info.path.parent.absolute(), info.values[name], names.index(name))
         dataset.put(key, *facts, comment=comment)
-    if draft.get("media_dir"):
+    if draft.get("media_dir") and draft.value("task.name") == "vision_language_sft":
         draft.put(f"{key}.image_root", path(draft.get("media_dir")), "media_dir")
 
 
