@@ -14,7 +14,6 @@ from finetune.migration.complete import complete
 from finetune.migration.draft import Draft, Entry, Fate, Outcome, Peer, nested
 from finetune.migration.peers.axolotl import AXOLOTL
 from finetune.migration.peers.llama_factory import LLAMA_FACTORY
-from finetune.migration.peers.ms_swift import MS_SWIFT
 from finetune.migration.peers.torchtune import TORCHTUNE
 from finetune.migration.peers.trainer import TRAINER
 from finetune.migration.peers.trl import TRL
@@ -123,7 +122,16 @@ def yaml_value(value: Any) -> str:
     return format_json(value)
 
 
-PEERS: dict[str, Peer] = {peer.name: peer for peer in (AXOLOTL, LLAMA_FACTORY, TRL, MS_SWIFT, TORCHTUNE, TRAINER)}
+PEERS: dict[str, Peer] = {peer.name: peer for peer in (AXOLOTL, LLAMA_FACTORY, TRL, TORCHTUNE, TRAINER)}
+
+_NOT_READ = {
+    "ms-swift": frozenset(
+        "attn_impl dataset_shuffle freeze_vit lazy_tokenize lorap_lr_ratio quant_bits rlhf_type sft_type "
+        "split_dataset_ratio target_regex template_backend train_type truncation_strategy tuner_backend tuner_type "
+        "val_dataset".split()
+    )
+}
+"""Trainers whose configs look like another's and are not read, and the keys that only they have."""
 
 
 def detect(file: PeerFile, name: str | None = None) -> Peer:
@@ -132,6 +140,12 @@ def detect(file: PeerFile, name: str | None = None) -> Peer:
         if name.lower().replace("-", "_") not in PEERS:
             raise UserError(f"--peer {name}: choose one of {', '.join(PEERS)}.")
         return PEERS[name.lower().replace("-", "_")]
+    for trainer, own_keys in _NOT_READ.items():
+        if own := [key for key in file.leaves if key.partition(".")[0] in own_keys]:
+            raise UserError(
+                f"--from {file.path}: `{own[0]}` is a key of {trainer}, whose configs are not supported. "
+                f"Supported: {', '.join(PEERS)}; another one's config is read with --peer."
+            )
     keys = {leaf.pattern for leaf in file.leaves.values()}
     keys |= {part for key in keys for part in (key.partition(".")[0].removesuffix("[]"), key.rpartition(".")[2])}
     counts = {peer.name: len(peer.signs & keys) for peer in PEERS.values()}

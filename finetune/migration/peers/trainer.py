@@ -1,4 +1,4 @@
-"""transformers' Trainer: what its arguments mean, for TRL, LLaMA-Factory and ms-swift, too."""
+"""transformers' Trainer: what its arguments mean, for TRL and LLaMA-Factory, too."""
 
 from finetune.migration.draft import Draft, Outcome, Peer
 from finetune.migration.tables.trainer import TRAINER as TABLE

@@ -1,4 +1,4 @@
-"""The arguments of transformers' Trainer, which TRL, LLaMA-Factory and ms-swift share."""
+"""The arguments of transformers' Trainer, which TRL and LLaMA-Factory share."""
 
 from finetune.migration.rules import (
     checkpointing,
