@@ -11,6 +11,7 @@ from typing import Any, Literal
 from finetune.config.schema import node_at
 from finetune.migration.rules import NoCounterpart, Rule, Table, is_off
 from finetune.migration.source import Leaf, PeerFile
+from finetune.runtime.text.terminal import format_json
 
 Fate = Literal["mapped", "not_needed", "not_possible", "unknown"]
 UNSET = "it is unset there, too"
@@ -121,8 +122,16 @@ class Draft:
         return name not in self.facts or self.facts[name][1].key in self.outcomes
 
     def put(self, key: str, value: Any, *facts: str, comment: str = "") -> None:
-        """Write our key, which is from these facts, or else from the peer's default that the comment names."""
+        """Write our key, which is from these facts, or else from the peer's default that the comment names.
+
+        A key of the file that had written it before is part of the same value, or else named as overridden.
+        """
         leaves = tuple(self.facts[name][1].key for name in facts if name in self.facts)
+        old = self.entries.get(key)
+        if old is not None and old.value == value:
+            leaves = (*old.leaves, *(leaf for leaf in leaves if leaf not in old.leaves))
+        elif old is not None:
+            self.withdraw(key, Outcome("not_possible", f"another key decides `{key}`: {yaml_value(value)}."))
         self.entries[key] = Entry(value, leaves, comment)
         for leaf in leaves:
             self.outcomes[leaf] = Outcome("mapped", key)
@@ -207,6 +216,21 @@ def nested(entries: Mapping[str, Entry]) -> dict[str, Any]:
             inner = inner.setdefault(section, {})
         inner[name] = entry
     return root
+
+
+_PLAIN = re.compile(r"[A-Za-z][\w./-]*")
+_NOT_PLAIN = ("true", "false", "null", "yes", "no", "on", "off", "y", "n")
+
+
+def yaml_value(value: Any) -> str:
+    """Return a value as YAML on one line: JSON, with quotes only where they are needed."""
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{yaml_value(name)}: {yaml_value(inner)}' for name, inner in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{', '.join(yaml_value(item) for item in value)}]"
+    if isinstance(value, str) and _PLAIN.fullmatch(value) and value.lower() not in _NOT_PLAIN:
+        return value
+    return format_json(value)
 
 
 _INPUT = "{% if input is defined and input %}"

@@ -1,6 +1,5 @@
 """Convert a file of another trainer, whose kind is detected, to a job and its other files, and list every key."""
 
-import re
 import tempfile
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -11,7 +10,7 @@ from typing import Any
 from finetune.config.load import load_config
 from finetune.errors import ConfigError, Problem, UserError
 from finetune.migration.complete import complete
-from finetune.migration.draft import Draft, Entry, Fate, Outcome, Peer, nested
+from finetune.migration.draft import Draft, Entry, Fate, Outcome, Peer, nested, yaml_value
 from finetune.migration.peers.axolotl import AXOLOTL
 from finetune.migration.peers.llama_factory import LLAMA_FACTORY
 from finetune.migration.peers.torchtune import TORCHTUNE
@@ -23,8 +22,6 @@ from finetune.runtime.text.redact import redacted_config
 from finetune.runtime.text.terminal import escape_controls, format_json
 
 _SECTIONS = ("run", "model", "data", "task", "train", "evaluate", "checkpoint", "report", "export")
-_PLAIN = re.compile(r"[A-Za-z][\w./-]*")
-_NOT_PLAIN = ("true", "false", "null", "yes", "no", "on", "off", "y", "n")
 _HEADS: tuple[tuple[Fate, str], ...] = (
     ("not_possible", "Not possible here, and what to do instead:"),
     ("unknown", "Unknown keys, which were not read:"),
@@ -111,25 +108,12 @@ def _origin(draft: Draft, entry: Entry) -> str:
     return f"  # {' - '.join(parts)}".replace("\n", " ") if parts else ""
 
 
-def yaml_value(value: Any) -> str:
-    """Return a value as YAML on one line: JSON, with quotes only where they are needed."""
-    if isinstance(value, dict):
-        return f"{{{', '.join(f'{yaml_value(name)}: {yaml_value(inner)}' for name, inner in value.items())}}}"
-    if isinstance(value, list):
-        return f"[{', '.join(yaml_value(item) for item in value)}]"
-    if isinstance(value, str) and _PLAIN.fullmatch(value) and value.lower() not in _NOT_PLAIN:
-        return value
-    return format_json(value)
-
-
 PEERS: dict[str, Peer] = {peer.name: peer for peer in (AXOLOTL, LLAMA_FACTORY, TRL, TORCHTUNE, TRAINER)}
 
 _NOT_READ = {
-    "ms-swift": frozenset(
-        "attn_impl dataset_shuffle freeze_vit lazy_tokenize lorap_lr_ratio quant_bits rlhf_type sft_type "
-        "split_dataset_ratio target_regex template_backend train_type truncation_strategy tuner_backend tuner_type "
-        "val_dataset".split()
-    )
+    "ms-swift": "attn_impl dataset_shuffle freeze_vit lazy_tokenize lorap_lr_ratio quant_bits rlhf_type sft_type "
+    "split_dataset_ratio target_regex template_backend train_type truncation_strategy tuner_backend tuner_type "
+    "val_dataset"
 }
 """Trainers whose configs look like another's and are not read, and the keys that only they have."""
 
@@ -141,7 +125,7 @@ def detect(file: PeerFile, name: str | None = None) -> Peer:
             raise UserError(f"--peer {name}: choose one of {', '.join(PEERS)}.")
         return PEERS[name.lower().replace("-", "_")]
     for trainer, own_keys in _NOT_READ.items():
-        if own := [key for key in file.leaves if key.partition(".")[0] in own_keys]:
+        if own := [key for key in file.leaves if key.partition(".")[0] in own_keys.split()]:
             raise UserError(
                 f"--from {file.path}: `{own[0]}` is a key of {trainer}, whose configs are not supported. "
                 f"Supported: {', '.join(PEERS)}; another one's config is read with --peer."

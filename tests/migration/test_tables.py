@@ -15,6 +15,7 @@ from finetune.migration.rules import NoCounterpart
 VALUES = (
     *(None, True, False, 0, 1, 2, 0.1, 1e-4, 100, "", "x", "lora", "bf16", "dpo", "cosine", "epoch", "steps", "no"),
     *([], ["a", "b"], ["sigmoid", "sft"], "org/name", "org/a,org/b", "torchtune.x.lora_y", "none", "auto", -1, 4, 8),
+    *(["axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"], "train", "last", "./rows.jsonl"),
 )
 
 

@@ -11,7 +11,7 @@ from finetune.commands.init.init import JOB_FILE, format_written, launch_files, 
 from finetune.commands.preview.file import look_into
 from finetune.config.yaml import read_yaml
 from finetune.errors import FinetuneError, UserError
-from finetune.migration.migrate import yaml_value
+from finetune.migration.draft import yaml_value
 from finetune.recipes import FOLDER
 from finetune.registry.formats import FORMATS
 from finetune.registry.tasks import TASKS
