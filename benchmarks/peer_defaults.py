@@ -68,12 +68,15 @@ GROUPS = (
     *(Group("trl", _TRL, name) for name in ("ScriptArguments", "DatasetMixtureConfig", "ModelConfig")),
     Group("trl", _TRL, "DatasetConfig", "datasets[]."),
     *(Group("trl", _TRL, f"{name}Config") for name in ("SFT", "DPO", "KTO", "Reward", "GKD", "ORPO", "CPO")),
-    Group("torchtune", ("recipes/lora_finetune_*.py", "recipes/full_finetune_*.py"), "get"),
+    Group("torchtune", ("recipes/*_finetune_*.py", "recipes/*_dpo_*.py", "recipes/knowledge_distillation_*.py"), "get"),
     Group("torchtune", ("torchtune/models/llama3_1/_model_builders.py",), "lora_llama3_1_8b", "model."),
     Group("torchtune", ("torchtune/models/llama3_2_vision/*.py",), "lora_llama3_2_vision_11b", "model."),
     Group("torchtune", ("torchtune/training/lr_schedulers.py",), "get_cosine_schedule_with_warmup", "lr_scheduler."),
     Group("torchtune", ("torchtune/training/_profiler.py",), "setup_torch_profiler", "profiler."),
-    *(Group("torchtune", ("torchtune/rlhf/loss/dpo.py",), f"{name}.__init__", "loss.") for name in ("DPOLoss", "RSOLoss")),
+    *(
+        Group("torchtune", ("torchtune/rlhf/loss/dpo.py",), f"{name}.__init__", "loss.")
+        for name in ("DPOLoss", "RSOLoss")
+    ),
     *(
         Group("torchtune", _TUNE, name, "dataset.")
         for name in (
@@ -151,7 +154,11 @@ class Sources:
             except KeyError:
                 continue  # of another package
         for item in node.body:
-            if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and item.target.id != "model_config":
+            if (
+                isinstance(item, ast.AnnAssign)
+                and isinstance(item.target, ast.Name)
+                and item.target.id != "model_config"
+            ):
                 names = [item.target.id]
                 if isinstance(item.value, ast.Call):
                     names += [self._value(part.value) for part in item.value.keywords if part.arg == "alias"]
@@ -185,7 +192,11 @@ class Sources:
                     return self._value(part.value)
                 if part.arg == "default_factory":
                     is_lambda = isinstance(part.value, ast.Lambda)
-                    return self._value(part.value.body) if is_lambda else {"list": [], "dict": {}}.get(ast.unparse(part.value))
+                    return (
+                        self._value(part.value.body)
+                        if is_lambda
+                        else {"list": [], "dict": {}}.get(ast.unparse(part.value))
+                    )
             is_field = ast.unparse(node.func) == "Field" and node.args
             return self._value(node.args[0]) if is_field else None
         if isinstance(node, ast.Attribute | ast.Name):
@@ -201,7 +212,9 @@ class Sources:
         owner, _, member = name.rpartition(".")
         for tree in self.trees:
             for node in tree.body if not owner else ast.walk(tree):
-                body = node.body if isinstance(node, ast.ClassDef) and node.name == owner else [node] if not owner else []
+                body = (
+                    node.body if isinstance(node, ast.ClassDef) and node.name == owner else [node] if not owner else []
+                )
                 for item in body:
                     if isinstance(item, ast.Assign) and ast.unparse(item.targets[0]) == member:
                         return self._value(item.value)
@@ -214,7 +227,9 @@ def _fallbacks(node: ast.FunctionDef) -> Iterator[tuple[str, Any]]:
         if not isinstance(item, ast.Assign):
             continue
         target, value = item.targets[0], item.value
-        key = target.slice.value if isinstance(target, ast.Subscript) and isinstance(target.slice, ast.Constant) else None
+        key = (
+            target.slice.value if isinstance(target, ast.Subscript) and isinstance(target.slice, ast.Constant) else None
+        )
         if isinstance(value, ast.IfExp) and isinstance(value.orelse, ast.Constant):
             yield str(key), value.orelse.value
         elif key == "save_strategy" and isinstance(value, ast.Constant):
@@ -248,9 +263,11 @@ def format_table(table: Mapping[str, Any]) -> str:
     """Return the table as JSON with as many keys on a line as fit."""
     groups = []
     for name, defaults in table["defaults"].items():
-        pairs = ", ".join(f"{json.dumps(key)}:\0{json.dumps(value).replace(' ', chr(0))}" for key, value in defaults.items())
+        pairs = ", ".join(
+            f"{json.dumps(key)}:\0{json.dumps(value).replace(' ', chr(0))}" for key, value in defaults.items()
+        )
         lines = textwrap.wrap(pairs, 116, break_long_words=False, break_on_hyphens=False)
-        groups.append(f'  {json.dumps(name)}: {{\n   ' + "\n   ".join(lines).replace("\0", " ") + "\n  }")
+        groups.append(f"  {json.dumps(name)}: {{\n   " + "\n   ".join(lines).replace("\0", " ") + "\n  }")
     return f'{{\n "versions": {json.dumps(table["versions"])},\n "defaults": {{\n' + ",\n".join(groups) + "\n }\n}\n"
 
 

@@ -165,11 +165,13 @@ def migrate_file(path: Path, *, peer: str | None = None, gpus: int | None = None
     """
     file = read_peer_file(path)
     source = detect(file, peer)
-    draft = Draft(file, gpus or 0)
-    draft.apply(source.table)
+    draft = Draft(file, gpus or 0, source)
+    draft.apply()
+    draft.assume(*source.groups)
     source.prepare(draft)
     complete(draft)
     source.finish(draft)
+    draft.write_unwritten()
     draft.default("run.folder", f"./runs/{path.stem}", "no output folder there")
     problems = _check(draft, source.title)
     for _ in range(_MAX_REPAIRS):
@@ -195,6 +197,9 @@ def _is_given_up(draft: Draft, problem: Problem) -> bool:
         if key.startswith(problem.key)
     ):
         return False
+    for key, entry in draft.entries.items():
+        if not entry.leaves and entry.comment and f"{key}.".startswith(f"{problem.key}."):
+            draft.note(f"`{key}: {yaml_value(entry.value)}`, {entry.comment}, is not possible here: {problem.message}")
     draft.withdraw(problem.key, Outcome("not_possible", problem.message))
     return True
 

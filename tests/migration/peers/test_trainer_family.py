@@ -55,7 +55,7 @@ def test_trl_dpo_with_an_sft_term(migrate):
     assert job["task"] == {"name": "preference", "preference": {"loss": "sigmoid", "sft_weight": 0.5, "beta": 0.2}}
     assert job["data"]["train"] == {"name": "org/pairs"} and job["data"]["validation"]["split"] == "test"
     assert job["model"]["lora"] == {"rank": 8, "dropout": 0.05}  # all-linear is our default
-    assert job["evaluate"] == {"every_steps": 50}
+    assert job["evaluate"] == {"every_steps": 50, "microbatch_size": 8}  # the latter by TrainingArguments
     assert job["train"]["schedule"] == {"name": "linear"} and job["train"]["epochs"] == 3
     assert migration.draft.keys_of("not_possible") == []
 
