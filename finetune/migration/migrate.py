@@ -1,6 +1,5 @@
 """Convert a file of another trainer, whose kind is detected, to a job and its other files, and list every key."""
 
-import re
 import tempfile
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -11,10 +10,9 @@ from typing import Any
 from finetune.config.load import load_config
 from finetune.errors import ConfigError, Problem, UserError
 from finetune.migration.complete import complete, locate_inputs
-from finetune.migration.draft import Draft, Entry, Fate, Outcome, Peer, nested
+from finetune.migration.draft import Draft, Entry, Fate, Outcome, Peer, nested, yaml_value
 from finetune.migration.peers.axolotl import AXOLOTL
 from finetune.migration.peers.llama_factory import LLAMA_FACTORY
-from finetune.migration.peers.ms_swift import MS_SWIFT
 from finetune.migration.peers.torchtune import TORCHTUNE
 from finetune.migration.peers.trainer import TRAINER
 from finetune.migration.peers.trl import TRL
@@ -25,8 +23,6 @@ from finetune.runtime.text.secret_patterns import secrets_in_urls
 from finetune.runtime.text.terminal import escape_controls, format_json
 
 _SECTIONS = ("run", "model", "data", "task", "train", "evaluate", "checkpoint", "report", "export")
-_PLAIN = re.compile(r"[A-Za-z][\w./-]*")
-_NOT_PLAIN = ("true", "false", "null", "yes", "no", "on", "off", "y", "n")
 _HEADS: tuple[tuple[Fate, str], ...] = (
     ("not_possible", "Not possible here, and what to do instead:"),
     ("unknown", "Unknown keys, which were not read:"),
@@ -113,18 +109,14 @@ def _origin(draft: Draft, entry: Entry) -> str:
     return f"  # {' - '.join(parts)}".replace("\n", " ") if parts else ""
 
 
-def yaml_value(value: Any) -> str:
-    """Return a value as YAML on one line: JSON, with quotes only where they are needed."""
-    if isinstance(value, dict):
-        return f"{{{', '.join(f'{yaml_value(name)}: {yaml_value(inner)}' for name, inner in value.items())}}}"
-    if isinstance(value, list):
-        return f"[{', '.join(yaml_value(item) for item in value)}]"
-    if isinstance(value, str) and _PLAIN.fullmatch(value) and value.lower() not in _NOT_PLAIN:
-        return value
-    return format_json(value)
+PEERS: dict[str, Peer] = {peer.name: peer for peer in (AXOLOTL, LLAMA_FACTORY, TRL, TORCHTUNE, TRAINER)}
 
-
-PEERS: dict[str, Peer] = {peer.name: peer for peer in (AXOLOTL, LLAMA_FACTORY, TRL, MS_SWIFT, TORCHTUNE, TRAINER)}
+_NOT_READ = {
+    "ms-swift": "attn_impl dataset_shuffle freeze_vit lazy_tokenize lorap_lr_ratio quant_bits rlhf_type sft_type "
+    "split_dataset_ratio target_regex template_backend train_type truncation_strategy tuner_backend tuner_type "
+    "val_dataset"
+}
+"""Trainers whose configs look like another's and are not read, and the keys that only they have."""
 
 
 def detect(file: PeerFile, name: str | None = None) -> Peer:
@@ -133,6 +125,12 @@ def detect(file: PeerFile, name: str | None = None) -> Peer:
         if name.lower().replace("-", "_") not in PEERS:
             raise UserError(f"--peer {name}: choose one of {', '.join(PEERS)}.")
         return PEERS[name.lower().replace("-", "_")]
+    for trainer, own_keys in _NOT_READ.items():
+        if own := [key for key in file.leaves if key.partition(".")[0] in own_keys.split()]:
+            raise UserError(
+                f"--from {file.path}: `{own[0]}` is a key of {trainer}, whose configs are not supported. "
+                f"Supported: {', '.join(PEERS)}; another one's config is read with --peer."
+            )
     keys = {leaf.pattern for leaf in file.leaves.values()}
     keys |= {part for key in keys for part in (key.partition(".")[0].removesuffix("[]"), key.rpartition(".")[2])}
     counts = {peer.name: len(peer.signs & keys) for peer in PEERS.values()}
@@ -168,11 +166,13 @@ def migrate_file(path: Path, *, peer: str | None = None, gpus: int | None = None
     """
     file = read_peer_file(path)
     source = detect(file, peer)
-    draft = Draft(file, gpus or 0)
-    draft.apply(source.table)
+    draft = Draft(file, gpus or 0, source)
+    draft.apply()
+    draft.assume(*source.groups)
     source.prepare(draft)
     complete(draft)
     source.finish(draft)
+    draft.write_unwritten()
     draft.default("run.folder", f"./runs/{path.stem}", "no output folder there")
     locate_inputs(draft)
     problems = _check(draft, source.title)
@@ -200,6 +200,9 @@ def _is_given_up(draft: Draft, problem: Problem) -> bool:
         if key.startswith(problem.key)
     ):
         return False
+    for key, entry in draft.entries.items():
+        if not entry.leaves and entry.comment and f"{key}.".startswith(f"{problem.key}."):
+            draft.note(f"`{key}: {yaml_value(entry.value)}`, {entry.comment}, is not possible here: {problem.message}")
     draft.withdraw(problem.key, Outcome("not_possible", problem.message))
     return True
 

@@ -14,7 +14,7 @@ from finetune.config.paths import is_path
 from finetune.config.yaml import read_yaml
 from finetune.errors import FinetuneError, UserError
 from finetune.migration.complete import locate
-from finetune.migration.migrate import yaml_value
+from finetune.migration.draft import yaml_value
 from finetune.recipes import FOLDER
 from finetune.registry.formats import FORMATS
 from finetune.registry.tasks import TASKS

@@ -14,7 +14,6 @@ from finetune.config.paths import absolute_path, is_url
 from finetune.errors import UserError
 from finetune.migration.complete import put_source, source_of
 from finetune.migration.draft import Draft
-from finetune.migration.rules import choose, each, fact, no, ours, positive, text, truth
 from finetune.migration.source import Leaf, PeerFile, read_peer_file
 from finetune.registry.formats import FORMATS
 
@@ -30,26 +29,8 @@ _TAGS: Mapping[str, tuple[str, ...]] = {
 }
 """The words in turns that are read here: first the default of LLaMA-Factory, last what templates write."""
 
-_FACTS = {
-    **{"hf_hub_url": "name", "file_name": "path", "cloud_file_name": "path", "subset": "config", "split": "split"},
-    **dict.fromkeys(("ms_hub_url", "om_hub_url", "script_url"), "elsewhere"),
-    **{name: name for name in ("folder", *(f"tags.{tag}" for tag in _TAGS))},
-    **{f"columns.{name}": f"columns.{name}" for name in ("prompt", "query", "response", "history", "messages")},
-    **{f"columns.{name}": f"columns.{name}" for name in ("system", "tools", "images", "chosen", "rejected", "kto_tag")},
-}
-_FORMATTINGS = choose({name: name for name in ("alpaca", "sharegpt", "openai")}, "LLaMA-Factory refuses it, too.")
-_RULES = {
-    **{key: fact(name, text) for key, name in _FACTS.items()},
-    "num_samples": fact("take", positive, note="`num_samples` draws rows there; here the first ones are taken."),
-    **{"formatting": fact("formatting", _FORMATTINGS), "ranking": fact("ranking", truth)},
-    **each(no("only text and images are read here: leave these rows out."), "columns.videos columns.audios"),
-    **each(ours("it names nothing"), "columns tags"),
-}
 _DECISIVE = ("ranking", "name", "path", "elsewhere")
 """The keys that are refused with all of a dataset; its rows are in the job nevertheless, for the user to correct."""
-
-TABLE = {f"{FILE}[].{key}": rule for key, rule in _RULES.items()}
-"""From the keys of a dataset; its facts end with its position among the datasets in use."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +63,7 @@ def read_info(draft: Draft, names: Sequence[str]) -> PeerFile | None:
                 leaves[named] = _DatasetLeaf(named, leaf.line, leaf.value, f"{FILE}[].{key}", position)
     others = draft.file.leaves
     draft.file = replace(draft.file, leaves=leaves)
-    draft.apply(TABLE)
+    draft.apply()
     draft.file = replace(draft.file, leaves={**others, **leaves})
     return info
 
@@ -113,6 +94,8 @@ class Dataset:
         elif draft.get(f"split.{self.position}", "train") != "train":
             self._refuse("a file has no splits: write `skip` and `take`.", "split")
         values |= self._reading()
+        if self._get("take"):
+            draft.note("`num_samples` draws rows there; here the first ones are taken.")
         takes = [take for take in (draft.get("take"), self._get("take")) if take]
         own = [name for used in self.used if not draft.is_named(name := f"{used}.{self.position}")]
         put_source(draft, key, values | {"take": min(takes, default=None)}, *facts, "take", *own, comment=comment)

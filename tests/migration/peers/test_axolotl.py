@@ -59,7 +59,8 @@ def test_alpaca_prompts_stay_plain_text(migrate):
     migration = migrate(LORA)
     assert job_of(migration)["data"]["chat_template"] == "plain"
     with_template = migrate(LORA + "chat_template: llama3\n")
-    assert job_of(with_template)["data"]["chat_template"] == "llama3" and with_template.draft.files == {}
+    assert job_of(with_template)["data"]["chat_template"] == "plain"  # axolotl's prompts are text, whatever it says
+    assert fate_of(with_template, "chat_template")[0] == "not_needed"
 
 
 def test_the_batch_grows_with_the_gpus_that_are_given(migrate):
@@ -132,3 +133,11 @@ def test_a_value_of_another_type_is_named(migrate):
         "this is not a number. Correct it and run this again.",
     )
     assert any(problem.key == "train.learning_rate" for problem in migration.problems)
+
+
+def test_a_plugin_that_chooses_the_loss_kernel_overrides_the_key_of_another(migrate):
+    lines = "plugins: [axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin]\n"
+    migration = migrate(LORA + lines + "liger_fused_linear_cross_entropy: true\n")
+    assert job_of(migration)["train"]["loss_kernel"] == "cce"
+    assert fate_of(migration, "plugins") == ("mapped", "train.loss_kernel")
+    assert fate_of(migration, "liger_fused_linear_cross_entropy")[0] == "not_possible"

@@ -160,7 +160,7 @@ def test_judged_answers_are_the_last_turns(convert):
         ({"file_name": "rows.json", "columns": {"prompt": "q"}}, "sft", "file_name", "`completion`"),
         ({"file_name": "rows.json"}, "kto", "file_name", "`label`"),
         ({"file_name": "rows.json", "columns": {"kto_tag": "ok"}}, "sft", "columns.kto_tag", "stage: kto"),
-        ({**SHAREGPT, "columns": {"messages": "m", "videos": "v"}}, "sft", "columns.videos", "only text and images"),
+        ({**SHAREGPT, "columns": {"messages": "m", "videos": "v"}}, "sft", "columns.videos", "not read here"),
         ({"file_name": "rows.json", "formatting": "alpacca"}, "sft", "formatting", "refuses it, too"),
         ({"file_name": "rows.json", "formatting": "sharegpt"}, "pt", "formatting", "first turn alone"),
         ({"file_name": "rows.json", "split": "test"}, "sft", "split", "no splits"),
@@ -237,7 +237,7 @@ def test_datasets_named_alike_do_not_share_keys(migrate, tmp_path):
         ("", {"epochs": 1}),
         ("mix_strategy: interleave_under\n", {"weight": 1.0}),
         ("mix_strategy: interleave_over\ninterleave_probs: 0.3,0.7\n", {"weight": 0.3}),
-        ("mix_strategy: interleave_under\ninterleave_probs: 0.3\n", {"epochs": 1}),
+        ("mix_strategy: interleave_under\ninterleave_probs: 0.3,0.3,0.4\n", {"epochs": 1}),
     ],
 )
 def test_several_datasets_are_mixed_as_there(migrate, tmp_path, strategy, keys):

@@ -1,4 +1,4 @@
-"""Trainer's arguments, and TRL, LLaMA-Factory and ms-swift, which share them."""
+"""Trainer's arguments, and TRL and LLaMA-Factory, which share them."""
 
 import json
 
@@ -47,22 +47,6 @@ packing: true
 deepspeed: examples/deepspeed/ds_z2_config.json
 """
 
-SWIFT = """
-model: org/base-7B-Instruct
-tuner_type: lora
-dataset: ['org/rows#500', 'org/others:sub#20']
-torch_dtype: bfloat16
-lora_rank: 8
-lora_alpha: 32
-target_modules: all-linear
-per_device_train_batch_size: 1
-gradient_accumulation_steps: 16
-learning_rate: 1e-4
-max_length: 2048
-split_dataset_ratio: 0.01
-save_steps: 50
-"""
-
 
 def test_trl_dpo_with_an_sft_term(migrate):
     migration = migrate(TRL_DPO)
@@ -71,7 +55,7 @@ def test_trl_dpo_with_an_sft_term(migrate):
     assert job["task"] == {"name": "preference", "preference": {"loss": "sigmoid", "sft_weight": 0.5, "beta": 0.2}}
     assert job["data"]["train"] == {"name": "org/pairs"} and job["data"]["validation"]["split"] == "test"
     assert job["model"]["lora"] == {"rank": 8, "dropout": 0.05}  # all-linear is our default
-    assert job["evaluate"] == {"every_steps": 50}
+    assert job["evaluate"] == {"every_steps": 50, "microbatch_size": 8}  # the latter by TrainingArguments
     assert job["train"]["schedule"] == {"name": "linear"} and job["train"]["epochs"] == 3
     assert migration.draft.keys_of("not_possible") == []
 
@@ -123,15 +107,6 @@ def test_packs_whose_samples_see_each_other_are_noted(migrate):
     assert "samples in a pack see each other there without `neat_packing`" in migration.job
     assert job_of(migration)["data"]["chat_template"] == "llama3"
     assert job_of(migration)["model"]["lora"] == {"rank": 8, "alpha": 16.0, "target_modules": "all-linear"}
-
-
-def test_ms_swift_rows_keep_their_number_and_subset(migrate):
-    migration = migrate(SWIFT)
-    first, second = job_of(migration)["data"]["train"]["mix"]
-    assert migration.title == "ms-swift"
-    assert (first["name"], first["take"]) == ("org/rows", 500)
-    assert (second["name"], second["config"], second["take"]) == ("org/others", "sub", 20)
-    assert job_of(migration)["data"]["over_length"] == "drop"
 
 
 def test_arguments_that_trainer_writes_are_all_known(migrate):
