@@ -225,7 +225,7 @@ def test_pairs_and_judged_answers_are_read_with_the_turns_before_them(convert, e
         ({"file_name": "rows.json", "columns": {"prompt": ["q"]}}, "sft", "columns.prompt", "not a text"),
     ],
 )
-def test_what_cannot_be_read_is_named_with_its_key(convert, entry, stage, key, words):
+def test_a_key_that_cannot_be_read_is_named(convert, entry, stage, key, words):
     fate, text = fate_of(convert(entry, stage=stage), f"dataset_info.json:mine.{key}")
     assert fate == "not_possible" and words in text
 
@@ -244,7 +244,9 @@ def test_keys_without_effect_and_unknown_keys_are_named_with_their_line(convert,
 
 def test_rows_of_the_hub_keep_subset_and_number(convert):
     entry = {"hf_hub_url": "org/rows", "subset": "en", "split": "train[:50%]", "num_samples": 30, "ms_hub_url": "x/y"}
-    train = job_of(convert(entry, more="max_samples: 20\n"))["data"]["train"]
+    migration = convert(entry, more="max_samples: 20\n")
+    train = job_of(migration)["data"]["train"]
+    assert fate_of(migration, "dataset_info.json:mine.ms_hub_url")[0] == "not_needed" and not is_lost(migration)
     assert (train["name"], train["config"], train["split"], train["take"]) == ("org/rows", "en", "train[:50%]", 20)
 
 
