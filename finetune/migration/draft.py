@@ -19,7 +19,10 @@ from finetune.runtime.text.terminal import format_json
 
 Fate = Literal["mapped", "not_needed", "not_possible", "unknown"]
 UNSET = "it is unset there, too"
-_SPEED_ALONE = ("data.num_workers", "data.pin_memory", "data.persistent_workers", "data.prefetch_factor", "train.tf32")
+_SPEED_ALONE = (
+    *("data.num_workers", "data.pin_memory", "data.persistent_workers", "data.prefetch_factor", "train.tf32"),
+    "data.batching.padding_free",
+)
 _DEFAULTS = Path(__file__).with_name("defaults.json")
 
 
@@ -88,14 +91,16 @@ class Draft:
                 if rule is None or key in written:
                     continue
                 if value is None:  # whatever an earlier group has: it follows from other keys
-                    self.assumed.pop(rule.name, None)
-                    self.unwritten.pop(rule.name, None)
+                    for known in (self.assumed, self.unwritten):
+                        if f": {key}: " in known.get(rule.name, (None, ""))[1]:
+                            del known[rule.name]
                     continue
                 origin = f"{group.replace(' ', f' {version_of(group)}, ')}: {key}: {yaml_value(value)}"
                 try:
                     converted = rule.convert(value)
                 except NoCounterpart as error:
-                    self.note(f"{origin}, by default: {error}")
+                    if not is_off(value):
+                        self.note(f"{origin}, by default: {error}")
                     continue
                 if rule.kind == "fact" and rule.name not in self.facts:
                     self.assumed[rule.name] = (converted, origin)

@@ -48,11 +48,10 @@ _ROW_FACTS = (
         "field_completion",
         "field_label",
     ),
-    *("field_training", "roles_to_train"),
+    *("field_training", "roles_to_train", "roles_assistant", "roles_user", "roles_system"),
 )
-_SPEAKERS = "speakers with the usual names are read: user, human, assistant, gpt, system, tool"
 _ROW_REASONS = {
-    **dict.fromkeys(("roles_assistant", "roles_user", "roles_system"), _SPEAKERS),
+    **dict.fromkeys(("roles_assistant", "roles_user", "roles_system"), "rows of this type have no speakers"),
     "field_thinking": "a turn's `thinking` or `reasoning_content` is its reasoning",
     "roles_to_train": "the assistant's turns are the targets: `data.train_on`",
     "drop_system": "system turns stay there, too",
@@ -79,6 +78,10 @@ def prepare(draft: Draft) -> None:
             if f"uses_{tracker}" in draft.facts:
                 draft.drop(f"`{key}` turns the tracker on", f"uses_{tracker}")
             draft.facts[f"uses_{tracker}"] = (True, leaf)
+    if draft.get("serves_metrics"):
+        draft.put("report.prometheus", draft.get("metrics_port"), "metrics_port", "serves_metrics")
+        draft.put("report.prometheus_address", draft.get("metrics_host"), "metrics_host")
+    draft.drop("no metrics are served there", "serves_metrics", "metrics_port", "metrics_host")
     _task(draft)
     positions = sorted({int(name.rpartition(".")[2]) for name in draft.facts if name.startswith("path.")})
     for index, position in enumerate(positions):
@@ -209,6 +212,7 @@ def _source(draft: Draft, position: int, key: str) -> None:
         advice = "write `format`, and `columns` or a `template` (`finetune preview` proposes them)."
         draft.refuse(advice, f"type.{position}")
     facts = [f"{name}.{position}" for name in _ROW_FACTS if not (name == "drop_system" and not get(name))]
+    facts = [name for name in facts if kind in _CHATS or not name.startswith("roles_")]
     put_source(draft, key, values, *(name for name in facts if not draft.is_named(name)))
     for name in ("train_on_eos", "train_on_eot"):
         if get(name, "turn") != "turn":

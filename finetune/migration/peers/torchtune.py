@@ -326,6 +326,8 @@ def finish(draft: Draft) -> None:
     else:
         draft.default("data.over_length", "truncate", "as there")
         draft.note("rows longer than `max_length` are truncated there without a message; here they are counted.")
+    if not draft.has("train.steps"):
+        draft.default("train.epochs", 1, "not in the file: every recipe needs it")
     draft.default("train.schedule.name", "constant", "no scheduler there")
     if "train.max_gradient_norm" not in draft.entries and "train.max_gradient_norm" not in draft.defaults:
         draft.put("train.max_gradient_norm", None, comment="gradients are not clipped there, by default 1.0 here")

@@ -208,8 +208,9 @@ def _first_row(draft: Draft) -> dict[str, Any]:
     written, folder = draft.get("dataset") or draft.get("mix_path.0"), draft.file.path.parent
     if not written:
         return {}
-    path = Path(source_with_files(written, draft.get("mix_files.0"), folder).get("path", ""))
-    files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+    found = source_with_files(written, draft.get("mix_files.0"), folder).get("path")
+    path = Path(found or "")
+    files = sorted(path.glob("*.jsonl")) if path.is_dir() and found else [path]
     try:
         with files[0].open(encoding="utf-8") as file:
             row = json.loads(file.readline(_MAX_ROW))
@@ -249,6 +250,8 @@ TRL = Peer(
     signs=frozenset(
         {
             "dataset_name",
+            "teacher_model_name_or_path",
+            "model_name_or_path",
             "use_peft",
             "dataset_train_split",
             "dataset_text_field",
