@@ -105,9 +105,12 @@ def unpacked(package: str, version: str | None, cache: Path = CACHE) -> Path:
     archive = max((path for path in folder.iterdir() if path.is_file()), key=lambda path: path.stat().st_mtime)
     into = folder / archive.stem
     if not into.is_dir():
-        opened = zipfile.ZipFile(archive) if archive.suffix == ".whl" else tarfile.open(archive)
-        with opened:
-            opened.extractall(into)  # noqa: S202  # a release of a trainer, which is read and not run
+        if archive.suffix == ".whl":
+            with zipfile.ZipFile(archive) as wheel:
+                wheel.extractall(into)
+        else:
+            with tarfile.open(archive) as sources:
+                sources.extractall(into, filter="data")
     return into
 
 
