@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from finetune.config.schema import node_at
-from finetune.migration.rules import NoCounterpart, Rule, Table, is_off, read_table
+from finetune.migration.rules import Header, NoCounterpart, Rule, Table, is_off, read_header, read_table
 from finetune.migration.source import Leaf, PeerFile
 from finetune.runtime.text.terminal import format_json
 
@@ -78,7 +78,7 @@ class Draft:
         close = difflib.get_close_matches(pattern, self.peer.known_keys, n=1, cutoff=0.8)
         if pattern in self.peer.known_keys:
             return "this key is not read here. Look for it in docs/reference/job/."
-        return f"{self.peer.title} has no such key. " + (
+        return f"{self.peer.header.title} has no such key. " + (
             f"Did you mean `{close[0]}`?" if close else "Look for it in docs/reference/job/."
         )
 
@@ -328,15 +328,16 @@ BUILT_IN = {
 
 @dataclass(frozen=True)
 class Peer:
-    """A trainer: the keys that only it has, where its defaults stand, and the functions that complete a job."""
+    """A trainer: its file of keys, and the functions that complete a job."""
 
-    name: str  # also of the file with the table of its keys
-    title: str
-    signs: frozenset[str]  # keys that tell its configs from others'
-    packages: tuple[str, ...]  # whose keys it has
-    groups: tuple[str, ...]  # of defaults that hold for every config
+    name: str  # of the file, too
     prepare: Callable[[Draft], None]  # task, data and what only it has; before the common part
-    finish: Callable[[Draft], None]  # its own defaults, where they follow from others; after the common part
+    finish: Callable[[Draft], None]  # what follows from others there; after the common part
+
+    @property
+    def header(self) -> Header:
+        """Return its title, the keys that tell its configs from others', and where its unwritten defaults are."""
+        return read_header(self.name)
 
     @property
     def table(self) -> Table:
@@ -346,8 +347,8 @@ class Peer:
     @property
     def known_keys(self) -> frozenset[str]:
         """Return all keys that it has: those of the table and those of its packages."""
-        groups = read_defaults()["defaults"]
-        named = [group for group in groups if group.partition(" ")[0] in self.packages and " _" not in group]
+        groups, packages = read_defaults()["defaults"], self.header.packages
+        named = [group for group in groups if group.partition(" ")[0] in packages and " _" not in group]
         own = {key for group in named for key in groups[group]}
         return frozenset(own | {key for key in self.table if not key.endswith(".*")})
 

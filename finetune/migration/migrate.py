@@ -134,9 +134,9 @@ def detect(file: PeerFile, name: str | None = None) -> Peer:
     keys = patterns | {key.partition(".")[0].removesuffix("[]") for key in patterns}
     keys |= {key.rpartition(".")[2] for key in patterns}
     scores = {
-        peer.name: (-sum(find_rule(peer.table, key) is None for key in patterns), len(peer.signs & keys))
+        peer.name: (-sum(find_rule(peer.table, key) is None for key in patterns), len(peer.header.signs & keys))
         for peer in PEERS.values()
-        if peer.signs & keys
+        if peer.header.signs & keys
     }
     likely = [name for name, score in scores.items() if score == max(scores.values())]
     if len(likely) > 1 and TRAINER.name in likely:
@@ -171,24 +171,24 @@ def migrate_file(path: Path, *, peer: str | None = None, gpus: int | None = None
     source = detect(file, peer)
     draft = Draft(file, gpus or 0, source)
     draft.apply()
-    draft.assume(*source.groups)
+    draft.assume(*source.header.defaults)
     source.prepare(draft)
     complete(draft)
     source.finish(draft)
     draft.write_unwritten()
     draft.default("run.folder", f"./runs/{path.stem}", "no output folder there")
-    problems = _check(draft, source.title)
+    problems = _check(draft, source.header.title)
     for _ in range(_MAX_REPAIRS):
         refused = [problem for problem in problems if _is_given_up(draft, problem)]
         if not refused:
             break
-        problems = _check(draft, source.title)
+        problems = _check(draft, source.header.title)
     if not draft.out_of_scope and any(draft.outcomes[key].text == QAT for key in draft.keys_of("not_possible")):
         draft.out_of_scope = "quantization-aware training"
     if draft.out_of_scope:
         draft.note(f"the task of the file does not exist here ({draft.out_of_scope}): this job trains something else.")
     draft.require_complete()
-    return Migration(source.title, draft, job_text(draft, title=source.title), problems)
+    return Migration(source.header.title, draft, job_text(draft, title=source.header.title), problems)
 
 
 def _is_given_up(draft: Draft, problem: Problem) -> bool:

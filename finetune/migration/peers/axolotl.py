@@ -408,29 +408,6 @@ def finish(draft: Draft) -> None:
 
 AXOLOTL = Peer(
     name="axolotl",
-    title="axolotl",
-    signs=frozenset(
-        {
-            "base_model",
-            "sequence_len",
-            "micro_batch_size",
-            "val_set_size",
-            "adapter",
-            "num_epochs",
-            "rl",
-            "dataset_prepared_path",
-            "lora_target_linear",
-            "evals_per_epoch",
-            "saves_per_epoch",
-            "datasets",
-            "pretraining_dataset",
-        }
-    ),
-    packages=("axolotl",),
-    groups=(
-        *("axolotl AxolotlInputConfig", "axolotl SFTDataset", "axolotl chat_template"),
-        *("axolotl _configure_save_and_eval_strategy", _WARMUP),
-    ),
     prepare=prepare,
     finish=finish,
 )

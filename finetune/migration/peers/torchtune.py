@@ -340,10 +340,6 @@ def finish(draft: Draft) -> None:
 
 TORCHTUNE = Peer(
     name="torchtune",
-    title="torchtune",
-    signs=frozenset({"_component_", "checkpointer", "metric_logger", "tokenizer", "enable_activation_checkpointing"}),
-    packages=("torchtune", "torch"),
-    groups=("torchtune recipes", "torchtune setup_torch_profiler"),
     prepare=prepare,
     finish=finish,
 )

@@ -7,7 +7,7 @@ from typing import Any
 
 from finetune.migration.complete import put_source, source_of, source_with_files
 from finetune.migration.draft import Draft, Peer
-from finetune.migration.peers.trainer import ARGUMENTS, finish_arguments, name_placeholders, prepare_arguments
+from finetune.migration.peers.trainer import finish_arguments, name_placeholders, prepare_arguments
 from finetune.migration.rules import path
 from finetune.registry.losses import PREFERENCE_LOSSES
 
@@ -246,35 +246,6 @@ def finish(draft: Draft) -> None:
 
 TRL = Peer(
     name="trl",
-    title="TRL",
-    signs=frozenset(
-        {
-            "dataset_name",
-            "teacher_model_name_or_path",
-            "model_name_or_path",
-            "use_peft",
-            "dataset_train_split",
-            "dataset_text_field",
-            "dataset_num_proc",
-            "loss_type",
-            "completion_only_loss",
-            "assistant_only_loss",
-            "precompute_ref_log_probs",
-            "center_rewards_coefficient",
-            "desirable_weight",
-            "model_init_kwargs",
-            "chat_template_path",
-            "truncation_mode",
-            "max_prompt_length",
-            "beta",
-            "max_seq_length",
-            "pad_to_multiple_of",
-            "disable_dropout",
-            "activation_offloading",
-        }
-    ),
-    packages=("trl", "transformers"),
-    groups=(ARGUMENTS, "trl ScriptArguments", "trl DatasetMixtureConfig", "trl DatasetConfig", "trl ModelConfig"),
     prepare=prepare,
     finish=finish,
 )
