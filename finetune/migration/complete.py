@@ -5,9 +5,13 @@ The facts have the same names, whatever the peer calls its keys.
 
 import json
 import re
+from glob import has_magic
 from pathlib import Path
 from typing import Any
 
+from finetune.config.paths import absolute_path, is_path, is_url
+from finetune.config.rules.files import first_matches
+from finetune.config.schema import branches, node_at
 from finetune.migration.draft import Draft, Outcome
 from finetune.migration.rules import is_off, read_file
 from finetune.migration.rules import path as path_of
@@ -68,10 +72,39 @@ def complete(draft: Draft) -> None:
 
 def source_of(written: str, folder: Path) -> dict[str, Any]:
     """Return where rows are: a local file or folder, a URL, or else a dataset on the hub."""
-    if "://" in written or written.startswith(("/", "./", "~", "../")):
-        return {"path": written}
-    found = next((path for path in (Path(written), folder / written) if path.exists()), None)
-    return {"name": written} if found is None else {"path": str(found.absolute())}
+    address = locate(written, folder)
+    return {"path" if is_url(address) or is_path(address) else "name": address}
+
+
+def locate(written: str, folder: Path) -> str:
+    """Return the absolute path that the text names, seen from the current folder or else from this one.
+
+    A name that is no path in either stays as it is, and so do URLs, absolute paths and those in the home folder.
+    """
+    if not written.strip() or is_url(written) or written.startswith(("/", "~")):
+        return written
+    texts = (written, written.replace("\\", "/"))
+    candidates = [absolute_path(text, base) for text in texts for base in (Path.cwd(), folder)]
+    found = next((path for path in candidates if _exists(Path(path))), None)
+    return found or (candidates[1] if is_path(written) else written)
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists() or (has_magic(str(path)) and bool(first_matches(path)))
+    except OSError:  # a name that is too long for a file system
+        return False
+
+
+def locate_inputs(draft: Draft) -> None:
+    """Make the paths of what the job reads absolute, as the job is in another folder; what it writes stays with it."""
+    for key, entry in draft.entries.items():
+        if not isinstance(entry.value, str) or key.endswith("folder") or entry.value.removeprefix("./") in draft.files:
+            continue
+        kinds = {branch.get("format") for branch in branches(node_at(key) or {})}
+        may_be_bare = "name or path" in kinds and key != "data.chat_template"
+        if may_be_bare or (kinds & {"path", "name or path"} and is_path(entry.value)):
+            entry.value = locate(entry.value, draft.file.path.parent.absolute())
 
 
 def source_with_files(written: str, files: str | None, folder: Path) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from finetune.config.load import load_config
 from finetune.errors import ConfigError, Problem, UserError
-from finetune.migration.complete import complete
+from finetune.migration.complete import complete, locate_inputs
 from finetune.migration.draft import Draft, Entry, Fate, Outcome, Peer, find_rule, nested, yaml_value
 from finetune.migration.peers.axolotl import AXOLOTL
 from finetune.migration.peers.llama_factory import LLAMA_FACTORY
@@ -19,6 +19,7 @@ from finetune.migration.peers.trl import TRL
 from finetune.migration.rules import QAT
 from finetune.migration.source import PeerFile, read_peer_file
 from finetune.runtime.text.redact import redacted_config
+from finetune.runtime.text.secret_patterns import secrets_in_urls
 from finetune.runtime.text.terminal import escape_controls, format_json
 
 _SECTIONS = ("run", "model", "data", "task", "train", "evaluate", "checkpoint", "report", "export")
@@ -177,6 +178,7 @@ def migrate_file(path: Path, *, peer: str | None = None, gpus: int | None = None
     source.finish(draft)
     draft.write_unwritten()
     draft.default("run.folder", f"./runs/{path.stem}", "no output folder there")
+    locate_inputs(draft)
     problems = _check(draft, source.header.title)
     for _ in range(_MAX_REPAIRS):
         refused = [problem for problem in problems if _is_given_up(draft, problem)]
@@ -193,7 +195,8 @@ def migrate_file(path: Path, *, peer: str | None = None, gpus: int | None = None
 
 def _is_given_up(draft: Draft, problem: Problem) -> bool:
     """Take a refused key out of the job and return True, unless it is a missing file or has no leaf."""
-    if _MISSING in problem.message or not draft.has(problem.key) or "." not in problem.key:
+    is_section = "." not in problem.key and problem.key != "evaluate"  # which has no rows without `data.validation`
+    if _MISSING in problem.message or not draft.has(problem.key) or is_section:
         return False
     if all(
         key.startswith(("data.train", "task.name", "model.name"))
@@ -209,7 +212,12 @@ def _is_given_up(draft: Draft, problem: Problem) -> bool:
 
 
 def _check(draft: Draft, title: str) -> Sequence[Problem]:
-    """Return the problems of the job as it is now."""
+    """Return the problems of the job as it is now; a secret in a URL is one, wherever it stands."""
+    problems = [
+        Problem(key, "secrets do not belong in a job file. Use the storage's environment variables.")
+        for key, entry in draft.entries.items()
+        if isinstance(entry.value, str) and any(secrets_in_urls(entry.value))
+    ]
     with tempfile.TemporaryDirectory() as folder:
         job = Path(folder) / "job.yaml"
         job.write_text(job_text(draft, title=title), encoding="utf-8")
@@ -218,5 +226,5 @@ def _check(draft: Draft, title: str) -> Sequence[Problem]:
         try:
             load_config(job, [])
         except ConfigError as error:
-            return error.problems
-    return ()
+            problems += [problem for problem in error.problems if problem.key not in {one.key for one in problems}]
+    return problems

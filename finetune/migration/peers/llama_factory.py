@@ -1,13 +1,14 @@
 """LLaMA-Factory: its keys and stages, the datasets of dataset_info.json, its templates and defaults."""
 
-import json
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
 from finetune.migration.complete import put_source, source_of
 from finetune.migration.draft import BUILT_IN, CHAT_NAMES, Draft, Peer
+from finetune.migration.peers import dataset_info
+from finetune.migration.peers.dataset_info import Dataset
 from finetune.migration.peers.trainer import finish_arguments, prepare_arguments
 from finetune.migration.rules import path
+from finetune.migration.source import PeerFile
 from finetune.registry.losses import PREFERENCE_LOSSES
 
 _STAGES = {"sft": "sft", "pt": "pretrain", "dpo": "preference", "kto": "preference", "rm": "reward"}
@@ -18,9 +19,11 @@ _PREFERENCE = ("beta", "loss", "sft_weight", "target_margin")
 def prepare(draft: Draft) -> None:
     """Write the task, the adapter, the rows and the template."""
     prepare_arguments(draft)
+    names = list(dict.fromkeys([*draft.get("dataset", []), *draft.get("eval_dataset", [])]))
+    info = dataset_info.read_info(draft, names)
     _task(draft)
     _adapter(draft)
-    _rows(draft)
+    _rows(draft, names, info)
     _targets(draft)
     if draft.get("uses_muon"):
         draft.entries.pop("train.optimizer.name", None)
@@ -37,7 +40,9 @@ def prepare(draft: Draft) -> None:
 
 def _task(draft: Draft) -> None:
     stage = str(draft.get("stage", "sft")).lower()
-    is_vision = draft.has("data.images") or any(name in draft.facts for name in ("media_dir", "freezes_vision"))
+    signs = ("media_dir", "freezes_vision", "columns.images")
+    sees = any(name.startswith(signs) and draft.get(name) != "" for name in draft.facts)
+    is_vision = sees or draft.has("data.images")
     task = "vision_language_sft" if is_vision and stage == "sft" else _STAGES.get(stage, "sft")
     draft.put("task.name", task, *(("stage",) if stage in _STAGES else ()))
     if stage not in _STAGES:
@@ -48,10 +53,13 @@ def _task(draft: Draft) -> None:
     if task == "preference":
         loss = "kto" if stage == "kto" else str(draft.get("loss", "sigmoid")).replace("kto_pair", "kto")
         if loss in PREFERENCE_LOSSES:
-            draft.put("task.preference.loss", loss, "loss", "stage")
+            draft.put("task.preference.loss", loss, "stage", *(() if stage == "kto" else ("loss",)))
         else:
             names = ", ".join(entry.name for entry in PREFERENCE_LOSSES)
             draft.refuse(f"choose one of `task.preference.loss`: {names}.", "loss")
+        if loss == "kto" and draft.facts.get("sft_weight", (0,))[0]:
+            draft.refuse("`kto` has no further term here: choose another `task.preference.loss`.", "sft_weight")
+            draft.facts.pop("sft_weight")
         for name, key in (("beta", "beta"), ("sft_weight", "sft_weight")):
             if name in draft.facts and (name == "beta" or draft.get(name)):
                 draft.put(f"task.preference.{key}", draft.get(name), name)
@@ -105,73 +113,45 @@ def _adapter(draft: Draft) -> None:
     draft.drop("the projector belongs to the image encoder's parameters", "freezes_projector")
 
 
-def _rows(draft: Draft) -> None:
-    folders = [Path(draft.get("dataset_dir", "data")), draft.file.path.parent / draft.get("dataset_dir", "data")]
-    known = next((found for folder in folders if (found := _dataset_info(folder)) is not None), {})
-    names = draft.get("dataset", [])
-    for index, name in enumerate(names):
-        key = "data.train" if len(names) == 1 else f"data.train.mix.{index}"
-        values = _source(draft, name, known) | {"take": draft.get("take")}
-        put_source(draft, key, values, "dataset", "take", comment=f"`{name}` of dataset_info.json")
-        if len(names) > 1 and "probabilities" in draft.facts:
-            draft.put(f"{key}.weight", draft.get("probabilities")[index], "probabilities", "mix_strategy")
-        elif len(names) > 1:
+def _rows(draft: Draft, names: Sequence[str], info: PeerFile | None) -> None:
+    trained, evaluated = draft.get("dataset", []), draft.get("eval_dataset", [])
+    strategy, weights = draft.get("mix_strategy"), draft.get("probabilities", [1.0] * len(trained))
+    is_weighted = strategy in ("interleave_under", "interleave_over") and len(weights) == len(trained)
+    keys = [f"data.train.mix.{index}" for index in range(len(trained))] if len(trained) > 1 else ["data.train"]
+    for index, (key, name) in enumerate(zip(keys, trained, strict=False)):
+        _put_source(draft, key, name, names, info, "dataset")
+        if len(trained) > 1 and is_weighted:
+            draft.put(f"{key}.weight", weights[index], "probabilities", "mix_strategy")
+        elif len(trained) > 1:
             draft.put(f"{key}.epochs", 1, comment="all rows of every source, as there")
-    if not known and names:
+        if draft.get("streaming"):
+            draft.put(f"{key}.stream.window_rows", draft.get("window_rows", 10_000), "window_rows", "streaming")
+    if strategy == "interleave_over" and len(trained) > 1:
+        draft.put("data.train.until", "all", "mix_strategy")
+    for name in evaluated[:1]:
+        _put_source(draft, "data.validation", name, names, info, *(["eval_dataset"] if len(evaluated) == 1 else []))
+    draft.refuse("validation rows are one source: the first is written. Join the files.", "eval_dataset")
+    if info is None and names and draft.get("dataset_dir") != "ONLINE":
         draft.note(
             f"{', '.join(names)}: names of dataset_info.json in {draft.get('dataset_dir', 'data')}, which is not here: "
             "write the names on the hub, or paths. With that folder next to the file, they are looked up."
         )
     draft.drop("dataset_info.json was looked for there", "dataset_dir")
     draft.drop("sources are mixed in full", "mix_strategy", "probabilities")
-    if draft.get("media_dir"):
-        draft.put("data.train.image_root", path(draft.get("media_dir")), "media_dir")
-    if draft.get("eval_dataset"):
-        put_source(draft, "data.validation", _source(draft, draft.get("eval_dataset")[0], known), "eval_dataset")
-    if draft.get("streaming"):
-        draft.put("data.train.stream.window_rows", draft.get("window_rows", 10_000), "window_rows", "streaming")
     draft.drop("rows are not streamed", "streaming", "window_rows")
+    draft.drop("rows of this task have no images", "media_dir")
 
 
-def _dataset_info(folder: Path) -> dict[str, Any] | None:
-    try:
-        found = json.loads((folder / "dataset_info.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    for entry in found.values() if isinstance(found, dict) else ():
-        if isinstance(entry, dict):
-            entry["folder_of_files"] = str(folder)
-    return found if isinstance(found, dict) else None
-
-
-def _source(draft: Draft, name: str, entries: dict[str, Any]) -> dict[str, Any]:
-    """Return the source that dataset_info.json describes under this name; the name alone if it is not there."""
-    entry = entries.get(name)
-    if not isinstance(entry, dict):
-        return source_of(name, draft.file.path.parent)
-    columns, tags = entry.get("columns", {}), entry.get("tags", {})
-    is_chat, is_ranking = entry.get("formatting") == "sharegpt", bool(entry.get("ranking"))
-    values: dict[str, Any] = {"config": entry.get("subset"), "split": entry.get("split")}
-    if entry.get("hf_hub_url"):
-        values["name"] = entry["hf_hub_url"]
+def _put_source(draft: Draft, key: str, name: str, names: Sequence[str], info: PeerFile | None, *facts: str) -> None:
+    comment = f"`{name}` of dataset_info.json"
+    if info is None:
+        values = source_of(name, draft.file.path.parent) | {"take": draft.get("take")}
+        put_source(draft, key, values, *facts, "take", comment=comment)
     else:
-        file = Path(entry["folder_of_files"]) / str(entry.get("file_name", name))
-        values = {"path": str(file.absolute())}
-    if is_ranking:
-        prompt = columns.get("messages", "conversations") if is_chat else columns.get("prompt", "instruction")
-        written = {"prompt": prompt, "chosen": columns.get("chosen"), "rejected": columns.get("rejected")}
-        form = "preference"
-    elif is_chat:
-        form = "messages" if tags.get("role_tag") == "role" else "conversations"
-        written = {form: columns.get("messages", "conversations"), "system": columns.get("system")}
-        written |= {"tools": columns.get("tools"), "images": columns.get("images")}
-    elif draft.value("task.name") == "pretrain":
-        form, written = "text", {"text": columns.get("prompt", "text")}
-    else:
-        form, names = "instruction", {"instruction": "prompt", "input": "query", "output": "response"}
-        written = {ours: columns.get(theirs) for ours, theirs in names.items()} | {"system": columns.get("system")}
-    renamed = {ours: theirs for ours, theirs in written.items() if theirs not in (None, ours)}
-    return values | {"format": form, "columns": renamed}
+        dataset = Dataset(draft, info.path.parent.absolute(), info.values[name], names.index(name))
+        dataset.put(key, *facts, comment=comment)
+    if draft.get("media_dir") and draft.value("task.name") == "vision_language_sft":
+        draft.put(f"{key}.image_root", path(draft.get("media_dir")), "media_dir")
 
 
 def _targets(draft: Draft) -> None:

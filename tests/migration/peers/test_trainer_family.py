@@ -93,7 +93,7 @@ def test_llama_factory_names_are_looked_up_in_its_dataset_info(migrate, tmp_path
     migration = migrate(LLAMA_FACTORY)
     mine, other = job_of(migration)["data"]["train"]["mix"]
     assert mine["path"] == str(tmp_path / "data" / "mine.json") and mine["take"] == 500
-    assert mine["columns"] == {"instruction": "q", "output": "a"}
+    assert mine["columns"] == {"prompt": "q", "completion": "a"}
     assert (other["name"], other["format"], other["columns"]) == (
         "org/other",
         "conversations",
