@@ -3,7 +3,6 @@
 And what is known of each trainer whose configs can be read, and what their rows and prompts have in common.
 """
 
-import difflib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+from finetune.config.formatting import did_you_mean
 from finetune.config.schema import node_at
 from finetune.migration.rules import Header, NoCounterpart, Rule, Table, is_off, read_header, read_table
 from finetune.migration.source import Leaf, PeerFile
@@ -75,12 +75,8 @@ class Draft:
                 self._apply(leaf, rule)
 
     def _unknown(self, pattern: str) -> str:
-        close = difflib.get_close_matches(pattern, self.peer.known_keys, n=1, cutoff=0.8)
-        if pattern in self.peer.known_keys:
-            return "this key is not read here. Look for it in docs/reference/job/."
-        return f"{self.peer.header.title} has no such key. " + (
-            f"Did you mean `{close[0]}`?" if close else "Look for it in docs/reference/job/."
-        )
+        hint = did_you_mean(pattern, self.peer.known_keys) or "Look for it in docs/reference/job/."
+        return f"{self.peer.header.title} has no such key. {hint}"
 
     def assume(self, *groups: str) -> None:
         """Take the peer's defaults of these groups of its keys for what the file does not say; later groups win."""
