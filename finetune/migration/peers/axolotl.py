@@ -36,20 +36,6 @@ _JUDGED_COLUMNS = {
     "ultra": {},
 }
 _SYSTEM = "{% if system is defined and system %}### System:\n{{ system }}\n\n{% endif %}"
-_ROW_FACTS = (
-    *("path", "config", "revision", "split", "data_files", "type", "field", "field_messages", "field_chosen"),
-    *("field_rejected", "field_tools", "role_key", "content_key", "field_instruction", "field_input", "field_output"),
-    *(
-        "field_system",
-        "prompt_format",
-        "prompt_no_input",
-        "drop_system",
-        "field_prompt",
-        "field_completion",
-        "field_label",
-    ),
-    *("field_training", "roles_to_train", "roles_assistant", "roles_user", "roles_system"),
-)
 _ROW_REASONS = {
     **dict.fromkeys(("roles_assistant", "roles_user", "roles_system"), "rows of this type have no speakers"),
     "field_thinking": "a turn's `thinking` or `reasoning_content` is its reasoning",
@@ -58,6 +44,8 @@ _ROW_REASONS = {
     "train_on_eos": "the end of each target turn is a target, as here",
     "split_thinking": "reasoning stays in the content there, too",
 }
+_CHOICES = ("roles_assistant", "roles_user", "roles_system", "roles_to_train")
+_NOT_OF_ROWS = ("train_on_eot", "type_keys", "row_system", "roles", "row_template", "training_detail", "token")
 _KNOWN_TOKENS = ("<s>", "</s>", "<|endoftext|>", "<|end_of_text|>", "<|begin_of_text|>", "<|eot_id|>", "<bos>", "<eos>")
 _PROJECTS = {
     **{"wandb_project": "wandb", "trackio_project_name": "trackio", "mlflow_experiment_name": "mlflow"},
@@ -211,8 +199,10 @@ def _source(draft: Draft, position: int, key: str) -> None:
     else:
         advice = "write `format`, and `columns` or a `template` (`finetune preview` proposes them)."
         draft.refuse(advice, f"type.{position}")
-    facts = [f"{name}.{position}" for name in _ROW_FACTS if not (name == "drop_system" and not get(name))]
-    facts = [name for name in facts if kind in _CHATS or not name.startswith("roles_")]
+    named = {name for name in (*_ROW_REASONS, *_NOT_OF_ROWS) if name not in _CHOICES or kind not in _CHATS}
+    named -= {"drop_system"} if get("drop_system") else set()
+    own = [name for name in draft.facts if name.endswith(f".{position}") and not name.startswith("test_")]
+    facts = [name for name in own if name.partition(".")[0] not in named]
     put_source(draft, key, values, *(name for name in facts if not draft.is_named(name)))
     for name in ("train_on_eos", "train_on_eot"):
         if get(name, "turn") != "turn":

@@ -6,6 +6,7 @@ from typing import Any
 
 from finetune.migration.complete import put_source, source_of, source_with_files
 from finetune.migration.draft import ALPACA_ROWS, Draft, Peer, read_defaults
+from finetune.migration.rules import read_file
 
 _OWNERS = {
     **{"llama2": "meta-llama", "llama3": "meta-llama", "llama4": "meta-llama", "code_llama2": "codellama"},
@@ -19,40 +20,7 @@ _TEMPLATES = {"llama2": "mistral", "llama3": "llama3", "gemma": "gemma", "gemma2
 
 _CHAT_NAMES = re.compile(r"instruct|chat|-it\b|phi|qwen", re.IGNORECASE)
 
-_DATASETS: dict[str, dict[str, Any]] = {
-    "alpaca_dataset": {"template": ALPACA_ROWS},
-    "alpaca_cleaned_dataset": {"template": ALPACA_ROWS},
-    "instruct_dataset": {"columns": {"prompt": "input", "completion": "output"}},
-    "grammar_dataset": {"columns": {"prompt": "input", "completion": "output"}},
-    "samsum_dataset": {
-        "template": {
-            "prompt": "Summarize this dialogue:\n{{ dialogue }}\n---\nSummary:{{ '\\n' }}",
-            "completion": "{{ summary }}",
-        },
-    },
-    "gsm8k_sft": {
-        "source": "openai/gsm8k",
-        "config": "main",
-        "columns": {"prompt": "question", "completion": "answer"},
-        "note": "gsm8k_sft puts a prompt before each question and marks the reasoning of each answer: write both in "
-        "the source's `template`.",
-    },
-    "chat_dataset": {"chat": True},
-    "multimodal_chat_dataset": {"chat": True},
-    "slimorca_dataset": {"chat": True},
-    "llava_instruct_dataset": {"chat": True},
-    "the_cauldron_dataset": {},
-    "text_completion_dataset": {"text": "text"},
-    "wikitext_dataset": {"text": "page"},
-    "cnn_dailymail_articles_dataset": {"config": "3.0.0", "text": "article"},
-    "preference_dataset": {"pairs": {}},
-    "hh_rlhf_helpful_dataset": {"pairs": {}},
-    "stack_exchange_paired_dataset": {
-        "pairs": {"prompt": "question", "chosen": "response_j", "rejected": "response_k"},
-    },
-}
-"""How a dataset builder's rows are read; where they are, and whether prompts are targets, is in its defaults."""
-
+_DATASETS: dict[str, dict[str, Any]] = read_file("torchtune")["datasets"]
 _ROW_FACTS = (
     "source",
     "data_files",
@@ -239,7 +207,7 @@ def _reading(draft: Draft, reads: dict[str, Any]) -> dict[str, Any]:
         column = draft.get("conversation_column", form)
         return {"format": form, "columns": {form: column} if column != form else {}}
     if "template" in reads:
-        template = dict(reads["template"])
+        template = ALPACA_ROWS if reads["template"] == "alpaca" else reads["template"]
         for part in ("instruction", "input", "output"):
             name = draft.get(f"column_{part}", part)
             template = {key: re.sub(rf"\b{part}\b(?= (%|\}}|is|and))", name, text) for key, text in template.items()}
