@@ -4,6 +4,7 @@ from typing import Any
 
 from finetune.migration.complete import put_source, source_of, source_with_files
 from finetune.migration.draft import ALPACA_ROWS, Draft, Outcome, Peer, read_defaults, version_of
+from finetune.migration.rules import read_file
 
 _TEMPLATES = {"mistral_v1": "mistral", **{name: name for name in ("chatml", "llama3", "gemma", "zephyr", "mistral")}}
 _LOSSES = {"dpo": "sigmoid", **{name: name for name in ("ipo", "orpo", "simpo", "kto")}}
@@ -12,29 +13,8 @@ _JEOPARDY = {
     "completion": "what is {{ answer }}",
 }
 _CHATS = ("chat_template", "sharegpt", "sharegpt_simple", "chat", "messages")
-_PLUGINS = (
-    "CutCrossEntropyPlugin",
-    "LigerPlugin",
-    "KernelsPlugin",
-    "SwanLabPlugin",
-    "LMEvalPlugin",
-    "DiffusionPlugin",
-    "ExpertParallelPlugin",
-)
-"""Those that change speed alone, or whose keys are converted or listed."""
-
-_PAIR_COLUMNS = {  # by the part of a type after the point: from our columns to those that it reads
-    "intel": {"prompt": "question"},
-    "icr": {"prompt": "input"},
-    "argilla": {"prompt": "instruction", "chosen": "chosen_response", "rejected": "rejected_response"},
-    **{style: {} for style in ("argilla_chat", "prompt_pairs", "ultra")},
-}
-_JUDGED_COLUMNS = {
-    "argilla": {"prompt": "instruction"},
-    "intel": {"prompt": "question"},
-    "prompt_pairs": {},
-    "ultra": {},
-}
+_DATA = read_file("axolotl")
+_PAIR_COLUMNS, _JUDGED_COLUMNS = _DATA["pair_columns"], _DATA["judged_columns"]
 _SYSTEM = "{% if system is defined and system %}### System:\n{{ system }}\n\n{% endif %}"
 _ROW_REASONS = {
     **dict.fromkeys(("roles_assistant", "roles_user", "roles_system"), "rows of this type have no speakers"),
@@ -47,12 +27,6 @@ _ROW_REASONS = {
 _CHOICES = ("roles_assistant", "roles_user", "roles_system", "roles_to_train")
 _NOT_OF_ROWS = ("train_on_eot", "type_keys", "row_system", "roles", "row_template", "training_detail", "token")
 _KNOWN_TOKENS = ("<s>", "</s>", "<|endoftext|>", "<|end_of_text|>", "<|begin_of_text|>", "<|eot_id|>", "<bos>", "<eos>")
-_PROJECTS = {
-    **{"wandb_project": "wandb", "trackio_project_name": "trackio", "mlflow_experiment_name": "mlflow"},
-    **{"comet_project_name": "comet_ml"},
-}
-"""Keys that turn a tracker on, whatever its `use_` key says."""
-
 _WARMUP = "axolotl _configure_warmup_and_logging"
 
 
@@ -60,7 +34,7 @@ def prepare(draft: Draft) -> None:
     """Write the task, the sources, the chat template, and what only axolotl has."""
     draft.loads_bf16 = True
     _unwritten(draft)
-    for key, tracker in _PROJECTS.items():
+    for key, tracker in _DATA["projects"].items():
         leaf = draft.file.leaves.get(key)
         if leaf is not None and leaf.value:
             if f"uses_{tracker}" in draft.facts:
@@ -98,7 +72,7 @@ def prepare(draft: Draft) -> None:
     _adapters(draft)
     _tokens(draft)
     names = [name.rpartition(".")[2] for name in draft.get("plugins", [])]
-    if unknown := [name for name in names if name not in _PLUGINS]:
+    if unknown := [name for name in names if name not in _DATA["plugins"]]:
         draft.refuse(
             f"`{unknown[0]}` has no counterpart: a plugin of ours may do it (docs/how-to/plugins.md).", "plugins"
         )

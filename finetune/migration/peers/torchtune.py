@@ -21,17 +21,7 @@ _TEMPLATES = {"llama2": "mistral", "llama3": "llama3", "gemma": "gemma", "gemma2
 _CHAT_NAMES = re.compile(r"instruct|chat|-it\b|phi|qwen", re.IGNORECASE)
 
 _DATASETS: dict[str, dict[str, Any]] = read_file("torchtune")["datasets"]
-_ROW_FACTS = (
-    "source",
-    "data_files",
-    "config",
-    "split",
-    "partition",
-    "dataset_builder",
-    "column",
-    "conversation_column",
-    "conversation_style",
-)
+_NOT_OF_ROWS = ("packing", "train_on_inputs", "masking", "max_length")
 _TASKS = {"DPOLoss": "sigmoid", "RSOLoss": "hinge", "IPOLoss": "ipo", "SimPOLoss": "simpo"}
 _CROSS_ENTROPIES = ("LinearCrossEntropyLoss", "CEWithChunkedOutputLoss", "CrossEntropyLoss")
 
@@ -163,7 +153,8 @@ def _data(draft: Draft) -> None:
         values |= {"config": draft.get("config", reads.get("config")) if "name" in values else None}
         values["split"] = _partition(draft) or draft.get("split")
     values |= _reading(draft, reads)
-    facts = [*_ROW_FACTS, *(name for name in draft.facts if name.startswith("column_"))]
+    of_rows = [name for name, (_, leaf) in draft.facts.items() if leaf.key.startswith("dataset.")]
+    facts = [name for name in of_rows if name not in _NOT_OF_ROWS]
     put_source(draft, "data.train", values, *(name for name in facts if not draft.is_named(name)))
     _validation(draft, values)
     masking = draft.get("masking")
