@@ -105,9 +105,12 @@ def unpacked(package: str, version: str | None, cache: Path = CACHE) -> Path:
     archive = max((path for path in folder.iterdir() if path.is_file()), key=lambda path: path.stat().st_mtime)
     into = folder / archive.stem
     if not into.is_dir():
-        opened = zipfile.ZipFile(archive) if archive.suffix == ".whl" else tarfile.open(archive)
-        with opened:
-            opened.extractall(into)  # noqa: S202  # a release of a trainer, which is read and not run
+        if archive.suffix == ".whl":
+            with zipfile.ZipFile(archive) as wheel:
+                wheel.extractall(into)
+        else:
+            with tarfile.open(archive) as sources:
+                sources.extractall(into, filter="data")
     return into
 
 
@@ -140,8 +143,10 @@ class Sources:
                 if isinstance(node, ast.FunctionDef) and node.name == name:
                     is_builder = name.startswith("_configure_")
                     return dict(_fallbacks(node)) if is_builder else self._arguments(node)
-                is_made = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name
-                if is_made and isinstance(call := node.value, ast.Call):  # partial(function, ...)
+                if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
+                    call = node.value
+                    if not isinstance(call, ast.Call):
+                        continue  # another name of a class
                     given = {part.arg: self._value(part.value) for part in call.keywords if part.arg}
                     return self.defaults(ast.unparse(call.args[0])) | given
         raise KeyError(name)
@@ -191,12 +196,9 @@ class Sources:
                 if part.arg == "default":
                     return self._value(part.value)
                 if part.arg == "default_factory":
-                    is_lambda = isinstance(part.value, ast.Lambda)
-                    return (
-                        self._value(part.value.body)
-                        if is_lambda
-                        else {"list": [], "dict": {}}.get(ast.unparse(part.value))
-                    )
+                    if isinstance(part.value, ast.Lambda):
+                        return self._value(part.value.body)
+                    return {"list": [], "dict": {}}.get(ast.unparse(part.value))
             is_field = ast.unparse(node.func) == "Field" and node.args
             return self._value(node.args[0]) if is_field else None
         if isinstance(node, ast.Attribute | ast.Name):

@@ -13,35 +13,12 @@ from finetune.config.paths import absolute_path, is_path, is_url
 from finetune.config.rules.files import first_matches
 from finetune.config.schema import branches, node_at
 from finetune.migration.draft import Draft, Outcome
-from finetune.migration.rules import is_off
+from finetune.migration.rules import is_off, read_file
 from finetune.migration.rules import path as path_of
 from finetune.registry.observers import TRACKERS
 
 _USED = ("wandb", "trackio", "swanlab", "mlflow", "tensorboard", "comet_ml")
-LEFT_OVER = {
-    **dict.fromkeys(("is_4bit", "is_8bit", "bits"), "the base is not quantized there, either"),
-    "adapter": "every parameter is trained, as here by default",
-    **dict.fromkeys(("bf16", "fp16", "dtype"), "another precision is chosen"),
-    "epochs": "the number of steps overrides it there, too",
-    **dict.fromkeys(("max_steps", "max_steps_per_epoch"), "it is off there, too"),
-    **dict.fromkeys(
-        ("warmup_steps", "warmup_ratio"), "there is no warmup there, either, or the other key overrides it"
-    ),
-    "validation_fraction": "no rows are split off there, or there is a validation set",
-    **dict.fromkeys(("eval_steps", "evals_per_epoch"), "without validation rows nothing is evaluated"),
-    "eval_strategy": "validation rows are evaluated at the end, if there are any",
-    **dict.fromkeys(("save_steps", "save_strategy", "saves_per_epoch"), "the last step is always saved"),
-    "save_limit": "the newest checkpoints are kept",
-    **dict.fromkeys(("keep_best", "best_metric", "is_greater_better"), "no best checkpoint is chosen there"),
-    "patience": "without validation rows nothing is evaluated",
-    "trackers": "every run writes events.jsonl and report.html",
-    **dict.fromkeys((f"uses_{name}" for name in _USED), "it is off there, too"),
-    **dict.fromkeys(("fsdp", "fsdp_offload", "fsdp_sharding", "fsdp_version"), "there is no FSDP there"),
-    **dict.fromkeys(("model_parallel", "sequence_parallel"), "it is off there, too"),
-    "deepspeed": "it is off there, too",
-    "packing": "samples of a microbatch are concatenated without padding",
-    "train_on_inputs": "prompts are not targets here, either",
-}
+LEFT_OVER = {name: why for why, names in read_file("left_over").items() for name in names.split()}
 """Why a fact that no key was written from is not needed."""
 
 ADDRESS_FACTS = ("path", "name", "config", "revision", "split", "data_files", "files", "dataset", "take")

@@ -3,7 +3,6 @@
 And what is known of each trainer whose configs can be read, and what their rows and prompts have in common.
 """
 
-import difflib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -12,14 +11,18 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+from finetune.config.formatting import did_you_mean
 from finetune.config.schema import node_at
-from finetune.migration.rules import NoCounterpart, Rule, Table, is_off, read_table
+from finetune.migration.rules import Header, NoCounterpart, Rule, Table, is_off, read_header, read_table
 from finetune.migration.source import Leaf, PeerFile
 from finetune.runtime.text.terminal import format_json
 
 Fate = Literal["mapped", "not_needed", "not_possible", "unknown"]
 UNSET = "it is unset there, too"
-_SPEED_ALONE = ("data.num_workers", "data.pin_memory", "data.persistent_workers", "data.prefetch_factor", "train.tf32")
+_SPEED_ALONE = (
+    *("data.num_workers", "data.pin_memory", "data.persistent_workers", "data.prefetch_factor", "train.tf32"),
+    "data.batching.padding_free",
+)
 _DEFAULTS = Path(__file__).with_name("defaults.json")
 
 
@@ -72,12 +75,8 @@ class Draft:
                 self._apply(leaf, rule)
 
     def _unknown(self, pattern: str) -> str:
-        close = difflib.get_close_matches(pattern, self.peer.known_keys, n=1, cutoff=0.8)
-        if pattern in self.peer.known_keys:
-            return "this key is not read here. Look for it in docs/reference/job/."
-        return f"{self.peer.title} has no such key. " + (
-            f"Did you mean `{close[0]}`?" if close else "Look for it in docs/reference/job/."
-        )
+        hint = did_you_mean(pattern, self.peer.known_keys) or "Look for it in docs/reference/job/."
+        return f"{self.peer.header.title} has no such key. {hint}"
 
     def assume(self, *groups: str) -> None:
         """Take the peer's defaults of these groups of its keys for what the file does not say; later groups win."""
@@ -88,14 +87,16 @@ class Draft:
                 if rule is None or key in written:
                     continue
                 if value is None:  # whatever an earlier group has: it follows from other keys
-                    self.assumed.pop(rule.name, None)
-                    self.unwritten.pop(rule.name, None)
+                    for known in (self.assumed, self.unwritten):
+                        if f": {key}: " in known.get(rule.name, (None, ""))[1]:
+                            del known[rule.name]
                     continue
                 origin = f"{group.replace(' ', f' {version_of(group)}, ')}: {key}: {yaml_value(value)}"
                 try:
                     converted = rule.convert(value)
                 except NoCounterpart as error:
-                    self.note(f"{origin}, by default: {error}")
+                    if not is_off(value):
+                        self.note(f"{origin}, by default: {error}")
                     continue
                 if rule.kind == "fact" and rule.name not in self.facts:
                     self.assumed[rule.name] = (converted, origin)
@@ -323,15 +324,16 @@ BUILT_IN = {
 
 @dataclass(frozen=True)
 class Peer:
-    """A trainer: the keys that only it has, where its defaults stand, and the functions that complete a job."""
+    """A trainer: its file of keys, and the functions that complete a job."""
 
-    name: str  # also of the file with the table of its keys
-    title: str
-    signs: frozenset[str]  # keys that tell its configs from others'
-    packages: tuple[str, ...]  # whose keys it has
-    groups: tuple[str, ...]  # of defaults that hold for every config
+    name: str  # of the file, too
     prepare: Callable[[Draft], None]  # task, data and what only it has; before the common part
-    finish: Callable[[Draft], None]  # its own defaults, where they follow from others; after the common part
+    finish: Callable[[Draft], None]  # what follows from others there; after the common part
+
+    @property
+    def header(self) -> Header:
+        """Return its title, the keys that tell its configs from others', and where its unwritten defaults are."""
+        return read_header(self.name)
 
     @property
     def table(self) -> Table:
@@ -341,8 +343,8 @@ class Peer:
     @property
     def known_keys(self) -> frozenset[str]:
         """Return all keys that it has: those of the table and those of its packages."""
-        groups = read_defaults()["defaults"]
-        named = [group for group in groups if group.partition(" ")[0] in self.packages and " _" not in group]
+        groups, packages = read_defaults()["defaults"], self.header.packages
+        named = [group for group in groups if group.partition(" ")[0] in packages and " _" not in group]
         own = {key for group in named for key in groups[group]}
         return frozenset(own | {key for key in self.table if not key.endswith(".*")})
 

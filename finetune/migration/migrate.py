@@ -10,7 +10,7 @@ from typing import Any
 from finetune.config.load import load_config
 from finetune.errors import ConfigError, Problem, UserError
 from finetune.migration.complete import complete, locate_inputs
-from finetune.migration.draft import Draft, Entry, Fate, Outcome, Peer, nested, yaml_value
+from finetune.migration.draft import Draft, Entry, Fate, Outcome, Peer, find_rule, nested, yaml_value
 from finetune.migration.peers.axolotl import AXOLOTL
 from finetune.migration.peers.llama_factory import LLAMA_FACTORY
 from finetune.migration.peers.torchtune import TORCHTUNE
@@ -120,7 +120,7 @@ _NOT_READ = {
 
 
 def detect(file: PeerFile, name: str | None = None) -> Peer:
-    """Return the peer of this name, or the one whose signs the file has most of; raises UserError if none is clear."""
+    """Return the peer of this name, or the one that knows most keys of the file; raises UserError if none is clear."""
     if name is not None:
         if name.lower().replace("-", "_") not in PEERS:
             raise UserError(f"--peer {name}: choose one of {', '.join(PEERS)}.")
@@ -131,15 +131,19 @@ def detect(file: PeerFile, name: str | None = None) -> Peer:
                 f"--from {file.path}: `{own[0]}` is a key of {trainer}, whose configs are not supported. "
                 f"Supported: {', '.join(PEERS)}; another one's config is read with --peer."
             )
-    keys = {leaf.pattern for leaf in file.leaves.values()}
-    keys |= {part for key in keys for part in (key.partition(".")[0].removesuffix("[]"), key.rpartition(".")[2])}
-    counts = {peer.name: len(peer.signs & keys) for peer in PEERS.values()}
-    best = max(counts.values())
-    likely = [peer for peer, count in counts.items() if count == best]
+    patterns = {leaf.pattern for leaf in file.leaves.values()}
+    keys = patterns | {key.partition(".")[0].removesuffix("[]") for key in patterns}
+    keys |= {key.rpartition(".")[2] for key in patterns}
+    scores = {
+        peer.name: (-sum(find_rule(peer.table, key) is None for key in patterns), len(peer.header.signs & keys))
+        for peer in PEERS.values()
+        if peer.header.signs & keys
+    }
+    likely = [name for name, score in scores.items() if score == max(scores.values())]
     if len(likely) > 1 and TRAINER.name in likely:
         likely.remove(TRAINER.name)  # the others have its keys, too
-    if best == 0 or len(likely) > 1:
-        what = f"may be one of {' or '.join(likely)}" if best else "has no key that tells whose it is"
+    if len(likely) != 1:
+        what = f"may be one of {' or '.join(likely)}" if likely else "has no key that tells whose it is"
         raise UserError(f"--from {file.path}: the config {what}. Write --peer with one of {', '.join(PEERS)}.")
     return PEERS[likely[0]]
 
@@ -168,25 +172,25 @@ def migrate_file(path: Path, *, peer: str | None = None, gpus: int | None = None
     source = detect(file, peer)
     draft = Draft(file, gpus or 0, source)
     draft.apply()
-    draft.assume(*source.groups)
+    draft.assume(*source.header.defaults)
     source.prepare(draft)
     complete(draft)
     source.finish(draft)
     draft.write_unwritten()
     draft.default("run.folder", f"./runs/{path.stem}", "no output folder there")
     locate_inputs(draft)
-    problems = _check(draft, source.title)
+    problems = _check(draft, source.header.title)
     for _ in range(_MAX_REPAIRS):
         refused = [problem for problem in problems if _is_given_up(draft, problem)]
         if not refused:
             break
-        problems = _check(draft, source.title)
+        problems = _check(draft, source.header.title)
     if not draft.out_of_scope and any(draft.outcomes[key].text == QAT for key in draft.keys_of("not_possible")):
         draft.out_of_scope = "quantization-aware training"
     if draft.out_of_scope:
         draft.note(f"the task of the file does not exist here ({draft.out_of_scope}): this job trains something else.")
     draft.require_complete()
-    return Migration(source.title, draft, job_text(draft, title=source.title), problems)
+    return Migration(source.header.title, draft, job_text(draft, title=source.header.title), problems)
 
 
 def _is_given_up(draft: Draft, problem: Problem) -> bool:

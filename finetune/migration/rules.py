@@ -10,6 +10,7 @@ from typing import Any, Literal
 from ruamel.yaml import YAML
 
 Convert = Callable[[Any], Any]
+Kind = Literal["key", "fact", "not_needed", "not_possible"]
 
 
 class NoCounterpart(Exception):
@@ -20,7 +21,7 @@ class NoCounterpart(Exception):
 class Rule:
     """What becomes of a key: `name` is our key, or a fact that completes the job; `why` the reason that it has none."""
 
-    kind: Literal["key", "fact", "not_needed", "not_possible"]
+    kind: Kind
     name: str = ""
     why: str = ""
     convert: Convert = lambda value: value
@@ -215,19 +216,45 @@ TRANSFORMS: Mapping[str, Convert] = {**_CHOICES, **{function.__name__: function 
 """The functions above, and the words of values.yaml, by the names that the tables call them."""
 
 
+@dataclass(frozen=True)
+class Header:
+    """What a peer's file says of the peer: keys that only it has, the packages with its keys, groups of defaults."""
+
+    title: str
+    signs: frozenset[str]
+    packages: tuple[str, ...]
+    defaults: tuple[str, ...]
+
+
+@cache
+def read_file(name: str) -> dict[str, Any]:
+    """Return the file of a peer as plain values."""
+    sections: dict[str, Any] = YAML(typ="safe").load(_TABLES / f"{name}.yaml")
+    return sections
+
+
+def read_header(name: str) -> Header:
+    """Return what the file of a peer says of the peer itself."""
+    file = read_file(name)
+    signs, packages = frozenset(file["signs"].split()), tuple(file["packages"].split())
+    return Header(file["title"], signs, packages, tuple(file["defaults"]))
+
+
 @cache
 def read_table(name: str) -> Table:
     """Return the table of a peer from its file, which extends the one that it names as `base`.
 
     A line of `keys` and `facts` is `theirs: ours transform`, one of the other sections a reason and the keys with it.
     """
-    sections = YAML(typ="safe").load(_TABLES / f"{name}.yaml")
+    sections = read_file(name)
     table = dict(read_table(sections["base"])) if "base" in sections else {}
-    for kind in ("key", "fact"):
-        for theirs, written in sections[f"{kind}s"].items():
+    names: tuple[tuple[Kind, str], ...] = (("key", "keys"), ("fact", "facts"))
+    for kind, section in names:
+        for theirs, written in sections[section].items():
             ours, _, transform = written.partition(" ")
             table[theirs] = Rule(kind, ours, convert=_transform(transform))
-    for kind in ("not_needed", "not_possible"):
+    reasons: tuple[Kind, ...] = ("not_needed", "not_possible")
+    for kind in reasons:
         for why, keys in sections[kind].items():
             table |= dict.fromkeys(keys.split(), Rule(kind, why=why))
     return table

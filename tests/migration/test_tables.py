@@ -9,6 +9,7 @@ from ruamel.yaml import YAML
 from finetune.config.schema import node_at
 from finetune.errors import UserError
 from finetune.migration.complete import LEFT_OVER
+from finetune.migration.draft import find_rule
 from finetune.migration.migrate import PEERS, migrate_file
 from finetune.migration.rules import NoCounterpart
 
@@ -27,6 +28,13 @@ def test_each_key_of_a_table_names_a_key_of_ours_or_a_reason(name):
             assert node_at(rule.name) is not None, f"{key}: there is no key {rule.name}"
         elif rule.kind != "fact":
             assert rule.why.rstrip(".)`") and not rule.why.endswith(" "), key
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_each_key_that_a_trainer_s_own_package_has_is_in_its_table(name):
+    peer = PEERS[name]
+    assert len(peer.known_keys) > 100
+    assert [key for key in sorted(peer.known_keys) if find_rule(peer.table, key) is None] == []
 
 
 def nested(key, value):

@@ -4,6 +4,7 @@ from typing import Any
 
 from finetune.migration.complete import put_source, source_of, source_with_files
 from finetune.migration.draft import ALPACA_ROWS, Draft, Outcome, Peer, read_defaults, version_of
+from finetune.migration.rules import read_file
 
 _TEMPLATES = {"mistral_v1": "mistral", **{name: name for name in ("chatml", "llama3", "gemma", "zephyr", "mistral")}}
 _LOSSES = {"dpo": "sigmoid", **{name: name for name in ("ipo", "orpo", "simpo", "kto")}}
@@ -12,60 +13,20 @@ _JEOPARDY = {
     "completion": "what is {{ answer }}",
 }
 _CHATS = ("chat_template", "sharegpt", "sharegpt_simple", "chat", "messages")
-_PLUGINS = (
-    "CutCrossEntropyPlugin",
-    "LigerPlugin",
-    "KernelsPlugin",
-    "SwanLabPlugin",
-    "LMEvalPlugin",
-    "DiffusionPlugin",
-    "ExpertParallelPlugin",
-)
-"""Those that change speed alone, or whose keys are converted or listed."""
-
-_PAIR_COLUMNS = {  # by the part of a type after the point: from our columns to those that it reads
-    "intel": {"prompt": "question"},
-    "icr": {"prompt": "input"},
-    "argilla": {"prompt": "instruction", "chosen": "chosen_response", "rejected": "rejected_response"},
-    **{style: {} for style in ("argilla_chat", "prompt_pairs", "ultra")},
-}
-_JUDGED_COLUMNS = {
-    "argilla": {"prompt": "instruction"},
-    "intel": {"prompt": "question"},
-    "prompt_pairs": {},
-    "ultra": {},
-}
+_DATA = read_file("axolotl")
+_PAIR_COLUMNS, _JUDGED_COLUMNS = _DATA["pair_columns"], _DATA["judged_columns"]
 _SYSTEM = "{% if system is defined and system %}### System:\n{{ system }}\n\n{% endif %}"
-_ROW_FACTS = (
-    *("path", "config", "revision", "split", "data_files", "type", "field", "field_messages", "field_chosen"),
-    *("field_rejected", "field_tools", "role_key", "content_key", "field_instruction", "field_input", "field_output"),
-    *(
-        "field_system",
-        "prompt_format",
-        "prompt_no_input",
-        "drop_system",
-        "field_prompt",
-        "field_completion",
-        "field_label",
-    ),
-    *("field_training", "roles_to_train"),
-)
-_SPEAKERS = "speakers with the usual names are read: user, human, assistant, gpt, system, tool"
 _ROW_REASONS = {
-    **dict.fromkeys(("roles_assistant", "roles_user", "roles_system"), _SPEAKERS),
+    **dict.fromkeys(("roles_assistant", "roles_user", "roles_system"), "rows of this type have no speakers"),
     "field_thinking": "a turn's `thinking` or `reasoning_content` is its reasoning",
     "roles_to_train": "the assistant's turns are the targets: `data.train_on`",
     "drop_system": "system turns stay there, too",
     "train_on_eos": "the end of each target turn is a target, as here",
     "split_thinking": "reasoning stays in the content there, too",
 }
+_CHOICES = ("roles_assistant", "roles_user", "roles_system", "roles_to_train")
+_NOT_OF_ROWS = ("train_on_eot", "type_keys", "row_system", "roles", "row_template", "training_detail", "token")
 _KNOWN_TOKENS = ("<s>", "</s>", "<|endoftext|>", "<|end_of_text|>", "<|begin_of_text|>", "<|eot_id|>", "<bos>", "<eos>")
-_PROJECTS = {
-    **{"wandb_project": "wandb", "trackio_project_name": "trackio", "mlflow_experiment_name": "mlflow"},
-    **{"comet_project_name": "comet_ml"},
-}
-"""Keys that turn a tracker on, whatever its `use_` key says."""
-
 _WARMUP = "axolotl _configure_warmup_and_logging"
 
 
@@ -73,12 +34,16 @@ def prepare(draft: Draft) -> None:
     """Write the task, the sources, the chat template, and what only axolotl has."""
     draft.loads_bf16 = True
     _unwritten(draft)
-    for key, tracker in _PROJECTS.items():
+    for key, tracker in _DATA["projects"].items():
         leaf = draft.file.leaves.get(key)
         if leaf is not None and leaf.value:
             if f"uses_{tracker}" in draft.facts:
                 draft.drop(f"`{key}` turns the tracker on", f"uses_{tracker}")
             draft.facts[f"uses_{tracker}"] = (True, leaf)
+    if draft.get("serves_metrics"):
+        draft.put("report.prometheus", draft.get("metrics_port"), "metrics_port", "serves_metrics")
+        draft.put("report.prometheus_address", draft.get("metrics_host"), "metrics_host")
+    draft.drop("no metrics are served there", "serves_metrics", "metrics_port", "metrics_host")
     _task(draft)
     positions = sorted({int(name.rpartition(".")[2]) for name in draft.facts if name.startswith("path.")})
     for index, position in enumerate(positions):
@@ -107,7 +72,7 @@ def prepare(draft: Draft) -> None:
     _adapters(draft)
     _tokens(draft)
     names = [name.rpartition(".")[2] for name in draft.get("plugins", [])]
-    if unknown := [name for name in names if name not in _PLUGINS]:
+    if unknown := [name for name in names if name not in _DATA["plugins"]]:
         draft.refuse(
             f"`{unknown[0]}` has no counterpart: a plugin of ours may do it (docs/how-to/plugins.md).", "plugins"
         )
@@ -208,7 +173,10 @@ def _source(draft: Draft, position: int, key: str) -> None:
     else:
         advice = "write `format`, and `columns` or a `template` (`finetune preview` proposes them)."
         draft.refuse(advice, f"type.{position}")
-    facts = [f"{name}.{position}" for name in _ROW_FACTS if not (name == "drop_system" and not get(name))]
+    named = {name for name in (*_ROW_REASONS, *_NOT_OF_ROWS) if name not in _CHOICES or kind not in _CHATS}
+    named -= {"drop_system"} if get("drop_system") else set()
+    own = [name for name in draft.facts if name.endswith(f".{position}") and not name.startswith("test_")]
+    facts = [name for name in own if name.partition(".")[0] not in named]
     put_source(draft, key, values, *(name for name in facts if not draft.is_named(name)))
     for name in ("train_on_eos", "train_on_eot"):
         if get(name, "turn") != "turn":
@@ -404,29 +372,6 @@ def finish(draft: Draft) -> None:
 
 AXOLOTL = Peer(
     name="axolotl",
-    title="axolotl",
-    signs=frozenset(
-        {
-            "base_model",
-            "sequence_len",
-            "micro_batch_size",
-            "val_set_size",
-            "adapter",
-            "num_epochs",
-            "rl",
-            "dataset_prepared_path",
-            "lora_target_linear",
-            "evals_per_epoch",
-            "saves_per_epoch",
-            "datasets",
-            "pretraining_dataset",
-        }
-    ),
-    packages=("axolotl",),
-    groups=(
-        *("axolotl AxolotlInputConfig", "axolotl SFTDataset", "axolotl chat_template"),
-        *("axolotl _configure_save_and_eval_strategy", _WARMUP),
-    ),
     prepare=prepare,
     finish=finish,
 )

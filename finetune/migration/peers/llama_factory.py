@@ -6,7 +6,7 @@ from finetune.migration.complete import put_source, source_of
 from finetune.migration.draft import BUILT_IN, CHAT_NAMES, Draft, Peer
 from finetune.migration.peers import dataset_info
 from finetune.migration.peers.dataset_info import Dataset
-from finetune.migration.peers.trainer import ARGUMENTS, finish_arguments, prepare_arguments
+from finetune.migration.peers.trainer import finish_arguments, prepare_arguments
 from finetune.migration.rules import path
 from finetune.migration.source import PeerFile
 from finetune.registry.losses import PREFERENCE_LOSSES
@@ -193,10 +193,6 @@ def finish(draft: Draft) -> None:
 
 LLAMA_FACTORY = Peer(
     name="llama_factory",
-    title="LLaMA-Factory",
-    signs=frozenset({"stage", "finetuning_type", "cutoff_len", "template", "dataset_dir", "lora_target", "pref_loss"}),
-    packages=("llamafactory", "transformers"),
-    groups=(ARGUMENTS, *(f"llamafactory {name}Arguments" for name in ("Model", "Data", "Finetuning", "Training"))),
     prepare=prepare,
     finish=finish,
 )

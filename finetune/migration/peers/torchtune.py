@@ -6,6 +6,7 @@ from typing import Any
 
 from finetune.migration.complete import put_source, source_of, source_with_files
 from finetune.migration.draft import ALPACA_ROWS, Draft, Peer, read_defaults
+from finetune.migration.rules import read_file
 
 _OWNERS = {
     **{"llama2": "meta-llama", "llama3": "meta-llama", "llama4": "meta-llama", "code_llama2": "codellama"},
@@ -19,51 +20,8 @@ _TEMPLATES = {"llama2": "mistral", "llama3": "llama3", "gemma": "gemma", "gemma2
 
 _CHAT_NAMES = re.compile(r"instruct|chat|-it\b|phi|qwen", re.IGNORECASE)
 
-_DATASETS: dict[str, dict[str, Any]] = {
-    "alpaca_dataset": {"template": ALPACA_ROWS},
-    "alpaca_cleaned_dataset": {"template": ALPACA_ROWS},
-    "instruct_dataset": {"columns": {"prompt": "input", "completion": "output"}},
-    "grammar_dataset": {"columns": {"prompt": "input", "completion": "output"}},
-    "samsum_dataset": {
-        "template": {
-            "prompt": "Summarize this dialogue:\n{{ dialogue }}\n---\nSummary:{{ '\\n' }}",
-            "completion": "{{ summary }}",
-        },
-    },
-    "gsm8k_sft": {
-        "source": "openai/gsm8k",
-        "config": "main",
-        "columns": {"prompt": "question", "completion": "answer"},
-        "note": "gsm8k_sft puts a prompt before each question and marks the reasoning of each answer: write both in "
-        "the source's `template`.",
-    },
-    "chat_dataset": {"chat": True},
-    "multimodal_chat_dataset": {"chat": True},
-    "slimorca_dataset": {"chat": True},
-    "llava_instruct_dataset": {"chat": True},
-    "the_cauldron_dataset": {},
-    "text_completion_dataset": {"text": "text"},
-    "wikitext_dataset": {"text": "page"},
-    "cnn_dailymail_articles_dataset": {"config": "3.0.0", "text": "article"},
-    "preference_dataset": {"pairs": {}},
-    "hh_rlhf_helpful_dataset": {"pairs": {}},
-    "stack_exchange_paired_dataset": {
-        "pairs": {"prompt": "question", "chosen": "response_j", "rejected": "response_k"},
-    },
-}
-"""How a dataset builder's rows are read; where they are, and whether prompts are targets, is in its defaults."""
-
-_ROW_FACTS = (
-    "source",
-    "data_files",
-    "config",
-    "split",
-    "partition",
-    "dataset_builder",
-    "column",
-    "conversation_column",
-    "conversation_style",
-)
+_DATASETS: dict[str, dict[str, Any]] = read_file("torchtune")["datasets"]
+_NOT_OF_ROWS = ("packing", "train_on_inputs", "masking", "max_length")
 _TASKS = {"DPOLoss": "sigmoid", "RSOLoss": "hinge", "IPOLoss": "ipo", "SimPOLoss": "simpo"}
 _CROSS_ENTROPIES = ("LinearCrossEntropyLoss", "CEWithChunkedOutputLoss", "CrossEntropyLoss")
 
@@ -195,7 +153,8 @@ def _data(draft: Draft) -> None:
         values |= {"config": draft.get("config", reads.get("config")) if "name" in values else None}
         values["split"] = _partition(draft) or draft.get("split")
     values |= _reading(draft, reads)
-    facts = [*_ROW_FACTS, *(name for name in draft.facts if name.startswith("column_"))]
+    of_rows = [name for name, (_, leaf) in draft.facts.items() if leaf.key.startswith("dataset.")]
+    facts = [name for name in of_rows if name not in _NOT_OF_ROWS]
     put_source(draft, "data.train", values, *(name for name in facts if not draft.is_named(name)))
     _validation(draft, values)
     masking = draft.get("masking")
@@ -239,7 +198,7 @@ def _reading(draft: Draft, reads: dict[str, Any]) -> dict[str, Any]:
         column = draft.get("conversation_column", form)
         return {"format": form, "columns": {form: column} if column != form else {}}
     if "template" in reads:
-        template = dict(reads["template"])
+        template = ALPACA_ROWS if reads["template"] == "alpaca" else reads["template"]
         for part in ("instruction", "input", "output"):
             name = draft.get(f"column_{part}", part)
             template = {key: re.sub(rf"\b{part}\b(?= (%|\}}|is|and))", name, text) for key, text in template.items()}
@@ -326,6 +285,8 @@ def finish(draft: Draft) -> None:
     else:
         draft.default("data.over_length", "truncate", "as there")
         draft.note("rows longer than `max_length` are truncated there without a message; here they are counted.")
+    if not draft.has("train.steps"):
+        draft.default("train.epochs", 1, "not in the file: every recipe needs it")
     draft.default("train.schedule.name", "constant", "no scheduler there")
     if "train.max_gradient_norm" not in draft.entries and "train.max_gradient_norm" not in draft.defaults:
         draft.put("train.max_gradient_norm", None, comment="gradients are not clipped there, by default 1.0 here")
@@ -338,10 +299,6 @@ def finish(draft: Draft) -> None:
 
 TORCHTUNE = Peer(
     name="torchtune",
-    title="torchtune",
-    signs=frozenset({"_component_", "checkpointer", "metric_logger", "tokenizer", "enable_activation_checkpointing"}),
-    packages=("torchtune", "torch"),
-    groups=("torchtune recipes", "torchtune setup_torch_profiler"),
     prepare=prepare,
     finish=finish,
 )

@@ -68,10 +68,6 @@ def name_placeholders(draft: Draft) -> None:
 
 TRAINER = Peer(
     name="trainer",
-    title="transformers' Trainer",
-    signs=frozenset({"per_device_train_batch_size"}),
-    packages=("transformers",),
-    groups=(ARGUMENTS,),
     prepare=prepare,
     finish=finish_arguments,
 )

@@ -1,46 +1,16 @@
 """TRL: the command by the keys of its configs, its rows and losses, and its defaults."""
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from finetune.migration.complete import put_source, source_of, source_with_files
 from finetune.migration.draft import Draft, Peer
-from finetune.migration.peers.trainer import ARGUMENTS, finish_arguments, name_placeholders, prepare_arguments
-from finetune.migration.rules import path
+from finetune.migration.peers.trainer import finish_arguments, name_placeholders, prepare_arguments
+from finetune.migration.rules import path, read_file
 from finetune.registry.losses import PREFERENCE_LOSSES
 
-
-@dataclass(frozen=True)
-class _Command:
-    """One of TRL's trainers: the words in a file's name and the keys that tell it, and what it trains."""
-
-    config: str  # the class with its defaults
-    task: str
-    signs: frozenset[str]
-    names: tuple[str, ...] = ()
-    loss: str = ""
-
-
-_COMMANDS = (
-    _Command("KTOConfig", "preference", frozenset({"desirable_weight", "undesirable_weight"}), ("kto",), "kto"),
-    _Command("ORPOConfig", "preference", frozenset(), ("orpo",), "orpo"),
-    _Command("CPOConfig", "preference", frozenset({"simpo_gamma"}), ("simpo",), "simpo"),
-    _Command("CPOConfig", "preference", frozenset({"cpo_alpha"}), ("cpo",), "cpo"),
-    _Command("GKDConfig", "distillation", frozenset({"teacher_model_name_or_path", "lmbda", "seq_kd"}), ("gkd",)),
-    _Command(
-        "DPOConfig",
-        "preference",
-        frozenset({"precompute_ref_log_probs", "f_divergence_type", "max_prompt_length", "beta", "ld_alpha"}),
-        ("dpo",),
-        "sigmoid",
-    ),
-    _Command("RewardConfig", "reward", frozenset({"center_rewards_coefficient"}), ("reward",)),
-)
-"""The first that fits; SFT, where none does: the command is not in its file."""
-
-_SFT = _Command("SFTConfig", "sft", frozenset())
+_COMMANDS: list[dict[str, str]] = read_file("trl")["commands"]
 _ONLINE = ("num_generations", "reward_funcs", "num_iterations", "epsilon", "reward_model_path", "use_vllm")
 _MAX_ROW = 1 << 20
 _OTHER_TASKS = ("beta", "preference_smoothing", "sft_weight", "target_margin", "on_policy", "teacher")
@@ -49,11 +19,10 @@ _OTHER_TASKS = ("beta", "preference_smoothing", "sft_weight", "target_margin", "
 def prepare(draft: Draft) -> None:
     """Write the task, its loss, the rows and the adapter."""
     keys, name = draft.file.leaves.keys(), draft.file.path.stem.lower()
-    command = next(
-        (one for one in _COMMANDS if any(part in name for part in one.names)),
-        next((one for one in _COMMANDS if keys & one.signs), _SFT),
-    )
-    draft.assume(f"trl {command.config}")
+    by_name = [one for one in _COMMANDS if "name" in one and one["name"] in name]
+    by_keys = [one for one in _COMMANDS if keys & set(one.get("keys", "").split())]
+    command = [*by_name, *by_keys, _COMMANDS[-1]][0]
+    draft.assume(f"trl {command['config']}")
     prepare_arguments(draft)
     if keys & set(_ONLINE):
         draft.out_of_scope = "reinforcement learning"
@@ -74,19 +43,19 @@ def prepare(draft: Draft) -> None:
         draft.default("train.precision", "bf16", "TRL's default, unless `fp16` is set")
 
 
-def _task(draft: Draft, command: _Command) -> None:
+def _task(draft: Draft, command: dict[str, str]) -> None:
     losses = [loss.lower() for loss in draft.get("loss", [])]
     comment = "by the file's name or keys: TRL's command is not in it"
-    if command.task == "preference":
+    if command["task"] == "preference":
         draft.put("task.name", "preference", comment=comment)
         is_written = "loss" in draft.facts and losses != ["sigmoid"]
-        _preference(draft, losses if is_written else [command.loss])
-    elif command.task == "distillation":
+        _preference(draft, losses if is_written else [command["loss"]])
+    elif command["task"] == "distillation":
         draft.put("task.name", "distillation", "teacher", comment=comment)
         _distillation(draft)
     else:
-        draft.put("task.name", command.task, comment=comment)
-    if command is _SFT and losses and losses[0] not in ("nll", "chunked_nll"):
+        draft.put("task.name", command["task"], comment=comment)
+    if command["task"] == "sft" and losses and losses[0] not in ("nll", "chunked_nll"):
         draft.out_of_scope = draft.out_of_scope or f"the loss {losses[0]}"
         draft.refuse("a plugin adds a loss of tokens as `task.loss` (docs/how-to/plugins.md).", "loss")
     draft.drop("the cross-entropy over the targets, in chunks where they are many", "loss", "loss_weights")
@@ -208,8 +177,9 @@ def _first_row(draft: Draft) -> dict[str, Any]:
     written, folder = draft.get("dataset") or draft.get("mix_path.0"), draft.file.path.parent
     if not written:
         return {}
-    path = Path(source_with_files(written, draft.get("mix_files.0"), folder).get("path", ""))
-    files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+    found = source_with_files(written, draft.get("mix_files.0"), folder).get("path")
+    path = Path(found or "")
+    files = sorted(path.glob("*.jsonl")) if path.is_dir() and found else [path]
     try:
         with files[0].open(encoding="utf-8") as file:
             row = json.loads(file.readline(_MAX_ROW))
@@ -245,33 +215,6 @@ def finish(draft: Draft) -> None:
 
 TRL = Peer(
     name="trl",
-    title="TRL",
-    signs=frozenset(
-        {
-            "dataset_name",
-            "use_peft",
-            "dataset_train_split",
-            "dataset_text_field",
-            "dataset_num_proc",
-            "loss_type",
-            "completion_only_loss",
-            "assistant_only_loss",
-            "precompute_ref_log_probs",
-            "center_rewards_coefficient",
-            "desirable_weight",
-            "model_init_kwargs",
-            "chat_template_path",
-            "truncation_mode",
-            "max_prompt_length",
-            "beta",
-            "max_seq_length",
-            "pad_to_multiple_of",
-            "disable_dropout",
-            "activation_offloading",
-        }
-    ),
-    packages=("trl", "transformers"),
-    groups=(ARGUMENTS, "trl ScriptArguments", "trl DatasetMixtureConfig", "trl DatasetConfig", "trl ModelConfig"),
     prepare=prepare,
     finish=finish,
 )
