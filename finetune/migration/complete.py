@@ -4,41 +4,24 @@ The facts have the same names, whatever the peer calls its keys.
 """
 
 import json
+import re
+from glob import has_magic
 from pathlib import Path
 from typing import Any
 
+from finetune.config.paths import absolute_path, is_path, is_url
+from finetune.config.rules.files import first_matches
+from finetune.config.schema import branches, node_at
 from finetune.migration.draft import Draft, Outcome
-from finetune.migration.rules import is_off
+from finetune.migration.rules import is_off, read_file
 from finetune.migration.rules import path as path_of
 from finetune.registry.observers import TRACKERS
 
-LEFT_OVER = {
-    **dict.fromkeys(("is_4bit", "is_8bit", "bits"), "the base is not quantized there, either"),
-    "adapter": "every parameter is trained, as here by default",
-    **dict.fromkeys(("bf16", "fp16", "dtype"), "another precision is chosen"),
-    "epochs": "the number of steps overrides it there, too",
-    **dict.fromkeys(("max_steps", "max_steps_per_epoch"), "it is off there, too"),
-    **dict.fromkeys(
-        ("warmup_steps", "warmup_ratio"), "there is no warmup there, either, or the other key overrides it"
-    ),
-    "validation_fraction": "no rows are split off there, or there is a validation set",
-    **dict.fromkeys(("eval_steps", "evals_per_epoch"), "without validation rows nothing is evaluated"),
-    "eval_strategy": "validation rows are evaluated at the end, if there are any",
-    **dict.fromkeys(("save_steps", "save_strategy", "saves_per_epoch"), "the last step is always saved"),
-    "save_limit": "the newest checkpoints are kept",
-    **dict.fromkeys(("keep_best", "best_metric", "is_greater_better"), "no best checkpoint is chosen there"),
-    "patience": "without validation rows nothing is evaluated",
-    "trackers": "every run writes events.jsonl and report.html",
-    **dict.fromkeys(("uses_wandb", "uses_trackio", "uses_swanlab"), "it is off there, too"),
-    **dict.fromkeys(("fsdp", "fsdp_offload", "fsdp_sharding", "fsdp_version"), "there is no FSDP there"),
-    **dict.fromkeys(("model_parallel", "sequence_parallel"), "it is off there, too"),
-    "deepspeed": "it is off there, too",
-    "packing": "samples of a microbatch are concatenated without padding",
-    "train_on_inputs": "prompts are not targets here, either",
-}
+_USED = ("wandb", "trackio", "swanlab", "mlflow", "tensorboard", "comet_ml")
+LEFT_OVER = {name: why for why, names in read_file("left_over").items() for name in names.split()}
 """Why a fact that no key was written from is not needed."""
 
-ADDRESS_FACTS = ("path", "name", "config", "revision", "split", "data_files", "dataset", "take")
+ADDRESS_FACTS = ("path", "name", "config", "revision", "split", "data_files", "files", "dataset", "take")
 SOURCE_KEYS = ("name", "path", "config", "revision", "split", "format", "columns", "template", "take")
 
 _SCHEDULES = {
@@ -70,7 +53,7 @@ def complete(draft: Draft) -> None:
         comment = "at least 2: the newest may still be being written" if limit == 1 else ""
         draft.put("checkpoint.keep_last", max(2, limit), "save_limit", comment=comment)
     names = [name.lower() for name in draft.get("trackers", []) if not is_off(name) and name.lower() != "all"]
-    names += [name for name in ("wandb", "trackio", "swanlab") if draft.get(f"uses_{name}")]
+    names += [name for name in _USED if draft.get(f"uses_{name}")]
     known = [entry.name for entry in TRACKERS]
     if unknown := [name for name in names if name not in known]:
         draft.refuse(f"`{unknown[0]}` is not one of `report.trackers`: {', '.join(known)}.", "trackers")
@@ -89,20 +72,73 @@ def complete(draft: Draft) -> None:
 
 def source_of(written: str, folder: Path) -> dict[str, Any]:
     """Return where rows are: a local file or folder, a URL, or else a dataset on the hub."""
-    if "://" in written or written.startswith(("/", "./", "~", "../")):
-        return {"path": written}
-    found = next((path for path in (Path(written), folder / written) if path.exists()), None)
-    return {"name": written} if found is None else {"path": str(found.absolute())}
+    address = locate(written, folder)
+    return {"path" if is_url(address) or is_path(address) else "name": address}
+
+
+def locate(written: str, folder: Path) -> str:
+    """Return the absolute path that the text names, seen from the current folder or else from this one.
+
+    A name that is no path in either stays as it is, and so do URLs, absolute paths and those in the home folder.
+    """
+    if not written.strip() or is_url(written) or written.startswith(("/", "~")):
+        return written
+    texts = (written, written.replace("\\", "/"))
+    candidates = [absolute_path(text, base) for text in texts for base in (Path.cwd(), folder)]
+    found = next((path for path in candidates if _exists(Path(path))), None)
+    return found or (candidates[1] if is_path(written) else written)
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists() or (has_magic(str(path)) and bool(first_matches(path)))
+    except OSError:  # a name that is too long for a file system
+        return False
+
+
+def locate_inputs(draft: Draft) -> None:
+    """Make the paths of what the job reads absolute, as the job is in another folder; what it writes stays with it."""
+    for key, entry in draft.entries.items():
+        if not isinstance(entry.value, str) or key.endswith("folder") or entry.value.removeprefix("./") in draft.files:
+            continue
+        kinds = {branch.get("format") for branch in branches(node_at(key) or {})}
+        may_be_bare = "name or path" in kinds and key != "data.chat_template"
+        if may_be_bare or (kinds & {"path", "name or path"} and is_path(entry.value)):
+            entry.value = locate(entry.value, draft.file.path.parent.absolute())
+
+
+def source_with_files(written: str, files: str | None, folder: Path) -> dict[str, Any]:
+    """Return where the rows of `load_dataset(written, data_files=files)` are."""
+    values = source_of(written, folder)
+    if files is None:
+        return values
+    if written in ("json", "csv", "parquet", "arrow", "text"):
+        return source_of(files, folder)
+    if "name" in values:
+        return {"path": f"hf://datasets/{values['name']}/{files}"}
+    return {"path": f"{values['path'].rstrip('/')}/{files}"}
 
 
 def put_source(draft: Draft, key: str, values: dict[str, Any], *facts: str, comment: str = "") -> None:
     """Write a source of rows at our key: where the rows are, from the facts that say so, and how they are read."""
-    facts = tuple(name for name in facts if name in draft.facts)
-    address = [name for name in facts if name.partition(".")[0].removeprefix("test_") in ADDRESS_FACTS]
+    splits = [name for name in facts if name.partition(".")[0].endswith("split")]
+    if "path" in values and values.get("split"):  # files have none
+        rows = re.fullmatch(r"train(?:\[:(\d+)\])?", values.pop("split"))
+        if rows is None:
+            draft.refuse("a file has no splits: write that with these rows in `path`, or `skip` and `take`.", *splits)
+            if key == "data.validation":
+                draft.refuse("its rows are in another split of the same files: write `data.validation`.", *facts)
+                return
+        elif rows[1]:
+            values["take"] = int(rows[1])
+        else:
+            draft.drop("a file is one split", *splits)
+    facts = tuple(name for name in facts if name in draft.facts and not (name in splits and draft.is_named(name)))
+    address = [name for name in facts if re.sub("^(test|mix)_", "", name.partition(".")[0]) in ADDRESS_FACTS]
     others = [name for name in facts if name not in address]
     reading = [name for name in ("format", "columns", "template") if values.get(name)]
     for name in SOURCE_KEYS:
-        if values.get(name) in (None, {}, ""):
+        if values.get(name) in (None, {}, "") or (name, values[name]) == ("split", "train"):
             continue
         is_first = name in ("name", "path")
         origin = address if is_first else others if name in reading[:1] else []
@@ -159,13 +195,14 @@ def _precision(draft: Draft) -> None:
 
 
 def _batch(draft: Draft) -> None:
-    micro, accumulation = draft.get("micro_batch", draft.default_micro_batch), draft.get("accumulation", 1)
+    micro, accumulation = draft.get("micro_batch", 1), draft.get("accumulation", 1)
     world = max(1, draft.gpus // draft.get("sequence_parallel", 1))
+    draft.put("train.microbatch_size", micro, "micro_batch")
+    if "total_batch" in draft.facts:
+        draft.put("train.global_batch_size", draft.get("total_batch"), "total_batch", comment="of all GPUs, as there")
+        return
     total = micro * accumulation * world
     product = f"{micro} per GPU x {accumulation} accumulated x {world} GPU{'s' if world > 1 else ''}"
-    draft.put(
-        "train.microbatch_size", micro, "micro_batch", comment="" if "micro_batch" in draft.facts else "the default"
-    )
     draft.put("train.global_batch_size", total, "micro_batch", "accumulation", comment=product)
     draft.note(
         "the batch of a step grows with the number of GPUs there, and the learning rate that suits it with it; here "

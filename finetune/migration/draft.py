@@ -3,17 +3,27 @@
 And what is known of each trainer whose configs can be read, and what their rows and prompts have in common.
 """
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 from typing import Any, Literal
 
+from finetune.config.formatting import did_you_mean
 from finetune.config.schema import node_at
-from finetune.migration.rules import NoCounterpart, Rule, Table, is_off
+from finetune.migration.rules import Header, NoCounterpart, Rule, Table, is_off, read_header, read_table
 from finetune.migration.source import Leaf, PeerFile
+from finetune.runtime.text.terminal import format_json
 
 Fate = Literal["mapped", "not_needed", "not_possible", "unknown"]
 UNSET = "it is unset there, too"
+_SPEED_ALONE = (
+    *("data.num_workers", "data.pin_memory", "data.persistent_workers", "data.prefetch_factor", "train.tf32"),
+    "data.batching.padding_free",
+)
+_DEFAULTS = Path(__file__).with_name("defaults.json")
 
 
 @dataclass(frozen=True)
@@ -39,30 +49,79 @@ class Draft:
 
     file: PeerFile
     gpus: int
+    peer: "Peer"
     entries: dict[str, Entry] = field(default_factory=dict)
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     facts: dict[str, tuple[Any, Leaf]] = field(default_factory=dict)
+    assumed: dict[str, tuple[Any, str]] = field(default_factory=dict)  # facts that are the peer's unwritten defaults
+    unwritten: dict[str, tuple[Any, str]] = field(default_factory=dict)  # our keys by the peer's unwritten defaults
     defaults: set[str] = field(default_factory=set)  # keys that the peer's file gives our default
     notes: list[str] = field(default_factory=list)  # what meant something else there
     files: dict[str, str] = field(default_factory=dict)  # to be written next to the job
     strategy: str = "single"
-    default_micro_batch: int = 1
     is_sharded: bool = False  # by FSDP, whatever its keys say
     loads_bf16: bool = False  # the peer loads weights in bf16 where it computes in it
     out_of_scope: str = ""  # the objective that is not one of ours
 
-    def apply(self, table: Table) -> None:
-        """Look up every leaf in the table: write its key, keep its fact, or name it."""
+    def apply(self) -> None:
+        """Look up every leaf in the peer's table: write its key, keep its fact, or name it."""
         for leaf in self.file.leaves.values():
-            rule = find_rule(table, leaf.pattern)
+            rule = find_rule(self.peer.table, leaf.pattern)
             if rule is None:
-                self.outcomes[leaf.key] = Outcome(
-                    "unknown", "this key is not known here. Look for it in docs/reference/job/."
-                )
+                self.outcomes[leaf.key] = Outcome("unknown", self._unknown(leaf.pattern))
             elif leaf.value is None:
                 self.outcomes[leaf.key] = Outcome("not_needed", UNSET)
             else:
                 self._apply(leaf, rule)
+
+    def _unknown(self, pattern: str) -> str:
+        hint = did_you_mean(pattern, self.peer.known_keys) or "Look for it in docs/reference/job/."
+        return f"{self.peer.header.title} has no such key. {hint}"
+
+    def assume(self, *groups: str) -> None:
+        """Take the peer's defaults of these groups of its keys for what the file does not say; later groups win."""
+        written = {leaf.pattern for leaf in self.file.leaves.values() if leaf.value is not None}
+        for group in groups:
+            for key, value in read_defaults()["defaults"][group].items():
+                rule = find_rule(self.peer.table, key)
+                if rule is None or key in written:
+                    continue
+                if value is None:  # whatever an earlier group has: it follows from other keys
+                    for known in (self.assumed, self.unwritten):
+                        if f": {key}: " in known.get(rule.name, (None, ""))[1]:
+                            del known[rule.name]
+                    continue
+                origin = f"{group.replace(' ', f' {version_of(group)}, ')}: {key}: {yaml_value(value)}"
+                try:
+                    converted = rule.convert(value)
+                except NoCounterpart as error:
+                    if not is_off(value):
+                        self.note(f"{origin}, by default: {error}")
+                    continue
+                if rule.kind == "fact" and rule.name not in self.facts:
+                    self.assumed[rule.name] = (converted, origin)
+                elif rule.kind == "key":
+                    self.unwritten[rule.name] = (converted, origin)
+                elif rule.kind == "not_possible" and not is_off(value):
+                    self.note(f"{origin}, by default: {rule.why}")
+
+    def write_unwritten(self) -> None:
+        """Write the peer's defaults that are others than ours, of the sections that the job has."""
+        speed = []
+        for key, (value, origin) in self.unwritten.items():
+            section = key.rpartition(".")[0]
+            is_optional = section in ("model.lora", "model.oft", "model.quantization", "evaluate", "export")
+            is_of_task = section.startswith("task.") and section != f"task.{self.value('task.name')}"
+            if is_default(key, value) or key in self.entries or key in self.defaults:
+                continue
+            if key in _SPEED_ALONE:
+                speed.append(origin.rpartition(", ")[2].partition(": ")[2])
+            elif not is_of_task and (not is_optional or self.has(section)):
+                whole = self.entries.pop(section, Entry({}))  # a section without keys gets one
+                self.outcomes |= dict.fromkeys(whole.leaves, Outcome("mapped", f"the section `{section}`"))
+                self.put(key, value, comment=f"the default of {origin}")
+        if speed:
+            self.note(f"what changes speed alone keeps our default, not the one there: {'; '.join(speed)}.")
 
     def _apply(self, leaf: Leaf, rule: Rule) -> None:
         if rule.kind == "not_needed":
@@ -91,8 +150,6 @@ class Draft:
             self.outcomes[leaf.key] = Outcome("not_needed", "this is the default here, too")
         else:
             self._write(leaf, rule.name, value)
-        if rule.note:
-            self.note(rule.note)
 
     def _write(self, leaf: Leaf, key: str, value: Any) -> None:
         other = self.entries.get(key)
@@ -113,16 +170,31 @@ class Draft:
             self.notes.append(text)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return the value of a fact; its leaf still needs an outcome."""
-        return self.facts[name][0] if name in self.facts else default
+        """Return the value of a fact, or of the peer's unwritten default; its leaf still needs an outcome."""
+        if name in self.facts:
+            return self.facts[name][0]
+        return self.assumed.get(name, self.assumed.get(name.partition(".")[0], (default,)))[0]
 
     def is_named(self, name: str) -> bool:
         """Return whether the leaf of a fact has its outcome already, or the fact does not exist."""
         return name not in self.facts or self.facts[name][1].key in self.outcomes
 
     def put(self, key: str, value: Any, *facts: str, comment: str = "") -> None:
-        """Write our key, which is from these facts, or else from the peer's default that the comment names."""
+        """Write our key, which is from these facts, or else from the peer's default that the comment names.
+
+        A key of the file that had written it before is part of the same value, or else named as overridden.
+        """
         leaves = tuple(self.facts[name][1].key for name in facts if name in self.facts)
+        origin = next((self.assumed[name][1] for name in facts if name in self.assumed), "")
+        if origin and not leaves and is_default(key, value):
+            return
+        if origin and not leaves:
+            comment = f"the default of {origin}{f' - {comment}' if comment else ''}"
+        old = self.entries.get(key)
+        if old is not None and old.value == value:
+            leaves = (*old.leaves, *(leaf for leaf in leaves if leaf not in old.leaves))
+        elif old is not None:
+            self.withdraw(key, Outcome("not_possible", f"another key decides `{key}`: {yaml_value(value)}."))
         self.entries[key] = Entry(value, leaves, comment)
         for leaf in leaves:
             self.outcomes[leaf] = Outcome("mapped", key)
@@ -179,10 +251,15 @@ class Draft:
         assert not unwritten, f"mapped keys that are nowhere: {sorted(unwritten)}"
 
 
+_EMPTY = Rule("not_needed", why="nothing is set in it")
+
+
 def find_rule(table: Table, pattern: str) -> Rule | None:
     """Return the rule of a key, or that of the nearest section in it with a rule for all of its keys."""
     if pattern in table:
         return table[pattern]
+    if any(key.startswith((f"{pattern}.", f"{pattern}[]")) for key in table):
+        return _EMPTY
     parts = re.split(r"\.", pattern)
     for length in range(len(parts) - 1, 0, -1):
         rule = table.get(f"{'.'.join(parts[:length])}.*")
@@ -209,6 +286,21 @@ def nested(entries: Mapping[str, Entry]) -> dict[str, Any]:
     return root
 
 
+_PLAIN = re.compile(r"[A-Za-z][\w./-]*")
+_NOT_PLAIN = ("true", "false", "null", "yes", "no", "on", "off", "y", "n")
+
+
+def yaml_value(value: Any) -> str:
+    """Return a value as YAML on one line: JSON, with quotes only where they are needed."""
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{yaml_value(name)}: {yaml_value(inner)}' for name, inner in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{', '.join(yaml_value(item) for item in value)}]"
+    if isinstance(value, str) and _PLAIN.fullmatch(value) and value.lower() not in _NOT_PLAIN:
+        return value
+    return format_json(value)
+
+
 _INPUT = "{% if input is defined and input %}"
 ALPACA_TEXT = (
     f"Below is an instruction that describes a task{_INPUT}, paired with an input that provides further context"
@@ -232,11 +324,41 @@ BUILT_IN = {
 
 @dataclass(frozen=True)
 class Peer:
-    """A trainer: the table of its keys, the keys that only it has, and the functions that complete a job."""
+    """A trainer: its file of keys, and the functions that complete a job."""
 
-    name: str
-    title: str
-    table: Table
-    signs: frozenset[str]  # keys that tell its configs from others'
+    name: str  # of the file, too
     prepare: Callable[[Draft], None]  # task, data and what only it has; before the common part
-    finish: Callable[[Draft], None]  # its own defaults, where they are others; after the common part
+    finish: Callable[[Draft], None]  # what follows from others there; after the common part
+
+    @property
+    def header(self) -> Header:
+        """Return its title, the keys that tell its configs from others', and where its unwritten defaults are."""
+        return read_header(self.name)
+
+    @property
+    def table(self) -> Table:
+        """Return what becomes of each of its keys."""
+        return read_table(self.name)
+
+    @property
+    def known_keys(self) -> frozenset[str]:
+        """Return all keys that it has: those of the table and those of its packages."""
+        groups, packages = read_defaults()["defaults"], self.header.packages
+        named = [group for group in groups if group.partition(" ")[0] in packages and " _" not in group]
+        own = {key for group in named for key in groups[group]}
+        return frozenset(own | {key for key in self.table if not key.endswith(".*")})
+
+
+@cache
+def read_defaults() -> dict[str, dict[str, Any]]:
+    """Return `versions` of the peers' packages, and `defaults` of their keys by group.
+
+    `benchmarks/peer_defaults.py` reads them from the packages.
+    """
+    found: dict[str, dict[str, Any]] = json.loads(_DEFAULTS.read_text(encoding="utf-8"))
+    return found
+
+
+def version_of(group: str) -> str:
+    """Return the version of the package that a group of defaults is from."""
+    return str(read_defaults()["versions"][group.partition(" ")[0]])

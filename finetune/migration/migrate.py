@@ -1,6 +1,5 @@
 """Convert a file of another trainer, whose kind is detected, to a job and its other files, and list every key."""
 
-import re
 import tempfile
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -10,22 +9,20 @@ from typing import Any
 
 from finetune.config.load import load_config
 from finetune.errors import ConfigError, Problem, UserError
-from finetune.migration.complete import complete
-from finetune.migration.draft import Draft, Entry, Fate, Outcome, Peer, nested
+from finetune.migration.complete import complete, locate_inputs
+from finetune.migration.draft import Draft, Entry, Fate, Outcome, Peer, find_rule, nested, yaml_value
 from finetune.migration.peers.axolotl import AXOLOTL
 from finetune.migration.peers.llama_factory import LLAMA_FACTORY
-from finetune.migration.peers.ms_swift import MS_SWIFT
 from finetune.migration.peers.torchtune import TORCHTUNE
 from finetune.migration.peers.trainer import TRAINER
 from finetune.migration.peers.trl import TRL
 from finetune.migration.rules import QAT
 from finetune.migration.source import PeerFile, read_peer_file
 from finetune.runtime.text.redact import redacted_config
+from finetune.runtime.text.secret_patterns import secrets_in_urls
 from finetune.runtime.text.terminal import escape_controls, format_json
 
 _SECTIONS = ("run", "model", "data", "task", "train", "evaluate", "checkpoint", "report", "export")
-_PLAIN = re.compile(r"[A-Za-z][\w./-]*")
-_NOT_PLAIN = ("true", "false", "null", "yes", "no", "on", "off", "y", "n")
 _HEADS: tuple[tuple[Fate, str], ...] = (
     ("not_possible", "Not possible here, and what to do instead:"),
     ("unknown", "Unknown keys, which were not read:"),
@@ -112,35 +109,41 @@ def _origin(draft: Draft, entry: Entry) -> str:
     return f"  # {' - '.join(parts)}".replace("\n", " ") if parts else ""
 
 
-def yaml_value(value: Any) -> str:
-    """Return a value as YAML on one line: JSON, with quotes only where they are needed."""
-    if isinstance(value, dict):
-        return f"{{{', '.join(f'{yaml_value(name)}: {yaml_value(inner)}' for name, inner in value.items())}}}"
-    if isinstance(value, list):
-        return f"[{', '.join(yaml_value(item) for item in value)}]"
-    if isinstance(value, str) and _PLAIN.fullmatch(value) and value.lower() not in _NOT_PLAIN:
-        return value
-    return format_json(value)
+PEERS: dict[str, Peer] = {peer.name: peer for peer in (AXOLOTL, LLAMA_FACTORY, TRL, TORCHTUNE, TRAINER)}
 
-
-PEERS: dict[str, Peer] = {peer.name: peer for peer in (AXOLOTL, LLAMA_FACTORY, TRL, MS_SWIFT, TORCHTUNE, TRAINER)}
+_NOT_READ = {
+    "ms-swift": "attn_impl dataset_shuffle freeze_vit lazy_tokenize lorap_lr_ratio quant_bits rlhf_type sft_type "
+    "split_dataset_ratio target_regex template_backend train_type truncation_strategy tuner_backend tuner_type "
+    "val_dataset"
+}
+"""Trainers whose configs look like another's and are not read, and the keys that only they have."""
 
 
 def detect(file: PeerFile, name: str | None = None) -> Peer:
-    """Return the peer of this name, or the one whose signs the file has most of; raises UserError if none is clear."""
+    """Return the peer of this name, or the one that knows most keys of the file; raises UserError if none is clear."""
     if name is not None:
         if name.lower().replace("-", "_") not in PEERS:
             raise UserError(f"--peer {name}: choose one of {', '.join(PEERS)}.")
         return PEERS[name.lower().replace("-", "_")]
-    keys = {leaf.pattern for leaf in file.leaves.values()}
-    keys |= {part for key in keys for part in (key.partition(".")[0].removesuffix("[]"), key.rpartition(".")[2])}
-    counts = {peer.name: len(peer.signs & keys) for peer in PEERS.values()}
-    best = max(counts.values())
-    likely = [peer for peer, count in counts.items() if count == best]
+    for trainer, own_keys in _NOT_READ.items():
+        if own := [key for key in file.leaves if key.partition(".")[0] in own_keys.split()]:
+            raise UserError(
+                f"--from {file.path}: `{own[0]}` is a key of {trainer}, whose configs are not supported. "
+                f"Supported: {', '.join(PEERS)}; another one's config is read with --peer."
+            )
+    patterns = {leaf.pattern for leaf in file.leaves.values()}
+    keys = patterns | {key.partition(".")[0].removesuffix("[]") for key in patterns}
+    keys |= {key.rpartition(".")[2] for key in patterns}
+    scores = {
+        peer.name: (-sum(find_rule(peer.table, key) is None for key in patterns), len(peer.header.signs & keys))
+        for peer in PEERS.values()
+        if peer.header.signs & keys
+    }
+    likely = [name for name, score in scores.items() if score == max(scores.values())]
     if len(likely) > 1 and TRAINER.name in likely:
         likely.remove(TRAINER.name)  # the others have its keys, too
-    if best == 0 or len(likely) > 1:
-        what = f"may be one of {' or '.join(likely)}" if best else "has no key that tells whose it is"
+    if len(likely) != 1:
+        what = f"may be one of {' or '.join(likely)}" if likely else "has no key that tells whose it is"
         raise UserError(f"--from {file.path}: the config {what}. Write --peer with one of {', '.join(PEERS)}.")
     return PEERS[likely[0]]
 
@@ -167,29 +170,33 @@ def migrate_file(path: Path, *, peer: str | None = None, gpus: int | None = None
     """
     file = read_peer_file(path)
     source = detect(file, peer)
-    draft = Draft(file, gpus or 0)
-    draft.apply(source.table)
+    draft = Draft(file, gpus or 0, source)
+    draft.apply()
+    draft.assume(*source.header.defaults)
     source.prepare(draft)
     complete(draft)
     source.finish(draft)
+    draft.write_unwritten()
     draft.default("run.folder", f"./runs/{path.stem}", "no output folder there")
-    problems = _check(draft, source.title)
+    locate_inputs(draft)
+    problems = _check(draft, source.header.title)
     for _ in range(_MAX_REPAIRS):
         refused = [problem for problem in problems if _is_given_up(draft, problem)]
         if not refused:
             break
-        problems = _check(draft, source.title)
+        problems = _check(draft, source.header.title)
     if not draft.out_of_scope and any(draft.outcomes[key].text == QAT for key in draft.keys_of("not_possible")):
         draft.out_of_scope = "quantization-aware training"
     if draft.out_of_scope:
         draft.note(f"the task of the file does not exist here ({draft.out_of_scope}): this job trains something else.")
     draft.require_complete()
-    return Migration(source.title, draft, job_text(draft, title=source.title), problems)
+    return Migration(source.header.title, draft, job_text(draft, title=source.header.title), problems)
 
 
 def _is_given_up(draft: Draft, problem: Problem) -> bool:
     """Take a refused key out of the job and return True, unless it is a missing file or has no leaf."""
-    if _MISSING in problem.message or not draft.has(problem.key) or "." not in problem.key:
+    is_section = "." not in problem.key and problem.key != "evaluate"  # which has no rows without `data.validation`
+    if _MISSING in problem.message or not draft.has(problem.key) or is_section:
         return False
     if all(
         key.startswith(("data.train", "task.name", "model.name"))
@@ -197,12 +204,20 @@ def _is_given_up(draft: Draft, problem: Problem) -> bool:
         if key.startswith(problem.key)
     ):
         return False
+    for key, entry in draft.entries.items():
+        if not entry.leaves and entry.comment and f"{key}.".startswith(f"{problem.key}."):
+            draft.note(f"`{key}: {yaml_value(entry.value)}`, {entry.comment}, is not possible here: {problem.message}")
     draft.withdraw(problem.key, Outcome("not_possible", problem.message))
     return True
 
 
 def _check(draft: Draft, title: str) -> Sequence[Problem]:
-    """Return the problems of the job as it is now."""
+    """Return the problems of the job as it is now; a secret in a URL is one, wherever it stands."""
+    problems = [
+        Problem(key, "secrets do not belong in a job file. Use the storage's environment variables.")
+        for key, entry in draft.entries.items()
+        if isinstance(entry.value, str) and any(secrets_in_urls(entry.value))
+    ]
     with tempfile.TemporaryDirectory() as folder:
         job = Path(folder) / "job.yaml"
         job.write_text(job_text(draft, title=title), encoding="utf-8")
@@ -211,5 +226,5 @@ def _check(draft: Draft, title: str) -> Sequence[Problem]:
         try:
             load_config(job, [])
         except ConfigError as error:
-            return error.problems
-    return ()
+            problems += [problem for problem in error.problems if problem.key not in {one.key for one in problems}]
+    return problems

@@ -1,11 +1,16 @@
-"""The vocabulary of the peers' tables: what becomes of a key, and how its value is converted."""
+"""The peers' tables: what becomes of each of their keys, and how its value is converted."""
 
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any, Literal
 
+from ruamel.yaml import YAML
+
 Convert = Callable[[Any], Any]
+Kind = Literal["key", "fact", "not_needed", "not_possible"]
 
 
 class NoCounterpart(Exception):
@@ -14,52 +19,20 @@ class NoCounterpart(Exception):
 
 @dataclass(frozen=True)
 class Rule:
-    """What becomes of a key: `name` is our key or a fact that completes the job, `why` the reason that it has neither.
+    """What becomes of a key: `name` is our key, or a fact that completes the job; `why` the reason that it has none."""
 
-    `note` is what its value meant in addition there, for the comments at the top of the job.
-    """
-
-    kind: Literal["key", "fact", "not_needed", "not_possible"]
+    kind: Kind
     name: str = ""
     why: str = ""
     convert: Convert = lambda value: value
-    note: str = ""
 
 
 Table = Mapping[str, Rule]
 """From the peer's keys, with `[]` for positions; `section.*` stands for every key in a section that is not listed."""
 
 
-def to(key: str, convert: Convert = lambda value: value, *, note: str = "") -> Rule:
-    """Write our key with the converted value, unless that is its default."""
-    return Rule("key", key, convert=convert, note=note)
-
-
-def fact(name: str, convert: Convert = lambda value: value, *, note: str = "") -> Rule:
-    """Keep the converted value under this name: our keys are derived from several facts."""
-    return Rule("fact", name, convert=convert, note=note)
-
-
-def ours(why: str) -> Rule:
-    """Name the key as not needed, for this reason."""
-    return Rule("not_needed", why=why)
-
-
-def no(instead: str) -> Rule:
-    """Name the key as not possible, with what to do instead; where it is off there, it is not needed."""
-    return Rule("not_possible", why=instead)
-
-
 QAT = "quantization-aware training has no counterpart: train in bf16, then quantize the export."
-RL = "reinforcement learning is not a task here: use the Session API (docs/how-to/session.md)."
-CACHED = "tokenized rows are cached by their content and the tokenizer"
-ANSWERS = "how answers are generated is for `finetune chat` and `evaluate.generate`"
-qat = no(QAT)
-
-
-def each(rule: Rule, keys: str) -> Table:
-    """Return the rule for each of these keys, between which there are blanks."""
-    return dict.fromkeys(keys.split(), rule)
+_TABLES = Path(__file__).parent / "tables"
 
 
 def is_off(value: Any) -> bool:
@@ -126,10 +99,10 @@ def optional_number(value: Any) -> float | None:
 
 
 def numbers(value: Any) -> list[float]:
-    """Return a list of numbers."""
-    if not isinstance(value, list):
+    """Return a list of numbers, also of a text with commas or blanks between them."""
+    if not isinstance(value, list | str):
         raise NoCounterpart("this is not a list of numbers. Correct it and run this again.")
-    return [number(item) for item in value]
+    return [number(item) for item in (words(value) if isinstance(value, str) else value)]
 
 
 def first(value: Any) -> str:
@@ -140,6 +113,36 @@ def first(value: Any) -> str:
     return names[0]
 
 
+def word(value: Any) -> str:
+    """Return a word in small letters, also of a member of an enumeration: `epoch` for `IntervalStrategy.EPOCH`."""
+    return text(value).rpartition(".")[2].lower()
+
+
+def revision(value: Any) -> str | None:
+    """Return a revision, None for the main branch."""
+    return None if value == "main" else text(value)
+
+
+def side(value: Any) -> str:
+    """Return the side of a row that is cut off."""
+    return "start" if value in ("left", "keep_end") else "end"
+
+
+def negated(value: Any) -> bool:
+    """Return the opposite of a truth value."""
+    return not truth(value)
+
+
+def unless_auto(value: Any) -> Any:
+    """Return a truth value, or `auto`."""
+    return "auto" if value == "auto" else truth(value)
+
+
+def switches(value: Any) -> str:
+    """Return the switches of FSDP as text, empty where it is off."""
+    return "" if is_off(value) else str(value)
+
+
 def component(value: Any) -> str:
     """Return the dotted name of a class or a function."""
     written = text(value)
@@ -148,11 +151,16 @@ def component(value: Any) -> str:
     return written
 
 
+def component_name(value: Any) -> str:
+    """Return the name of a class or a function without its module."""
+    return component(value).rpartition(".")[2]
+
+
 def choose(choices: Mapping[str, Any], instead: str) -> Convert:
     """Return a converter of words, whatever their case; another word is not possible."""
 
     def convert(value: Any) -> Any:
-        word = str(value).lower()
+        word = str(value).lower() or "none"
         if word not in choices:
             raise NoCounterpart(instead)
         return choices[word]
@@ -173,11 +181,6 @@ def modules(value: Any) -> list[str] | str:
     return "all-linear" if names in (["all"], ["all-linear"]) else names
 
 
-def flag(value: Any) -> Convert:
-    """Return a converter of a switch that, where it is on, stands for this value of ours, and else for `auto`."""
-    return lambda written: value if truth(written) else "auto"
-
-
 def path(value: Any) -> str:
     """Return a path such that a job reads it as one: `./folder` for `folder`."""
     written = text(value)
@@ -189,76 +192,77 @@ def address(value: Any) -> str:
     return "127.0.0.1" if value == "localhost" else text(value)
 
 
-OPTIMIZER_ADVICE = (
-    "choose one of `train.optimizer.name`: adamw, adafactor, adamw_8bit, muon, lion, ... (docs/how-to/learning.md)."
-)
+def _words_of(values: Mapping[Any, str]) -> Convert:
+    """Return a converter of the words that a section of values.yaml lists."""
+    listed = {ours: theirs.split() for ours, theirs in values.items() if ours != "instead"}
+    return choose({word: ours for ours, theirs in listed.items() for word in theirs}, values["instead"])
 
-optimizer = choose(
-    {
-        **dict.fromkeys(("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused"), "adamw"),
-        **dict.fromkeys(("adamw_torch_xla", "adamw_anyprecision", "adam"), "adamw"),
-        **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "adamw_torch_8bit", "adamw8bit"), "adamw_8bit"),
-        **dict.fromkeys(("adamw_torch_4bit", "adamw4bit"), "adamw_4bit"),
-        **dict.fromkeys(("paged_adamw", "paged_adamw_32bit", "pagedadamw"), "paged_adamw"),
-        **dict.fromkeys(("paged_adamw_8bit", "pagedadamw8bit"), "paged_adamw_8bit"),
-        **dict.fromkeys(("lion", "lion_32bit", "lion_pytorch"), "lion"),
-        **{"schedule_free_adamw": "schedule_free_adamw", "adamwschedulefree": "schedule_free_adamw"},
-        **{"adafactor": "adafactor", "sgd": "sgd", "muon": "muon"},
-    },
-    OPTIMIZER_ADVICE,
-)
-"""Names of optimizers, of Trainer and of the classes of torch, bitsandbytes and torchao in small letters."""
 
-attention = choose(
-    {
-        **{"sdpa": "sdpa", "eager": "eager", "flex_attention": "flex_attention", "flex": "flex_attention"},
-        **{"auto": "auto", "fa2": "flash_attention_2", "flash_attn": "flash_attention_2"},
-        **{"flash_attention_2": "flash_attention_2", "flash_attention_3": "flash_attention_3"},
-        **{"flash_attn_3": "flash_attention_3", "disabled": "eager", "xformers": "auto"},
-        **{"kernels-community/flash-attn2": "flash_attention_2", "kernels-community/flash-attn": "flash_attention_2"},
-        **{
-            "kernels-community/vllm-flash-attn3": "flash_attention_3",
-            "kernels-community/flash-attn3": "flash_attention_3",
-        },
-    },
-    "remove it: `model.attention: auto` chooses what the model supports.",
-)
-
-dtype = choose(
-    {
-        **dict.fromkeys(("bf16", "bfloat16", "torch.bfloat16", "auto"), "bfloat16"),
-        **dict.fromkeys(("fp16", "float16", "half", "torch.float16"), "float16"),
-        **dict.fromkeys(("fp32", "float32", "float", "torch.float32"), "float32"),
-    },
-    "choose one of `model.dtype`: float32, bfloat16, float16.",
-)
-
-compiled = choose(
-    {"true": "regional", "auto": "regional", "false": "off"}, "write `regional` or `full` in `model.compile`."
-)
-adapter = choose(
-    {"lora": "lora", "qlora": "qlora", "oft": "oft", "full": "full", "": "full", "none": "full"},
-    "write `model.peft`: {type: ..., values: {...}}.",
-)
-lora_init = choose(
-    {"true": "default", **{name: name for name in ("gaussian", "pissa", "olora", "loftq")}},
-    "choose one of `model.lora.init`.",
-)
-over_length = choose(
-    {
-        **{"drop": "drop", "delete": "drop", "truncate": "truncate", "right": "truncate", "left": "truncate"},
-        **{"raise": "refuse", "split": "split", "keep_start": "truncate", "keep_end": "truncate"},
-    },
-    "choose one of `data.over_length`.",
-)
-by_length = choose({"true": 16, "false": "auto"}, "write a number of steps.")
-checkpointing = choose(
-    {"true": True, "false": False, **dict.fromkeys(("unsloth", "offload", "legacy", "disk"), True)},
-    "write `true`, `selective` or a number.",
-)
+_VALUES: Mapping[str, Mapping[Any, str]] = YAML(typ="safe").load(_TABLES / "values.yaml")
+_CHOICES = {name: _words_of(values) for name, values in _VALUES.items()}
 
 
 def component_optimizer(value: Any) -> str:
     """Return the optimizer of a class by its dotted name."""
-    found: str = optimizer(component(value).rpartition(".")[2].lower())
+    found: str = _CHOICES["optimizer"](component(value).rpartition(".")[2].lower())
     return found
+
+
+_FUNCTIONS: tuple[Convert, ...] = (
+    *(truth, unless_auto, negated, number, numbers, optional_number, whole, positive, text, words, word, first),
+    *(component, component_name, component_optimizer, modules, path, address, revision, side, switches),
+)
+TRANSFORMS: Mapping[str, Convert] = {**_CHOICES, **{function.__name__: function for function in _FUNCTIONS}}
+"""The functions above, and the words of values.yaml, by the names that the tables call them."""
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a peer's file says of the peer: keys that only it has, the packages with its keys, groups of defaults."""
+
+    title: str
+    signs: frozenset[str]
+    packages: tuple[str, ...]
+    defaults: tuple[str, ...]
+
+
+@cache
+def read_file(name: str) -> dict[str, Any]:
+    """Return the file of a peer as plain values."""
+    sections: dict[str, Any] = YAML(typ="safe").load(_TABLES / f"{name}.yaml")
+    return sections
+
+
+def read_header(name: str) -> Header:
+    """Return what the file of a peer says of the peer itself."""
+    file = read_file(name)
+    signs, packages = frozenset(file["signs"].split()), tuple(file["packages"].split())
+    return Header(file["title"], signs, packages, tuple(file["defaults"]))
+
+
+@cache
+def read_table(name: str) -> Table:
+    """Return the table of a peer from its file, which extends the one that it names as `base`.
+
+    A line of `keys` and `facts` is `theirs: ours transform`, one of the other sections a reason and the keys with it.
+    """
+    sections = read_file(name)
+    table = dict(read_table(sections["base"])) if "base" in sections else {}
+    names: tuple[tuple[Kind, str], ...] = (("key", "keys"), ("fact", "facts"))
+    for kind, section in names:
+        for theirs, written in sections[section].items():
+            ours, _, transform = written.partition(" ")
+            table[theirs] = Rule(kind, ours, convert=_transform(transform))
+    reasons: tuple[Kind, ...] = ("not_needed", "not_possible")
+    for kind in reasons:
+        for why, keys in sections[kind].items():
+            table |= dict.fromkeys(keys.split(), Rule(kind, why=why))
+    return table
+
+
+def _transform(written: str) -> Convert:
+    """Return the transform of this name; `flag:sdpa` is a switch that, where it is on, stands for `sdpa`."""
+    name, _, value = written.partition(":")
+    if name == "flag":
+        return lambda switch: value if truth(switch) else "auto"
+    return TRANSFORMS[name] if name else lambda anything: anything

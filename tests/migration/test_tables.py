@@ -7,13 +7,16 @@ import pytest
 from ruamel.yaml import YAML
 
 from finetune.config.schema import node_at
+from finetune.errors import UserError
 from finetune.migration.complete import LEFT_OVER
+from finetune.migration.draft import find_rule
 from finetune.migration.migrate import PEERS, migrate_file
 from finetune.migration.rules import NoCounterpart
 
 VALUES = (
     *(None, True, False, 0, 1, 2, 0.1, 1e-4, 100, "", "x", "lora", "bf16", "dpo", "cosine", "epoch", "steps", "no"),
     *([], ["a", "b"], ["sigmoid", "sft"], "org/name", "org/a,org/b", "torchtune.x.lora_y", "none", "auto", -1, 4, 8),
+    *(["axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"], "train", "last", "./rows.jsonl"),
 )
 
 
@@ -25,6 +28,13 @@ def test_each_key_of_a_table_names_a_key_of_ours_or_a_reason(name):
             assert node_at(rule.name) is not None, f"{key}: there is no key {rule.name}"
         elif rule.kind != "fact":
             assert rule.why.rstrip(".)`") and not rule.why.endswith(" "), key
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_each_key_that_a_trainer_s_own_package_has_is_in_its_table(name):
+    peer = PEERS[name]
+    assert len(peer.known_keys) > 100
+    assert [key for key in sorted(peer.known_keys) if find_rule(peer.table, key) is None] == []
 
 
 def nested(key, value):
@@ -87,6 +97,15 @@ def test_a_section_that_lacks_keys_keeps_those_that_it_has(tmp_path):
     migration = migrate_file(path)
     assert {problem.key for problem in migration.problems} >= {"data.train", "model"}
     assert migration.draft.entries["train.microbatch_size"].value == 2
+
+
+def test_a_config_of_ms_swift_is_named_as_not_supported(tmp_path):
+    path = tmp_path / "theirs.yaml"
+    path.write_text("model: org/base\ntuner_type: lora\nper_device_train_batch_size: 1\ntemplate: qwen\n")
+    with pytest.raises(UserError, match="`tuner_type` is a key of ms-swift, whose configs are not supported"):
+        migrate_file(path)
+    with pytest.raises(UserError, match="--peer ms_swift: choose one of axolotl, llama_factory, trl"):
+        migrate_file(path, peer="ms_swift")
 
 
 def test_characters_that_end_a_line_stay_within_their_comment(tmp_path):

@@ -3,10 +3,12 @@
 import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 
-from finetune.config.load import load_config, read_text, require_divisible_batch
+from finetune.config.load import load_config, load_values, read_text, require_divisible_batch
+from finetune.config.yaml import read_yaml
 from finetune.errors import ConfigError, UserError
 from finetune.migration.draft import Fate
 from finetune.migration.migrate import Migration, migrate_file, source_of_key
@@ -66,7 +68,24 @@ def make_recipe(name: str | None, folder: Path, *, strategy: str | None = None) 
 
     Raises UserError, and writes nothing, if files with other content exist or the recipe or the strategy is unknown.
     """
-    return write_files(folder, {**({} if name is None else _contents(name)), **launch_files(strategy, folder)})
+    contents = {**({} if name is None else _contents(name)), **launch_files(strategy, folder)}
+    return write_checked(folder, contents, later=[folder.resolve()])  # rows that a recipe does not bring
+
+
+def write_checked(folder: Path, contents: Files, *, num_processes: int = 1, later: Sequence[Path] = ()) -> list[Path]:
+    """Write the files as `write_files` does, unless the check of the job among them fails; return their paths.
+
+    Raises ConfigError with the problems that the job would have in the folder, and writes nothing. Files in the folders
+    `later` need not exist yet.
+    """
+    job, place = contents.get(JOB_FILE), folder.resolve()
+    if isinstance(job, str):
+        document, elsewhere = read_yaml(job), [*later, *(place / file for file in contents)]
+        if document.problems:
+            raise ConfigError(document.problems, JOB_FILE)
+        loaded = load_values(document.values, folder=place, elsewhere=elsewhere)
+        require_divisible_batch(loaded, num_processes=num_processes)
+    return write_files(folder, contents)
 
 
 def write_files(folder: Path, contents: Files) -> list[Path]:
@@ -170,8 +189,8 @@ def init_from(
 ) -> int:
     """Write the job and its files, and print how each key was converted and the report of the job's check.
 
-    Return 2 where the job does not check, or keys are unknown and `is_strict`, else 0. Raises UserError or ConfigError
-    for a file that cannot be read, and for a folder that holds other files of these names.
+    Return 2 where the job does not check, and nothing is written, or keys are unknown and `is_strict`; else 0. Raises
+    UserError or ConfigError for a file that cannot be read, and for a folder that holds other files of these names.
     """
     migration = migrate_file(path, peer=peer, gpus=gpus)
     draft, folder = migration.draft, into or Path(path.stem)
@@ -186,19 +205,21 @@ def init_from(
             print(f"  {source_of_key(draft, key)}: {title}: {draft.outcomes[key].text}")
     for note in draft.notes:
         print(f"  note: {note}")
-    for written in format_written(write_files(folder, _files(migration, folder))):
-        print(f"wrote {written}")
     num_processes = max(1, draft.gpus)
     try:
-        loaded = load_config(folder / JOB_FILE, [])
-        require_divisible_batch(loaded, num_processes=num_processes)
-        print(
-            f"{JOB_FILE} is ready. The model and datasets of the hub were not looked up: `finetune check --model` does."
-        )
+        if migration.problems:
+            raise ConfigError(migration.problems, "the job")
+        paths = write_checked(folder, _files(migration, folder), num_processes=num_processes)
     except ConfigError as error:
-        print(f"{error}\nCorrect the job, then: finetune check {folder / JOB_FILE}")
+        origins = {key: source_of_key(draft, entry.leaves[0]) for key, entry in draft.entries.items() if entry.leaves}
+        problems = [replace(problem, line=None, source=origins.get(problem.key)) for problem in error.problems]
+        print(f"{ConfigError(problems, error.source)}\nNothing was written. Correct {path}, then run this again.")
         return 2
+    for written in format_written(paths):
+        print(f"wrote {written}")
+    print(f"{JOB_FILE} is ready. The model and datasets of the hub were not looked up: `finetune check --model` does.")
     if proves:
+        loaded = load_config(folder / JOB_FILE, [])
         for line in samples.format_rates(draft, loaded.config, title=migration.title):
             print(line)
         if migration.title == "TRL":

@@ -2,16 +2,19 @@
 
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from finetune.commands import check
-from finetune.commands.init.init import JOB_FILE, format_written, launch_files, launch_line, recipes, write_files
+from finetune.commands.init.init import JOB_FILE, format_written, launch_files, launch_line, recipes, write_checked
 from finetune.commands.preview.file import look_into
+from finetune.config.paths import is_path
 from finetune.config.yaml import read_yaml
 from finetune.errors import FinetuneError, UserError
-from finetune.migration.migrate import yaml_value
+from finetune.migration.complete import locate
+from finetune.migration.draft import yaml_value
 from finetune.recipes import FOLDER
 from finetune.registry.formats import FORMATS
 from finetune.registry.tasks import TASKS
@@ -64,7 +67,7 @@ def init_by_answers(answers: Answers, into: Path | None) -> None:
     strategy = "single" if gpus <= 1 else "ddp" if lora else "fsdp2"
     job = _job(recipe, {"name": model}, data, gpus=gpus, has_lora=lora)
     launch = launch_files(strategy, folder, num_processes=max(1, gpus))
-    for written in format_written(write_files(folder, {JOB_FILE: job, **launch})):
+    for written in format_written(write_checked(folder, {JOB_FILE: job, **launch}, num_processes=max(1, gpus))):
         print(f"wrote {written}")
     check.check(folder / JOB_FILE, [], num_processes=max(1, gpus))
     print(f"start with: {launch_line(folder, strategy, num_processes=max(1, gpus))}")
@@ -106,8 +109,13 @@ def _rows(path: str, task: str) -> dict[str, Any]:
     return {**keys, "format": form}
 
 
-def _model(name: str) -> str:
-    return f"./{name}" if not name.startswith((".", "/", "~")) and Path(name).is_dir() else name
+def _model(written: str) -> str:
+    """Return a hub name, or the absolute path of a folder; raises UserError where that is not one of a model."""
+    name = locate(written, Path.cwd())
+    with suppress(RuntimeError):  # there is no such home folder
+        if not is_path(name) or (Path(name).expanduser() / "config.json").is_file():
+            return name
+    raise UserError(f"{name} is not a folder with a model and its config.json.")
 
 
 def _gpus(written: str | int) -> int:

@@ -184,7 +184,7 @@ def _difference(there: Sequence[TokenSequence] | None, here: Sequence[TokenSeque
 
 _ASSUMED_STEPS = 100
 _FIRST_STEPS = 5
-_THROUGH_TRAINER = ("axolotl", "TRL", "LLaMA-Factory", "ms-swift", "transformers' Trainer")
+_THROUGH_TRAINER = ("axolotl", "TRL", "LLaMA-Factory", "transformers' Trainer")
 """Those whose schedules are transformers' own."""
 
 

@@ -1,180 +1,15 @@
 """LLaMA-Factory: its keys and stages, the datasets of dataset_info.json, its templates and defaults."""
 
-import json
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
 from finetune.migration.complete import put_source, source_of
 from finetune.migration.draft import BUILT_IN, CHAT_NAMES, Draft, Peer
+from finetune.migration.peers import dataset_info
+from finetune.migration.peers.dataset_info import Dataset
 from finetune.migration.peers.trainer import finish_arguments, prepare_arguments
-from finetune.migration.rules import (
-    ANSWERS,
-    CACHED,
-    RL,
-    attention,
-    each,
-    fact,
-    flag,
-    lora_init,
-    modules,
-    no,
-    number,
-    ours,
-    path,
-    positive,
-    text,
-    to,
-    truth,
-    whole,
-    words,
-)
-from finetune.migration.tables.trainer import TRAINER
+from finetune.migration.rules import path
+from finetune.migration.source import PeerFile
 from finetune.registry.losses import PREFERENCE_LOSSES
-
-_VIDEO = "videos are not read here: rows with text and images are"
-_FP8 = "it makes steps faster, not better: `train.precision: fp8` does"
-_OPTIMIZER = "this optimizer has no counterpart: choose another `train.optimizer.name` (docs/how-to/learning.md)."
-_PRECISION = "weights, norms and head have the dtype of `model.dtype`, adapters are kept in float32"
-
-TABLE = {
-    **TRAINER,
-    # model
-    "model_name_or_path": to("model.name", text),
-    "model_revision": to("model.revision", lambda value: None if value == "main" else text(value)),
-    "trust_remote_code": to("model.trust_remote_code", truth),
-    "cache_dir": to("model.cache_folder", text),
-    "flash_attn": to("model.attention", attention),
-    "rope_scaling": no("write `model.rope_scaling`: {rope_type: yarn or linear, factor: ...}."),
-    "shift_attn": no("shifted sparse attention: leave it out, or train with ddp_sequence_parallel.yaml."),
-    "mixture_of_depths": no("mixture of depths has no counterpart: leave it out."),
-    "moe_aux_loss_coef": to("train.router_aux_loss", number),
-    "quantization_bit": fact("bits", whole),
-    "quantization_method": fact("quantization_method", text),
-    "quantization_type": to("model.quantization.kind", text),
-    "double_quantization": to("model.quantization.double", truth),
-    "quantization_device_map": ours("the accelerate file places the weights"),
-    "use_unsloth": ours("a faster implementation of the same training"),
-    "use_unsloth_gc": to("model.gradient_checkpointing", truth),
-    "use_kv_cache": ours(ANSWERS),
-    "enable_liger_kernel": to("train.loss_kernel", flag("liger")),
-    "disable_gradient_checkpointing": to("model.gradient_checkpointing", lambda value: not truth(value)),
-    "use_reentrant_gc": ours("the non-reentrant implementation is used"),
-    **each(ours(_PRECISION), "upcast_layernorm upcast_lmhead_output"),
-    "resize_vocab": ours("`model.new_tokens` adds rows as they are needed"),
-    "split_special_tokens": ours("special tokens in rows stay text: `data.allow_special_tokens`"),
-    "add_tokens": to("model.new_tokens.tokens", words),
-    "add_special_tokens": to("model.new_tokens.special", words),
-    "new_special_tokens": to("model.new_tokens.special", words),
-    "use_fast_tokenizer": ours("the fast tokenizer is used where there is one"),
-    "use_audio_in_video": ours(_VIDEO),
-    "image_max_pixels": to("data.images.max_pixels", positive),
-    "image_min_pixels": to("data.images.min_pixels", positive),
-    **each(ours("large images are shrunk as a whole"), "image_do_pan_and_scan crop_to_patches"),
-    **each(ours(_VIDEO), "video_max_pixels video_min_pixels video_fps video_maxlen audio_sampling_rate"),
-    **each(ours("set HF_TOKEN in the shell"), "hf_hub_token ms_hub_token om_hub_token"),
-    # method
-    "stage": fact("stage", text),
-    "finetuning_type": fact("adapter_type", text),
-    "lora_rank": to("model.lora.rank", positive),
-    "lora_alpha": to("model.lora.alpha", number),
-    "lora_dropout": to("model.lora.dropout", number),
-    "lora_target": fact("lora_target", modules),
-    "additional_target": to("model.lora.modules_to_save", words),
-    "use_rslora": to("model.lora.rslora", truth),
-    "use_dora": to("model.lora.dora", truth),
-    "pissa_init": fact("pissa", lambda value: lora_init("pissa") if truth(value) else None),
-    "pissa_iter": ours("the decomposition is exact"),
-    "pissa_convert": ours("`export` writes a plain LoRA for the original base"),
-    "loraplus_lr_ratio": to("train.optimizer.lora_plus_ratio", number),
-    "loraplus_lr_embedding": ours("it is read for embeddings with adapters alone"),
-    "create_new_adapter": no("merge the old adapter first: `finetune export --merge`."),
-    "adapter_name_or_path": fact("adapter_path", text),
-    "adapter_folder": ours("`model.adapter` is a path"),
-    "oft_rank": no("OFT has a block size here: `model.oft.block_size`."),
-    "oft_block_size": to("model.oft.block_size", positive),
-    "oft_target": to("model.oft.target_modules", modules),
-    "module_dropout": to("model.oft.dropout", number),
-    "freeze_trainable_layers": fact("layers", whole),
-    "freeze_trainable_modules": fact("layer_modules", words),
-    "freeze_extra_modules": no("add them to `model.train_only`."),
-    "use_llama_pro": no("layers that were added are trained with `model.train_only: ['*.layers.N.*', ...]`."),
-    "freeze_vision_tower": fact("freezes_vision", truth),
-    "freeze_multi_modal_projector": fact("freezes_projector", truth),
-    "freeze_language_model": fact("freezes_language", truth),
-    **each(no(_OPTIMIZER), "use_galore use_apollo use_badam use_adam_mini"),
-    **each(
-        ours("the optimizer is named at its own key"),
-        "apollo_rank apollo_scale apollo_scale_type apollo_target apollo_layerwise",
-    ),
-    "use_muon": fact("uses_muon", truth),
-    "pref_beta": fact("beta", number),
-    "pref_loss": fact("loss", text),
-    "pref_ftx": fact("sft_weight", number),
-    "pref_bco_weight": no("BCO has no counterpart: choose another `task.preference.loss`."),
-    "simpo_gamma": fact("target_margin", number),
-    "dpo_label_smoothing": to("task.preference.label_smoothing", number),
-    "kto_chosen_weight": to("task.preference.desirable_weight", number),
-    "kto_rejected_weight": to("task.preference.undesirable_weight", number),
-    "ld_alpha": no("LD-DPO has no counterpart: `ipo` and `simpo` divide by the length."),
-    "ref_model": no("the model before training is the reference: start from that model."),
-    **each(no("the model before training is the reference."), "ref_model_adapters ref_model_quantization_bit"),
-    **each(no(RL), "reward_model reward_model_adapters reward_model_type ppo_epochs ppo_target ppo_buffer_size"),
-    "use_dft_loss": fact("own_loss_dft", truth),
-    "use_asft_loss": fact("own_loss_asft", truth),
-    "use_eaft_loss": fact("own_loss_eaft", truth),
-    **each(fact("own_loss_value", number), "asft_alpha eaft_alpha"),
-    "pure_bf16": fact("pure_bf16", truth),
-    "fp8": ours(_FP8),
-    **each(ours(_FP8), "fp8_backend fp8_enable_fsdp_float8_all_gather"),
-    "early_stopping_steps": fact("patience", positive),
-    "compute_accuracy": ours("the accuracy of tokens is always written"),
-    "plot_loss": ours("report.html has the curves"),
-    "include_effective_tokens_per_second": ours("throughput is always reported"),
-    # data
-    "dataset": fact("dataset", words),
-    "eval_dataset": fact("eval_dataset", words),
-    "dataset_dir": fact("dataset_dir", text),
-    "media_dir": fact("media_dir", text),
-    "template": fact("template", text),
-    "cutoff_len": to("data.max_length", positive),
-    "max_samples": fact("take", positive),
-    "val_size": fact("validation_fraction", number),
-    "packing": fact("packing", truth),
-    "neat_packing": fact("neat_packing", truth),
-    "train_on_prompt": fact("train_on_inputs", truth),
-    "mask_history": fact("mask_history", truth),
-    "mix_strategy": fact("mix_strategy", text),
-    "interleave_probs": fact("probabilities", lambda value: [number(part) for part in words(str(value))]),
-    "streaming": fact("streaming", truth),
-    "buffer_size": fact("window_rows", positive),
-    "default_system": to("data.system_prompt", text),
-    "tool_format": ours("the chat template renders tools"),
-    "enable_thinking": fact("thinking", truth),
-    "preserve_thinking": ours("`data.train_on_reasoning` decides"),
-    "preprocessing_num_workers": to("data.prepare_workers", whole),
-    "preprocessing_batch_size": ours(CACHED),
-    **each(ours(CACHED), "overwrite_cache tokenized_path data_shared_file_system"),
-    "eval_on_each_dataset": no("validation rows are evaluated together: evaluate each with `finetune evaluate`."),
-    "ignore_pad_token_for_loss": ours("padding is never a target"),
-    **each(ours(ANSWERS), "predict_with_generate do_sample temperature top_p top_k max_new_tokens infer_backend"),
-    **each(ours(ANSWERS), "vllm_maxlen vllm_enforce_eager vllm_gpu_util print_param_status"),
-    # where it runs and is written
-    **each(
-        ours("`finetune launch ray` (docs/how-to/clusters.md)"),
-        "ray_run_name ray_storage_path ray_init_kwargs",
-    ),
-    **each(
-        ours("`--gpus` of this command, and the launcher's number of processes"), "ray_num_workers resources_per_worker"
-    ),
-    "placement_strategy": ours("`finetune launch ray` (docs/how-to/clusters.md)"),
-    "use_swanlab": fact("uses_swanlab", truth),
-    "swanlab_project": fact("project", text),
-    "swanlab_workspace": to("report.entity", text),
-    "swanlab_run_name": to("report.run_name", text),
-    **each(ours("set it in the shell"), "swanlab_mode swanlab_api_key swanlab_logdir"),
-}
-"""From LLaMA-Factory's keys to what becomes of them."""
-
 
 _STAGES = {"sft": "sft", "pt": "pretrain", "dpo": "preference", "kto": "preference", "rm": "reward"}
 _OWN_LOSSES = ("own_loss_dft", "own_loss_asft", "own_loss_eaft")
@@ -184,9 +19,11 @@ _PREFERENCE = ("beta", "loss", "sft_weight", "target_margin")
 def prepare(draft: Draft) -> None:
     """Write the task, the adapter, the rows and the template."""
     prepare_arguments(draft)
+    names = list(dict.fromkeys([*draft.get("dataset", []), *draft.get("eval_dataset", [])]))
+    info = dataset_info.read_info(draft, names)
     _task(draft)
     _adapter(draft)
-    _rows(draft)
+    _rows(draft, names, info)
     _targets(draft)
     if draft.get("uses_muon"):
         draft.entries.pop("train.optimizer.name", None)
@@ -203,7 +40,9 @@ def prepare(draft: Draft) -> None:
 
 def _task(draft: Draft) -> None:
     stage = str(draft.get("stage", "sft")).lower()
-    is_vision = draft.has("data.images") or any(name in draft.facts for name in ("media_dir", "freezes_vision"))
+    signs = ("media_dir", "freezes_vision", "columns.images")
+    sees = any(name.startswith(signs) and draft.get(name) != "" for name in draft.facts)
+    is_vision = sees or draft.has("data.images")
     task = "vision_language_sft" if is_vision and stage == "sft" else _STAGES.get(stage, "sft")
     draft.put("task.name", task, *(("stage",) if stage in _STAGES else ()))
     if stage not in _STAGES:
@@ -214,10 +53,13 @@ def _task(draft: Draft) -> None:
     if task == "preference":
         loss = "kto" if stage == "kto" else str(draft.get("loss", "sigmoid")).replace("kto_pair", "kto")
         if loss in PREFERENCE_LOSSES:
-            draft.put("task.preference.loss", loss, "loss", "stage")
+            draft.put("task.preference.loss", loss, "stage", *(() if stage == "kto" else ("loss",)))
         else:
             names = ", ".join(entry.name for entry in PREFERENCE_LOSSES)
             draft.refuse(f"choose one of `task.preference.loss`: {names}.", "loss")
+        if loss == "kto" and draft.facts.get("sft_weight", (0,))[0]:
+            draft.refuse("`kto` has no further term here: choose another `task.preference.loss`.", "sft_weight")
+            draft.facts.pop("sft_weight")
         for name, key in (("beta", "beta"), ("sft_weight", "sft_weight")):
             if name in draft.facts and (name == "beta" or draft.get(name)):
                 draft.put(f"task.preference.{key}", draft.get(name), name)
@@ -271,73 +113,45 @@ def _adapter(draft: Draft) -> None:
     draft.drop("the projector belongs to the image encoder's parameters", "freezes_projector")
 
 
-def _rows(draft: Draft) -> None:
-    folders = [Path(draft.get("dataset_dir", "data")), draft.file.path.parent / draft.get("dataset_dir", "data")]
-    known = next((found for folder in folders if (found := _dataset_info(folder)) is not None), {})
-    names = draft.get("dataset", [])
-    for index, name in enumerate(names):
-        key = "data.train" if len(names) == 1 else f"data.train.mix.{index}"
-        values = _source(draft, name, known) | {"take": draft.get("take")}
-        put_source(draft, key, values, "dataset", "take", comment=f"`{name}` of dataset_info.json")
-        if len(names) > 1 and "probabilities" in draft.facts:
-            draft.put(f"{key}.weight", draft.get("probabilities")[index], "probabilities", "mix_strategy")
-        elif len(names) > 1:
+def _rows(draft: Draft, names: Sequence[str], info: PeerFile | None) -> None:
+    trained, evaluated = draft.get("dataset", []), draft.get("eval_dataset", [])
+    strategy, weights = draft.get("mix_strategy"), draft.get("probabilities", [1.0] * len(trained))
+    is_weighted = strategy in ("interleave_under", "interleave_over") and len(weights) == len(trained)
+    keys = [f"data.train.mix.{index}" for index in range(len(trained))] if len(trained) > 1 else ["data.train"]
+    for index, (key, name) in enumerate(zip(keys, trained, strict=False)):
+        _put_source(draft, key, name, names, info, "dataset")
+        if len(trained) > 1 and is_weighted:
+            draft.put(f"{key}.weight", weights[index], "probabilities", "mix_strategy")
+        elif len(trained) > 1:
             draft.put(f"{key}.epochs", 1, comment="all rows of every source, as there")
-    if not known and names:
+        if draft.get("streaming"):
+            draft.put(f"{key}.stream.window_rows", draft.get("window_rows", 10_000), "window_rows", "streaming")
+    if strategy == "interleave_over" and len(trained) > 1:
+        draft.put("data.train.until", "all", "mix_strategy")
+    for name in evaluated[:1]:
+        _put_source(draft, "data.validation", name, names, info, *(["eval_dataset"] if len(evaluated) == 1 else []))
+    draft.refuse("validation rows are one source: the first is written. Join the files.", "eval_dataset")
+    if info is None and names and draft.get("dataset_dir") != "ONLINE":
         draft.note(
             f"{', '.join(names)}: names of dataset_info.json in {draft.get('dataset_dir', 'data')}, which is not here: "
             "write the names on the hub, or paths. With that folder next to the file, they are looked up."
         )
     draft.drop("dataset_info.json was looked for there", "dataset_dir")
     draft.drop("sources are mixed in full", "mix_strategy", "probabilities")
-    if draft.get("media_dir"):
-        draft.put("data.train.image_root", path(draft.get("media_dir")), "media_dir")
-    if draft.get("eval_dataset"):
-        put_source(draft, "data.validation", _source(draft, draft.get("eval_dataset")[0], known), "eval_dataset")
-    if draft.get("streaming"):
-        draft.put("data.train.stream.window_rows", draft.get("window_rows", 10_000), "window_rows", "streaming")
     draft.drop("rows are not streamed", "streaming", "window_rows")
+    draft.drop("rows of this task have no images", "media_dir")
 
 
-def _dataset_info(folder: Path) -> dict[str, Any] | None:
-    try:
-        found = json.loads((folder / "dataset_info.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    for entry in found.values() if isinstance(found, dict) else ():
-        if isinstance(entry, dict):
-            entry["folder_of_files"] = str(folder)
-    return found if isinstance(found, dict) else None
-
-
-def _source(draft: Draft, name: str, entries: dict[str, Any]) -> dict[str, Any]:
-    """Return the source that dataset_info.json describes under this name; the name alone if it is not there."""
-    entry = entries.get(name)
-    if not isinstance(entry, dict):
-        return source_of(name, draft.file.path.parent)
-    columns, tags = entry.get("columns", {}), entry.get("tags", {})
-    is_chat, is_ranking = entry.get("formatting") == "sharegpt", bool(entry.get("ranking"))
-    values: dict[str, Any] = {"config": entry.get("subset"), "split": entry.get("split")}
-    if entry.get("hf_hub_url"):
-        values["name"] = entry["hf_hub_url"]
+def _put_source(draft: Draft, key: str, name: str, names: Sequence[str], info: PeerFile | None, *facts: str) -> None:
+    comment = f"`{name}` of dataset_info.json"
+    if info is None:
+        values = source_of(name, draft.file.path.parent) | {"take": draft.get("take")}
+        put_source(draft, key, values, *facts, "take", comment=comment)
     else:
-        file = Path(entry["folder_of_files"]) / str(entry.get("file_name", name))
-        values = {"path": str(file.absolute())}
-    if is_ranking:
-        prompt = columns.get("messages", "conversations") if is_chat else columns.get("prompt", "instruction")
-        written = {"prompt": prompt, "chosen": columns.get("chosen"), "rejected": columns.get("rejected")}
-        form = "preference"
-    elif is_chat:
-        form = "messages" if tags.get("role_tag") == "role" else "conversations"
-        written = {form: columns.get("messages", "conversations"), "system": columns.get("system")}
-        written |= {"tools": columns.get("tools"), "images": columns.get("images")}
-    elif draft.value("task.name") == "pretrain":
-        form, written = "text", {"text": columns.get("prompt", "text")}
-    else:
-        form, names = "instruction", {"instruction": "prompt", "input": "query", "output": "response"}
-        written = {ours: columns.get(theirs) for ours, theirs in names.items()} | {"system": columns.get("system")}
-    renamed = {ours: theirs for ours, theirs in written.items() if theirs not in (None, ours)}
-    return values | {"format": form, "columns": renamed}
+        dataset = Dataset(draft, info.path.parent.absolute(), info.values[name], names.index(name))
+        dataset.put(key, *facts, comment=comment)
+    if draft.get("media_dir") and draft.value("task.name") == "vision_language_sft":
+        draft.put(f"{key}.image_root", path(draft.get("media_dir")), "media_dir")
 
 
 def _targets(draft: Draft) -> None:
@@ -379,9 +193,6 @@ def finish(draft: Draft) -> None:
 
 LLAMA_FACTORY = Peer(
     name="llama_factory",
-    title="LLaMA-Factory",
-    table=TABLE,
-    signs=frozenset({"stage", "finetuning_type", "cutoff_len", "template", "dataset_dir", "lora_target", "pref_loss"}),
     prepare=prepare,
     finish=finish,
 )

@@ -4,9 +4,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-from finetune.migration.complete import put_source, source_of
-from finetune.migration.draft import ALPACA_ROWS, Draft, Peer
-from finetune.migration.tables.torchtune import TORCHTUNE as TABLE
+from finetune.migration.complete import put_source, source_of, source_with_files
+from finetune.migration.draft import ALPACA_ROWS, Draft, Peer, read_defaults
+from finetune.migration.rules import read_file
 
 _OWNERS = {
     **{"llama2": "meta-llama", "llama3": "meta-llama", "llama4": "meta-llama", "code_llama2": "codellama"},
@@ -20,53 +20,8 @@ _TEMPLATES = {"llama2": "mistral", "llama3": "llama3", "gemma": "gemma", "gemma2
 
 _CHAT_NAMES = re.compile(r"instruct|chat|-it\b|phi|qwen", re.IGNORECASE)
 
-_DATASETS: dict[str, dict[str, Any]] = {
-    "alpaca_dataset": {"source": "tatsu-lab/alpaca", "template": ALPACA_ROWS, "all": True},
-    "alpaca_cleaned_dataset": {"source": "yahma/alpaca-cleaned", "template": ALPACA_ROWS, "all": True},
-    "instruct_dataset": {"columns": {"prompt": "input", "completion": "output"}},
-    "grammar_dataset": {"source": "liweili/c4_200m", "columns": {"prompt": "input", "completion": "output"}},
-    "samsum_dataset": {
-        "source": "Samsung/samsum",
-        "template": {
-            "prompt": "Summarize this dialogue:\n{{ dialogue }}\n---\nSummary:{{ '\\n' }}",
-            "completion": "{{ summary }}",
-        },
-    },
-    "gsm8k_sft": {
-        "source": "openai/gsm8k",
-        "config": "main",
-        "columns": {"prompt": "question", "completion": "answer"},
-        "note": "gsm8k_sft puts a prompt before each question and marks the reasoning of each answer: write both in "
-        "the source's `template`.",
-    },
-    "chat_dataset": {"chat": True},
-    "multimodal_chat_dataset": {"chat": True},
-    "slimorca_dataset": {"source": "Open-Orca/SlimOrca-Dedup", "chat": True},
-    "llava_instruct_dataset": {"source": "liuhaotian/LLaVA-Instruct-150K", "chat": True},
-    "the_cauldron_dataset": {"source": "HuggingFaceM4/the_cauldron"},
-    "text_completion_dataset": {"text": "text"},
-    "wikitext_dataset": {"source": "EleutherAI/wikitext_document_level", "config": "wikitext-103-v1", "text": "page"},
-    "cnn_dailymail_articles_dataset": {"source": "ccdv/cnn_dailymail", "config": "3.0.0", "text": "article"},
-    "preference_dataset": {"pairs": {}},
-    "hh_rlhf_helpful_dataset": {"source": "RLHFlow/HH-RLHF-Helpful-standard", "pairs": {}},
-    "stack_exchange_paired_dataset": {
-        "source": "lvwerra/stack-exchange-paired",
-        "pairs": {"prompt": "question", "chosen": "response_j", "rejected": "response_k"},
-    },
-}
-"""What a dataset builder reads, and how: `all`, its prompts are targets by default."""
-
-_ROW_FACTS = (
-    "source",
-    "data_files",
-    "config",
-    "split",
-    "partition",
-    "dataset_builder",
-    "column",
-    "conversation_column",
-    "conversation_style",
-)
+_DATASETS: dict[str, dict[str, Any]] = read_file("torchtune")["datasets"]
+_NOT_OF_ROWS = ("packing", "train_on_inputs", "masking", "max_length")
 _TASKS = {"DPOLoss": "sigmoid", "RSOLoss": "hinge", "IPOLoss": "ipo", "SimPOLoss": "simpo"}
 _CROSS_ENTROPIES = ("LinearCrossEntropyLoss", "CEWithChunkedOutputLoss", "CrossEntropyLoss")
 
@@ -82,12 +37,27 @@ def prepare(draft: Draft) -> None:
         draft.note(f"the comments of the file start a distributed recipe, which is FSDP2 there, on {draft.gpus} GPUs.")
     elif "single_device" in draft.file.path.name:
         draft.gpus = draft.gpus or 1
+    is_vision = "vision" in builder or "vision" in family or "clip" in builder
+    _assume(draft, builder, is_vision=is_vision)
     _model(draft, family)
     _adapter(draft, builder, family)
-    _task(draft, is_vision="vision" in builder or "vision" in family or "clip" in builder)
+    _task(draft, is_vision=is_vision)
     _data(draft)
     _template(draft, family)
     _training(draft)
+
+
+def _assume(draft: Draft, builder: str, *, is_vision: bool) -> None:
+    """Take the defaults of the components that the file names."""
+    names = [str(draft.get(name, "")).rpartition(".")[2] for name in ("dataset_builder", "loss", "scheduler")]
+    if builder.startswith(("lora_", "qlora_")):
+        names.append("lora_llama3_2_vision_11b" if is_vision else "lora_llama3_1_8b")
+    if draft.value("train.optimizer.name", "adamw") == "adamw":
+        draft.assume("torch AdamW")
+    draft.assume(*(f"torchtune {name}" for name in names if f"torchtune {name}" in read_defaults()["defaults"]))
+    for part in ("decoder", "encoder", "fusion"):
+        if draft.get(part) == "frozen" and part not in draft.facts:
+            draft.note(f"the {part} is frozen there ({draft.assumed[part][1]}): name the modules that have adapters.")
 
 
 def _model(draft: Draft, family: str) -> None:
@@ -132,8 +102,6 @@ def _adapter(draft: Draft, builder: str, family: str) -> None:
         draft.note("transformers keeps Phi's q, k and v in one matrix, gate and up in another: one adapter for each.")
     names += ["lm_head"] if draft.get("output") else []
     draft.put("model.lora.target_modules", names, "attention_modules", "mlp", "output")
-    draft.default("model.lora.rank", 8, "the default there")
-    draft.default("model.lora.alpha", 16.0, "the default there")
     advice = "name the modules of the other parts alone in `model.lora.target_modules`."
     draft.refuse(advice, *(name for name in ("decoder", "encoder", "fusion") if draft.get(name) != "lora"))
     draft.drop("adapters are on every part with modules of these names", "decoder", "encoder", "fusion")
@@ -166,7 +134,7 @@ def _distillation(draft: Draft) -> None:
     kind = str(draft.get("kd_loss", "ForwardKLLoss")).rpartition(".")[2].lower()
     divergence = "reverse_kl" if "reverse" in kind else "jsd" if "symmetric" in kind else "forward_kl"
     draft.put("task.distillation.divergence", divergence, "kd_loss")
-    if "kd_ratio" in draft.facts:
+    if draft.get("kd_ratio") is not None:
         draft.put("task.distillation.cross_entropy_weight", 1 - draft.get("kd_ratio"), "kd_ratio")
 
 
@@ -179,22 +147,22 @@ def _data(draft: Draft) -> None:
         reads = {}
     if reads.get("note"):
         draft.note(reads["note"])
-    source = draft.get("source", reads.get("source", ""))
-    files = draft.get("data_files")
-    is_local = source in ("json", "csv", "parquet", "text") and files is not None
-    values = source_of(files, draft.file.path.parent) if is_local else {}
-    if not is_local and source:
-        values = source_of(source, draft.file.path.parent) | {"config": draft.get("config", reads.get("config"))}
+    source, values = draft.get("source", reads.get("source", "")), {}
+    if source:
+        values = source_with_files(source, draft.get("data_files"), draft.file.path.parent)
+        values |= {"config": draft.get("config", reads.get("config")) if "name" in values else None}
         values["split"] = _partition(draft) or draft.get("split")
     values |= _reading(draft, reads)
-    facts = [*_ROW_FACTS, *(name for name in draft.facts if name.startswith("column_"))]
+    of_rows = [name for name, (_, leaf) in draft.facts.items() if leaf.key.startswith("dataset.")]
+    facts = [name for name in of_rows if name not in _NOT_OF_ROWS]
     put_source(draft, "data.train", values, *(name for name in facts if not draft.is_named(name)))
     _validation(draft, values)
-    trains_prompts = draft.get("train_on_inputs", draft.get("masking") == "train_on_all" or reads.get("all", False))
+    masking = draft.get("masking")
+    trains_prompts = draft.get("train_on_inputs") if masking is None else masking == "train_on_all"
     if trains_prompts and draft.value("task.name") in ("sft", "vision_language_sft"):
-        comment = "" if "train_on_inputs" in draft.facts else f"the default of {builder} there"
-        draft.put("data.train_on", "all", "train_on_inputs", "masking", comment=comment)
-        draft.note(f"prompts are targets there, too{f', by default of {builder}' if comment else ''}: `train_on: all`.")
+        draft.put("data.train_on", "all", "train_on_inputs", "masking")
+        by_default = "" if "train_on_inputs" in draft.facts or masking else f", by default of {builder}"
+        draft.note(f"prompts are targets there, too{by_default}: `train_on: all`.")
     elif draft.get("masking") == "train_on_last":
         draft.put("data.train_on", "last_assistant", "masking")
     draft.drop("the assistant's turns are the targets", "masking", "train_on_inputs")
@@ -230,7 +198,7 @@ def _reading(draft: Draft, reads: dict[str, Any]) -> dict[str, Any]:
         column = draft.get("conversation_column", form)
         return {"format": form, "columns": {form: column} if column != form else {}}
     if "template" in reads:
-        template = dict(reads["template"])
+        template = ALPACA_ROWS if reads["template"] == "alpaca" else reads["template"]
         for part in ("instruction", "input", "output"):
             name = draft.get(f"column_{part}", part)
             template = {key: re.sub(rf"\b{part}\b(?= (%|\}}|is|and))", name, text) for key, text in template.items()}
@@ -247,8 +215,9 @@ def _reading(draft: Draft, reads: dict[str, Any]) -> dict[str, Any]:
 def _validation(draft: Draft, train: dict[str, Any]) -> None:
     if "validation_builder" not in draft.facts:
         return
-    reads = _DATASETS.get(str(draft.get("validation_builder")).rpartition(".")[2], {})
-    source = draft.get("validation_source", reads.get("source"))
+    builder = str(draft.get("validation_builder")).rpartition(".")[2]
+    own = read_defaults()["defaults"].get(f"torchtune {builder}", {})
+    source = draft.get("validation_source", own.get("dataset.source"))
     if source is None:
         draft.refuse("write `data.validation`, as `data.train`.", "validation_builder", "validation_split")
         return
@@ -317,12 +286,10 @@ def finish(draft: Draft) -> None:
         draft.default("data.over_length", "truncate", "as there")
         draft.note("rows longer than `max_length` are truncated there without a message; here they are counted.")
     if not draft.has("train.steps"):
-        draft.default("train.epochs", 1, "the default there")
+        draft.default("train.epochs", 1, "not in the file: every recipe needs it")
     draft.default("train.schedule.name", "constant", "no scheduler there")
     if "train.max_gradient_norm" not in draft.entries and "train.max_gradient_norm" not in draft.defaults:
         draft.put("train.max_gradient_norm", None, comment="gradients are not clipped there, by default 1.0 here")
-    if draft.value("train.optimizer.name", "adamw") == "adamw" and not draft.has("train.optimizer.weight_decay"):
-        draft.default("train.optimizer.weight_decay", 0.01, "the default of torch's AdamW")
     draft.note("weight decay is applied to all weights there, to matrices alone here.")
     if not draft.has("checkpoint.every_steps"):
         draft.note(
@@ -332,9 +299,6 @@ def finish(draft: Draft) -> None:
 
 TORCHTUNE = Peer(
     name="torchtune",
-    title="torchtune",
-    table=TABLE,
-    signs=frozenset({"_component_", "checkpointer", "metric_logger", "tokenizer", "enable_activation_checkpointing"}),
     prepare=prepare,
     finish=finish,
 )

@@ -1,12 +1,13 @@
-"""transformers' Trainer: what its arguments mean, for TRL, LLaMA-Factory and ms-swift, too."""
+"""transformers' Trainer: what its arguments mean, for TRL and LLaMA-Factory, too."""
 
 from finetune.migration.draft import Draft, Outcome, Peer
-from finetune.migration.tables.trainer import TRAINER as TABLE
+
+ARGUMENTS = "transformers TrainingArguments"
+"""The group of the defaults of all trainers that share these arguments."""
 
 
 def prepare_arguments(draft: Draft) -> None:
     """Write what only Trainer's arguments have; run it before the common part."""
-    draft.default_micro_batch = 8
     draft.drop("`train.microbatch_size: auto` finds one", *(() if draft.get("finds_batch") else ("finds_batch",)))
     if draft.get("finds_batch"):
         draft.refuse("write `train.microbatch_size: auto`, which keeps the batch of a step.", "finds_batch")
@@ -21,6 +22,9 @@ def prepare_arguments(draft: Draft) -> None:
     steps = draft.get("logging_steps", 500)
     if steps >= 1 and "logging_steps" in draft.facts:
         draft.put("report.log_every_steps", int(steps), "logging_steps")
+    if draft.get("eval_strategy") == "steps" and draft.get("eval_steps") is None and steps >= 1:
+        comment = "as often as `logging_steps` there, where `eval_steps` is unset"
+        draft.put("evaluate.every_steps", int(steps), "eval_strategy", comment=comment)
     draft.drop("`events.jsonl` has every step", "logging_steps")
     if draft.get("pushes") and draft.get("hub_name"):
         draft.put("export.push_to_hub", draft.get("hub_name"), "hub_name", "pushes")
@@ -39,14 +43,8 @@ def prepare_arguments(draft: Draft) -> None:
     draft.drop("there is no tracker", "project")
 
 
-def finish_arguments(draft: Draft, *, learning_rate: float = 5e-5) -> None:
-    """Write Trainer's defaults, where they are others than ours."""
-    if not draft.has("train.steps"):
-        draft.default("train.epochs", 3.0, "Trainer's default")
-    draft.default("train.learning_rate", learning_rate, "the default there")
-    draft.default("train.schedule.name", "linear", "Trainer's default")
-    if draft.get("save_strategy") != "no":
-        draft.default("checkpoint.every_steps", 500, "Trainer's default")
+def finish_arguments(draft: Draft) -> None:
+    """Note what Trainer does at the end of an epoch."""
     draft.note("the last, incomplete batch of an epoch is a step of its own there; here batches go on over epochs.")
 
 
@@ -70,9 +68,6 @@ def name_placeholders(draft: Draft) -> None:
 
 TRAINER = Peer(
     name="trainer",
-    title="transformers' Trainer",
-    table=TABLE,
-    signs=frozenset({"per_device_train_batch_size"}),
     prepare=prepare,
     finish=finish_arguments,
 )

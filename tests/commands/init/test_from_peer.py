@@ -4,6 +4,7 @@ import pytest
 from typer.testing import CliRunner
 
 from finetune.cli.app import app
+from finetune.config.load import load_config
 
 THEIRS = """
 base_model: org/base-1b
@@ -51,12 +52,66 @@ def test_unknown_keys_are_named_and_strict_makes_them_an_error(tmp_path, theirs)
     assert init("--from", str(theirs), "--into", str(tmp_path / "ours"), "--strict").exit_code == 2
 
 
-def test_a_job_without_rows_is_written_with_what_is_missing(tmp_path, theirs):
+def test_a_job_that_does_not_check_is_not_written(tmp_path, theirs):
     theirs.write_text(THEIRS.replace("datasets:\n  - path: org/rows\n    type: chat_template\n", ""))
     result = init("--from", str(theirs), "--into", str(tmp_path / "ours"))
     assert result.exit_code == 2
-    assert "data.train: the section is missing" in result.output and "Correct the job, then" in result.output
-    assert "start with" not in result.output and (tmp_path / "ours" / "job.yaml").is_file()
+    assert "data.train: the section is missing" in result.output and "Nothing was written." in result.output
+    assert "start with" not in result.output and not (tmp_path / "ours").exists()
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """Return a folder that looks like a model."""
+    folder = tmp_path / "my models" / "tiny"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "a.jsonl").write_text('{"messages": []}\n')
+    return folder
+
+
+@pytest.mark.parametrize("cwd", ["", "elsewhere"])
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [
+        ("./my models/tiny", "./rows/a.jsonl"),
+        ("my models/tiny", "rows/a.jsonl"),
+        ("../{folder}/my models/tiny", "../{folder}/rows"),
+        (".\\my models\\tiny", ".\\rows\\a.jsonl"),
+        ("{root}/my models/tiny", "./rows/*.jsonl"),
+    ],
+)
+def test_paths_are_those_of_the_folder_of_the_launch_or_of_the_file(
+    tmp_path, theirs, model, monkeypatch, cwd, name, rows
+):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / cwd)
+    name, rows = (text.format(folder=tmp_path.name, root=tmp_path) for text in (name, rows))
+    theirs.write_text(THEIRS.replace("org/base-1b", f"'{name}'").replace("org/rows", f"'{rows}'"))
+    result = init("--from", str(theirs), "--into", str(tmp_path / "far" / "away"))
+    assert result.exit_code == 0, result.output
+    loaded = load_config(tmp_path / "far" / "away" / "job.yaml")
+    assert loaded.config.model.name == str(model)
+    assert str(loaded.config.data.train.path).startswith(str(tmp_path / "rows"))
+    assert loaded.config.run.folder == str(tmp_path / "far" / "away" / "out")
+
+
+def test_missing_rows_and_models_are_named_with_their_lines_and_nothing_is_written(tmp_path, theirs):
+    theirs.write_text(THEIRS.replace("org/base-1b", "./none").replace("org/rows", "../none.jsonl"))
+    result = init("--from", str(theirs), "--into", str(tmp_path / "ours"))
+    output = " ".join(result.output.split())
+    assert result.exit_code == 2 and not (tmp_path / "ours").exists()
+    assert f'line 2: base_model: "./none", model.name: the folder {tmp_path}/none does not exist' in output
+    assert f'line 4: datasets.0.path: "../none.jsonl", data.train.path: the file {tmp_path.parent}/none.jsonl' in output
+
+
+@pytest.mark.parametrize("key", ["org/rows", "./out", "org/base-1b"])
+def test_a_secret_in_a_url_is_never_written(tmp_path, theirs, key):
+    theirs.write_text(THEIRS.replace(key, "https://me:hunter2@host.example/rows.jsonl"))
+    result = init("--from", str(theirs), "--into", str(tmp_path / "ours"))
+    assert result.exit_code == 2 and "hunter2" not in result.output
+    assert "secrets do not belong in a job file" in result.output and not (tmp_path / "ours").exists()
 
 
 def test_a_folder_with_another_job_is_left_alone(tmp_path, theirs):

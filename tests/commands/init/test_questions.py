@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 from finetune.cli.app import app
 from finetune.commands.init import questions
 from finetune.commands.init.init import recipes
+from finetune.config.load import load_config
 from finetune.registry.tasks import TASKS
 
 ROWS = {
@@ -60,16 +61,43 @@ def test_two_columns_of_text_are_both_trained_on():
 
 
 def test_questions_are_asked_on_a_terminal_until_they_are_answered(monkeypatch, capsys):
-    answers = iter(["sftt", "sft", "nothing.jsonl", "pairs.csv", "chats.jsonl", "", "two", "2", "lora"])
+    answers = iter(["sftt", "sft", "nothing.jsonl", "pairs.csv", "chats.jsonl", "./none", "", "two", "2", "lora"])
     asked = []
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
     monkeypatch.setattr("builtins.input", lambda question: asked.append(question) or next(answers))
     questions.init_by_answers(questions.Answers(), None)
     output = capsys.readouterr().out
-    assert next(answers, None) is None and len(asked) == 9
+    assert next(answers, None) is None and len(asked) == 10
     assert "Did you mean `sft`?" in output and "fit none of the formats of `sft`" in output
     assert "write a whole number" in output and "columns" in output
     assert job("sft")["model"]["name"] == "Qwen/Qwen3-0.6B" and job("sft")["train"]["global_batch_size"] == 32
+
+
+@pytest.mark.parametrize("name", ["tiny", "./tiny", "../{folder}/tiny", "{root}/tiny", ".\\tiny"])
+def test_a_folder_with_a_model_is_found_from_the_folder_of_the_job(tmp_path, name):
+    Path("tiny").mkdir()
+    Path("tiny", "config.json").write_text("{}")
+    name = name.format(folder=tmp_path.name, root=tmp_path)
+    result = init("--task", "sft", "--data", "./chats.jsonl", "--model", name, "--full", "--into", "far/away")
+    assert result.exit_code == 0, result.output
+    config = load_config(Path("far/away/job.yaml")).config
+    assert config.model.name == str(tmp_path / "tiny") and config.data.train.path == str(tmp_path / "chats.jsonl")
+
+
+@pytest.mark.parametrize("name", ["./tiny", "../tiny", "/none/tiny", "~/none/tiny", "~no_such_user/tiny", "empty"])
+def test_a_folder_without_a_model_is_refused_and_nothing_is_written(name):
+    Path("empty").mkdir()
+    result = init("--task", "sft", "--data", "chats.jsonl", "--model", name, "--full", "--into", "job")
+    assert result.exit_code == 2 and not Path("job").exists()
+    assert "is not a folder with a model and its config.json" in " ".join(result.output.split())
+
+
+def test_nothing_is_written_where_the_job_would_not_check():
+    Path("job").mkdir()
+    Path("job", "runs").write_text("a file where the run's folder would be\n")
+    result = init("--task", "sft", "--data", "chats.jsonl", "--model", "org/base", "--full", "--into", "job")
+    assert result.exit_code == 2 and "run.folder" in result.output
+    assert [path.name for path in Path("job").iterdir()] == ["runs"]
 
 
 def test_nothing_is_asked_without_a_terminal():

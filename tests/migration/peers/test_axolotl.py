@@ -1,5 +1,8 @@
+import json
+
 import pytest
 
+from finetune.data.templates.row_template import render_template
 from tests.migration.conftest import fate_of, job_of
 
 LORA = """
@@ -59,7 +62,8 @@ def test_alpaca_prompts_stay_plain_text(migrate):
     migration = migrate(LORA)
     assert job_of(migration)["data"]["chat_template"] == "plain"
     with_template = migrate(LORA + "chat_template: llama3\n")
-    assert job_of(with_template)["data"]["chat_template"] == "llama3" and with_template.draft.files == {}
+    assert job_of(with_template)["data"]["chat_template"] == "plain"  # axolotl's prompts are text, whatever it says
+    assert fate_of(with_template, "chat_template")[0] == "not_needed"
 
 
 def test_the_batch_grows_with_the_gpus_that_are_given(migrate):
@@ -132,3 +136,164 @@ def test_a_value_of_another_type_is_named(migrate):
         "this is not a number. Correct it and run this again.",
     )
     assert any(problem.key == "train.learning_rate" for problem in migration.problems)
+
+
+def test_a_plugin_that_chooses_the_loss_kernel_overrides_the_key_of_another(migrate):
+    lines = "plugins: [axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin]\n"
+    migration = migrate(LORA + lines + "liger_fused_linear_cross_entropy: true\n")
+    assert job_of(migration)["train"]["loss_kernel"] == "cce"
+    assert fate_of(migration, "plugins") == ("mapped", "train.loss_kernel")
+    assert fate_of(migration, "liger_fused_linear_cross_entropy")[0] == "not_possible"
+
+
+CHAT = LORA.replace("    type: alpaca\n", "    type: chat_template\n").replace("warmup_ratio: 0.1\n", "")
+TURNS = [
+    {"role": "system", "content": "S", "train": None},
+    {"role": "human", "content": "Q"},
+    {"role": "gpt", "content": "A", "train": False},
+    {"role": "gpt", "content": "B", "train": True},
+]
+
+
+def rendered(migration, turns):
+    """Return the turns that the template of the job's source makes of a row with these turns."""
+    template = job_of(migration)["data"]["train"]["template"]["messages"]
+    return json.loads(render_template(template, {"messages": turns}, column="messages"))
+
+
+def test_batch_size_is_the_batch_of_all_gpus(migrate):
+    text = CHAT.replace("gradient_accumulation_steps: 4\n", "batch_size: 16\n")
+    for gpus in (1, 4):
+        train = job_of(migrate(text, gpus=gpus))["train"]
+        assert (train["microbatch_size"], train["global_batch_size"]) == (2, 16)
+
+
+def test_what_is_not_written_is_what_axolotl_does_then(migrate):
+    migration = migrate("base_model: org/base-1b\ndatasets: [{path: org/rows}]\nlearning_rate: 1e-4\n")
+    job = job_of(migration)
+    assert job["train"]["schedule"] == {"warmup_fraction": 0.03}  # cosine is our default, too
+    assert "the warmup is at most 100 steps there" in migration.job
+    assert job["checkpoint"] == {"every_steps": 500, "keep_last": 4} and "1 times per epoch there" in migration.job
+    assert (job["train"]["epochs"], job["train"]["precision"], job["model"]["dtype"]) == (1.0, "bf16", "bfloat16")
+    assert (job["data"]["max_length"], job["data"]["over_length"]) == (512, "drop")
+    assert (job["train"]["microbatch_size"], job["train"]["global_batch_size"]) == (1, 1)
+
+
+@pytest.mark.parametrize(("steps", "warmup"), [(200, 6), (10_000, 100), (50, 2), (20, 0)])
+def test_an_unwritten_warmup_is_3_percent_of_known_steps_and_at_most_100(migrate, steps, warmup):
+    job = job_of(migrate(f"{CHAT}max_steps: {steps}\n"))
+    assert job["train"]["schedule"].get("warmup_steps", 0) == warmup
+
+
+def test_a_warmup_of_0_steps_is_no_warmup(migrate):
+    assert "schedule" not in job_of(migrate(f"{CHAT}warmup_steps: 0\n".replace("lr_scheduler: cosine\n", "")))["train"]
+
+
+def test_written_saves_replace_those_of_each_epoch(migrate):
+    text = CHAT.replace("saves_per_epoch: 1\n", "save_steps: 50\n")
+    assert job_of(migrate(text))["checkpoint"] == {"every_steps": 50, "keep_last": 4}
+
+
+def test_evaluations_start_before_the_first_step_there(migrate):
+    job = job_of(migrate(CHAT.replace("evals_per_epoch: 4", "eval_steps: 20")))
+    assert job["evaluate"] == {"every_steps": 20, "at_start": True}
+
+
+def test_a_project_turns_its_tracker_on(migrate):
+    job = job_of(migrate(CHAT.replace("wandb_project:\n", "wandb_project: mine\nuse_wandb: false\n")))
+    assert job["report"] == {"project": "mine", "trackers": ["wandb"]}
+
+
+@pytest.mark.parametrize("value", ["all", "last", "none"])
+def test_other_ends_of_turns_as_targets_are_not_possible(migrate, value):
+    migration = migrate(CHAT.replace("    split:", f"    train_on_eos: {value}\n    split:"))
+    assert fate_of(migration, "datasets.0.train_on_eos")[0] == "not_possible"
+    usual = migrate(CHAT.replace("    split:", "    train_on_eos: turn\n    split:"))
+    assert fate_of(usual, "datasets.0.train_on_eos")[0] == "not_needed"
+
+
+def test_prompts_as_targets_are_contents_there_and_the_whole_conversation_here(migrate):
+    migration = migrate(f"{CHAT}train_on_inputs: true\n")
+    assert job_of(migration)["data"]["train_on"] == "all"
+    assert "headers that the chat template writes" in " ".join(migration.job.replace("#", " ").split())
+
+
+def test_turns_that_rows_choose_have_a_weight(migrate):
+    keys = "    roles_to_train: []\n    message_field_training: train\n    split:"
+    migration = migrate(CHAT.replace("    split:", keys))
+    turns = rendered(migration, TURNS)
+    assert job_of(migration)["data"]["train_on"] == "per_message"
+    assert [turn["weight"] for turn in turns] == [0, 0, 0, 1]
+    assert [turn["role"] for turn in turns] == ["system", "user", "assistant", "assistant"]
+    assert all("train" not in turn for turn in turns)
+    assert fate_of(migration, "datasets.0.message_field_training")[0] == "mapped"
+
+
+def test_other_roles_to_train_have_a_weight(migrate):
+    migration = migrate(CHAT.replace("    split:", "    roles_to_train: [human, assistant]\n    split:"))
+    assert [turn["weight"] for turn in rendered(migration, TURNS)] == [0, 1, 1, 1]
+
+
+def test_keys_and_speakers_of_turns_are_renamed(migrate):
+    keys = "    message_property_mappings: {role: who, content: text}\n    roles: {assistant: [bot], user: [me]}\n"
+    migration = migrate(CHAT.replace("    split:", f"{keys}    split:"))
+    turns = [{"who": "me", "text": "Q"}, {"who": "bot", "text": "A", "name": "x"}]
+    expected = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A", "name": "x"}]
+    assert rendered(migration, turns) == expected
+
+
+@pytest.mark.parametrize(("key", "value"), [("message_field_training_detail", "detail"), ("split_thinking", "true")])
+def test_what_changes_the_targets_within_a_turn_is_not_possible(migrate, key, value):
+    migration = migrate(CHAT.replace("    split:", f"    {key}: {value}\n    split:"))
+    assert fate_of(migration, f"datasets.0.{key}")[0] == "not_possible"
+
+
+def test_a_local_file_has_no_split(migrate, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"messages": []}\n')
+    text = CHAT.replace("path: org/rows", "path: rows.jsonl")
+    whole = migrate(text.replace("train[:10%]", "train"))
+    assert job_of(whole)["data"]["train"] == {"path": str(tmp_path / "rows.jsonl"), "format": "messages"}
+    assert job_of(migrate(text.replace("train[:10%]", "train[:50]")))["data"]["train"]["take"] == 50
+    part = migrate(text)
+    assert "split" not in job_of(part)["data"]["train"]
+    assert fate_of(part, "datasets.0.split")[0] == "not_possible"
+
+
+def test_the_note_on_long_rows_says_what_the_job_does(migrate):
+    assert (
+        "rows longer than `max_length` are truncated there" in migrate(f"{CHAT}excess_length_strategy: truncate\n").job
+    )
+    assert "rows longer than" not in migrate(f"{CHAT}excess_length_strategy: raise\n").job
+
+
+def test_kto_rows_are_judged_answers_and_types_name_columns(migrate):
+    text = LORA.replace("type: alpaca", "type: llama3.intel").replace("sample_packing: true\n", "")
+    job = job_of(migrate(f"{text}rl: kto\n"))
+    assert job["data"]["train"]["format"] == "judged" and job["data"]["train"]["columns"] == {"prompt": "question"}
+    assert job["data"]["chat_template"] == "llama3"
+    pairs = job_of(migrate(text.replace("llama3.intel", "chat_template.default") + "rl: dpo\n"))
+    assert pairs["data"]["train"]["columns"] == {"prompt": "messages"}  # where that type looks for the question
+
+
+def test_simpo_has_the_cross_entropy_term_of_trl(migrate):
+    text = LORA.replace("type: alpaca", "type: chat_template.argilla").replace("sample_packing: true\n", "")
+    assert job_of(migrate(f"{text}rl: simpo\n"))["task"]["preference"] == {"loss": "simpo", "sft_weight": 1.0}
+
+
+def test_the_prompt_of_a_file_is_that_of_its_type(migrate):
+    chat = job_of(migrate(LORA.replace("type: alpaca", "type: alpaca_chat")))["data"]["train"]["template"]["prompt"]
+    row = {"instruction": "add", "input": "1 2"}
+    assert render_template(chat, row, column="prompt").endswith("request.\nUSER: add\n1 2\nASSISTANT:")
+    own = LORA.replace("type: alpaca", "type: {field_instruction: q, field_output: a}")
+    template = job_of(migrate(own))["data"]["train"]["template"]
+    assert render_template(template["prompt"], {"q": "add"}, column="prompt") == "add "  # its default `{instruction} `
+
+
+def test_plugins_with_a_training_of_their_own_are_not_possible(migrate):
+    migration = migrate(f"{LORA}plugins: [axolotl.integrations.kd.KDPlugin]\n")
+    assert fate_of(migration, "plugins")[0] == "not_possible"
+
+
+def test_a_typo_gets_the_nearest_key_of_axolotl(migrate):
+    fate, text = fate_of(migrate(f"{LORA}sequence_lenn: 4\n"), "sequence_lenn")
+    assert fate == "unknown" and text.endswith("Did you mean `sequence_len`?")

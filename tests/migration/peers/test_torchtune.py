@@ -63,8 +63,9 @@ def test_a_lora_recipe_becomes_a_job_that_checks(migrate):
 def test_defaults_that_differ_are_written_with_their_reason(migrate):
     job = migrate(LORA).job
     assert "max_gradient_norm: null  # gradients are not clipped there" in job
-    assert "weight_decay: 0.01  # the default of torch's AdamW" in job
-    assert "train_on: all  # the default of alpaca_cleaned_dataset there" in job
+    assert "weight_decay: 0.01  # the default of torch 2.13.0, AdamW: optimizer.weight_decay: 0.01" in job
+    origin = "torchtune 0.6.1, alpaca_cleaned_dataset: dataset.train_on_input: true"
+    assert f"train_on: all  # the default of {origin}" in job
     assert "prompts are targets there, too, by default of alpaca_cleaned_dataset" in job
 
 

@@ -1,4 +1,4 @@
-"""Trainer's arguments, and TRL, LLaMA-Factory and ms-swift, which share them."""
+"""Trainer's arguments, and TRL and LLaMA-Factory, which share them."""
 
 import json
 
@@ -47,22 +47,6 @@ packing: true
 deepspeed: examples/deepspeed/ds_z2_config.json
 """
 
-SWIFT = """
-model: org/base-7B-Instruct
-tuner_type: lora
-dataset: ['org/rows#500', 'org/others:sub#20']
-torch_dtype: bfloat16
-lora_rank: 8
-lora_alpha: 32
-target_modules: all-linear
-per_device_train_batch_size: 1
-gradient_accumulation_steps: 16
-learning_rate: 1e-4
-max_length: 2048
-split_dataset_ratio: 0.01
-save_steps: 50
-"""
-
 
 def test_trl_dpo_with_an_sft_term(migrate):
     migration = migrate(TRL_DPO)
@@ -71,7 +55,7 @@ def test_trl_dpo_with_an_sft_term(migrate):
     assert job["task"] == {"name": "preference", "preference": {"loss": "sigmoid", "sft_weight": 0.5, "beta": 0.2}}
     assert job["data"]["train"] == {"name": "org/pairs"} and job["data"]["validation"]["split"] == "test"
     assert job["model"]["lora"] == {"rank": 8, "dropout": 0.05}  # all-linear is our default
-    assert job["evaluate"] == {"every_steps": 50}
+    assert job["evaluate"] == {"every_steps": 50, "microbatch_size": 8}  # the latter by TrainingArguments
     assert job["train"]["schedule"] == {"name": "linear"} and job["train"]["epochs"] == 3
     assert migration.draft.keys_of("not_possible") == []
 
@@ -109,7 +93,7 @@ def test_llama_factory_names_are_looked_up_in_its_dataset_info(migrate, tmp_path
     migration = migrate(LLAMA_FACTORY)
     mine, other = job_of(migration)["data"]["train"]["mix"]
     assert mine["path"] == str(tmp_path / "data" / "mine.json") and mine["take"] == 500
-    assert mine["columns"] == {"instruction": "q", "output": "a"}
+    assert mine["columns"] == {"prompt": "q", "completion": "a"}
     assert (other["name"], other["format"], other["columns"]) == (
         "org/other",
         "conversations",
@@ -123,15 +107,6 @@ def test_packs_whose_samples_see_each_other_are_noted(migrate):
     assert "samples in a pack see each other there without `neat_packing`" in migration.job
     assert job_of(migration)["data"]["chat_template"] == "llama3"
     assert job_of(migration)["model"]["lora"] == {"rank": 8, "alpha": 16.0, "target_modules": "all-linear"}
-
-
-def test_ms_swift_rows_keep_their_number_and_subset(migrate):
-    migration = migrate(SWIFT)
-    first, second = job_of(migration)["data"]["train"]["mix"]
-    assert migration.title == "ms-swift"
-    assert (first["name"], first["take"]) == ("org/rows", 500)
-    assert (second["name"], second["config"], second["take"]) == ("org/others", "sub", 20)
-    assert job_of(migration)["data"]["over_length"] == "drop"
 
 
 def test_arguments_that_trainer_writes_are_all_known(migrate):
@@ -157,3 +132,67 @@ def test_arguments_that_trl_writes_are_all_known(migrate, name, task):
     assert migration.title == "TRL"
     assert migration.draft.keys_of("unknown") == migration.draft.keys_of("not_possible") == []
     assert job_of(migration)["task"]["name"] == task
+
+
+GKD = """
+model_name_or_path: org/student
+teacher_model_name_or_path: org/teacher
+datasets: [{path: json, data_files: rows.jsonl}]
+temperature: 0.9
+use_peft: true
+lora_r: 8
+"""
+
+
+def test_gkd_samples_from_the_student_unless_the_file_says_0(migrate):
+    migration = migrate(GKD)
+    job = job_of(migration)
+    assert job["task"]["distillation"] == {"teacher": "org/teacher", "divergence": "jsd"}  # at temperature 1.0
+    assert fate_of(migration, "temperature")[0] == "not_needed"
+    notes = " ".join(migration.job.replace("#", "").split())
+    assert "in 50% of the steps there (trl 1.16.0, GKDConfig: lmbda: 0.5" in notes
+    assert job["train"]["learning_rate"] == 2e-5 and job["data"]["train_on"] == "last_assistant"
+    off = migrate(GKD + "lmbda: 0.0\n")
+    assert "of the steps there" not in off.job and fate_of(off, "lmbda")[0] == "not_needed"
+    written = migrate(GKD + "lmbda: 1.0\n")
+    assert fate_of(written, "lmbda")[0] == "not_possible"
+    assert written.draft.out_of_scope == "on-policy distillation"
+
+
+def test_data_files_of_a_builder_are_the_file(migrate, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"messages": []}\n')
+    assert job_of(migrate(GKD))["data"]["train"] == {"path": str(tmp_path / "rows.jsonl")}
+    hub = migrate(GKD.replace("path: json", "path: org/rows"))
+    assert job_of(hub)["data"]["train"] == {"path": "hf://datasets/org/rows/rows.jsonl"}
+
+
+def test_use_peft_alone_decides_whether_adapters_are_trained(migrate):
+    migration = migrate(GKD)
+    lora = job_of(migration)["model"]["lora"]
+    assert lora == {"rank": 8, "target_modules": ["q_proj", "v_proj"], "dropout": 0.05}
+    assert fate_of(migration, "use_peft") == ("mapped", "the section `model.lora`")
+    full = migrate(GKD.replace("use_peft: true\n", ""))
+    assert "lora" not in job_of(full)["model"]  # `lora_r` has no effect without `use_peft`
+    assert fate_of(full, "lora_r")[0] == "not_needed"
+
+
+def test_kto_keeps_the_order_of_the_rows_by_default(migrate):
+    text = "model_name_or_path: org/a\ndataset_name: org/rows\ndesirable_weight: 1.5\n"
+    assert job_of(migrate(text))["data"]["shuffle"] is False
+    assert "shuffle" not in job_of(migrate(text + "train_sampling_strategy: random\n"))["data"]
+
+
+def test_simpo_of_trl_has_a_cross_entropy_term_by_default(migrate):
+    text = "model_name_or_path: org/a\ndataset_name: org/rows\nsimpo_gamma: 0.7\nloss_type: simpo\n"
+    expected = {"loss": "simpo", "sft_weight": 1.0, "target_margin": 0.7}
+    assert job_of(migrate(text))["task"]["preference"] == expected
+    assert job_of(migrate(text + "cpo_alpha: 0.0\n"))["task"]["preference"]["sft_weight"] == 0.0
+
+
+def test_evaluations_by_steps_follow_the_logging_where_their_number_is_unset(migrate):
+    text = "model_name_or_path: org/a\ndataset_name: org/rows\neval_strategy: steps\nlogging_steps: 25\n"
+    assert job_of(migrate(text))["evaluate"]["every_steps"] == 25
+
+
+def test_a_file_with_keys_of_two_trainers_is_of_the_one_that_knows_all(migrate):
+    assert migrate(GKD).title == "TRL"  # `datasets` is a key of axolotl, too

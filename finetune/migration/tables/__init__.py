@@ -1,1 +1,0 @@
-"""The tables: one line per key of each peer."""
