@@ -1,6 +1,5 @@
 """`finetune preview FILE`: the contents of data files, what their rows mean, and the lines of a job that reads them."""
 
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -317,4 +316,4 @@ def _yaml(value: Any) -> str:
 
 def _quoted(text: str) -> str:
     """Return a template in single quotes, in which nothing else needs an escape; with line breaks, as JSON."""
-    return f"'{text.replace(chr(39), chr(39) * 2)}'" if text.isprintable() else json.dumps(text, ensure_ascii=False)
+    return f"'{text.replace(chr(39), chr(39) * 2)}'" if text.isprintable() else format_json(text)

@@ -44,7 +44,6 @@ from finetune.errors import DataError
 from finetune.registry.turns import WEIGHTS, standard_word
 from finetune.runtime.files.digests import recorded_as
 
-
 _WHOLE = "whole"
 """The key, in a row that has become the beginning of a conversation, of all its turns."""
 

@@ -16,6 +16,7 @@ from finetune.registry.formats import FORMATS
 from finetune.registry.layouts import LAYOUTS, LayoutEntry, Meaning, Reading, Speakers, shipped_layouts
 from finetune.registry.tasks import TASKS
 from finetune.registry.turns import WEIGHTS
+from finetune.runtime.text.terminal import format_json
 
 Role = tuple[str, ...]
 """The columns that have a role."""
@@ -301,12 +302,12 @@ def _text_of(values: Sequence[Any]) -> str | None:
 
 
 def _expression(column: str) -> str:
-    return column if re.fullmatch(r"[A-Za-z_]\w*", column) else f"row[{json.dumps(column, ensure_ascii=False)}]"
+    return column if re.fullmatch(r"[A-Za-z_]\w*", column) else f"row[{format_json(column)}]"
 
 
 def _filter(speakers: Speakers) -> str:
-    marks = [json.dumps(mark) for mark in (speakers.user, speakers.assistant)]
-    named = [f"{name}={json.dumps(mark)}" for name in ("system", "tool", "end") if (mark := getattr(speakers, name))]
+    marks = [format_json(mark) for mark in (speakers.user, speakers.assistant)]
+    named = [f"{name}={format_json(mark)}" for name in ("system", "tool", "end") if (mark := getattr(speakers, name))]
     return f" | transcript({', '.join([*marks, *named])})"
 
 
@@ -347,9 +348,9 @@ def _assign(entry: LayoutEntry, rows: Sequence[Row]) -> dict[str, Role] | None:
     return assigned
 
 
-def _fits(rows: Sequence[Row], column: str, kinds: str, *, is_optional: bool) -> bool:
+def _fits(rows: Sequence[Row], column: str, alternatives: str, *, is_optional: bool) -> bool:
     values = _present(rows, column)
-    tests = [_is_of_kind(kind, values) for kind in kinds.split("|")]
+    tests = [_is_of_kind(kind, values) for kind in alternatives.split("|")]
     return (is_optional or bool(values)) and all(any(test(value) for test in tests) for value in values)
 
 
@@ -368,8 +369,8 @@ def layout_hint(rows: Sequence[Row], *, form: str = "", has_meanings: bool = Tru
         return ""
     written = {**keys.source, **keys.data}
     return (
-        f"Each row looks like {layout.entry.description}: `task: {json.dumps(keys.task_keys)}` with "
-        f"`{json.dumps(written, ensure_ascii=False)}` reads it; `finetune preview FILE` prints these lines."
+        f"Each row looks like {layout.entry.description}: `task: {format_json(keys.task_keys)}` with "
+        f"`{format_json(written)}` reads it; `finetune preview FILE` prints these lines."
     )
 
 

@@ -3,9 +3,11 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any, cast
 
 from finetune.config.sections.data import SourceSection
+from finetune.data.formats.attached_images import attach_images
 from finetune.data.formats.columns import NOTES, ColumnNames, Columns, quoted_list
 from finetune.data.formats.layouts import is_empty, layout_hint, unread_meanings
 from finetune.data.formats.prompts import read_exchange, turns_of, with_system
@@ -13,13 +15,9 @@ from finetune.data.images import ImageRoot
 from finetune.data.rows import (
     ARGUMENTS,
     FAULTS_OF_VALUES,
-    Part,
     RawRow,
     Row,
-    Turn,
     describe,
-    has_images,
-    is_image,
     read_template_arguments,
     read_tools,
 )
@@ -160,24 +158,13 @@ def choose_format(
     by_name = {section.column_names.get(column, column) for column in expected if column not in section.template}
     by_name |= {column for yours in section.joined_columns.values() for column in yours}
     is_whole_read = WHOLE_ROW in by_template
-    unread = [] if is_whole_read else [name for name in row if name not in by_template | by_name]
+    used = by_template | by_name
     if section.format is None:
-        used = [column for column in _available(section, row) if column not in unread]
-        log(f"{key}.format is not set: the columns {quoted_list(used)} are read as `{name}`")
-    for field, columns in (("columns", section.mapped), ("template", section.template)):
-        for column in columns:
-            if column not in expected:
-                raise DataError(
-                    f"{key}.{field}: format `{name}` has no column `{column}`; it has {quoted_list(expected)}. "
-                    "Write the format's name first, then yours: {completion: answer}."
-                )
-    if unread:
-        log(f"{key}: unused columns: {quoted_list(unread)}")
-    meanings = {} if is_whole_read else unread_meanings(set().union(*rows) - by_template - by_name, rows, form=name)
-    for column, meaning in meanings.items():
-        log(f"warning: {key}: `{column}` {meaning.says}, and is not read: {meaning.remedy_of(column)}.")
-    if unread and not is_whole_read and (hint := layout_hint(rows, form=name, has_meanings=bool(meanings))):
-        log(f"warning: {key}: {hint}")
+        read = [column for column in _available(section, row) if is_whole_read or {column} & {*used, *section.template}]
+        log(f"{key}.format is not set: the columns {quoted_list(read)} are read as `{name}`")
+    _require_columns_of_format(section, name, key=key)
+    others = [] if is_whole_read else [name for name in dict.fromkeys(chain.from_iterable(rows)) if name not in used]
+    unread = _log_unread(others, rows, form=name, key=key, log=log)
     for column in sorted(by_name & row.keys()):
         keys = turn_keys(row[column])
         if keys and keys not in (("role", "content"), ("from", "value")):
@@ -198,9 +185,36 @@ def choose_format(
         classes=classes,
         image_root=image_root,
         has_arguments=ARGUMENTS in expected and ARGUMENTS in row,
-        unread=tuple(meanings),
+        unread=unread,
     )
     return ColumnFormat(column_names)
+
+
+def _require_columns_of_format(section: SourceSection, form: str, *, key: str) -> None:
+    """Raise DataError for a column in `columns` or `template` that the format does not have."""
+    expected = FORMATS[form].columns
+    for field, columns in (("columns", section.mapped), ("template", section.template)):
+        for column in columns:
+            if column not in expected:
+                raise DataError(
+                    f"{key}.{field}: format `{form}` has no column `{column}`; it has {quoted_list(expected)}. "
+                    "Write the format's name first, then yours: {completion: answer}."
+                )
+
+
+def _log_unread(
+    columns: Sequence[str], rows: Sequence[Row], *, form: str, key: str, log: Callable[[str], None]
+) -> tuple[str, ...]:
+    """Log the columns that are not read, and return those that change what a row of this format means."""
+    if not columns:
+        return ()
+    log(f"{key}: unused columns: {quoted_list(columns)}")
+    meanings = unread_meanings(columns, rows, form=form)
+    for column, meaning in meanings.items():
+        log(f"warning: {key}: `{column}` {meaning.says}, and is not read: {meaning.remedy_of(column)}.")
+    if hint := layout_hint(rows, form=form, has_meanings=bool(meanings)):
+        log(f"warning: {key}: {hint}")
+    return tuple(meanings)
 
 
 def _detect(section: SourceSection, first: RawRow, rows: Sequence[Row], *, key: str) -> str:
@@ -310,104 +324,6 @@ def read_image_label(columns: Columns) -> Row:
     if not isinstance(label, str | int | None):
         raise DataError(f"{columns.title('label')} must be text or an integer, but is {describe(label)}.")
     return {"image": image, "label": label}
-
-
-UNREAD_IMAGE = "unread_image"
-"""A row's key: the column whose images are not read."""
-
-PLACEHOLDER = "<image>"
-"""LLaVA's image placeholder in plain text (Liu et al., 2023, arXiv:2304.08485), independent of the model's own."""
-
-
-def attach_images(row: Row, columns: Columns) -> Row:
-    """Return the row with `messages` and its `images`; for each image, a turn has a part `{type: image}`.
-
-    Images are in the parts themselves or in the column `images`, in the order of the parts without an image, or of the
-    placeholders `<image>` in plain texts; with neither, they are put before the first question. A row without images is
-    returned unchanged. Raises DataError if the numbers of placeholders and images differ.
-    """
-    value = columns.optional("images") if "images" not in columns.names.template else columns.listed("images")
-    given = value if isinstance(value, list | tuple) else [value]
-    given = [image for image in given if image not in (None, "")]
-    messages: Sequence[Turn] = row["messages"]
-    if any(has_images(turn.get("content")) for turn in messages):
-        placed = messages
-    elif given:
-        placed = _placed(messages, num_images=len(given))
-    else:
-        unread = columns.unread_image()
-        return {**row, UNREAD_IMAGE: unread} if unread else row
-    for number, turn in enumerate(placed, start=1):
-        if turn["role"] == "assistant" and has_images(turn.get("content")):
-            raise DataError(f"turn {number} is an answer with an image, but the model can only generate text.")
-    sources = _sources(placed, given)
-    images = [columns.image(source, title=f"image {number}") for number, source in enumerate(sources, start=1)]
-    turns = []
-    for turn in placed:
-        content = turn.get("content")
-        if isinstance(content, list):
-            content = [{"type": "image"} if is_image(part) else part for part in content]
-            turn = {**turn, "content": content}
-        turns.append(turn)
-    return {**row, "messages": turns, "images": images}
-
-
-def _placed(messages: Sequence[Turn], *, num_images: int) -> Sequence[Turn]:
-    """Return the turns with an image part for each placeholder, or with all images before the first question."""
-    for number, turn in enumerate(messages, start=1):
-        if isinstance(turn.get("content"), list):
-            raise DataError(
-                f"turn {number} has several text parts and {_count(num_images)} in its column. Write a part "
-                "`{type: image}` where each image belongs."
-            )
-    if any(PLACEHOLDER in _text(turn) for turn in messages):
-        turns = []
-        for turn in messages:
-            first, *others = _text(turn).split(PLACEHOLDER)
-            if others:  # without the whitespace around placeholders, which the template writes
-                parts = _text_part(first.rstrip())
-                for text in others:
-                    parts += [{"type": "image"}, *_text_part(text.strip())]
-                turn = {**turn, "content": parts}
-            turns.append(turn)
-        return turns
-    question = next((index for index, turn in enumerate(messages) if turn["role"] == "user"), None)
-    if question is None:
-        raise DataError(f"has {_count(num_images)}, but no user turn to put it in.")
-    parts = [{"type": "image"}] * num_images + _text_part(_text(messages[question]))
-    return [{**turn, "content": parts} if index == question else turn for index, turn in enumerate(messages)]
-
-
-def _text_part(text: str) -> list[Part]:
-    return [{"type": "text", "text": text}] if text else []
-
-
-def _sources(messages: Sequence[Turn], given: Sequence[Any]) -> list[Any]:
-    """Return the images in the order of the turns; raises DataError unless every image is in a turn."""
-    parts = [part for turn in messages for part in turn.get("content") or () if is_image(part)]
-    placeholders = [part for part in parts if "image" not in part]
-    if len(placeholders) != len(given):
-        raise DataError(
-            f"has {_count(len(given))} in its column and {len(placeholders)} placeholders in its turns. Write one "
-            f"placeholder for each, `{PLACEHOLDER}` in a text or a part `{{type: image}}`, or none: they are then put "
-            f"before the first question."
-        )
-    indices = [part.get("index", number) for number, part in enumerate(placeholders)]
-    if sorted(indices) != list(range(len(given))):
-        raise DataError(
-            f"has image parts with the `index` {indices}, which do not refer to each of its images exactly once."
-        )
-    ordered = iter([given[index] for index in indices])
-    return [part["image"] if "image" in part else next(ordered) for part in parts]
-
-
-def _text(turn: Turn) -> str:
-    content = turn.get("content")
-    return content if isinstance(content, str) else ""
-
-
-def _count(number: int) -> str:
-    return f"{number} image{'' if number == 1 else 's'}"
 
 
 def read_scored_pairs(columns: Columns) -> Row:

@@ -117,7 +117,7 @@ def test_a_column_that_changes_the_meaning_is_named_with_what_reads_it():
     assert len(lines) == 3
 
 
-def test_of_several_right_answers_the_first_is_read_and_it_is_said():
+def test_the_first_of_several_right_answers_is_read_and_reported():
     layout, keys = first_reading([{"question": Q, "answers": [A, B]}])
     assert keys.source["template"] == {"completion": "{{ answers[0] if answers else '' }}"}
     assert any("`answers`" in line and "first" in line for line in describe_unused(layout))
