@@ -116,8 +116,8 @@ class InvalidKey:
         complaint = f"{format_value(value)} is {'not allowed' if is_right_kind else type_name(value)}."
         complaint = complaint if value is not None else "there is no value."
         fits = f"Write {describe_values(node, in_full=exceeds_ceiling(value, node))}."
-        hint = self.hint
-        if not hint and (likely := _likely_value(self.key, value)):
+        hint = ""
+        if likely := _likely_value(self.key, value):
             unquoted = ", without quotes" if isinstance(value, str) and value.strip() == likely else ""
             hint = f"Did you mean `{likely}`{unquoted}?"
         if not hint and keys_of(node) and not isinstance(value, dict):

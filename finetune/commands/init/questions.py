@@ -9,9 +9,11 @@ from typing import Any
 
 from finetune.commands import check
 from finetune.commands.init.init import JOB_FILE, format_written, launch_files, launch_line, recipes, write_checked
-from finetune.commands.preview.file import look_into
+from finetune.commands.preview.file import FileContents, look_into
+from finetune.commands.printing import print_facts
 from finetune.config.paths import is_path
 from finetune.config.yaml import read_yaml
+from finetune.data.formats.layouts import describe_unused, layout_hint
 from finetune.errors import FinetuneError, UserError
 from finetune.migration.complete import locate
 from finetune.migration.draft import yaml_value
@@ -96,17 +98,20 @@ def _task(name: str) -> str:
     return TASKS[name].name  # raises RegistryError with the names
 
 
-def _rows(path: str, task: str) -> dict[str, Any]:
-    """Return the keys of the source; raises UserError where no format of the task can read the rows."""
-    source, keys, rows = look_into(path, num_rows=_SHOWN_ROWS)
-    form = None if source is None else str(source.format.identity()[0])
-    if form not in TASKS[task].formats:
-        columns = ", ".join(str(name) for name in rows[0])
+def _rows(path: str, task: str) -> FileContents:
+    """Return the contents of the files; raises UserError where no format of the task can read the rows."""
+    contents = look_into(path, num_rows=_SHOWN_ROWS, task=task)
+    if contents.error is not None:
+        raise contents.error
+    if contents.source is None:
+        columns = ", ".join(str(name) for name in contents.rows[0])
         formats = "; ".join(f"{name} ({', '.join(FORMATS[name].required)})" for name in TASKS[task].formats)
         raise UserError(
-            f"the columns {columns} fit none of the formats of `{task}`: {formats}. Rename or choose others."
+            f"the columns {columns} fit none of the formats of `{task}`: {formats}. {layout_hint(contents.rows)}"
         )
-    return {**keys, "format": form}
+    if contents.layout is not None:
+        print_facts([("not read", line) for line in describe_unused(contents.layout)])
+    return contents
 
 
 def _model(written: str) -> str:
@@ -141,7 +146,7 @@ def _recipe(task: str, *, has_lora: bool | None) -> dict[str, Any]:
     return next((values for values in named if ("lora" in values["model"]) is bool(has_lora)), named[0])
 
 
-def _job(recipe: dict[str, Any], model: dict[str, Any], data: dict[str, Any], *, gpus: int, has_lora: bool) -> str:
+def _job(recipe: dict[str, Any], model: dict[str, Any], rows: FileContents, *, gpus: int, has_lora: bool) -> str:
     """Return the job's text: the recipe's settings with these rows and this model."""
     had_lora = "lora" in recipe["model"]
     rate = recipe["train"]["learning_rate"]
@@ -155,10 +160,16 @@ def _job(recipe: dict[str, Any], model: dict[str, Any], data: dict[str, Any], *,
     task = dict(recipe["task"])
     if "classification" in task:
         task["classification"] = {key: value for key, value in task["classification"].items() if key != "labels"}
+    reading = rows.readings[0]
+    if reading.options and (section := TASKS[task["name"]].section):
+        task[section] = {**task.get(section, {}), **reading.options}
+        if "kind" in reading.options:  # of several labels or a number
+            task.pop("label_smoothing", None)
+    data = {"train": {**rows.keys, **reading.source}, "validation": {"fraction": 0.05}, **tokens, **settings}
     sections = {
         "run": {"folder": f"runs/{recipe['task']['name']}"},
         "model": model,
-        "data": {"train": data, "validation": {"fraction": 0.05}, **tokens, **settings},
+        "data": {**data, **reading.data},
         "task": {key: value for key, value in task.items() if value != {}},
         "train": {
             "global_batch_size": 16 * max(1, gpus),

@@ -238,8 +238,8 @@ def _length(source: Source, raw: RawRow, tokenizer: Any) -> int:
         return max(sum(map(len, texts)) for texts in sequences)
     if tokenizer.chat_template and chats:
         try:
-            options = {"tools": row.get("tools"), "arguments": row.get(ARGUMENTS)}
-            sequences = [[render(tokenizer, chat, **options).text] for chat in chats]
+            tools, arguments = row.get("tools"), row.get(ARGUMENTS)
+            sequences = [[render(tokenizer, chat, tools=tools, arguments=arguments).text] for chat in chats]
         except DataError:
             pass
     return max(
