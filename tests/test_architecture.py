@@ -131,11 +131,8 @@ GUARDED_ELSEWHERE: dict[str, tuple[str, ...]] = {
 EXACT_JSON = (
     *("finetune.runtime.text.terminal", "finetune.config.resume_keys", "finetune.config.explain"),
     *("finetune.config.formatting", "finetune.run.state.given", "finetune.commands.generate"),
-    *(
-        "finetune.data.templates.row_template",
-        "finetune.data.encoding.template_support",
-        "finetune.data.sources.slices",
-    ),
+    *("finetune.data.templates.row_template", "finetune.data.encoding.template_support"),
+    "finetune.data.sources.slices",
 )
 """Where JSON is compared, digested or trained on, and shown to nobody; elsewhere characters that reorder text lie."""
 

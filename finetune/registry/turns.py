@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from finetune.errors import RegistryError
 from finetune.registry.table import Entry, Table
@@ -48,6 +49,7 @@ ROLES = Table(
 """The roles of ShareGPT, OpenAI, Gemini, Cohere, LangChain, LLaMA-Factory, ms-swift and torchtune."""
 
 
+@lru_cache(maxsize=1024)
 def standard_word(written: str) -> str:
     """Return the word as the tables write it, in lower case with underscores."""
     return re.sub(r"[\s-]+", "_", written.strip()).lower()

@@ -239,7 +239,7 @@ def _weight(number: int, turn: Turn, train_on: TrainOn) -> bool | None:
         if train_on != "per_message":
             raise DataError(
                 f"turn {number} has a `{name}`, which `data.train_on: {train_on}` does not read. "
-                "Set data.train_on: per_message, or leave it out of the rows."
+                "Set data.train_on: per_message, which tasks with that key read, or leave it out of the rows."
             )
         if not isinstance(value, int | float) or value not in (0, 1):
             raise DataError(f"turn {number} has `{name}` {value!r}: it must be 1 or 0, true or false.")

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from finetune.data.encoding.target_spans import REASONING, TargetFinder
 from finetune.data.rows import Turn, has_images
@@ -80,7 +80,7 @@ def parts_of(turns: Sequence[Turn], tools: Tools | None) -> Iterator[Part]:
     for turn in turns:
         content = turn.get("content")
         if content and not (isinstance(content, str) and content.isspace()):
-            yield Part("content", turn["role"], type(content).__name__)
+            yield Part("content", turn["role"], "texts" if len(_texts(content)) > 1 else type(content).__name__)
         if turn.get("tool_calls"):
             yield Part("tool_calls", turn["role"], "with content" if content else "")
     if turns and any(turns[-1].get(name) for name in REASONING):  # templates omit earlier reasoning by design
@@ -96,6 +96,9 @@ def _check_written(turns: Sequence[Turn], *, text: str, template: str) -> None:
                 f"the chat template ({template}) writes the content of turn {number}, a list of parts, as Python code. "
                 "Give it as text."
             )
+        texts = _texts(content)
+        if len(texts) > 1 and (missing := [part for part in texts if part.strip() not in text]):
+            raise DataError(f"the chat template ({template}) drops {missing[0]!r}, one of the texts of turn {number}.")
         for call in turn.get("tool_calls") or ():
             arguments = call.get("function", call).get("arguments")
             has_quotes = isinstance(arguments, str) and '"' in arguments
@@ -104,6 +107,10 @@ def _check_written(turns: Sequence[Turn], *, text: str, template: str) -> None:
                     f"the chat template ({template}) writes the arguments of the tool call in turn {number}, which are "
                     'text, in quotes. Give them as an object: {"city": "Oslo"}.'
                 )
+
+
+def _texts(content: Any) -> list[str]:
+    return [part["text"] for part in content if "text" in part] if isinstance(content, list) else []
 
 
 _ANOTHER = "Xyzzy"

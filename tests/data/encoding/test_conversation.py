@@ -294,3 +294,6 @@ def test_a_template_without_tool_calls_or_texts_in_parts_is_named(tokenizer):
     joined = "{% for part in m.content %}{{ part.text }}{% endfor %}"
     tokenizer.chat_template = WITH_OWN_ROLE.replace("<|user|>{{ m.content }}", f"<|user|>{joined}")
     assert "<|user|>Two and two?" in text_of(encode_turns([turn("user", texts), ANSWERED], tokenizer), tokenizer)
+    tokenizer.chat_template = WITH_OWN_ROLE.replace("<|user|>{{ m.content }}", "<|user|>{{ m.content[0].text }}")
+    with pytest.raises(DataError, match=r"drops ' and two.', one of the texts of turn 1"):
+        encode_turns([turn("user", texts), ANSWERED], tokenizer)
