@@ -144,7 +144,7 @@ lora_r: 8
 """
 
 
-def test_gkd_samples_from_the_student_unless_the_file_says_0(migrate):
+def test_gkd_samples_from_the_student_unless_lmbda_is_0(migrate):
     migration = migrate(GKD)
     job = job_of(migration)
     assert job["task"]["distillation"] == {"teacher": "org/teacher", "divergence": "jsd"}  # at temperature 1.0
