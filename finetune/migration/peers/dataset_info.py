@@ -29,8 +29,11 @@ _TAGS: Mapping[str, tuple[str, ...]] = {
 }
 """The words in turns that are read here: first the default of LLaMA-Factory, last what templates write."""
 
-_DECISIVE = ("ranking", "name", "path", "elsewhere")
-"""The keys that are refused with all of a dataset; its rows are in the job nevertheless, for the user to correct."""
+_ADDRESSES = ("name", "ms", "om", "script", "path")
+"""The facts of where rows are, of which LLaMA-Factory takes the first."""
+
+_DECISIVE = ("ranking", *_ADDRESSES)
+"""The facts that are refused with all of a dataset, which is in the job nevertheless, for the user to correct."""
 
 
 @dataclass(frozen=True)
@@ -80,14 +83,16 @@ class Dataset:
 
     def put(self, key: str, *facts: str, comment: str = "") -> None:
         """Write the source at our key, from these facts and its own, of which each gets an outcome."""
-        draft, file = self.draft, self._get("name") or self._get("elsewhere") or self._get("path") or ""
+        draft = self.draft
+        file = next((value for name in _ADDRESSES if (value := self._get(name))), "")
         if not file:
             raise UserError(f"{self.folder / FILE}: a dataset without `file_name` or `hf_hub_url` has no rows.")
         if "path" in self.used:
             values: dict[str, Any] = {"path": file if is_url(file) else absolute_path(file, self.folder)}
         else:
             values = source_of(file, self.folder)
-            self._refuse("it is not read here: download the rows, and write their `path`.", "elsewhere")
+            if "name" not in self.used:
+                self._refuse("it is not read here: download the rows, and write their `path`.", *_ADDRESSES)
             self._refuse(f"write `path: hf://datasets/{file}/FOLDER/*` in place of `name`.", "folder")
         if "name" in values:
             values |= {"config": self._get("config"), "split": self._get("split")}
@@ -123,14 +128,18 @@ class Dataset:
         form = "judged" if stage == "kto" else form
         if bool(self._get("ranking")) != (form == "preference"):
             kind = "with" if form == "preference" else "without"
-            self._refuse(f"stage {stage} needs rows {kind} `ranking`: LLaMA-Factory refuses it, too.", *_DECISIVE)
+            self._refuse(
+                f"stage {stage} needs rows {kind} `ranking`: LLaMA-Factory refuses it, too.", "ranking", *_ADDRESSES
+            )
         form, cells = self._alpaca(form) if self._get("formatting") in (None, "alpaca") else self._chat(form)
         if form == "judged":
             cells["label"] = self._column("kto_tag")
         elif form != "text":
             self._refuse("at this stage rows with it are left out there: `stage: kto` reads it.", "columns.kto_tag")
         if missing := [name for name, cell in cells.items() if not cell]:
-            self._refuse(f"it names no column for `{missing[0]}`: LLaMA-Factory leaves the rows out.", *_DECISIVE)
+            self._refuse(
+                f"it names no column for `{missing[0]}`: LLaMA-Factory leaves the rows out.", "ranking", *_ADDRESSES
+            )
         for name in ("system", "tools", "images") if form != "text" else ():
             if name in FORMATS[form].optional:
                 cells[name] = self._column(name)

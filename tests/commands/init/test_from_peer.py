@@ -97,7 +97,7 @@ def test_paths_are_those_of_the_folder_of_the_launch_or_of_the_file(
     assert loaded.config.run.folder == str(tmp_path / "far" / "away" / "out")
 
 
-def test_what_is_missing_is_named_with_its_line_and_nothing_is_written(tmp_path, theirs):
+def test_missing_rows_and_models_are_named_with_their_lines_and_nothing_is_written(tmp_path, theirs):
     theirs.write_text(THEIRS.replace("org/base-1b", "./none").replace("org/rows", "../none.jsonl"))
     result = init("--from", str(theirs), "--into", str(tmp_path / "ours"))
     output = " ".join(result.output.split())

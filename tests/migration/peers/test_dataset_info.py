@@ -9,6 +9,7 @@ from finetune.config.sections.data import TrainingSourceSection
 from finetune.data.sources.source import open_source
 from finetune.errors import ConfigError, UserError
 from finetune.migration.migrate import source_of_key
+from finetune.registry.formats import FORMATS
 from tests.migration.conftest import fate_of, job_of
 
 CONFIG = """
@@ -152,6 +153,59 @@ def test_judged_answers_are_the_last_turns(convert):
     assert read(migration)["is_good"] is True
 
 
+TALK = [{"from": "human", "value": "one"}, {"from": "gpt", "value": "two"}]
+OWN_TALK = [{"who": "customer", "what": "one"}, {"who": "agent", "what": "two"}]
+JUDGED = {**SHAREGPT, "columns": {"messages": "talk", "kto_tag": "ok", "system": "rules"}}
+PAIRED = {**SHAREGPT, "ranking": True, "columns": {"messages": "talk", "chosen": "good", "rejected": "bad"}}
+SIDES = ("chosen", "rejected")
+HISTORY = {"prompt": "q", "history": "before", "chosen": "good", "rejected": "bad"}
+
+
+@pytest.mark.skipif("system" not in FORMATS["judged"].optional, reason="templates of prompts are not read as turns yet")
+@pytest.mark.parametrize(
+    ("entry", "stage", "row", "prompt", "answers"),
+    [
+        (JUDGED, "kto", {"talk": TALK, "ok": False, "rules": ""}, ["one"], {"completion": "two"}),
+        (
+            JUDGED,
+            "kto",
+            {"talk": [*TALK, *TALK], "ok": 1, "rules": "be"},
+            ["be", "one", "two", "one"],
+            {"completion": "two"},
+        ),
+        ({**JUDGED, "tags": WHO}, "kto", {"talk": OWN_TALK, "ok": True, "rules": None}, ["one"], {"completion": "two"}),
+        (
+            PAIRED,
+            "dpo",
+            {"talk": TALK[:1], "good": TALK[1], "bad": TALK[1]},
+            ["one"],
+            {"chosen": "two", "rejected": "two"},
+        ),
+        (
+            {**PAIRED, "tags": WHO},
+            "rm",
+            {"talk": OWN_TALK[:1], "good": OWN_TALK[1], "bad": {"who": "agent", "what": "no"}},
+            ["one"],
+            {"chosen": "two", "rejected": "no"},
+        ),
+        (
+            {"file_name": "rows.json", "ranking": True, "columns": HISTORY},
+            "dpo",
+            {"q": "three", "before": [["one", "two"]], "good": "four", "bad": "five"},
+            ["one", "two", "three"],
+            {"chosen": "four", "rejected": "five"},
+        ),
+    ],
+)
+def test_pairs_and_judged_answers_are_read_with_the_turns_before_them(convert, entry, stage, row, prompt, answers):
+    migration = convert(entry, [row], stage=stage)
+    found = read(migration)
+    assert [turn["content"] for turn in found["prompt"]] == prompt and not is_lost(migration)
+    assert {name: [("assistant", answer)] for name, answer in answers.items()} == {
+        name: spoken(found[name]) for name in answers
+    }
+
+
 @pytest.mark.parametrize(
     ("entry", "stage", "key", "words"),
     [
@@ -171,7 +225,7 @@ def test_judged_answers_are_the_last_turns(convert):
         ({"file_name": "rows.json", "columns": {"prompt": ["q"]}}, "sft", "columns.prompt", "not a text"),
     ],
 )
-def test_what_cannot_be_read_is_named_with_its_key(convert, entry, stage, key, words):
+def test_a_key_that_cannot_be_read_is_named(convert, entry, stage, key, words):
     fate, text = fate_of(convert(entry, stage=stage), f"dataset_info.json:mine.{key}")
     assert fate == "not_possible" and words in text
 
@@ -190,7 +244,9 @@ def test_keys_without_effect_and_unknown_keys_are_named_with_their_line(convert,
 
 def test_rows_of_the_hub_keep_subset_and_number(convert):
     entry = {"hf_hub_url": "org/rows", "subset": "en", "split": "train[:50%]", "num_samples": 30, "ms_hub_url": "x/y"}
-    train = job_of(convert(entry, more="max_samples: 20\n"))["data"]["train"]
+    migration = convert(entry, more="max_samples: 20\n")
+    train = job_of(migration)["data"]["train"]
+    assert fate_of(migration, "dataset_info.json:mine.ms_hub_url")[0] == "not_needed" and not is_lost(migration)
     assert (train["name"], train["config"], train["split"], train["take"]) == ("org/rows", "en", "train[:50%]", 20)
 
 
