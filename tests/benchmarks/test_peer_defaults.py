@@ -78,11 +78,11 @@ def test_defaults_of_a_function_hold_for_what_is_made_of_it(sources):
     assert sources.defaults("cleaned") == {"source": "org/b", "packed": False, "column": None}
 
 
-def test_a_key_that_a_config_is_asked_for_has_its_default(sources):
+def test_keys_read_with_get_have_the_default_of_the_call(sources):
     assert sources.defaults("get") == {"steps": 4}
 
 
-def test_a_builder_without_a_key_has_its_default(sources):
+def test_a_builder_s_fallback_is_the_default_of_its_key(sources):
     expected = {"save_strategy": "epoch", "save_total_limit": 4, "warmup_ratio": 0.03, "warmup_steps_limit": 100}
     assert sources.defaults("_configure_saves") == expected
 
@@ -118,7 +118,7 @@ def test_the_table_has_every_group_of_these_versions():
 
 @pytest.mark.slow  # downloads
 @pytest.mark.parametrize("package", VERSIONS)
-def test_the_table_equals_the_defaults_of_the_packages(package, tmp_path):
+def test_the_table_equals_the_defaults_in_the_packages(package, tmp_path):
     table = json.loads(TABLE.read_text(encoding="utf-8"))
     try:
         found = read_table({package: VERSIONS[package]}, tmp_path)

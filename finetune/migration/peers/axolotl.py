@@ -13,8 +13,6 @@ _JEOPARDY = {
     "completion": "what is {{ answer }}",
 }
 _CHATS = ("chat_template", "sharegpt", "sharegpt_simple", "chat", "messages")
-_DATA = read_file("axolotl")
-_PAIR_COLUMNS, _JUDGED_COLUMNS = _DATA["pair_columns"], _DATA["judged_columns"]
 _SYSTEM = "{% if system is defined and system %}### System:\n{{ system }}\n\n{% endif %}"
 _ROW_REASONS = {
     **dict.fromkeys(("roles_assistant", "roles_user", "roles_system"), "rows of this type have no speakers"),
@@ -34,7 +32,7 @@ def prepare(draft: Draft) -> None:
     """Write the task, the sources, the chat template, and what only axolotl has."""
     draft.loads_bf16 = True
     _unwritten(draft)
-    for key, tracker in _DATA["projects"].items():
+    for key, tracker in read_file("axolotl")["projects"].items():
         leaf = draft.file.leaves.get(key)
         if leaf is not None and leaf.value:
             if f"uses_{tracker}" in draft.facts:
@@ -72,7 +70,7 @@ def prepare(draft: Draft) -> None:
     _adapters(draft)
     _tokens(draft)
     names = [name.rpartition(".")[2] for name in draft.get("plugins", [])]
-    if unknown := [name for name in names if name not in _DATA["plugins"]]:
+    if unknown := [name for name in names if name not in read_file("axolotl")["plugins"]]:
         draft.refuse(
             f"`{unknown[0]}` has no counterpart: a plugin of ours may do it (docs/how-to/plugins.md).", "plugins"
         )
@@ -201,7 +199,7 @@ def _answers(draft: Draft, position: int, kind: str, style: str) -> dict[str, An
         return draft.get(f"{name}.{position}")
 
     is_judged = draft.value("task.preference.loss") == "kto"
-    known = _JUDGED_COLUMNS if is_judged else _PAIR_COLUMNS
+    known = read_file("axolotl")["judged_columns" if is_judged else "pair_columns"]
     columns: dict[str, Any] = dict(known.get(style, {}))
     if kind == "bradley_terry":
         columns = {"prompt": "input"}

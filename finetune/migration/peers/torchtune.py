@@ -20,7 +20,6 @@ _TEMPLATES = {"llama2": "mistral", "llama3": "llama3", "gemma": "gemma", "gemma2
 
 _CHAT_NAMES = re.compile(r"instruct|chat|-it\b|phi|qwen", re.IGNORECASE)
 
-_DATASETS: dict[str, dict[str, Any]] = read_file("torchtune")["datasets"]
 _NOT_OF_ROWS = ("packing", "train_on_inputs", "masking", "max_length")
 _TASKS = {"DPOLoss": "sigmoid", "RSOLoss": "hinge", "IPOLoss": "ipo", "SimPOLoss": "simpo"}
 _CROSS_ENTROPIES = ("LinearCrossEntropyLoss", "CEWithChunkedOutputLoss", "CrossEntropyLoss")
@@ -109,7 +108,7 @@ def _adapter(draft: Draft, builder: str, family: str) -> None:
 
 def _task(draft: Draft, *, is_vision: bool) -> None:
     loss = str(draft.get("loss", "")).rpartition(".")[2]
-    reads = _DATASETS.get(str(draft.get("dataset_builder", "")).rpartition(".")[2], {})
+    reads = read_file("torchtune")["datasets"].get(str(draft.get("dataset_builder", "")).rpartition(".")[2], {})
     preference = ("beta", "target_margin", "preference_smoothing")
     if loss in _TASKS:
         draft.put("task.name", "preference", "loss")
@@ -140,7 +139,7 @@ def _distillation(draft: Draft) -> None:
 
 def _data(draft: Draft) -> None:
     builder = str(draft.get("dataset_builder", "")).rpartition(".")[2]
-    reads = _DATASETS.get(builder)
+    reads = read_file("torchtune")["datasets"].get(builder)
     if reads is None:
         advice = "write `data.train`: name or path, and `format` with `columns` or a `template`."
         draft.refuse(advice, "dataset_builder", *(name for name in draft.facts if name.startswith("dataset_builders.")))

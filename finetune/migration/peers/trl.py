@@ -10,7 +10,6 @@ from finetune.migration.peers.trainer import finish_arguments, name_placeholders
 from finetune.migration.rules import path, read_file
 from finetune.registry.losses import PREFERENCE_LOSSES
 
-_COMMANDS: list[dict[str, str]] = read_file("trl")["commands"]
 _ONLINE = ("num_generations", "reward_funcs", "num_iterations", "epsilon", "reward_model_path", "use_vllm")
 _MAX_ROW = 1 << 20
 _OTHER_TASKS = ("beta", "preference_smoothing", "sft_weight", "target_margin", "on_policy", "teacher")
@@ -19,9 +18,10 @@ _OTHER_TASKS = ("beta", "preference_smoothing", "sft_weight", "target_margin", "
 def prepare(draft: Draft) -> None:
     """Write the task, its loss, the rows and the adapter."""
     keys, name = draft.file.leaves.keys(), draft.file.path.stem.lower()
-    by_name = [one for one in _COMMANDS if "name" in one and one["name"] in name]
-    by_keys = [one for one in _COMMANDS if keys & set(one.get("keys", "").split())]
-    command = [*by_name, *by_keys, _COMMANDS[-1]][0]
+    commands: list[dict[str, str]] = read_file("trl")["commands"]
+    by_name = [one for one in commands if "name" in one and one["name"] in name]
+    by_keys = [one for one in commands if keys & set(one.get("keys", "").split())]
+    command = [*by_name, *by_keys, commands[-1]][0]
     draft.assume(f"trl {command['config']}")
     prepare_arguments(draft)
     if keys & set(_ONLINE):

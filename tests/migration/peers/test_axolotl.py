@@ -168,7 +168,7 @@ def test_batch_size_is_the_batch_of_all_gpus(migrate):
         assert (train["microbatch_size"], train["global_batch_size"]) == (2, 16)
 
 
-def test_an_unwritten_key_means_the_default_of_axolotl(migrate):
+def test_unwritten_keys_become_the_defaults_of_axolotl(migrate):
     migration = migrate("base_model: org/base-1b\ndatasets: [{path: org/rows}]\nlearning_rate: 1e-4\n")
     job = job_of(migration)
     assert job["train"]["schedule"] == {"warmup_fraction": 0.03}  # cosine is our default, too
@@ -243,7 +243,7 @@ def test_keys_and_speakers_of_turns_are_renamed(migrate):
 
 
 @pytest.mark.parametrize(("key", "value"), [("message_field_training_detail", "detail"), ("split_thinking", "true")])
-def test_a_key_that_changes_the_targets_within_a_turn_is_not_possible(migrate, key, value):
+def test_targets_within_a_turn_are_not_possible(migrate, key, value):
     migration = migrate(CHAT.replace("    split:", f"    {key}: {value}\n    split:"))
     assert fate_of(migration, f"datasets.0.{key}")[0] == "not_possible"
 
@@ -259,7 +259,7 @@ def test_a_local_file_has_no_split(migrate, tmp_path):
     assert fate_of(part, "datasets.0.split")[0] == "not_possible"
 
 
-def test_the_note_on_long_rows_names_the_treatment_in_the_job(migrate):
+def test_the_note_on_long_rows_agrees_with_the_job(migrate):
     assert (
         "rows longer than `max_length` are truncated there" in migrate(f"{CHAT}excess_length_strategy: truncate\n").job
     )
