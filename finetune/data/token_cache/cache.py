@@ -7,7 +7,7 @@ import hashlib
 import json
 import shutil
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import asdict
 from functools import cache, partial
@@ -326,12 +326,7 @@ def build_set(
 
 
 def refuse_counts(
-    counts: Counts,
-    section: DataSection,
-    *,
-    key: str,
-    length: LengthLimit,
-    mapped: Iterable[Sequence[str]] | None = None,
+    counts: Counts, section: DataSection, *, key: str, length: LengthLimit, mapped: Iterable[Any] | None = None
 ) -> None:
     """Raise DataError with all problems: refused rows and, unless `mapped` is None, no samples, and absent columns."""
     problems = []
@@ -347,8 +342,7 @@ def refuse_counts(
             f"{counts.rows_without_target:,} of {counts.rows:,} rows have no target{cut} "
             f"(the first: {counts.first_without_target}). Fix them, or set data.no_target: drop."
         )
-    for name in counts.absent(mapped or ()):
-        problems.append(f"no row has the column `{name}`, which {key}.columns names. Fix the name, or remove it.")
+    problems += [f"no row has the column `{name}` of {key}.columns. Fix it." for name in counts.absent(mapped or ())]
     if mapped is not None and not problems and counts.samples == 0:
         problems.append(f"no samples are left: {'; '.join(counts.lines())}.")
     if problems:
