@@ -54,7 +54,10 @@ class WeightedClasses:
     @property
     def data_facts(self) -> DataFacts:
         """Return the values that `find_classes` reads when there are no rows, and the class counts as log lines."""
-        values = {"labels": list(self.classes.names), "class_weights": self.weights and list(self.weights)}
+        values: dict[str, Any] = {
+            "labels": list(self.classes.names),
+            "class_weights": self.weights and list(self.weights),
+        }
         values |= {"is_vector": True} if self.is_vector else {}
         if not self.counts:
             return DataFacts(values, self.lines)

@@ -107,8 +107,10 @@ def encode_chunk(plan: EncodingPlan, raws: Sequence[RawRow]) -> Chunk:
         num_empty += not any(texts)
 
     flags = ("has_control_names", "has_turn_marks", "has_arguments", "has_overrides", "has_dropped_reasoning")
-    flags = (*flags, "has_same_prompt")
-    num_rows = {flag: len({row_index for row_index, sample in encoded if getattr(sample, flag)}) for flag in flags}
+    num_rows = {
+        flag: len({row_index for row_index, sample in encoded if getattr(sample, flag)})
+        for flag in (*flags, "has_same_prompt")
+    }
     notes = dict(Counter(note for row in noted for note in row.get(NOTES, ())))
     counts = Counts(
         rows=len(raws),
