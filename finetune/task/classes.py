@@ -128,7 +128,7 @@ def find_classes(context: TaskContext, labels_of: LabelsOf) -> WeightedClasses:
         for name in sorted(none)
     )
     names = section.labels or (*found.in_order, *sort_names(counts.keys() - found.in_order))
-    if not names and first_error is not None:
+    if not counts and not found.in_order and first_error is not None:
         raise DataError(f"data.train: no row has a valid label; the first error: {first_error}") from first_error
     if not section.labels and len(names) < (1 if is_multi else 2):
         raise DataError(

@@ -33,7 +33,7 @@ def read_exchange(
     elif len(sides) == 2 and len(prompt) == 1:
         rests = [_rest(answer[0].get("content"), prompt[0]["content"]) for answer in answers]
         if all(rests):
-            answers = [[{**answer[0], "content": rest}] for answer, rest in zip(answers, rests, strict=True)]
+            answers = [[{**turns[0], "content": rest}, *turns[1:]] for turns, rest in zip(answers, rests, strict=True)]
     has_own = any(_begins_otherwise(answer[0], prompt) for answer in answers)
     return with_system(prompt, columns), answers, {NOTES: (OWN_PROMPT,)} if has_own else {}
 

@@ -1,6 +1,7 @@
 """Refuse a prepared set: rows that the job does not allow, absent columns, shares beyond the limits of `data.audit`."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from typing import Any
 
 from finetune.config.sections.data import AuditSection, DataSection
 from finetune.data.token_cache.chunks import EncodingPlan
@@ -15,7 +16,7 @@ def refuse_counts(
     *,
     key: str,
     plan: EncodingPlan,
-    mapped: Iterable[Sequence[str]] | None = None,
+    mapped: Iterable[Any] | None = None,
 ) -> None:
     """Raise DataError with all problems: refused rows and, unless `mapped` is None, no samples, and absent columns."""
     problems = []
@@ -33,8 +34,7 @@ def refuse_counts(
             f"{counts.rows_without_target:,} of {counts.rows:,} rows have no target{cut} "
             f"(the first: {counts.first_without_target}). Fix them, or set data.no_target: drop."
         )
-    for name in counts.absent(mapped or ()):
-        problems.append(f"no row has the column `{name}`, which {key}.columns names. Fix the name, or remove it.")
+    problems += [f"no row has the column `{name}` of {key}.columns. Fix it." for name in counts.absent(mapped or ())]
     if mapped is not None and not problems and counts.samples == 0:
         problems.append(f"no samples are left: {'; '.join(counts.lines())}.")
     if problems:

@@ -594,7 +594,7 @@ def test_a_mapped_optional_column_that_no_row_has_is_named(write_rows, make_sect
             assert prepare_set(source, encoding, log=said.append).counts.lacking_rows == {"more": 1}
             assert "data.train: without the column `more`: 1 rows" in said
         else:
-            with pytest.raises(DataError, match=r"no row has the column `mroe`, which data.train.columns names"):
+            with pytest.raises(DataError, match=r"no row has the column `mroe` of data.train.columns"):
                 prepare_set(source, encoding, log=said.append)
 
 
