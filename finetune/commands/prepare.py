@@ -17,7 +17,7 @@ from finetune.data.audit import Audit, Histogram, SourceAudit, Streamed
 from finetune.data.token_cache.counts import REMEDY
 from finetune.errors import DataError
 from finetune.report.reporter import RunLog, print_line
-from finetune.run.setup.data import audit_training_data, make_training_data, verify_sets
+from finetune.run.setup.data import audit_training_data, make_run_plan, make_training_data, verify_sets
 from finetune.runtime.text import rich_console
 from finetune.runtime.text.terminal import quiet_libraries
 
@@ -74,6 +74,7 @@ def prepare_data(loaded: LoadedConfig) -> Audit:
     print_audit(audit)
     if audit.exceeded:
         raise DataError(f"training with this job would stop here: {'; '.join(map(str, audit.exceeded))} {REMEDY}")
+    make_run_plan(loaded, training_data)  # raises ConfigError for steps that are more than the data's
     streams = [key for key, source in training_data.sources.items() if isinstance(source, Streamed)]
     for key in streams:
         print(f"{key} is a stream: it is tokenized during training")

@@ -23,7 +23,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from finetune.config.sections.export import ExportSection
 from finetune.errors import HubError
 from finetune.export.card import CardBase, CardFacts, write_card
-from finetune.export.upstream import savable_generation_config
+from finetune.export.upstream import write_generation_config
 from finetune.export.weights import (
     build_meta_model,
     check_files,
@@ -79,16 +79,25 @@ class Preprocessors:
             (folder / name).write_text(json.dumps(content, indent=2), encoding="utf-8")
 
 
-def generation_config(original: GenerationConfig, text: TextPreprocessor) -> GenerationConfig:
-    """Return the model's generation config with the tokenizer's ids; every token that ends an answer is an EOS token.
+REPLACED_IDS = ("eos_token_id", "bos_token_id", "pad_token_id")
+"""Values of a generation config that an export may change."""
 
-    Contradictory settings are dropped, since transformers refuses to save them.
+
+def generation_config(original: GenerationConfig, text: TextPreprocessor) -> GenerationConfig:
+    """Return the base's generation config with every token that ends an answer among its EOS tokens.
+
+    Its values stay, even where transformers warns of one. Ids that are not control tokens of this tokenizer, such as
+    those of another vocabulary, are replaced by the tokenizer's.
     """
-    config = savable_generation_config(original)
-    stops = sorted(text.stop_ids)
-    config.bos_token_id = text.tokenizer.bos_token_id
-    config.eos_token_id = stops[0] if len(stops) == 1 else stops or None
-    config.pad_token_id = text.tokenizer.pad_token_id
+    config, tokenizer = copy.deepcopy(original), text.tokenizer
+    control_ids = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+    own = config.eos_token_id
+    ends = [token for token in (own if isinstance(own, list) else [own]) if token in control_ids]
+    ends += sorted(set(text.stop_ids) - set(ends))
+    config.eos_token_id = ends[0] if len(ends) == 1 else ends or None
+    for name in REPLACED_IDS[1:]:
+        if getattr(config, name) not in control_ids:
+            setattr(config, name, getattr(tokenizer, name))
     return config
 
 
@@ -212,9 +221,10 @@ def _write_model(
 ) -> _Written:
     meta_model = build_meta_model(model, dtype=_dtype(weights), untie=untie)
     complete = complete_weights(meta_model, weights)
-    if _generates(model) and preprocessors.text is not None:
-        meta_model.generation_config = generation_config(model.generation_config, preprocessors.text)
+    meta_model.generation_config = GenerationConfig() if _generates(model) else None
     meta_model.save_pretrained(folder, state_dict=dict(complete), max_shard_size=section.max_shard_size)
+    if _generates(model) and preprocessors.text is not None:
+        write_generation_config(generation_config(model.generation_config, preprocessors.text), folder)
     return _Written(*check_files(folder, complete), tensors=complete)
 
 
@@ -238,7 +248,7 @@ def _write_adapter(
     save_file(adapter, staging / ADAPTER_FILE, metadata={"format": "pt"})
     config.save_pretrained(staging)
     if _generates(base) and preprocessors.text is not None:
-        generation_config(base.generation_config, preprocessors.text).save_pretrained(staging)
+        write_generation_config(generation_config(base.generation_config, preprocessors.text), staging)
     num_tensors, size_bytes = check_files(staging, adapter)
     if base.name_or_path:
         return _Written(num_tensors, size_bytes, adapter_tensors=adapter)

@@ -4,12 +4,13 @@ Each names its upstream source. `CHECKED_WITH` has the newest versions with whic
 correct; a test fails with a newer version, and one per workaround fails when it is no longer needed.
 """
 
-import copy
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.modeling_utils import set_zero3_state
+from transformers.utils import GENERATION_CONFIG_NAME
 
 CHECKED_WITH: Mapping[str, str] = {"torch": "2.14", "transformers": "5.24"}
 
@@ -33,15 +34,10 @@ def transformers_class(model: PreTrainedModel) -> Any:
     return next(parent for parent in classes if not any("fsdp" in base.__module__ for base in parent.__mro__))
 
 
-def savable_generation_config(original: GenerationConfig) -> GenerationConfig:
-    """Return a copy, or the defaults if settings contradict one another.
+def write_generation_config(config: GenerationConfig, folder: Path) -> None:
+    """Write the config into the folder, even if values contradict one another.
 
     Some models on the hub have such a config (`temperature` without `do_sample`), which transformers loads with a
-    warning but refuses to save (`GenerationConfig.save_pretrained` validates strictly, 5.23).
+    warning but refuses to save once a value has changed (`GenerationConfig.save_pretrained` validates strictly, 5.24).
     """
-    config = copy.deepcopy(original)
-    try:
-        config.validate(strict=True)
-    except ValueError:
-        return GenerationConfig()
-    return config
+    config.to_json_file(folder / GENERATION_CONFIG_NAME, keys_to_pop=["compile_config"])

@@ -54,15 +54,12 @@ class StepProfile(Profile):
     A run that resumes within the window profiles the rest of it; a run that ends within it profiles the steps so far.
     """
 
-    def __init__(
-        self, section: ProfileSection, *, folder: Path, reporter: Reporter, device: torch.device, num_steps: int
-    ) -> None:
-        """`folder` is the parent of the window's folder; `num_steps` is the last step of the run."""
+    def __init__(self, section: ProfileSection, *, folder: Path, reporter: Reporter, device: torch.device) -> None:
+        """`folder` is the parent of the window's folder."""
         self._section = section
         self._folder = folder
         self._report = reporter
         self._device = device
-        self._num_steps = num_steps
         self.attach: Attach = lambda profile: nullcontext()
         self._clock: PhaseClock | None = None
         self._recorder: TraceRecorder | None = None
@@ -80,13 +77,10 @@ class StepProfile(Profile):
         return self._clock is not None
 
     def begin(self, step: int) -> None:
-        """Open the window if it contains the next step; log if it is over or never begins."""
+        """Open the window if it contains the next step; log if it is over."""
         first, last = self._section.start, self._last_step
         if step >= last:
             self._report(Noted(step, f"report.profile: steps {first} to {last} are over; nothing is profiled"))
-        elif first > self._num_steps:
-            text = f"report.profile.start: step {first} is after the last step, {self._num_steps}: nothing is profiled"
-            self._report(Warned(step, text))
         self._open_if_due(step)
 
     def end_step(self, step: int) -> None:

@@ -6,7 +6,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from finetune.config.sections.model import LoraSection
 from finetune.errors import TrainingError
+from finetune.model.adapters.build import add_adapter
+from finetune.model.adapters.context import AdapterContext
 
 
 def logits_of(model, batch):
@@ -145,10 +148,30 @@ def test_a_file_that_came_out_short_is_found(build, export, monkeypatch, tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_generation_settings_that_contradict_one_another_do_not_stop_the_export(build, export):
+SAMPLING = {"temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.1, "max_length": 4096}
+END, NEW, OTHER = 0, 2, 17
+"""A token that ends a text, the one that ends an answer of the chat template, and one that is text."""
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"eos_token_id": [END, 1, 3], "do_sample": True}, {"eos_token_id": [END, 1, 3, NEW], "do_sample": True}),
+        ({"eos_token_id": [3, NEW]}, {"eos_token_id": [3, NEW, END]}),  # as Llama 2: temperature without do_sample
+        ({"eos_token_id": OTHER}, {"eos_token_id": [END, NEW]}),  # of another tokenizer
+        ({"eos_token_id": None, "bos_token_id": 1}, {"eos_token_id": [END, NEW], "bos_token_id": 1}),
+        ({"eos_token_id": END, "pad_token_id": OTHER}, {"eos_token_id": [END, NEW], "pad_token_id": 3}),
+    ],
+)
+@pytest.mark.parametrize("is_adapter", [False, True])
+def test_an_export_keeps_the_generation_config_and_adds_the_ends_of_answers(
+    build, export, tokenizer, is_adapter, values, expected
+):
     model = build()
-    model.generation_config.temperature = 0.3
-    model.generation_config.do_sample = False
-    with pytest.raises(ValueError, match="temperature"):
-        model.generation_config.validate(strict=True)
-    assert GenerationConfig.from_pretrained(export(model).folder).eos_token_id == [0, 2]
+    model.generation_config = GenerationConfig(**SAMPLING, **values)
+    if is_adapter:
+        model = add_adapter(model, LoraSection(rank=2), AdapterContext(seed=1))
+        model.get_base_model().name_or_path = "org/base"
+    written = json.loads((export(model).folder / "generation_config.json").read_text())
+    assert tokenizer.convert_ids_to_tokens([END, NEW]) == ["<|endoftext|>", "<|im_end|>"]
+    assert {key: written.get(key) for key in {**SAMPLING, **expected}} == {**SAMPLING, **expected}

@@ -15,7 +15,7 @@ def profile(tmp_path, diary):
     def make(**changes):
         section = ProfileSection(**{"start": 3, "steps": 2, **changes.pop("section", {})})
         reporter = diary()
-        given = {"folder": tmp_path / "profile", "device": torch.device("cpu"), "num_steps": 8, **changes}
+        given = {"folder": tmp_path / "profile", "device": torch.device("cpu"), **changes}
         return StepProfile(section, reporter=reporter, **given), reporter.events
 
     return make
@@ -63,13 +63,6 @@ def test_resuming_after_the_profile_window_is_logged(profile):
     train(profile, after=4)
     assert [event.message for event in events] == ["report.profile: steps 3 to 4 are over; nothing is profiled"]
     assert isinstance(events[0], Noted)
-
-
-def test_a_window_after_the_last_step_is_warned_of(profile):
-    profile, events = profile(section={"start": 9})
-    train(profile)
-    assert [type(event) for event in events] == [Warned]
-    assert "report.profile.start" in events[0].message
 
 
 def test_a_trace_that_cannot_be_written_is_a_warning_and_the_table_stays(profile, tmp_path):

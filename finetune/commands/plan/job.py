@@ -98,7 +98,7 @@ def count_data(loaded: LoadedConfig) -> DataCounts:
         return _written_counts(config, reason="is not prepared")
     except FinetuneError as error:  # a dataset or tokenizer of the hub that cannot be reached from this machine
         return _written_counts(config, reason=f"cannot be read here ({str(error).splitlines()[0].rstrip('.')})")
-    plan = make_run_plan(config, data)
+    plan = make_run_plan(loaded, data)
     num_positions, epoch_tokens = plan.num_positions, data.training.epoch_tokens
     if not num_positions or not epoch_tokens:
         return _written_counts(config, reason="is a stream")

@@ -21,6 +21,7 @@ from finetune.commands.rehearse.small_model import Architecture
 from finetune.commands.rehearse.widths import Sizes
 from finetune.config.paths import is_url
 from finetune.config.rules.model import adapter_of
+from finetune.config.rules.train import step_problems
 from finetune.config.rules.unused_keys import unused_keys
 from finetune.config.run_config import RunConfig, smallest_microbatch_size
 from finetune.errors import ModelError
@@ -50,6 +51,7 @@ _FIXED: Mapping[str, tuple[Any, str]] = {
     **{f"report.{key}": (None, _OUTSIDE) for key in ("project", "run_name", "entity", "group")},
     "report.tags": ([], _OUTSIDE),
     "report.log_every_steps": (1, _FEW_STEPS),
+    "report.profile": (None, _FEW_STEPS),
     "report.console": ("plain", "its output is a log"),
     "export.push_to_hub": (None, _OUTSIDE),
     "export.private": (True, _OUTSIDE),
@@ -147,8 +149,10 @@ def job_changes(config: RunConfig, schedule: Schedule, *, folder: Path) -> list[
         written = _at(config, key.split("."))
         if isinstance(written, int) and written > limit:
             values[key] = limit, why
-    if (train.schedule.warmup_steps or 0) >= schedule.steps:
-        values["train.schedule.warmup_steps"] = 1, _FEW_STEPS
+    for problem in step_problems(config, num_steps=schedule.steps):
+        if problem.key == "train.schedule.warmup_steps":
+            is_room = train.schedule.decay_fraction * schedule.steps <= schedule.steps - 1
+            values[problem.key] = int(is_room), _FEW_STEPS
     if train.early_stopping is not None and train.early_stopping.patience <= schedule.steps:
         values["train.early_stopping.patience"] = schedule.steps + 1, _FEW_STEPS
     for name in ("fraction", "hash_fraction"):

@@ -32,16 +32,12 @@ def budget_is_written_once(config: RunConfig) -> Iterator[Problem]:
         yield Problem(f"train.{name}", f"the budget is already set by `train.{written[0]}`. Keep only one of them.")
 
 
-def schedule_fits_its_steps(config: RunConfig) -> Iterator[Problem]:
-    """At most one warmup is set; warmup and decay together fit into the budget."""
-    schedule, steps = config.train.schedule, config.train.steps
+def schedule_fractions_fit(config: RunConfig) -> Iterator[Problem]:
+    """At most one warmup is set; the fractions of warmup and decay together are at most 1."""
+    schedule = config.train.schedule
     if schedule.warmup_steps is not None and schedule.warmup_fraction is not None:
         message = "the warmup is already set by `train.schedule.warmup_steps`. Keep only one of them."
         yield Problem("train.schedule.warmup_fraction", message)
-    warmup = schedule.warmup_steps
-    if steps is not None and warmup is not None and warmup >= steps:
-        message = f"{warmup} warmup steps leave none of the {steps} steps in `train.steps`. Write a smaller number."
-        yield Problem("train.schedule.warmup_steps", message)
     fraction = schedule.warmup_fraction or 0.0
     if fraction >= 1.0:
         message = "a warmup over all steps leaves no step at the full learning rate. Write a smaller fraction."
@@ -90,7 +86,7 @@ def fp8_is_supported(config: RunConfig) -> Iterator[Problem]:
 BATCH_RULES = (
     batch_is_whole_microbatches,
     budget_is_written_once,
-    schedule_fits_its_steps,
+    schedule_fractions_fit,
     dtype_fits_precision,
     fp8_is_supported,
 )
@@ -126,18 +122,34 @@ def trained_parameters_are_chosen_once(config: RunConfig) -> Iterator[Problem]:
                 yield Problem(f"train.unfreeze.{index}.patterns", message)
 
 
-def later_starts_are_within_the_run(config: RunConfig) -> Iterator[Problem]:
-    """Unfreezing and averaging start before the last step."""
-    steps, average = config.train.steps, config.train.average
-    if steps is None:
-        return
-    for index, section in enumerate(config.train.unfreeze):
-        if section.after_steps >= steps:
-            message = f"the run has {steps} steps, so they would never be trained. Write fewer, or use `model.freeze`."
+def step_counts_fit_the_budget(config: RunConfig) -> Iterator[Problem]:
+    """Numbers of steps fit into `train.steps`; other budgets become steps once the data is known."""
+    if config.train.steps is not None:
+        yield from step_problems(config, num_steps=config.train.steps)
+
+
+def step_problems(config: RunConfig, *, num_steps: int) -> Iterator[Problem]:
+    """Yield a problem per key that counts steps and has no effect, or another one, in a run of that many.
+
+    Cadences (`every_steps`) and `train.stop_after_steps` are upper limits, which a shorter run keeps.
+    """
+    train, profile = config.train, config.report.profile
+    schedule, warmup, run = train.schedule, train.schedule.warmup_steps, f"the run has {num_steps} steps"
+    decay = round(schedule.decay_fraction * num_steps) if SCHEDULES[schedule.name].has_decay_phase else 0
+    if warmup and warmup >= num_steps:
+        message = f"{run}, and {warmup} warmup steps leave none at the full learning rate. Write a smaller number."
+        yield Problem("train.schedule.warmup_steps", message)
+    elif warmup and warmup + decay > num_steps:
+        message = f"{run}, the last {decay} of them for the decay. Write at most {num_steps - decay}."
+        yield Problem("train.schedule.warmup_steps", message)
+    for index, section in enumerate(train.unfreeze):
+        if section.after_steps >= num_steps:
+            message = f"{run}, so they would never be trained. Write fewer, or use `model.freeze`."
             yield Problem(f"train.unfreeze.{index}.after_steps", message)
-    if average is not None and average.after_steps >= steps:
-        message = f"the run has {steps} steps, so averaging would never start. Write fewer."
-        yield Problem("train.average.after_steps", message)
+    if train.average is not None and train.average.after_steps >= num_steps:
+        yield Problem("train.average.after_steps", f"{run}, so averaging would never start. Write fewer.")
+    if profile is not None and profile.start > num_steps:
+        yield Problem("report.profile.start", f"{run}, so none would be profiled. Write at most {num_steps}.")
 
 
 def in_backward_fits_the_step(config: RunConfig) -> Iterator[Problem]:
@@ -184,7 +196,7 @@ def router_loss_fits_the_model(config: RunConfig) -> Iterator[Problem]:
 TRAINING_RULES = (
     schedule_free_needs_a_constant_schedule,
     trained_parameters_are_chosen_once,
-    later_starts_are_within_the_run,
+    step_counts_fit_the_budget,
     in_backward_fits_the_step,
     loss_kernel_supports_the_loss,
     router_loss_fits_the_model,

@@ -23,7 +23,7 @@ from transformers.tokenization_utils_base import FULL_TOKENIZER_FILE
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from finetune.errors import ExportError
-from finetune.export.save import ExportReport, TextPreprocessor, file_problems, generation_config
+from finetune.export.save import REPLACED_IDS, ExportReport, TextPreprocessor, file_problems, generation_config
 from finetune.export.verify import program
 from finetune.export.verify.rows import VerificationRow
 from finetune.export.weights import build_meta_model, map_in_threads, num_threads_for, unwrap_adapter
@@ -251,7 +251,9 @@ class ExportVerifier:
         facts, text = self._facts, expected.text
         files = {} if facts.is_adapter else {CONFIG: facts.config}
         if facts.generation_config is not None and text is not None:
-            files[GENERATION_CONFIG_NAME] = generation_config(facts.generation_config, text).to_json_string()
+            base, changed = facts.generation_config.to_diff_dict(), generation_config(facts.generation_config, text)
+            values = {**base, **{name: getattr(changed, name) for name in REPLACED_IDS}}
+            files[GENERATION_CONFIG_NAME] = json.dumps({key: it for key, it in values.items() if it is not None})
         if text is not None and (backend := getattr(text.tokenizer, "backend_tokenizer", None)) is not None:
             files[FULL_TOKENIZER_FILE] = backend.to_str()
         return files

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from finetune.config.load import LoadedConfig
+from finetune.config.rules.train import step_problems
 from finetune.config.run_config import RunConfig
 from finetune.config.section import KeyLocations
 from finetune.config.sections.data import DataSection
@@ -73,7 +75,7 @@ def prepare_data(context: RunContext) -> PreparedData:
     training_data = make_training_data(context.config, context.log, locations=context.loaded.sources)
     expected = context.strategy.expected
     size = expected.num_processes // expected.data_parallel_size
-    return PreparedData(training_data, make_run_plan(context.config, training_data, sequence_size=size))
+    return PreparedData(training_data, make_run_plan(context.loaded, training_data, sequence_size=size))
 
 
 def make_training_data(
@@ -143,12 +145,13 @@ def input_identity(processing: Processing, task: Task) -> dict[str, str]:
     return identity
 
 
-def make_run_plan(config: RunConfig, training_data: TrainingData, *, sequence_size: int = 1) -> StepPlan:
+def make_run_plan(loaded: LoadedConfig, training_data: TrainingData, *, sequence_size: int = 1) -> StepPlan:
     """Return the number of steps and the shape of each, and the lines to log about the data that they see.
 
-    `sequence_size` ranks share each microbatch.
+    `sequence_size` ranks share each microbatch. Raises ConfigError for keys whose numbers of steps do not fit the plan.
     """
-    training, batch = training_data.training, config.train.global_batch_size
+    config, training = loaded.config, training_data.training
+    batch = config.train.global_batch_size
     plan = make_plan(
         config.train,
         num_positions=training.order.num_positions,
@@ -163,6 +166,7 @@ def make_run_plan(config: RunConfig, training_data: TrainingData, *, sequence_si
         ),
         sequence_size=sequence_size,
     )
+    loaded.refuse(step_problems(config, num_steps=plan.num_steps))
     return replace(plan, arithmetic=(*plan.arithmetic, *training.lines(plan.num_steps * batch)))
 
 

@@ -267,7 +267,6 @@ def profile_parts(parts: TrainingComponents, section: ProfileSection | None, *, 
         folder=run_folder / PROFILE_FOLDER,
         reporter=parts.reporter,
         device=parts.accelerator.device,
-        num_steps=parts.plan.num_steps,
     )
     profile.attach = partial(_timed_optimizer, parts)
     timed: Callable[..., Any] = partial(_Timed, profile=profile)

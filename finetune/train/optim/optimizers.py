@@ -86,7 +86,7 @@ def split_for_muon(groups: Sequence[dict[str, Any]], named: Sequence[NamedParame
         id(entry.parameter)
         for entry in named
         if len(full_shape(entry.parameter)) == 2 and layer_of(entry.name) is not None
-        if not entry.is_embedding and not any(map(is_embedding, entry.aliases))
+        if not entry.is_vector and not entry.is_embedding and not any(map(is_embedding, entry.aliases))
     }
     split = [
         {**group, "params": chosen, IS_MUON: is_muon}

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.conv import _ConvNd
 
 from finetune.config.sections.train import OptimizerSection, UnfreezeSection
 from finetune.errors import ModelError
@@ -86,6 +87,7 @@ class NamedParameter:
     aliases: tuple[str, ...]
     parameter: nn.Parameter
     is_embedding: bool = False  # belongs to an `nn.Embedding`
+    is_vector: bool = False  # a bias, norm, scale or vector of channels, also where it is stored as a matrix
 
     def matches(self, pattern: str) -> bool:
         """Return whether the pattern matches one of the parameter's names."""
@@ -97,13 +99,39 @@ def list_parameters(model: nn.Module) -> list[NamedParameter]:
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
-    embeddings = {
-        parameter for module in model.modules() if isinstance(module, nn.Embedding) for parameter in module.parameters()
-    }
+    modules = dict(model.named_modules(remove_duplicate=False))
     return [
-        NamedParameter(aliases[0], tuple(aliases), parameter, is_embedding=parameter in embeddings)
+        NamedParameter(
+            aliases[0],
+            tuple(aliases),
+            parameter,
+            is_embedding=any(isinstance(modules[name.rpartition(".")[0]], nn.Embedding) for name in aliases),
+            is_vector=_is_vector(aliases[0], modules[aliases[0].rpartition(".")[0]], full_shape(parameter)),
+        )
         for parameter, aliases in names.items()
     ]
+
+
+_VECTOR = re.compile(r"bias|norm|(?:^|_)(?:scales?|gamma|alpha|lambda|ia3_l|boft_s|A_log)(?:_|$)|^D$")
+"""Names of biases, norms and scales: of parameters, or of modules whose `weight` they are."""
+
+
+def _is_vector(name: str, module: nn.Module, shape: Sequence[int]) -> bool:
+    """Return whether this is a bias, norm, scale or vector of channels, of one layer or stacked for experts or heads.
+
+    A matrix with one row (a head with one output, a factor of rank 1, one new token) is none.
+    """
+    owner, _, own = name.rpartition(".")
+    is_entry = isinstance(module, nn.ParameterDict)  # of peft, by the adapter's name
+    kind = owner.rpartition(".")[2] if is_entry or own == "weight" else own
+    if len(shape) < 2:
+        return True
+    if own == "weight" and isinstance(module, nn.Linear | nn.Embedding | _ConvNd):
+        return "bias" in kind  # a table of relative positions
+    if _VECTOR.search(kind) or "Norm" in type(module).__name__:
+        return True
+    may_have_one_row = is_entry or (own == "weight" and len(shape) == 2)
+    return not may_have_one_row and sum(size > 1 for size in shape) <= 1
 
 
 def parameter_groups(
@@ -111,8 +139,9 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Return the trained parameters as optimizer groups, one non-empty group per combination of settings.
 
-    Weight decay applies to matrices, not to biases, norms and other vectors. Raises ModelError if a pattern matches no
-    trained parameter, if layer decay is set without numbered layers, or if no parameter would be trained at the start.
+    Weight decay applies to matrices, not to biases, norms and other vectors, however they are stored. Raises ModelError
+    if a pattern matches no trained parameter, if layer decay is set without numbered layers, or if no parameter would
+    be trained at the start.
     """
     trained = [entry for entry in named if entry.parameter.requires_grad]
     factors = rate_factors(named, section)
@@ -125,7 +154,7 @@ def parameter_groups(
                 unfreeze_steps.setdefault(entry.name, part.after_steps)
     groups: dict[tuple[float, float, int, bool], dict[str, Any]] = {}
     for entry in trained:
-        decay = section.weight_decay if len(full_shape(entry.parameter)) >= 2 else 0.0
+        decay = 0.0 if entry.is_vector else section.weight_decay
         is_split = isinstance(entry.parameter, DTensor)  # torch updates no mixture of both in one kernel
         key = (decay, factors[entry.name], unfreeze_steps.get(entry.name, 0), is_split)
         group = groups.setdefault(

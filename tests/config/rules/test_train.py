@@ -2,6 +2,8 @@
 
 import pytest
 
+from finetune.config.rules.train import step_problems
+
 SCHEDULE_FREE = "train.optimizer={name: schedule_free_adamw}"
 IN_BACKWARD = "train.optimizer.in_backward=true"
 CONSTANT = "train.schedule={name: constant}"
@@ -58,3 +60,34 @@ def test_valid_training_settings_are_accepted(problems):
     assert not problems("model.gradient_checkpointing=selective")
     assert not problems("train.precision=fp8", "train.fp8={recipe: rowwise}", "model.dtype=bfloat16", "model.lora={}")
     assert not problems("train.unfreeze=[{patterns: ['b*'], after_steps: 1}]", "train.embedding_noise=5.0")
+
+
+WSD = "name: warmup_stable_decay, decay_fraction: 0.5"
+UNFREEZE = "train.unfreeze=[{patterns: ['a*'], after_steps: 2}, {patterns: ['b*'], after_steps: %d}]"
+STEPS = [  # what is written, its key, the fewest steps of a run that it fits
+    ("train.schedule={warmup_steps: 100}", "train.schedule.warmup_steps", 101),
+    (f"train.schedule={{warmup_steps: 5, {WSD}}}", "train.schedule.warmup_steps", 9),
+    ("train.average={after_steps: 500}", "train.average.after_steps", 501),
+    (UNFREEZE % 500, "train.unfreeze.1.after_steps", 501),
+    ("report.profile={start: 7}", "report.profile.start", 7),
+    ("train.stop_after_steps=500", None, 1),  # an upper limit: a shorter run keeps it, and is due at its last step
+    ("checkpoint={every_steps: 500, keep_every_steps: 1000}", None, 1),
+    ("report.log_every_steps=500", None, 1),
+    ("train.schedule={warmup_steps: 0}", None, 1),
+    ("train.average={after_steps: 0}", None, 1),
+]
+
+
+@pytest.mark.parametrize(("written", "key", "fewest"), STEPS, ids=[row[0] for row in STEPS])
+@pytest.mark.parametrize("budget", ["steps", "epochs", "tokens"])
+def test_a_key_that_counts_steps_fits_the_run_under_every_budget(load, problems, budget, written, key, fewest):
+    """A budget in epochs or tokens has no problem before its number of steps is known, and then the same one."""
+    for num_steps in {max(1, fewest - 1), fewest}:
+        if budget == "steps":
+            found = problems(written, f"train.steps={num_steps}")
+        else:
+            config = load(written, "train.steps=null", f"train.{budget}=100").config
+            found = list(step_problems(config, num_steps=num_steps))
+        keys = [problem.key for problem in found if problem.key != "train.unfreeze.0.after_steps"]
+        assert keys == ([key] if num_steps < fewest else [])
+        assert all(f"the run has {num_steps} steps" in problem.message for problem in found)

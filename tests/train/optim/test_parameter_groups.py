@@ -3,9 +3,19 @@
 import pytest
 import torch
 from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+)
 
+from finetune.config.sections.model import Ia3Section, LoraSection, OftSection, PeftSection
 from finetune.config.sections.train import OptimizerSection, UnfreezeSection
 from finetune.errors import ModelError
+from finetune.model.adapters.build import add_adapter
+from finetune.model.adapters.context import AdapterContext
 from finetune.train.optim.optimizers import begin_step, build_optimizer, drop_not_yet_unfrozen
 from finetune.train.optim.parameter_groups import (
     NamedParameter,
@@ -22,8 +32,7 @@ NAMES = ("embed_tokens.weight", "layers.0.q.weight", "layers.0.norm.weight", "la
 
 def named(*names: str) -> list[NamedParameter]:
     return [
-        NamedParameter(name, (name,), nn.Parameter(torch.zeros(2) if "norm" in name else torch.zeros(2, 2)))
-        for name in names
+        NamedParameter(name, (name,), nn.Parameter(torch.zeros(2, 2)), is_vector="norm" in name) for name in names
     ]
 
 
@@ -85,10 +94,125 @@ def test_parameters_with_equal_settings_are_one_group():
 
 
 def test_a_partitioned_matrix_is_still_a_matrix():
-    parameter = nn.Parameter(torch.empty(0))
-    parameter.ds_shape = torch.Size((4, 4))  # as ZeRO-3 leaves it
-    groups = parameter_groups([NamedParameter("weight", ("weight",), parameter)], OptimizerSection(weight_decay=0.1))
+    model = nn.Linear(4, 4, bias=False)
+    model.weight.data = torch.empty(0)
+    model.weight.ds_shape = torch.Size((4, 4))  # as ZeRO-3 leaves it
+    groups = parameter_groups(list_parameters(model), OptimizerSection(weight_decay=0.1))
     assert groups[0]["weight_decay"] == 0.1
+
+
+TINY_SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+MODELS = {  # a model with the parts of its type, and its trained parameters of two and more dimensions without decay
+    "llama": (AutoModelForCausalLM, {**TINY_SIZES, "attention_bias": True}, set()),
+    "gpt2": (AutoModelForCausalLM, {"n_embd": 16, "n_layer": 1, "n_head": 2}, set()),
+    "bert": (AutoModelForMaskedLM, TINY_SIZES, set()),
+    "qwen3_moe": (AutoModelForCausalLM, {**TINY_SIZES, "num_experts": 3, "moe_intermediate_size": 8}, set()),
+    "gpt_oss": (
+        AutoModelForCausalLM,
+        {**TINY_SIZES, "num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 8, "num_key_value_heads": 2},
+        {"experts.gate_up_proj_bias", "experts.down_proj_bias"},
+    ),
+    "mamba": (AutoModelForCausalLM, {"hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}, {"mixer.A_log"}),
+    "rwkv": (
+        AutoModelForCausalLM,
+        {"hidden_size": 16, "num_hidden_layers": 2},
+        {f"{part}.time_mix_{name}" for part in ("attention", "feed_forward") for name in ("key", "value", "receptance")}
+        - {"feed_forward.time_mix_value"},
+    ),
+    "cohere": (AutoModelForCausalLM, {**TINY_SIZES, "use_qk_norm": True}, {"q_norm.weight", "k_norm.weight"}),
+    "t5": (
+        AutoModelForSeq2SeqLM,
+        {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2},
+        {"relative_attention_bias.weight"},
+    ),
+    "xlnet": (
+        AutoModelForCausalLM,
+        {"d_model": 16, "n_layer": 1, "n_head": 2, "d_inner": 32},
+        {"transformer.mask_emb", "rel_attn.r_r_bias", "rel_attn.r_s_bias", "rel_attn.r_w_bias"},
+    ),
+    "vit": (AutoModelForImageClassification, {**TINY_SIZES, "image_size": 32, "num_labels": 1}, {"cls_token"}),
+    "swin": (
+        AutoModelForImageClassification,
+        {"embed_dim": 8, "depths": [1], "num_heads": [2], "image_size": 32},
+        {"relative_position_bias_table"},
+    ),
+    "convnextv2": (
+        AutoModelForImageClassification,
+        {"hidden_sizes": [8], "depths": [1], "num_stages": 1},
+        {"grn.weight", "grn.bias"},
+    ),
+}
+
+
+def decayed(model: nn.Module) -> dict[str, bool]:
+    """Return which trained parameters one step of AdamW without gradients multiplies by 1 - 0.1 x 0.5."""
+    named = [entry for entry in list_parameters(model) if entry.parameter.requires_grad]
+    before = {}
+    for entry in named:
+        entry.parameter.data.fill_(1.0)
+        entry.parameter.grad = torch.zeros_like(entry.parameter)
+        before[entry.name] = entry.parameter
+    build_optimizer(named, OptimizerSection(weight_decay=0.5), learning_rate=0.1).step()
+    values = {name: set(parameter.detach().flatten().tolist()) for name, parameter in before.items()}
+    assert all(len(alike) == 1 for alike in values.values())
+    return {name: alike.pop() == pytest.approx(0.95) for name, alike in values.items()}
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_weight_decay_reaches_the_matrices_of_every_type_of_model_and_no_vector(model_type):
+    auto_class, values, vectors = MODELS[model_type]
+    sizes = {} if auto_class is AutoModelForImageClassification else {"vocab_size": 32, "pad_token_id": 0}
+    model = auto_class.from_config(AutoConfig.for_model(model_type, **values, **sizes))
+    found = decayed(model)
+    assert not any(found[name] for name, parameter in model.named_parameters() if parameter.dim() < 2)
+    spared = {name for name, parameter in model.named_parameters() if parameter.dim() >= 2 and not found[name]}
+    assert {next((end for end in vectors if name.endswith(end)), name) for name in spared} == vectors
+    assert any(found.values())
+
+
+LINEAR = ("q_proj",)
+ADAPTERS = {  # the trained parameters of a layer's adapter by the end of their names: whether they are decayed
+    "ia3": (Ia3Section(target_modules=LINEAR), {"ia3_l.default": False}),
+    "lora of rank 1": (
+        LoraSection(rank=1, target_modules=("q_proj", "embed_tokens")),
+        dict.fromkeys(
+            ("lora_A.default.weight", "lora_B.default.weight", "lora_embedding_A.default", "lora_embedding_B.default"),
+            True,
+        ),
+    ),
+    "dora": (
+        LoraSection(rank=2, dora=True, target_modules=LINEAR),
+        {
+            "lora_A.default.weight": True,
+            "lora_B.default.weight": True,
+            "lora_magnitude_vector.default.weight": False,
+        },
+    ),
+    "oft": (OftSection(block_size=4, target_modules=LINEAR), {"oft_R.default.weight": True}),
+    "boft": (
+        PeftSection(type="boft", values={"boft_block_size": 4, "target_modules": ["q_proj"]}),
+        {"boft_R.default": True, "boft_s.default": False},
+    ),
+    "vera": (
+        PeftSection(type="vera", values={"r": 4, "target_modules": ["q_proj"]}),
+        {"vera_lambda_b.default": False, "vera_lambda_d.default": False},
+    ),
+    "loha": (
+        PeftSection(type="loha", values={"r": 1, "target_modules": ["q_proj"]}),
+        dict.fromkeys(("hada_w1_a.default", "hada_w1_b.default", "hada_w2_a.default", "hada_w2_b.default"), True),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_weight_decay_reaches_the_factors_of_adapters_and_no_scale(kind):
+    section, expected = ADAPTERS[kind]
+    config = AutoConfig.for_model("qwen3", **TINY_SIZES, vocab_size=32, head_dim=8, tie_word_embeddings=False)
+    model = add_adapter(AutoModelForCausalLM.from_config(config), section, AdapterContext(seed=1))
+    found = decayed(model)
+    assert {next(end for end in expected if name.endswith(end)): is_decayed for name, is_decayed in found.items()} == (
+        expected
+    )
 
 
 @pytest.mark.parametrize(
