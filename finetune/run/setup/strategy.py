@@ -27,7 +27,7 @@ from finetune.run.setup.padding_free import resolve_padding_free, why_padded
 from finetune.runtime import distributed
 from finetune.runtime.parallel import sequence_group
 from finetune.strategy.choose import choose_strategy
-from finetune.strategy.environment import read_environment
+from finetune.strategy.environment import read_environment, require_launcher
 from finetune.strategy.launch_file import launch_variables, require_parallelism_fits, use_deepspeed_file
 from finetune.strategy.protocol import Strategy
 from finetune.strategy.reconcile import JobSettings
@@ -37,6 +37,7 @@ from finetune.train.optim.optimizers import uses_low_bit_adamw
 
 def launched_strategy(loaded: LoadedConfig) -> Strategy:
     """Return the strategy that was launched; raises ConfigError or StrategyError where it does not fit the job."""
+    require_launcher(os.environ)
     for sentence in use_deepspeed_file():
         RunLog(is_main=os.environ.get("RANK", "0") == "0")(sentence)
     return _strategy(loaded, os.environ, has_device=torch.accelerator.is_available())
