@@ -8,7 +8,6 @@ from textwrap import dedent
 from types import ModuleType
 
 import pytest
-from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
 from finetune.config.sections.data import DataSection, TrainingSourceSection
@@ -18,7 +17,7 @@ from finetune.data.sources import readers
 from finetune.model.tokenizer import train_or_load_tokenizer
 from finetune.registry.tasks import TASKS
 from finetune.report.events import Evaluated, RunStarted
-from finetune.report.trackers import TrackersReporter
+from finetune.report.trackers import TrackerReporter
 from finetune.task.protocol import TaskContext, build_task
 
 ROOT = Path(__file__).parents[1]
@@ -84,9 +83,8 @@ def registered(monkeypatch):
 @pytest.mark.usefixtures("registered")
 def test_the_documented_example_tracker_gets_metrics(tmp_path):
     python_of("Add a tracker")
-    reporter = TrackersReporter(
-        Accelerator(cpu=True), ReportSection(trackers=("lines",), project="stories"), run_folder=tmp_path
-    )
+    section = ReportSection(trackers=("lines",), project="stories")
+    reporter = TrackerReporter("lines", section, run_folder=tmp_path)
     reporter(RunStarted(0, num_steps=2, strategy="single", arithmetic=(), config={}))
     reporter(Evaluated(2, metrics={"loss": 0.5}, num_rows=4, seconds=0.1))
     reporter.close()

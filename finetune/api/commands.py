@@ -6,7 +6,9 @@ They raise errors of `finetune.errors`, and leave the process as it was.
 from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from finetune.api.job import JobLike, Overrides, api_function, as_job
 from finetune.config.explain import format_summary
@@ -78,10 +80,10 @@ def generate(
     prompts: Sequence[Prompt],
     *,
     adapter: str | PathLike[str] | None = None,
-    max_new_tokens: int = 256,
-    batch_size: int = 8,
-    temperature: float = 0.0,
-    top_p: float = 1.0,
+    max_new_tokens: Annotated[int, Field(ge=1)] = 256,
+    batch_size: Annotated[int, Field(ge=1)] = 8,
+    temperature: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 0.0,
+    top_p: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0,
     seed: int = 0,
     system: str | None = None,
     trust_remote_code: bool = False,

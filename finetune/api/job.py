@@ -10,9 +10,12 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
 
 from finetune.config.formatting import did_you_mean, format_list, job_yaml
 from finetune.config.load import PYTHON_JOB, LoadedConfig, load_config, load_values
@@ -21,7 +24,7 @@ from finetune.config.paths import local_run_folder
 from finetune.config.run_config import RunConfig
 from finetune.config.section import Section, join_key
 from finetune.config.yaml import invalid_characters
-from finetune.errors import ConfigError, Problem, UserError
+from finetune.errors import ConfigError, FinetuneError, Problem, UserError
 from finetune.runtime.optional import lazily
 from finetune.runtime.processes import restored_environment
 
@@ -36,8 +39,12 @@ Overrides = Mapping[str, Any]
 
 
 def api_function(function: Callable[P, R]) -> Callable[P, R]:
-    """Return the function, which raises UserError for an argument that it does not have, and restores os.environ."""
-    names = list(inspect.signature(function).parameters)
+    """Return the function, which restores os.environ and raises errors of `finetune` alone, in the caller's form.
+
+    It raises UserError for an argument that it does not have, and for one of another type than its annotation's.
+    """
+    signature = inspect.signature(function)
+    names = list(signature.parameters)
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -46,9 +53,67 @@ def api_function(function: Callable[P, R]) -> Callable[P, R]:
                 hint = did_you_mean(name, names) or f"It takes {format_list(names)}."
                 raise UserError(f"{function.__name__}: there is no argument `{name}`. {hint}")
         with restored_environment():
-            return function(*args, **kwargs)
+            try:
+                _require_types(signature, function, args, kwargs)
+                return function(*args, **kwargs)
+            except FinetuneError as error:
+                _use_python_form(error, arguments=frozenset(names))
+                raise
 
     return call
+
+
+def _require_types(
+    signature: inspect.Signature, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Raise UserError for a missing argument, or one of another type than annotated; jobs have their own messages."""
+    try:
+        given = signature.bind(*args, **kwargs).arguments
+    except TypeError as error:
+        raise UserError(f"{function.__name__}: {error}.") from None
+    annotations = get_type_hints(function, include_extras=True)
+    for name, value in given.items():
+        if hasattr(value, "dtype") and hasattr(value, "item"):  # a number of NumPy or torch
+            value = value.item()
+        try:
+            TypeAdapter(Any if name == "job" else annotations[name]).validate_python(value, strict=True)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            where = ".".join(map(str, (name, *(part for part in first["loc"] if isinstance(part, int)))))
+            message = f"{first['msg'][:1].lower()}{first['msg'][1:]}"
+            raise UserError(f"{where}: `{first['input']!r}` cannot stand here: {message}.") from None
+
+
+GIVEN_JOB = "job-in-python.yaml"
+"""The name of the file of a job without one, which other processes read."""
+
+_OVERRIDE = re.compile(r"--set (?P<key>[\w.]+)=.*?(?=, (?P=key)\b)|--set\b")
+_JOB_LINE = re.compile(rf"\b{GIVEN_JOB}(?= has \d)|(?<=\n  )line \d+, ")
+_OPTION = re.compile(r"--([a-z]+(?:-[a-z]+)*)")
+_ARGUMENTS = {"config": "job", "processes": "num_processes"}
+
+
+def _use_python_form(error: FinetuneError, *, arguments: frozenset[str]) -> None:
+    """Have the error name what was written in Python: arguments and keys, not options and lines of a written file."""
+
+    def python_form(text: str) -> str:
+        def argument(option: re.Match[str]) -> str:
+            name = _ARGUMENTS.get(option[1], option[1].replace("-", "_"))
+            return name if name in arguments else option[0]
+
+        return _OPTION.sub(argument, _OVERRIDE.sub("overrides", text))
+
+    if isinstance(error, ConfigError):
+        error.problems = tuple(
+            replace(problem, message=python_form(problem.message), source=problem.source and "overrides")
+            for problem in error.problems
+        )
+    elif error.args and isinstance(text := error.args[0], str):
+        is_given = text.startswith(f"{GIVEN_JOB} has ")
+        text = python_form(
+            _JOB_LINE.sub(lambda at: PYTHON_JOB.name if at[0] == GIVEN_JOB else "", text) if is_given else text
+        )
+        error.args = (text, *error.args[1:])
 
 
 class Job:
@@ -123,7 +188,7 @@ class Job:
         if self._file is not None:
             plain = with_paths(self._taken_overrides(overrides)[0], self._write_objects(overrides))
             return self._file, [override_text(key, value) for key, value in plain.items()]
-        path = folder / given.GIVEN_FOLDER / "job.yaml"
+        path = folder / given.GIVEN_FOLDER / GIVEN_JOB
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(job_yaml(self.load(overrides).config), encoding="utf-8")
         return path, []

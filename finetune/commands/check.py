@@ -27,7 +27,7 @@ from finetune.runtime.optional import lazily
 with lazily(freeze=True):  # torch
     from finetune.commands.compare import runs as compared_runs
     from finetune.commands.rehearse import accelerate_file as accelerate_files
-    from finetune.run.setup import model
+    from finetune.run.setup import model_checks, strategy
 
 _DEFAULT = "default"
 """The source in resolved.yaml of a value that was not written."""
@@ -49,11 +49,17 @@ def check(
     processes.
     """
     loaded = load_config(path, overrides)
+    num_launched = num_processes
     if accelerate_file is not None:
         num_processes = accelerate_files.data_parallel_size(accelerate_file, num_processes=num_processes)
     if num_processes is not None:
         require_divisible_batch(loaded, num_processes=num_processes)
-    of_model = model.check_model(loaded) if tries_model else ()
+    of_model: Sequence[str] = ()
+    if tries_model:
+        launched = None
+        if accelerate_file is not None:
+            launched = strategy.strategy_of_file(loaded, accelerate_file, num_processes=num_launched)
+        of_model = model_checks.check_model(model_checks.CheckedJob(loaded, launched))
     print(f"{path.name} is ready.")
     for line in (*format_summary(loaded.config, num_processes=num_processes), *of_model):
         print(f"  {line}")

@@ -74,7 +74,9 @@ def format_summary(config: RunConfig, *, num_processes: int | None) -> tuple[str
     else:
         trained = f"all weights but {len(model.freeze)} frozen patterns" if model.freeze else "all weights"
         trained += f" in {model.dtype}"
-    budget = f"{train.epochs:g} epochs" if train.epochs is not None else f"{train.tokens} tokens"
+    budget = (
+        f"{train.epochs:g} epoch{'s' * (train.epochs != 1)}" if train.epochs is not None else f"{train.tokens} tokens"
+    )
     if train.steps is not None:
         budget = f"{train.steps} steps = {train.steps * train.global_batch_size} {config.data.batching.unit}"
     data, validation = config.data.train, config.data.validation
@@ -124,4 +126,4 @@ def _format_batch(config: RunConfig, num_processes: int | None) -> str:
     shown += ", ..." if len(fitting) > _MAX_LISTED_WORLD_SIZES else ""
     size = "as many as fit" if is_auto else str(microbatch)
     of = "the rest" if is_auto else str(share)
-    return f"{batch} per step = {size} per microbatch x {of}; fits on {shown} processes"
+    return f"{batch} per step = {size} per microbatch x {of}; fits on {shown} process{'es' * (fitting != [1])}"

@@ -131,7 +131,14 @@ MAY_DIFFER = (
     *("report.profile", "report.profile.start", "report.profile.steps", "report.profile.memory"),
     *("report.profile.stacks", "report.prometheus", "report.prometheus_address"),
     "task.distillation.cache",  # the same probabilities, computed once
-    *("export.dtype", "export.max_shard_size", "export.merge", "export.push_to_hub", "export.private"),
+    *(
+        "export.checkpoint",
+        "export.dtype",
+        "export.max_shard_size",
+        "export.merge",
+        "export.push_to_hub",
+        "export.private",
+    ),
     "export.verify",
     *("train.callbacks", "report.reporters", "data.validation.source"),
 )

@@ -266,9 +266,7 @@ def _evaluation(draft: Draft) -> None:
         draft.put("checkpoint.keep_best.metric", metric, "keep_best", "best_metric")
         if draft.get("is_greater_better"):
             draft.put("checkpoint.keep_best.goal", "maximize", "is_greater_better")
-        draft.note(
-            "the best weights are loaded at the end there; here the best checkpoint is kept: `finetune export` it."
-        )
+        draft.put("export.checkpoint", "best", "keep_best")
 
 
 def _put_interval(draft: Draft, key: str, event: str, *, otherwise: int) -> None:

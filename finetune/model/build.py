@@ -57,20 +57,27 @@ def build_model(
         special_ids=special_ids,
         head_values=head_values,
     )
+    context = AdapterContext(
+        seed=seed,
+        head=head,
+        revision=section.revision,
+        init_context=init_context,
+        tokenizer=tokenizer,
+        new_ids=ids,
+        base=unquantized_weights_folder(section),
+        recorded=recorded,
+    )
+    return make_trainable(model, section, context)
+
+
+def make_trainable(model: Any, section: ModelSection, context: AdapterContext) -> Any:
+    """Return the loaded model with its new tokens and adapters, and with everything else frozen; raises ModelError."""
     set_batch_norm(model, section.batch_norm, is_new=section.from_config is not None)
-    if section.new_tokens is not None and tokenizer is not None:
-        add_embedding_rows(model, tokenizer, section.new_tokens, seed=seed, init_context=init_context)
-    if (adapter := adapter_config(section)) is not None:
-        context = AdapterContext(
-            seed=seed,
-            head=head,
-            revision=section.revision,
-            init_context=init_context,
-            tokenizer=tokenizer,
-            new_ids=ids,
-            base=unquantized_weights_folder(section),
-            recorded=recorded,
+    if section.new_tokens is not None and context.tokenizer is not None:
+        add_embedding_rows(
+            model, context.tokenizer, section.new_tokens, seed=context.seed, init_context=context.init_context
         )
+    if (adapter := adapter_config(section)) is not None:
         model = build.add_adapter(model, adapter, context)
         single_pass.use_single_pass(model, in_place=section.gradient_checkpointing != "selective")
     else:

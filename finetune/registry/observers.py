@@ -17,6 +17,10 @@ class TrackerEntry(Entry):
     folder_argument: str | None = None
     arguments: Mapping[str, str] = field(default_factory=dict)  # by key: `run_name`, `entity`, `group`, `tags`
     tags_are_named: bool = False  # a mapping from names to values, not a list of names
+    id_argument: str | None = None  # takes the id of a run to continue; None: every start is a new run
+    id_attribute: str = ""  # of the tracker's own run, with its id
+    resume_arguments: Mapping[str, str] = field(default_factory=dict)  # next to the id
+    config_is_fixed: bool = False  # of a run that is continued
 
 
 TRACKERS = Table(
@@ -27,7 +31,14 @@ TRACKERS = Table(
         TrackerEntry(name="clearml", arguments={"run_name": "task_name", "tags": "tags"}),
         TrackerEntry(name="comet_ml", arguments={"entity": "workspace"}),
         TrackerEntry(name="dvclive"),
-        TrackerEntry(name="mlflow", arguments={"run_name": "run_name", "tags": "tags"}, tags_are_named=True),
+        TrackerEntry(
+            name="mlflow",
+            arguments={"run_name": "run_name", "tags": "tags"},
+            tags_are_named=True,
+            id_argument="run_id",
+            id_attribute="info.run_id",
+            config_is_fixed=True,
+        ),
         TrackerEntry(
             name="swanlab",
             arguments={"run_name": "experiment_name", "entity": "workspace", "group": "group", "tags": "tags"},
@@ -38,6 +49,9 @@ TRACKERS = Table(
             name="wandb",
             folder_argument="dir",
             arguments={"run_name": "name", "entity": "entity", "group": "group", "tags": "tags"},
+            id_argument="id",
+            id_attribute="id",
+            resume_arguments={"resume": "allow"},
         ),
     ),
 )

@@ -2,18 +2,17 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from finetune.config.sections.report import ReportSection
 from finetune.errors import UserError
 from finetune.registry.observers import REPORTERS
 from finetune.report.console import ConsoleReporter, choose_screen
-from finetune.report.events import JsonlReporter
+from finetune.report.events import JsonlReporter, Warned
 from finetune.report.history import EVENTS_FILE, RunHistory
 from finetune.report.page.page import PageReporter
 from finetune.report.prometheus import PrometheusReporter, require_client
 from finetune.report.reporter import FanOut, Reporter
-from finetune.report.trackers import TrackersReporter, check_trackers
+from finetune.report.trackers import TrackerReporter, check_trackers
 from finetune.runtime import distributed
 
 
@@ -21,7 +20,6 @@ def build_reporter(
     section: ReportSection,
     *,
     run_folder: Path,
-    accelerator: Any,
     is_main: bool,
     notes: Sequence[str] = (),
     on_read: Callable[[RunHistory], None] = lambda history: None,
@@ -51,9 +49,12 @@ def build_reporter(
         ConsoleReporter(choose_screen(section.console), log_every_steps=section.log_every_steps),
         PageReporter(run_folder / EVENTS_FILE, on_read=on_read),
     ]
-    if section.trackers:
-        reporters.append(TrackersReporter(accelerator, section, run_folder=run_folder))
+    reporters += [
+        TrackerReporter(name, section, run_folder=run_folder, warn=lambda step, text: fan_out(Warned(step, text)))
+        for name in dict.fromkeys(section.trackers)
+    ]
     if section.prometheus is not None:
         address, name = section.prometheus_address, run_folder.name
         reporters.append(PrometheusReporter(section.prometheus, address=address, name=name, world=distributed.world()))
-    return FanOut([*reporters, *others])
+    fan_out = FanOut([*reporters, *others])
+    return fan_out

@@ -1,19 +1,23 @@
 """TensorBoard, Weights & Biases, MLflow, trackio and others, through Accelerate's trackers."""
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from accelerate.utils import LoggerType
+from pydantic import TypeAdapter
 
 from finetune.config.sections.report import ReportSection
 from finetune.errors import MissingPackage, UserError
-from finetune.registry.observers import TRACKERS
+from finetune.registry.observers import TRACKERS, TrackerEntry
 from finetune.report.events import Evaluated, Event, RunEnded, RunStarted, StepTaken
 from finetune.report.timing import ThroughputMeter
+from finetune.runtime.files.atomic import write_json
+from finetune.runtime.files.read import parse_as, read_regular
+from finetune.runtime.optional import no_op
 from finetune.runtime.progress import Cadence
 from finetune.runtime.text.redact import redacted_config
 
@@ -36,17 +40,22 @@ def check_trackers(names: Sequence[str]) -> None:
             )
 
 
-class TrackersReporter:
-    """Sends steps and evaluations to the trackers; they are started with the run's config when it starts.
+class TrackerReporter:
+    """Sends steps and evaluations to one tracker, which is started with the run's config when the run starts.
 
-    Only the main rank may have one. Secrets are left out of the config.
+    A resumed run continues the tracker's run, whose id is in the run folder; where its service refuses that, it gets a
+    new one, and `warn` a message. Only the main rank may have one. Secrets are left out of the config.
     """
 
-    def __init__(self, accelerator: Accelerator, section: ReportSection, *, run_folder: Path) -> None:
-        check_trackers(section.trackers)
-        self._accelerator = accelerator
+    def __init__(
+        self, name: str, section: ReportSection, *, run_folder: Path, warn: Callable[[int, str], object] = no_op
+    ) -> None:
+        self.__name__ = f"the tracker `{name}`"
+        self._name = name
         self._section = section
         self._run_folder = run_folder
+        self._warn = warn
+        self._tracker: Any = None
         self._meter = ThroughputMeter(0)
         self._num_steps = 0
 
@@ -56,33 +65,72 @@ class TrackersReporter:
             case RunStarted():
                 self._num_steps = event.num_steps
                 self._meter = ThroughputMeter(event.num_steps)
-                folder = self._run_folder / "trackers"
-                folder.mkdir(parents=True, exist_ok=True)
-                self._accelerator.project_configuration.logging_dir = str(folder)
-                names = tuple(dict.fromkeys(self._section.trackers))
-                self._accelerator.log_with = [LoggerType(name) if name in set(LoggerType) else name for name in names]
-                self._accelerator.init_trackers(
-                    self._section.project or self._run_folder.parent.name or "finetune",
-                    config=flatten_config(redacted_config(event.config)),
-                    init_kwargs={name: tracker_options(name, self._section, self._run_folder) for name in names},
-                )
+                self._start_run(event)
             case StepTaken():
                 self._meter.add(event)
                 if Cadence(self._section.log_every_steps, self._num_steps).due(event.step):
-                    self._accelerator.log(step_metrics(event, meter=self._meter), step=event.step)
+                    self._tracker.log(step_metrics(event, meter=self._meter), step=event.step)
                     self._meter.reset_data_share()
             case Evaluated():
-                self._accelerator.log(
+                self._tracker.log(
                     {f"evaluation/{name}": value for name, value in event.metrics.items()}, step=event.step
                 )
             case RunEnded():
-                self._accelerator.log({"run/seconds": event.seconds}, step=event.step)
+                self._tracker.log({"run/seconds": event.seconds}, step=event.step)
 
     def close(self) -> None:
-        """End the trackers' runs. `Accelerator.end_training` would also destroy this rank's process group."""
-        for tracker in self._accelerator.trackers:
+        """End the tracker's run."""
+        tracker, self._tracker = self._tracker, None
+        if tracker is not None:
             tracker.finish()
-        self._accelerator.trackers = []
+
+    def _start_run(self, event: RunStarted) -> None:
+        entry = TRACKERS.get(self._name) or TrackerEntry(name=self._name)
+        project = self._section.project or self._run_folder.parent.name or "finetune"
+        path = self._run_folder / TRACKER_RUNS_FILE
+        runs = _read_runs(path)
+        known = runs.get(self._name, {})
+        old_id = known.get("id") if event.step > 0 and known.get("project") == project else None
+        if entry.id_argument is not None and old_id is not None:
+            try:
+                self._start(project, {entry.id_argument: old_id, **entry.resume_arguments})
+            except Exception as error:
+                reason = f"{type(error).__name__}: {error}"
+                self._warn(
+                    event.step, f"`{self._name}` does not continue its run {old_id}, and starts a new one: {reason}"
+                )
+                old_id = None
+        if self._tracker is None:
+            self._start(project, {})
+        if old_id is None or not entry.config_is_fixed:
+            self._tracker.store_init_configuration(flatten_config(redacted_config(event.config)))
+        if entry.id_argument is not None:
+            new_id = attrgetter(entry.id_attribute)(self._tracker.tracker)
+            write_json(path, {**_read_runs(path), self._name: {"project": project, "id": str(new_id)}})
+
+    def _start(self, project: str, resumed: Mapping[str, str]) -> None:
+        tracker_class: Any = LOGGER_TYPE_TO_CLASS[self._name]
+        folder = self._run_folder / "trackers"
+        folder.mkdir(parents=True, exist_ok=True)
+        arguments = (project, str(folder)) if tracker_class.requires_logging_directory else (project,)
+        tracker = tracker_class(*arguments, **tracker_options(self._name, self._section, self._run_folder), **resumed)
+        tracker.start()
+        self._tracker = tracker
+
+
+TRACKER_RUNS_FILE = "trackers.json"
+"""The id and the project of the run in each tracker's service, by the tracker's name."""
+
+
+def _read_runs(path: Path) -> dict[str, dict[str, str]]:
+    """Return the runs in the file; none where it does not exist or is damaged: the trackers start new ones."""
+    try:
+        return dict(parse_as(_RUNS, read_regular(path)))
+    except (OSError, ValueError):
+        return {}
+
+
+_RUNS: TypeAdapter[dict[str, dict[str, str]]] = TypeAdapter(dict[str, dict[str, str]])
 
 
 def step_metrics(event: StepTaken, *, meter: ThroughputMeter) -> dict[str, float]:

@@ -140,9 +140,18 @@ class Trained:
     preprocessors: Preprocessors
 
 
-def export_final(loaded: LoadedConfig, built: BuiltRun, reporter: Reporter, *, progress: Progress, reason: str) -> None:
+def export_final(
+    loaded: LoadedConfig,
+    built: BuiltRun,
+    reporter: Reporter,
+    *,
+    progress: Progress,
+    reason: str,
+    load_best: Callable[[], Progress] | None = None,
+) -> None:
     """Gather the weights and write them on rank 0, unless they were written already. Collective.
 
+    `load_best` loads the best weights into the model, and returns the progress that they had.
     An adapter's base is written only where it exists nowhere else, or where the adapter is merged into it.
     """
     paths, prepared = RunPaths(Path(loaded.config.run.folder)), built.prepared
@@ -151,6 +160,7 @@ def export_final(loaded: LoadedConfig, built: BuiltRun, reporter: Reporter, *, p
         reporter(Noted(progress.step, f"{paths.final} already holds the model of this step"))
         return
     fault_point("export.begin", step=progress.step)
+    last_step, progress = progress.step, progress if load_best is None else load_best()
     preprocessors = export_inputs(built.training_data.processing, built.training_data.task, prepared.unwrapped_model)
     with make_weights(loaded.config.train, prepared)():
         rows, logits = trained_logits(loaded.config, built.training_data, prepared, preprocessors=preprocessors)
@@ -163,6 +173,7 @@ def export_final(loaded: LoadedConfig, built: BuiltRun, reporter: Reporter, *, p
                 built,
                 reporter,
                 progress=progress,
+                last_step=last_step,
                 reason=reason,
                 weights=weights,
                 trained=Trained(rows, logits, preprocessors),
@@ -176,6 +187,7 @@ def _write_final(
     reporter: Reporter,
     *,
     progress: Progress,
+    last_step: int,
     reason: str,
     weights: dict[str, Tensor],
     trained: Trained,
@@ -221,7 +233,13 @@ def _write_final(
             expected = expected_of_run(loaded.config, training_data, trained, unmerged=unmerged)
             verified = verifier.check(report, expected, final=final)
     sizes = {name: (final / name).stat().st_size for name in report.files}
-    facts = {"step": progress.step, "reason": reason, "export": loaded.config.export.model_dump(), "files": sizes}
+    facts = {
+        "step": progress.step,
+        "last_step": last_step,
+        "reason": reason,
+        "export": loaded.config.export.model_dump(),
+        "files": sizes,
+    }
     facts |= {"inputs": input_stamps(loaded.config, before=psutil.Process().create_time())}
     atomic.write_json(run_folder / FINAL_RECORD, facts)
     exported = f"exported {report.num_tensors} tensors, {format_size(report.size_bytes)}, to {final}"

@@ -14,14 +14,14 @@ from finetune.config.sections.checkpoint import CheckpointSection
 from finetune.errors import CheckpointError, NonFiniteError
 from finetune.model.batch_norm import sync_batch_norm
 from finetune.registry.tasks import TASKS
-from finetune.report.events import CheckpointSaved, RunEnded, RunStarted, Warned
+from finetune.report.events import CheckpointSaved, Noted, RunEnded, RunStarted, Warned
 from finetune.report.gpu import sampled_gpu
 from finetune.report.reporter import CallbackReporter, Reporter
 from finetune.run.context import RunContext
 from finetune.run.final_export import export_final
 from finetune.run.setup.forwards import device_price, peak_flops
 from finetune.run.setup.loop import make_parts, profile_parts, remove_stop_file
-from finetune.run.state.resume import RestoredRun
+from finetune.run.state.resume import RestoredRun, describe_exported, load_best
 from finetune.run.supervision import Supervision
 from finetune.runtime import distributed
 from finetune.runtime.optional import no_op
@@ -130,7 +130,10 @@ def finish(
     """Export the model where the run is finished, report its end and return the exit code. Collective."""
     progress, built, is_final = restored.progress, restored.built, fitted.reason in FINAL_REASONS
     if is_final:
-        export_final(context.loaded, built, reporter, progress=progress, reason=fitted.reason)
+        best = partial(load_best, context, restored) if context.config.export.checkpoint == "best" else None
+        export_final(context.loaded, built, reporter, progress=progress, reason=fitted.reason, load_best=best)
+        if distributed.is_main() and (line := describe_exported(context.config, progress)) is not None:
+            reporter(Noted(progress.step, line))
     if fitted.reason == STOP_FILE and distributed.is_main():
         remove_stop_file(context.paths.stop_file, log=lambda text: reporter(Warned(progress.step, text)))
     code = supervision.end(fitted.reason)

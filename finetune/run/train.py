@@ -15,28 +15,22 @@ from accelerate import Accelerator
 from finetune.checkpoint.read.checksum_prefetch import ChecksumPrefetch
 from finetune.config.load import LoadedConfig, with_local_folder
 from finetune.config.plugins import activate_options
-from finetune.errors import DiskError, HubError, ModelError
-from finetune.model.loading.architecture import load_model_config
-from finetune.model.loading.pretrained import pooling_warning
-from finetune.registry.tasks import TASKS
+from finetune.errors import DiskError, HubError
 from finetune.report.page.facts import InterruptionCosts
 from finetune.report.reporter import CallbackReporter, Reporter, RunLog
 from finetune.report.timing import StartupTimer
 from finetune.run.context import RunContext, make_context
-from finetune.run.final_export import push_final, require_mergeable
+from finetune.run.final_export import push_final
 from finetune.run.fit import finish, fit
 from finetune.run.setup.accelerator import make_accelerator
 from finetune.run.setup.data import VERIFY_TIMEOUT_SECONDS, PreparedData, prepare_data, verify_sets
 from finetune.run.setup.microbatch_size import resolve_microbatch_size
-from finetune.run.setup.model import check_model
+from finetune.run.setup.model_checks import CheckedJob, Stage, check_model
 from finetune.run.setup.precompute import add_frozen_models
 from finetune.run.setup.prepared_model import BuiltRun, make_step_task, prepare_model, require_sample_isolation
 from finetune.run.setup.strategy import (
     launched_strategy,
     require_exact_slices,
-    require_sliceable_model,
-    require_splittable_model,
-    require_supported_by_strategy,
 )
 from finetune.run.state.finished import RunResult, result_of_run
 from finetune.run.state.resume import find_finished, restore
@@ -148,22 +142,11 @@ def validate(loaded: LoadedConfig) -> RunContext:
     quiet_libraries(is_main=distributed.is_main())
     loaded = with_local_folder(loaded)
     context = make_context(loaded, launched_strategy(loaded))
-    config, strategy = context.config, context.strategy.name
-    require_supported_by_strategy(config, strategy)
-    require_mergeable(config, strategy=strategy)
-    if sizes := config.task.embedding.matryoshka_dims:
-        whole = load_model_config(config.model).get_text_config().hidden_size
-        if too_large := [size for size in sizes if size > whole]:
-            raise ModelError(
-                f"task.embedding.matryoshka_dims: {too_large[0]} is more than the {whole} numbers of this model's "
-                "vectors. Remove it, or write a smaller one."
-            )
-    if TASKS[config.task.name].head == "embedding" and distributed.is_main():
-        warning = pooling_warning(config.model, config.task.embedding.pooling)
-        if warning is not None:
-            context.log(warning)
+    strategy = context.strategy
+    for line in check_model(CheckedJob(loaded, strategy), [Stage.JOB]):
+        context.log(line)
     if distributed.world() > 1 and not is_set_by_accelerate(os.environ) and distributed.is_main():
-        context.log(f"{strategy}: no accelerate file was given. --accelerate FILE chooses another strategy.")
+        context.log(f"{strategy.name}: no accelerate file was given. --accelerate FILE chooses another strategy.")
     return context
 
 
@@ -177,10 +160,8 @@ def validate_model(loaded: LoadedConfig, strategy: Strategy, *, log: RunLog, on_
         return
     section = loaded.config.model
     builds = section.from_config is not None or bool(section.config_changes)
-    for line in check_model(loaded, strategy=strategy.name, builds=builds):
+    for line in check_model(CheckedJob(loaded, strategy, builds=builds), [Stage.CONFIG]):
         log(line)
-    require_sliceable_model(loaded.config, size=strategy.expected.sequence_size)
-    require_splittable_model(loaded.config, size=strategy.expected.tensor_size)
 
 
 def build(

@@ -4,6 +4,8 @@ If a function that runs on rank 0 or on all ranks fails on one of them, its erro
 """
 
 import os
+import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -15,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from finetune.errors import CheckpointError, FinetuneError
+from finetune.errors import CheckpointError, FinetuneError, StrategyError
 from finetune.runtime.processes import exit_process
 
 T = TypeVar("T")
@@ -97,7 +99,45 @@ def is_distributed() -> bool:
 def init_cpu_process_group() -> None:
     """Make a gloo process group of the launched processes, for work without a strategy or a device. Collective."""
     if world() > 1 and not is_distributed():
-        dist.init_process_group("gloo", timeout=_HOST_TIMEOUT)
+        with reported_wait():
+            dist.init_process_group("gloo", timeout=_HOST_TIMEOUT)
+
+
+@contextmanager
+def reported_wait(*, seconds: float = 10.0) -> Iterator[None]:
+    """Print which processes are waited for where the process group is not made within this time.
+
+    Raises StrategyError where the port is in use. RANK and WORLD_SIZE may be left over from another launch.
+    """
+    if world() == 1 or is_distributed():
+        yield
+        return
+    own, address = rank(), f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
+    variables = f"RANK={own} and WORLD_SIZE={world()}"
+    advice = "are set in the environment: unset them where no launcher has started this process"
+    others = [f"rank {other}" for other in range(world()) if other != own]
+    named = ", ".join(others if len(others) <= _MAX_NAMED_RANKS else [*others[:_MAX_NAMED_RANKS], "..."])
+    text = f"rank {own} has waited {seconds:g} s at {address} for {len(others)} of {world()} processes ({named})"
+    timer = threading.Timer(seconds, lambda: print(f"{text}. {variables} {advice}.", file=sys.stderr, flush=True))
+    timer.daemon = True
+    timer.start()
+    is_in_use = False
+    try:
+        yield
+    except dist.DistNetworkError as error:
+        is_in_use = "EADDRINUSE" in str(error)
+        if not is_in_use:
+            raise
+    finally:
+        timer.cancel()
+    if is_in_use:  # raised here: the error of a collective in its context would be a lost contact
+        raise StrategyError(
+            f"{address}: the port at which {variables} make this process wait for the others is in use. They {advice}, "
+            "or set another MASTER_PORT."
+        )
+
+
+_MAX_NAMED_RANKS = 8
 
 
 def barrier(group: Group = Group.HOST) -> None:

@@ -61,6 +61,23 @@ def read_environment(variables: Mapping[str, str], *, has_device: bool) -> Launc
     )
 
 
+def require_launcher(variables: Mapping[str, str]) -> None:
+    """Raise StrategyError for a strategy of several processes in one that no launcher has started.
+
+    The variables are left over from a shell or a notebook that `accelerate launch` has started, or from a container.
+    """
+    flags = [name for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED") if _is_true(variables, name)]
+    if not flags or "LOCAL_RANK" in variables:
+        return
+    prefixes = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
+    rest = sorted(name for name in variables if name.startswith(prefixes) and name not in flags)
+    raise StrategyError(
+        f"{flags[0]}={variables[flags[0]]} is set in the environment, but no launcher has started this process: there "
+        f"are no processes to shard over. For one process: unset {' '.join([*flags, *rest])}. For several, start with "
+        "--accelerate FILE --processes N or `accelerate launch`."
+    )
+
+
 def _is_true(variables: Mapping[str, str], name: str) -> bool:
     return variables.get(name, "false").lower() in ("true", "1", "yes")
 

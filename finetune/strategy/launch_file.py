@@ -80,6 +80,21 @@ def use_launch_file(file: Path) -> list[str]:
     return sentences if before else [*sentences, *_differences(defaults, world=world, name=name)]
 
 
+def launch_variables(file: Path, *, world: int | None = None) -> dict[str, str]:
+    """Return the variables by which a launch with this file would choose its strategy, none of them set here.
+
+    By default it has the file's own number of processes. Raises StrategyError for a file that Accelerate refuses.
+    """
+    defaults, variables = _accelerate_variables(file, world=world or 1, name=f"--accelerate {file}")
+    if world is None and (world := defaults.num_processes) > 1:
+        _, variables = _accelerate_variables(file, world=world, name=f"--accelerate {file}")
+    if defaults.distributed_type.value != _NO_GROUP:
+        variables |= {"WORLD_SIZE": str(world), "RANK": "0", "LOCAL_RANK": "0"}
+    if (written := variables.get(_DEEPSPEED_FILE, "none")) != "none":
+        variables[_DEEPSPEED_FILE] = str(find_deepspeed_file(written, accelerate_file=file))
+    return variables
+
+
 def use_deepspeed_file(file: Path | None = None) -> list[str]:
     """Set where the DeepSpeed config is that the accelerate file names, and return a sentence if it is elsewhere.
 

@@ -90,7 +90,9 @@ def _size_conflicts(environment: LaunchEnvironment) -> list[str]:
     engine = None if environment.zero_stage is None else "zero"
     if environment.fsdp_version is not None:
         engine = f"fsdp{environment.fsdp_version}"
-    if not may_split_layers(layers, world=world, copies=copies, rows=rows, engine=engine):
+    if layers > 1 and world % layers:
+        conflicts.append(f"parallelism_config_tp_size: {layers} does not divide the {processes}. Write a divisor.")
+    elif not may_split_layers(layers, world=world, copies=copies, rows=rows, engine=engine):
         conflicts.append(TENSOR.sentence(f"parallelism_config_tp_size: {layers} on {processes}"))
     elif layers > 1 and environment.fsdp_offload_params:
         conflicts.append(

@@ -160,7 +160,9 @@ def unsupported_in_file(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     tensor_size, copies, rows = (sizes.get(f"{_PREFIX}{name}_size") or 1 for name in ("tp", "dp_replicate", "sp"))
     world, engine = values.get("num_processes", 1), engine_in_file(values)
     are_counts = all(isinstance(count, int) for count in (tensor_size, copies, rows, world))
-    if are_counts and not may_split_layers(tensor_size, world=world, copies=copies, rows=rows, engine=engine):
+    if are_counts and tensor_size > 0 and world % tensor_size:
+        yield f"parallelism_config.{_PREFIX}tp_size", f"{tensor_size} does not divide the {world} processes."
+    elif are_counts and not may_split_layers(tensor_size, world=world, copies=copies, rows=rows, engine=engine):
         yield f"parallelism_config.{_PREFIX}tp_size", TENSOR.sentence(f"`{tensor_size}`")
     for key, backend in _section(values, "dynamo_config").items():
         if str(key).removeprefix("dynamo_") == "backend" and str(backend).lower() not in ("no", "false", "none"):

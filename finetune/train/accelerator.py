@@ -26,7 +26,11 @@ def build_accelerator(strategy: Strategy, *, precision: str, timeout: timedelta)
     step sets the boundary, from the number of targets.
     """
     set_default_group_timeout(timeout)
-    with strategy.accelerator_context(timeout=timeout), without_accelerate_parallelism():
+    with (
+        distributed.reported_wait(),
+        strategy.accelerator_context(timeout=timeout),
+        without_accelerate_parallelism(),
+    ):
         plugin = dict(strategy.plugin().arguments)
         handlers = [InitProcessGroupKwargs(timeout=timeout), *plugin.pop("kwargs_handlers", ())]
         accelerator = Accelerator(

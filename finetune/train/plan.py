@@ -177,14 +177,18 @@ def _budget(
         if num_positions is None:
             return section.steps, f"{section.steps} steps x {batch} {unit} of a stream"
         epochs = section.steps * batch / num_positions
-        return section.steps, f"{section.steps} steps x {batch} / {num_positions:,} {unit} = {epochs:.2f} epochs"
+        return (
+            section.steps,
+            f"{section.steps} steps x {batch} / {num_positions:,} {unit} = {epochs:.2f} epoch{'s' * (epochs != 1)}",
+        )
     assert num_positions is not None  # the config's rules: a stream has a budget in steps
     if section.epochs is not None:
         epochs = section.epochs
         positions = round(epochs * num_positions)
         num_steps = math.ceil(positions / batch)
         extra = num_steps * batch - positions
-        line = f"{epochs:g} epochs x {num_positions:,} {unit} / {batch} = {positions / batch:.2f} -> {num_steps} steps"
+        written = f"{epochs:g} epoch{'s' * (epochs != 1)}"
+        line = f"{written} x {num_positions:,} {unit} / {batch} = {positions / batch:.2f} -> {num_steps} steps"
         return num_steps, line + (f"; the last one takes {extra} {unit} from the next epoch" if extra else "")
     assert section.tokens is not None  # the config's rules: exactly one budget
     num_steps = steps_for_tokens(section.tokens)

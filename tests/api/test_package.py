@@ -12,6 +12,7 @@ import finetune
 import finetune.export.card
 import finetune.train.loop
 from tests.launching import capture
+from tests.small_job import write_job
 
 SIGNATURES = """
 CheckpointError(UserError)
@@ -122,3 +123,42 @@ def test_an_unknown_argument_is_an_error_with_a_suggestion(call, message):
 def test_the_stub_for_type_checkers_has_all_names():
     text = Path(finetune.__file__).with_suffix(".pyi").read_text(encoding="utf-8")
     assert [name for name in finetune.__all__ if f" as {name}\n" not in text and f"{name}: " not in text] == []
+
+
+WRONG_ARGUMENTS = {
+    "a text in place of a list": (lambda run: finetune.generate(run, "3 + 1 ="), "prompts"),
+    "a number in place of a prompt": (lambda run: finetune.generate(run, ["3 + 1 =", 3]), "prompts.1"),
+    "a negative count": (lambda run: finetune.generate(run, ["a"], max_new_tokens=-2), "max_new_tokens"),
+    "no batch": (lambda run: finetune.generate(run, ["a"], batch_size=0), "batch_size"),
+    "a share above one": (lambda run: finetune.generate(run, ["a"], top_p=1.5), "top_p"),
+    "not a number": (lambda run: finetune.generate(run, ["a"], temperature=float("nan")), "temperature"),
+    "a list of overrides": (lambda run: finetune.check(run, overrides=["train.steps=4"]), "overrides"),
+    "one function in place of a list": (lambda run: finetune.train(run, reporters=print), "reporters"),
+    "a text in place of a number": (lambda run: finetune.evaluate(run, step="4"), "step"),
+    "an unknown type": (lambda run: finetune.export(run, dtype="float8"), "dtype"),
+    "no path": (lambda run: finetune.export(None), "source"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_ARGUMENTS)
+def test_an_argument_of_another_type_is_a_user_error_that_names_it(tmp_path, case):
+    call, name = WRONG_ARGUMENTS[case]
+    with pytest.raises(finetune.UserError) as error:
+        call(tmp_path)
+    assert str(error.value).startswith(f"{name}: `")
+
+
+def test_a_missing_argument_is_a_user_error():
+    with pytest.raises(finetune.UserError, match=r"generate: .*'prompts'"):
+        finetune.generate("runs/first")
+
+
+def test_messages_name_arguments_and_overrides_not_options(tmp_path):
+    job = {"train": {"steps": 4}, "task": {"name": "sft"}}
+    with pytest.raises(finetune.ConfigError) as error:
+        finetune.check(job, overrides={"train.stepz": 3})
+    assert "--" not in str(error.value)
+    with pytest.raises(finetune.ConfigError) as error:
+        finetune.load_job(write_job(tmp_path), overrides={"train.stepz": 3})
+    (problem,) = error.value.problems
+    assert (problem.key, problem.source) == ("train.stepz", "overrides")

@@ -92,11 +92,15 @@ def test_training_takes_an_accelerate_file_that_exists(typed, job, calls):
 def test_check_with_the_model_option_builds_the_model(typed, job, monkeypatch):
     tried = []
     monkeypatch.setattr(
-        check, "model", SimpleNamespace(check_model=lambda loaded: (tried.append(loaded), "it fits")[1:])
+        check,
+        "model_checks",
+        SimpleNamespace(CheckedJob=lambda *job: job, check_model=lambda job: (tried.append(job), "it fits")[1:]),
     )
     code, said, _ = typed("check", job, "--model")
     assert (code, said.endswith("  it fits\n")) == (0, True)
-    assert [loaded.config.run.seed for loaded in tried] == [load_config(job).config.run.seed]
+    assert [(loaded.config.run.seed, strategy) for loaded, strategy in tried] == [
+        (load_config(job).config.run.seed, None)
+    ]
     assert typed("check", job)[0] == 0
     assert len(tried) == 1
 

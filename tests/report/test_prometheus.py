@@ -165,4 +165,4 @@ def test_the_package_is_asked_for_before_the_run_starts(monkeypatch, tmp_path):
 
     monkeypatch.setattr(prometheus, "require", missing)
     with pytest.raises(MissingPackage, match=r"finetune-accelerate\[monitoring\]"):
-        build_reporter(ReportSection(prometheus=9400), run_folder=tmp_path, accelerator=None, is_main=False)
+        build_reporter(ReportSection(prometheus=9400), run_folder=tmp_path, is_main=False)

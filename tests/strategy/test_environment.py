@@ -5,7 +5,7 @@ import json
 import pytest
 
 from finetune.errors import StrategyError
-from finetune.strategy.environment import read_environment
+from finetune.strategy.environment import read_environment, require_launcher
 
 
 def test_nothing_set_is_one_process():
@@ -56,3 +56,12 @@ def test_parallelism_that_is_not_supported_is_noted():
 def test_the_processes_that_share_layers_come_from_the_launcher():
     environment = read_environment({"PARALLELISM_CONFIG_TP_SIZE": "2", "WORLD_SIZE": "2"}, has_device=True)
     assert (environment.tensor_size, environment.unsupported) == (2, ())
+
+
+@pytest.mark.parametrize("flag", ["ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"])
+def test_a_left_over_strategy_in_one_process_names_the_variables_to_unset(flag):
+    left_over = {flag: "true", "FSDP_VERSION": "2", "HOME": "/root"}
+    with pytest.raises(StrategyError, match=rf"{flag}=true .* unset {flag} FSDP_VERSION\."):
+        require_launcher(left_over)
+    require_launcher({**left_over, "LOCAL_RANK": "0"})  # a launcher has started one process
+    require_launcher({**left_over, flag: "false"})

@@ -156,9 +156,9 @@ def launch_files(
 
 def launch_line(folder: Path, strategy: str, *, num_processes: int = 2) -> str:
     """Return the command that starts the job in the folder under the strategy."""
-    processes = "" if strategy == "single" else f" --num_processes {num_processes}"
-    paths = [shlex.quote(str(folder / name)) for name in (f"{strategy}.yaml", JOB_FILE)]
-    return f"accelerate launch --config_file {paths[0]}{processes} -m finetune --config {paths[1]}"
+    job, file = (shlex.quote(str(folder / name)) for name in (JOB_FILE, f"{strategy}.yaml"))
+    launched = "" if strategy == "single" else f" --accelerate {file} --processes {num_processes}"
+    return f"finetune train --config {job}{launched}"
 
 
 def _write(path: Path, content: str | bytes) -> None:

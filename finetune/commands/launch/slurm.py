@@ -12,6 +12,7 @@ from finetune.commands.sweep.runs import check_runs, is_within, name_runs, own_o
 from finetune.config.load import LoadedConfig
 from finetune.config.overrides import override_label
 from finetune.config.paths import is_url
+from finetune.config.rules.files import read_paths
 from finetune.errors import UserError
 from finetune.launch.jobs import (
     JobRequest,
@@ -194,6 +195,11 @@ def launch_slurm(arguments: JobFileArguments, slurm: SlurmArguments, destination
     require_shared_folder(str(log_folder), num_nodes=arguments.nodes, key="--log-folder")
     if request.local_folder is not None:
         require_shared_folder(request.local_folder, num_nodes=arguments.nodes, key="run.local_folder")
+    inputs = [("--config", arguments.config), ("--accelerate", arguments.accelerate), *read_paths(loaded.config)]
+    if slurm.container is None:
+        inputs.append(("the Python environment", sys.prefix))
+    for key, path in inputs:
+        require_shared_folder(str(Path(path).absolute()), num_nodes=arguments.nodes, key=key)
     written = [Path(folder).parent for folder in run_folders if not is_url(folder)]
     container = _container(
         slurm, request, folders=[*written, log_folder] if slurm.log_folder or not written else written

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 
@@ -32,6 +33,7 @@ from finetune.commands.plan.strategies import (
 )
 from finetune.commands.printing import print_json
 from finetune.config.load import LoadedConfig, load_config
+from finetune.config.run_config import RunConfig
 from finetune.errors import ModelError
 from finetune.memory.predict import Predictor
 from finetune.memory.state import STRATEGIES, Method, StrategyName, write_planned
@@ -106,7 +108,12 @@ def make_plan(
     for hardware in machines:  # report errors in a table before the slow part
         prices_of(hardware.gpu.name, table=options.prices, gpu_table=options.gpu_table)
     job = PlannedJob(loaded.config, read_shapes(load_model_config(loaded.config.model)), count_data(loaded))
-    predict = predict or Predictor(loaded.config, resolve_padding_free(loaded.config)).predict
+    fused = None
+    if predict is None:
+        predict = Predictor(loaded.config, resolve_padding_free(loaded.config)).predict
+        model = loaded.config.model
+        if model.kernels == "auto" and model.compile in ("auto", "off") and find_spec("liger_kernel") is None:
+            fused = loaded.config.model_copy(update={"model": model.model_copy(update={"kernels": "liger"})})
     memory = PlannedMemory(predict, clock=clock)
     run = read_measured_run(Path(loaded.config.run.folder), gpu_table=options.gpu_table)
     machines, measured = _calibrated(machines, job, memory, run)
@@ -136,6 +143,7 @@ def make_plan(
             job.counts.sentence,
             *(f"{name} has no {dtype} units: {instead}" for name in lacking),
             *measured,
+            *_fused_gain(job, planned[0].hardware, planned[0].best, fused=fused),
             f"A step may take {USABLE_SHARE:.0%} of a GPU's memory: the allocator loses some to fragmentation.",
             f"Spot machines are preempted: {spot}. Others fail once in {FAILURE_GPU_HOURS:,.0f} GPU-hours.",
             f"A restart takes {options.assumed.restart_seconds / 60:g} minutes; checkpoints are written at "
@@ -146,6 +154,25 @@ def make_plan(
         ],
         seconds=clock() - started,
     )
+
+
+def _fused_gain(
+    job: PlannedJob, hardware: Hardware, best: StrategyPlan | None, *, fused: RunConfig | None
+) -> list[str]:
+    """Return a sentence with what liger's kernels would give; none where they are installed, or not wanted."""
+    if fused is None or best is None or best.time is None or best.prediction is None:
+        return []
+    memory = PlannedMemory(Predictor(fused, resolve_padding_free(fused)).predict)
+    with_kernels = plan_strategy(best.strategy, replace(job, config=fused), hardware, memory)
+    if with_kernels.time is None or with_kernels.prediction is None:
+        return []
+    return [
+        "liger-kernel is not installed here, so the plan is of a run without it. With it (pip install "
+        f"'finetune-accelerate[kernels]') a step would take {with_kernels.time.seconds:.3g} s instead of "
+        f"{best.time.seconds:.3g} s, and {with_kernels.prediction.peak_bytes / 2**30:.1f} GiB instead of "
+        f"{best.prediction.peak_bytes / 2**30:.1f} GiB at microbatches of {with_kernels.layout.microbatch_size} and "
+        f"{best.layout.microbatch_size}."
+    ]
 
 
 def _hardware(options: PlanOptions) -> tuple[list[Hardware], list[str]]:
@@ -295,11 +322,16 @@ def scale_points(
     that fits. For other strategies one trace serves any number of ranks.
     """
     points = []
+    planned = {plan.strategy: plan for plan in plans if plan.fit is not None}
     for num_gpus in (1 << power for power in range(MAX_GPUS.bit_length())):
         if job.train.global_batch_size % num_gpus:
             continue
         machines = hardware.with_gpus(num_gpus)
-        best = choose([scaled for plan in plans if (scaled := _with_gpus(job, machines, plan, memory)) is not None])
+        for name in STRATEGIES:  # on the planned number of GPUs, not all of them could be used
+            if name not in planned and (plan := plan_strategy(name, job, machines, memory)).fit is not None:
+                planned[name] = plan
+        scaled = [_with_gpus(job, machines, plan, memory) for plan in planned.values()]
+        best = choose([plan for plan in scaled if plan is not None])
         if best is not None and best.time is not None:
             rate = job.train.global_batch_size * job.counts.tokens_per_position / best.time.seconds
             points.append(ScalePoint(num_gpus, rate, usd_per_gpu_hour, best.strategy, best.layout.microbatch_size))

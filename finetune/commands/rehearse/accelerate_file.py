@@ -197,7 +197,9 @@ def _problems(file: AccelerateFile) -> Iterator[tuple[str, str]]:
         )
     if total % rows:
         yield f"parallelism_config.{_SEQUENCE}", f"{rows} does not divide the {total} processes. Write a divisor."
-    if not file.may_split_layers_over(total):
+    if total % layers:
+        yield f"parallelism_config.{_TENSOR}", f"{layers} does not divide the {total} processes. Write a divisor."
+    elif not file.may_split_layers_over(total):
         yield f"parallelism_config.{_TENSOR}", TENSOR.sentence(f"{layers} on {total} processes")
 
 

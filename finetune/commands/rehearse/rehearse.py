@@ -43,7 +43,7 @@ from finetune.errors import UserError
 from finetune.registry.tasks import TASKS
 from finetune.report.reporter import RunLog
 from finetune.run.setup.data import make_training_data
-from finetune.run.setup.model import check_model
+from finetune.run.setup.model_checks import CheckedJob, Stage, check_model
 from finetune.runtime.files import atomic
 from finetune.runtime.optional import no_op
 from finetune.runtime.resources import available_bytes, format_size
@@ -188,7 +188,7 @@ class _Phases:
     def _shrink_model(self, loaded: LoadedConfig) -> None:
         """Match the job's names with the real architecture, and write the small model."""
         config, head = loaded.config, TASKS[loaded.config.task.name].head
-        check_model(loaded)
+        check_model(CheckedJob(loaded), [Stage.CONFIG])
         architecture = shrink_architecture(config.model, head=head, sizes=required_sizes(config))
         matched = list(check_targets(config, architecture))
         self._report.replaced += architecture.changes

@@ -107,6 +107,11 @@ def kept_checkpoints_are_written(config: RunConfig) -> Iterator[Problem]:
         )
         yield Problem("checkpoint.keep_every_steps", message)
     if best is None:
+        if config.export.checkpoint == "best":
+            message = (
+                "no checkpoint is kept for being the best. Add `checkpoint.keep_best`, with the metric that decides."
+            )
+            yield Problem("export.checkpoint", message)
         return
     if every is None:
         yield Problem("checkpoint.keep_best", f"{missing} `keep_best`.")

@@ -173,14 +173,15 @@ class ValidationSourceSection(SourceSection):
     """The validation rows: a source of their own, or a split of the training rows."""
 
     fraction: float | None = key(
-        "Split off about this fraction of the training rows (of every source of a mix), by `run.seed` and row index.",
+        "Split off about this fraction of the training rows (of every source of a mix), by `run.seed` and row index; "
+        "of few rows at least one.",
         None,
         gt=0.0,
         lt=1.0,
     )
     hash_fraction: float | None = key(
         "Split off about this fraction of the training rows by a hash of their content: equal rows are on the same "
-        "side, and adding rows moves none of the others.",
+        "side, and adding rows moves none of the others; of few rows at least one.",
         None,
         gt=0.0,
         lt=1.0,

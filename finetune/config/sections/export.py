@@ -11,6 +11,9 @@ class ExportSection(Section):
     dtype: Literal["float32", "bfloat16", "float16"] | None = key(
         "Dtype of the exported weights; unset, the dtype in training.", None
     )
+    checkpoint: Literal["last", "best"] = key(
+        "The step to export: `last`, or `best` of those that `checkpoint.keep_best` keeps.", "last"
+    )
     max_shard_size: str = key("Maximum size of a weight file.", "5GB", pattern=r"^[0-9]+(MB|GB)$", examples=["5GB"])
     merge: bool = key("Merge adapters into the base and write one full model.", False)
     push_to_hub: Name | None = key(

@@ -8,9 +8,10 @@ import hashlib
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, islice
+from math import nextafter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,9 +57,13 @@ class Split(NamedTuple):
 
     def holds_out(self, position: tuple[int, int], content: RowContent) -> bool:
         """Return whether the row is held out; the position is its shard and the row in it, skipped rows included."""
+        return self.draw(position, content) < self.share
+
+    def draw(self, position: tuple[int, int], content: RowContent) -> float:
+        """Return the row's pseudo-random number in [0, 1)."""
         key = content.digest if self.seed is None else f"{self.seed} {position[0]} {position[1]}".encode()
         digest = hashlib.blake2b(key, digest_size=8, person=b"finetune split").digest()
-        return int.from_bytes(digest, "big") / 2**64 < self.share  # a pseudo-random number in [0, 1)
+        return int.from_bytes(digest, "big") / 2**64
 
     def identity(self) -> Any:
         """Return JSON values that determine which rows are held out."""
@@ -157,15 +162,19 @@ class SliceShard:
             yield from islice(self.whole.rows(first), None if self.stop is None else max(0, self.stop - first))
             return
         num_skipped = 0
-        rows = islice(self.whole.rows(self.first), None if self.stop is None else self.stop - self.first)
-        for row, raw in enumerate(rows, start=self.first):
-            content = RowContent(raw, self.source_slice.format)
-            if not self.source_slice.keeps((self.number, row), content):
+        for position, raw, content in self.candidates():
+            if not self.source_slice.keeps(position, content):
                 continue
             if num_skipped < start:
                 num_skipped += 1
                 continue
             yield raw if not self.source_slice.is_held_out else RawRow(raw.origin, raw.number, content.row)
+
+    def candidates(self) -> Iterator[tuple[tuple[int, int], RawRow, RowContent]]:
+        """Yield the rows between `skip` and `take` with their positions, on whichever side of a split."""
+        rows = islice(self.whole.rows(self.first), None if self.stop is None else self.stop - self.first)
+        for row, raw in enumerate(rows, start=self.first):
+            yield (self.number, row), raw, RowContent(raw, self.source_slice.format)
 
 
 @dataclass(frozen=True)
@@ -193,6 +202,12 @@ class SourceSlice:
         is_excluded = content.digest in self.exclusion.contents.digests
         self.exclusion.num_left_out += is_excluded
         return not is_excluded
+
+    def holding_one_out(self, split: Split) -> "SourceSlice":
+        """Return the slice with a split that holds out the one row with the lowest draw, which `split` does not."""
+        candidates = (row for shard in self.shards for row in shard.candidates())
+        lowest = min((split.draw(position, content) for position, _, content in candidates), default=split.share)
+        return replace(self, split=split._replace(share=nextafter(lowest, 1.0)))
 
     @cached_property
     def shards(self) -> tuple[SliceShard, ...]:

@@ -142,7 +142,10 @@ def open_sources(section: DataSection, *, seed: int, log: Log) -> OpenedSources:
             split = Split(section.validation.fraction, seed)
         elif section.validation.hash_fraction is not None:
             split = Split(section.validation.hash_fraction)
-        slices = {key: replace(each_slice, split=split) for key, each_slice in slices.items()}
+        if split is not None:
+            whole, slices = slices, {key: replace(one, split=split) for key, one in slices.items()}
+            if not _has_rows([replace(one, is_held_out=True) for one in slices.values()]):  # there are few rows
+                slices = {key: one.holding_one_out(split) for key, one in whole.items()}
         validation = _validation(section.validation, list(slices.values()), log=log)
         if section.validation.exclude_from_train:
             contents = ValidationContents(
@@ -249,8 +252,6 @@ def _validation(section: ValidationSourceSection, train: Sequence[SourceSlice], 
     if train[0].split is None:
         return open_source(section, key=key, log=log)
     held_out = [replace(each_slice, is_held_out=True) for each_slice in train]
-    if not _has_rows(held_out):
-        raise DataError(f"{key}: no training row falls into this share. Increase it.")
     if not _has_rows(train):
         raise DataError(f"{key}: all training rows fall into this share. Decrease it.")
     return Source(section, held_out, key, ALREADY_READ, log)

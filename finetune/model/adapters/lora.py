@@ -137,7 +137,7 @@ def init_lora(model: PeftModel, lora: LoraSection, context: AdapterContext) -> N
         factors = {
             name: parameter.detach().to("cpu", copy=True)
             for name, parameter in model.named_parameters()
-            if ".lora_A." in name or ".lora_B." in name
+            if (".lora_A." in name or ".lora_B." in name) and not parameter.is_meta
         }
         setattr(model, INITIAL_FACTORS, factors)
         return

@@ -86,25 +86,13 @@ def computes_in_half(config: RunConfig) -> bool:
     return config.train.precision != "fp32" or config.model.dtype != "float32"
 
 
-def check_model(loaded: LoadedConfig, *, strategy: str = "", builds: bool = True) -> tuple[str, ...]:
-    """Return what to log about a model that can be trained as the job says. Reads no weights.
-
-    Raises ConfigError where it cannot, and, if it `builds` the model on the meta device, ModelError where that fails.
-    """
-    section, lines = loaded.config.model, []
-    if builds:
-        require_buildable(loaded)
-    model = load_model_config(section)
+def stored_method_note(loaded: LoadedConfig, *, strategy: str) -> Iterator[str]:
+    """Yield what to log about weights that are stored quantized; raises ConfigError where they cannot be trained so."""
+    section, model = loaded.config.model, load_model_config(loaded.config.model)
     loaded.refuse(stored_problems(model, section, strategy=strategy))
     if (method := stored_method(model)) is not None and section.quantization is None:
-        lines.append(
-            f"model.name: weights are stored in {method}, and trained as plain ones in {section.dtype} (`model.dtype`)"
-        )
-    loaded.refuse(adapter_problems(loaded.config, strategy))
-    loaded.refuse(router_problems(loaded.config))
-    if (warning := require_positions(loaded)) is not None:
-        lines.append(f"warning: {warning}")
-    return tuple(lines)
+        plain = f"trained as plain ones in {section.dtype} (`model.dtype`)"
+        yield f"model.name: weights are stored in {method}, and {plain}"
 
 
 _KEY = re.compile(r"(model\.(?:from_config|config|rope_scaling)(?:\.\w+)*): (.*)", re.DOTALL)

@@ -1,8 +1,9 @@
 """The strategy that was launched, and what it does not support: refused before anything is loaded."""
 
 import os
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Mapping, Sized
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,8 +27,8 @@ from finetune.run.setup.padding_free import resolve_padding_free, why_padded
 from finetune.runtime import distributed
 from finetune.runtime.parallel import sequence_group
 from finetune.strategy.choose import choose_strategy
-from finetune.strategy.environment import read_environment
-from finetune.strategy.launch_file import require_parallelism_fits, use_deepspeed_file
+from finetune.strategy.environment import read_environment, require_launcher
+from finetune.strategy.launch_file import launch_variables, require_parallelism_fits, use_deepspeed_file
 from finetune.strategy.protocol import Strategy
 from finetune.strategy.reconcile import JobSettings
 from finetune.task.model_inputs import collate_row, forward_logits, is_padding_free
@@ -36,11 +37,25 @@ from finetune.train.optim.optimizers import uses_low_bit_adamw
 
 def launched_strategy(loaded: LoadedConfig) -> Strategy:
     """Return the strategy that was launched; raises ConfigError or StrategyError where it does not fit the job."""
-    config = loaded.config
+    require_launcher(os.environ)
     for sentence in use_deepspeed_file():
         RunLog(is_main=os.environ.get("RANK", "0") == "0")(sentence)
-    environment = read_environment(os.environ, has_device=torch.accelerator.is_available())
-    require_parallelism_fits(os.environ)
+    return _strategy(loaded, os.environ, has_device=torch.accelerator.is_available())
+
+
+def strategy_of_file(loaded: LoadedConfig, accelerate_file: Path, *, num_processes: int | None) -> Strategy:
+    """Return the strategy of a launch with the accelerate file, by default on its own number of processes.
+
+    Raises ConfigError or StrategyError where it does not fit the job.
+    """
+    variables = launch_variables(accelerate_file, world=num_processes)
+    return _strategy(loaded, variables, has_device=variables.get("ACCELERATE_USE_CPU", "false").lower() != "true")
+
+
+def _strategy(loaded: LoadedConfig, variables: Mapping[str, str], *, has_device: bool) -> Strategy:
+    config = loaded.config
+    environment = read_environment(variables, has_device=has_device)
+    require_parallelism_fits(variables)
     strategy = choose_strategy(environment, job_settings(config))
     require_divisible_batch(loaded, num_processes=strategy.expected.data_parallel_size)
     if environment.sequence_size > 1:

@@ -109,6 +109,7 @@ class _Record(TypedDict):
     export: dict[str, Any]
     files: dict[str, int]
     inputs: NotRequired[dict[str, list[int]] | None]
+    last_step: NotRequired[int]  # of the run, where `step` is its best
     pushed_to: NotRequired[str | None]
     push_problem: NotRequired[str | None]
 
@@ -168,14 +169,18 @@ def format_finished(
 
 
 def is_exported(run_folder: Path, *, step: int, section: ExportSection) -> bool:
-    """Return whether `final/` was exported so after this step, and each of its files still has the size it had then.
+    """Return whether `final/` was exported so when the run was at this step, and each file still has its size.
 
     A final model that was not verified does not count if verification is on; older versions did not record it.
     """
     record, requested = read_record(run_folder), dict(redact_known_values(section.model_dump()))
-    if record is None or record["step"] != step:
+    if record is None or record.get("last_step", record["step"]) != step:
         return False
-    exported = {**record["export"], "verify": record["export"].get("verify", True) or not section.verify}
+    exported = {
+        "checkpoint": "last",
+        **record["export"],
+        "verify": record["export"].get("verify", True) or not section.verify,
+    }
     if exported != {**requested, "verify": True}:
         return False
     try:

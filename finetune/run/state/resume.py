@@ -9,11 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from finetune.checkpoint.format import layout
 from finetune.checkpoint.format.manifest import RunFingerprint
 from finetune.checkpoint.read.checksum_prefetch import ChecksumPrefetch
-from finetune.checkpoint.read.find import find_checkpoint
+from finetune.checkpoint.read.find import find_checkpoint, verify_checkpoint
 from finetune.checkpoint.read.load import resume_checkpoint
 from finetune.checkpoint.sharding.access import StateAccess, build_access
+from finetune.checkpoint.write.retention import best_steps, metrics_of
 from finetune.config.resume_keys import keys_that_may_differ, keys_that_must_match
 from finetune.config.run_config import RunConfig
 from finetune.data.order.order import DatasetView
@@ -30,7 +32,9 @@ from finetune.run.setup.prepared_model import BuiltRun
 from finetune.run.state.finished import BEST_METRIC_KEYS, FinishedRun, format_finished, read_finished_run
 from finetune.runtime import distributed
 from finetune.runtime.distributed import run_on_rank_0
+from finetune.runtime.optional import no_op
 from finetune.runtime.progress import Progress
+from finetune.runtime.run_folder import CHECKPOINTS_FOLDER, FINAL_FOLDER
 from finetune.strategy.protocol import Strategy
 from finetune.strategy.upstream import warm_up_ddp_buckets
 
@@ -120,6 +124,63 @@ def restore(
     for line in (*restored, *format_strategy_change(saved, current=fingerprint)):
         log(line)
     return RestoredRun(built, access, fingerprint, progress)
+
+
+def best_checkpoint(config: RunConfig, *, last_step: int) -> tuple[Path, float] | None:
+    """Return the best checkpoint of the run up to this step, and its metric; None where none is kept for that."""
+    section = config.checkpoint.keep_best
+    if section is None:
+        return None
+    saved = layout.steps(Path(config.run.folder) / CHECKPOINTS_FOLDER)
+    metrics = {step: metrics_of(path) for step, path in saved.items() if step <= last_step}
+    best = best_steps(metrics, section)
+    return (saved[best[0]], metrics[best[0]][section.metric]) if best else None
+
+
+def load_best(context: RunContext, restored: RestoredRun) -> Progress:
+    """Load the best checkpoint of a run that is over into its model, and return its progress. Collective.
+
+    The present state is kept where nothing better was saved. Raises CheckpointError where it is damaged.
+    """
+    last = restored.progress
+    best = run_on_rank_0(lambda: best_checkpoint(context.config, last_step=last.step))
+    if best is None or layout.step_of(best[0]) == last.step:
+        return last
+    state = resume_checkpoint(
+        verify_checkpoint(best[0]),
+        access=restored.access,
+        run=restored.fingerprint,
+        allow_changes=context.config.checkpoint.allow_changes,
+        log=no_op,
+        checksums=ChecksumPrefetch(),
+    )
+    return Progress.from_state_dict(state)
+
+
+def describe_exported(config: RunConfig, progress: Progress) -> str | None:
+    """Return a line with the step of `final/` and the better or worse one that it is not; None for the best itself.
+
+    Which is better, `checkpoint.keep_best` says, else `train.early_stopping`. Not collective: for rank 0.
+    """
+    section = config.checkpoint.keep_best or config.train.early_stopping
+    last = None if section is None or progress.metrics_step != progress.step else progress.last_metrics
+    if section is None or last is None or section.metric not in last:
+        return None
+    best, value = best_checkpoint(config, last_step=progress.step), last[section.metric]
+    final = Path(config.run.folder) / FINAL_FOLDER
+    end = f"the last, step {progress.step}, has {section.metric} {value:.4g}"
+    if best is not None and (step := layout.step_of(best[0])) != progress.step:
+        of_best = f"step {step}, has {section.metric} {best[1]:.4g}"
+        if config.export.checkpoint == "best":
+            return f"{final} is the best checkpoint, {of_best}; {end}"
+        run = config.run.folder
+        return f"{final} is {end.removeprefix('the ')}; the best, {of_best}: finetune export {run} --step {step}"
+    if best is None and progress.best_metric is not None and progress.evaluations_since_best:
+        return (
+            f"{final} is {end.removeprefix('the ')}; the best evaluation had {progress.best_metric:.4g}, and its "
+            "checkpoint was not kept. Write `checkpoint.keep_best` and `export.checkpoint: best` to export it."
+        )
+    return None
 
 
 def require_same_samples(path: Path, progress: Progress, *, pool: DatasetView, global_batch_size: int) -> None:

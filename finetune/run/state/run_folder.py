@@ -174,7 +174,6 @@ def open_run_folder(
     return build_reporter(
         loaded.config.report,
         run_folder=folder,
-        accelerator=built.prepared.accelerator,
         is_main=distributed.is_main(),
         notes=log.messages,
         on_read=costs,

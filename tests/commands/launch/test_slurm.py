@@ -1,7 +1,9 @@
 """Batch scripts of every strategy and variant: shellcheck, the directives, and submitit's for the same request."""
 
 import itertools
+import re
 import shlex
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -184,6 +186,20 @@ def test_a_folder_that_each_host_has_alone_is_refused(words, monkeypatch):
         words_at_url = words("ddp", override=("run.folder=s3://b/run", "run.local_folder=/tmp/stage"))
         script(words_at_url, log_folder=Path("/shared/logs"))
     assert script(words("ddp", nodes=1, override=("run.folder=/tmp/run",)))
+
+
+@pytest.mark.parametrize(
+    ("local", "key"),
+    [("job.yaml", "--config"), ("rows.jsonl", "data.train.path"), (sys.prefix, "the Python environment")],
+)
+def test_what_every_host_reads_is_refused_where_each_host_has_its_own(words, monkeypatch, local, key):
+    arguments = words("ddp", override=("run.folder=/shared/run",))
+    folder = arguments.config.parent if local == "job.yaml" else None
+    path = arguments.config if folder else Path(local) if local == sys.prefix else arguments.config.parent / local
+    monkeypatch.setattr(job_files, "_LOCAL_FOLDERS", (str(path),))
+    with pytest.raises(UserError, match=rf"{re.escape(key)}: {re.escape(str(path))} .* local to each host"):
+        script(arguments)
+    assert script(words("ddp", nodes=1, override=("run.folder=/shared/run",)))
 
 
 def test_a_slurm_job_is_printed_written_or_submitted(words, tmp_path, monkeypatch, capsys):

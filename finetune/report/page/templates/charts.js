@@ -87,7 +87,7 @@
       legend: { orientation: "h", x: 1, xanchor: "right", y: 1, yanchor: "bottom", bgcolor: "rgba(0,0,0,0)", itemsizing: "constant" },
       hoverlabel: { bgcolor: isDark() ? "#242b34" : "#ffffff", font: { color: isDark() ? "#e3e7ec" : "#1b1f24" } },
       xaxis: { rangemode: "tozero", title: { text: xTitle, standoff: 6 }, gridcolor: grid, zeroline: false, linecolor: grid, automargin: false, nticks: narrow.matches ? 5 : 8, exponentformat: "SI" },
-      yaxis: { gridcolor: grid, zeroline: false, linecolor: grid, type: isLog ? "log" : "linear", rangemode: chart.zero && !isLog ? "tozero" : "normal", tickformat: chart.share ? ".0%" : undefined, exponentformat: "SI", nticks: 7,
+      yaxis: { gridcolor: grid, zeroline: false, linecolor: grid, type: isLog ? "log" : "linear", rangemode: chart.zero && !isLog ? "tozero" : chart.series.every(series => series.y.every(value => !(value < 0))) ? "nonnegative" : "normal", tickformat: chart.share ? "~p" : undefined, exponentformat: "SI", nticks: 7,
         dtick: isLog && spansDecades(chart) ? 1 : undefined, minexponent: 4 },
       modebar: { bgcolor: "rgba(0,0,0,0)", color: grid, activecolor: ink, orientation: "h" },
       shapes: [...lines(data.resumed || [], ink), ...lines(data.skipped || [], isDark() ? "#ff8a80" : "#b3261e")],
