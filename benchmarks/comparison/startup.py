@@ -18,6 +18,7 @@ from typing import Any
 from finetune.report.history import read_events
 
 from comparison.results import Log, PartResults, Result, Spread, Table
+from comparison.workloads import Form
 
 FEW, MANY = 400, 40_000
 LENGTH, VOCABULARY = 64, 8192
@@ -36,20 +37,20 @@ Start = Mapping[str, float]
 """What a start took: `cpu`, `seconds`, `memory` (peak resident bytes at the end of the first step)."""
 
 
-def measure(folder: Path, *, is_quick: bool, log: Log) -> PartResults:
+def measure(folder: Path, *, form: Form, log: Log) -> PartResults:
     """Return what starts cost."""
-    folder = folder.resolve()
-    _run([sys.executable, str(WORKER), "make", str(folder), str(FEW), str(MANY), str(VOCABULARY)], folder)
-    for number in (FEW, MANY):
+    folder, many = folder.resolve(), form.choose(MANY, MANY, 2 * FEW)
+    _run([sys.executable, str(WORKER), "make", str(folder), str(FEW), str(many), str(VOCABULARY)], folder)
+    for number in (FEW, many):
         (folder / f"job{number}.yaml").write_text(json.dumps(_job(number), indent=1))
     starts: dict[str, Callable[[], Start]] = {
         f"ours, {FEW}": lambda: _ours(folder, FEW),
-        f"ours, {MANY}": lambda: _ours(folder, MANY),
+        f"ours, {many}": lambda: _ours(folder, many),
         f"bare, {FEW}": lambda: _theirs(folder, "bare", FEW),
         f"Trainer, {FEW}": lambda: _theirs(folder, "trainer", FEW),
     }
-    first = {f"ours, {number}, nothing prepared": _ours(folder, number) for number in (FEW, MANY)}
-    taken = _in_rounds(starts, num_rounds=3 if is_quick else 9, log=log)
+    first = {f"ours, {number}, nothing prepared": _ours(folder, number) for number in (FEW, many)}
+    taken = _in_rounds(starts, num_rounds=form.choose(9, 3, 1), log=log)
     answers = {what: [_answer(words, folder) for _ in range(5)] for what, words in _questions(folder).items()}
     found = results(taken, answers)
     record = {"starts": taken, "first": first, "answers": answers}

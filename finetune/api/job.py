@@ -23,7 +23,7 @@ from finetune.config.section import Section, join_key
 from finetune.config.yaml import invalid_characters
 from finetune.errors import ConfigError, Problem, UserError
 from finetune.runtime.optional import lazily
-from finetune.runtime.processes import restored_environment
+from finetune.runtime.processes import refused_exits, restored_environment
 
 with lazily():  # torch
     from finetune.run.state import given
@@ -45,7 +45,7 @@ def api_function(function: Callable[P, R]) -> Callable[P, R]:
             if name not in names:
                 hint = did_you_mean(name, names) or f"It takes {format_list(names)}."
                 raise UserError(f"{function.__name__}: there is no argument `{name}`. {hint}")
-        with restored_environment():
+        with restored_environment(), refused_exits():
             return function(*args, **kwargs)
 
     return call

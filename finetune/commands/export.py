@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from finetune.checkpoint.format import layout
+from finetune.checkpoint.format.layout import MANIFEST
 from finetune.checkpoint.format.tensor_file import BUFFER, PARAMETER, TensorRecord
 from finetune.checkpoint.read.inventory import locate_run, select_checkpoint
 from finetune.checkpoint.read.load import OpenCheckpoint, open_checkpoint
@@ -80,9 +81,7 @@ def export_checkpoint(
     quiet_libraries(is_main=True)
     location = locate_run(run)
     chosen = select_checkpoint(location, step=step)
-    folder = (to or location.run / "exports" / chosen.name).absolute()
-    if folder.exists():
-        raise UserError(f"{folder}: already exists. Give another folder with --to, or delete this one.")
+    folder = new_folder(to or location.run / "exports" / chosen.name)
     own = with_trust(load_resolved(location.run), trust_remote_code=trust_remote_code)
     loaded = _with_export(own, dtype=dtype, merge=merge, verify=verify)
     require_mergeable(loaded.config)
@@ -258,9 +257,7 @@ def _export_folder(
         )
     if not merge and saved.adapter is not None:
         raise UserError(f"{saved.folder} has an adapter, whose dtype can only be converted by merging: add --merge.")
-    folder = (to or saved.folder.with_name(f"{saved.folder.name}-{'merged' if merge else dtype}")).absolute()
-    if folder.exists():
-        raise UserError(f"{folder}: already exists. Give another folder with --to, or delete this one.")
+    folder = new_folder(to or saved.folder.with_name(f"{saved.folder.name}-{'merged' if merge else dtype}"))
     if merge and saved.folder.name == FINAL_FOLDER and (saved.folder.parent / RESOLVED_NAME).is_file():
         dtype = _dtype_of_run(saved.folder.parent, dtype=dtype)
     section = ExportSection(dtype=dtype, merge=merge, verify=verify)  # type: ignore[arg-type]
@@ -345,6 +342,22 @@ def read_sentence_files(folder: Path) -> dict[str, Any]:
     return {
         name: json.loads((folder / name).read_text(encoding="utf-8")) for name in _FILES if (folder / name).is_file()
     }
+
+
+_WRITTEN_WHOLE = (MANIFEST, "model.safetensors", "model.safetensors.index.json", "adapter_config.json")
+"""Files of checkpoints, models and adapters, whose folders hold nothing else."""
+
+
+def new_folder(path: Path) -> Path:
+    """Return the absolute path; raises UserError if it exists or is within a checkpoint or a model."""
+    folder = path.absolute()
+    if folder.exists():
+        raise UserError(f"{folder}: already exists. Give another folder with --to, or delete this one.")
+    for parent in folder.resolve().parents:
+        is_of_run = (parent.parent / RESOLVED_NAME).is_file() and parent.name in (CHECKPOINTS_FOLDER, FINAL_FOLDER)
+        if is_of_run or any((parent / name).is_file() for name in _WRITTEN_WHOLE):
+            raise UserError(f"{folder}: is within {parent}, which this would damage. Give another folder with --to.")
+    return folder
 
 
 _COPIES = 1.2

@@ -21,7 +21,7 @@ from finetune.report.reporter import RunLog
 from finetune.report.timing import StartupTimer
 from finetune.run.state.finished import FinishedRun
 from finetune.runtime import distributed
-from finetune.runtime.processes import stop_with_launcher
+from finetune.runtime.processes import refused_exits, stop_with_launcher
 from finetune.runtime.resources import disk_errors, raise_file_limit
 from finetune.runtime.run_folder import lock_run_folder, require_newest_attempt
 from finetune.runtime.supervision import signals, status
@@ -161,7 +161,7 @@ def supervised_run(
         folders = (folder, cache_folder(config.data))
         supervision = Supervision(received, file, leave, watchdog, startup, folders=folders, sentinel=sentinel)
         try:
-            with running_watchdog(watchdog), supervision.recording_first_error():
+            with running_watchdog(watchdog), supervision.recording_first_error(), refused_exits():
                 if rank == 0:  # others once it is known that this run is the only one in the folder
                     _start_sentinel(config.run.on_end_section, sentinel, log=log)
                 yield supervision

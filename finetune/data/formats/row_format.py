@@ -95,7 +95,11 @@ class ColumnFormat(RowFormat):
         """
         row = raw.parse()
         try:
-            return self._read(Columns(self.names, row, origin=raw.origin))
+            read = self._read(Columns(self.names, row, origin=raw.origin))
+            if not isinstance(read, Mapping):
+                like = FORMATS[self.names.format].like
+                raise FORMATS.refusal(self.names.format, read, f"a row as the format `{like}` returns it, a dictionary")
+            return read
         except (DataError, *FAULTS_OF_VALUES) as error:
             raise DataError(f"{raw.location}: {error}") from error
 
