@@ -21,9 +21,9 @@ from finetune.config.paths import local_run_folder
 from finetune.config.run_config import RunConfig
 from finetune.config.section import Section, join_key
 from finetune.config.yaml import invalid_characters
-from finetune.errors import ConfigError, Problem, UserError
+from finetune.errors import ConfigError, Problem, UserError, refused_exits
 from finetune.runtime.optional import lazily
-from finetune.runtime.processes import refused_exits, restored_environment
+from finetune.runtime.processes import restored_environment
 
 with lazily():  # torch
     from finetune.run.state import given

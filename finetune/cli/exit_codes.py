@@ -13,9 +13,16 @@ from typing import Any, ParamSpec, TextIO, TypeVar
 
 import typer
 
-from finetune.errors import FinetuneError, NotAFile, RenamedKeyWarning, UserError, disk_text, system_error
+from finetune.errors import (
+    FinetuneError,
+    NotAFile,
+    RenamedKeyWarning,
+    UserError,
+    disk_text,
+    refused_exits,
+    system_error,
+)
 from finetune.launch.ranks import OWN_RUN_ID, adopt_ranks
-from finetune.runtime.processes import refused_exits
 from finetune.runtime.text.redact import redacted_command, register_command
 from finetune.runtime.text.standard_streams import (
     CLOSED_PIPE,

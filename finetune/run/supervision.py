@@ -15,13 +15,13 @@ import torch
 from finetune.config.load import LoadedConfig
 from finetune.config.sections.run import OnEndSection
 from finetune.data.token_cache.cache import cache_folder
-from finetune.errors import FinetuneError, ModelError, UserError
+from finetune.errors import FinetuneError, ModelError, UserError, refused_exits
 from finetune.memory.limits import is_out_of_memory
 from finetune.report.reporter import RunLog
 from finetune.report.timing import StartupTimer
 from finetune.run.state.finished import FinishedRun
 from finetune.runtime import distributed
-from finetune.runtime.processes import refused_exits, stop_with_launcher
+from finetune.runtime.processes import stop_with_launcher
 from finetune.runtime.resources import disk_errors, raise_file_limit
 from finetune.runtime.run_folder import lock_run_folder, require_newest_attempt
 from finetune.runtime.supervision import signals, status

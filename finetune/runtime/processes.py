@@ -23,8 +23,6 @@ from typing import NoReturn
 
 import psutil
 
-from finetune.errors import TrainingError
-
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Signals after which a run saves a checkpoint and stops; SIGUSR1 saves one and continues."""
 
@@ -57,19 +55,6 @@ class ForkBlockingSignals(multiprocessing.context.ForkContext):
     """Forks data loading processes that survive a signal to the process group during their start."""
 
     Process = _BlockingSignals
-
-
-@contextmanager
-def refused_exits() -> Iterator[None]:
-    """Raise TrainingError for a SystemExit: code of a plugin, a model or a library has ended its caller's process."""
-    try:
-        yield
-    except SystemExit as ended:
-        frame = traceback.extract_tb(ended.__traceback__)[-1]
-        raise TrainingError(
-            f"{frame.filename}, line {frame.lineno}, in {frame.name}: this code ended the process with exit code "
-            f"{ended.code!r} before the command was done. Remove the exit; a callback ends a run with `Request.STOP`."
-        ) from ended
 
 
 def exit_with_pipe(descriptor: int) -> None:
