@@ -21,8 +21,7 @@ from finetune.checkpoint.read.inventory import locate_run, select_checkpoint
 from finetune.checkpoint.read.load import load_checkpoint
 from finetune.checkpoint.sharding.access import StateAccess, build_access
 from finetune.checkpoint.write.writer import StateSource, write_contents
-from finetune.commands.export import new_folder
-from finetune.commands.source import with_trust
+from finetune.commands.source import new_folder, with_trust
 from finetune.config.load import LoadedConfig, load_resolved
 from finetune.data.token_cache.integrity import digest_of_steps
 from finetune.errors import CheckpointError, FinetuneError, UserError

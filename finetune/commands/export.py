@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 
 from finetune.checkpoint.format import layout
-from finetune.checkpoint.format.layout import MANIFEST
 from finetune.checkpoint.format.tensor_file import BUFFER, PARAMETER, TensorRecord
 from finetune.checkpoint.read.inventory import locate_run, select_checkpoint
 from finetune.checkpoint.read.load import OpenCheckpoint, open_checkpoint
 from finetune.checkpoint.sharding.state_layout import named_buffers, named_parameters
-from finetune.commands.source import with_trust
+from finetune.commands.source import new_folder, with_trust
 from finetune.config.load import RESOLVED_NAME, LoadedConfig, load_resolved
 from finetune.config.rules.model import adapter_of
 from finetune.config.sections.export import ExportSection
@@ -342,22 +341,6 @@ def read_sentence_files(folder: Path) -> dict[str, Any]:
     return {
         name: json.loads((folder / name).read_text(encoding="utf-8")) for name in _FILES if (folder / name).is_file()
     }
-
-
-_WRITTEN_WHOLE = (MANIFEST, "model.safetensors", "model.safetensors.index.json", "adapter_config.json")
-"""Files of checkpoints, models and adapters, whose folders hold nothing else."""
-
-
-def new_folder(path: Path) -> Path:
-    """Return the absolute path; raises UserError if it exists or is within a checkpoint or a model."""
-    folder = path.absolute()
-    if folder.exists():
-        raise UserError(f"{folder}: already exists. Give another folder with --to, or delete this one.")
-    for parent in folder.resolve().parents:
-        is_of_run = (parent.parent / RESOLVED_NAME).is_file() and parent.name in (CHECKPOINTS_FOLDER, FINAL_FOLDER)
-        if is_of_run or any((parent / name).is_file() for name in _WRITTEN_WHOLE):
-            raise UserError(f"{folder}: is within {parent}, which this would damage. Give another folder with --to.")
-    return folder
 
 
 _COPIES = 1.2
