@@ -1,11 +1,13 @@
 """How fast a job is against a bare loop, Accelerate, transformers' Trainer and TRL, and against the floor.
 
-    python benchmarks/compare.py [--quick] [--check] [--only PART,PART] [--out FOLDER] [--data FOLDER] [--seed N]
+    python benchmarks/compare.py [--quick | --tiny] [--check] [--only PART,PART] [--out FOLDER] [--data FOLDER]
+        [--seed N]
 
 `--quick` takes about 8 minutes on two idle cores; `--check` exits with 1 where a threshold is missed by more than the
-measured spread, or could not be measured. A part is `steps`, one of its workloads (lognormal, gsm8k, fixed, tiny,
-vocabulary, lora; in the full run text, too), startup, strategies, saving, evaluation or growth. Every threshold,
-and how to read the table: benchmarks/README.md.
+measured spread, or could not be measured. `--tiny` runs every path of the code on the smallest models: its figures say
+nothing, and its exit code is 1 where anything could not be measured. A part is `steps`, one of its workloads
+(lognormal, gsm8k, fixed, tiny, vocabulary, lora; in the full run text, too), startup, strategies, saving, evaluation or
+growth. Every threshold, and how to read the table: benchmarks/README.md.
 """
 
 import argparse
@@ -24,7 +26,7 @@ from finetune.errors import FinetuneError
 from comparison import evaluation, growth, report, saving, startup, steps, strategies
 from comparison.controller import CompetitorFailed
 from comparison.results import Part, PartResults
-from comparison.workloads import workloads
+from comparison.workloads import Form, workloads
 
 
 def parts(options: argparse.Namespace) -> Mapping[str, Part]:
@@ -50,7 +52,7 @@ def main() -> int:
         try:
             folder = options.out / name
             folder.mkdir(parents=True, exist_ok=True)
-            measured[name] = part(folder, is_quick=options.quick, log=partial(console.print, markup=False))
+            measured[name] = part(folder, form=options.form, log=partial(console.print, markup=False))
         except steps.LossesDiffer as error:
             console.print(f"error: {error}", markup=False)
             return 1
@@ -66,6 +68,8 @@ def main() -> int:
     failures = report.failures(measured)
     for line in failures if options.check else ():
         console.print(f"check: {line}", markup=False)
+    if options.form is Form.TINY:
+        return 1 if report.missing(measured) else 0
     return 1 if options.check and failures else 0
 
 
@@ -89,7 +93,7 @@ def only(options: argparse.Namespace) -> list[str]:
 
 def names_of_workloads(options: argparse.Namespace) -> set[str]:
     """Return the workloads that `steps` is made of."""
-    return {each.name for each in workloads(is_quick=options.quick)}
+    return {each.name for each in workloads(options.form)}
 
 
 def _report(
@@ -104,7 +108,9 @@ def _report(
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true")
+    parser.set_defaults(form=Form.FULL)
+    parser.add_argument("--quick", dest="form", action="store_const", const=Form.QUICK)
+    parser.add_argument("--tiny", dest="form", action="store_const", const=Form.TINY, help="every path of the code")
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--only", default="", help="parts to measure, with commas between them")
     parser.add_argument("--out", type=Path, default=Path("benchmark-results"))

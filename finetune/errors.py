@@ -21,7 +21,9 @@ FinetuneError
 import errno
 import os
 import re
-from collections.abc import Sequence
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -186,3 +188,16 @@ def system_error(error: BaseException) -> OSError | None:
         number = int(match[1] or match[2])
         return OSError(number, os.strerror(number))
     return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) if _TORCH.search(str(error)) else None
+
+
+@contextmanager
+def refused_exits() -> Iterator[None]:
+    """Raise TrainingError for a SystemExit: code of a plugin, a model or a library has ended its caller's process."""
+    try:
+        yield
+    except SystemExit as ended:
+        frame = traceback.extract_tb(ended.__traceback__)[-1]
+        raise TrainingError(
+            f"{frame.filename}, line {frame.lineno}, in {frame.name}: this code ended the process with exit code "
+            f"{ended.code!r} before the command was done. Remove the exit; a callback ends a run with `Request.STOP`."
+        ) from ended

@@ -17,6 +17,7 @@ from finetune.registry.formats import FORMATS, SOURCES, TEMPLATES, FormatEntry, 
 from finetune.registry.layouts import LAYOUTS, LayoutEntry, Reading
 from finetune.registry.losses import (
     PREFERENCE_LOSSES,
+    SESSION_LOSSES,
     TOKEN_LOSSES,
     PreferenceLossEntry,
     Score,
@@ -96,6 +97,8 @@ def loss(
     `task.preference` to the loss of each pair, [pairs]; `score` says what it compares, by default log-probabilities, or
     with a reference model their ratios. A loss never takes a mean: that is taken once, over the step on all ranks.
     """
+    if name in SESSION_LOSSES:  # a call of Session.forward_backward names either
+        raise RegistryError(f"the loss `{name}` exists already. Choose another name.")
     if needs_reference is None and score is None:
         return _adding(TOKEN_LOSSES, TokenLossEntry, name, options=options, scores=scores, **facts)
     compared = score or ("ratio" if needs_reference else "log_probability")

@@ -8,24 +8,24 @@ from typing import Any
 from comparison.controller import run_script
 from comparison.results import Log, PartResults, Result, Spread, Table
 from comparison.steps import make
-from comparison.workloads import SMALL, Sizes, Workload
+from comparison.workloads import SMALL, TINY, Form, Sizes, Workload
 
 BATCH = 8
 TOLERANCE = 1e-5
 """Of the mean loss over all documents, relative."""
 
 
-def measure(folder: Path, *, is_quick: bool, log: Log, data: Path) -> PartResults:
+def measure(folder: Path, *, form: Form, log: Log, data: Path) -> PartResults:
     """Return the speed of evaluation, on lognormal lengths and, in the full run, on GSM8K."""
     folder = folder.resolve()
-    chosen = _workloads(is_quick=is_quick)
+    chosen = _workloads(form)
     make(folder, chosen, data=data, seed=0)
     results: list[Result] = []
     rows: list[Sequence[str]] = []
     record: dict[str, Any] = {}
     missing: list[str] = []
     for workload in chosen:
-        figures = run_script("comparison.evaluation_worker", folder / workload.name, 2 if is_quick else 15)
+        figures = run_script("comparison.evaluation_worker", folder / workload.name, form.choose(15, 2, 1))
         ours, bare = figures["losses"]["ours"], figures["losses"]["bare"]
         if abs(ours - bare) > TOLERANCE * bare:
             missing.append(f"evaluation: {workload.name}: the loss is {ours}, by hand it is {bare}")
@@ -41,13 +41,13 @@ def measure(folder: Path, *, is_quick: bool, log: Log, data: Path) -> PartResult
     return PartResults(results, [table], record, missing)
 
 
-def _workloads(*, is_quick: bool) -> list[Workload]:
-    sizes, batches = (SMALL, 6) if is_quick else (Sizes(), 12)
+def _workloads(form: Form) -> list[Workload]:
+    sizes, batches = form.choose((Sizes(), 12), (SMALL, 6), (TINY, 6))
     both = (
         Workload("lognormal", "lengths lognormal, answers count", (), 1, kind="lognormal"),
         Workload("gsm8k", "GSM8K, answers count", (), 1, kind="gsm8k"),
     )
-    chosen = both[:1] if is_quick else both
+    chosen = both if form is Form.FULL else both[:1]
     return [replace(each, rounds=batches - 4, sizes=sizes, batch=BATCH, warm_up=3) for each in chosen]
 
 

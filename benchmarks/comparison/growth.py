@@ -8,7 +8,7 @@ from typing import Any
 from comparison.controller import run_script
 from comparison.results import Log, PartResults, Result, Spread, Table
 from comparison.steps import make
-from comparison.workloads import TINY, Workload
+from comparison.workloads import TINY, Form, Workload
 
 FEW, MANY = 400, 40_000
 """Documents."""
@@ -22,12 +22,12 @@ THRESHOLD = 1.03
 Figures = Mapping[str, Mapping[str, Sequence[float]]]
 
 
-def measure(folder: Path, *, is_quick: bool, log: Log) -> PartResults:
+def measure(folder: Path, *, form: Form, log: Log) -> PartResults:
     """Return by how much each of them makes a step slower."""
     folder = folder.resolve()
-    steps = 1000 if is_quick else 10_000
-    make(folder, [_documents("few", FEW), _documents("many", MANY)], data=folder, seed=0)
-    (folder / "runs.json").write_text(json.dumps(runs(steps, turns=1 if is_quick else 5)))
+    steps = form.choose(10_000, 1000, 200)
+    make(folder, [_documents("few", FEW), _documents("many", form.choose(MANY, MANY, 2 * FEW))], data=folder, seed=0)
+    (folder / "runs.json").write_text(json.dumps(runs(steps, turns=form.choose(5, 1, 1))))
     figures: dict[str, Any] = run_script("comparison.growth_worker", folder, seconds=1800)
     found = results(figures, steps)
     for each in found:

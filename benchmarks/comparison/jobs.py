@@ -12,6 +12,7 @@ model:
 data:
   train: {{path: rows.jsonl{form}}}
   max_length: {max_length}
+  over_length: truncate
   shuffle: {shuffle}  # unless the same samples are to be taken in the same order{data}
   cache_folder: cache
 task: {{name: {task}}}

@@ -131,7 +131,7 @@ def _save_tokens(folder: Path, workload: Workload) -> None:
     samples = samples_of(write_job(folder, workload))
     assert isinstance(samples, TokenCache)
     offsets = np.concatenate(([0], np.cumsum(samples.lengths)))
-    tokens, is_target = (np.concatenate(samples.pieces(name)) for name in ("input_ids", "is_target"))
+    tokens, is_target = (np.concatenate(samples.stored.pieces(name)) for name in ("input_ids", "is_target"))
     documents = Documents(tokens.astype(np.int64), is_target, offsets)
     assert len(documents) == workload.documents, f"{workload.name}: {len(documents)} documents"
     documents.save(folder / "tokens.npz")

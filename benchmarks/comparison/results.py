@@ -7,6 +7,8 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from comparison.workloads import Form
+
 Log = Callable[[str], None]
 
 
@@ -108,4 +110,4 @@ class PartResults:
 class Part(Protocol):
     """Measures a part in a folder of its own; raises an error with a message where it cannot."""
 
-    def __call__(self, folder: Path, *, is_quick: bool, log: Log) -> PartResults: ...
+    def __call__(self, folder: Path, *, form: Form, log: Log) -> PartResults: ...

@@ -10,6 +10,7 @@ from typing import Any
 
 from comparison.controller import run_script
 from comparison.results import Log, PartResults, Result, Spread, Table
+from comparison.workloads import Form
 
 JOB = """\
 run: {folder: runs/job, seed: 7}
@@ -32,11 +33,11 @@ STATE_BYTES = 524e6
 Figures = Mapping[str, Any]
 
 
-def measure(folder: Path, *, is_quick: bool, log: Log) -> PartResults:
+def measure(folder: Path, *, form: Form, log: Log) -> PartResults:
     """Return what saving, resuming and seeking cost."""
     folder = folder.resolve()
     write_job(folder)
-    figures = run_script("comparison.saving_worker", folder, 2 if is_quick else 10)
+    figures = run_script("comparison.saving_worker", folder, form.choose(10, 2, 1))
     found = results(figures)
     for each in found:
         log(f"{each.what}: {each.value_text}")

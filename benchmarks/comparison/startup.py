@@ -18,6 +18,7 @@ from typing import Any
 from finetune.report.history import read_events
 
 from comparison.results import Log, PartResults, Result, Spread, Table
+from comparison.workloads import Form
 
 FEW, MANY = 400, 40_000
 LENGTH, VOCABULARY = 64, 8192
@@ -29,6 +30,11 @@ MODEL = {
     "num_key_value_heads": 4,
     "tie_word_embeddings": True,
 }
+ANSWER_SECONDS, ANSWER_RATIO = 0.4, 2.5
+"""CPU-seconds of an answer, or how many times those of the imports that no answer can do without."""
+
+IMPORTS = "import pydantic, typer, ruamel.yaml"
+
 WORKER = Path(__file__).with_name("startup_worker.py")
 REPOSITORY = Path(__file__).parents[2]
 
@@ -36,21 +42,21 @@ Start = Mapping[str, float]
 """What a start took: `cpu`, `seconds`, `memory` (peak resident bytes at the end of the first step)."""
 
 
-def measure(folder: Path, *, is_quick: bool, log: Log) -> PartResults:
+def measure(folder: Path, *, form: Form, log: Log) -> PartResults:
     """Return what starts cost."""
-    folder = folder.resolve()
-    _run([sys.executable, str(WORKER), "make", str(folder), str(FEW), str(MANY), str(VOCABULARY)], folder)
-    for number in (FEW, MANY):
+    folder, many = folder.resolve(), form.choose(MANY, MANY, 2 * FEW)
+    _run([sys.executable, str(WORKER), "make", str(folder), str(FEW), str(many), str(VOCABULARY)], folder)
+    for number in (FEW, many):
         (folder / f"job{number}.yaml").write_text(json.dumps(_job(number), indent=1))
     starts: dict[str, Callable[[], Start]] = {
         f"ours, {FEW}": lambda: _ours(folder, FEW),
-        f"ours, {MANY}": lambda: _ours(folder, MANY),
+        f"ours, {many}": lambda: _ours(folder, many),
         f"bare, {FEW}": lambda: _theirs(folder, "bare", FEW),
         f"Trainer, {FEW}": lambda: _theirs(folder, "trainer", FEW),
     }
-    first = {f"ours, {number}, nothing prepared": _ours(folder, number) for number in (FEW, MANY)}
-    taken = _in_rounds(starts, num_rounds=3 if is_quick else 9, log=log)
-    answers = {what: [_answer(words, folder) for _ in range(5)] for what, words in _questions(folder).items()}
+    first = {f"ours, {number}, nothing prepared": _ours(folder, number) for number in (FEW, many)}
+    taken = _in_rounds(starts, num_rounds=form.choose(9, 3, 1), log=log)
+    answers = _answers(folder, num_rounds=form.choose(15, 9, 3))
     found = results(taken, answers)
     record = {"starts": taken, "first": first, "answers": answers}
     return PartResults(found, [_table(taken, first)], record)
@@ -69,8 +75,12 @@ def results(taken: Mapping[str, list[Start]], answers: Mapping[str, list[float]]
             note="prepared before",
         ),
     ]
+    imports = Spread.of(answers[IMPORTS]).median
+    limit, note = max(ANSWER_SECONDS, ANSWER_RATIO * imports), f"{IMPORTS}: {imports:.2f} s in the same minute"
     return found + [
-        Result(4, f"{what}: CPU-seconds", Spread.of(seconds), 0.3, "lower", "s") for what, seconds in answers.items()
+        Result(4, f"{what}: CPU-seconds", Spread.of(seconds), limit, "lower", "s", note=note)
+        for what, seconds in answers.items()
+        if what != IMPORTS
     ]
 
 
@@ -128,6 +138,14 @@ def _theirs(folder: Path, who: str, number: int) -> Start:
     return start
 
 
+def _answers(folder: Path, *, num_rounds: int) -> dict[str, list[float]]:
+    """Return the CPU-seconds of processes that answer, and of one that only imports, in turns."""
+    questions = {what: ["-m", "finetune", *words] for what, words in _questions(folder).items()}
+    questions[IMPORTS] = ["-c", IMPORTS]
+    rounds = [{what: _answer(words, folder) for what, words in questions.items()} for _ in range(num_rounds)]
+    return {what: [each[what] for each in rounds] for what in questions}
+
+
 def _questions(folder: Path) -> dict[str, list[str]]:
     job = _job(FEW)
     job["data"]["max_lenght"] = job["data"].pop("max_length")
@@ -137,9 +155,8 @@ def _questions(folder: Path) -> dict[str, list[str]]:
 
 def _answer(words: list[str], folder: Path) -> float:
     """Return the CPU-seconds of the process that answers."""
-    command = [sys.executable, "-m", "finetune", *words]
     process = subprocess.Popen(
-        command, cwd=folder, env=_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        [sys.executable, *words], cwd=folder, env=_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     _, _, usage = os.wait4(process.pid, 0)
     return usage.ru_utime + usage.ru_stime

@@ -10,18 +10,18 @@ from comparison.controller import Controller, run_script
 from comparison.ratios import Measured, memory_results, results
 from comparison.results import Log, PartResults
 from comparison.step_tables import peak_summary, summary, tables
-from comparison.workloads import EQUAL, Workload, equivalence, memory, workloads
+from comparison.workloads import EQUAL, Form, Workload, equivalence, memory, workloads
 
 
 class LossesDiffer(Exception):
     """The competitors do not do the same maths: nothing is timed."""
 
 
-def measure(folder: Path, *, is_quick: bool, log: Log, data: Path, seed: int, only: Sequence[str] = ()) -> PartResults:
+def measure(folder: Path, *, form: Form, log: Log, data: Path, seed: int, only: Sequence[str] = ()) -> PartResults:
     """Return what topics 1 to 3 ask for; raises LossesDiffer where the competitors do not do the same maths."""
     folder = folder.resolve()
-    chosen = [each for each in workloads(is_quick=is_quick) if not only or each.name in only]
-    same, peak, *timed = [with_installed(each) for each in (equivalence(), memory(), *chosen)]
+    chosen = [each for each in workloads(form) if not only or each.name in only]
+    same, peak, *timed = [with_installed(each) for each in (equivalence(form), memory(form), *chosen)]
     log(f"making {len(timed) + 2} workloads")
     make(folder, [same, peak, *timed], data=data, seed=seed)
     with Controller(folder, seed=seed) as controller:

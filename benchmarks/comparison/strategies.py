@@ -10,7 +10,7 @@ from comparison.controller import Controller, StepCosts
 from comparison.jobs import write_job
 from comparison.results import Log, PartResults, Result, Spread, Table
 from comparison.steps import make
-from comparison.workloads import Sizes, Workload
+from comparison.workloads import Form, Sizes, Workload
 
 STRATEGIES = ("ddp", "fsdp2", "zero2", "zero3")
 NUM_PROCESSES = 2
@@ -36,11 +36,11 @@ class Measured:
         return float(max((max(losses) - min(losses)) / min(losses) for losses in columns))
 
 
-def measure(folder: Path, *, is_quick: bool, log: Log) -> PartResults:
+def measure(folder: Path, *, form: Form, log: Log) -> PartResults:
     """Return the speed under every strategy."""
     folder = folder.resolve()
     workload = Workload(
-        *("two-processes", "two processes, fixed length", (), 5 if is_quick else 30, "fixed"),
+        *("two-processes", "two processes, fixed length", (), form.choose(30, 5, 1), "fixed"),
         *(Sizes(4096, 256, 688, 4), 128, 128, 8, 2),
     )
     make(folder, [workload], data=folder, seed=0)
@@ -52,7 +52,7 @@ def measure(folder: Path, *, is_quick: bool, log: Log) -> PartResults:
         for strategy in STRATEGIES[:2] if missing else STRATEGIES:
             costs = controller.measure(
                 folder / workload.name,
-                competitors(strategy, is_quick=is_quick),
+                competitors(strategy, form),
                 rounds=workload.rounds,
                 warm_up=workload.warm_up,
                 strategy=strategy,
@@ -69,11 +69,11 @@ def measure(folder: Path, *, is_quick: bool, log: Log) -> PartResults:
     return PartResults([result(each, lengths) for each in measured], [table(measured, lengths)], record, missing)
 
 
-def competitors(strategy: str, *, is_quick: bool) -> tuple[str, ...]:
+def competitors(strategy: str, form: Form) -> tuple[str, ...]:
     """Return who takes part: Trainer's DDP has no threshold and is left out of the quick run."""
     if strategy != "ddp":
         return ("trainer", "ours")
-    return ("bare", "ours") if is_quick else ("bare", "trainer", "ours")
+    return ("bare", "trainer", "ours") if form is Form.FULL else ("bare", "ours")
 
 
 def write_job_of_two(folder: Path, workload: Workload) -> Path:

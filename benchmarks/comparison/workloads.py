@@ -1,8 +1,24 @@
 """The workloads: a model, documents of certain lengths, and the competitors that train on them."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, field, replace
+from enum import Enum
+from typing import Any, Literal, TypeVar
+
+Choice = TypeVar("Choice")
+
+
+class Form(Enum):
+    """How large everything is that is measured."""
+
+    FULL = 0
+    QUICK = 1
+    TINY = 2  # every path of the code; the figures say nothing
+
+    def choose(self, full: Choice, quick: Choice, tiny: Choice) -> Choice:
+        """Return the value of this form."""
+        return (full, quick, tiny)[self.value]
+
 
 OURS = ("ours equal", "ours", "ours tuned")
 EQUAL = ("bare", "accelerate", "trainer", "trl equal", "ours equal", "ours")
@@ -10,6 +26,9 @@ EQUAL = ("bare", "accelerate", "trainer", "trl equal", "ours equal", "ours")
 
 BEST_OF_TRL = ("trl packing", "trl grouped", "trl padding-free")
 ALL = ("floor", *EQUAL, "trainer grouped", "trl default", *BEST_OF_TRL, "ours tuned")
+
+TRIED = ("bare", "trainer", "ours")
+"""Competitors of the tiny form."""
 
 MIN_DOCUMENTS = 2000
 
@@ -82,23 +101,25 @@ SMALL = Sizes(width=128, inner=344, layers=4)
 TINY = Sizes(vocabulary=1024, width=64, inner=172, layers=2)
 
 
-def equivalence() -> Workload:
+def equivalence(form: Form) -> Workload:
     """Return the workload on which the losses are compared before anything is timed."""
+    competitors, rounds = (TRIED, 3) if form is Form.TINY else (EQUAL, 20)
     sizes = Sizes(vocabulary=2048, width=64, inner=172, layers=3)
-    return Workload(
-        "equivalence", "20 steps, losses compared", EQUAL, 20, "gsm8k", sizes, batch=4, warm_up=0, logs_every=1
-    )
+    title = f"{rounds} steps, losses compared"
+    return Workload("equivalence", title, competitors, rounds, "gsm8k", sizes, batch=4, warm_up=0, logs_every=1)
 
 
-def memory() -> Workload:
+def memory(form: Form) -> Workload:
     """Return the workload of a few steps whose peak memory is measured, in processes that have done nothing else."""
-    few = ("trainer", "trl equal", "ours")
-    return Workload("memory", "peak memory of three steps", few, 1, length=256, warm_up=1)
+    few, sizes = (TRIED, TINY) if form is Form.TINY else (("trainer", "trl equal", "ours"), Sizes())
+    return Workload("memory", "peak memory of three steps", few, 1, sizes=sizes, length=256, warm_up=1)
 
 
-def workloads(*, is_quick: bool) -> tuple[Workload, ...]:
+def workloads(form: Form) -> tuple[Workload, ...]:
     """Return what is timed."""
-    return _quick() if is_quick else _full()
+    if form is Form.TINY:
+        return (replace(_quick()[0], competitors=TRIED, rounds=1, sizes=TINY, warm_up=1),)
+    return form.choose(_full, _quick, _quick)()
 
 
 def _full() -> tuple[Workload, ...]:

@@ -24,7 +24,7 @@ from finetune.config.paths import local_run_folder
 from finetune.config.run_config import RunConfig
 from finetune.config.section import Section, join_key
 from finetune.config.yaml import invalid_characters
-from finetune.errors import ConfigError, FinetuneError, Problem, UserError
+from finetune.errors import ConfigError, FinetuneError, Problem, UserError, refused_exits
 from finetune.runtime.optional import lazily
 from finetune.runtime.processes import restored_environment
 
@@ -52,7 +52,7 @@ def api_function(function: Callable[P, R]) -> Callable[P, R]:
             if name not in names:
                 hint = did_you_mean(name, names) or f"It takes {format_list(names)}."
                 raise UserError(f"{function.__name__}: there is no argument `{name}`. {hint}")
-        with restored_environment():
+        with restored_environment(), refused_exits():
             try:
                 _require_types(signature, function, args, kwargs)
                 return function(*args, **kwargs)

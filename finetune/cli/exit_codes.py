@@ -13,7 +13,15 @@ from typing import Any, ParamSpec, TextIO, TypeVar
 
 import typer
 
-from finetune.errors import FinetuneError, NotAFile, RenamedKeyWarning, UserError, disk_text, system_error
+from finetune.errors import (
+    FinetuneError,
+    NotAFile,
+    RenamedKeyWarning,
+    UserError,
+    disk_text,
+    refused_exits,
+    system_error,
+)
 from finetune.launch.ranks import OWN_RUN_ID, adopt_ranks
 from finetune.runtime.text.redact import redacted_command, register_command
 from finetune.runtime.text.standard_streams import (
@@ -45,7 +53,7 @@ def handle_errors(command: Callable[P, Any]) -> Callable[P, None]:
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
         with guarded_output():
             try:
-                with raised_interrupts():  # typer, which calls this, prints no message at Ctrl-C
+                with raised_interrupts(), refused_exits():  # typer, which calls this, prints no message at Ctrl-C
                     code = command(*args, **kwargs)
             except FinetuneError as error:
                 _print_error(error)
@@ -182,4 +190,5 @@ def _print_error(error: FinetuneError) -> None:
 
 
 def _rank() -> int:
-    return int(os.environ.get("RANK", "0"))
+    rank = os.environ.get("RANK", "")
+    return int(rank) if rank.isascii() and rank.isdigit() else 0

@@ -21,7 +21,7 @@ from finetune.checkpoint.read.inventory import locate_run, select_checkpoint
 from finetune.checkpoint.read.load import load_checkpoint
 from finetune.checkpoint.sharding.access import StateAccess, build_access
 from finetune.checkpoint.write.writer import StateSource, write_contents
-from finetune.commands.source import with_trust
+from finetune.commands.source import new_folder, with_trust
 from finetune.config.load import LoadedConfig, load_resolved
 from finetune.data.token_cache.integrity import digest_of_steps
 from finetune.errors import CheckpointError, FinetuneError, UserError
@@ -115,10 +115,8 @@ def convert_to(run: Path, folder: Path, *, step: int | None, trust_remote_code: 
 
     Raises UserError where the folder already exists.
     """
-    location, folder = locate_run(run), folder.expanduser().absolute()
+    location, folder = locate_run(run), new_folder(folder.expanduser())
     chosen = select_checkpoint(location, step=step)
-    if folder.exists():
-        raise UserError(f"--to {folder}: this folder already exists. Name a new one.")
     loaded, strategy = _launched(location.run, trusts=trust_remote_code)
     conversion = _build(loaded, strategy, checkpoints=location.checkpoints)
     progress = load_checkpoint(verify_checkpoint(chosen), access=conversion.access())

@@ -19,7 +19,7 @@ from finetune.checkpoint.format.tensor_file import BUFFER, PARAMETER, TensorReco
 from finetune.checkpoint.read.inventory import locate_run, select_checkpoint
 from finetune.checkpoint.read.load import OpenCheckpoint, open_checkpoint
 from finetune.checkpoint.sharding.state_layout import named_buffers, named_parameters
-from finetune.commands.source import with_trust
+from finetune.commands.source import new_folder, with_trust
 from finetune.config.load import RESOLVED_NAME, LoadedConfig, load_resolved
 from finetune.config.rules.model import adapter_of
 from finetune.config.sections.export import ExportSection
@@ -80,9 +80,7 @@ def export_checkpoint(
     quiet_libraries(is_main=True)
     location = locate_run(run)
     chosen = select_checkpoint(location, step=step)
-    folder = (to or location.run / "exports" / chosen.name).absolute()
-    if folder.exists():
-        raise UserError(f"{folder}: already exists. Give another folder with --to, or delete this one.")
+    folder = new_folder(to or location.run / "exports" / chosen.name)
     own = with_trust(load_resolved(location.run), trust_remote_code=trust_remote_code)
     loaded = _with_export(own, dtype=dtype, merge=merge, verify=verify)
     require_mergeable(loaded.config)
@@ -258,9 +256,7 @@ def _export_folder(
         )
     if not merge and saved.adapter is not None:
         raise UserError(f"{saved.folder} has an adapter, whose dtype can only be converted by merging: add --merge.")
-    folder = (to or saved.folder.with_name(f"{saved.folder.name}-{'merged' if merge else dtype}")).absolute()
-    if folder.exists():
-        raise UserError(f"{folder}: already exists. Give another folder with --to, or delete this one.")
+    folder = new_folder(to or saved.folder.with_name(f"{saved.folder.name}-{'merged' if merge else dtype}"))
     if merge and saved.folder.name == FINAL_FOLDER and (saved.folder.parent / RESOLVED_NAME).is_file():
         dtype = _dtype_of_run(saved.folder.parent, dtype=dtype)
     section = ExportSection(dtype=dtype, merge=merge, verify=verify)  # type: ignore[arg-type]

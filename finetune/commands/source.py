@@ -1,13 +1,16 @@
-"""Options of commands that read a run or model folder: trust in its Python code, arguments of its chat template."""
+"""Options of commands that read a run or model folder: trust in its code, arguments of its template, a new folder."""
 
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from finetune.config.load import LoadedConfig
+from finetune.checkpoint.format.layout import MANIFEST
+from finetune.config.load import RESOLVED_NAME, LoadedConfig
 from finetune.data.templates.rendering import arguments_of, set_template_arguments, unread_problems
 from finetune.errors import UserError
+from finetune.runtime.run_folder import CHECKPOINTS_FOLDER, FINAL_FOLDER
 
 
 def with_trust(loaded: LoadedConfig, *, trust_remote_code: bool) -> LoadedConfig:
@@ -56,3 +59,19 @@ def use_written_arguments(tokenizer: Any, written: Sequence[str]) -> None:
     if problems:
         raise UserError("\n".join(f"--template-argument {problem.key}: {problem.message}" for problem in problems))
     set_template_arguments(tokenizer, {**arguments_of(tokenizer), **arguments})
+
+
+_WRITTEN_WHOLE = (MANIFEST, "model.safetensors", "model.safetensors.index.json", "adapter_config.json")
+"""Files of checkpoints, models and adapters, whose folders hold nothing else."""
+
+
+def new_folder(path: Path) -> Path:
+    """Return the absolute path; raises UserError if it exists or is within a checkpoint or a model."""
+    folder = path.absolute()
+    if folder.exists():
+        raise UserError(f"{folder}: already exists. Give another folder with --to, or delete this one.")
+    for parent in folder.resolve().parents:
+        is_of_run = (parent.parent / RESOLVED_NAME).is_file() and parent.name in (CHECKPOINTS_FOLDER, FINAL_FOLDER)
+        if is_of_run or any((parent / name).is_file() for name in _WRITTEN_WHOLE):
+            raise UserError(f"{folder}: is within {parent}, which this would damage. Give another folder with --to.")
+    return folder

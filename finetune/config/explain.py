@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from finetune.config.formatting import escape_variables
 from finetune.config.load import LoadedConfig
 from finetune.config.paths import is_url, local_run_folder
 from finetune.config.rules.unused_keys import unused_keys
@@ -58,7 +59,7 @@ def _format_yaml_value(name: str, value: Any) -> str:
     Of sections in a list, only the keys that were set are in it.
     """
     plain = json.loads(json.dumps(value, default=lambda section: section.model_dump(exclude_unset=True)))
-    return escape_controls(json.dumps(redacted_config(plain, name=name), ensure_ascii=False))
+    return escape_controls(escape_variables(json.dumps(redacted_config(plain, name=name), ensure_ascii=False)))
 
 
 _MAX_LISTED_WORLD_SIZES = 50

@@ -30,6 +30,11 @@ def truncate(text: str) -> str:
     return text if len(text) <= MAX_SHOWN_CHARACTERS else f"{text[: MAX_SHOWN_CHARACTERS - 3]}..."
 
 
+def escape_variables(text: str) -> str:
+    """Return YAML whose text is read as it is, also where it has `${`."""
+    return text.replace("${", "$${")
+
+
 def job_yaml(section: Section) -> str:
     """Return the text of a job file with the keys that were written, and no others.
 
@@ -50,7 +55,7 @@ def _written_lines(section: Section, *, indent: str) -> Iterator[str]:
         else:
             # of sections in a list, too, only the keys that were written
             text = json.dumps(value, default=lambda each: each.model_dump(exclude_unset=True), ensure_ascii=False)
-            yield f"{indent}{name}: {escape_controls(text)}"
+            yield f"{indent}{name}: {escape_controls(escape_variables(text))}"
 
 
 def type_name(value: Any) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from finetune.config.formatting import escape_variables
 from finetune.config.section import KeyLocation, expand_names
 from finetune.config.yaml import (
     MAX_DEPTH,
@@ -82,7 +83,7 @@ def override_text(key: str, value: Any) -> str:
     >>> override_text("train.learning_rate", 1e-4), override_text("model.lora", {"rank": 8})
     ('train.learning_rate=0.0001', 'model.lora={"rank": 8}')
     """
-    return f"{key}={format_json(value)}"
+    return f"{key}={escape_variables(format_json(value))}"
 
 
 def override_label(override: str) -> str:

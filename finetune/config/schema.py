@@ -205,7 +205,8 @@ INTRODUCTION = f"""# Every key of a job file
 
 Made by `finetune reference` from the schema; do not edit.
 
-- YAML 1.2: `2e-5` is a number, `yes` is text, a key written twice is an error, environment variables are not expanded.
+- YAML 1.2: `2e-5` is a number, `yes` is text, a key written twice is an error, environment
+  variables are not expanded (`$${{` is the text `${{`).
 - Unknown keys are errors, and so are keys that have no effect in the combination in which they are written.
 - `model: NAME` means `model: {{name: NAME}}`; the same holds for `model.tokenizer` and `model.image_processor`.
 - A relative path is resolved against the folder of the job file, in `--set` too; `~` is the home folder.

@@ -19,7 +19,13 @@ class Section(BaseModel):
     """A part of the job YAML: unknown keys are errors, values are never coerced, nothing can be changed afterwards."""
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, validate_default=True, protected_namespaces=(), allow_inf_nan=False
+        defer_build=True,
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        validate_default=True,
+        protected_namespaces=(),
+        allow_inf_nan=False,
     )
 
 

@@ -174,10 +174,10 @@ class NodeReader:
 
     def _scalar(self, node: ScalarNode, key: str) -> Any:
         if node.tag in TEXT_TAGS:
-            fault = NOT_EXPANDED if "${" in node.value else invalid_characters(node.value)
+            fault = NOT_EXPANDED if _VARIABLE.search(node.value) else invalid_characters(node.value)
             if fault is not None:
                 self._complain(node, key, fault)
-            return str(node.value)
+            return str(node.value).replace("$${", "${")
         kind = str(node.tag).removeprefix(TAG)
         if kind not in SCALARS:
             self._complain(node, key, _tag_error(node))
@@ -219,8 +219,10 @@ def _tag_error(node: Node) -> str:
 
 
 EMPTY = "there is no value after the colon. Write a value, or `null` for none."
+_VARIABLE = re.compile(r"(?<!\$)\$\{")
 NOT_EXPANDED = (
-    "environment variables are not expanded. Write the value, or pass it with `--set` and let the shell expand it."
+    "environment variables are not expanded. Write the value, or pass it with `--set` and let the shell expand it. "
+    "For the characters `${` themselves write `$${`."
 )
 
 

@@ -88,7 +88,7 @@ def read_count(variables: Mapping[str, str], name: str) -> int:
     value = variables.get(name, "")
     if not (value.isascii() and value.isdigit()):
         problem = f"is {value!r}, not a number" if value else "is missing"
-        raise UserError(f"the variable {name} {problem}, and ranks depend on it. Unset the others, or set RANK.")
+        raise UserError(f"the variable {name} {problem}.")
     return int(value)
 
 
@@ -101,6 +101,7 @@ def find_ranks(variables: Mapping[str, str]) -> Ranks | None:
 
     MPI comes first: on several hosts of a Slurm job, `mpirun` itself is started by `srun`.
     """
+    require_readable_ranks(variables)
     if is_launched(variables):
         return None
     for flavor, names in _MPI_VARIABLES.items():
@@ -117,7 +118,33 @@ def find_ranks(variables: Mapping[str, str]) -> Ranks | None:
             )
         job = next((variables[name] for name in _JOB_NAMES if name in variables), "")
         return make_ranks(variables, names, local_world=local_world, address=LOCALHOST, job=job, source=source)
-    return slurm_ranks(variables)
+    ranks = slurm_ranks(variables)
+    if ranks is None and read_count({"WORLD_SIZE": "1", **variables}, "WORLD_SIZE") > 1:
+        require_readable_ranks({"RANK": "", **variables})
+    return ranks
+
+
+def require_readable_ranks(variables: Mapping[str, str]) -> None:
+    """Raise UserError where torch's variables are not the ranks of one process, or some of them are missing."""
+    own = [name for name in _RANK_VARIABLES if name in variables]
+    try:
+        counts = {name: read_count(variables, name) for name in own}
+        if counts.get("WORLD_SIZE", 1) > 1 and "RANK" in variables:
+            for name in ("RANK", "LOCAL_RANK", "MASTER_PORT"):
+                counts[name] = read_count(variables, name)
+            if not variables.get("MASTER_ADDR"):
+                raise UserError("the variable MASTER_ADDR is missing.")
+        if counts.get("RANK", 0) >= counts.get("WORLD_SIZE", 1):
+            raise UserError(f"RANK={counts['RANK']} is not a rank of {counts.get('WORLD_SIZE', 1)} processes.")
+    except UserError as error:
+        unset = " ".join(f"-u {name}" for name in own)
+        raise UserError(
+            f"{error} A launcher sets all of {', '.join(_RANK_VARIABLES)}, MASTER_ADDR and MASTER_PORT. Where none "
+            f"has started this process, unset what an earlier one left: `env {unset} finetune ...`."
+        ) from error
+
+
+_RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 def adopt_ranks(variables: MutableMapping[str, str]) -> Ranks | None:

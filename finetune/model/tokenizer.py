@@ -8,6 +8,7 @@ merges from tokenizer.json: `as_loaded_for` returns the tokenizer that AutoToken
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -75,6 +76,10 @@ def train_or_load_tokenizer(
     return tokenizer
 
 
+_LONG_WORD = re.compile(r"(\S{10000})\S+|(?<=\s{10000})\s+")
+"""A word, or a run of blanks, that is longer than any that counts in the training of a tokenizer."""
+
+
 def _train(texts: Callable[[], Iterable[str]], folder: Path, *, vocabulary_size: int) -> None:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -85,8 +90,10 @@ def _train(texts: Callable[[], Iterable[str]], folder: Path, *, vocabulary_size:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    # a row with a lone surrogate is refused by name when it is encoded; it must not fail here without its location
-    tokenizer.train_from_iterator((text.encode("utf-8", errors="replace").decode() for text in texts()), trainer)
+    # A row with a lone surrogate is refused by name when it is encoded; it must not fail here without its location.
+    # Merging is quadratic in the length of a word, from whose rest no token of use could come.
+    valid = (text.encode("utf-8", errors="replace").decode() for text in texts())
+    tokenizer.train_from_iterator((_LONG_WORD.sub(r"\1", text) for text in valid), trainer)
     wrapped = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=END_OF_TEXT,

@@ -7,6 +7,7 @@ loss reads it from the entry; no other module keeps lists of names.
 import difflib
 import importlib
 import re
+import reprlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -100,6 +101,17 @@ class Table(Generic[EntryType]):
         entry = self[name]
         implementation = import_attribute(entry.implementation)
         return implementation if entry.options is None else partial(implementation, options=options_of(entry))
+
+    def refusal(self, name: str, returned: object, expected: str) -> RegistryError:
+        """Return the error for an entry that has returned something else than what its table promises.
+
+        `returned` is the value, or its description where that is text that begins with `a ` or `an `.
+        """
+        is_described = isinstance(returned, str) and returned.startswith(("a ", "an "))
+        shown = returned if is_described else f"`{reprlib.repr(returned)}` of type `{type(returned).__name__}`"
+        entry = self.get(name)
+        origin = f" of the plugin {entry.plugin}" if entry is not None and entry.plugin else ""
+        return RegistryError(f"the {self.title} `{name}`{origin} returned {shown}. It must return {expected}.")
 
     def describe(self) -> str:
         """Return the names that a job can select with their descriptions, for the reference page."""

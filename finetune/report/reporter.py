@@ -36,9 +36,9 @@ class FanOut:
             for reporter in tuple(self._reporters):
                 try:
                     reporter(current)
-                except Exception as error:
+                except (Exception, SystemExit) as error:
                     self._reporters.remove(reporter)
-                    with suppress(Exception):  # it has failed already
+                    with suppress(Exception, SystemExit):  # it has failed already
                         getattr(reporter, "close", no_op)()
                     events.append(self._warning(reporter, error))
 
@@ -48,10 +48,10 @@ class FanOut:
             reporter = self._reporters.pop()
             try:
                 getattr(reporter, "close", no_op)()
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 self(self._warning(reporter, error))
 
-    def _warning(self, reporter: Reporter, error: Exception) -> Warned:
+    def _warning(self, reporter: Reporter, error: BaseException) -> Warned:
         name = getattr(reporter, "__name__", type(reporter).__name__)
         return Warned(self._step, f"{name} failed and is disabled: {type(error).__name__}: {error}")
 
@@ -74,7 +74,7 @@ class CallbackReporter:
         for name in names:
             try:
                 self._callbacks[name] = CALLBACKS.resolve(name)()
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 self._warn(0, f"callback `{name}` failed to start and is disabled: {type(error).__name__}: {error}")
 
     def __call__(self, event: Event) -> None:
@@ -85,7 +85,7 @@ class CallbackReporter:
                 request = callback(event)
                 if not isinstance(request, Request | None):
                     raise TypeError(f"it returned `{request!r}`, not a register.Request or None")
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 del self._callbacks[name]
                 message = f"callback `{name}` failed and is disabled: {type(error).__name__}: {error}"
                 self._warn(event.step, message)

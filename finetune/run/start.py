@@ -5,9 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from finetune.config.load import load_config
-from finetune.report.reporter import RunLog
-from finetune.run.state.preflight import prefetch_checksums, preflight, use_expandable_segments
 from finetune.runtime.optional import lazily
+
+with lazily():  # not needed for a job with a mistake
+    from finetune.report import reporter
+    from finetune.run.state import preflight
 
 with lazily(freeze=True):  # torch
     from finetune.run import train
@@ -20,12 +22,12 @@ def start(path: Path, overrides: Sequence[str], *, accelerate_file: Path | None 
     The checksums of the checkpoint that the run will resume from are computed while torch is being imported.
     """
     loaded = load_config(path, overrides)
-    code = preflight(loaded)
+    code = preflight.preflight(loaded)
     if code is not None:
         return code
-    use_expandable_segments()
-    checksums = prefetch_checksums(loaded)
+    preflight.use_expandable_segments()
+    checksums = preflight.prefetch_checksums(loaded)
     if accelerate_file is not None:
         for sentence in launch_file.use_launch_file(accelerate_file):
-            RunLog(is_main=os.environ.get("RANK", "0") == "0")(sentence)
+            reporter.RunLog(is_main=os.environ.get("RANK", "0") == "0")(sentence)
     return train.train_from_config(loaded, checksums)

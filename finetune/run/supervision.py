@@ -15,7 +15,7 @@ import torch
 from finetune.config.load import LoadedConfig
 from finetune.config.sections.run import OnEndSection
 from finetune.data.token_cache.cache import cache_folder
-from finetune.errors import FinetuneError, ModelError, UserError
+from finetune.errors import FinetuneError, ModelError, UserError, refused_exits
 from finetune.memory.limits import is_out_of_memory
 from finetune.report.reporter import RunLog
 from finetune.report.timing import StartupTimer
@@ -161,7 +161,7 @@ def supervised_run(
         folders = (folder, cache_folder(config.data))
         supervision = Supervision(received, file, leave, watchdog, startup, folders=folders, sentinel=sentinel)
         try:
-            with running_watchdog(watchdog), supervision.recording_first_error():
+            with running_watchdog(watchdog), supervision.recording_first_error(), refused_exits():
                 if rank == 0:  # others once it is known that this run is the only one in the folder
                     _start_sentinel(config.run.on_end_section, sentinel, log=log)
                 yield supervision

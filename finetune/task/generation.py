@@ -93,7 +93,14 @@ class GenerationEvaluator:
         """Return each metric over (answers, references)."""
         texts = [answer.answer for answer in answers]
         references = [answer.reference for answer in answers]
-        return {name: float(metric(texts, references)) for name, metric in self.metrics.items()}
+        scores: dict[str, float] = {}
+        for name, metric in self.metrics.items():
+            score: Any = metric(texts, references)
+            try:
+                scores[name] = float(score)
+            except (TypeError, ValueError) as error:
+                raise METRICS.refusal(name, score, "a number") from error
+        return scores
 
 
 def load_metrics(names: Sequence[str]) -> dict[str, Metric]:

@@ -81,7 +81,7 @@ class PreferenceTask(AnswerPairsTask):
         if entry.score in ("mean_log_probability", "mean_ratio"):
             scores = [score / num for score, num in zip(scores, num_tokens, strict=True)]
         losses: Tensor = PREFERENCE_LOSSES.resolve(entry.name)(*scores, self.section)
-        require_one_loss_each(losses, len(chosen), name=entry.name, what="pair")
+        require_one_loss_each(losses, scores, name=entry.name, what="pair")
         sft_weight = entry.sft_weight if self.section.sft_weight is None else self.section.sft_weight
         if sft_weight != 0:
             losses = losses - sft_weight * chosen / num_tokens[0]

@@ -307,7 +307,13 @@ Task = BaseTask
 
 def build_task(context: TaskContext) -> Task:
     """Return the job's task; raises DataError if tokenizer or rows are unsuitable for it."""
-    return cast(Task, TASKS.resolve(context.section.name)(context))
+    name = context.section.name
+    task = TASKS.resolve(name)(context)
+    members = [member for member in vars(BaseTask) if not member.startswith("_")]
+    if missing := [member for member in members if not hasattr(task, member)]:
+        expected = f"a task, which has {', '.join(missing)}: derive it from one of `finetune.task`"
+        raise TASKS.refusal(name, task, expected)
+    return cast(Task, task)
 
 
 def preference_task(context: TaskContext) -> Task:

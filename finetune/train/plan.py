@@ -6,6 +6,7 @@ The learning rate is a pure function of the steps done: nothing to save, nothing
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from numbers import Real
 
 from finetune.config.sections.train import ScalingSection, ScheduleSection, TrainSection
 from finetune.registry.optimizers import SCHEDULES
@@ -29,7 +30,9 @@ class Schedule:
         """Return the rate of the step that follows `steps_done` steps."""
         if steps_done < self.num_warmup_steps:
             return self.peak * (steps_done + 1) / self.num_warmup_steps
-        shape: float = SCHEDULES.resolve(self.name)(self, steps_done)
+        shape = SCHEDULES.resolve(self.name)(self, steps_done)
+        if SCHEDULES[self.name].plugin and not (isinstance(shape, Real) and 0 <= shape < math.inf):
+            raise SCHEDULES.refusal(self.name, shape, f"a factor of at least 0, here after {steps_done:,} steps")
         return self.peak * (self.final_fraction + (1.0 - self.final_fraction) * shape)
 
     def share_after_warmup(self, steps_done: int) -> float:

@@ -1,7 +1,7 @@
 from comparison.controller import StepCosts
 from comparison.ratios import Measured, memory_results, results
 from comparison.results import Result
-from comparison.workloads import Sizes, Workload, equivalence, memory, workloads
+from comparison.workloads import Form, Sizes, Workload, equivalence, memory, workloads
 
 
 def steps(seconds: float, *, tokens: int = 100, losses: tuple[float, ...] = (2.0, 1.0), peak: int = 1000) -> StepCosts:
@@ -83,14 +83,14 @@ def test_memory_is_a_share_of_the_peers() -> None:
 
 
 def test_every_workload_has_results_and_round_trips_through_json() -> None:
-    every = [*workloads(is_quick=True), *workloads(is_quick=False)]
+    every = [workload for form in Form for workload in workloads(form)]
     assert {each.name for each in every} == {"lognormal", "gsm8k", "fixed", "tiny", "text", "vocabulary", "lora"}
-    for workload in (*every, equivalence(), memory()):
+    for workload in (*every, equivalence(Form.QUICK), memory(Form.QUICK)):
         assert Workload.of(workload.record()) == workload
         assert "ours" in workload.competitors and len(workload.competitors) > 1
     for workload in every:
         assert results(Measured(workload, "", {name: steps(1) for name in workload.competitors}))
-    assert all(workload.rounds >= 25 for workload in workloads(is_quick=False))
+    assert all(workload.rounds >= 25 for workload in workloads(Form.FULL))
 
 
 def test_sizes_are_a_whole_model() -> None:

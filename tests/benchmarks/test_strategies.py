@@ -8,7 +8,7 @@ from comparison import controller
 from comparison.competitors.launch import ROOT, launch_variables
 from comparison.controller import Controller, StepCosts
 from comparison.strategies import Measured, competitors, result, write_job_of_two
-from comparison.workloads import Workload
+from comparison.workloads import Form, Workload
 
 FAKE = Path(__file__).with_name("fake_competitor.py")
 
@@ -36,8 +36,8 @@ def test_ddp_is_held_against_the_loop_by_hand_and_the_others_against_trainer() -
 
 
 def test_only_the_full_run_has_trainers_ddp() -> None:
-    assert "trainer" not in competitors("ddp", is_quick=True)
-    assert "trainer" in competitors("ddp", is_quick=False)
+    assert "trainer" not in competitors("ddp", Form.QUICK)
+    assert "trainer" in competitors("ddp", Form.FULL)
 
 
 def test_losses_that_differ_are_seen() -> None:

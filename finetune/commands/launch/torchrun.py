@@ -8,10 +8,12 @@ from pathlib import Path
 from finetune.commands.launch.contents import check_text
 from finetune.commands.rehearse.accelerate_file import AccelerateFile, data_parallel_size, read_accelerate_file
 from finetune.config.load import LoadedConfig, load_config, require_divisible_batch
-from finetune.errors import StrategyError, UserError
+from finetune.config.paths import local_run_folder
+from finetune.errors import StrategyError, TrainingError, UserError
 from finetune.launch.jobs import Job, launch_command
 from finetune.launch.local import run_ranks
 from finetune.launch.ranks import is_launched
+from finetune.runtime.supervision.status import FINISHED, STATUS_FILE, STOPPED, read_status
 from finetune.runtime.text.terminal import write_file_to_stdout
 from finetune.strategy.unsupported import TENSOR
 
@@ -95,4 +97,12 @@ def train_on_ranks(config: Path, overrides: Sequence[str], *, num_processes: int
     words += [word for override in overrides for word in ("--set", override)]
     if accelerate_file is not None:
         words += ["--accelerate", str(accelerate_file)]
-    return run_ranks(words, num_processes=num_processes)
+    code = run_ranks(words, num_processes=num_processes)
+    run = loaded.config.run
+    state = read_status(local_run_folder(run.folder, run.local_folder)).get("state")
+    if code == 0 and state not in (FINISHED, STOPPED):
+        raise TrainingError(
+            f"the processes ended with exit code 0 before the run did ({STATUS_FILE}: {state}): code of a plugin or a "
+            "library has ended them. Find its `os._exit`."
+        )
+    return code

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from rich.text import Text
 
 from finetune.commands.prepare import audit_lines, audit_rows, headline_numbers, print_audit, without_audit_limits
@@ -21,6 +20,7 @@ from finetune.data.encoding.labelled import IMAGE, LABEL, image_name
 from finetune.data.images import image_facts
 from finetune.errors import UserError
 from finetune.registry.tasks import TASKS
+from finetune.report.page.page import html_environment
 from finetune.report.reporter import RunLog
 from finetune.run.setup.data import audit_training_data, make_training_data
 from finetune.runtime.files import atomic
@@ -219,9 +219,7 @@ class ForwardRow:
 
 def preview_page(batches: Sequence[PreviewBatch], audit: Audit, *, title: str, facts: Sequence[str], unit: str) -> str:
     """Return the page; `unit` is what a position holds: a sample, pack or batch."""
-    environment = Environment(
-        loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=False
-    )
+    environment = html_environment(TEMPLATES)
     environment.filters |= {"count": "{:,}".format, "share": "{:.1%}".format, "stretches": spans, "lanes": forward_rows}
     head, *rows = audit_rows(audit)
     return environment.get_template("preview.html.jinja").render(

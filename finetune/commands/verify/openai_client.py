@@ -2,33 +2,28 @@
 
 import json
 import os
-import time
+import socket
 from collections.abc import Mapping, Sequence
+from contextlib import closing, suppress
 from http import HTTPStatus
-from http.client import HTTPException
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from pathlib import Path
+from threading import Event, Timer
 from typing import Any
-from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
-from urllib.request import ProxyHandler, Request, build_opener
 
 from finetune.commands.verify.expected import Prompt, ServedAnswer, ServingError
 from finetune.data.templates.rendering import Arguments
 from finetune.export.engines import Engine
 from finetune.runtime.files.read import parse_json
 
-_MAX_BYTES = 256 << 20
-_CHUNK_BYTES = 1 << 16
+_MAX_BYTES = 64 << 20
 _UNSUPPORTED = frozenset({400, 404, 405, 415, 422, 501})
 """The statuses of a server that does not offer what was requested; of an unknown one, 500 may mean that, too."""
 
 _MAX_NAMED = 10
 _FORCED = 100
 """The largest `logit_bias` of the protocol."""
-
-
-_OPENER = build_opener(ProxyHandler({}))
-"""Without the proxies of the environment, which may not reach this machine's own ports."""
 
 
 class _Unsupported(ServingError):
@@ -43,7 +38,12 @@ class OpenAIModel:
     """A model on a server that speaks the OpenAI protocol."""
 
     def __init__(self, engine: Engine, url: str, *, timeout_seconds: float) -> None:
-        if urlsplit(url).scheme not in ("http", "https"):
+        try:
+            self._origin = urlsplit(url)
+            is_valid = self._origin.scheme in ("http", "https") and self._origin.hostname and self._origin.port != 0
+        except ValueError:  # of the port or an IPv6 address
+            is_valid = False
+        if not is_valid:
             raise ServingError(f"--engine {engine.name}:{url}: write a URL such as http://localhost:8000/v1.")
         self.title = f"{engine.title} at {url}"
         self.name = ""
@@ -203,30 +203,26 @@ class OpenAIModel:
 
     def _request(self, path: str, body: Mapping[str, Any] | None = None, *, is_root: bool = False) -> Any:
         """Return the JSON that the server answers; raises _Unsupported, or ServingError with the remedy."""
-        url = f"{self._url.removesuffix('/v1') if is_root else self._url}{path}"
-        headers = {"Content-Type": "application/json"}
-        if key := os.environ.get("OPENAI_API_KEY"):
-            headers["Authorization"] = f"Bearer {key}"
-        request = Request(url, None if body is None else json.dumps(body).encode(), headers)
-        deadline = time.monotonic() + self._timeout
+        base = self._origin.path.rstrip("/")
+        target = f"{base.removesuffix('/v1') if is_root else base}{path}"
         try:
-            try:
-                response = _OPENER.open(request, timeout=self._timeout)
-            except HTTPError as error:
-                response = error  # it has a body, too
-            with response:
-                content = self._read(response, deadline)
-        except (URLError, HTTPException, OSError) as error:
-            cause: object = error.reason if isinstance(error, URLError) else error
-            if isinstance(cause, TimeoutError):
-                raise ServingError(
-                    f"{self.title} did not answer {path} within {self._timeout:g} s. Wait until the server has loaded "
-                    "the model, or allow more time with --timeout."
-                ) from error
+            response, content = self._exchange(target, None if body is None else json.dumps(body).encode())
+        except TimeoutError as error:
             raise ServingError(
-                f"{self.title} cannot be reached: {cause}. Start the server (`finetune export --for "
+                f"{self.title} did not answer {path} within {self._timeout:g} s. Wait until the server has loaded "
+                "the model, or allow more time with --timeout."
+            ) from error
+        except (HTTPException, OSError) as error:
+            raise ServingError(
+                f"{self.title} cannot be reached: {error}. Start the server (`finetune export --for "
                 f"{self._engine.name}` writes its command), or give its address: --engine {self._engine.name}:URL."
             ) from error
+        if HTTPStatus.MULTIPLE_CHOICES <= response.status < HTTPStatus.BAD_REQUEST:
+            raise ServingError(
+                f"{self.title} answered {path} with a redirect to {response.headers['Location']}, which is not "
+                f"followed: the key and the answers belong to this address. Give the server's own address: --engine "
+                f"{self._engine.name}:URL."
+            )
         if response.status >= HTTPStatus.BAD_REQUEST:
             reason = f"{response.status} {response.reason}: {_shortened(content.decode(errors='replace'))}"
             message = f"{self.title} answered {path} with {reason}. See the server's log."
@@ -241,16 +237,39 @@ class OpenAIModel:
                 "Give the URL of an OpenAI-compatible API, which mostly ends in /v1."
             ) from error
 
-    def _read(self, response: Any, deadline: float) -> bytes:
-        """Return the body; raises TimeoutError after the deadline, also if the server sends byte after byte."""
-        content = b""
-        while chunk := response.read1(_CHUNK_BYTES):
-            content += chunk
-            if time.monotonic() > deadline:
-                raise TimeoutError
-            if len(content) > _MAX_BYTES:
-                raise ServingError(f"{self.title} sends more than {_MAX_BYTES >> 20} MB in one answer.")
-        return content
+    def _exchange(self, target: str, body: bytes | None) -> tuple[HTTPResponse, bytes]:
+        """Return response and content of one request, without a proxy; raises TimeoutError, HTTPException, OSError.
+
+        The connection is cut at the deadline, also if the server sends byte after byte.
+        """
+        headers = {"Content-Type": "application/json"}
+        if key := os.environ.get("OPENAI_API_KEY"):
+            headers["Authorization"] = f"Bearer {key}"
+        connect = HTTPSConnection if self._origin.scheme == "https" else HTTPConnection
+        with closing(connect(self._origin.hostname or "", self._origin.port, timeout=self._timeout)) as connection:
+            connection.connect()
+            opened, is_late = connection.sock, Event()
+
+            def cut() -> None:
+                is_late.set()
+                with suppress(OSError):  # closed already
+                    socket.socket.shutdown(opened, socket.SHUT_RDWR)
+
+            deadline = Timer(self._timeout, cut)
+            deadline.start()
+            try:
+                connection.request("GET" if body is None else "POST", target, body, headers)
+                response = connection.getresponse()
+                content = response.read(_MAX_BYTES + 1)
+            except (HTTPException, OSError) as error:
+                raise TimeoutError if is_late.is_set() else error from error
+            finally:
+                deadline.cancel()
+        if is_late.is_set():
+            raise TimeoutError
+        if len(content) > _MAX_BYTES:
+            raise ServingError(f"{self.title} sends more than {_MAX_BYTES >> 20} MB in one answer.")
+        return response, content
 
     def _part(self, answer: Any, *path: str | int) -> Any:
         part = answer

@@ -101,6 +101,9 @@ class ColumnFormat(RowFormat):
         try:
             columns = Columns(self.names, row, origin=raw.origin)
             read = self._read(columns)
+            if not isinstance(read, Mapping):
+                like = FORMATS[self.names.format].like
+                raise FORMATS.refusal(self.names.format, read, f"a row as the format `{like}` returns it, a dictionary")
             notes = (*read.get(NOTES, ()), *columns.lacking(), *self._unread_note(row))
             return {**read, NOTES: notes} if notes else read
         except (DataError, *FAULTS_OF_VALUES) as error:

@@ -27,6 +27,8 @@ MAX_SENTENCE_BYTES = 256 << 20
 _DOCUMENT_START = "-DOCSTART-"
 
 _MAX_BLANK_LINES = 1_000_000
+_MAX_BLANK_CHARACTERS = 4 << 20
+"""Between two elements of an array."""
 _ARRAY_CHUNK = 1 << 20
 _SEPARATOR = re.compile(r"[ \t\r\n]*([],]?)[ \t\r\n]*")
 _LONGEST_TOKEN = 16
@@ -128,6 +130,9 @@ def _array(stream: io.BufferedReader, origin: str) -> Iterator[RawRow]:
         except DataError as error:
             raise DataError(f"{origin}, row {num_rows + 1}: {error}") from error
         except json.JSONDecodeError as error:
+            if separator.end() == len(text) and len(text) - start > _MAX_BLANK_CHARACTERS:
+                blanks = f"more than {_MAX_BLANK_CHARACTERS:,} blank characters start here."
+                raise DataError(f"{origin}, row {num_rows + 1}: {blanks}") from error
             may_be_cut = error.msg.startswith("Unterminated") or error.pos > len(text) - _LONGEST_TOKEN
             num_chunks = 1 + (len(text) - start) // _ARRAY_CHUNK if may_be_cut else 0
             more = "".join(islice(chunks, num_chunks))  # doubled, so that a long row is parsed a few times at most

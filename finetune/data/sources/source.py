@@ -20,7 +20,7 @@ from finetune.config.sections.data import (
 from finetune.data.formats.columns import column_hint, require_columns, require_positions
 from finetune.data.formats.row_format import ALREADY_READ, RowFormat, UnknownFormat, choose_format
 from finetune.data.images import ImageRoot
-from finetune.data.rows import RawRow, Row, describe
+from finetune.data.rows import RawRow, Row, describe, require_shallow
 from finetune.data.sources.decoding import read_options
 from finetune.data.sources.files import Files, Origin, kind_of
 from finetune.data.sources.local import find_local, find_remote, load_hub_dataset
@@ -43,6 +43,7 @@ class PluginRows(Origin):
                     raise DataError(
                         f"{self.name}, row {number}: a row is a dictionary of columns, not {describe(row)}."
                     )
+                _require_plain(row, location=f"{self.name}, row {number}")
                 yield RawRow(self.name, number, row)
         except DataError:
             raise
@@ -60,6 +61,24 @@ class PluginRows(Origin):
     def listing(self) -> Any:
         """Return the same: only reading the rows shows whether they have changed."""
         return [self.source, self.digest]
+
+
+def _require_plain(row: Row, *, location: str) -> None:
+    """Raise DataError for a row that is nested too deeply, or that has an array or a tensor in it."""
+    try:
+        require_shallow(row)
+    except DataError as error:
+        raise DataError(f"{location} {error}") from error
+    values = list(row.items())
+    while values:
+        column, value = values.pop()
+        if isinstance(value, Mapping):
+            values += [(column, inner) for inner in value.values()]
+        elif isinstance(value, list | tuple):
+            values += [(column, inner) for inner in value]
+        elif hasattr(value, "__array__") and not type(value).__module__.startswith("PIL."):
+            name = f"{type(value).__module__}.{type(value).__name__}"
+            raise DataError(f"{location}, `{column}` has a `{name}`. Rows are JSON values: write `value.tolist()`.")
 
 
 Log = Callable[[str], None]

@@ -2,12 +2,13 @@
 
 import io
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, BinaryIO
 
-from finetune.data.rows import RawRow, Row
+from finetune.data.rows import RawRow, Row, shortened
 from finetune.errors import DataError
 from finetune.runtime.optional import require
 
@@ -217,6 +218,8 @@ def arrow_rows(stream: BinaryIO, origin: str, start: int) -> Iterator[RawRow]:
 def _numbered(batches: Iterator[Any], origin: str, *, passed: int, skipped: int) -> Iterator[RawRow]:
     """Yield the batches' rows without the first `skipped`; `passed` rows of the file precede the first batch."""
     for batch in batches:
+        if duplicates := [name for name, count in Counter(batch.schema.names).items() if count > 1]:
+            raise DataError(f"{origin}: has the column `{shortened(duplicates[0])}` twice. Keep one of them.")
         batch.validate(full=True)  # otherwise offsets beyond the data of a damaged file are read unchecked
         for start in range(min(skipped, batch.num_rows), batch.num_rows, _BATCH_ROWS):
             piece, first = batch.slice(start, _BATCH_ROWS), passed + start + 1

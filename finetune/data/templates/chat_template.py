@@ -53,11 +53,11 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | N
         if chat_template in TEMPLATES:
             try:
                 text = TEMPLATES.resolve(chat_template)()
-                if not isinstance(text, str):
-                    raise TypeError(f"it returned a {type(text).__name__}, not text")
             except Exception as error:
                 message = f"the plugin's `{chat_template}` failed: {type(error).__name__}: {error}"
                 raise DataError(f"data.chat_template: {message}") from error
+            if not isinstance(text, str):
+                raise TEMPLATES.refusal(chat_template, text, "the template as text")
             tokenizer.chat_template = text
         else:
             with open_regular(path) as file:

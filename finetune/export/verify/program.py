@@ -16,6 +16,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__" and sys.platform == "linux":
+    # PR_SET_PDEATHSIG: end with the parent process, also if it dies during the imports below, which take seconds
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
 import torch
 import transformers
 from safetensors import safe_open

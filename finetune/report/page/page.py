@@ -34,6 +34,7 @@ from finetune.report.page.facts import (
     tiles,
 )
 from finetune.runtime.files import atomic
+from finetune.runtime.text.terminal import escape_controls
 
 TEMPLATES = Path(__file__).parent / "templates"
 
@@ -59,18 +60,30 @@ def render_page(template: str, *, folder: Path, data: Mapping[str, Any], **value
 
 def script_json(value: Any) -> Markup:
     """Return JSON that is safe within `<script type="application/json">`."""
-    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
+    text = json.dumps(_readable(value), allow_nan=False, separators=(",", ":"))
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return Markup(text)  # ASCII: no U+2028 either, which ends a line in old readers
 
 
+def _readable(value: Any) -> Any:
+    """Return the value with its control characters and invisible ones as escapes, which charts show."""
+    if isinstance(value, Mapping):
+        return {_readable(name): _readable(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_readable(inner) for inner in value]
+    return escape_controls(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+
+def html_environment(*folders: Path, **options: Any) -> Environment:
+    """Return an environment for pages from the templates in the folders, which escapes foreign text."""
+    loader = FileSystemLoader(folders)
+    return Environment(loader=loader, autoescape=True, undefined=StrictUndefined, finalize=_readable, **options)
+
+
 @cache
 def _environment(folder: Path) -> Environment:
-    loader = FileSystemLoader([folder, TEMPLATES])
-    environment = Environment(
-        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
+    environment = html_environment(folder, TEMPLATES, trim_blocks=True, lstrip_blocks=True)
     environment.filters["count"] = "{:,}".format
     return environment
 

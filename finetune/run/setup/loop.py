@@ -39,6 +39,7 @@ from finetune.report.profile import StepProfile
 from finetune.report.reporter import CallbackReporter, Reporter, RunLog
 from finetune.report.timing import StartupTimer
 from finetune.run.context import RunPaths
+from finetune.run.setup.plugins import require_same_on_all_ranks
 from finetune.run.setup.prepared_model import BuiltRun, make_weights
 from finetune.run.setup.strategy import require_sliceable_model
 from finetune.runtime import distributed
@@ -78,7 +79,8 @@ def make_parts(
     gpu: DeviceColumns,
     log: RunLog,
 ) -> TrainingComponents:
-    """Return the loop's components; the first step reports the duration of the start."""
+    """Return the loop's components; the first step reports the duration of the start. Collective."""
+    require_same_on_all_ranks(config, built)
     training_data, prepared, plan = built.training_data, built.prepared, built.plan
     stops: dict[str, Callable[[], bool]] = {FAILED_SAVE: lambda: save.has_failed}  # of this rank
     if config.train.time_limit_minutes:

@@ -16,8 +16,12 @@ import torch
 from finetune.errors import DataError, ModelError
 from finetune.runtime.files.atomic import build_once, temporary_path
 from finetune.runtime.optional import no_op
+from finetune.runtime.resources import disk_errors, format_size, free_bytes
 
 GIVEN_FOLDER = "given"
+
+_MIN_FREE_BYTES, _ROWS_BETWEEN_LOOKS = 1_000_000_000, 1_000
+"""What rows that do not end leave free on the disk."""
 
 _DIGITS = 16
 _SET_BY_SAVING = ("architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path")
@@ -57,13 +61,16 @@ def write_rows(given: Any, folder: Path, *, key: str) -> Path:
 
 def _write_lines(rows: Iterable[Any], path: Path, *, key: str) -> None:
     number = 0
-    with path.open("w", encoding="utf-8") as file:
+    with disk_errors([path.parent], DataError), path.open("w", encoding="utf-8") as file:
         for number, row in enumerate(rows, start=1):
+            if number % _ROWS_BETWEEN_LOOKS == 0 and free_bytes(path.parent) < _MIN_FREE_BYTES:
+                free = f"{path.parent} has less than {format_size(_MIN_FREE_BYTES)} free"
+                raise DataError(f"{key}: after {number:,} rows {free}. End the iterable, or use a larger disk.")
             if not isinstance(row, Mapping):
                 raise DataError(f"{key}: row {number} is of type `{type(row).__name__}`, not a dict of its columns.")
             try:
                 file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
-            except (TypeError, ValueError) as error:
+            except (TypeError, ValueError, RecursionError) as error:
                 raise DataError(
                     f"{key}: row {number} cannot be written as JSON: {error}. Give text, numbers, lists and dicts, or "
                     "a `datasets.Dataset`."

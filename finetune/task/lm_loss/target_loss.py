@@ -5,18 +5,19 @@ targets. Read in liger-kernel 0.8.5 and cut-cross-entropy 25.1.1. Both synchroni
 count targets, which our chunked loss does not: that is why none of them is ever chosen by default.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from finetune.config.sections.train import LossKernel
 from finetune.data.batch import Batch
-from finetune.errors import UserError
-from finetune.registry.losses import LOSS_KERNELS, TOKEN_LOSSES
+from finetune.registry.losses import LOSS_KERNELS, PREFERENCE_LOSSES, TOKEN_LOSSES
+from finetune.registry.table import Table
 from finetune.registry.tasks import ModelHead
 from finetune.runtime.optional import require
 from finetune.task.lm_loss import chunked_loss
@@ -142,36 +143,64 @@ class PluginLoss(TargetLoss):
     def sums(self, model: nn.Module, batch: Batch, inputs: Mapping[str, Any] | None = None) -> dict[str, Tensor]:
         """Return `loss_sum` and the detached sum of the plain `cross_entropy`.
 
-        Raises UserError if the plugin does not return the loss of each target.
+        Raises RegistryError if the plugin does not return the loss of each target.
         """
         labels, function = targets_of(batch).labels, TOKEN_LOSSES.resolve(self.name)
         if TOKEN_LOSSES[self.name].scores == "logits":
             logits = logits_at_targets(model, batch, inputs=inputs).to(torch.float32)
             plain = nn.functional.cross_entropy(logits.detach(), labels, reduction="sum")
-            losses = function(logits, labels, batch)
+            scores, losses = logits, function(logits, labels, batch)
         else:
             log_probabilities = log_probabilities_at_targets(model, batch, inputs=inputs)
             plain = -log_probabilities.detach().sum()
-            losses = function(log_probabilities, labels, batch)
-        require_one_loss_each(losses, len(labels), name=self.name, what="target")
+            scores, losses = log_probabilities, function(log_probabilities, labels, batch)
+        require_one_loss_each(losses, [scores], name=self.name, what="target")
         return {"loss_sum": losses.to(torch.float32).sum(), "cross_entropy": plain}
 
 
-def require_one_loss_each(losses: Any, count: int, *, name: str, what: str) -> None:
-    """Raise UserError unless the plugin's loss is a float tensor of shape [count].
+def require_one_loss_each(losses: Any, scores: Sequence[Tensor], *, name: str, what: str) -> None:
+    """Raise RegistryError unless the losses are a float tensor, [count], computed from scores, each [count, ...].
 
     Only then it is summed over all ranks and divided by their number of targets, the same under every strategy.
     """
-    if isinstance(losses, Tensor) and losses.is_floating_point() and losses.shape == (count,):
+    count = len(scores[0])
+    if not isinstance(losses, Tensor):
+        problem = f"a {type(losses).__name__}"
+    elif losses.shape != (count,):
+        mean = ", which is a mean or a sum" if losses.dim() == 0 else ""
+        problem = f"a tensor of shape {list(losses.shape)}{mean}"
+    elif not losses.is_floating_point():
+        problem = f"a tensor of type {losses.dtype}"
+    elif losses.device != scores[0].device:
+        problem = f"a tensor on {losses.device}, not on {scores[0].device}"
+    elif count and scores[0].requires_grad and not _depends_on(losses, scores):
+        problem = "a tensor through which no gradient reaches the model (detached, or of other numbers)"
+    else:
         return
-    found = f"a tensor of shape {list(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
-    if isinstance(losses, Tensor) and not losses.is_floating_point():
-        found += f" and type {losses.dtype}"
-    mean = ", which is a mean or a sum" if isinstance(losses, Tensor) and losses.dim() == 0 else ""
-    raise UserError(
-        f"the loss `{name}` returned {found}{mean}. Return the loss of each {what}, a float tensor of shape "
-        f"[{count}]: the mean is taken once, over the {what}s of the whole step on all processes."
+    table: Table[Any] = PREFERENCE_LOSSES if what == "pair" else TOKEN_LOSSES
+    raise table.refusal(
+        name,
+        problem,
+        f"the loss of each {what}, a float tensor of shape [{count}] computed from the scores: the mean is taken once, "
+        f"over the {what}s of the whole step on all processes",
     )
+
+
+def _depends_on(losses: Tensor, scores: Sequence[Tensor]) -> bool:
+    """Return whether some of the scores are among the tensors of which the losses were computed."""
+    if not losses.requires_grad:
+        return False
+    ends = {get_gradient_edge(each).node for each in scores if each.requires_grad}
+    nodes: list[Any] = [get_gradient_edge(losses).node]
+    seen: set[Any] = set()
+    while nodes:
+        node = nodes.pop()
+        if node in ends:
+            return True
+        if node is not None and node not in seen:
+            seen.add(node)
+            nodes += [parent for parent, _ in node.next_functions]
+    return False
 
 
 def log_probabilities_at_targets(model: nn.Module, batch: Batch, inputs: Mapping[str, Any] | None = None) -> Tensor:

@@ -13,7 +13,7 @@ arXiv:2305.14314; CUDA moves them to the memory of the host while the GPU needs 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -202,12 +202,29 @@ def build_optimizer(
         )
     else:
         inputs = OptimizerInputs(named, groups, section, learning_rate)
-        optimizer = cast(torch.optim.Optimizer, (build or OPTIMIZERS.resolve(section.name))(inputs))
+        optimizer = (build or OPTIMIZERS.resolve(section.name))(inputs)
+        if build is None and OPTIMIZERS[section.name].plugin:
+            _require_optimizer_of(optimizer, groups, name=section.name)
     if unfreeze:
         optimizer.register_step_pre_hook(lambda optimizer, *_: drop_not_yet_unfrozen(optimizer))
     if average is not None:
         keep_average(optimizer, average)
     return optimizer
+
+
+def _require_optimizer_of(optimizer: Any, groups: Groups, *, name: str) -> None:
+    """Raise RegistryError unless a plugin has returned an optimizer of all parameters, and of no others."""
+    expected = "a `torch.optim.Optimizer` of the given `groups`, each with its keys and a learning rate `lr`"
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise OPTIMIZERS.refusal(name, optimizer, expected)
+    given = {id(parameter) for group in groups for parameter in group["params"]}
+    own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if (num_missing := len(given - set(map(id, own)))) or len(own) != len(given):
+        found = f"an optimizer with {num_missing:,} of {len(given):,} parameters missing and {len(own):,} in all"
+        raise OPTIMIZERS.refusal(name, found, expected)
+    keys = {"lr"}.union(*groups)
+    if missing := {key for group in optimizer.param_groups for key in keys - group.keys()}:
+        raise OPTIMIZERS.refusal(name, f"an optimizer whose groups lack {', '.join(sorted(missing))}", expected)
 
 
 def begin_step(optimizer: Any, *, step: int, learning_rate: float) -> None:

@@ -169,7 +169,19 @@ def test_samples_of_a_skipped_step_are_folded(tmp_path: Path):
 def test_json_within_a_script_ends_neither_script_nor_line():
     written = str(script_json({"text": HOSTILE}))
     assert not set("<>&\u2028") & set(written)
-    assert json.loads(written) == {"text": HOSTILE}
+    assert json.loads(written) == {"text": HOSTILE.replace("\u2028", "\\u2028")}
+
+
+def test_invisible_characters_of_names_and_values_are_escapes_in_pages_and_charts(tmp_path: Path):
+    hidden = "a\u202eb\u200bc\u2028d"
+    evaluated = {"event": "Evaluated", "time": 3, "step": 1, "metrics": {"loss": 1.0, hidden: 2.0}, "seconds": 1.0}
+    folder = write_run(tmp_path / hidden, [started(), taken(1, 1.0), evaluated])
+    (folder / "resolved.yaml").write_text(f"x: {hidden[:5]}")
+    page = page_of(folder)
+    assert not {"\u202e", "\u200b", "\u2028"} & set(page)
+    assert "x: a\\u202eb\\u200bc" in page and "<title>a\\u202eb\\u200bc\\u2028d" in page
+    charts = json.dumps(data_of(page), ensure_ascii=False)
+    assert not {"\u202e", "\u200b", "\u2028"} & set(charts) and r"a\\u202eb\\u200bc\\u2028d" in charts
 
 
 def test_a_secret_in_a_config_is_redacted(tmp_path: Path):
