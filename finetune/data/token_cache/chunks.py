@@ -80,6 +80,17 @@ class Chunk:
     counts: Counts
 
 
+_FLAGS = (
+    "has_control_names",
+    "has_turn_marks",
+    "has_arguments",
+    "has_overrides",
+    "has_dropped_reasoning",
+    "has_same_prompt",
+)
+"""The fields of features whose rows are counted."""
+
+
 def encode_chunk(plan: EncodingPlan, raws: Sequence[RawRow]) -> Chunk:
     """Return the samples of the rows; raises DataError naming the row that cannot be encoded."""
     noted = [plan.format.read(raw) for raw in raws]
@@ -106,11 +117,7 @@ def encode_chunk(plan: EncodingPlan, raws: Sequence[RawRow]) -> Chunk:
         texts = [turn.get("content") for turn in turns] if isinstance(turns, Sequence) else rows[row_index].values()
         num_empty += not any(texts)
 
-    flags = ("has_control_names", "has_turn_marks", "has_arguments", "has_overrides", "has_dropped_reasoning")
-    num_rows = {
-        flag: len({row_index for row_index, sample in encoded if getattr(sample, flag)})
-        for flag in (*flags, "has_same_prompt")
-    }
+    num_rows = {flag: len({row_index for row_index, sample in encoded if getattr(sample, flag)}) for flag in _FLAGS}
     notes = dict(Counter(note for row in noted for note in row.get(NOTES, ())))
     counts = Counts(
         rows=len(raws),
