@@ -44,9 +44,7 @@ REFUSED = {
     "a factor that is infinite": (SCHEDULE, "return float('inf')", "`inf` of type `float`"),
     "no optimizer": (OPTIMIZER, "return None", "the optimizer `mine` of the plugin"),
     "an optimizer class": (OPTIMIZER, "return Own", "torch.optim.Optimizer"),
-    "an optimizer of half the weights": (
-        *(OPTIMIZER, "return Own(inputs.groups[:1], lr=1e-3)", "parameters missing"),
-    ),
+    "an optimizer of half the weights": (*(OPTIMIZER, "return Own(inputs.groups[:1], lr=1e-3)", "parameters missing"),),
     "an optimizer without its groups' keys": (
         OPTIMIZER,
         'return Own([each for group in inputs.groups for each in group["params"]], lr=1e-3)',

@@ -160,6 +160,8 @@ def _is_of_kind(kind: str, values: Sequence[Any]) -> Callable[[Any], bool]:
         return KINDS["turns"] if is_weighted else lambda value: False
     if name == "transcript" and speakers_of(values) is None:
         return lambda value: False
+    if name == "joined":
+        return _is_text if any(_is_text(value) and "|" in value for value in values) else lambda value: False
     if name == "prose":
         return _is_text if is_prose(values) else lambda value: False
     return KINDS[name]
@@ -233,7 +235,7 @@ class Layout:
     def _keys(self, reading: Reading, roles: Mapping[str, Role]) -> JobKeys:
         columns: dict[str, Any] = {}
         template = {name: self._filled(text, roles) for name, text in reading.template.items()}
-        for name in FORMATS[reading.format].columns if reading.format in FORMATS else ("text", "spans"):
+        for name in FORMATS[reading.format].columns:
             yours = roles.get(reading.columns.get(name, name))
             if yours is None or name in template:
                 continue
@@ -272,8 +274,10 @@ class Layout:
         return _present(self.rows, column)
 
     def unused(self) -> list[str]:
-        """Return the columns without a role."""
+        """Return the columns that the first reading does not read."""
         used = {column for columns in self.roles.values() for column in columns}
+        formats = [reading.format for reading in self.entry.readings[:1]]
+        used |= {column for form in formats for column in FORMATS[form].columns}
         return [column for column in _columns(self.rows) if column not in used]
 
 

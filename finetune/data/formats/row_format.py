@@ -9,7 +9,7 @@ from typing import Any, cast
 from finetune.config.sections.data import SourceSection
 from finetune.data.formats.attached_images import attach_images
 from finetune.data.formats.columns import NOTES, ColumnNames, Columns, quoted_list
-from finetune.data.formats.layouts import is_empty, layout_hint, unread_meanings
+from finetune.data.formats.layouts import is_empty, layout_hint, meaning_of, unread_meanings
 from finetune.data.formats.prompts import read_exchange, turns_of, with_system
 from finetune.data.images import ImageRoot
 from finetune.data.rows import (
@@ -208,7 +208,10 @@ def _require_columns_of_format(section: SourceSection, form: str, *, key: str) -
 def _log_unread(
     columns: Sequence[str], rows: Sequence[Row], *, form: str, key: str, log: Callable[[str], None]
 ) -> tuple[str, ...]:
-    """Log the columns that are not read, and return those that change what a row of this format means."""
+    """Log the columns that are not read, and return those that change what a row of this format means.
+
+    These count in rows that have a value there, even if none of the first rows has.
+    """
     if not columns:
         return ()
     log(f"{key}: unused columns: {quoted_list(columns)}")
@@ -217,7 +220,7 @@ def _log_unread(
         log(f"warning: {key}: `{column}` {meaning.says}, and is not read: {meaning.remedy_of(column)}.")
     if hint := layout_hint(rows, form=form, has_meanings=bool(meanings)):
         log(f"warning: {key}: {hint}")
-    return tuple(meanings)
+    return tuple(column for column in columns if (meaning := meaning_of(column)) and form in meaning.formats)
 
 
 def _detect(section: SourceSection, first: RawRow, rows: Sequence[Row], *, key: str) -> str:

@@ -82,6 +82,17 @@ class Chunk:
     counts: Counts
 
 
+_FLAGS = (
+    "has_control_names",
+    "has_turn_marks",
+    "has_arguments",
+    "has_overrides",
+    "has_dropped_reasoning",
+    "has_same_prompt",
+)
+"""The fields of features whose rows are counted."""
+
+
 def encode_chunk(plan: EncodingPlan, raws: Sequence[RawRow]) -> Chunk:
     """Return the samples of the rows; raises DataError naming the row that cannot be encoded."""
     noted = [plan.format.read(raw) for raw in raws]
