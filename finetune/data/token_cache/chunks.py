@@ -82,14 +82,6 @@ class Chunk:
     counts: Counts
 
 
-_FLAGS = (
-    "has_control_names",
-    "has_turn_marks",
-    "has_arguments",
-    "has_overrides",
-    "has_dropped_reasoning",
-    "has_same_prompt",
-)
 """The fields of features whose rows are counted."""
 
 

@@ -25,7 +25,7 @@ from finetune.errors import DataError
 from finetune.runtime.files.digests import Damaged, read_json_with_digest, write_json_with_digest
 from finetune.runtime.files.read import first_problem
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 MANIFEST = "counts.json"
 MAX_NAMED = 16
 """The maximum number of damaged rows that a message names."""
