@@ -27,7 +27,7 @@ class PreferenceEncoder:
     of turn. With `judged`, `is_good` has the verdict on each answer, and the answers are followed by as many mismatched
     sequences: the prompt with the answers of the next row of the chunk that has another prompt (the first follows the
     last). KTO takes its reference point from these. Where all rows of a chunk have the same prompt, they are those of
-    the next row, and `has_same_prompt` is set.
+    the next row, and the row is counted in `same_prompt_rows`.
     """
 
     encode: ConversationEncoder

@@ -32,7 +32,7 @@ def _parsed(value: Any) -> Any:
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:
             return json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             return value
     return value
 
@@ -111,7 +111,7 @@ KINDS: Mapping[str, Callable[[Any], bool]] = {
     "any": lambda value: True,
     "text": _is_text,
     "number": _is_number,
-    "share": lambda value: _is_number(value) and 0 <= float(value) <= 1,
+    "share": lambda value: _is_number(value) and 0 <= (float(value) if isinstance(value, str) else value) <= 1,
     "integer": _is_integer,
     "digits": lambda value: isinstance(value, str) and value.strip().isdecimal(),
     "index": lambda value: str(value).lower() in ("0", "1", "true", "false"),
@@ -191,9 +191,13 @@ def _columns_named(columns: Iterable[str], names: str) -> Iterator[str]:
                 yield column
 
 
+def _is_collection(value: Any) -> bool:
+    return isinstance(value, list | tuple | Mapping)
+
+
 def is_empty(value: Any) -> bool:
     """Return whether the value is null, blank text, or an empty list or object."""
-    return value is None or (isinstance(value, str) and not value.strip()) or value in ([], {}, ())
+    return not value.strip() if isinstance(value, str) else value is None or (_is_collection(value) and not value)
 
 
 @dataclass(frozen=True)
@@ -306,7 +310,12 @@ def _text_of(values: Sequence[Any]) -> str | None:
 
 
 def _expression(column: str) -> str:
-    return column if re.fullmatch(r"[A-Za-z_]\w*", column) else f"row[{format_json(column)}]"
+    is_name = re.fullmatch(r"[A-Za-z_]\w*", column) and column.lower() not in _JINJA_WORDS
+    return column if is_name else f"row[{format_json(column)}]"
+
+
+_JINJA_WORDS = ("and", "or", "not", "in", "is", "if", "else", "true", "false", "none", "loop", "row", "dict", "range")
+"""Names that mean something else in a template."""
 
 
 def _filter(speakers: Speakers) -> str:

@@ -82,9 +82,6 @@ class Chunk:
     counts: Counts
 
 
-"""The fields of features whose rows are counted."""
-
-
 def encode_chunk(plan: EncodingPlan, raws: Sequence[RawRow]) -> Chunk:
     """Return the samples of the rows; raises DataError naming the row that cannot be encoded."""
     noted = [plan.format.read(raw) for raw in raws]

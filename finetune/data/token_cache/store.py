@@ -47,7 +47,7 @@ class TokenCacheManifest(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    version: Literal[4]
+    version: Literal[5]
     fingerprint: str
     names: tuple[str, ...]
     counts: dict[str, Any]

@@ -41,7 +41,7 @@ FORMATS = [
     (
         ["data.train={path: rows.jsonl, format: messages, columns: {prompt: q}}"],
         "data.train.columns.prompt",
-        "It has `messages`, `system`, `tools`, `images` and `chat_template_kwargs`",
+        "It has `messages`, `system`, `tools`, `functions`, `images` and `chat_template_kwargs`",
     ),
     (["data.train.columns={question: prompt}"], "data.train.columns.question", "The format's name goes first:"),
     ([mixed(", columns: {promt: q}")], "data.train.mix.1.columns.promt", "Did you mean `prompt`?"),

@@ -86,13 +86,13 @@ def partners_of(answers, encoder, tokenizer):
 def test_a_mismatched_answer_is_that_of_the_next_row_with_another_prompt(encoder, tokenizer, answers, partners):
     found, encoded = partners_of(answers, encoder, tokenizer)
     assert found == partners
-    assert not any(each.has_same_prompt for each in encoded)
+    assert not any("same_prompt_rows" in each.findings.flags for each in encoded)
 
 
 def test_without_another_prompt_the_next_row_is_taken_and_marked(encoder, tokenizer):
     found, encoded = partners_of(["a?one", "a?two", "a?three"], encoder, tokenizer)
     assert found == ["two", "three", "one"]
-    assert all(each.has_same_prompt for each in encoded)
+    assert all("same_prompt_rows" in each.findings.flags for each in encoded)
 
 
 def test_margins_are_kept_where_they_are_used(encoder):
