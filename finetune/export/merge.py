@@ -86,14 +86,21 @@ def merge(model: PeftModel, weights: Mapping[str, Tensor], *, dtype: torch.dtype
 
 
 def _build_meta_peft_model(model: PeftModel, config: PeftConfig, *, dtype: torch.dtype, is_on_meta: bool) -> PeftModel:
-    """Return the base on the meta device with an adapter of this config, which is there, too, if `is_on_meta`."""
+    """Return the base on the meta device with an adapter of this config, which is there, too, if `is_on_meta`.
+
+    `low_cpu_mem_usage` unties what the adapter ties (`init_empty_weights` of accelerate 1.15), so it is tied again.
+    """
     config = copy.deepcopy(config)
     config.base_model_name_or_path = None
     if hasattr(config, "init_lora_weights"):
         config.init_lora_weights = True  # other initializations read values, which the meta device lacks
     base = build_meta_model(unwrap_adapter(model), dtype=dtype)
     with torch.device("meta") if is_on_meta else nullcontext(), keep_targets():
-        return get_peft_model(base, config, low_cpu_mem_usage=True)
+        meta_model = get_peft_model(base, config, low_cpu_mem_usage=True)
+    inputs, outputs = base.get_input_embeddings(), base.get_output_embeddings()
+    if getattr(config, "ensure_weight_tying", False) and isinstance(outputs, ModulesToSaveWrapper):
+        outputs.modules_to_save[ADAPTER_NAME].weight = inputs.modules_to_save[ADAPTER_NAME].weight
+    return meta_model
 
 
 class _Values:
@@ -223,7 +230,11 @@ def adapter_for_export(
     meta_model, names = _check(weights, model, config, dtype=dtype)
     config = loadable_config(meta_model, config)
     config.inference_mode = True
-    return {peft_name: weights[name].contiguous() for name, peft_name in names.items()}, config
+    first = {name: peft_name for peft_name, name in reversed(names.items())}
+    return {
+        peft_name: weights[name].contiguous() if first[name] == peft_name else weights[name].clone()  # tied: read twice
+        for peft_name, name in names.items()
+    }, config
 
 
 def base_weights(model: PeftModel, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -240,7 +251,7 @@ def base_weights(model: PeftModel, weights: Mapping[str, Tensor]) -> dict[str, T
 def _check(
     weights: Mapping[str, Tensor], model: PeftModel, config: PeftConfig, *, dtype: torch.dtype
 ) -> tuple[PeftModel, dict[str, str]]:
-    """Return the adapted model without values, and peft's name of each trained weight.
+    """Return the adapted model without values, and the trained weight of each of peft's names.
 
     Raises TrainingError unless all have their full shape.
     """

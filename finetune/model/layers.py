@@ -2,7 +2,7 @@
 
 import copy
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,20 +50,35 @@ def find_stacks(model: nn.Module, *, with_sizes: bool) -> tuple[LayerStack, ...]
     memory.
     """
     stacks: list[LayerStack] = []
-    for name, module in model.named_modules():
-        if any(name.startswith(f"{stack.name}.") for stack in stacks):
-            continue
-        if not isinstance(module, nn.ModuleList) or len(module) < MIN_LAYERS:
-            continue
-        if any(next(layer.parameters(), None) is None for layer in module):
-            continue
-        kinds = [_kind(layer, with_sizes=with_sizes) for layer in module]
+    for name, layers in layer_lists(model, min_layers=MIN_LAYERS).items():
+        kinds = [_kind(layer, with_sizes=with_sizes) for layer in layers]
         if with_sizes:
             settings = vars(getattr(_owner(model, name), "config", object)).values()
-            lists = [value for value in settings if isinstance(value, list | tuple) and len(value) == len(module)]
+            lists = [value for value in settings if isinstance(value, list | tuple) and len(value) == len(layers)]
             kinds = [(kind, *(repr(values[index]) for values in lists)) for index, kind in enumerate(kinds)]
         stacks.append(LayerStack(name, tuple(kinds)))
     return tuple(stacks)
+
+
+def layer_lists(model: nn.Module, *, min_layers: int = 1) -> dict[str, nn.ModuleList]:
+    """Return the model's outermost lists of layers by name; lists inside a layer, such as experts, are part of it."""
+    lists: dict[str, nn.ModuleList] = {}
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList) or len(module) < min_layers or layer_index(name, lists) is not None:
+            continue
+        if len(module) and all(next(layer.parameters(), None) is not None for layer in module):
+            lists[name] = module
+    return lists
+
+
+def layer_index(name: str, lists: Iterable[str]) -> int | None:
+    """Return the index in its list of the layer that a module or parameter belongs to; None if it is in no list.
+
+    >>> layer_index("encoder.block.1.layer.0.wi", ["encoder.block", "decoder.block"])
+    1
+    """
+    prefix = next((f"{own}." for own in lists if name.startswith(f"{own}.")), None)
+    return None if prefix is None else int(name.removeprefix(prefix).partition(".")[0])
 
 
 def _kind(layer: nn.Module, *, with_sizes: bool) -> tuple[Hashable, ...]:

@@ -3,7 +3,16 @@
 import pytest
 from torch import nn
 
-from finetune.model.layers import LayerStack, fewest_layers, find_stacks, shorten_config, with_layers, with_one_more
+from finetune.model.layers import (
+    LayerStack,
+    fewest_layers,
+    find_stacks,
+    layer_index,
+    layer_lists,
+    shorten_config,
+    with_layers,
+    with_one_more,
+)
 
 
 class Layer(nn.Module):
@@ -34,6 +43,15 @@ def test_layers_of_other_widths_are_alike_only_without_sizes(with_sizes, num_kin
 
 def test_lists_without_parameters_are_not_layers():
     assert find_stacks(model_of(nn.ReLU(), nn.ReLU()), with_sizes=False) == ()
+
+
+def test_the_index_of_a_layer_is_that_of_the_outermost_list():
+    model = nn.Module()
+    model.encoder, model.decoder, model.lists = model_of(Layer(0), Layer(1)), model_of(Layer(0)), nn.ModuleList()
+    assert list(layer_lists(model)) == ["encoder.layers", "decoder.layers"]
+    names = ("encoder.layers.1.experts.2.weight", "decoder.layers.0", "encoder.layers", "encoder.layers_1.0.weight")
+    assert [layer_index(name, layer_lists(model)) for name in names] == [1, 0, None, None]
+    assert [stack.name for stack in find_stacks(model, with_sizes=False)] == ["encoder.layers"]
 
 
 def test_the_fewest_layers_include_every_kind_and_are_enlarged_one_kind_at_a_time():

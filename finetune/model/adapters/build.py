@@ -23,8 +23,11 @@ from peft import (
 )
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from peft.tuners.oft import OFTLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from torch import nn
 from transformers import PreTrainedModel
 
 from finetune.config.sections.model import (
@@ -42,8 +45,10 @@ from finetune.model.adapters.context import (
     AdapterConfig,
     AdapterContext,
     check_module_names,
+    check_trained_once,
     format_candidates,
     is_conv1d,
+    tied_modules,
 )
 from finetune.model.adapters.experts import group_expert_adapters
 from finetune.model.adapters.lora import init_lora, lora_config
@@ -82,6 +87,8 @@ def peft_config(model: PreTrainedModel, section: PeftSection, context: AdapterCo
     targets = section.values.get("target_modules")
     if isinstance(targets, list):
         check_module_names(model, targets, key=f"{_KEY}.values.target_modules")
+        saved = section.values.get("modules_to_save") or ()
+        check_trained_once(model, targets, saved, key=f"{_KEY}.values.modules_to_save")
     values = {**section.values, "task_type": TASK_TYPES.get(context.head)}
     if section.type == "vera":  # peft draws the projections again from `projection_prng_key`, the same on every machine
         values = {"save_projection": False, **values}
@@ -130,7 +137,7 @@ def load_saved_weights(model: PeftModel, folder: Path, context: AdapterContext) 
         raise ModelError(f"{ADAPTER_KEY}: {folder / ADAPTER_WEIGHTS} cannot be read: {error}.") from error
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     names = peft_state_dict_names(model, trained)
-    expected = set(names.values())
+    expected = set(names)
     for problem, differing in (("lacks", expected - saved.keys()), ("has extra", saved.keys() - expected)):
         if differing:
             listed = ", ".join(sorted(differing)[:3])
@@ -138,27 +145,32 @@ def load_saved_weights(model: PeftModel, folder: Path, context: AdapterContext) 
                 f"{ADAPTER_KEY}: {folder}: {problem} {len(differing)} tensors ({listed}): it is the adapter of another "
                 "model."
             )
-    for name, parameter in trained.items():
+    for saved_name, name in names.items():
+        parameter = trained[name]
         with torch.no_grad(), context.init_context.gather([parameter]):
-            values = saved[names[name]]
+            values = saved[saved_name]
             if values.shape != parameter.shape:
                 raise ModelError(
-                    f"{ADAPTER_KEY}: `{names[name]}` has the shape {tuple(values.shape)} in {folder} and "
+                    f"{ADAPTER_KEY}: `{saved_name}` has the shape {tuple(values.shape)} in {folder} and "
                     f"{tuple(parameter.shape)} in this model. It was trained on another base."
                 )
             parameter.copy_(values)
 
 
 def peft_state_dict_names(model: PeftModel, trained: Mapping[str, Any]) -> dict[str, str]:
-    """Return the name under which peft saves each trained parameter, without saving values."""
-    config = model.peft_config[ADAPTER_NAME]
-    indices: dict[str, Any] = {name: torch.tensor(index) for index, name in enumerate(trained)}
+    """Return the trained parameter that peft saves under each name, without saving values; a tied one has two names."""
+    config, names = model.peft_config[ADAPTER_NAME], list(trained)
+    positions = {parameter: index for index, parameter in enumerate(trained.values())}
+    indices: dict[str, Any] = {
+        name: torch.tensor(positions[parameter])
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if parameter in positions
+    }
     mode, config.inference_mode = config.inference_mode, True  # otherwise peft computes learned prompts
     written = get_peft_model_state_dict(model, state_dict=indices, save_embedding_layers=False)
     config.inference_mode = mode
-    prompts = {name: _PROMPT_KEY for name in trained if name.startswith("prompt_encoder.")}
-    names = list(trained)
-    return {names[int(index)]: name for name, index in written.items() if name != _PROMPT_KEY} | prompts
+    prompts = {_PROMPT_KEY: name for name in trained if name.startswith("prompt_encoder.")}
+    return {name: names[int(index)] for name, index in written.items() if name != _PROMPT_KEY} | prompts
 
 
 def save_untrained_copy(model: PreTrainedModel, adapter: Path, context: AdapterContext, *, folder: Path) -> None:
@@ -185,6 +197,7 @@ def add_adapter(model: PreTrainedModel, adapter: AdapterConfig, context: Adapter
     saved adapter. Raises ModelError for adapters that this model does not support. Collective under ZeRO-3.
     """
     method = _METHODS[Path if isinstance(adapter, Path) else type(adapter)]
+    tied = tied_modules(model)
     try:
         config = method.config(model, adapter, context)
         with nullcontext() if isinstance(adapter, Path) else keep_targets(), torch.random.fork_rng(devices=()):
@@ -192,9 +205,37 @@ def add_adapter(model: PreTrainedModel, adapter: AdapterConfig, context: Adapter
             adapted = get_peft_model(model, config, adapter_name=ADAPTER_NAME, revision=context.revision)
     except (ValueError, TypeError) as error:  # from peft, for layers that this method does not support
         raise ModelError(f"model.{method.key}: {error_summary(error)} {format_candidates(model)}") from error
+    require_ties(adapted, tied, key=f"model.{method.key}")
     method.fill(adapted, adapter, context)
     group_expert_adapters(adapted)
     return adapted
+
+
+def require_ties(model: PeftModel, tied: Mapping[str, nn.Parameter], *, key: str) -> None:
+    """Raise ModelError where modules that were tied no longer are, since peft adapts and copies one by one."""
+    base = model.get_base_model()
+    trained = {name: _trained_weight(base.get_submodule(name)) for name in tied}
+    for weight in set(tied.values()):
+        names = [name for name in tied if tied[name] is weight]
+        if len({id(trained[name]) for name in names}) > 1:
+            changed = " and ".join(f"`{name}`" for name in names if trained[name] is not weight)
+            others = ", ".join(f"`{name}`" for name in names)
+            raise ModelError(
+                f"{key}: the weights of {others} are tied, and adapting {changed} would untie them. Leave "
+                f"{'it' if ' and ' not in changed else 'them'} out{_TRAINS_TIED if key == 'model.lora' else ''}."
+            )
+
+
+_TRAINS_TIED = "; `model.lora.modules_to_save: [embed_tokens]` trains a tied weight in full where peft can tie its copy"
+
+
+def _trained_weight(module: nn.Module) -> Any:
+    """Return what determines the weight of the adapted module: itself, a copy, the rows of new tokens, or an adapter."""
+    if isinstance(module, ModulesToSaveWrapper):
+        return module.modules_to_save[ADAPTER_NAME].weight
+    if isinstance(module, TrainableTokensWrapper):
+        return module.token_adapter.trainable_tokens_delta[ADAPTER_NAME]
+    return module if isinstance(module, BaseTunerLayer) else module.weight
 
 
 @dataclass(frozen=True)

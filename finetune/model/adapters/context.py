@@ -88,7 +88,7 @@ def check_module_names(model: nn.Module, targets: Sequence[str], *, key: str) ->
     """Raise ModelError for a target that matches no module's name or suffix; peft ignores it if another one matches."""
     names = [name for name, _ in model.named_modules()]
     for target in targets:
-        if not any(name == target or name.endswith(f".{target}") for name in names):
+        if not any(is_named(name, target) for name in names):
             near = get_close_matches(target, {name.rpartition(".")[2] for name in names}, n=1)
             hint = f" Did you mean `{near[0]}`?" if near else ""
             if any(name.rpartition(".")[2] == "experts" for name in names):
@@ -96,6 +96,30 @@ def check_module_names(model: nn.Module, targets: Sequence[str], *, key: str) ->
             else:
                 experts = ""
             raise ModelError(f"{key}: no module is named `{target}`.{hint} {format_candidates(model)}{experts}")
+
+
+def check_trained_once(model: nn.Module, targets: Collection[str], saved: Collection[str], *, key: str) -> None:
+    """Raise ModelError for a module that gets an adapter and is trained in full; peft leaves out the adapter."""
+    for name, _ in model.named_modules():
+        if any(is_named(name, target) for target in targets) and any(is_named(name, module) for module in saved):
+            raise ModelError(f"{key}: `{name}` is in `target_modules`, too. Remove it from one of them.")
+
+
+def is_named(name: str, target: str) -> bool:
+    """Return whether a module of this full name is the target, or ends with its name."""
+    return name == target or name.endswith(f".{target}")
+
+
+def tied_modules(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the modules that share the weight of an embedding, by name, with it: the embedding and the heads."""
+    weights: dict[nn.Parameter, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        weight = module._parameters.get("weight")
+        if weight is not None:
+            weights.setdefault(weight, []).append(name)
+    embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    shared = ((weight, names) for weight, names in weights.items() if weight in embeddings and len(names) > 1)
+    return {name: weight for weight, names in shared for name in names}
 
 
 def format_candidates(model: nn.Module) -> str:

@@ -7,7 +7,7 @@ of the quantization error.
 
 import copy
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +29,16 @@ from finetune.model.adapters.context import (
     TASK_TYPES,
     AdapterContext,
     check_module_names,
+    check_trained_once,
     is_conv1d,
+    is_named,
     module_name,
+    tied_modules,
 )
 from finetune.model.adapters.targets import (
     INITS_FROM_BASE,
     choose_targets,
     describe_targets,
-    linear_layers,
     target_problems,
 )
 from finetune.model.freeze import peft_exclude_pattern
@@ -58,9 +60,10 @@ def lora_config(model: PreTrainedModel, lora: LoraSection, context: AdapterConte
     """Return peft's config; raises ModelError for a target or module that the model does not have."""
     for problem in target_problems(model, lora):
         raise ModelError(str(problem))
+    check_module_names(model, lora.modules_to_save, key="model.lora.modules_to_save")
     if not isinstance(lora.target_modules, str):
         check_module_names(model, lora.target_modules, key="model.lora.target_modules")
-    check_module_names(model, lora.modules_to_save, key="model.lora.modules_to_save")
+        check_trained_once(model, lora.target_modules, lora.modules_to_save, key="model.lora.modules_to_save")
     has_conv1d = any(map(is_conv1d, model.modules()))
     if lora.init == "olora" and has_conv1d:
         raise ModelError(
@@ -74,16 +77,15 @@ def lora_config(model: PreTrainedModel, lora: LoraSection, context: AdapterConte
     if targets is not None and adapted and lora.experts is None and not lora.router:
         is_older = adapted != {*targets.modules, *(name.rpartition(".")[0] for name in targets.parameters)}
     targets = None if is_older else targets
+    saved, is_saved_tied = _modules_to_save(model, lora, context)
     setattr(model, _SUMMARY, describe_targets(model, lora, targets))
     has_parameters = targets is not None and bool(targets.parameters)
     if targets is not None:
         target_modules: str | list[str] = list(targets.modules)
     elif not isinstance(lora.target_modules, str):
         target_modules = list(lora.target_modules)
-    elif not lora.layers:
+    else:
         target_modules = lora.target_modules
-    else:  # peft does not accept `all-linear` with layers
-        target_modules = sorted({name.rpartition(".")[2] for name in linear_layers(model, head=context.head)})
     # on the meta device, factors cannot be computed from uninitialized weights
     is_uninitialized = context.init_context.on_meta_device and lora.init in INITS_FROM_BASE
     config = LoraConfig(
@@ -93,11 +95,12 @@ def lora_config(model: PreTrainedModel, lora: LoraSection, context: AdapterConte
         target_modules=target_modules,
         target_parameters=list(targets.parameters) if targets and has_parameters else None,
         exclude_modules=peft_exclude_pattern(model),
-        modules_to_save=[*lora.modules_to_save, *new_head_modules(model, head=context.head)] or None,
+        modules_to_save=saved or None,
+        ensure_weight_tying=is_saved_tied,
         use_rslora=lora.rslora,
         use_dora=lora.dora,
         init_lora_weights=True if is_uninitialized else _PEFT_INITS[lora.init],
-        layers_to_transform=list(lora.layers) or None if targets is None else None,
+        layers_to_transform=list(lora.layers) or None if targets is None else None,  # of an older checkpoint
         rank_pattern=dict(lora.rank_pattern),
         alpha_pattern=dict(lora.alpha_pattern),
         trainable_token_indices=_new_token_rows(model, lora, context) or None,
@@ -156,7 +159,7 @@ def init_lora(model: PeftModel, lora: LoraSection, context: AdapterContext) -> N
 
 
 def check_lora(model: PeftModel, lora: LoraSection) -> None:
-    """Raise ModelError for layers and patterns that match no adapter, which peft ignores."""
+    """Raise ModelError for patterns that match no adapter, which peft ignores."""
     names = []
     for name, module in model.named_modules():
         if isinstance(module, ParamWrapper):  # around the module of the parameter
@@ -164,13 +167,6 @@ def check_lora(model: PeftModel, lora: LoraSection) -> None:
             names.append(f"{owner}.{module.parameter_name}")
         elif isinstance(module, LoraLayer):
             names.append(name)
-    adapted = {int(number) for name in names for number in re.findall(r"\.(\d+)\.", name)}
-    absent = [number for number in lora.layers if number not in adapted]
-    if absent:
-        raise ModelError(
-            f"model.lora.layers: there is no adapter on layer {', '.join(map(str, absent))}. "
-            "Layers are counted from 0, and their modules must be in `model.lora.target_modules`."
-        )
     for key in ("rank_pattern", "alpha_pattern"):
         for pattern in getattr(lora, key):
             if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in names):
@@ -181,6 +177,28 @@ def check_lora(model: PeftModel, lora: LoraSection) -> None:
                 )
 
 
+def _modules_to_save(model: PreTrainedModel, lora: LoraSection, context: AdapterContext) -> tuple[list[str], bool]:
+    """Return the modules that are trained in full, and whether peft ties the head among them to the embeddings.
+
+    peft 0.21 does so for `embed_tokens` and one head without a bias; `require_ties` refuses other tied modules.
+    """
+    saved = [*lora.modules_to_save, *new_head_modules(model, head=context.head)]
+    tied = tied_modules(model)
+    own, adapted = _named_modules(tied, saved), _named_modules(tied, lora.target_modules)
+    head = model.get_output_embeddings()
+    inputs = str(module_name(model.get_input_embeddings(), model))
+    is_one_head = set(tied) == {inputs, module_name(head, model)} and getattr(head, "bias", None) is None
+    if not own or adapted or not is_one_head or not is_named(inputs, "embed_tokens"):
+        return saved, False
+    return [*(name for name in saved if name not in own), inputs], True
+
+
+def _named_modules(modules: Collection[str], names: Sequence[str] | str) -> list[str]:
+    """Return the names of these modules among the names; none in `all-linear`, which leaves the head out."""
+    own = () if isinstance(names, str) else names
+    return [name for name in own if any(is_named(module, name) for module in modules)]
+
+
 def _new_token_rows(model: PreTrainedModel, lora: LoraSection, context: AdapterContext) -> dict[str, list[int]]:
     """Return the rows of new tokens to train in embeddings and head; empty if all rows are trained."""
     if not context.new_ids:
@@ -188,11 +206,13 @@ def _new_token_rows(model: PreTrainedModel, lora: LoraSection, context: AdapterC
     inputs, outputs = model.get_input_embeddings(), model.get_output_embeddings()
     is_tied = outputs is not None and inputs.weight is outputs.weight
     names = [module_name(module, model) for module in ((inputs,) if is_tied else (inputs, outputs))]
-    saved = (*lora.modules_to_save, *new_head_modules(model, head=context.head))
+    saved, _ = _modules_to_save(model, lora, context)
+    if is_tied and any(_named_modules(tied_modules(model), names) for names in (saved, lora.target_modules)):
+        return {}  # all rows are trained, or `require_ties` refuses it
     return {
         name: list(context.new_ids)
         for name in names
-        if name is not None and not any(name == module or name.endswith(f".{module}") for module in saved)
+        if name is not None and not any(is_named(name, module) for module in saved)
     }
 
 

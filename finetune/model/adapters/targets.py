@@ -16,9 +16,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from finetune.config.sections.model import LoraSection
-from finetune.errors import Problem
+from finetune.errors import ModelError, Problem
 from finetune.model.adapters.context import is_conv1d, module_name
 from finetune.model.adapters.experts import is_grouped
+from finetune.model.freeze import unused_modules
+from finetune.model.layers import layer_index, layer_lists
 from finetune.model.loading.architecture import new_head_modules
 from finetune.model.upstream import patched
 from finetune.runtime.parameters import full_shape
@@ -129,15 +131,18 @@ def key_with_folded_parameters(model: PreTrainedModel, lora: LoraSection) -> str
 
 
 def choose_targets(model: PreTrainedModel, lora: LoraSection, *, head: str) -> LoraTargets | None:
-    """Return the targets; None for a model without experts and mixers, whose targets peft selects itself."""
-    experts = find_experts(model)
+    """Return the targets; None for a model without experts and mixers, whose targets peft selects itself.
+
+    With `lora.layers` they are those in these layers; raises ModelError for a layer without one.
+    """
+    experts, layers, unused = find_experts(model), layer_lists(model), unused_modules(model)
     read = [
         f"{name}.{local_name}".removeprefix(".")
         for name, parent in model.named_modules()
         for local_name, child in parent.named_children()
         if isinstance(child, nn.Linear) and is_read_by_kernel(parent, local_name)
     ]
-    if not experts and not (read and lora.target_modules == ALL_LINEAR):
+    if not experts and not lora.layers and not (read and lora.target_modules == ALL_LINEAR):
         return None
     routers = find_routers(model, experts)
     left_out = []
@@ -166,9 +171,21 @@ def choose_targets(model: PreTrainedModel, lora: LoraSection, *, head: str) -> L
     by_reason: dict[str, set[str]] = {}
     for name, reason in left_out:
         by_reason.setdefault(reason, set()).add(".".join(_without_layers(name)[-2:]))
+    if lora.layers:
+        modules, parameters = (
+            [name for name in names if layer_index(name, layers) in lora.layers and not name.startswith(unused)]
+            for names in (modules, parameters)
+        )
+        adapted = {layer_index(name, layers) for name in (*modules, *parameters)}
+        if absent := [number for number in lora.layers if number not in adapted]:
+            known = ", ".join(f"`{name}` {len(stack)}" for name, stack in layers.items())
+            raise ModelError(
+                f"model.lora.layers: there is no adapter on layer {', '.join(map(str, absent))}. Layers are counted "
+                f"from 0 ({known or 'this model has none'}), and their modules must be in `model.lora.target_modules`."
+            )
     return LoraTargets(
-        modules=tuple(name for name in modules if _is_in_layers(name, lora.layers)),
-        parameters=tuple(name for name in parameters if _is_in_layers(name, lora.layers)),
+        modules=tuple(modules),
+        parameters=tuple(parameters),
         left_out=tuple(f"{', '.join(sorted(names))} ({reason})" for reason, names in by_reason.items()),
     )
 
@@ -215,22 +232,12 @@ def _router_targets(model: nn.Module, routers: Sequence[str]) -> tuple[list[str]
     return modules, parameters
 
 
-def _is_in_layers(name: str, layers: Sequence[int]) -> bool:
-    """Return whether the name belongs to one of the layers, by its first number; True if `layers` is empty."""
-    return not layers or _layer_of(name) in layers
-
-
-def _layer_of(name: str) -> int | None:
-    number = re.match(r".*?\.[^.]*\.(\d+)\.", f".{name}")
-    return None if number is None else int(number[1])
-
-
 def _without_layers(name: str) -> list[str]:
     return [part for part in name.split(".") if not part.isdigit()]
 
 
 def describe_targets(model: PreTrainedModel, lora: LoraSection, targets: LoraTargets | None) -> str | None:
-    """Return a line about the targets of LoRA for a model with experts or mixers; else None.
+    """Return a line about the targets of LoRA if they were chosen here; else None.
 
     Must be called before adapters are added to the model.
     """
@@ -247,7 +254,8 @@ def describe_targets(model: PreTrainedModel, lora: LoraSection, targets: LoraTar
     if routed:
         without = ", without dropout" if lora.dropout else ""
         names = ", ".join(sorted({local_name for layer in routed for local_name in layer.parameters}))
-        num_layers = len({_layer_of(layer.name) for layer in routed})
+        lists = layer_lists(model)
+        num_layers = len({layer_index(layer.name, lists) for layer in routed})
         layers = f"{num_layers} layer{'' if num_layers == 1 else 's'}"
         parts.append(f"{max(layer.num_experts for layer in routed)} routed experts in {layers} ({names}{without})")
     elif experts and not adapts_experts(lora):
