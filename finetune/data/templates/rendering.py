@@ -179,7 +179,9 @@ def render(
     except (*TEMPLATE_FAILURES, TemplateRefused) as error:
         roles = ", ".join(str(turn["role"]) for turn in turns)
         file = f" ({name})" if name else ""
-        raise DataError(f"the chat template{file} refuses the conversation ({roles}): {error}") from error
+        calls = any(turn.get("tool_calls") or turn["role"] == "tool" for turn in turns)
+        hint = ". It may not support tool calls: set data.chat_template to one that writes them" if calls else ""
+        raise DataError(f"the chat template{file} refuses the conversation ({roles}): {error}{hint}") from error
     return Rendering(text, tuple((start, end) for start, end in marked))
 
 

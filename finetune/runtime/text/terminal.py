@@ -201,8 +201,12 @@ QUIETED_LIBRARIES = (
     "transformers",
 )
 
-HARMLESS_WARNINGS = ("Setting accelerator to CPU",)
-"""Prefixes of useless warnings, which every run without a GPU would print."""
+HARMLESS_WARNINGS = {
+    "DeepSpeed": "Setting accelerator to CPU",  # in every run without a GPU
+    "transformers.modeling_utils": "LOAD REPORT",  # of a head that a checkpoint or training fills, in escapes of colors
+    "transformers.tokenization_utils_base": "Token indices sequence length is longer than",  # cut to `data.max_length`
+}
+"""By logger, a part of messages that alarm falsely: what they are about is checked or handled here."""
 
 DEPRECATION_WARNINGS = (
     r"`is_gradient_checkpointing` is deprecated",  # peft 0.21 of transformers 5.23
@@ -222,9 +226,9 @@ def quiet_libraries(*, is_main: bool) -> None:
     for message in DEPRECATION_WARNINGS:
         warnings.filterwarnings("ignore", message=message, category=FutureWarning)
     # DeepSpeed resets its level when it is imported, but keeps filters
-    logging.getLogger("DeepSpeed").addFilter(
-        lambda record: record.levelno >= level and not record.getMessage().startswith(HARMLESS_WARNINGS)
-    )
+    logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= level)
+    for library, part in HARMLESS_WARNINGS.items():
+        logging.getLogger(library).addFilter(lambda record, part=part: part not in record.getMessage())
     if not is_main:
         warnings.simplefilter("ignore")
         for name in ("TRANSFORMERS_VERBOSITY", "DATASETS_VERBOSITY"):  # read when they are imported
