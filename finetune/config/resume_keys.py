@@ -104,7 +104,7 @@ MAY_DIFFER = (
     "data.validation.image_root",
     "data.batching.padding_free",  # the same samples in another layout
     *("data.audit.max_truncated_rows", "data.audit.max_dropped_rows", "data.audit.max_lost_targets"),
-    *("data.audit.max_duplicate_samples", "data.audit.max_unknown_tokens"),
+    *("data.audit.max_duplicate_samples", "data.audit.max_unknown_tokens", "data.audit.max_unread_rows"),
     "train.microbatch_size",  # cuts the same batch into other pieces
     "train.try_longest_batch",  # leaves everything as it was
     "train.optimizer.fused",  # one kernel for the same update

@@ -130,7 +130,7 @@ def _read_runs(path: Path) -> dict[str, dict[str, str]]:
         return {}
 
 
-_RUNS: TypeAdapter[dict[str, dict[str, str]]] = TypeAdapter(dict[str, dict[str, str]])
+_RUNS: TypeAdapter[Any] = TypeAdapter(dict[str, dict[str, str]])
 
 
 def step_metrics(event: StepTaken, *, meter: ThroughputMeter) -> dict[str, float]:

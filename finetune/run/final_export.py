@@ -4,7 +4,7 @@ The prepared model itself computes the logits that the export must reproduce, wi
 gathered: no copy of them stands between the training and the verification. A failed upload is a warning.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice, pairwise
@@ -173,8 +173,7 @@ def export_final(
                 built,
                 reporter,
                 progress=progress,
-                last_step=last_step,
-                reason=reason,
+                ended={"last_step": last_step, "reason": reason},
                 weights=weights,
                 trained=Trained(rows, logits, preprocessors),
             )
@@ -187,8 +186,7 @@ def _write_final(
     reporter: Reporter,
     *,
     progress: Progress,
-    last_step: int,
-    reason: str,
+    ended: Mapping[str, Any],
     weights: dict[str, Tensor],
     trained: Trained,
 ) -> None:
@@ -233,13 +231,7 @@ def _write_final(
             expected = expected_of_run(loaded.config, training_data, trained, unmerged=unmerged)
             verified = verifier.check(report, expected, final=final)
     sizes = {name: (final / name).stat().st_size for name in report.files}
-    facts = {
-        "step": progress.step,
-        "last_step": last_step,
-        "reason": reason,
-        "export": loaded.config.export.model_dump(),
-        "files": sizes,
-    }
+    facts = {"step": progress.step, **ended, "export": loaded.config.export.model_dump(), "files": sizes}
     facts |= {"inputs": input_stamps(loaded.config, before=psutil.Process().create_time())}
     atomic.write_json(run_folder / FINAL_RECORD, facts)
     exported = f"exported {report.num_tensors} tensors, {format_size(report.size_bytes)}, to {final}"

@@ -85,9 +85,11 @@ def launch_variables(file: Path, *, world: int | None = None) -> dict[str, str]:
 
     By default it has the file's own number of processes. Raises StrategyError for a file that Accelerate refuses.
     """
-    defaults, variables = _accelerate_variables(file, world=world or 1, name=f"--accelerate {file}")
-    if world is None and (world := defaults.num_processes) > 1:
-        _, variables = _accelerate_variables(file, world=world, name=f"--accelerate {file}")
+    name = f"--accelerate {file}"
+    defaults, variables = _accelerate_variables(file, world=world or 1, name=name)
+    if world is None:
+        world = int(defaults.num_processes)
+        _, variables = _accelerate_variables(file, world=world, name=name)
     if defaults.distributed_type.value != _NO_GROUP:
         variables |= {"WORLD_SIZE": str(world), "RANK": "0", "LOCAL_RANK": "0"}
     if (written := variables.get(_DEEPSPEED_FILE, "none")) != "none":

@@ -8,7 +8,7 @@ from finetune.errors import StrategyError
 from finetune.registry.model import ARITHMETIC
 from finetune.registry.optimizers import OPTIMIZERS
 from finetune.strategy.environment import LaunchEnvironment
-from finetune.strategy.unsupported import TENSOR, may_split_layers
+from finetune.strategy.unsupported import TENSOR, may_split_layers, uneven_groups
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def _size_conflicts(environment: LaunchEnvironment) -> list[str]:
     if environment.fsdp_version is not None:
         engine = f"fsdp{environment.fsdp_version}"
     if layers > 1 and world % layers:
-        conflicts.append(f"parallelism_config_tp_size: {layers} does not divide the {processes}. Write a divisor.")
+        conflicts.append(f"parallelism_config_tp_size: {uneven_groups(layers, world)}")
     elif not may_split_layers(layers, world=world, copies=copies, rows=rows, engine=engine):
         conflicts.append(TENSOR.sentence(f"parallelism_config_tp_size: {layers} on {processes}"))
     elif layers > 1 and environment.fsdp_offload_params:

@@ -125,6 +125,17 @@ def _in_deepspeed(config: Mapping[str, Any]) -> Iterator[tuple[str, Unsupported]
             yield f"the DeepSpeed config's `zero_optimization.{name}.device: nvme`", NVME
 
 
+def uneven_groups(size: int, world: int) -> str:
+    """Return the message for groups of a size that does not divide the processes.
+
+    >>> uneven_groups(2, 3)
+    '`2` on 3 processes is not supported: it does not divide them. Write a divisor of 3 (see tensor_parallel.yaml).'
+    """
+    processes = f"{world} process{'es' * (world > 1)}"
+    divisor = f"Write a divisor of {world} (see tensor_parallel.yaml)"
+    return f"`{size}` on {processes} is not supported: it does not divide them. {divisor}."
+
+
 def may_split_layers(size: int, *, world: int, copies: int, rows: int, engine: str | None) -> bool:
     """Return whether groups of `size` processes can share layers: as copies of one another, or sharded by FSDP2.
 
@@ -161,7 +172,7 @@ def unsupported_in_file(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     world, engine = values.get("num_processes", 1), engine_in_file(values)
     are_counts = all(isinstance(count, int) for count in (tensor_size, copies, rows, world))
     if are_counts and tensor_size > 0 and world % tensor_size:
-        yield f"parallelism_config.{_PREFIX}tp_size", f"{tensor_size} does not divide the {world} processes."
+        yield f"parallelism_config.{_PREFIX}tp_size", uneven_groups(tensor_size, world)
     elif are_counts and not may_split_layers(tensor_size, world=world, copies=copies, rows=rows, engine=engine):
         yield f"parallelism_config.{_PREFIX}tp_size", TENSOR.sentence(f"`{tensor_size}`")
     for key, backend in _section(values, "dynamo_config").items():

@@ -115,6 +115,7 @@ def test_audit_shares_are_relative_to_the_counts_before_losses():
     assert {share.name: share.value for share in shares(counts, duplicates=2)} == {
         **{"truncated_rows": 0.2, "dropped_rows": 0.2, "lost_targets": 0.25, "duplicate_samples": 0.25},
         "unknown_tokens": 0.05,
+        "unread_rows": 0.0,
     }
 
 

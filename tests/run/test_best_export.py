@@ -72,7 +72,7 @@ def test_a_last_checkpoint_that_is_not_the_best_is_named_with_the_command_for_th
     assert read_record(run)["step"] == result.num_steps
 
 
-def test_without_a_kept_checkpoint_the_end_says_how_to_keep_the_best(folder):
+def test_without_a_kept_checkpoint_the_end_names_the_keys_that_keep_the_best(folder):
     run, _, _ = trained(folder, "not-kept", **STOPPING)
     (line,) = [text for text in lines(run) if "was not kept" in text]
     assert "export.checkpoint: best" in line

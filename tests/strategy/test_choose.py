@@ -92,7 +92,6 @@ def test_only_rank_0_of_ranks_that_split_layers_loads_weights(sizes):
 @pytest.mark.parametrize(
     "other",
     [
-        {"world": 3},
         {"world": 4, "replicate_size": 4},
         {"world": 2, "fsdp_version": 2},
         {"world": 4, "fsdp_version": 1},
@@ -107,6 +106,12 @@ def test_tensor_parallelism_next_to_another_kind_is_refused(other):
         StrategyError, match=r"parallelism_config_tp_size: 2 on \d processes: tensor parallelism next to"
     ):
         choose_strategy(launched(**other, tensor_size=2), JOB)
+
+
+def test_groups_that_do_not_divide_the_processes_are_refused_in_a_sentence():
+    with pytest.raises(StrategyError, match=r"parallelism_config_tp_size: `2` on 3 processes .* divisor of 3") as error:
+        choose_strategy(launched(world=3, tensor_size=2), JOB)
+    assert len(str(error.value).split()) < 40
 
 
 @pytest.mark.parametrize("size", [0, 3, 16])

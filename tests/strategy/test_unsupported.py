@@ -76,7 +76,7 @@ BEFORE_ACCELERATE = {
     ),
     "tensor of some of the processes": (
         {**DDP, "parallelism_config": {"parallelism_config_tp_size": 3}},
-        "parallelism_config_tp_size: `3`: tensor parallelism",
+        "parallelism_config_tp_size: `3` on 4 processes is not supported",
         "tensor_parallel.yaml",
     ),
     "pipeline": (sized("pp"), "parallelism_config.parallelism_config_pp_size: `2`: pipeline parallelism", "nanotron"),

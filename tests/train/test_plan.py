@@ -55,7 +55,7 @@ def test_a_token_budget_becomes_steps_by_the_data():
 
 def test_the_plan_counts_packs_as_its_unit():
     made = plan(epochs=1.0, num_positions=128, unit="packs")
-    assert made.arithmetic[1] == "budget: 1 epochs x 128 packs / 64 = 2.00 -> 2 steps"
+    assert made.arithmetic[1] == "budget: 1 epoch x 128 packs / 64 = 2.00 -> 2 steps"
 
 
 def test_a_stream_has_steps_and_no_epoch():

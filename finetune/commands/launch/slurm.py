@@ -195,7 +195,11 @@ def launch_slurm(arguments: JobFileArguments, slurm: SlurmArguments, destination
     require_shared_folder(str(log_folder), num_nodes=arguments.nodes, key="--log-folder")
     if request.local_folder is not None:
         require_shared_folder(request.local_folder, num_nodes=arguments.nodes, key="run.local_folder")
-    inputs = [("--config", arguments.config), ("--accelerate", arguments.accelerate), *read_paths(loaded.config)]
+    inputs: list[tuple[str, str | Path]] = [
+        ("--config", arguments.config),
+        ("--accelerate", arguments.accelerate),
+        *read_paths(loaded.config),
+    ]
     if slurm.container is None:
         inputs.append(("the Python environment", sys.prefix))
     for key, path in inputs:

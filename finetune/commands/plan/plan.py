@@ -33,7 +33,6 @@ from finetune.commands.plan.strategies import (
 )
 from finetune.commands.printing import print_json
 from finetune.config.load import LoadedConfig, load_config
-from finetune.config.run_config import RunConfig
 from finetune.errors import ModelError
 from finetune.memory.predict import Predictor
 from finetune.memory.state import STRATEGIES, Method, StrategyName, write_planned
@@ -108,12 +107,8 @@ def make_plan(
     for hardware in machines:  # report errors in a table before the slow part
         prices_of(hardware.gpu.name, table=options.prices, gpu_table=options.gpu_table)
     job = PlannedJob(loaded.config, read_shapes(load_model_config(loaded.config.model)), count_data(loaded))
-    fused = None
-    if predict is None:
-        predict = Predictor(loaded.config, resolve_padding_free(loaded.config)).predict
-        model = loaded.config.model
-        if model.kernels == "auto" and model.compile in ("auto", "off") and find_spec("liger_kernel") is None:
-            fused = loaded.config.model_copy(update={"model": model.model_copy(update={"kernels": "liger"})})
+    is_predicted = predict is None
+    predict = predict or Predictor(loaded.config, resolve_padding_free(loaded.config)).predict
     memory = PlannedMemory(predict, clock=clock)
     run = read_measured_run(Path(loaded.config.run.folder), gpu_table=options.gpu_table)
     machines, measured = _calibrated(machines, job, memory, run)
@@ -143,7 +138,7 @@ def make_plan(
             job.counts.sentence,
             *(f"{name} has no {dtype} units: {instead}" for name in lacking),
             *measured,
-            *_fused_gain(job, planned[0].hardware, planned[0].best, fused=fused),
+            *(_fused_gain(job, planned[0].hardware, planned[0].best) if is_predicted else ()),
             f"A step may take {USABLE_SHARE:.0%} of a GPU's memory: the allocator loses some to fragmentation.",
             f"Spot machines are preempted: {spot}. Others fail once in {FAILURE_GPU_HOURS:,.0f} GPU-hours.",
             f"A restart takes {options.assumed.restart_seconds / 60:g} minutes; checkpoints are written at "
@@ -156,15 +151,16 @@ def make_plan(
     )
 
 
-def _fused_gain(
-    job: PlannedJob, hardware: Hardware, best: StrategyPlan | None, *, fused: RunConfig | None
-) -> list[str]:
+def _fused_gain(job: PlannedJob, hardware: Hardware, best: StrategyPlan | None) -> list[str]:
     """Return a sentence with what liger's kernels would give; none where they are installed, or not wanted."""
-    if fused is None or best is None or best.time is None or best.prediction is None:
+    model = job.config.model
+    is_wanted = model.kernels == "auto" and model.compile in ("auto", "off")
+    if not is_wanted or find_spec("liger_kernel") is not None or best is None or best.time is None:
         return []
+    fused = job.config.model_copy(update={"model": model.model_copy(update={"kernels": "liger"})})
     memory = PlannedMemory(Predictor(fused, resolve_padding_free(fused)).predict)
     with_kernels = plan_strategy(best.strategy, replace(job, config=fused), hardware, memory)
-    if with_kernels.time is None or with_kernels.prediction is None:
+    if with_kernels.time is None or with_kernels.prediction is None or best.prediction is None:
         return []
     return [
         "liger-kernel is not installed here, so the plan is of a run without it. With it (pip install "

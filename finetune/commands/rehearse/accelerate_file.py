@@ -12,7 +12,7 @@ from finetune.config.load import read_text
 from finetune.config.yaml import read_yaml
 from finetune.errors import StrategyError, UserError
 from finetune.registry.accelerate_files import find_deepspeed_file
-from finetune.strategy.unsupported import TENSOR, engine_in_file, may_split_layers, unsupported_in_file
+from finetune.strategy.unsupported import TENSOR, engine_in_file, may_split_layers, uneven_groups, unsupported_in_file
 
 DISTRIBUTED_TYPES = ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED")
 
@@ -198,7 +198,7 @@ def _problems(file: AccelerateFile) -> Iterator[tuple[str, str]]:
     if total % rows:
         yield f"parallelism_config.{_SEQUENCE}", f"{rows} does not divide the {total} processes. Write a divisor."
     if total % layers:
-        yield f"parallelism_config.{_TENSOR}", f"{layers} does not divide the {total} processes. Write a divisor."
+        yield f"parallelism_config.{_TENSOR}", uneven_groups(layers, total)
     elif not file.may_split_layers_over(total):
         yield f"parallelism_config.{_TENSOR}", TENSOR.sentence(f"{layers} on {total} processes")
 

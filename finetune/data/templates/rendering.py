@@ -216,7 +216,9 @@ def render(
     except (*TEMPLATE_FAILURES, TemplateRefused) as error:
         roles = ", ".join(str(turn["role"]) for turn in turns)
         file = f" ({name})" if name else ""
-        refusal = ConversationRefused(f"the chat template{file} refuses the conversation ({roles}): {error}")
+        calls = any(turn.get("tool_calls") or turn["role"] == "tool" for turn in turns)
+        hint = ". It may not support tool calls: set data.chat_template to one that writes them" if calls else ""
+        refusal = ConversationRefused(f"the chat template{file} refuses the conversation ({roles}): {error}{hint}")
         refusal.num_turns = len(turns)
         raise refusal from error
     return Rendering(text, tuple((start, end) for start, end in marked))

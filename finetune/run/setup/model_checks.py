@@ -94,13 +94,12 @@ class CheckedJob:
             section = section.model_copy(update={"lora": section.lora.model_copy(update={"init": "default"})})
         if tokenizer is None and (needs_tokens or section.prefix_tuning is not None):
             section = section.model_copy(update=dict.fromkeys(("new_tokens", "prompt_tuning", "prefix_tuning")))
-        has_new = section.new_tokens is not None and tokenizer is not None
         context = AdapterContext(
             seed=self.config.run.seed,
             head=head,
             init_context=InitContext(on_meta_device=True),
             tokenizer=tokenizer,
-            new_ids=new_token_ids(tokenizer, section.new_tokens) if has_new else (),
+            new_ids=() if section.new_tokens is None else new_token_ids(tokenizer, section.new_tokens),
         )
         return make_trainable(meta_model(section, head=head), section, context)
 

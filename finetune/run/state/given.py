@@ -11,6 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import datasets
 import torch
 
 from finetune.errors import DataError, ModelError
@@ -47,7 +48,13 @@ def write_rows(given: Any, folder: Path, *, key: str) -> Path:
         if is_table:
             if len(rows) == 0:
                 raise DataError(f"{key}: the dataset has no rows.")
-            rows.to_parquet(str(staging))
+            has_bars = not datasets.are_progress_bars_disabled()
+            datasets.disable_progress_bars()
+            try:
+                rows.to_parquet(str(staging))
+            finally:
+                if has_bars:
+                    datasets.enable_progress_bars()
         else:
             _write_lines(rows, staging, key=key)
         with staging.open("rb") as file:

@@ -16,6 +16,7 @@ import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, TextIO
 
 from finetune.errors import UserError
@@ -201,14 +202,22 @@ QUIETED_LIBRARIES = (
     "transformers",
 )
 
-HARMLESS_WARNINGS = ("Setting accelerator to CPU",)
-"""Prefixes of useless warnings, which every run without a GPU would print."""
+HARMLESS_WARNINGS = {
+    "DeepSpeed": "Setting accelerator to CPU",  # in every run without a GPU
+    "transformers.modeling_utils": "LOAD REPORT",  # of a head that a checkpoint or training fills, in escapes of colors
+    "transformers.tokenization_utils_base": "Token indices sequence length is longer than",  # cut to `data.max_length`
+}
+"""By logger, a part of messages that alarm falsely: what they are about is checked or handled here."""
 
 DEPRECATION_WARNINGS = (
     r"`is_gradient_checkpointing` is deprecated",  # peft 0.21 of transformers 5.23
     r"`torch\.distributed\.\w+` is deprecated",  # DeepSpeed 0.19 of torch 2.13, in every step
 )
 """Patterns of warnings that one library causes in another, and that users cannot fix."""
+
+
+def _lacks(part: str, record: logging.LogRecord) -> bool:
+    return part not in record.getMessage()
 
 
 def quiet_libraries(*, is_main: bool) -> None:
@@ -222,9 +231,9 @@ def quiet_libraries(*, is_main: bool) -> None:
     for message in DEPRECATION_WARNINGS:
         warnings.filterwarnings("ignore", message=message, category=FutureWarning)
     # DeepSpeed resets its level when it is imported, but keeps filters
-    logging.getLogger("DeepSpeed").addFilter(
-        lambda record: record.levelno >= level and not record.getMessage().startswith(HARMLESS_WARNINGS)
-    )
+    logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= level)
+    for library, part in HARMLESS_WARNINGS.items():
+        logging.getLogger(library).addFilter(partial(_lacks, part))
     if not is_main:
         warnings.simplefilter("ignore")
         for name in ("TRANSFORMERS_VERBOSITY", "DATASETS_VERBOSITY"):  # read when they are imported

@@ -40,7 +40,7 @@ def test_job_and_accelerate_file_are_written_and_checked(tmp_path, theirs):
     assert "num_processes: 4" in (tmp_path / "ours" / "zero2.yaml").read_text()
     assert "theirs.yaml is a config of axolotl with 11 keys: 11 mapped, 0 not needed" in result.output
     assert "job.yaml is ready." in result.output
-    assert "zero2.yaml --num_processes 4 -m finetune" in result.output
+    assert "zero2.yaml --processes 4" in result.output
     assert CliRunner().invoke(app, ["check", str(tmp_path / "ours" / "job.yaml"), "--processes", "4"]).exit_code == 0
 
 

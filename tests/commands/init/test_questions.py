@@ -48,7 +48,7 @@ def job(folder="job"):
 def test_flags_answer_all_questions(task, data, words):
     result = init("--task", task, "--data", data, "--model", "org/base", "--into", "job", *words)
     assert result.exit_code == 0, result.output
-    assert "job.yaml is ready." in result.output and "start with: accelerate launch" in result.output
+    assert "job.yaml is ready." in result.output and "start with: finetune train --config" in result.output
     written = job()
     assert written["task"]["name"] == task and written["model"]["name"] == "org/base"
     assert ("lora" in written["model"]) is ("--lora" in words)

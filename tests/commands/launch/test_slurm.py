@@ -192,7 +192,7 @@ def test_a_folder_that_each_host_has_alone_is_refused(words, monkeypatch):
     ("local", "key"),
     [("job.yaml", "--config"), ("rows.jsonl", "data.train.path"), (sys.prefix, "the Python environment")],
 )
-def test_what_every_host_reads_is_refused_where_each_host_has_its_own(words, monkeypatch, local, key):
+def test_files_that_every_host_reads_are_refused_where_each_host_has_its_own(words, monkeypatch, local, key):
     arguments = words("ddp", override=("run.folder=/shared/run",))
     folder = arguments.config.parent if local == "job.yaml" else None
     path = arguments.config if folder else Path(local) if local == sys.prefix else arguments.config.parent / local

@@ -60,3 +60,12 @@ def test_no_run_few_steps_or_an_unknown_gpu_measure_nothing(tmp_path: Path):
     assert read_measured_run(tmp_path / "few") is None
     write_run(tmp_path / "other", rate=1.0, gpu="NVIDIA GeForce GT 710")
     assert read_measured_run(tmp_path / "other") is None
+
+
+@pytest.mark.parametrize("gpus", ["1xH100", "2xH100"])
+def test_the_scaling_table_takes_the_simplest_strategy_from_one_gpu_as_from_two(planned: Planned, gpus: str):
+    """LoRA of 8B fits on one H100, so that ddp does on more; a plan for one GPU has no plan of ddp of its own."""
+    points = planned("8b", "model.lora={rank: 16}", "model.dtype=bfloat16", gpus=gpus).machines[0].points
+    assert [point.num_gpus for point in points] == [1, 2, 4, 8, 16, 32, 64]
+    assert {point.strategy for point in points if point.num_gpus > 1} == {"ddp"}
+    assert points[0].strategy == "single"

@@ -12,6 +12,7 @@ from finetune.config.sections.data import (
     TrainingSourceSection,
     ValidationSourceSection,
 )
+from finetune.data.sources.slices import Split
 from finetune.data.sources.source import open_source, open_sources, texts
 from finetune.errors import DataError
 
@@ -132,13 +133,22 @@ def test_a_fraction_is_drawn_from_the_seed_alone(write_rows):
     assert told(open_job(first_half, seed=1, fraction=0.1).validation) == [row for row in once if int(row[6:]) < 100]
 
 
-@pytest.mark.parametrize(
-    ("share", "message"), [(0.001, "no training row .* Increase it"), (0.999, "all training rows .* Decrease it")]
-)
-def test_a_share_of_few_rows_may_be_none_or_all_of_them(write_rows, share, message):
-    for keys in ({"fraction": share}, {"hash_fraction": share}):
-        with pytest.raises(DataError, match=f"data.validation: {message}"):
-            open_job(write_rows(stories(range(5))), **keys)
+def test_a_share_of_few_rows_holds_out_one_and_never_all(write_rows):
+    for key in ("fraction", "hash_fraction"):
+        job = open_job(write_rows(stories(range(5))), **{key: 0.001})
+        (held_out,) = told(job.validation)
+        assert sorted([held_out, *told(job.train[0])]) == sorted(f"story {number}" for number in range(5))
+        assert told(open_job(write_rows(stories(range(5))), **{key: 0.001}).validation) == [held_out]
+        with pytest.raises(DataError, match=r"data.validation: all training rows .* Decrease it"):
+            open_job(write_rows(stories(range(5))), **{key: 0.999})
+
+
+def test_a_share_that_holds_out_rows_is_that_of_before(write_rows):
+    """The fallback for few rows leaves every other split as it was: 0.3 of ten rows by seed 1."""
+    held_out = told(open_job(write_rows(stories(range(10))), seed=1, fraction=0.3).validation)
+    draws = [Split(0.3, 1).draw((0, number), None) for number in range(10)]  # type: ignore[arg-type]  # unread
+    assert held_out == [f"story {number}" for number, draw in enumerate(draws) if draw < 0.3]
+    assert 0 < len(held_out) < 10
 
 
 def test_a_hash_fraction_keeps_equal_rows_together_and_is_stable_as_rows_are_added(write_rows):

@@ -65,7 +65,7 @@ def job(tmp_path_factory):
 
 
 @pytest.mark.parametrize("written", REFUSED)
-def test_what_the_model_does_not_have_is_refused_with_its_key(job, written):
+def test_a_key_about_modules_that_the_model_lacks_is_refused(job, written):
     key, value = REFUSED[written]
     with pytest.raises((ModelError, ConfigError)) as error:
         check_model(CheckedJob(load_config(job, [written])))
