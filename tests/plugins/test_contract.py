@@ -1,7 +1,6 @@
 """What a plugin returns against its contract is one message that names it, on one process and on several."""
 
 import json
-import os
 import subprocess
 import sys
 
@@ -44,9 +43,7 @@ REFUSED = {
     "a factor that is infinite": (SCHEDULE, "return float('inf')", "`inf` of type `float`"),
     "no optimizer": (OPTIMIZER, "return None", "the optimizer `mine` of the plugin"),
     "an optimizer class": (OPTIMIZER, "return Own", "torch.optim.Optimizer"),
-    "an optimizer of half the weights": (
-        *(OPTIMIZER, "return Own(inputs.groups[:1], lr=1e-3)", "parameters missing"),
-    ),
+    "an optimizer of half the weights": (*(OPTIMIZER, "return Own(inputs.groups[:1], lr=1e-3)", "parameters missing"),),
     "an optimizer without its groups' keys": (
         OPTIMIZER,
         'return Own([each for group in inputs.groups for each in group["params"]], lr=1e-3)',
@@ -131,4 +128,4 @@ def test_a_plugin_that_differs_between_ranks_is_refused_before_the_first_step(tr
     assert title in done.stderr and "not those of rank 0" in done.stderr and "mine" in done.stderr
     status = json.loads((tmp_path / "runs/job/status.json").read_text())
     assert (status["state"], status["exit_code"], status["step"]) == ("failed", 2, 0)
-    assert os.listdir(tmp_path / "runs/job/checkpoints") == []
+    assert list((tmp_path / "runs/job/checkpoints").iterdir()) == []
