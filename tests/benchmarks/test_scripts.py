@@ -16,7 +16,7 @@ SMALLEST = {
     "gpu.py": ["--tiny", "--device", "cpu", "--peak-tflops", "1", "--only", "1B full, ours", "--out", "{folder}"],
     "migration_table.py": ["{folder}"],
     "profiling.py": ["--rounds", "1"],
-    "same_loss.py": ["--steps", "2", "--out", "{folder}/loss.png"],
+    "same_loss.py": ["--steps", "41", "--out", "{folder}/loss.png"],
     "scaling.py": [],
 }
 

@@ -140,7 +140,7 @@ _CHECKED_CHARACTERS = 1 << 20
 
 
 def _refuse_beyond(limit: int, row: Row, *, location: str, length: LengthLimit) -> None:
-    """Raise DataError for a text with so many characters that it is too long without being tokenized.
+    """Raise DataError for a text whose characters alone show that it is too long, without tokenizing it.
 
     Blanks are not counted, which special tokens may absorb, nor texts of which a chat template may leave out parts.
     """
