@@ -15,8 +15,9 @@ HEAD = "import os, sys\nimport torch\nfrom finetune import register\n"
 LOSS = '@register.loss("mine")\ndef mine(log_probabilities, labels, batch):\n    '
 SCHEDULE = '@register.schedule("mine")\ndef mine(schedule, steps_done):\n    '
 OPTIMIZER = (
-    'class Own(torch.optim.SGD):\n    pass\n\nSTATE = (register.OptimizerState("Own", ("momentum_buffer",)),)\n'
-    '@register.optimizer("mine", states=STATE, num_moments=1)\ndef mine(inputs):\n    '
+    "class Own(torch.optim.SGD):\n    pass\n\n"
+    'STATE = (register.OptimizerState(class_name="Own", keys=("momentum_buffer",)),)\n'
+    '@register.optimizer("mine", states=STATE, num_moments=1, counts_updates=False)\ndef mine(inputs):\n    '
 )
 SOURCE = (
     'TURNS = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]\n'
@@ -77,7 +78,7 @@ def train(tmp_path):
 
 
 @pytest.mark.parametrize(("head", "body", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_breaks_the_contract_is_one_message(train, head, body, message):
+def test_a_plugin_that_breaks_its_contract_is_refused_with_one_message(train, head, body, message):
     done = train(head, body)
     assert done.returncode == 2, done.stdout + done.stderr
     assert message in done.stderr and "Traceback" not in done.stderr
