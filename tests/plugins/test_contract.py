@@ -44,7 +44,11 @@ REFUSED = {
     "a factor that is infinite": (SCHEDULE, "return float('inf')", "`inf` of type `float`"),
     "no optimizer": (OPTIMIZER, "return None", "the optimizer `mine` of the plugin"),
     "an optimizer class": (OPTIMIZER, "return Own", "torch.optim.Optimizer"),
-    "an optimizer of half the weights": (*(OPTIMIZER, "return Own(inputs.groups[:1], lr=1e-3)", "parameters missing"),),
+    "an optimizer of a part of the weights": (
+        OPTIMIZER,
+        'first = inputs.groups[0]\n    return Own([{**first, "params": first["params"][:-3]}], lr=1e-3)',
+        "an optimizer with 3 of ",
+    ),
     "an optimizer without its groups' keys": (
         OPTIMIZER,
         'return Own([each for group in inputs.groups for each in group["params"]], lr=1e-3)',
