@@ -49,7 +49,8 @@ def measure(folder: Path, *, form: Form, log: Log) -> PartResults:
     measured = []
     with Controller(folder, num_processes=NUM_PROCESSES) as controller:
         controller.start(("bare", "trainer", "ours"))
-        for strategy in STRATEGIES[:2] if missing else STRATEGIES:
+        installed = STRATEGIES[:2] if missing else STRATEGIES
+        for strategy in form.choose(installed, installed, installed[::3]):
             costs = controller.measure(
                 folder / workload.name,
                 competitors(strategy, form),

@@ -28,7 +28,7 @@ from finetune.config.rules.versions import rename_keys, rename_overrides, versio
 from finetune.config.run_config import RunConfig, with_run_folder, world_size_problems
 from finetune.config.section import KeyLocation, KeyLocations, expand_names, join_key, parent_keys, with_location
 from finetune.config.validation import InvalidKey, draft_section, read_validation_errors
-from finetune.config.yaml import MAX_FILE_BYTES, MAX_LISTED, MAX_RESOLVED_VALUES, read_yaml
+from finetune.config.yaml import MAX_FILE_BYTES, MAX_LISTED, MAX_RESOLVED_VALUES, invalid_characters, read_yaml
 from finetune.errors import ConfigError, Problem, RenamedKeyWarning, UserError
 from finetune.runtime.text.redact import register_secrets
 
@@ -157,6 +157,9 @@ def _load_overridden(
     """Return the valid config of these values; raises ConfigError with all problems at once."""
     register_secrets(overridden.values)
     problems = overridden.problems
+    if invalid_characters(str(folder)) is not None:
+        place = "the path of its folder is not UTF-8 text, in which libraries write paths. Rename the folder."
+        problems.append(Problem("", place))
     if (newer := version_problem(overridden.values)) is not None:
         problems.append(newer)
     if plugin_problems := load_plugins(overridden.values, folder):

@@ -84,6 +84,10 @@ def require_free_names(folder: Path) -> None:
         raise UserError(f"run.folder: {'; '.join(problems)}. Move or delete it, or set another run.folder.")
 
 
+_locked_here: set[Path] = set()
+"""The run folders that this process writes to."""
+
+
 @contextmanager
 def lock_run_folder(folder: Path, *, log: Callable[[str], None]) -> Iterator[None]:
     """Create and lock the folder in this context; raises UserError that names the holder of the lock.
@@ -93,6 +97,11 @@ def lock_run_folder(folder: Path, *, log: Callable[[str], None]) -> Iterator[Non
     The kernel releases the lock when the process ends in any way, and child processes do not inherit it (unlike that of
     `flock`). A file system without locks is logged.
     """
+    path = folder.resolve()
+    if path in _locked_here:  # its own lock does not keep a process out, and opening the file again would release it
+        raise UserError(
+            f"run.folder: this process has a run or session open in {folder}. Close it, or set another one."
+        )
     try:
         folder.mkdir(parents=True, exist_ok=True)
         require_free_names(folder)
@@ -125,7 +134,11 @@ def lock_run_folder(folder: Path, *, log: Callable[[str], None]) -> Iterator[Non
                 f"warning: {folder} cannot be locked against a second run ({error}). Make sure that no other run "
                 "writes to it."
             )
-        yield
+        _locked_here.add(path)
+        try:
+            yield
+        finally:
+            _locked_here.discard(path)
     finally:
         os.close(descriptor)  # releases the lock
 

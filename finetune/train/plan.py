@@ -30,8 +30,8 @@ class Schedule:
         """Return the rate of the step that follows `steps_done` steps."""
         if steps_done < self.num_warmup_steps:
             return self.peak * (steps_done + 1) / self.num_warmup_steps
-        shape = SCHEDULES.resolve(self.name)(self, steps_done)
-        if SCHEDULES[self.name].plugin and not (isinstance(shape, Real) and 0 <= shape < math.inf):
+        shape: float = SCHEDULES.resolve(self.name)(self, steps_done)
+        if SCHEDULES[self.name].plugin and not (isinstance(shape, Real) and 0 <= float(shape) < math.inf):
             raise SCHEDULES.refusal(self.name, shape, f"a factor of at least 0, here after {steps_done:,} steps")
         return self.peak * (self.final_fraction + (1.0 - self.final_fraction) * shape)
 

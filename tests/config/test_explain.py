@@ -3,7 +3,10 @@
 import pytest
 
 from finetune.config.explain import format_summary, resolved_yaml
+from finetune.config.formatting import job_yaml
 from finetune.config.load import load_config
+from finetune.config.overrides import apply_overrides, override_text
+from finetune.config.yaml import read_yaml
 
 
 def test_every_value_stands_with_its_source(load, tmp_path):
@@ -61,3 +64,13 @@ def test_the_first_line_of_the_summary_names_task_and_data(load, tmp_path, writt
     line = format_summary(load(*written).config, num_processes=1)[0]
     assert line.startswith("task     sft, from ")
     assert line.endswith(said.replace("FOLDER", str(tmp_path)))
+
+
+def test_text_with_variables_of_the_shell_is_read_back_as_it_was(load):
+    loaded = load('run.on_end={command: "echo $${RUN} $$${x}"}')
+    assert loaded.config.run.on_end.command == "echo ${RUN} $${x}"
+    for text in (resolved_yaml(loaded), job_yaml(loaded.config)):
+        document = read_yaml(text)
+        assert document.problems == [] and document.values["run"]["on_end"]["command"] == "echo ${RUN} $${x}"
+    (again,) = (apply_overrides({}, [override_text("run.on_end.command", "echo ${RUN}")]).values,)
+    assert again == {"run": {"on_end": {"command": "echo ${RUN}"}}}

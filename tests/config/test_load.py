@@ -1,6 +1,8 @@
 """A run's config is read back from its folder, wherever that is by now and whatever has become of its data."""
 
+import os
 import re
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +12,7 @@ from finetune.config.schema import describe_values, node_at
 from finetune.config.section import NAMED_SECTIONS
 from finetune.errors import ConfigError, UserError
 from finetune.runtime.text.terminal import escape_controls
+from tests.small_job import write_job
 
 
 def test_a_job_is_loaded_with_the_source_of_every_written_key(load):
@@ -184,3 +187,10 @@ def test_secrets_are_not_written_down(job):
     written = resolved_yaml(load_config(job, [signed, "export.push_to_hub=me/hf_c0ffeeAbcdefghijklmn"]))
     assert "https://h/x.jsonl?sig=[redacted]" in written
     assert "c0ffee" not in written
+
+
+def test_a_folder_whose_path_is_not_utf8_is_refused(tmp_path):
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/d\xff"))
+    job = write_job(folder)
+    with pytest.raises(ConfigError, match="path of its folder is not UTF-8"):
+        load_config(job)

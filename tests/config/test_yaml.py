@@ -73,3 +73,9 @@ def test_two_yaml_errors_are_reported_at_once():
 
 def test_an_empty_text_has_no_values():
     assert read_yaml("# nothing here\n").values is None
+
+
+def test_a_doubled_dollar_before_a_brace_is_the_text_of_a_variable():
+    document = read_yaml("a: 'Use $${name} in bash'\nb: $$${x}\nc: [cost $5, $$]\n")
+    assert not document.problems
+    assert document.values == {"a": "Use ${name} in bash", "b": "$${x}", "c": ["cost $5", "$$"]}

@@ -195,3 +195,31 @@ def test_one_process_is_alone(changed):
 def test_numbers_that_are_missing_are_named():
     with pytest.raises(UserError, match="OMPI_COMM_WORLD_LOCAL_SIZE is missing"):
         find_ranks({name: value for name, value in OPEN_MPI.items() if not name.endswith("LOCAL_SIZE")})
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"RANK": "abc"}, "RANK is 'abc'"),
+        ({"WORLD_SIZE": "2"}, "RANK is missing"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "LOCAL_RANK is missing"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_PORT": "1"}, "MASTER_ADDR is missing"),
+        ({"RANK": "2", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_PORT": "1", "MASTER_ADDR": "h"}, "RANK=2 is not"),
+        ({"LOCAL_RANK": "-1"}, "LOCAL_RANK is '-1'"),
+        ({"RANK": "\u0663", "WORLD_SIZE": "9"}, "RANK is '\u0663'"),
+    ],
+)
+def test_variables_of_ranks_that_no_launcher_sets_are_named_with_how_to_unset_them(variables, message):
+    with pytest.raises(UserError) as error:
+        find_ranks(variables)
+    assert message in str(error.value)
+    assert all(f"-u {name}" in str(error.value) for name in variables if not name.startswith("MASTER"))
+
+
+def test_a_step_of_slurm_needs_no_rank_although_its_script_exports_the_size_of_the_world():
+    assert find_ranks(STEP | {"WORLD_SIZE": "8", "MASTER_ADDR": "gnode10"}).rank == 5
+
+
+def test_the_ranks_of_a_launcher_and_of_one_process_are_left_alone():
+    launched = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "h", "MASTER_PORT": "29500"}
+    assert [find_ranks(variables) for variables in (launched, {"RANK": "0", "WORLD_SIZE": "1"}, {})] == [None] * 3

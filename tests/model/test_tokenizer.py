@@ -1,4 +1,5 @@
 import copy
+import time
 
 import pytest
 import torch
@@ -252,3 +253,9 @@ def test_a_head_that_is_trained_in_full_needs_no_rows_of_its_own(from_config, bu
     lora = LoraSection(rank=2, modules_to_save=("lm_head",))
     adapted = add_adapter(model, lora, AdapterContext(seed=1, new_ids=new_token_ids(tokenizer, SECTION)))
     assert list(adapted.peft_config["default"].trainable_token_indices) == ["model.embed_tokens"]
+
+
+def test_a_word_of_any_length_trains_a_tokenizer_in_linear_time(trained):
+    started = time.process_time()
+    trained(["red green blue " + "ab" * 200_000 + " end", " " * 400_000 + "x"])
+    assert time.process_time() - started < 30

@@ -1,7 +1,6 @@
 """What a plugin returns against its contract is one message that names it, on one process and on several."""
 
 import json
-import os
 import subprocess
 import sys
 
@@ -16,8 +15,9 @@ HEAD = "import os, sys\nimport torch\nfrom finetune import register\n"
 LOSS = '@register.loss("mine")\ndef mine(log_probabilities, labels, batch):\n    '
 SCHEDULE = '@register.schedule("mine")\ndef mine(schedule, steps_done):\n    '
 OPTIMIZER = (
-    'class Own(torch.optim.SGD):\n    pass\n\nSTATE = (register.OptimizerState("Own", ("momentum_buffer",)),)\n'
-    '@register.optimizer("mine", states=STATE, num_moments=1)\ndef mine(inputs):\n    '
+    "class Own(torch.optim.SGD):\n    pass\n\n"
+    'STATE = (register.OptimizerState(class_name="Own", keys=("momentum_buffer",)),)\n'
+    '@register.optimizer("mine", states=STATE, num_moments=1, counts_updates=False)\ndef mine(inputs):\n    '
 )
 SOURCE = (
     'TURNS = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]\n'
@@ -44,7 +44,11 @@ REFUSED = {
     "a factor that is infinite": (SCHEDULE, "return float('inf')", "`inf` of type `float`"),
     "no optimizer": (OPTIMIZER, "return None", "the optimizer `mine` of the plugin"),
     "an optimizer class": (OPTIMIZER, "return Own", "torch.optim.Optimizer"),
-    "an optimizer of half the weights": (*(OPTIMIZER, "return Own(inputs.groups[:1], lr=1e-3)", "parameters missing"),),
+    "an optimizer of a part of the weights": (
+        OPTIMIZER,
+        'first = inputs.groups[0]\n    return Own([{**first, "params": first["params"][:-3]}], lr=1e-3)',
+        "an optimizer with 3 of ",
+    ),
     "an optimizer without its groups' keys": (
         OPTIMIZER,
         'return Own([each for group in inputs.groups for each in group["params"]], lr=1e-3)',
@@ -78,7 +82,7 @@ def train(tmp_path):
 
 
 @pytest.mark.parametrize(("head", "body", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_breaks_the_contract_is_one_message(train, head, body, message):
+def test_a_plugin_that_breaks_its_contract_is_refused_with_one_message(train, head, body, message):
     done = train(head, body)
     assert done.returncode == 2, done.stdout + done.stderr
     assert message in done.stderr and "Traceback" not in done.stderr
@@ -129,4 +133,4 @@ def test_a_plugin_that_differs_between_ranks_is_refused_before_the_first_step(tr
     assert title in done.stderr and "not those of rank 0" in done.stderr and "mine" in done.stderr
     status = json.loads((tmp_path / "runs/job/status.json").read_text())
     assert (status["state"], status["exit_code"], status["step"]) == ("failed", 2, 0)
-    assert os.listdir(tmp_path / "runs/job/checkpoints") == []
+    assert list((tmp_path / "runs/job/checkpoints").iterdir()) == []

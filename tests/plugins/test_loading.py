@@ -270,3 +270,11 @@ def test_a_resolved_job_is_the_same_job(installed, load, tmp_path):
     again = load_config(path).config
     assert again.plugin_options.focal.gamma == 1.5
     assert again.model_dump() == loaded.config.model_dump()
+
+
+@pytest.mark.parametrize("name", ["policy_gradient", "cross_entropy"])
+def test_a_loss_of_session_cannot_be_replaced(job, load, name):
+    (job.parent / "mine.py").write_text(
+        f'from finetune import register\n\n@register.loss("{name}")\ndef mine(*_):\n    return None\n'
+    )
+    assert f"`{name}` exists already" in problem(load, "plugins=[./mine.py]").message

@@ -134,3 +134,14 @@ def test_attempts_stage_checkpoints_in_separate_folders(tmp_path: Path, monkeypa
         folder.mkdir()
     layout.remove_staging(tmp_path)
     assert not alone.exists() and not second.exists()
+
+
+def test_a_process_does_not_write_twice_to_one_folder(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    with lock_run_folder(tmp_path / "run", log=print):
+        with pytest.raises(UserError, match="this process has a run or session open"):
+            lock_run_folder(tmp_path / "link", log=print).__enter__()
+        with lock_run_folder(tmp_path / "other", log=print):
+            assert is_locked(tmp_path / "other") is not None
+    with lock_run_folder(tmp_path / "run", log=print):
+        pass

@@ -48,6 +48,7 @@ class EncodingPlan:
     length: LengthLimit
     unknown_ids: frozenset[int] = frozenset()  # tokens for text unknown to the tokenizer
     over_length: tuple[str, ...] = ("drop",)  # the values of `data.over_length` that make longer rows fit
+    max_token_characters: int | None = None  # None: a token can stand for any length of text
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class Encoding:
     section: DataSection
     identity: Mapping[str, str]  # the inputs of `encode` and `length`: digests of tokenizer and template, the task
     unknown_ids: frozenset[int] = frozenset()
+    max_token_characters: int | None = None
     length: LengthLimit | None = None  # overrides the section's policy for long rows
     over_length: tuple[str, ...] = ("drop",)  # those of the task
 
@@ -65,7 +67,14 @@ class Encoding:
         """Return the plan for rows of this format."""
         section = self.section
         policy = self.length or SampleLengthLimit(section.longest, section.over_length, section.truncate_side)
-        return EncodingPlan(row_format, self.encode, policy, self.unknown_ids, self.over_length)
+        return EncodingPlan(
+            row_format,
+            self.encode,
+            policy,
+            self.unknown_ids,
+            over_length=self.over_length,
+            max_token_characters=self.max_token_characters,
+        )
 
 
 @dataclass(frozen=True)
@@ -86,6 +95,10 @@ def encode_chunk(plan: EncodingPlan, raws: Sequence[RawRow]) -> Chunk:
     """Return the samples of the rows; raises DataError naming the row that cannot be encoded."""
     noted = [plan.format.read(raw) for raw in raws]
     rows = [{name: row[name] for name in row if name != NOTES} if NOTES in row else row for row in noted]
+    if isinstance(plan.length, SampleLengthLimit) and plan.length.over_length == "refuse" and plan.max_token_characters:
+        limit = _NORMALIZED * plan.length.max_length * plan.max_token_characters
+        for raw, row in zip(raws, rows, strict=True):
+            _refuse_beyond(limit, row, location=raw.location, length=plan.length)
     outcomes = _outcomes(plan.encode, rows)
     encoded: list[tuple[int, Features]] = []  # the samples with the indices of their rows
     for row_index, (raw, outcome) in enumerate(zip(raws, outcomes, strict=True)):
@@ -142,6 +155,29 @@ def encode_chunk(plan: EncodingPlan, raws: Sequence[RawRow]) -> Chunk:
     else:
         lost = replace(lost, long_answers=0)
     return _assemble_chunk(plan, [(raws[row_index], sample) for row_index, sample in trainable], counts.plus(lost))
+
+
+_NORMALIZED = 4
+"""How many characters of a text may become one by Unicode normalization."""
+
+_CHECKED_CHARACTERS = 1 << 20
+
+
+def _refuse_beyond(limit: int, row: Row, *, location: str, length: LengthLimit) -> None:
+    """Raise DataError for a text whose characters alone show that it is too long, without tokenizing it.
+
+    Blanks are not counted, which special tokens may absorb, nor texts of which a chat template may leave out parts.
+    """
+    turns = row.get("messages") or ()
+    texts = [row.get("text"), *(turn.get("content") for turn in turns if turn.get("role") == "user")]
+    for text in texts:
+        if not isinstance(text, str) or len(text) <= max(limit, _CHECKED_CHARACTERS):
+            continue
+        if (count := len("".join(text.split()))) > limit:
+            raise DataError(
+                f"{location}: has a text of {count:,} characters without blanks, which are too many tokens for "
+                f"{length.limits}. Split it, or set data.over_length: truncate or drop."
+            )
 
 
 def _outcomes(encode: Encode, rows: Sequence[Row]) -> Sequence[Outcome]:

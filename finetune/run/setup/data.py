@@ -17,7 +17,7 @@ from finetune.config.section import KeyLocations
 from finetune.config.sections.data import DataSection
 from finetune.data.audit import Audit, Streamed, audit_sources, measure_padding
 from finetune.data.encoding.labelled import LABEL
-from finetune.data.encoding.tokenizer import prepare_tokenizer, tokenizer_identity, unknown_ids
+from finetune.data.encoding.tokenizer import max_token_characters, prepare_tokenizer, tokenizer_identity, unknown_ids
 from finetune.data.features import LENGTHS_OF_SEQUENCES, Features
 from finetune.data.order.grouping import tokens_per_position
 from finetune.data.order.order import DatasetView, fingerprint_of, steps_for_tokens
@@ -130,6 +130,7 @@ def make_encoding(data: DataSection, processing: Processing, task: Task, *, name
         data,
         identity=input_identity(processing, task) | ({"task code": " ".join(code)} if code else {}),
         unknown_ids=unknown_ids(tokenizer) if tokenizer is not None else frozenset(),
+        max_token_characters=max_token_characters(tokenizer) if tokenizer is not None else None,
         length=task.samples.length_limit,
         over_length=TASKS[name].over_length,
     )

@@ -155,3 +155,55 @@ def test_arguments_of_the_template_are_sent(tmp_path):
         answered = served.answer([{"role": "user", "content": "Hi"}], max_tokens=4)
     assert json.loads(json.dumps(bodies[-1]))["chat_template_kwargs"] == {"enable_thinking": False}
     assert (answered.text, answered.is_complete, answered.num_prompt_tokens) == ("Hi", True, 3)
+
+
+@contextlib.contextmanager
+def answering(content: bytes, *, seconds_per_byte: float = 0.0):
+    """Yield the URL of a server that sends these bytes to each request, and the list of what it was sent."""
+    listener, received = socket.create_server(("127.0.0.1", 0)), []
+
+    def serve() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = listener.accept()
+                received.append(connection.recv(4096).decode())
+                for start in range(0, len(content), 1 if seconds_per_byte else len(content)):
+                    connection.sendall(content[start : start + (1 if seconds_per_byte else len(content))])
+                    time.sleep(seconds_per_byte)
+                connection.close()
+
+    threading.Thread(target=serve, daemon=True).start()
+    with listener:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}/v1", received
+
+
+def test_a_redirect_is_not_followed_and_the_key_goes_to_the_given_server_alone(monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "my-key")
+    with answering(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}") as (other, stolen):
+        moved = f"HTTP/1.1 307 Moved\r\nLocation: {other}/models\r\nContent-Length: 0\r\n\r\n"
+        with answering(moved.encode()) as (url, received), pytest.raises(ServingError, match=f"redirect to {other}"):
+            client(url).choose(None, folder=Path("final"))
+    assert "Bearer my-key" in received[0] and stolen == []
+
+
+def test_headers_that_drip_are_cut_off_at_the_time_limit():
+    started = time.monotonic()
+    late = r"did not answer /models within 0\.5 s"
+    headers = b"HTTP/1.1 200 OK\r\n" + b"x: y\r\n" * 100
+    with answering(headers, seconds_per_byte=0.05) as (url, _), pytest.raises(ServingError, match=late):
+        client(url, seconds=0.5).choose(None, folder=Path("final"))
+    assert time.monotonic() - started < 5
+
+
+def test_an_answer_of_200_mb_is_refused_by_its_size_at_once():
+    started = time.monotonic()
+    large = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % (200 << 20) + b" " * (200 << 20)
+    with answering(large) as (url, _), pytest.raises(ServingError, match="more than 64 MB in one answer"):
+        client(url).choose(None, folder=Path("final"))
+    assert time.monotonic() - started < 15
+
+
+@pytest.mark.parametrize("url", ["http://", "http://host:port/v1", "http://[::1/v1", "ftp://host/v1", ""])
+def test_a_url_that_is_none_is_refused(url):
+    with pytest.raises(ServingError, match="write a URL such as http://"):
+        client(url)

@@ -86,6 +86,23 @@ def test_nulls_filled_in_by_a_table_are_left_out_of_nested_columns(tmp_path):
     assert raw.parse() == rows[0]
 
 
+def table_twice():
+    return pyarrow.table([pyarrow.array(["a"]), pyarrow.array(["b"]), pyarrow.array([1])], names=["text", "text", "x"])
+
+
+def parquet_twice():
+    buffer = io.BytesIO()
+    pyarrow.parquet.write_table(table_twice(), buffer)
+    return buffer.getvalue()
+
+
+def arrow_twice():
+    buffer = io.BytesIO()
+    with pyarrow.ipc.new_file(buffer, table_twice().schema) as writer:
+        writer.write_table(table_twice())
+    return buffer.getvalue()
+
+
 BAD = {
     "broken.jsonl": (b'{"text": "a"}\n{"text": \n', r"line 2: not valid JSON: Expecting value at column \d+"),
     "list.jsonl": (b"[1, 2]\n", "line 1: a row must be a JSON object with columns, not a list"),
@@ -102,6 +119,10 @@ BAD = {
     "quote.csv": (b'text\n"a', r"line 2: not valid CSV: a quotation mark .* not closed before the end .*\(line 2\)"),
     "broken.parquet": (b"not parquet", "not readable as Parquet"),
     "broken.arrow": (b"not arrow", "not readable as Arrow"),
+    "twice.parquet": (parquet_twice(), "has the column `text` twice"),
+    "twice.arrow": (arrow_twice(), "has the column `text` twice"),
+    "blanks.json.gz": (gzip.compress(b"[" + b" " * 50_000_000), "row 1: more than 4,194,304 blank characters"),
+    "later_blanks.json": (b'[{"text": "a"}, ' + b"\n" * 9_000_000, "row 2: more than 4,194,304 blank characters"),
     "broken.jsonl.gz": (b"not gzip", "cannot be read: zlib"),
     "half.jsonl.gz": (gzip.compress(LINES)[:-9], "cannot be read: Truncated"),
     "half.jsonl.zst": (CONTENTS["rows.jsonl.zst"][:-9], "cannot be read"),
