@@ -82,7 +82,9 @@ def tables(model, model_type):
     *_, embeddings, head = MODELS[model_type]
     base = model.get_base_model()
     scales = [getattr(base.get_submodule(name), "embed_scale", 1.0) for name in embeddings]
-    found = [base.get_submodule(name)(torch.arange(SIZE)) / scale for name, scale in zip(embeddings, scales, strict=True)]
+    found = [
+        base.get_submodule(name)(torch.arange(SIZE)) / scale for name, scale in zip(embeddings, scales, strict=True)
+    ]
     multiply = base.get_submodule(head)
     return [*found, (multiply(torch.eye(WIDTH)) - multiply(torch.zeros(1, WIDTH))).T]
 

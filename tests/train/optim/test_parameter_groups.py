@@ -31,9 +31,7 @@ NAMES = ("embed_tokens.weight", "layers.0.q.weight", "layers.0.norm.weight", "la
 
 
 def named(*names: str) -> list[NamedParameter]:
-    return [
-        NamedParameter(name, (name,), nn.Parameter(torch.zeros(2, 2)), is_vector="norm" in name) for name in names
-    ]
+    return [NamedParameter(name, (name,), nn.Parameter(torch.zeros(2, 2)), is_vector="norm" in name) for name in names]
 
 
 @pytest.mark.parametrize(
