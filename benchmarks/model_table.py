@@ -5,6 +5,7 @@ The page is docs/reference/models.md.
     python benchmarks/model_table.py                                    # about an hour on two cores; resumes
     python benchmarks/model_table.py --tasks causal --only llama bert   # these only, tried again
     python benchmarks/model_table.py --page docs/reference/models.md    # the page from the recorded results
+    python benchmarks/model_table.py --decay docs/reference/models.md   # its section on weight decay alone, minutes
 
 Each case is `finetune train` in a fork of a process that has imported everything, under limits of CPU time and memory:
 two steps of full fine-tuning on samples of different lengths, and an export that a fresh process verifies. A second run
@@ -38,6 +39,7 @@ import torch  # noqa: E402  # found by the line above
 import transformers  # noqa: E402
 from transformers import AutoTokenizer  # noqa: E402
 from transformers.models.auto import modeling_auto  # noqa: E402
+from transformers.pytorch_utils import Conv1D  # noqa: E402
 
 from benchmarks.architectures import ARCHITECTURES  # noqa: E402
 from finetune.commands.rehearse.small_model import from_config_values, shrink_architecture  # noqa: E402
@@ -50,6 +52,9 @@ from finetune.config.sections.model import (  # noqa: E402
 )
 from finetune.errors import FinetuneError  # noqa: E402
 from finetune.export.verify import verifier  # noqa: E402
+from finetune.model.layers import LAYER_COUNTS, shorten_config  # noqa: E402
+from finetune.model.loading.architecture import HEADS  # noqa: E402
+from finetune.train.optim.parameter_groups import list_parameters  # noqa: E402
 from tests import verifier_server  # noqa: E402
 from tests.task_cases import classification, images, masked_lm, seq2seq  # noqa: E402
 from tests.task_cases import embedding as embedding_cases  # noqa: E402
@@ -160,10 +165,13 @@ def main() -> int:
     parser.add_argument("--share", default="0/1", help="which of how many processes this is: 0/2 and 1/2 beside it")
     parser.add_argument("--minutes", type=float, default=1e9, help="start no case after that time")
     parser.add_argument("--page", type=Path, help="only write the page from what is recorded")
+    parser.add_argument("--decay", type=Path, metavar="PAGE", help="only renew the page's section on weight decay")
     options = parser.parse_args()
     folder = options.folder.absolute()
-    if options.page is not None:
-        options.page.write_text(page(read_results(folder)))
+    if (target := options.page or options.decay) is not None:
+        text = target.read_text() if options.page is None else page(read_results(folder))
+        types = sorted({name for column in COLUMNS.values() for name in column.model_types()})
+        target.write_text(text.partition(f"\n{DECAY}")[0] + decay_section({name: decay_of(name) for name in types}))
         return 0
     index, count = map(int, options.share.split("/"))
     recorded = (
@@ -449,6 +457,68 @@ def grouped(results: Iterable[Result]) -> list[str]:
         f"- {text}: " + ", ".join(f"{each.model_type} ({each.task})" for each in group)
         for text, group in sorted(groups.items(), key=lambda item: -len(item[1]))
     ]
+
+
+Decay = tuple[tuple[str, ...], tuple[str, ...]]
+"""A type's parameters of two and more dimensions without weight decay, and the decayed ones besides layers' weights."""
+
+DECAY = """
+## Weight decay
+
+`train.optimizer.weight_decay` reaches the weights of linear layers, convolutions and embeddings. It does not reach
+parameters of one dimension, nor biases, norms, scales and vectors of channels that are stored with more (the second
+column). The third column has what else is decayed. Read from the default config of each type; types that are not listed
+have nothing but weights and parameters of one dimension.
+
+| model types | not decayed | decayed, too |
+|---|---|---|
+"""
+
+
+def decay_of(model_type: str) -> Decay | None:
+    """Return what weight decay does to the type's parameters; None where its default config gives no model."""
+    column = next(each for each in COLUMNS.values() if model_type in each.model_types())
+    for shortens in (True, False):
+        try:
+            config = transformers.AutoConfig.for_model(model_type, **VALUES.get(model_type, {}))
+            if shortens:
+                values = vars(config)
+                counts = {values[name] for name in LAYER_COUNTS if isinstance(values.get(name), int)}
+                shorten_config(values, (0, 1), lengths={count for count in counts if count > 2})
+            with torch.device("meta"):
+                model = HEADS[column.head].from_config(config)
+            break
+        except Exception as error:  # of any type's code
+            print(f"{model_type}: {type(error).__name__}: {error}"[:200], file=sys.stderr)
+    else:
+        return None
+    spared, decayed = set[str](), set[str]()
+    for entry in list_parameters(model):
+        owner, _, own = entry.name.rpartition(".")
+        is_layer = own == "weight" and isinstance(model.get_submodule(owner), LAYERS)
+        label = f"{owner.rpartition('.')[2]}.weight" if own == "weight" else own
+        if entry.parameter.dim() > 1 and entry.is_vector:
+            spared.add(label)
+        elif entry.parameter.dim() > 1 and not is_layer:
+            decayed.add(label)
+    return tuple(sorted(spared)), tuple(sorted(decayed))
+
+
+LAYERS = (torch.nn.Linear, torch.nn.Embedding, torch.nn.modules.conv._ConvNd, Conv1D)
+
+
+def decay_section(decays: Mapping[str, Decay | None]) -> str:
+    """Return the section, with a line for all types that are alike."""
+    groups: dict[Decay, list[str]] = defaultdict(list)
+    for model_type, decay in decays.items():
+        if decay is not None and any(decay):
+            groups[decay].append(model_type)
+    lines = [
+        f"| {', '.join(types)} | {' | '.join(' '.join(f'`{name}`' for name in names) for names in decay)} |"
+        for decay, types in sorted(groups.items(), key=lambda item: (not item[0][0], item[1]))
+    ]
+    unread = ", ".join(model_type for model_type, decay in decays.items() if decay is None)
+    return DECAY + "\n".join(lines) + f"\n\nTheir default config gives no model: {unread}.\n"
 
 
 if __name__ == "__main__":

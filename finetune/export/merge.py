@@ -97,9 +97,10 @@ def _build_meta_peft_model(model: PeftModel, config: PeftConfig, *, dtype: torch
     base = build_meta_model(unwrap_adapter(model), dtype=dtype)
     with torch.device("meta") if is_on_meta else nullcontext(), keep_targets():
         meta_model = get_peft_model(base, config, low_cpu_mem_usage=True)
-    inputs, outputs = base.get_input_embeddings(), base.get_output_embeddings()
-    if getattr(config, "ensure_weight_tying", False) and isinstance(outputs, ModulesToSaveWrapper):
-        outputs.modules_to_save[ADAPTER_NAME].weight = inputs.modules_to_save[ADAPTER_NAME].weight
+    if getattr(config, "ensure_weight_tying", False):
+        inputs, head = base.get_input_embeddings(), base.get_output_embeddings()
+        if isinstance(head, ModulesToSaveWrapper):
+            head.modules_to_save[ADAPTER_NAME].weight = inputs.modules_to_save[ADAPTER_NAME].weight
     return meta_model
 
 

@@ -52,6 +52,26 @@ def test_the_page_has_a_row_per_trainable_architecture_and_groups_failures_by_me
     assert "| cpmant" not in text
 
 
+@pytest.mark.parametrize(
+    ("model_type", "spared", "decayed"),
+    [
+        ("gpt_oss", ("down_proj_bias", "gate_up_proj_bias"), ("down_proj", "gate_up_proj", "router.weight")),
+        ("mamba", ("A_log",), ()),
+        ("t5", ("relative_attention_bias.weight",), ()),
+        ("vit", ("cls_token",), ("position_embeddings",)),
+        ("convnextv2", ("bias", "grn.weight"), ()),
+        ("llama", (), ()),
+    ],
+)
+def test_the_page_says_what_weight_decay_spares_in_a_type(model_type, spared, decayed):
+    assert model_table.decay_of(model_type) == (spared, decayed)
+    rows = re.findall(r"^\| ([^|`]*) \| ([^|]*) \| ([^|]*) \|$", PAGE.partition("## Weight decay")[2], re.MULTILINE)
+    listed = {each: cells for types, *cells in rows for each in types.split(", ")}
+    assert len(listed) > 100
+    expected = [" ".join(f"`{name}`" for name in names) for names in (spared, decayed)]
+    assert listed.get(model_type, ["", ""]) == expected
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(("model_type", "task"), SAMPLE)
 def test_a_row_of_the_page_still_holds(model_type, task, tmp_path: Path):

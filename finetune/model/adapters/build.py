@@ -169,8 +169,9 @@ def peft_state_dict_names(model: PeftModel, trained: Mapping[str, Any]) -> dict[
     mode, config.inference_mode = config.inference_mode, True  # otherwise peft computes learned prompts
     written = get_peft_model_state_dict(model, state_dict=indices, save_embedding_layers=False)
     config.inference_mode = mode
-    prompts = {_PROMPT_KEY: name for name in trained if name.startswith("prompt_encoder.")}
-    return {name: names[int(index)] for name, index in written.items() if name != _PROMPT_KEY} | prompts
+    by_name = {name: names[int(index)] for name, index in written.items() if name != _PROMPT_KEY}
+    prompt = next((name for name in trained if name.startswith("prompt_encoder.")), None)
+    return by_name if prompt is None else {**by_name, _PROMPT_KEY: prompt}
 
 
 def save_untrained_copy(model: PreTrainedModel, adapter: Path, context: AdapterContext, *, folder: Path) -> None:
@@ -230,7 +231,7 @@ _TRAINS_TIED = "; `model.lora.modules_to_save: [embed_tokens]` trains a tied wei
 
 
 def _trained_weight(module: nn.Module) -> Any:
-    """Return what determines the weight of the adapted module: itself, a copy, the rows of new tokens, or an adapter."""
+    """Return what determines the module's weight: the weight, a copy of it, the rows of new tokens, or an adapter."""
     if isinstance(module, ModulesToSaveWrapper):
         return module.modules_to_save[ADAPTER_NAME].weight
     if isinstance(module, TrainableTokensWrapper):

@@ -184,11 +184,13 @@ def _modules_to_save(model: PreTrainedModel, lora: LoraSection, context: Adapter
     """
     saved = [*lora.modules_to_save, *new_head_modules(model, head=context.head)]
     tied = tied_modules(model)
-    own, adapted = _named_modules(tied, saved), _named_modules(tied, lora.target_modules)
+    own = _named_modules(tied, saved)
+    if not own or _named_modules(tied, lora.target_modules):
+        return saved, False
     head = model.get_output_embeddings()
     inputs = str(module_name(model.get_input_embeddings(), model))
     is_one_head = set(tied) == {inputs, module_name(head, model)} and getattr(head, "bias", None) is None
-    if not own or adapted or not is_one_head or not is_named(inputs, "embed_tokens"):
+    if not is_one_head or not is_named(inputs, "embed_tokens"):
         return saved, False
     return [*(name for name in saved if name not in own), inputs], True
 

@@ -3,6 +3,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from finetune.config.sections.model import Ia3Section, LoraSection, OftSection, PrefixTuningSection, PromptTuningSection
 from finetune.errors import ModelError
@@ -186,6 +187,56 @@ def test_an_adapter_that_the_model_does_not_support_is_rejected(from_config, bui
 def test_a_head_that_reads_one_position_gets_no_padding_before_its_text(from_config, build, wish):
     with pytest.raises(ModelError, match="with the head `token_classification`"):
         add_adapter(build(from_config()), wish, AdapterContext(seed=1, head="token_classification", tokenizer=[]))
+
+
+T5 = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_heads": 2, "vocab_size": 40, "decoder_start_token_id": 0}
+
+
+@pytest.mark.parametrize(
+    ("num_decoder_layers", "layers", "adapted_blocks"),
+    [
+        (2, (0,), {"encoder.block.0", "decoder.block.0"}),
+        (2, (0, 2), None),
+        (2, (1, 9), None),
+        (4, (1, 3), {"encoder.block.1", "decoder.block.1", "decoder.block.3"}),
+    ],
+)
+@pytest.mark.parametrize("target_modules", [("q", "wi"), "all-linear"])
+def test_layers_are_those_of_encoder_and_decoder_and_no_other_numbers(
+    num_decoder_layers, layers, adapted_blocks, target_modules
+):
+    """The feed-forward part of a block of T5 is `block.0.layer.2`."""
+    model = AutoModelForSeq2SeqLM.from_config(
+        AutoConfig.for_model("t5", **T5, num_layers=2, num_decoder_layers=num_decoder_layers)
+    )
+    section = LoraSection(rank=2, layers=layers, target_modules=target_modules)
+    if adapted_blocks is None:
+        message = rf"model\.lora\.layers: there is no adapter on layer {layers[-1]}\..*`encoder\.block` 2, `decoder"
+        with pytest.raises(ModelError, match=message):
+            add_adapter(model, section, AdapterContext(seed=1, head="seq2seq_lm"))
+        return
+    made = add_adapter(model, section, AdapterContext(seed=1, head="seq2seq_lm"))
+    names = {name.removeprefix("base_model.model.") for name in trained(made)}
+    assert {".".join(name.split(".")[:3]) for name in names} == adapted_blocks
+    assert any(".DenseReluDense.wi." in name for name in names)
+
+
+@pytest.mark.parametrize("target_modules", [("q_proj", "v_proj"), "all-linear"])
+def test_layers_of_a_model_without_a_head_are_counted_as_those_of_one_with_a_head(target_modules, from_config, build):
+    section = LoraSection(rank=2, layers=(1,), target_modules=target_modules)
+    bare = add_adapter(build(from_config()).model, section, AdapterContext(seed=1, head="embedding"))
+    whole = add_adapter(build(from_config()), section, AdapterContext(seed=1))
+    names = {name.replace(".model.model.", ".model.") for name in trained(whole)}
+    assert names == set(trained(bare)) and len(names) == (2 if target_modules != "all-linear" else 7) * 2
+
+
+@pytest.mark.parametrize("keys", [{}, {"target_modules": ("q_proj",)}])
+def test_a_layer_that_a_mixture_of_experts_does_not_have_is_named(keys):
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_experts": 2, "moe_intermediate_size": 8, "vocab_size": 40}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", **sizes))
+    with pytest.raises(ModelError, match=r"no adapter on layer 3\..*from 0 \(`model\.layers` 2\)"):
+        add_adapter(model, LoraSection(rank=2, layers=(0, 3), **keys), AdapterContext(seed=1))
 
 
 def test_layers_and_patterns_choose_modules_and_ranks(from_config, build, adapted):
