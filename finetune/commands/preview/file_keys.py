@@ -7,7 +7,7 @@ from typing import Any
 
 from finetune.config.section import CONLL_KINDS, DELIMITED_KINDS, TEXT_KINDS
 from finetune.data.formats.columns import DELIMITERS
-from finetune.data.formats.layouts import is_prose
+from finetune.data.formats.value_kinds import is_prose
 from finetune.data.rows import Row, record_paths
 from finetune.data.sources.files import DataFile, kind_of
 from finetune.registry.formats import FORMATS

@@ -9,8 +9,9 @@ from typing import Any, cast
 from finetune.config.sections.data import SourceSection
 from finetune.data.formats.attached_images import attach_images
 from finetune.data.formats.columns import NOTES, ColumnNames, Columns, quoted_list
-from finetune.data.formats.layouts import is_empty, layout_hint, meaning_of, unread_meanings
+from finetune.data.formats.layouts import layout_hint, meaning_of, unread_meanings
 from finetune.data.formats.prompts import read_exchange, turns_of, with_system
+from finetune.data.formats.value_kinds import is_empty
 from finetune.data.images import ImageRoot
 from finetune.data.rows import (
     ARGUMENTS,
@@ -220,7 +221,7 @@ def _log_unread(
         log(f"warning: {key}: `{column}` {meaning.says}, and is not read: {meaning.remedy_of(column)}.")
     if hint := layout_hint(rows, form=form, has_meanings=bool(meanings)):
         log(f"warning: {key}: {hint}")
-    return tuple(column for column in columns if (meaning := meaning_of(column)) and form in meaning.formats)
+    return tuple(column for column in columns if (known := meaning_of(column)) and form in known.formats)
 
 
 def _detect(section: SourceSection, first: RawRow, rows: Sequence[Row], *, key: str) -> str:

@@ -95,10 +95,7 @@ def encode_chunk(plan: EncodingPlan, raws: Sequence[RawRow]) -> Chunk:
     """Return the samples of the rows; raises DataError naming the row that cannot be encoded."""
     noted = [plan.format.read(raw) for raw in raws]
     rows = [{name: row[name] for name in row if name != NOTES} if NOTES in row else row for row in noted]
-    if isinstance(plan.length, SampleLengthLimit) and plan.length.over_length == "refuse" and plan.max_token_characters:
-        limit = _NORMALIZED * plan.length.max_length * plan.max_token_characters
-        for raw, row in zip(raws, rows, strict=True):
-            _refuse_beyond(limit, row, location=raw.location, length=plan.length)
+    _refuse_long_texts(plan, raws, rows)
     outcomes = _outcomes(plan.encode, rows)
     encoded: list[tuple[int, Features]] = []  # the samples with the indices of their rows
     for row_index, (raw, outcome) in enumerate(zip(raws, outcomes, strict=True)):
@@ -115,12 +112,6 @@ def encode_chunk(plan: EncodingPlan, raws: Sequence[RawRow]) -> Chunk:
     # of a sample, or of its longest sequence, before truncation
     whole_lengths = [sample.longest + sample.cut_tokens for _, sample in encoded]
     longest = max(whole_lengths, default=0)
-    num_empty = 0
-    for row_index in without:
-        turns = rows[row_index].get("messages")
-        texts = [turn.get("content") for turn in turns] if isinstance(turns, Sequence) else rows[row_index].values()
-        num_empty += not any(texts)
-
     found: dict[int, Findings] = {}  # by row, with those of all its samples
     for row_index, sample in encoded:
         found[row_index] = found.get(row_index, NOTHING_FOUND).plus(sample.findings)
@@ -131,7 +122,7 @@ def encode_chunk(plan: EncodingPlan, raws: Sequence[RawRow]) -> Chunk:
         rows=len(raws),
         rows_without_target=len(without),
         first_without_target=raws[without[0]].location if without else "",
-        empty_rows=num_empty,
+        empty_rows=sum(_is_blank(rows[row_index]) for row_index in without),
         empty_answers=sum(findings.empty_answers for findings in found.values()),
         first_empty_answer="" if first_empty is None else raws[first_empty].location,
         unread_keys=dict(Counter(key for findings in found.values() for key in findings.unread_keys)),
@@ -157,27 +148,37 @@ def encode_chunk(plan: EncodingPlan, raws: Sequence[RawRow]) -> Chunk:
     return _assemble_chunk(plan, [(raws[row_index], sample) for row_index, sample in trainable], counts.plus(lost))
 
 
+def _is_blank(row: Row) -> bool:
+    """Return whether no turn of the row has content, or of a row without turns, no column."""
+    turns = row.get("messages")
+    return not any([turn.get("content") for turn in turns] if isinstance(turns, Sequence) else row.values())
+
+
 _NORMALIZED = 4
 """How many characters of a text may become one by Unicode normalization."""
 
 _CHECKED_CHARACTERS = 1 << 20
 
 
-def _refuse_beyond(limit: int, row: Row, *, location: str, length: LengthLimit) -> None:
+def _refuse_long_texts(plan: EncodingPlan, raws: Sequence[RawRow], rows: Sequence[Row]) -> None:
     """Raise DataError for a text whose characters alone show that it is too long, without tokenizing it.
 
     Blanks are not counted, which special tokens may absorb, nor texts of which a chat template may leave out parts.
     """
-    turns = row.get("messages") or ()
-    texts = [row.get("text"), *(turn.get("content") for turn in turns if turn.get("role") == "user")]
-    for text in texts:
-        if not isinstance(text, str) or len(text) <= max(limit, _CHECKED_CHARACTERS):
-            continue
-        if (count := len("".join(text.split()))) > limit:
-            raise DataError(
-                f"{location}: has a text of {count:,} characters without blanks, which are too many tokens for "
-                f"{length.limits}. Split it, or set data.over_length: truncate or drop."
-            )
+    policy = plan.length
+    if not isinstance(policy, SampleLengthLimit) or policy.over_length != "refuse" or not plan.max_token_characters:
+        return
+    limit = _NORMALIZED * policy.max_length * plan.max_token_characters
+    for raw, row in zip(raws, rows, strict=True):
+        turns = row.get("messages") or ()
+        for text in (row.get("text"), *(turn.get("content") for turn in turns if turn.get("role") == "user")):
+            if not isinstance(text, str) or len(text) <= max(limit, _CHECKED_CHARACTERS):
+                continue
+            if (count := len("".join(text.split()))) > limit:
+                raise DataError(
+                    f"{raw.location}: has a text of {count:,} characters without blanks, which are too many tokens for "
+                    f"{policy.limits}. Split it, or set data.over_length: {' or '.join(plan.over_length)}."
+                )
 
 
 def _outcomes(encode: Encode, rows: Sequence[Row]) -> Sequence[Outcome]:
