@@ -89,7 +89,7 @@ def test_steps_beyond_those_of_epochs_or_tokens_are_refused_once_the_data_is_kno
     (problem,) = refused.value.problems
     training_data = make_training_data(loaded.config, RunLog(is_main=False), locations=loaded.sources)
     num_steps = make_run_plan(load_config(job, overrides[:-1]), training_data).num_steps
-    assert (problem.key, problem.source) == (key, "--set")
+    assert (problem.key, problem.source) == (key, f"--set {written}")
     assert 0 < num_steps < 9 and f"the run has {num_steps} steps" in problem.message
     with pytest.raises(ConfigError, match=key):  # as `finetune train` and `plan`
         make_run_plan(loaded, training_data)
