@@ -17,6 +17,7 @@ from finetune.errors import ModelError, UserError
 from finetune.export.engines import Engine, adapter_problems, find_engine
 from finetune.export.gguf import GGUFType, write_gguf
 from finetune.export.save import push_folder
+from finetune.export.upstream import write_generation_config
 from finetune.model.loading.saved import SavedModel, find_model_folder, inspect_model_folder
 from finetune.runtime.files import atomic
 from finetune.runtime.files.read import parse_as, read_regular
@@ -127,7 +128,7 @@ def _complete_generation_config(folder: Path, stops: Collection[int]) -> Iterato
     known = set(own if isinstance(own, list) else [] if own is None else [own])
     if not known.issuperset(stops):
         config.eos_token_id = sorted(known | set(stops))
-        config.save_pretrained(folder)
+        write_generation_config(config, folder)
         yield path
 
 

@@ -63,7 +63,7 @@ def test_the_page_has_a_row_per_trainable_architecture_and_groups_failures_by_me
         ("llama", (), ()),
     ],
 )
-def test_the_page_names_the_parameters_without_weight_decay(model_type, spared, decayed):
+def test_the_page_lists_the_parameters_of_a_type_without_weight_decay(model_type, spared, decayed):
     assert model_table.decay_of(model_type) == (spared, decayed)
     rows = re.findall(r"^\| ([^|`]*) \| ([^|]*) \| ([^|]*) \|$", PAGE.partition("## Weight decay")[2], re.MULTILINE)
     listed = {each: cells for types, *cells in rows for each in types.split(", ")}

@@ -6,8 +6,11 @@ import signal
 import pytest
 
 from finetune.commands.prepare import SECONDS_BETWEEN_LINES, Pace, ProgressBars, ProgressLines, prepare
+from finetune.config.load import load_config
 from finetune.data.token_cache import cache, chunks
-from finetune.errors import DataError
+from finetune.errors import ConfigError, DataError
+from finetune.report.reporter import RunLog
+from finetune.run.setup.data import make_run_plan, make_training_data
 from finetune.runtime.supervision.heartbeat import VARIABLE
 
 JOB = """
@@ -66,6 +69,30 @@ def test_a_changed_template_makes_another_set(prepared, tmp_path):
     template.write_text("{% for m in messages %}<|im_start|>{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}")
     assert any(": prepared in" in line for line in prepared("data.chat_template=./mine.jinja"))
     assert not any(": prepared in" in line for line in prepared("data.chat_template=./mine.jinja"))
+
+
+COUNTS = [
+    ("train.schedule={warmup_steps: 9}", "train.schedule.warmup_steps"),
+    ("train.average={after_steps: 9}", "train.average.after_steps"),
+    ("train.unfreeze=[{patterns: ['lm_head.*'], after_steps: 9}]", "train.unfreeze.0.after_steps"),
+    ("report.profile={start: 10}", "report.profile.start"),
+]
+
+
+@pytest.mark.parametrize("budget", ["train.epochs=1", "train.tokens=100"])
+@pytest.mark.parametrize(("written", "key"), COUNTS)
+def test_steps_beyond_those_of_epochs_or_tokens_are_refused_once_the_data_is_known(job, budget, written, key):
+    overrides = ["data.over_length=drop", "train.steps=null", budget, written]
+    loaded = load_config(job, overrides)
+    with pytest.raises(ConfigError) as refused:
+        prepare(job, overrides)
+    (problem,) = refused.value.problems
+    training_data = make_training_data(loaded.config, RunLog(is_main=False), locations=loaded.sources)
+    num_steps = make_run_plan(load_config(job, overrides[:-1]), training_data).num_steps
+    assert (problem.key, problem.source) == (key, f"--set {written}")
+    assert 0 < num_steps < 9 and f"the run has {num_steps} steps" in problem.message
+    with pytest.raises(ConfigError, match=key):  # as `finetune train` and `plan`
+        make_run_plan(loaded, training_data)
 
 
 def test_an_exceeded_audit_limit_stops_prepare_after_printing_the_audit(job, capsys):

@@ -14,6 +14,7 @@ from transformers import GenerationConfig
 from finetune.commands.serving_files import export_for, write_serving_files
 from finetune.errors import ModelError, UserError
 from finetune.export.engines import ENGINES, Engine, adapter_problems, find_engine
+from finetune.export.upstream import write_generation_config
 from tests.serving_folders import make_model, make_tokenizer, save
 
 NOTHING = {"step": None, "to": None, "dtype": None, "merge": False, "push_to_hub": None, "public": False}
@@ -84,7 +85,8 @@ def test_an_adapter_is_served_with_its_own_tokenizer_template_and_stops(adapter,
 
 
 def test_a_generation_config_without_the_ends_of_answers_is_completed(copy):
-    GenerationConfig(eos_token_id=0, temperature=0.5, do_sample=True).save_pretrained(copy)
+    contradictory = GenerationConfig(eos_token_id=0, temperature=0.5)  # without do_sample, as Llama 2 has it
+    write_generation_config(contradictory, copy)
     files = write_serving_files(copy, ENGINES["vllm"], gguf_type="f16", trust_remote_code=False)
     assert [file.name for file in files] == ["generation_config.json", "serve-vllm.txt"]
     config = GenerationConfig.from_pretrained(copy)
