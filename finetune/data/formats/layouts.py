@@ -2,12 +2,13 @@
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
 from finetune.data.formats.value_kinds import is_empty, is_text, parsed_value, speakers_of, text_of_values, value_test
 from finetune.data.rows import Row
+from finetune.data.turns import turn_keys
 from finetune.registry.formats import FORMATS
 from finetune.registry.layouts import LAYOUTS, LayoutEntry, Meaning, Reading, Speakers, shipped_layouts
 from finetune.registry.tasks import TASKS
@@ -70,6 +71,13 @@ class Layout:
                 yield self._keys(reading, {**self.roles, **({reading.each: (column,)} if reading.each else {})})
 
     def _keys(self, reading: Reading, roles: Mapping[str, Role]) -> JobKeys:
+        first = next(iter(self._values(roles["messages"][0])), None) if "messages" in roles else None
+        if (
+            reading.format == "messages"
+            and not reading.template
+            and turn_keys(parsed_value(first)) == ("from", "value")
+        ):
+            reading = replace(reading, format="conversations", columns={"conversations": "messages"})
         columns: dict[str, Any] = {}
         template = {name: self._filled(text, roles) for name, text in reading.template.items()}
         for name in FORMATS[reading.format].columns:
