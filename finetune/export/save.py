@@ -221,10 +221,12 @@ def _write_model(
 ) -> _Written:
     meta_model = build_meta_model(model, dtype=_dtype(weights), untie=untie)
     complete = complete_weights(meta_model, weights)
-    meta_model.generation_config = GenerationConfig() if _generates(model) else None
+    text = preprocessors.text if _generates(model) else None
+    if text is not None:
+        meta_model.generation_config = GenerationConfig()  # replaced below
     meta_model.save_pretrained(folder, state_dict=dict(complete), max_shard_size=section.max_shard_size)
-    if _generates(model) and preprocessors.text is not None:
-        write_generation_config(generation_config(model.generation_config, preprocessors.text), folder)
+    if text is not None:
+        write_generation_config(generation_config(model.generation_config, text), folder)
     return _Written(*check_files(folder, complete), tensors=complete)
 
 

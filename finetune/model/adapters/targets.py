@@ -135,7 +135,7 @@ def choose_targets(model: PreTrainedModel, lora: LoraSection, *, head: str) -> L
 
     With `lora.layers` they are those in these layers; raises ModelError for a layer without one.
     """
-    experts, layers, unused = find_experts(model), layer_lists(model), unused_modules(model)
+    experts, layers = find_experts(model), layer_lists(model)
     read = [
         f"{name}.{local_name}".removeprefix(".")
         for name, parent in model.named_modules()
@@ -172,8 +172,9 @@ def choose_targets(model: PreTrainedModel, lora: LoraSection, *, head: str) -> L
     for name, reason in left_out:
         by_reason.setdefault(reason, set()).add(".".join(_without_layers(name)[-2:]))
     if lora.layers:
+        unused = tuple(f"{name}." for name in unused_modules(model))
         modules, parameters = (
-            [name for name in names if layer_index(name, layers) in lora.layers and not name.startswith(unused)]
+            [name for name in names if layer_index(name, layers) in lora.layers and not f"{name}.".startswith(unused)]
             for names in (modules, parameters)
         )
         adapted = {layer_index(name, layers) for name in (*modules, *parameters)}

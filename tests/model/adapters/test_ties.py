@@ -134,6 +134,19 @@ def test_lora_keeps_tied_weights_tied_or_names_what_would_untie_them(model_type,
     assert torch.allclose(merged.weights[f"{head}.weight"], first, atol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_the_copy_of_a_tied_weight_gets_the_gradient_that_the_weight_has_in_plain_training():
+    ids = torch.arange(24).reshape(2, 12)
+    plain = build("qwen3")
+    plain(input_ids=ids, labels=ids).loss.backward()
+    for saved in ("embed_tokens", "lm_head"):
+        section = LoraSection(rank=2, target_modules=("q_proj",), modules_to_save=(saved,))
+        adapted = add_adapter(build("qwen3"), section, AdapterContext(seed=1))
+        adapted(input_ids=ids, labels=ids).loss.backward()
+        copy = adapted.get_base_model().get_input_embeddings().modules_to_save["default"].weight
+        assert torch.allclose(copy.grad, plain.lm_head.weight.grad, atol=1e-7) and copy.grad.any()
+
+
 OTHERS = {
     "ia3": Ia3Section(target_modules=("k_proj", "lm_head")),
     "oft": OftSection(block_size=8, target_modules=("q_proj", "lm_head")),
