@@ -121,20 +121,17 @@ def reported_wait(*, seconds: float = 10.0) -> Iterator[None]:
     timer = threading.Timer(seconds, lambda: print(f"{text}. {variables} {advice}.", file=sys.stderr, flush=True))
     timer.daemon = True
     timer.start()
-    is_in_use = False
     try:
         yield
     except dist.DistNetworkError as error:
-        is_in_use = "EADDRINUSE" in str(error)
-        if not is_in_use:
+        if "EADDRINUSE" not in str(error):
             raise
-    finally:
-        timer.cancel()
-    if is_in_use:  # raised here: the error of a collective in its context would be a lost contact
         raise StrategyError(
             f"{address}: the port at which {variables} make this process wait for the others is in use. They {advice}, "
             "or set another MASTER_PORT."
-        )
+        ) from None  # not a lost contact
+    finally:
+        timer.cancel()
 
 
 _MAX_NAMED_RANKS = 8

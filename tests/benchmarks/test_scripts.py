@@ -23,6 +23,7 @@ SMALLEST = {
 ELSEWHERE = {
     "architectures.py": "test_architectures.py",
     "model_table.py": "test_model_table.py",
+    "peer_defaults.py": "test_peer_defaults.py",
     "plan_published.py": "test_plan_published.py",
 }
 """Scripts whose parts a test of their own runs, without their hours."""
@@ -34,7 +35,7 @@ NOT_HERE = {"hosts.py", "wheels.py"}
 def named_scripts() -> set[str]:
     pages = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *(ROOT / "docs").rglob("*.md")]
     texts = [page.read_text(encoding="utf-8") for page in pages if page.name != "CHANGELOG.md"]
-    return {name for text in texts for name in re.findall(r"(?<!:)benchmarks/(\w+\.py)", text)}
+    return {name for text in texts for name in re.findall(r"(?<!:)(?<!tests/)benchmarks/(\w+\.py)", text)}
 
 
 def test_every_named_script_exists_and_is_run_here_or_by_its_own_test():

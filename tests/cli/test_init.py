@@ -33,7 +33,10 @@ def test_a_strategy_writes_an_accelerate_file_whose_deepspeed_config_lies_next_t
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(app, ["init", "quickstart", "--strategy", "zero2"])
     assert result.exit_code == 0
-    assert "start with: accelerate launch --config_file quickstart/zero2.yaml --num_processes 2" in result.stdout
+    assert (
+        "start with: finetune train --config quickstart/job.yaml --accelerate quickstart/zero2.yaml --processes 2"
+        in result.stdout
+    )
     assert "deepspeed_config_file: zero2.json" in (tmp_path / "quickstart" / "zero2.yaml").read_text()
     assert json.loads((tmp_path / "quickstart" / "zero2.json").read_text())["zero_optimization"]["stage"] == 2
 

@@ -43,7 +43,7 @@ def test_every_group_and_every_decorator_is_on_the_page():
 
     assert all(f"`.{group}`" in PAGE or f"`finetune.{group}`" in PAGE for group in TABLES)
     decorators = set(register.__all__) - {"OptimizerState", "Request", "Section", "key"}
-    assert all(f"| `{name}`" in PAGE for name in decorators) and len(decorators) == 10
+    assert all(f"| `{name}`" in PAGE for name in decorators) and len(decorators) == 11
 
 
 @pytest.mark.full

@@ -33,15 +33,15 @@ def test_a_wait_is_reported_with_address_ranks_and_variables(left_over, monkeypa
 
 
 def test_a_start_in_time_and_one_process_report_nothing(left_over, monkeypatch, capfd):
+    others = set(threading.enumerate())
     with reported_wait(seconds=30.0):
         pass
     monkeypatch.setenv("WORLD_SIZE", "1")
     with reported_wait(seconds=0.0):
         pass
     assert capfd.readouterr().err == ""
-    assert [
-        thread for thread in threading.enumerate() if isinstance(thread, threading.Timer) and thread.is_alive()
-    ] == []
+    started = set(threading.enumerate()) - others
+    assert [thread for thread in started if isinstance(thread, threading.Timer) and not thread.finished.is_set()] == []
 
 
 def test_a_port_in_use_names_the_port_and_the_variables(left_over):

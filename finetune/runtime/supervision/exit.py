@@ -14,7 +14,7 @@ from multiprocessing.process import BaseProcess
 import psutil
 import torch.distributed as dist
 
-from finetune.errors import FinetuneError, LostContact, UserError, error_of_type
+from finetune.errors import FinetuneError, LostContact, StrategyError, UserError, error_of_type
 from finetune.runtime import distributed
 from finetune.runtime.processes import STOP_SIGNALS, exit_process
 from finetune.runtime.supervision.status import STOPPED, Peer, RankExit, StatusFile, exit_from_error
@@ -176,9 +176,12 @@ def _leave_it_to_rank_0() -> None:
 
 
 def is_broken_collective(error: BaseException) -> bool:
-    """Return whether the error or one of its causes is that another process no longer responds."""
+    """Return whether the error or one of its causes is that another process no longer responds.
+
+    A StrategyError explains the error in its context: nobody was lost.
+    """
     seen: BaseException | None = error
-    while seen is not None:
+    while seen is not None and not isinstance(seen, StrategyError):
         if isinstance(seen, dist.DistError):
             return True
         if isinstance(seen, RuntimeError) and any(words in str(seen) for words in _BROKEN):
