@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 SMALLEST = {
     "code_metrics.py": [],
-    "compare.py": ["--tiny", "--out", "{folder}"],
+    "compare.py": ["--tiny", "--only", "fixed,evaluation,growth", "--out", "{folder}"],
     "gpu.py": ["--tiny", "--device", "cpu", "--peak-tflops", "1", "--only", "1B full, ours", "--out", "{folder}"],
     "migration_table.py": ["{folder}"],
     "profiling.py": ["--rounds", "1"],
