@@ -94,7 +94,6 @@ def measure(folder: Path, *, rounds: int) -> dict[str, float]:
         folder=folder,
         reporter=no_op,
         device=torch.device("cpu"),
-        num_steps=10**7,
     )
     sampler = GpuSampler(fake_nvml(), "0")
     per_second = STEP_SECONDS  # the sampler runs once a second, in the background

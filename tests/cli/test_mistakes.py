@@ -88,7 +88,15 @@ DATA = (
     Mistake("no chat template", job(("  chat_template: chatml\n", "")), ("chat template", "chatml")),
 )
 LAUNCH = (
-    Mistake("batch and processes", job(), ("global_batch_size", "3 processes"), (("WORLD_SIZE", "3"), ("RANK", "0"))),
+    Mistake(
+        "batch and processes",
+        job(),
+        ("global_batch_size", "3 processes"),
+        (
+            *(("WORLD_SIZE", "3"), ("RANK", "0"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "3")),
+            *(("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29500")),
+        ),
+    ),
     Mistake(
         "FSDP asked, something else launched",
         job(("folder: runs/job", "folder: runs/job, strategy: fsdp2")),
