@@ -42,16 +42,24 @@ def test_a_fault_of_ours_ends_with_its_traceback_and_exit_code_1(typed, job, mon
 
 
 @pytest.mark.parametrize(
-    "error", [SystemExit("\x1b[2J https://h/?token=c0ffee"), BaseException("\x1b[2J https://h/?token=c0ffee")]
+    ("error", "end"),
+    [
+        (
+            SystemExit("\x1b[2J https://h/?token=c0ffee"),
+            "with exit code '\\x1b[2J https://h/?token=[redacted]' before the command was done. Remove the exit; "
+            "a callback ends a run with `Request.STOP`.\n",
+        ),
+        (BaseException("\x1b[2J https://h/?token=c0ffee"), "\\x1b[2J https://h/?token=[redacted]\n"),
+    ],
 )
-def test_any_error_that_ends_the_process_is_printed_escaped_and_redacted(typed, job, monkeypatch, error):
+def test_any_error_that_ends_the_process_is_printed_escaped_and_redacted(typed, job, monkeypatch, error, end):
     def fail(*_, **__):
         raise error
 
     monkeypatch.setattr("finetune.commands.check.check", fail)
     code, _, told = typed("check", job)
     assert code == 1
-    assert "\\x1b[2J https://h/?token=[redacted]" in told
+    assert told.endswith(end)
 
 
 def test_recorded_command_line_arguments_have_their_secrets_redacted(typed, job):

@@ -141,13 +141,8 @@ def value_test(kind: str, values: Sequence[Any]) -> Callable[[Any], bool]:
     if name == "objects":
         return _list_of(lambda item: _has_keys(item, keys), least=1)
     if name == "weighted_turns":
-        is_weighted = any(
-            turn.get(name) is not None
-            for value in values
-            for turn in _as_list(parsed_value(value))
-            if isinstance(turn, Mapping)
-            for name in WEIGHTS
-        )
+        turns = [turn for value in values if KINDS["turns"](value) for turn in parsed_value(value)]
+        is_weighted = any(turn.get(name) is not None for turn in turns for name in WEIGHTS)
         return KINDS["turns"] if is_weighted else lambda value: False
     if name == "transcript" and speakers_of(values) is None:
         return lambda value: False
@@ -162,10 +157,6 @@ def is_prose(values: Sequence[Any]) -> bool:
     """Return whether most of the values are different texts of several words."""
     words = [value for value in values if is_text(value) and " " in value.strip()]
     return len(words) > len(values) / 2 and len(set(words)) > len(words) / 2
-
-
-def _as_list(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, list | tuple) else ()
 
 
 _TEXTS_OF_VALUES: tuple[tuple[Callable[[Any], bool], str], ...] = (
@@ -189,10 +180,10 @@ def text_of_values(values: Sequence[Any]) -> str | None:
     return None
 
 
-def _is_collection(value: Any) -> bool:
-    return isinstance(value, list | tuple | Mapping)
-
-
 def is_empty(value: Any) -> bool:
     """Return whether the value is null, blank text, or an empty list or object."""
-    return not value.strip() if isinstance(value, str) else value is None or (_is_collection(value) and not value)
+    return (
+        not value.strip()
+        if isinstance(value, str)
+        else value is None or (isinstance(value, list | tuple | Mapping) and not value)
+    )

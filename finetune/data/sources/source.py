@@ -201,7 +201,8 @@ def rows_read(sources: Sequence[Source]) -> Iterator[Row]:
 def _open(section: SourceSection, *, key: str, log: Log) -> SourceSlice:
     origin = find_origin(section, key=key, log=log)
     unread = SourceSlice(section, origin, ALREADY_READ)
-    first = next(chain.from_iterable(shard.rows() for shard in unread.shards), None)
+    raws = chain.from_iterable(shard.rows() for shard in unread.shards)
+    first = next(raws, None)
     if first is None:
         after = f" after skip: {section.skip}" if section.skip else ""
         raise DataError(f"{key}: {origin.name} has no rows{after}.")
@@ -209,7 +210,7 @@ def _open(section: SourceSection, *, key: str, log: Log) -> SourceSlice:
     kind = origin.kind if isinstance(origin, Files) else ""
     if section.has_positions:
         require_positions(section, first, key=key)
-    rows = _first_rows(unread)
+    rows = _first_rows(chain([first], raws))
     try:
         form = choose_format(
             section, first, rows=rows, key=key, log=log, class_names=origin.class_names, image_root=root
@@ -224,11 +225,11 @@ _LOOKED_AT = 50
 """The number of rows that tell what columns mean."""
 
 
-def _first_rows(source: SourceSlice) -> list[Row]:
+def _first_rows(raws: Iterator[RawRow]) -> list[Row]:
     """Return the first rows, up to one that cannot be read, which is reported where it is encoded."""
     rows: list[Row] = []
     with suppress(DataError):
-        for raw in islice(chain.from_iterable(shard.rows() for shard in source.shards), _LOOKED_AT):
+        for raw in islice(raws, _LOOKED_AT):
             rows.append(raw.parse())
     return rows
 

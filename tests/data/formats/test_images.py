@@ -7,7 +7,7 @@ import pytest
 from finetune.config.sections.data import SourceSection
 from finetune.data.formats.attached_images import UNREAD_IMAGE
 from finetune.data.formats.columns import NOTES
-from finetune.data.formats.row_format import choose_format
+from finetune.data.formats.row_format import UNREAD, choose_format
 from finetune.data.rows import RawRow
 from finetune.data.sources.source import texts
 from finetune.errors import DataError
@@ -156,7 +156,7 @@ def test_a_tokenizer_is_trained_on_the_texts_between_the_images():
 @pytest.mark.parametrize("value", ["cats/1.JPG", ["a.png", "b.webp"], {"bytes": b"1", "path": None}, b"1"])
 def test_a_column_of_images_that_the_job_does_not_read_is_noted(value):
     row = {"messages": [asked("What?"), ANSWER], "photo": value}
-    assert {**read(row), NOTES: ()} == {"messages": row["messages"], UNREAD_IMAGE: "photo", NOTES: ()}
+    assert read(row) == {"messages": row["messages"], UNREAD_IMAGE: "photo", NOTES: (UNREAD,)}
 
 
 @pytest.mark.parametrize("value", ["a sentence on a .png file", "", None, [], {"path": None}, {"path": "a", "x": 1}, 3])
