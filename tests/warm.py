@@ -41,7 +41,7 @@ from tests.present_stream import log_to_present_stream
 from tests.verifier_server import start_server, use_server
 
 MODULES = (
-    *("finetune.cli.app", "finetune.run.start", "finetune.run.train", "finetune.commands.convert"),
+    *("finetune.cli.app", "finetune.run.start", "finetune.run.train"),
     *("accelerate.commands.launch", "torch.distributed.run", "torch.distributed.fsdp", "torch.distributed.tensor"),
     *("torch.distributed.checkpoint.state_dict", "torch._dynamo", "peft", "datasets", "pyarrow.parquet"),
     *(

@@ -1,4 +1,4 @@
-"""`finetune checkpoint`: list, verify, prune, convert and export the checkpoints of a run."""
+"""`finetune checkpoint`: list, verify, prune and export the checkpoints of a run."""
 
 from pathlib import Path
 from typing import Annotated
@@ -7,16 +7,14 @@ import typer
 
 from finetune.cli.exit_codes import handle_errors
 from finetune.cli.options import Dtype, Step, Trust, Verify
-from finetune.errors import UserError
 from finetune.runtime.optional import lazily
 
 with lazily(freeze=True):  # torch where the command needs it
     from finetune.commands import checkpoints as checkpoint_command
-    from finetune.commands import convert as convert_command
     from finetune.commands import export as export_command
     from finetune.config import paths as config_paths
 
-HELP = "List, verify, prune, convert and export the checkpoints of a run."
+HELP = "List, verify, prune and export the checkpoints of a run."
 
 app = typer.Typer(help=HELP, no_args_is_help=True, rich_markup_mode=None)
 
@@ -35,7 +33,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 @app.callback()
 def checkpoint() -> None:
-    """List, verify, prune, convert and export the checkpoints of a run."""
+    """List, verify, prune and export the checkpoints of a run."""
 
 
 @app.command()
@@ -131,38 +129,3 @@ def export(
         trust_remote_code=trust_remote_code,
         verify=None if verify else False,
     )
-
-
-@app.command()
-@handle_errors
-def convert(
-    run: Run,
-    to: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Write a checkpoint to this new folder.")] = None,
-    source: Annotated[
-        Path | None, typer.Option("--from", metavar="FOLDER", help="Write this folder as a checkpoint of the run.")
-    ] = None,
-    step: Annotated[
-        int | None,
-        typer.Option(
-            min=1, metavar="N", help="Step of the checkpoint; with --from, the step after which the folder was saved."
-        ),
-    ] = None,
-    trust_remote_code: Annotated[
-        bool,
-        typer.Option("--trust-remote-code", help="Allow code of the model, or in a pickled folder, to run."),
-    ] = False,
-) -> int:
-    """Convert to and from the folder that Accelerate's save_state writes (under DeepSpeed, DeepSpeed's own).
-
-    Such a folder can only be read under the strategy and number of processes that wrote it:
-
-    accelerate launch --config_file ACCELERATE.yaml -m finetune checkpoint convert RUN --to FOLDER
-
-    It does not hold the data position: with --from, position and sample digest are derived from --step and the order of
-    the data. Under DeepSpeed and FSDP such a folder is unpickled, which can run code: that needs --trust-remote-code.
-    """
-    if (to is None) == (source is None):
-        raise UserError("convert: give exactly one of --to FOLDER and --from FOLDER.")
-    if source is not None and step is None:
-        raise UserError("--from: add --step N: such a folder does not record the step after which it was saved.")
-    return convert_command.convert(run, to=to, source=source, step=step, trust_remote_code=trust_remote_code)

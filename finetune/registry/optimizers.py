@@ -31,8 +31,7 @@ class OptimizerEntry(Entry):
     moment_bytes: float | None = None  # of one element; None: those of the parameter's, or of `state_dtype`
     reads: frozenset[str] = frozenset()  # keys of `train.optimizer` that not all optimizers read
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of these keys, where they differ from the section's
-    counts_updates: bool = True  # the state has a `step` for each parameter
-    needs_matrices: bool = False  # whole ones: FSDP1 and ZeRO give flattened parts
+    needs_matrices: bool = False  # whole ones: ZeRO gives flattened parts
     needs_cuda: bool = False
     may_be_offloaded: bool = False  # DeepSpeed has a version of it for the CPU
     needs_constant_schedule: bool = False  # it keeps an average of the weights, which replaces a decay
@@ -86,7 +85,6 @@ OPTIMIZERS = Table(
             states=(OptimizerState(class_name="SGD", keys_by_setting={"momentum": "momentum_buffer"}),),
             num_moments=1,
             reads=frozenset({"momentum"}),
-            counts_updates=False,
         ),
         OptimizerEntry(
             name="adafactor",
@@ -161,7 +159,6 @@ OPTIMIZERS = Table(
             num_moments=1,
             reads=frozenset({"betas"}),
             defaults={"betas": (0.9, 0.99)},
-            counts_updates=False,
         ),
     ),
 )

@@ -287,7 +287,6 @@ def _make_project(folder: Path, server: Server) -> None:
     _must(server, ["train", "--config", "job.yaml", *lora], folder)
     shutil.move(folder / "runs" / "lora" / "final", folder / "adapter")
     shutil.rmtree(folder / "runs" / "lora")
-    _must(server, ["checkpoint", "convert", "runs/job", "--to", "runs/foreign"], folder)
     shutil.copytree(
         folder / "runs" / "job", folder / "runs" / "other", ignore=shutil.ignore_patterns("final", "step-*")
     )

@@ -537,13 +537,6 @@ def continued(draw: st.DrawFn, ground: Ground) -> Case:
 
 
 @st.composite
-def converted(draw: st.DrawFn, ground: Ground) -> Case:
-    """A folder of Accelerate's `save_state` with something wrong in it, made a checkpoint of the run."""
-    words = ("checkpoint", "convert", "runs/job", "--from", "runs/foreign", "--step", "3")
-    return draw(_with_damage(ground, ground.files("runs", "foreign"), st.just(words), most=2))
-
-
-@st.composite
 def streams(draw: st.DrawFn, ground: Ground) -> Case:
     """A stream's folder in the cache with something wrong in it, met by the same training and by `prepare`."""
     words = draw(st.sampled_from((STREAMED, STREAMED, (*PREPARE, "--set", STREAM))))
@@ -634,7 +627,6 @@ def kinds(ground: Ground) -> dict[str, tuple[int, Strategy]]:
         "pages": (5, pages(ground)),
         "plans": (3, plans()),
         "continued": (2, continued(ground)),
-        "converted": (2, converted(ground)),
         "streams": (1, streams(ground)),
         "sweeps": (2, sweeps(ground)),
         "images": (3, images()),

@@ -27,7 +27,6 @@ NAMES = (
     "pages",
     "plans",
     "continued",
-    "converted",
     "streams",
     "sweeps",
     "images",

@@ -52,7 +52,6 @@ TYPED = {
     "checkpoint verify": [("runs/job",)],
     "checkpoint prune": [("runs/job",)],
     "checkpoint export": [("runs/job", "--to", "out")],
-    "checkpoint convert": [("runs/job", "--to", "out")],
     "launch torchrun": [(*JOB, *HOSTS)],
     "launch ray": [(*JOB, *HOSTS, "--address", "127.0.0.1:1")],
     "launch slurm": [(*JOB, *HOSTS), (*JOB, *HOSTS, "--output", "/proc/x")],

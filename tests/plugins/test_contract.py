@@ -17,7 +17,7 @@ SCHEDULE = '@register.schedule("mine")\ndef mine(schedule, steps_done):\n    '
 OPTIMIZER = (
     "class Own(torch.optim.SGD):\n    pass\n\n"
     'STATE = (register.OptimizerState(class_name="Own", keys=("momentum_buffer",)),)\n'
-    '@register.optimizer("mine", states=STATE, num_moments=1, counts_updates=False)\ndef mine(inputs):\n    '
+    '@register.optimizer("mine", states=STATE, num_moments=1)\ndef mine(inputs):\n    '
 )
 SOURCE = (
     'TURNS = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]\n'

@@ -149,7 +149,6 @@ def _serve_the_model(session: Session, patch: pytest.MonkeyPatch) -> None:
     with patch.context() as evil:
         evil.setattr("finetune.commands.chat.generate_batch", _answer_evil)
         session.type("chat", "chat", exported, lines=f"hi\n/adapter {EVIL[:5]}\n")
-    session.type("convert", "checkpoint", "convert", session.run, "--from", f"no{EVIL}", "--step", 9)
 
 
 def _fail(session: Session, address: str, patch: pytest.MonkeyPatch) -> None:
@@ -235,7 +234,7 @@ def _cores(canary: str) -> set[str]:
 
 
 def test_every_command_of_the_canary_session_exits_as_expected(session):
-    refused = {"evaluate", "convert", "chat", "no such option", "no such file", "key in the file", "key in the address"}
+    refused = {"evaluate", "chat", "no such option", "no such file", "key in the file", "key in the address"}
     refused |= {"evil value", "address that is gone", "closed address", "password", "bad row"}
     codes = dict.fromkeys(session.codes, 0) | dict.fromkeys(refused, 2)
     codes |= {"fault of ours": 1, "export": 1}  # it is exported, and the hub is out of reach

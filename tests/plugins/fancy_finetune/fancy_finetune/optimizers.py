@@ -31,7 +31,6 @@ class SignMomentumOptions(register.Section):
     "sign_momentum",
     states=[register.OptimizerState(class_name="SignMomentum", keys=("momentum",))],
     num_moments=1,
-    counts_updates=False,
     options=SignMomentumOptions,
 )
 def sign_momentum(inputs: object, *, options: SignMomentumOptions) -> SignMomentum:
