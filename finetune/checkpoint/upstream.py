@@ -1,4 +1,4 @@
-"""Every workaround that checkpoints need for DeepSpeed and torch.
+"""Every workaround that checkpoints need for DeepSpeed.
 
 Each names the source line upstream. `CHECKED_WITH` has the newest versions with which each was found necessary and
 right; a test fails with a newer version, and one for each workaround when it is no longer needed.
@@ -8,27 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.fsdp._runtime_utils import _reshard
 
-CHECKED_WITH: Mapping[str, str] = {"deepspeed": "0.19", "torch": "2.14"}
-
-
-def reshard_fsdp1(model: nn.Module) -> None:
-    """Free the gathered parameters of FSDP1: after an evaluation, the root module still has them.
-
-    FSDP2 has `FSDPModule.reshard`; FSDP1 only `_reshard` in `torch/distributed/fsdp/_runtime_utils.py` (2.11 to 2.13).
-    """
-    for module, handle in fsdp1_handles(model).items():
-        if handle.uses_sharded_strategy and not handle.is_sharded(handle.flat_param):
-            _reshard(module, handle, True)
-
-
-def fsdp1_handles(model: nn.Module) -> dict[FullyShardedDataParallel, Any]:
-    """Return the handle of each module with flat parameters of its own."""
-    modules = FullyShardedDataParallel.fsdp_modules(model)
-    return {module: module._handle for module in modules if module._handle is not None}
+CHECKED_WITH: Mapping[str, str] = {"deepspeed": "0.19"}
 
 
 def step_zero3_partitions(zero: Any) -> None:

@@ -50,7 +50,9 @@ def check(
     """
     loaded = load_config(path, overrides)
     num_launched = num_processes
+    notes: Sequence[str] = ()
     if accelerate_file is not None:
+        notes = accelerate_files.read_accelerate_file(accelerate_file).notes
         num_processes = accelerate_files.data_parallel_size(accelerate_file, num_processes=num_processes)
     if num_processes is not None:
         require_divisible_batch(loaded, num_processes=num_processes)
@@ -61,7 +63,7 @@ def check(
             launched = strategy.strategy_of_file(loaded, accelerate_file, num_processes=num_launched)
         of_model = model_checks.check_model(model_checks.CheckedJob(loaded, launched))
     print(f"{path.name} is ready.")
-    for line in (*format_summary(loaded.config, num_processes=num_processes), *of_model):
+    for line in (*format_summary(loaded.config, num_processes=num_processes), *notes, *of_model):
         print(f"  {line}")
     if run is not None:
         load_resolved(run)  # raises UserError where it cannot be read

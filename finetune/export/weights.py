@@ -62,7 +62,7 @@ def _without_gradients(work: Callable[[T], R], item: T) -> R:
 def build_meta_model(model: PreTrainedModel, *, dtype: torch.dtype, untie: bool = False) -> PreTrainedModel:
     """Return a model of the same class and config on the meta device: with shapes, without memory.
 
-    Training wraps the model, which leaves empty, flattened or renamed parameters (ZeRO-3, FSDP1) or another class
+    Training wraps the model, which leaves empty, flattened or renamed parameters (ZeRO-3) or another class
     (FSDP2). Names, shapes and ties of the meta model are those that `from_pretrained` expects. With `untie`, the output
     embeddings are separate weights, also in the config.
     """

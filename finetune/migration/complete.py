@@ -295,9 +295,7 @@ def _strategy(draft: Draft) -> None:
         draft.strategy = "hsdp" if is_hybrid else "fsdp2"
         facts = ("deepspeed", "fsdp", "fsdp_version", "fsdp_sharding", "fsdp_offload", "model_parallel")
         if shards and draft.get("fsdp_version", 1) == 1:
-            draft.note(
-                "FSDP1 there; fsdp2.yaml here, its successor. `finetune init --strategy fsdp1` writes the older one."
-            )
+            draft.note("FSDP1 there; fsdp2.yaml here, its successor.")
     elif draft.gpus > 1:
         draft.strategy = "ddp"
     if groups > 1 and draft.strategy in ("ddp", "fsdp2"):

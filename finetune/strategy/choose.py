@@ -1,7 +1,6 @@
 """The strategies, and the choice of one by the launcher's settings: one process, DDP, tensor parallelism, FSDP, ZeRO.
 
-FSDP1 is described by Zhao et al., 2023 (arXiv:2304.11277); FSDP2 is torch's `fully_shard`. ZeRO: Rajbhandari et al.,
-2019 (arXiv:1910.02054).
+FSDP2 is torch's `fully_shard`. ZeRO: Rajbhandari et al., 2019 (arXiv:1910.02054).
 """
 
 import os
@@ -15,7 +14,7 @@ import torch
 from accelerate import ParallelismConfig
 from accelerate.utils import DeepSpeedPlugin, DistributedDataParallelKwargs, FullyShardedDataParallelPlugin
 from torch import nn
-from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from finetune.errors import StrategyError
 from finetune.registry.model import ARITHMETIC
@@ -35,7 +34,7 @@ def choose_strategy(environment: LaunchEnvironment, job: JobSettings) -> Strateg
     strategy: Strategy
     if environment.zero_stage is not None:
         strategy = ZeroRedundancy(environment, job)
-    elif environment.fsdp_version is not None:
+    elif environment.is_fsdp:
         strategy = FullySharded(environment, job)
     elif environment.tensor_size > 1:
         strategy = TensorParallel(environment)
@@ -130,22 +129,18 @@ class TensorParallel(DataParallel):
 
 
 class FullySharded:
-    """FSDP of either version; with a replicate size above 1 it is HSDP, with several copies of the sharded model."""
+    """FSDP2; with a replicate size above 1 it is HSDP, with several copies of the sharded model."""
 
     def __init__(self, environment: LaunchEnvironment, job: JobSettings) -> None:
         self._environment = environment
         self._precision = job.precision
-        self.name = "hsdp" if environment.replicate_size > 1 else f"fsdp{environment.fsdp_version}"
+        self.name = "hsdp" if environment.replicate_size > 1 else "fsdp2"
         self.sharded = frozenset(Sharded)
-        # FSDP1 with offloaded parameters replaces the accumulated gradient instead of adding to it (torch 2.13, notes
-        # on `no_sync` of FullyShardedDataParallel).
-        is_replaced = environment.fsdp_version == 1 and environment.fsdp_offload_params
-        self.reduction = GradientReduction.LAST if is_replaced else GradientReduction.EITHER
+        self.reduction = GradientReduction.EITHER
         self.expected = Expected(
             ("FSDP",),
             environment.world,
-            "FSDPModule" if environment.fsdp_version == 2 else "FullyShardedDataParallel",
-            fsdp_version=environment.fsdp_version,
+            "FSDPModule",
             num_copies=environment.replicate_size,
             sequence_size=environment.sequence_size,
             tensor_size=environment.tensor_size,
@@ -163,13 +158,8 @@ class FullySharded:
         arithmetic = ARITHMETIC[self._precision]
         if arithmetic.name != "fp32":
             compute = getattr(torch, arithmetic.dtype)
-            plugin.mixed_precision_policy = (
-                MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
-                if self._environment.fsdp_version == 2
-                else MixedPrecision(param_dtype=compute, reduce_dtype=torch.float32)
-            )
-        if self._environment.fsdp_version == 2:
-            plugin.forward_prefetch = self._environment.fsdp_forward_prefetch  # which Accelerate 1.15 ignores
+            plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+        plugin.forward_prefetch = self._environment.fsdp_forward_prefetch  # which Accelerate 1.15 ignores
         arguments: dict[str, Any] = {"fsdp_plugin": plugin}
         copies, tensor = self._environment.replicate_size, self._environment.tensor_size
         if tensor > 1 or (self._environment.sequence_size > 1 and copies > 1):
@@ -181,8 +171,7 @@ class FullySharded:
 
     def init_context(self, device: torch.device) -> InitContext:
         """Return the meta device on every rank but the first, if rank 0's weights will be broadcast."""
-        is_broadcast = self._environment.fsdp_version == 2 and self._environment.cpu_ram_efficient_loading
-        if not is_broadcast or self._environment.rank == 0:
+        if not self._environment.cpu_ram_efficient_loading or self._environment.rank == 0:
             return InitContext()
         return empty_weights()
 

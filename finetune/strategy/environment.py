@@ -18,7 +18,7 @@ class LaunchEnvironment:
     rank: int = 0
     has_device: bool = False  # an accelerator that torch can use
     has_process_group: bool = False  # started by a launcher, possibly as the only process
-    fsdp_version: int | None = None  # None: no FSDP
+    is_fsdp: bool = False
     zero_stage: int | None = None  # None: no DeepSpeed
     replicate_size: int = 1  # HSDP: copies of the sharded model
     shard_size: int = 1  # HSDP: the setting for the processes that share one copy
@@ -37,7 +37,7 @@ def read_environment(variables: Mapping[str, str], *, has_device: bool) -> Launc
     """Return the launcher's settings; raises StrategyError for a DeepSpeed config file that cannot be read."""
     deepspeed = _deepspeed_file(variables)
     zero_stage: int | None = None
-    if _is_true(variables, "ACCELERATE_USE_DEEPSPEED"):
+    if is_true(variables, "ACCELERATE_USE_DEEPSPEED"):
         in_file = deepspeed.get("zero_optimization", {}).get("stage")
         zero_stage = int(in_file if in_file is not None else variables.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2"))
     return LaunchEnvironment(
@@ -45,17 +45,17 @@ def read_environment(variables: Mapping[str, str], *, has_device: bool) -> Launc
         rank=int(variables.get("RANK", "0")),
         has_device=has_device,
         has_process_group="LOCAL_RANK" in variables,
-        fsdp_version=int(variables.get("FSDP_VERSION", "1")) if _is_true(variables, "ACCELERATE_USE_FSDP") else None,
+        is_fsdp=is_true(variables, "ACCELERATE_USE_FSDP"),
         zero_stage=zero_stage,
         replicate_size=int(variables.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1")),
         shard_size=int(variables.get("PARALLELISM_CONFIG_DP_SHARD_SIZE", "1")),
         sequence_size=int(variables.get("PARALLELISM_CONFIG_SP_SIZE", "1")),
         tensor_size=int(variables.get("PARALLELISM_CONFIG_TP_SIZE", "1")),
         precision=variables.get("ACCELERATE_MIXED_PRECISION", "no"),
-        fsdp_activation_checkpointing=_is_true(variables, "FSDP_ACTIVATION_CHECKPOINTING"),
-        fsdp_forward_prefetch=_is_true(variables, "FSDP_FORWARD_PREFETCH"),
-        fsdp_offload_params=_is_true(variables, "FSDP_OFFLOAD_PARAMS"),
-        cpu_ram_efficient_loading=_is_true(variables, "FSDP_CPU_RAM_EFFICIENT_LOADING"),
+        fsdp_activation_checkpointing=is_true(variables, "FSDP_ACTIVATION_CHECKPOINTING"),
+        fsdp_forward_prefetch=is_true(variables, "FSDP_FORWARD_PREFETCH"),
+        fsdp_offload_params=is_true(variables, "FSDP_OFFLOAD_PARAMS"),
+        cpu_ram_efficient_loading=is_true(variables, "FSDP_CPU_RAM_EFFICIENT_LOADING"),
         unsupported=unsupported_by_environment(variables, deepspeed),
         deepspeed=deepspeed,
     )
@@ -66,7 +66,7 @@ def require_launcher(variables: Mapping[str, str]) -> None:
 
     The variables are left over from a shell or a notebook that `accelerate launch` has started, or from a container.
     """
-    flags = [name for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED") if _is_true(variables, name)]
+    flags = [name for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED") if is_true(variables, name)]
     if not flags or "LOCAL_RANK" in variables:
         return
     prefixes = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
@@ -78,13 +78,14 @@ def require_launcher(variables: Mapping[str, str]) -> None:
     )
 
 
-def _is_true(variables: Mapping[str, str], name: str) -> bool:
+def is_true(variables: Mapping[str, str], name: str) -> bool:
+    """Return whether the launcher has set this variable to true."""
     return variables.get(name, "false").lower() in ("true", "1", "yes")
 
 
 def _deepspeed_file(variables: Mapping[str, str]) -> Mapping[str, Any]:
     name = variables.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
-    if not _is_true(variables, "ACCELERATE_USE_DEEPSPEED") or name == "none":
+    if not is_true(variables, "ACCELERATE_USE_DEEPSPEED") or name == "none":
         return {}
     try:
         content = json.loads(Path(name).read_text(encoding="utf-8"))

@@ -1,9 +1,9 @@
 """Gradients that ranks reduce: after every microbatch of a step or only after its last, and of every expert.
 
 Reducing once saves communication. Under FSDP it costs memory: until then, each rank keeps the gradient of the whole
-model instead of a shard (`FSDPParam.unsharded_accumulated_grad` and `FlatParameter.grad` in torch 2.13). So it is done
-only if that fits. Under DDP and ZeRO-1 every rank has the whole gradient in any case, and ZeRO-2 and -3 reduce
-immediately, into a sharded gradient.
+model instead of a shard (`FSDPParam.unsharded_accumulated_grad` in torch 2.13). So it is done only if that fits. Under
+DDP and ZeRO-1 every rank has the whole gradient in any case, and ZeRO-2 and -3 reduce immediately, into a sharded
+gradient.
 
 Experts that are separate modules need a gradient on every rank. If all experts of a layer are one parameter, as in
 nearly every model of transformers 5, each rank uses all of it and nothing applies. If they are modules in a list

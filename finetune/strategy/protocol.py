@@ -36,7 +36,6 @@ class Expected:
     num_processes: int
     model_class: str | None = None  # a class that the prepared model must be an instance of
     zero_stage: int | None = None
-    fsdp_version: int | None = None
     num_copies: int = 1  # of the sharded model: HSDP has several
     sequence_size: int = 1  # processes that share the tokens of every row
     tensor_size: int = 1  # processes that share the matrices of every layer

@@ -22,7 +22,6 @@ class JobSettings:
     optimizer: str = "adamw"
     averages_weights: bool = False  # of the weights, in the optimizer
     unfreezes_later: bool = False  # some parameters are trained only after a number of steps
-    has_mixed_dtypes: bool = False  # frozen weights in 16 bits with float32 adapters
     pins_memory: bool = False
     offloads_activations: bool = False
     updates_in_backward: bool = False
@@ -41,11 +40,10 @@ def find_conflicts(environment: LaunchEnvironment, job: JobSettings) -> list[str
         )
     if job.precision == "fp16" and not environment.has_device:
         conflicts.append("train.precision: fp16 needs a GPU, but this machine has none. Set fp32 or bf16.")
-    if job.precision == "fp8" and (environment.zero_stage is not None or environment.fsdp_version == 1):
+    if job.precision == "fp8" and environment.zero_stage is not None:
         conflicts.append(
-            f"train.precision: fp8 does not work under {'FSDP1' if environment.zero_stage is None else 'ZeRO'}, "
-            "which flattens weights and casts them itself. Launch with accelerate_configs/fsdp2.yaml or ddp.yaml, or "
-            "set bf16."
+            "train.precision: fp8 does not work under ZeRO, which flattens weights and casts them itself. Launch with "
+            "accelerate_configs/fsdp2.yaml or ddp.yaml, or set bf16."
         )
     if job.precision == "fp8" and not environment.has_device and not job.emulates_fp8:
         conflicts.append(
@@ -59,13 +57,8 @@ def find_conflicts(environment: LaunchEnvironment, job: JobSettings) -> list[str
             "fsdp_activation_checkpointing: true gives wrong gradients with any dropout (seen with Accelerate 1.15). "
             "Set it to false, and model.gradient_checkpointing: true in the job."
         )
-    if environment.fsdp_version and environment.fsdp_offload_params and not environment.has_device:
+    if environment.is_fsdp and environment.fsdp_offload_params and not environment.has_device:
         conflicts.append("fsdp_offload_params: true has no effect on a machine without a GPU. Set it to false.")
-    if environment.fsdp_version == 1 and job.has_mixed_dtypes:
-        conflicts.append(
-            "FSDP1 flattens all parameters into one buffer and cannot mix frozen 16-bit weights and float32 adapters. "
-            "Launch with accelerate_configs/fsdp2.yaml, or set model.dtype: float32."
-        )
     conflicts += environment.unsupported
     conflicts += _size_conflicts(environment)
     return conflicts + _optimizer_conflicts(environment, job) + _deepspeed_conflicts(environment, job)
@@ -87,9 +80,7 @@ def _size_conflicts(environment: LaunchEnvironment) -> list[str]:
             f"parallelism_config_dp_replicate_size {copies} x dp_shard_size {shards} x sp_size {rows} are "
             f"{copies * shards * rows} processes, and {world} were started. Write sizes whose product is {world}."
         )
-    engine = None if environment.zero_stage is None else "zero"
-    if environment.fsdp_version is not None:
-        engine = f"fsdp{environment.fsdp_version}"
+    engine = "fsdp" if environment.is_fsdp else None if environment.zero_stage is None else "zero"
     if layers > 1 and world % layers:
         conflicts.append(f"parallelism_config_tp_size: {uneven_groups(layers, world)}")
     elif not may_split_layers(layers, world=world, copies=copies, rows=rows, engine=engine):
@@ -106,16 +97,15 @@ def _optimizer_conflicts(environment: LaunchEnvironment, job: JobSettings) -> li
     conflicts = []
     if job.offloads_activations and not environment.has_device:
         conflicts.append("model.activation_offload: true has no effect on a machine without a GPU. Remove it.")
-    shards = environment.fsdp_version is not None or environment.zero_stage is not None
+    shards = environment.is_fsdp or environment.zero_stage is not None
     if job.updates_in_backward and (shards or environment.world > 1):
         conflicts.append(
             "train.optimizer.in_backward: true works on one process only: on several, a gradient is complete only "
             "after it has been reduced. Remove it, or start one process without FSDP and DeepSpeed."
         )
-    flattens = environment.fsdp_version == 1 or environment.zero_stage is not None
-    if flattens and OPTIMIZERS[job.optimizer].needs_matrices:
+    if environment.zero_stage is not None and OPTIMIZERS[job.optimizer].needs_matrices:
         conflicts.append(
-            f"train.optimizer.name: {job.optimizer} needs whole matrices, but FSDP1 and ZeRO pass flattened "
+            f"train.optimizer.name: {job.optimizer} needs whole matrices, but ZeRO passes flattened "
             "shards to the optimizer. Launch with accelerate_configs/ddp.yaml or fsdp2.yaml, or set adamw."
         )
     if shards and environment.world > 1 and not OPTIMIZERS[job.optimizer].has_divisible_state:
@@ -123,9 +113,9 @@ def _optimizer_conflicts(environment: LaunchEnvironment, job: JobSettings) -> li
             f"train.optimizer.name: the state of {job.optimizer} cannot be saved while parameters are sharded. Launch "
             "with accelerate_configs/ddp.yaml, or set adamw, which has `state_dtype: int8`."
         )
-    if flattens and job.rounds_by_position:
+    if environment.zero_stage is not None and job.rounds_by_position:
         conflicts.append(
-            "train.optimizer.state_dtype and stochastic_rounding need whole rows, but FSDP1 and ZeRO pass "
+            "train.optimizer.state_dtype and stochastic_rounding need whole rows, but ZeRO passes "
             "flattened shards to the optimizer. Launch with accelerate_configs/ddp.yaml or fsdp2.yaml, or remove them."
         )
     return conflicts

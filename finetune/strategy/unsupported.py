@@ -139,19 +139,18 @@ def uneven_groups(size: int, world: int) -> str:
 def may_split_layers(size: int, *, world: int, copies: int, rows: int, engine: str | None) -> bool:
     """Return whether groups of `size` processes can share layers: as copies of one another, or sharded by FSDP2.
 
-    `rows`: the processes that share rows; `engine`: `fsdp1`, `fsdp2`, `zero` or None.
+    `rows`: the processes that share rows; `engine`: `fsdp`, `zero` or None.
     """
     if size <= 1 or rows > 1:
         return size == 1
     if engine is None:
         return world % size == 0 and copies in (1, world // size)
-    return engine == "fsdp2" and world % (copies * size) == 0 and world > copies * size
+    return engine == "fsdp" and world % (copies * size) == 0 and world > copies * size
 
 
 def engine_in_file(values: Mapping[str, Any]) -> str | None:
-    """Return `fsdp1`, `fsdp2` or `zero`, as an accelerate file says; None for neither."""
-    version = _section(values, "fsdp_config").get("fsdp_version", 1)
-    return {"FSDP": f"fsdp{version}", "DEEPSPEED": "zero"}.get(str(values.get("distributed_type", "")).upper())
+    """Return `fsdp` or `zero`, as an accelerate file says; None for neither."""
+    return {"FSDP": "fsdp", "DEEPSPEED": "zero"}.get(str(values.get("distributed_type", "")).upper())
 
 
 def unsupported_in_file(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -75,8 +75,8 @@ def check_accelerator(accelerator: Accelerator, expected: Expected, *, precision
         _difference("processes in the process group", (expected.num_processes,), distributed.world()),
         _difference("mixed precision", (ARITHMETIC[precision].mixed_precision,), accelerator.mixed_precision),
     ]
-    if expected.fsdp_version is not None and state.fsdp_plugin is not None:
-        differences.append(_difference("FSDP version", (expected.fsdp_version,), state.fsdp_plugin.fsdp_version))
+    if "FSDP" in expected.distributed_types and state.fsdp_plugin is not None:
+        differences.append(_difference("FSDP version", (2,), state.fsdp_plugin.fsdp_version))
     if expected.zero_stage is not None and state.deepspeed_plugin is not None:
         differences.append(_difference("ZeRO stage", (expected.zero_stage,), int(state.deepspeed_plugin.zero_stage)))
     _refuse(differences, strategy)

@@ -7,15 +7,11 @@ from tests.checkpoint.launching import start
 
 pytestmark = [pytest.mark.distributed, pytest.mark.full, pytest.mark.timeout(900)]
 
-STRATEGIES = ("ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3", "zero2_offload")
-ENGINES = {"ddp": "DistributedDataParallel", "fsdp1": "FullyShardedDataParallel", "fsdp2": "FSDPModule"}
+STRATEGIES = ("ddp", "fsdp2", "zero1", "zero2", "zero3", "zero2_offload")
+ENGINES = {"ddp": "DistributedDataParallel", "fsdp2": "FSDPModule"}
 SAVED = [
     *((strategy, "full") for strategy in STRATEGIES),
-    *(
-        (strategy, variant)
-        for strategy in ("ddp", "fsdp1", "fsdp2", "zero2", "zero3")
-        for variant in ("lora", "frozen")
-    ),
+    *((strategy, variant) for strategy in ("ddp", "fsdp2", "zero2", "zero3") for variant in ("lora", "frozen")),
     ("zero2", "bf16"),  # the weights that train are copies of fp32 masters elsewhere
     ("zero3", "bf16"),
     ("fsdp2", "sgd"),
@@ -26,18 +22,18 @@ SAVED = [
     ("fsdp2", "int8"),
     ("fsdp2", "chance"),
 ]
-FROM_START = ("fsdp1", "zero2", "zero3")
+FROM_START = ("fsdp2", "zero2", "zero3")
 CROSSED = [
     ("ddp", "zero3", "full"),
     ("zero3", "fsdp2", "full"),
     ("fsdp2", "zero2_offload", "full"),
     ("zero2_offload", "ddp", "full"),
-    ("fsdp1", "zero1", "full"),
-    ("zero1", "fsdp1", "full"),
+    ("fsdp2", "zero1", "full"),
+    ("zero1", "fsdp2", "full"),
     ("zero2", "ddp", "lora"),
     ("ddp", "fsdp2", "lora"),
-    ("fsdp1", "zero3", "lora"),
-    ("zero3", "fsdp1", "frozen"),
+    ("fsdp2", "zero3", "lora"),
+    ("zero3", "fsdp2", "frozen"),
     ("fsdp2", "ddp", "frozen"),
     ("fsdp2", "ddp", "sgd"),
     ("ddp", "zero2", "groups"),
@@ -133,7 +129,7 @@ def test_a_checkpoint_from_before_the_first_step_brings_no_optimizer_state(strai
 def test_all_strategies_learn_the_same_under_the_same_names(straight):
     losses = [straight[f"{strategy}-full"]["losses"]["4"] for strategy in STRATEGIES]
     assert losses == pytest.approx([losses[0]] * len(STRATEGIES), rel=1e-5)
-    names = [straight[f"{strategy}-lora"]["trained"] for strategy in ("ddp", "fsdp1", "fsdp2", "zero2", "zero3")]
+    names = [straight[f"{strategy}-lora"]["trained"] for strategy in ("ddp", "fsdp2", "zero2", "zero3")]
     assert len(names[0]) == 28 and all("lora_" in name for name in names[0])
     assert all(each == names[0] for each in names)
 

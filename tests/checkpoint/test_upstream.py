@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from packaging.version import Version
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from finetune.checkpoint.upstream import CHECKED_WITH, restore_cpu_adam_step
 
@@ -19,11 +18,6 @@ def test_no_package_is_newer_than_the_workarounds_were_checked_with(package):
     assert Version(version(package)).release[:2] <= newest.release, (
         f"look at each workaround for {package} in checkpoint/upstream.py, then raise CHECKED_WITH"
     )
-
-
-def test_fsdp1_still_has_no_public_function_that_frees_gathered_parameters():
-    assert hasattr(FSDPModule, "reshard")
-    assert not hasattr(FullyShardedDataParallel, "reshard")
 
 
 def test_zero3_still_gives_its_optimizer_parameters_within_a_step_only():

@@ -195,20 +195,19 @@ def build_accelerator(strategy: str, *, precision: str) -> Accelerator:
         return Accelerator(cpu=True, mixed_precision=precision)
     with gloo_bridge() if not torch.cuda.is_available() else nullcontext():
         if strategy.startswith("fsdp"):
-            return Accelerator(fsdp_plugin=fsdp_plugin(int(strategy[-1])), mixed_precision=precision)
+            return Accelerator(fsdp_plugin=fsdp_plugin(), mixed_precision=precision)
         if strategy == "hsdp":
             mesh = ParallelismConfig(dp_replicate_size=2, dp_shard_size=distributed.world() // 2)
-            return Accelerator(fsdp_plugin=fsdp_plugin(2), parallelism_config=mesh)
+            return Accelerator(fsdp_plugin=fsdp_plugin(), parallelism_config=mesh)
         return Accelerator(deepspeed_plugin=deepspeed_plugin(strategy), mixed_precision=precision)
 
 
-def fsdp_plugin(version: int) -> FullyShardedDataParallelPlugin:
+def fsdp_plugin() -> FullyShardedDataParallelPlugin:
     return FullyShardedDataParallelPlugin(
-        fsdp_version=version,
+        fsdp_version=2,
         auto_wrap_policy="transformer_based_wrap",
         transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
-        use_orig_params=True if version == 1 else None,
-        reshard_after_forward=True if version == 2 else "FULL_SHARD",
+        reshard_after_forward=True,
         cpu_ram_efficient_loading=False,
     )
 

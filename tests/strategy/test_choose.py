@@ -22,9 +22,8 @@ def launched(**changes):
         (launched(world=1), "single", set()),
         (launched(), "ddp", set()),
         (launched(world=1, has_process_group=True), "ddp", set()),
-        (launched(fsdp_version=1), "fsdp1", set(Sharded)),
-        (launched(fsdp_version=2), "fsdp2", set(Sharded)),
-        (launched(world=4, fsdp_version=2, replicate_size=2), "hsdp", set(Sharded)),
+        (launched(is_fsdp=True), "fsdp2", set(Sharded)),
+        (launched(world=4, is_fsdp=True, replicate_size=2), "hsdp", set(Sharded)),
         (launched(zero_stage=1), "zero1", {Sharded.OPTIMIZER}),
         (launched(zero_stage=2), "zero2", {Sharded.OPTIMIZER, Sharded.GRADIENTS}),
         (launched(zero_stage=3), "zero3", set(Sharded)),
@@ -43,7 +42,7 @@ def test_a_strategy_explains_itself():
     )
 
 
-@pytest.mark.parametrize("kind", [{}, {"fsdp_version": 2}, {"fsdp_version": 1}, {"zero_stage": 3}])
+@pytest.mark.parametrize("kind", [{}, {"is_fsdp": True}, {"zero_stage": 3}])
 def test_processes_that_share_rows_are_described_and_compute_fewer_microbatches_at_a_time(kind):
     strategy = choose_strategy(launched(world=8, sequence_size=4, **kind), JOB)
     assert describe_strategy(strategy).endswith("shares sequences over groups of 4")
@@ -51,7 +50,7 @@ def test_processes_that_share_rows_are_described_and_compute_fewer_microbatches_
 
 
 def test_copies_and_shards_and_rows_make_up_the_processes():
-    sizes = {"world": 8, "fsdp_version": 2, "replicate_size": 2, "sequence_size": 2}
+    sizes = {"world": 8, "is_fsdp": True, "replicate_size": 2, "sequence_size": 2}
     assert choose_strategy(launched(**sizes, shard_size=2), JOB).expected.num_shards == 4
     with pytest.raises(StrategyError, match="2 x dp_shard_size 4 x sp_size 2 are 16 processes, and 8 were started"):
         choose_strategy(launched(**sizes, shard_size=4), JOB)
@@ -67,7 +66,7 @@ def test_a_group_of_processes_that_share_layers_computes_one_microbatch():
 
 
 def test_fsdp2_shards_over_groups_that_share_layers():
-    sizes = {"world": 8, "fsdp_version": 2, "tensor_size": 2}
+    sizes = {"world": 8, "is_fsdp": True, "tensor_size": 2}
     strategy = choose_strategy(launched(**sizes), JOB)
     assert describe_strategy(strategy).endswith("and optimizer state, shares layers over groups of 2")
     assert (strategy.expected.num_shards, strategy.expected.data_parallel_size) == (8, 4)
@@ -77,12 +76,12 @@ def test_fsdp2_shards_over_groups_that_share_layers():
 
 
 def test_weights_that_are_elsewhere_are_not_split():
-    environment = launched(world=4, has_device=True, fsdp_version=2, tensor_size=2, fsdp_offload_params=True)
+    environment = launched(world=4, has_device=True, is_fsdp=True, tensor_size=2, fsdp_offload_params=True)
     with pytest.raises(StrategyError, match="fsdp_offload_params: true is not supported with parallelism_config_tp"):
         choose_strategy(environment, JOB)
 
 
-@pytest.mark.parametrize("sizes", [{"world": 2}, {"world": 4, "fsdp_version": 2, "cpu_ram_efficient_loading": True}])
+@pytest.mark.parametrize("sizes", [{"world": 2}, {"world": 4, "is_fsdp": True, "cpu_ram_efficient_loading": True}])
 def test_only_rank_0_of_ranks_that_split_layers_loads_weights(sizes):
     for rank in range(sizes["world"]):
         strategy = choose_strategy(launched(**sizes, rank=rank, tensor_size=2), JOB)
@@ -93,10 +92,9 @@ def test_only_rank_0_of_ranks_that_split_layers_loads_weights(sizes):
     "other",
     [
         {"world": 4, "replicate_size": 4},
-        {"world": 2, "fsdp_version": 2},
-        {"world": 4, "fsdp_version": 1},
-        {"world": 4, "fsdp_version": 2, "replicate_size": 2},
-        {"world": 4, "fsdp_version": 2, "sequence_size": 2},
+        {"world": 2, "is_fsdp": True},
+        {"world": 4, "is_fsdp": True, "replicate_size": 2},
+        {"world": 4, "is_fsdp": True, "sequence_size": 2},
         {"world": 2, "zero_stage": 1},
         {"world": 2, "sequence_size": 2},
     ],
@@ -130,9 +128,9 @@ def test_fsdp_requested_and_ddp_launched_is_rejected_with_the_command_to_use():
     ("changes", "message"),
     [
         ({"precision": "bf16"}, "mixed_precision: bf16"),
-        ({"fsdp_version": 2, "fsdp_activation_checkpointing": True}, "wrong gradients"),
+        ({"is_fsdp": True, "fsdp_activation_checkpointing": True}, "wrong gradients"),
         (
-            {"fsdp_version": 2, "fsdp_offload_params": True},
+            {"is_fsdp": True, "fsdp_offload_params": True},
             "fsdp_offload_params: true has no effect on a machine without a GPU",
         ),
         ({"unsupported": ("tensor parallelism: why",)}, "tensor parallelism: why"),
@@ -153,7 +151,7 @@ def test_disagreements_of_job_and_accelerate_config_are_named(changes, message):
 
 def test_all_disagreements_are_reported_at_once():
     with pytest.raises(StrategyError, match="contradict each other in 2 points"):
-        choose_strategy(launched(precision="bf16", fsdp_version=2, fsdp_activation_checkpointing=True), JOB)
+        choose_strategy(launched(precision="bf16", is_fsdp=True, fsdp_activation_checkpointing=True), JOB)
 
 
 def test_an_offloaded_optimizer_must_be_adamw():
@@ -168,9 +166,8 @@ def test_an_offloaded_optimizer_must_be_adamw():
     [
         ({"zero_stage": 2}, {"averages_weights": True}, "train.average is not supported with an offloaded optimizer"),
         ({"zero_stage": 3}, {"unfreezes_later": True}, "train.unfreeze is not supported with an offloaded optimizer"),
-        ({"zero_stage": 2}, {"optimizer": "muon"}, "ddp.yaml or fsdp2.yaml"),
-        ({"fsdp_version": 1}, {"optimizer": "muon"}, "whole matrices"),
-        ({"fsdp_version": 2}, {"optimizer": "paged_adamw"}, "the state of paged_adamw cannot be saved while"),
+        ({"zero_stage": 2}, {"optimizer": "muon"}, "whole matrices.*ddp.yaml or fsdp2.yaml"),
+        ({"is_fsdp": True}, {"optimizer": "paged_adamw"}, "the state of paged_adamw cannot be saved while"),
         ({"zero_stage": 2}, {"optimizer": "adamw_4bit"}, "Launch with accelerate_configs/ddp.yaml"),
     ],
 )
@@ -190,13 +187,6 @@ def test_deepspeed_clipping_is_disabled_without_a_maximum_norm():
     assert filled["bf16"] == {"enabled": True, "check_grad_overflow": True}
 
 
-def test_fsdp1_cannot_hold_two_dtypes_and_names_the_strategy_that_can():
-    job = JobSettings(strategy=None, precision="bf16", microbatch_size=4, max_gradient_norm=1.0, has_mixed_dtypes=True)
-    with pytest.raises(StrategyError, match=r"fsdp2\.yaml"):
-        choose_strategy(launched(fsdp_version=1), job)
-    assert choose_strategy(launched(fsdp_version=2), job).name == "fsdp2"
-
-
 def test_pinned_memory_without_a_gpu_is_a_key_without_effect():
     job = JobSettings(strategy=None, precision="fp32", microbatch_size=4, max_gradient_norm=1.0, pins_memory=True)
     with pytest.raises(StrategyError, match=r"data\.pin_memory: true has no effect"):
@@ -212,7 +202,7 @@ def test_offloaded_activations_without_a_gpu_are_a_key_without_effect():
         choose_strategy(launched(), JobSettings(**PLAIN, offloads_activations=True))
 
 
-@pytest.mark.parametrize("elsewhere", [{"world": 2}, {"fsdp_version": 2}, {"zero_stage": 1}])
+@pytest.mark.parametrize("elsewhere", [{"world": 2}, {"is_fsdp": True}, {"zero_stage": 1}])
 def test_an_update_within_the_backward_pass_is_for_one_process(elsewhere):
     job = JobSettings(**PLAIN, updates_in_backward=True)
     with pytest.raises(StrategyError, match="in_backward: true works on one process only"):
@@ -220,9 +210,8 @@ def test_an_update_within_the_backward_pass_is_for_one_process(elsewhere):
     assert choose_strategy(launched(world=1), job).name == "single"
 
 
-@pytest.mark.parametrize("flat", [{"fsdp_version": 1}, {"zero_stage": 2}])
-def test_rounding_by_rows_needs_rows(flat):
+def test_rounding_by_rows_needs_rows():
     job = JobSettings(**PLAIN, rounds_by_position=True)
     with pytest.raises(StrategyError, match=r"flattened shards to the optimizer\. Launch .*fsdp2\.yaml"):
-        choose_strategy(launched(**flat), job)
-    assert choose_strategy(launched(fsdp_version=2), job).name == "fsdp2"
+        choose_strategy(launched(zero_stage=2), job)
+    assert choose_strategy(launched(is_fsdp=True), job).name == "fsdp2"

@@ -10,10 +10,10 @@ from finetune.strategy.environment import read_environment, require_launcher
 
 def test_nothing_set_is_one_process():
     environment = read_environment({}, has_device=False)
-    assert (environment.world, environment.fsdp_version, environment.zero_stage) == (1, None, None)
+    assert (environment.world, environment.is_fsdp, environment.zero_stage) == (1, False, None)
 
 
-def test_fsdp_version_and_hsdp_sizes_are_read():
+def test_fsdp_and_hsdp_sizes_are_read():
     environment = read_environment(
         {
             "WORLD_SIZE": "4",
@@ -28,7 +28,7 @@ def test_fsdp_version_and_hsdp_sizes_are_read():
         },
         has_device=True,
     )
-    assert (environment.world, environment.rank, environment.fsdp_version, environment.replicate_size) == (4, 3, 2, 2)
+    assert (environment.world, environment.rank, environment.is_fsdp, environment.replicate_size) == (4, 3, True, 2)
     assert environment.sequence_size == 2 and not environment.unsupported
     assert environment.cpu_ram_efficient_loading
     assert environment.fsdp_forward_prefetch

@@ -122,13 +122,8 @@ def test_each_strategy_declares_after_which_microbatches_it_can_reduce():
     assert of(DataParallel) == GradientReduction.LAST
     assert of(ZeroRedundancy, JOB, zero_stage=1) == GradientReduction.LAST
     assert of(ZeroRedundancy, JOB, zero_stage=2) == GradientReduction.EVERY
-    assert of(FullySharded, JOB, fsdp_version=1) == GradientReduction.EITHER
-    assert of(FullySharded, JOB, fsdp_version=2, fsdp_offload_params=True) == GradientReduction.EITHER
-
-
-def test_fsdp1_with_offloaded_parameters_reduces_only_the_last_since_torch_would_drop_the_others():
-    environment = LaunchEnvironment(world=8, fsdp_version=1, fsdp_offload_params=True)
-    assert FullySharded(environment, JOB).reduction == GradientReduction.LAST
+    assert of(FullySharded, JOB, is_fsdp=True) == GradientReduction.EITHER
+    assert of(FullySharded, JOB, is_fsdp=True, fsdp_offload_params=True) == GradientReduction.EITHER
 
 
 class ListOfExperts(nn.Module):

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from finetune.checkpoint.format.tensor_file import BUFFER, PARAMETER, TensorRecord, dtype_code
-from finetune.checkpoint.sharding.fsdp import fsdp1_layout, fsdp2_layout
+from finetune.checkpoint.sharding.fsdp import fsdp2_layout
 from finetune.checkpoint.sharding.optimizer_state import create_empty_state, create_state_by_step, expected_state_keys
 from finetune.checkpoint.sharding.state_layout import (
     ShardRange,
@@ -34,8 +34,6 @@ def state_layout(model: Any) -> StateLayout:
     is_split = any(isinstance(parameter, DTensor) for parameter in model.parameters())
     if is_split or any(isinstance(module, FSDPModule) for module in model.modules()):
         return fsdp2_layout(model)
-    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
-        return fsdp1_layout(model)
     wrapper = getattr(model, "optimizer", None)
     if wrapper is not None and not isinstance(wrapper, torch.optim.Optimizer):  # it has another layout of fp32 masters
         raise CheckpointError(f"DeepSpeed stage 0 with {type(wrapper).__name__} cannot be saved. Write stage 1.")
@@ -181,10 +179,7 @@ class StateAccess:
         return False
 
     def read_scalars(self) -> Scalars:
-        """Return the numbers in the optimizer's state of parameters of which this rank has elements.
-
-        Under FSDP1, parameters without local elements have no gradient, so their numbers are never updated.
-        """
+        """Return the numbers in the optimizer's state of parameters of which this rank has elements."""
         scalars: Scalars = {}
         for name, shard in self._shards.items():
             if shard.is_replicated or shard.start < shard.stop:

@@ -1,12 +1,11 @@
-"""The state layout of FSDP2 (`fully_shard`, DTensor) and FSDP1 (flat parameters)."""
+"""The state layout of FSDP2 and tensor parallelism (DTensor)."""
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -18,7 +17,6 @@ from finetune.checkpoint.sharding.state_layout import (
     named_parameters,
     replicated_view,
 )
-from finetune.checkpoint.upstream import fsdp1_handles, reshard_fsdp1
 from finetune.errors import CheckpointError
 from finetune.runtime.parallel import tensor_group
 from finetune.runtime.parameters import divides, local_part, local_tensor
@@ -31,43 +29,6 @@ def fsdp2_layout(model: nn.Module) -> StateLayout:
         shards={name: _dtensor_view(name, parameter) for name, parameter in named_parameters(model).items()},
         buffers=named_buffers(model),
         reshard=partial(_reshard_fsdp2, model),
-    )
-
-
-def fsdp1_layout(model: nn.Module) -> StateLayout:
-    """Return FSDP1's layout; raises CheckpointError without `fsdp_use_orig_params`."""
-    reshard_fsdp1(model)
-    parameters = named_parameters(model)
-    if any(type(parameter).__name__ == "FlatParameter" for parameter in parameters.values()):
-        raise CheckpointError(
-            "FSDP1 without `fsdp_use_orig_params` has no parameter names to save by. "
-            "Write `fsdp_use_orig_params: true` in the accelerate config."
-        )
-    groups = [getattr(module, "_inter_node_pg", None) for module in FullyShardedDataParallel.fsdp_modules(model)]
-    are_copies = any(group is not None and group.rank() > 0 for group in groups)
-    shards: dict[int, ShardView] = {}  # this rank's, by the id of the original parameter
-    for handle in fsdp1_handles(model).values():
-        if not handle.uses_sharded_strategy:
-            continue
-        flat = handle.flat_param
-        for parameter, info, shape in zip(flat._params, flat._shard_param_infos, flat._shapes, strict=True):
-            start = info.intra_param_start_idx if info.in_shard else 0
-            shards[id(parameter)] = ShardView(
-                tensor=parameter,
-                local_view=_fsdp1_local_view(parameter, handle, info),
-                shape=tuple(shape),
-                start=start,
-                stop=info.intra_param_end_idx + 1 if info.in_shard else 0,
-                is_trained=parameter.requires_grad,
-                is_replicated=False,
-                is_copy=are_copies,
-            )
-    return StateLayout(
-        shards={
-            name: shards.get(id(parameter)) or replicated_view(parameter) for name, parameter in parameters.items()
-        },
-        buffers=named_buffers(model),
-        reshard=partial(reshard_fsdp1, model),
     )
 
 
@@ -149,14 +110,3 @@ def _reshard_fsdp2(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-def _fsdp1_local_view(parameter: nn.Parameter, handle: Any, info: Any) -> Callable[[Tensor], Tensor]:
-    def local_view(tensor: Tensor) -> Tensor:
-        if tensor is not parameter:
-            return tensor.detach().view(-1)
-        shard = getattr(handle.flat_param, "_local_shard", handle.flat_param.data)  # the first forward pass sets it
-        offset, count = (info.offset_in_shard, info.numel_in_shard) if info.in_shard else (0, 0)
-        return shard.detach().view(-1)[offset : offset + count]  # type: ignore[no-any-return]
-
-    return local_view

@@ -1,8 +1,8 @@
 """A description of this rank's training state, common to all strategies, by canonical parameter name.
 
-Every strategy splits a flattened tensor into runs of consecutive elements (FSDP2 by rows, FSDP1 and ZeRO by
-elements), so one description is enough: a rank holds elements [start, stop). A tensor gathered by these numbers does
-not depend on the strategy.
+Every strategy splits a flattened tensor into runs of consecutive elements (FSDP2 by rows, ZeRO by elements),
+so one description is enough: a rank holds elements [start, stop). A tensor gathered by these numbers does not depend
+on the strategy.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -292,7 +292,7 @@ def _environment(layout: Layout) -> LaunchEnvironment:
         world=layout.num_ranks,
         has_device=layout.device == "cuda",
         has_process_group=layout.num_ranks > 1,
-        fsdp_version=2 if name in ("fsdp2", "hsdp") else None,
+        is_fsdp=name in ("fsdp2", "hsdp"),
         zero_stage=int(name[-1]) if name.startswith("zero") else None,
         deepspeed={"zero_optimization": {"offload_optimizer": {"device": "cpu"}}} if offloads else {},
     )

@@ -12,6 +12,7 @@ from finetune.config.load import read_text
 from finetune.config.yaml import read_yaml
 from finetune.errors import StrategyError, UserError
 from finetune.registry.accelerate_files import find_deepspeed_file
+from finetune.strategy.fsdp_version import fsdp1_in_file
 from finetune.strategy.unsupported import TENSOR, engine_in_file, may_split_layers, uneven_groups, unsupported_in_file
 
 DISTRIBUTED_TYPES = ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED")
@@ -78,6 +79,12 @@ class AccelerateFile:
         )
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """Return a sentence on what becomes of settings for FSDP1, where the file has any."""
+        translation = fsdp1_in_file(self.values)
+        return () if translation is None else (translation.sentence,)
+
+    @property
     def text(self) -> str:
         """Return strategy, machines and processes in words."""
         machines = f"{self.num_machines} machine{'s' * (self.num_machines > 1)}"
@@ -104,6 +111,9 @@ def read_accelerate_file(path: Path) -> AccelerateFile:
 
     for key, message in unsupported_in_file(values):
         raise failure(key, message)
+    if (translation := fsdp1_in_file(values)) is not None:
+        for key, message in translation.problems:
+            raise failure(f"fsdp_config.{key}", message)
     written = values.get("distributed_type")
     distributed_type = str(values.get("distributed_type", "missing")).upper().replace("FALSE", "NO")
     if distributed_type not in DISTRIBUTED_TYPES:

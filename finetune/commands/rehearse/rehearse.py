@@ -182,7 +182,7 @@ class _Phases:
             batch += f" = {world} x {train.microbatch_size} x {accumulation} accumulated"
         else:
             batch += f" on {world} processes, with the largest microbatch that fits"
-        self._report.passed("job", f"{file.text}; {batch}")
+        self._report.passed("job", f"{file.text}; {batch}", *file.notes)
         return loaded, file, local_file
 
     def _shrink_model(self, loaded: LoadedConfig) -> None:

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from finetune.config.section import Path, Section, Seed, key
 
-StrategyName = Literal["single", "ddp", "fsdp1", "fsdp2", "hsdp", "zero1", "zero2", "zero3", "tp"]
+StrategyName = Literal["single", "ddp", "fsdp2", "hsdp", "zero1", "zero2", "zero3", "tp"]
 
 Outcome = Literal["finished", "failed", "failed_start", "stopped", "interrupted", "idle"]
 """How a run ends on a machine; FINETUNE_OUTCOME of `run.on_end`."""

@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 from finetune.config.sections.model import LoraSection
 from finetune.errors import ModelError, Problem
 from finetune.model.adapters.context import is_conv1d, module_name
-from finetune.model.adapters.experts import is_grouped
 from finetune.model.freeze import unused_modules
 from finetune.model.layers import layer_index, layer_lists
 from finetune.model.loading.architecture import new_head_modules
@@ -119,15 +118,6 @@ def target_problems(model: PreTrainedModel, lora: LoraSection) -> list[Problem]:
     if lora.init in _INITS_OF_MODULES:
         problems.append(Problem("model.lora.init", f"{reason} `{lora.init}`. Write `{setting}`, or `init: default`."))
     return problems
-
-
-def key_with_folded_parameters(model: PreTrainedModel, lora: LoraSection) -> str | None:
-    """Return the key, `router` or `experts`, by which peft would add `BA` to a parameter in each pass; None if none."""
-    experts = find_experts(model)
-    if lora.router and _router_targets(model, find_routers(model, experts))[1]:
-        return "router"
-    is_folded = any(layer.parameters and not is_grouped(model.get_submodule(layer.name)) for layer in experts)
-    return "experts" if adapts_experts(lora) and is_folded else None
 
 
 def choose_targets(model: PreTrainedModel, lora: LoraSection, *, head: str) -> LoraTargets | None:

@@ -71,7 +71,7 @@ class _Tries:
         self._context, self._built = context, built
         self._steps = range(first_step, built.plan.num_steps)
         strategy, prepared = context.strategy, built.prepared
-        is_sharded = Sharded.PARAMETERS in strategy.sharded or strategy.expected.fsdp_version is not None
+        is_sharded = Sharded.PARAMETERS in strategy.sharded
         self._trial = Trial(
             accelerator=prepared.accelerator,
             model=prepared.model,

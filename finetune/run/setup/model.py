@@ -19,7 +19,7 @@ from finetune.model.attention.supported_models import has_sinks
 from finetune.model.build import computes_from_weights
 from finetune.model.loading.architecture import load_model_config
 from finetune.model.loading.dry_run import dry_run_model, may_have_experts, meta_model
-from finetune.model.loading.pretrained import base_mismatch_warning, read_saved_adapter_config
+from finetune.model.loading.pretrained import base_mismatch_warning
 from finetune.model.loading.rope import positions_of, table_size
 from finetune.model.quantize import stored_method, stored_problems
 from finetune.model.size import precision_warnings
@@ -115,29 +115,14 @@ def require_buildable(loaded: LoadedConfig) -> None:
         loaded.refuse([Problem(written, text)])
 
 
-def adapter_problems(config: RunConfig, strategy: str = "") -> Iterator[Problem]:
+def adapter_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield why LoRA cannot adapt this model's experts and router as requested."""
-    section, requested, is_fsdp1 = config.model, config.model.lora, strategy == "fsdp1"
-    if section.adapter is not None and is_fsdp1:
-        if read_saved_adapter_config(Path(section.adapter)).get("target_parameters"):
-            yield Problem("model.adapter", f"{_NO_PARAMETERS}.")
-        return
+    section, requested = config.model, config.model.lora
     if requested is None:
         return
     names_experts = requested.experts is not None or requested.router
-    if not names_experts and not ((is_fsdp1 or computes_from_weights(section)) and may_have_experts(section)):
-        return
-    model = meta_model(section, head=TASKS[config.task.name].head)
-    yield from targets.target_problems(model, requested)
-    if is_fsdp1 and (key := targets.key_with_folded_parameters(model, requested)) is not None:
-        yield Problem(f"model.lora.{key}", f"{_NO_PARAMETERS}, or write `{key}: false`.")
-
-
-_NO_PARAMETERS = (
-    "adapters of routers, and of experts that are not grouped products, do not work under fsdp1, which replaces "
-    "parameters by plain tensors in the forward pass, where peft looks for parameters (ParamWrapper in peft 0.21). "
-    "Launch with accelerate_configs/fsdp2.yaml"
-)
+    if names_experts or (computes_from_weights(section) and may_have_experts(section)):
+        yield from targets.target_problems(meta_model(section, head=TASKS[config.task.name].head), requested)
 
 
 def require_positions(loaded: LoadedConfig) -> str | None:

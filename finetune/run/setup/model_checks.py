@@ -169,7 +169,7 @@ MODEL_CHECKS = (
     ModelCheck(Stage.JOB, _pooling_is_the_models),
     ModelCheck(Stage.CONFIG, _can_be_built),  # first: the others read the same config
     ModelCheck(Stage.CONFIG, lambda job: stored_method_note(job.loaded, strategy=job.strategy_name)),
-    ModelCheck(Stage.CONFIG, lambda job: job.loaded.refuse(adapter_problems(job.config, job.strategy_name))),
+    ModelCheck(Stage.CONFIG, lambda job: job.loaded.refuse(adapter_problems(job.config))),
     ModelCheck(Stage.CONFIG, lambda job: job.loaded.refuse(router_problems(job.config))),
     ModelCheck(Stage.CONFIG, _has_positions),
     ModelCheck(Stage.CONFIG, _can_be_shared),

@@ -184,7 +184,7 @@ def _log_size(
 
 
 def _find_routers(config: RunConfig, unwrapped: Any, *, log: RunLog) -> tuple[Router, ...]:
-    """Return the routers where a key is about them, before FSDP1 flattens their weights; log if they are frozen."""
+    """Return the routers where a key is about them; log if they are frozen."""
     if config.train.router_aux_loss is None and not config.report.expert_load:
         return ()
     inner = unwrap_model(unwrapped)

@@ -28,6 +28,7 @@ from finetune.runtime import distributed
 from finetune.runtime.parallel import sequence_group
 from finetune.strategy.choose import choose_strategy
 from finetune.strategy.environment import read_environment, require_launcher
+from finetune.strategy.fsdp_version import use_fsdp2
 from finetune.strategy.launch_file import launch_variables, require_parallelism_fits, use_deepspeed_file
 from finetune.strategy.protocol import Strategy
 from finetune.strategy.reconcile import JobSettings
@@ -38,7 +39,7 @@ from finetune.train.optim.optimizers import uses_low_bit_adamw
 def launched_strategy(loaded: LoadedConfig) -> Strategy:
     """Return the strategy that was launched; raises ConfigError or StrategyError where it does not fit the job."""
     require_launcher(os.environ)
-    for sentence in use_deepspeed_file():
+    for sentence in (*use_deepspeed_file(), *use_fsdp2(os.environ)):
         RunLog(is_main=os.environ.get("RANK", "0") == "0")(sentence)
     return _strategy(loaded, os.environ, has_device=torch.accelerator.is_available())
 
@@ -49,6 +50,7 @@ def strategy_of_file(loaded: LoadedConfig, accelerate_file: Path, *, num_process
     Raises ConfigError or StrategyError where it does not fit the job.
     """
     variables = launch_variables(accelerate_file, world=num_processes)
+    use_fsdp2(variables)
     return _strategy(loaded, variables, has_device=variables.get("ACCELERATE_USE_CPU", "false").lower() != "true")
 
 
@@ -90,7 +92,6 @@ def job_settings(config: RunConfig) -> JobSettings:
         rounds_by_position=any(
             uses_low_bit_adamw(config.train.optimizer, dtype=dtype) for dtype in trained_dtypes(config)
         ),
-        has_mixed_dtypes=adapter_of(config) is not None and config.model.dtype != "float32",
     )
 
 
@@ -278,7 +279,7 @@ def _trains_new_tokens(config: RunConfig) -> bool:
     return config.model.new_tokens is not None and config.model.lora is not None
 
 
-_FSDP = ("fsdp1", "fsdp2", "hsdp")
+_FSDP = ("fsdp2", "hsdp")
 
 _ZERO = ("zero1", "zero2", "zero3")
 
@@ -286,7 +287,7 @@ _ZERO = ("zero1", "zero2", "zero3")
 _LIMITS = (
     _Limit(
         "model.peft",
-        (*_ZERO, "fsdp1", "hsdp"),
+        (*_ZERO, "hsdp"),
         lambda config: config.model.peft is not None,
         "only adapters with a section of their own are proven there. Launch with accelerate_configs/fsdp2.yaml or "
         "ddp.yaml, or write `model.lora`.",

@@ -74,7 +74,7 @@ def test_a_rank_without_elements_of_a_parameter_writes_no_step_count_for_it():
     )
     state.begin_writing()  # creates state for both, as a resume does
     state.write_scalars({"a": {"step": 2.0}, "b": {"step": 2.0}})
-    parameters[0].grad = torch.ones(2)  # FSDP1 gives the other one no gradient here
+    parameters[0].grad = torch.ones(2)  # the other one has no gradient here
     optimizer.step()
     assert state.read_scalars() == {"a": {"step": 3.0}}
 

@@ -50,6 +50,4 @@ def test_only_strategies_that_copy_the_model_load_it_straight_to_the_device():
     assert DataParallel(LaunchEnvironment(**environment)).init_context(CUDA).device == CUDA
     for stage in (1, 2, 3):
         assert ZeroRedundancy(LaunchEnvironment(**environment, zero_stage=stage), JOB).init_context(CUDA).device is None
-    for version in (1, 2):
-        strategy = FullySharded(LaunchEnvironment(**environment, fsdp_version=version), JOB)
-        assert strategy.init_context(CUDA).device is None
+    assert FullySharded(LaunchEnvironment(**environment, is_fsdp=True), JOB).init_context(CUDA).device is None

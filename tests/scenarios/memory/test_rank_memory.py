@@ -74,13 +74,10 @@ def test_ddp_sends_no_buffers_in_forward_passes(measured, figure):
 
 @pytest.mark.full
 @pytest.mark.distributed
-@pytest.mark.parametrize(("strategy", "processes"), [("fsdp2", 2), ("fsdp1", 2)])
-def test_a_sum_of_shards_trains_as_a_sum_of_whole_gradients(launch, strategy, processes):
+def test_a_sum_of_shards_trains_as_a_sum_of_whole_gradients(launch):
     overrides = ["train.microbatch_size=1", *WITHOUT_EVALUATION]
-    whole = launch(strategy, name=f"whole-{strategy}", processes=processes, overrides=overrides)
-    shards = launch(
-        strategy, name=f"shards-{strategy}", processes=processes, overrides=[*overrides, "run.deterministic=true"]
-    )
+    whole = launch("fsdp2", name="whole", overrides=overrides)
+    shards = launch("fsdp2", name="shards", overrides=[*overrides, "run.deterministic=true"])
     assert (whole.code, shards.code) == (0, 0), whole.output + shards.output
     assert "gradients are reduced once a step; until then each rank keeps the whole gradient" in whole.output
     assert "gradients are reduced after each of the" in shards.output

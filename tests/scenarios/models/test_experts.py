@@ -15,7 +15,6 @@ MODELS = {
     "num_experts_per_tok: 2, n_group: 2, topk_group: 1, first_k_dense_replace: 1",
 }
 SPREAD = [("mixtral", "fsdp2"), ("mixtral", "zero2"), ("glm4_moe", "zero3")]
-SPREAD += [("mixtral", "fsdp1")]  # which replaces the routers' own parameters
 SHORT = ["train.steps=4", "data.validation=null", "evaluate=null", "train.learning_rate=1e-3"]
 
 

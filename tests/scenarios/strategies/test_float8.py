@@ -70,7 +70,6 @@ def _tensors(path: Path) -> dict[str, tuple]:
     ("environment", "message"),
     [
         ({"zero_stage": 2}, "fp8 does not work under ZeRO"),
-        ({"fsdp_version": 1}, "fp8 does not work under FSDP1"),
         ({"has_device": False}, "fp8 needs a GPU of compute capability 8.9 or newer, but this machine has none"),
     ],
 )
@@ -83,4 +82,4 @@ def test_8_bits_are_refused_with_one_message_where_they_do_not_work(job, environ
 
 def test_emulated_products_need_no_gpu(job):
     settings = job_settings(load_config(job, ["train.precision=fp8", "train.fp8={emulate: true}"]).config)
-    refuse_conflicts("any", LaunchEnvironment(world=2, has_device=False, fsdp_version=2), settings)
+    refuse_conflicts("any", LaunchEnvironment(world=2, has_device=False, is_fsdp=True), settings)

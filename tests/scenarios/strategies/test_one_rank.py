@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 from finetune.checkpoint.format.manifest import read_manifest
 from tests.devices import ON_GPU, needs
 
-STRATEGIES = ("ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3")
+STRATEGIES = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
 ON_CPU = {("fsdp2", "bf16"), ("zero3", "fp32")}
 """What is enough of it without a GPU, where tests of two processes take every strategy."""
 TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}

@@ -82,7 +82,6 @@ def test_two_sequence_parallel_ranks_have_the_losses_of_one_process(launch, alon
     [
         ("fsdp2", 4, 2, ("train.microbatch_size=1", LORA, "model.gradient_checkpointing=true")),
         ("ddp", 3, 3, ("train.microbatch_size=2", "train.try_longest_batch=always", HEADS_OF_3)),
-        ("fsdp1", 2, 2, ("train.microbatch_size=4",)),
         ("hsdp", 4, 2, ("train.microbatch_size=2",)),
         pytest.param("zero2", 2, 2, ("train.microbatch_size=4",), marks=NEEDS_DEEPSPEED),
         pytest.param("zero3", 2, 2, ("train.microbatch_size=4",), marks=NEEDS_DEEPSPEED),

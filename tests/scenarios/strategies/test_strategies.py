@@ -21,7 +21,7 @@ STRATEGIES = [
     ("fsdp2", 2),
     ("zero2", 2),
     ("zero3", 2),
-    *(pytest.param(name, 2, marks=full) for name in ("fsdp1", "zero1", "zero2_offload", "zero3_offload")),
+    *(pytest.param(name, 2, marks=full) for name in ("zero1", "zero2_offload", "zero3_offload")),
     pytest.param("hsdp", 4, marks=full),
 ]
 KINDS = {"full": [], "lora": [LORA]}
