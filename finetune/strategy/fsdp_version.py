@@ -30,7 +30,11 @@ _STRATEGY, _RESHARD = "fsdp_sharding_strategy", "fsdp_reshard_after_forward"
 _WITHOUT_EFFECT = ("fsdp_backward_prefetch", "fsdp_sync_module_states", "fsdp_use_orig_params")
 """FSDP2 always prefetches in the backward pass, sends weights where one rank loads them, and keeps parameters."""
 
-_STATE_TYPE = "fsdp_state_dict_type"
+_UNSUPPORTED: Mapping[str, tuple[tuple[str, ...], str]] = {
+    "fsdp_auto_wrap_policy": (("SIZE_BASED_WRAP",), "TRANSFORMER_BASED_WRAP"),  # it would wrap the list of layers
+    "fsdp_state_dict_type": (("LOCAL_STATE_DICT", "2"), "SHARDED_STATE_DICT"),
+}
+"""Values that FSDP2 does not support, and what to write instead."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,7 @@ class Translation:
     reshards: bool  # fsdp_reshard_after_forward
     removed: tuple[str, ...]  # keys
     sentence: str
-    problems: tuple[tuple[str, str], ...]  # key and message of each setting that FSDP2 does not have
+    problems: tuple[tuple[str, str], ...]  # key and message of each setting that FSDP2 does not support
 
 
 def to_fsdp2(settings: Mapping[str, Any]) -> Translation:
@@ -58,10 +62,11 @@ fsdp_reshard_after_forward: false. Without effect: fsdp_use_orig_params. `accele
             becomes = f"{_RESHARD}: {str(_RESHARDS[name]).lower()}{_NOT_THE_SAME.get(name, '')}"
             changes.append(f"{key}: {name} is {becomes}.")
         elif name not in ("TRUE", "FALSE"):
-            problems.append((key, f"FSDP2 has no `{settings[key]}`. Write `{_RESHARD}: true`, or `false`."))
+            problems.append((key, f"FSDP2 does not support `{settings[key]}`. Write `{_RESHARD}: true`, or `false`."))
         reshards = reshards and _RESHARDS.get(name, name == "TRUE")
-    if str(settings.get(_STATE_TYPE)).upper() in ("LOCAL_STATE_DICT", "2"):
-        problems.append((_STATE_TYPE, f"FSDP2 has no `{settings[_STATE_TYPE]}`. Write `SHARDED_STATE_DICT`."))
+    for key, (values, instead) in _UNSUPPORTED.items():
+        if str(settings.get(key)).upper() in values:
+            problems.append((key, f"FSDP2 does not support `{settings[key]}`. Write `{instead}`."))
     if unused := [key for key in _WITHOUT_EFFECT if key in settings]:
         changes.append(f"Without effect: {', '.join(unused)}.")
     first, last = "fsdp_version: 1 runs under FSDP2, with the same losses.", "`accelerate to-fsdp2` rewrites the file."
@@ -72,14 +77,14 @@ fsdp_reshard_after_forward: false. Without effect: fsdp_use_orig_params. `accele
 def use_fsdp2(variables: MutableMapping[str, str]) -> list[str]:
     """Replace the launcher's variables for FSDP1 by those for FSDP2, and return a sentence that names them.
 
-    Where they are not set, nothing changes. Raises StrategyError with every setting that FSDP2 does not have.
+    Where they are not set, nothing changes. Raises StrategyError with every setting that FSDP2 does not support.
     """
     if not is_true(variables, "ACCELERATE_USE_FSDP") or variables.get("FSDP_VERSION") == "2":
         return []
     translation = to_fsdp2({name.lower(): value for name, value in variables.items() if name.startswith("FSDP_")})
     if translation.problems:
         listed = "\n".join(f"  {key}: {message}" for key, message in translation.problems)
-        raise StrategyError(f"fsdp_version: 1 runs under FSDP2, which does not have all settings of the file\n{listed}")
+        raise StrategyError(f"fsdp_version: 1 runs under FSDP2, which does not support every setting\n{listed}")
     for key in translation.removed:
         del variables[key.upper()]
     variables |= {"FSDP_VERSION": "2", _RESHARD.upper(): str(translation.reshards).lower()}

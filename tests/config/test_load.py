@@ -159,6 +159,14 @@ def test_load_resolved_returns_the_recorded_config_with_the_current_folder(run, 
     assert loaded.text == (run / "resolved.yaml").read_text()
 
 
+def test_a_run_that_recorded_fsdp1_is_one_of_fsdp2(run):
+    path = run / "resolved.yaml"
+    text = path.read_text()
+    assert "strategy: null" in text
+    path.write_text(text.replace("strategy: null", "strategy: fsdp1"))
+    assert load_resolved(run).config.run.strategy == "fsdp2"
+
+
 def test_a_folder_without_resolved_yaml_is_rejected_as_a_run(tmp_path):
     with pytest.raises(UserError, match=r"resolved\.yaml: cannot be read .*Give the folder of a run"):
         load_resolved(tmp_path)

@@ -91,16 +91,20 @@ def test_older_files_number_their_sharding_strategies(tmp_path, number, reshards
     ("settings", "line"),
     [
         ({"state_dict_type": "LOCAL_STATE_DICT"}, r"fsdp_state_dict_type: .*`LOCAL_STATE_DICT`.* `SHARDED_STATE_DICT`"),
+        (
+            {"auto_wrap_policy": "SIZE_BASED_WRAP"},
+            r"fsdp_auto_wrap_policy: .*`SIZE_BASED_WRAP`.* `TRANSFORMER_BASED_WRAP`",
+        ),
         ({"sharding_strategy": "SHARD_SOME"}, r"fsdp_sharding_strategy: .*`SHARD_SOME`.* `fsdp_reshard_after_forward:"),
         ({"reshard_after_forward": "NO_RESHARD"}, r"fsdp_reshard_after_forward: .*`no_reshard`.* `false`"),
     ],
 )
-def test_what_fsdp2_does_not_have_is_refused_by_name(tmp_path, settings, line):
+def test_what_fsdp2_does_not_support_is_refused_by_name(tmp_path, settings, line):
     file = written(tmp_path, **settings)
     with pytest.raises(StrategyError, match=line):
         fsdp2_variables(file)
     key = f"fsdp_config.fsdp_{next(iter(settings))}"
-    with pytest.raises(StrategyError, match=rf"fsdp\.yaml, line \d+, {key}: FSDP2 has no"):
+    with pytest.raises(StrategyError, match=rf"fsdp\.yaml, line \d+, {key}: FSDP2 does not support"):
         read_accelerate_file(file)
 
 

@@ -38,6 +38,10 @@ RENAMED_KEYS: tuple[RenamedKey, ...] = ()
 """Remove an entry in the version that its `until` names. None was renamed so far."""
 
 
+RENAMED_VALUES: Mapping[str, Mapping[str, str]] = {"run.strategy": {"fsdp1": "fsdp2"}}
+"""Values that older run folders have recorded, and what they are called now; a job is refused with them."""
+
+
 def version_problem(values: Mapping[str, Any]) -> Problem | None:
     """Return a problem for a job of a newer version, and for `true`; the schema reports all other wrong values."""
     version = values.get("version")
@@ -74,6 +78,14 @@ def rename_keys(values: dict[str, Any], lines: dict[str, int], *, file: str) -> 
         for old in [name for name in lines if name == key.old or name.startswith(f"{key.old}.")]:
             lines[f"{key.new}{old.removeprefix(key.old)}"] = lines.pop(old)
     return problems
+
+
+def rename_recorded_values(values: dict[str, Any]) -> None:
+    """Give the values of an older run folder their new names."""
+    for key, new_names in RENAMED_VALUES.items():
+        section, name = _section_at(values, key.rpartition(".")[0]), key.rpartition(".")[2]
+        if section is not None and isinstance(written := section.get(name), str):
+            section[name] = new_names.get(written, written)
 
 
 def rename_overrides(overrides: Sequence[str]) -> list[str]:
