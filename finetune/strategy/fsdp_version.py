@@ -87,7 +87,7 @@ def use_fsdp2(variables: MutableMapping[str, str]) -> list[str]:
         raise StrategyError(f"fsdp_version: 1 runs under FSDP2, which does not support every setting\n{listed}")
     for key in translation.removed:
         del variables[key.upper()]
-    variables |= {"FSDP_VERSION": "2", _RESHARD.upper(): str(translation.reshards).lower()}
+    variables.update({"FSDP_VERSION": "2", _RESHARD.upper(): str(translation.reshards).lower()})
     return [translation.sentence]
 
 
