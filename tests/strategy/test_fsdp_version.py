@@ -32,7 +32,7 @@ def fsdp2_variables(file: Path) -> tuple[dict[str, str], list[str]]:
     return {name: value for name, value in variables.items() if name.startswith("FSDP_")}, sentences
 
 
-def test_what_the_launcher_sets_for_fsdp1_becomes_what_it_sets_for_fsdp2():
+def test_variables_of_the_launcher_for_fsdp1_become_those_for_fsdp2():
     variables, (sentence,) = fsdp2_variables(FSDP1)
     assert (variables["FSDP_VERSION"], variables["FSDP_RESHARD_AFTER_FORWARD"]) == ("2", "true")
     assert (variables["FSDP_CPU_RAM_EFFICIENT_LOADING"], variables["FSDP_OFFLOAD_PARAMS"]) == ("true", "false")
@@ -99,7 +99,7 @@ def test_older_files_number_their_sharding_strategies(tmp_path, number, reshards
         ({"reshard_after_forward": "NO_RESHARD"}, r"fsdp_reshard_after_forward: .*`no_reshard`.* `false`"),
     ],
 )
-def test_what_fsdp2_does_not_support_is_refused_by_name(tmp_path, settings, line):
+def test_settings_that_fsdp2_does_not_support_are_refused_by_name(tmp_path, settings, line):
     file = written(tmp_path, **settings)
     with pytest.raises(StrategyError, match=line):
         fsdp2_variables(file)

@@ -10,7 +10,7 @@ FSDP1 = Path(__file__).parents[2] / "strategy" / "fsdp1"
 
 @pytest.mark.full
 @pytest.mark.distributed
-def test_a_file_for_fsdp1_has_the_losses_of_fsdp2_and_one_line_says_what_became_of_its_keys(launch):
+def test_a_file_for_fsdp1_has_the_losses_of_fsdp2_and_one_line_names_its_translated_keys(launch):
     fsdp1, fsdp2 = (launch(name, name=f"version-{Path(name).name}") for name in (str(FSDP1), "fsdp2"))
     assert (fsdp1.code, fsdp2.code) == (0, 0), fsdp1.output + fsdp2.output
     assert "strategy fsdp2 on 2 processes" in fsdp1.output
