@@ -42,7 +42,7 @@ NOT_YET_UNFROZEN = "waits"
 """The key of a parameter group that marks it as still frozen: excluded from gradient norm and update."""
 
 
-_WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:module|_fsdp_wrapped_module|_orig_mod|_checkpoint_wrapped_module)\.")
+_WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:module|_orig_mod|_checkpoint_wrapped_module)\.")
 
 
 def full_shape(parameter: nn.Parameter) -> torch.Size:
