@@ -109,7 +109,7 @@ class InvalidKey:
         if self.type == "extra_forbidden":
             return Problem(self.key, _unknown_key(self.key))
         node, value = node_at(self.key) or {}, self.value
-        if self.key == "run.on_end" and isinstance(value, dict):
+        if self.key == "run.on_end" and isinstance(value, dict) and "command" in value:
             return Problem(self.key, f"it is a command now, not a section. Write `{_end_command(value)}`.")
         if self.type == "missing":
             what = description_of(node).rstrip(".")
@@ -138,7 +138,7 @@ def _end_command(section: Mapping[str, Any]) -> str:
     """Return the line for the former section `run.on_end`, which ran its command after some outcomes alone."""
     when = section.get("when", ("finished", "failed"))
     outcomes = "|".join(str(outcome) for outcome in when if outcome != "idle") if isinstance(when, list | tuple) else "*"
-    text = f'case "$FINETUNE_OUTCOME" in {outcomes or "*"}) {section.get("command", "COMMAND")} ;; esac'
+    text = f'case "$FINETUNE_OUTCOME" in {outcomes or "*"}) {section["command"]} ;; esac'
     return f"on_end: {escape_variables(format_json(redacted_config(text)))}"
 
 

@@ -17,7 +17,7 @@ def test_an_invalid_on_end_command_is_one_problem(problems, written):
     [
         ("command: 'echo \"$${a}\"'", 'finished|failed) echo "${a}" ;;'),
         ("command: a, when: [finished, idle, stopped], restart_seconds: 5, where: first_host", "finished|stopped) a ;;"),
-        ("when: [idle]", "*) COMMAND ;;"),
+        ("command: a, when: [idle]", "*) a ;;"),
     ],
 )
 def test_the_line_for_a_former_on_end_section_is_a_valid_job(load, problems, section, case):
