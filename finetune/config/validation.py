@@ -136,10 +136,13 @@ class InvalidKey:
 
 def _end_command(section: Mapping[str, Any]) -> str:
     """Return the line for the former section `run.on_end`, which ran its command after some outcomes alone."""
-    when = section.get("when", ("finished", "failed"))
-    outcomes = "|".join(str(outcome) for outcome in when if outcome != "idle") if isinstance(when, list | tuple) else "*"
+    when = section.get("when")
+    outcomes = "|".join(str(outcome) for outcome in when if outcome != "idle") if isinstance(when, list) else _WAS_RUN
     text = f'case "$FINETUNE_OUTCOME" in {outcomes or "*"}) {section["command"]} ;; esac'
     return f"on_end: {escape_variables(format_json(redacted_config(text)))}"
+
+
+_WAS_RUN = "finished|failed"
 
 
 def _keys_in(section: Node) -> str:

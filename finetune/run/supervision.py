@@ -126,7 +126,8 @@ def supervised_run(
     """Supervise this process; rank 0 locks the run folder.
 
     One of several processes that meets an error exits here, with all others, and shows the first error of all; so does
-    a single process with a command of `run.on_end`; any other one lets its error pass. Where the process `outlives_run`, each rank raises the first error of all.
+    a single process with a command of `run.on_end`; any other one lets its error pass. Where the process
+    `outlives_run`, each rank raises the first error of all.
     Raises UserError where another run writes to the folder, or where the disk of the folder or of the cache is full.
     """
     config, rank, folder = loaded.config, distributed.rank(), Path(loaded.config.run.folder)

@@ -30,7 +30,7 @@ from finetune.runtime.text.redact import redact_foreign
 from finetune.runtime.text.terminal import printable
 
 TIMEOUT_SECONDS = 600.0
-TIMED_OUT = 124
+TIMED_OUT, CANNOT_RUN = 124, 127
 
 _PENDING = "on_end"
 _LAUNCHER_VARIABLE = re.compile(
@@ -67,12 +67,13 @@ class EndCommand:
     def run(self, exit_code: int) -> None:
         """Run the command, once, and wait for it; a launcher that may start the run again decides itself."""
         with self._lock:  # the main thread and the watchdog may both end the process
-            end = end_of_run(read_status(self._folder), exit_code=exit_code)
-            if self._command is None or own_attempt() or (end.outcome != "finished" and _may_restart(os.environ)):
-                return
             command = self._command
-            self.call_off()
-            run_command(command, end, folder=self._folder, url=self._url)
+            if command is None or own_attempt():
+                return
+            end = end_of_run(read_status(self._folder), exit_code=exit_code)
+            if end.outcome == "finished" or not _may_restart(os.environ):
+                self.call_off()
+                run_command(command, end, folder=self._folder, url=self._url)
 
     def call_off(self) -> None:
         """Run no command at the end."""
@@ -130,18 +131,22 @@ def command_environment(variables: Mapping[str, str], end: RunEnd, *, folder: Pa
 def run_command(
     command: str, end: RunEnd, *, folder: Path, url: str = "", timeout_seconds: float = TIMEOUT_SECONDS
 ) -> int:
-    """Run the command by `/bin/sh` and return its exit code, 124 after a timeout; its output is in that of the run.
+    """Run the command by `/bin/sh` and return its exit code: 124 after a timeout, 127 if it cannot be run.
 
-    It has a session of its own, so that it survives a launcher that kills the ranks.
+    Its output is in that of the run. It has a session of its own, so that it survives a launcher that kills the ranks.
     """
     _log(f"{end}; runs {redact_foreign(command)}")
     started = time.monotonic()
-    process = subprocess.Popen(
-        ["/bin/sh", "-c", command],
-        stdin=subprocess.DEVNULL,
-        env=command_environment(os.environ, end, folder=folder, url=url),
-        start_new_session=True,
-    )
+    try:
+        process = subprocess.Popen(
+            ["/bin/sh", "-c", command],
+            stdin=subprocess.DEVNULL,
+            env=command_environment(os.environ, end, folder=folder, url=url),
+            start_new_session=True,
+        )
+    except (OSError, ValueError) as error:
+        _log(f"warning: the command cannot be run: {error}")
+        return CANNOT_RUN
     try:
         code = process.wait(timeout_seconds)
     except BaseException as error:

@@ -16,7 +16,10 @@ def test_an_invalid_on_end_command_is_one_problem(problems, written):
     ("section", "case"),
     [
         ("command: 'echo \"$${a}\"'", 'finished|failed) echo "${a}" ;;'),
-        ("command: a, when: [finished, idle, stopped], restart_seconds: 5, where: first_host", "finished|stopped) a ;;"),
+        (
+            "command: a, when: [finished, idle, stopped], restart_seconds: 5, where: first_host",
+            "finished|stopped) a ;;",
+        ),
         ("command: a, when: [idle]", "*) a ;;"),
     ],
 )

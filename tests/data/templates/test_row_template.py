@@ -80,7 +80,10 @@ BAD = [
     ({"text": "{% for x in range(10**9) %}{{ x }}{% endfor %}"}, "line 1: Range too big"),
     ({"text": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"}, "line 1: maximum recursion depth"),
     ({"text": "{% include '/etc/passwd' %}"}, "line 1: no loader"),
-    ({"text": "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}"}, "data.train.template.text: cannot be compiled: .*recursion"),
+    (
+        {"text": "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}"},
+        "data.train.template.text: cannot be compiled: .*recursion",
+    ),
     ({"text": "{{ tags | random }}"}, "text, line 1: not valid Jinja: No filter named 'random'"),
     ({"text": "\n{% if %}"}, r"data.train.template.text, line 2: not valid Jinja"),
     ({"messages": "[{{ question }}]"}, r"template of `messages` is text that is not JSON: .*\('\[2 \+ 2"),

@@ -10,6 +10,7 @@ import pytest
 
 from finetune.runtime.progress import Progress
 from finetune.runtime.supervision.on_end import (
+    CANNOT_RUN,
     TIMED_OUT,
     EndCommand,
     RunEnd,
@@ -24,13 +25,9 @@ END = RunEnd("failed", "Hang", 1, 7)
 RECORD = 'echo "$FINETUNE_OUTCOME $FINETUNE_REASON $FINETUNE_EXIT_CODE $FINETUNE_STEP" >> "$FINETUNE_RUN_FOLDER/ends"'
 
 
-def status_of(folder: Path, *, rank: int = 0) -> StatusFile:
-    return StatusFile(folder, rank=rank, me=Peer(rank, "here", 10 + rank), launch="now", since=0.0)
-
-
 @pytest.fixture
 def status(tmp_path: Path) -> StatusFile:
-    file = status_of(tmp_path)
+    file = StatusFile(tmp_path, rank=0, me=Peer(0, "here", 10), launch="now", since=0.0)
     file.start()
     return file
 
@@ -71,7 +68,9 @@ def test_a_missing_status_file_is_a_killed_run(tmp_path):
 
 def test_the_command_gets_the_end_and_no_rank_variables():
     variables = {"RANK": "0", "TORCHELASTIC_RUN_ID": "x", "ACCELERATE_USE_FSDP": "true", "HOME": "/root", "ROLE": "me"}
-    environment = command_environment(variables | {"FINETUNE_ATTEMPT": "3"}, END, folder=Path("/runs/a"), url="s3://b/a")
+    environment = command_environment(
+        variables | {"FINETUNE_ATTEMPT": "3"}, END, folder=Path("/runs/a"), url="s3://b/a"
+    )
     assert environment == {
         "HOME": "/root",
         "ROLE": "me",
@@ -134,6 +133,11 @@ def test_a_run_that_is_over_already_runs_no_command(tmp_path, status):
     assert ends(tmp_path) == []
 
 
+def test_a_command_that_cannot_be_run_fails_without_raising(tmp_path, capfd):
+    assert run_command("a\0b", END, folder=tmp_path) == CANNOT_RUN
+    assert "warning" in capfd.readouterr().err
+
+
 def test_without_a_command_the_status_has_no_key_for_it(tmp_path, status):
     EndCommand(None, status, folder=tmp_path).run(0)
     assert "on_end" not in read_status(tmp_path)
@@ -160,11 +164,3 @@ def test_a_launcher_that_may_start_the_run_again_is_left_the_command(tmp_path, s
     assert ends(tmp_path) == [] and read_status(tmp_path)["on_end"] is True
     run_if_pending(RECORD, tmp_path, since=0.0, exit_code=1)
     assert ends(tmp_path) == ["failed_start ValueError 1 0"]
-
-
-def test_an_error_of_another_rank_is_the_reason(tmp_path, status):
-    command = EndCommand(RECORD, status, folder=tmp_path)
-    status_of(tmp_path, rank=1).claim_exit(exit_from_error(OSError("gone"), rank=1))
-    command.run(1)
-    assert ends(tmp_path) == ["failed_start OSError 1 0"]
-    assert read_status(tmp_path)["on_end"] is False

@@ -8,7 +8,9 @@ from tests.scenarios.running import Running
 
 pytestmark = pytest.mark.full
 
-COMMAND = 'run.on_end=echo "END $FINETUNE_OUTCOME, $FINETUNE_REASON $FINETUNE_EXIT_CODE"; ls "$FINETUNE_RUN_FOLDER"; false'
+COMMAND = (
+    'run.on_end=echo "END $FINETUNE_OUTCOME, $FINETUNE_REASON $FINETUNE_EXIT_CODE"; ls "$FINETUNE_RUN_FOLDER"; false'
+)
 QUIET = ["evaluate=null", "data.validation=null", "checkpoint.every_steps=2", "train.steps=8", COMMAND]
 
 
@@ -25,9 +27,7 @@ def test_the_on_end_command_runs_for_every_outcome_of_one_process(begin):
     stopped = begin(None, name="end-stopped", overrides=QUIET, faults="forward step=3 do=terminate")
     person = begin(None, name="end-person", overrides=QUIET, faults="forward step=3 do=interrupt")
     full = begin(None, name="end-full", overrides=QUIET, faults="; ".join(["save.write do=no_space"] * 3))
-    hangs = begin(
-        None, name="end-hang", overrides=[*QUIET, "run.hang_after_seconds=4"], faults="data step=3 do=sleep"
-    )
+    hangs = begin(None, name="end-hang", overrides=[*QUIET, "run.hang_after_seconds=4"], faults="data step=3 do=sleep")
     typo = begin(None, name="end-typo", overrides=[*QUIET, "data.train.path=none.jsonl"])
     killed = begin(None, name="end-killed", overrides=QUIET, faults="forward step=3 do=kill")
     assert end_of(finished) == (0, ["finished, finished 0"])
