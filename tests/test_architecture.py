@@ -123,7 +123,6 @@ GUARDED_ELSEWHERE: dict[str, tuple[str, ...]] = {
     "os.write": (
         "finetune.runtime.supervision.signals",  # a line of its own, in a signal handler
         "finetune.runtime.text.standard_streams",  # likewise
-        *("finetune.runtime.supervision.on_end", "finetune.runtime.supervision.sentinel"),  # pipes
     ),
 }
 """Ways round the guarded streams, and the modules that may go them: `print` and ForeignTextConsole are for the rest."""

@@ -160,8 +160,7 @@ RECORDED_UNLESS_DEFAULT = (
 NOT_RECORDED = (
     "version",
     *("run.folder", "run.local_folder", "checkpoint.resume", "checkpoint.allow_changes"),
-    *("run.on_end", "run.on_end.command", "run.on_end.when", "run.on_end.where", "run.on_end.restart_seconds"),
-    *("run.on_end.idle_after_seconds", "run.on_end.timeout_seconds"),
+    "run.on_end",
     *("run.hours_between_interruptions", "report.price_per_device_hour"),
 )
 

@@ -13,7 +13,14 @@ from typing import Any, TypeVar, cast, get_args
 
 from pydantic import ValidationError
 
-from finetune.config.formatting import MAX_SHOWN_CHARACTERS, closest, format_list, format_value, type_name
+from finetune.config.formatting import (
+    MAX_SHOWN_CHARACTERS,
+    closest,
+    escape_variables,
+    format_list,
+    format_value,
+    type_name,
+)
 from finetune.config.run_config import RunConfig
 from finetune.config.schema import (
     Node,
@@ -102,6 +109,8 @@ class InvalidKey:
         if self.type == "extra_forbidden":
             return Problem(self.key, _unknown_key(self.key))
         node, value = node_at(self.key) or {}, self.value
+        if self.key == "run.on_end" and isinstance(value, dict) and "command" in value:
+            return Problem(self.key, f"it is a command now, not a section. Write `{_end_command(value)}`.")
         if self.type == "missing":
             what = description_of(node).rstrip(".")
             what = what[:1].lower() + what[1:] if what[1:2].islower() else what
@@ -123,6 +132,17 @@ class InvalidKey:
         if not hint and keys_of(node) and not isinstance(value, dict):
             hint = _keys_in(node)
         return Problem(self.key, " ".join(part for part in (complaint, hint, fits) if part))
+
+
+def _end_command(section: Mapping[str, Any]) -> str:
+    """Return the line for the former section `run.on_end`, which ran its command after some outcomes alone."""
+    when = section.get("when")
+    outcomes = "|".join(str(outcome) for outcome in when if outcome != "idle") if isinstance(when, list) else _WAS_RUN
+    text = f'case "$FINETUNE_OUTCOME" in {outcomes or "*"}) {section["command"]} ;; esac'
+    return f"on_end: {escape_variables(format_json(redacted_config(text)))}"
+
+
+_WAS_RUN = "finished|failed"
 
 
 def _keys_in(section: Node) -> str:

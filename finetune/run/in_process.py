@@ -55,7 +55,7 @@ def train_in_process(
     """
     if loaded.config.run.on_end is not None:
         raise UserError(
-            "run.on_end: the command runs once the process of the run is gone, and this one goes on after the run. "
+            "run.on_end: the command runs when the process of the run ends, and this one goes on after the run. "
             "Start the run in a process of its own: train(job, num_processes=1), or `finetune train`."
         )
     with isolated_run():

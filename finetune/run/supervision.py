@@ -1,9 +1,6 @@
 """Supervision of a run from its start to its exit code: one writer, one status file, one first error, no orphans."""
 
 import multiprocessing
-import os
-import platform
-import re
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -13,7 +10,6 @@ from pathlib import Path
 import torch
 
 from finetune.config.load import LoadedConfig
-from finetune.config.sections.run import OnEndSection
 from finetune.data.token_cache.cache import cache_folder
 from finetune.errors import FinetuneError, ModelError, UserError, refused_exits
 from finetune.memory.limits import is_out_of_memory
@@ -32,15 +28,11 @@ from finetune.runtime.supervision.exit import (
     is_broken_collective,
     kill_children,
 )
-from finetune.runtime.supervision.on_end import RunSentinel
-from finetune.runtime.supervision.sentinel import EndHook
+from finetune.runtime.supervision.on_end import EndCommand
 from finetune.runtime.supervision.signals import ReceivedSignals, record_signals
 from finetune.runtime.supervision.status import StatusFile, exit_from_error, open_status_file, record_finished
 from finetune.runtime.supervision.watchdog import Watchdog, keep_previous_reports, running_watchdog
-from finetune.runtime.text.terminal import printable
 from finetune.train.stopping import FAILED_SAVE, FINAL_REASONS, SPOT_NOTICE
-
-ON_END_LOG = "on_end.log"
 
 EXIT_CODES = {**signals.EXIT_CODES, SPOT_NOTICE: 143, FAILED_SAVE: 1}
 """Every other end is a success; a machine that is reclaimed is to be replaced, as after SIGTERM."""
@@ -60,32 +52,28 @@ class Supervision:
     watchdog: Watchdog
     startup: StartupTimer
     folders: Sequence[Path]  # that the run writes to
-    sentinel: RunSentinel
+    on_end: EndCommand
 
     def gather_peers(self) -> None:
         """Learn which processes belong to the run, so that one that exits unexpectedly can be named. Collective."""
         self.process_exit.peers = gather_peers()
         self.status.add({"ranks": list(map(asdict, self.process_exit.peers))})
-        self.sentinel.start()
-        self.sentinel.watch(self.process_exit.peers, host=platform.node())
 
     def begin_training(self) -> None:
         """Leave it to the loop from now on to stop; a failure is one of training."""
         self.signals.interrupts_start = False
         self.watchdog.begin_training()
-        self.sentinel.begin_training()
 
     def end(self, reason: str) -> int:
         """Write the end of the run to the status file and return its exit code."""
         code = EXIT_CODES.get(reason, 0)
         state = status.FINISHED if reason in FINAL_REASONS else status.STOPPED
         self.status.end(state, reason=reason, exit_code=code)
-        self.sentinel.end_training(state, reason=reason)
         return code
 
     def end_finished(self, finished: FinishedRun, *, num_steps: int) -> int:
         """Report that there is nothing left to do, and return the exit code of a success."""
-        self.sentinel.call_off()  # who starts a finished run may want to look at it
+        self.on_end.call_off()  # who starts a finished run may want to look at it
         path, reason = str(finished.checkpoint), finished.reason
         return record_finished(self.status, finished.progress, path, reason, num_steps=num_steps)
 
@@ -137,8 +125,9 @@ def supervised_run(
 ) -> Iterator[Supervision]:
     """Supervise this process; rank 0 locks the run folder.
 
-    One of several processes that meets an error exits here, with all others, and shows the first error of all; a
-    single process lets its error pass. Where the process `outlives_run`, each rank raises the first error of all.
+    One of several processes that meets an error exits here, with all others, and shows the first error of all; so does
+    a single process with a command of `run.on_end`; any other one lets its error pass. Where the process
+    `outlives_run`, each rank raises the first error of all.
     Raises UserError where another run writes to the folder, or where the disk of the folder or of the cache is full.
     """
     config, rank, folder = loaded.config, distributed.rank(), Path(loaded.config.run.folder)
@@ -155,58 +144,23 @@ def supervised_run(
             keep_previous_reports(folder)
         file = open_status_file(folder, rank=rank)
         file.start()
-        leave = RaisedExit(file, rank=rank, world=distributed.world()) if outlives_run else ProcessExit(file, rank=rank)
+        command = config.run.on_end if rank == 0 else None
+        on_end = EndCommand(command, file, folder=folder, url=loaded.remote or "")
+        if outlives_run:
+            leave: ProcessExit = RaisedExit(file, rank=rank, world=distributed.world())
+        else:
+            leave = ProcessExit(file, rank=rank, before_exit=on_end.run)
         watchdog = Watchdog(folder, status=file, ending=leave, note=received, rank=rank, world=distributed.world())
-        sentinel = RunSentinel(_end_hook(loaded, launch=file.launch))
         folders = (folder, cache_folder(config.data))
-        supervision = Supervision(received, file, leave, watchdog, startup, folders=folders, sentinel=sentinel)
+        supervision = Supervision(received, file, leave, watchdog, startup, folders=folders, on_end=on_end)
         try:
             with running_watchdog(watchdog), supervision.recording_first_error(), refused_exits():
-                if rank == 0:  # others once it is known that this run is the only one in the folder
-                    _start_sentinel(config.run.on_end_section, sentinel, log=log)
                 yield supervision
         except BaseException as error:
             if stop := watchdog.stop_before_training():  # a signal may have interrupted any line above
                 leave.after(stop)
-            if distributed.world() > 1 or outlives_run:
+            if distributed.world() > 1 or outlives_run or command is not None:
                 leave.exit_after_error(error)
             raise
         finally:
             kill_children(others=others)
-
-
-def _end_hook(loaded: LoadedConfig, *, launch: str) -> EndHook | None:
-    """Return what to run on this machine at the end; None where nothing is, or another rank starts it."""
-    run, rank = loaded.config.run, distributed.rank()
-    section = run.on_end_section
-    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
-    if section is None or not is_first or (section.where == "first_host" and rank != 0):
-        return None
-    host = re.sub(r"[^\w.-]", "-", platform.node())[:100] or "host"
-    return EndHook(
-        command=section.command,
-        when=section.when,
-        restart_seconds=section.restart_seconds,
-        idle_after_seconds=section.idle_after_seconds,
-        timeout_seconds=section.timeout_seconds,
-        run_folder=run.folder,
-        log=str(Path(run.folder) / (ON_END_LOG if rank == 0 else f"on_end-{host}.log")),
-        host=host,
-        launch=launch,
-        url=loaded.remote or "",
-    )
-
-
-def _start_sentinel(section: OnEndSection | None, sentinel: RunSentinel, *, log: RunLog) -> None:
-    if section is None or (pid := sentinel.start()) is None:
-        return
-    who = "each machine" if section.where == "each_host" else "this machine"
-    log(
-        f"run.on_end: when the run ends ({', '.join(section.when)}), {who} runs `{printable(section.command)}`. "
-        f"Process {pid} waits for that; `kill {pid}` calls it off here."
-    )
-    if 1 in (os.getpid(), os.getppid()):
-        log(
-            "warning: run.on_end: this looks like the first process of a container or like a service of systemd, which "
-            "kill all that a run leaves behind, and the command with it. See docs/how-to/interruptions.md."
-        )

@@ -60,10 +60,15 @@ def train_from_config(loaded: LoadedConfig, checksums: ChecksumPrefetch | None =
 
     def upload_rest(code: int) -> int:
         """Upload the remaining files when no other process waits for this one; return the exit code."""
-        code = uploader.finish(code)
-        if code == 0:
-            push_final(context.config)
-        return supervision.sentinel.exit(code)
+        exit_code = 1
+        try:
+            code = uploader.finish(code)
+            if code == 0:
+                push_final(context.config)
+            exit_code = code
+        finally:
+            supervision.on_end.run(exit_code)
+        return code
 
     return distributed.shut_down(trained_code, afterwards=upload_rest)
 

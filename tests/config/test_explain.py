@@ -67,10 +67,10 @@ def test_the_first_line_of_the_summary_names_task_and_data(load, tmp_path, writt
 
 
 def test_text_with_variables_of_the_shell_is_read_back_as_it_was(load):
-    loaded = load('run.on_end={command: "echo $${RUN} $$${x}"}')
-    assert loaded.config.run.on_end.command == "echo ${RUN} $${x}"
+    loaded = load('run.on_end="echo $${RUN} $$${x}"')
+    assert loaded.config.run.on_end == "echo ${RUN} $${x}"
     for text in (resolved_yaml(loaded), job_yaml(loaded.config)):
         document = read_yaml(text)
-        assert document.problems == [] and document.values["run"]["on_end"]["command"] == "echo ${RUN} $${x}"
-    (again,) = (apply_overrides({}, [override_text("run.on_end.command", "echo ${RUN}")]).values,)
-    assert again == {"run": {"on_end": {"command": "echo ${RUN}"}}}
+        assert document.problems == [] and document.values["run"]["on_end"] == "echo ${RUN} $${x}"
+    (again,) = (apply_overrides({}, [override_text("run.on_end", "echo ${RUN}")]).values,)
+    assert again == {"run": {"on_end": "echo ${RUN}"}}

@@ -29,8 +29,8 @@ HARMLESS_PROGRAMS = ("git", "uname", "nvidia-smi", "gcc", "ldconfig")
 """Asked by us or by libraries while they look around; none of them comes from a case."""
 
 MODEL = "runs/job/final/model.safetensors"
-OWN_WORKERS = ("finetune.data.templates", "finetune.data.streams.producer", "torch.cuda.device_count()")
-"""What runs templates of others, within limits; what prepares the rows of a stream; what counts GPUs for a sweep."""
+OWN_WORKERS = ("finetune.data.streams.producer", "torch.cuda.device_count()")
+"""What prepares the rows of a stream; what counts GPUs for a sweep."""
 
 STARTING_SECONDS = 15.0
 """For the fresh interpreter in which a stream's rows are prepared, or a sweep counts the GPUs: both import torch."""

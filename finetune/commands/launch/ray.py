@@ -26,7 +26,7 @@ from finetune.commands.launch.ray_worker import (
     read_metrics,
     run_worker,
 )
-from finetune.commands.launch.torchrun import require_shared_batch
+from finetune.commands.launch.torchrun import require_shared_batch, run_end_command
 from finetune.commands.rehearse.accelerate_file import AccelerateFile, read_accelerate_file, with_copies_for
 from finetune.config.load import LoadedConfig, load_config
 from finetune.config.paths import is_url, local_run_folder
@@ -113,6 +113,7 @@ def launch_ray(arguments: RayArguments) -> int:
     if arguments.local and arguments.address is not None:
         raise UserError("--local starts Ray on this machine, and --address names a cluster. Leave one of them out.")
     job = check_ray_job(arguments)
+    loaded, started = load_config(arguments.config, arguments.override), time.time()
     least, most = (nodes * arguments.gpus_per_node for nodes in read_limits(arguments.nodes))
     address = LOCAL if arguments.local else arguments.address
     ray = connect_to_ray(address, num_cpus=most, num_gpus=None if arguments.cpu else most, purpose=PURPOSE)
@@ -122,6 +123,7 @@ def launch_ray(arguments: RayArguments) -> int:
         code = _run(arguments, job)
     finally:
         ray.shutdown()
+    run_end_command(loaded, since=started, exit_code=code)
     _log("; ".join([f"exit code {code}", *(f"{name} {value}" for name, value in read_metrics(job.run_folder).items())]))
     return code
 

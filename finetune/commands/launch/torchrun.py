@@ -2,17 +2,19 @@
 
 import os
 import shlex
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from finetune.commands.launch.contents import check_text
 from finetune.commands.rehearse.accelerate_file import AccelerateFile, data_parallel_size, read_accelerate_file
 from finetune.config.load import LoadedConfig, load_config, require_divisible_batch
-from finetune.config.paths import local_run_folder
+from finetune.config.paths import is_url, local_run_folder
 from finetune.errors import StrategyError, TrainingError, UserError
 from finetune.launch.jobs import Job, launch_command
 from finetune.launch.local import run_ranks
 from finetune.launch.ranks import is_launched
+from finetune.runtime.supervision.on_end import run_if_pending
 from finetune.runtime.supervision.status import FINISHED, STATUS_FILE, STOPPED, read_status
 from finetune.runtime.text.terminal import write_file_to_stdout
 from finetune.strategy.unsupported import TENSOR
@@ -97,7 +99,9 @@ def train_on_ranks(config: Path, overrides: Sequence[str], *, num_processes: int
     words += [word for override in overrides for word in ("--set", override)]
     if accelerate_file is not None:
         words += ["--accelerate", str(accelerate_file)]
+    started = time.time()
     code = run_ranks(words, num_processes=num_processes)
+    run_end_command(loaded, since=started, exit_code=code)
     run = loaded.config.run
     state = read_status(local_run_folder(run.folder, run.local_folder)).get("state")
     if code == 0 and state not in (FINISHED, STOPPED):
@@ -106,3 +110,11 @@ def train_on_ranks(config: Path, overrides: Sequence[str], *, num_processes: int
             "library has ended them. Find its `os._exit`."
         )
     return code
+
+
+def run_end_command(loaded: LoadedConfig, *, since: float, exit_code: int) -> None:
+    """Run the command of `run.on_end`, if rank 0 of the run that began `since` then has not done so."""
+    run = loaded.config.run
+    url = run.folder if is_url(run.folder) else ""
+    folder = local_run_folder(run.folder, run.local_folder).absolute()
+    run_if_pending(run.on_end, folder, since=since, exit_code=exit_code, url=url)

@@ -165,23 +165,8 @@ def run_url_is_supported(config: RunConfig) -> Iterator[Problem]:
         yield Problem("checkpoint.resume", message)
 
 
-def idle_comes_after_the_hang_report(config: RunConfig) -> Iterator[Problem]:
-    """`run.on_end` does not shut down a machine before the hang report is written."""
-    section, hang = config.run.on_end_section, config.run.hang_after_seconds
-    if section is None or "idle" not in section.when or hang is None or section.idle_after_seconds > hang:
-        return
-    message = (
-        f"a run without progress is idle after {section.idle_after_seconds:g} s, but its processes report a hang only "
-        f"after {hang:g} s (`run.hang_after_seconds`). Write `idle_after_seconds: {2 * hang:g}`, or leave `idle` out "
-        "of `when`."
-    )
-    is_written = "idle_after_seconds" in section.model_fields_set
-    yield Problem("run.on_end.idle_after_seconds" if is_written else "run.on_end", message)
-
-
 CHECKPOINT_RULES = (
     kept_checkpoints_are_written,
     allow_changes_names_refused_keys,
     run_url_is_supported,
-    idle_comes_after_the_hang_report,
 )

@@ -309,11 +309,6 @@ def _batches_by(config: RunConfig, *, names: tuple[str, ...]) -> bool:
     return config.data.batching.by in names
 
 
-def _runs_when(config: RunConfig, *, outcomes: frozenset[str]) -> bool:
-    section = config.run.on_end_section
-    return section is not None and not outcomes.isdisjoint(section.when)
-
-
 CONDITIONAL_KEYS: tuple[ConditionalKey, ...] = (
     ConditionalKey(
         "train.optimizer.fused", _updates_in_one_kernel, "only AdamW has a fused kernel, without stochastic rounding"
@@ -402,16 +397,6 @@ CONDITIONAL_KEYS: tuple[ConditionalKey, ...] = (
         "run.local_folder",
         lambda config: is_url(config.run.folder),
         "only a run at a URL has one, and `run.folder` is a path",
-    ),
-    ConditionalKey(
-        "run.on_end.idle_after_seconds",
-        partial(_runs_when, outcomes=frozenset({"idle"})),
-        "`run.on_end.when` does not have `idle`",
-    ),
-    ConditionalKey(
-        "run.on_end.restart_seconds",
-        partial(_runs_when, outcomes=frozenset({"failed", "failed_start", "stopped", "interrupted"})),
-        "`run.on_end.when` has no outcome after which a run is restarted",
     ),
     ConditionalKey(
         "checkpoint.allow_changes",

@@ -8,44 +8,7 @@ from finetune.config.section import Path, Section, Seed, key
 
 StrategyName = Literal["single", "ddp", "fsdp2", "hsdp", "zero1", "zero2", "zero3", "tp"]
 
-Outcome = Literal["finished", "failed", "failed_start", "stopped", "interrupted", "idle"]
-"""How a run ends on a machine; FINETUNE_OUTCOME of `run.on_end`."""
-
 Command = Annotated[str, Field(max_length=10_000, pattern=r"^[^\x00]*[^\x00\s][^\x00]*$")]
-
-
-class OnEndSection(Section):
-    """A command that each machine runs when the run is over there, whatever has ended it."""
-
-    command: Command = key(
-        "Run by `/bin/sh` as the user of the run, once every process of the run on the machine is gone and all is "
-        "written and uploaded. `FINETUNE_OUTCOME`, `FINETUNE_REASON`, `FINETUNE_EXIT_CODE`, `FINETUNE_STEP`, "
-        "`FINETUNE_RUN_FOLDER` and `FINETUNE_STATUS_FILE` describe the end."
-    )
-    when: Annotated[tuple[Outcome, ...], Field(strict=False, min_length=1)] = key(
-        "Outcomes after which it is run: `finished`; `failed`, also when killed; `failed_start`, before training; "
-        "`stopped` by a signal, a spot notice or a limit; `interrupted` by Ctrl-C; `idle`, without progress for "
-        "`idle_after_seconds`.",
-        ("finished", "failed", "idle"),
-    )
-    where: Literal["each_host", "first_host"] = key(
-        "`each_host`: every machine of the run; `first_host`: only the one with rank 0.", "each_host"
-    )
-    restart_seconds: float = key(
-        "After any end but `finished`, wait this long for the run to be started again; if it is, the "
-        "command is not run.",
-        60.0,
-        ge=0.0,
-        le=7 * 24 * 3600.0,
-    )
-    idle_after_seconds: float = key(
-        "A machine on which the run makes no progress for this long is `idle`: it hangs, is suspended, or its launcher "
-        "waits. More than `run.hang_after_seconds`, whose report comes first.",
-        3600.0,
-        gt=0.0,
-        le=30 * 24 * 3600.0,
-    )
-    timeout_seconds: float = key("Kill the command after this time.", 600.0, gt=0.0, le=24 * 3600.0)
 
 
 class RunSection(Section):
@@ -79,16 +42,12 @@ class RunSection(Section):
         gt=0.0,
         le=1e6,
     )
-    on_end: OnEndSection | Command | None = key(
-        "Command that each machine runs when the run is over there: a text, such as `sudo shutdown -h now`, or a "
-        "section. See docs/how-to/interruptions.md.",
+    on_end: Command | None = key(
+        "Command that rank 0 runs by `/bin/sh`, once, when the run has ended, in whatever way but being killed. "
+        "`FINETUNE_OUTCOME`, `FINETUNE_REASON`, `FINETUNE_EXIT_CODE`, `FINETUNE_STEP`, `FINETUNE_RUN_FOLDER` and "
+        "`FINETUNE_STATUS_FILE` describe the end. See docs/how-to/interruptions.md.",
         None,
     )
     strategy: StrategyName | None = key(
         "Refuse to start under any other strategy. Unset: the strategy of the accelerate config.", None
     )
-
-    @property
-    def on_end_section(self) -> OnEndSection | None:
-        """Return `on_end` as a section, also where only the command is written."""
-        return OnEndSection(command=self.on_end) if isinstance(self.on_end, str) else self.on_end

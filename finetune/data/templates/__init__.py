@@ -1,1 +1,1 @@
-"""Jinja templates: chat templates and row templates, run in a sandbox unless they are known to be bounded."""
+"""Jinja templates, run in Jinja's sandbox: chat templates and row templates."""

@@ -13,19 +13,13 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from jinja2 import Environment, TemplateError, meta, nodes
+from jinja2 import Environment, meta, nodes
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from finetune.config.section import KeyLocations, join_key, with_location
 from finetune.data.rows import Turn
-from finetune.data.templates.sandbox import (
-    TEMPLATE_FAILURES,
-    TemplateRefused,
-    is_bounded,
-    render_chat,
-    run_sandboxed,
-    without_markers,
-)
+from finetune.data.templates.row_template import TEMPLATE_FAILURES, require_length_limit
 from finetune.errors import DataError, Problem
 
 Arguments = Mapping[str, Any]
@@ -133,21 +127,19 @@ def _describe_unread(name: str, readable: Iterable[str]) -> str:
 def _names(template: str) -> frozenset[str]:
     """Return the undeclared names in the template, found without running it."""
     try:
-        if is_bounded(template):
-            return frozenset(undeclared_names(template))
-        return frozenset(run_sandboxed(undeclared_names, template, name="of the model", template=template))
-    except (TemplateError, DataError):  # reported when it is rendered
+        return frozenset(meta.find_undeclared_variables(_parse(template)))
+    except TEMPLATE_FAILURES:  # reported when it is rendered
         return frozenset()
 
 
 @lru_cache(maxsize=16)
 def _words(template: str) -> TemplateWords:
     try:
-        tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(without_markers(template))
+        tree = _parse(template)
         attributes = frozenset(node.attr for node in tree.find_all(nodes.Getattr))
         compared = [text for node in tree.find_all((nodes.Compare, nodes.Pair)) for text in _texts(node)]
         return TemplateWords(attributes.union(_texts(tree)), frozenset(compared))
-    except (TemplateError, RecursionError, MemoryError):  # reported when it is rendered
+    except TEMPLATE_FAILURES:  # reported when it is rendered
         return TemplateWords(frozenset(), frozenset())
 
 
@@ -155,10 +147,12 @@ def _texts(node: nodes.Node) -> Iterator[str]:
     return (constant.value for constant in node.find_all(nodes.Const) if type(constant.value) is str)
 
 
-def undeclared_names(template: str) -> list[str]:
-    """Return the names that may be read before they are set; Jinja folds constants to find them."""
-    parsed = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(without_markers(template))
-    return sorted(meta.find_undeclared_variables(parsed))
+def _parse(template: str) -> nodes.Template:
+    """Parse the template without `{% generation %}` and its end, which only transformers' Jinja extension supports."""
+    return Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_MARKERS.sub("", template))
+
+
+_MARKERS = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
 
 
 class ConversationRefused(DataError):
@@ -192,8 +186,9 @@ def render(
 ) -> Rendering:
     """Return the turns as `tokenizer.apply_chat_template` renders them, optionally with the generation prompt.
 
-    The tokenizer's own template arguments are passed, overridden by `arguments`. Raises ConversationRefused with the
-    template's message if it refuses the turns.
+    Jinja's sandbox of transformers runs the template. The tokenizer's own template arguments are passed, overridden by
+    `arguments`. Raises ConversationRefused with the template's message if it refuses the turns, DataError if the text
+    is too long.
     """
     name: str | None = getattr(tokenizer, TEMPLATE_FILE, None)  # None: a built-in template, or the tokenizer's own
     try:
@@ -209,11 +204,8 @@ def render(
             **arguments_of(tokenizer),
             **(arguments or {}),
         }
-        if name is None and is_bounded(template):
-            text, marked = render_chat(inputs)
-        else:
-            text, marked = run_sandboxed(render_chat, inputs, name=name or "of the model", template=template)
-    except (*TEMPLATE_FAILURES, TemplateRefused) as error:
+        (text,), marked = render_jinja_template(**inputs)
+    except TEMPLATE_FAILURES as error:
         roles = ", ".join(str(turn["role"]) for turn in turns)
         file = f" ({name})" if name else ""
         calls = any(turn.get("tool_calls") or turn["role"] == "tool" for turn in turns)
@@ -221,7 +213,8 @@ def render(
         refusal = ConversationRefused(f"the chat template{file} refuses the conversation ({roles}): {error}{hint}")
         refusal.num_turns = len(turns)
         raise refusal from error
-    return Rendering(text, tuple((start, end) for start, end in marked))
+    require_length_limit(text, template=name or "of the model")
+    return Rendering(text, tuple((start, end) for start, end in marked[0]) if marked else ())
 
 
 @lru_cache(maxsize=8)

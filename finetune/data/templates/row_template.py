@@ -7,23 +7,43 @@ from functools import cache, partial
 from traceback import walk_tb
 from typing import Any
 
-from jinja2 import StrictUndefined, Template, TemplateSyntaxError, meta
+from jinja2 import StrictUndefined, Template, TemplateError, TemplateSyntaxError, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from finetune.data.rows import Row
-from finetune.data.templates.sandbox import (
-    TEMPLATE_FAILURES,
-    TemplateRefused,
-    TemplateSyntax,
-    is_bounded,
-    run_sandboxed,
-)
 from finetune.errors import DataError
 
 WHOLE_ROW = "row"
 """The variable with all columns of the row, for columns whose names are not identifiers: `row['my column']`."""
 
 _FILE = "<row template>"
+
+TEMPLATE_FAILURES = (
+    TemplateError,
+    TypeError,
+    ValueError,
+    ArithmeticError,
+    LookupError,
+    AttributeError,
+    AssertionError,
+    RuntimeError,  # among them RecursionError
+    SyntaxError,  # of the Python code to which Jinja compiles
+    MemoryError,
+)
+"""The exceptions that an arbitrary template can raise, here and in a chat template."""
+
+MAX_CHARACTERS = 1 << 26
+"""The longest text that a template may write for one row."""
+
+
+def require_length_limit(text: str, *, template: str) -> str:
+    """Return the rendered text; raises DataError naming the template if it is too long to be tokenized."""
+    if len(text) > MAX_CHARACTERS:
+        raise DataError(
+            f"the template ({template}) writes {len(text):,} characters for one row; the limit is {MAX_CHARACTERS:,}. "
+            "Look for loops and products in it that grow with their input."
+        )
+    return text
 
 
 def render_template(written: Any, row: Row, *, column: str) -> Any:
@@ -33,14 +53,12 @@ def render_template(written: Any, row: Row, *, column: str) -> Any:
     """
     if isinstance(written, str):
         try:
-            if is_bounded(written, may_gather=False):
-                return render_text(written, row)
-            return str(run_sandboxed(render_text, written, dict(row), name=f"of `{column}`", template=written))
-        except (*TEMPLATE_FAILURES, TemplateRefused) as error:
-            line = error.lineno if isinstance(error, TemplateRefused) else _line(error)
+            text = _compiled(written).render({WHOLE_ROW: row, **row})
+        except TEMPLATE_FAILURES as error:
             columns = ", ".join(f"`{name}`" for name in row)
-            message = f"template of `{column}`, line {line}: {error}. The row's columns are {columns}."
+            message = f"template of `{column}`, line {_line(error)}: {error}. The row's columns are {columns}."
             raise DataError(message) from error
+        return require_length_limit(text, template=f"of `{column}`")
     if isinstance(written, Mapping):
         return {name: render_template(inner, row, column=column) for name, inner in written.items()}
     if isinstance(written, list | tuple):
@@ -52,31 +70,18 @@ def check_row_template(written: Any, *, key: str) -> None:
     """Raise DataError naming the key and the line unless every text in it is valid Jinja."""
     for text in _texts(written):
         try:
-            if is_bounded(text, may_gather=False):
-                compile_text(text)
-            else:
-                run_sandboxed(compile_text, text, name=f"of {key}", template=text)
-        except (TemplateSyntaxError, TemplateSyntax) as error:
-            reason = error.message if isinstance(error, TemplateSyntaxError) else str(error)
-            raise DataError(f"{key}, line {error.lineno}: not valid Jinja: {reason}") from error
-        except (*TEMPLATE_FAILURES, TemplateRefused) as error:
+            _compiled(text)
+        except TemplateSyntaxError as error:
+            raise DataError(f"{key}, line {error.lineno}: not valid Jinja: {error.message}") from error
+        except TEMPLATE_FAILURES as error:
             raise DataError(f"{key}: cannot be compiled: {error}") from error
 
 
 def columns_used(written: Any) -> frozenset[str]:
     """Return the names that the template reads: columns, or `row` for all of them."""
-    names: set[str] = set()
-    for text in _texts(written):
-        if is_bounded(text, may_gather=False):
-            names.update(undeclared_names(text))
-        else:
-            names.update(run_sandboxed(undeclared_names, text, name="of a column", template=text))
-    return frozenset(names)
-
-
-def undeclared_names(text: str) -> list[str]:
-    """Return the names that the text reads; Jinja folds constants to find them."""
-    return sorted(meta.find_undeclared_variables(_environment().parse(text)))
+    return frozenset(
+        name for text in _texts(written) for name in meta.find_undeclared_variables(_environment().parse(text))
+    )
 
 
 def _texts(written: Any) -> Iterator[str]:
@@ -85,20 +90,6 @@ def _texts(written: Any) -> Iterator[str]:
     elif isinstance(written, Mapping | list | tuple):
         for inner in written.values() if isinstance(written, Mapping) else written:
             yield from _texts(inner)
-
-
-def render_text(written: str, row: Row) -> str:
-    """Return the rendered template; exceptions have the line of the template as `lineno`."""
-    try:
-        return _compiled(written).render({WHOLE_ROW: row, **row})
-    except TEMPLATE_FAILURES as error:
-        error.lineno = _line(error)  # type: ignore[union-attr]  # the sandbox sends it to its caller
-        raise
-
-
-def compile_text(written: str) -> None:
-    """Compile the template, which folds constants; exceptions from Jinja propagate."""
-    _compiled(written)
 
 
 def _line(error: Exception) -> int:

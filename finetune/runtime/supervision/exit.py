@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from finetune.errors import FinetuneError, LostContact, StrategyError, UserError, error_of_type
 from finetune.runtime import distributed
+from finetune.runtime.optional import no_op
 from finetune.runtime.processes import STOP_SIGNALS, exit_process
 from finetune.runtime.supervision.status import STOPPED, Peer, RankExit, StatusFile, exit_from_error
 from finetune.runtime.text.terminal import format_traceback, printable
@@ -54,11 +55,19 @@ class ProcessExit:
     ends_process = True  # even if no thread can run any more
     raises = False
 
-    def __init__(self, status: StatusFile, *, rank: int, leave: Callable[[int], None] | None = None) -> None:
+    def __init__(
+        self,
+        status: StatusFile,
+        *,
+        rank: int,
+        leave: Callable[[int], None] | None = None,
+        before_exit: Callable[[int], object] = no_op,
+    ) -> None:
         self._status = status
         self._rank = rank
         self._prefix = f"[rank {rank}] " if rank else ""
         self._leave = leave or exit_now
+        self._before_exit = before_exit  # called with the exit code, unless a newer attempt replaces this process
         self._is_exiting = threading.Lock()
         self.peers: Sequence[Peer] = ()
 
@@ -96,7 +105,11 @@ class ProcessExit:
             text = f"rank {self._rank} exits because {first}"
         if text:
             print(printable(text), file=sys.stderr, flush=True)
-        self._leave(first.exit_code if first.rank == self._rank or first.state == STOPPED else 1)
+        code = first.exit_code if first.rank == self._rank or first.state == STOPPED else 1
+        try:
+            self._before_exit(code)
+        finally:
+            self._leave(code)
 
     def _lost_contact(self, error: BaseException) -> BaseException:
         """Return the error for a broken collective, after waiting briefly for the error of the rank that broke it."""

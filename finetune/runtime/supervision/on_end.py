@@ -1,153 +1,168 @@
-"""`run.on_end`: starts a small process that outlives the run, and reports progress and the end to it.
+"""`run.on_end`: the command that rank 0 runs, once, when the run has ended in any way but being killed.
 
-No process of the run could run the user's command, since it might be killed. The first rank of each host starts the
-sentinel, which is not part of the run's launcher, session or process group.
+status.json has `on_end: true` until then, so that a launcher of ours can run it in place of a rank 0 that was killed.
 """
 
 import os
-import select
+import re
+import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
+from finetune.runtime.run_folder import own_attempt
+from finetune.runtime.supervision.status import (
+    FINISHED,
+    INTERRUPTED,
+    KILLED,
+    STATUS_FILE,
+    STOPPED,
+    StatusFile,
+    read_status,
+)
+from finetune.runtime.text.redact import redact_foreign
+from finetune.runtime.text.terminal import printable
 
-import finetune
-from finetune.errors import UserError
-from finetune.runtime.processes import ELASTIC_VARIABLE, is_launcher
-from finetune.runtime.supervision import heartbeat
-from finetune.runtime.supervision.sentinel import EndHook, Process
-from finetune.runtime.supervision.status import Peer
-from finetune.runtime.supervision.watchdog import LEAST_CPU_SECONDS, main_thread_seconds
-from finetune.runtime.text.terminal import format_json
+TIMEOUT_SECONDS = 600.0
+TIMED_OUT, CANNOT_RUN = 124, 127
 
-_MODULE = "finetune.runtime.supervision.sentinel"
-_PROGRAM = f"import sys; sys.path.append(sys.argv[1]); from {_MODULE} import main; main()"
-_PACKAGE_PARENT = str(Path(finetune.__file__).parents[1])
-_BEAT_SECONDS = 5.0
-_READY_SECONDS = 60.0
-_MIN_CPU_SECONDS = 0.02  # between two beats: more than waiting takes, less than an upload
-_PREPARING, _TRAINING, _ENDING = "preparing", "training", "ending"
+_PENDING = "on_end"
+_LAUNCHER_VARIABLE = re.compile(
+    r"((LOCAL|GROUP)_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|CROSS_(RANK|SIZE)"
+    r"|(TORCHELASTIC|ACCELERATE|ROLE|FSDP|PARALLELISM_CONFIG|TORCH_NCCL)_.*|FINETUNE_ATTEMPT(_FOLDER)?"
+)
 
 
-class RunSentinel:
-    """The sentinel of this machine; without a hook, or before the start, its methods do nothing."""
+@dataclass(frozen=True)
+class RunEnd:
+    """The end of a run: finished, failed, failed_start (before training), stopped, or interrupted by Ctrl-C."""
 
-    def __init__(self, hook: EndHook | None) -> None:
-        self._hook = hook
-        self._pipe: int | None = None
+    outcome: str
+    reason: str
+    exit_code: int
+    step: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.outcome} ({self.reason}, step {self.step}, exit code {self.exit_code})"
+
+
+class EndCommand:
+    """The command of `run.on_end` on rank 0; without one its methods do nothing."""
+
+    def __init__(self, command: str | None, status: StatusFile, *, folder: Path, url: str = "") -> None:
+        self._command = command
+        self._status = status
+        self._folder = folder
+        self._url = url
         self._lock = threading.Lock()
-        self._phase = _PREPARING
-        self._end: dict[str, str] = {}
-        self._last_heartbeat_at = self._last_cpu_seconds = 0.0
-        self._last_main_seconds = main_thread_seconds()
+        if command is not None:
+            status.add({_PENDING: True})
 
-    def start(self) -> int | None:
-        """Start the sentinel unless it was started; return its pid. Raises UserError if that fails."""
-        if self._hook is None or self._pipe is not None:
-            return None
-        own = psutil.Process()
-        hook = replace(self._hook, processes=[_identity(own)], launchers=list(map(_identity, find_launchers(own))))
-        reading, writing = os.pipe()
-        try:
-            with subprocess.Popen(
-                [sys.executable, "-P", "-c", _PROGRAM, _PACKAGE_PARENT],
-                stdin=reading,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-            ) as process:
-                os.write(writing, format_json({"hook": asdict(hook)}).encode() + b"\n")
-                assert process.stdout is not None
-                if not select.select([process.stdout], [], [], _READY_SECONDS)[0]:
-                    raise ValueError(f"it did not answer within {_READY_SECONDS:g} s")
-                answer = process.stdout.readline()
-            if not answer.strip().isdigit():
-                raise ValueError("it exited immediately")
-        except BaseException as error:
-            os.close(writing)
-            if not isinstance(error, OSError | ValueError):
-                raise
-            raise UserError(
-                f"run.on_end: the process that waits for the end of the run cannot be started: {error}. Without it the "
-                "command would never be run. Remove `run.on_end` to train without it."
-            ) from error
-        finally:
-            os.close(reading)
-        os.set_blocking(writing, False)
-        self._pipe = writing
-        threading.Thread(target=self._send_beats, name="on_end", daemon=True).start()
-        return int(answer)
-
-    def watch(self, peers: Sequence[Peer], *, host: str) -> None:
-        """Name all processes of the run on this machine."""
-        processes = []
-        for peer in peers:
-            with suppress(psutil.Error):
-                if peer.host == host:
-                    processes.append(_identity(psutil.Process(peer.pid)))
-        if processes:
-            self._send({"processes": processes})
-
-    def begin_training(self) -> None:
-        """Count only heartbeats as progress from now on."""
-        self._phase = _TRAINING
-        self._send({"has_trained": True})
-
-    def end_training(self, state: str, *, reason: str) -> None:
-        """Record how the run ends. From now on any CPU time counts as progress, since an upload may take long."""
-        self._phase, self._end = _ENDING, {"state": state, "reason": reason}
-
-    def exit(self, code: int) -> int:
-        """Announce the end of the run just before the exit with this code; return the code."""
-        if self._end:
-            self._send({"end": {**self._end, "exit_code": code}})
-        return code
+    def run(self, exit_code: int) -> None:
+        """Run the command, once, and wait for it; a launcher that may start the run again decides itself."""
+        with self._lock:  # the main thread and the watchdog may both end the process
+            command = self._command
+            if command is None or own_attempt():
+                return
+            end = end_of_run(read_status(self._folder), exit_code=exit_code)
+            if end.outcome == "finished" or not _may_restart(os.environ):
+                self.call_off()
+                run_command(command, end, folder=self._folder, url=self._url)
 
     def call_off(self) -> None:
-        """End the sentinel without running the command."""
-        self._send({"call_off": True})
-
-    def _send_beats(self) -> None:
-        """Send a beat after a heartbeat or, outside training, after CPU time since the last one.
-
-        During preparation only the main thread counts, since the watchdog's thread always works.
-        """
-        while self._pipe is not None:
-            main_seconds, cpu_seconds = main_thread_seconds(), time.process_time()
-            has_progressed = heartbeat.last_heartbeat_at != self._last_heartbeat_at
-            if self._phase == _PREPARING and main_seconds - self._last_main_seconds >= LEAST_CPU_SECONDS:
-                has_progressed, self._last_main_seconds = True, main_seconds
-            if self._phase == _ENDING and cpu_seconds - self._last_cpu_seconds > _MIN_CPU_SECONDS:
-                has_progressed = True
-            self._last_heartbeat_at, self._last_cpu_seconds = heartbeat.last_heartbeat_at, cpu_seconds
-            if has_progressed:
-                self._send({"beat": True})
-            time.sleep(_BEAT_SECONDS)
-
-    def _send(self, message: dict[str, Any]) -> None:
-        with self._lock, suppress(OSError):  # the sentinel was killed or is suspended: the run continues
-            if self._pipe is not None:
-                os.write(self._pipe, format_json(message).encode() + b"\n")
+        """Run no command at the end."""
+        if self._command is not None:
+            self._command = None
+            self._status.add({_PENDING: False})
 
 
-def find_launchers(process: psutil.Process) -> list[psutil.Process]:
-    """Return the ancestors of the process that may restart the run: `accelerate launch` and torchrun, nearest first."""
-    launchers: list[psutil.Process] = []
-    with suppress(psutil.Error):
-        for parent in process.parents():
-            is_elastic = not launchers and ELASTIC_VARIABLE in os.environ
-            if not (is_elastic or is_launcher(parent.cmdline())):
-                break
-            launchers.append(parent)
-    return launchers
+def run_if_pending(command: str | None, folder: Path, *, since: float, exit_code: int, url: str = "") -> None:
+    """Run the command, from the launcher, if the run that has written its status `since` then did not run it."""
+    facts = read_status(folder)
+    if command is not None and facts.get(_PENDING) is True and facts.get("time", 0.0) >= since:
+        run_command(command, end_of_run(facts, exit_code=exit_code), folder=folder, url=url)
 
 
-def _identity(process: psutil.Process) -> Process:
-    return process.pid, process.create_time()
+def end_of_run(status: Mapping[str, Any], *, exit_code: int) -> RunEnd:
+    """Return the end that status.json records; `exit_code` is that of the process that reads it.
+
+    A status without an end belongs to a run that was killed. A finished run with another exit code than 0 was not
+    uploaded.
+    """
+    state, reason, error, step = (status.get(name) for name in ("state", "reason", "error", "step"))
+    code = status.get("exit_code") or exit_code
+    failed = "failed_start" if status.get("num_steps") is None else "failed"
+    if state == FINISHED:
+        is_complete = code == 0
+        return RunEnd("finished" if is_complete else "failed", reason if is_complete else "upload failed", code, step)
+    if state == STOPPED and code != 1:
+        outcome = INTERRUPTED if reason in (INTERRUPTED, "signal SIGINT") else "stopped"
+        return RunEnd(outcome, reason, code, step)
+    if status.get("exit_code") is None:
+        return RunEnd(failed, KILLED, code or 1, step or 0)
+    return RunEnd(failed, error["type"] if error else reason, code, step)
+
+
+def _may_restart(variables: Mapping[str, str]) -> bool:
+    """Return whether torchelastic starts the run again after a failure."""
+    return int(variables.get("TORCHELASTIC_RESTART_COUNT", 0)) < int(variables.get("TORCHELASTIC_MAX_RESTARTS", 0))
+
+
+def command_environment(variables: Mapping[str, str], end: RunEnd, *, folder: Path, url: str = "") -> dict[str, str]:
+    """Return the environment of the command: that of the run without variables of launchers, and the end of the run."""
+    plain = {name: value for name, value in variables.items() if not _LAUNCHER_VARIABLE.fullmatch(name)}
+    return plain | {
+        "FINETUNE_OUTCOME": end.outcome,
+        "FINETUNE_REASON": end.reason,
+        "FINETUNE_EXIT_CODE": str(end.exit_code),
+        "FINETUNE_STEP": str(end.step),
+        "FINETUNE_RUN_FOLDER": str(folder),
+        "FINETUNE_RUN_URL": url,
+        "FINETUNE_STATUS_FILE": str(folder / STATUS_FILE),
+    }
+
+
+def run_command(
+    command: str, end: RunEnd, *, folder: Path, url: str = "", timeout_seconds: float = TIMEOUT_SECONDS
+) -> int:
+    """Run the command by `/bin/sh` and return its exit code: 124 after a timeout, 127 if it cannot be run.
+
+    Its output is in that of the run. It has a session of its own, so that it survives a launcher that kills the ranks.
+    """
+    _log(f"{end}; runs {redact_foreign(command)}")
+    started = time.monotonic()
+    try:
+        process = subprocess.Popen(
+            ["/bin/sh", "-c", command],
+            stdin=subprocess.DEVNULL,
+            env=command_environment(os.environ, end, folder=folder, url=url),
+            start_new_session=True,
+        )
+    except (OSError, ValueError) as error:
+        _log(f"warning: the command cannot be run: {error}")
+        return CANNOT_RUN
+    try:
+        code = process.wait(timeout_seconds)
+    except BaseException as error:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        if not isinstance(error, subprocess.TimeoutExpired):
+            raise
+        code = TIMED_OUT
+    seconds = time.monotonic() - started
+    if code:
+        how = "was killed" if code == TIMED_OUT else f"failed with exit code {code}"
+        _log(f"warning: the command {how} after {seconds:.1f} s")
+    return code
+
+
+def _log(text: str) -> None:
+    with suppress(OSError, ValueError):  # nobody reads it
+        print(printable(f"run.on_end: {text}"), file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Values of `run.on_end`; a machine is not shut down before a hang is reported."""
+"""Values of `run.on_end`: a command, or the line to write for what was a section."""
 
 import pytest
 
@@ -6,39 +6,37 @@ from finetune.config.explain import resolved_yaml
 from finetune.config.load import load_resolved
 
 
-def test_a_text_is_the_command_of_a_section(load):
-    short = load("run.on_end=sudo shutdown -h now").config.run.on_end_section
-    assert short == load("run.on_end.command=sudo shutdown -h now").config.run.on_end_section
-    assert (short.when, short.where) == (("finished", "failed", "idle"), "each_host")
-    assert load().config.run.on_end_section is None
+@pytest.mark.parametrize("written", ['run.on_end="  "', 'run.on_end="a\\0b"', "run.on_end=5", "run.on_end=[a]"])
+def test_an_invalid_on_end_command_is_one_problem(problems, written):
+    (problem,) = problems(written)
+    assert problem.key == "run.on_end"
 
 
 @pytest.mark.parametrize(
-    ("written", "key"),
+    ("section", "case"),
     [
-        ('run.on_end="  "', "run.on_end"),
-        ('run.on_end="a\\0b"', "run.on_end"),
-        ("run.on_end=5", "run.on_end"),
-        ("run.on_end={when: [idle]}", "run.on_end.command"),
-        ("run.on_end={command: a, when: [done]}", "run.on_end.when.0"),
-        ("run.on_end={command: a, when: []}", "run.on_end.when"),
-        ("run.on_end={command: a, timeout_seconds: 0}", "run.on_end.timeout_seconds"),
-        ("run.on_end={command: a, idle_after_seconds: 1800}", "run.on_end.idle_after_seconds"),
+        ("command: 'echo \"$${a}\"'", 'finished|failed) echo "${a}" ;;'),
+        (
+            "command: a, when: [finished, idle, stopped], restart_seconds: 5, where: first_host",
+            "finished|stopped) a ;;",
+        ),
+        ("command: a, when: [idle]", "*) a ;;"),
     ],
 )
-def test_an_invalid_on_end_hook_is_one_problem(problems, written, key):
-    (problem,) = problems(written)
-    assert problem.key == key
-
-
-def test_a_longer_wait_for_hangs_needs_a_longer_wait_for_idleness(problems):
-    (problem,) = problems("run.hang_after_seconds=3600", "run.on_end=a")
+def test_the_line_for_a_former_on_end_section_is_a_valid_job(load, problems, section, case):
+    (problem,) = problems(f"run.on_end={{{section}}}")
     assert problem.key == "run.on_end"
-    assert "Write `idle_after_seconds: 7200`" in problem.message
-    assert problems("run.hang_after_seconds=null", "run.on_end={command: a, idle_after_seconds: 5}") == []
+    line = problem.message.split("`")[1]
+    command = load(line.replace("on_end: ", "run.on_end=")).config.run.on_end
+    assert command == f'case "$FINETUNE_OUTCOME" in {case} esac'
 
 
-def test_a_resolved_config_is_read_back(load, tmp_path):
-    from_text = load("run.on_end={command: a, when: [finished]}")
-    (tmp_path / "resolved.yaml").write_text(resolved_yaml(from_text))
-    assert load_resolved(tmp_path).config.run.on_end_section == from_text.config.run.on_end_section
+def test_a_former_on_end_key_on_the_command_line_is_one_problem(problems):
+    (problem,) = problems("run.on_end.command=sudo shutdown -h now")
+    assert problem.key == "run.on_end" and "sudo shutdown -h now ;; esac" in problem.message
+
+
+def test_a_resolved_command_is_read_back(load, tmp_path):
+    loaded = load("run.on_end=sudo shutdown -h now")
+    (tmp_path / "resolved.yaml").write_text(resolved_yaml(loaded))
+    assert load_resolved(tmp_path).config.run.on_end == loaded.config.run.on_end == "sudo shutdown -h now"

@@ -133,10 +133,7 @@ CHECKPOINT = [
 
 EIGHT_BIT = ("model.quantization={bits: 8}",)
 
-END = "run.on_end={command: a, when: [%s], %s: 9}"
 IDLE = [
-    ([END % ("finished", "idle_after_seconds")], "run.on_end.idle_after_seconds", "does not have `idle`"),
-    ([END % ("finished", "restart_seconds")], "run.on_end.restart_seconds", "no outcome after which"),
     (["data.batching.tokens=64"], "data.batching.tokens", "have a budget"),
     (["data.batching={by: packs, padding_free: true}"], "data.batching.padding_free", "packs are never padded"),
     (["data.batching={by: packs, length_window_steps: 2}"], "data.batching.length_window_steps", "only `by: samples`"),

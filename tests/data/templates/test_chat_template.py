@@ -1,16 +1,21 @@
 """Setting a chat template."""
 
+import os
+
 import pytest
 
 from finetune.config.rules.data import BUILT_IN_TEMPLATES
+from finetune.data.templates import row_template
 from finetune.data.templates.chat_template import (
     BUILT_IN,
+    MAX_TEMPLATE_BYTES,
     NEEDED,
     end_of_turn,
     require_chat_template,
     set_chat_template,
     stop_ids,
 )
+from finetune.data.templates.rendering import ConversationRefused, render
 from finetune.errors import DataError
 
 
@@ -42,6 +47,48 @@ def test_a_file_that_is_not_jinja_is_named_with_its_line(tokenizer, tmp_path):
     file = tmp_path / "own.jinja"
     file.write_text("\n{% for %}", encoding="utf-8")
     with pytest.raises(DataError, match=r"own\.jinja, line 2: not valid Jinja"):
+        set_chat_template(tokenizer, str(file))
+
+
+def test_a_file_that_is_not_a_template_is_rejected_unread(tokenizer, tmp_path):
+    large, fifo = tmp_path / "large.jinja", tmp_path / "fifo.jinja"
+    large.write_text("a" * (MAX_TEMPLATE_BYTES + 1))
+    os.mkfifo(fifo)
+    for file, reason in ((large, "has more than 1 MB"), (fifo, "it is a FIFO")):
+        with pytest.raises(DataError, match=reason):
+            set_chat_template(tokenizer, str(file))
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ messages.__class__.__mro__ }}", "unsafe"),
+        ("{{ ''.__class__.__base__.__subclasses__() }}", "unsafe"),
+        ("{{ messages.append('more') }}", "unsafe"),
+        ("{% include '/etc/passwd' %}", "no loader"),
+        ("{% for a in range(10**9) %}{% endfor %}", "Range too big"),
+        ("{% macro m(n) %}{{ m(n) }}{% endmacro %}{{ m(1) }}", "recursion"),
+        ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "recursion"),
+        ("{% for a in [1] %}" * 40 + "{% endfor %}" * 40, "nested blocks"),
+        ("{{ 1 / 0 }}", "division by zero"),
+    ],
+)
+def test_a_chat_template_reaches_nothing_but_the_conversation(tokenizer, template, reason):
+    tokenizer.chat_template = template
+    with pytest.raises(ConversationRefused, match=rf"\(user\): .*{reason}") as refused:
+        render(tokenizer, [{"role": "user", "content": "a"}])
+    assert refused.value.num_turns == 1
+
+
+def test_a_chat_template_that_writes_too_much_is_named(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(row_template, "MAX_CHARACTERS", 99)
+    file = tmp_path / "own.jinja"
+    file.write_text("{{ messages[0].content * 99 }}")
+    set_chat_template(tokenizer, str(file))
+    with pytest.raises(DataError, match=r"own\.jinja.* 198 characters.* 99\."):
+        render(tokenizer, [{"role": "user", "content": "ab"}])
+    file.write_text("{{ messages[0].content * 100 }}")
+    with pytest.raises(DataError, match=r"data\.chat_template: .*own\.jinja.* 100 characters"):
         set_chat_template(tokenizer, str(file))
 
 

@@ -12,6 +12,7 @@ from finetune.config.sections.data import SourceSection
 from finetune.data.formats.row_format import choose_format
 from finetune.data.rows import RawRow
 from finetune.data.sources.source import open_source
+from finetune.data.templates import row_template
 from finetune.errors import DataError
 
 HH = Path(__file__).parents[4] / "shared" / "data" / "hh-rlhf" / "harmless-base-test.jsonl.gz"
@@ -78,6 +79,11 @@ BAD = [
     ({"text": "{{ ''.__class__.__mro__ }}"}, "line 1: access to attribute '__class__' of 'str' object is unsafe"),
     ({"text": "{% for x in range(10**9) %}{{ x }}{% endfor %}"}, "line 1: Range too big"),
     ({"text": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"}, "line 1: maximum recursion depth"),
+    ({"text": "{% include '/etc/passwd' %}"}, "line 1: no loader"),
+    (
+        {"text": "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}"},
+        "data.train.template.text: cannot be compiled: .*recursion",
+    ),
     ({"text": "{{ tags | random }}"}, "text, line 1: not valid Jinja: No filter named 'random'"),
     ({"text": "\n{% if %}"}, r"data.train.template.text, line 2: not valid Jinja"),
     ({"messages": "[{{ question }}]"}, r"template of `messages` is text that is not JSON: .*\('\[2 \+ 2"),
@@ -90,6 +96,13 @@ BAD = [
 def test_a_template_that_fails_is_named_with_its_line(template, message):
     with pytest.raises(DataError, match=message):
         read(template)
+
+
+def test_a_row_template_that_writes_too_much_is_named(monkeypatch):
+    monkeypatch.setattr(row_template, "MAX_CHARACTERS", 99)
+    assert len(read({"text": "{{ 'a' * 99 }}"})["text"]) == 99
+    with pytest.raises(DataError, match=r"row 3: .*of `text`.* 100 characters.* 99\."):
+        read({"text": "{{ 'a' * 100 }}"})
 
 
 def test_a_column_that_the_format_has_not_is_refused():

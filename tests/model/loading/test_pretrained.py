@@ -20,7 +20,6 @@ VERIFIER = "export/verify/program.py"
 
 OWN_PICKLES = {
     "data/streams/producer.py": "its standard input, an unnamed file that its own parent has written",
-    "data/templates/sandbox.py": "its standard input, a pipe from its own parent; it answers in JSON",
     "run/session/agreement.py": "a call that rank 0 of the same run has sent",
     "data/token_cache/chunks.py": "the arguments of a worker process, which its own parent has sent",
 }
