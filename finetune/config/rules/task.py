@@ -176,10 +176,9 @@ def texts_are_read_without_virtual_tokens(config: RunConfig) -> Iterator[Problem
     """Embeddings of texts do not use learned prompts, which sentence-transformers does not load."""
     if config.task.name not in _PAIR_LOSSES:
         return
-    for name in ("prompt_tuning", "prefix_tuning"):
-        if getattr(config.model, name) is not None:
-            message = f"`task.name: {config.task.name}` does not support virtual tokens. Use `model.lora`."
-            yield Problem(f"model.{name}", message)
+    if config.model.trains_prompt:
+        message = f"`task.name: {config.task.name}` does not support virtual tokens. Use `model.lora`."
+        yield Problem("model.peft.type", message)
 
 
 PAIR_RULES = (

@@ -1,4 +1,7 @@
-"""The version of a job file's keys, and the keys that were renamed, which work for two more minor versions."""
+"""The version of a job file's keys, the keys that were renamed, and sections that became `model.peft`.
+
+Renamed keys work for two more minor versions.
+"""
 
 import re
 import warnings
@@ -8,6 +11,8 @@ from typing import Any
 
 from finetune.config.section import KeyLocation
 from finetune.errors import Problem, RenamedKeyWarning
+from finetune.registry.model import PEFT_TYPES, former_adapter
+from finetune.runtime.text.terminal import format_json
 
 JOB_VERSION = 1
 """The version of the keys that this package reads; it increases only when old files would change their meaning."""
@@ -73,6 +78,20 @@ def rename_keys(values: dict[str, Any], lines: dict[str, int], *, file: str) -> 
         target[new_name] = section.pop(name)
         for old in [name for name in lines if name == key.old or name.startswith(f"{key.old}.")]:
             lines[f"{key.new}{old.removeprefix(key.old)}"] = lines.pop(old)
+    return problems
+
+
+def replace_former_adapters(values: dict[str, Any]) -> list[Problem]:
+    """Write `model.peft` in the place of sections such as `model.ia3`; return a problem with the new line for each."""
+    model, problems = _section_at(values, "model") or {}, []
+    for name in [entry.name for entry in PEFT_TYPES if entry.former_keys and entry.name in model]:
+        section = model.pop(name)
+        if section is None:  # its former default, as in the resolved config of a run
+            continue
+        adapter = former_adapter(name, section if isinstance(section, dict) else {})
+        model.setdefault("peft", adapter)
+        message = f"the section is now a type of `model.peft`. Write `peft: {format_json(adapter)}` in its place."
+        problems.append(Problem(f"model.{name}", message))
     return problems
 
 
