@@ -136,7 +136,7 @@ def load_plugin(name: str, folder: pathlib.Path) -> tuple[Plugin, ...]:
     hint = f" A file begins with `./`: `./{name}`." if name.endswith(".py") else ""
     raise RegistryError(
         f"`{name}` is neither a module that can be imported here nor an installed distribution with plugins.{hint} "
-        "`finetune plugins` lists those that are installed."
+        "`finetune plugins list` shows those that are installed."
     )
 
 
