@@ -1,4 +1,4 @@
-"""`finetune plugins list` shows what is installed; `finetune plugins test` runs audit, parity and resume with a plugin."""
+"""`finetune plugins list` shows what is installed; `finetune plugins test` runs audit, parity and resume with one."""
 
 import sys
 import tempfile

@@ -89,7 +89,7 @@ def replace_former_adapters(values: dict[str, Any]) -> list[Problem]:
         if section is None:  # its former default, as in the resolved config of a run
             continue
         adapter = former_adapter(name, section if isinstance(section, dict) else {})
-        model.setdefault("peft", adapter)
+        model["peft"] = model.get("peft") or adapter
         message = f"the section is now a type of `model.peft`. Write `peft: {format_json(adapter)}` in its place."
         problems.append(Problem(f"model.{name}", message))
     return problems
