@@ -109,7 +109,7 @@ def trainable_types() -> tuple[str, ...]:
     return tuple(entry.name for entry in PEFT_TYPES if not entry.refusal)
 
 
-def is_prompt_type(name: str | None) -> bool:
+def is_prompt_type(name: str) -> bool:
     """Return whether adapters of this type prepend learned tokens or keys to the text."""
     return name in PEFT_TYPES and PEFT_TYPES[name].is_prompt
 

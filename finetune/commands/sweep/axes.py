@@ -97,7 +97,6 @@ def parse_axes(texts: Sequence[str]) -> list[Axis]:
 
 
 def _read_values(text: str) -> tuple[Any, ...]:
-    """Return the values; raises ValueError."""
     if text.rstrip().endswith(",") or text.lstrip().startswith(","):
         raise ValueError("a value is missing next to a comma. Remove the comma, or write the value.")
     document = read_yaml(f"[{text}]")

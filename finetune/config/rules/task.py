@@ -151,7 +151,6 @@ def pair_format_fits_the_loss(config: RunConfig) -> Iterator[Problem]:
 
 
 def _written(section: str, losses: Sequence[str]) -> str:
-    """Return the losses as they are written in the job."""
     return format_list([f"task.{section}.loss: {losses[0]}", *losses[1:]], last="or")
 
 

@@ -210,7 +210,6 @@ class Dataset:
 
 
 def _variable(column: str) -> str:
-    """Return the Jinja expression of a column."""
     is_name = column.isidentifier() and not keyword.iskeyword(column) and column not in ("true", "false", "none", "row")
     return column if is_name else f"row[{column!r}]"
 
