@@ -69,8 +69,8 @@ QWEN_7B = (
 )
 PEFT_KINDS = {  # what this package has of peft's experiments, by the beginning of their names
     "full-finetuning/": "",
-    "ia3/llama-3.2-3B-default": "ia3: {{}}",
-    "ia3/llama-3.2-3B-lr_0.001": "ia3: {{}}",
+    "ia3/llama-3.2-3B-default": "peft: {{type: ia3}}",
+    "ia3/llama-3.2-3B-lr_0.001": "peft: {{type: ia3}}",
     "lora/llama-3.2-3B-rank10-target-mlp": "lora: {{rank: 10, target_modules: {modules}}}",
     "lora/llama-3.2-3B-rank32-dora": "lora: {{rank: 32, dora: true, target_modules: {modules}}}",
     "lora/llama-3.2-3B-rank64-rslora": "lora: {{rank: 64, rslora: true, target_modules: {modules}}}",
@@ -80,8 +80,8 @@ PEFT_KINDS = {  # what this package has of peft's experiments, by the beginning 
     "loha/": "peft: {{type: loha, values: {{r: 32, target_modules: {modules}}}}}",
     "lokr/": "peft: {{type: lokr, values: {{r: 32, target_modules: {modules}}}}}",
     "vera/": "peft: {{type: vera, values: {{r: 256, target_modules: {modules}}}}}",
-    "oft/": "oft: {{block_size: 32, target_modules: {modules}}}",
-    "prefixtuning/": "prefix_tuning: {{num_tokens: 200}}",
+    "oft/": "peft: {{type: oft, values: {{oft_block_size: 32, target_modules: {modules}}}}}",
+    "prefixtuning/": "peft: {{type: prefix_tuning, values: {{num_virtual_tokens: 200}}}}",
 }
 PEFT_TOKENS = 4_198_051 / 20_000
 """Tokens of a sample on average: `tokens_total` of 5,000 steps of 4 samples, which are sorted by length."""

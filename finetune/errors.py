@@ -155,7 +155,7 @@ class RenamedKeyWarning(FutureWarning):
     def __init__(self, *, old: str, new: str, since: str, until: str, where: str) -> None:
         """`since` is the version that renamed the key, `until` the one that no longer reads the old name."""
         self.old, self.new, self.since, self.until, self.where = old, new, since, until, where
-        super().__init__(f"{where}, {old}: is now {new}; the old name works until {until}. Run: finetune migrate JOB")
+        super().__init__(f"{where}, {old}: is now {new}; the old name works until {until}. Write the new one.")
 
 
 def disk_text(error: OSError) -> str | None:

@@ -34,9 +34,9 @@ from finetune.commands.rehearse.accelerate_file import read_accelerate_file
 from finetune.config.load import load_config
 from finetune.config.schema import all_keys
 from finetune.config.yaml import read_yaml
-from finetune.registry.plugins import unload_plugins
 from finetune.runtime.gpus import prices_of
 from tests import launching
+from tests.plugin_tables import unload_plugins
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"

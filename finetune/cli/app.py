@@ -33,7 +33,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,  # a bug keeps Python's own traceback, with no locals in it
 )
 app.add_typer(verify.app, name="verify")
-app.add_typer(verify.plugin_app, name="plugin")
+app.add_typer(verify.plugins_app, name="plugins")
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(launch.app, name="launch")
 
@@ -101,16 +101,6 @@ def check(
     check_command.check(
         job, override or [], num_processes=processes, accelerate_file=accelerate, run=against, tries_model=model
     )
-
-
-@app.command()
-@handle_errors
-def migrate(
-    job: Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job file.")],
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be changed.")] = False,
-) -> None:
-    """Rewrite an old job file: present names of its keys, its version, all of its comments."""
-    check_command.migrate(job, is_dry_run=dry_run)
 
 
 @app.command()
@@ -195,4 +185,3 @@ def schema(config: OptionalConfig = None) -> None:
 after_training.add_to(app)
 before_training.add_to(app)
 app.command()(launch.sweep)
-app.command()(verify.plugins)

@@ -10,7 +10,7 @@ import typer
 from finetune.cli.exit_codes import handle_errors, with_ranks
 from finetune.cli.options import AccelerateFile, Config, OptionalAccelerateFile, Overrides
 from finetune.errors import UserError
-from finetune.runtime.optional import lazily
+from finetune.runtime.optional import lazily, require
 
 with lazily(freeze=True):
     from finetune.commands.launch import attempt_end, job_files, ray_submit
@@ -359,6 +359,7 @@ def sweep(
     The same command continues a sweep that was interrupted: finished runs are not repeated, others resume from their
     checkpoints, and further values add runs. Exit code 1 if a run has failed.
     """
+    require("optuna", extra="sweep", purpose="`finetune sweep`")
     request = sweep_command.SweepRequest(
         job=config,
         overrides=tuple(override or ()),

@@ -1,4 +1,4 @@
-"""`finetune verify` and `finetune plugin test`: test the guarantees of this package on your own job or plugin."""
+"""`finetune verify` and `finetune plugins`: test the guarantees of this package on your own job or plugin."""
 
 from pathlib import Path
 from typing import Annotated
@@ -157,16 +157,17 @@ def _number(word: str) -> int:
 
 Job = Annotated[Path | None, typer.Option("--config", metavar="JOB.yaml", help="A job that names plugins.")]
 
-plugin_app = typer.Typer(help="Test a plugin.", no_args_is_help=True, rich_markup_mode=None)
+plugins_app = typer.Typer(help="List plugins, and test one.", no_args_is_help=True, rich_markup_mode=None)
 
 
-@plugin_app.callback()
-def plugin() -> None:
-    """Test a plugin."""
+@plugins_app.callback()
+def plugins() -> None:
+    """List plugins, and test one."""
 
 
+@plugins_app.command("list")
 @handle_errors
-def plugins(config: Job = None, override: Overrides = None) -> None:
+def list_plugins(config: Job = None, override: Overrides = None) -> None:
     """List the plugins that are installed, from where, and conflicts; with --config also what the job imports.
 
     An installed plugin is imported only where a job names it. See docs/how-to/plugins.md.
@@ -174,7 +175,7 @@ def plugins(config: Job = None, override: Overrides = None) -> None:
     plugins_command.list_plugins(config, override or [])
 
 
-@plugin_app.command()
+@plugins_app.command()
 @handle_errors
 def test(
     name: Annotated[str, typer.Argument(metavar="NAME", help="The name that the plugin adds.")],

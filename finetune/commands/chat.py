@@ -129,7 +129,7 @@ def chat(
             raise UserError(f"--step {step}: {source} has no checkpoints. Name a run folder, or leave --step out.")
         saved = inspect_model_folder(source, key="chat", trust_remote_code=trust_remote_code)
         if saved.can_generate:
-            model = _load(saved, sampling, adapters=named, trust_remote_code=trust_remote_code)
+            model = load_chat_model(saved, sampling, adapters=named, trust_remote_code=trust_remote_code)
         elif saved.head != "sequence_classification":
             raise UserError(
                 f"{saved.folder}: a `{saved.head}` model does not generate text. Evaluate it with `finetune evaluate`; "
@@ -249,16 +249,10 @@ class ChatModel:
         return prompt_ids(self.tokenizer, ChatPrompt(turns, has_own_system=turns[0]["role"] == "system"))
 
 
-def load_chat_model(folder: Path, *, max_new_tokens: int = 256) -> ChatModel:
-    """Return the model of the folder, or an adapter on its base, on the accelerator if there is one."""
-    return _load(
-        inspect_model_folder(folder, key="chat"), SamplingParams(max_new_tokens), adapters={}, trust_remote_code=False
-    )
-
-
-def _load(
+def load_chat_model(
     saved: SavedModel, sampling: SamplingParams, *, adapters: Mapping[str, Path], trust_remote_code: bool
 ) -> ChatModel:
+    """Return the model of the folder, or adapters on its base, on the accelerator if there is one."""
     own = {} if saved.adapter is None else {saved.folder.name: saved.folder}
     folders = {**own, **adapters}
     model = load_saved_base(saved, key="chat", trust_remote_code=trust_remote_code)

@@ -1,4 +1,4 @@
-"""`finetune plugins` lists what is installed; `finetune plugin test` runs audit, parity and resume with a plugin."""
+"""`finetune plugins list` shows what is installed; `finetune plugins test` runs audit, parity and resume with one."""
 
 import sys
 import tempfile
@@ -70,7 +70,7 @@ def _print_job(loaded: LoadedConfig) -> None:
 
 @dataclass(frozen=True)
 class PluginTest:
-    """What `finetune plugin test` runs."""
+    """What `finetune plugins test` runs."""
 
     strategies: tuple[str, ...]
     processes: int
@@ -89,7 +89,7 @@ def test_plugin(name: str, config: Path | None, overrides: Sequence[str], reques
             groups = [group for group in TABLES if entry_points(group, name)]
             if not groups:
                 raise UserError(
-                    f"no installed plugin has `{name}`: see `finetune plugins`, or give a job with --config."
+                    f"no installed plugin has `{name}`: see `finetune plugins list`, or give a job with --config."
                 )
             if groups[0] not in OVERRIDES:
                 raise UserError(f"`{name}` is in {groups[0]}, which need rows of their own: give a job with --config.")

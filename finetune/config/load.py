@@ -24,7 +24,13 @@ from finetune.config.paths import is_url, local_run_folder, path_problems, with_
 from finetune.config.plugins import activate_options, load_plugins, missing_options, untrusted_plugins
 from finetune.config.rules import rule_problems
 from finetune.config.rules.files import file_problems
-from finetune.config.rules.versions import rename_keys, rename_overrides, rename_recorded_values, version_problem
+from finetune.config.rules.versions import (
+    rename_keys,
+    rename_overrides,
+    rename_recorded_values,
+    replace_former_adapters,
+    version_problem,
+)
 from finetune.config.run_config import RunConfig, with_run_folder, world_size_problems
 from finetune.config.section import KeyLocation, KeyLocations, expand_names, join_key, parent_keys, with_location
 from finetune.config.validation import InvalidKey, draft_section, read_validation_errors
@@ -157,6 +163,7 @@ def _load_overridden(
     """Return the valid config of these values; raises ConfigError with all problems at once."""
     register_secrets(overridden.values)
     problems = overridden.problems
+    problems += replace_former_adapters(overridden.values)
     if invalid_characters(str(folder)) is not None:
         place = "the path of its folder is not UTF-8 text, in which libraries write paths. Rename the folder."
         problems.append(Problem("", place))
@@ -273,6 +280,7 @@ def load_resolved(run: pathlib.Path, overrides: Sequence[str] = ()) -> LoadedCon
         warnings.simplefilter("ignore", RenamedKeyWarning)  # the next start writes the file with the new names
         rename_keys(document.values, document.lines, file=path.name)
     rename_recorded_values(document.values)
+    replace_former_adapters(document.values)
     overridden = apply_overrides(document.values, rename_overrides(overrides))
     if overridden.problems:
         raise ConfigError(overridden.problems, path.name)

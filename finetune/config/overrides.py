@@ -131,7 +131,6 @@ def _child(container: Any, part: str) -> Any:
 
 
 def _record_location(sources: dict[str, KeyLocation], key: str, *, value: Any, source: KeyLocation) -> None:
-    """Record the location of the key and of every key in its value."""
     sources[key] = source
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for name, inner in items:

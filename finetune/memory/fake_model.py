@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from finetune.config.run_config import RunConfig
-from finetune.config.sections.model import LoraSection, ModelSection, QuantizationSection
+from finetune.config.sections.model import ADAPTER_KEYS, LoraSection, ModelSection, QuantizationSection
 from finetune.data.token_cache.cache import cache_folder
 from finetune.errors import ModelError
 from finetune.memory.state import Method
@@ -29,7 +29,7 @@ def with_method(section: ModelSection, method: Method, *, gradient_checkpointing
     """Return the section for this training method; keeps its own adapter and quantization if they fit the method."""
     changed: dict[str, Any] = {"gradient_checkpointing": gradient_checkpointing}
     if method == "full":
-        changed |= dict.fromkeys(("lora", "ia3", "oft", "peft", "prompt_tuning", "prefix_tuning", "adapter"))
+        changed |= dict.fromkeys(ADAPTER_KEYS)
         changed["quantization"] = None
     else:
         if adapter_config(section) is None:
@@ -80,8 +80,8 @@ def make_trainable(model: Any, section: ModelSection, *, task: Task, seed: int) 
         freeze(model, section.freeze)
         train_only(model, section.train_only)
         return model
-    if section.adapter is not None or section.prompt_tuning is not None:
-        raise ModelError("model: the memory of a saved adapter or of prompt tuning cannot be predicted.")
+    if section.adapter is not None or section.trains_prompt:
+        raise ModelError("model: the memory of a saved adapter or of learned prompts cannot be predicted.")
     if isinstance(adapter, LoraSection):
         adapter = adapter.model_copy(update={"init": "default"})  # does not read the weights' values
     adapted = build.add_adapter(model, adapter, AdapterContext(seed=seed, head=task.head))

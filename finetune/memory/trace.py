@@ -148,7 +148,6 @@ def _shard(model: Any, mesh: Any, half: torch.dtype | None) -> Any:
 
 
 def _optimizer(config: RunConfig, model: Any, tracer: Tracer) -> torch.optim.Optimizer:
-    """Return the job's optimizer with its state."""
     train = config.train
     needs_values = OPTIMIZERS[train.optimizer.name].moment_bytes is not None
     optimizer = build_optimizer(

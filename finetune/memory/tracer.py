@@ -46,10 +46,6 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ha
         self.now = self.peak = 0
         self._tracked: dict[int, tuple[Any, int]] = {}  # by id: a weak reference to the storage, its bytes
 
-    def reset_peak(self) -> None:
-        """Forget the peak so far."""
-        self.peak = self.now
-
     def __enter__(self) -> Self:
         resize = torch.UntypedStorage.resize_
 

@@ -219,7 +219,6 @@ def later_host_bytes(optimizer: Any, config: RunConfig, *, strategy: Strategy) -
 
 
 def _state_bytes(optimizer: Any, train: TrainSection) -> int:
-    """Return this rank's bytes of optimizer state."""
     local = _trained(optimizer)
     num_trained = sum(weight.numel() for weight in local)
     state = optimizer_state_bytes(
@@ -236,7 +235,6 @@ def _trained(optimizer: Any) -> list[Tensor]:
 
 
 def _inner(optimizer: Any) -> Any:
-    """Return the optimizer inside all wrappers."""
     while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = optimizer.optimizer
     return optimizer

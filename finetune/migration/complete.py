@@ -161,13 +161,12 @@ def _adapter(draft: Draft) -> None:
         draft.withdraw("model.lora", Outcome("not_needed", "the config of the adapter in `model.adapter` has it"))
         draft.put("model.adapter", path_of(draft.get("adapter_path")), "adapter_path", "adapter")
         return
-    for section in ("lora", "oft"):
-        if section != kind:
-            draft.withdraw(f"model.{section}", Outcome("not_needed", "no such adapter is trained there, either"))
-        elif not draft.has(f"model.{section}"):
-            draft.put(f"model.{section}", {}, "adapter")
-        else:
-            draft.mapped(f"the section `model.{section}`", "adapter")
+    if kind != "lora":
+        draft.withdraw("model.lora", Outcome("not_needed", "no such adapter is trained there, either"))
+    elif not draft.has("model.lora"):
+        draft.put("model.lora", {}, "adapter")
+    else:
+        draft.mapped("the section `model.lora`", "adapter")
 
 
 def _precision(draft: Draft) -> None:

@@ -110,7 +110,7 @@ class Draft:
         speed = []
         for key, (value, origin) in self.unwritten.items():
             section = key.rpartition(".")[0]
-            is_optional = section in ("model.lora", "model.oft", "model.quantization", "evaluate", "export")
+            is_optional = section in ("model.lora", "model.quantization", "evaluate", "export")
             is_of_task = section.startswith("task.") and section != f"task.{self.value('task.name')}"
             if is_default(key, value) or key in self.entries or key in self.defaults:
                 continue

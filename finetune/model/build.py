@@ -92,4 +92,5 @@ def computes_from_weights(section: ModelSection) -> bool:
     """Return whether initial values are computed from the loaded ones."""
     requested = section.lora
     has_factors_of_weights = requested is not None and (requested.dora or requested.init not in ("default", "gaussian"))
-    return has_factors_of_weights or section.new_tokens is not None or section.prompt_tuning is not None
+    has_embeddings = section.peft is not None and section.peft.type == "prompt_tuning"
+    return has_factors_of_weights or section.new_tokens is not None or has_embeddings

@@ -15,7 +15,7 @@ import torch
 from huggingface_hub import try_to_load_from_cache
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from finetune.config.sections.model import ModelSection
+from finetune.config.sections.model import ADAPTER_KEYS, ModelSection
 from finetune.config.sections.task import DistillationSection
 from finetune.errors import ModelError
 from finetune.model.adapters.context import adapter_config, has_adapter
@@ -107,7 +107,6 @@ def folder_digest(folder: Path, *, log: Callable[[str], None]) -> str:
 _INITS_FROM_BASE = ("pissa", "olora", "loftq")
 """Initializations that move a part of the base into the adapters: the base alone is not the original model."""
 
-_ADAPTER_KEYS = frozenset({"lora", "ia3", "oft", "peft", "prompt_tuning", "prefix_tuning", "adapter"})
 # fmt: off
 _KEYS_WITHOUT_EFFECT = frozenset({
     "gradient_checkpointing", "activation_offload", "cache_folder", "freeze", "train_only", "name", "revision",
@@ -150,7 +149,7 @@ def reference_identity(
 
     New adapters, which the reference does not use, are not included, so that jobs with other LoRA ranks share a cache.
     """
-    excluded = _KEYS_WITHOUT_EFFECT | (_ADAPTER_KEYS if reference_is_base(section) else frozenset())
+    excluded = _KEYS_WITHOUT_EFFECT | (frozenset(ADAPTER_KEYS) if reference_is_base(section) else frozenset())
     identity: dict[str, Any] = section.model_dump(mode="json", exclude=set(excluded), exclude_defaults=True)
     if section.name is not None:
         revision = section.revision

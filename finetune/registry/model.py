@@ -1,7 +1,8 @@
 """What `model:` chooses from besides weights: attention, types of adapters; and the arithmetic of `train.precision`."""
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from finetune.registry.table import Entry, Table
 
@@ -12,16 +13,62 @@ class PeftTypeEntry(Entry):
 
     is_merged_exactly: bool = False
     is_proven_sharded: bool = False  # under FSDP2: losses, resume and export are those of one process
+    is_proven_everywhere: bool = False  # under every strategy
+    is_prompt: bool = False  # prepends learned tokens or keys to the text and changes no weights
+    arguments: tuple[str, ...] = ()  # the only ones of peft's config that a job may write; empty: all
+    former_keys: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
+    """Before 0.2, `model.NAME` was a section: the argument of peft's config and the default of each of its keys."""
     refusal: str = ""  # why it cannot be trained; empty if it can
 
 
 _OWN_SECTION = "it has a section of its own: write `model.{}`"
-_OTHER_INPUTS = "it trains tokens, keys or routes of its own; write `model.prompt_tuning` or `model.prefix_tuning`"
+_OTHER_INPUTS = "it trains tokens, keys or routes of its own; write `prompt_tuning` or `prefix_tuning`"
 
 PEFT_TYPES = Table(
     "type of adapter",
     PeftTypeEntry,
     (
+        PeftTypeEntry(
+            name="ia3",
+            description="scales on activations (Liu et al., 2022, arXiv:2205.05638)",
+            is_merged_exactly=True,
+            is_proven_sharded=True,
+            is_proven_everywhere=True,
+            former_keys={name: (name, None) for name in ("target_modules", "feedforward_modules")},
+        ),
+        PeftTypeEntry(
+            name="oft",
+            description="orthogonal blocks (Qiu et al., 2023, arXiv:2306.07280)",
+            is_merged_exactly=True,
+            is_proven_sharded=True,
+            is_proven_everywhere=True,
+            former_keys={
+                "block_size": ("oft_block_size", 32),
+                "dropout": ("module_dropout", None),
+                "target_modules": ("target_modules", "all-linear"),
+            },
+        ),
+        PeftTypeEntry(
+            name="prompt_tuning",
+            description="tokens before the text (Lester et al., 2021, arXiv:2104.08691)",
+            is_proven_sharded=True,
+            is_proven_everywhere=True,
+            is_prompt=True,
+            arguments=("num_virtual_tokens", "prompt_tuning_init_text"),
+            former_keys={
+                "num_tokens": ("num_virtual_tokens", 16),
+                "init_text": ("prompt_tuning_init_text", None),
+            },
+        ),
+        PeftTypeEntry(
+            name="prefix_tuning",
+            description="keys and values before the text, in every layer (Li & Liang, 2021, arXiv:2101.00190)",
+            is_proven_sharded=True,
+            is_proven_everywhere=True,
+            is_prompt=True,
+            arguments=("num_virtual_tokens",),
+            former_keys={"num_tokens": ("num_virtual_tokens", 16)},
+        ),
         PeftTypeEntry(
             name="loha",
             description="Hadamard products (Hyeon-Woo et al., 2021, arXiv:2108.06098)",
@@ -45,10 +92,6 @@ PEFT_TYPES = Table(
             is_proven_sharded=True,
         ),
         PeftTypeEntry(name="lora", refusal=_OWN_SECTION.format("lora")),
-        PeftTypeEntry(name="ia3", refusal=_OWN_SECTION.format("ia3")),
-        PeftTypeEntry(name="oft", refusal=_OWN_SECTION.format("oft")),
-        PeftTypeEntry(name="prompt_tuning", refusal=_OWN_SECTION.format("prompt_tuning")),
-        PeftTypeEntry(name="prefix_tuning", refusal=_OWN_SECTION.format("prefix_tuning")),
         PeftTypeEntry(name="trainable_tokens", refusal=_OWN_SECTION.format("new_tokens")),
         PeftTypeEntry(name="adalora", refusal="its ranks are changed by a call after each step. Use `model.lora`"),
         PeftTypeEntry(name="p_tuning", refusal=_OTHER_INPUTS),
@@ -64,6 +107,17 @@ PEFT_TYPES = Table(
 def trainable_types() -> tuple[str, ...]:
     """Return the types that are known to work."""
     return tuple(entry.name for entry in PEFT_TYPES if not entry.refusal)
+
+
+def is_prompt_type(name: str) -> bool:
+    """Return whether adapters of this type prepend learned tokens or keys to the text."""
+    return name in PEFT_TYPES and PEFT_TYPES[name].is_prompt
+
+
+def former_adapter(name: str, section: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the value of `model.peft` in the place of a former section `model.NAME` with these keys."""
+    values = {argument: section.get(key, default) for key, (argument, default) in PEFT_TYPES[name].former_keys.items()}
+    return {"type": name, "values": {argument: value for argument, value in values.items() if value}}
 
 
 PER_SAMPLE_ATTENTION = "per_sample"

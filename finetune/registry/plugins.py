@@ -24,7 +24,7 @@ from finetune.registry.layouts import LAYOUTS
 from finetune.registry.losses import PREFERENCE_LOSSES, TOKEN_LOSSES
 from finetune.registry.observers import CALLBACKS, REPORTERS
 from finetune.registry.optimizers import OPTIMIZERS, SCHEDULES
-from finetune.registry.table import Entry, Table, options_of, use_options
+from finetune.registry.table import Entry, Table, options_of
 from finetune.registry.tasks import METRICS, TASKS
 from finetune.registry.turns import ROLES
 
@@ -73,17 +73,6 @@ _importing: list[str] = []  # modules, the innermost last
 def loaded_plugins() -> tuple[Plugin, ...]:
     """Return the plugins that this process has imported."""
     return tuple(_loaded.values())
-
-
-def unload_plugins() -> None:
-    """Forget the plugins that jobs have loaded, their entries and their options."""
-    for module in (*_loaded, *{entry.plugin for _, entry in plugin_entries()}):
-        for tables in TABLES.values():
-            for table in tables:
-                table.remove_plugin(module)
-        _loaded.pop(module, None)
-        sys.modules.pop(module, None)
-    use_options({})
 
 
 def plugin_of(entry: Entry) -> Plugin:
@@ -136,7 +125,7 @@ def load_plugin(name: str, folder: pathlib.Path) -> tuple[Plugin, ...]:
     hint = f" A file begins with `./`: `./{name}`." if name.endswith(".py") else ""
     raise RegistryError(
         f"`{name}` is neither a module that can be imported here nor an installed distribution with plugins.{hint} "
-        "`finetune plugins` lists those that are installed."
+        "`finetune plugins list` shows those that are installed."
     )
 
 

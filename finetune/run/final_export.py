@@ -20,10 +20,10 @@ from torch import Tensor
 from finetune.checkpoint.sharding.gather import gather_weights
 from finetune.config.explain import resolved_yaml
 from finetune.config.load import LoadedConfig
-from finetune.config.rules.model import ADAPTERS, adapter_of
+from finetune.config.rules.model import adapter_of
 from finetune.config.run_config import RunConfig
 from finetune.config.sections.export import ExportSection
-from finetune.config.sections.model import ModelSection
+from finetune.config.sections.model import ADAPTER_KEYS, ModelSection
 from finetune.data.audit import Streamed
 from finetune.data.batch import Batch
 from finetune.data.features import Features
@@ -91,7 +91,7 @@ def load_unquantized_base(
     if not is_merged(config) or config.model.quantization is None:
         return {}
     log(MERGED_UNQUANTIZED)
-    without: dict[str, Any] = {**dict.fromkeys(ADAPTERS), "quantization": None, "dtype": "float32"}
+    without: dict[str, Any] = {**dict.fromkeys(ADAPTER_KEYS), "quantization": None, "dtype": "float32"}
     section = config.model.model_copy(update=without)
     model = build_model(
         section,

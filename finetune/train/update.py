@@ -31,7 +31,6 @@ class DeferredFiniteCheck:
 
     def __init__(self, device: torch.device) -> None:
         self._num_unread = torch.zeros((), device=device)  # skipped steps that the host has not read yet
-        self._is_on_cpu = device.type == "cpu"
         self._copy: Tensor | None = None  # of that number, in flight to the host
         self._arrival: torch.Event | None = None
 
@@ -43,10 +42,8 @@ class DeferredFiniteCheck:
         is_bad = (~torch.isfinite(norm)).float()
         self._num_unread += is_bad
         flag = torch.maximum(is_bad, (self._num_unread > num_allowed).float())
-        if self._copy is None and self._is_on_cpu:
-            self._copy = self._num_unread.clone()
-        elif self._copy is None:  # no copy to the host is in flight
-            self._copy = self._num_unread.to("cpu", non_blocking=True)  # torch pins the destination
+        if self._copy is None:  # no copy to the host is in flight
+            self._copy = self._num_unread.to("cpu", non_blocking=True, copy=True)  # torch pins the destination
             self._arrival = torch.Event(device=self._num_unread.device)
             self._arrival.record()
         return flag

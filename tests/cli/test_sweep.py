@@ -1,5 +1,6 @@
 """The options of `finetune sweep` become one request, and mistakes one message."""
 
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -39,3 +40,10 @@ def test_a_dry_run_of_a_sweep_prints_every_run(typed, job, monkeypatch):
     code, out, _ = typed("sweep", "--config", job, "--set", "run.seed=1,2", "--dry-run")
     assert code == 0
     assert out.startswith("2 runs, 1 at once, in ") and "\nseed=1: waiting\n" in out and "\nseed=2: waiting\n" in out
+
+
+def test_a_sweep_without_optuna_is_one_message(typed, job, monkeypatch):
+    monkeypatch.setitem(sys.modules, "optuna", None)  # as if it were not installed
+    code, out, err = typed("sweep", "--config", job, "--set", "run.seed=1,2", "--dry-run")
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 1 and "pip install 'finetune-accelerate[sweep]'" in err

@@ -15,6 +15,8 @@ from finetune.commands.chat import chat, load_chat_model
 from finetune.data.templates.chat_template import set_chat_template, stop_ids, tokenize
 from finetune.data.templates.rendering import render
 from finetune.errors import UserError
+from finetune.model.generation import SamplingParams
+from finetune.model.loading.saved import inspect_model_folder
 from finetune.model.tokenizer import train_or_load_tokenizer
 from tests.small_models import SMALL
 
@@ -71,19 +73,24 @@ def test_exit_ends(final, monkeypatch, capsys):
     assert capsys.readouterr().out.split() == ["star"]
 
 
+def speaker_of(folder):
+    saved = inspect_model_folder(folder, key="chat")
+    return load_chat_model(saved, SamplingParams(256), adapters={}, trust_remote_code=False)
+
+
 def test_the_run_folder_serves_as_well(final):
-    assert load_chat_model(final.parent).answer([{"role": "user", "content": "say star"}]) == "star"
+    assert speaker_of(final.parent).answer([{"role": "user", "content": "say star"}]) == "star"
 
 
 def test_an_answer_ends_with_the_templates_end_of_turn(final, tokenizer):
-    speaker = load_chat_model(final)
+    speaker = speaker_of(final)
     assert tokenizer.convert_tokens_to_ids("<|im_end|>") in stop_ids(speaker.tokenizer)
     assert speaker.answer([{"role": "user", "content": "say moon"}]) == "moon"
 
 
 def test_a_conversation_longer_than_the_model_forgets_its_oldest_turns(final, capsys):
     old = [{"role": "user", "content": "say moon"}, {"role": "assistant", "content": "moon"}] * 20
-    assert load_chat_model(final).answer([*old, {"role": "user", "content": "say star"}])
+    assert speaker_of(final).answer([*old, {"role": "user", "content": "say star"}])
 
 
 def adapter(final, folder, *, is_contrary):
@@ -102,7 +109,7 @@ def test_an_adapter_is_loaded_on_its_base(final, tmp_path, tokenizer):
     adapter(final, tmp_path, is_contrary=False)
     tokenizer.save_pretrained(tmp_path)
     assert not (tmp_path / "config.json").exists()
-    speaker = load_chat_model(tmp_path)  # a new adapter changes nothing
+    speaker = speaker_of(tmp_path)  # a new adapter changes nothing
     assert any("lora" in name for name, _ in speaker.model.named_parameters())
     assert speaker.answer([{"role": "user", "content": "say star"}]) == "star"
 

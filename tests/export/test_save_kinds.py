@@ -8,7 +8,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from finetune.config.sections.model import Ia3Section, LoraSection, OftSection, PrefixTuningSection, PromptTuningSection
+from finetune.config.sections.model import LoraSection, PeftSection
 from finetune.errors import TrainingError
 from finetune.model.adapters.build import add_adapter
 from finetune.model.adapters.context import AdapterContext
@@ -19,10 +19,12 @@ KINDS = {
     "pissa": LoraSection(rank=2, init="pissa", rank_pattern={"q_proj": 3}, alpha_pattern={"v_proj": 5.0}),
     "pissa with rslora": LoraSection(rank=2, init="pissa", rslora=True, rank_pattern={"k_proj": 4}),
     "olora": LoraSection(rank=2, init="olora", layers=(1,)),
-    "ia3": Ia3Section(target_modules=("k_proj", "down_proj"), feedforward_modules=("down_proj",)),
-    "oft": OftSection(block_size=8),
-    "prompt": PromptTuningSection(num_tokens=3),
-    "prefix": PrefixTuningSection(num_tokens=3),
+    "ia3": PeftSection(
+        type="ia3", values={"target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]}
+    ),
+    "oft": PeftSection(type="oft", values={"oft_block_size": 8, "target_modules": "all-linear"}),
+    "prompt": PeftSection(type="prompt_tuning", values={"num_virtual_tokens": 3}),
+    "prefix": PeftSection(type="prefix_tuning", values={"num_virtual_tokens": 3}),
 }
 
 

@@ -34,7 +34,10 @@ class LiveRun:
 
     def take_step(self, *values: Any, **named: Any) -> Any:
         has_device = torch.cuda.is_available()
-        torch.cuda.reset_peak_memory_stats() if has_device else self._live.reset_peak()
+        if has_device:
+            torch.cuda.reset_peak_memory_stats()
+        else:
+            self._live.peak = self._live.now
         record = self._take_step(*values, **named)
         self._peaks.append(torch.cuda.max_memory_allocated() if has_device else self._live.peak)
         self._path.write_text(json.dumps(self._peaks))

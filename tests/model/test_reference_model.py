@@ -47,7 +47,7 @@ def test_trained_prompt_embeddings_are_bypassed_in_reference_mode(base):
     before = logits(base)
     model = get_peft_model(base, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)).eval()
     after = logits(model)
-    with reference_mode(model, section(prompt_tuning={"num_tokens": 3})):
+    with reference_mode(model, section(peft={"type": "prompt_tuning", "values": {"num_virtual_tokens": 3}})):
         torch.testing.assert_close(logits(model), before)
     torch.testing.assert_close(logits(model), after)
     assert not torch.allclose(after, before)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from finetune.config.load import load_config
-from finetune.registry.plugins import unload_plugins
+from tests.plugin_tables import unload_plugins
 from tests.small_job import JOB, write_job
 
 PACKAGE = Path(__file__).parent / "fancy_finetune"

@@ -16,8 +16,9 @@ from finetune.config.schema import json_schema, reference_markdown
 from finetune.errors import ConfigError
 from finetune.registry.losses import TOKEN_LOSSES
 from finetune.registry.optimizers import OPTIMIZERS
-from finetune.registry.plugins import loaded_plugins, unload_plugins
+from finetune.registry.plugins import loaded_plugins
 from tests.launching import capture
+from tests.plugin_tables import unload_plugins
 
 FOCAL = """
 from finetune import register

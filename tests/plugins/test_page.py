@@ -8,9 +8,10 @@ import pytest
 
 from finetune.config.load import load_config
 from finetune.errors import ConfigError
-from finetune.registry.plugins import TABLES, unload_plugins
+from finetune.registry.plugins import TABLES
 from finetune.report.history import read_events
 from tests.launching import capture
+from tests.plugin_tables import unload_plugins
 from tests.small_job import JOB, write_job
 
 PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "plugins.md").read_text(encoding="utf-8")

@@ -160,7 +160,7 @@ def test_a_task_of_a_plugin_passes_the_plugin_test_under_four_strategies(install
         words = [*WORDS]
         rows = [{"text": " ".join(words[number % 7 : number % 7 + 2 + number % 5])} for number in range(40)]
         (job.parent / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    command = [sys.executable, "-m", "finetune", "plugin", "test", "reversed_pretrain", "--config", str(job)]
+    command = [sys.executable, "-m", "finetune", "plugins", "test", "reversed_pretrain", "--config", str(job)]
     overrides = ("task.loss=focal", "plugin_options={reversed_pretrain: {by: words}, focal: {gamma: 1.5}}")
     words = [word for override in overrides for word in ("--set", override)]
     ended = capture([*command, "--steps", "4", *words], timeout_seconds=800)

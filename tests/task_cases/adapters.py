@@ -102,11 +102,17 @@ LORA = {
     "olora": ("model.lora={rank: 4, alpha: 4.0, init: olora}",),
 }
 OTHERS = {
-    "ia3": ("model.ia3={target_modules: [k_proj, v_proj, down_proj], feedforward_modules: [down_proj]}",),
-    "oft": ("model.oft={block_size: 8}",),
-    "prompt": ("model.prompt_tuning={num_tokens: 4, init_text: 'reverse the words'}",),
+    "ia3": (
+        "model.peft={type: ia3, values: {target_modules: [k_proj, v_proj, down_proj], "
+        "feedforward_modules: [down_proj]}}",
+    ),
+    "oft": ("model.peft={type: oft, values: {oft_block_size: 8, target_modules: all-linear}}",),
+    "prompt": (
+        "model.peft={type: prompt_tuning, values: {num_virtual_tokens: 4, "
+        "prompt_tuning_init_text: 'reverse the words'}}",
+    ),
     "continued": ("model.adapter=./first",),
-    "prefix": ("model.prefix_tuning={num_tokens: 4}",),
+    "prefix": ("model.peft={type: prefix_tuning, values: {num_virtual_tokens: 4}}",),
 }
 PISSA = ("model.lora={rank: 4, alpha: 4.0, init: pissa}",)
 TOKENS = "model.new_tokens={tokens: [amber], special: ['<|tool|>'], init: pieces}"

@@ -19,7 +19,6 @@ from finetune.runtime.progress import Cadence, NeverDue, Progress
 from finetune.runtime.supervision.signals import ReceivedSignals
 from finetune.task.protocol import BaseTask
 from finetune.train import step as steps
-from finetune.train import update
 from finetune.train.loop import train
 from finetune.train.meters import Meters
 from finetune.train.optim.optimizers import build_optimizer
@@ -29,6 +28,7 @@ from finetune.train.plan import make_plan
 from finetune.train.step import CountedGroups, StepCounts
 from finetune.train.stopping import EarlyStopping, StopRequest, StopSources
 from finetune.train.update import Update
+from tests.train.deferred_checks import defer_finite_checks
 
 NUM_SAMPLES, LENGTH = 8, 6
 
@@ -264,7 +264,8 @@ class Diverging(RegressionTask):
 @pytest.fixture(params=[False, True], ids=["at once", "later"])
 def reads_later(request, monkeypatch) -> bool:
     """Parametrize whether the host reads at once or at a log point whether a gradient is finite."""
-    monkeypatch.setattr(update, "defers_check_on", lambda device: request.param)
+    if request.param:
+        defer_finite_checks(monkeypatch)
     return request.param
 
 
@@ -318,7 +319,7 @@ def test_a_checkpoint_counts_all_skipped_steps_before_it(reads_later):
 
 
 def test_a_nonfinite_step_ends_the_run_before_the_next_log_point(monkeypatch):
-    monkeypatch.setattr(update, "defers_check_on", lambda device: True)
+    defer_finite_checks(monkeypatch)
     parts, _ = run_of(1, action="stop", log_every=8)
     with pytest.raises(NonFiniteError, match="step 1 is"):
         train(parts, Progress())

@@ -57,6 +57,7 @@ from finetune.train.step import StepCounts, take_step
 from finetune.train.stopping import StopRequest, StopSources
 from tests.devices import EVERY_DEVICE
 from tests.small_models import TINY
+from tests.train.deferred_checks import defer_finite_checks
 
 WAITING = {
     "aten::_local_scalar_dense",  # item, bool, int and float of a tensor, wherever in torch
@@ -252,7 +253,7 @@ def parts_of(
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
-    monkeypatch.setattr(update, "defers_check_on", lambda device: True)
+    defer_finite_checks(monkeypatch)
     monkeypatch.setattr(update, "is_on_host", lambda tensor: False)
 
 

@@ -8,11 +8,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from finetune.config.sections.train import AverageSection, OptimizerSection, UnfreezeSection
-from finetune.train import update
 from finetune.train.optim.optimizers import begin_step, build_optimizer
 from finetune.train.optim.parameter_groups import describe_groups, list_parameters
 from finetune.train.update import Update, UpdateInBackward
 from tests.devices import EVERY_DEVICE
+from tests.train.deferred_checks import defer_finite_checks
 
 IDS = torch.randint(0, 40, (8, 5), generator=torch.Generator().manual_seed(1))
 
@@ -122,7 +122,7 @@ def test_an_injected_nan_leaves_weights_and_state_bit_for_bit(
     device, settings, in_backward, is_deferred, fresh_accelerator, monkeypatch
 ):
     if is_deferred:
-        monkeypatch.setattr(update, "defers_check_on", lambda device: True)
+        defer_finite_checks(monkeypatch)
     model, optimizer, one = made(in_backward=in_backward, device=device, **settings)
     step(model, optimizer, one, 0)
     before = copies_of(model, optimizer)

@@ -1,11 +1,13 @@
 """Changes since the run that wrote a checkpoint, and the refusal of those that affect the result. No torch."""
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from finetune.checkpoint.format.manifest import RunFingerprint
 from finetune.config.sections.checkpoint import NEVER_ALLOWED
 from finetune.errors import CheckpointError
+from finetune.registry.model import PEFT_TYPES, former_adapter
 from finetune.runtime.text.redact import comparable_config
 
 ABSENT = "nothing"
@@ -36,7 +38,7 @@ def check_changes(path: Path, saved: RunFingerprint, *, current: RunFingerprint,
     A change of `identity`, which alters the training result, must be in `allowed`. Names in `allowed` without a change
     are also reported.
     """
-    identity = differences(comparable_config(saved.identity), current.identity)
+    identity = differences(comparable_config(_with_peft_section(saved.identity)), current.identity)
     settings = differences(comparable_config(saved.settings), current.settings)
     refused = {name: pair for name, pair in identity.items() if name not in allowed or name in NEVER_ALLOWED}
     if refused:
@@ -62,6 +64,19 @@ def check_changes(path: Path, saved: RunFingerprint, *, current: RunFingerprint,
     if unused:
         messages.append(f"checkpoint.allow_changes: has no effect, unchanged since the checkpoint: {', '.join(unused)}")
     return messages
+
+
+def _with_peft_section(identity: Mapping[str, str]) -> dict[str, str]:
+    """Return the recorded keys with `model.peft` in the place of a section that older versions had for its type."""
+    keys = dict(identity)
+    for name in [entry.name for entry in PEFT_TYPES if entry.former_keys]:
+        prefix = f"model.{name}."
+        section = {key.removeprefix(prefix): json.loads(keys.pop(key)) for key in identity if key.startswith(prefix)}
+        if keys.pop(f"model.{name}", "null") != "null":
+            adapter = former_adapter(name, section)
+            texts = {key: json.dumps(adapter[key], sort_keys=True, ensure_ascii=False) for key in adapter}
+            keys |= {"model.peft": "written", "model.peft.type": texts["type"], "model.peft.values": texts["values"]}
+    return keys
 
 
 def refuse_existing_checkpoint(newest: Path | None) -> None:

@@ -6,7 +6,7 @@ The assignment to files and ranks is a pure function of the records, so all rank
 import hashlib
 import heapq
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import TypeVar
@@ -174,9 +174,6 @@ def _bytes(values: Tensor) -> Tensor:
 
 TensorKey = tuple[str, int]
 """A parameter's name and a number of elements: of its value, or of a state with fewer elements per row."""
-
-Ranges = Mapping[TensorKey, Sequence[ShardRange]]
-"""By tensor key, the elements that each rank sends."""
 
 BufferFor = Callable[[PlannedFile, TensorRecord], Tensor]
 """Returns the flat buffer in host memory for a tensor that this rank writes."""

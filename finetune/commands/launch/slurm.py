@@ -28,7 +28,7 @@ from finetune.launch.jobs import (
     render,
 )
 
-APPTAINER, PYXIS = "apptainer", "pyxis"
+APPTAINER = "apptainer"
 
 
 LOGS_FOLDER = "logs"
@@ -69,7 +69,7 @@ class Container:
     """The image in which ranks run, and the folders of the host that are mounted at the same paths."""
 
     image: str
-    runtime: str  # APPTAINER or PYXIS
+    runtime: str  # APPTAINER or `pyxis`
     folders: tuple[str, ...]
 
 

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,6 @@ class FileContents:
     readings: Sequence[JobKeys] = ()  # the first is the most likely
     source: Source | None = None  # as the first reading reads it; None if there is none, or it cannot read the rows
     error: DataError | None = None  # the reason why the first reading cannot read the rows
-    hints: Sequence[str] = field(default=())
 
 
 @dataclass(frozen=True)

@@ -121,12 +121,14 @@ def required_sizes(config: RunConfig) -> Sizes:
     """Return the minimum width that the job's adapters and vectors require of a model."""
     default = Sizes()
     widths, multiple = [default.min_width], default.multiple_of
-    lora, oft = config.model.lora, config.model.oft
+    lora, other = config.model.lora, config.model.peft
     if lora is not None and lora.init in _INITIALIZED_FROM_WEIGHTS:
         widths += [2 * rank for rank in (lora.rank, *lora.rank_pattern.values())]
     if TASKS[config.task.name].head == "embedding":
         widths += config.task.embedding.matryoshka_dims
-    return Sizes(max(widths), multiple if oft is None else math.lcm(multiple, oft.block_size))
+    if other is not None and other.type == "oft" and "r" not in other.values:
+        multiple = math.lcm(multiple, other.values.get("oft_block_size", 32))
+    return Sizes(max(widths), multiple)
 
 
 def job_changes(config: RunConfig, schedule: Schedule, *, folder: Path) -> list[Change]:
@@ -290,10 +292,11 @@ def _parameter_patterns(config: RunConfig) -> Iterator[_Pattern]:
 
 
 def _module_patterns(config: RunConfig) -> Iterator[_Pattern]:
-    for key, adapter in (("lora", config.model.lora), ("ia3", config.model.ia3), ("oft", config.model.oft)):
-        targets = getattr(adapter, "target_modules", ())
-        if isinstance(targets, tuple):
-            yield f"model.{key}.target_modules", targets, _is_module
+    lora, other = config.model.lora, config.model.peft
+    if lora is not None and not isinstance(lora.target_modules, str):
+        yield "model.lora.target_modules", lora.target_modules, _is_module
+    if other is not None and isinstance(other.values.get("target_modules"), list):
+        yield "model.peft.values.target_modules", other.values["target_modules"], _is_module
 
 
 def _is_module(name: str, target: str) -> bool:

@@ -9,21 +9,25 @@ import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+from typing import Any, TypeAlias
 
 from finetune.config.overrides import apply_overrides, override_label
 from finetune.config.section import parent_keys
 from finetune.config.yaml import read_yaml
 from finetune.errors import ConfigError, Problem, UserError
+from finetune.runtime.optional import lazily
 from finetune.runtime.text.redact import comparable_config
 from finetune.runtime.text.terminal import format_json
+
+with lazily():
+    from optuna import distributions
 
 Values = Mapping[str, Any]
 """The values of the swept keys of one run."""
 
-Distribution = CategoricalDistribution | FloatDistribution | IntDistribution
+Distribution: TypeAlias = (
+    "distributions.CategoricalDistribution | distributions.FloatDistribution | distributions.IntDistribution"
+)
 Space = Mapping[str, Distribution]
 """The distribution of each swept key; the choices are the texts of values, without secrets."""
 
@@ -93,7 +97,6 @@ def parse_axes(texts: Sequence[str]) -> list[Axis]:
 
 
 def _read_values(text: str) -> tuple[Any, ...]:
-    """Return the values; raises ValueError."""
     if text.rstrip().endswith(",") or text.lstrip().startswith(","):
         raise ValueError("a value is missing next to a comma. Remove the comma, or write the value.")
     document = read_yaml(f"[{text}]")
@@ -129,7 +132,7 @@ def parse_space(axes: Sequence[Axis], *, is_search: bool) -> Space:
         if ranges and not is_search:
             raise UserError(f"{axis.label}: a range needs --search N. For a grid write the values, with commas.")
         if axis.is_swept:
-            space[axis.key] = CategoricalDistribution([value_text(value) for value in axis.values])
+            space[axis.key] = distributions.CategoricalDistribution([value_text(value) for value in axis.values])
         elif ranges:
             low, high, scale = ranges[0]
             if not low < high:
@@ -141,9 +144,9 @@ def parse_space(axes: Sequence[Axis], *, is_search: bool) -> Space:
             else:
                 is_log = scale == "log" or (scale is None and low > 0 and high / low >= _LOG_RATIO)
                 if isinstance(low, int) and isinstance(high, int):
-                    space[axis.key] = IntDistribution(low, high, log=is_log)
+                    space[axis.key] = distributions.IntDistribution(low, high, log=is_log)
                 else:
-                    space[axis.key] = FloatDistribution(low, high, log=is_log)
+                    space[axis.key] = distributions.FloatDistribution(low, high, log=is_log)
     if problems:
         raise ConfigError(problems, "the sweep")
     if is_search and not space:
@@ -169,7 +172,9 @@ def bounds_of(space: Space, axes: Sequence[Axis]) -> Iterator[Values]:
     for axis in axes:
         if axis.key in space:
             domain = space[axis.key]
-            ends[axis.key] = axis.values if isinstance(domain, CategoricalDistribution) else (domain.low, domain.high)
+            ends[axis.key] = (
+                axis.values if isinstance(domain, distributions.CategoricalDistribution) else (domain.low, domain.high)
+            )
     first = {key: values[0] for key, values in ends.items()}
     yield first
     for key, values in ends.items():
@@ -183,7 +188,7 @@ def is_inside(values: Values, space: Space) -> bool:
 
 def contains(domain: Distribution, value: Any) -> bool:
     """Return whether the value is one of the choices, or a number in the range."""
-    if isinstance(domain, CategoricalDistribution):
+    if isinstance(domain, distributions.CategoricalDistribution):
         return value_text(value) in domain.choices
     return isinstance(value, int | float) and domain.low <= value <= domain.high
 

@@ -8,6 +8,7 @@ from typing import Any
 from finetune.config.formatting import did_you_mean, format_list
 from finetune.config.run_config import RunConfig
 from finetune.config.section import join_key
+from finetune.config.sections.model import ADAPTER_KEYS
 from finetune.errors import Problem
 from finetune.registry.model import PEFT_TYPES
 from finetune.registry.observers import TRACKERS
@@ -21,16 +22,10 @@ _MAX_INTEGER = 1 << 63
 _POSITION_VALUES = ("rope_scaling", "rope_parameters", "max_position_embeddings", "original_max_position_embeddings")
 """Values of a model's config that `model.rope_scaling` sets."""
 
-ADAPTERS = ("lora", "ia3", "oft", "peft", "prompt_tuning", "prefix_tuning", "adapter")
-"""Keys of `model` that train adapters instead of the model's own weights."""
-
-MERGEABLE = ("lora", "ia3", "oft", "peft", "adapter")
-"""Adapters that can be merged into the weights, those of peft by `registry.model`."""
-
 
 def adapter_of(config: RunConfig) -> str | None:
     """Return the kind of adapter that is configured; None where the model's own weights are trained."""
-    return next((name for name in ADAPTERS if getattr(config.model, name) is not None), None)
+    return next((name for name in ADAPTER_KEYS if getattr(config.model, name) is not None), None)
 
 
 def trained_dtypes(config: RunConfig) -> frozenset[str]:
@@ -43,7 +38,7 @@ def trained_dtypes(config: RunConfig) -> frozenset[str]:
 
 def adapters_are_one_kind(config: RunConfig) -> Iterator[Problem]:
     """At most one kind of adapter is trained."""
-    written = [name for name in ADAPTERS if getattr(config.model, name) is not None]
+    written = [name for name in ADAPTER_KEYS if getattr(config.model, name) is not None]
     for name in written[1:]:
         yield Problem(
             f"model.{name}", f"adapters are already configured by `model.{written[0]}`. Keep only one of them."
@@ -144,30 +139,32 @@ MODEL_RULES = (
 )
 
 
-PROMPT_ADAPTERS = ("prompt_tuning", "prefix_tuning")
-"""Adapters that prepend learned tokens or keys to the text."""
-
 INITS_FROM_BASE = ("pissa", "olora")
 
 
 def prompt_adapters_fit(config: RunConfig) -> Iterator[Problem]:
     """Prompt adapters prepend to each sample, in a model that predicts tokens."""
-    kind, batching = adapter_of(config), config.data.batching
-    if kind not in PROMPT_ADAPTERS:
+    section, batching = config.model.peft, config.data.batching
+    if section is None or not config.model.trains_prompt:
         return
+    length = section.values.get("num_virtual_tokens")
+    if isinstance(length, bool) or not isinstance(length, int) or length < 1:
+        yield Problem("model.peft.values", "it needs the number of learned tokens. Write `num_virtual_tokens: 16`.")
+    if not isinstance(section.values.get("prompt_tuning_init_text", ""), str):
+        yield Problem("model.peft.values.prompt_tuning_init_text", "it is not a text. Write some words, or remove it.")
     if not TASKS[config.task.name].takes_prompt_adapters:
         message = f"only {format_list(tasks_where('takes_prompt_adapters'))} support it. Use `model.lora`."
-        yield Problem(f"model.{kind}", message)
+        yield Problem("model.peft.type", message)
     if batching.by == "packs" or batching.padding_free is True:
         key = "by" if batching.by == "packs" else "padding_free"
         message = "packed samples would share one learned prompt. Write `data.batching.by: samples`."
         yield Problem(f"data.batching.{key}", message)
-    if kind == "prefix_tuning" and config.model.gradient_checkpointing:
+    if section.type == "prefix_tuning" and config.model.gradient_checkpointing:
         message = "prefix tuning stores keys and values in a cache, which recomputed layers do not read. Write `false`."
         yield Problem("model.gradient_checkpointing", message)
     is_seq2seq = TASKS[config.task.name].head == "seq2seq_lm"
     if is_seq2seq and config.evaluate is not None and config.evaluate.generate is not None:
-        message = f"generation with an encoder-decoder ignores `model.{kind}`. Remove `generate`."
+        message = f"generation with an encoder-decoder ignores `{section.type}`. Remove `generate`."
         yield Problem("evaluate.generate", message)
 
 
@@ -210,8 +207,8 @@ def quantization_is_supported(config: RunConfig) -> Iterator[Problem]:
     if quantization.method == "torchao" and quantization.bits == 4:
         message = "torchao's 4-bit kernels do not run on every device. Write `bits: 8`, or `method: bitsandbytes`."
         yield Problem("model.quantization.bits", message)
-    if quantization.method == "torchao" and kind is not None and kind not in ("lora", "adapter", *PROMPT_ADAPTERS):
-        yield Problem(f"model.{kind}", "peft does not support it on torchao weights. Use `model.lora`.")
+    if quantization.method == "torchao" and kind == "peft" and not config.model.trains_prompt:
+        yield Problem("model.peft", "peft does not support it on torchao weights. Use `model.lora`.")
 
 
 def peft_type_can_be_trained(config: RunConfig) -> Iterator[Problem]:
@@ -222,28 +219,22 @@ def peft_type_can_be_trained(config: RunConfig) -> Iterator[Problem]:
     entry = PEFT_TYPES.get(section.type)
     if entry is not None and entry.refusal:
         yield Problem("model.peft.type", f"`{section.type}`: {entry.refusal}.")
-    elif config.export.merge and not (entry is not None and entry.is_merged_exactly):
+    elif config.export.merge and not (entry is not None and (entry.is_merged_exactly or entry.is_prompt)):
         names = format_list(each.name for each in PEFT_TYPES if each.is_merged_exactly)
         message = f"a merge of `{section.type}` is not known to be exact; that of {names} is. Leave `merge` out."
         yield Problem("export.merge", message)
-    for name in _SET_BY_FINETUNE:
-        if name in section.values:
+    for name in section.values:
+        if name in _SET_BY_FINETUNE:
             yield Problem(f"model.peft.values.{name}", "it is set by finetune. Remove it.")
+        elif entry is not None and entry.arguments and name not in entry.arguments:
+            yield Problem(
+                f"model.peft.values.{name}",
+                f"`{section.type}` is trained with {format_list(entry.arguments)} alone. Remove it.",
+            )
 
 
 _SET_BY_FINETUNE = ("task_type", "inference_mode", "peft_type", "base_model_name_or_path", "revision", "auto_mapping")
 """Values of a config of peft that no job writes."""
-
-
-def feedforward_modules_are_targets(config: RunConfig) -> Iterator[Problem]:
-    """IA3's feed-forward modules are among its targets."""
-    ia3 = config.model.ia3
-    if ia3 is None:
-        return
-    for name in ia3.feedforward_modules:
-        if name not in ia3.target_modules:
-            message = f"`{name}` is not in `model.ia3.target_modules`. Add it there, too."
-            yield Problem("model.ia3.feedforward_modules", message)
 
 
 def new_tokens_are_trained(config: RunConfig) -> Iterator[Problem]:
@@ -262,7 +253,6 @@ ADAPTER_RULES = (
     prompt_adapters_fit,
     lora_init_fits,
     quantization_is_supported,
-    feedforward_modules_are_targets,
     peft_type_can_be_trained,
     new_tokens_are_trained,
 )

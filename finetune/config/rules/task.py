@@ -151,7 +151,6 @@ def pair_format_fits_the_loss(config: RunConfig) -> Iterator[Problem]:
 
 
 def _written(section: str, losses: Sequence[str]) -> str:
-    """Return the losses as they are written in the job."""
     return format_list([f"task.{section}.loss: {losses[0]}", *losses[1:]], last="or")
 
 
@@ -176,10 +175,9 @@ def texts_are_read_without_virtual_tokens(config: RunConfig) -> Iterator[Problem
     """Embeddings of texts do not use learned prompts, which sentence-transformers does not load."""
     if config.task.name not in _PAIR_LOSSES:
         return
-    for name in ("prompt_tuning", "prefix_tuning"):
-        if getattr(config.model, name) is not None:
-            message = f"`task.name: {config.task.name}` does not support virtual tokens. Use `model.lora`."
-            yield Problem(f"model.{name}", message)
+    if config.model.trains_prompt:
+        message = f"`task.name: {config.task.name}` does not support virtual tokens. Use `model.lora`."
+        yield Problem("model.peft.type", message)
 
 
 PAIR_RULES = (

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from finetune.config.formatting import format_list
 from finetune.config.paths import is_path, is_url
-from finetune.config.rules.model import MERGEABLE, adapter_of, trained_dtypes
+from finetune.config.rules.model import adapter_of, trained_dtypes
 from finetune.config.rules.sources import is_split_of_training_rows, source_sections
 from finetune.config.run_config import RunConfig
 from finetune.config.section import Section, has_key, is_written
@@ -387,7 +387,7 @@ CONDITIONAL_KEYS: tuple[ConditionalKey, ...] = (
     ConditionalKey("model.quantization.double", _is_4_bit, "only bitsandbytes with 4 bits quantizes its scales"),
     ConditionalKey(
         "export.merge",
-        lambda config: adapter_of(config) in MERGEABLE,
+        lambda config: adapter_of(config) is not None and not config.model.trains_prompt,
         "there are no adapters that can be merged into the base",
     ),
     ConditionalKey(

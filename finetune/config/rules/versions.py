@@ -1,4 +1,7 @@
-"""The version of a job file's keys, and the keys that were renamed, which work for two more minor versions."""
+"""The version of a job file's keys, the keys that were renamed, and sections that became `model.peft`.
+
+Renamed keys work for two more minor versions.
+"""
 
 import re
 import warnings
@@ -8,6 +11,8 @@ from typing import Any
 
 from finetune.config.section import KeyLocation
 from finetune.errors import Problem, RenamedKeyWarning
+from finetune.registry.model import PEFT_TYPES, former_adapter
+from finetune.runtime.text.terminal import format_json
 
 JOB_VERSION = 1
 """The version of the keys that this package reads; it increases only when old files would change their meaning."""
@@ -86,6 +91,20 @@ def rename_recorded_values(values: dict[str, Any]) -> None:
         section, name = _section_at(values, key.rpartition(".")[0]), key.rpartition(".")[2]
         if section is not None and isinstance(written := section.get(name), str):
             section[name] = new_names.get(written, written)
+
+
+def replace_former_adapters(values: dict[str, Any]) -> list[Problem]:
+    """Write `model.peft` in the place of sections such as `model.ia3`; return a problem with the new line for each."""
+    model, problems = _section_at(values, "model") or {}, []
+    for name in [entry.name for entry in PEFT_TYPES if entry.former_keys and entry.name in model]:
+        section = model.pop(name)
+        if section is None:  # its former default, as in the resolved config of a run
+            continue
+        adapter = former_adapter(name, section if isinstance(section, dict) else {})
+        model["peft"] = model.get("peft") or adapter
+        message = f"the section is now a type of `model.peft`. Write `peft: {format_json(adapter)}` in its place."
+        problems.append(Problem(f"model.{name}", message))
+    return problems
 
 
 def rename_overrides(overrides: Sequence[str]) -> list[str]:

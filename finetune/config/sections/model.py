@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from finetune.config.section import (
     MAX_FACTOR,
@@ -21,7 +21,7 @@ from finetune.config.section import (
     Width,
     key,
 )
-from finetune.registry.model import ATTENTIONS, trainable_types
+from finetune.registry.model import ATTENTIONS, is_prompt_type, trainable_types
 
 DType = Literal["float32", "bfloat16", "float16"]
 GradientCheckpointing = bool | Literal["selective"] | Annotated[int, Field(ge=2, le=10_000)]
@@ -86,46 +86,16 @@ class LoraSection(Section):
     alpha_pattern: dict[str, Shift] = key("Alpha of modules by the end of their name.", {})
 
 
-class Ia3Section(Section):
-    """Learned scales on activations (Liu et al., 2022, arXiv:2205.05638)."""
-
-    target_modules: Strings = key(
-        "Names of the modules whose activations are scaled; unset, peft's default for the model.", ()
-    )
-    feedforward_modules: Strings = key("Those of them whose input is scaled instead of the output.", ())
-
-
-class OftSection(Section):
-    """Orthogonal fine-tuning (Qiu et al., 2023, arXiv:2306.07280)."""
-
-    block_size: Width = key("Size of the orthogonal blocks; it must divide the input size of every adapted layer.", 32)
-    dropout: float = key("Dropout of blocks.", 0.0, ge=0.0, lt=1.0)
-    target_modules: Strings | Literal["all-linear"] = key("As in `model.lora`.", "all-linear")
-
-
 class PeftSection(Section):
     """Another adapter of peft, with the arguments of its config; their properties: docs/how-to/adapters.md."""
 
-    type: Name = key(
+    type: Annotated[Name, AfterValidator(str.lower)] = key(
         f"Its type, by peft's name: {', '.join(f'`{name}`' for name in trainable_types())} are proven; others run on "
         "one process and under DDP."
     )
     values: dict[str, Any] = key(
         "Arguments of its config class: `{r: 8, alpha: 16, target_modules: [q_proj, v_proj]}` for `loha`.", {}
     )
-
-
-class PromptTuningSection(Section):
-    """Learned tokens before the text (Lester et al., 2021, arXiv:2104.08691)."""
-
-    num_tokens: Width = key("Number of them.", 16)
-    init_text: Name | None = key("Text whose embeddings they start from; unset, those of random tokens.", None)
-
-
-class PrefixTuningSection(Section):
-    """Learned keys and values before the text, in every layer (Li & Liang, 2021, arXiv:2101.00190)."""
-
-    num_tokens: Width = key("Number of them.", 16)
 
 
 class QuantizationSection(Section):
@@ -171,6 +141,10 @@ class RopeScalingSection(Section):
     original_max_position_embeddings: Length | None = key(
         "Positions of pre-training; unset, those in the model's config.", None
     )
+
+
+ADAPTER_KEYS = ("lora", "peft", "adapter")
+"""Keys of `model` that train adapters instead of the model's own weights."""
 
 
 class ModelSection(NamedSection):
@@ -242,11 +216,7 @@ class ModelSection(NamedSection):
     lora: LoraSection | None = key(
         "Train LoRA adapters instead of the model's own weights. At most one kind of adapter.", None
     )
-    ia3: Ia3Section | None = key("Learned scales on activations (IA3).", None)
-    oft: OftSection | None = key("Orthogonal adapters (OFT).", None)
-    peft: PeftSection | None = key("Another adapter of peft, such as LoHa, LoKr, VeRA or BOFT.", None)
-    prompt_tuning: PromptTuningSection | None = key("Learned tokens before the text.", None)
-    prefix_tuning: PrefixTuningSection | None = key("Learned keys and values before the text.", None)
+    peft: PeftSection | None = key("Another adapter of peft, such as IA3, OFT, LoHa or prompt tuning.", None)
     adapter: Path | None = key(
         "Continue training the adapter in this folder, whose config says which kind it is.", None
     )
@@ -256,6 +226,11 @@ class ModelSection(NamedSection):
         "How images are resized and normalized; unset, by the model's own processor.", None
     )
     cache_folder: Path | None = key("Cache of hub downloads; unset, the hub's default.", None)
+
+    @property
+    def trains_prompt(self) -> bool:
+        """Return whether a new adapter prepends learned tokens or keys to the text."""
+        return self.peft is not None and is_prompt_type(self.peft.type)
 
     @property
     def config_changes(self) -> dict[str, Any]:

@@ -32,9 +32,6 @@ _TAGS: Mapping[str, tuple[str, ...]] = {
 _ADDRESSES = ("name", "ms", "om", "script", "path")
 """The facts of where rows are, of which LLaMA-Factory takes the first."""
 
-_DECISIVE = ("ranking", *_ADDRESSES)
-"""The facts that are refused with all of a dataset, which is in the job nevertheless, for the user to correct."""
-
 
 @dataclass(frozen=True)
 class _DatasetLeaf(Leaf):
@@ -213,7 +210,6 @@ class Dataset:
 
 
 def _variable(column: str) -> str:
-    """Return the Jinja expression of a column."""
     is_name = column.isidentifier() and not keyword.iskeyword(column) and column not in ("true", "false", "none", "row")
     return column if is_name else f"row[{column!r}]"
 

@@ -13,6 +13,7 @@ from finetune.registry.losses import PREFERENCE_LOSSES
 
 _STAGES = {"sft": "sft", "pt": "pretrain", "dpo": "preference", "kto": "preference", "rm": "reward"}
 _OWN_LOSSES = ("own_loss_dft", "own_loss_asft", "own_loss_eaft")
+_OFT = ("oft_block_size", "oft_target", "module_dropout")
 _PREFERENCE = ("beta", "loss", "sft_weight", "target_margin")
 
 
@@ -86,8 +87,14 @@ def _adapter(draft: Draft) -> None:
         leaf = draft.facts.get("adapter_type", (kind, next(iter(draft.file.leaves.values()))))[1]
         draft.facts["adapter"] = (kind, leaf)
     else:
-        draft.refuse("choose `model.lora`, `model.oft`, or none for full fine-tuning.", "adapter_type")
+        draft.refuse("choose `model.lora`, `model.peft`, or none for full fine-tuning.", "adapter_type")
     draft.drop("every layer is trained, or has adapters", "layers", "layer_modules")
+    if kind == "oft" and not draft.get("adapter_path"):
+        values = {"oft_block_size": draft.get("oft_block_size", 32), "target_modules": draft.get("oft_target")}
+        if draft.get("module_dropout"):
+            values["module_dropout"] = draft.get("module_dropout")
+        draft.put("model.peft", {"type": "oft", "values": values}, "adapter", *_OFT)
+    draft.drop("no OFT is trained there", *_OFT)
     if kind == "lora":
         draft.put("model.lora.target_modules", draft.get("lora_target", "all-linear"), "lora_target")
         draft.default("model.lora.rank", 8, "the default there")

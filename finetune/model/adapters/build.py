@@ -10,17 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import (
-    IA3Config,
-    OFTConfig,
-    PeftConfig,
-    PeftModel,
-    PrefixTuningConfig,
-    PromptTuningConfig,
-    PromptTuningInit,
-    get_peft_model,
-    get_peft_model_state_dict,
-)
+from peft import PeftConfig, PeftModel, PromptTuningInit, get_peft_model, get_peft_model_state_dict
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from peft.tuners.oft import OFTLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -30,14 +20,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel
 
-from finetune.config.sections.model import (
-    Ia3Section,
-    LoraSection,
-    OftSection,
-    PeftSection,
-    PrefixTuningSection,
-    PromptTuningSection,
-)
+from finetune.config.sections.model import LoraSection, PeftSection
 from finetune.errors import ModelError
 from finetune.model.adapters.context import (
     ADAPTER_NAME,
@@ -62,7 +45,7 @@ from finetune.model.loading.pretrained import (
     load_adapter_config,
     read_saved_adapter_config,
 )
-from finetune.registry.model import PEFT_TYPES
+from finetune.registry.model import PEFT_TYPES, is_prompt_type
 from finetune.runtime.optional import no_op
 from finetune.runtime.seeds import derive_seed
 
@@ -89,25 +72,41 @@ def peft_config(model: PreTrainedModel, section: PeftSection, context: AdapterCo
         check_module_names(model, targets, key=f"{_KEY}.values.target_modules")
         saved = section.values.get("modules_to_save") or ()
         check_trained_once(model, targets, saved, key=f"{_KEY}.values.modules_to_save")
-    values = {**section.values, "task_type": TASK_TYPES.get(context.head)}
-    if section.type == "vera":  # peft draws the projections again from `projection_prng_key`, the same on every machine
-        values = {"save_projection": False, **values}
-    if "modules_to_save" in inspect.signature(config_class).parameters:
+    values = {**_own_defaults(model, section, context), **section.values, "task_type": TASK_TYPES.get(context.head)}
+    values.pop("prompt_tuning_init_text", None)  # read by `init_prompt`; peft would load the tokenizer by its name
+    if not is_prompt_type(section.type) and "modules_to_save" in inspect.signature(config_class).parameters:
         heads = list(new_head_modules(model, head=context.head))
         values["modules_to_save"] = [*(section.values.get("modules_to_save") or ()), *heads] or None
     try:
         config: PeftConfig = config_class(**values)
     except (TypeError, ValueError) as error:
         raise ModelError(f"{_KEY}.values: {error}") from error
-    if config.is_prompt_learning:
-        raise ModelError(f"{_KEY}.type: `{section.type}` trains virtual tokens. Write `model.prompt_tuning`.")
+    if config.is_prompt_learning and not is_prompt_type(section.type):
+        raise ModelError(f"{_KEY}.type: `{section.type}` trains virtual tokens. Write `prompt_tuning`.")
     return config
 
 
-def require_trained(model: PeftModel, section: PeftSection, context: AdapterContext) -> None:
-    """Raise ModelError where the adapter has no trained parameters."""
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ModelError(f"{_KEY}: `{section.type}` with these values trains nothing. Write its `target_modules`.")
+_PROMPT_HEADS = ("causal_lm", "seq2seq_lm")
+"""Heads that read every position; others read the first or last one, which would be a learned token."""
+
+
+def _own_defaults(model: PreTrainedModel, section: PeftSection, context: AdapterContext) -> dict[str, Any]:
+    """Return the arguments of this type whose defaults here are not peft's; raises ModelError for an unfit head."""
+    if is_prompt_type(section.type) and (context.head not in _PROMPT_HEADS or context.tokenizer is None):
+        raise ModelError(
+            f"{_KEY}.type: models with the head `{context.head}` do not support `{section.type}`. Write `model.lora` "
+            "instead."
+        )
+    match section.type:
+        case "vera":  # peft draws the projections again from `projection_prng_key`, the same on every machine
+            return {"save_projection": False}
+        case "ia3":
+            return {"fan_in_fan_out": any(map(is_conv1d, model.modules()))}
+        case "oft":
+            return {"exclude_modules": peft_exclude_pattern(model)}
+        case "prompt_tuning":  # only an encoder's input gets learned tokens; `init_prompt` initializes them
+            return {"num_transformer_submodules": 1, "prompt_tuning_init": "RANDOM"}
+    return {}
 
 
 _PROMPT_KEY = "prompt_embeddings"
@@ -246,86 +245,38 @@ class _Method:
     fill: Callable[[PeftModel, Any, AdapterContext], None]  # initializes the adapter and checks it
 
 
-def ia3_config(model: PreTrainedModel, ia3: Ia3Section, context: AdapterContext) -> IA3Config:
-    """Return peft's config; raises ModelError for a module that the model does not have."""
-    check_module_names(model, ia3.target_modules, key="model.ia3.target_modules")
-    is_written = bool(ia3.target_modules)
-    return IA3Config(
-        target_modules=list(ia3.target_modules) if is_written else None,
-        feedforward_modules=list(ia3.feedforward_modules) if is_written else None,
-        modules_to_save=list(new_head_modules(model, head=context.head)) or None,
-        fan_in_fan_out=any(map(is_conv1d, model.modules())),
-        task_type=TASK_TYPES.get(context.head),
-    )
-
-
-def oft_config(model: PreTrainedModel, oft: OftSection, context: AdapterContext) -> OFTConfig:
-    """Return peft's config; raises ModelError for a module that the model does not have."""
-    if not isinstance(oft.target_modules, str):
-        check_module_names(model, oft.target_modules, key="model.oft.target_modules")
-    return OFTConfig(
-        r=0,
-        oft_block_size=oft.block_size,
-        module_dropout=oft.dropout,
-        target_modules=oft.target_modules if isinstance(oft.target_modules, str) else list(oft.target_modules),
-        exclude_modules=peft_exclude_pattern(model),
-        modules_to_save=list(new_head_modules(model, head=context.head)) or None,
-        bias="none",
-        task_type=TASK_TYPES.get(context.head),
-    )
-
-
-def check_oft_blocks(model: PeftModel, oft: OftSection, context: AdapterContext) -> None:
+def check_oft_blocks(model: PeftModel, section: PeftSection, context: AdapterContext) -> None:
     """Raise ModelError for a block size that does not divide a layer's inputs, for which peft would use another one."""
+    size = model.peft_config[ADAPTER_NAME].oft_block_size
     for name, module in model.named_modules():
-        if isinstance(module, OFTLayer) and module.oft_block_size[ADAPTER_NAME] != oft.block_size:
+        if size and isinstance(module, OFTLayer) and module.oft_block_size[ADAPTER_NAME] != size:
             raise ModelError(
-                f"model.oft.block_size: blocks of {oft.block_size} do not divide the {module.in_features} inputs of "
+                f"{_KEY}.values.oft_block_size: blocks of {size} do not divide the {module.in_features} inputs of "
                 f"`{name.removeprefix('base_model.model.')}`. Write a divisor, such as "
-                f"{module.oft_block_size[ADAPTER_NAME]}, or fewer `model.oft.target_modules`."
+                f"{module.oft_block_size[ADAPTER_NAME]}, or fewer `target_modules`."
             )
 
 
-_PROMPT_HEADS = ("causal_lm", "seq2seq_lm")
-"""Heads that read every position; others read the first or last one, which would be a learned token."""
-
-
-def prompt_config(
-    model: PreTrainedModel, prompt: PromptTuningSection | PrefixTuningSection, context: AdapterContext
-) -> PromptTuningConfig | PrefixTuningConfig:
-    """Return peft's config, without peft's initialization; raises ModelError for a head that does not support it."""
-    key = "model.prefix_tuning" if isinstance(prompt, PrefixTuningSection) else "model.prompt_tuning"
-    if context.head not in _PROMPT_HEADS or context.tokenizer is None:
-        raise ModelError(f"{key}: models with the head `{context.head}` do not support it. Write `model.lora` instead.")
-    task_type = TASK_TYPES[context.head]
-    if isinstance(prompt, PrefixTuningSection):
-        return PrefixTuningConfig(task_type=task_type, num_virtual_tokens=prompt.num_tokens)
-    return PromptTuningConfig(
-        task_type=task_type,
-        num_virtual_tokens=prompt.num_tokens,
-        num_transformer_submodules=1,  # only an encoder's input gets learned tokens
-        prompt_tuning_init="RANDOM",
-    )
-
-
-def init_prompt(model: PeftModel, prompt: PromptTuningSection, context: AdapterContext) -> None:
-    """Initialize from the embeddings of `init_text`, repeated as needed, or of tokens drawn from the seed."""
+def init_prompt(model: PeftModel, section: PeftSection, context: AdapterContext) -> None:
+    """Initialize from the embeddings of the text, repeated as needed, or of tokens drawn from the seed."""
     learned = model.prompt_encoder[ADAPTER_NAME].embedding.weight  # [tokens, width]
     embeddings = model.get_base_model().get_input_embeddings()
-    if prompt.init_text is None:
+    text = section.values.get("prompt_tuning_init_text")
+    if text is None:
         generator = torch.Generator().manual_seed(derive_seed(context.seed, "adapters", "prompt"))
-        ids = torch.randint(len(context.tokenizer), (prompt.num_tokens,), generator=generator)
+        ids = torch.randint(len(context.tokenizer), (len(learned),), generator=generator)
     else:
-        text_ids = torch.tensor(context.tokenizer(prompt.init_text, add_special_tokens=False)["input_ids"])
+        text_ids = torch.tensor(context.tokenizer(text, add_special_tokens=False)["input_ids"])
         if not len(text_ids):
-            raise ModelError("model.prompt_tuning.init_text: the text has no tokens. Write some words, or remove it.")
-        ids = text_ids.repeat(-(-prompt.num_tokens // len(text_ids)))[: prompt.num_tokens]
+            key = f"{_KEY}.values.prompt_tuning_init_text"
+            raise ModelError(f"{key}: the text has no tokens. Write some words, or remove it.")
+        ids = text_ids.repeat(-(-len(learned) // len(text_ids)))[: len(learned)]
     with torch.no_grad(), context.init_context.gather([embeddings.weight]):
         if not context.init_context.on_meta_device:
             learned.copy_(embeddings.weight[ids].to(learned))
 
 
-def init_prefix(model: PeftModel, prefix: PrefixTuningSection, context: AdapterContext) -> None:
+def init_prefix(model: PeftModel, section: PeftSection, context: AdapterContext) -> None:
     """Initialize keys and values from the seed with a normal distribution, as peft does."""
     learned = model.prompt_encoder[ADAPTER_NAME].embedding.weight  # [tokens, 2 x layers x width]
     generator = torch.Generator().manual_seed(derive_seed(context.seed, "adapters", "prefix"))
@@ -333,12 +284,18 @@ def init_prefix(model: PeftModel, prefix: PrefixTuningSection, context: AdapterC
         learned.copy_(torch.randn(learned.shape, generator=generator))
 
 
+_INITS = {"oft": check_oft_blocks, "prompt_tuning": init_prompt, "prefix_tuning": init_prefix}
+
+
+def init_peft(model: PeftModel, section: PeftSection, context: AdapterContext) -> None:
+    """Initialize an adapter of a type that peft does not initialize reproducibly, and check it; raises ModelError."""
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ModelError(f"{_KEY}: `{section.type}` with these values trains nothing. Write its `target_modules`.")
+    _INITS.get(section.type, no_op)(model, section, context)
+
+
 _METHODS: Mapping[type, _Method] = {
     LoraSection: _Method("lora", lora_config, init_lora),
-    Ia3Section: _Method("ia3", ia3_config, no_op),  # peft initializes it with ones
-    OftSection: _Method("oft", oft_config, check_oft_blocks),
-    PeftSection: _Method("peft", peft_config, require_trained),
-    PromptTuningSection: _Method("prompt_tuning", prompt_config, init_prompt),
-    PrefixTuningSection: _Method("prefix_tuning", prompt_config, init_prefix),
+    PeftSection: _Method("peft", peft_config, init_peft),
     Path: _Method("adapter", saved_adapter_config, load_saved_weights),
 }

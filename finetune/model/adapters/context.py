@@ -13,19 +13,11 @@ from typing import Any
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from finetune.config.sections.model import (
-    Ia3Section,
-    LoraSection,
-    ModelSection,
-    OftSection,
-    PeftSection,
-    PrefixTuningSection,
-    PromptTuningSection,
-)
+from finetune.config.sections.model import LoraSection, ModelSection, PeftSection
 from finetune.errors import ModelError
 from finetune.runtime.parameters import InitContext
 
-AdapterConfig = LoraSection | Ia3Section | OftSection | PeftSection | PromptTuningSection | PrefixTuningSection | Path
+AdapterConfig = LoraSection | PeftSection | Path
 """An adapter section; a path is the folder of an adapter to continue training."""
 
 
@@ -33,7 +25,7 @@ def adapter_config(section: ModelSection) -> AdapterConfig | None:
     """Return the adapter configured by the job; None if the model's own weights are trained."""
     if section.adapter is not None:
         return Path(section.adapter)
-    return section.lora or section.ia3 or section.oft or section.peft or section.prompt_tuning or section.prefix_tuning
+    return section.lora or section.peft
 
 
 def has_adapter(model: nn.Module) -> bool:

@@ -89,11 +89,11 @@ class CheckedJob:
         """Return the model to train on the meta device, with its adapters and frozen parameters; raises ModelError."""
         section, head = self.config.model, TASKS[self.config.task.name].head
         tokenizer = self.processing.tokenizer
-        needs_tokens = section.new_tokens is not None or section.prompt_tuning is not None
         if section.lora is not None and section.lora.init == "loftq":  # reads the weights
             section = section.model_copy(update={"lora": section.lora.model_copy(update={"init": "default"})})
-        if tokenizer is None and (needs_tokens or section.prefix_tuning is not None):
-            section = section.model_copy(update=dict.fromkeys(("new_tokens", "prompt_tuning", "prefix_tuning")))
+        if tokenizer is None:  # of the model, or yet to be trained
+            changed = {"new_tokens": None, "peft": None if section.trains_prompt else section.peft}
+            section = section.model_copy(update=changed)
         context = AdapterContext(
             seed=self.config.run.seed,
             head=head,

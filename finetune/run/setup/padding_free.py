@@ -9,7 +9,6 @@ from transformers import AutoConfig
 from finetune.checkpoint.format import layout
 from finetune.checkpoint.format.manifest import read_manifest_of_step
 from finetune.config.paths import is_url
-from finetune.config.rules.model import PROMPT_ADAPTERS, adapter_of
 from finetune.config.run_config import RunConfig
 from finetune.config.sections.data import DataSection
 from finetune.errors import CheckpointError, ModelError
@@ -22,7 +21,7 @@ from finetune.model.attention.supported_models import (
 from finetune.model.frozen_models import TEACHER_KEY
 from finetune.model.loading.architecture import load_model_config
 from finetune.model.loading.pretrained import ADAPTER_CONFIG, load_named, read_adapter_config
-from finetune.registry.model import ATTENTIONS
+from finetune.registry.model import ATTENTIONS, is_prompt_type
 from finetune.registry.tasks import TASKS
 from finetune.runtime.run_folder import CHECKPOINTS_FOLDER
 
@@ -73,8 +72,7 @@ def why_padded(config: RunConfig, *, model: Any = None, adapter: AdapterConfig =
     if adapter is None and config.model.adapter is not None:
         path = Path(config.model.adapter).expanduser() / ADAPTER_CONFIG
         adapter = read_adapter_config(path.parent) if path.is_file() else None
-    adapter_type = adapter_of(config) if adapter is None else str(adapter.get("peft_type", "")).lower()
-    if adapter_type in PROMPT_ADAPTERS:
+    if config.model.trains_prompt or is_prompt_type(str((adapter or {}).get("peft_type", "")).lower()):
         return "samples in one row would share what the adapter prepends to the text"
     try:
         own = load_model_config(config.model) if model is None else model

@@ -286,11 +286,14 @@ _ZERO = ("zero1", "zero2", "zero3")
 
 _LIMITS = (
     _Limit(
-        "model.peft",
+        "model.peft of this type",
         (*_ZERO, "hsdp"),
-        lambda config: config.model.peft is not None,
-        "only adapters with a section of their own are proven there. Launch with accelerate_configs/fsdp2.yaml or "
-        "ddp.yaml, or write `model.lora`.",
+        lambda config: (
+            (section := config.model.peft) is not None
+            and not ((entry := PEFT_TYPES.get(section.type)) and entry.is_proven_everywhere)
+        ),
+        f"only {', '.join(entry.name for entry in PEFT_TYPES if entry.is_proven_everywhere)} are proven there. Launch "
+        "with accelerate_configs/fsdp2.yaml or ddp.yaml, or write `model.lora`.",
     ),
     _Limit(
         "model.peft of this type",

@@ -87,7 +87,10 @@ def test_replaced_settings_are_listed_as_not_verified(job):
 def test_adapters_initialized_from_weights_need_a_width_above_their_rank(job):
     config = load_config(job, ["model.lora={rank: 128, init: pissa}"]).config
     assert required_sizes(config).min_width == 256
-    assert required_sizes(load_config(job, ["model.oft.block_size=24"]).config).multiple_of == 48
+    assert (
+        required_sizes(load_config(job, ["model.peft={type: oft, values: {oft_block_size: 24}}"]).config).multiple_of
+        == 48
+    )
 
 
 def test_the_error_of_a_rank_is_read_without_the_launchers_lines():

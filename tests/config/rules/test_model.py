@@ -1,6 +1,7 @@
 import pytest
 
-PROMPT, PREFIX = "model.prompt_tuning={num_tokens: 4}", "model.prefix_tuning={}"
+PROMPT = "model.peft={type: prompt_tuning, values: {num_virtual_tokens: 4}}"
+PREFIX = "model.peft={type: prefix_tuning, values: {num_virtual_tokens: 4}}"
 BITS = "model.quantization={}"
 
 WRONG = [
@@ -18,15 +19,18 @@ WRONG = [
         "model.quantization",
         "random weights cannot be quantized",
     ),
-    (["model.ia3={}", "model.quantization={method: torchao, bits: 8}"], "model.ia3", "support it on torchao weights"),
-    (["model.lora={}", "model.quantization={method: torchao}"], "model.quantization.bits", "Write `bits: 8`"),
     (
-        ["model.ia3={target_modules: [k_proj], feedforward_modules: [down_proj]}"],
-        "model.ia3.feedforward_modules",
-        "`down_proj` is not in `model.ia3.target_modules`",
+        ["model.peft={type: ia3}", "model.quantization={method: torchao, bits: 8}"],
+        "model.peft",
+        "support it on torchao weights",
     ),
+    (["model.lora={}", "model.quantization={method: torchao}"], "model.quantization.bits", "Write `bits: 8`"),
     (["model.new_tokens={}"], "model.new_tokens", "Write `tokens` or `special`, or remove it"),
-    (["model.new_tokens={tokens: [a]}", "model.oft={}"], "model.new_tokens", "their embeddings would not be trained"),
+    (
+        ["model.new_tokens={tokens: [a]}", "model.peft={type: oft}"],
+        "model.new_tokens",
+        "their embeddings would not be trained",
+    ),
     (
         ["model.rope_scaling={rope_type: yarn, factor: 2.0}", "model.config={max_position_embeddings: 64}"],
         "model.config.max_position_embeddings",
@@ -40,7 +44,7 @@ WRONG = [
         "model.config.text_config.rope_parameters",
         "it is already set by `model.rope_scaling`",
     ),
-    (["model.lora={}", "model.oft={}"], "model.oft", "adapters are already configured by `model.lora`"),
+    (["model.lora={}", "model.peft={type: oft}"], "model.peft", "adapters are already configured by `model.lora`"),
 ]
 
 RIGHT = [
@@ -51,7 +55,7 @@ RIGHT = [
     ["model.new_tokens={special: ['<|tool|>'], init: pieces}", "model.lora={}"],
     ["model.adapter=./first"],
     ["model.rope_scaling={rope_type: yarn, factor: 2.0}", "model.config={attention_dropout: 0.1, rope_theta: 1e6}"],
-    ["model.oft={}", "model.dtype=bfloat16"],
+    ["model.peft={type: oft}", "model.dtype=bfloat16"],
 ]
 
 
@@ -69,4 +73,4 @@ def test_adapters_that_can_be_meant_are_let_through(complaints, written):
 
 def test_a_task_whose_head_picks_a_position_has_nothing_before_its_text(problems):
     written = ("task.name=token_classification", "data.train.format=tagged", PROMPT)
-    assert "model.prompt_tuning" in {problem.key for problem in problems(*written)}
+    assert "model.peft.type" in {problem.key for problem in problems(*written)}

@@ -140,7 +140,11 @@ WRONG = [
     (["task.name=embedding", "data.train.format=text"], "data.train.format", "`pairs`, `retrieval` or `scored_pairs`"),
     (["task.name=embedding", "task.embedding.matryoshka_dims=[8, 8]"], "task.embedding.matryoshka_dims", "twice"),
     ([*COSENT, "task.embedding.normalize=false"], "task.embedding.normalize", "compares cosines"),
-    (["task.name=embedding", "model.prompt_tuning={num_tokens: 2}"], "model.prompt_tuning", "virtual tokens"),
+    (
+        ["task.name=embedding", "model.peft={type: prompt_tuning, values: {num_virtual_tokens: 2}}"],
+        "model.peft.type",
+        "virtual tokens",
+    ),
     (
         ["task.name=embedding", "train.global_batch_size=1", "train.microbatch_size=1"],
         "train.global_batch_size",
@@ -220,7 +224,7 @@ WRONG = [
     (["task.name=vision_language_sft", "data.over_length=truncate"], "data.over_length", "cut through an image"),
     (["task.name=vision_language_sft", "data.over_length=split"], "data.over_length", "Write `drop`"),
     (["task.name=vision_language_sft", "model.tokenizer={train: {}}"], "model.tokenizer.train", "a tokenizer alone"),
-    (["model.lora={}", "model.ia3={}"], "model.ia3", "adapters are already configured by `model.lora`"),
+    (["model.lora={}", "model.peft={type: ia3}"], "model.peft", "adapters are already configured by `model.lora`"),
     (["model.quantization={}"], "model.quantization", "quantized weights cannot be trained"),
     (["model.compile=full", "train.embedding_noise=5.0"], "model.compile", "Write `regional`"),
     ([*IMAGES, "model.compile=regional", "model.batch_norm=4"], "model.compile", "keep sums between batches"),

@@ -82,6 +82,29 @@ def test_online_reinforcement_learning_is_out_of_scope(migrate):
     assert fate_of(migration, "num_generations")[0] == "not_possible"
 
 
+OFT = """
+stage: sft
+model_name_or_path: org/model
+finetuning_type: oft
+oft_block_size: 16
+oft_target: q_proj,v_proj
+module_dropout: 0.1
+dataset: org/rows
+template: llama3
+output_dir: saves/x
+"""
+
+
+def test_llama_factory_trains_oft_as_a_type_of_peft(migrate):
+    values = {"oft_block_size": 16, "target_modules": ["q_proj", "v_proj"], "module_dropout": 0.1}
+    migration = migrate(OFT)
+    assert job_of(migration)["model"]["peft"] == {"type": "oft", "values": values}
+    assert fate_of(migration, "oft_target") == ("mapped", "model.peft")
+    migration = migrate(OFT.replace("finetuning_type: oft", "finetuning_type: lora"))
+    assert "peft" not in job_of(migration)["model"]
+    assert fate_of(migration, "oft_target") == ("not_needed", "no OFT is trained there")
+
+
 def test_llama_factory_names_are_looked_up_in_its_dataset_info(migrate, tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "mine.json").write_text('[{"q": "a", "a": "b"}]')

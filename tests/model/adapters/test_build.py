@@ -5,20 +5,25 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from finetune.config.sections.model import Ia3Section, LoraSection, OftSection, PrefixTuningSection, PromptTuningSection
+from finetune.config.sections.model import LoraSection, PeftSection
 from finetune.errors import ModelError
 from finetune.model.adapters.build import add_adapter
 from finetune.model.adapters.context import AdapterContext
 from finetune.model.loading.pretrained import adapter_digest, base_mismatch_warning
 from finetune.model.size import measure_model
 
+
+def peft(kind, **values):
+    return PeftSection(type=kind, values=values)
+
+
 BATCH = torch.arange(24).reshape(2, 12)
 KINDS = {
     "lora": LoraSection(rank=2, rslora=True, modules_to_save=("lm_head",)),
     "dora": LoraSection(rank=2, dora=True),
-    "ia3": Ia3Section(target_modules=("k_proj", "down_proj"), feedforward_modules=("down_proj",)),
-    "oft": OftSection(block_size=8),
-    "prompt": PromptTuningSection(num_tokens=3),
+    "ia3": peft("ia3", target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    "oft": peft("oft", oft_block_size=8, target_modules="all-linear"),
+    "prompt": peft("prompt_tuning", num_virtual_tokens=3),
 }
 
 
@@ -93,15 +98,18 @@ def test_the_initial_adapter_is_identified_by_its_content(saved, tmp_path):
 
 
 MASK = torch.ones_like(BATCH)
-IA3 = Ia3Section(target_modules=("k_proj", "v_proj", "down_proj"), feedforward_modules=("down_proj",))
+IA3 = peft("ia3", target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"])
 IN_THE_MODEL = {
     "gaussian": LoraSection(rank=2, init="gaussian"),
     "pissa": LoraSection(rank=2, init="pissa"),
     "olora": LoraSection(rank=2, init="olora", alpha=3.0),
     "ia3": IA3,
-    "oft": OftSection(block_size=8),
+    "oft": peft("oft", oft_block_size=8, target_modules="all-linear"),
 }
-BEFORE_THE_TEXT = {"prompt": PromptTuningSection(num_tokens=3), "prefix": PrefixTuningSection(num_tokens=3)}
+BEFORE_THE_TEXT = {
+    "prompt": peft("prompt_tuning", num_virtual_tokens=3),
+    "prefix": peft("prefix_tuning", num_virtual_tokens=3),
+}
 
 
 def trained(model):
@@ -148,7 +156,10 @@ def test_initial_adapter_values_do_not_depend_on_the_random_state(from_config, b
 
 
 def test_trained_prompt_embeddings_are_initialized_from_the_repeated_text(from_config, build, adapted):
-    made = adapted(build(from_config()), PromptTuningSection(num_tokens=5, init_text="ab"))
+    made = adapted(
+        build(from_config()),
+        peft("prompt_tuning", num_virtual_tokens=5, prompt_tuning_init_text="ab"),
+    )
     embeddings = made.get_base_model().get_input_embeddings().weight
     assert torch.equal(made.prompt_encoder["default"].embedding.weight, embeddings[[97, 98, 97, 98, 97]])
 
@@ -164,10 +175,22 @@ def test_pissa_takes_the_largest_parts_out_of_the_base(from_config, build, adapt
 
 
 REFUSED = [
-    ("gpt2 tied", OftSection(), r"model\.oft: Target module Conv1D"),
+    (
+        "gpt2 tied",
+        peft("oft", target_modules="all-linear"),
+        r"model\.peft: Target module Conv1D",
+    ),
     ("gpt2 tied", LoraSection(init="olora"), r"model\.lora\.init: peft's `olora`"),
-    ("llama untied", OftSection(block_size=24), r"blocks of 24 do not divide the 32 inputs of `model\.layers\.0"),
-    ("llama untied", Ia3Section(target_modules=("k_prj",)), r"no module is named `k_prj`\. Did you mean `k_proj`"),
+    (
+        "llama untied",
+        peft("oft", oft_block_size=24, target_modules="all-linear"),
+        r"blocks of 24 do not divide the 32 inputs of `model\.layers\.0",
+    ),
+    (
+        "llama untied",
+        peft("ia3", target_modules=["k_prj"]),
+        r"no module is named `k_prj`\. Did you mean `k_proj`",
+    ),
     ("llama untied", LoraSection(layers=(1, 2)), r"model\.lora\.layers: there is no adapter on layer 2"),
     (
         "llama untied",

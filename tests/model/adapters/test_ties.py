@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
-from finetune.config.sections.model import Ia3Section, LoraSection, OftSection, PeftSection
+from finetune.config.sections.model import LoraSection, PeftSection
 from finetune.errors import ModelError
 from finetune.export.merge import merge
 from finetune.model.adapters.build import add_adapter
@@ -148,8 +148,8 @@ def test_the_copy_of_a_tied_weight_gets_the_gradient_that_the_weight_has_in_plai
 
 
 OTHERS = {
-    "ia3": Ia3Section(target_modules=("k_proj", "lm_head")),
-    "oft": OftSection(block_size=8, target_modules=("q_proj", "lm_head")),
+    "ia3": PeftSection(type="ia3", values={"target_modules": ["k_proj", "lm_head"], "feedforward_modules": []}),
+    "oft": PeftSection(type="oft", values={"oft_block_size": 8, "target_modules": ["q_proj", "lm_head"]}),
     "peft": PeftSection(type="loha", values={"r": 2, "target_modules": ["q_proj", "lm_head"]}),
     "peft, saved": PeftSection(
         type="loha", values={"r": 2, "target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}

@@ -28,7 +28,7 @@ class Asked(Exception):
         (["model.lora={rank: 4, alpha: 8, init: pissa}"], None),
         (["model.lora={rank: 4, alpha: 8, dora: true}"], None),
         (["model.new_tokens={tokens: [abc]}"], None),
-        (["model.prompt_tuning={num_tokens: 4}"], None),
+        (["model.peft={type: prompt_tuning, values: {num_virtual_tokens: 4}}"], None),
     ],
 )
 def test_initial_values_that_are_computed_from_weights_are_computed_on_the_cpu(job, monkeypatch, overrides, expected):

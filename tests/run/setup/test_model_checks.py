@@ -24,8 +24,11 @@ REFUSED = {
     "model.lora={target_modules: ['layers.0..*q_proj']}": ("model.lora.target_modules", "`layers.0..*q_proj`"),
     "model.lora={target_modules: [q_proj], layers: [0, 7]}": ("model.lora.layers", "7"),
     "model.lora={rank_pattern: {qproj: 2}}": ("model.lora.rank_pattern", "`qproj`"),
-    "model.ia3={target_modules: [key], feedforward_modules: []}": ("model.ia3.target_modules", "`key`"),
-    "model.oft={block_size: 7}": ("model.oft.block_size", "7"),
+    "model.peft={type: ia3, values: {target_modules: [key]}}": ("model.peft.values.target_modules", "`key`"),
+    "model.peft={type: oft, values: {oft_block_size: 7, target_modules: all-linear}}": (
+        "model.peft.values.oft_block_size",
+        "7",
+    ),
     "model.freeze=[model.embedtokens.*]": ("model.freeze", "`model.embedtokens.*`"),
     "model.freeze=['*']": ("model.freeze", "every parameter"),
     "model.train_only=[head.*]": ("model.train_only", "`head.*`"),
@@ -40,13 +43,13 @@ READY = (
     "model.lora={dora: true, modules_to_save: [lm_head]}",
     "model={name: ./base, lora: {rank: 2}, new_tokens: {tokens: [three]}}",
     "model.new_tokens={special: [three]}",
-    "model.prompt_tuning={num_tokens: 2, init_text: one two}",
-    "model.prefix_tuning={num_tokens: 2}",
+    "model.peft={type: prompt_tuning, values: {num_virtual_tokens: 2, prompt_tuning_init_text: one two}}",
+    "model.peft={type: prefix_tuning, values: {num_virtual_tokens: 2}}",
     "model.peft={type: loha, values: {r: 2, target_modules: [q_proj]}}",
     "model.freeze=['model.embed_tokens.*']",
     "train.optimizer.rates={lm_head.*: 2.0}",
     "model={from_config: {model_type: llama, values: {num_hidden_layers: 1}}, tokenizer: {train: {}}, "
-    "prompt_tuning: {num_tokens: 2}}",
+    "peft: {type: prompt_tuning, values: {num_virtual_tokens: 2}}}",
 )
 
 

@@ -50,7 +50,7 @@ def job(tmp_path):
         (("data.batching.padding_free=true", "model.attention=sdpa"), True),
         (("model.attention=sdpa",), False),
         (("model.attention=eager",), False),
-        (("model.prompt_tuning={num_tokens: 4}",), False),
+        (("model.peft={type: prompt_tuning, values: {num_virtual_tokens: 4}}",), False),
         ((f"model.from_config={LINEAR}",), True),
         (("model.from_config.model_type=gpt_oss",), True),
         (("model.from_config.model_type=gpt_oss", "model.attention=flash_attention_3"), False),
@@ -107,7 +107,10 @@ def test_samples_are_packed_only_if_the_teacher_isolates_them_too(job, tmp_path,
     ("overrides", "reason"),
     [
         (("model.attention=eager",), "`model.attention: eager` needs a mask of the whole row. Write `auto`"),
-        (("model.prompt_tuning={num_tokens: 4}",), "samples in one row would share what the adapter prepends"),
+        (
+            ("model.peft={type: prompt_tuning, values: {num_virtual_tokens: 4}}",),
+            "samples in one row would share what the adapter prepends",
+        ),
         (("model.from_config.model_type=jamba",), "`jamba`: its scan (Mamba 1) does not get the boundaries of samples"),
         (
             ("model.from_config.model_type=gpt_oss", "model.attention=flash_attention_3"),

@@ -55,7 +55,7 @@ def test_a_job_that_the_strategy_supports_is_accepted(job, written, strategy):
     ("written", "key"),
     [
         (["task.name=reward"], "task.name"),
-        (["model.ia3={}"], "model: quantized weights and adapters other than `lora`"),
+        (["model.peft={type: ia3}"], "model: quantized weights and adapters other than `lora`"),
         (["model.lora={init: pissa}"], "model.lora: adapters are split without `modules_to_save`"),
         ([TOKENS, LORA], "model.lora: adapters are split without `modules_to_save`"),
         (["model.compile=regional"], "model.compile, model.kernels"),

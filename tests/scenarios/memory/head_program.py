@@ -70,7 +70,7 @@ class Spy(ExitStack):
         def prepare(*values: Any, **named: Any) -> Any:
             prepared = prepare_model(*values, **named)
             self.enter_context(self._rows.watch(unwrap_model(prepared.model)))
-            self._live.reset_peak()
+            self._live.peak = self._live.now
             if torch.cuda.is_available():
                 torch.cuda.reset_peak_memory_stats()
             return prepared

@@ -16,6 +16,8 @@ from finetune.commands.source import use_written_arguments
 from finetune.data.encoding.conversation import ChatPrompt, prompt_ids
 from finetune.data.templates.rendering import arguments_of
 from finetune.errors import CheckpointError, DataError, UserError
+from finetune.model.generation import SamplingParams
+from finetune.model.loading.saved import inspect_model_folder
 from finetune.report.history import read_events
 from finetune.runtime import distributed
 from tests.scenarios.trained import forget, stay, train_here
@@ -125,7 +127,8 @@ def test_the_export_saves_template_arguments_and_documents_them_in_its_card(job,
 
 def test_chat_and_generate_use_the_template_arguments_of_training_by_default(job, tmp_path):
     run = trained(job)
-    tokenizer = load_chat_model(run / "final").tokenizer
+    saved = inspect_model_folder(run / "final", key="chat")
+    tokenizer = load_chat_model(saved, SamplingParams(256), adapters={}, trust_remote_code=False).tokenizer
     assert prompt(tokenizer).startswith("<|im_start|>system\neffort low<|im_end|>")
     use_written_arguments(tokenizer, ["effort=high"])
     assert prompt(tokenizer).startswith("<|im_start|>system\neffort high<|im_end|>")

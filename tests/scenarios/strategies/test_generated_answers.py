@@ -3,7 +3,8 @@
 import pytest
 
 GENERATE = "evaluate.generate={num_samples: 3, max_new_tokens: 12, batch_size: 1, show: 3, metrics: [exact_match]}"
-KINDS = {"full": [], "lora": ["model.lora={rank: 4, alpha: 8}"], "prompt": ["model.prompt_tuning={num_tokens: 3}"]}
+PROMPT = "model.peft={type: prompt_tuning, values: {num_virtual_tokens: 3}}"
+KINDS = {"full": [], "lora": ["model.lora={rank: 4, alpha: 8}"], "prompt": [PROMPT]}
 QUICK = ["train.steps=4", "evaluate.every_steps=2", "checkpoint.every_steps=4", GENERATE]
 
 

@@ -11,7 +11,7 @@ from transformers import (
     AutoModelForSeq2SeqLM,
 )
 
-from finetune.config.sections.model import Ia3Section, LoraSection, OftSection, PeftSection
+from finetune.config.sections.model import LoraSection, PeftSection
 from finetune.config.sections.train import OptimizerSection, UnfreezeSection
 from finetune.errors import ModelError
 from finetune.model.adapters.build import add_adapter
@@ -170,7 +170,7 @@ def test_weight_decay_reaches_the_matrices_of_every_type_of_model_and_no_vector(
 
 LINEAR = ("q_proj",)
 ADAPTERS = {  # the trained parameters of a layer's adapter by the end of their names: whether they are decayed
-    "ia3": (Ia3Section(target_modules=LINEAR), {"ia3_l.default": False}),
+    "ia3": (PeftSection(type="ia3", values={"target_modules": list(LINEAR)}), {"ia3_l.default": False}),
     "lora of rank 1": (
         LoraSection(rank=1, target_modules=("q_proj", "embed_tokens")),
         dict.fromkeys(
@@ -186,7 +186,10 @@ ADAPTERS = {  # the trained parameters of a layer's adapter by the end of their 
             "lora_magnitude_vector.default.weight": False,
         },
     ),
-    "oft": (OftSection(block_size=4, target_modules=LINEAR), {"oft_R.default.weight": True}),
+    "oft": (
+        PeftSection(type="oft", values={"oft_block_size": 4, "target_modules": list(LINEAR)}),
+        {"oft_R.default.weight": True},
+    ),
     "boft": (
         PeftSection(type="boft", values={"boft_block_size": 4, "target_modules": ["q_proj"]}),
         {"boft_R.default": True, "boft_s.default": False},
