@@ -27,9 +27,9 @@ from finetune.data.token_cache.integrity import digest_of_steps
 from finetune.errors import CheckpointError, FinetuneError, UserError
 from finetune.registry.optimizers import OPTIMIZERS
 from finetune.run.context import RunContext, make_context
-from finetune.run.setup.accelerator import make_accelerator
+from finetune.run.setup.accelerator import PreparedModel, make_accelerator
+from finetune.run.setup.build import prepare_model
 from finetune.run.setup.data import TrainingData, prepare_data
-from finetune.run.setup.prepared_model import PreparedModel, prepare_model
 from finetune.run.setup.strategy import launched_strategy
 from finetune.run.state.resume import make_fingerprint, matches_data_order
 from finetune.runtime import distributed
@@ -244,7 +244,7 @@ def _build(loaded: LoadedConfig, strategy: Strategy, *, checkpoints: Path) -> Co
     small = make_context(_with_smallest_microbatch(loaded), strategy)
     data = prepare_data(small)
     prepared = prepare_model(
-        small.config,
+        small.loaded,
         strategy,
         data,
         accelerator=make_accelerator(small.config, strategy, log=small.log),

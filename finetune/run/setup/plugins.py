@@ -5,7 +5,7 @@ from typing import Any
 from finetune.config.plugins import used_entries
 from finetune.config.run_config import RunConfig
 from finetune.errors import RegistryError
-from finetune.run.setup.prepared_model import BuiltRun
+from finetune.run.setup.build import BuiltRun
 from finetune.runtime import distributed
 
 _MAX_STEPS_COMPARED = 1_000

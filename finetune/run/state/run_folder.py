@@ -27,9 +27,9 @@ from finetune.registry.tasks import TASKS
 from finetune.report.build import build_reporter
 from finetune.report.page.facts import InterruptionCosts
 from finetune.report.reporter import FanOut, Reporter, RunLog
+from finetune.run.setup.build import BuiltRun
 from finetune.run.setup.data import write_audit
 from finetune.run.setup.padding_free import resolve_padding_free
-from finetune.run.setup.prepared_model import BuiltRun
 from finetune.run.state.finished import read_record
 from finetune.run.state.preflight import prefetch_checksums
 from finetune.runtime import distributed
