@@ -19,10 +19,10 @@ from finetune.report.timing import StartupTimer
 from finetune.run.context import RunContext, make_context
 from finetune.run.final_export import push_final
 from finetune.run.fit import finish, fit
+from finetune.run.microbatch_size import resolve_microbatch_size
 from finetune.run.setup.accelerator import make_accelerator
 from finetune.run.setup.build import build
 from finetune.run.setup.data import prepare_data
-from finetune.run.setup.microbatch_size import resolve_microbatch_size
 from finetune.run.setup.model_checks import CheckedJob, Stage, check_model
 from finetune.run.setup.strategy import (
     launched_strategy,

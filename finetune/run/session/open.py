@@ -16,11 +16,11 @@ from finetune.report.reporter import CallbackReporter, Reporter
 from finetune.report.timing import StartupTimer
 from finetune.run.context import RunContext
 from finetune.run.fit import make_saver, run_started
+from finetune.run.microbatch_size import resolve_microbatch_size
 from finetune.run.setup.accelerator import make_accelerator
 from finetune.run.setup.build import build
 from finetune.run.setup.components import make_components
 from finetune.run.setup.data import prepare_data
-from finetune.run.setup.microbatch_size import resolve_microbatch_size
 from finetune.run.state.resume import RestoredRun, restore
 from finetune.run.state.run_folder import fetch_run_folder, open_run_folder
 from finetune.run.supervision import model_code_errors

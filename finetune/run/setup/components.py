@@ -5,14 +5,17 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
 from finetune.checkpoint.write.saver import Saver
+from finetune.config.plugins import used_entries
 from finetune.config.run_config import RunConfig
 from finetune.data.batch import Batch
 from finetune.data.loader import StepGroups, train_loader
 from finetune.data.token_cache.integrity import SampleVerifier
+from finetune.errors import RegistryError
 from finetune.model.batch_norm import GhostBatchNorm, update_running_statistics
 from finetune.report.events import Noted, StartedUp
 from finetune.report.gpu import DeviceColumns
@@ -21,8 +24,7 @@ from finetune.report.timing import StartupTimer
 from finetune.run.context import RunPaths
 from finetune.run.setup.build import BuiltRun
 from finetune.run.setup.evaluator import make_evaluation
-from finetune.run.setup.plugins import require_same_on_all_ranks
-from finetune.run.state.samples import open_sample_record
+from finetune.run.setup.samples import open_sample_record
 from finetune.runtime import distributed
 from finetune.runtime.optional import no_op
 from finetune.runtime.parallel import sequence_group, tensor_group
@@ -55,7 +57,7 @@ def make_components(
     log: RunLog,
 ) -> TrainingComponents:
     """Return the loop's components; the first step reports the duration of the start. Collective."""
-    require_same_on_all_ranks(config, built)
+    _require_same_on_all_ranks(config, built)
     training_data, prepared, plan = built.training_data, built.prepared, built.plan
     stops: dict[str, Callable[[], bool]] = {FAILED_SAVE: lambda: save.has_failed}  # of this rank
     if config.train.time_limit_minutes:
@@ -156,3 +158,37 @@ def _step_groups(
 def _has_ghost_norms(model: nn.Module) -> bool:
     """Return whether a recomputed forward pass would count again in a norm's statistics."""
     return any(isinstance(module, GhostBatchNorm) for module in model.modules())
+
+
+_MAX_STEPS_COMPARED = 1_000
+
+
+def _require_same_on_all_ranks(config: RunConfig, built: BuiltRun) -> None:
+    """Raise RegistryError if plugins give ranks different rows, optimizers or learning rates.
+
+    A schedule is asked for its rates here, so that an invalid one is refused before the first step. Collective for a
+    job with plugins.
+    """
+    names = [entry.name for _, entry in used_entries(config)]
+    if not names:
+        return
+    schedule, num_steps = built.plan.schedule, built.plan.num_steps
+    compared = [*range(0, num_steps, -(-num_steps // _MAX_STEPS_COMPARED)), num_steps - 1]
+    settings = [_settings(group) for group in built.prepared.optimizer.param_groups]
+    facts = {
+        "rows": [built.training_data.training.fingerprint, num_steps],
+        "the settings of the optimizer": settings,
+        "learning rates": [schedule.learning_rate(step) for step in compared],
+    }
+    for rank, of_rank in enumerate(of_ranks := distributed.gather_objects(facts)):
+        for title, value in of_rank.items():
+            if value != of_ranks[0][title]:
+                raise RegistryError(
+                    f"{title} on rank {rank} are not those of rank 0. A plugin must return the same on every rank: one "
+                    f"of {', '.join(dict.fromkeys(names))} reads the rank, the time, the host or unseeded randomness."
+                )
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of a parameter group that are no tensors."""
+    return {name: value for name, value in group.items() if isinstance(value, str | int | float | tuple | None)}

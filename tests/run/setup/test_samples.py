@@ -12,8 +12,8 @@ from finetune.data.batch import Batch
 from finetune.data.order.order import DatasetView, SetOrder
 from finetune.data.token_cache.integrity import digest_of_step_ids, digest_of_steps
 from finetune.errors import CheckpointError
+from finetune.run.setup.samples import open_sample_record, read_samples
 from finetune.run.state.resume import require_same_samples
-from finetune.run.state.samples import open_sample_record, read_samples
 from finetune.runtime.progress import Progress
 
 
