@@ -15,9 +15,9 @@ from finetune.report.events import CheckpointSaved, Noted, RunEnded, RunStarted,
 from finetune.report.gpu import sampled_gpu
 from finetune.report.reporter import CallbackReporter, Reporter
 from finetune.run.final_export import export_final
+from finetune.run.profile import profile_parts
 from finetune.run.setup.components import make_components
 from finetune.run.setup.forwards import device_price, peak_flops
-from finetune.run.setup.profile import profile_parts
 from finetune.run.state.resume import RestoredRun, describe_exported, load_best
 from finetune.run.supervision import Supervision
 from finetune.runtime import distributed
