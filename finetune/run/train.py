@@ -23,7 +23,7 @@ from finetune.run.microbatch_size import resolve_microbatch_size
 from finetune.run.setup.accelerator import make_accelerator
 from finetune.run.setup.build import build
 from finetune.run.setup.data import prepare_data
-from finetune.run.setup.model_checks import CheckedJob, Stage, check_model
+from finetune.run.setup.model_checks import CheckedJob, Stage, changes_config, check_model
 from finetune.run.setup.strategy import (
     launched_strategy,
 )
@@ -159,7 +159,5 @@ def validate_model(loaded: LoadedConfig, strategy: Strategy, *, log: RunLog, on_
     """
     if not distributed.is_main() and not on_every_rank:
         return
-    section = loaded.config.model
-    builds = section.from_config is not None or bool(section.config_changes)
-    for line in check_model(CheckedJob(loaded, strategy, builds=builds), [Stage.CONFIG]):
+    for line in check_model(CheckedJob(loaded, strategy, builds=changes_config(loaded.config.model)), [Stage.CONFIG]):
         log(line)

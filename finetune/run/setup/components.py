@@ -139,9 +139,8 @@ def _step_groups(
         if has_ghost_norms:
             update_running_statistics(prepared.model)
 
-    on_group = no_op
-    if config.report.sample_ids:
-        on_group = open_sample_record(Path(config.run.folder), first_step=first_step).add
+    run_folder = Path(config.run.folder)
+    on_group = open_sample_record(run_folder, first_step=first_step).add if config.report.sample_ids else no_op
     groups = StepGroups(
         own_batches(prepared.accelerator, loader),
         plan.num_batches,

@@ -12,6 +12,7 @@ from typing import Any
 
 from finetune.config.load import LoadedConfig
 from finetune.config.run_config import RunConfig
+from finetune.config.sections.model import ModelSection
 from finetune.data.token_cache.cache import cache_folder
 from finetune.errors import ModelError
 from finetune.model.adapters.context import AdapterContext
@@ -124,6 +125,11 @@ class CheckedJob:
             new_ids=() if section.new_tokens is None else new_token_ids(tokenizer, section.new_tokens),
         )
         return make_trainable(meta_model(section, head=head), section, context)
+
+
+def changes_config(section: ModelSection) -> bool:
+    """Return whether the job writes values of the model's config, which are then tried before weights are loaded."""
+    return section.from_config is not None or bool(section.config_changes)
 
 
 def check_model(job: CheckedJob, stages: Iterable[Stage] = WITHOUT_WEIGHTS) -> tuple[str, ...]:

@@ -140,3 +140,12 @@ def test_ranks_of_a_machine_share_its_memory(monkeypatch):
     assert free_device_bytes(torch.device("cuda")) == 5
     monkeypatch.setattr(torch, "get_device_module", lambda _: SimpleNamespace())
     assert free_device_bytes(torch.device("mps")) == 0
+
+
+def test_each_step_of_a_build_has_a_reason_and_the_accelerator_comes_last():
+    steps = [step.__name__.removeprefix("_") for step, _ in build.BUILD_STEPS]
+    assert all(reason for _, reason in build.BUILD_STEPS)
+    assert (steps[:2], steps[-1]) == (["measure_process", "load"], "prepare")
+    assert (
+        steps.index("check") < steps.index("split_layers") < steps.index("plan_memory") < steps.index("make_optimizer")
+    )
