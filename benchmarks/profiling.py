@@ -34,7 +34,7 @@ from finetune.report.gpu import GpuSampler  # noqa: E402
 from finetune.report.history import read_events  # noqa: E402
 from finetune.report.profile import StepProfile  # noqa: E402
 from finetune.report.prometheus import PrometheusReporter  # noqa: E402
-from finetune.run.setup.loop import timed_call  # noqa: E402
+from finetune.run.profile import timed_call  # noqa: E402
 from finetune.run.train import train_from_config  # noqa: E402
 from finetune.runtime import distributed  # noqa: E402
 from finetune.runtime.optional import no_op  # noqa: E402

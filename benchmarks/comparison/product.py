@@ -24,10 +24,10 @@ from finetune.config.load import LoadedConfig, load_config
 from finetune.config.sections.checkpoint import CheckpointSection
 from finetune.data.loader import train_loader
 from finetune.run.context import RunContext, make_context
-from finetune.run.setup.accelerator import make_accelerator
+from finetune.run.setup.accelerator import PreparedModel, make_accelerator
+from finetune.run.setup.build import prepare_model
 from finetune.run.setup.data import TrainingData, prepare_data
-from finetune.run.setup.loop import make_evaluator
-from finetune.run.setup.prepared_model import PreparedModel, prepare_model
+from finetune.run.setup.evaluator import make_evaluator
 from finetune.run.setup.strategy import launched_strategy
 from finetune.run.train import train_from_config
 from finetune.runtime import distributed
@@ -155,7 +155,7 @@ def build(job: Path, overrides: Sequence[str] = ()) -> Built:
     data = prepare_data(context)
     accelerator = make_accelerator(context.config, context.strategy, log=context.log)
     prepared = prepare_model(
-        context.config,
+        context.loaded,
         context.strategy,
         data,
         accelerator=accelerator,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.config.load import load_config
-from finetune.run.state.preflight import prefetch_checksums
+from finetune.run.start import prefetch_checksums
 from finetune.runtime.optional import lazily
 
 with lazily():

@@ -29,13 +29,12 @@ from finetune.model.loading.pretrained import check_loadable
 from finetune.model.loading.saved import SavedModel, inspect_model_folder, load_saved_model
 from finetune.model.upstream import data_only_loading
 from finetune.report.reporter import RunLog
-from finetune.run.setup.accelerator import make_accelerator
+from finetune.run.setup.accelerator import PreparedModel, make_accelerator
 from finetune.run.setup.data import make_encoding
-from finetune.run.setup.loop import make_evaluator
+from finetune.run.setup.evaluator import make_evaluator
 from finetune.run.setup.model import parameters_in
 from finetune.run.setup.padding_free import resolve_padding_free
 from finetune.run.setup.precompute import attach_teacher, precompute_set
-from finetune.run.setup.prepared_model import PreparedModel
 from finetune.run.setup.strategy import launched_strategy
 from finetune.run.state.run_folder import RunInputs, load_run_inputs
 from finetune.runtime import distributed

@@ -43,11 +43,10 @@ from finetune.run.final_export import (
     exports_trained_only,
     load_options,
     load_unquantized_base,
-    require_mergeable,
     resolve_export_section,
     template_renders,
 )
-from finetune.run.setup.model import parameters_in
+from finetune.run.setup.model import parameters_in, require_mergeable
 from finetune.run.state.run_folder import load_run_inputs
 from finetune.runtime.environment import package_versions
 from finetune.runtime.parameters import InitContext

@@ -11,7 +11,7 @@ import pathlib
 import stat
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -22,8 +22,14 @@ from finetune.config.formatting import closest, format_list, job_yaml
 from finetune.config.overrides import OverrideResult, apply_overrides, override_label
 from finetune.config.paths import is_url, local_run_folder, path_problems, with_absolute_paths
 from finetune.config.plugins import activate_options, load_plugins, missing_options, untrusted_plugins
-from finetune.config.rules import rule_problems
+from finetune.config.rules.checkpoint import CHECKPOINT_RULES, EVALUATION_RULES
+from finetune.config.rules.data import BATCHING_RULES, DATA_RULES, FORMAT_RULES, IMAGE_RULES
 from finetune.config.rules.files import file_problems
+from finetune.config.rules.model import ADAPTER_RULES, MODEL_RULES
+from finetune.config.rules.sources import FILE_OPTION_RULES, SOURCE_RULES, STREAM_RULES
+from finetune.config.rules.task import PAIR_RULES, PREFERENCE_RULES, TASK_RULES
+from finetune.config.rules.train import BATCH_RULES, TRAINING_RULES
+from finetune.config.rules.unused_keys import no_unused_keys
 from finetune.config.rules.versions import (
     rename_keys,
     rename_overrides,
@@ -187,7 +193,7 @@ def _load_overridden(
         broken |= {problem.key for problem in unusable}
         config = draft_section(RunConfig, overridden.values, broken=broken)
     config = with_absolute_paths(config, folder)
-    problems += rule_problems(config, is_draft=bool(broken))
+    problems += _rule_problems(config, is_draft=bool(broken))
     problems += [] if broken else missing_options(config)
     problems += file_problems(config, folder=folder, is_draft=bool(broken), elsewhere=elsewhere)
     if problems:
@@ -196,6 +202,39 @@ def _load_overridden(
         raise ConfigError(ordered[:MAX_LISTED], path.name, num_more=num_more)
     activate_options(config.plugin_options)
     return config
+
+
+RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
+    *BATCH_RULES,
+    *MODEL_RULES,
+    *ADAPTER_RULES,
+    *SOURCE_RULES,
+    *FILE_OPTION_RULES,
+    *FORMAT_RULES,
+    *DATA_RULES,
+    *BATCHING_RULES,
+    *STREAM_RULES,
+    *EVALUATION_RULES,
+    *CHECKPOINT_RULES,
+    *TASK_RULES,
+    *PREFERENCE_RULES,
+    *PAIR_RULES,
+    *IMAGE_RULES,
+    *TRAINING_RULES,
+    no_unused_keys,
+)
+
+
+def _rule_problems(config: RunConfig, *, is_draft: bool) -> list[Problem]:
+    """Return the problems that all rules find; of a draft, a rule that reads an invalid key is skipped."""
+    problems: list[Problem] = []
+    for rule in RULES:
+        try:
+            problems.extend(rule(config))
+        except AttributeError:
+            if not is_draft:
+                raise
+    return problems
 
 
 def require_divisible_batch(loaded: LoadedConfig, *, num_processes: int) -> None:

@@ -5,7 +5,7 @@ trained parameters: gradients go to the aliases, so that neither DDP's buckets n
 collectives of a task are local. Without communication, no rank can block.
 
 If parameters are sharded (FSDP, ZeRO-3), each layer is gathered, so the real model runs and its gradients are dropped.
-A rank that runs out of memory there ends the run; `run/setup/microbatch_size.py` explains how `auto` avoids that.
+A rank that runs out of memory there ends the run; `run/microbatch_size.py` explains how `auto` avoids that.
 """
 
 import gc

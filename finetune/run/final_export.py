@@ -29,7 +29,7 @@ from finetune.data.batch import Batch
 from finetune.data.features import Features
 from finetune.data.templates.chat_template import stop_ids
 from finetune.data.templates.rendering import arguments_of, render
-from finetune.errors import DataError, DiskError, HubError, ModelError
+from finetune.errors import DataError, DiskError, HubError
 from finetune.export.card import CardFacts, vllm_hint
 from finetune.export.save import Preprocessors, TextPreprocessor, export_model, push_folder
 from finetune.export.verify.rows import (
@@ -48,8 +48,11 @@ from finetune.registry.model import ARITHMETIC
 from finetune.report.events import Noted
 from finetune.report.reporter import Reporter
 from finetune.run.context import RunPaths
+from finetune.run.setup.accelerator import PreparedModel
+from finetune.run.setup.build import BuiltRun
 from finetune.run.setup.data import TrainingData
-from finetune.run.setup.prepared_model import BuiltRun, PreparedModel, make_weights
+from finetune.run.setup.evaluator import make_weights
+from finetune.run.setup.model import is_merged
 from finetune.run.state.finished import FINAL_RECORD, input_stamps, is_exported, read_record
 from finetune.runtime import distributed
 from finetune.runtime.environment import package_versions
@@ -68,11 +71,6 @@ MERGED_UNQUANTIZED = (
     "the adapter was trained on a quantized base and is merged into the unquantized one: the merged model is not "
     "exactly the model that was evaluated. Measure it with `finetune evaluate`."
 )
-
-
-def is_merged(config: RunConfig) -> bool:
-    """Return whether the export is a whole model that an adapter is merged into."""
-    return config.export.merge and adapter_of(config) is not None
 
 
 def exports_trained_only(config: RunConfig) -> bool:
@@ -102,23 +100,6 @@ def load_unquantized_base(
         init_context=InitContext(),
     )
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
-
-
-def require_mergeable(config: RunConfig, *, strategy: str | None = None) -> None:
-    """Raise ModelError where a merge at the end would be wrong, or impossible under the launched strategy."""
-    section = config.model
-    if not is_merged(config) or section.quantization is None:
-        return
-    if section.lora is not None and section.lora.init == "loftq":
-        raise ModelError(
-            "export.merge: an adapter of `init: loftq` corrects the quantization error of its base, so it must not be "
-            "merged into the unquantized base. Leave `merge` out, or write another `model.lora.init`."
-        )
-    if strategy == "zero3":
-        raise ModelError(
-            "export.merge: under ZeRO-3 the unquantized base cannot be loaded on one process. Leave `merge` out, and "
-            "run `finetune export RUN --merge` afterwards."
-        )
 
 
 def resolve_export_section(config: RunConfig) -> ExportSection:

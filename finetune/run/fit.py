@@ -5,31 +5,27 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from finetune.checkpoint.write.saver import SavedCheckpoint, Saver
-from finetune.config.run_config import RunConfig
-from finetune.config.sections.checkpoint import CheckpointSection
 from finetune.errors import CheckpointError, NonFiniteError
 from finetune.model.batch_norm import sync_batch_norm
 from finetune.registry.tasks import TASKS
 from finetune.report.events import CheckpointSaved, Noted, RunEnded, RunStarted, Warned
 from finetune.report.gpu import sampled_gpu
 from finetune.report.reporter import CallbackReporter, Reporter
-from finetune.run.context import RunContext
 from finetune.run.final_export import export_final
+from finetune.run.profile import profile_parts
+from finetune.run.setup.components import make_components
 from finetune.run.setup.forwards import device_price, peak_flops
-from finetune.run.setup.loop import make_parts, profile_parts, remove_stop_file
 from finetune.run.state.resume import RestoredRun, describe_exported, load_best
 from finetune.run.supervision import Supervision
 from finetune.runtime import distributed
 from finetune.runtime.optional import no_op
 from finetune.runtime.upstream import keep_freed_memory
 from finetune.strategy.choose import describe_strategy
-from finetune.strategy.protocol import Strategy
 from finetune.train.loop import report_steps, train
-from finetune.train.stopping import FINAL_REASONS, STOP_FILE
+from finetune.train.stopping import FINAL_REASONS, STOP_FILE, remove_stop_file
 
 
 @dataclass(frozen=True)
@@ -40,16 +36,14 @@ class TrainingOutcome:
     started: float
 
 
-def fit(
-    context: RunContext, restored: RestoredRun, *, reporter: CallbackReporter, supervision: Supervision
-) -> TrainingOutcome:
+def fit(restored: RestoredRun, *, reporter: CallbackReporter, supervision: Supervision) -> TrainingOutcome:
     """Train to the end of the plan, or until a stop is requested. Collective."""
-    config, progress, plan = context.config, restored.progress, restored.built.plan
-    on_path = supervision.status.checkpoint
-    save = make_saver(context.paths.checkpoints, config.checkpoint, restored, reporter=reporter, on_path=on_path)
+    context, progress, plan = restored.context, restored.progress, restored.built.plan
+    config = context.config
+    save = make_saver(restored, reporter=reporter, on_path=supervision.status.checkpoint)
     save.rehearse(num_saves=plan.num_due(config.checkpoint.every_steps, after=progress.step))
     with sampled_gpu(restored.built.prepared.accelerator.device, is_main=distributed.is_main()) as gpu:
-        parts = make_parts(
+        parts = make_components(
             config,
             restored.built,
             reporter=reporter,
@@ -60,7 +54,7 @@ def fit(
             log=context.log,
         )
         parts = profile_parts(parts, config.report.profile, run_folder=context.paths.folder)
-        reporter(run_started(config, context.strategy, restored, previous=supervision.status.previous))
+        reporter(run_started(restored, previous=supervision.status.previous))
         started = time.monotonic()
         supervision.status.run(progress, num_steps=plan.num_steps)
         if config.evaluate is not None and config.evaluate.at_start and progress.step == 0:
@@ -78,14 +72,7 @@ def fit(
             raise
 
 
-def make_saver(
-    folder: Path,
-    section: CheckpointSection,
-    restored: RestoredRun,
-    *,
-    reporter: Reporter,
-    on_path: Callable[[str], None] = no_op,
-) -> Saver:
+def make_saver(restored: RestoredRun, *, reporter: Reporter, on_path: Callable[[str], None] = no_op) -> Saver:
     """Return what saves the run; it reports each checkpoint and calls `on_path` with its path."""
 
     def on_saved(saved: SavedCheckpoint) -> None:
@@ -94,8 +81,8 @@ def make_saver(
         on_path(path)
 
     return Saver(
-        folder,
-        section=section,
+        restored.context.paths.checkpoints,
+        section=restored.context.config.checkpoint,
         access=restored.access,
         run=restored.fingerprint,
         on_saved=on_saved,
@@ -104,15 +91,13 @@ def make_saver(
     )
 
 
-def run_started(
-    config: RunConfig, strategy: Strategy, restored: RestoredRun, *, previous: Mapping[str, Any]
-) -> RunStarted:
+def run_started(restored: RestoredRun, *, previous: Mapping[str, Any]) -> RunStarted:
     """Return the event with which a run begins; `previous` is what its status file said before this start."""
-    plan, prepared = restored.built.plan, restored.built.prepared
+    config, plan, prepared = restored.context.config, restored.built.plan, restored.built.prepared
     return RunStarted(
         step=restored.progress.step,
         num_steps=plan.num_steps,
-        strategy=describe_strategy(strategy),
+        strategy=describe_strategy(restored.context.strategy),
         arithmetic=plan.arithmetic,
         config=config.model_dump(),
         flops_per_token=prepared.flops_per_token,
@@ -124,14 +109,12 @@ def run_started(
     )
 
 
-def finish(
-    context: RunContext, restored: RestoredRun, fitted: TrainingOutcome, *, reporter: Reporter, supervision: Supervision
-) -> int:
+def finish(restored: RestoredRun, fitted: TrainingOutcome, *, reporter: Reporter, supervision: Supervision) -> int:
     """Export the model where the run is finished, report its end and return the exit code. Collective."""
-    progress, built, is_final = restored.progress, restored.built, fitted.reason in FINAL_REASONS
+    context, progress, is_final = restored.context, restored.progress, fitted.reason in FINAL_REASONS
     if is_final:
-        best = partial(load_best, context, restored) if context.config.export.checkpoint == "best" else None
-        export_final(context.loaded, built, reporter, progress=progress, reason=fitted.reason, load_best=best)
+        best = partial(load_best, restored) if context.config.export.checkpoint == "best" else None
+        export_final(context.loaded, restored.built, reporter, progress=progress, reason=fitted.reason, load_best=best)
         if distributed.is_main() and (line := describe_exported(context.config, progress)) is not None:
             reporter(Noted(progress.step, line))
     if fitted.reason == STOP_FILE and distributed.is_main():

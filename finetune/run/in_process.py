@@ -29,8 +29,8 @@ from finetune.errors import TrainingError, UserError
 from finetune.model.kernels.fused_layers import restored_rotary_functions
 from finetune.report.events import Event
 from finetune.report.reporter import RunLog
+from finetune.run.start import prefetch_checksums, preflight, use_expandable_segments
 from finetune.run.state.finished import RunResult, read_result
-from finetune.run.state.preflight import prefetch_checksums, preflight, use_expandable_segments
 from finetune.run.train import train_for_caller
 from finetune.runtime import distributed
 from finetune.runtime.processes import restored_environment, restored_parent_signal

@@ -5,12 +5,9 @@ that the run starts from, `restore` loads a checkpoint into what `build` returne
 """
 
 import os
-from collections.abc import Callable, Sequence
-from contextlib import closing
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from functools import partial
-
-from accelerate import Accelerator
 
 from finetune.checkpoint.read.checksum_prefetch import ChecksumPrefetch
 from finetune.config.load import LoadedConfig, with_local_folder
@@ -22,28 +19,24 @@ from finetune.report.timing import StartupTimer
 from finetune.run.context import RunContext, make_context
 from finetune.run.final_export import push_final
 from finetune.run.fit import finish, fit
+from finetune.run.microbatch_size import resolve_microbatch_size
 from finetune.run.setup.accelerator import make_accelerator
-from finetune.run.setup.data import VERIFY_TIMEOUT_SECONDS, PreparedData, prepare_data, verify_sets
-from finetune.run.setup.microbatch_size import resolve_microbatch_size
-from finetune.run.setup.model_checks import CheckedJob, Stage, check_model
-from finetune.run.setup.precompute import add_frozen_models
-from finetune.run.setup.prepared_model import BuiltRun, make_step_task, prepare_model, require_sample_isolation
+from finetune.run.setup.build import build
+from finetune.run.setup.data import prepare_data
+from finetune.run.setup.model_checks import CheckedJob, Stage, changes_config, check_model
 from finetune.run.setup.strategy import (
     launched_strategy,
-    require_exact_slices,
 )
 from finetune.run.state.finished import RunResult, result_of_run
-from finetune.run.state.resume import find_finished, restore
+from finetune.run.state.resume import RestoredRun, find_finished, restore
 from finetune.run.state.run_folder import fetch_run_folder, open_run_folder
 from finetune.run.state.upload import Uploader, make_uploader
 from finetune.run.supervision import Supervision, model_code_errors, supervised_run
 from finetune.runtime import distributed
-from finetune.runtime.optional import no_op
 from finetune.runtime.progress import Progress
 from finetune.runtime.text.terminal import quiet_libraries
 from finetune.strategy.launch_file import is_set_by_accelerate
 from finetune.strategy.protocol import Strategy
-from finetune.task.model_inputs import unwrap_model
 
 
 def train_from_config(loaded: LoadedConfig, checksums: ChecksumPrefetch | None = None) -> int:
@@ -114,32 +107,40 @@ def _train(
     reporters: Sequence[Reporter] = (),
 ) -> tuple[int, str, Progress]:
     """Return the exit code, why the run ended, and how far it has come. Collective."""
-    config, strategy, log = context.config, context.strategy, context.log
+    config, log, startup = context.config, context.log, supervision.startup
     checksums = fetch_run_folder(context.loaded, checksums, log=log)
-    validate_model(context.loaded, strategy, log=log, on_every_rank=supervision.process_exit.raises)
+    validate_model(context.loaded, context.strategy, log=log, on_every_rank=supervision.process_exit.raises)
     data = prepare_data(context)
-    supervision.startup.end("data")
-    accelerator = make_accelerator(config, strategy, log=log)
+    startup.end("data")
+    accelerator = make_accelerator(config, context.strategy, log=log)
     supervision.gather_peers()
-    if finished := find_finished(config, strategy, data, log=log):
+    if finished := find_finished(config, context.strategy, data, log=log):
         code = supervision.end_finished(finished, num_steps=data.plan.num_steps)
         return code, finished.reason, finished.progress
     detect_hangs = partial(supervision.watchdog.detect_hangs, config.run.hang_after_seconds)
-    built = build(context, data, accelerator=accelerator, startup=supervision.startup, on_model=detect_hangs)
+    built = build(context, data, accelerator=accelerator, startup=startup, on_model=detect_hangs)
     restored = restore(context, built, checksums)
-    with supervision.startup.phase("longest batch"):
-        context, built = resolve_microbatch_size(context, restored.built, first_step=restored.progress.step)
-    restored = replace(restored, built=built)
-    costs = InterruptionCosts(supervision.status.add, hours_stated=config.run.hours_between_interruptions)
-    opened = open_run_folder(context.loaded, built, costs=costs, log=log, reporters=reporters)
-    watched = uploader.watch_reporter(opened)
-    reporter = CallbackReporter(watched, config.train.callbacks, can_evaluate=config.evaluate is not None)
-    with closing(opened), uploader, supervision.recording_first_error(DiskError):
-        fitted = fit(context, restored, reporter=reporter, supervision=supervision)
-        code = finish(context, restored, fitted, reporter=reporter, supervision=supervision)
-    for line in costs.lines:
-        log(line)
+    with startup.phase("longest batch"):
+        restored = resolve_microbatch_size(restored)
+    with _reporting(restored, supervision, uploader=uploader, reporters=reporters) as reporter:
+        fitted = fit(restored, reporter=reporter, supervision=supervision)
+        code = finish(restored, fitted, reporter=reporter, supervision=supervision)
     return code, fitted.reason, restored.progress
+
+
+@contextmanager
+def _reporting(
+    restored: RestoredRun, supervision: Supervision, *, uploader: Uploader, reporters: Sequence[Reporter]
+) -> Iterator[CallbackReporter]:
+    """Write the run folder and yield what reports to it; log at the end what interruptions have cost. Collective."""
+    context, config = restored.context, restored.context.config
+    costs = InterruptionCosts(supervision.status.add, hours_stated=config.run.hours_between_interruptions)
+    opened = open_run_folder(context.loaded, restored.built, costs=costs, log=context.log, reporters=reporters)
+    watched = uploader.watch_reporter(opened)
+    with closing(opened), uploader, supervision.recording_first_error(DiskError):
+        yield CallbackReporter(watched, config.train.callbacks, can_evaluate=config.evaluate is not None)
+    for line in costs.lines:
+        context.log(line)
 
 
 def validate(loaded: LoadedConfig) -> RunContext:
@@ -163,36 +164,5 @@ def validate_model(loaded: LoadedConfig, strategy: Strategy, *, log: RunLog, on_
     """
     if not distributed.is_main() and not on_every_rank:
         return
-    section = loaded.config.model
-    builds = section.from_config is not None or bool(section.config_changes)
-    for line in check_model(CheckedJob(loaded, strategy, builds=builds), [Stage.CONFIG]):
+    for line in check_model(CheckedJob(loaded, strategy, builds=changes_config(loaded.config.model)), [Stage.CONFIG]):
         log(line)
-
-
-def build(
-    context: RunContext,
-    data: PreparedData,
-    *,
-    accelerator: Accelerator,
-    startup: StartupTimer,
-    on_model: Callable[[], None] = no_op,
-) -> BuiltRun:
-    """Return the model with the weights that the run starts from, and the data with what they precompute.
-
-    `on_model` is called when the model is prepared. Collective.
-    """
-    config, log = context.config, context.log
-    prepared = prepare_model(config, context.strategy, data, accelerator=accelerator, log=log)
-    require_sample_isolation(config, data.training_data, prepared, log=log)
-    require_exact_slices(
-        prepared.model,
-        config=unwrap_model(prepared.unwrapped_model).config,
-        tokenizer=data.training_data.tokenizer,
-        device=accelerator.device,
-    )
-    is_all_verified = data.training_data.task.precomputed is not None  # for all samples, which must be intact
-    verify_sets(data.training_data, seconds=None if is_all_verified else VERIFY_TIMEOUT_SECONDS)
-    startup.end("model")
-    on_model()
-    training_data = add_frozen_models(config, data.training_data, prepared, log=log)
-    return BuiltRun(training_data, data.plan, prepared, make_step_task(config, training_data.task, prepared))

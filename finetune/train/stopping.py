@@ -85,6 +85,14 @@ class StopFile:
         return self._exists
 
 
+def remove_stop_file(path: Path, *, log: Callable[[str], object]) -> None:
+    """Remove the stop file, so that the same command resumes; log where that fails."""
+    try:
+        path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
+    except OSError as error:
+        log(f"{path} cannot be removed ({error.strerror}). Remove it, or the next start stops at once.")
+
+
 FINISHED, EARLY_STOPPING = "finished", "early stopping"
 
 FINAL_REASONS = (FINISHED, EARLY_STOPPING)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from finetune.report.history import read_events
-from finetune.run.setup.loop import read_samples
+from finetune.run.setup.samples import read_samples
 from tests import launching
 from tests.small_job import JOB, write_job
 

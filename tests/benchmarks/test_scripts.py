@@ -11,6 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 SMALLEST = {
+    "call_drawing.py": [],
     "code_metrics.py": [],
     "compare.py": ["--tiny", "--only", "lognormal,evaluation,growth", "--out", "{folder}"],
     "gpu.py": ["--tiny", "--device", "cpu", "--peak-tflops", "1", "--only", "1B full, ours", "--out", "{folder}"],

@@ -112,9 +112,7 @@ def test_the_exit_code_of_the_run_is_the_exit_code(typed, job, calls):
 
 def test_checksums_are_started_before_training_modules_are_imported(job, monkeypatch):
     trained = []
-    monkeypatch.setattr(
-        "finetune.run.state.preflight.prefetch_checksums", lambda loaded: f"checksums of {loaded.path.name}"
-    )
+    monkeypatch.setattr("finetune.run.start.prefetch_checksums", lambda loaded: f"checksums of {loaded.path.name}")
     monkeypatch.setattr(start, "train", SimpleNamespace(train_from_config=lambda *given: trained.append(given) or 3))
     assert start.start(job, ["train.steps=7"]) == 3
     ((loaded, checksums),) = trained

@@ -15,8 +15,8 @@ from finetune.config.load import load_config
 from finetune.data.workers import loader_settings
 from finetune.model.attention import sample_attention
 from finetune.registry.model import PER_SAMPLE_ATTENTION
+from finetune.run import start
 from finetune.run.setup.forwards import peak_flops
-from finetune.run.state import preflight
 from finetune.task.lm_loss.target_loss import resolve_kernel
 from finetune.task.model_inputs import unwrap_model
 from finetune.train.parts import TrainingComponents
@@ -69,8 +69,8 @@ def _choices(job: Path, parts: TrainingComponents, groups: Sequence[Mapping[str,
     config = load_config(job, []).config
     accelerator, device = parts.accelerator, parts.accelerator.device
     loader = loader_settings(config.data)
-    with patch.object(preflight, "has_virtual_memory", lambda: True):
-        preflight.use_expandable_segments(variables := {})
+    with patch.object(start, "has_virtual_memory", lambda: True):
+        start.use_expandable_segments(variables := {})
     optimizer = parts.optimizer.optimizer
     group = optimizer.param_groups[0]
     flops = peak_flops(device, precision=config.train.precision, world=accelerator.num_processes)

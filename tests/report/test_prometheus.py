@@ -14,11 +14,11 @@ import pytest
 from finetune.config.sections.report import ReportSection
 from finetune.errors import MissingPackage
 from finetune.report import prometheus
-from finetune.report.build import build_reporter
 from finetune.report.events import CheckpointSaved, Evaluated, Profiled, RunEnded, StepSkipped, Warned
 from finetune.report.gpu import COLUMNS
 from finetune.report.prometheus import PrometheusReporter
 from finetune.report.reporter import FanOut
+from finetune.run.state.run_folder import build_reporter
 from finetune.runtime.processes import free_port
 
 pytest.importorskip("prometheus_client")

@@ -6,11 +6,11 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, get_availa
 from finetune.config.sections.report import ReportSection
 from finetune.errors import MissingPackage, UserError
 from finetune.registry.observers import TRACKERS, TrackerEntry
-from finetune.report.build import build_reporter
 from finetune.report.events import Evaluated, RunEnded
 from finetune.report.history import read_events
 from finetune.report.reporter import FanOut
 from finetune.report.trackers import TrackerReporter, check_trackers, flatten_config, tracker_options
+from finetune.run.state.run_folder import build_reporter
 
 
 class Notebook(GeneralTracker):

@@ -16,9 +16,9 @@ from finetune.run.final_export import (
     exports_trained_only,
     load_unquantized_base,
     push_final,
-    require_mergeable,
     resolve_export_section,
 )
+from finetune.run.setup.model import require_mergeable
 from finetune.run.setup.strategy import require_tied_weights_supported
 from finetune.run.state.finished import is_exported, read_record
 from finetune.run.state.run_folder import load_run_inputs

@@ -10,7 +10,7 @@ import pytest
 
 from finetune.export.verify import verifier
 from finetune.report.history import read_events
-from finetune.run.setup.loop import read_samples
+from finetune.run.setup.samples import read_samples
 from finetune.runtime.supervision.heartbeat import VARIABLE
 from tests import launching
 from tests.scenarios.running import Running

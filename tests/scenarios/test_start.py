@@ -10,7 +10,7 @@ from finetune.report.history import read_events
 
 PROGRAM = """
 import json, sys
-import finetune.run.setup.loop as startup
+import finetune.run.setup.components as startup
 from finetune.__main__ import main
 
 def told(event=startup.StartedUp, path=sys.argv.pop(), **facts):  # right behind the first step

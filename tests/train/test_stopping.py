@@ -17,6 +17,7 @@ from finetune.train.stopping import (
     StopFile,
     StopRequest,
     StopSources,
+    remove_stop_file,
     stop_request_of,
 )
 
@@ -101,3 +102,27 @@ def test_cadence_is_due_on_its_beat_and_at_the_last_step():
     assert [step for step in range(1, 11) if Cadence(4, 10).due(step)] == [4, 8, 10]
     assert [step for step in range(1, 11) if Cadence(None, 10).due(step)] == [10]
     assert not any(NeverDue().due(step) for step in range(1, 11))
+
+
+MAKE = [
+    lambda path: path.write_text(""),
+    lambda path: path.mkdir(),
+    lambda path: path.symlink_to("nowhere"),
+    lambda path: None,
+]
+
+
+@pytest.mark.parametrize("make", MAKE)
+def test_a_stop_that_was_obeyed_is_removed(tmp_path, make):
+    make(tmp_path / "STOP")
+    logged = []
+    remove_stop_file(tmp_path / "STOP", log=logged.append)
+    assert list(tmp_path.iterdir()) == [] and logged == []
+
+
+def test_a_non_empty_folder_named_stop_is_kept_and_logged(tmp_path):
+    (tmp_path / "STOP" / "mine").mkdir(parents=True)
+    logged = []
+    remove_stop_file(tmp_path / "STOP", log=logged.append)
+    assert (tmp_path / "STOP" / "mine").is_dir()
+    assert logged[0].startswith(f"{tmp_path}/STOP cannot be removed") and "the next start stops" in logged[0]

@@ -39,6 +39,7 @@ from finetune.memory.state import STRATEGIES, Method, StrategyName, write_planne
 from finetune.model.loading.architecture import load_model_config
 from finetune.model.size import read_shapes
 from finetune.report.history import read_history
+from finetune.run.setup.model_checks import CheckedJob, Stage, changes_config, check_model
 from finetune.run.setup.padding_free import resolve_padding_free
 from finetune.runtime.files.read import read_json
 from finetune.runtime.gpus import GpuModel, find_gpu, lowest, prices_of
@@ -83,11 +84,13 @@ def plan(path: Path, overrides: Sequence[str], options: PlanOptions, *, as_json:
     """Print the plan of the job; return 0, or 1 if it fits on none of the requested machines."""
     quiet_libraries(is_main=True)
     loaded = load_config(path, overrides)
+    lines = check_model(CheckedJob(loaded, builds=changes_config(loaded.config.model)), [Stage.JOB, Stage.CONFIG])
     made = make_plan(loaded, options)
     if as_json:
         print_json(plan_json(made), indent=1, allow_nan=False)
     else:
         print_plan(made)
+        print("".join(f"{line}\n" for line in lines), end="")
     return 0 if any(machine.best is not None for machine in made.machines) else 1
 
 

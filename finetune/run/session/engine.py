@@ -65,7 +65,7 @@ class StepEngine:
 
     def __init__(self, opened: OpenedRun) -> None:
         self._opened = opened
-        self._config = opened.context.config
+        self._config = opened.restored.context.config
         self._built = opened.restored.built
         self._encoder = RowEncoder(self._config, self._built.training_data)
         self._groups: Iterator[tuple[Batch, ...]] = iter(())
@@ -186,12 +186,12 @@ class StepEngine:
         self._require_no_gradient("save")
         self.parts.save(self.progress)
         self.parts.save.wait_for_writes()
-        return layout.step_folder(self._opened.context.paths.checkpoints, self.progress.step)
+        return layout.step_folder(self._opened.restored.context.paths.checkpoints, self.progress.step)
 
     def load(self, checkpoint: str | Path | None = None) -> int:
         """Load the newest checkpoint of the run, or that in the folder, and return its step."""
         self._require_no_gradient("load")
-        context = self._opened.context
+        context = self._opened.restored.context
         resume = "auto" if checkpoint is None else str(Path(checkpoint).absolute())
         section = context.config.checkpoint.model_copy(update={"resume": resume})
         config = context.config.model_copy(update={"checkpoint": section})
@@ -211,9 +211,9 @@ class StepEngine:
     def export(self) -> Path:
         """Write the model to `final/` of the run folder, verified as the job says, and return the folder."""
         self._require_no_gradient("export")
-        opened = self._opened
-        export_final(opened.context.loaded, self._built, opened.reporter, progress=self.progress, reason=SESSION_CLOSED)
-        return opened.context.paths.final
+        context, reporter = self._opened.restored.context, self._opened.reporter
+        export_final(context.loaded, self._built, reporter, progress=self.progress, reason=SESSION_CLOSED)
+        return context.paths.final
 
     def _group(self, rows: JobBatch | Rows) -> "_Group":
         if isinstance(rows, JobBatch):

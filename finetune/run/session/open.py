@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from finetune.config.load import LoadedConfig
 from finetune.config.plugins import activate_options
@@ -16,14 +16,15 @@ from finetune.report.reporter import CallbackReporter, Reporter
 from finetune.report.timing import StartupTimer
 from finetune.run.context import RunContext
 from finetune.run.fit import make_saver, run_started
+from finetune.run.microbatch_size import resolve_microbatch_size
 from finetune.run.setup.accelerator import make_accelerator
+from finetune.run.setup.build import build
+from finetune.run.setup.components import make_components
 from finetune.run.setup.data import prepare_data
-from finetune.run.setup.loop import make_parts
-from finetune.run.setup.microbatch_size import resolve_microbatch_size
 from finetune.run.state.resume import RestoredRun, restore
 from finetune.run.state.run_folder import fetch_run_folder, open_run_folder
 from finetune.run.supervision import model_code_errors
-from finetune.run.train import build, validate, validate_model
+from finetune.run.train import validate, validate_model
 from finetune.runtime import distributed
 from finetune.runtime.optional import no_op
 from finetune.runtime.run_folder import lock_run_folder
@@ -44,7 +45,6 @@ _LEFT_TO_CALLER = (
 class OpenedRun:
     """A run that was built and restored, and the components of its steps."""
 
-    context: RunContext
     restored: RestoredRun
     parts: TrainingComponents
     reporter: Reporter
@@ -72,13 +72,12 @@ def open_run(loaded: LoadedConfig) -> Iterator[OpenedRun]:
             accelerator = make_accelerator(context.config, context.strategy, log=log)
             built = build(context, data, accelerator=accelerator, startup=startup)
             restored = restore(context, built, checksums, takes_other_rows=True)
-            context, built = resolve_microbatch_size(context, restored.built, first_step=restored.progress.step)
-            restored = replace(restored, built=built)
-        config = context.config
+            restored = resolve_microbatch_size(restored)
+        config = restored.context.config
         costs = InterruptionCosts(no_op, hours_stated=config.run.hours_between_interruptions)
-        with closing(open_run_folder(context.loaded, restored.built, costs=costs, log=log)) as reporter:
-            save = make_saver(context.paths.checkpoints, config.checkpoint, restored, reporter=reporter)
-            parts = make_parts(
+        with closing(open_run_folder(restored.context.loaded, restored.built, costs=costs, log=log)) as reporter:
+            save = make_saver(restored, reporter=reporter)
+            parts = make_components(
                 config,
                 restored.built,
                 reporter=CallbackReporter(reporter, (), can_evaluate=False),
@@ -88,9 +87,9 @@ def open_run(loaded: LoadedConfig) -> Iterator[OpenedRun]:
                 gpu=DeviceColumns(),
                 log=log,
             )
-            reporter(run_started(config, context.strategy, restored, previous={}))
+            reporter(run_started(restored, previous={}))
             started = time.monotonic()
-            yield OpenedRun(context, restored, parts, reporter)
+            yield OpenedRun(restored, parts, reporter)
             save.wait_for_writes()
             reporter(
                 RunEnded(
@@ -99,7 +98,7 @@ def open_run(loaded: LoadedConfig) -> Iterator[OpenedRun]:
                     seconds=time.monotonic() - started,
                     metrics=restored.progress.last_metrics,
                     final_folder=None,
-                    talks=TASKS[context.config.task.name].can_chat,
+                    talks=TASKS[config.task.name].can_chat,
                 )
             )
             distributed.barrier()

@@ -1,18 +1,22 @@
 """The Accelerator of a run: how it is built, and how it prepares a model and an optimizer."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 
 from finetune.config.run_config import RunConfig
+from finetune.data.batch import Batch
 from finetune.errors import UserError
+from finetune.memory.state import PredictMemory
 from finetune.model.kernels import float8
 from finetune.model.upstream import expose_hidden_size, head_as_one_unit
 from finetune.report.reporter import RunLog
 from finetune.runtime import distributed, seeds
+from finetune.runtime.optional import no_op
 from finetune.runtime.upstream import bound_primitive_cache
 from finetune.strategy.gradient_sync import keep_experts_in_graph, set_zero3_leaf_modules
 from finetune.strategy.protocol import Strategy
@@ -28,7 +32,24 @@ from finetune.strategy.upstream import (
     without_accelerate_splitting,
 )
 from finetune.task.model_inputs import unwrap_model
+from finetune.task.router_loss import Router
 from finetune.train.accelerator import build_accelerator, check_prepared
+
+
+@dataclass(frozen=True)
+class PreparedModel:
+    """What `Accelerator.prepare` gave back. `unwrapped_model` is as it was built, its parameters may be sharded."""
+
+    accelerator: Accelerator
+    unwrapped_model: Any
+    model: Any
+    optimizer: Any
+    before_batch: Callable[[Batch], None] = no_op  # called with each batch before its forward pass
+    reduces_every_microbatch: bool = False
+    memory: PredictMemory | None = None  # of this rank, where it trains
+    routers: tuple[Router, ...] = ()  # where a key of the job is about them
+    flops_per_token: float | None = None
+
 
 MIN_TF32_CAPABILITY = (8, 0)
 """The compute capability of the first NVIDIA GPUs with TF32."""

@@ -1,7 +1,7 @@
 """The training data of a run: tokenizer, task and tokenized samples, made without any process group."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,18 +15,19 @@ from finetune.config.rules.train import step_problems
 from finetune.config.run_config import RunConfig
 from finetune.config.section import KeyLocations
 from finetune.config.sections.data import DataSection
-from finetune.data.audit import Audit, Streamed, audit_sources, measure_padding
+from finetune.data.audit import Audit, Streamed, audit_sources, measure_padding, refuse_exceeded
 from finetune.data.encoding.labelled import LABEL
 from finetune.data.encoding.tokenizer import max_token_characters, prepare_tokenizer, tokenizer_identity, unknown_ids
 from finetune.data.features import LENGTHS_OF_SEQUENCES, Features
 from finetune.data.order.grouping import tokens_per_position
+from finetune.data.order.mixing import mixed_view
 from finetune.data.order.order import DatasetView, fingerprint_of, steps_for_tokens
-from finetune.data.sources.source import open_sources, rows_read, texts
+from finetune.data.sources.source import open_sources, rows_read, stream_of, texts
+from finetune.data.streams.stream import stream_view
 from finetune.data.template_check import check_template
-from finetune.data.token_cache.cache import OnSourceProgress, cache_folder, repair
+from finetune.data.token_cache.cache import OnSourceProgress, cache_folder, prepare_set, repair
 from finetune.data.token_cache.chunks import Encoding
-from finetune.data.token_cache.store import TokenCache
-from finetune.data.training_rows import prepare_rows
+from finetune.data.token_cache.store import TokenCache, dataset_view, grouped_by_length
 from finetune.model.processing import Processing, load_processing
 from finetune.registry.plugins import code_identity
 from finetune.registry.tasks import TASKS
@@ -35,6 +36,7 @@ from finetune.run.context import RunContext
 from finetune.run.setup.padding_free import format_padding_free, resolve_padding_free
 from finetune.runtime import distributed
 from finetune.runtime.files import atomic
+from finetune.runtime.seeds import derive_seed
 from finetune.task.generation import Metric, load_metrics
 from finetune.task.lm_loss.target_loss import resolve_kernel
 from finetune.task.protocol import Task, TaskContext, build_task
@@ -86,7 +88,10 @@ def make_training_data(
     locations: KeyLocations = MappingProxyType({}),
     builds: bool = True,
 ) -> TrainingData:
-    """Return the training data; one process tokenizes, the others wait on a file. NotPrepared without `builds`."""
+    """Return the training data; one process tokenizes, the others wait on a file. NotPrepared without `builds`.
+
+    Raises DataError where the audit exceeds its limits.
+    """
     data = config.data
     generate = config.evaluate.generate if config.evaluate else None
     answer_metrics = load_metrics(generate.metrics if generate else ())
@@ -109,17 +114,35 @@ def make_training_data(
     )
     for line in (*warnings, *task.data_facts.lines, *format_padding_free(config, layout)):
         log(line)
-    encoded = prepare_rows(
-        sources,
-        make_encoding(data, processing, task, name=config.task.name),
-        layout,
-        seed=config.run.seed,
-        global_batch_size=config.train.global_batch_size,
-        log=log,
-        on_progress=on_progress,
-        builds=builds,
+    encoding = make_encoding(data, processing, task, name=config.task.name)
+    prepare = partial(prepare_set, encoding=encoding, log=log, on_progress=on_progress, builds=builds)
+    audited: dict[str, TokenCache | Streamed] = {}
+    views = []
+    for source in sources.train:
+        own_seed = derive_seed(config.run.seed, source.key) if layout.train.mix else config.run.seed
+        if stream_of(source.section) is not None:
+            view, audited[source.key] = stream_view(source, encoding, seed=own_seed, log=log)
+        else:
+            audited[source.key] = prepared = prepare(source)
+            view = dataset_view(prepared, layout, seed=own_seed, key=source.key)
+        views.append(view)
+    refuse_exceeded(audited, layout.audit)
+    return TrainingData(
+        processing,
+        task,
+        _in_training_order(views, layout, config),
+        audited,
+        prepare(sources.validation) if sources.validation else None,
+        answer_metrics,
     )
-    return TrainingData(processing, task, encoded.training, encoded.sources, encoded.validation_set, answer_metrics)
+
+
+def _in_training_order(views: Sequence[DatasetView], layout: DataSection, config: RunConfig) -> DatasetView:
+    """Return the views of all sources as one, mixed and grouped by length as the job says."""
+    seed, mixed = config.run.seed, views[0]
+    if layout.train.mix:
+        mixed = mixed_view(views, layout.train, seed=seed, unit=layout.batching.unit)
+    return grouped_by_length(mixed, layout.batching, seed=seed, global_batch_size=config.train.global_batch_size)
 
 
 def make_encoding(data: DataSection, processing: Processing, task: Task, *, name: str) -> Encoding:

@@ -10,6 +10,7 @@ batch is split, and a resumed run draws the same noise.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -233,21 +234,34 @@ def _first_lengths(training: DatasetView, plan: StepPlan) -> tuple[Any, int]:
     return training.samples.lengths_of(training.order.samples(0, num)).astype(float), num
 
 
+def input_embeddings(model: Any) -> nn.Module:
+    """Return the model's input embeddings, those of the encoder where there is one; raises ModelError for none."""
+    try:
+        is_pair = getattr(model.config, "is_encoder_decoder", False)
+        embeddings = (model.get_encoder() if is_pair else model).get_input_embeddings()
+    except (AttributeError, NotImplementedError):
+        embeddings = None
+    if not isinstance(embeddings, nn.Module):
+        raise ModelError(f"train.embedding_noise: {type(model).__name__} has no input embeddings. Remove it.")
+    return embeddings
+
+
+def add_embedding_noise(model: Any, *, alpha: float) -> Callable[[Batch], None]:
+    """Add noise to the input embeddings of each batch that the returned function is called with before its forward.
+
+    Raises ModelError for a model without input embeddings; `model` may be wrapped afterwards.
+    """
+    noise = EmbeddingNoise(alpha)
+    input_embeddings(model).register_forward_hook(noise.add)
+    return noise.set_batch
+
+
 class EmbeddingNoise:
     """Adds noise to the next output of the model's input embeddings once a batch has been set."""
 
-    def __init__(self, model: Any, *, alpha: float) -> None:
-        """Raises ModelError for a model without input embeddings; `model` may be wrapped afterwards."""
-        try:
-            is_pair = getattr(model.config, "is_encoder_decoder", False)
-            embeddings = (model.get_encoder() if is_pair else model).get_input_embeddings()
-        except (AttributeError, NotImplementedError):
-            embeddings = None
-        if not isinstance(embeddings, nn.Module):
-            raise ModelError(f"train.embedding_noise: {type(model).__name__} has no input embeddings. Remove it.")
+    def __init__(self, alpha: float) -> None:
         self._alpha = alpha
         self._batch: Batch | None = None
-        embeddings.register_forward_hook(self._add)
 
     def set_batch(self, batch: Batch) -> None:
         """Set the next training batch; without one, as in evaluations, no noise is added.
@@ -260,7 +274,8 @@ class EmbeddingNoise:
             )
         self._batch = batch
 
-    def _add(self, module: nn.Module, arguments: Any, output: Tensor) -> Tensor:
+    def add(self, module: nn.Module, arguments: Any, output: Tensor) -> Tensor:
+        """Return the output with the noise of the batch that was set, as a forward hook of the embeddings."""
         batch, self._batch = self._batch, None  # a decoder that shares the module with its encoder gets none
         return output if batch is None else output + sample_noise(batch, output, alpha=self._alpha)
 

@@ -125,6 +125,28 @@ def adapter_problems(config: RunConfig) -> Iterator[Problem]:
         yield from targets.target_problems(meta_model(section, head=TASKS[config.task.name].head), requested)
 
 
+def is_merged(config: RunConfig) -> bool:
+    """Return whether the export is a whole model that an adapter is merged into."""
+    return config.export.merge and adapter_of(config) is not None
+
+
+def require_mergeable(config: RunConfig, *, strategy: str | None = None) -> None:
+    """Raise ModelError where a merge at the end would be wrong, or impossible under the launched strategy."""
+    section = config.model
+    if not is_merged(config) or section.quantization is None:
+        return
+    if section.lora is not None and section.lora.init == "loftq":
+        raise ModelError(
+            "export.merge: an adapter of `init: loftq` corrects the quantization error of its base, so it must not be "
+            "merged into the unquantized base. Leave `merge` out, or write another `model.lora.init`."
+        )
+    if strategy == "zero3":
+        raise ModelError(
+            "export.merge: under ZeRO-3 the unquantized base cannot be loaded on one process. Leave `merge` out, and "
+            "run `finetune export RUN --merge` afterwards."
+        )
+
+
 def require_positions(loaded: LoadedConfig) -> str | None:
     """Return a warning where `data.max_length` is more than the model's positions; None where it is not.
 

@@ -1,7 +1,7 @@
-"""The checks of a job's model before its weights are loaded: one list, with when each can be made.
+"""The checks of a job's model: one list, with when each can be made.
 
-A run makes those of the job and of the model's config; after them it builds the model itself. `check --model` makes all
-of them: in place of the run's model, it builds one without values on the meta device.
+A run makes all of them, each as early as it can. `check --model` makes those before weights are needed: in place of the
+run's model, it builds one without values on the meta device. `plan` and `rehearse` read the config alone.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -12,9 +12,11 @@ from typing import Any
 
 from finetune.config.load import LoadedConfig
 from finetune.config.run_config import RunConfig
+from finetune.config.sections.model import ModelSection
 from finetune.data.token_cache.cache import cache_folder
 from finetune.errors import ModelError
 from finetune.model.adapters.context import AdapterContext
+from finetune.model.attention.supported_models import randomness
 from finetune.model.build import make_trainable
 from finetune.model.loading.architecture import load_model_config
 from finetune.model.loading.dry_run import meta_model
@@ -22,16 +24,21 @@ from finetune.model.loading.pretrained import pooling_warning
 from finetune.model.processing import Processing, check_image_shape, load_processing
 from finetune.model.tokenizer import new_token_ids
 from finetune.registry.tasks import TASKS
-from finetune.run.final_export import require_mergeable
-from finetune.run.setup.forwards import EmbeddingNoise
+from finetune.run.setup.accelerator import PreparedModel
+from finetune.run.setup.data import TrainingData
+from finetune.run.setup.forwards import input_embeddings
+from finetune.run.setup.isolation import require_sample_isolation
 from finetune.run.setup.model import (
     adapter_problems,
+    model_warnings,
     require_buildable,
+    require_mergeable,
     require_positions,
     router_problems,
     stored_method_note,
 )
 from finetune.run.setup.strategy import (
+    require_exact_slices,
     require_sliceable_model,
     require_splittable_model,
     require_supported_by_strategy,
@@ -40,6 +47,8 @@ from finetune.run.setup.strategy import (
 from finetune.runtime.optional import no_op
 from finetune.runtime.parameters import InitContext
 from finetune.strategy.protocol import Strategy
+from finetune.task.lm_loss.target_loss import fallback_warning, resolve_kernel
+from finetune.task.model_inputs import unwrap_model
 from finetune.train.optim.parameter_groups import list_parameters, parameter_groups
 
 
@@ -49,6 +58,10 @@ class Stage(Enum):
     JOB = auto()  # with the job and the strategy, on every rank
     CONFIG = auto()  # with the model's config, on one rank
     MODEL = auto()  # with the model's modules, in place of which `check --model` builds them without values
+    PREPARED = auto()  # with the model as Accelerate prepared it, on every rank
+
+
+WITHOUT_WEIGHTS = (Stage.JOB, Stage.CONFIG, Stage.MODEL)
 
 
 @dataclass(frozen=True)
@@ -58,6 +71,9 @@ class CheckedJob:
     loaded: LoadedConfig
     strategy: Strategy | None = None
     builds: bool = True  # whether the model is built on the meta device to try its config
+    data: TrainingData | None = None
+    unwrapped_model: Any = None  # the run's own, once it is built
+    prepared: PreparedModel | None = None  # once Accelerate has prepared it
 
     @property
     def config(self) -> RunConfig:
@@ -73,6 +89,8 @@ class CheckedJob:
     def processing(self) -> Processing:
         """Return tokenizer and processor; none of a tokenizer that has yet to be trained."""
         config = self.config
+        if self.data is not None:
+            return self.data.processing
         if config.model.tokenizer is not None and config.model.tokenizer.train is not None:
             return Processing()
         return load_processing(
@@ -86,7 +104,12 @@ class CheckedJob:
 
     @cached_property
     def model(self) -> Any:
-        """Return the model to train on the meta device, with its adapters and frozen parameters; raises ModelError."""
+        """Return the model with its adapters and frozen parameters, the run's or one on the meta device.
+
+        Raises ModelError where it cannot be built.
+        """
+        if self.unwrapped_model is not None:
+            return self.unwrapped_model
         section, head = self.config.model, TASKS[self.config.task.name].head
         tokenizer = self.processing.tokenizer
         if section.lora is not None and section.lora.init == "loftq":  # reads the weights
@@ -104,8 +127,13 @@ class CheckedJob:
         return make_trainable(meta_model(section, head=head), section, context)
 
 
-def check_model(job: CheckedJob, stages: Iterable[Stage] = Stage) -> tuple[str, ...]:
-    """Return what to log about a model that can be trained as the job says. Reads no weights.
+def changes_config(section: ModelSection) -> bool:
+    """Return whether the job writes values of the model's config, which are then tried before weights are loaded."""
+    return section.from_config is not None or bool(section.config_changes)
+
+
+def check_model(job: CheckedJob, stages: Iterable[Stage] = WITHOUT_WEIGHTS) -> tuple[str, ...]:
+    """Return what to log about a model that can be trained as the job says. Collective once it is prepared.
 
     Raises ConfigError, ModelError or StrategyError where it cannot.
     """
@@ -158,8 +186,33 @@ def _is_trainable(job: CheckedJob) -> None:
 
 
 def _can_have_noise(job: CheckedJob) -> None:
-    if alpha := job.config.train.embedding_noise:
-        EmbeddingNoise(job.model, alpha=alpha)
+    if job.config.train.embedding_noise:
+        input_embeddings(job.model)
+
+
+def _prepared(job: CheckedJob) -> tuple[TrainingData, PreparedModel]:
+    assert job.data is not None and job.prepared is not None, "these checks are made once the model is prepared"
+    return job.data, job.prepared
+
+
+def _loss_kernel_is_used(job: CheckedJob) -> Iterator[str]:
+    data, prepared = _prepared(job)
+    kernel, _ = resolve_kernel(job.config.train.loss_kernel)
+    if (warning := fallback_warning(prepared.model, data.task.head, kernel)) is not None:
+        yield warning
+
+
+def _samples_are_isolated(job: CheckedJob) -> Iterator[str]:
+    data, prepared = _prepared(job)
+    if (warning := randomness(unwrap_model(prepared.unwrapped_model).config)) is not None:
+        yield f"warning: {warning}"
+    require_sample_isolation(job.config, data, prepared)
+
+
+def _slices_are_exact(job: CheckedJob) -> None:
+    data, prepared = _prepared(job)
+    model_config, device = unwrap_model(prepared.unwrapped_model).config, prepared.accelerator.device
+    require_exact_slices(prepared.model, config=model_config, tokenizer=data.tokenizer, device=device)
 
 
 MODEL_CHECKS = (
@@ -176,6 +229,10 @@ MODEL_CHECKS = (
     ModelCheck(Stage.MODEL, lambda job: check_image_shape(job.model.config, job.processing.processor)),
     ModelCheck(Stage.MODEL, lambda job: require_tied_weights_supported(job.model, job.strategy_name)),
     ModelCheck(Stage.MODEL, _is_trainable),
+    ModelCheck(Stage.MODEL, lambda job: model_warnings(job.config, job.model)),
     ModelCheck(Stage.MODEL, _can_have_noise),
+    ModelCheck(Stage.PREPARED, _loss_kernel_is_used),  # the head is what the strategy and the adapters have left of it
+    ModelCheck(Stage.PREPARED, _samples_are_isolated),
+    ModelCheck(Stage.PREPARED, _slices_are_exact),
 )
-"""In the order in which they are made. `run.setup.prepared_model` meets those of `Stage.MODEL` with the real model."""
+"""In the order in which they are made."""

@@ -25,10 +25,10 @@ from finetune.model.frozen_models import base_digest
 from finetune.model.loading.pretrained import adapter_digest
 from finetune.report.reporter import RunLog
 from finetune.run.context import RunContext
+from finetune.run.setup.build import BuiltRun
 from finetune.run.setup.data import PreparedData, TrainingData, input_identity
 from finetune.run.setup.padding_free import recorded_layout
 from finetune.run.setup.precompute import teacher_identity
-from finetune.run.setup.prepared_model import BuiltRun
 from finetune.run.state.finished import BEST_METRIC_KEYS, FinishedRun, format_finished, read_finished_run
 from finetune.runtime import distributed
 from finetune.runtime.distributed import run_on_rank_0
@@ -43,6 +43,7 @@ from finetune.strategy.upstream import warm_up_ddp_buckets
 class RestoredRun:
     """What `restore` returns: the run with the weights and states of its checkpoint, if it has one."""
 
+    context: RunContext
     built: BuiltRun
     access: StateAccess  # to the saved state of the model and the optimizer
     fingerprint: RunFingerprint
@@ -94,7 +95,7 @@ def restore(
     if checkpoint is None:
         if section.allow_changes:
             log("checkpoint.allow_changes has no effect: there is no checkpoint to resume from")
-        return RestoredRun(built, access, fingerprint, Progress())
+        return RestoredRun(context, built, access, fingerprint, Progress())
     batch_size = config.train.global_batch_size
     if checkpoint.step > 0:  # DDP builds its gradient buckets as the run that is resumed had them
         first = training_data.sample_at(checkpoint.step * batch_size)
@@ -123,7 +124,7 @@ def restore(
     restored = format_restored(position, is_scaled=bool(access.loss_scale.read()), was_scaled=was_scaled)
     for line in (*restored, *format_strategy_change(saved, current=fingerprint)):
         log(line)
-    return RestoredRun(built, access, fingerprint, progress)
+    return RestoredRun(context, built, access, fingerprint, progress)
 
 
 def best_checkpoint(config: RunConfig, *, last_step: int) -> tuple[Path, float] | None:
@@ -137,20 +138,20 @@ def best_checkpoint(config: RunConfig, *, last_step: int) -> tuple[Path, float] 
     return (saved[best[0]], metrics[best[0]][section.metric]) if best else None
 
 
-def load_best(context: RunContext, restored: RestoredRun) -> Progress:
+def load_best(restored: RestoredRun) -> Progress:
     """Load the best checkpoint of a run that is over into its model, and return its progress. Collective.
 
     The present state is kept where nothing better was saved. Raises CheckpointError where it is damaged.
     """
-    last = restored.progress
-    best = run_on_rank_0(lambda: best_checkpoint(context.config, last_step=last.step))
+    last, config = restored.progress, restored.context.config
+    best = run_on_rank_0(lambda: best_checkpoint(config, last_step=last.step))
     if best is None or layout.step_of(best[0]) == last.step:
         return last
     state = resume_checkpoint(
         verify_checkpoint(best[0]),
         access=restored.access,
         run=restored.fingerprint,
-        allow_changes=context.config.checkpoint.allow_changes,
+        allow_changes=config.checkpoint.allow_changes,
         log=no_op,
         checksums=ChecksumPrefetch(),
     )

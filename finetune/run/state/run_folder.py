@@ -14,24 +14,30 @@ from pydantic import TypeAdapter
 
 from finetune.checkpoint.format import layout
 from finetune.checkpoint.format.manifest import OtherFormatError, first_file_problem, read_manifest
-from finetune.checkpoint.read.checksum_prefetch import ChecksumPrefetch
+from finetune.checkpoint.read.checksum_prefetch import ChecksumPrefetch, start_checksum_prefetch
 from finetune.config.explain import resolved_yaml
 from finetune.config.load import LoadedConfig
 from finetune.config.run_config import RunConfig
 from finetune.config.sections.data import DataSection
+from finetune.config.sections.report import ReportSection
 from finetune.data.token_cache.cache import cache_folder
 from finetune.data.workers import format_loader_settings, loader_settings, machine_resources
 from finetune.errors import CheckpointError, FinetuneError, UserError
 from finetune.model.processing import Processing, load_saved_processing
+from finetune.registry.observers import REPORTERS
 from finetune.registry.tasks import TASKS
-from finetune.report.build import build_reporter
+from finetune.report.console import ConsoleReporter, choose_screen
+from finetune.report.events import JsonlReporter, Warned
+from finetune.report.history import EVENTS_FILE, RunHistory
 from finetune.report.page.facts import InterruptionCosts
+from finetune.report.page.page import PageReporter
+from finetune.report.prometheus import PrometheusReporter, require_client
 from finetune.report.reporter import FanOut, Reporter, RunLog
+from finetune.report.trackers import TrackerReporter, check_trackers
+from finetune.run.setup.build import BuiltRun
 from finetune.run.setup.data import write_audit
 from finetune.run.setup.padding_free import resolve_padding_free
-from finetune.run.setup.prepared_model import BuiltRun
 from finetune.run.state.finished import read_record
-from finetune.run.state.preflight import prefetch_checksums
 from finetune.runtime import distributed
 from finetune.runtime.environment import environment_facts
 from finetune.runtime.files import atomic, digests
@@ -45,6 +51,7 @@ from finetune.runtime.files.atomic import (
 from finetune.runtime.files.digests import digests_file, find_folder_damage, write_folder_digests
 from finetune.runtime.files.read import parse_as, read_regular
 from finetune.runtime.files.remote import RemoteFolder
+from finetune.runtime.optional import no_op
 from finetune.runtime.resources import format_size
 from finetune.runtime.run_folder import CHECKPOINTS_FOLDER, FINAL_FOLDER
 from finetune.runtime.supervision.status import STATUS_FILE as STATUS
@@ -64,7 +71,8 @@ def fetch_run_folder(
     if distributed.is_main():
         remove_leftovers(loaded.config, log=log)
     download_run(loaded, log=print)
-    return checksums or prefetch_checksums(loaded)
+    section, folder = loaded.config.checkpoint, Path(loaded.config.run.folder) / CHECKPOINTS_FOLDER
+    return checksums or start_checksum_prefetch(folder, resume=section.resume)
 
 
 def remove_leftovers(config: RunConfig, *, log: RunLog) -> None:
@@ -179,6 +187,50 @@ def open_run_folder(
         on_read=costs,
         others=reporters,
     )
+
+
+def build_reporter(
+    section: ReportSection,
+    *,
+    run_folder: Path,
+    is_main: bool,
+    notes: Sequence[str] = (),
+    on_read: Callable[[RunHistory], None] = no_op,
+    others: Sequence[Reporter] = (),
+) -> FanOut:
+    """Return the run's reporter on the main rank, nothing on others: events.jsonl, console, page, trackers, `/metrics`.
+
+    `notes` were printed already; they go to events.jsonl. `on_read` is for the page's reporter, `others` are those of
+    a caller. Nothing is written before the first event.
+    Raises UserError or MissingPackage, on every rank alike, for a tracker that is unknown or not installed.
+    """
+    check_trackers(section.trackers)
+    if section.prometheus is not None:
+        require_client()
+    if not is_main:
+        return FanOut(())
+    reporters: list[Reporter] = []
+    for name in section.reporters:
+        try:
+            reporters.append(REPORTERS.resolve(name)(run_folder))
+        except Exception as error:
+            raise UserError(
+                f"report.reporters: `{name}` failed to start: {type(error).__name__}: {error}. Correct it or remove it."
+            ) from error
+    reporters += [
+        JsonlReporter(run_folder / EVENTS_FILE, notes=notes),
+        ConsoleReporter(choose_screen(section.console), log_every_steps=section.log_every_steps),
+        PageReporter(run_folder / EVENTS_FILE, on_read=on_read),
+    ]
+    reporters += [
+        TrackerReporter(name, section, run_folder=run_folder, warn=lambda step, text: fan_out(Warned(step, text)))
+        for name in dict.fromkeys(section.trackers)
+    ]
+    if section.prometheus is not None:
+        address, name = section.prometheus_address, run_folder.name
+        reporters.append(PrometheusReporter(section.prometheus, address=address, name=name, world=distributed.world()))
+    fan_out = FanOut([*reporters, *others])
+    return fan_out
 
 
 def config_copy(text: str) -> str:

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from finetune.config.load import load_config
 from finetune.run.setup.accelerator import make_accelerator
+from finetune.run.setup.build import prepare_model
 from finetune.run.setup.data import prepare_data
-from finetune.run.setup.prepared_model import prepare_model
 from finetune.run.train import validate
 from finetune.runtime import distributed
 from finetune.runtime.files import atomic
@@ -38,7 +38,7 @@ def main() -> None:
     context = validate(load_config(Path(job), overrides))
     data = prepare_data(context)
     accelerator = make_accelerator(context.config, context.strategy, log=context.log)
-    prepare_model(context.config, context.strategy, data, accelerator=accelerator, log=context.log, trains=False)
+    prepare_model(context.loaded, context.strategy, data, accelerator=accelerator, log=context.log, trains=False)
     if distributed.is_main():
         atomic.write_json(Path(file), group_timeouts())
     distributed.shut_down(0)

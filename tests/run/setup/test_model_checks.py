@@ -5,6 +5,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
+from finetune.commands.plan.plan import PlanOptions, plan
 from finetune.config.load import load_config
 from finetune.errors import ConfigError, ModelError, StrategyError
 from finetune.registry.accelerate_files import SHIPPED
@@ -103,3 +104,10 @@ def test_each_check_has_its_place_and_the_config_is_tried_before_what_reads_it()
     stages = [check.stage for check in MODEL_CHECKS]
     assert stages == sorted(stages, key=list(Stage).index)
     assert set(stages) == set(Stage)
+
+
+def test_a_plan_refuses_the_values_of_a_config_that_no_run_could_build(job):
+    values = "{hidden_size: 16, num_attention_heads: 3, num_hidden_layers: 1}"
+    written = f"model={{from_config: {{model_type: llama, values: {values}}}, tokenizer: {{name: ./base}}}}"
+    with pytest.raises((ModelError, ConfigError), match=r"model\.from_config"):
+        plan(job, [written], PlanOptions(gpus="1xH100-80GB"), as_json=True)

@@ -9,7 +9,7 @@ from transformers import PretrainedConfig, T5Config, T5ForConditionalGeneration
 
 from finetune.data.batch import Batch
 from finetune.errors import ModelError
-from finetune.run.setup.forwards import EmbeddingNoise, sample_noise
+from finetune.run.setup.forwards import add_embedding_noise, sample_noise
 
 WIDTH, ALPHA = 6, 5.0
 LENGTHS = {1: 3, 2: 5, 3: 2}
@@ -67,7 +67,7 @@ def test_a_sample_has_the_same_noise_in_any_batch():
 def test_only_training_batches_get_embedding_noise():
     model, batch = Embedder(), padded(1, 2)
     quiet = model(batch.inputs["input_ids"])
-    tell = EmbeddingNoise(model, alpha=ALPHA).set_batch
+    tell = add_embedding_noise(model, alpha=ALPHA)
     assert torch.equal(model(batch.inputs["input_ids"]), quiet)
     tell(batch)
     torch.testing.assert_close(model(batch.inputs["input_ids"]), quiet + noise(batch))
@@ -77,7 +77,7 @@ def test_only_training_batches_get_embedding_noise():
 def test_an_encoders_embeddings_are_noisy_and_its_decoders_are_not():
     config = T5Config(vocab_size=10, d_model=WIDTH, d_kv=2, d_ff=4, num_layers=1, num_heads=2, decoder_start_token_id=0)
     model, batch = T5ForConditionalGeneration(config).eval(), padded(2)
-    tell, heard = EmbeddingNoise(model, alpha=ALPHA).set_batch, []
+    tell, heard = add_embedding_noise(model, alpha=ALPHA), []
     for stack in (model.encoder, model.decoder):
         stack.embed_tokens.register_forward_hook(lambda module, ids, output: heard.append(output))
     ids = batch.inputs["input_ids"]
@@ -87,7 +87,7 @@ def test_an_encoders_embeddings_are_noisy_and_its_decoders_are_not():
 
 
 def test_a_model_that_does_not_call_its_embeddings_is_rejected_with_embedding_noise():
-    tell = EmbeddingNoise(Embedder(), alpha=ALPHA).set_batch
+    tell = add_embedding_noise(Embedder(), alpha=ALPHA)
     tell(padded(1))
     with pytest.raises(ModelError, match="does not call its input embeddings"):
         tell(padded(1))
@@ -95,4 +95,4 @@ def test_a_model_that_does_not_call_its_embeddings_is_rejected_with_embedding_no
 
 def test_a_model_without_embeddings_is_refused():
     with pytest.raises(ModelError, match="Linear has no input embeddings"):
-        EmbeddingNoise(nn.Linear(2, 2), alpha=ALPHA)
+        add_embedding_noise(nn.Linear(2, 2), alpha=ALPHA)

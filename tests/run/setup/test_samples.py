@@ -12,7 +12,7 @@ from finetune.data.batch import Batch
 from finetune.data.order.order import DatasetView, SetOrder
 from finetune.data.token_cache.integrity import digest_of_step_ids, digest_of_steps
 from finetune.errors import CheckpointError
-from finetune.run.setup.loop import SampleRecord, read_samples
+from finetune.run.setup.samples import open_sample_record, read_samples
 from finetune.run.state.resume import require_same_samples
 from finetune.runtime.progress import Progress
 
@@ -22,13 +22,13 @@ def group_of(*microbatches):
 
 
 def record(run_folder, *groups, first_step=0):
-    samples = SampleRecord(run_folder, first_step=first_step)
+    samples = open_sample_record(run_folder, first_step=first_step)
     for step, group in enumerate(groups, first_step + 1):
         samples.add(step, group)
 
 
 def test_sample_ids_of_a_group_are_on_disk_when_it_was_added(tmp_path):
-    samples = SampleRecord(tmp_path, first_step=0)
+    samples = open_sample_record(tmp_path, first_step=0)
     samples.add(1, group_of((7, 2), (5, 0)))
     assert read_samples(tmp_path) == {1: [[[7, 2], [5, 0]]]}
     samples.add(2, group_of((1,), (3,)))
@@ -113,7 +113,7 @@ def test_damaged_lines_and_files_of_the_record_stop_no_run(tmp_path):
 
 
 def test_lines_that_do_not_fit_on_a_full_disk_are_written_when_there_is_space(tmp_path):
-    samples = SampleRecord(tmp_path, first_step=0)
+    samples = open_sample_record(tmp_path, first_step=0)
     samples.add(1, group_of((1,)))
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (40, before[1]))

@@ -5,8 +5,8 @@ import json
 
 import pytest
 
+from finetune.run.start import ALLOC_CONF, EXPANDABLE, use_expandable_segments
 from finetune.run.state import preflight
-from finetune.run.state.preflight import ALLOC_CONF, EXPANDABLE, use_expandable_segments
 from tests.devices import SELDOM_ON_CPU
 
 

@@ -32,9 +32,9 @@ def use_tiny_timeout() -> None:
 
 def load_slowly() -> None:
     """Have rank 0 keep the others waiting with the model that it has loaded."""
-    from finetune.run.setup import prepared_model
+    from finetune.run.setup import build as run_build
 
-    build = prepared_model.build_model
+    build = run_build.build_model
 
     def build_slowly(*values, **named):
         model = build(*values, **named)
@@ -42,7 +42,7 @@ def load_slowly() -> None:
             time.sleep(float(os.environ[LOADING]))
         return model
 
-    prepared_model.build_model = build_slowly
+    run_build.build_model = build_slowly
 
 
 def share_one_gpu() -> None:

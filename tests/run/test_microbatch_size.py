@@ -10,7 +10,7 @@ from finetune.config.load import load_config
 from finetune.errors import UserError
 from finetune.memory.limits import MemoryLimits
 from finetune.memory.trial import Trial
-from finetune.run.setup.microbatch_size import (
+from finetune.run.microbatch_size import (
     MICROBATCH_FILE,
     MicrobatchRecord,
     _sizes_after,
@@ -34,7 +34,7 @@ def context_of(strategy="single"):
 
 
 def still_holds(record=RECORD, *, strategy="single", limit=1000, sizes=SIZES, monkeypatch, settings=()):
-    monkeypatch.setattr("finetune.run.setup.microbatch_size.memory_settings", lambda _: dict(settings))
+    monkeypatch.setattr("finetune.run.microbatch_size.memory_settings", lambda _: dict(settings))
     tries = SimpleNamespace(memories=[SimpleNamespace(name="memory")], limits=MemoryLimits((100,), (limit,)))
     return _still_holds(record, context_of(strategy), tries, sizes=sizes)
 

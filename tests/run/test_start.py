@@ -13,8 +13,8 @@ import pytest
 from finetune.checkpoint.format import layout
 from finetune.config.load import load_config
 from finetune.errors import CheckpointError
+from finetune.run.start import preflight
 from finetune.run.state.finished import FINAL_RECORD, input_stamps
-from finetune.run.state.preflight import preflight
 from finetune.run.train import train_from_config
 from finetune.runtime.run_folder import CHECKPOINTS_FOLDER
 
@@ -52,7 +52,7 @@ def test_a_package_that_runs_from_its_source_knows_its_version(finished, monkeyp
             raise metadata.PackageNotFoundError(name)
         return metadata.version(name)
 
-    monkeypatch.setattr("finetune.run.state.preflight.version", version_of)
+    monkeypatch.setattr("finetune.run.start.version", version_of)
     assert preflight(finished()) == 0
     assert "nothing to do" in capsys.readouterr().out
 
@@ -138,8 +138,6 @@ def test_only_the_first_rank_prints_the_preflight(finished, monkeypatch, capsys)
 
 
 def test_preflight_does_not_import_torch():
-    program = (
-        "import sys; import finetune.run.state.preflight; print([n for n in ('torch', 'numpy') if n in sys.modules])"
-    )
+    program = "import sys; import finetune.run.start; print([n for n in ('torch', 'numpy') if n in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout.strip() == "[]", done.stderr

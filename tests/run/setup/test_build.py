@@ -9,9 +9,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from finetune.config.load import load_config
 from finetune.model.kernels import fused_layers
-from finetune.run.setup import forwards, prepared_model
+from finetune.run.setup import build, forwards
+from finetune.run.setup.build import free_device_bytes, plan_accumulation
 from finetune.run.setup.forwards import _chosen_compilation
-from finetune.run.setup.prepared_model import free_device_bytes, plan_accumulation
 from finetune.strategy.gradient_sync import GradientReduction
 
 JOB = """
@@ -114,7 +114,7 @@ def arguments_of(reduction=GradientReduction.EITHER, **settings):
 
 @pytest.mark.parametrize(("least", "reduces"), [(80, False), (79, True)])
 def test_the_rank_with_the_least_memory_decides_for_all(monkeypatch, least, reduces):
-    monkeypatch.setattr(prepared_model.distributed, "gather_objects", lambda own: [130 * GB, least * GB, 120 * GB])
+    monkeypatch.setattr(build.distributed, "gather_objects", lambda own: [130 * GB, least * GB, 120 * GB])
     arguments, lines = arguments_of()
     accumulation = plan_accumulation(**arguments, device=CPU, num_trained=8 * GB, num_batches=4, planned_bytes=16 * GB)
     assert accumulation.reduces_every_microbatch == reduces
@@ -126,17 +126,26 @@ def test_the_rank_with_the_least_memory_decides_for_all(monkeypatch, least, redu
     [(GradientReduction.LAST, 4), (GradientReduction.EVERY, 4), (GradientReduction.EITHER, 1)],
 )
 def test_free_memory_is_not_gathered_if_the_gradient_reduction_is_fixed(monkeypatch, reduction, num_batches):
-    monkeypatch.setattr(prepared_model.distributed, "gather_objects", None)
+    monkeypatch.setattr(build.distributed, "gather_objects", None)
     arguments, lines = arguments_of(reduction)
     plan_accumulation(**arguments, device=CPU, num_trained=8 * GB, num_batches=num_batches, planned_bytes=0)
     assert lines == []
 
 
 def test_ranks_of_a_machine_share_its_memory(monkeypatch):
-    monkeypatch.setattr(prepared_model, "available_bytes", lambda: 64 * GB)
+    monkeypatch.setattr(build, "available_bytes", lambda: 64 * GB)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     assert free_device_bytes(CPU) == 8 * GB
     monkeypatch.setattr(torch, "get_device_module", lambda _: SimpleNamespace(mem_get_info=lambda _: (5, 9)))
     assert free_device_bytes(torch.device("cuda")) == 5
     monkeypatch.setattr(torch, "get_device_module", lambda _: SimpleNamespace())
     assert free_device_bytes(torch.device("mps")) == 0
+
+
+def test_each_step_of_a_build_has_a_reason_and_the_accelerator_comes_last():
+    steps = [step.__name__.removeprefix("_") for step, _ in build.BUILD_STEPS]
+    assert all(reason for _, reason in build.BUILD_STEPS)
+    assert (steps[:2], steps[-1]) == (["measure_process", "load"], "prepare")
+    assert (
+        steps.index("check") < steps.index("split_layers") < steps.index("plan_memory") < steps.index("make_optimizer")
+    )

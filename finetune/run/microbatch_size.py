@@ -1,7 +1,7 @@
 """Before the first step: the longest batch is tried, and `train.microbatch_size: auto` becomes a number."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -23,8 +23,9 @@ from finetune.memory.limits import (
 )
 from finetune.memory.trial import Trial, later_host_bytes, missing_state_bytes, zero_buffer_bytes
 from finetune.run.context import RunContext
+from finetune.run.setup.build import BuiltRun
 from finetune.run.setup.padding_free import resolve_padding_free
-from finetune.run.setup.prepared_model import BuiltRun
+from finetune.run.state.resume import RestoredRun
 from finetune.runtime import distributed
 from finetune.runtime.files import atomic
 from finetune.runtime.files.read import read_regular
@@ -64,40 +65,18 @@ class _Tried:
     peaks: Peaks | None
 
 
+@dataclass(frozen=True)
 class _Tries:
     """Tries sizes on all ranks at once and keeps their peaks."""
 
-    def __init__(self, context: RunContext, built: BuiltRun, *, first_step: int) -> None:
-        self._context, self._built = context, built
-        self._steps = range(first_step, built.plan.num_steps)
-        strategy, prepared = context.strategy, built.prepared
-        is_sharded = Sharded.PARAMETERS in strategy.sharded
-        self._trial = Trial(
-            accelerator=prepared.accelerator,
-            model=prepared.model,
-            unwrapped_model=prepared.unwrapped_model,
-            optimizer=prepared.optimizer,
-            before_batch=prepared.before_batch,
-            reduces_every_microbatch=prepared.reduces_every_microbatch,
-            task=built.step_task,
-            is_sharded=is_sharded,
-            frees_gradients=context.config.train.optimizer.in_backward or strategy.expected.zero_stage == 2,
-            extra_bytes=missing_state_bytes(prepared.optimizer, context.config.train)
-            + (0 if is_sharded else zero_buffer_bytes(prepared.model)),
-        )
-        device = prepared.accelerator.device
-        if device.type == "cpu":
-            release_freed_memory()
-            keep_freed_memory()  # as in the steps: what malloc keeps counts
-        self.memories = memories(device)
-        self._free = {memory.name: (max(0, memory.limit - memory.used()), memory.limit) for memory in self.memories}
-        # In addition to the used memory, every size takes `fixed` on this rank, and the run needs `later`.
-        fixed = self._trial.extra_bytes + self._trial.gradient_bytes
-        later = later_host_bytes(prepared.optimizer, context.config, strategy=strategy) if device.type == "cpu" else 0
-        own = [(memory.used() + fixed, memory.limit - later) for memory in self.memories]
-        pairs = [pair for of_rank in distributed.gather_objects(own) for pair in of_rank]
-        self.limits = MemoryLimits(tuple(used for used, _ in pairs), tuple(limit for _, limit in pairs))
-        self.tried: dict[int, _Tried] = {}
+    context: RunContext
+    built: BuiltRun
+    steps: range
+    trial: Trial
+    memories: tuple[MemoryLimit, ...]  # of this rank
+    free: Mapping[str, tuple[int, int]]  # before any try, and the limit, by the name of the memory
+    limits: MemoryLimits  # of all ranks
+    tried: dict[int, _Tried] = field(default_factory=dict)
 
     def run(self, size: int) -> _Tried:
         """Try the longest batch of this size. Collective.
@@ -105,19 +84,19 @@ class _Tries:
         Raises UserError where it does not fit and parameters are sharded.
         """
         longest = find_longest_batch(
-            self._context.config,
-            self._built.training_data.training,
-            self._built.training_data.task,
-            batching=resolve_padding_free(self._context.config).batching,
+            self.context.config,
+            self.built.training_data.training,
+            self.built.training_data.task,
+            batching=resolve_padding_free(self.context.config).batching,
             microbatch_size=size,
-            steps=self._steps,
+            steps=self.steps,
         )
-        num_batches = self._built.plan.num_batches_of(size)
+        num_batches = self.built.plan.num_batches_of(size)
         keep_alive()
-        own = self._trial.peaks(
+        own = self.trial.peaks(
             slice_batch(longest.batch, sequence_group()), num_batches=num_batches, memories=self.memories
         )
-        if own is None and self._trial.is_sharded:
+        if own is None and self.trial.is_sharded:
             self.refuse(size, longest)  # the others wait in a collective and end with this rank
         gathered = distributed.gather_objects(own)
         peaks = tuple(peak for of_rank in gathered for peak in of_rank or ())
@@ -126,19 +105,19 @@ class _Tries:
 
     def refuse(self, size: int, longest: LongestBatch) -> NoReturn:
         """Raise UserError: the batch does not fit."""
-        view, config = self._built.training_data.training, self._context.config
+        view, config = self.built.training_data.training, self.context.config
         rows = [view.samples.location(sample) for sample in longest.batch.sample_ids]
         more = [f"and {len(rows) - _MAX_NAMED_ROWS} more"] if len(rows) > _MAX_NAMED_ROWS else []
         named = "; ".join([*rows[:_MAX_NAMED_ROWS], *more])
         had = ", ".join(
-            f"{format_size(left)} of {format_size(limit)} {name}" for name, (left, limit) in self._free.items()
+            f"{format_size(left)} of {format_size(limit)} {name}" for name, (left, limit) in self.free.items()
         )
         smaller = [other for other in _sizes(config) if other < size]
         raise UserError(
             f"out of memory: the longest batch of this run does not fit, so step {longest.step} would end it. It has "
             f"{longest.format()}. Rows: {named}. A forward and backward pass over it needs more than is free on this "
             f"rank: {had}. To make it fit:\n"
-            + "\n".join(f"  {line}" for line in _advice(config, self._context.strategy.name, smaller))
+            + "\n".join(f"  {line}" for line in _advice(config, self.context.strategy.name, smaller))
         )
 
     def by_name(self, peaks: Peaks) -> dict[str, int]:
@@ -147,16 +126,17 @@ class _Tries:
         return {name: max(peaks[number :: len(names)]) for number, name in enumerate(names)}
 
 
-def resolve_microbatch_size(context: RunContext, built: BuiltRun, *, first_step: int) -> tuple[RunContext, BuiltRun]:
-    """Return both with the number that `auto` resolves to; the longest batch of the coming steps is tried. Collective.
+def resolve_microbatch_size(restored: RestoredRun) -> RestoredRun:
+    """Return the run with the number that `auto` resolves to, after the longest batch to come was tried. Collective.
 
     Raises UserError where it does not fit into memory. The run has its weights, those of a checkpoint included.
     """
+    context, built, first_step = restored.context, restored.built, restored.progress.step
     if first_step >= built.plan.num_steps:
-        return _with_size(context, built, size=_sizes(context.config)[0])
-    tries = _Tries(context, built, first_step=first_step)
+        return _with_size(restored, _sizes(context.config)[0])
+    tries = _start_tries(context, built, first_step=first_step)
     if context.config.train.microbatch_size == "auto":
-        return _with_size(context, built, size=_choose(context, built, tries, is_resumed=first_step > 0))
+        return _with_size(restored, _choose(context, built, tries, is_resumed=first_step > 0))
     if (reason := _why_not_tried(context.config.train.try_longest_batch, built, tries)) is None:
         size = built.plan.microbatch_size
         tried = tries.run(size)
@@ -165,7 +145,39 @@ def resolve_microbatch_size(context: RunContext, built: BuiltRun, *, first_step:
         context.log(_tried_line(tried.longest, tries.by_name(tried.peaks), tries.memories))
     elif reason:
         context.log(reason)
-    return context, built
+    return restored
+
+
+def _start_tries(context: RunContext, built: BuiltRun, *, first_step: int) -> _Tries:
+    """Measure what is free on all ranks, after freed memory was released. Collective."""
+    strategy, prepared = context.strategy, built.prepared
+    is_sharded = Sharded.PARAMETERS in strategy.sharded or strategy.expected.fsdp_version is not None
+    trial = Trial(
+        accelerator=prepared.accelerator,
+        model=prepared.model,
+        unwrapped_model=prepared.unwrapped_model,
+        optimizer=prepared.optimizer,
+        before_batch=prepared.before_batch,
+        reduces_every_microbatch=prepared.reduces_every_microbatch,
+        task=built.step_task,
+        is_sharded=is_sharded,
+        frees_gradients=context.config.train.optimizer.in_backward or strategy.expected.zero_stage == 2,
+        extra_bytes=missing_state_bytes(prepared.optimizer, context.config.train)
+        + (0 if is_sharded else zero_buffer_bytes(prepared.model)),
+    )
+    device = prepared.accelerator.device
+    if device.type == "cpu":
+        release_freed_memory()
+        keep_freed_memory()  # as in the steps: what malloc keeps counts
+    own = memories(device)
+    free = {memory.name: (max(0, memory.limit - memory.used()), memory.limit) for memory in own}
+    # In addition to the used memory, every size takes `fixed` on this rank, and the run needs `later`.
+    fixed = trial.extra_bytes + trial.gradient_bytes
+    later = later_host_bytes(prepared.optimizer, context.config, strategy=strategy) if device.type == "cpu" else 0
+    gathered = distributed.gather_objects([(memory.used() + fixed, memory.limit - later) for memory in own])
+    pairs = [pair for of_rank in gathered for pair in of_rank]
+    limits = MemoryLimits(tuple(used for used, _ in pairs), tuple(limit for _, limit in pairs))
+    return _Tries(context, built, range(first_step, built.plan.num_steps), trial, own, free, limits)
 
 
 def _why_not_tried(requested: str, built: BuiltRun, tries: _Tries) -> str | None:
@@ -259,10 +271,11 @@ def _sizes(config: RunConfig) -> tuple[int, ...]:
     return possible_microbatch_sizes(config, num_processes=num_processes)
 
 
-def _with_size(context: RunContext, built: BuiltRun, *, size: int) -> tuple[RunContext, BuiltRun]:
-    """Return both with the size in place of `auto`, at the line where that was written; anything else is left alone."""
+def _with_size(restored: RestoredRun, size: int) -> RestoredRun:
+    """Return the run with the size in place of `auto`, at the line where that was written; any other is left alone."""
+    context, built = restored.context, restored.built
     if context.config.train.microbatch_size != "auto":
-        return context, built
+        return restored
     plan: StepPlan = built.plan.with_microbatch_size(size)
     if built.prepared.memory is not None:
         context.log(built.prepared.memory(plan).line)
@@ -273,7 +286,7 @@ def _with_size(context: RunContext, built: BuiltRun, *, size: int) -> tuple[RunC
     train = loaded.config.train.model_copy(update={"microbatch_size": size})
     config = loaded.config.model_copy(update={"train": train})
     loaded = replace(loaded, config=config, sources={**loaded.sources, KEY: KeyLocation(where, line)})
-    return replace(context, loaded=loaded), replace(built, plan=plan)
+    return replace(restored, context=replace(context, loaded=loaded), built=replace(built, plan=plan))
 
 
 def _tried_line(longest: LongestBatch, peaks: Mapping[str, int], memories: Sequence[MemoryLimit]) -> str:
