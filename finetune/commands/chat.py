@@ -12,7 +12,6 @@ from transformers import TextStreamer
 
 from finetune.commands.evaluate import find_evaluation_target
 from finetune.commands.export import is_run
-from finetune.commands.generate import local_device
 from finetune.commands.source import use_written_arguments
 from finetune.data.encoding.conversation import ChatPrompt, prompt_ids, text_inputs
 from finetune.data.templates.chat_template import stop_ids
@@ -27,6 +26,7 @@ from finetune.model.loading.saved import (
     load_saved_model,
 )
 from finetune.model.processing import has_processing, load_saved_processing
+from finetune.runtime.distributed import local_device
 from finetune.runtime.seeds import derive_seed
 from finetune.runtime.text.terminal import quiet_libraries
 
