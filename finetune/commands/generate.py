@@ -158,7 +158,8 @@ def generate_file(source: Path, *, rows: Path, output: Path, options: Generation
     """
     answers = _answer_file(source, rows=rows, output=output, options=options)
     if distributed.is_main():
-        print(f"{len(answers.raw):,} {answers.column}s in {output}")
+        number = len(answers.raw)
+        print(f"{number:,} {answers.column}{'s' * (number != 1)} in {output}")
     return distributed.shut_down(0)
 
 

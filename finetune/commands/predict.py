@@ -165,9 +165,8 @@ def _embedding_section(saved: SavedModel, files: Mapping[str, Any]) -> dict[str,
 def _read(target: PredictionTarget, predictor: Predictor, rows: Path) -> tuple[list[RawRow], list[Row], str]:
     """Return the rows of the file, as read by the first of the job's sources that fits the first row, and a digest."""
     plain = SourceSection(path=str(rows))
-    of_texts = plain.model_copy(update={"columns": {"text": "prompt", "image": "prompt"}})
     errors: list[DataError] = []
-    for section in (*target.sources, plain, of_texts):
+    for section in (*target.sources, plain):
         own = plain.model_copy(update={name: getattr(section, name) for name in _READ_KEYS})
         names = ColumnNames(
             format=own.format or TASKS[target.name].formats[0],
@@ -192,6 +191,8 @@ _READ_KEYS = ("format", "columns", "template", "delimiter", "quotes", "encoding"
 
 def _content(predictor: Predictor, names: ColumnNames, raw: RawRow) -> Row:
     row = raw.parse()
+    if row.keys() == {"prompt"} and isinstance(row["prompt"], str):  # a text without columns
+        row = {"text": row["prompt"], "image": row["prompt"]}
     try:
         return predictor.read(Columns(names, row, origin=raw.origin))
     except (DataError, *FAULTS_OF_VALUES) as error:
@@ -206,11 +207,11 @@ def _samples(
     for number, outcome in zip(numbers, predictor.encode([contents[number] for number in numbers]), strict=True):
         if isinstance(outcome, DataError):
             raise DataError(f"{raw[number].location}: {outcome}") from outcome
-        num_cut = 0
+        num_cut, limit = 0, predictor.limit
         for sample in outcome if isinstance(outcome, tuple) else (outcome,):
             if isinstance(sample, Features):
-                is_whole = predictor.limit is None or predictor.limit.fits(sample)
-                shorter, counts = ((sample,), Counts()) if is_whole else predictor.limit.shorten(sample)
+                fits = limit is None or limit.fits(sample)
+                shorter, counts = ((sample,), Counts()) if limit is None or fits else limit.shorten(sample)
                 samples += [(number, part) for part in shorter]
                 num_cut += sample.cut_tokens + counts.truncated_tokens
         if num_cut:
