@@ -132,8 +132,8 @@ def chat(
             model = _load(saved, sampling, adapters=named, trust_remote_code=trust_remote_code)
         elif saved.head != "sequence_classification":
             raise UserError(
-                f"{saved.folder}: a `{saved.head}` model does not generate text. Evaluate it with `finetune evaluate`; "
-                "its README.md shows how to load it."
+                f"{saved.folder}: a `{saved.head}` model does not generate text. Predict the rows of a file with "
+                "`finetune generate`."
             )
         elif named:
             raise UserError(
@@ -279,7 +279,7 @@ def _load_checkpoint(
     target = find_evaluation_target(run, step=step, job=None, overrides=(), trust_remote_code=trust_remote_code)
     task = target.task()
     if task.head not in _GENERATING:
-        raise UserError(f"{target.source}: a `{task.head}` model does not generate text. Evaluate it instead.")
+        raise UserError(f"{target.source}: a `{task.head}` model does not generate text. Use `finetune generate`.")
     model = target.initial_model(task)
     target.load_weights(model)
     print(f"chatting with {target.source.name} of {target.source.parent.parent}")

@@ -143,7 +143,7 @@ class GenerationOptions:
         """Raise UserError for an option that does not apply to a model that `generates` text, or to another one."""
         only_text = {"adapter": self.adapter, "system": self.system, "temperature": self.temperature}
         given = {"probabilities": self.probabilities} if generates else only_text
-        for name in (name for name, value in given.items() if value or (value is not None and value == "")):
+        for name in (name for name, value in given.items() if value):
             what = "generated text" if generates else "predictions: the model does not generate text"
             raise UserError(f"--{name} does not apply to {what}. Leave it out.")
 
