@@ -141,11 +141,16 @@ class GenerationOptions:
 
     def refuse_unused(self, *, generates: bool) -> None:
         """Raise UserError for an option that does not apply to a model that `generates` text, or to another one."""
-        only_text = {"adapter": self.adapter, "system": self.system, "temperature": self.temperature}
-        given = {"probabilities": self.probabilities} if generates else only_text
-        for name in (name for name, value in given.items() if value):
-            what = "generated text" if generates else "predictions: the model does not generate text"
-            raise UserError(f"--{name} does not apply to {what}. Leave it out.")
+        given = {
+            "adapter": self.adapter,
+            "system": self.system,
+            "temperature": self.temperature,
+            "template-argument": self.template_arguments,
+        }
+        for name, value in ({"probabilities": self.probabilities} if generates else given).items():
+            if value:
+                what = "generated text" if generates else "predictions: the model does not generate text"
+                raise UserError(f"--{name} does not apply to {what}. Leave it out.")
 
 
 def generate_file(source: Path, *, rows: Path, output: Path, options: GenerationOptions) -> int:
