@@ -86,24 +86,29 @@ def generate(
     top_p: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0,
     seed: int = 0,
     system: str | None = None,
+    probabilities: bool = False,
     trust_remote_code: bool = False,
-) -> list[str]:
+) -> list[Any]:
     """Return a model's answer to each prompt, in their order: of `final/` of a run, or any model folder. Collective.
 
-    Temperature 0 is greedy decoding. An answer does not depend on the number of processes.
+    Temperature 0 is greedy decoding. An answer does not depend on the number of processes. Models that do not generate
+    text return a dictionary for each row, as `finetune generate` writes it: a class and its score, tags, a vector, ...
     """
     with in_process.isolated_run():
         return generate_command.generate_answers(
             Path(source),
             [_row(prompt) for prompt in prompts],
-            adapter=None if adapter is None else Path(adapter),
-            max_new_tokens=max_new_tokens,
-            batch_size=batch_size,
-            temperature=temperature,
-            top_p=top_p,
-            seed=seed,
-            system=system,
-            trust_remote_code=trust_remote_code,
+            generate_command.GenerationOptions(
+                adapter=None if adapter is None else Path(adapter),
+                max_new_tokens=max_new_tokens,
+                batch_size=batch_size,
+                temperature=temperature,
+                top_p=top_p,
+                seed=seed,
+                system=system,
+                probabilities=probabilities,
+                trust_remote_code=trust_remote_code,
+            ),
         )
 
 

@@ -141,10 +141,18 @@ def generate(
     source: Source,
     input: Annotated[
         Path,
-        typer.Option("--input", metavar="PROMPTS.jsonl", help="Rows with `messages` or `prompt` (a text or messages)."),
+        typer.Option(
+            "--input",
+            metavar="ROWS.jsonl",
+            help="Rows with `messages` or `prompt` (a text or messages); of other tasks, rows as for training, which "
+            "need no label.",
+        ),
     ],
     output: Annotated[
-        Path, typer.Option("--output", metavar="ANSWERS.jsonl", help="File to write: the same rows, with an `answer`.")
+        Path,
+        typer.Option(
+            "--output", metavar="ANSWERS.jsonl", help="File to write: the same rows, with `answer` or `prediction`."
+        ),
     ],
     adapter: Annotated[Path | None, typer.Option(metavar="FOLDER", help="PEFT adapter to load on the model.")] = None,
     max_new_tokens: NewTokens = 256,
@@ -156,9 +164,14 @@ def generate(
     seed: SamplingSeed = 0,
     system: System = None,
     template_argument: TemplateArguments = None,
+    probabilities: Annotated[
+        bool, typer.Option("--probabilities", help="Also write the probability of every class.")
+    ] = False,
     trust_remote_code: Trust = False,
 ) -> int:
     """Generate an answer to every row of a file, in its order; an interrupted command resumes where it stopped.
+
+    Models that do not generate text write a prediction: class, tags, number, vector or scores.
 
     On several processes, each answers a share of the rows with a full copy of the model:
     accelerate launch --config_file ACCELERATE.yaml -m finetune generate FOLDER --input P.jsonl --output A.jsonl
@@ -167,15 +180,18 @@ def generate(
         source,
         rows=input,
         output=output,
-        adapter=adapter,
-        max_new_tokens=max_new_tokens,
-        batch_size=batch_size,
-        temperature=temperature,
-        top_p=top_p,
-        seed=seed,
-        system=system,
-        template_arguments=template_argument or [],
-        trust_remote_code=trust_remote_code,
+        options=generate_command.GenerationOptions(
+            adapter=adapter,
+            max_new_tokens=max_new_tokens,
+            batch_size=batch_size,
+            temperature=temperature,
+            top_p=top_p,
+            seed=seed,
+            system=system,
+            template_arguments=template_argument or [],
+            probabilities=probabilities,
+            trust_remote_code=trust_remote_code,
+        ),
     )
 
 

@@ -12,7 +12,6 @@ from transformers import TextStreamer
 
 from finetune.commands.evaluate import find_evaluation_target
 from finetune.commands.export import is_run
-from finetune.commands.generate import local_device
 from finetune.commands.source import use_written_arguments
 from finetune.data.encoding.conversation import ChatPrompt, prompt_ids, text_inputs
 from finetune.data.templates.chat_template import stop_ids
@@ -27,6 +26,7 @@ from finetune.model.loading.saved import (
     load_saved_model,
 )
 from finetune.model.processing import has_processing, load_saved_processing
+from finetune.runtime.distributed import local_device
 from finetune.runtime.seeds import derive_seed
 from finetune.runtime.text.terminal import quiet_libraries
 
@@ -132,8 +132,8 @@ def chat(
             model = load_chat_model(saved, sampling, adapters=named, trust_remote_code=trust_remote_code)
         elif saved.head != "sequence_classification":
             raise UserError(
-                f"{saved.folder}: a `{saved.head}` model does not generate text. Evaluate it with `finetune evaluate`; "
-                "its README.md shows how to load it."
+                f"{saved.folder}: a `{saved.head}` model does not generate text. Predict the rows of a file with "
+                "`finetune generate`."
             )
         elif named:
             raise UserError(
@@ -273,7 +273,7 @@ def _load_checkpoint(
     target = find_evaluation_target(run, step=step, job=None, overrides=(), trust_remote_code=trust_remote_code)
     task = target.task()
     if task.head not in _GENERATING:
-        raise UserError(f"{target.source}: a `{task.head}` model does not generate text. Evaluate it instead.")
+        raise UserError(f"{target.source}: a `{task.head}` model does not generate text. Use `finetune generate`.")
     model = target.initial_model(task)
     target.load_weights(model)
     print(f"chatting with {target.source.name} of {target.source.parent.parent}")

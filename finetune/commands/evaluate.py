@@ -14,7 +14,6 @@ from finetune.checkpoint.read.inventory import locate_run, select_checkpoint
 from finetune.checkpoint.read.load import open_checkpoint
 from finetune.checkpoint.sharding.state_layout import named_buffers, named_parameters
 from finetune.commands.export import export_checkpoint, exported_weights, is_run, processing_in
-from finetune.commands.generate import local_device
 from finetune.commands.source import require_trusted_metrics, with_trust
 from finetune.config.load import RESOLVED_NAME, LoadedConfig, load_config, load_resolved
 from finetune.config.run_config import RunConfig
@@ -320,7 +319,7 @@ def _results(harness: Any, folder: Path, *, tasks: str, trusts: bool) -> Mapping
             model="hf",
             model_args=arguments,
             tasks=[task.strip() for task in tasks.split(",") if task.strip()],
-            device=str(local_device()),
+            device=str(distributed.local_device()),
             log_samples=False,
         )
     assert results is not None, "it is None on other ranks only"

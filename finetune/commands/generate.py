@@ -1,11 +1,11 @@
 """`finetune generate`: answer every row of a file once, in the file's order, on all launched processes.
 
-Each process holds the whole model, whatever the launched strategy. Answers are kept in a hidden folder next to the
-output, one file per rank, until all are complete; a command that was killed resumes from them.
+A model that does not generate text answers with its prediction. Each process holds the whole model, whatever the
+launched strategy. Answers are kept in a hidden folder next to the output, one file per rank, until all are complete; a
+command that was killed resumes from them.
 """
 
 import json
-import os
 import shutil
 import tempfile
 import time
@@ -14,9 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from finetune.commands.export import processing_in
+from finetune.commands.export import is_run, processing_in
+from finetune.commands.predict import RowAnswers, find_predictions
 from finetune.commands.source import use_written_arguments
 from finetune.config.sections.data import SourceSection
 from finetune.data.encoding.conversation import ChatPrompt, prompt_ids, read_prompt
@@ -28,11 +27,13 @@ from finetune.model.generation import SamplingParams, generate_batch
 from finetune.model.loading.saved import (
     SavedModel,
     attach_adapters,
+    find_model_folder,
     inspect_model_folder,
     load_saved_base,
     load_saved_model,
 )
 from finetune.runtime import distributed
+from finetune.runtime.distributed import local_device
 from finetune.runtime.files import atomic
 from finetune.runtime.files.read import read_json, require_regular
 from finetune.runtime.optional import no_op
@@ -50,11 +51,12 @@ class PartialAnswers:
 
     output: Path
     folder: Path
+    column: str  # that an answer is written to
 
     @classmethod
-    def open(cls, output: Path, settings: Any) -> "PartialAnswers":
+    def open(cls, output: Path, settings: Any, *, column: str) -> "PartialAnswers":
         """Return the partial answers of this command; raises UserError for those of another one. Collective."""
-        parts = cls(output, output.with_name(f".{output.name}.parts"))
+        parts = cls(output, output.with_name(f".{output.name}.parts"), column)
         note = parts.folder / "about.json"
         if distributed.is_main() and not note.is_file():
             atomic.write_json(note, settings)
@@ -72,10 +74,10 @@ class PartialAnswers:
         distributed.barrier()  # nobody writes before all have looked: the shares must be cut alike
         return numbers
 
-    def keep(self, number: int, text: str) -> None:
+    def keep(self, number: int, answer: Any) -> None:
         """Append one answer on a new line, even after a line that a killed process left incomplete."""
         with (self.folder / f"rank-{distributed.rank():05d}.jsonl").open("a", encoding="utf-8") as file:
-            file.write("\n" + json.dumps({"row": number, ANSWER: text}) + "\n")
+            file.write("\n" + json.dumps({"row": number, self.column: answer}) + "\n")
 
     def join(self, rows: Sequence[Row]) -> None:
         """Write the output atomically and remove the parts; raises UserError if an answer is missing. On rank 0."""
@@ -86,16 +88,16 @@ class PartialAnswers:
                 f"{self.folder} has no answer for row {missing + 1:,} of the input, although one was written: another "
                 "process changed the folder. Delete the folder and start again."
             )
-        lines = (format_json({**row, ANSWER: answers[n]}, default=str) for n, row in enumerate(rows))
+        lines = (format_json({**row, self.column: answers[n]}, default=str) for n, row in enumerate(rows))
         atomic.write_text(self.output, "".join(f"{line}\n" for line in lines))
         shutil.rmtree(self.folder)
 
-    def _all(self) -> Iterator[tuple[int, str]]:
+    def _all(self) -> Iterator[tuple[int, Any]]:
         for path in sorted(self.folder.glob("rank-*.jsonl")):
             require_regular(path)  # a device would accept every answer and store none
             for line in atomic.read_json_lines(path):
-                if isinstance(line, dict) and isinstance(line.get("row"), int) and isinstance(line.get(ANSWER), str):
-                    yield line["row"], line[ANSWER]
+                if isinstance(line, dict) and isinstance(line.get("row"), int) and self.column in line:
+                    yield line["row"], line[self.column]
 
 
 def _read_settings(note: Path) -> Any:
@@ -117,58 +119,57 @@ class TokenizedPrompt:
     tokens: Sequence[int]
 
 
-def generate_file(
-    source: Path,
-    *,
-    rows: Path,
-    output: Path,
-    adapter: Path | None,
-    max_new_tokens: int,
-    batch_size: int,
-    temperature: float,
-    top_p: float,
-    seed: int,
-    system: str | None,
-    template_arguments: Sequence[str] = (),
-    trust_remote_code: bool,
-) -> int:
-    """Write each row with its `answer` to the output, which appears whole; return the exit code.
+@dataclass(frozen=True, kw_only=True)
+class GenerationOptions:
+    """The options of the command."""
+
+    adapter: Path | None
+    max_new_tokens: int
+    batch_size: int
+    temperature: float
+    top_p: float
+    seed: int
+    system: str | None
+    template_arguments: Sequence[str] = ()
+    probabilities: bool = False
+    trust_remote_code: bool
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """Return how tokens are drawn."""
+        return SamplingParams(self.max_new_tokens, self.temperature, self.top_p)
+
+    def refuse_unused(self, *, generates: bool) -> None:
+        """Raise UserError for an option that does not apply to a model that `generates` text, or to another one."""
+        given = {
+            "adapter": self.adapter,
+            "system": self.system,
+            "temperature": self.temperature,
+            "template-argument": self.template_arguments,
+        }
+        for name, value in ({"probabilities": self.probabilities} if generates else given).items():
+            if value:
+                what = "generated text" if generates else "predictions: the model does not generate text"
+                raise UserError(f"--{name} does not apply to {what}. Leave it out.")
+
+
+def generate_file(source: Path, *, rows: Path, output: Path, options: GenerationOptions) -> int:
+    """Write each row with its `answer` or `prediction` to the output, which appears whole; return the exit code.
 
     Answers written before a process was killed are kept next to the output, and the same command resumes from them.
-    Raises UserError or DataError for a model that does not generate text, rows without a prompt, and an output that
-    already exists. Collective over all launched processes.
+    Raises UserError or DataError for a model that neither generates text nor predicts rows, an option that does not
+    apply to it, rows without the columns that it needs, and an output that already exists. Collective over all
+    launched processes.
     """
-    num_answers = _answer_file(
-        source,
-        rows=rows,
-        output=output,
-        adapter=adapter,
-        sampling=SamplingParams(max_new_tokens, temperature, top_p),
-        batch_size=batch_size,
-        seed=seed,
-        system=system,
-        template_arguments=template_arguments,
-        trust_remote_code=trust_remote_code,
-    )
+    answers = _answer_file(source, rows=rows, output=output, options=options)
     if distributed.is_main():
-        print(f"{num_answers:,} answers in {output}")
+        number = len(answers.raw)
+        print(f"{number:,} {answers.column}{'s' * (number != 1)} in {output}")
     return distributed.shut_down(0)
 
 
-def generate_answers(
-    source: Path,
-    rows: Sequence[Row],
-    *,
-    adapter: Path | None,
-    max_new_tokens: int,
-    batch_size: int,
-    temperature: float,
-    top_p: float,
-    seed: int,
-    system: str | None,
-    trust_remote_code: bool,
-) -> list[str]:
-    """Return the answer to each row on every rank. Raises what `generate_file` does. Collective."""
+def generate_answers(source: Path, rows: Sequence[Row], options: GenerationOptions) -> list[Any]:
+    """Return the answer or prediction of each row on every rank. Raises what `generate_file` does. Collective."""
     distributed.init_cpu_process_group()
     scratch = Path(distributed.broadcast_object(tempfile.mkdtemp(prefix="finetune-") if distributed.is_main() else ""))
     try:
@@ -176,20 +177,10 @@ def generate_answers(
             lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
             (scratch / "rows.jsonl").write_text("".join(lines), encoding="utf-8")
         distributed.barrier()
-        _answer_file(
-            source,
-            rows=scratch / "rows.jsonl",
-            output=scratch / "answers.jsonl",
-            adapter=adapter,
-            sampling=SamplingParams(max_new_tokens, temperature, top_p),
-            batch_size=batch_size,
-            seed=seed,
-            system=system,
-            template_arguments=(),
-            trust_remote_code=trust_remote_code,
-        )
+        output = scratch / "answers.jsonl"
+        written = _answer_file(source, rows=scratch / "rows.jsonl", output=output, options=options)
         distributed.barrier()  # rank 0 has joined the answers
-        answers = [str(row[ANSWER]) for row in atomic.read_json_lines(scratch / "answers.jsonl")]
+        answers = [row[written.column] for row in atomic.read_json_lines(output)]
         distributed.barrier()  # all have read them
     finally:
         if distributed.is_main():
@@ -197,57 +188,80 @@ def generate_answers(
     return answers
 
 
-def _answer_file(
-    source: Path,
-    *,
-    rows: Path,
-    output: Path,
-    adapter: Path | None,
-    sampling: SamplingParams,
-    batch_size: int,
-    seed: int,
-    system: str | None,
-    template_arguments: Sequence[str],
-    trust_remote_code: bool,
-) -> int:
-    """Write the answers to the output and return their number. Collective."""
+def _answer_file(source: Path, *, rows: Path, output: Path, options: GenerationOptions) -> RowAnswers:
+    """Write the answers to the output and return how they were made. Collective."""
     quiet_libraries(is_main=distributed.is_main())
-    saved = inspect_model_folder(source, key="generate", trust_remote_code=trust_remote_code)
-    _check(saved, output=output, adapter=adapter)
-    origin = find_local(SourceSection(path=str(rows)), key="--input", log=no_op)
-    # An invalid file is refused before the whole of it is hashed.
-    raw = [row for shard in origin.shards() for row in shard.rows()]
-    settings = {"rows": origin.digest, "sampling": asdict(sampling), "seed": seed, "system": system}
+    if output.exists():
+        raise UserError(f"--output {output} already exists. Choose another file, or delete it.")
+    trusts, saved = options.trust_remote_code, None
+    if find_model_folder(source) is not None or not is_run(source):  # else a checkpoint
+        saved = inspect_model_folder(source, key="generate", trust_remote_code=trusts)
+    options.refuse_unused(generates=saved is not None and saved.can_generate)
+    if saved is not None and saved.can_generate:
+        answers = _text_answers(saved, rows, options)
+    else:
+        answers = find_predictions(
+            source,
+            saved,
+            rows=rows,
+            batch_size=options.batch_size,
+            probabilities=options.probabilities,
+            trust_remote_code=trusts,
+        )
     distributed.init_cpu_process_group()
-    settings |= {"model": _weight_files(saved.folder), "adapter": _weight_files(adapter)}
-    if template_arguments:
-        settings["template_arguments"] = list(template_arguments)
-    parts = PartialAnswers.open(output, settings)
-    tokenizer = _tokenizer(saved, template_arguments, trust_remote_code=trust_remote_code)
-    model = _load(saved, adapter, trust_remote_code=trust_remote_code)
-    generator = _Generator(model, tokenizer, sampling=sampling, batch_size=batch_size, seed=seed)
-    generator.answer([read_prompt(row, system=system) for row in raw], raw, parts=parts)
+    folders = {"model": source if saved is None else saved.folder, "adapter": options.adapter}
+    models = {name: _weight_files(folder) for name, folder in folders.items()}
+    parts = PartialAnswers.open(output, {**answers.settings, **models}, column=answers.column)
+    _answer_share(answers, parts)
     distributed.barrier()  # all answers are on the disk
     if distributed.is_main():
-        parts.join([row.parse() for row in raw])
-    return len(raw)
+        parts.join([row.parse() for row in answers.raw])
+    return answers
+
+
+def _answer_share(answers: RowAnswers, parts: PartialAnswers) -> None:
+    """Answer this process's share of the unanswered rows, and write the answers as they come."""
+    for row in answers.raw:
+        if answers.column in row.parse():
+            raise DataError(f"{row.location}: already has a column `{answers.column}`. Rename it.")
+    answered = parts.answered()
+    unanswered = [number for number in range(len(answers.raw)) if number not in answered]
+    share = unanswered[distributed.rank() :: distributed.world()]
+    logged_at = time.monotonic()
+    for num_done, (number, answer) in enumerate(answers.compute(share) if share else (), start=1):
+        parts.keep(number, answer)
+        if distributed.is_main() and time.monotonic() - logged_at > _SECONDS_BETWEEN_LOG_LINES:
+            logged_at = time.monotonic()
+            print(f"answered {num_done:,} of {len(share):,} in this process", flush=True)
 
 
 def _weight_files(folder: Path | None) -> Any:
     """Return the weight files with size and modification time, which identify a model."""
     if folder is None:
         return None
-    states = [(path, path.stat()) for path in sorted(folder.absolute().glob("*.safetensors"))]
+    states = [(path, path.stat()) for path in sorted(folder.absolute().rglob("*.safetensors"))]
     return [[str(path), state.st_size, state.st_mtime_ns] for path, state in states]
 
 
-def _check(saved: SavedModel, *, output: Path, adapter: Path | None) -> None:
-    if not saved.can_generate:
-        raise UserError(f"{saved.folder}: a `{saved.head}` model does not generate text. Choose one that does.")
-    if adapter is not None and saved.adapter is not None:
+def _text_answers(saved: SavedModel, rows: Path, options: GenerationOptions) -> RowAnswers:
+    if options.adapter is not None and saved.adapter is not None:
         raise UserError(f"--adapter: {saved.folder} is itself an adapter. Pass a full model, or omit --adapter.")
-    if output.exists():
-        raise UserError(f"--output {output} already exists. Choose another file, or delete it.")
+    origin = find_local(SourceSection(path=str(rows)), key="--input", log=no_op)
+    # An invalid file is refused before the whole of it is hashed.
+    raw = [row for shard in origin.shards() for row in shard.rows()]
+    system, seed, sampling = options.system, options.seed, options.sampling
+    settings: dict[str, Any] = {"rows": origin.digest, "sampling": asdict(sampling), "seed": seed, "system": system}
+    if options.template_arguments:
+        settings["template_arguments"] = list(options.template_arguments)
+
+    def compute(numbers: Sequence[int]) -> Iterator[tuple[int, str]]:
+        trusts = options.trust_remote_code
+        tokenizer = _tokenizer(saved, options.template_arguments, trust_remote_code=trusts)
+        model = _load(saved, options.adapter, trust_remote_code=trusts)
+        generator = _Generator(model, tokenizer, sampling=sampling, batch_size=options.batch_size, seed=seed)
+        yield from generator.answers([read_prompt(row, system=system) for row in raw], raw, numbers)
+
+    return RowAnswers(ANSWER, raw, settings, compute)
 
 
 def _tokenizer(saved: SavedModel, template_arguments: Sequence[str], *, trust_remote_code: bool) -> Any:
@@ -270,17 +284,6 @@ def _load(saved: SavedModel, adapter: Path | None, *, trust_remote_code: bool) -
     return model.to(device)
 
 
-def local_device() -> torch.device:
-    """Return this process's accelerator, by its local rank; the CPU on a machine without one."""
-    if not torch.accelerator.is_available():
-        return torch.device("cpu")
-    index = int(os.environ.get("LOCAL_RANK", "0")) % torch.accelerator.device_count()
-    torch.accelerator.set_device_index(index)
-    accelerator = torch.accelerator.current_accelerator()
-    assert accelerator is not None, "there is one"
-    return torch.device(accelerator.type, index)
-
-
 @dataclass(frozen=True)
 class _Generator:
     model: Any
@@ -289,24 +292,14 @@ class _Generator:
     batch_size: int
     seed: int
 
-    def answer(self, prompts: Sequence[ChatPrompt], raw: Sequence[RawRow], *, parts: PartialAnswers) -> None:
-        """Answer this process's share of the unanswered rows, and write the answers after every batch."""
-        for row in raw:
-            if ANSWER in row.parse():
-                raise DataError(f"{row.location}: already has a column `{ANSWER}`. Rename it.")
-        answered = parts.answered()
-        unanswered = [number for number in range(len(prompts)) if number not in answered]
-        share = unanswered[distributed.rank() :: distributed.world()]
-        own = [TokenizedPrompt(number, self._tokens(prompts[number], raw[number])) for number in share]
-        logged_at = time.monotonic()
-        num_done = 0
+    def answers(
+        self, prompts: Sequence[ChatPrompt], raw: Sequence[RawRow], numbers: Sequence[int]
+    ) -> Iterator[tuple[int, str]]:
+        """Yield the number and the answer of each of these rows, batch by batch."""
+        own = [TokenizedPrompt(number, self._tokens(prompts[number], raw[number])) for number in numbers]
         for batch in self._batches(own):
             for answered_prompt, text in zip(batch, self._answers(batch), strict=True):
-                parts.keep(answered_prompt.number, text)
-            num_done += len(batch)
-            if distributed.is_main() and time.monotonic() - logged_at > _SECONDS_BETWEEN_LOG_LINES:
-                logged_at = time.monotonic()
-                print(f"answered {num_done:,} of {len(own):,} in this process", flush=True)
+                yield answered_prompt.number, text
 
     def _tokens(self, prompt: ChatPrompt, raw: RawRow) -> list[int]:
         tokens = prompt_ids(self.tokenizer, prompt)

@@ -273,7 +273,7 @@ TASKS = Table(
         TaskEntry(
             name="reranking",
             description="a score for a query and a passage",
-            implementation=f"{_PACKAGE}.embedding.embedding:RerankingTask",
+            implementation=f"{_PACKAGE}.embedding.reranking:RerankingTask",
             head="sequence_classification",
             formats=("retrieval", "pairs", "scored_pairs"),
             metrics=("loss", "recall_at_1", "recall_at_5", "recall_at_10", "ndcg_at_10", "mrr_at_10"),

@@ -267,6 +267,17 @@ def shut_down(code: int, *, afterwards: Callable[[int], int] = int) -> int:
     return exit_process(afterwards(code))
 
 
+def local_device() -> torch.device:
+    """Return this process's accelerator, by its local rank; the CPU on a machine without one."""
+    if not torch.accelerator.is_available():
+        return torch.device("cpu")
+    index = int(os.environ.get("LOCAL_RANK", "0")) % torch.accelerator.device_count()
+    torch.accelerator.set_device_index(index)
+    accelerator = torch.accelerator.current_accelerator()
+    assert accelerator is not None, "there is one"
+    return torch.device(accelerator.type, index)
+
+
 def wait_for_devices() -> None:
     """Wait until no rank needs a process group any more, not even for a kernel of its device. Collective."""
     if is_distributed():

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,9 +12,12 @@ from torch.nn.functional import logsigmoid
 from finetune.data.batch import IGNORED, Batch
 from finetune.data.encoding.conversation import ConversationEncoder
 from finetune.data.encoding.preference import MARGIN, PreferenceEncoder
-from finetune.data.features import Features
+from finetune.data.features import Features, Outcome
+from finetune.data.formats.unlabeled import read_answers_to_score
+from finetune.data.rows import Row
 from finetune.data.templates.chat_template import require_chat_template
-from finetune.data.token_cache.lengths import SequencesLengthLimit, sequence_bounds
+from finetune.data.token_cache.lengths import SampleLengthLimit, SequencesLengthLimit, sequence_bounds
+from finetune.errors import DataError
 from finetune.task.causal_lm import pad_id
 from finetune.task.lm_loss.target_loss import log_probabilities_at_targets
 from finetune.task.model_inputs import (
@@ -24,7 +28,7 @@ from finetune.task.model_inputs import (
     pad_samples,
     sample_logits,
 )
-from finetune.task.protocol import BaseTask, DataFacts, TaskContext
+from finetune.task.protocol import BaseTask, DataFacts, Predictor, TaskContext
 
 PAIR_WEIGHTS = "counts"
 NUM_PAIRS = "num_firsts"
@@ -119,6 +123,9 @@ class AnswerPairsTask(BaseTask):
     A row is encoded to several sequences of the prompt and one answer; a target of a batch is a pair.
     """
 
+    _encoder: PreferenceEncoder
+    _length_limit: SequencesLengthLimit
+
     def __init__(self, context: TaskContext, *, judged: bool = False, margin: bool = False) -> None:
         require_chat_template(context.tokenizer)
         data = context.data
@@ -205,6 +212,32 @@ class RewardTask(AnswerPairsTask):
             )
             line = f"reward: a conversation is scored at its last token, {last} (token {ids[-1]}) after {before}"
             self.data_facts = DataFacts(lines=(line,))
+
+    @property
+    def predictor(self) -> Predictor:
+        """Return how it scores a conversation: its `score`, or the `scores` of several answers by their columns."""
+        limit = SampleLengthLimit(self._length_limit.max_length, "truncate", self._length_limit.truncate_side)
+        return Predictor(
+            read=read_answers_to_score,
+            encode=lambda rows: [self._encode_answers(row) for row in rows],
+            collate=lambda features: collate_padded(features, pad_id=self.pad_id),
+            outputs=scores,
+            prediction=self._prediction,
+            limit=limit,
+        )
+
+    def _encode_answers(self, row: Row) -> Outcome:
+        conversations = row["conversations"].values()
+        outcomes = self._encoder.encode(
+            [{**row, "messages": turns, "num_context_turns": len(turns) - 1} for turns in conversations]
+        )
+        answers = tuple(outcome for outcome in outcomes if isinstance(outcome, Features))
+        error = next((outcome for outcome in outcomes if isinstance(outcome, DataError)), None)
+        return error or (answers if len(answers) == len(outcomes) else None)
+
+    def _prediction(self, row: Row, outputs: Sequence[Tensor]) -> Mapping[str, Any]:
+        values = dict(zip(row["conversations"], (output.item() for output in outputs), strict=True))
+        return {"score": next(iter(values.values()))} if len(values) == 1 else {"scores": values}
 
     def collate(self, features: Sequence[Features]) -> Batch:
         """Return chosen answers followed by rejected ones, with the margins if they are used."""

@@ -252,6 +252,17 @@ def _mask_nan_rows(labels: Tensor) -> tuple[Tensor, Tensor]:
     return (~labels.isnan().any(dim=-1)).to(torch.float32), labels.nan_to_num().to(torch.float32)
 
 
+def class_prediction(names: Sequence[str], probabilities: Tensor) -> dict[str, Any]:
+    """Return the most likely class and its probability, and the `probabilities` of all by name."""
+    index = int(probabilities.argmax())
+    by_name = dict(zip(names, probabilities.tolist(), strict=True))
+    return {"label": names[index], "score": by_name[names[index]], PROBABILITIES: by_name}
+
+
+PROBABILITIES = "probabilities"
+"""The part of a prediction that is written on demand."""
+
+
 class TextPadding:
     """The padding token: the tokenizer's, else its end-of-sequence token, which becomes the padding token.
 

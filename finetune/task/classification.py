@@ -6,7 +6,6 @@ Images are decoded in collation, in the loader's workers.
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import groupby
 from random import Random
 from typing import Any
 
@@ -35,15 +34,18 @@ from finetune.data.encoding.labelled import (
 from finetune.data.encoding.text import Truncation
 from finetune.data.encoding.tokenizer import num_special_tokens_around
 from finetune.data.features import Features
+from finetune.data.formats.unlabeled import read_unlabeled_image, read_unlabeled_text, read_unlabeled_words
 from finetune.data.images import ImageTransform, decode_image, mix_images
 from finetune.data.rows import Row
 from finetune.data.token_cache.lengths import SampleLengthLimit
 from finetune.errors import DataError
 from finetune.runtime.seeds import derive_seed
 from finetune.task.classes import (
+    PROBABILITIES,
     TextPadding,
     class_head_values,
     class_loss_sum,
+    class_prediction,
     classifier_logits,
     find_classes,
     input_columns,
@@ -54,12 +56,12 @@ from finetune.task.metrics import (
     TOP_K,
     are_entity_tags,
     class_metrics,
-    entity_scores,
+    entity_metrics,
     multi_label_metrics,
     regression_metrics,
 )
 from finetune.task.model_inputs import collate_row, is_padding_free, pad_rows, unwrap_model
-from finetune.task.protocol import BaseTask, DataFacts, EvaluationOutput, TaskContext
+from finetune.task.protocol import BaseTask, DataFacts, EvaluationOutput, Predictor, TaskContext
 
 RECORDED_KINDS = {"single_label": "OneOfMany", "multi_label": "SomeOfMany", "regression": "Regression"}
 """What the identity of prepared data calls each `task.classification.kind`; it never changes."""
@@ -104,6 +106,37 @@ class TextClassificationTask(BaseTask):
         )
         identity = {name: value for name, value in self.data_facts.values.items() if name != "class_weights"}
         self._identity = {"kind": RECORDED_KINDS[self.kind], **identity}
+        self._outputs = tuple(names if self.kind == "regression" else classes.names)
+
+    @property
+    def predictor(self) -> Predictor:
+        """Return how it predicts the class with its probability, the classes above 1/2 with theirs, or the numbers."""
+        names = self._outputs
+        label = {"single_label": names[0], "multi_label": [], "regression": [0.0] * len(names)}[self.kind]
+        return Predictor(
+            read=read_unlabeled_text,
+            encode=lambda rows: self.encode([{**row, LABEL: label} for row in rows]),  # any label
+            collate=self.collate,
+            outputs=self._probabilities,
+            prediction=self._prediction,
+        )
+
+    def _probabilities(self, model: nn.Module, batch: Batch) -> Tensor:
+        logits = classifier_logits(model, batch)
+        if self.kind == "regression":
+            return logits
+        return logits.sigmoid() if self.kind == "multi_label" else logits.softmax(dim=-1)
+
+    def _prediction(self, row: Row, outputs: Sequence[Tensor]) -> Mapping[str, Any]:
+        names, (output,) = self._outputs, outputs
+        if self.kind == "single_label":
+            return class_prediction(names, output)
+        values = output.tolist()
+        if self.kind == "regression":
+            return {"value": values[0]} if len(values) == 1 else {"values": values}
+        by_name = dict(zip(names, values, strict=True))
+        present = {name: value for name, value in by_name.items() if value > 0.5}
+        return {"labels": list(present), "scores": list(present.values()), PROBABILITIES: by_name}
 
     def collate(self, features: Sequence[Features]) -> Batch:
         """Return the texts padded or concatenated; labels are int64 [texts] or float32 [texts, outputs]."""
@@ -206,6 +239,7 @@ class TokenClassificationTask(BaseTask):
     """
 
     head = "token_classification"
+    _length_limit: SampleLengthLimit
 
     def __init__(self, context: TaskContext) -> None:
         data = context.data
@@ -221,6 +255,29 @@ class TokenClassificationTask(BaseTask):
         frame = num_special_tokens_around(context.tokenizer)  # around every part of a split sentence
         self._length_limit = SampleLengthLimit(data.longest, data.over_length, data.truncate_side, frame)
         self._identity = {"labels": list(self.classification.classes.names)}
+
+    @property
+    def predictor(self) -> Predictor:
+        """Return how it predicts the tag of every word with its probability; longer sentences are split."""
+        any_tag = self.classification.classes.names[0]
+        return Predictor(
+            read=read_unlabeled_words,
+            encode=lambda rows: self.encode([{**row, "tags": [any_tag] * len(row["tokens"])} for row in rows]),
+            collate=self.collate,
+            outputs=self._word_probabilities,
+            prediction=self._tags,
+            limit=replace(self._length_limit, over_length="split"),
+        )
+
+    def _word_probabilities(self, model: nn.Module, batch: Batch) -> list[Tensor]:
+        probabilities = classifier_logits(model, batch).softmax(dim=-1)  # [batch, length, classes]
+        return [values[labels != IGNORED] for values, labels in zip(probabilities, batch.labels, strict=True)]
+
+    def _tags(self, row: Row, outputs: Sequence[Tensor]) -> Mapping[str, Any]:
+        names = self.classification.classes.names
+        words = [class_prediction(names, word) for output in outputs for word in output]
+        singles = {"tags": "label", "scores": "score", PROBABILITIES: PROBABILITIES}
+        return {"tokens": row["tokens"], **{name: [word[key] for word in words] for name, key in singles.items()}}
 
     def collate(self, features: Sequence[Features]) -> Batch:
         """Return the sentences padded or concatenated; labels[b, t] is the class of the word that starts at token t."""
@@ -273,16 +330,6 @@ class TokenClassificationTask(BaseTask):
         return loss | word_metrics | (entity_metrics(records, names) if are_entity_tags(names) else {})
 
 
-def entity_metrics(records: Tensor, names: Sequence[str]) -> dict[str, float]:
-    """Return the `entity_scores` of records [words, 3] in order: sample, class and predicted class."""
-    sentences = groupby(records.long().tolist(), key=lambda record: record[0])
-    pairs = ([(label, predicted) for _, label, predicted in words] for _, words in sentences)
-    scores = entity_scores(
-        ([names[label] for label, _ in words], [names[predicted] for _, predicted in words]) for words in pairs
-    )
-    return {"entity_f1": scores.f1, "entity_precision": scores.precision, "entity_recall": scores.recall}
-
-
 def _word_labels(features: Features) -> np.ndarray:
     """Return the class at targets, IGNORED elsewhere."""
     return np.where(features.arrays["is_target"], features.arrays[LABELS].astype(np.int64), IGNORED)
@@ -307,6 +354,18 @@ class ImageClassificationTask(BaseTask):
         self._has_partners = self.section.mixup > 0 or self.section.cutmix > 0  # each image is mixed with another one
         self._identity = {"labels": list(self.classification.classes.names), "mode": self.views.mode}
         _ = self.views.size  # raises here, before any data is prepared
+
+    @property
+    def predictor(self) -> Predictor:
+        """Return how it predicts the class with its probability."""
+        names = self.classification.classes.names
+        return Predictor(
+            read=read_unlabeled_image,
+            encode=lambda rows: self.encode([{**row, LABEL: names[0]} for row in rows]),  # any label
+            collate=self.collate,
+            outputs=lambda model, batch: image_logits(model, batch).float().softmax(dim=-1),
+            prediction=lambda row, outputs: class_prediction(names, outputs[0]),
+        )
 
     def collate(self, features: Sequence[Features]) -> Batch:
         """Return the images as pixels; in training, augmented views that depend only on step and sample."""

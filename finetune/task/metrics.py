@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from types import ModuleType
 
 import numpy as np
@@ -167,6 +168,16 @@ def entity_scores(sentences: Iterable[tuple[Sequence[str], Sequence[str]]]) -> E
     recall = num_correct / num_true if num_true else 0.0
     f1 = 2 * num_correct / (num_predicted + num_true) if num_correct else 0.0
     return EntityScores(precision, recall, f1)
+
+
+def entity_metrics(records: Tensor, names: Sequence[str]) -> dict[str, float]:
+    """Return the `entity_scores` of records [words, 3] in order: sample, class and predicted class."""
+    sentences = groupby(records.long().tolist(), key=lambda record: record[0])
+    pairs = ([(label, predicted) for _, label, predicted in words] for _, words in sentences)
+    scores = entity_scores(
+        ([names[label] for label, _ in words], [names[predicted] for _, predicted in words]) for words in pairs
+    )
+    return {"entity_f1": scores.f1, "entity_precision": scores.precision, "entity_recall": scores.recall}
 
 
 RECALL_AT = (1, 5, 10)

@@ -19,6 +19,7 @@ from finetune.config.sections.train import LossKernel
 from finetune.data.batch import IGNORED, Batch
 from finetune.data.features import Features, Outcome, Unlabeled, result_or_error
 from finetune.data.formats.attached_images import PLACEHOLDER, UNREAD_IMAGE
+from finetune.data.formats.columns import Columns
 from finetune.data.rows import Row
 from finetune.data.token_cache.chunks import Encode
 from finetune.data.token_cache.lengths import LengthLimit
@@ -75,6 +76,19 @@ class Precomputed:
     They are then part of `Features.arrays`. A batch without samples runs as many forward passes as any other batch, and
     the call is collective if the model's forward is.
     """
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """How a task predicts rows, which need no label."""
+
+    read: Callable[[Columns], Row]  # the columns that it needs; raises DataError without them
+    encode: Encode  # rows to one or several samples each, of one forward pass; None for a row without content
+    collate: Callable[[Sequence[Features]], Batch]
+    outputs: Callable[[nn.Module, Batch], Iterable[Tensor]]  # of every sample in order: probabilities, scores, a vector
+    prediction: Callable[[Row, Sequence[Tensor]], Mapping[str, Any]]
+    """Returns a row's prediction from the outputs of its samples, float32 on the CPU, as JSON values by name."""
+    limit: LengthLimit | None = None  # shortens or splits longer samples; None: the encoder has done so
 
 
 @dataclass(frozen=True)
@@ -219,6 +233,11 @@ class BaseTask:
         """Return the arrays that a frozen model must compute per sample before training; None if there are none."""
         return None
 
+    @property
+    def predictor(self) -> Predictor | None:
+        """Return how it predicts rows; None for a task whose model generates text, or that does not."""
+        return None
+
     def export_files(self, config: Any) -> Mapping[str, Any]:
         """Return the JSON files to export with a model of this config, by relative path."""
         return {}
@@ -309,7 +328,7 @@ def build_task(context: TaskContext) -> Task:
     """Return the job's task; raises DataError if tokenizer or rows are unsuitable for it."""
     name = context.section.name
     task = TASKS.resolve(name)(context)
-    members = [member for member in vars(BaseTask) if not member.startswith("_")]
+    members = [member for member in vars(BaseTask) if not member.startswith("_") and member != "predictor"]  # optional
     if missing := [member for member in members if not hasattr(task, member)]:
         expected = f"a task, which has {', '.join(missing)}: derive it from one of `finetune.task`"
         raise TASKS.refusal(name, task, expected)

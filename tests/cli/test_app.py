@@ -196,7 +196,7 @@ def test_evaluate_generate_and_export_commands_pass_their_options_on(typed, call
     typed("evaluate", "runs/first", "--set", "data.validation.path=a.jsonl", "--json", "m.json")
     typed("evaluate", "runs/first", "--lm-eval", "hellaswag")
     typed("generate", "runs/first", "--input", "p.jsonl", "--output", "a.jsonl", "--temperature", "0.5")
-    exported, measured, asked, answered = calls.made
+    exported, measured, asked, chosen, answered = calls.made
     assert exported[0] == "finetune.commands.export:export"
     assert (exported[2]["merge"], exported[2]["step"], exported[2]["push_to_hub"]) == (True, 4, "me/model")
     assert measured[2] == {
@@ -207,7 +207,7 @@ def test_evaluate_generate_and_export_commands_pass_their_options_on(typed, call
         "trust_remote_code": False,
     }
     assert (asked[0], asked[2]["tasks"]) == ("finetune.commands.evaluate:evaluate_with_harness", "hellaswag")
-    assert (answered[2]["rows"], answered[2]["temperature"]) == (Path("p.jsonl"), 0.5)
+    assert (answered[2]["rows"], chosen[2]["temperature"]) == (Path("p.jsonl"), 0.5)
 
 
 def test_the_harness_brings_its_own_data(typed, calls):

@@ -11,7 +11,7 @@ from finetune.data.features import Features
 from finetune.data.sources.source import open_source
 from finetune.data.token_cache.cache import prepare_set
 from finetune.data.token_cache.chunks import Encoding
-from finetune.task.classification import entity_metrics
+from finetune.task.metrics import entity_metrics
 from finetune.task.protocol import TaskContext, build_task
 from tests.data.encoding.word_pieces import WORDS, bert_tokenizer
 from tests.small_models import TINY

@@ -50,10 +50,12 @@ class TextRowsEncoder:
         except DataError as error:
             renamed = [error] * len(guarded)
         for index, outcome in zip(guarded, renamed, strict=True):
-            if isinstance(outcome, Features):
+            if isinstance(outcome, Features | tuple):
                 try:
                     self._control.check_plain(texts[index])
-                    outcomes[index] = replace(outcome, findings=outcome.findings.plus(CONTROL_NAMES))
+                    outcomes[index] = outcome
+                    if isinstance(outcome, Features):
+                        outcomes[index] = replace(outcome, findings=outcome.findings.plus(CONTROL_NAMES))
                 except DataError as error:
                     outcomes[index] = error
             else:
@@ -298,6 +300,18 @@ class TextGroupsEncoder(TextRowsEncoder):
         if cut is not None and tokenizer.num_special_tokens_to_add(pair=joint) >= cut.max_length:
             raise DataError(f"data.max_length: {cut.max_length} leaves no room between the special tokens. Raise it.")
 
+    def of_texts(self) -> "TextsEncoder":
+        """Return the encoder of texts that are in no group, with the same prompts and length."""
+        return TextsEncoder(
+            self._tokenizer,
+            contents="passages",
+            task=self._task,
+            joint=self._joint,
+            prompts=self._prompts,
+            cut=self._cut,
+            allow_special_tokens=not self._control.names,
+        )
+
     def _renamed(self) -> Self:
         renamed, name = super()._renamed(), self._control.renamed
         renamed._prompts = Prompts(name(self._prompts.query), name(self._prompts.passage))
@@ -357,6 +371,30 @@ class TextGroupsEncoder(TextRowsEncoder):
                 (shorter,) = arrays_of(self._tokenizer, *([text] for text in texts), **options)
             framed.append((shorter, length - len(shorter["input_ids"])))
         return framed
+
+
+class TextsEncoder(TextGroupsEncoder):
+    """Encodes `queries` and `passages` of rows to a sample for each text, or for each pair of them with `joint`."""
+
+    def _texts_of(self, row: Row) -> Iterable[str]:
+        return (*row["queries"], *row["passages"])
+
+    def _encoded(self, rows: Sequence[Row]) -> list[Outcome]:
+        """Return the samples of each row; None for a row with a blank text that stands alone, or its error."""
+        texts = [result_or_error(self._texts_or_pairs, row) for row in rows]
+        encoded = iter(self._framed([each for of_row in texts if isinstance(of_row, list) for each in of_row]))
+        return [
+            of_row if isinstance(of_row, DataError) else tuple(_joined([next(encoded)], None) for _ in of_row) or None
+            for of_row in texts
+        ]
+
+    def _texts_or_pairs(self, row: Row) -> list[tuple[str, ...]]:
+        texts = [require_valid_unicode(text) for text in self._texts_of(row)]
+        queries = [self._prompts.query + text for text in texts[: len(row["queries"])]]
+        passages = [self._prompts.passage + text for text in texts[len(queries) :]]
+        if self._joint:
+            return [(query, passage) for query in queries for passage in passages]
+        return [(text,) for text in (*queries, *passages)] if all(map(str.strip, texts)) else []
 
 
 _WRONG_CONTENTS: Mapping[Contents, str] = {

@@ -48,9 +48,7 @@ def read_labelled(columns: Columns) -> Row:
 
 def read_tagged(columns: Columns) -> Row:
     """Return the words and the tag of each."""
-    words, tags = columns.value("tokens"), columns.labels("tags")
-    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
-        raise DataError(f"{columns.title('tokens')} must be a list of texts, but is {describe(words)}.")
+    words, tags = read_tokens(columns), columns.labels("tags")
     if not isinstance(tags, list) or not all(tag is None or isinstance(tag, str | int) for tag in tags):
         raise DataError(f"{columns.title('tags')} must be a list of texts or numbers, but is {describe(tags)}.")
     if len(words) != len(tags):
@@ -59,6 +57,14 @@ def read_tagged(columns: Columns) -> Row:
             "Each word needs one tag."
         )
     return {"tokens": words, "tags": tags}
+
+
+def read_tokens(columns: Columns) -> list[str]:
+    """Return the words of a row that is split into words."""
+    words = columns.value("tokens")
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+        raise DataError(f"{columns.title('tokens')} must be a list of texts, but is {describe(words)}.")
+    return words
 
 
 _MAX_NAMES = 8
@@ -250,14 +256,14 @@ def _available(section: SourceSection, row: Row) -> tuple[str, ...]:
 def read_messages(columns: Columns) -> Row:
     """Return the turns."""
     turns = read_turns(columns.json_value("messages"), title=columns.title("messages"), with_images=True)
-    return _with_tools(attach_images({"messages": with_system(turns, columns)}, columns), columns)
+    return with_tools(attach_images({"messages": with_system(turns, columns)}, columns), columns)
 
 
 def read_conversations(columns: Columns) -> Row:
     """Return the turns of a ShareGPT conversation, after the row's `system` text."""
     value, title = columns.json_value("conversations"), columns.title("conversations")
     turns = read_turns(value, title=title, with_images=True)
-    return _with_tools(attach_images({"messages": with_system(turns, columns)}, columns), columns)
+    return with_tools(attach_images({"messages": with_system(turns, columns)}, columns), columns)
 
 
 def read_prompt_completion(columns: Columns) -> Row:
@@ -267,7 +273,7 @@ def read_prompt_completion(columns: Columns) -> Row:
     row: dict[str, Any] = {"messages": [*prompt, *completion], **notes}
     if any(turn["role"] == "assistant" for turn in prompt):
         row["num_context_turns"] = len(prompt)
-    return _with_tools(attach_images(row, columns), columns)
+    return with_tools(attach_images(row, columns), columns)
 
 
 def read_instruction(columns: Columns) -> Row:
@@ -275,7 +281,7 @@ def read_instruction(columns: Columns) -> Row:
     question = "\n\n".join(part for part in (columns.text("instruction"), columns.optional_text("input")) if part)
     exchange = [{"role": "user", "content": question}, {"role": "assistant", "content": columns.text("output")}]
     row = {"messages": with_system(exchange, columns)}
-    return _with_tools(attach_images(row, columns), columns, has_tools=False)
+    return with_tools(attach_images(row, columns), columns, has_tools=False)
 
 
 def read_preference(columns: Columns) -> Row:
@@ -292,7 +298,7 @@ def read_preference(columns: Columns) -> Row:
     row: dict[str, Any] = {"prompt": prompt, "chosen": chosen, "rejected": rejected, **notes}
     if columns.optional("margin") is not None:
         row["margin"] = columns.number("margin")
-    return _with_tools(row, columns)
+    return with_tools(row, columns)
 
 
 def read_judged(columns: Columns) -> Row:
@@ -300,7 +306,7 @@ def read_judged(columns: Columns) -> Row:
     prompt = turns_of(columns, "prompt", by="user")
     prompt, (completion,), notes = read_exchange(columns, prompt, ("completion",))
     row = {"prompt": prompt, "completion": completion, "is_good": columns.truth("label"), **notes}
-    return _with_tools(row, columns)
+    return with_tools(row, columns)
 
 
 _PAIR = ("chosen", "rejected")
@@ -311,7 +317,7 @@ def read_text(columns: Columns) -> Row:
     return {"text": columns.text("text")}
 
 
-def _with_tools(row: Mapping[str, Any], columns: Columns, *, has_tools: bool = True) -> Row:
+def with_tools(row: Mapping[str, Any], columns: Columns, *, has_tools: bool = True) -> Row:
     """Return the row with its tools or `functions`, if its format has any, and its chat template arguments."""
     name = next((name for name in ("tools", "functions") if has_tools and columns.optional(name)), None)
     if name is not None:
@@ -343,6 +349,11 @@ def read_group(columns: Columns) -> Row:
     """Return the anchor (the query of `retrieval`), its positive, and the negatives of both columns."""
     anchor = "query" if columns.names.format == "retrieval" else "anchor"
     row = {"anchor": columns.text(anchor), "positive": _only_text(columns, "positive")}
+    return {**row, "negatives": read_negatives(columns)}
+
+
+def read_negatives(columns: Columns) -> list[str]:
+    """Return the negatives of both columns."""
     is_joined = "negatives" in columns.names.joined
     is_read_twice = "negative" in columns.names.joined.get("negatives", ())
     negatives = ["" if is_read_twice else columns.optional_text("negative")]
@@ -356,7 +367,7 @@ def read_group(columns: Columns) -> Row:
                 raise DataError(f"{title} must be a list of texts, but contains {describe(text)}.")
             negatives.append(text or "")
     # blank ones only pad rows to equal numbers
-    return {**row, "negatives": [text for text in negatives if text.strip()]}
+    return [text for text in negatives if text.strip()]
 
 
 def _only_text(columns: Columns, column: str) -> str:

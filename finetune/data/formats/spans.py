@@ -51,6 +51,11 @@ def read_spans(columns: Columns) -> Row:
     return {"tokens": tokens, "tags": tags}
 
 
+def words_of(text: str) -> list[str]:
+    """Return the words of a text as `read_spans` reads them."""
+    return [text[start:end] for start, end in _words(text)]
+
+
 def _words(text: str) -> Iterator[tuple[int, int]]:
     """Yield the start and the end of every word."""
     kinds = "".join(" " if character.isspace() else "." if _stands_alone(character) else "w" for character in text)

@@ -2,12 +2,13 @@
 
 import json
 import os
+from dataclasses import replace
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetune.commands import generate as generating
-from finetune.commands.generate import generate_file
+from finetune.commands.generate import GenerationOptions, generate_file
 from finetune.errors import DataError, UserError
 from finetune.runtime import distributed
 from finetune.runtime.files.atomic import read_json_lines
@@ -20,6 +21,17 @@ ROWS = [
     {"id": 4, "prompt": [{"role": "system", "content": "Say it."}, {"role": "user", "content": "blue"}]},
 ]
 
+OPTIONS = GenerationOptions(
+    adapter=None,
+    max_new_tokens=6,
+    batch_size=2,
+    temperature=0.0,
+    top_p=1.0,
+    seed=0,
+    system=None,
+    trust_remote_code=False,
+)
+
 
 @pytest.fixture
 def answered(tmp_path):
@@ -29,9 +41,8 @@ def answered(tmp_path):
         (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         output = tmp_path / "answers.jsonl"
         output.unlink(missing_ok=True)
-        settings = {"adapter": None, "max_new_tokens": 6, "batch_size": 2, "temperature": 0.0, "top_p": 1.0, "seed": 0}
-        settings |= {"system": None, "trust_remote_code": False, **keys}
-        assert generate_file(source, rows=tmp_path / "prompts.jsonl", output=output, **settings) == 0
+        options = replace(OPTIONS, **keys)
+        assert generate_file(source, rows=tmp_path / "prompts.jsonl", output=output, options=options) == 0
         return [json.loads(line) for line in output.read_text().splitlines()]
 
     return answer
@@ -150,9 +161,7 @@ def test_a_row_that_asks_nothing_is_named(trained, answered, row, message):
 def test_an_output_that_is_there_is_not_written_over(trained, tmp_path):
     (tmp_path / "answers.jsonl").write_text("mine")
     with pytest.raises(UserError, match="already exists"):
-        generating._check(
-            generating.inspect_model_folder(trained("full"), key="k"), output=tmp_path / "answers.jsonl", adapter=None
-        )
+        generate_file(trained("full"), rows=tmp_path, output=tmp_path / "answers.jsonl", options=OPTIONS)
 
 
 def test_processes_meet_without_a_strategy():

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 from finetune.commands.chat import load_chat_model
 from finetune.commands.evaluate import evaluate
 from finetune.commands.export import export
-from finetune.commands.generate import generate_file
+from finetune.commands.generate import GenerationOptions, generate_file
 from finetune.commands.preview.preview import preview
 from finetune.commands.source import use_written_arguments
 from finetune.data.encoding.conversation import ChatPrompt, prompt_ids
@@ -139,7 +139,8 @@ def test_chat_and_generate_use_the_template_arguments_of_training_by_default(job
     with pytest.raises(UserError, match="write NAME=VALUE"):
         use_written_arguments(tokenizer, ["effort"])
     settings = {"adapter": None, "max_new_tokens": 4, "batch_size": 2, "temperature": 0.0, "top_p": 1.0, "seed": 0}
-    settings |= {"system": None, "trust_remote_code": False, "rows": tmp_path / "asked.jsonl"}
+    settings |= {"system": None, "trust_remote_code": False}
+    rows = tmp_path / "asked.jsonl"
     asked = [{"prompt": "1 and 0?"}, {"prompt": "1 and 0?", "chat_template_kwargs": {"effort": "high"}}]
     (tmp_path / "asked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked))
     said = []
@@ -147,8 +148,9 @@ def test_chat_and_generate_use_the_template_arguments_of_training_by_default(job
         patch.object(distributed, "shut_down", stay),
         patch("finetune.commands.generate.prompt_ids", lambda *given: said.append(prompt_ids(*given)) or said[-1]),
     ):
-        generate_file(run, output=tmp_path / "a.jsonl", **settings)
-        generate_file(run, output=tmp_path / "b.jsonl", template_arguments=["effort=none"], **settings)
+        generate_file(run, rows=rows, output=tmp_path / "a.jsonl", options=GenerationOptions(**settings))
+        other = GenerationOptions(**settings, template_arguments=["effort=none"])
+        generate_file(run, rows=rows, output=tmp_path / "b.jsonl", options=other)
     efforts = [tokenizer.decode(ids).split("<|im_end|>")[0].rsplit(" ", 1)[1] for ids in said]
     assert efforts == ["low", "high", "none", "high"]
 
