@@ -70,7 +70,7 @@ def test_a_run_that_trained_tied_embeddings_under_a_frozen_head_is_not_resumed(f
     tied = LoraConfig(modules_to_save=["embed_tokens"], ensure_weight_tying=True)
     now = facts(*keys, peft_config={"default": tied})
     assert check_changes(Path("step-4"), now, current=now, allowed=()) == []
-    with pytest.raises(CheckpointError, match="tied weights: nothing in the checkpoint, .*\n.*frozen head"):
+    with pytest.raises(CheckpointError, match=r"tied weights: nothing in the checkpoint, .*\n.*frozen head"):
         check_changes(Path("step-4"), older, current=now, allowed=())
 
 
@@ -78,7 +78,7 @@ def test_the_reason_for_other_held_out_rows_is_named(facts):
     now = facts("data.validation={fraction: 0.5}", "evaluate={}", rows="f2")
     settings = {**now.settings, "data.validation.fraction": "0.5"}  # as version 0.2 has recorded it
     older = RunFingerprint({**now.identity, "training data": "f1"}, settings, now.origin)
-    with pytest.raises(CheckpointError, match="data.validation.fraction: 0.5 in the checkpoint, 0.5, an exact number"):
+    with pytest.raises(CheckpointError, match=r"data\.validation\.fraction: 0\.5 in the checkpoint, 0\.5, "):
         check_changes(Path("step-4"), older, current=now, allowed=())
 
 
