@@ -145,6 +145,7 @@ class Job:
         self._values, self._objects, problems = take_objects(given)
         if problems:
             raise ConfigError(problems, PYTHON_JOB.name)
+        self._use_tokenizer_of_model()
         self._file: Path | None = None
         self._folder = Path.cwd()
         self._overrides: Overrides = {}
@@ -192,6 +193,14 @@ class Job:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(job_yaml(self.load(overrides).config), encoding="utf-8")
         return path, []
+
+    def _use_tokenizer_of_model(self) -> None:
+        """Name the tokenizer that a model without one was loaded with, if its files are on this machine."""
+        model = self._objects.get("model", self._objects.get("model.name"))
+        section = self._values.get("model")
+        section = dict(section) if isinstance(section, Mapping) else {"name": section}
+        if hasattr(model, "state_dict") and "tokenizer" not in section and (folder := given.find_tokenizer(model)):
+            self._values["model"] = {**section, "tokenizer": {"name": str(folder)}}
 
     def _write_objects(self, overrides: Overrides) -> dict[str, str]:
         """Write the objects of a valid job to the run folder and return their paths by dotted key."""

@@ -87,10 +87,11 @@ def init(
         return init_command.init_from(peer_file, into, peer=peer, gpus=gpus, is_strict=strict, proves=prove)
     if peer is not None or strict or prove:
         raise UserError("--peer, --strict, --prove: they need --from FILE.")
-    if name is None and strategy is None and questions_command.is_asked(answers):
-        questions_command.init_by_answers(answers, into)
+    has_answers = answers != questions_command.Answers()
+    if name is None and (has_answers or strategy is None) and questions_command.is_asked(answers):
+        questions_command.init_by_answers(answers, into, strategy=strategy)
         return 0
-    if answers != questions_command.Answers():
+    if has_answers:
         raise UserError("--task, --data, --model, --gpus, --lora: they are for a job without a recipe. Leave it out.")
     init_command.init(name, into, strategy=strategy)
     return 0

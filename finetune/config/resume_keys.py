@@ -161,6 +161,9 @@ NOT_RECORDED = (
 )
 
 
+_FRACTION = "data.validation.fraction"
+
+
 def keys_that_must_match(config: RunConfig) -> dict[str, str]:
     """Return the dotted keys that a resume must match, with their values as JSON, and the digests of plugins."""
     others = {*COMPARED_BY_CONTENT, *MAY_DIFFER, *NOT_RECORDED}
@@ -172,6 +175,8 @@ def keys_that_may_differ(config: RunConfig) -> dict[str, str]:
     """Return the dotted keys that may differ between starts, with their values as JSON, and such digests."""
     recorded = {*COMPARED_BY_CONTENT, *MAY_DIFFER}
     keys = {key: text for key, text in _flat(config) if key in recorded or _is_option_of_observer(key)}
+    if keys.get(_FRACTION, "null") != "null":
+        keys[_FRACTION] += ", an exact number of rows"  # was a draw per row: the reason that other rows are held out
     return {key: redact_foreign(text) for key, text in keys.items()} | plugin_identities(config)[1]
 
 

@@ -151,7 +151,7 @@ def resolve_microbatch_size(restored: RestoredRun) -> RestoredRun:
 def _start_tries(context: RunContext, built: BuiltRun, *, first_step: int) -> _Tries:
     """Measure what is free on all ranks, after freed memory was released. Collective."""
     strategy, prepared = context.strategy, built.prepared
-    is_sharded = Sharded.PARAMETERS in strategy.sharded or strategy.expected.fsdp_version is not None
+    is_sharded = Sharded.PARAMETERS in strategy.sharded
     trial = Trial(
         accelerator=prepared.accelerator,
         model=prepared.model,

@@ -3,6 +3,7 @@
 Every task is built from a `TaskContext`.
 """
 
+import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,7 +27,7 @@ from finetune.data.token_cache.lengths import LengthLimit
 from finetune.data.workers import LoadingCost
 from finetune.errors import DataError
 from finetune.registry.losses import PREFERENCE_LOSSES
-from finetune.registry.table import import_attribute
+from finetune.registry.table import import_attribute, options_of
 from finetune.registry.tasks import TASKS, ModelHead
 from finetune.runtime.files.digests import recorded_as
 
@@ -213,6 +214,7 @@ class BaseTask:
     head: ModelHead = "causal_lm"
     head_values: Mapping[str, Any] = MappingProxyType({})  # model config values that it determines, as `num_labels`
     data_facts = DataFacts()  # what it read from the training rows
+    options: Any  # of a plugin's task: its `plugin_options`
     # of its samples; see SampleSpec
     _encoder: Encode | None = None  # encodes rows, cheap to send to other processes; None: `encode_row` does
     _length_limit: LengthLimit | None = None
@@ -325,13 +327,23 @@ Task = BaseTask
 
 
 def build_task(context: TaskContext) -> Task:
-    """Return the job's task; raises DataError if tokenizer or rows are unsuitable for it."""
+    """Return the job's task; raises DataError if tokenizer or rows are unsuitable for it.
+
+    The options of a plugin's task are an argument of a constructor that has `options`, else an attribute.
+    """
     name = context.section.name
-    task = TASKS.resolve(name)(context)
+    entry = TASKS[name]
+    build = import_attribute(entry.implementation)
+    if entry.options is not None and "options" in inspect.signature(build).parameters:
+        task = build(context, options=options_of(entry))
+    else:
+        task = build(context)
     members = [member for member in vars(BaseTask) if not member.startswith("_") and member != "predictor"]  # optional
     if missing := [member for member in members if not hasattr(task, member)]:
         expected = f"a task, which has {', '.join(missing)}: derive it from one of `finetune.task`"
         raise TASKS.refusal(name, task, expected)
+    if entry.options is not None and not hasattr(task, "options"):
+        task.options = options_of(entry)
     return cast(Task, task)
 
 

@@ -11,9 +11,10 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from finetune import ConfigError, DataError, Job, ModelError, UserError, check, load_job
+from finetune import ConfigError, DataError, Job, ModelError, UserError, check, load_job, train
 from finetune.config.load import load_config
 from finetune.config.sections.train import TrainSection
+from finetune.model.tokenizer import train_or_load_tokenizer
 from tests.api.jobs import rows, sections
 from tests.small_job import write_job
 
@@ -161,3 +162,44 @@ def test_a_section_that_stands_for_a_name_may_be_the_object_itself(tmp_path):
     )
     job = Job(**sections(tmp_path, model=LlamaForCausalLM(small)))
     assert str(job.load().config.model.name).startswith(str(tmp_path / "run" / "given" / "model-"))
+
+
+@pytest.mark.parametrize("origin", ["folder", "cache"])
+def test_a_model_alone_has_the_tokenizer_that_it_was_loaded_with(tmp_path, monkeypatch, origin):
+    folder = tmp_path / "saved"
+    if origin == "cache":  # of the hub, at another commit than `main`
+        cache = tmp_path / "hub"
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+        folder = cache / "models--org--small" / "snapshots" / "c0ffee"
+    small = LlamaConfig(
+        vocab_size=320, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4
+    )
+    LlamaForCausalLM(small).save_pretrained(folder)
+    tokenizer = train_or_load_tokenizer(
+        lambda: ["a. b."], vocabulary_size=300, cache_folder=tmp_path, log=lambda _: None
+    )
+    tokenizer.save_pretrained(folder)
+    model = LlamaForCausalLM.from_pretrained(folder)
+    if origin == "cache":
+        model.name_or_path, model.config._commit_hash = "org/small", "c0ffee"
+    assert Job(**sections(tmp_path, model=model)).config.model.tokenizer.name == str(folder)
+    assert Job(**sections(tmp_path, model={"name": model})).load().config.model.tokenizer.name == str(folder)
+    named = Job(**sections(tmp_path, model={"name": model, "tokenizer": {"train": {"vocabulary_size": 320}}}))
+    assert named.config.model.tokenizer.name is None
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer_config.json").unlink()
+    assert Job(**sections(tmp_path, model=model)).config.model.tokenizer is None
+
+
+def test_a_model_alone_trains_with_the_tokenizer_that_it_was_loaded_with(tmp_path):
+    small = LlamaConfig(
+        vocab_size=320, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4
+    )
+    LlamaForCausalLM(small).save_pretrained(tmp_path / "saved")
+    tokenizer = train_or_load_tokenizer(
+        lambda: ["reverse: red green blue amber"], vocabulary_size=320, cache_folder=tmp_path, log=lambda _: None
+    )
+    tokenizer.save_pretrained(tmp_path / "saved")
+    result = train(sections(tmp_path, model=LlamaForCausalLM.from_pretrained(tmp_path / "saved")))
+    assert result.is_finished and result.num_steps == 4
+    assert (result.final / "tokenizer.json").is_file()

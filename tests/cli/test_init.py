@@ -21,6 +21,7 @@ def test_a_recipe_is_written_and_its_files_named(tmp_path):
     assert result.exit_code == 0
     assert result.stdout.splitlines()[0] == f"wrote {tmp_path / 'job.yaml'}"
     assert (tmp_path / "held_out.jsonl").is_file()
+    assert result.stdout.splitlines()[-1] == f"start with: finetune train --config {tmp_path / 'job.yaml'}"
 
 
 def test_a_folder_of_the_recipes_name_is_the_default(tmp_path, monkeypatch):

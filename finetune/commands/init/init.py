@@ -12,6 +12,7 @@ from finetune.config.yaml import read_yaml
 from finetune.errors import ConfigError, UserError
 from finetune.migration.draft import Fate
 from finetune.migration.migrate import Migration, migrate_file, source_of_key
+from finetune.migration.peers.trainer import PLACEHOLDERS
 from finetune.recipes import FOLDER
 from finetune.recipes.digits import digit_files
 from finetune.recipes.quickstart import quickstart_files
@@ -49,7 +50,7 @@ def init(name: str | None, into: Path | None, *, strategy: str | None = None) ->
     folder = into or Path(name or ".")
     for written in format_written(make_recipe(name, folder, strategy=strategy)):
         print(f"wrote {written}")
-    if strategy is not None:
+    if strategy is not None or name in _DATA:
         print(f"start with: {launch_line(folder, strategy)}")
 
 
@@ -154,11 +155,13 @@ def launch_files(
     return {f"{strategy}.yaml": text, path.name: settings}
 
 
-def launch_line(folder: Path, strategy: str, *, num_processes: int = 2) -> str:
-    """Return the command that starts the job in the folder under the strategy."""
+def launch_line(folder: Path, strategy: str | None, *, num_processes: int = 2) -> str:
+    """Return the command that starts the job in the folder, under the accelerate file of the strategy next to it."""
     job, file = (shlex.quote(str(folder / name)) for name in (JOB_FILE, f"{strategy}.yaml"))
-    launched = "" if strategy == "single" else f" --accelerate {file} --processes {num_processes}"
-    return f"finetune train --config {job}{launched}"
+    if strategy is None:
+        return f"finetune train --config {job}"
+    count = 1 if strategy == "single" else num_processes
+    return f"finetune train --config {job} --accelerate {file} --processes {count}"
 
 
 def _write(path: Path, content: str | bytes) -> None:
@@ -217,7 +220,11 @@ def init_from(
         return 2
     for written in format_written(paths):
         print(f"wrote {written}")
-    print(f"{JOB_FILE} is ready. The model and datasets of the hub were not looked up: `finetune check --model` does.")
+    named = (draft.value("model.name"), draft.value("data.train.name"))
+    if placeholders := [name for name in PLACEHOLDERS if name in named]:
+        print(f"{JOB_FILE} is not complete: write names in place of {' and '.join(placeholders)}, then check it.")
+    else:
+        print(f"{JOB_FILE} is ready. `finetune check --model` looks up its model and datasets of the hub.")
     if proves:
         loaded = load_config(folder / JOB_FILE, [])
         for line in samples.format_rates(draft, loaded.config, title=migration.title):

@@ -1,5 +1,6 @@
 """`finetune init` on a terminal: a job by five questions, with the settings of the recipe of that task."""
 
+import math
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -11,9 +12,10 @@ from finetune.commands import check
 from finetune.commands.init.init import JOB_FILE, format_written, launch_files, launch_line, recipes, write_checked
 from finetune.commands.preview.file import FileContents, look_into
 from finetune.commands.printing import print_facts
-from finetune.config.paths import is_path
+from finetune.config.paths import is_path, is_url
 from finetune.config.yaml import read_yaml
 from finetune.data.formats.layouts import describe_unused, layout_hint
+from finetune.data.sources.slices import Split
 from finetune.errors import FinetuneError, UserError
 from finetune.migration.complete import locate
 from finetune.migration.draft import yaml_value
@@ -47,9 +49,10 @@ def is_asked(answers: Answers) -> bool:
     return answers != Answers() or sys.stdin.isatty()
 
 
-def init_by_answers(answers: Answers, into: Path | None) -> None:
-    """Write a job and its accelerate file, and check them; questions without a flag are asked on a terminal.
+def init_by_answers(answers: Answers, into: Path | None, *, strategy: str | None = None) -> None:
+    """Write a job and check it; questions without a flag are asked on a terminal.
 
+    With a strategy, or on several GPUs, an accelerate file is written next to it, which the command at the end names.
     Raises UserError for an answer that is not possible, and without a terminal for one that is missing.
     """
     if sys.stdin.isatty():
@@ -59,20 +62,58 @@ def init_by_answers(answers: Answers, into: Path | None) -> None:
     recipe = _recipe(task, has_lora=answers.lora)
     usual = recipe["model"].get("name")
     model = _answer(answers.model, "model", _model, question="Model: hub name or folder", default=usual)
-    gpus = _answer(answers.gpus, "gpus", _gpus, question="GPUs (0: the CPU)", default="1")
+    usual_gpus = "1" if strategy in (None, "single") else "2"
+    gpus = _answer(answers.gpus, "gpus", _gpus, question="GPUs (0: the CPU)", default=usual_gpus)
     may_adapt = TASKS[task].head != "image_classification"
     lora = bool(answers.lora)
     if answers.lora is None and may_adapt and sys.stdin.isatty():
         lora = _answer(None, "lora", _lora, question="LoRA adapters or all weights (lora/full)", default="lora")
     recipe = _recipe(task, has_lora=lora)
     folder = into or Path(task)
-    strategy = "single" if gpus <= 1 else "ddp" if lora else "fsdp2"
-    job = _job(recipe, {"name": model}, data, gpus=gpus, has_lora=lora)
-    launch = launch_files(strategy, folder, num_processes=max(1, gpus))
-    for written in format_written(write_checked(folder, {JOB_FILE: job, **launch}, num_processes=max(1, gpus))):
+    if strategy is None and gpus > 1:
+        strategy = "ddp" if lora else "fsdp2"
+    num_processes, cadence = max(1, gpus), _cadence(data, global_batch_size=_BATCH_PER_GPU * max(1, gpus))
+    job = _job(recipe, {"name": model}, data, cadence, gpus=gpus, has_lora=lora)
+    launch = launch_files(strategy, folder, num_processes=num_processes)
+    for written in format_written(write_checked(folder, {JOB_FILE: job, **launch}, num_processes=num_processes)):
         print(f"wrote {written}")
-    check.check(folder / JOB_FILE, [], num_processes=max(1, gpus))
-    print(f"start with: {launch_line(folder, strategy, num_processes=max(1, gpus))}")
+    check.check(folder / JOB_FILE, [], num_processes=num_processes)
+    print(cadence.sentence)
+    print(f"start with: {launch_line(folder, strategy, num_processes=num_processes)}")
+
+
+_BATCH_PER_GPU = 16
+_EVALUATED = 0.05
+_USUAL_CADENCE, _USUAL_LOG, _MAX_CADENCE = 100, 10, 1000
+
+
+@dataclass(frozen=True)
+class _Cadence:
+    """How often a job evaluates, saves and logs, in steps, and a sentence about its number of steps."""
+
+    every_steps: int
+    log_every_steps: int
+    warmup_fraction: float
+    can_validate: bool  # there are enough rows for a split
+    sentence: str
+
+
+def _cadence(rows: FileContents, *, global_batch_size: int) -> _Cadence:
+    """Return the cadence of one epoch: about ten evaluations; usual numbers where rows at a URL are not counted."""
+    if rows.source is None or is_url(str(rows.keys["path"])) or not (num_rows := rows.source.num_rows()):
+        sentence = f"The rows at a URL were not counted: it evaluates and saves every {_USUAL_CADENCE} steps."
+        return _Cadence(_USUAL_CADENCE, _USUAL_LOG, 0.03, True, sentence)
+    num_held_out = Split(_EVALUATED, seed=0).num_held_out(num_rows)
+    num_steps = math.ceil((num_rows - num_held_out) / global_batch_size)
+    tenth = max(1, num_steps // 10)
+    every = min(_MAX_CADENCE, int(f"{str(tenth)[0]}{'0' * (len(str(tenth)) - 1)}"))  # one digit, then zeros
+    steps = f"{num_steps:,} step{'s' * (num_steps != 1)} of {global_batch_size} rows"
+    sentence = (
+        f"It takes {steps}: {num_rows - num_held_out:,} of {num_rows:,} rows once, fewer where some are dropped; "
+        f"it evaluates and saves every {f'{every:,} steps' if every > 1 else 'step'}."
+    )
+    warmup_fraction = 0.03 if num_steps >= 100 else 0.1  # of few steps, a few
+    return _Cadence(every, min(_USUAL_LOG, every), warmup_fraction, num_held_out > 0, sentence)
 
 
 def _answer(given: Any, flag: str, read: Callable[[Any], Any], *, question: str, default: str | None = None) -> Any:
@@ -146,7 +187,15 @@ def _recipe(task: str, *, has_lora: bool | None) -> dict[str, Any]:
     return next((values for values in named if ("lora" in values["model"]) is bool(has_lora)), named[0])
 
 
-def _job(recipe: dict[str, Any], model: dict[str, Any], rows: FileContents, *, gpus: int, has_lora: bool) -> str:
+def _job(
+    recipe: dict[str, Any],
+    model: dict[str, Any],
+    rows: FileContents,
+    cadence: _Cadence,
+    *,
+    gpus: int,
+    has_lora: bool,
+) -> str:
     """Return the job's text: the recipe's settings with these rows and this model."""
     had_lora = "lora" in recipe["model"]
     rate = recipe["train"]["learning_rate"]
@@ -165,22 +214,24 @@ def _job(recipe: dict[str, Any], model: dict[str, Any], rows: FileContents, *, g
         task[section] = {**task.get(section, {}), **reading.options}
         if "kind" in reading.options:  # of several labels or a number
             task.pop("label_smoothing", None)
-    data = {"train": {**rows.keys, **reading.source}, "validation": {"fraction": 0.05}, **tokens, **settings}
+    validation = {"validation": {"fraction": _EVALUATED}} if cadence.can_validate else {}
+    data = {"train": {**rows.keys, **reading.source}, **validation, **tokens, **settings}
     sections = {
         "run": {"folder": f"runs/{recipe['task']['name']}"},
         "model": model,
         "data": {**data, **reading.data},
         "task": {key: value for key, value in task.items() if value != {}},
         "train": {
-            "global_batch_size": 16 * max(1, gpus),
+            "global_batch_size": _BATCH_PER_GPU * max(1, gpus),
             "microbatch_size": 4,
             "epochs": 1,
             "learning_rate": float(f"{rate:.3g}"),
-            "schedule": {"name": "cosine", "warmup_fraction": 0.03},
+            "schedule": {"name": "cosine", "warmup_fraction": cadence.warmup_fraction},
             **({"precision": "bf16"} if gpus else {}),
         },
-        "evaluate": {"every_steps": 100},
-        "checkpoint": {"every_steps": 100},
+        **({"evaluate": {"every_steps": cadence.every_steps}} if cadence.can_validate else {}),
+        "checkpoint": {"every_steps": cadence.every_steps},
+        "report": {"log_every_steps": cadence.log_every_steps},
     }
     title = "# Made by `finetune init`, with the settings of a recipe. Every key: docs/reference/job/.\n"
     return title + "".join(_section(name, values, "") for name, values in sections.items())

@@ -33,7 +33,6 @@ from finetune.registry.optimizers import OPTIMIZERS
 from finetune.registry.tasks import TASKS
 
 MAX_MICROBATCH, MAX_ACCUMULATION = 2, 2
-MIN_FRACTION = 0.1
 _INITIALIZED_FROM_WEIGHTS = ("pissa", "olora", "loftq")
 
 _FEW_STEPS = "a few steps"
@@ -157,10 +156,6 @@ def job_changes(config: RunConfig, schedule: Schedule, *, folder: Path) -> list[
             values[problem.key] = int(is_room), _FEW_STEPS
     if train.early_stopping is not None and train.early_stopping.patience <= schedule.steps:
         values["train.early_stopping.patience"] = schedule.steps + 1, _FEW_STEPS
-    for name in ("fraction", "hash_fraction"):
-        fraction = getattr(config.data.validation, name, None)
-        if fraction is not None and fraction < MIN_FRACTION:
-            values[f"data.validation.{name}"] = MIN_FRACTION, "a smaller share of few rows could be empty"
     if LOSS_KERNELS[train.loss_kernel].module is not None:
         values["train.loss_kernel"] = "auto", _GPU_ONLY
     if model.attention.startswith("flash"):

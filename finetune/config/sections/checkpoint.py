@@ -38,6 +38,7 @@ NEVER_ALLOWED: Mapping[str, str] = {
     "tokenizer": "the same text would give other tokens",
     "first adapter": "the training so far started from another one",
     "base weights": "the training so far was on top of the others",
+    "tied weights": "until version 0.3, `modules_to_save` trained tied embeddings under a frozen head",
 }
 """The keys that must match the checkpoint even with `allow_changes`, each with the reason."""
 

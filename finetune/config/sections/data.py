@@ -173,8 +173,8 @@ class ValidationSourceSection(SourceSection):
     """The validation rows: a source of their own, or a split of the training rows."""
 
     fraction: float | None = key(
-        "Split off about this fraction of the training rows (of every source of a mix), by `run.seed` and row index; "
-        "of few rows at least one.",
+        "Split off this fraction of the training rows (of every source of a mix), by `run.seed` and row index: the "
+        "rounded number of rows, at least one and fewer than all.",
         None,
         gt=0.0,
         lt=1.0,

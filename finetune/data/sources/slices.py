@@ -15,6 +15,8 @@ from math import nextafter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from finetune.config.sections.data import SourceSection
 from finetune.data.formats.columns import NOTES
 from finetune.data.formats.row_format import RowFormat
@@ -47,27 +49,34 @@ class RowContent:
 
 
 class Split(NamedTuple):
-    """Holds out about `share` of the rows: drawn from the seed and the row's position, or without a seed by content.
+    """Holds out the rows with the lowest draws: with a seed an exact count of them, else those below `share`.
 
-    By content, equal rows are on the same side.
+    With a seed a row is drawn by its position, without one by its content, so that equal rows are on the same side.
     """
 
     share: float
     seed: int | None = None
 
-    def holds_out(self, position: tuple[int, int], content: RowContent) -> bool:
-        """Return whether the row is held out; the position is its shard and the row in it, skipped rows included."""
-        return self.draw(position, content) < self.share
-
     def draw(self, position: tuple[int, int], content: RowContent) -> float:
         """Return the row's pseudo-random number in [0, 1)."""
-        key = content.digest if self.seed is None else f"{self.seed} {position[0]} {position[1]}".encode()
-        digest = hashlib.blake2b(key, digest_size=8, person=b"finetune split").digest()
-        return int.from_bytes(digest, "big") / 2**64
+        return _draw(content.digest) if self.seed is None else self.draw_position(position)
+
+    def draw_position(self, position: tuple[int, int]) -> float:
+        """Return the draw of a position by the seed: the row's shard and its number there, skipped rows included."""
+        return _draw(f"{self.seed} {position[0]} {position[1]}".encode())
+
+    def num_held_out(self, num_rows: int) -> int:
+        """Return the rounded share of the rows: at least one and fewer than all; none of a single row."""
+        return min(max(1, round(self.share * num_rows)), num_rows - 1)
 
     def identity(self) -> Any:
         """Return JSON values that determine which rows are held out."""
-        return ["content", self.share] if self.seed is None else ["place", self.share, self.seed]
+        return ["content", self.share] if self.seed is None else ["count", self.share, self.seed]
+
+
+def _draw(key: bytes) -> float:
+    digest = hashlib.blake2b(key, digest_size=8, person=b"finetune split").digest()
+    return int.from_bytes(digest, "big") / 2**64
 
 
 @dataclass(frozen=True)
@@ -170,6 +179,11 @@ class SliceShard:
                 continue
             yield raw if not self.source_slice.is_held_out else RawRow(raw.origin, raw.number, content.row)
 
+    def positions(self) -> Iterator[tuple[int, int]]:
+        """Return the positions of the rows between `skip` and `take`, on whichever side of a split."""
+        stop = self.whole.num_rows(sys.maxsize if self.stop is None else self.stop)
+        return ((self.number, row) for row in range(self.first, stop))
+
     def candidates(self) -> Iterator[tuple[tuple[int, int], RawRow, RowContent]]:
         """Yield the rows between `skip` and `take` with their positions, on whichever side of a split."""
         rows = islice(self.whole.rows(self.first), None if self.stop is None else self.stop - self.first)
@@ -195,13 +209,30 @@ class SourceSlice:
 
     def keeps(self, position: tuple[int, int], content: RowContent) -> bool:
         """Return whether the row belongs to it; rows excluded by validation rows are counted."""
-        if self.split is not None and self.split.holds_out(position, content) != self.is_held_out:
+        if self.split is not None and (self.split.draw(position, content) < self.threshold) != self.is_held_out:
             return False
         if self.exclusion is None:
             return True
         is_excluded = content.digest in self.exclusion.contents.digests
         self.exclusion.num_left_out += is_excluded
         return not is_excluded
+
+    @property
+    def has_two_rows(self) -> bool:
+        """Return whether there are two rows or more between `skip` and `take`; reads at most two."""
+        candidates = chain.from_iterable(shard.candidates() for shard in self.shards)
+        return len(list(islice(candidates, 2))) == 2
+
+    @cached_property
+    def threshold(self) -> float:
+        """Return the draw below which a row is held out; with a seed, all rows are counted and drawn for it."""
+        assert self.split is not None, "without a split, no row is held out"
+        if self.split.seed is None:
+            return self.split.share
+        positions = chain.from_iterable(shard.positions() for shard in self.shards)
+        draws = np.fromiter(map(self.split.draw_position, positions), np.float64)
+        num_held_out = self.split.num_held_out(len(draws))
+        return float(np.partition(draws, num_held_out)[num_held_out])
 
     def holding_one_out(self, split: Split) -> "SourceSlice":
         """Return the slice with a split that holds out the one row with the lowest draw, which `split` does not."""

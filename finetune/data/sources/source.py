@@ -163,7 +163,8 @@ def open_sources(section: DataSection, *, seed: int, log: Log) -> OpenedSources:
             split = Split(section.validation.hash_fraction)
         if split is not None:
             whole, slices = slices, {key: replace(one, split=split) for key, one in slices.items()}
-            if not _has_rows([replace(one, is_held_out=True) for one in slices.values()]):  # there are few rows
+            held_out = [replace(one, is_held_out=True) for one in slices.values()]
+            if split.seed is None and not _has_rows(held_out):  # there are few rows
                 slices = {key: one.holding_one_out(split) for key, one in whole.items()}
         validation = _validation(section.validation, list(slices.values()), log=log)
         if section.validation.exclude_from_train:
@@ -272,7 +273,10 @@ def _validation(section: ValidationSourceSection, train: Sequence[SourceSlice], 
     if train[0].split is None:
         return open_source(section, key=key, log=log)
     held_out = [replace(each_slice, is_held_out=True) for each_slice in train]
-    if not _has_rows(train):
+    if section.fraction is not None:
+        if not any(each_slice.has_two_rows for each_slice in train):
+            raise DataError(f"{key}.fraction: there is 1 training row, and a split needs 2. Name validation rows.")
+    elif not _has_rows(train):
         raise DataError(f"{key}: all training rows fall into this share. Decrease it.")
     return Source(section, held_out, key, ALREADY_READ, log)
 

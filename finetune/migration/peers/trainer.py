@@ -57,6 +57,10 @@ def prepare(draft: Draft) -> None:
     draft.default("data.over_length", "truncate", "as with `truncation=True`")
 
 
+PLACEHOLDERS = ("MODEL", "DATASET")
+"""Names that are to be replaced in a job."""
+
+
 def name_placeholders(draft: Draft) -> None:
     """Write names to be replaced, where the file names neither model nor rows."""
     draft.default("model.name", "MODEL", "not in the file: write the name or the path")

@@ -196,13 +196,17 @@ def read_json_settings(path: Path) -> dict[str, Any]:
 def check_matrix_sizes(folder: Path, config: Any) -> None:
     """Raise ModelError if the config has matrices far larger than all of the folder's weights.
 
-    For loading with `ignore_mismatched_sizes`, which initializes mismatched weights of any size.
+    Loading would allocate them before it compares their shapes.
     """
     text = config.get_text_config()
-    named = ((name, getattr(text, name, None)) for name in ("hidden_size", "intermediate_size", "vocab_size"))
-    sizes: dict[str, int] = {name: size for name, size in named if isinstance(size, int)}
-    weight_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    if max(sizes.values(), default=0) * sizes.get("hidden_size", 0) > 16 * weight_bytes + (1 << 28):
+    names = ("hidden_size", "intermediate_size", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    values = ((name, getattr(text, name, None)) for name in names)
+    sizes: dict[str, int] = {name: size for name, size in values if isinstance(size, int)}
+    hidden, heads = sizes.get("hidden_size", 0), sizes.get("num_attention_heads", 0)
+    head_size = sizes.get("head_dim") or hidden // max(heads, 1)
+    rows = (*(sizes.get(name, 0) for name in names[:3]), max(heads, sizes.get("num_key_value_heads", 0)) * head_size)
+    weight_bytes = sum(path.stat().st_size for kind in ("*.safetensors", "*.bin") for path in folder.glob(kind))
+    if max(rows) * hidden > 16 * weight_bytes + (1 << 28):
         listed = ", ".join(f"`{name}` {size:,}" for name, size in sizes.items())
         raise ModelError(
             f"{folder / CONFIG}: {listed} do not match the weights in the folder. One of them belongs to another model."

@@ -120,7 +120,7 @@ def load_weights(head: Any, source: str, *, config: PreTrainedConfig, trust_remo
     Trusted pickles are loaded with `weights_only`, and only if there are no safetensors.
     """
     check_loadable(Path(source), trust_remote_code=trust_remote_code)
-    if options.get("ignore_mismatched_sizes") and Path(source).is_dir():
+    if Path(source).is_dir():
         check_matrix_sizes(Path(source), config)
     file = getattr(config, "transformers_weights", None)
     if file is not None and not str(file).endswith((".safetensors", ".safetensors.index.json")):

@@ -7,14 +7,18 @@ other ranks and other strategies read the same, and a resume with other content 
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import datasets
 import torch
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 
 from finetune.errors import DataError, ModelError
+from finetune.model.tokenizer import TOKENIZER_FILES
 from finetune.runtime.files.atomic import build_once, temporary_path
 from finetune.runtime.optional import no_op
 from finetune.runtime.resources import disk_errors, format_size, free_bytes
@@ -84,6 +88,21 @@ def _write_lines(rows: Iterable[Any], path: Path, *, key: str) -> None:
                 ) from error
     if number == 0:
         raise DataError(f"{key}: there are no rows: the iterable is empty, or was read before.")
+
+
+def find_tokenizer(model: Any) -> Path | None:
+    """Return the folder that the model was loaded from, or its files in the hub's cache; None without a tokenizer."""
+    name, commit = getattr(model, "name_or_path", ""), getattr(model.config, "_commit_hash", None)
+    if not name:
+        return None
+    for file in TOKENIZER_FILES:
+        cached = Path(name, file)
+        if not Path(name).is_dir():
+            with suppress(HFValidationError):  # neither a folder nor a name on the hub
+                cached = Path(str(try_to_load_from_cache(name, file, revision=commit)))
+        if cached.is_file():
+            return cached.parent.absolute()
+    return None
 
 
 def write_pretrained(model: Any, folder: Path, *, key: str) -> Path:

@@ -3,7 +3,7 @@
 The same command on a finished run is a success that does nothing.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -61,8 +61,8 @@ def find_finished(config: RunConfig, strategy: Strategy, data: PreparedData, *, 
         return None
     finished, manifest = finished_run
     saved = manifest.run.identity
-    base, adapter, teacher = saved.get("base weights"), saved.get("first adapter"), saved.get("teacher")
-    current = fingerprint_with(config, strategy, data.training_data, base=base, adapter=adapter, teacher=teacher)
+    frozen = {name: saved[name] for name in _OF_THE_MODEL if name in saved}
+    current = fingerprint_with(config, strategy, data.training_data, frozen=frozen)
     lines = format_finished(config, finished, manifest.run, current=current)
     for line in lines or ():
         log(line)
@@ -257,34 +257,32 @@ def make_fingerprint(
     precomputed = training_data.task.precomputed
     is_reference = precomputed is not None and precomputed.scorer == "reference"
     digest = partial(base_digest, config.model, model=model, is_reference=is_reference, log=log)
-    base = run_on_rank_0(digest)
-    adapter = run_on_rank_0(lambda: adapter_digest(config.model.adapter))
-    teacher = teacher_identity(config, log=log)
-    return fingerprint_with(config, strategy, training_data, base=base, adapter=adapter, teacher=teacher)
+    # peft's config; before version 0.3, the head stayed frozen where embeddings tied to it were trained in full
+    is_tied = any(getattr(each, "ensure_weight_tying", False) for each in getattr(model, "peft_config", {}).values())
+    frozen = {
+        "base weights": run_on_rank_0(digest),
+        "first adapter": run_on_rank_0(lambda: adapter_digest(config.model.adapter)),
+        "teacher": teacher_identity(config, log=log),
+        "tied weights": "trained as one" if is_tied and config.model.lora is not None else None,
+    }
+    known = {name: value for name, value in frozen.items() if value is not None}
+    return fingerprint_with(config, strategy, training_data, frozen=known)
+
+
+_OF_THE_MODEL = ("base weights", "first adapter", "teacher", "tied weights")
 
 
 def fingerprint_with(
-    config: RunConfig,
-    strategy: Strategy,
-    training_data: TrainingData,
-    *,
-    base: str | None,
-    adapter: str | None,
-    teacher: str | None,
+    config: RunConfig, strategy: Strategy, training_data: TrainingData, *, frozen: Mapping[str, str]
 ) -> RunFingerprint:
-    """Return the same with these digests of frozen weights, first adapter and teacher; None: there is none."""
+    """Return what checkpoints remember of a run with these digests of frozen models and of how weights are tied."""
     digests = {
         "training data": training_data.training.fingerprint,
         "tokenizer": ", ".join(
             f"{name} {digest}" for name, digest in input_identity(training_data.processing, training_data.task).items()
         ),
+        **frozen,
     }
-    if base is not None:
-        digests["base weights"] = base
-    if adapter is not None:
-        digests["first adapter"] = adapter
-    if teacher is not None:
-        digests["teacher"] = teacher
     expected = strategy.expected
     shared = {"rows": expected.sequence_size, "layers": 1 if strategy.name == "tp" else expected.tensor_size}
     return RunFingerprint(

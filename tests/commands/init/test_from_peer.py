@@ -44,6 +44,17 @@ def test_job_and_accelerate_file_are_written_and_checked(tmp_path, theirs):
     assert CliRunner().invoke(app, ["check", str(tmp_path / "ours" / "job.yaml"), "--processes", "4"]).exit_code == 0
 
 
+def test_a_job_with_placeholders_is_not_called_ready(tmp_path):
+    """The arguments of transformers' Trainer name neither the model nor the rows."""
+    path = tmp_path / "arguments.yaml"
+    path.write_text("output_dir: out\nper_device_train_batch_size: 4\nlearning_rate: 2.0e-5\nmax_steps: 10\n")
+    result = init("--from", str(path), "--into", str(tmp_path / "ours"), "--peer", "trainer")
+    assert result.exit_code == 0, result.output
+    assert "is ready" not in result.output and "MODEL and DATASET" in result.output.splitlines()[-2]
+    assert result.output.splitlines()[-1].endswith("single.yaml --processes 1")
+    assert (tmp_path / "ours" / "single.yaml").is_file()
+
+
 def test_unknown_keys_are_named_and_strict_makes_them_an_error(tmp_path, theirs):
     theirs.write_text(f"{THEIRS}sequence_lne: 3\n")
     result = init("--from", str(theirs), "--into", str(tmp_path / "ours"))

@@ -10,6 +10,7 @@ from finetune.cli.app import app
 from finetune.commands.init import questions
 from finetune.commands.init.init import recipes
 from finetune.config.load import load_config
+from finetune.data.sources.source import open_sources
 from finetune.registry.tasks import TASKS
 
 ROWS = {
@@ -127,3 +128,52 @@ def test_each_task_has_a_recipe_whose_settings_are_used():
     for task in TASKS:
         recipe = questions._recipe(task.name, has_lora=False)
         assert recipe["task"]["name"] == task.name and recipe["train"]["learning_rate"] > 0
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "words", "num_steps", "every"),
+    [
+        (1, (), "1 step of", 1),
+        (10, (), "1 step of", 1),
+        (777, (), "47 steps of 16", 4),
+        (777, ("--gpus", "2"), "24 steps of 32", 2),
+        (20_000, (), "1,188 steps of 16", 100),
+    ],
+)
+def test_the_number_of_steps_is_said_and_sets_how_often_the_job_evaluates_saves_and_logs(
+    num_rows, words, num_steps, every
+):
+    Path("rows.jsonl").write_text('{"prompt": "2 + 2", "completion": "4"}\n' * num_rows)
+    result = init("--task", "sft", "--data", "rows.jsonl", "--model", "org/base", "--lora", "--into", "job", *words)
+    assert result.exit_code == 0, result.output
+    assert f"It takes {num_steps}" in result.output
+    written = job()
+    assert written["checkpoint"]["every_steps"] == every
+    assert written["report"]["log_every_steps"] == min(10, every)
+    assert written["train"]["schedule"]["warmup_fraction"] == (0.03 if num_rows == 20_000 else 0.1)
+    assert written.get("evaluate") == (None if num_rows == 1 else {"every_steps": every})
+    assert ("validation" in written["data"]) is (num_rows > 1)
+    sources = open_sources(load_config(Path("job/job.yaml")).config.data, seed=1, log=print)
+    num_kept = len(list(sources.train[0].rows()))
+    assert num_steps.startswith(f"{-(-num_kept // written['train']['global_batch_size']):,} ")
+
+
+@pytest.mark.parametrize(
+    ("words", "file", "num_processes"),
+    [
+        ((), None, None),
+        (("--gpus", "2"), "ddp.yaml", 2),
+        (("--gpus", "4", "--strategy", "zero2"), "zero2.yaml", 4),
+        (("--strategy", "fsdp2"), "fsdp2.yaml", 2),
+        (("--strategy", "single"), "single.yaml", 1),
+    ],
+)
+def test_a_named_strategy_or_several_gpus_write_an_accelerate_file_that_the_last_line_names(words, file, num_processes):
+    result = init("--task", "sft", "--data", "chats.jsonl", "--model", "org/base", "--lora", "--into", "job", *words)
+    assert result.exit_code == 0, result.output
+    accelerate = sorted(path.name for path in Path("job").glob("*.yaml") if path.name != "job.yaml")
+    assert accelerate == ([] if file is None else [file])
+    named = "" if file is None else f" --accelerate job/{file} --processes {num_processes}"
+    assert result.output.splitlines()[-1] == f"start with: finetune train --config job/job.yaml{named}"
+    if file is not None:
+        assert f"num_processes: {num_processes}\n" in Path("job", file).read_text()

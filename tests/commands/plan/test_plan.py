@@ -1,13 +1,20 @@
 """What an earlier run of the job has measured replaces what is assumed."""
 
 import json
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from finetune.commands.plan import plan as planning
 from finetune.commands.plan.output import Plan
 from finetune.commands.plan.plan import read_measured_run
+from finetune.config.load import load_config
+from finetune.config.run_config import RunConfig
+from finetune.memory.state import Layout, Prediction
+from tests.commands.plan.estimates import LLAMA_8B
 
 Planned = Callable[..., Plan]
 
@@ -69,3 +76,40 @@ def test_the_scaling_table_takes_the_simplest_strategy_from_one_gpu_as_from_two(
     assert [point.num_gpus for point in points] == [1, 2, 4, 8, 16, 32, 64]
     assert {point.strategy for point in points if point.num_gpus > 1} == {"ddp"}
     assert points[0].strategy == "single"
+
+
+class EstimatedStep:
+    """Predicts as the symbolic step would, in microseconds: with liger's kernels, steps keep fewer activations."""
+
+    def __init__(self, config: RunConfig, layout: object) -> None:
+        self.uses_liger = config.model.kernels == "liger"
+
+    def predict(self, layout: Layout) -> Prediction:
+        plain = LLAMA_8B(layout)
+        saved = plain.parts["activations"] // 2 if self.uses_liger else 0
+        parts = {**plain.parts, "activations": plain.parts["activations"] - saved}
+        return replace(plain, parts=parts, peak_bytes=plain.peak_bytes - saved)
+
+
+def liger_sentences(path: Path, monkeypatch: pytest.MonkeyPatch, *overrides: str, is_installed: bool) -> list[str]:
+    monkeypatch.setattr(planning, "Predictor", EstimatedStep)
+    monkeypatch.setattr(planning, "find_spec", lambda name: "installed" if is_installed else None)
+    plan = planning.make_plan(load_config(path, overrides), planning.PlanOptions(gpus="8xH100"))
+    return [sentence for sentence in plan.assumptions if "liger" in sentence]
+
+
+def test_a_plan_without_liger_says_what_its_kernels_would_give(
+    job_file: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+):
+    """Smaller memory at microbatches as large, or larger microbatches."""
+    path, auto = job_file("8b"), ("model.kernels=auto", "train.microbatch_size=1")
+    (sentence,) = liger_sentences(path, monkeypatch, *auto, is_installed=False)
+    assert "[kernels]" in sentence
+    numbers = re.findall(r"([\d.]+) (s|GiB)\b", sentence)
+    assert [unit for _, unit in numbers] == ["s", "s", "GiB", "GiB"]
+    fused_seconds, seconds, fused_gib, gib = (float(number) for number, _ in numbers)
+    assert 0 < fused_seconds <= seconds
+    fused_microbatch, microbatch = map(int, re.findall(r"microbatches of (\d+) and (\d+)", sentence)[0])
+    assert (fused_gib < gib) if fused_microbatch == microbatch else (fused_microbatch > microbatch)
+    assert liger_sentences(path, monkeypatch, *auto, is_installed=True) == []
+    assert liger_sentences(path, monkeypatch, is_installed=False) == []  # `model.kernels: none`

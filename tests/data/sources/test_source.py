@@ -12,7 +12,6 @@ from finetune.config.sections.data import (
     TrainingSourceSection,
     ValidationSourceSection,
 )
-from finetune.data.sources.slices import Split
 from finetune.data.sources.source import open_source, open_sources, texts
 from finetune.errors import DataError
 
@@ -129,26 +128,54 @@ def test_a_fraction_is_drawn_from_the_seed_alone(write_rows):
     train = write_rows(stories(range(200)))
     once, again, other = (told(open_job(train, seed=seed, fraction=0.1).validation) for seed in (1, 1, 2))
     assert once == again != other
-    first_half = train.model_copy(update={"take": 100})
-    assert told(open_job(first_half, seed=1, fraction=0.1).validation) == [row for row in once if int(row[6:]) < 100]
 
 
-def test_a_share_of_few_rows_holds_out_one_and_never_all(write_rows):
-    for key in ("fraction", "hash_fraction"):
-        job = open_job(write_rows(stories(range(5))), **{key: 0.001})
-        (held_out,) = told(job.validation)
-        assert sorted([held_out, *told(job.train[0])]) == sorted(f"story {number}" for number in range(5))
-        assert told(open_job(write_rows(stories(range(5))), **{key: 0.001}).validation) == [held_out]
-        with pytest.raises(DataError, match=r"data.validation: all training rows .* Decrease it"):
-            open_job(write_rows(stories(range(5))), **{key: 0.999})
+@pytest.mark.parametrize(
+    ("num_rows", "fraction", "num_held_out"),
+    [(2, 0.001, 1), (2, 0.999, 1), (10, 0.05, 1), (60, 0.05, 3), (97, 0.1, 10), (200, 0.5, 100)],
+)
+def test_a_fraction_is_an_exact_count_at_least_one_and_never_all(write_rows, num_rows, fraction, num_held_out):
+    for seed in range(5):
+        job = open_job(write_rows(stories(range(num_rows))), seed=seed, fraction=fraction)
+        held_out = told(job.validation)
+        assert len(held_out) == num_held_out
+        assert sorted([*held_out, *told(job.train[0])]) == sorted(row["text"] for row in stories(range(num_rows)))
 
 
-def test_a_share_that_holds_out_rows_is_that_of_before(write_rows):
-    """The fallback for few rows leaves every other split as it was: 0.3 of ten rows by seed 1."""
-    held_out = told(open_job(write_rows(stories(range(10))), seed=1, fraction=0.3).validation)
-    draws = [Split(0.3, 1).draw((0, number), None) for number in range(10)]  # type: ignore[arg-type]  # unread
-    assert held_out == [f"story {number}" for number, draw in enumerate(draws) if draw < 0.3]
-    assert 0 < len(held_out) < 10
+def test_a_fraction_is_counted_between_skip_and_take_and_over_all_files(write_rows, tmp_path):
+    for number in range(4):
+        write_rows(stories(range(25 * number, 25 * number + 25)), name=f"part-{number}.jsonl")
+    for skip, take, num_held_out in ((0, None, 10), (30, None, 7), (0, 60, 6), (20, 40, 4)):
+        job = open_job(TrainingSourceSection(path=str(tmp_path), skip=skip, take=take), fraction=0.1)
+        held_out, kept = told(job.validation), told(job.train[0])
+        assert len(held_out) == num_held_out
+        assert len(held_out) + len(kept) == (take or 100 - skip)
+        assert not set(held_out) & set(kept)
+
+
+def test_a_row_leaves_the_held_out_rows_only_for_an_appended_one(write_rows):
+    for num_added in (1, 20, 100):
+        for seed in range(5):
+            before = told(open_job(write_rows(stories(range(100))), seed=seed, fraction=0.1).validation)
+            after = told(open_job(write_rows(stories(range(100 + num_added))), seed=seed, fraction=0.1).validation)
+            stayed = [row for row in after if int(row[6:]) < 100]
+            grown_by, num_new = len(after) - len(before), len(after) - len(stayed)
+            assert len(set(before) - set(stayed)) == max(0, num_new - grown_by)
+            assert len(set(stayed) - set(before)) == max(0, grown_by - num_new)
+
+
+def test_a_fraction_of_a_single_row_is_refused(write_rows):
+    with pytest.raises(DataError, match=r"data\.validation\.fraction: .* 2"):
+        open_job(write_rows(stories(range(1))), fraction=0.5)
+
+
+def test_a_hash_fraction_of_few_rows_holds_out_one_and_never_all(write_rows):
+    job = open_job(write_rows(stories(range(5))), hash_fraction=0.001)
+    (held_out,) = told(job.validation)
+    assert sorted([held_out, *told(job.train[0])]) == sorted(f"story {number}" for number in range(5))
+    assert told(open_job(write_rows(stories(range(5))), hash_fraction=0.001).validation) == [held_out]
+    with pytest.raises(DataError, match=r"data.validation: all training rows .* Decrease it"):
+        open_job(write_rows(stories(range(5))), hash_fraction=0.999)
 
 
 def test_a_hash_fraction_keeps_equal_rows_together_and_is_stable_as_rows_are_added(write_rows):

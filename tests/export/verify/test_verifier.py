@@ -4,8 +4,11 @@ import copy
 import json
 import re
 import subprocess
+import sys
+import time
 from dataclasses import replace
 
+import psutil
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -321,3 +324,36 @@ def test_rounding_does_not_hide_a_merge_without_the_adapter_of_one_expert(verify
 @pytest.mark.full
 def test_a_merge_rounded_to_bfloat16_is_verified(verify, mixture):
     assert "logits of 4 rows within" in verify(mixture, merge=True, dtype="bfloat16")
+
+
+PARENT = """
+import subprocess, sys
+from finetune.export.verify.verifier import start_program
+
+program = start_program([], log=2)
+# holds the pipe open, so that the program does not end because its input does
+command = [sys.executable, "-c", "import time; time.sleep(600)"]
+holder = subprocess.Popen(command, stdout=2, pass_fds=[program.stdin.fileno()])
+print(program.pid, holder.pid, flush=True)
+program.wait()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux reports a parent's death")
+def test_the_program_is_killed_with_the_process_that_verifies(tmp_path):
+    with (
+        (tmp_path / "log").open("w") as log,
+        subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, stderr=log, text=True) as parent,
+    ):
+        program, holder = (psutil.Process(int(pid)) for pid in parent.stdout.readline().split())
+        while not any("libtorch" in file.path for file in program.memory_maps()):  # past its first lines
+            assert program.is_running() and program.status() != psutil.STATUS_ZOMBIE
+            time.sleep(0.05)
+        assert holder.is_running()
+        parent.kill()
+    _, alive = psutil.wait_procs([program], timeout=30)
+    assert holder.is_running()
+    holder.kill()
+    for process in alive:
+        process.kill()
+    assert alive == []

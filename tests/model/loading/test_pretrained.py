@@ -11,6 +11,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, dynamic_m
 from finetune.errors import ModelError
 from finetune.model.loading.hub import check_matrix_sizes, loading_errors, read_json_settings
 from finetune.model.loading.pretrained import load_auto_class
+from finetune.model.loading.saved import inspect_model_folder, load_saved_base
 from finetune.model.upstream import data_only_loading, loading_patches
 
 PACKAGE = Path(__file__).parents[3] / "finetune"
@@ -116,8 +117,21 @@ def test_settings_files_are_one_object_of_limited_depth(tmp_path):
         read_json_settings(path)
 
 
-def test_matrices_beyond_the_weights_are_not_built_for_a_new_head(tmp_path):
+def test_matrices_beyond_the_weights_are_refused(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(bytes(1000))
     check_matrix_sizes(tmp_path, LlamaConfig(hidden_size=4096, intermediate_size=16_384, vocab_size=65_000))
     with pytest.raises(ModelError, match=r"config\.json: `hidden_size` 8,000,000, .* do not match the weights"):
         check_matrix_sizes(tmp_path, LlamaConfig(hidden_size=8_000_000, vocab_size=257))
+
+
+def test_heads_beyond_the_weights_are_refused_before_a_model_is_built(tmp_path, monkeypatch):
+    """`num_key_value_heads: 1000000` took 2.4 GB until the shapes were compared."""
+    config = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4)
+    (tmp_path / "model.safetensors").write_bytes(bytes(200_000))
+    config.save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text()) | {"num_key_value_heads": 1_000_000}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    monkeypatch.setattr(LlamaForCausalLM, "from_pretrained", None)
+    saved = inspect_model_folder(tmp_path, key="chat")
+    with pytest.raises(ModelError, match=r"config\.json: .*`num_key_value_heads` 1,000,000"):
+        load_saved_base(saved, key="chat")
