@@ -15,7 +15,7 @@ import torch
 from finetune.config.load import LoadedConfig
 from finetune.config.sections.run import OnEndSection
 from finetune.data.token_cache.cache import cache_folder
-from finetune.errors import FinetuneError, LostContact, ModelError, UserError, refused_exits
+from finetune.errors import FinetuneError, ModelError, UserError, refused_exits
 from finetune.memory.limits import is_out_of_memory
 from finetune.report.reporter import RunLog
 from finetune.report.timing import StartupTimer
@@ -157,7 +157,7 @@ def supervised_run(
         file = open_status_file(folder, rank=rank)
         file.start()
         leave = RaisedExit(file, rank=rank, world=distributed.world()) if outlives_run else ProcessExit(file, rank=rank)
-        report_losses(lambda text: leave.after(exit_from_error(LostContact(text), rank=rank)))
+        report_losses(lambda error: leave.after(exit_from_error(error, rank=rank)))
         watchdog = Watchdog(folder, status=file, ending=leave, note=received, rank=rank, world=distributed.world())
         sentinel = RunSentinel(_end_hook(loaded, launch=file.launch))
         folders = (folder, cache_folder(config.data))

@@ -13,11 +13,11 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from zlib import crc32
 
-from finetune.errors import FinetuneError
+from finetune.errors import FinetuneError, LostContact, UserError
 from finetune.runtime.processes import ELASTIC_VARIABLE, exit_process
 from finetune.runtime.text.terminal import printable
 
@@ -33,18 +33,18 @@ _HELLO, _JOINED, _FAILED = "hello", "joined", "failed"
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
-def exit_after_loss(text: str) -> None:
+def exit_after_loss(error: FinetuneError) -> None:
     """Print the error and exit this process from any thread."""
     rank = os.environ.get("RANK", "0")
-    print(printable(f"{'' if rank == '0' else f'[rank {rank}] '}error: {text}"), file=sys.stderr, flush=True)
-    exit_process(1)
+    print(printable(f"{'' if rank == '0' else f'[rank {rank}] '}error: {error}"), file=sys.stderr, flush=True)
+    exit_process(error.exit_code)
 
 
 class StartWatch:
-    """The connections of one rank until `end`; `on_lost` gets the message about the first other rank that dies."""
+    """The connections of one rank until `end`; `on_lost` gets the error for the first other rank that dies."""
 
     def __init__(self, *, rank: int, world: int, address: str, port: int) -> None:
-        self.on_lost: Callable[[str], None] = exit_after_loss
+        self.on_lost: Callable[[FinetuneError], None] = exit_after_loss
         self._me = f"rank {rank} (process {os.getpid()} on {platform.node()})"
         self._launch = f"finetune {port} {world}"
         self._num_others = world - 1 if rank == 0 else 1
@@ -52,15 +52,20 @@ class StartWatch:
         self._is_rank_0 = rank == 0
         self._selector = selectors.DefaultSelector()
         self._ranks: dict[socket.socket, str] = {}  # that have said hello
-        self._lost: tuple[float, str] | None = None
-        self._last: list[str] = []
+        self._lost: tuple[float, FinetuneError] | None = None
+        self._last: list[str | int] = []
         self._connects_at = 0.0
         self._thread = threading.Thread(target=self._run, name="start watch", daemon=True)
         self._thread.start()
 
-    def end(self, failure: str = "") -> None:
+    def end(self, failure: BaseException | None = None) -> None:
         """Stop watching: the group is made, or this process ends, and the others are notified of a failure."""
-        self._last = [_FAILED, f"{self._me} failed: {failure[:_MAX_CHARACTERS]}"] if failure else [_JOINED]
+        self._last = [_JOINED]
+        if failure is not None:
+            is_ours = isinstance(failure, FinetuneError)
+            text = str(failure) if is_ours else f"{type(failure).__name__}: {failure}"
+            code = failure.exit_code if is_ours else 1
+            self._last = [_FAILED, f"{self._me} failed: {text[:_MAX_CHARACTERS]}", code]
         self._thread.join(_FAILURE_SECONDS + _CONNECT_SECONDS)
 
     def _run(self) -> None:
@@ -91,7 +96,7 @@ class StartWatch:
                     return
             elif self._lost is not None and now >= self._lost[0]:
                 for connection in self._ranks:
-                    _send(connection, [_FAILED, self._lost[1]])
+                    _send(connection, [_FAILED, str(self._lost[1]), self._lost[1].exit_code])
                 self.on_lost(self._lost[1])
                 return
 
@@ -135,8 +140,9 @@ class StartWatch:
         if word == _HELLO and len(texts) == 2 and texts[0] == self._launch:
             self._ranks[connection] = str(texts[1])
             return True
-        if word == _FAILED and connection in self._ranks and texts:
-            self._lose(str(texts[0]))
+        if word == _FAILED and connection in self._ranks and len(texts) == 2:
+            text, code = texts  # all ranks exit like the first: a user's mistake is no reason for a restart
+            self._lose(UserError(text) if code == UserError.exit_code else LostContact(text))
         self._ranks.pop(connection, None)
         return False
 
@@ -144,13 +150,14 @@ class StartWatch:
         self._selector.unregister(connection)
         connection.close()
         if (name := self._ranks.pop(connection, None)) is not None:
-            self._lose(f"{name} ended before the ranks were connected. Its own output has the reason.")
+            reason = "see its own output; without a reason there, it was killed or out of memory"
+            self._lose(LostContact(f"lost contact with {name} before the ranks were connected: {reason}."))
 
-    def _lose(self, text: str) -> None:
-        self._lost = self._lost or (time.monotonic() + _GRACE_SECONDS, text)
+    def _lose(self, error: FinetuneError) -> None:
+        self._lost = self._lost or (time.monotonic() + _GRACE_SECONDS, error)
 
 
-def _send(connection: socket.socket, line: list[str]) -> None:
+def _send(connection: socket.socket, line: Sequence[str | int]) -> None:
     with suppress(OSError):
         connection.sendall(json.dumps(line).encode() + b"\n")
 
@@ -167,24 +174,21 @@ def watched_start(variables: Mapping[str, str]) -> Iterator[None]:
         _watch = StartWatch(rank=rank, world=world, address=variables["MASTER_ADDR"], port=port)
     try:
         yield
-    except FinetuneError as error:
-        end_start_watch(str(error))
-        raise
     except BaseException as error:
-        end_start_watch(f"{type(error).__name__}: {error}")
+        end_start_watch(error)
         raise
     finally:
         end_start_watch()
 
 
-def report_losses(on_lost: Callable[[str], None]) -> None:
+def report_losses(on_lost: Callable[[FinetuneError], None]) -> None:
     """Have this function end the process from now on."""
     if _watch is not None:
         _watch.on_lost = on_lost
 
 
-def end_start_watch(failure: str = "") -> None:
-    """Stop watching: the process group is made, or this rank ends; with the message of its failure."""
+def end_start_watch(failure: BaseException | None = None) -> None:
+    """Stop watching: the process group is made, or this rank ends; with its error, if it has failed."""
     global _watch
     if _watch is not None:
         watch, _watch = _watch, None

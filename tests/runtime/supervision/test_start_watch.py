@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from finetune.errors import FinetuneError, LostContact, UserError
 from finetune.runtime.processes import ELASTIC_VARIABLE
 from finetune.runtime.supervision import start_watch
 from finetune.runtime.supervision.start_watch import StartWatch
@@ -30,13 +31,13 @@ class Rank:
     """The watch of one rank, in a thread of this process, and what it has been notified of."""
 
     def __init__(self, rank: int, *, world: int, port: int) -> None:
-        self.lost: list[str] = []
+        self.lost: list[FinetuneError] = []
         self.is_notified = threading.Event()
         self.watch = StartWatch(rank=rank, world=world, address="127.0.0.1", port=port)
         self.watch.on_lost = self.lose
 
-    def lose(self, text: str) -> None:
-        self.lost.append(text)
+    def lose(self, error: FinetuneError) -> None:
+        self.lost.append(error)
         self.is_notified.set()
 
 
@@ -78,21 +79,25 @@ def test_the_error_of_one_rank_is_passed_on_to_all(quick):
     port = free_port()
     ranks = [Rank(rank, world=3, port=port) for rank in range(3)]
     connected(*ranks)
-    ranks[1].watch.end("job.yaml has 1 problem\n  line 3")
-    assert ranks[0].is_notified.wait(20) and ranks[2].is_notified.wait(20)
-    assert ranks[0].lost == ranks[2].lost
-    assert ranks[0].lost[0].startswith("rank 1 (process ") and ranks[0].lost[0].endswith("1 problem\n  line 3")
+    ranks[1].watch.end(UserError("job.yaml has 1 problem\n  line 3"))
+    for rank in (ranks[0], ranks[2]):
+        assert rank.is_notified.wait(20)
+        (error,) = rank.lost
+        assert isinstance(error, UserError) and error.exit_code == 2
+        assert str(error).startswith("rank 1 (process ") and str(error).endswith("1 problem\n  line 3")
     assert ranks[1].lost == []
 
 
 def test_a_rank_0_that_fails_at_once_waits_for_the_others_to_connect(quick):
     port = free_port()
     first = Rank(0, world=2, port=port)
-    failing = threading.Thread(target=first.watch.end, args=("no such key",))
+    failing = threading.Thread(target=first.watch.end, args=(ImportError("libcudart.so.12"),))
     failing.start()
     second = Rank(1, world=2, port=port)
     assert second.is_notified.wait(20)
-    assert "rank 0" in second.lost[0] and "no such key" in second.lost[0]
+    (error,) = second.lost
+    assert isinstance(error, LostContact)
+    assert "rank 0" in str(error) and "ImportError: libcudart.so.12" in str(error)
     failing.join(20)
     assert not failing.is_alive()
 
@@ -103,7 +108,7 @@ def test_the_same_error_on_all_ranks_is_left_to_each_of_them(quick, monkeypatch)
     ranks = [Rank(rank, world=2, port=port) for rank in range(2)]
     connected(*ranks)
     for rank in ranks:
-        rank.watch.end("no such key")
+        rank.watch.end(UserError("no such key"))
     assert [rank.lost for rank in ranks] == [[], []]
 
 
