@@ -42,7 +42,17 @@ MAY_IMPORT: dict[str, set[str]] = {
         "finetune.run.state.finished",
     },  # the names of the API
     "__main__": {"cli"},
-    "cli": {"commands", "run", "launch", "config", "registry", "errors", "finetune.runtime.optional", *PRINTING},
+    "cli": {
+        "commands",
+        "run",
+        "launch",
+        "config",
+        "registry",
+        "errors",
+        "finetune.runtime.optional",
+        "finetune.runtime.supervision.start_watch",  # begins before torch is imported
+        *PRINTING,
+    },
     "api": {
         "commands",
         "run",

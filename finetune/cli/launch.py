@@ -55,7 +55,7 @@ Cpu = Annotated[bool, typer.Option("--cpu", help="Request no GPUs; --gpus-per-no
 
 HostRange = Annotated[str, typer.Option(metavar="N or MIN:MAX", help="Number of hosts, or minimum and maximum.")]
 StopSeconds = Annotated[
-    float, typer.Option(min=1.0, metavar="SECONDS", help="Time for ranks to save when they are stopped.")
+    float, typer.Option(min=1.0, max=86400.0, metavar="SECONDS", help="Time for ranks to save when they are stopped.")
 ]
 
 app = typer.Typer(

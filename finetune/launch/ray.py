@@ -1,6 +1,7 @@
 """The connection to a Ray cluster, or to Ray started on this machine, with settings for hosts that are lost."""
 
 import os
+import socket
 from typing import Any
 
 from finetune.errors import UserError
@@ -30,6 +31,8 @@ HEAD_SETTINGS = {"health_check_period_ms": 1000, "health_check_timeout_ms": 3000
 `--local` sets them. A cluster is given them when its head is started: `RAY_health_check_period_ms=1000 ... ray start`.
 """
 
+_CONNECT_SECONDS = 10.0
+
 LOCAL = "local"
 """The address that starts Ray on this machine."""
 
@@ -52,11 +55,16 @@ def connect_to_ray(
         elif address == LOCAL:
             ray.init(LOCAL, num_cpus=num_cpus, num_gpus=num_gpus, _system_config=HEAD_SETTINGS, **options)
         else:
-            ray.init(address if ":" in address else f"{address}:6379", **options)
-    except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+            address = address if ":" in address else f"{address}:6379"
+            if "://" not in address:  # Ray itself would try for minutes, with a line every 5 s
+                host, _, port = address.rpartition(":")
+                socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
+            ray.init(address, **options)
+    except (OSError, OverflowError, RuntimeError, ValueError) as error:
         where = "the cluster of this machine" if address is None else address
+        reason = str(error).splitlines()[0].removesuffix(".")
         raise UserError(
-            f"{where}: Ray cannot be reached: {str(error).splitlines()[0]} Start it with `ray start --head`, or "
-            "name the host of the cluster's head."
+            f"{where}: Ray cannot be reached: {reason}. Start it with `ray start --head`, or name the host of the "
+            "cluster's head."
         ) from error
     return ray

@@ -15,6 +15,7 @@ from finetune.config.schema import branches, node_at
 from finetune.migration.draft import Draft, Outcome
 from finetune.migration.rules import is_off, read_file
 from finetune.migration.rules import path as path_of
+from finetune.migration.source import is_present
 from finetune.registry.observers import TRACKERS
 
 _USED = ("wandb", "trackio", "swanlab", "mlflow", "tensorboard", "comet_ml")
@@ -311,7 +312,7 @@ def zero_stage(written: Any, folder: Path) -> tuple[int | None, bool]:
     """Return the ZeRO stage of a DeepSpeed config, a path or a mapping, and whether it offloads; None if unknown."""
     settings = written
     if isinstance(written, str):
-        path = next((path for path in (Path(written), folder / written) if path.is_file()), None)
+        path = next((path for path in (Path(written), folder / written) if is_present(path)), None)
         if path is None:
             words = (
                 Path(written).stem.lower().replace("_", "").replace("-", "").replace("zero", "z").replace("stage", "z")

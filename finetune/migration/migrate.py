@@ -18,8 +18,7 @@ from finetune.migration.peers.trainer import TRAINER
 from finetune.migration.peers.trl import TRL
 from finetune.migration.rules import QAT
 from finetune.migration.source import PeerFile, read_peer_file
-from finetune.runtime.text.redact import redacted_config
-from finetune.runtime.text.secret_patterns import secrets_in_urls
+from finetune.runtime.text.redact import redact_known, redacted_config
 from finetune.runtime.text.terminal import escape_controls, format_json
 
 _SECTIONS = ("run", "model", "data", "task", "train", "evaluate", "checkpoint", "report", "export")
@@ -74,7 +73,7 @@ def _header(draft: Draft, title: str) -> Iterator[str]:
 
 
 def _comment(text: str, *, bullet: str = "") -> Iterator[str]:
-    text = " ".join(text.split())
+    text = redact_known(" ".join(text.split()))
     yield from textwrap.wrap(
         text,
         _WIDTH,
@@ -105,7 +104,7 @@ def _lines(draft: Draft, name: str, value: Any, *, indent: str, dash: str = "") 
 def _origin(draft: Draft, entry: Entry) -> str:
     sources = [source_of_key(draft, key) for key in entry.leaves]
     parts = [f"from {'; '.join(sources[:4])}{'; ...' if len(sources) > 4 else ''}"] if sources else []
-    parts += [entry.comment] if entry.comment else []
+    parts += [redact_known(entry.comment)] if entry.comment else []
     return f"  # {' - '.join(parts)}".replace("\n", " ") if parts else ""
 
 
@@ -212,11 +211,11 @@ def _is_given_up(draft: Draft, problem: Problem) -> bool:
 
 
 def _check(draft: Draft, title: str) -> Sequence[Problem]:
-    """Return the problems of the job as it is now; a secret in a URL is one, wherever it stands."""
+    """Return the problems of the job as it is now; a secret is one, wherever it stands."""
     problems = [
         Problem(key, "secrets do not belong in a job file. Use the storage's environment variables.")
         for key, entry in draft.entries.items()
-        if isinstance(entry.value, str) and any(secrets_in_urls(entry.value))
+        if isinstance(entry.value, str) and redact_known(entry.value) != entry.value
     ]
     with tempfile.TemporaryDirectory() as folder:
         job = Path(folder) / "job.yaml"

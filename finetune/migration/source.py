@@ -6,7 +6,7 @@ values are not in the file.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,6 +93,14 @@ def read_peer_file(path: Path) -> PeerFile:
     if problems:
         raise ConfigError(problems, path.name)
     return PeerFile(path, document.values, resolved, text)
+
+
+def is_present(path: Path, test: Callable[[Path], bool] = Path.is_file) -> bool:
+    """Return whether there is such a file or folder; a text too long for a name is none."""
+    try:
+        return test(path)
+    except OSError:
+        return False
 
 
 def _leaves(value: Any, key: str, lines: Mapping[str, int]) -> Iterator[Leaf]:

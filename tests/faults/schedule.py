@@ -28,6 +28,7 @@ class Place:
 PLACES = (
     Place("single", 1),
     *(Place(strategy, ranks) for ranks in (2, 3, 4) for strategy in ("ddp", "fsdp2", "zero2", "zero3")),
+    Place("tensor_parallel", 2),
 )
 
 ALL, ANY, LAUNCHER = "all ranks", "any rank", "the launcher"

@@ -14,7 +14,7 @@ from finetune.config.paths import absolute_path, is_url
 from finetune.errors import UserError
 from finetune.migration.complete import put_source, source_of
 from finetune.migration.draft import Draft
-from finetune.migration.source import Leaf, PeerFile, read_peer_file
+from finetune.migration.source import Leaf, PeerFile, is_present, read_peer_file
 from finetune.registry.formats import FORMATS
 
 FILE = "dataset_info.json"
@@ -47,7 +47,7 @@ def read_info(draft: Draft, names: Sequence[str]) -> PeerFile | None:
     Raises UserError for a dataset that is not in the file, and ConfigError for a file that cannot be read.
     """
     places = [folder / draft.get("dataset_dir", "data") / FILE for folder in (Path(), draft.file.path.parent)]
-    info = next((read_peer_file(place) for place in places if place.is_file()), None)
+    info = next((read_peer_file(place) for place in places if is_present(place)), None)
     if info is None:
         return None
     leaves: dict[str, Leaf] = {}

@@ -7,6 +7,7 @@ from typing import Any
 from finetune.migration.complete import put_source, source_of, source_with_files
 from finetune.migration.draft import ALPACA_ROWS, Draft, Peer, read_defaults
 from finetune.migration.rules import read_file
+from finetune.migration.source import is_present
 
 _OWNERS = {
     **{"llama2": "meta-llama", "llama3": "meta-llama", "llama4": "meta-llama", "code_llama2": "codellama"},
@@ -73,7 +74,7 @@ def _model(draft: Draft, family: str) -> None:
 
 def _hub_name(folder: str, family: str) -> str:
     """Return the folder if it exists, else the name on the hub of the model that torchtune downloads there."""
-    if Path(folder).is_dir():
+    if is_present(Path(folder), Path.is_dir):
         return str(Path(folder).absolute())
     owner = _OWNERS.get(family) or next((name for key, name in _OWNERS.items() if family.startswith(key)), None)
     name = Path(folder).name

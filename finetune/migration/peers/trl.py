@@ -8,6 +8,7 @@ from finetune.migration.complete import put_source, source_of, source_with_files
 from finetune.migration.draft import Draft, Peer
 from finetune.migration.peers.trainer import finish_arguments, name_placeholders, prepare_arguments
 from finetune.migration.rules import path, read_file
+from finetune.migration.source import is_present
 from finetune.registry.losses import PREFERENCE_LOSSES
 
 _ONLINE = ("num_generations", "reward_funcs", "num_iterations", "epsilon", "reward_model_path", "use_vllm")
@@ -35,7 +36,7 @@ def prepare(draft: Draft) -> None:
     else:
         draft.drop("every parameter is trained, as here by default", "uses_peft")
     template = draft.get("template_path")
-    if template is not None and Path(template).is_file():
+    if template is not None and is_present(Path(template)):
         draft.put("data.chat_template", path(template), "template_path")
     elif template is not None:
         draft.put("model.tokenizer.name", template, "template_path", comment="for its chat template")
@@ -179,7 +180,7 @@ def _first_row(draft: Draft) -> dict[str, Any]:
         return {}
     found = source_with_files(written, draft.get("mix_files.0"), folder).get("path")
     path = Path(found or "")
-    files = sorted(path.glob("*.jsonl")) if path.is_dir() and found else [path]
+    files = sorted(path.glob("*.jsonl")) if found and is_present(path, Path.is_dir) else [path]
     try:
         with files[0].open(encoding="utf-8") as file:
             row = json.loads(file.readline(_MAX_ROW))

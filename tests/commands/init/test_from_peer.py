@@ -125,6 +125,17 @@ def test_a_secret_in_a_url_is_never_written(tmp_path, theirs, key):
     assert "secrets do not belong in a job file" in result.output and not (tmp_path / "ours").exists()
 
 
+TOKEN = "hf_abcdefghijklmnopqrstuvwxyz0123456789"
+
+
+@pytest.mark.parametrize("key", ["org/rows", "org/base-1b"])
+def test_a_token_that_stands_for_a_name_is_never_written(tmp_path, theirs, key):
+    theirs.write_text(THEIRS.replace(key, TOKEN))
+    result = init("--from", str(theirs), "--into", str(tmp_path / "ours"))
+    assert result.exit_code == 2 and TOKEN not in result.output
+    assert "secrets do not belong in a job file" in result.output and not (tmp_path / "ours").exists()
+
+
 def test_a_folder_with_another_job_is_left_alone(tmp_path, theirs):
     (tmp_path / "ours").mkdir()
     (tmp_path / "ours" / "job.yaml").write_text("mine\n")

@@ -4,7 +4,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -95,6 +95,17 @@ ModuleNotFoundError: No module named 'finetune'"""
 def test_a_local_cluster_with_an_address_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--local starts Ray on this machine"):
         launch_ray(arguments(write_job(tmp_path), local=True, address="head"))
+
+
+@pytest.mark.parametrize("address", [f"127.0.0.1:{launching.free_port()}", "127.0.0.1:99999", "127.0.0.1:x", "::1", ""])
+def test_an_address_at_which_nothing_listens_is_one_message_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
+    """Ray itself would try it for minutes."""
+    for name in ("ray", "ray.train"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))  # without `init`
+    with pytest.raises(UserError, match=rf"^{address}.*: Ray cannot be reached: "):
+        launch_ray(arguments(write_job(tmp_path), address=address))
 
 
 def test_a_run_at_a_url_needs_a_shared_folder(tmp_path: Path) -> None:

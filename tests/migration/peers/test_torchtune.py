@@ -132,3 +132,8 @@ def test_an_unknown_dataset_builder_is_named(migrate):
     migration = migrate(LORA.replace("torchtune.datasets.alpaca_cleaned_dataset", "mine.rows"))
     fate, text = fate_of(migration, "dataset._component_")
     assert fate == "not_possible" and "write `data.train`" in text
+
+
+def test_a_folder_whose_name_no_file_system_takes_is_a_name(migrate):
+    migration = migrate(LORA.replace("/nowhere/Meta-Llama-3.1-8B-Instruct/", "x" * 5000))
+    assert f"name: meta-llama/{'x' * 5000}" in migration.job

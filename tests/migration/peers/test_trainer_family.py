@@ -219,3 +219,10 @@ def test_evaluations_by_steps_follow_the_logging_where_their_number_is_unset(mig
 
 def test_a_file_with_keys_of_two_trainers_is_of_the_one_that_knows_all(migrate):
     assert migrate(GKD).title == "TRL"  # `datasets` is a key of axolotl, too
+
+
+def test_a_token_that_a_reason_quotes_is_redacted(migrate):
+    token = "hf_abcdefghijklmnopqrstuvwxyz0123456789"
+    migration = migrate(f"{TRL_DPO}report_to: {token}\n")
+    assert fate_of(migration, "report_to")[0] == "not_possible"
+    assert "report_to" in migration.job and token not in migration.job
