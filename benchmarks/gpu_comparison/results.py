@@ -33,8 +33,6 @@ def row(case: Case, record: dict[str, Any], *, peak: float | None, is_tiny: bool
     """Return the case's line."""
     if "error" in record:
         return [case.name, record["error"][:110], *[""] * (len(HEADER) - 2)]
-    if not case.has_steps:
-        return [case.name, _without_steps(record), *[""] * (len(HEADER) - 2)]
     phases, waits = record["phases"], record["waits_per_step"]
     parts = [f"{1000 * phases[name]:.1f}" if name in phases else "-" for name in ("forward", "backward", "update")]
     plain, whole = (shares(case, record, peak=peak, is_tiny=is_tiny, with_attention=each) for each in (False, True))
@@ -49,13 +47,6 @@ def row(case: Case, record: dict[str, Any], *, peak: float | None, is_tiny: bool
         f"{1000 * phases.get('data', 0):.1f}" if "forward" in phases else "-",
         "-" if waits is None else f"{waits:g}",
     ]
-
-
-def _without_steps(record: dict[str, Any]) -> str:
-    if "start_seconds" not in record:
-        return f"{record['bytes'] / 1e9:.2f} GB written in {record['seconds']:.1f} s"
-    phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in record["start_phases"].items())
-    return f"{record['start_seconds']:.1f} s ({phases})"
 
 
 def page(
@@ -79,7 +70,5 @@ def page(
 
 def _explained(name: str, record: dict[str, Any]) -> list[str]:
     """Return why a case is as fast as it is, as Markdown."""
-    if "profile" not in record:
-        return [f"### Phases of {name}", "", _without_steps(record)]
     memory = ", ".join(f"{what} {value:.1f}" for what, value in record["memory"].items()) or "not measured"
     return [f"### Profile of {name}", "", f"Memory, GiB: {memory}.", "", *profile_table(record["profile"])]
