@@ -23,7 +23,6 @@ from statistics import median
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from comparison import report
 from comparison.results import PartResults
@@ -65,7 +64,10 @@ def main() -> int:
     _write(options.out, machine, found)
     text = page(report.heading(machine), wanted, records, found=found, peak=peak, is_tiny=options.tiny)
     (options.out / "gpu.md").write_text(text)
-    _print(machine, found, is_tiny=options.tiny)
+    report.show({"gpu": found})
+    print(report.heading(machine))
+    if options.tiny:
+        print("These are tiny models: the numbers mean nothing.")
     not_asked = {case.name for case in wanted if any(name in absent for name in case.required)}
     missing = [line for line in found.missing if not any(f"{name}: " in line for name in not_asked)]
     return int(options.check and (bool(missing) or any(each.is_missed for each in found.results)))
@@ -161,13 +163,6 @@ def _write(folder: Path, machine: dict[str, Any], found: PartResults) -> None:
     partial = folder / ".gpu.json"
     partial.write_text(json.dumps(whole, indent=1))
     partial.replace(folder / "gpu.json")
-
-
-def _print(machine: dict[str, Any], found: PartResults, *, is_tiny: bool) -> None:
-    report.show({"gpu": found}, Console(width=190))
-    print(report.heading(machine))
-    if is_tiny:
-        print("These are tiny models: the numbers mean nothing.")
 
 
 def _options() -> argparse.Namespace:

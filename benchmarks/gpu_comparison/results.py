@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from comparison.results import PartResults, Table
+from comparison.results import PartResults, Table, threshold_table
 from gpu_comparison.cases import Case
 from gpu_comparison.kernels import table as profile_table
 from gpu_comparison.rates import Records, rates, shares
@@ -53,15 +53,8 @@ def page(
     heading: str, cases: Sequence[Case], records: Records, *, found: PartResults, peak: float | None, is_tiny: bool
 ) -> str:
     """Return everything as a section of RESULTS.md: thresholds, cases, and the profile of what was missed."""
-    lines = ["## One GPU", "", heading, ""]
-    lines += ["| what | measured (quartiles) | threshold | |", "|---|---|---|---|"]
-    for each in found.results:
-        lines.append(f"| {each.what} | {each.value_text} | {each.threshold_text} | {each.verdict} |")
-    lines += ["", *(f"- not measured: {line}" for line in found.missing), ""]
-    for table in found.tables:
-        lines += [f"| {' | '.join(table.header)} |", f"|{'---|' * len(table.header)}"]
-        lines += [f"| {' | '.join(map(str, each))} |" for each in table.rows]
-        lines += ["", table.note, ""]
+    lines = ["## One GPU", "", heading, "", threshold_table(found.results).markdown()]
+    lines += [*(f"- not measured: {line}" for line in found.missing), "", *(table.markdown() for table in found.tables)]
     judged, _ = thresholds(cases, records, peak=peak, is_tiny=is_tiny)
     for name in dict.fromkeys(name for each in judged if not each.result.is_met for name in each.cases):
         lines += ["", *_explained(name, records[name])]
