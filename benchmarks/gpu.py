@@ -5,9 +5,9 @@
     python benchmarks/gpu.py --merge one/gpu.json        # ... and the rest, judged together
     python benchmarks/gpu.py --tiny --device cpu         # every path of the code, on tiny models, without a GPU
 
-No network: models are built from their configs and drawn on the device, or written once to the folder of `--work`. Each
-case has a process of its own; what it has measured is written at once, and a case that fails is recorded with its
-reason. The most important cases come first; those that do not fit into the budget are left out by name.
+No network: models are built from their configs and drawn on the device. Each case has a process of its own; what it has
+measured is written at once, and a case that fails is recorded with its reason. The most important cases come first;
+those that do not fit into the budget are left out by name.
 """
 
 import argparse
@@ -17,13 +17,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from comparison import report
 from comparison.results import PartResults
@@ -55,8 +54,8 @@ def main() -> int:
     peak = options.peak_tflops * 1e12 if options.peak_tflops else peak_flops(machine["processor"])
     found = measured(wanted, records, peak=peak, is_tiny=options.tiny)
     with (
-        _work_folder(options.work) as work,
-        workers.alive(workers.Settings(work, options.device, options.tiny)) as all_,
+        tempfile.TemporaryDirectory(prefix="gpu-benchmark-", ignore_cleanup_errors=True) as work,
+        workers.alive(workers.Settings(Path(work), options.device, options.tiny)) as all_,
     ):
         for _ in _run(wanted, records, all_, options):
             found = measured(wanted, records, peak=peak, is_tiny=options.tiny)
@@ -65,7 +64,10 @@ def main() -> int:
     _write(options.out, machine, found)
     text = page(report.heading(machine), wanted, records, found=found, peak=peak, is_tiny=options.tiny)
     (options.out / "gpu.md").write_text(text)
-    _print(machine, found, is_tiny=options.tiny)
+    report.show({"gpu": found})
+    print(report.heading(machine))
+    if options.tiny:
+        print("These are tiny models: the numbers mean nothing.")
     not_asked = {case.name for case in wanted if any(name in absent for name in case.required)}
     missing = [line for line in found.missing if not any(f"{name}: " in line for name in not_asked)]
     return int(options.check and (bool(missing) or any(each.is_missed for each in found.results)))
@@ -77,11 +79,9 @@ def _run(
     """Measure the cases that have not been yet, as long as there is time; yield after each."""
     ended = time.monotonic() + options.budget_seconds
     remaining = [case for case in wanted if error_of(records, case.name) is not None]
-    needed = {case.after for case in remaining}  # files of an earlier call may be gone
-    remaining = [case for case in wanted if case in remaining or case.name in needed]
     for number, case in enumerate(remaining):
         left = TINY_SECONDS if options.tiny else ended - time.monotonic() - RESERVE_SECONDS
-        if reason := _reason_to_leave_out(case, records, left=left, is_tiny=options.tiny):
+        if reason := _reason_to_leave_out(case, left=left, is_tiny=options.tiny):
             records[case.name] = {"error": f"left out: {reason}"}
             continue
         following = next((each for each in remaining[number + 1 :] if not _uninstalled(each)), None)
@@ -90,11 +90,9 @@ def _run(
         yield
 
 
-def _reason_to_leave_out(case: Case, records: dict[str, Any], *, left: float, is_tiny: bool) -> str | None:
+def _reason_to_leave_out(case: Case, *, left: float, is_tiny: bool) -> str | None:
     if lacking := _uninstalled(case):
         return f"not installed: {', '.join(lacking)}"
-    if case.after and error_of(records, case.after) is not None:
-        return f"{case.after}: {error_of(records, case.after)}"
     if not is_tiny and left < case.seconds:
         return f"{max(0.0, left):.0f} s are left and it takes about {case.seconds:.0f}"
     return None
@@ -103,17 +101,13 @@ def _reason_to_leave_out(case: Case, records: dict[str, Any], *, left: float, is
 def _outcome(record: dict[str, Any]) -> str:
     if "error" in record:
         return str(record["error"])
-    if "start_seconds" in record:
-        return f"{record['start_seconds']:.1f} s to the end of the first step"
-    return f"{sorted(rates(record))[len(rates(record)) // 2]:,.0f} tokens/s" if "step_tokens" in record else "written"
+    return f"{median(rates(record)):,.0f} tokens/s"
 
 
 def _wanted(options: argparse.Namespace) -> list[Case]:
     if options.tiny and not options.only:
         return one_of_each()
-    wanted = [case for case in cases() if any(fnmatch.fnmatch(case.name, each) for each in options.only or ["*"])]
-    before = {case.after for case in wanted}
-    return [case for case in cases() if case in wanted or case.name in before]
+    return [case for case in cases() if any(fnmatch.fnmatch(case.name, each) for each in options.only or ["*"])]
 
 
 def _uninstalled(case: Case) -> list[str]:
@@ -151,17 +145,6 @@ def _merged(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]
     return machine, records
 
 
-@contextmanager
-def _work_folder(given: Path | None) -> Iterator[Path]:
-    """Give the folder for large files: the one that was named, which is kept, or one that is removed at the end."""
-    if given is not None:
-        given.mkdir(parents=True, exist_ok=True)
-        yield given
-        return
-    with tempfile.TemporaryDirectory(prefix="gpu-benchmark-", ignore_cleanup_errors=True) as folder:
-        yield Path(folder)
-
-
 def _machine(device: str) -> dict[str, Any]:
     facts = report.machine()
     if device == "cuda":
@@ -182,19 +165,11 @@ def _write(folder: Path, machine: dict[str, Any], found: PartResults) -> None:
     partial.replace(folder / "gpu.json")
 
 
-def _print(machine: dict[str, Any], found: PartResults, *, is_tiny: bool) -> None:
-    report.show({"gpu": found}, Console(width=190))
-    print(report.heading(machine))
-    if is_tiny:
-        print("These are tiny models: the numbers mean nothing.")
-
-
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--budget-seconds", type=float, default=480.0, help="0 measures nothing: for `--merge`")
     parser.add_argument("--only", nargs="+", help="cases whose name fits one of these patterns, such as '1B*'")
     parser.add_argument("--out", type=Path, default=Path("gpu-results"), help="gets gpu.json and gpu.md")
-    parser.add_argument("--work", type=Path, help="folder for large files (16 GB), kept for later calls")
     parser.add_argument(
         "--merge", type=Path, nargs="+", default=[], help="gpu.json of earlier calls: not measured again"
     )

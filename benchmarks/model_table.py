@@ -25,10 +25,10 @@ import resource
 import runpy
 import shutil
 import sys
-import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +149,6 @@ class Result:
     message: str = ""
     layout: str = ""
     losses: tuple[float, ...] = ()  # of the first step: the whole batch at once, one sample at a time
-    seconds: float = 0.0
     version: str = transformers.__version__
 
 
@@ -159,11 +158,6 @@ def main() -> int:
     parser.add_argument("--tasks", nargs="*", default=list(COLUMNS), choices=list(COLUMNS))
     parser.add_argument("--only", nargs="*", metavar="TYPE", help="try these again, whatever is recorded")
     parser.add_argument("--folder", type=Path, default=Path("/tmp/model-table"))
-    parser.add_argument(
-        "--again", nargs="*", default=(), metavar="OUTCOME", help="try recorded cases that ended so again"
-    )
-    parser.add_argument("--share", default="0/1", help="which of how many processes this is: 0/2 and 1/2 beside it")
-    parser.add_argument("--minutes", type=float, default=1e9, help="start no case after that time")
     parser.add_argument("--page", type=Path, help="only write the page from what is recorded")
     parser.add_argument("--decay", type=Path, metavar="PAGE", help="only renew the page's section on weight decay")
     options = parser.parse_args()
@@ -173,18 +167,11 @@ def main() -> int:
         types = sorted({name for column in COLUMNS.values() for name in column.model_types()})
         target.write_text(text.partition(f"\n{DECAY}")[0] + decay_section({name: decay_of(name) for name in types}))
         return 0
-    index, count = map(int, options.share.split("/"))
-    recorded = (
-        set()
-        if options.only
-        else {(each.task, each.model_type) for each in read_results(folder) if each.outcome not in options.again}
-    )
+    recorded = {(each.task, each.model_type) for each in read_results(folder)}
     cases = [(task, model_type) for task in options.tasks for model_type in COLUMNS[task].model_types()]
-    share = cases[index::count] if not options.only else [case for case in cases if case[1] in options.only]
-    missing = [case for case in share if case not in recorded]
+    missing = [case for case in cases if (case[1] in options.only if options.only else case not in recorded)]
     failures = 0
-    deadline = time.monotonic() + 60 * options.minutes
-    for result in try_cases(missing, folder=folder, deadline=deadline):
+    for result in try_cases(missing, folder=folder):
         print(f"{result.task} {result.model_type}: {result.outcome} {result.message}"[:600], flush=True)
         failures += result.outcome == FAILED
         with (folder / "results.jsonl").open("a") as file:
@@ -200,7 +187,7 @@ def read_results(folder: Path) -> list[Result]:
     return [latest[case] for case in sorted(latest)]
 
 
-def try_cases(cases: Sequence[tuple[str, str]], *, folder: Path, deadline: float = float("inf")) -> Iterator[Result]:
+def try_cases(cases: Sequence[tuple[str, str]], *, folder: Path) -> Iterator[Result]:
     """Yield what becomes of each case, tried in a fork of this process."""
     write_data(folder / "data")
     os.environ |= {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -213,11 +200,7 @@ def try_cases(cases: Sequence[tuple[str, str]], *, folder: Path, deadline: float
     gc.collect()
     gc.freeze()
     for task, model_type in cases:
-        if time.monotonic() > deadline:
-            return
-        started = time.monotonic()
-        result = try_case(task, model_type, folder)
-        yield Result(**{**asdict(result), "seconds": round(time.monotonic() - started, 1)})
+        yield try_case(task, model_type, folder)
 
 
 def try_case(task: str, model_type: str, folder: Path) -> Result:
@@ -225,33 +208,33 @@ def try_case(task: str, model_type: str, folder: Path) -> Result:
     place = folder / "runs" / f"{task}-{model_type}"
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(parents=True)
+    result = partial(Result, task, model_type)
     in_fork(lambda: write_job(task, model_type, place, data=folder / "data"), log=place / "config.log")
     if not (place / "job.yaml").exists():
-        return Result(task, model_type, FAILED, f"no config: {last_line(place / 'config.log')}")
+        return result(FAILED, f"no config: {last_line(place / 'config.log')}")
     code = in_fork(lambda: train(place, "whole"), log=place / "whole.log")
     log = (place / "whole.log").read_text(errors="replace")
-    layout = "".join(re.findall(r"padding-free batches|samples are padded.*", log)[:1])
+    result = partial(result, layout="".join(re.findall(r"padding-free batches|samples are padded.*", log)[:1]))
     if code == 2:
         messages = re.findall(r"^error: .*(?:\n .*)*", log, re.MULTILINE)
         if "allocate memory" in messages[0]:
-            return Result(task, model_type, FAILED, f"too large: {last_line(place / 'config.log')}", layout)
+            return result(FAILED, f"too large: {last_line(place / 'config.log')}")
         is_one = len(messages) == 1 and "Traceback" not in log
-        return Result(task, model_type, REFUSED if is_one else FAILED, messages[0] if messages else log[-300:], layout)
+        return result(REFUSED if is_one else FAILED, messages[0] if messages else log[-300:])
     if code != 0:
-        return Result(task, model_type, FAILED, f"exit code {code}: {last_line(place / 'whole.log')}", layout)
+        return result(FAILED, f"exit code {code}: {last_line(place / 'whole.log')}")
     if "verified in a fresh process" not in log:
-        return Result(task, model_type, FAILED, "not verified", layout)
+        return result(FAILED, "not verified")
     code = in_fork(lambda: train(place, "single"), log=place / "single.log")
     if code != 0:
-        message = f"exit code {code} at one sample at a time: {last_line(place / 'single.log')}"
-        return Result(task, model_type, FAILED, message, layout)
+        return result(FAILED, f"exit code {code} at one sample at a time: {last_line(place / 'single.log')}")
     losses = (first_loss(place / "whole"), first_loss(place / "single"))
     shutil.rmtree(place)
     if "draws random numbers" in log:
-        return Result(task, model_type, TRAINED, ", random", layout, losses)
+        return result(TRAINED, ", random", losses=losses)
     if abs(losses[0] - losses[1]) > TOLERANCE * abs(losses[1]):
-        return Result(task, model_type, FAILED, f"losses {losses[0]:.6f} and {losses[1]:.6f}", layout, losses)
-    return Result(task, model_type, TRAINED, "", layout, losses)
+        return result(FAILED, f"losses {losses[0]:.6f} and {losses[1]:.6f}", losses=losses)
+    return result(TRAINED, losses=losses)
 
 
 def in_fork(work: Any, *, log: Path) -> int:
@@ -342,10 +325,9 @@ def without_dropout(config: Mapping[str, Any], values: Mapping[str, Any]) -> dic
 
 
 def write_data(folder: Path) -> None:
-    """Write the rows of every task, of different lengths, once."""
-    if folder.exists():
-        return
+    """Write the rows of every task, of different lengths."""
     staging = folder.with_name(f"data-{os.getpid()}")
+    shutil.rmtree(folder, ignore_errors=True)
     for task in COLUMNS:
         (staging / task).mkdir(parents=True)
     masked_lm.lines(staging / "masked")

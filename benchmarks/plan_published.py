@@ -1,8 +1,7 @@
 """Holds `finetune plan` against throughputs and memory that others have published: a job of each row, planned.
 
-    python benchmarks/plan_published.py FOLDER                # 68 rows: ten minutes on two cores
-    python benchmarks/plan_published.py FOLDER --every 1      # all rows
-    python benchmarks/plan_published.py FOLDER --fit          # repeats the fit of the assumptions, on the rows for it
+    python benchmarks/plan_published.py FOLDER          # 68 rows: ten minutes on two cores
+    python benchmarks/plan_published.py FOLDER --fit    # repeats the fit of the assumptions, on the rows for it
 
 FOLDER has `llm-foundry-mpt-throughput.csv` and `peft-metamathqa-l40s.csv`, in the form of their sources (llm-foundry,
 scripts/train/benchmarking; peft, method_comparison/MetaMathQA). Prints Markdown, and writes it to
@@ -15,14 +14,11 @@ have them, for all positions at once, which this package does not do.
 
 import argparse
 import csv
-import json
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from scipy.optimize import least_squares
@@ -182,38 +178,32 @@ def main() -> int:
     """Plan the rows, print and write the tables, and return the exit code: 1 where a row that ran does not fit."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="the published tables")
-    parser.add_argument("--every", type=int, default=4, metavar="N", help="of llm-foundry, two rows in 2 N (4)")
     parser.add_argument("--fit", action="store_true", help="fit the shares of products and attention again")
-    parser.add_argument("--predictions", type=Path, help="JSON: predictions of earlier runs, which are not made again")
     options = parser.parse_args()
-    rows = [*peers(), *of_peft(options.folder), *of_llm_foundry(options.folder, every=options.every)]
-    known = json.loads(options.predictions.read_text()) if options.predictions and options.predictions.exists() else {}
+    rows = [*peers(), *of_peft(options.folder), *of_llm_foundry(options.folder)]
     planned = []
     with tempfile.TemporaryDirectory(prefix="plan-published-") as scratch:
         for row in rows:
             try:
-                planned.append(plan(row, Path(scratch), known))
+                planned.append(plan(row, Path(scratch)))
             except ModelError as error:
                 print(f"{row.name}: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
-            if options.predictions:
-                options.predictions.write_text(json.dumps(known))
     if options.fit:
         print(fit(planned))
         return 0
     text = page(planned)
     print(text)
-    if options.every == parser.get_default("every"):
-        TARGET.write_text(text)
+    TARGET.write_text(text)
     return 0 if all(each.fits for each in planned) else 1
 
 
-def of_llm_foundry(folder: Path, *, every: int) -> Iterator[Row]:
-    """Yield rows in bf16, one for the fit and the held-out row after it of each 2 N, and all in fp8, held out."""
+def of_llm_foundry(folder: Path) -> Iterator[Row]:
+    """Yield two of eight rows in bf16, one for the fit and the held-out row after it, and all in fp8, held out."""
     with (folder / "llm-foundry-mpt-throughput.csv").open() as file:
         rows = list(csv.DictReader(file))
     in_bf16, in_fp8 = ([row for row in rows if ("fp8" in row["Precision"]) == is_fp8] for is_fp8 in (False, True))
     for number, row in [*enumerate(in_bf16), *((1, row) for row in in_fp8)]:
-        if number % (2 * every) > 1:
+        if number % 8 > 1:
             continue
         layers, width, heads = MPT[row["Model"]]
         length, recomputes = int(row["SeqLen (T)"]), row["Activation Checkpointing"] == "True"
@@ -286,8 +276,8 @@ def peers() -> Iterator[Row]:
     )  # type: ignore[arg-type]
 
 
-def plan(row: Row, scratch: Path, known: dict[str, Any]) -> Planned:
-    """Return the row's job with its symbolic step, which is added to the known ones."""
+def plan(row: Row, scratch: Path) -> Planned:
+    """Return the row's job with its symbolic step."""
     hardware = row.hardware
     (scratch / "rows.jsonl").write_text('{"text": "a row"}\n')
     written = {
@@ -312,12 +302,8 @@ def plan(row: Row, scratch: Path, known: dict[str, Any]) -> Planned:
         ranks_per_node=min(hardware.num_gpus, hardware.gpus_per_node),
         tensor_size=row.tensor_size,
     )
-    key = repr((row.values, row.adapter, row.dtype, row.precision.replace("bf16", ""), row.length, layout))
-    if key not in known:
-        started = time.perf_counter()
-        known[key] = asdict(Predictor(config, resolve_padding_free(config)).predict(layout))
-        print(f"{row.name} {row.gpus} {row.length}: {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
-    return Planned(row, job, layout, Prediction(**known[key]))
+    print(f"{row.name} {row.gpus} {row.length}", file=sys.stderr, flush=True)
+    return Planned(row, job, layout, Predictor(config, resolve_padding_free(config)).predict(layout))
 
 
 def fit(planned: Sequence[Planned]) -> str:
@@ -345,16 +331,12 @@ def fit(planned: Sequence[Planned]) -> str:
 
 def page(planned: Sequence[Planned]) -> str:
     """Return the page."""
+    foundry = [each for each in planned if each.row.name.startswith("llm-")]
+    in_bf16 = [each for each in foundry if each.row.precision == "bf16"]
     parts = {
-        "fitted (llm-foundry)": [each for each in planned if each.row.part == FITTED],
-        "held out (llm-foundry)": [
-            each
-            for each in planned
-            if each.row.part == HELD_OUT and each.row.name.startswith("llm-") and each.row.precision == "bf16"
-        ],
-        "held out (llm-foundry, fp8)": [
-            each for each in planned if each.row.name.startswith("llm-") and each.row.precision == "fp8"
-        ],
+        "fitted (llm-foundry)": [each for each in in_bf16 if each.row.part == FITTED],
+        "held out (llm-foundry)": [each for each in in_bf16 if each.row.part == HELD_OUT],
+        "held out (llm-foundry, fp8)": [each for each in foundry if each.row.precision == "fp8"],
         "held out (peft)": [each for each in planned if each.row.name.startswith("peft")],
         "held out (torchtitan, NeMo)": [each for each in planned if each.row.name.startswith(("torchtitan", "NeMo"))],
         "all": planned,

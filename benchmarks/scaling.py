@@ -1,155 +1,185 @@
-"""Step time against the number of GPUs: where each strategy stops paying, and the model beside published runs.
+"""Step time against the number of GPUs: where each strategy stops paying, and the model next to published runs.
 
-    python benchmarks/scaling.py                                 # all tables of docs/proof/scaling.md, as text
-    python benchmarks/scaling.py --gpu A100-80GB --network-gbit 800 --model 8B [--global-batch 1024] [--samples 2]
-    python benchmarks/scaling.py --facts doctor.json --model job.yaml
-    python benchmarks/scaling.py --plot curves.png               # needs the extra `plots`
-    python benchmarks/scaling.py --fit                           # the one fitted number, without each source in turn
-    python benchmarks/scaling.py --gloo                          # steps of this machine's processes beside the model
-    python benchmarks/scaling.py --markdown                      # writes the tables into docs/proof/scaling.md
+    python benchmarks/scaling.py               # the tables of docs/proof/scaling.md, as Markdown
+    python benchmarks/scaling.py --write       # writes them into the page
+    python benchmarks/scaling.py --fit         # the one fitted number, without each source in turn
 
-`--json` prints the chosen tables as JSON. `--model` is 1B, 8B or 70B of Llama 3, or a job file. `--facts` is what
-`finetune doctor --json` printed on the machines; `--gpu` then names the kind of GPU whose memory bandwidth is taken.
+`finetune plan` uses the same code for the step time of a job, on any hardware that it is given.
 """
 
 import argparse
-import json
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from finetune.commands.doctor.checks import read_facts  # noqa: E402  # found by the line above
-from finetune.config.load import load_config  # noqa: E402
-from finetune.errors import FinetuneError, UserError  # noqa: E402
-from finetune.model.loading.architecture import load_model_config  # noqa: E402
-from finetune.model.size import read_shapes  # noqa: E402
+from finetune.commands.plan.step_time import step_time  # noqa: E402  # found by the line above
 
-from scaling_model.curves import Load  # noqa: E402
-from scaling_model.gloo import measure  # noqa: E402
-from scaling_model.machines import Machine, listed, measured, usual  # noqa: E402
-from scaling_model.models import BY_NAME, Model, model_of  # noqa: E402
-from scaling_model.tables import Table, curve_table, fit_table, page_tables, paying_table  # noqa: E402
+from scaling_model.curves import (  # noqa: E402
+    LENGTH,
+    MACHINES,
+    STRATEGIES,
+    WORLDS,
+    ScalingPoint,
+    curve,
+    largest_that_pays,
+)
+from scaling_model.models import LLAMA_3, LLAMA_405B, fused  # noqa: E402
+from scaling_model.published import RELATIVE, Series, compare, fitted_noise  # noqa: E402
+from scaling_model.series import SERIES, counted, fitted  # noqa: E402
 
 PAGE = ROOT / "docs" / "proof" / "scaling.md"
+Rows = Sequence[Sequence[str]]
 
 
-def main() -> int:
-    """Print what was asked for; return 0, or 2 for a mistake in the options."""
-    options = _options()
-    try:
-        if options.markdown:
-            PAGE.write_text(filled(PAGE.read_text()))
-            return 0
-        if options.plot is not None:
-            _plot(options)
-            return 0
-        tables = _tables(options)
-    except FinetuneError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    if options.json:
-        print(json.dumps({name: each.records() for name, each in tables.items()}, indent=1))
+def main() -> None:
+    """Print the tables or the fit, or write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="write the tables into docs/proof/scaling.md")
+    parser.add_argument("--fit", action="store_true", help="fit STRAGGLER_NOISE again")
+    options = parser.parse_args()
+    if options.write:
+        PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    elif options.fit:
+        print(table(("left out", "STRAGGLER_NOISE"), fits()))
     else:
-        print("\n\n".join(f"{name}\n{table.text()}" for name, table in tables.items()))
-    return 0
+        print("\n\n".join(f"{name}\n{text}" for name, text in page_tables().items()))
 
 
 def filled(page: str) -> str:
-    """Return the page with each table between its marks; raises UserError for marks without a table."""
+    """Return the page with each table between its marks; raises KeyError for marks without a table."""
     tables = page_tables()
-
-    def table(found: re.Match[str]) -> str:
-        if found[1] not in tables:
-            raise UserError(f"docs/proof/scaling.md: there is no table `{found[1]}`. There are: {', '.join(tables)}.")
-        return f"<!-- table {found[1]} -->\n{tables[found[1]].markdown()}\n<!-- end -->"
-
-    return re.sub(r"<!-- table ([\w-]+) -->\n.*?<!-- end -->", table, page, flags=re.DOTALL)
+    marks = r"<!-- table ([\w-]+) -->\n.*?<!-- end -->"
+    return re.sub(marks, lambda at: f"<!-- table {at[1]} -->\n{tables[at[1]]}\n<!-- end -->", page, flags=re.DOTALL)
 
 
-def _tables(options: argparse.Namespace) -> Mapping[str, Table]:
-    if options.fit:
-        return {"STRAGGLER_NOISE, fitted without one source": fit_table()}
-    if options.gloo:
-        return {"steps over gloo": _gloo_table()}
-    if options.gpu is None and options.facts is None and options.model is None:
-        return page_tables()
-    name, model = _model(options.model or "8B")
-    load = Load(samples=options.samples, length=options.length, global_batch=options.global_batch)
-    machines = _machines(options)
-    tables = {f"{name} on {each.name}: efficiency (step)": curve_table(model, each, load) for each in machines}
-    return {**tables, "GPUs up to which 80% / 50% of a step compute": paying_table(machines, load, {name: model})}
+def table(header: Sequence[str], rows: Rows) -> str:
+    """Return the rows as Markdown."""
+    return "\n".join(f"| {' | '.join(line)} |" for line in (header, ["---"] * len(header), *rows))
 
 
-def _machines(options: argparse.Namespace) -> tuple[Machine, ...]:
-    if options.facts is not None:
-        facts = read_facts(options.facts)
-        return (measured(facts, gpu=options.gpu, network_gbit=options.network_gbit),)
-    if options.gpu is None:
-        return usual()
-    return (listed(options.gpu, per_node=options.gpus_per_node, network_gbit=options.network_gbit),)
+def page_tables() -> Mapping[str, str]:
+    """Return the tables of docs/proof/scaling.md by the names in its marks."""
+    return {
+        "tensor-parallel": tensor_parallel_table(),
+        "pays": table(("machine", "model", *STRATEGIES), _paying_rows()),
+        "curve-8b": table(("GPUs", *STRATEGIES), _curve_rows()),
+        "errors": table(("changes", "number", "median", "median without sign", "largest without sign"), error_rows()),
+        "published": table(
+            ("source", "model", "strategy", "GPUs", "measured", "modeled", "level", "change", "use"),
+            [_series_row(series) for series in SERIES],
+        ),
+    }
 
 
-def _model(name: str) -> tuple[str, Model]:
-    """Return a model of Llama 3 by its size, or that of a job file; raises UserError."""
-    if name in BY_NAME:
-        return name, BY_NAME[name]
-    if not Path(name).is_file():
-        raise UserError(f"--model: `{name}` is none of {', '.join(BY_NAME)} and no job file.")
-    config = load_model_config(load_config(Path(name), []).config.model)
-    shapes = read_shapes(config)
-    if shapes is None:
-        raise UserError(f"--model {name}: its model's config has no sizes of a decoder.")
-    return Path(name).stem, model_of(shapes, is_tied=bool(getattr(config, "tie_word_embeddings", False)))
+def _paying_rows() -> Rows:
+    """Return, for each machine and model, up to how many GPUs each strategy is 80% and 50% efficient."""
+    return [
+        (where.name, name, *(_paying(curve(strategy, model, where)) for strategy in STRATEGIES))
+        for where in MACHINES
+        for name, model in LLAMA_3.items()
+    ]
 
 
-def _gloo_table() -> Table:
+def _paying(points: Sequence[ScalingPoint | None]) -> str:
+    if not any(points):
+        return "does not fit"
+    last = max(each.num_gpus for each in points if each is not None)
+    best = [largest_that_pays(points, least=least) for least in (0.8, 0.5)]
+    return " / ".join("never" if at is None else f"{at.num_gpus:,}{'+' * (at.num_gpus == last)}" for at in best)
+
+
+def _curve_rows() -> Rows:
+    """Return efficiency and step time of each strategy for 8B on the first machine."""
+    curves = [curve(strategy, LLAMA_3["8B"], MACHINES[0]) for strategy in STRATEGIES]
+    return [
+        (f"{num_gpus:,}", *("-" if at is None else f"{at.efficiency:.0%} ({at.time.seconds:.3g} s)" for at in points))
+        for num_gpus, *points in zip(WORLDS, *curves, strict=True)
+    ]
+
+
+def tensor_parallel_table(*, global_batch: int = 256) -> str:
+    """Return which part of a step computes, and MFU, where groups of 8 GPUs share layers and one sample at a time.
+
+    Next to it FSDP2 alone, where every GPU has a sample. Models are fused, and recompute.
+    """
+    where = MACHINES[0]
+    device, peak = where.hardware.device("bf16"), where.hardware.gpu.peak_flops("bf16")
+    layouts = {f"{global_batch} GPUs, FSDP2 alone": (global_batch, 1)}
+    layouts |= {f"{global_batch * more:,} GPUs, t = 8": (global_batch * more, 8) for more in (2, 4, 8)}
     rows = []
-    for each in measure():
-        cells = [
-            f"{seconds * 1e3:.1f} / {each.modeled[name] * 1e3:.1f} ms = {seconds / each.modeled[name]:.2f}"
-            for name, seconds in each.steps.items()
-        ]
-        speed = f"{each.bytes_per_second / 1e9:.2f} GB/s" if each.steps else ""
-        rows.append((str(each.world), f"{each.computed * 1e3:.1f} ms", speed, *(cells or ["", ""])))
-    return Table(("ranks", "step without communication", "bus bandwidth", "ddp measured / modeled", "fsdp2"), rows)
+    for name, model in {"8B": LLAMA_3["8B"], "70B": LLAMA_3["70B"], "405B": LLAMA_405B}.items():
+        cells = []
+        for num_gpus, size in layouts.values():
+            work = fused(model).work(LENGTH, 1, global_batch * size // num_gpus, 1.0)
+            widths = {"hidden": model.hidden, "intermediate": model.intermediate, "item_bytes": 2}
+            split = work.shared(size, **widths) if size > 1 else work
+            time = step_time("fsdp2", split, device=device, cluster=where.cluster(num_gpus))
+            mfu = work.flops_per_token * LENGTH * global_batch / (time.seconds * num_gpus * peak)
+            cells.append(f"{time.parts['computation'] / time.seconds:.0%}, {mfu:.0%}")
+        rows.append((name, *cells))
+    return table(("model: computes, MFU", *layouts), rows)
 
 
-def _plot(options: argparse.Namespace) -> None:
-    from scaling_model.plot import draw  # matplotlib is in the extra `plots`
+def error_rows() -> Rows:
+    """Return the errors of the changes by what the series are for."""
+    groups: Mapping[str, Callable[[Series], bool]] = {
+        "fitted: only the number of GPUs differs": lambda each: _use(each) == "fitted",
+        "held out: the microbatch differs, too": lambda each: each in counted() and _use(each) == "held out",
+        "held out: ZeRO-3 with one of 8 network cards (an explanation)": lambda each: _use(each) == "explains",
+        "held out: FSDP to 2,048 GPUs (microbatch assumed)": lambda each: _use(each) == "unsure",
+    }
+    rows = []
+    for name, belongs in groups.items():
+        errors = [error for series in SERIES if belongs(series) for error in change_errors(series)]
+        sizes = [abs(each) for each in errors]
+        rows.append((name, str(len(errors)), f"{median(errors):+.1%}", f"{median(sizes):.1%}", f"{max(sizes):.1%}"))
+    return rows
 
-    name, model = _model(options.model or "8B")
-    load = Load(samples=options.samples, length=options.length, global_batch=options.global_batch)
-    draw(options.plot, name, model, _machines(options), load)
+
+def fits() -> Rows:
+    """Return the noise fitted to all sources, and to all but one."""
+    sources = dict.fromkeys(each.source for each in fitted())
+    others = [(source, [each for each in fitted() if each.source != source]) for source in sources]
+    return [(name, f"{fitted_noise(series):.3f}") for name, series in [("none", fitted()), *others]]
 
 
-def _count(text: str) -> int:
-    """Return a number of at least 1; raises ArgumentTypeError."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"`{text}` is no number of at least 1")
-    return int(text)
+def change_errors(series: Series) -> list[float]:
+    """Return the errors of the series' changes."""
+    return [each.change_error for each in compare(series) if each.change_error is not None]
 
 
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpu", help="a kind of GPU of finetune/runtime/gpu_specifications.yaml")
-    parser.add_argument("--gpus-per-node", type=_count, default=8)
-    parser.add_argument("--network-gbit", type=float, help="between machines, of a whole machine")
-    parser.add_argument("--facts", type=Path, help="what `finetune doctor --json` printed")
-    parser.add_argument("--model", help="1B, 8B, 70B, or a job file")
-    parser.add_argument("--length", type=_count, default=4096, help="tokens of a sample")
-    parser.add_argument("--samples", type=_count, default=1, help="of a microbatch, at most")
-    parser.add_argument(
-        "--global-batch", type=_count, help="samples of all ranks together; without it, each adds its own"
+def _series_row(series: Series) -> Sequence[str]:
+    """Return the first and the last number of GPUs of a series; of the errors the largest, with their signs."""
+    compared = compare(series)
+    ends = [compared[0], *compared[-1:]] if len(compared) > 1 else compared
+    digits = 2 if series.unit == RELATIVE else 0
+    levels, changes = [each.level_error for each in compared if each.level_error is not None], change_errors(series)
+    return (
+        series.source,
+        series.name,
+        series.strategy,
+        f"{' to '.join(f'{each.point.num_gpus:,}' for each in ends)} {series.gpu}, {series.network_gbit:,.0f} Gbit/s",
+        f"{', '.join(f'{each.point.measured:,.{digits}f}' for each in ends)} {series.unit}",
+        ", ".join(f"{each.modeled:,.{digits}f}" for each in ends),
+        f"{max(levels, key=abs):+.0%}" if levels else "",
+        f"{max(changes, key=abs):+.1%}" if changes else "",
+        _use(series),
     )
-    for flag in ("--markdown", "--json", "--fit", "--gloo"):
-        parser.add_argument(flag, action="store_true")
-    parser.add_argument("--plot", type=Path)
-    return parser.parse_args()
+
+
+def _use(series: Series) -> str:
+    """Return what the series is for."""
+    if series.is_explained:
+        return "missed"
+    if not series.is_counted:
+        return "unsure" if series.unit == RELATIVE else "explains"
+    return "fitted" if series in fitted() else "held out"
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

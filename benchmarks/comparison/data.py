@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -86,9 +85,6 @@ def load_workload(folder: Path) -> Workload:
     return Workload.of(json.loads((folder / "workload.json").read_text()))
 
 
-def load_model(folder: Path, workload: Workload) -> Any:
-    """Return the model in float32, with its adapter where there is one."""
-    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32, local_files_only=True)
-    if workload.lora:
-        return import_module("peft").PeftModel.from_pretrained(model, folder / "adapter", is_trainable=True)
-    return model
+def load_model(folder: Path) -> Any:
+    """Return the model in float32."""
+    return AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32, local_files_only=True)

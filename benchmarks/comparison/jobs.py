@@ -8,7 +8,7 @@ LEARNING_RATE = 1e-3
 JOB = """\
 run: {{folder: {folder}, seed: 1}}
 model:
-  name: ./model{adapter}
+  name: ./model
 data:
   train: {{path: rows.jsonl{form}}}
   max_length: {max_length}
@@ -32,7 +32,6 @@ def write_job(folder: Path, workload: Workload, *, variant: str = "ours") -> Pat
     packs = "tuned" in variant
     text = JOB.format(
         folder=f"runs/{variant.replace(' ', '-')}",
-        adapter="\n  adapter: ./adapter" if workload.lora else "",
         form=", format: prompt_completion" if is_sft else "",
         max_length=workload.max_length,
         shuffle=str(packs).lower(),

@@ -1,7 +1,7 @@
 """Makes the folders of the workloads: `python -m comparison.make_workloads FOLDER`, where `workloads.json` lies in it.
 
 A workload's folder holds the rows as text for the product, and as tokens, which are the product's own, for everybody
-else; the model and the adapter that all start from; and the lengths in words.
+else; the model that all start from; and the lengths in words.
 """
 
 import json
@@ -9,7 +9,6 @@ import random
 import string
 import sys
 from collections.abc import Iterator
-from importlib import import_module
 from itertools import islice
 from pathlib import Path
 
@@ -35,19 +34,19 @@ def main(folder: Path) -> None:
     spec = json.loads((folder / "workloads.json").read_text())
     for record in spec["workloads"]:
         workload = Workload.of(record)
-        make(folder / workload.name, workload, data=Path(spec["data"]), seed=spec["seed"])
+        make(folder / workload.name, workload, data=Path(spec["data"]))
 
 
-def make(folder: Path, workload: Workload, *, data: Path, seed: int) -> None:
+def make(folder: Path, workload: Workload, *, data: Path) -> None:
     """Make the folder of a workload."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "workload.json").write_text(json.dumps(workload.record()))
-    draw = random.Random(f"{seed} {workload.kind}")
+    draw = random.Random(workload.kind)
     rows = _questions(data, draw) if workload.kind == "gsm8k" else _documents(workload, draw)
     written = list(islice(rows, workload.documents))
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in written))
     tokenizer = _tokenizer(folder, workload, written)
-    _save_model(folder, workload, tokenizer, seed=seed)
+    _save_model(folder, workload, tokenizer)
     _save_tokens(folder, workload)
 
 
@@ -114,16 +113,12 @@ def _tokenizer(folder: Path, workload: Workload, rows: list[dict[str, str]]) -> 
     return PreTrainedTokenizerFast(tokenizer_object=words, additional_special_tokens=["<turn>", "<over>"], **named)
 
 
-def _save_model(folder: Path, workload: Workload, tokenizer: PreTrainedTokenizerBase, *, seed: int) -> None:
-    torch.manual_seed(seed)
+def _save_model(folder: Path, workload: Workload, tokenizer: PreTrainedTokenizerBase) -> None:
+    torch.manual_seed(0)
     ids = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
     model = LlamaForCausalLM(LlamaConfig(**workload.sizes.values(), **ids))
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
-    if workload.lora:
-        peft = import_module("peft")
-        adapters = peft.LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
-        peft.get_peft_model(model, adapters).save_pretrained(folder / "adapter")
 
 
 def _save_tokens(folder: Path, workload: Workload) -> None:

@@ -15,8 +15,6 @@ TOLERANCE = 1e-5
 NUM_COMPARED = 20
 """Steps whose losses are compared: rounding errors grow from step to step."""
 
-FLOOR_AIM = 1.3
-
 
 @dataclass(frozen=True)
 class Measured:
@@ -54,8 +52,7 @@ class Measured:
 def results(measured: Measured) -> list[Result]:
     """Return what the workload's thresholds and aims are held against."""
     by_workload = {"lognormal": _varying, "gsm8k": _varying, "fixed": _fixed, "tiny": _tiny}
-    found = by_workload.get(measured.workload.name, _beyond)(measured)
-    return found + ([_over_floor(measured)] if "floor" in measured.costs else [])
+    return by_workload[measured.workload.name](measured)
 
 
 def memory_results(measured: Measured) -> list[Result]:
@@ -91,7 +88,7 @@ def _varying(measured: Measured) -> list[Result]:
 def _fixed(measured: Measured) -> list[Result]:
     """Return the overhead of a long step; and packing must lose nothing where there is nothing to gain."""
     return [
-        *(_time(measured, ours, "bare", 1, 1.02) for ours in ("ours equal", "ours")),
+        *(_overhead(measured, ours) for ours in ("ours equal", "ours")),
         *(_speed(measured, ours, "bare", 0.98) for ours in ("ours", "ours tuned")),
     ]
 
@@ -109,27 +106,13 @@ def _tiny(measured: Measured) -> list[Result]:
     ]
 
 
-def _beyond(measured: Measured) -> list[Result]:
-    """Return the ratios of workloads that have aims only."""
-    against = {"trainer": 2.0, "trl equal": 2.8}
-    present = [(theirs, aim) for theirs, aim in against.items() if theirs in measured.costs]
-    return [_speed(measured, "ours", theirs, aim, is_aim=True) for theirs, aim in present]
-
-
-def _over_floor(measured: Measured) -> Result:
-    """Return how much more our fastest step costs than the products and attention that its targets need."""
-    return _time(measured, "ours", "floor", 2, FLOOR_AIM, is_aim=True)
-
-
 def _speed(measured: Measured, ours: str, theirs: str, threshold: float, *, is_aim: bool = False) -> Result:
     what = f"{measured.workload.name}: non-pad tokens per CPU-second, {ours} / {theirs}"
     speed = measured.speed(ours, theirs)
     return Result(2, what, speed, threshold, "higher", is_aim=is_aim, note=measured.lengths)
 
 
-def _time(measured: Measured, ours: str, theirs: str, topic: int, threshold: float, *, is_aim: bool = False) -> Result:
-    costs = measured.costs
-    milliseconds = 1000 * Spread.of(costs[theirs].seconds).median
-    what = f"{measured.workload.name}: CPU-time of a {milliseconds:.0f} ms step, {ours} / {theirs}"
-    ratio = Spread.of_ratios(costs[ours].seconds, costs[theirs].seconds)
-    return Result(topic, what, ratio, threshold, "lower", is_aim=is_aim, note=measured.lengths)
+def _overhead(measured: Measured, ours: str) -> Result:
+    costs, bare = measured.costs[ours], measured.costs["bare"]
+    what = f"{measured.workload.name}: CPU-time of a {1000 * Spread.of(bare.seconds).median:.0f} ms step, {ours} / bare"
+    return Result(1, what, Spread.of_ratios(costs.seconds, bare.seconds), 1.02, "lower", note=measured.lengths)

@@ -9,41 +9,25 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
-from comparison import results as shown
-from comparison.results import PartResults, Result
+from comparison.results import PartResults, Result, threshold_table
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = (
     *("torch", "transformers", "accelerate", "trl", "peft", "deepspeed", "datasets", "numpy"),
     *("triton", "flash_attn", "liger_kernel"),
 )
-COLOURS = {"met": "green", "within the spread": "yellow", "not reached": "cyan", "MISSED": "bold red"}
 
 
-def show(parts: Mapping[str, PartResults], console: Console) -> None:
+def show(parts: Mapping[str, PartResults]) -> None:
     """Print every table, then the results in the order of their topics."""
-    for part in parts.values():
-        for table in part.tables:
-            _show_table(table, console)
     found = results(parts)
-    thresholds = Table(
-        "topic", "what", "measured (quartiles)", "threshold", "", title="Thresholds", box=box.SIMPLE_HEAD
-    )
-    for each in found:
-        color = COLOURS[each.verdict]
-        thresholds.add_row(
-            str(each.topic), each.what, each.value_text, each.threshold_text, f"[{color}]{each.verdict}[/]"
-        )
-    console.print(thresholds)
+    for table in (*(table for part in parts.values() for table in part.tables), threshold_table(found)):
+        print(table.markdown())
     for number, note in enumerate(dict.fromkeys(each.note for each in found if each.note), start=1):
         concerned = ", ".join(sorted({each.what.split(":")[0] for each in found if each.note == note}))
-        console.print(f"[{number}] {concerned}: {note}", markup=False, highlight=False)
+        print(f"[{number}] {concerned}: {note}")
     for line in missing(parts):
-        console.print(f"not measured: {line}", markup=False)
+        print(f"not measured: {line}")
 
 
 def results(parts: Mapping[str, PartResults]) -> list[Result]:
@@ -96,23 +80,6 @@ def heading(facts: Mapping[str, Any]) -> str:
     return (
         f"{facts['processor']}, {facts['cores']} cores; Python {facts['python']}, {versions}; commit {facts['commit']}"
     )
-
-
-def _show_table(table: shown.Table, console: Console) -> None:
-    shown = Table(title=table.title, box=box.SIMPLE_HEAD)
-    for number, name in enumerate(table.header):
-        is_number = number > 0 and all(_is_number(row[number]) for row in table.rows)
-        shown.add_column(name, justify="right" if is_number else "left")
-    for row in table.rows:
-        shown.add_row(*row)
-    console.print(shown)
-    if table.note:
-        console.print(table.note, markup=False, highlight=False)
-        console.print()
-
-
-def _is_number(text: str) -> bool:
-    return not text or text[0] in "+-0123456789"
 
 
 def _processor() -> str:

@@ -2,12 +2,9 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
-
-from comparison.workloads import Form
 
 Log = Callable[[str], None]
 
@@ -96,18 +93,23 @@ class Table:
     rows: Sequence[Sequence[str]]
     note: str = ""
 
+    def markdown(self) -> str:
+        """Return the table as Markdown."""
+        rows = [f"| {' | '.join(row)} |" for row in (self.header, ["---"] * len(self.header), *self.rows)]
+        return "\n".join([f"### {self.title}", "", *rows, *(["", self.note] if self.note else []), ""])
+
+
+def threshold_table(results: Sequence[Result]) -> Table:
+    """Return the results next to their thresholds."""
+    rows = [(str(each.topic), each.what, each.value_text, each.threshold_text, each.verdict) for each in results]
+    return Table("Thresholds", ("topic", "what", "measured (quartiles)", "threshold", ""), rows)
+
 
 @dataclass(frozen=True)
 class PartResults:
     """What a part has measured; `missing` says what could not be measured, and why, which fails `--check`."""
 
-    results: Sequence[Result] = ()
+    results: list[Result] = field(default_factory=list)
     tables: Sequence[Table] = ()
     record: dict[str, Any] = field(default_factory=dict)
-    missing: Sequence[str] = ()
-
-
-class Part(Protocol):
-    """Measures a part in a folder of its own; raises an error with a message where it cannot."""
-
-    def __call__(self, folder: Path, *, form: Form, log: Log) -> PartResults: ...
+    missing: list[str] = field(default_factory=list)

@@ -17,7 +17,7 @@ from typing import Any
 
 from finetune.report.history import read_events
 
-from comparison.results import Log, PartResults, Result, Spread, Table
+from comparison.results import Log, PartResults, Result, Spread
 from comparison.workloads import Form
 
 FEW, MANY = 400, 40_000
@@ -39,7 +39,7 @@ WORKER = Path(__file__).with_name("startup_worker.py")
 REPOSITORY = Path(__file__).parents[2]
 
 Start = Mapping[str, float]
-"""What a start took: `cpu`, `seconds`, `memory` (peak resident bytes at the end of the first step)."""
+"""What a start took: `cpu` and wall `seconds`."""
 
 
 def measure(folder: Path, *, form: Form, log: Log) -> PartResults:
@@ -54,12 +54,12 @@ def measure(folder: Path, *, form: Form, log: Log) -> PartResults:
         f"bare, {FEW}": lambda: _theirs(folder, "bare", FEW),
         f"Trainer, {FEW}": lambda: _theirs(folder, "trainer", FEW),
     }
-    first = {f"ours, {number}, nothing prepared": _ours(folder, number) for number in (FEW, many)}
+    for number in (FEW, many):
+        _ours(folder, number)  # prepares the data
     taken = _in_rounds(starts, num_rounds=form.choose(9, 3, 1), log=log)
     answers = _answers(folder, num_rounds=form.choose(15, 9, 3))
     found = results(taken, answers)
-    record = {"starts": taken, "first": first, "answers": answers}
-    return PartResults(found, [_table(taken, first)], record)
+    return PartResults(found, [], {"starts": taken, "answers": answers})
 
 
 def results(taken: Mapping[str, list[Start]], answers: Mapping[str, list[float]]) -> list[Result]:
@@ -114,22 +114,8 @@ def _ours(folder: Path, number: int) -> Start:
     run = folder / "runs" / str(number)
     shutil.rmtree(run, ignore_errors=True)
     _run([sys.executable, "-m", "finetune", "--config", str(folder / f"job{number}.yaml")], folder)
-    event = _started(run)
-    return {
-        "cpu": sum(event["cpu_seconds"].values()),
-        "seconds": sum(event["seconds"].values()),
-        "memory": max(_peak(run), *event["memory_bytes"].values()),
-    }
-
-
-def _started(run: Path) -> dict[str, Any]:
-    return next(each for each in read_events(run / "events.jsonl") if each["event"] == "StartedUp")
-
-
-def _peak(run: Path) -> int:
-    """Return the peak of the first step."""
-    taken = next(each for each in read_events(run / "events.jsonl") if each["event"] == "StepTaken")
-    return int(taken["memory_bytes"])
+    event = next(each for each in read_events(run / "events.jsonl") if each["event"] == "StartedUp")
+    return {"cpu": sum(event["cpu_seconds"].values()), "seconds": sum(event["seconds"].values())}
 
 
 def _theirs(folder: Path, who: str, number: int) -> Start:
@@ -175,17 +161,3 @@ def _environment() -> dict[str, str]:
     """
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     return {**inherited, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), "TOKENIZERS_PARALLELISM": "false"}
-
-
-def _table(taken: Mapping[str, list[Start]], first: Mapping[str, Start]) -> Table:
-    both = {**taken, **{name: [start] for name, start in first.items()}}
-    rows = [
-        (
-            name,
-            *(str(Spread.of([each[key] for each in starts])) for key in ("cpu", "seconds")),
-            f"{Spread.of([each['memory'] / 1e6 for each in starts]).median:.0f}",
-        )
-        for name, starts in both.items()
-    ]
-    header = ("who, documents", "CPU-s", "wall s", "peak MB")
-    return Table("Start of the process to the end of the first step", header, rows)

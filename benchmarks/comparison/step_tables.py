@@ -1,19 +1,13 @@
-"""The tables of the steps: the floor, and three tiers side by side."""
+"""The tables of the steps: losses, memory, and a table for each workload."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from comparison.ratios import TOLERANCE, Measured
 from comparison.results import Spread, Table
 from comparison.workloads import EQUAL
 
-TIERS: Mapping[str, tuple[str, ...]] = {
-    "no trainer": ("floor",),
-    "identical math": ("bare", "accelerate", "trainer", "trl equal", "ours equal"),
-    "defaults": ("trl default", "ours"),
-    "each one's best": ("trainer grouped", "trl packing", "trl grouped", "trl padding-free", "ours tuned"),
-}
 HEADER = (
-    *("tier", "competitor", "ms a step", "non-pad tokens/s", "target tokens/s", "against Trainer (quartiles)"),
+    *("competitor", "ms a step", "non-pad tokens/s", "target tokens/s", "against Trainer (quartiles)"),
     *("ms more than bare", "losses"),
 )
 
@@ -55,44 +49,29 @@ def _losses(equal: Measured) -> Table:
 
 
 def _table(measured: Measured) -> Table:
-    rows = [
-        (tier if name == there[0] else "", *_row(measured, name))
-        for tier, names in TIERS.items()
-        if (there := [name for name in names if name in measured.costs])
-        for name in there
-    ]
+    rows = [_row(measured, name) for name in measured.costs]
     return Table(f"{measured.workload.name}: {measured.workload.title}", HEADER, rows, _note(measured))
 
 
 def _row(measured: Measured, name: str) -> tuple[str, ...]:
-    cost = measured.costs[name]
-    seconds = Spread.of(cost.seconds).median
-    targets = sum(cost.targets) / sum(cost.seconds)
-    more = measured.extra_milliseconds(name, "bare").median if name in EQUAL or name == "ours equal" else None
+    """Return the row of a competitor; the losses of some are others: they take other samples, or compute in bf16."""
+    cost, is_equal = measured.costs[name], name in EQUAL
+    agreement = "equal" if is_equal and measured.loss_difference(name) <= TOLERANCE else "differ"
     return (
         name,
-        f"{1000 * seconds:,.1f}",
+        f"{1000 * Spread.of(cost.seconds).median:,.1f}",
         f"{1 / Spread.of(cost.seconds_per_token).median:,.0f}",
-        f"{targets:,.0f}",
+        f"{sum(cost.targets) / sum(cost.seconds):,.0f}",
         str(measured.speed(name, "trainer")) if "trainer" in measured.costs else "",
-        "" if more is None else f"{more:+.2f}",
-        _agreement(measured, name),
+        f"{measured.extra_milliseconds(name, 'bare').median:+.2f}" if is_equal else "",
+        agreement if is_equal else "bf16" if name == "trl default" else "other samples",
     )
-
-
-def _agreement(measured: Measured, name: str) -> str:
-    """Return whether the losses are the bare loop's; some competitors take other samples, or compute in bf16."""
-    if name == "floor":
-        return "none"
-    if name not in EQUAL and name != "ours equal":
-        return "other samples" if name != "trl default" else "bf16"
-    return "equal" if measured.loss_difference(name) <= TOLERANCE else "differ"
 
 
 def _note(measured: Measured) -> str:
     sizes, workload = measured.workload.sizes, measured.workload
     return (
         f"Llama of {sizes.layers} layers of {sizes.width}, {sizes.vocabulary:,} words"
-        f"{', LoRA' if workload.lora else ''}; {workload.rounds} rounds after {workload.warm_up}; "
+        f"; {workload.rounds} rounds after {workload.warm_up}; "
         f"seconds are of CPU, at one thread; {measured.lengths}"
     )

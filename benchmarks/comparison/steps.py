@@ -2,7 +2,7 @@
 
 import importlib.util
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,14 +17,14 @@ class LossesDiffer(Exception):
     """The competitors do not do the same maths: nothing is timed."""
 
 
-def measure(folder: Path, *, form: Form, log: Log, data: Path, seed: int, only: Sequence[str] = ()) -> PartResults:
+def measure(folder: Path, *, form: Form, log: Log, data: Path, only: Collection[str] = ()) -> PartResults:
     """Return what topics 1 to 3 ask for; raises LossesDiffer where the competitors do not do the same maths."""
     folder = folder.resolve()
     chosen = [each for each in workloads(form) if not only or each.name in only]
     same, peak, *timed = [with_installed(each) for each in (equivalence(form), memory(form), *chosen)]
     log(f"making {len(timed) + 2} workloads")
-    make(folder, [same, peak, *timed], data=data, seed=seed)
-    with Controller(folder, seed=seed) as controller:
+    make(folder, [same, peak, *timed], data=data)
+    with Controller(folder) as controller:
         peaks = run(controller, folder, peak, log=log, takes_turns=False)
         log(peak_summary(peaks))
         equal = run(controller, folder, same, log=log, takes_turns=False)
@@ -50,9 +50,9 @@ def collect(equal: Measured, peaks: Measured, timed: Sequence[Measured], *, miss
     return PartResults(found, tables(equal, peaks, timed), record, missing)
 
 
-def make(folder: Path, chosen: Sequence[Workload], *, data: Path, seed: int) -> None:
+def make(folder: Path, chosen: Sequence[Workload], *, data: Path) -> None:
     """Make the folders of the workloads, in a process of its own."""
-    spec = {"workloads": [each.record() for each in chosen], "data": str(data.resolve()), "seed": seed}
+    spec = {"workloads": [each.record() for each in chosen], "data": str(data.resolve())}
     (folder / "workloads.json").write_text(json.dumps(spec))
     run_script("comparison.make_workloads", folder)
 

@@ -1,14 +1,13 @@
 """Topic 5: two processes, against a DDP loop written by hand and against Trainer driving the same strategy."""
 
 import importlib.util
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from comparison.controller import Controller, StepCosts
 from comparison.jobs import write_job
-from comparison.results import Log, PartResults, Result, Spread, Table
+from comparison.results import Log, PartResults, Result, Spread
 from comparison.steps import make
 from comparison.workloads import Form, Sizes, Workload
 
@@ -43,7 +42,7 @@ def measure(folder: Path, *, form: Form, log: Log) -> PartResults:
         *("two-processes", "two processes, fixed length", (), form.choose(30, 5, 1), "fixed"),
         *(Sizes(4096, 256, 688, 4), 128, 128, 8, 2),
     )
-    make(folder, [workload], data=folder, seed=0)
+    make(folder, [workload], data=folder)
     write_job_of_two(folder / workload.name, workload)
     missing = [] if importlib.util.find_spec("deepspeed") else ["speed under ZeRO: deepspeed is not installed"]
     measured = []
@@ -67,7 +66,7 @@ def measure(folder: Path, *, form: Form, log: Log) -> PartResults:
         for each in measured
         if each.loss_difference > TOLERANCE
     ]
-    return PartResults([result(each, lengths) for each in measured], [table(measured, lengths)], record, missing)
+    return PartResults([result(each, lengths) for each in measured], [], record, missing)
 
 
 def competitors(strategy: str, form: Form) -> tuple[str, ...]:
@@ -94,30 +93,6 @@ def result(measured: Measured, lengths: str) -> Result:
         what, theirs, threshold = "ddp: speed, ours / hand-written DDP", "bare", 0.98
     note = f"CPU-seconds of both ranks; {lengths}"
     return Result(5, what, measured.speed(theirs), threshold, "higher", note=note)
-
-
-def table(measured: Sequence[Measured], lengths: str) -> Table:
-    """Return what everybody's step costs."""
-    rows = [
-        (
-            *(each.strategy, name),
-            *(f"{1000 * Spread.of(values).median:.1f}" for values in (costs.seconds, costs.wall_seconds)),
-            "" if name == "ours" else str(each.speed(name)),
-            f"{each.loss_difference:.1e}",
-        )
-        for each in measured
-        for name, costs in each.costs.items()
-    ]
-    header = (
-        "strategy",
-        "competitor",
-        "CPU-ms a step, both ranks",
-        "wall ms",
-        "speed, ours / theirs",
-        "losses differ by",
-    )
-    load = f"load of the machine: {os.getloadavg()[0]:.1f}; wall counts only on an idle one"
-    return Table("Two processes (gloo, one thread each)", header, rows, f"{lengths}; {load}")
 
 
 def summary(measured: Measured) -> str:

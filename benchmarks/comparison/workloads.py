@@ -25,7 +25,6 @@ EQUAL = ("bare", "accelerate", "trainer", "trl equal", "ours equal", "ours")
 """Competitors that take the same samples in the same steps: their losses must agree."""
 
 BEST_OF_TRL = ("trl packing", "trl grouped", "trl padding-free")
-ALL = ("floor", *EQUAL, "trainer grouped", "trl default", *BEST_OF_TRL, "ours tuned")
 
 TRIED = ("bare", "trainer", "ours")
 """Competitors of the tiny form."""
@@ -63,19 +62,18 @@ class Workload:
     title: str
     competitors: tuple[str, ...]
     rounds: int
-    kind: Literal["lognormal", "text", "fixed", "gsm8k"] = "lognormal"
+    kind: Literal["lognormal", "fixed", "gsm8k"] = "lognormal"
     sizes: Sizes = field(default_factory=Sizes)
     length: int = 128
     max_length: int = 1024
     batch: int = 8
     warm_up: int = 3
-    lora: bool = False
     logs_every: int = 10  # steps; none of the competitors logs more often than another
 
     @property
     def is_sft(self) -> bool:
         """Tell whether a document is a question and an answer, of which only the answer is trained on."""
-        return self.kind in ("lognormal", "gsm8k")
+        return self.kind != "fixed"
 
     @property
     def documents(self) -> int:
@@ -123,24 +121,18 @@ def workloads(form: Form) -> tuple[Workload, ...]:
 
 
 def _full() -> tuple[Workload, ...]:
-    few = ("floor", "bare", "trainer", "trl equal", "ours", "ours tuned")
-    varying = tuple(name for name in ALL if name not in ("accelerate", "trl default", "ours equal"))
+    varying = ("bare", "trainer", "trainer grouped", "trl equal", *BEST_OF_TRL, "ours", "ours tuned")
     return (
         Workload("lognormal", "lengths lognormal, answers are targets", varying, 25),
         Workload("gsm8k", "GSM8K, answers are targets", (*varying, "trl default"), 25, "gsm8k", max_length=512),
-        _fixed(("floor", "bare", "accelerate", "trainer", "trl equal", *OURS), 30),
+        _fixed(("bare", "accelerate", "trainer", "trl equal", *OURS), 30),
         _tiny((*EQUAL, "trl default"), 400),
-        Workload("text", "lengths lognormal, all tokens are targets", (*few, "trainer grouped"), 25, "text", batch=4),
-        Workload(
-            "vocabulary", "65,536 words, all tokens are targets", few, 25, "text", Sizes(65536, 128, 344, 2), 64, 512
-        ),
-        Workload("lora", "GSM8K, LoRA of rank 8", few, 25, "gsm8k", max_length=512, batch=4, lora=True),
     )
 
 
 def _quick() -> tuple[Workload, ...]:
     """Return smaller models, and fewer workloads, rounds and competitors."""
-    few = ("floor", "bare", "trainer", "trl equal", "ours", "ours tuned")
+    few = ("bare", "trainer", "trl equal", "ours", "ours tuned")
     main = (*few, "trainer grouped", "trl grouped", "trl packing")
     return (
         Workload(
@@ -149,7 +141,7 @@ def _quick() -> tuple[Workload, ...]:
             warm_up=1,
         ),
         Workload("gsm8k", "GSM8K, answers are targets", few, 4, "gsm8k", SMALL, max_length=512, warm_up=1),
-        _fixed(("floor", "bare", *OURS), 10),
+        _fixed(("bare", *OURS), 10),
         _tiny((*EQUAL, "trl default"), 120),
     )
 

@@ -16,7 +16,7 @@ class Case:
     """One competitor on one shape: `rows` documents a step, of `length` tokens each or of lengths up to that."""
 
     name: str
-    competitor: str  # ours, bare, trainer, trl; `weights` writes a model's files, from which `start` cases start
+    competitor: str  # ours, bare, trainer, trl
     shape: str
     length: int = 4096
     rows: int = 2
@@ -24,13 +24,11 @@ class Case:
     lora: bool = False
     dtype: str = "float32"  # of the weights; the arithmetic is bf16
     strategy: str = ""  # a file of accelerate_configs, with one rank; none: one process alone
-    is_start: bool = False  # measured from the start of a process to the end of its first step
     seconds: float = 16.0  # that it is expected to take
     least_gib: float = 0.0  # of GPU memory
     needs: tuple[str, ...] = ()  # packages beside those that every case needs
     rank: int = 16  # of LoRA, on the modules of `targets`
     targets: str | tuple[str, ...] = "all-linear"
-    after: str = ""  # the case that must have been measured before
     overrides: Mapping[str, Any] = field(default_factory=dict)  # ours: keys of the job; others: their settings
 
     @property
@@ -42,11 +40,6 @@ class Case:
     def is_packed(self) -> bool:
         """Tell whether a step is one row of as many documents as fit."""
         return "packing" in self.overrides or self.overrides.get("data.batching.by") == "packs"
-
-    @property
-    def has_steps(self) -> bool:
-        """Tell whether its steps are timed."""
-        return not self.is_start and self.competitor != "weights"
 
     @property
     def required(self) -> tuple[str, ...]:
@@ -78,8 +71,8 @@ HALVES: dict[str, Any] = {"dtype": "bfloat16"}
 
 
 def cases() -> list[Case]:
-    """Return all cases, those with thresholds first; a case stands behind the one that it needs."""
-    return [*_thresholds(), *_starts(), *_second_chances(), *_peers(), *_switches()]
+    """Return all cases, those with thresholds first."""
+    return [*_thresholds(), *_second_chances(), *_peers(), *_switches()]
 
 
 def one_of_each() -> list[Case]:
@@ -93,7 +86,6 @@ ONE_OF_EACH = frozenset(
         *("varying, ours", "varying, ours packs", "varying, TRL packing", "varying, ours rows on flash"),
         *("3B full bf16 weights, ours", "1B full, bare", "1B full, ours", "1B full, ours selective"),
         *("1B full, ours under fsdp2", "1B full, ours under zero2", "1B full, ours under zero3"),
-        *("8B files", "8B start, Trainer", "8B start, ours"),
     }
 )
 
@@ -119,20 +111,9 @@ def _thresholds() -> list[Case]:
     ]
 
 
-def _starts() -> list[Case]:
-    """Return the starts from local files, which are written once."""
-    start: dict[str, Any] = {**LORA, "is_start": True, "seconds": 40.0, "after": "8B files"}
-    return [
-        Case("8B files", "weights", "llama-8b", dtype="bfloat16", seconds=40),
-        Case("8B start, Trainer", "trainer", **start),
-        Case("8B start, ours", "ours", **start),
-    ]
-
-
 def _second_chances() -> list[Case]:
-    """Return other ways to the same thresholds: weights in bf16; the starts once more."""
+    """Return other ways to the same thresholds: weights in bf16, compiled layers."""
     compiled_halves = {**COMPILED, **WHOLE_UPDATE}
-    start: dict[str, Any] = {**LORA, "is_start": True, "seconds": 35.0, "after": "8B files"}
     return [
         Case("3B full bf16 weights, ours", "ours", **THREE_B, **HALVES, overrides=WHOLE_UPDATE),
         Case("1B full bf16 weights, ours", "ours", **ONE_B, **HALVES, overrides=WHOLE_UPDATE),
@@ -144,8 +125,6 @@ def _second_chances() -> list[Case]:
         Case(
             *("1B full bf16 weights, ours compiled", "ours"), **ONE_B, **HALVES, overrides=compiled_halves, seconds=40
         ),
-        Case("8B start again, ours", "ours", **start),
-        Case("8B start again, Trainer", "trainer", **start),
         Case("8B LoRA, ours compiled", "ours", **{**LORA, "seconds": 45.0}, overrides=COMPILED),
         Case("7B LoRA, ours compiled", "ours", **{**QWEN, "seconds": 45.0}, overrides=COMPILED),
     ]
@@ -166,25 +145,13 @@ def _peers() -> list[Case]:
 def _switches() -> list[Case]:
     """Return ours with one setting changed at a time."""
     flash = {**END_TO_END, "model.attention": "flash_attention_2"}
-    plain_layers = {"model.kernels": "none"}
     return [
-        Case("8B LoRA, ours plain layers", "ours", **LORA, overrides=plain_layers),
-        Case("1B full, ours plain layers", "ours", **ONE_B, overrides=plain_layers),
+        Case("8B LoRA, ours plain layers", "ours", **LORA, overrides={"model.kernels": "none"}),
         Case("varying, ours padded", "ours", **VARYING, overrides=PADDED),
-        Case("varying, ours rows on sdpa", "ours", **VARYING, overrides={**END_TO_END, "model.attention": "sdpa"}),
         Case("varying, ours rows on flash", "ours", **VARYING, needs=("flash_attn",), overrides=flash),
         Case("1B full, ours plain loss", "ours", **ONE_B, overrides={"train.loss_kernel": "plain"}),
-        Case(
-            *("1B full, ours Liger loss", "ours"),
-            **ONE_B,
-            needs=("liger_kernel",),
-            overrides={"train.loss_kernel": "liger"},
-        ),
         Case("1B full, ours checkpointing", "ours", **ONE_B, overrides={"model.gradient_checkpointing": True}),
         Case("1B full, ours selective", "ours", **ONE_B, overrides={"model.gradient_checkpointing": "selective"}),
-        Case("1B full, ours 2 rows", "ours", "llama-1b", rows=2),
-        Case("varying, ours compiled", "ours", **VARYING, overrides={**END_TO_END, **COMPILED}, seconds=60),
-        Case("0.6B full, ours", "ours", "qwen3-0.6b"),
     ]
 
 

@@ -13,9 +13,9 @@ MEDIAN, SIGMA = 350, 0.9
 """Of lengths that vary: lognormal."""
 
 
-def write_tokenizer(folder: Path, *, vocabulary: int, place: Path | None = None) -> Path:
+def write_tokenizer(folder: Path, *, vocabulary: int) -> Path:
     """Write a tokenizer of so many words, `w3` being token 3, and return its folder, which has a name of its own."""
-    place = place or folder / f"tokenizer-{vocabulary}"
+    place = folder / f"tokenizer-{vocabulary}"
     if not (place / "tokenizer.json").exists():
         words = [*SPECIAL, *(f"w{number}" for number in range(len(SPECIAL), vocabulary))]
         table = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from comparison.results import PartResults, Table
+from comparison.results import PartResults, Table, threshold_table
 from gpu_comparison.cases import Case
 from gpu_comparison.kernels import table as profile_table
 from gpu_comparison.rates import Records, rates, shares
@@ -33,8 +33,6 @@ def row(case: Case, record: dict[str, Any], *, peak: float | None, is_tiny: bool
     """Return the case's line."""
     if "error" in record:
         return [case.name, record["error"][:110], *[""] * (len(HEADER) - 2)]
-    if not case.has_steps:
-        return [case.name, _without_steps(record), *[""] * (len(HEADER) - 2)]
     phases, waits = record["phases"], record["waits_per_step"]
     parts = [f"{1000 * phases[name]:.1f}" if name in phases else "-" for name in ("forward", "backward", "update")]
     plain, whole = (shares(case, record, peak=peak, is_tiny=is_tiny, with_attention=each) for each in (False, True))
@@ -51,26 +49,12 @@ def row(case: Case, record: dict[str, Any], *, peak: float | None, is_tiny: bool
     ]
 
 
-def _without_steps(record: dict[str, Any]) -> str:
-    if "start_seconds" not in record:
-        return f"{record['bytes'] / 1e9:.2f} GB written in {record['seconds']:.1f} s"
-    phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in record["start_phases"].items())
-    return f"{record['start_seconds']:.1f} s ({phases})"
-
-
 def page(
     heading: str, cases: Sequence[Case], records: Records, *, found: PartResults, peak: float | None, is_tiny: bool
 ) -> str:
     """Return everything as a section of RESULTS.md: thresholds, cases, and the profile of what was missed."""
-    lines = ["## One GPU", "", heading, ""]
-    lines += ["| what | measured (quartiles) | threshold | |", "|---|---|---|---|"]
-    for each in found.results:
-        lines.append(f"| {each.what} | {each.value_text} | {each.threshold_text} | {each.verdict} |")
-    lines += ["", *(f"- not measured: {line}" for line in found.missing), ""]
-    for table in found.tables:
-        lines += [f"| {' | '.join(table.header)} |", f"|{'---|' * len(table.header)}"]
-        lines += [f"| {' | '.join(map(str, each))} |" for each in table.rows]
-        lines += ["", table.note, ""]
+    lines = ["## One GPU", "", heading, "", threshold_table(found.results).markdown()]
+    lines += [*(f"- not measured: {line}" for line in found.missing), "", *(table.markdown() for table in found.tables)]
     judged, _ = thresholds(cases, records, peak=peak, is_tiny=is_tiny)
     for name in dict.fromkeys(name for each in judged if not each.result.is_met for name in each.cases):
         lines += ["", *_explained(name, records[name])]
@@ -79,7 +63,5 @@ def page(
 
 def _explained(name: str, record: dict[str, Any]) -> list[str]:
     """Return why a case is as fast as it is, as Markdown."""
-    if "profile" not in record:
-        return [f"### Phases of {name}", "", _without_steps(record)]
     memory = ", ".join(f"{what} {value:.1f}" for what, value in record["memory"].items()) or "not measured"
     return [f"### Profile of {name}", "", f"Memory, GiB: {memory}.", "", *profile_table(record["profile"])]

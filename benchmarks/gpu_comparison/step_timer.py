@@ -102,7 +102,7 @@ class StepTimer:
         self._range.__exit__(None, None, None)
         self._profile.stop()
         events = self._profile.profiler.kineto_results.events()
-        found = read_profile(events, num_steps=PROFILED, is_on_device=self.device.type == "cuda")
+        found = read_profile(events, num_steps=PROFILED)
         self._record["waits"] = found["waits"]
         self._record["waits_per_step"] = sum(found["waits"].values()) / PROFILED if self.device.type == "cuda" else None
         self._record["profile"] = found

@@ -28,8 +28,6 @@ RATIOS = (
 )
 """Tokens per second, the first to the second: at least so many times."""
 
-STARTS = (("8B start, ours", "8B start, Trainer"), ("8B start again, ours", "8B start again, Trainer"))
-START_LIMIT = 0.8
 LORA_LIMITS = {
     "8B LoRA at 4k": (("8B LoRA, ours", "8B LoRA, ours compiled"), 13_400),
     "7B LoRA at 4k": (("7B LoRA, ours", "7B LoRA, ours compiled"), 14_900),
@@ -66,7 +64,6 @@ def thresholds(cases: Sequence[Case], records: Records, *, peak: float | None, i
         _short_lora(by_name, records, peak=peak),
         _shares_of_peak(by_name, records, peak=peak, is_tiny=is_tiny),
         _ratios(by_name, records),
-        _starts(by_name, records),
         _waits(by_name, records),
     )
     return [each for judged, _ in parts for each in judged], [each for _, missing in parts for each in missing]
@@ -134,23 +131,12 @@ def _ratios(by_name: Mapping[str, Case], records: Records) -> Found:
     return judged, missing
 
 
-def _starts(by_name: Mapping[str, Case], records: Records) -> Found:
-    wanted = [pair for pair in STARTS if pair[0] in by_name and pair[1] in by_name]
-    pairs = [pair for pair in wanted if not _errors(records, pair)]
-    if not pairs:
-        return [], [f"start to first step of 8B: {_errors(records, wanted[0])}"] if wanted else []
-    ours, theirs = ([records[pair[who]]["start_seconds"] for pair in pairs] for who in (0, 1))
-    ratio = Spread.of_ratios(ours, theirs)
-    result = Result(TOPIC, "start to first step of 8B from local files, ours / Trainer", ratio, START_LIMIT, "lower")
-    return [Judged(result, tuple(name for pair in pairs for name in pair))], []
-
-
 def _waits(by_name: Mapping[str, Case], records: Records) -> Found:
     """Return the waits of all our cases; the case with the most of them is named."""
     names = [
         name
         for name, case in by_name.items()
-        if case.competitor == "ours" and case.has_steps and case.strategy in SYNC_FREE and not error_of(records, name)
+        if case.competitor == "ours" and case.strategy in SYNC_FREE and not error_of(records, name)
     ]
     waits = {name: records[name]["waits_per_step"] for name in names}
     if not waits:

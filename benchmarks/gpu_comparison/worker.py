@@ -15,7 +15,6 @@ from typing import Any, NoReturn
 
 import torch
 
-from gpu_comparison import startup, weight_files
 from gpu_comparison.cases import UNFINISHED, Case, shortened
 from gpu_comparison.documents import describe, documents, mean_length
 from gpu_comparison.shapes import SHAPES, tiny
@@ -30,8 +29,7 @@ def main(path: Path) -> None:
     spec = json.loads(path.read_text())
     case, folder = Case(**spec["case"]), Path(spec["folder"])
     listen, speak = connected()
-    if case.has_steps:
-        import_module(f"gpu_comparison.{MODULES[case.competitor]}")
+    import_module(f"gpu_comparison.{MODULES[case.competitor]}")
     wait_for_turn(listen, speak)
 
     def finish(record: dict[str, Any]) -> NoReturn:
@@ -54,10 +52,6 @@ def _measure(case: Case, folder: Path, timer: StepTimer, *, is_tiny: bool) -> No
         shape, case = tiny(shape), shortened(case)
     if timer.device.type == "cuda" and torch.cuda.get_device_properties(0).total_memory < case.least_gib * 2**30:
         raise MemoryError(f"the case asks for {case.least_gib:.0f} GiB of GPU memory")
-    if case.competitor == "weights":
-        timer.finish(weight_files.write(shape, folder, dtype=case.dtype, device=timer.device))
-    if case.is_start:
-        timer.finish(startup.measure(case, shape, folder, device=timer.device))
     count = case.rows * case.steps * (2 if case.is_packed else 1)  # a pack holds about as many as there are rows
     rows = documents(count, length=case.length, varies=case.varies, vocabulary=shape.vocabulary)
     timer.facts |= {"lengths": describe(rows), "mean_length": mean_length(rows)}

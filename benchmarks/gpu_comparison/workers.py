@@ -101,12 +101,9 @@ class Workers:
         self._alive: dict[str, Worker] = {}
 
     def run(self, case: Case, *, then: Case | None, timeout_seconds: float) -> dict[str, Any]:
-        """Return the case's record; the process of the case that follows imports meanwhile.
-
-        It does not where this case or that one is a start: a start is measured on an idle machine.
-        """
+        """Return the case's record; the process of the case that follows imports meanwhile."""
         worker = self._of(case)
-        if then is not None and not case.is_start and not then.is_start:
+        if then is not None:
             self._of(then)
         try:
             return worker.result(timeout_seconds=timeout_seconds)

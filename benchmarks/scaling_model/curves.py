@@ -1,101 +1,91 @@
 """Step time and efficiency of each strategy at 8 to 4,096 GPUs, and the largest number that still pays."""
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from finetune.commands.plan.assumptions import USABLE_SHARE
-from finetune.commands.plan.step_time import StepTime, step_time
+from finetune.commands.plan.hardware import Hardware, parse_hardware
+from finetune.commands.plan.step_time import Cluster, StepTime, step_time
 
-from scaling_model.machines import Machine
 from scaling_model.models import Model
 
 WORLDS = tuple(8 << power for power in range(10))
 """8 to 4,096."""
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "fsdp2", "hsdp")
+LENGTH = 4096
+"""Tokens of the one sample that each GPU has in a step."""
 
 _ACTIVATION_BYTES_PER_HIDDEN = 40.0
 """Of a token in the one layer that is being recomputed, per unit of the hidden width: the MLP's and attention's."""
 
 
 @dataclass(frozen=True)
-class Load:
-    """What each step computes: samples of so many tokens, of each rank, or (`global_batch`) of all ranks together."""
+class Machine:
+    """One of many equal machines with 8 GPUs."""
 
-    length: int = 4096
-    samples: int = 1
-    microbatches: int = 1
-    global_batch: int | None = None
+    name: str
+    hardware: Hardware
 
-    def share(self, num_gpus: int) -> tuple[int, int] | None:
-        """Return samples and microbatches of one rank; None where the batch has fewer samples than there are ranks.
+    def cluster(self, num_gpus: int) -> Cluster:
+        """Return that many GPUs on such machines."""
+        return replace(self.hardware.cluster, num_ranks=num_gpus)
 
-        >>> Load(samples=4, global_batch=1024).share(128), Load(samples=4, global_batch=1024).share(2048)
-        ((4, 2), None)
-        """
-        if self.global_batch is None:
-            return self.samples, self.microbatches
-        own = self.global_batch // num_gpus
-        if own * num_gpus != self.global_batch or own == 0:
-            return None
-        samples = math.gcd(own, self.samples)
-        return samples, own // samples
+
+def machine(gpu: str, network_gbit: float, name: str = "") -> Machine:
+    """Return a machine with 8 of these GPUs; `network_gbit` is of the whole machine."""
+    return Machine(name or gpu, parse_hardware(f"8x{gpu}", num_nodes=1, network_gbit=network_gbit))
+
+
+MACHINES = (
+    machine("H100-80GB", 3200, "8x H100, InfiniBand 8 x 400 Gbit/s"),
+    machine("A100-80GB", 1600, "8x A100-80GB, InfiniBand 8 x 200 Gbit/s"),
+    machine("H100-80GB", 100, "8x H100, Ethernet 100 Gbit/s"),
+)
 
 
 @dataclass(frozen=True)
-class Spot:
+class ScalingPoint:
     """One strategy on one number of GPUs. `shards` hold a copy: of interest for HSDP."""
 
     num_gpus: int
-    strategy: str
     shards: int
     tokens_per_step: float
     time: StepTime
 
     @property
     def efficiency(self) -> float:
-        """Return which part of the step computes: what is left of a GPU that waits for nobody."""
+        """Return the share of the step that computes."""
         return self.time.parts["computation"] / self.time.seconds
 
-    @property
-    def tokens_per_second_per_gpu(self) -> float:
-        """Return the speed of one GPU."""
-        return self.tokens_per_step / self.time.seconds / self.num_gpus
 
-
-def spot(strategy: str, num_gpus: int, model: Model, machine: Machine, load: Load) -> Spot | None:
+def point(strategy: str, num_gpus: int, model: Model, where: Machine) -> ScalingPoint | None:
     """Return the strategy there, HSDP with its fastest number of shards; None where it does not fit in memory.
 
-    None also where the global batch has fewer samples than ranks, and for HSDP within one machine.
+    None also for HSDP within one machine.
     """
-    share = load.share(num_gpus)
-    if share is None:
-        return None
-    cluster = machine.of(num_gpus)
-    work = model.work(
-        length=load.length,
-        samples=share[0],
-        microbatches=share[1],
-        recomputed=1.0,
-    )
-    found = []
-    for shards in shard_choices(strategy, num_gpus, machine):
-        tokens = load.length * share[0]
-        if memory_bytes(strategy, model, num_gpus, shards=shards, tokens=tokens) > USABLE_SHARE * machine.memory_bytes:
-            continue
-        time = step_time(strategy, work, device=machine.device, cluster=cluster, hsdp_shards=shards)
-        found.append(Spot(num_gpus, strategy, shards, work.tokens_per_step * num_gpus, time))
-    return min(found, key=lambda each: each.time.seconds, default=None)
+    work = model.work(LENGTH, 1, 1, 1.0)
+    limit = USABLE_SHARE * where.hardware.gpu.memory_bytes
+    points = [
+        ScalingPoint(
+            *(num_gpus, shards, work.tokens_per_step * num_gpus),
+            step_time(
+                *(strategy, work),
+                device=where.hardware.device("bf16"),
+                cluster=where.cluster(num_gpus),
+                hsdp_shards=shards,
+            ),
+        )
+        for shards in shard_choices(strategy, num_gpus, where.hardware.cluster.ranks_per_node)
+        if memory_bytes(strategy, model, num_gpus, shards=shards, tokens=LENGTH) <= limit
+    ]
+    return min(points, key=lambda each: each.time.seconds, default=None)
 
 
-def shard_choices(strategy: str, num_gpus: int, machine: Machine) -> list[int]:
+def shard_choices(strategy: str, num_gpus: int, per_node: int) -> list[int]:
     """Return over how many ranks a copy may be split: HSDP over whole machines, fewer than there are."""
-    if strategy == "ddp":
-        return [1]
     if strategy != "hsdp":
-        return [num_gpus]
-    per_node = machine.cluster.ranks_per_node
+        return [1 if strategy == "ddp" else num_gpus]
     return [per_node << power for power in range(16) if per_node << power < num_gpus]
 
 
@@ -104,30 +94,23 @@ def memory_bytes(strategy: str, model: Model, num_gpus: int, *, shards: int, tok
 
     ZeRO-1 and -2 compute with bfloat16 weights and hold the float32 ones split. `finetune plan` predicts a job's own.
     """
-    parameters = model.parameters
-    states = {
-        "ddp": 16.0,
-        "zero1": 2.0 + 4.0 + 12.0 / num_gpus,
-        "zero2": 2.0 + 16.0 / num_gpus,
-    }.get(strategy, 16.0 / shards)
-    gathered = 0.0 if strategy in ("ddp", "zero1", "zero2") else 2 * 2 * parameters / model.layers
+    states = {"ddp": 16.0, "zero1": 2.0 + 4.0 + 12.0 / num_gpus, "zero2": 2.0 + 16.0 / num_gpus}
+    gathered = 0.0 if strategy in states else 2 * 2 * model.parameters / model.layers
     kept = 2.0 * model.layers * model.hidden * tokens
     layer = _ACTIVATION_BYTES_PER_HIDDEN * model.hidden * tokens
     logits = 8.0 * model.vocabulary * min(tokens, 4096)
-    return states * parameters + gathered + kept + layer + logits
+    return states.get(strategy, 16.0 / shards) * model.parameters + gathered + kept + layer + logits
 
 
-def curve(strategy: str, model: Model, machine: Machine, load: Load) -> list[Spot | None]:
+def curve(strategy: str, model: Model, where: Machine) -> list[ScalingPoint | None]:
     """Return the strategy on each of WORLDS."""
-    return [spot(strategy, num_gpus, model, machine, load) for num_gpus in WORLDS]
+    return [point(strategy, num_gpus, model, where) for num_gpus in WORLDS]
 
 
-def largest_that_pays(spots: Sequence[Spot | None], *, least: float) -> Spot | None:
-    """Return the place with the most GPUs up to which the efficiency stays at least this; None where it never is."""
+def largest_that_pays(points: Sequence[ScalingPoint | None], *, least: float) -> ScalingPoint | None:
+    """Return the point with the most GPUs up to which the efficiency stays at least this; None where it never is."""
     best = None
-    for each in spots:
-        if each is None:
-            continue
+    for each in filter(None, points):
         if each.efficiency < least:
             break
         best = each

@@ -2,16 +2,9 @@
 
 from dataclasses import dataclass, replace
 
-from finetune.commands.plan.assumptions import (
-    ADAPTED_TRAFFIC_PER_FEATURE,
-    TRAFFIC_PER_INTERMEDIATE,
-)
+from finetune.commands.plan.assumptions import TRAFFIC_PER_INTERMEDIATE
 from finetune.commands.plan.step_time import Work
 from finetune.model.kernels.compilation import FUSED_TRAFFIC_PER_HIDDEN, TRAFFIC_PER_HIDDEN
-from finetune.model.size import Shapes
-
-GRADIENT_BYTES = 4.0
-"""FSDP2 and ZeRO reduce in float32, as `finetune.commands.plan.strategies` has it."""
 
 
 @dataclass(frozen=True)
@@ -27,49 +20,31 @@ class Model:
     is_fused: bool = False  # kernels fused by hand or by torch.compile
 
     def work(
-        self,
-        *,
-        length: int,
-        samples: int,
-        microbatches: int,
-        recomputed: float,
-        is_lora: bool = False,
-        gradient_bytes: float = GRADIENT_BYTES,
+        self, length: int, samples: int, microbatches: int, recomputed: float, *, gradient_bytes: float = 4.0
     ) -> Work:
-        """Return work as `step_work` makes it, with the FLOPs that a tracer counts.
+        """Return the work of a step as `step_work` makes it, with the FLOPs that a tracer counts.
 
-        These are 6 per weight and token, and 14 x layers x hidden x length for attention, 4 of them forward.
+        These are 6 per weight and token, and 14 x layers x hidden x length for attention, 4 of them forward. FSDP2 and
+        ZeRO reduce gradients in float32.
         """
         embedding = self.vocabulary * self.hidden
         weights = self.parameters - (0 if self.is_tied else embedding)
         attention = 14 * self.layers * self.hidden * length
         traffic = FUSED_TRAFFIC_PER_HIDDEN if self.is_fused else TRAFFIC_PER_HIDDEN
-        per_layer = traffic * self.hidden + TRAFFIC_PER_INTERMEDIATE * self.intermediate
-        if is_lora:  # in all layers, of which the keys' and values' are as wide as the queries'
-            per_layer += ADAPTED_TRAFFIC_PER_FEATURE * (11 * self.hidden + 3 * self.intermediate)
-        trained = 0.01 * self.parameters if is_lora else self.parameters
         return Work(
             num_tokens=samples * length,
             num_microbatches=microbatches,
-            flops_per_token=(4 if is_lora else 6) * weights + attention,
+            flops_per_token=6 * weights + attention,
             recomputed_flops_per_token=recomputed * (2 * (weights - embedding) + attention * 2 / 7),
             attention_flops_per_token=attention * (1 + recomputed * 2 / 7),
-            traffic_per_token=self.layers * per_layer,
+            traffic_per_token=self.layers * (traffic * self.hidden + TRAFFIC_PER_INTERMEDIATE * self.intermediate),
             num_layers=self.layers,
             num_parameters=int(self.parameters),
-            num_trained=int(trained),
+            num_trained=int(self.parameters),
             weight_bytes=2 * self.parameters,
-            gradient_bytes=gradient_bytes * trained,
-            trained_weight_bytes=2 * trained,
+            gradient_bytes=gradient_bytes * self.parameters,
+            trained_weight_bytes=2 * self.parameters,
         )
-
-
-def model_of(shapes: Shapes, *, is_tied: bool) -> Model:
-    """Return the model of a job file: a decoder with gated MLPs of these shapes."""
-    attention = 2 * shapes.hidden * (shapes.queries + shapes.keys)
-    layer = attention + 3 * shapes.hidden * shapes.intermediate
-    parameters = shapes.layers * layer + (1 if is_tied else 2) * shapes.vocabulary * shapes.hidden
-    return Model(parameters, shapes.layers, shapes.hidden, shapes.intermediate, shapes.vocabulary, is_tied)
 
 
 def fused(model: Model) -> Model:
@@ -79,10 +54,8 @@ def fused(model: Model) -> Model:
 
 LLAMA_1B = Model(1.236e9, 16, 2048, 8192, 128256, is_tied=True)
 LLAMA_8B = Model(8.03e9, 32, 4096, 14336, 128256)
-LLAMA_13B = Model(14.84e9, 40, 5120, 17920, 128256)
 LLAMA_70B = Model(70.55e9, 80, 8192, 28672, 128256)
 LLAMA_405B = Model(405e9, 126, 16384, 53248, 128256)
-QWEN_7B = Model(7.72e9, 32, 4096, 11008, 151936)
 
 LLAMA_2 = {
     "7B": Model(6.74e9, 32, 4096, 11008, 32000),
@@ -92,15 +65,18 @@ LLAMA_2 = {
 }
 
 MPT = {
-    "125M": Model(125_311_488, 12, 768, 3072, 50368, is_tied=True, is_fused=True),
-    "350M": Model(355_985_408, 24, 1024, 4096, 50368, is_tied=True, is_fused=True),
-    "760M": Model(760_470_528, 24, 1536, 6144, 50368, is_tied=True, is_fused=True),
-    "1B": Model(1_315_950_592, 24, 2048, 8192, 50368, is_tied=True, is_fused=True),
-    "3B": Model(2_651_837_440, 32, 2560, 10240, 50368, is_tied=True, is_fused=True),
-    "7B": Model(6_658_859_008, 32, 4096, 16384, 50368, is_tied=True, is_fused=True),
-    "13B": Model(12_853_954_560, 40, 5120, 20480, 50368, is_tied=True, is_fused=True),
-    "30B": Model(29_975_214_080, 48, 7168, 28672, 50368, is_tied=True, is_fused=True),
-    "70B": Model(64_862_437_376, 80, 8192, 32768, 50368, is_tied=True, is_fused=True),
+    name: Model(parameters, layers, hidden, 4 * hidden, 50368, is_tied=True, is_fused=True)
+    for name, parameters, layers, hidden in (
+        ("125M", 125_311_488, 12, 768),
+        ("350M", 355_985_408, 24, 1024),
+        ("760M", 760_470_528, 24, 1536),
+        ("1B", 1_315_950_592, 24, 2048),
+        ("3B", 2_651_837_440, 32, 2560),
+        ("7B", 6_658_859_008, 32, 4096),
+        ("13B", 12_853_954_560, 40, 5120),
+        ("30B", 29_975_214_080, 48, 7168),
+        ("70B", 64_862_437_376, 80, 8192),
+    )
 }
 
 GPT_175B = Model(174.6e9, 96, 12288, 49152, 51200, is_tied=True, is_fused=True)
@@ -108,5 +84,5 @@ GPT_530B = Model(529.6e9, 105, 20480, 81920, 51200, is_tied=True, is_fused=True)
 T5_11B = Model(11.3e9, 48, 1024, 65536, 32128, is_tied=True)
 """As a decoder: its encoder's 24 layers and its decoder's 24, one after the other."""
 
-BY_NAME = {"1B": LLAMA_1B, "8B": LLAMA_8B, "70B": LLAMA_70B}
-"""What `--model` can name: Llama 3."""
+LLAMA_3 = {"1B": LLAMA_1B, "8B": LLAMA_8B, "70B": LLAMA_70B}
+"""The models of the curves."""

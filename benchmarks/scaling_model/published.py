@@ -89,11 +89,7 @@ def _time(series: Series, point: Point) -> StepTime:
     if series.memory_bandwidth is not None:
         device = replace(device, memory_bandwidth=series.memory_bandwidth)
     work = series.model.work(
-        length=series.length,
-        samples=point.samples,
-        microbatches=point.microbatches,
-        recomputed=series.recomputed,
-        gradient_bytes=series.gradient_bytes,
+        *(series.length, point.samples, point.microbatches, series.recomputed), gradient_bytes=series.gradient_bytes
     )
     return step_time(series.strategy, work, device=device, cluster=hardware.cluster, hsdp_shards=series.hsdp_shards)
 

@@ -1,4 +1,4 @@
-"""The published runs, each as its source has it. docs/proof/scaling.md says what the sources leave open."""
+"""The published runs, each as its source has it; docs/proof/scaling.md links the sources."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,15 +12,6 @@ FSDP_PAPER = "Zhao et al. 2023"
 MEGATRON = "Narayanan et al. 2021"
 IBM = "IBM and Meta 2024"
 FERNANDEZ = "Fernandez et al. 2024"
-
-PLACES = {
-    FOUNDRY: "MosaicML, LLM-foundry, scripts/train/benchmarking/README.md (A100 with 1,600 Gbit/s RoCE; H100)",
-    TITAN: "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3",
-    FSDP_PAPER: "Zhao et al., PyTorch FSDP, arXiv:2304.11277, section 5.4 and figure 7 (b, c)",
-    MEGATRON: "Narayanan et al., Megatron-LM, arXiv:2104.04473, table 2 (rows ZeRO-3), sections 5.2 and 5.9",
-    IBM: "IBM and Meta, Maximizing training throughput using FSDP, pytorch.org/blog/maximizing-training, table 1",
-    FERNANDEZ: "Fernandez et al., Hardware scaling trends and diminishing returns, arXiv:2411.13055",
-}
 
 
 def _points(*rows: tuple[int, int, int, float]) -> tuple[Point, ...]:

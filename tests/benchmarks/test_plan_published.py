@@ -27,7 +27,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_rows_in_bf16_and_fp8_and_with_methods_of_this_package_are_read(folder):
-    mpt, peft = list(benchmark.of_llm_foundry(folder, every=4)), list(benchmark.of_peft(folder))
+    mpt, peft = list(benchmark.of_llm_foundry(folder)), list(benchmark.of_peft(folder))
     assert [(row.gpus, row.samples, row.recomputes, row.precision, row.part) for row in mpt] == [
         ("8xA100-80GB", 32, False, "bf16", benchmark.FITTED),
         ("8xA100-40GB", 104, True, "bf16", benchmark.HELD_OUT),
@@ -37,19 +37,16 @@ def test_rows_in_bf16_and_fp8_and_with_methods_of_this_package_are_read(folder):
     assert peft[0].adapter == "lora: {rank: 32, target_modules: ['v_proj', 'q_proj']}"
 
 
-def test_a_row_is_planned_by_its_symbolic_step_and_a_known_one_is_not_traced_again(folder, tmp_path, monkeypatch):
-    row, known = next(benchmark.of_llm_foundry(folder, every=4)), {}
-    planned = benchmark.plan(row, tmp_path, known)
+def test_a_row_is_planned_by_its_symbolic_step(folder, tmp_path):
+    planned = benchmark.plan(next(benchmark.of_llm_foundry(folder)), tmp_path)
     assert planned.prediction.num_parameters == pytest.approx(124e6, rel=0.01)  # the published 125 have positions
     assert planned.peak_bytes - planned.prediction.peak_bytes == 32 * 2048 * 50368 * 4
     assert planned.fits and abs(planned.error) < 0.3
-    monkeypatch.setattr(benchmark, "Predictor", None)
-    assert benchmark.plan(row, tmp_path, known).prediction == planned.prediction
 
 
 def test_the_page_has_each_row_and_the_fit_meets_a_single_one(folder, tmp_path):
-    planned = [benchmark.plan(row, tmp_path, {}) for row in benchmark.of_llm_foundry(folder, every=4)]
-    text = benchmark.page([*planned, *(benchmark.plan(row, tmp_path, {}) for row in benchmark.of_peft(folder))])
+    planned = [benchmark.plan(row, tmp_path) for row in benchmark.of_llm_foundry(folder)]
+    text = benchmark.page([*planned, *(benchmark.plan(row, tmp_path) for row in benchmark.of_peft(folder))])
     assert "| llm-foundry 125m * | 8xA100-80GB | 2048 x 32 x 2 | no | 141,737 |" in text
     assert "| peft lora/rank32 | 1xL40S | 768 x 4 x 1 | no | 7,194 |" in text
     assert benchmark.fit(planned).startswith("1 rows: TRAINING_SHARE 0.")

@@ -2,7 +2,6 @@ import json
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from comparison import report
 from comparison.results import PartResults, Result, Spread, Table
@@ -21,10 +20,11 @@ def measured() -> dict[str, PartResults]:
     }
 
 
-def test_results_are_printed_in_order_with_lengths_and_missing_measurements(measured: dict[str, PartResults]) -> None:
-    console = Console(width=160, record=True)
-    report.show(measured, console)
-    text = console.export_text()
+def test_results_are_printed_in_order_with_lengths_and_missing_measurements(
+    measured: dict[str, PartResults], capsys: pytest.CaptureFixture[str]
+) -> None:
+    report.show(measured)
+    text = capsys.readouterr().out
     assert text.index("tiny: ours - bare") < text.index("gsm8k: ours / Trainer")
     for words in ("A table", "its note", "0.5 (0.45-0.55, n=3) ms", "at most 1 ms", "aim: at least 3", "MISSED"):
         assert words in text

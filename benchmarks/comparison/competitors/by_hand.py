@@ -13,7 +13,6 @@ from torch.nn.functional import cross_entropy, pad
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from comparison.competitors import floor
 from comparison.data import IGNORED, Documents, load_model, load_workload, padded
 from comparison.jobs import LEARNING_RATE
 from comparison.worker import Worker
@@ -23,17 +22,16 @@ from comparison.workloads import Workload
 def train(name: str, folder: Path, worker: Worker, *, strategy: str | None) -> None:
     """Train the workload."""
     workload = load_workload(folder)
-    model, documents = load_model(folder, workload), Documents.load(folder / "tokens.npz")
+    model, documents = load_model(folder), Documents.load(folder / "tokens.npz")
     if strategy is not None:
         assert strategy == "ddp", strategy
         _ddp(model, documents, workload, worker)
     else:
-        {"bare": _bare, "accelerate": _accelerate, "floor": floor.compute}[name](model, documents, workload, worker)
+        (_accelerate if name == "accelerate" else _bare)(model, documents, workload, worker)
 
 
 def _bare(model: Any, documents: Documents, workload: Workload, worker: Worker) -> None:
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, LEARNING_RATE, weight_decay=0.0, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, weight_decay=0.0, fused=True)
     model.train()
     for number in range(workload.steps):
         worker.wait()
@@ -42,7 +40,7 @@ def _bare(model: Any, documents: Documents, workload: Workload, worker: Worker) 
         logits = model(**batch, use_cache=False).logits
         loss = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / num_targets
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         worker.count(tokens=int(batch["attention_mask"].sum()), targets=num_targets)
@@ -81,8 +79,7 @@ def _batch(documents: Documents, first: int, count: int, *, pad_id: int) -> tupl
 def _accelerate(model: Any, documents: Documents, workload: Workload, worker: Worker) -> None:
     """Train as Accelerate's documentation shows it, clipping included."""
     accelerator = Accelerator(cpu=True)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, LEARNING_RATE, weight_decay=0.0, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, weight_decay=0.0, fused=True)
     dataset: Any = [documents.row(index) for index in range(len(documents))]
     collate = partial(padded, pad_id=model.config.pad_token_id)
     loader = DataLoader(dataset, batch_size=workload.batch, collate_fn=collate)

@@ -109,7 +109,7 @@ def _trainer(name: str, folder: Path, workload: Workload, *, strategy: str | Non
         **SETTINGS[name],
     )
     return Trainer(
-        load_model(folder, workload),
+        load_model(folder),
         settings,
         train_dataset=_dataset(folder),
         data_collator=DataCollatorForSeq2Seq(tokenizer),
@@ -122,7 +122,7 @@ def _trl(name: str, folder: Path, workload: Workload, *, strategy: str | None) -
     trl = import_module("trl")
     settings = {"max_length": workload.max_length, **ALIKE, **SETTINGS[name]}
     packs = settings.get("packing", False)
-    model = load_model(folder, workload)
+    model = load_model(folder)
     return trl.SFTTrainer(
         model.to(torch.bfloat16) if settings.get("bf16") else model,
         trl.SFTConfig(

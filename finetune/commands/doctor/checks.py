@@ -11,7 +11,7 @@ from statistics import median
 from pydantic import TypeAdapter, ValidationError
 
 from finetune.commands.doctor import gpus, network, ranks, software, system
-from finetune.commands.doctor.findings import Finding, gather_all, note, should_fix
+from finetune.commands.doctor.findings import Finding, finding, gather_all
 from finetune.commands.doctor.gpus import P2P_OFF, GpuFacts, pair_links
 from finetune.commands.doctor.job import JobFacts
 from finetune.commands.doctor.network import NetworkFacts
@@ -22,7 +22,6 @@ from finetune.config.load import LoadedConfig
 from finetune.data.token_cache.cache import DEFAULT_FOLDER, cache_folder
 from finetune.errors import UserError
 from finetune.runtime.files.read import first_problem, read_json
-from finetune.runtime.resources import format_size
 
 
 @dataclass(frozen=True)
@@ -107,25 +106,19 @@ def check_facts(facts: Facts) -> list[Finding]:
     """Return the findings, the most severe first; a finding of several machines is listed once, with their names."""
     hosts_by_finding: dict[Finding, list[str]] = {}
     for host in facts.hosts:
-        for finding in _check_host(host, facts):
-            hosts_by_finding.setdefault(finding, []).append(host.hostname)
+        for each in _check_host(host, facts):
+            hosts_by_finding.setdefault(each, []).append(host.hostname)
     hostnames = [host.hostname for host in facts.hosts]
-    for finding in (*ranks.check(facts.ranks), *check_pairs(facts), *check_speed(facts)):
-        hosts_by_finding.setdefault(finding, []).extend(hostnames)
+    for each in (*ranks.check(facts.ranks), *check_pairs(facts), *check_speed(facts)):
+        hosts_by_finding.setdefault(each, []).extend(hostnames)
     job = facts.job
     if job is not None and job.problem is not None:
-        finding = note(
-            "job",
-            f"{job.file}: {job.problem}",
-            why="disk space and communication cannot be compared with the needs of the job",
-            fix=f"finetune check {job.file} --model",
-        )
-        hosts_by_finding[finding] = hostnames
+        hosts_by_finding[finding("job", job=job)] = hostnames
     merged = [
-        replace(finding, hosts=() if len(set(names)) == len(hostnames) else tuple(dict.fromkeys(names)))
-        for finding, names in hosts_by_finding.items()
+        replace(each, hosts=() if len(set(names)) == len(hostnames) else tuple(dict.fromkeys(names)))
+        for each, names in hosts_by_finding.items()
     ]
-    return sorted(merged, key=lambda finding: finding.severity)
+    return sorted(merged, key=lambda each: each.severity)
 
 
 def _check_host(host: HostFacts, facts: Facts) -> Iterator[Finding]:
@@ -258,12 +251,13 @@ def check_pairs(facts: Facts) -> Iterator[Finding]:
             if is_within:
                 is_pcie = link in ("SYS", "PHB", "NODE")
                 fix = f"{P2P_OFF}, and measure again" if is_pcie else "check the load of that machine"
-            yield should_fix(
+            yield finding(
                 "slow-pair",
-                f"rank {one.rank} ({one.hostname}) and rank {other.rank} ({other.hostname}) exchange "
-                f"{format_size(round(pair.bytes_per_second))}/s{f' over {link}' if link else ''}, other pairs "
-                f"{format_size(round(typical))}/s",
-                why="a ring is as fast as its slowest link",
+                one=one,
+                other=other,
+                pair=pair,
+                over=f" over {link}" if link else "",
+                typical=typical,
                 fix=fix,
             )
 
@@ -276,12 +270,7 @@ def check_speed(facts: Facts) -> Iterator[Finding]:
     links = [link for host in facts.hosts for link in pair_links(host.gpus.topology).values()]
     is_nvlinked = bool(links) and len(facts.hosts) == 1 and all(link.startswith("NV") for link in links)
     if is_nvlinked and facts.link.backend == "nccl" and speed < _NVLINK_BYTES_PER_SECOND:
-        yield should_fix(
-            "nvlink-unused",
-            f"the GPUs have NVLink, and an all-reduce reaches {format_size(round(speed))}/s",
-            why="NCCL does not use it: P2P is disabled, or the fabric manager of the NVSwitches does not run",
-            fix="unset NCCL_P2P_DISABLE; sudo systemctl restart nvidia-fabricmanager; see NCCL_DEBUG=INFO",
-        )
+        yield finding("nvlink-unused", speed=speed)
     computed, costs = compute_seconds(facts), strategy_costs(facts)
     job = facts.job
     if computed is None or job is None or not costs:
@@ -290,22 +279,9 @@ def check_speed(facts: Facts) -> Iterator[Finding]:
     ddp, sharded = costs[0], costs[-1]
     if fit:
         names = ", ".join(cost.name for cost in fit)
-        yield note(
-            "strategy",
-            f"this link suits {names}",
-            why=f"a step computes for about {computed:.2g} s; communication takes {ddp.seconds:.2g} s with ddp and "
-            f"{sharded.seconds:.2g} s with fsdp2 or zero3",
-            fix="use the first of them that fits into memory (`finetune plan`)",
-        )
+        yield finding("strategy", names=names, computed=computed, ddp=ddp, sharded=sharded)
         return
     microbatches = facts.world * job.microbatch_size
     batch_size = job.global_batch_size * (ddp.share or 0.0) / HIDDEN_SHARE
     batch_size = math.ceil(batch_size / microbatches) * microbatches
-    yield should_fix(
-        "link-bound",
-        f"communication takes {ddp.seconds:.2g} s per step with ddp and {sharded.seconds:.2g} s with fsdp2 or zero3, "
-        f"computing about {computed:.2g} s",
-        why="the ranks wait for the link; more ranks make it worse",
-        fix=f"train.global_batch_size: {batch_size} (microbatches are "
-        "accumulated, gradients sent once), or model.lora; between machines HSDP shards only within each",
-    )
+    yield finding("link-bound", ddp=ddp, sharded=sharded, computed=computed, batch_size=batch_size)

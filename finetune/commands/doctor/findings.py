@@ -1,11 +1,17 @@
 """What all subjects of `doctor` use: findings, and programs and gatherers that run with a time limit."""
 
+import string
 import subprocess
 import threading
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cache
+from importlib import resources
 from typing import Any
+
+from finetune.runtime.resources import format_size
 
 
 def run_tool(command: Sequence[str], *, seconds: float = 10.0) -> str:
@@ -77,19 +83,30 @@ class Finding:
         return f"{LABELS[self.severity]}: {self.what}{where}\n    why: {self.why}\n    fix: {self.fix}"
 
 
-def must_fix(key: str, what: str, *, why: str, fix: str) -> Finding:
-    """Return a finding that makes a run fail."""
-    return Finding(key, Severity.MUST_FIX, what, why, fix)
+class _Formatter(string.Formatter):
+    """Formats numbers of bytes (`size`) and lists (`list`), too."""
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        if format_spec == "size":
+            return format_size(round(value))
+        if format_spec == "list":
+            return ", ".join(map(str, value))
+        return str(super().format_field(value, format_spec))
 
 
-def should_fix(key: str, what: str, *, why: str, fix: str) -> Finding:
-    """Return a finding that makes a run slow or fragile."""
-    return Finding(key, Severity.SHOULD_FIX, what, why, fix)
+@cache
+def finding_texts() -> Mapping[str, tuple[Severity, Mapping[str, str]]]:
+    """Return the severity and the texts of each finding by its name: a key, and a variant after a slash."""
+    text = resources.files(__package__).joinpath("findings.toml").read_text(encoding="utf-8")
+    groups = tomllib.loads(text)
+    return {name: (Severity[severity], row) for severity, rows in groups.items() for name, row in rows.items()}
 
 
-def note(key: str, what: str, *, why: str, fix: str) -> Finding:
-    """Return a finding that is worth knowing."""
-    return Finding(key, Severity.NOTE, what, why, fix)
+def finding(name: str, /, *, severity: Severity | None = None, **values: Any) -> Finding:
+    """Return the finding of `findings.toml`, filled with the values; its own severity unless another is given."""
+    usual, texts = finding_texts()[name]
+    what, why, fix = (_Formatter().vformat(texts[part], (), values) for part in ("what", "why", "fix"))
+    return Finding(name.partition("/")[0], usual if severity is None else severity, what, why, fix)
 
 
 def has_severe(findings: Sequence[Finding]) -> bool:

@@ -10,10 +10,9 @@ from typing import Any
 
 import psutil
 
-from finetune.commands.doctor.findings import Finding, must_fix, note, run_tool, should_fix
+from finetune.commands.doctor.findings import Finding, Severity, finding, run_tool
 from finetune.commands.doctor.system import SystemFacts
 from finetune.runtime.optional import lazily
-from finetune.runtime.resources import format_size
 
 with lazily():
     import pynvml
@@ -202,79 +201,36 @@ def check(facts: GpuFacts, *, is_wsl: bool, num_ranks: int) -> Iterator[Finding]
     narrow = [gpu for gpu in gpus if gpu.pcie_width and gpu.pcie_width < (gpu.max_pcie_width or 0)]
     for width, maximum in sorted({(gpu.pcie_width, gpu.max_pcie_width) for gpu in narrow}):
         indices = [str(gpu.index) for gpu in narrow if (gpu.pcie_width, gpu.max_pcie_width) == (width, maximum)]
-        yield should_fix(
-            "pcie-width",
-            f"GPU {', '.join(indices)}: {width} of {maximum} PCIe lanes are connected",
-            why="copies to and from the GPU are slower by that factor; offloading suffers most",
-            fix="put the card into a slot with all lanes, or reseat it; check riser and BIOS (bifurcation)",
-        )
+        yield finding("pcie-width", indices=indices, width=width, maximum=maximum)
     if len(names := sorted({gpu.name for gpu in gpus})) > 1:
-        yield should_fix(
-            "mixed-gpus",
-            f"the GPUs differ: {', '.join(names)}",
-            why="each step waits for the slowest, and the smallest memory bounds the microbatch of all",
-            fix="export CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES=... with GPUs of one model",
-        )
+        yield finding("mixed-gpus", names=names)
     if not is_wsl and (off := [str(gpu.index) for gpu in gpus if gpu.persistence is False]):
-        yield note(
-            "persistence",
-            f"persistence mode is off (GPU {', '.join(off)})",
-            why="the driver is unloaded between processes: each start takes seconds longer, and settings are lost",
-            fix="sudo nvidia-smi -pm 1",
-        )
+        yield finding("persistence", off=off)
     if old := [gpu for gpu in gpus if gpu.capability is not None and gpu.capability < (8, 0)]:
-        yield note(
-            "no-bf16",
-            f"GPU {old[0].index} ({old[0].name}) has no bf16 units",
-            why="bf16 is emulated there, slower than fp32",
-            fix="train.precision: fp16",
-        )
+        yield finding("no-bf16", gpu=old[0])
 
 
 def _check_condition(gpu: Gpu) -> Iterator[Finding]:
     """Yield memory errors, and the reasons for which a GPU is slower than it should be."""
     if gpu.remap_failed:
-        yield must_fix(
-            "ecc",
-            f"GPU {gpu.index} has damaged memory that can no longer be remapped",
-            why="runs on it end with CUDA error `uncorrectable ECC error`",
-            fix=f"exclude it (CUDA_VISIBLE_DEVICES) and have it replaced; `nvidia-smi -q -d ECC -i {gpu.index}`",
-        )
+        yield finding("ecc/damaged", gpu=gpu)
     elif gpu.uncorrected_errors or gpu.remap_pending:
-        yield should_fix(
-            "ecc",
-            f"GPU {gpu.index} had {gpu.uncorrected_errors or 0} uncorrectable memory errors since the driver was "
-            f"loaded{', and damaged rows wait to be remapped' if gpu.remap_pending else ''}",
-            why="another one ends the run with a CUDA error",
-            fix=f"sudo nvidia-smi --gpu-reset -i {gpu.index}   # while nothing runs on it",
+        yield finding(
+            "ecc/errors",
+            gpu=gpu,
+            num_errors=gpu.uncorrected_errors or 0,
+            pending=", and damaged rows wait to be remapped" if gpu.remap_pending else "",
         )
     limit, default = gpu.power_limit_watts, gpu.power_default_watts
     if limit is not None and default is not None and limit < _CAPPED * default and "Laptop" not in gpu.name:
-        yield should_fix(
-            "power-cap",
-            f"GPU {gpu.index} may draw {limit:.0f} W, its default is {default:.0f} W",
-            why="it lowers its clocks under load, and the other ranks wait for it",
-            fix=f"sudo nvidia-smi -i {gpu.index} -pl {default:.0f}",
-        )
+        yield finding("power-cap", gpu=gpu, limit=limit, default=default)
     slowed = [reason for reason in gpu.throttle_reasons if reason != "power cap"]
     hot = (gpu.temperature_celsius or 0) >= (gpu.slowdown_celsius or 1000) - _NEAR_SLOWDOWN_CELSIUS
     if slowed or hot:
-        yield should_fix(
-            "throttled",
-            f"GPU {gpu.index} is slowed down: {', '.join(slowed) or 'heat'} (at {gpu.temperature_celsius} C, clock "
-            f"{gpu.clock_mhz} of {gpu.max_clock_mhz} MHz)",
-            why="each step waits for the slowest GPU",
-            fix="check fans, airflow and power cables; "
-            f"`nvidia-smi -q -d PERFORMANCE,TEMPERATURE -i {gpu.index}` shows the reasons",
-        )
+        yield finding("throttled", gpu=gpu, reasons=", ".join(slowed) or "heat")
     is_working = gpu.power_watts and gpu.power_limit_watts and gpu.power_watts > _WORKING * gpu.power_limit_watts
     if is_working and (gpu.pcie_generation or 0) < (gpu.max_pcie_generation or 0):
-        yield should_fix(
-            "pcie-generation",
-            f"GPU {gpu.index} runs PCIe {gpu.pcie_generation} under load, but supports {gpu.max_pcie_generation}",
-            why="each generation halves the speed of copies",
-            fix="set the slot's link speed to Auto or the highest generation in the BIOS; check the riser",
-        )
+        yield finding("pcie-generation", gpu=gpu)
 
 
 def _check_use(gpu: Gpu, *, is_wsl: bool, num_ranks: int) -> Iterator[Finding]:
@@ -283,28 +239,17 @@ def _check_use(gpu: Gpu, *, is_wsl: bool, num_ranks: int) -> Iterator[Finding]:
         users = ", ".join(f"{process.name} (pid {process.pid})" for process in gpu.processes[:4])
         pids = " ".join(str(process.pid) for process in gpu.processes)
         outside = "close programs in Windows" if is_wsl else "outside the container, end it"
-        yield should_fix(
+        yield finding(
             "gpu-in-use",
-            f"{format_size(gpu.memory_used_bytes)} of {format_size(gpu.memory_bytes)} of GPU {gpu.index} are in use"
-            f"{f' by {users}' if users else ''}",
-            why="the run has less memory by that amount, and shares the GPU's time",
+            gpu=gpu,
+            by=f" by {users}" if users else "",
             fix=f"end them (`kill {pids}`)" if pids else f"`nvidia-smi` lists the processes that use it: {outside}",
         )
     if gpu.compute_mode == "prohibited":
-        yield must_fix(
-            "compute-mode",
-            f"GPU {gpu.index} refuses processes (compute mode Prohibited)",
-            why="CUDA reports `all CUDA-capable devices are busy or unavailable`",
-            fix=f"sudo nvidia-smi -i {gpu.index} -c DEFAULT",
-        )
+        yield finding("compute-mode", gpu=gpu)
     if gpu.mig:
-        finding = must_fix if num_ranks > 1 else note
-        yield finding(
-            "mig",
-            f"GPU {gpu.index} is split into instances (MIG)",
-            why="a process sees one instance at most, and NCCL does not connect instances",
-            fix=f"run one process per instance, or `sudo nvidia-smi -i {gpu.index} -mig 0`",
-        )
+        severity = Severity.MUST_FIX if num_ranks > 1 else Severity.NOTE
+        yield finding("mig", severity=severity, gpu=gpu)
 
 
 _DEVICE = re.compile(r"(GPU|NIC)\d+|(mlx|bnxt|efa|irdma|rocep|ibp)\w*")
@@ -361,11 +306,8 @@ def check_links(
     links = pair_links(gpus.topology)
     is_off = variables.get("NCCL_P2P_DISABLE") == "1"
     if is_off and any(link.startswith("NV") for link in links.values()):
-        yield should_fix(
+        yield finding(
             "p2p-off",
-            "NCCL_P2P_DISABLE=1 is set, and the GPUs have NVLink",
-            why="NCCL then copies through host memory, many times slower",
-            fix="unset NCCL_P2P_DISABLE",
         )
     elif not is_off:
         yield from _peer_to_peer(gpus, system, links)
@@ -378,21 +320,10 @@ def check_links(
                 if name.startswith("GPU") and cards and all(row.get(card) == "SYS" for card in cards)
             ]
             if far:
-                yield note(
-                    "gpu-far-from-network",
-                    f"{', '.join(far)} have no network card on their own socket",
-                    why="their traffic to other machines crosses the link between the processors",
-                    fix="NCCL_CROSS_NIC=1 lets rings use different cards; on a rented machine ask for one card per "
-                    "socket",
-                )
+                yield finding("gpu-far-from-network", far=far)
         nodes, is_bound = set(gpus.topology.numa.values()), variables.get("ACCELERATE_CPU_AFFINITY", "0").lower()
         if len(nodes) > 1 and is_bound not in ("1", "true"):
-            yield note(
-                "numa-affinity",
-                f"the GPUs are on {len(nodes)} NUMA nodes",
-                why="a rank whose process runs on the other node copies to its GPU across the sockets",
-                fix="accelerate launch --enable_cpu_affinity ...",
-            )
+            yield finding("numa-affinity", num_nodes=len(nodes))
 
 
 def pair_links(topology: Topology | None) -> Mapping[str, str]:
@@ -405,44 +336,22 @@ def pair_links(topology: Topology | None) -> Mapping[str, str]:
 def _peer_to_peer(gpus: GpuFacts, system: SystemFacts, links: Mapping[str, str]) -> Iterator[Finding]:
     driver = tuple(int(part) for part in re.findall(r"\d+", gpus.driver or ""))
     if any("RTX 40" in gpu.name for gpu in gpus.gpus) and driver and driver < _ADA_DRIVER:
-        yield must_fix(
-            "no-p2p",
-            f"RTX 40 cards have no P2P, but the driver {gpus.driver} reports that they do",
-            why="NCCL hangs or returns wrong sums; `accelerate launch` sets both variables itself, torchrun does not",
-            fix=f"{P2P_OFF} NCCL_IB_DISABLE=1, or install driver 550.40.07 or newer",
-        )
+        yield finding("no-p2p/hangs", gpus=gpus)
         return
     if refused := {pair: reason for pair, reason in gpus.p2p.items() if reason != "ok"}:
-        yield note(
-            "no-p2p",
-            f"GPUs {_format_pairs(refused)} have no P2P: {', '.join(sorted(set(refused.values())))}",
-            why="NCCL copies through /dev/shm and host memory, over PCIe twice: reducing large gradients is slow",
-            fix=f"{P2P_OFF}, so that NCCL does not try it; reduce communication: gradient accumulation, LoRA",
+        yield finding(
+            "no-p2p/refused",
+            pairs=_format_pairs(refused),
+            reasons=", ".join(sorted(set(refused.values()))),
         )
     allowed = {pair: link for pair, link in links.items() if gpus.p2p.get(pair, "ok") == "ok"}
     if crossing := {pair for pair, link in allowed.items() if link == "SYS"}:
-        yield should_fix(
-            "p2p-across-sockets",
-            f"GPUs {_format_pairs(crossing)} are connected by SYS: over PCIe and the link between the processors",
-            why="P2P over that link is slower than copies through host memory; in a virtual machine or with an IOMMU "
-            "NCCL may hang in its first all-reduce",
-            fix=f"{P2P_OFF}   # keep it if `accelerate launch ... -m finetune doctor` is faster with it",
-        )
+        yield finding("p2p-across-sockets", pairs=_format_pairs(crossing))
     others = {pair for pair, link in allowed.items() if link in _PCIE}
     if others and system.iommu == "translated" and not system.is_virtual:
-        yield should_fix(
-            "p2p-iommu",
-            f"GPUs {_format_pairs(others)} reach each other over PCIe, and the IOMMU translates addresses",
-            why="the chipset may redirect or drop P2P copies: NCCL hangs, or sums are wrong without an error",
-            fix=f"{P2P_OFF}; or boot with iommu=pt (intel_iommu=off) and disable ACS in the BIOS",
-        )
+        yield finding("p2p-iommu", pairs=_format_pairs(others))
     elif across_bridge := {pair for pair in others if allowed[pair] in ("PHB", "NODE")}:
-        yield note(
-            "p2p-host-bridge",
-            f"GPUs {_format_pairs(across_bridge)} are connected through the processor's PCIe host bridge (PHB, NODE)",
-            why="NCCL decides by platform whether to use P2P there; on some boards it hangs or is slow",
-            fix=f"compare `accelerate launch ... -m finetune doctor` with and without `{P2P_OFF}`",
-        )
+        yield finding("p2p-host-bridge", pairs=_format_pairs(across_bridge))
 
 
 def _format_pairs(pairs: Collection[str]) -> str:

@@ -10,9 +10,8 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from finetune.commands.doctor.findings import Finding, must_fix, note, should_fix
+from finetune.commands.doctor.findings import Finding, Severity, finding
 from finetune.commands.doctor.job import HubName
-from finetune.runtime.resources import format_size
 from finetune.runtime.text.redact import redact_known
 from finetune.runtime.upstream import PROXIES
 
@@ -146,29 +145,21 @@ def check_interfaces(facts: NetworkFacts, variables: Mapping[str, str], *, is_mu
         chosen = [link.name for link in chosen_interfaces(value, facts.interfaces)]
         if not chosen:
             existing = ", ".join(link.name for link in facts.interfaces)
-            yield must_fix(
-                "socket-interface",
-                f"{variable}={value}: this interface does not exist ({existing})",
-                why="the process group cannot be created: `no socket interface found`",
-                fix=f"export {variable}={better}",
-            )
+            yield finding("socket-interface/absent", variable=variable, value=value, existing=existing, better=better)
         elif not set(chosen) & set(usable):
-            finding = must_fix if is_multi_host else should_fix
+            severity = Severity.MUST_FIX if is_multi_host else Severity.SHOULD_FIX
             yield finding(
-                "socket-interface",
-                f"{variable}={value} chooses {', '.join(chosen)}, which no other machine can reach",
-                why="ranks of several machines wait for each other until the timeout",
-                fix=f"export {variable}={better}",
+                "socket-interface/unreachable",
+                severity=severity,
+                variable=variable,
+                value=value,
+                chosen=chosen,
+                better=better,
             )
     address = facts.host_address or ""
     if is_multi_host and address.startswith("127.") and "GLOO_SOCKET_IFNAME" not in variables:
         name = facts.default_interface or "eth0"
-        yield must_fix(
-            "gloo-loopback",
-            f"the hostname resolves to {address}, and GLOO_SOCKET_IFNAME is not set",
-            why="gloo sends this address to the other machines, where it is their own: the start hangs",
-            fix=f"export GLOO_SOCKET_IFNAME={name} NCCL_SOCKET_IFNAME={name}",
-        )
+        yield finding("gloo-loopback", address=address, name=name)
 
 
 def chosen_interfaces(value: str, interfaces: Sequence[Interface]) -> list[Interface]:
@@ -190,34 +181,16 @@ def check_infiniband(
     active = [port for port in ports if port.state == "ACTIVE"]
     down = [f"{port.device}/{port.port} ({port.state})" for port in ports if port.state != "ACTIVE"]
     if down and (active or is_multi_host):
-        yield should_fix(
-            "infiniband-down",
-            f"InfiniBand ports without a link: {', '.join(down[:4])}{' ...' if len(down) > 4 else ''}",
-            why="NCCL has fewer cards, or falls back to TCP",
-            fix="`ibstat` shows the state; check cable and subnet manager, or list the other ports in NCCL_IB_HCA",
-        )
+        yield finding("infiniband-down", ports=", ".join(down[:4]), more=" ..." if len(down) > 4 else "")
     if not active:
         return
     if variables.get("NCCL_IB_DISABLE") == "1":
-        yield should_fix(
-            "infiniband-off",
-            f"NCCL_IB_DISABLE=1 is set, and {len(active)} InfiniBand ports are active ({active[0].rate})",
-            why="traffic between machines goes over TCP, ten times slower or more",
-            fix="unset NCCL_IB_DISABLE",
-        )
+        yield finding("infiniband-off", num_active=len(active), active=active)
     if locked_bytes is not None and locked_bytes < _MIN_LOCKED_BYTES:
-        yield should_fix(
-            "locked-memory",
-            f"a process may lock {format_size(locked_bytes)} of memory (`ulimit -l`), and InfiniBand is active",
-            why="NCCL fails to register its buffers: `ibv_reg_mr failed`",
-            fix="ulimit -l unlimited (docker: --ulimit memlock=-1; else /etc/security/limits.conf)",
-        )
+        yield finding("locked-memory", locked_bytes=locked_bytes)
     if has_gpu and facts.has_peer_memory is False and is_multi_host:
-        yield note(
+        yield finding(
             "gpudirect",
-            "the kernel module nvidia_peermem is not loaded",
-            why="without it, unless the kernel has DMA-BUF, the network cards read GPU memory through host memory",
-            fix="sudo modprobe nvidia_peermem",
         )
 
 
@@ -226,18 +199,15 @@ def check_hub(hub: HubFacts, names: Sequence[HubName]) -> Iterator[Finding]:
     absent = [name for name in names if not name.is_cached]
     listed = ", ".join(f"{name.key}: {name.name}" for name in absent)
     if hub.is_offline_wanted and absent:
-        yield must_fix(
-            "hub-offline",
-            f"HF_HUB_OFFLINE is set, and the local cache lacks {listed}",
-            why="the run stops when it loads them",
-            fix=_download(absent[0].key, absent[0].name),
-        )
+        yield finding("hub-offline", listed=listed, fix=_download(absent[0].key, absent[0].name))
     elif hub.problem is not None:
         through = f" (through {hub.proxy})" if hub.proxy else ""
-        finding = must_fix if absent else note
+        severity = Severity.MUST_FIX if absent else Severity.NOTE
         yield finding(
             "hub",
-            f"the hub {hub.endpoint} cannot be reached{through}: {hub.problem}",
+            severity=severity,
+            hub=hub,
+            through=through,
             why=f"the run needs {listed}" if absent else "models and datasets outside the local cache cannot be loaded",
             fix=_download(absent[0].key, absent[0].name)
             if absent

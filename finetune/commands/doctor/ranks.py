@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from finetune.commands.doctor.findings import Finding, must_fix, note, should_fix
+from finetune.commands.doctor.findings import Finding, Severity, finding
 from finetune.runtime import distributed
 from finetune.runtime.environment import nccl_version, package_versions
 
@@ -208,36 +208,23 @@ def check(ranks: tuple[RankFacts, ...]) -> Iterator[Finding]:
     offsets = {rank.hostname: rank.clock_offset_seconds for rank in ranks}
     wrong = {host: offset for host, offset in offsets.items() if abs(offset) > MAX_CLOCK_SECONDS}
     if wrong:
-        yield should_fix(
+        yield finding(
             "clock",
-            "clocks differ from rank 0's: " + ", ".join(f"{host} by {offset:+.1f} s" for host, offset in wrong.items()),
-            why="the age of locks and temporary files decides whether they are stale; logs cannot be compared",
-            fix="sudo timedatectl set-ntp true   # or: sudo chronyc makestep",
+            what="clocks differ from rank 0's: "
+            + ", ".join((f"{host} by {offset:+.1f} s" for host, offset in wrong.items())),
         )
     values = {rank.rank: rank.device for rank in ranks}
     on_cpu = [rank for rank, device in values.items() if device == "cpu"]
     if 0 < len(on_cpu) < len(ranks):
-        yield must_fix(
-            "rank-without-gpu",
-            f"ranks {', '.join(map(str, on_cpu))} have no GPU: {_by_value(values)}",
-            why="more processes than GPUs on a machine, or hidden GPUs: NCCL fails",
-            fix="lower num_processes, or check CUDA_VISIBLE_DEVICES and the driver there",
-        )
+        yield finding("rank-without-gpu", on_cpu=", ".join(map(str, on_cpu)), by_value=_by_value(values))
     elif len(set(values.values())) > 1:
-        yield should_fix(
-            "rank-devices",
-            f"the ranks have different devices: {_by_value(values)}",
-            why="each step waits for the slowest",
-            fix="use machines with the same GPUs",
-        )
+        yield finding("rank-devices", by_value=_by_value(values))
     late = [rank for rank in ranks if rank.arrived_seconds > MAX_LATE_SECONDS]
     if late:
-        yield note(
+        yield finding(
             "late-rank",
-            "late ranks: "
+            what="late ranks: "
             + ", ".join(f"rank {rank.rank} on {rank.hostname} by {rank.arrived_seconds:.0f} s" for rank in late),
-            why="a slow disk or a cold page cache: imports take long there, at every start",
-            fix="put the environment on a local disk of that machine",
         )
     speeds: dict[str, float] = {}
     for rank in ranks:  # ranks on one CPU share its time: the fastest of a machine counts
@@ -246,12 +233,7 @@ def check(ranks: tuple[RankFacts, ...]) -> Iterator[Finding]:
     typical = median(speeds.values())
     for name, speed in speeds.items():
         if speed < _SLOW_RANK * typical:
-            yield should_fix(
-                "slow-rank",
-                f"{name} computes at {speed / typical:.0%} of the others' speed",
-                why="each step waits for it",
-                fix="check throttling, power cap and other processes there (`nvidia-smi`, `top`)",
-            )
+            yield finding("slow-rank", name=name, share=speed / typical)
 
 
 def _versions(ranks: tuple[RankFacts, ...]) -> Iterator[Finding]:
@@ -264,22 +246,18 @@ def _versions(ranks: tuple[RankFacts, ...]) -> Iterator[Finding]:
     for name in sorted(packages):
         values = {rank.rank: rank.packages.get(name, "missing") for rank in ranks}
         if len(set(values.values())) > 1:
-            finding = must_fix if name in _MUST_AGREE else should_fix
+            severity = Severity.MUST_FIX if name in _MUST_AGREE else Severity.SHOULD_FIX
             yield finding(
-                "versions",
-                f"{name} differs between ranks: {_by_value(values)}",
-                why="ranks then call different collectives, or compute different results: a hang, or a wrong loss",
-                fix=f"pip install {name}=={Counter(values.values()).most_common(1)[0][0]}   # where it differs",
+                "versions/package",
+                severity=severity,
+                name=name,
+                by_value=_by_value(values),
+                most_common=Counter(values.values()).most_common(1)[0][0],
             )
     for name, read in readers.items():
         values = {rank.rank: str(read(rank)) for rank in ranks}
         if len(set(values.values())) > 1:
-            yield must_fix(
-                "versions",
-                f"{name} differs between ranks: {_by_value(values)}",
-                why="NCCL fails or hangs with mixed versions; different builds of torch compute different results",
-                fix="use the same image or the same lock file on all machines",
-            )
+            yield finding("versions/build", name=name, by_value=_by_value(values))
 
 
 def _by_value(values: Mapping[int, str]) -> str:

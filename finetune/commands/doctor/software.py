@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import torch
 
-from finetune.commands.doctor.findings import Finding, Severity, has_severe, must_fix, note, run_tool, should_fix
+from finetune.commands.doctor.findings import Finding, Severity, finding, has_severe, run_tool
 from finetune.commands.doctor.gpus import GpuFacts
 from finetune.config.yaml import read_yaml
 from finetune.runtime.environment import default_config, launcher_variables, nccl_version, package_versions
@@ -102,50 +102,23 @@ OLDEST_DRIVERS = {11: "450.80", 12: "525.60", 13: "580.65"}
 def check_drivers(gpus: GpuFacts, software: SoftwareFacts, *, is_hidden: bool) -> Iterator[Finding]:
     """Yield the reasons why torch cannot use the GPUs; `is_hidden`: CUDA_VISIBLE_DEVICES hides them all."""
     if gpus.problem is not None:
-        yield must_fix(
-            "driver",
-            f"the NVIDIA driver does not answer: {gpus.problem}",
-            why="no process can use a GPU until it does",
-            fix="reboot after an update of the driver, or `sudo modprobe nvidia`; then `nvidia-smi` must list the GPUs",
-        )
+        yield finding("driver", gpus=gpus)
     if not gpus.gpus and not (gpus.has_driver and gpus.problem is None):
         return
     if software.torch_cuda is None:
-        yield must_fix(
-            "torch-build",
-            f"this machine has an NVIDIA driver, but torch {software.packages.get('torch', '')} is a build for CPUs",
-            why="every rank would train on the CPU",
-            fix=f"pip install torch --index-url https://download.pytorch.org/whl/{_wheel(gpus)}",
-        )
+        yield finding("torch-build", torch=software.packages.get("torch", ""), wheel=_wheel(gpus))
         return
     misfits = list(_driver_version(gpus, software.torch_cuda, software.compatibility_library))
     yield from misfits
     architectures = software.torch_architectures
     for gpu in gpus.gpus:
         if gpu.capability is not None and architectures and not runs_on(gpu.capability, architectures):
-            yield must_fix(
-                "architecture",
-                f"GPU {gpu.index} ({gpu.name}) is sm_{gpu.capability[0]}{gpu.capability[1]}, and torch is compiled for "
-                f"{', '.join(architectures)}",
-                why="kernels fail with `no kernel image is available for execution on the device`",
-                fix="install a build of torch for another CUDA: cu128 or cu130 for new GPUs, cu126 for old ones "
-                "(https://pytorch.org/get-started)",
-            )
+            yield finding("architecture", gpu=gpu, architectures=architectures)
     is_explained = has_severe(misfits) or is_hidden
     if gpus.gpus and software.num_torch_devices == 0 and not is_explained:
-        yield must_fix(
-            "torch-sees-no-gpu",
-            f"NVML lists {len(gpus.gpus)} GPUs, and torch sees none",
-            why="every rank would train on the CPU",
-            fix="python -c 'import torch; torch.cuda.init()' prints the reason; start a container with --gpus all",
-        )
+        yield finding("torch-sees-no-gpu", num_gpus=len(gpus.gpus))
     if len(gpus.gpus) > 1 and software.num_torch_devices and software.nccl is None:
-        yield must_fix(
-            "nccl",
-            "this build of torch has no NCCL",
-            why="the GPUs of several ranks cannot communicate",
-            fix=f"pip install torch --index-url https://download.pytorch.org/whl/{_wheel(gpus)}",
-        )
+        yield finding("nccl", wheel=_wheel(gpus))
 
 
 def _driver_version(gpus: GpuFacts, torch_cuda: str, compatibility: str | None) -> Iterator[Finding]:
@@ -154,35 +127,14 @@ def _driver_version(gpus: GpuFacts, torch_cuda: str, compatibility: str | None) 
         return
     text = f"torch is built for CUDA {torch_cuda}, the driver {gpus.driver} runs CUDA up to {gpus.driver_cuda}"
     if compatibility is not None and any("GeForce" in gpu.name for gpu in gpus.gpus):
-        yield must_fix(
-            "forward-compatibility",
-            f"{text}; {compatibility} is loaded",
-            why="forward compatibility exists only on data center GPUs: CUDA fails with error 804 on GeForce",
-            fix="remove the folder of that file from LD_LIBRARY_PATH",
-        )
+        yield finding("forward-compatibility/geforce", text=text, compatibility=compatibility)
     elif required[0] > offered[0] and compatibility is None:
         newest = OLDEST_DRIVERS.get(required[0], "a newer one")
-        yield must_fix(
-            "driver-too-old",
-            text,
-            why="a driver does not run a newer major version of CUDA: torch.cuda.is_available() is False",
-            fix=f"pip install torch --index-url https://download.pytorch.org/whl/{_wheel(gpus)}; or install driver "
-            f"{newest} or newer; or, on data center GPUs, `apt-get install cuda-compat-{required[0]}-{required[1]}`",
-        )
+        yield finding("driver-too-old", text=text, wheel=_wheel(gpus), newest=newest, required=required)
     elif required > offered and compatibility is None:
-        yield note(
-            "driver-minor-version",
-            text,
-            why="it runs (minor version compatibility), but kernels that come as PTX fail with `unsupported toolchain`",
-            fix="install a newer driver if a kernel fails that way",
-        )
+        yield finding("driver-minor-version", text=text)
     elif compatibility is not None and offered >= required:
-        yield should_fix(
-            "forward-compatibility",
-            f"{text}; {compatibility} is loaded nevertheless",
-            why="the older libcuda of the container replaces the driver's own",
-            fix="remove the folder of that file from LD_LIBRARY_PATH",
-        )
+        yield finding("forward-compatibility/replaced", text=text, compatibility=compatibility)
 
 
 def runs_on(capability: tuple[int, int], architectures: tuple[str, ...]) -> bool:
@@ -219,30 +171,23 @@ def check(software: SoftwareFacts, *, num_gpus: int) -> Iterator[Finding]:
     """Yield the problems that keep DeepSpeed from compiling, and a default accelerate config."""
     for lock in software.locks:
         remedy = f"rm {lock.path}" + ("   # or launch under DeepSpeed, which removes it" * (lock.state == ABANDONED))
-        finding = note if lock.state == BUILDING else must_fix
+        severity = Severity.NOTE if lock.state == BUILDING else Severity.MUST_FIX
         yield finding(
             "build-lock",
-            lock.text.rstrip("."),
-            why="torch waits for this file to disappear, silently and without a time limit",
+            severity=severity,
+            what=lock.text.rstrip("."),
             fix="wait until it has compiled" if lock.state == BUILDING else remedy,
         )
     if software.missing_for_cpu_adam is not None:
-        yield should_fix(
+        yield finding(
             "compiler",
-            f"ZeRO with an offloaded optimizer (zero2_offload, zero3_offload) cannot start: "
-            f"{software.missing_for_cpu_adam.partition('. Run ')[0].rstrip('.')}",
-            why="DeepSpeed compiles its Adam for the CPU at the first run on a machine; nothing else needs it",
+            missing=software.missing_for_cpu_adam.partition(". Run ")[0].rstrip("."),
             fix=software.missing_for_cpu_adam.partition("Run ")[2].strip("`. ") or "apt-get install g++ ninja-build",
         )
     nvcc, cuda = software.nvcc, software.torch_cuda
     if nvcc is not None and cuda is not None and nvcc.split(".")[0] != cuda.split(".")[0]:
         toolkit = cuda.replace(".", "-")
-        yield should_fix(
-            "nvcc",
-            f"nvcc belongs to CUDA {nvcc}, and torch is built for CUDA {cuda}",
-            why="DeepSpeed refuses to compile its extensions (CUDAMismatchException)",
-            fix=f"apt-get install cuda-toolkit-{toolkit} && export CUDA_HOME=/usr/local/cuda-{cuda}",
-        )
+        yield finding("nvcc", nvcc=nvcc, cuda=cuda, toolkit=toolkit)
     path, settings = software.accelerate_config, software.accelerate_settings
     if path is None:
         return
@@ -255,12 +200,9 @@ def check(software: SoftwareFacts, *, num_gpus: int) -> Iterator[Finding]:
         wrong.append(f"mixed_precision: {settings['mixed_precision']}, which train.precision decides")
     if settings.get("num_machines", "1") not in ("1", "0"):
         wrong.append(f"num_machines: {settings['num_machines']}")
-    finding = should_fix if wrong else note
+    severity = Severity.SHOULD_FIX if wrong else Severity.NOTE
     yield finding(
-        "accelerate-config",
-        f"{path} exists{', with ' if wrong else ''}{'; '.join(wrong)}",
-        why="`accelerate launch` reads it unless --config_file names another",
-        fix="accelerate launch --config_file accelerate_configs/ddp.yaml -m finetune --config job.yaml; or delete it",
+        "accelerate-config", severity=severity, path=path, prefix=", with " if wrong else "", wrong="; ".join(wrong)
     )
 
 
@@ -331,44 +273,24 @@ def check_variables(variables: Mapping[str, str], gpus: GpuFacts) -> Iterator[Fi
     for name, values, severity, why in RULES:
         value = variables.get(name, "")
         if value.lower() in values or (values == _ANY and value):
-            yield Finding("variable", severity, f"{name}={value} is set", why, f"unset {name}")
+            yield finding("variable", severity=severity, variable=name, value=value, why=why)
     visible, num_gpus = variables.get("CUDA_VISIBLE_DEVICES"), len(gpus.gpus)
     if visible is not None and (num_gpus or gpus.has_driver):
         numbers = [int(number) for number in re.findall(r"(?:^|,)\s*(-?\d+)\s*(?=,|$)", visible)]
         if visible.strip() == "" or numbers[:1] == [-1]:
-            yield must_fix(
-                "visible-devices",
-                f'CUDA_VISIBLE_DEVICES="{visible}" hides all {num_gpus} GPUs',
-                why="every rank would train on the CPU",
-                fix="unset CUDA_VISIBLE_DEVICES",
-            )
+            yield finding("visible-devices/hidden", visible=visible, num_gpus=num_gpus)
         elif num_gpus and any(not 0 <= number < num_gpus for number in numbers):
-            yield must_fix(
-                "visible-devices",
-                f"CUDA_VISIBLE_DEVICES={visible}, but the GPUs are 0 to {num_gpus - 1}",
-                why="CUDA silently ignores that number and all that follow it",
-                fix=f"export CUDA_VISIBLE_DEVICES={','.join(map(str, range(num_gpus)))}",
+            yield finding(
+                "visible-devices/absent",
+                visible=visible,
+                last=num_gpus - 1,
+                all_gpus=",".join(map(str, range(num_gpus))),
             )
         elif len(numbers) < num_gpus and numbers and "LOCAL_RANK" not in variables:
-            yield note(
-                "visible-devices",
-                f"CUDA_VISIBLE_DEVICES={visible}: {len(numbers)} of {num_gpus} GPUs are used",
-                why="the others stay idle, unless another run has them",
-                fix="unset CUDA_VISIBLE_DEVICES to use all",
-            )
+            yield finding("visible-devices/some", visible=visible, num_visible=len(numbers), num_gpus=num_gpus)
     if "LOCAL_RANK" not in variables:
         left = [name for name in (*_LAUNCHER_VARIABLES, "RANK", "WORLD_SIZE", "MASTER_ADDR") if name in variables]
         if left and not any(name.startswith("SLURM_") for name in variables):
-            yield should_fix(
-                "launcher-variables",
-                f"{', '.join(left)} set in this shell, without a launcher",
-                why="they change the strategy, the precision or the number of ranks that a run assumes",
-                fix=f"unset {' '.join(left)}",
-            )
+            yield finding("launcher-variables", left=left, names=" ".join(left))
     if any(part.startswith("/usr/local/cuda") for part in variables.get("LD_LIBRARY_PATH", "").split(":")):
-        yield note(
-            "library-path",
-            f"LD_LIBRARY_PATH={variables['LD_LIBRARY_PATH']}",
-            why="that toolkit's libraries (cuBLAS, cuDNN, NCCL) may replace those of torch",
-            fix="unset LD_LIBRARY_PATH, unless torch needs it to start",
-        )
+        yield finding("library-path", variables=variables)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from finetune.commands.doctor.findings import Finding, must_fix, note, should_fix
+from finetune.commands.doctor.findings import Finding, Severity, finding
 from finetune.commands.doctor.job import JobFacts
 from finetune.runtime.files.atomic import temporary_path
 from finetune.runtime.resources import CGROUPS, file_limit, files_needed, format_size, free_bytes, usable_cores
@@ -124,98 +124,48 @@ def check(
     """Yield the limits of memory, cores and open files that would affect a run; `num_ranks` are of this machine."""
     limit = facts.memory_limit_bytes
     if limit is not None:
-        yield note(
-            "memory-limit",
-            f"the container may use {format_size(limit)} of the {format_size(facts.memory_bytes)} of the machine",
-            why="the kernel kills a process that needs more (exit code 137), regardless of the output of `free`",
-            fix="docker: --memory; Kubernetes: resources.limits.memory; Slurm: --mem",
-        )
+        yield finding("memory-limit", limit=limit, facts=facts)
     available = min(limit or facts.memory_bytes, facts.memory_bytes)
     needed = num_parameters * 4 * num_ranks
     if available and needed > available:
-        yield should_fix(
-            "memory-loading",
-            f"{num_ranks} ranks that each load {num_parameters:,} parameters in float32 need {format_size(needed)} of "
-            f"host memory; the machine has {format_size(available)}",
-            why="the run is killed while it loads the model",
-            fix="launch FSDP2 with fsdp_cpu_ram_efficient_loading: true, or ZeRO-3: both load on rank 0 or in parts",
+        yield finding(
+            "memory-loading", num_ranks=num_ranks, num_parameters=num_parameters, needed=needed, available=available
         )
     share, threads = facts.usable_cores // num_ranks, variables.get("OMP_NUM_THREADS", "")
     if num_gpus and share < _CORES_PER_RANK:
-        yield should_fix(
-            "cores-per-rank",
-            f"{num_ranks} ranks share {facts.usable_cores} cores",
-            why="each rank needs one core to launch kernels and another to load data",
-            fix="request more (docker: --cpus; Slurm: --cpus-per-task), and write data.num_workers: 0",
-        )
+        yield finding("cores-per-rank", num_ranks=num_ranks, facts=facts)
     if threads.isdigit() and int(threads) > max(1, share):
-        yield should_fix(
-            "too-many-threads",
-            f"OMP_NUM_THREADS={threads}, and a rank has {max(1, share)} cores ({facts.usable_cores} for {num_ranks})",
-            why="threads that share a core wait for each other: CPU work becomes several times slower",
-            fix=f"export OMP_NUM_THREADS={max(1, share)}",
-        )
+        yield finding("too-many-threads", threads=threads, cores=max(1, share), facts=facts, num_ranks=num_ranks)
     elif threads == "1" and not num_gpus and share > 1:
-        yield note(
-            "too-few-threads",
-            f"OMP_NUM_THREADS=1, and each rank has {share} cores",
-            why="torchrun sets it to 1 for several processes; training on the CPU then uses one core",
-            fix=f"export OMP_NUM_THREADS={share}",
-        )
+        yield finding("too-few-threads", share=share)
     is_enough = facts.files_hard >= files_needed(world)
     processes = MANY_PROCESSES if is_enough else world
     files = files_needed(processes)
     if facts.files_hard < files:
-        finding = note if is_enough else must_fix
-        yield finding(
-            "open-files",
-            f"a process may open {facts.files_hard:,} files and sockets (`ulimit -Hn`), and a run of {processes:,} "
-            f"processes needs {files:,}",
-            why="connections to other ranks are refused: `Too many open files`",
-            fix=f"raise the hard limit (docker: --ulimit nofile={files}; Slurm: PropagateResourceLimits; else "
-            "/etc/security/limits.conf)",
-        )
+        severity = Severity.NOTE if is_enough else Severity.MUST_FIX
+        yield finding("open-files", severity=severity, facts=facts, processes=processes, files=files)
 
 
 def check_machine_type(facts: SystemFacts, variables: Mapping[str, str], *, num_gpus: int) -> Iterator[Finding]:
     """Yield the effects of a laptop's battery, of the governor of its cores, and of WSL."""
     if facts.has_battery and facts.is_plugged_in is False:
-        yield should_fix(
+        yield finding(
             "on-battery",
-            "the machine runs on battery",
-            why="processor and GPU run at a fraction of their speed, and the run ends when the battery is empty",
-            fix="plug it in, and set the power mode to performance (`powerprofilesctl set performance`)",
         )
     elif facts.has_battery and num_gpus:
-        yield note(
+        yield finding(
             "laptop",
-            "this is a laptop",
-            why="its GPU has less power than the desktop card and slows down with heat; suspend ends a run",
-            fix="systemd-inhibit python -m finetune --config job.yaml   # and save often: checkpoint.every_steps",
         )
     if facts.governor == "powersave" and not facts.is_wsl and not facts.has_battery:
-        yield note(
+        yield finding(
             "governor",
-            "the cores' frequency governor is powersave",
-            why="on some processors they stay at a low clock, and the GPU waits for its kernels to be launched",
-            fix="sudo cpupower frequency-set -g performance",
         )
     if facts.is_wsl:
-        yield note(
+        yield finding(
             "wsl",
-            "this is WSL2",
-            why="the GPU is shared with the Windows desktop; pinned memory is limited; there is neither NVLink nor "
-            "P2P; Linux has half of the memory by default",
-            fix="data.pin_memory: false where pinning fails; memory= and swap= in %UserProfile%\\.wslconfig; "
-            "export LD_LIBRARY_PATH=/usr/lib/wsl/lib if libcuda is not found; do not install a Linux driver",
         )
         if num_gpus > 1 and variables.get("NCCL_P2P_DISABLE") != "1":
-            yield should_fix(
-                "wsl-p2p",
-                f"WSL2 with {num_gpus} GPUs",
-                why="WSL2 does not support P2P, and NCCL may hang when it tries",
-                fix="export NCCL_P2P_DISABLE=1",
-            )
+            yield finding("wsl-p2p", num_gpus=num_gpus)
 
 
 @dataclass(frozen=True)
@@ -314,74 +264,35 @@ def check_storage(facts: StorageFacts, job: JobFacts | None, *, is_wsl: bool, ha
                 parts = "the prepared rows"
                 fix = "name another folder (data.cache_folder), or use data.train.stream"
             if needed > disk.free_bytes:
-                yield must_fix(
-                    "disk-room",
-                    f"the job will write another {format_size(needed)} to the {disk.name} folder {disk.folder} "
-                    f"({parts}), and {format_size(disk.free_bytes)} are free",
-                    why="the run stops at the checkpoint that no longer fits",
-                    fix=fix,
-                )
+                yield finding("disk-room", needed=needed, disk=disk, parts=parts, fix=fix)
     shared = facts.shared_bytes
     if shared is None:
         return
     if shared < SMALL_SHARED_BYTES:
-        yield should_fix(
-            "shared-memory",
-            f"/dev/shm has only {format_size(shared)}",
+        yield finding(
+            "shared-memory/small",
+            shared=shared,
             why="loader processes pass batches through it"
             + (", and NCCL its buffers: a bus error ends the run" if has_many_gpus else ""),
-            fix="give the container more (docker: --shm-size=8g or --ipc=host; Kubernetes: an emptyDir of medium "
-            "Memory), or write data.num_workers: 0",
         )
     elif (facts.shared_free_bytes or 0) < SMALL_SHARED_BYTES / 10:
-        yield note(
-            "shared-memory",
-            f"/dev/shm is full ({format_size(facts.shared_free_bytes or 0)} of {format_size(shared)} free)",
-            why="loader processes and NCCL cannot allocate their buffers",
-            fix="ls -la /dev/shm; delete the files of killed processes (nccl-*, torch_*)",
-        )
+        yield finding("shared-memory/full", free=facts.shared_free_bytes or 0, shared=shared)
 
 
 def _check_disk(disk: Disk, job: JobFacts | None, *, is_wsl: bool) -> Iterator[Finding]:
     if not disk.is_writable:
-        yield must_fix(
-            "disk-not-writable",
-            f"the {disk.name} folder {disk.folder} cannot be written by this user",
-            why="the run stops at its start",
-            fix=f"sudo chown $USER {disk.folder}, or name another folder ({_key(disk)})",
-        )
+        yield finding("disk-not-writable", disk=disk, key=_key(disk))
     if disk.free_bytes < FULL_BYTES:
-        yield must_fix(
-            "disk-full",
-            f"the disk of the {disk.name} folder {disk.folder} has {format_size(disk.free_bytes)} left",
-            why="neither prepared data nor a checkpoint can be written",
-            fix=f"free some space (`finetune checkpoint prune RUN`, `du -xsh {disk.folder}/*`), or name another folder "
-            f"({_key(disk)})",
-        )
+        yield finding("disk-full", disk=disk, key=_key(disk))
     if disk.free_files is not None and disk.free_files < _FEW_FILES:
-        yield must_fix(
-            "disk-files",
-            f"the disk of the {disk.name} folder {disk.folder} has only {disk.free_files:,} free inodes",
-            why="writing fails with `No space left on device` despite free bytes",
-            fix="delete small files (`df -i` shows the count)",
-        )
+        yield finding("disk-files", disk=disk)
     is_windows = disk.filesystem.startswith(_WINDOWS) or (is_wsl and disk.folder.startswith("/mnt/"))
     if is_windows:
-        yield should_fix(
-            "windows-disk",
-            f"the {disk.name} folder {disk.folder} is on a Windows disk",
-            why="each file access crosses from WSL to Windows, ten times slower; renames and locks are not reliable",
-            fix=f"name a folder in the Linux file system, such as ~/runs ({_key(disk)})",
-        )
+        yield finding("windows-disk", disk=disk, key=_key(disk))
     speed, checkpoint = disk.write_bytes_per_second, job.checkpoint_bytes if job is not None else 0
     if speed is not None and speed < _SLOW_BYTES_PER_SECOND and not is_windows:
         seconds = f": a checkpoint of {format_size(checkpoint)} takes {checkpoint / speed:.0f} s" if checkpoint else ""
-        yield should_fix(
-            "disk-slow",
-            f"the {disk.name} folder {disk.folder} ({disk.filesystem}) writes only {format_size(round(speed))}/s",
-            why=f"saving and preparing data wait for it{seconds}",
-            fix=f"name a folder on a local SSD ({_key(disk)})",
-        )
+        yield finding("disk-slow", disk=disk, speed=speed, seconds=seconds, key=_key(disk))
 
 
 def _key(disk: Disk) -> str:
