@@ -23,7 +23,7 @@ from finetune.strategy.upstream import (
     keep_ddp_buffers_local,
     prefetch_fsdp2_layers,
     reduce_zero_buckets_in_place,
-    set_zero_bucket_sizes,
+    complete_zero_config,
     widen_unfilled_parameters,
     without_accelerate_splitting,
 )
@@ -67,7 +67,7 @@ def prepare(
         without_accelerate_splitting(accelerator),
         keep_bf16_parameters(accelerator, is_wanted=config.train.optimizer.stochastic_rounding),
     ):
-        set_zero_bucket_sizes(accelerator, model)
+        complete_zero_config(accelerator, model)
         reduce_zero_buckets_in_place(accelerator)
         keep_experts_in_graph(model)
         set_zero3_leaf_modules(accelerator, model)

@@ -339,11 +339,8 @@ def calls(model: Any) -> tuple[Counter[str], Counter[str]]:
     return forward.counts, backward.counts
 
 
-@pytest.mark.parametrize(
-    ("keys", "operator", "num_in_place"),
-    [({"kind": "nf4"}, "gemm_4bit", 14), ({"bits": 8}, "int8_mixed_scaled_mm", 0)],  # the latter returns views
-)
-def test_a_quantized_base_has_the_loss_and_gradients_it_has_with_peft(quantized, keys, operator, num_in_place):
+@pytest.mark.parametrize("keys", [{"kind": "nf4"}, {"bits": 8}])
+def test_a_quantized_base_has_the_loss_and_gradients_it_has_with_peft(quantized, keys):
     """The product with `B` is added in place, and selective checkpointing saves the quantized products."""
     plain = quantized(keys)
     expected, others = step(plain)
@@ -357,9 +354,9 @@ def test_a_quantized_base_has_the_loss_and_gradients_it_has_with_peft(quantized,
         assert float(loss) == pytest.approx(float(expected), abs=1e-6)
         assert largest_difference(gradients, others) < 1e-4
         forward, backward = calls(model)
-        assert forward["aten::addmm_"] == (0 if is_selective else num_in_place)
-        assert forward[f"bitsandbytes::{operator}"] == 14
-        assert backward[f"bitsandbytes::{operator}"] == 0
+        assert forward["aten::addmm_"] == (0 if is_selective else 14)
+        assert forward["bitsandbytes::gemm_4bit"] == (0 if "bits" in keys else 14)  # on CPUs 8 bits have no operator
+        assert backward["bitsandbytes::gemm_4bit"] == 0
 
 
 @EVERY_DEVICE
