@@ -18,12 +18,12 @@ from finetune.strategy.gradient_sync import keep_experts_in_graph, set_zero3_lea
 from finetune.strategy.protocol import Strategy
 from finetune.strategy.upstream import (
     broadcast_rank_0_buffers,
+    complete_zero_config,
     drop_not_yet_unfrozen_from_zero_norm,
     keep_bf16_parameters,
     keep_ddp_buffers_local,
     prefetch_fsdp2_layers,
     reduce_zero_buckets_in_place,
-    complete_zero_config,
     widen_unfilled_parameters,
     without_accelerate_splitting,
 )
