@@ -246,7 +246,7 @@ REFUSED_NAMES = {
     "weights_as_held": "keep_bf16_parameters",
     "apart": "unsharded",
     "adding_up": "accumulate_gradients",
-    "fill_buckets": "set_zero_bucket_sizes",
+    "fill_buckets": "complete_zero_config",
     "behind": "background",
     "open_line_behind": "open_background_group",
     "close_line_behind": "close_background_group",

@@ -68,7 +68,10 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
-_OUT_OF_MEMORY_TEXTS = ("can't allocate memory", "out of memory", "bad_alloc", "Cannot allocate memory")
+_OUT_OF_MEMORY_TEXTS = (
+    *("can't allocate memory", "out of memory", "bad_alloc", "Cannot allocate memory"),
+    "CUBLAS_STATUS_ALLOC_FAILED",  # of a matrix product's workspace
+)
 
 
 def release_freed_memory() -> None:

@@ -263,11 +263,11 @@ MIN_BUCKET_NUMEL = 25 * 2**20 // 4
 """Numbers of a bucket that is worth a message: DDP's 25 MiB in float32."""
 
 
-def set_zero_bucket_sizes(accelerator: Accelerator, model: nn.Module) -> None:
-    """Fill in the bucket sizes that the DeepSpeed config leaves out or calls `auto`, before the model is prepared.
+def complete_zero_config(accelerator: Accelerator, model: nn.Module) -> None:
+    """Fill in what the DeepSpeed config leaves out or calls `auto`, before the model is prepared.
 
-    DeepSpeed's own default is half a billion numbers for any model (`runtime/zero/config.py`, 0.19), and `auto` is only
-    known to transformers' Trainer.
+    DeepSpeed's own buckets have half a billion numbers for any model, stages 1 and 2 reduce them after the backward
+    pass instead of during it (`runtime/zero/config.py`, 0.19), and `auto` is only known to transformers' Trainer.
     """
     plugin = getattr(accelerator.state, "deepspeed_plugin", None)
     if plugin is None:
@@ -278,7 +278,8 @@ def set_zero_bucket_sizes(accelerator: Accelerator, model: nn.Module) -> None:
     sizes = zero_bucket_sizes(
         num_trained=num_trained, width=width if isinstance(width, int) else 0, stage=zero["stage"]
     )
-    zero.update({name: size for name, size in sizes.items() if zero.get(name, "auto") == "auto"})
+    settings = {**sizes, "overlap_comm": True}
+    zero.update({name: value for name, value in settings.items() if zero.get(name, "auto") == "auto"})
 
 
 def zero_bucket_sizes(*, num_trained: int, width: int, stage: int) -> Mapping[str, int]:

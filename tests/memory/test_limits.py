@@ -2,7 +2,7 @@
 
 import pytest
 
-from finetune.memory.limits import MARGIN, MemoryLimits
+from finetune.memory.limits import MARGIN, MemoryLimits, is_out_of_memory
 
 
 def search(sizes, limits, memory):
@@ -64,3 +64,15 @@ def test_a_size_that_was_out_of_memory_is_not_exceeded():
 def test_one_measured_size_is_extrapolated_in_proportion():
     assert MemoryLimits((100,), (1000,)).predict(4, {1: (150,)}) == (300,)
     assert MemoryLimits((100,), (1000,)).predict(4, {1: (150,), 2: (160,)}) == (180,)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_of_memory"),
+    [
+        ("CUDA out of memory. Tried to allocate 2.00 GiB", True),
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", True),
+        ("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED", False),
+    ],
+)
+def test_a_workspace_that_cannot_be_allocated_is_a_lack_of_memory(text, is_of_memory):
+    assert is_out_of_memory(RuntimeError(text)) is is_of_memory

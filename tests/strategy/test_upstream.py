@@ -20,13 +20,13 @@ from finetune.strategy.upstream import (
     CHECKED_WITH,
     MIN_BUCKET_NUMEL,
     broadcast_rank_0_buffers,
+    complete_zero_config,
     drop_not_yet_unfrozen_from_zero_norm,
     gloo_bridge,
     keep_bf16_parameters,
     keep_ddp_buffers_local,
     prefetch_fsdp2_layers,
     reduce_zero_buckets_in_place,
-    set_zero_bucket_sizes,
     unsharded,
     warm_up_ddp_buckets,
     widen_unfilled_parameters,
@@ -308,19 +308,28 @@ def test_stage_3_prefetches_nearly_a_bucket_and_keeps_vectors_unsharded():
     }
 
 
-def test_missing_and_auto_bucket_sizes_are_set_and_written_ones_kept():
+def test_missing_and_auto_settings_are_set_and_written_ones_kept():
     zero = {"stage": 3, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": 7}
-    set_zero_bucket_sizes(accelerator_of(zero), model_of(4))
+    complete_zero_config(accelerator_of(zero), model_of(4))
     assert zero == {
         "stage": 3,
+        "overlap_comm": True,
         "reduce_bucket_size": 20,
         "stage3_prefetch_bucket_size": 7,
         "stage3_param_persistence_threshold": 40,
     }
 
 
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("written", [{}, {"overlap_comm": False}])
+def test_zero_reduces_during_the_backward_pass_unless_the_config_says_otherwise(stage, written):
+    zero = {"stage": stage, **written}
+    complete_zero_config(accelerator_of(zero), model_of(4))
+    assert zero["overlap_comm"] is not bool(written)
+
+
 def test_without_deepspeed_nothing_is_filled_in():
-    set_zero_bucket_sizes(accelerator_of(None), model_of(4))
+    complete_zero_config(accelerator_of(None), model_of(4))
 
 
 @pytest.mark.parametrize("stage", [1, 2])

@@ -112,8 +112,9 @@ class SinglePassLayer:
             result = super().forward(x, *others, **named)  # type: ignore[misc]
             return result
         rows, hidden = self.common_input.take(self.position, x)
-        # of two dimensions, since the result of more is a view, which is not changed in place
-        output = self.base_layer(rows) if type(self.base_layer) is nn.Linear else self.base_layer(x).flatten(0, -2)
+        # of two dimensions, since the result of more is a view, which is not changed in place; in their own dtype for
+        # quantized layers, which return that of their inputs
+        output = self.base_layer(rows if type(self.base_layer) is nn.Linear else x.reshape(-1, x.shape[-1]))
         is_in_place = self.in_place and not torch.compiler.is_compiling()  # compiled code decides that itself
         is_in_place = is_in_place and output.dtype == hidden.dtype and not output._is_view()
         factor = self.lora_B[ADAPTER_NAME].read()
@@ -131,15 +132,27 @@ class CommonInput:
         self.clear()
 
     def clear(self, *_: Any) -> None:
-        """Forget the tensor."""
+        """Forget the tensor; in compiled code there is none."""
+        if torch.compiler.is_compiling():
+            return
         self._inputs: Tensor | None = None
         self._rows: Tensor | None = None
         self._hidden: dict[int, Tensor] = {}
 
     def take(self, position: int, inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the inputs as the base reads them, [rows, width], and their product with `A`, [rows, rank]."""
+        """Return the inputs as the base reads them, [rows, width], and their product with `A`, [rows, rank].
+
+        Compiled code multiplies the factor of this layer alone: dynamo compiles no changes of an object within gradient
+        checkpointing.
+        """
+        if torch.compiler.is_compiling():
+            rows, (hidden,) = self._multiply([position], inputs)
+            return inputs.reshape(-1, inputs.shape[-1]) if rows is None else rows, hidden
         if position not in self._hidden or not self._has(inputs):
-            self._multiply(position, inputs)
+            settings = self.layers[position].settings()
+            positions = [index for index, layer in enumerate(self.layers) if layer.settings() == settings]
+            self._rows, products = self._multiply(positions, inputs)
+            self._inputs, self._hidden = inputs, dict(zip(positions, products, strict=True))
         hidden = self._hidden.pop(position)
         rows = self._rows if inputs is self._inputs else None
         if not self._hidden:
@@ -154,10 +167,12 @@ class CommonInput:
         one, other = inputs.untyped_storage(), self._inputs.untyped_storage()
         return is_zero3 and inputs.shape == self._inputs.shape and one._cdata == other._cdata
 
-    def _multiply(self, position: int, inputs: Tensor) -> None:
-        """Compute the products of all layers with the settings of this one."""
-        settings = self.layers[position].settings()
-        positions = [index for index, layer in enumerate(self.layers) if layer.settings() == settings]
+    def _multiply(self, positions: list[int], inputs: Tensor) -> tuple[Tensor | None, Sequence[Tensor]]:
+        """Return the inputs as the base may read them, if not as they are, and their products with these layers' `A`.
+
+        All of these layers have the same settings.
+        """
+        settings = self.layers[positions[0]].settings()
         factors = [self.layers[index].lora_A[ADAPTER_NAME].read() for index in positions]
         is_autocast = torch.is_autocast_enabled(inputs.device.type)
         dtype = torch.get_autocast_dtype(inputs.device.type) if is_autocast else factors[0].dtype
@@ -168,9 +183,7 @@ class CommonInput:
         products = MultiplyA.apply(rows, *settings, part, *factors)  # type: ignore[no-untyped-call]
         if mesh is not None:
             products = [gathered(product, mesh, Partial()) for product in products]
-        self._inputs = inputs
-        self._rows = rows if is_autocast or dtype == inputs.dtype else None  # autocast would cast once per layer
-        self._hidden = dict(zip(positions, products, strict=True))
+        return rows if is_autocast or dtype == inputs.dtype else None, products  # autocast would cast once per layer
 
 
 class MultiplyA(torch.autograd.Function):

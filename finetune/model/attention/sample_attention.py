@@ -263,8 +263,11 @@ def varlen_kernel(qkv: QueryKeyValue, settings: AttentionSettings) -> Kernel | N
     return _torch_varlen if is_plain and _available.torch_varlen is not None else None
 
 
-def missing_kernel_warning(*, is_half: bool, has_sinks: bool = False) -> str | None:
-    """Return a warning if a GPU computes rows sample by sample because a kernel is missing; else None."""
+def missing_kernel_warning(*, is_half: bool, has_sinks: bool = False, of_flash_alone: str = "") -> str | None:
+    """Return a warning if a GPU computes rows sample by sample because a kernel is missing; else None.
+
+    `of_flash_alone`: what the model's attention has that only flash-attn computes, such as soft caps.
+    """
     if not torch.cuda.is_available() or not is_half:
         return None  # no such kernel supports float32
     detect_kernels()
@@ -279,6 +282,11 @@ def missing_kernel_warning(*, is_half: bool, has_sinks: bool = False) -> str | N
         )
     if has_sinks:
         return "attention: packed rows are computed sample by sample: no varlen kernel supports attention sinks."
+    if of_flash_alone and _available.flash is None:
+        return (
+            "attention: packed rows are computed sample by sample, with memory that grows with the square of the "
+            f"length: torch's varlen kernel has no {of_flash_alone}. Install `flash-attn`, or lower data.max_length."
+        )
     return None
 
 
@@ -349,6 +357,8 @@ def detect_kernels() -> None:
     kernel = getattr(_import_if_installed("torch.nn.attention.varlen"), "varlen_attn", None)
     known = _parameters(kernel)
     flash = _import_if_installed("flash_attn")
+    if not hasattr(flash, "flash_attn_varlen_func"):
+        flash = None  # only the folder of another package, such as flash-attn-4's `flash_attn/cute`
     _available = AvailableKernels(
         torch.cuda.get_device_capability() >= MIN_CAPABILITY,
         flash,

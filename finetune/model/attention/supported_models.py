@@ -92,6 +92,14 @@ def has_sinks(config: Any) -> bool:
     return text_config(config).model_type in SINK_MODEL_TYPES
 
 
+def needs_flash_attention(config: Any) -> str:
+    """Return what the attention of this model has that torch's varlen kernel lacks; empty for nothing."""
+    text = text_config(config)
+    if getattr(text, "attn_logit_softcapping", None):
+        return "soft caps"
+    return "dropout" if getattr(text, "attention_dropout", 0.0) else ""
+
+
 def carries_state(config: Any) -> bool:
     """Return whether layers of this model carry a state along the row."""
     return text_config(config).model_type in HYBRID_MODEL_TYPES

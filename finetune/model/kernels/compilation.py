@@ -89,6 +89,16 @@ class Compilation:
         # random numbers as in eager mode, so that compiling does not change dropout
         options: dict[str, Any] = {"options": {"fallback_random": True}} if BACKEND == "inductor" else {}
         self.forward = torch.compile(_forward, backend=BACKEND, **options)
+        self._is_counted = False
+
+    def count_graphs(self) -> None:
+        """Warn after the first forward pass if it has no compiled graph: dynamo skips functions without an error."""
+        if not self._is_counted and not _torch_module("_dynamo.utils").counters["stats"]["unique_graphs"]:
+            self.log(
+                "warning: model.compile: torch compiled nothing, so training continues uncompiled. `TORCH_LOGS=dynamo` "
+                "shows why; write `compile: off` to train without it."
+            )
+        self._is_counted = True
 
 
 class CompiledForward:
@@ -105,7 +115,9 @@ class CompiledForward:
             return _forward(module, None, *values, **named)
         try:
             if compilation.failure is None:
-                return compilation.forward(module, self._recompute, *values, **named)
+                result = compilation.forward(module, self._recompute, *values, **named)
+                compilation.count_graphs()
+                return result
         except compilation.errors as error:
             compilation.failure = error
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]

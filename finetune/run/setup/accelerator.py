@@ -22,12 +22,12 @@ from finetune.strategy.gradient_sync import keep_experts_in_graph, set_zero3_lea
 from finetune.strategy.protocol import Strategy
 from finetune.strategy.upstream import (
     broadcast_rank_0_buffers,
+    complete_zero_config,
     drop_not_yet_unfrozen_from_zero_norm,
     keep_bf16_parameters,
     keep_ddp_buffers_local,
     prefetch_fsdp2_layers,
     reduce_zero_buckets_in_place,
-    set_zero_bucket_sizes,
     widen_unfilled_parameters,
     without_accelerate_splitting,
 )
@@ -88,7 +88,7 @@ def prepare(
         without_accelerate_splitting(accelerator),
         keep_bf16_parameters(accelerator, is_wanted=config.train.optimizer.stochastic_rounding),
     ):
-        set_zero_bucket_sizes(accelerator, model)
+        complete_zero_config(accelerator, model)
         reduce_zero_buckets_in_place(accelerator)
         keep_experts_in_graph(model)
         set_zero3_leaf_modules(accelerator, model)

@@ -15,7 +15,7 @@ from finetune.config.run_config import RunConfig
 from finetune.config.section import parent_keys
 from finetune.errors import CheckpointError, ModelError, Problem
 from finetune.model.attention.sample_attention import missing_kernel_warning
-from finetune.model.attention.supported_models import has_sinks
+from finetune.model.attention.supported_models import has_sinks, needs_flash_attention
 from finetune.model.build import computes_from_weights
 from finetune.model.loading.architecture import load_model_config
 from finetune.model.loading.dry_run import dry_run_model, may_have_experts, meta_model
@@ -67,8 +67,12 @@ def model_warnings(config: RunConfig, model: Any) -> Iterator[str]:
     ):
         yield f"warning: {warning}"
     if section.attention == "auto" and is_padding_free(resolve_padding_free(config).batching):
-        has_attention_sinks = has_sinks(unwrap_model(model).config)
-        missing = missing_kernel_warning(is_half=computes_in_half(config), has_sinks=has_attention_sinks)
+        of_model = unwrap_model(model).config
+        missing = missing_kernel_warning(
+            is_half=computes_in_half(config),
+            has_sinks=has_sinks(of_model),
+            of_flash_alone=needs_flash_attention(of_model),
+        )
         if missing:
             yield f"warning: {missing}"
     if section.activation_offload and section.gradient_checkpointing == "selective":

@@ -40,6 +40,9 @@ MAX_CHUNK_ROWS = {"cpu": 256, "cuda": 8192}
 MIN_CHUNK_ROWS = 64
 """Minimum rows per chunk for any vocabulary size: with fewer, reading the weights dominates the time."""
 
+TILE_ROWS = 128
+"""On a GPU a chunk has a multiple of these rows, which matrix products compute as a block: 640 of 665."""
+
 
 @dataclass(frozen=True)
 class LossSpec:
@@ -56,7 +59,8 @@ def rows_per_chunk(vocabulary: int, device: torch.device, *, logit_bytes: int) -
     """Return the number of rows of a chunk if a logit takes `logit_bytes`."""
     device_type = _device_type(device)
     max_rows = CHUNK_BYTES[device_type] // (logit_bytes * vocabulary)
-    return max(MIN_CHUNK_ROWS, min(MAX_CHUNK_ROWS[device_type], max_rows))
+    rows = max(MIN_CHUNK_ROWS, min(MAX_CHUNK_ROWS[device_type], max_rows))
+    return rows - rows % TILE_ROWS if rows > TILE_ROWS and device_type == "cuda" else rows
 
 
 def bytes_per_logit(dtype: torch.dtype, transform: LogitTransform, device: torch.device) -> int:

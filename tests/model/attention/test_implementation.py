@@ -9,7 +9,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from finetune.data.features import Features
 from finetune.errors import ModelError
@@ -23,7 +23,7 @@ from finetune.model.attention.implementation import (
     require_position_ids,
 )
 from finetune.model.attention.sample_attention import AttentionSettings, QueryKeyValue, causal_attention
-from finetune.model.attention.supported_models import PACKING_MODEL_TYPES, padding_reason
+from finetune.model.attention.supported_models import PACKING_MODEL_TYPES, needs_flash_attention, padding_reason
 from finetune.runtime.parallel import SampleLengths
 from finetune.task.lm_loss.token_loss import cross_entropy_sum
 from finetune.task.model_inputs import collate_padded, collate_padding_free, forward_logits
@@ -268,6 +268,16 @@ def test_a_gpu_without_a_varlen_kernel_is_warned_about(monkeypatch, found, said)
     of_sinks = sample_attention.missing_kernel_warning(is_half=True, has_sinks=True)
     assert of_sinks is not None
     assert said is not None or "no varlen kernel supports attention sinks" in of_sinks
+    of_caps = sample_attention.missing_kernel_warning(is_half=True, of_flash_alone="soft caps")
+    assert said is not None or "data.max_length" in of_caps
+
+
+@pytest.mark.parametrize(
+    ("settings", "needed"),
+    [({}, ""), ({"attn_logit_softcapping": 50.0}, "soft caps"), ({"attention_dropout": 0.1}, "dropout")],
+)
+def test_soft_caps_and_dropout_of_attention_need_flash_attention(settings, needed):
+    assert needs_flash_attention(PretrainedConfig(**settings)) == needed
 
 
 SMALL = {

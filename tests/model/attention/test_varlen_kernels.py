@@ -223,6 +223,19 @@ def flash_package():
     return SimpleNamespace(package=package, calls=calls)
 
 
+def test_a_package_without_the_kernel_is_not_used(monkeypatch):
+    """`flash-attn-4` alone leaves a folder `flash_attn` without the function of flash-attn 2."""
+    flash = flash_package()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(sample_attention, "_available", AvailableKernels())
+    for package in (flash.package, ModuleType("flash_attn")):
+        found = {"flash_attn": package}
+        monkeypatch.setattr(sample_attention, "_import_if_installed", found.get)
+        detect_kernels()
+        assert sample_attention._available.flash is (package if package is flash.package else None)
+
+
 @pytest.mark.parametrize("is_asked", [False, True])
 def test_flash_attention_is_asked_for_a_deterministic_backward_pass(monkeypatch, request, is_asked):
     if is_asked:

@@ -109,7 +109,7 @@ def test_the_documented_bytes_per_logit_are_those_counted():
     on_gpu, plain = torch.device("cuda"), LogitTransform()
     bytes_each = [bytes_per_logit(torch.bfloat16, each, on_gpu) for each in (plain, CAPPED)]
     assert bytes_each == [6, 10]
-    assert rows_per_chunk(128_256, on_gpu, logit_bytes=6) == 665
+    assert rows_per_chunk(128_256, on_gpu, logit_bytes=6) == 640  # 665, in whole tiles
 
 
 class _HeadWithAdapter(nn.Module):
