@@ -95,8 +95,9 @@ def end_of_run(status: Mapping[str, Any], *, exit_code: int) -> RunEnd:
     A status without an end belongs to a run that was killed. A finished run with another exit code than 0 was not
     uploaded.
     """
-    state, reason, error, step = (status.get(name) for name in ("state", "reason", "error", "step"))
-    code = status.get("exit_code") or exit_code
+    state, error = status.get("state"), status.get("error")
+    reason, step = str(error["type"] if error else status.get("reason")), int(status.get("step") or 0)
+    code = int(status.get("exit_code") or exit_code)
     failed = "failed_start" if status.get("num_steps") is None else "failed"
     if state == FINISHED:
         is_complete = code == 0
@@ -105,8 +106,8 @@ def end_of_run(status: Mapping[str, Any], *, exit_code: int) -> RunEnd:
         outcome = INTERRUPTED if reason in (INTERRUPTED, "signal SIGINT") else "stopped"
         return RunEnd(outcome, reason, code, step)
     if status.get("exit_code") is None:
-        return RunEnd(failed, KILLED, code or 1, step or 0)
-    return RunEnd(failed, error["type"] if error else reason, code, step)
+        return RunEnd(failed, KILLED, code or 1, step)
+    return RunEnd(failed, reason, code, step)
 
 
 def _may_restart(variables: Mapping[str, str]) -> bool:
