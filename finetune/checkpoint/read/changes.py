@@ -9,6 +9,7 @@ from finetune.config.sections.checkpoint import NEVER_ALLOWED
 from finetune.errors import CheckpointError
 from finetune.registry.model import PEFT_TYPES, former_adapter
 from finetune.runtime.text.redact import comparable_config
+from finetune.runtime.text.terminal import format_json
 
 ABSENT = "nothing"
 _MAX_LENGTH = 80
@@ -74,7 +75,7 @@ def _with_peft_section(identity: Mapping[str, str]) -> dict[str, str]:
         section = {key.removeprefix(prefix): json.loads(keys.pop(key)) for key in identity if key.startswith(prefix)}
         if keys.pop(f"model.{name}", "null") != "null":
             adapter = former_adapter(name, section)
-            texts = {key: json.dumps(adapter[key], sort_keys=True, ensure_ascii=False) for key in adapter}
+            texts = {key: format_json(adapter[key], sort_keys=True) for key in adapter}
             keys |= {"model.peft": "written", "model.peft.type": texts["type"], "model.peft.values": texts["values"]}
     return keys
 

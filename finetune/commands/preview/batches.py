@@ -207,7 +207,7 @@ class BatchPreview:
         )
 
     def _collated(self, start: int, end: int) -> Batch:
-            (ids,) = self.view.order.cut(start, end, self.microbatch_size)
+        (ids,) = self.view.order.cut(start, end, self.microbatch_size)
         return self.task.collate([self.view.samples[sample_id] for sample_id in ids.tolist()])
 
     def _positions(self, start: int, stop: int, *, max_samples: int) -> Iterator[PreviewPosition]:

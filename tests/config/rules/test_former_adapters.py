@@ -1,4 +1,4 @@
-"""Sections of adapters that became types of `model.peft`: a job is told the line, a recorded run is read as it was."""
+"""Sections of adapters that became types of `model.peft`: a job gets the line to write, a recorded run is read."""
 
 import json
 
@@ -38,7 +38,7 @@ def with_model_key(line):
 
 
 @pytest.mark.parametrize("line", FORMER)
-def test_an_old_job_is_told_the_line_to_write_and_it_is_accepted(tmp_path, line):
+def test_the_error_of_an_old_job_has_the_line_that_is_accepted(tmp_path, line):
     key = f"model.{line.partition(':')[0]}"
     with pytest.raises(ConfigError) as error:
         load_config(write_job(tmp_path, text=with_model_key(line)))
@@ -50,7 +50,7 @@ def test_an_old_job_is_told_the_line_to_write_and_it_is_accepted(tmp_path, line)
     assert config.model.peft.model_dump() == FORMER[line]
 
 
-def test_an_override_with_an_old_section_is_told_the_same(tmp_path):
+def test_an_override_of_an_old_section_has_the_same_error(tmp_path):
     with pytest.raises(ConfigError) as error:
         load_config(write_job(tmp_path), ["model.oft.block_size=8"])
     (problem,) = error.value.problems
