@@ -75,15 +75,18 @@ def find_predictions(
 
     def compute(numbers: Sequence[int]) -> Iterator[tuple[int, Any]]:
         device = local_device()  # chosen first: quantized weights are loaded to the current one
-        model = target.load().to(device).eval()
+        model, cut = target.load().to(device).eval(), list[RawRow]()
         for start in range(0, len(numbers), batch_size * _BATCHES_SORTED_TOGETHER):
             window = numbers[start : start + batch_size * _BATCHES_SORTED_TOGETHER]
-            samples = _samples(predictor, window, raw, contents)
+            samples = _samples(predictor, window, raw, contents, cut=cut)
             outputs = _outputs(predictor, model, samples, batch_size=batch_size)
             for number in window:
                 prediction = predictor.prediction(contents[number], outputs[number]) if outputs[number] else {}
                 shown = {name: prediction[name] for name in prediction if probabilities or name != PROBABILITIES}
                 yield number, shown or None  # None for a row without text
+        if cut:
+            rows_cut = f"{len(cut):,} row{'s' * (len(cut) != 1)}"
+            print(f"warning: longer than the maximum and cut off: {rows_cut}, the first {cut[0].location}")
 
     return RowAnswers(PREDICTION, raw, {"rows": digest, "probabilities": probabilities}, compute)
 
@@ -200,9 +203,9 @@ def _content(predictor: Predictor, names: ColumnNames, raw: RawRow) -> Row:
 
 
 def _samples(
-    predictor: Predictor, numbers: Sequence[int], raw: Sequence[RawRow], contents: Sequence[Row]
+    predictor: Predictor, numbers: Sequence[int], raw: Sequence[RawRow], contents: Sequence[Row], *, cut: list[RawRow]
 ) -> list[tuple[int, Features]]:
-    """Return the samples of the rows, each with the number of its row."""
+    """Return the samples of the rows, each with the number of its row; append rows that were truncated to `cut`."""
     samples: list[tuple[int, Features]] = []
     for number, outcome in zip(numbers, predictor.encode([contents[number] for number in numbers]), strict=True):
         if isinstance(outcome, DataError):
@@ -214,8 +217,7 @@ def _samples(
                 shorter, counts = ((sample,), Counts()) if limit is None or fits else limit.shorten(sample)
                 samples += [(number, part) for part in shorter]
                 num_cut += sample.cut_tokens + counts.truncated_tokens
-        if num_cut:
-            print(f"warning: {raw[number].location}: {num_cut:,} tokens beyond the maximum length were cut off")
+        cut += [raw[number]] * (num_cut > 0)
     return samples
 
 

@@ -249,10 +249,11 @@ def test_images_are_classified(runs, predicted, folder):
     assert [model.config.label2id[each["label"]] for each in found] == probabilities.argmax(dim=-1).tolist()
 
 
-def test_rows_are_read_as_the_job_reads_them_or_by_the_usual_names(runs, predicted, tmp_path):
+def test_rows_are_read_as_the_job_reads_them_or_by_the_usual_names(runs, predicted, capsys):
     run = runs[CLASS.name, "full"]
     own = predictions(predicted(run.folder, [{"text": "red blue"}, {"text": "  "}, {"text": "grey " * 90}]))
     assert own[1] is None  # there is nothing to classify
+    assert "cut off: 1 row, the first" in capsys.readouterr().out
     assert predictions(predicted(run.folder, [], name="rows.csv", text="id,text\n1,red blue\n")) == [
         {"label": own[0]["label"], "score": pytest.approx(own[0]["score"], abs=1e-6)}
     ]
