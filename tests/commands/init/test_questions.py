@@ -140,7 +140,7 @@ def test_each_task_has_a_recipe_whose_settings_are_used():
         (20_000, (), "1,188 steps of 16", 100),
     ],
 )
-def test_the_number_of_steps_is_said_and_sets_how_often_the_job_evaluates_saves_and_logs(
+def test_the_number_of_steps_is_printed_and_sets_how_often_the_job_evaluates_saves_and_logs(
     num_rows, words, num_steps, every
 ):
     Path("rows.jsonl").write_text('{"prompt": "2 + 2", "completion": "4"}\n' * num_rows)

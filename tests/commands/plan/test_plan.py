@@ -98,7 +98,7 @@ def liger_sentences(path: Path, monkeypatch: pytest.MonkeyPatch, *overrides: str
     return [sentence for sentence in plan.assumptions if "liger" in sentence]
 
 
-def test_a_plan_without_liger_says_what_its_kernels_would_give(
+def test_a_plan_without_liger_names_what_its_kernels_would_give(
     job_file: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ):
     """Smaller memory at microbatches as large, or larger microbatches."""
