@@ -62,9 +62,9 @@ class StartWatch:
         """Stop watching: the group is made, or this process ends, and the others are notified of a failure."""
         self._last = [_JOINED]
         if failure is not None:
-            is_ours = isinstance(failure, FinetuneError)
-            text = str(failure) if is_ours else f"{type(failure).__name__}: {failure}"
-            code = failure.exit_code if is_ours else 1
+            text, code = f"{type(failure).__name__}: {failure}", 1
+            if isinstance(failure, FinetuneError):
+                text, code = str(failure), failure.exit_code
             self._last = [_FAILED, f"{self._me} failed: {text[:_MAX_CHARACTERS]}", code]
         self._thread.join(_FAILURE_SECONDS + _CONNECT_SECONDS)
 
