@@ -17,7 +17,7 @@ class PeftTypeEntry(Entry):
     is_prompt: bool = False  # prepends learned tokens or keys to the text and changes no weights
     arguments: tuple[str, ...] = ()  # the only ones of peft's config that a job may write; empty: all
     former_keys: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
-    """Before 0.2, `model.NAME` was a section: the argument of peft's config and the default of each of its keys."""
+    """Up to 0.2, `model.NAME` was a section: the argument of peft's config and the default of each of its keys."""
     refusal: str = ""  # why it cannot be trained; empty if it can
 
 
