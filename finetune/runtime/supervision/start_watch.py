@@ -30,8 +30,6 @@ _MAX_CHARACTERS = 2000
 _MAX_BYTES = 1 << 16
 _HELLO, _JOINED, _FAILED = "hello", "joined", "failed"
 
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
-
 
 def exit_after_loss(error: FinetuneError) -> None:
     """Print the error and exit this process from any thread."""
@@ -62,16 +60,16 @@ class StartWatch:
         """Stop watching: the group is made, or this process ends, and the others are notified of a failure."""
         self._last = [_JOINED]
         if failure is not None:
-            text, code = f"{type(failure).__name__}: {failure}", 1
-            if isinstance(failure, FinetuneError):
-                text, code = str(failure), failure.exit_code
-            self._last = [_FAILED, f"{self._me} failed: {text[:_MAX_CHARACTERS]}", code]
+            ours = (
+                failure if isinstance(failure, FinetuneError) else LostContact(f"{type(failure).__name__}: {failure}")
+            )
+            self._last = [_FAILED, f"{self._me} failed: {str(ours)[:_MAX_CHARACTERS]}", ours.exit_code]
         self._thread.join(_FAILURE_SECONDS + _CONNECT_SECONDS)
 
     def _run(self) -> None:
         with suppress(OSError), self._selector:  # the port is in use: nobody is watched
             if self._is_rank_0:
-                host = self._address[0] if self._address[0] in _LOOPBACK else ""
+                host = self._address[0] if self._address[0] in ("127.0.0.1", "localhost") else ""
                 listener = socket.create_server((host, self._address[1]), backlog=1024)
                 self._selector.register(listener, selectors.EVENT_READ)
             try:
@@ -117,10 +115,7 @@ class StartWatch:
             except OSError:
                 received = b""
             *lines, rest = (key.data + received).split(b"\n")
-            is_valid = True
-            for line in lines:
-                is_valid = is_valid and self._read(connection, line)
-            if received and is_valid and len(rest) < _MAX_BYTES:
+            if received and all(self._read(connection, line) for line in lines) and len(rest) < _MAX_BYTES:
                 self._selector.modify(connection, selectors.EVENT_READ, rest)
             else:
                 self._close(connection)
