@@ -54,8 +54,10 @@ def fused(model: Model) -> Model:
 
 LLAMA_1B = Model(1.236e9, 16, 2048, 8192, 128256, is_tied=True)
 LLAMA_8B = Model(8.03e9, 32, 4096, 14336, 128256)
+LLAMA_13B = Model(14.84e9, 40, 5120, 17920, 128256)
 LLAMA_70B = Model(70.55e9, 80, 8192, 28672, 128256)
 LLAMA_405B = Model(405e9, 126, 16384, 53248, 128256)
+QWEN_7B = Model(7.72e9, 32, 4096, 11008, 151936)
 
 LLAMA_2 = {
     "7B": Model(6.74e9, 32, 4096, 11008, 32000),

@@ -97,11 +97,12 @@ def test_a_local_cluster_with_an_address_is_refused(tmp_path: Path) -> None:
         launch_ray(arguments(write_job(tmp_path), local=True, address="head"))
 
 
-@pytest.mark.parametrize("address", [f"127.0.0.1:{launching.free_port()}", "127.0.0.1:99999", "127.0.0.1:x", "::1", ""])
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.1:99999", "127.0.0.1:x", "::1", ""])
 def test_an_address_at_which_nothing_listens_is_one_message_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, address: str
 ) -> None:
     """Ray itself would try it for minutes."""
+    address = f"{address}:{launching.free_port()}" if address == "127.0.0.1" else address
     for name in ("ray", "ray.train"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))  # without `init`
     with pytest.raises(UserError, match=rf"^{address}.*: Ray cannot be reached: "):

@@ -5,8 +5,8 @@ import json
 
 import pytest
 
+from finetune.run import start
 from finetune.run.start import ALLOC_CONF, EXPANDABLE, use_expandable_segments
-from finetune.run.state import preflight
 from tests.devices import SELDOM_ON_CPU
 
 
@@ -49,8 +49,8 @@ def test_expandable_segments_are_enabled_if_every_gpu_supports_them_and_nothing_
     monkeypatch, driver, variables, expected
 ):
     monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
-    monkeypatch.setattr(preflight.sys, "platform", "linux")
-    monkeypatch.setattr(preflight.sys, "modules", {})
+    monkeypatch.setattr(start.sys, "platform", "linux")
+    monkeypatch.setattr(start.sys, "modules", {})
     assert use_expandable_segments(variables) is (variables.get(ALLOC_CONF) == EXPANDABLE)
     assert variables == expected
 
