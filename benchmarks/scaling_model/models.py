@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from finetune.commands.plan.assumptions import TRAFFIC_PER_INTERMEDIATE
+from finetune.commands.plan.assumptions import ADAPTED_TRAFFIC_PER_FEATURE, TRAFFIC_PER_INTERMEDIATE
 from finetune.commands.plan.step_time import Work
 from finetune.model.kernels.compilation import FUSED_TRAFFIC_PER_HIDDEN, TRAFFIC_PER_HIDDEN
 
@@ -20,7 +20,14 @@ class Model:
     is_fused: bool = False  # kernels fused by hand or by torch.compile
 
     def work(
-        self, length: int, samples: int, microbatches: int, recomputed: float, *, gradient_bytes: float = 4.0
+        self,
+        length: int,
+        samples: int,
+        microbatches: int,
+        recomputed: float,
+        *,
+        is_lora: bool = False,
+        gradient_bytes: float = 4.0,
     ) -> Work:
         """Return the work of a step as `step_work` makes it, with the FLOPs that a tracer counts.
 
@@ -31,19 +38,23 @@ class Model:
         weights = self.parameters - (0 if self.is_tied else embedding)
         attention = 14 * self.layers * self.hidden * length
         traffic = FUSED_TRAFFIC_PER_HIDDEN if self.is_fused else TRAFFIC_PER_HIDDEN
+        per_layer = traffic * self.hidden + TRAFFIC_PER_INTERMEDIATE * self.intermediate
+        if is_lora:  # in all layers, of which the keys' and values' are as wide as the queries'
+            per_layer += ADAPTED_TRAFFIC_PER_FEATURE * (11 * self.hidden + 3 * self.intermediate)
+        trained = 0.01 * self.parameters if is_lora else self.parameters
         return Work(
             num_tokens=samples * length,
             num_microbatches=microbatches,
-            flops_per_token=6 * weights + attention,
+            flops_per_token=(4 if is_lora else 6) * weights + attention,
             recomputed_flops_per_token=recomputed * (2 * (weights - embedding) + attention * 2 / 7),
             attention_flops_per_token=attention * (1 + recomputed * 2 / 7),
-            traffic_per_token=self.layers * (traffic * self.hidden + TRAFFIC_PER_INTERMEDIATE * self.intermediate),
+            traffic_per_token=self.layers * per_layer,
             num_layers=self.layers,
             num_parameters=int(self.parameters),
-            num_trained=int(self.parameters),
+            num_trained=int(trained),
             weight_bytes=2 * self.parameters,
-            gradient_bytes=gradient_bytes * self.parameters,
-            trained_weight_bytes=2 * self.parameters,
+            gradient_bytes=gradient_bytes * trained,
+            trained_weight_bytes=2 * trained,
         )
 
 

@@ -322,7 +322,7 @@ def test_missing_and_auto_settings_are_set_and_written_ones_kept():
 
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("written", [{}, {"overlap_comm": False}])
-def test_zero_reduces_during_the_backward_pass_unless_the_config_says_otherwise(stage, written):
+def test_zero_reduces_during_the_backward_pass_unless_the_config_turns_it_off(stage, written):
     zero = {"stage": stage, **written}
     complete_zero_config(accelerator_of(zero), model_of(4))
     assert zero["overlap_comm"] is not bool(written)

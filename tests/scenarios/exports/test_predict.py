@@ -97,7 +97,9 @@ def logits_of(case, run, folder):
 
 
 @pytest.mark.parametrize(
-    ("case", "variant"), [(CLASS, "full"), (CLASS, "lora"), (PAIRED, "full"), (DECODER, "full")], ids=str
+    ("case", "variant"),
+    [(CLASS, "full"), (CLASS, "lora"), (PAIRED, "full"), (DECODER, "full")],
+    ids=lambda each: each if isinstance(each, str) else each.name,
 )
 def test_the_likeliest_class_has_the_softmax_of_the_exported_model(runs, predicted, folder, case, variant):
     run = runs[case.name, variant]

@@ -20,6 +20,7 @@ import torch
 from finetune.config.load import LoadedConfig, load_config
 from finetune.data.batch import Batch
 from finetune.run import train
+from finetune.run.setup import build
 from finetune.runtime import distributed
 from finetune.task.causal_lm import TokenTask
 from finetune.task.distillation import DistillationTask
@@ -58,7 +59,7 @@ class Spy(ExitStack):
             for name in CALLS:
                 if name in vars(kind):
                     self.enter_context(patch.object(kind, name, self._watched(vars(kind)[name])))
-        self.enter_context(patch.object(train, "prepare_model", self._preparing(train.prepare_model)))
+        self.enter_context(patch.object(build, "prepare_model", self._preparing(build.prepare_model)))
         self.enter_context(patch.object(train, "finish", self._finishing(train.finish)))
         self.enter_context(patch.object(distributed, "shut_down", stay))
         self.enter_context(self._rows)

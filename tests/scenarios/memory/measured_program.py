@@ -16,7 +16,7 @@ from accelerate.utils import fsdp_utils
 from torch.nn.parallel import DistributedDataParallel
 
 from finetune.__main__ import main
-from finetune.run import train as run
+from finetune.run.setup import build as run
 from finetune.train import loop
 from tests.live_bytes import peak_memory
 
