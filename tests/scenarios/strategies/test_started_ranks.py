@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests import launching
@@ -195,7 +196,9 @@ def test_a_task_that_is_killed_before_the_ranks_are_connected_ends_the_other(beg
     """`srun` without --kill-on-bad-exit, or ranks on two hosts that were started by hand."""
     tasks = begin_tasks(of_srun, name="srun-dying", strategy="fsdp2")
     tasks[0].until(lambda: (tasks[0].folder / "status.json").exists())
-    tasks[1].process.kill()
+    other = psutil.Process(tasks[1].process.pid)
+    tasks[1].until(lambda: any(each.status == psutil.CONN_ESTABLISHED for each in other.net_connections("tcp")))
+    other.kill()
     assert [task.until_ended() for task in tasks] == [1, -signal.SIGKILL], tasks[0].output
     assert f"lost contact with rank 1 (process {tasks[1].process.pid} on " in tasks[0].output
     assert "has waited 10 s" not in tasks[0].output and "Traceback" not in tasks[0].output
