@@ -31,6 +31,9 @@ PRINTING = {
 }
 """What makes text fit to be printed and written down; it imports nothing slow."""
 
+DOORS = {"commands", "run", "launch", "config", "registry", "errors", "finetune.runtime.optional", *PRINTING}
+"""What both the command line and the Python API import."""
+
 BELOW_RUN = {"memory", "train", "task", "export", *WINGS, "config", "registry", "runtime", "errors"}
 
 MAY_IMPORT: dict[str, set[str]] = {
@@ -42,28 +45,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         "finetune.run.state.finished",
     },  # the names of the API
     "__main__": {"cli"},
-    "cli": {
-        "commands",
-        "run",
-        "launch",
-        "config",
-        "registry",
-        "errors",
-        "finetune.runtime.optional",
-        "finetune.runtime.supervision.start_watch",  # begins before torch is imported
-        *PRINTING,
-    },
-    "api": {
-        "commands",
-        "run",
-        "launch",
-        "config",
-        "registry",
-        "errors",
-        "finetune.runtime.optional",
-        "finetune.runtime.processes",
-        *PRINTING,
-    },
+    "cli": {*DOORS, "finetune.runtime.supervision.start_watch"},  # begins before torch is imported
+    "api": {*DOORS, "finetune.runtime.processes"},
     "commands": {"run", "launch", "recipes", "migration", *BELOW_RUN},
     "migration": {"config", "registry", "runtime", "errors"},
     "run": BELOW_RUN,

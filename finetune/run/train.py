@@ -24,9 +24,7 @@ from finetune.run.setup.accelerator import make_accelerator
 from finetune.run.setup.build import build
 from finetune.run.setup.data import prepare_data
 from finetune.run.setup.model_checks import CheckedJob, Stage, changes_config, check_model
-from finetune.run.setup.strategy import (
-    launched_strategy,
-)
+from finetune.run.setup.strategy import launched_strategy
 from finetune.run.state.finished import RunResult, result_of_run
 from finetune.run.state.resume import RestoredRun, find_finished, restore
 from finetune.run.state.run_folder import fetch_run_folder, open_run_folder
