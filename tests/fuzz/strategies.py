@@ -617,7 +617,7 @@ def kinds(ground: Ground) -> dict[str, tuple[int, Strategy]]:
         "job structures": (16, job_structures()),
         "job texts": (12, job_texts()),
         "overrides": (6, overrides()),
-        "rows": (12, rows(ground)),
+        "rows": (14, rows(ground)),
         "files": (4, files()),
         "templates": (4, templates()),
         "checkpoints": (10, checkpoints(ground)),
