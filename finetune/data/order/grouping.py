@@ -191,7 +191,7 @@ class LengthGroupedOrder(Order):
         self._lengths_of = lengths_of
         self._seed = seed
         self._step_size = global_batch_size
-        self._sorted = lru_cache(maxsize=2)(self._compute_sorted)
+        self._sorted = lru_cache(maxsize=8)(self._compute_sorted)  # the loader is some steps ahead of the check of ids
 
     def pieces(self, start: int, stop: int) -> Iterator[np.ndarray]:
         """Yield the samples at positions [start, stop)."""

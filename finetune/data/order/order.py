@@ -77,6 +77,8 @@ def steps_for_tokens(
 
 def permutation(size: int, *parts: int | str) -> np.ndarray:
     """Return a permutation derived from the parts, using raw bits of PCG64, which are stable across NumPy (NEP 19)."""
+    if size == 1:
+        return np.zeros(1, np.int64)
     return np.concatenate(shuffled_rows(1, size, *parts))
 
 
