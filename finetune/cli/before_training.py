@@ -190,7 +190,7 @@ def rehearse(
 
     Checks both files for the real number of processes, makes the architecture small, reads real rows, takes a few
     steps under the strategy, kills the run, resumes it, exports and verifies the result. Prints what was made small,
-    what was verified and what was not. Loads no weights and touches no run folder. See docs/how-to/rehearse.md.
+    what was verified and what was not. Loads no weights and touches no run folder. See docs/how-to/before-a-run.md.
     """
     request = rehearse_command.Request(
         config, tuple(override or ()), accelerate, processes, steps, keep, time_limit_minutes=time_limit

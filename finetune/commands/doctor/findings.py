@@ -71,7 +71,7 @@ LABELS = {Severity.MUST_FIX: "FIX", Severity.SHOULD_FIX: "SHOULD", Severity.NOTE
 class Finding:
     """A problem of a machine, a rank or a launch, with its fix."""
 
-    key: str  # the name of the check, as in docs/how-to/doctor.md
+    key: str  # the name of the check, as in docs/how-to/before-a-run.md
     severity: Severity
     what: str
     why: str
