@@ -1,7 +1,7 @@
 """Step time against the number of GPUs: where each strategy stops paying, and the model next to published runs.
 
     python benchmarks/scaling.py               # the tables of both pages, as Markdown
-    python benchmarks/scaling.py --write       # writes them into docs/proof/scaling.md and benchmarks/experiments/scaling.md
+    python benchmarks/scaling.py --write       # writes them into docs/proof/ and benchmarks/experiments/
     python benchmarks/scaling.py --fit         # the one fitted number, without each source in turn
 
 `finetune plan` uses the same code for the step time of a job, on any hardware that it is given.

@@ -69,7 +69,7 @@ def init(
         bool | None, typer.Option("--lora/--full", help="Without a recipe: train LoRA adapters, or all weights.")
     ] = None,
     prove: Annotated[
-        bool, typer.Option("--prove", help="With --from: print the learning rates there next to those of the job.")
+        bool, typer.Option("--prove", help="With --from: print the learning rates of both next to each other.")
     ] = False,
     strict: Annotated[bool, typer.Option("--strict", help="With --from: exit code 2 if keys are unknown.")] = False,
 ) -> int:

@@ -1,4 +1,4 @@
-"""What every peer's config needs to become a job: batch, budget, schedule, precision, adapters, cadence, strategy.
+"""Completion of every peer's config to a job: batch, budget, schedule, precision, adapters, cadence, strategy.
 
 The facts have the same names, whatever the peer calls its keys.
 """
@@ -199,7 +199,7 @@ def _batch(draft: Draft) -> None:
     world = max(1, draft.gpus // draft.get("sequence_parallel", 1))
     draft.put("train.microbatch_size", micro, "micro_batch")
     if "total_batch" in draft.facts:
-        draft.put("train.global_batch_size", draft.get("total_batch"), "total_batch", comment="of all GPUs, as there")
+        draft.put("train.global_batch_size", draft.get("total_batch"), "total_batch", comment="of all GPUs")
         return
     total = micro * accumulation * world
     product = f"{micro} per GPU x {accumulation} accumulated x {world} GPU{'s' if world > 1 else ''}"

@@ -154,7 +154,7 @@ _MISSING = "does not exist"
 
 @dataclass(frozen=True)
 class Migration:
-    """What was made of a peer's file: the draft, the job's text, and the problems that its check still has."""
+    """The result of converting a peer's file: the draft, the job's text, and the problems that its check still has."""
 
     title: str
     draft: Draft

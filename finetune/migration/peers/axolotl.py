@@ -48,7 +48,7 @@ def prepare(draft: Draft) -> None:
         key = "data.train" if len(positions) == 1 else f"data.train.mix.{index}"
         _source(draft, position, key)
         if len(positions) > 1:
-            draft.put(f"{key}.epochs", 1, comment="all rows of every source, as there")
+            draft.put(f"{key}.epochs", 1, comment="all rows of every source, as in axolotl")
     if "test_path.0" in draft.facts:
         values = source_of(draft.get("test_path.0"), draft.file.path.parent) | {"split": draft.get("test_split.0")}
         put_source(draft, "data.validation", values, "test_path.0", "test_split.0", "test_type.0")
@@ -137,7 +137,7 @@ def _task(draft: Draft) -> None:
         draft.out_of_scope = "a loss of its own (EAFT)"
         draft.refuse("a plugin adds a loss of tokens as `task.loss` (docs/how-to/plugins.md).", *own_loss)
     else:
-        draft.drop("it is off there, too", *own_loss)
+        draft.drop("it is off in axolotl, too", *own_loss)
     for key in (key for key in draft.file.leaves if key.startswith("diffusion.")):
         draft.out_of_scope = "a diffusion language model"
         draft.outcomes[key] = Outcome(
@@ -331,7 +331,7 @@ def _adapters(draft: Draft) -> None:
         draft.withdraw("model.lora.target_modules", Outcome("not_needed", "`lora_target_linear` covers them"))
         draft.put("model.lora.target_modules", "all-linear", "all_linear")
     else:
-        draft.drop("it is off there, too", "all_linear")
+        draft.drop("it is off in axolotl, too", "all_linear")
     names = draft.get("target_parameters", [])
     if names and all("expert" in name for name in names):
         draft.put("model.lora.experts", True, "target_parameters")
@@ -362,7 +362,7 @@ def _tokens(draft: Draft) -> None:
 def finish(draft: Draft) -> None:
     """Write what happens to long rows."""
     is_text = draft.value("task.name") == "pretrain"
-    draft.default("data.over_length", "split" if is_text else "drop", "as there")
+    draft.default("data.over_length", "split" if is_text else "drop", "as in axolotl")
     what = {"drop": "left out", "truncate": "truncated"}.get(str(draft.value("data.over_length")))
     if what is not None:
         draft.note(f"rows longer than `max_length` are {what} there, with a line in the log; here they are counted.")

@@ -1,6 +1,6 @@
 """LLaMA-Factory's dataset_info.json: where the rows of a dataset are, and what their columns mean.
 
-The rules are those of its data/parser.py, data/converter.py and data/loader.py.
+The rules come from its data/parser.py, data/converter.py and data/loader.py.
 """
 
 import keyword
@@ -30,7 +30,7 @@ _TAGS: Mapping[str, tuple[str, ...]] = {
 """The words in turns that are read here: first the default of LLaMA-Factory, last what templates write."""
 
 _ADDRESSES = ("name", "ms", "om", "script", "path")
-"""The facts of where rows are, of which LLaMA-Factory takes the first."""
+"""The facts of where rows are; LLaMA-Factory takes the first."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class _DatasetLeaf(Leaf):
 
 
 def read_info(draft: Draft, names: Sequence[str]) -> PeerFile | None:
-    """Return dataset_info.json, None without it, and add the keys of these datasets to those of the draft.
+    """Return dataset_info.json, None without it, and add the keys of these datasets to the draft's.
 
     Raises UserError for a dataset that is not in the file, and ConfigError for a file that cannot be read.
     """
@@ -79,7 +79,7 @@ class Dataset:
     used: dict[str, None] = field(default_factory=dict)  # the facts that are in the job
 
     def put(self, key: str, *facts: str, comment: str = "") -> None:
-        """Write the source at our key, from these facts and its own, of which each gets an outcome."""
+        """Write the source at our key, from these facts and its own; each gets an outcome."""
         draft = self.draft
         file = next((value for name in _ADDRESSES if (value := self._get(name))), "")
         if not file:

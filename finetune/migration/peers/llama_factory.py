@@ -71,7 +71,7 @@ def _task(draft: Draft) -> None:
     if used:
         draft.out_of_scope = f"a loss of its own ({used[0].rpartition('_')[2].upper()})"
         draft.refuse("a plugin adds a loss of tokens as `task.loss` (docs/how-to/plugins.md).", *used, "own_loss_value")
-    draft.drop("it is off there, too", *_OWN_LOSSES, "own_loss_value")
+    draft.drop("it is off in LLaMA-Factory, too", *_OWN_LOSSES, "own_loss_value")
 
 
 def _adapter(draft: Draft) -> None:
@@ -130,7 +130,7 @@ def _rows(draft: Draft, names: Sequence[str], info: PeerFile | None) -> None:
         if len(trained) > 1 and is_weighted:
             draft.put(f"{key}.weight", weights[index], "probabilities", "mix_strategy")
         elif len(trained) > 1:
-            draft.put(f"{key}.epochs", 1, comment="all rows of every source, as there")
+            draft.put(f"{key}.epochs", 1, comment="all rows of every source, as in LLaMA-Factory")
         if draft.get("streaming"):
             draft.put(f"{key}.stream.window_rows", draft.get("window_rows", 10_000), "window_rows", "streaming")
     if strategy == "interleave_over" and len(trained) > 1:
@@ -191,7 +191,7 @@ def finish(draft: Draft) -> None:
     finish_arguments(draft)
     draft.default("data.max_length", 2048, "the default there")
     is_text = draft.value("task.name") == "pretrain"
-    draft.default("data.over_length", "split" if is_text else "truncate", "as there")
+    draft.default("data.over_length", "split" if is_text else "truncate", "as in LLaMA-Factory")
     if not is_text:
         draft.note("prompt and answer are each truncated there, without a message; here at the end, and counted.")
     if draft.value("model.trust_remote_code"):

@@ -126,7 +126,7 @@ def _task(draft: Draft, *, is_vision: bool) -> None:
     if loss and loss not in (*_TASKS, *_CROSS_ENTROPIES):
         draft.out_of_scope = f"the loss {loss}"
         draft.refuse("a plugin adds a loss of tokens as `task.loss` (docs/how-to/plugins.md).", "loss")
-    draft.drop("the cross-entropy over the targets, in chunks where they are many", "loss")
+    draft.drop("the cross-entropy over the targets, in chunks if there are many", "loss")
     draft.drop("another task is trained", *preference, "kd_ratio", "kd_loss")
 
 
@@ -168,7 +168,7 @@ def _data(draft: Draft) -> None:
     draft.drop("the assistant's turns are the targets", "masking", "train_on_inputs")
     if draft.get("packing") and draft.value("task.name") in ("sft", "pretrain"):
         draft.put("data.batching.by", "packs", "packing")
-        draft.note("packs do not split samples and no sample attends to another, as there with `packed: True`.")
+        draft.note("packs do not split samples and no sample attends to another, as in torchtune with `packed: True`.")
 
 
 def _partition(draft: Draft) -> str | None:
@@ -283,7 +283,7 @@ def finish(draft: Draft) -> None:
             "data.over_length", "refuse", comment="no limit there: a longer row stops the run here; raise the limit"
         )
     else:
-        draft.default("data.over_length", "truncate", "as there")
+        draft.default("data.over_length", "truncate", "as in torchtune")
         draft.note("rows longer than `max_length` are truncated there without a message; here they are counted.")
     if not draft.has("train.steps"):
         draft.default("train.epochs", 1, "not in the file: every recipe needs it")

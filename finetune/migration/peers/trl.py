@@ -59,7 +59,7 @@ def _task(draft: Draft, command: dict[str, str]) -> None:
     if command["task"] == "sft" and losses and losses[0] not in ("nll", "chunked_nll"):
         draft.out_of_scope = draft.out_of_scope or f"the loss {losses[0]}"
         draft.refuse("a plugin adds a loss of tokens as `task.loss` (docs/how-to/plugins.md).", "loss")
-    draft.drop("the cross-entropy over the targets, in chunks where they are many", "loss", "loss_weights")
+    draft.drop("the cross-entropy over the targets, in chunks if there are many", "loss", "loss_weights")
     if draft.get("divergence", "reverse_kl") != "reverse_kl":
         draft.refuse("only the reverse KL divergence of DPO has a counterpart: leave it out.", "divergence")
     of_another_loss = "the default there and here, or of a loss that is not chosen"
@@ -119,7 +119,7 @@ def _rows(draft: Draft) -> None:
     task, folder, row = draft.value("task.name"), draft.file.path.parent, _first_row(draft)
     field = draft.get("text_field", "text")
     if task == "sft" and (field in row or (not row and field != "text")):
-        draft.put("task.name", "pretrain", "text_field", comment="every token of a text is a target, as there")
+        draft.put("task.name", "pretrain", "text_field", comment="every token of a text is a target, as in TRL")
         draft.put("data.train.columns", {"text": field}, "text_field")
         draft.put("data.train.format", "text", "text_field")
         task = "pretrain"
@@ -145,7 +145,7 @@ def _rows(draft: Draft) -> None:
         put_source(draft, key, values, *(f"mix_{name}.{position}" for name in (*parts, "columns")))
         draft.drop("columns that the format does not read are ignored", f"mix_columns.{position}")
         if len(positions) > 1:
-            draft.put(f"{key}.epochs", 1, comment="all rows of every source, as there")
+            draft.put(f"{key}.epochs", 1, comment="all rows of every source, as in TRL")
     if is_judged and not row:
         draft.note("rows of pairs are split into two there; if yours have `chosen`, remove `data.train.format`.")
     if draft.get("eval_strategy", "no") != "no" and "dataset" in draft.facts:
@@ -209,7 +209,7 @@ def finish(draft: Draft) -> None:
     """Write what happens to long rows."""
     finish_arguments(draft)
     is_dropped = draft.value("task.name") == "reward"
-    draft.default("data.over_length", "drop" if is_dropped else "truncate", "as there")
+    draft.default("data.over_length", "drop" if is_dropped else "truncate", "as in TRL")
     what = "left out" if is_dropped else "truncated"
     draft.note(f"rows longer than `max_length` are {what} there without a message; here they are counted.")
 

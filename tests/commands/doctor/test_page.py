@@ -19,6 +19,10 @@ def test_every_finding_of_the_code_has_its_texts_and_nothing_else():
 
 def test_every_check_is_on_the_page_and_nothing_else():
     keys = {name.partition("/")[0] for name in finding_texts()}
-    rows = [line.split("|")[1] for line in PAGE.read_text().split("\n## Check the machine\n")[1].splitlines() if line.startswith("| `")]
+    rows = [
+        line.split("|")[1]
+        for line in PAGE.read_text().split("\n## Check the machine\n")[1].splitlines()
+        if line.startswith("| `")
+    ]
     assert len(keys) > 60
     assert {key for row in rows for key in re.findall(r"`([a-z0-9-]+)`", row)} == keys
