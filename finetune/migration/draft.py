@@ -18,7 +18,7 @@ from finetune.migration.source import Leaf, PeerFile
 from finetune.runtime.text.terminal import format_json
 
 Fate = Literal["mapped", "not_needed", "not_possible", "unknown"]
-UNSET = "it is unset there, too"
+UNSET = "it is unset in the file, too"
 _SPEED_ALONE = (
     *("data.num_workers", "data.pin_memory", "data.persistent_workers", "data.prefetch_factor", "train.tf32"),
     "data.batching.padding_free",
@@ -121,7 +121,7 @@ class Draft:
                 self.outcomes |= dict.fromkeys(whole.leaves, Outcome("mapped", f"the section `{section}`"))
                 self.put(key, value, comment=f"the default of {origin}")
         if speed:
-            self.note(f"what changes speed alone keeps our default, not the one there: {'; '.join(speed)}.")
+            self.note(f"what changes speed alone keeps our default, not the trainer's: {'; '.join(speed)}.")
 
     def _apply(self, leaf: Leaf, rule: Rule) -> None:
         if rule.kind == "not_needed":

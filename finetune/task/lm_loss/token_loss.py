@@ -74,7 +74,7 @@ def importance_sampling(log_probabilities: Tensor, labels: Tensor, batch: Batch)
 
 
 def clipped_importance_sampling(log_probabilities: Tensor, labels: Tensor, batch: Batch) -> Tensor:
-    """As `importance_sampling`; a ratio beyond the clip range gains nothing (Schulman et al., 2017, arXiv:1707.06347)."""
+    """As `importance_sampling`, with clipped ratios (Schulman et al., 2017, arXiv:1707.06347)."""
     ratio, advantages = _ratio(log_probabilities, batch), batch.extras["advantages"]
     clipped = ratio.clamp(1.0 - CLIP_RANGE, 1.0 + CLIP_RANGE)
     return -torch.minimum(ratio * advantages, clipped * advantages)
