@@ -1,7 +1,7 @@
 """Step time against the number of GPUs: where each strategy stops paying, and the model next to published runs.
 
-    python benchmarks/scaling.py               # the tables of docs/proof/scaling.md, as Markdown
-    python benchmarks/scaling.py --write       # writes them into the page
+    python benchmarks/scaling.py               # the tables of both pages, as Markdown
+    python benchmarks/scaling.py --write       # writes them into docs/proof/ and benchmarks/experiments/
     python benchmarks/scaling.py --fit         # the one fitted number, without each source in turn
 
 `finetune plan` uses the same code for the step time of a job, on any hardware that it is given.
@@ -32,18 +32,19 @@ from scaling_model.models import LLAMA_3, LLAMA_405B, fused  # noqa: E402
 from scaling_model.published import RELATIVE, Series, compare, fitted_noise  # noqa: E402
 from scaling_model.series import SERIES, counted, fitted  # noqa: E402
 
-PAGE = ROOT / "docs" / "proof" / "scaling.md"
+PAGES = (ROOT / "docs/proof/scaling.md", ROOT / "benchmarks/experiments/scaling.md")
 Rows = Sequence[Sequence[str]]
 
 
 def main() -> None:
-    """Print the tables or the fit, or write the page."""
+    """Print the tables or the fit, or write the pages."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write the tables into docs/proof/scaling.md")
+    parser.add_argument("--write", action="store_true", help="write the tables into their pages")
     parser.add_argument("--fit", action="store_true", help="fit STRAGGLER_NOISE again")
     options = parser.parse_args()
     if options.write:
-        PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+        for page in PAGES:
+            page.write_text(filled(page.read_text(encoding="utf-8")), encoding="utf-8")
     elif options.fit:
         print(table(("left out", "STRAGGLER_NOISE"), fits()))
     else:
@@ -63,7 +64,7 @@ def table(header: Sequence[str], rows: Rows) -> str:
 
 
 def page_tables() -> Mapping[str, str]:
-    """Return the tables of docs/proof/scaling.md by the names in its marks."""
+    """Return the tables of the pages by the names in their marks."""
     return {
         "tensor-parallel": tensor_parallel_table(),
         "pays": table(("machine", "model", *STRATEGIES), _paying_rows()),

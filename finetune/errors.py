@@ -47,7 +47,7 @@ class UserError(FinetuneError):
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong with a config: where it stands, what it is and what to write instead.
+    """One thing that is wrong with a config: its place, the problem and what to write instead.
 
     `key` is dotted (`train.learning_rate`), empty for the whole file; `line` counts from 1 and is None when the key is
     not in the file.
@@ -94,7 +94,7 @@ class ModelError(UserError):
 
 
 class StrategyError(UserError):
-    """What was launched or built differs from what was requested."""
+    """The launched or built strategy differs from the requested one."""
 
 
 class CheckpointError(UserError):
@@ -122,7 +122,7 @@ class DiskError(TrainingError):
 
 
 class ExportError(TrainingError):
-    """What was exported gives other logits or other tokens than the trained model."""
+    """The export gives other logits or other tokens than the trained model."""
 
 
 class NonFiniteError(TrainingError):

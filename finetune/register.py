@@ -1,4 +1,4 @@
-"""What a plugin uses: a decorator for each kind of thing that a job chooses by name, and the base of its options.
+"""Interface for plugins: a decorator for each kind of thing that a job chooses by name, and the base of its options.
 
     from finetune import register
 
@@ -54,7 +54,7 @@ Options = type[Section] | None
 
 
 def task(name: str, *, options: Options = None, **facts: Any) -> Decorator[Any]:
-    """Register a class or function from a `task.protocol.TaskContext` to a task; facts are those of `TaskEntry`."""
+    """Register a class or function from a `task.protocol.TaskContext` to a task; facts: fields of `TaskEntry`."""
     return _adding(TASKS, TaskEntry, name, options=options, **facts)
 
 
@@ -135,9 +135,9 @@ def layout(
     readings: Iterable[Mapping[str, Any]] = (),
     remedy: str = "",
 ) -> None:
-    """Register a layout of rows that `finetune preview` and `finetune init` recognize, before those of this package.
+    """Register a layout of rows that `finetune preview` and `finetune init` recognize, before our own.
 
-    `roles` and `remedy` are those of `registry.layouts.LayoutEntry`; each reading has the keys of
+    `roles` and `remedy` are as in `registry.layouts.LayoutEntry`; each reading has the keys of
     `registry.layouts.Reading`.
     """
     LAYOUTS.register(

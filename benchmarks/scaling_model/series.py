@@ -1,4 +1,4 @@
-"""The published runs, each as its source has it; docs/proof/scaling.md links the sources."""
+"""The published runs, each as its source has it; benchmarks/experiments/scaling.md links the sources."""
 
 from collections.abc import Sequence
 from dataclasses import replace

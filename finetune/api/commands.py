@@ -127,7 +127,7 @@ def export(
 ) -> Path:
     """Write a checkpoint, or an adapter merged into its base, as a Hugging Face model folder; return the folder.
 
-    `source` is a run, of which `step` chooses a checkpoint, or a folder with a model or an adapter. With `push_to_hub`
+    `source` is a run, whose checkpoint `step` chooses, or a folder with a model or an adapter. With `push_to_hub`
     it is uploaded to that repository, too.
     """
     with in_process.isolated_run():

@@ -223,7 +223,7 @@ class Job:
         return path
 
     def _taken_overrides(self, overrides: Overrides) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return those of this job and these, plain, and the objects in them; raises ConfigError for other values."""
+        """Return the plain values of job and arguments, and their objects; raises ConfigError for other values."""
         plain: dict[str, Any] = {}
         objects: dict[str, Any] = {}
         for key, value in {**self._overrides, **overrides}.items():

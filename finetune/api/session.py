@@ -35,7 +35,7 @@ class Session:
     """A run whose steps the caller takes; a context manager that builds the run and closes it.
 
     Every rank makes the same calls with the same arguments, the rows of the whole step; or rank 0 makes them, and the
-    others call `follow`. All errors are those of `finetune.errors`.
+    others call `follow`. All errors come from `finetune.errors`.
     """
 
     def __init__(self, job: JobLike, *, overrides: Overrides | None = None) -> None:
@@ -105,7 +105,7 @@ class Session:
     def forward_backward(
         self, rows: JobBatch | Rows, *, loss: str | LossFunction | None = None, scores: Scores = "log_probabilities"
     ) -> ForwardBackward:
-        """Accumulate the gradient of the loss of the rows, which are those of all ranks. Collective.
+        """Accumulate the gradient of the loss of the rows of all ranks. Collective.
 
         A row has the columns of the job's rows, or `input_ids` and, per token, `weights`, which multiply the losses.
         `loss` is by default the job's own; it may be a name (`cross_entropy`, `policy_gradient`, `importance_sampling`,

@@ -1,4 +1,4 @@
-"""`train`: in this process, which is one of those that were launched, or in fresh ones that are started for it."""
+"""`train`: in this process, one of a launch, or in fresh processes that it starts."""
 
 import os
 import signal

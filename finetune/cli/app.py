@@ -157,7 +157,7 @@ def reference(
     config: OptionalConfig = None,
     into: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Write a page per section here instead.")] = None,
 ) -> None:
-    """Print the reference of all keys of a job file, as Markdown; with --config, with those of the job's plugins."""
+    """Print the reference of all keys of a job file, as Markdown; with --config, also of the job's plugins."""
     if config is not None:
         config_load.load_config(config)  # its plugins add their keys
     if into is None:

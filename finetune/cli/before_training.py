@@ -69,7 +69,7 @@ def init(
         bool | None, typer.Option("--lora/--full", help="Without a recipe: train LoRA adapters, or all weights.")
     ] = None,
     prove: Annotated[
-        bool, typer.Option("--prove", help="With --from: print the learning rates there next to those of the job.")
+        bool, typer.Option("--prove", help="With --from: print the learning rates of both next to each other.")
     ] = False,
     strict: Annotated[bool, typer.Option("--strict", help="With --from: exit code 2 if keys are unknown.")] = False,
 ) -> int:
@@ -190,7 +190,7 @@ def rehearse(
 
     Checks both files for the real number of processes, makes the architecture small, reads real rows, takes a few
     steps under the strategy, kills the run, resumes it, exports and verifies the result. Prints what was made small,
-    what was verified and what was not. Loads no weights and touches no run folder. See docs/how-to/rehearse.md.
+    what was verified and what was not. Loads no weights and touches no run folder. See docs/how-to/before-a-run.md.
     """
     request = rehearse_command.Request(
         config, tuple(override or ()), accelerate, processes, steps, keep, time_limit_minutes=time_limit

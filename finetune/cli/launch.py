@@ -166,7 +166,7 @@ def kubernetes(
     ] = None,
     redis_secret: Annotated[Text, typer.Option(metavar="NAME:KEY", help="Secret with the Redis password.")] = None,
     namespace: Annotated[Text, typer.Option(help="Namespace. Default: that of kubectl.")] = None,
-    claim: Annotated[Texts, typer.Option(metavar="CLAIM:/PATH", help="Volume claim, and where it is mounted.")] = None,
+    claim: Annotated[Texts, typer.Option(metavar="CLAIM:/PATH", help="Volume claim, and its mount path.")] = None,
     in_image: Annotated[list[Path] | None, typer.Option(metavar="FOLDER", help="Folder that is in the image.")] = None,
     secret: Annotated[
         Texts, typer.Option(metavar="NAME", help="Secret whose keys become variables, or VARIABLE=NAME:KEY for one.")
@@ -296,7 +296,7 @@ T = TypeVar("T")
 
 
 def _chosen(record: type[T], given: Mapping[str, Any]) -> T:
-    """Return the options that are fields of the record; those that were not given have its defaults."""
+    """Return the options that are fields of the record; missing ones have its defaults."""
     names = {field.name for field in fields(record)}  # type: ignore[arg-type]
     values = {name: value for name, value in given.items() if name in names and value is not None}
     return record(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})

@@ -52,8 +52,8 @@ TemplateArguments = Annotated[
     typer.Option(
         "--template-argument",
         metavar="NAME=VALUE",
-        help="Argument of the chat template, such as enable_thinking=false. Can be repeated. Default: those that the "
-        "model was trained with.",
+        help="Argument of the chat template, such as enable_thinking=false. Can be repeated. Default: the arguments of "
+        "the model's training.",
     ),
 ]
 System = Annotated[
@@ -63,7 +63,7 @@ SamplingSeed = Annotated[
     int, typer.Option(min=0, help="Seed of sampling. A row's answer does not depend on the number of processes.")
 ]
 ConfigsFolder = Annotated[
-    Path, typer.Option(metavar="FOLDER", help="Folder of the accelerate configs; those of the package come second.")
+    Path, typer.Option(metavar="FOLDER", help="Folder of the accelerate configs; the package's come second.")
 ]
 
 

@@ -15,9 +15,7 @@ with lazily(freeze=True):
     from finetune.commands.verify import runs as runs_command
     from finetune.commands.verify import serving as serving_command
 
-HELP = (
-    "Test on your own job: the same losses under every strategy and after a resume, the same model where it is served."
-)
+HELP = "Test on your own job: the same losses under every strategy and after a resume, the same model when served."
 
 app = typer.Typer(help=HELP, no_args_is_help=True, rich_markup_mode=None)
 
@@ -49,7 +47,7 @@ def parity(
     """Compare losses and gradient norms of the job under several strategies.
 
     Runs the first steps on one process and under each strategy. Exit code 1 unless every loss and gradient norm agrees
-    with those of one process within the tolerance.
+    with one process within the tolerance.
     """
     agree = runs_command.run_parity(
         config,
@@ -125,7 +123,7 @@ def serving(
     ] = None,
     rows: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Rows to compare. Default: those of the run, else synthetic ones."),
+        typer.Option(metavar="FILE", help="Rows to compare. Default: the rows of the run, else synthetic ones."),
     ] = None,
     model: Annotated[
         str | None, typer.Option(metavar="NAME", help="Name of the served model. Needed if the server has several.")

@@ -1,1 +1,1 @@
-"""What every command but `train` does; each module is named as the word that users type."""
+"""Every command except `train`; each module is named after the word that users type."""

@@ -54,7 +54,7 @@ def check(
     for line in (*format_summary(loaded.config, num_processes=num_processes), *notes, *of_model):
         print(f"  {line}")
     if run is not None:
-        load_resolved(run)  # raises UserError where it cannot be read
+        load_resolved(run)  # raises UserError if it cannot be read
         then = dict(compared_runs.config_values((run / RESOLVED_NAME).read_text(encoding="utf-8")))
         lines = []
         for key, (value, source) in compared_runs.config_values(resolved_yaml(loaded)):

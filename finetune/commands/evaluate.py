@@ -92,7 +92,7 @@ class EvaluationTarget:
         )
 
     def load_weights(self, model: Any) -> None:
-        """Give the model the weights of the checkpoint; those of a folder are in it already."""
+        """Give the model the weights of the checkpoint; a folder's are loaded already."""
         if self.saved is not None:
             return
         checkpoint = open_checkpoint(self.source)
@@ -139,7 +139,7 @@ def find_evaluation_target(
 
 
 def _use_arguments(run_inputs: RunInputs, loaded: LoadedConfig) -> None:
-    """Have conversations rendered with the arguments of the job, where it has some."""
+    """Have conversations rendered with the arguments of the job, if it has some."""
     tokenizer = run_inputs.processing.tokenizer
     if tokenizer is not None:
         use_arguments(tokenizer, loaded.config.data.chat_template_arguments, loaded.sources)
@@ -265,7 +265,7 @@ def measure(target: EvaluationTarget) -> Measurement:
 
 
 def _source(config: RunConfig, *, log: RunLog) -> Source:
-    """Return the validation rows; training rows are read only where they are split off from them."""
+    """Return the validation rows; training rows are read only if they are split off from them."""
     section = config.data.validation
     if section is None:
         raise UserError(

@@ -357,7 +357,7 @@ class ModelToExport:
     facts: CardFacts
     trust_remote_code: bool
     is_quantized: bool = False
-    adapter_folder: Path | None = None  # with the adapter as it is loaded, where it is in one
+    adapter_folder: Path | None = None  # with the adapter as it is loaded, if it is in one
     load_options: Mapping[str, Any] = field(default_factory=dict)  # with which the base of an adapter is found
 
 

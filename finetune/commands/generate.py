@@ -55,7 +55,7 @@ class PartialAnswers:
 
     @classmethod
     def open(cls, output: Path, settings: Any, *, column: str) -> "PartialAnswers":
-        """Return the partial answers of this command; raises UserError for those of another one. Collective."""
+        """Return the partial answers of this command; raises UserError for answers of another command. Collective."""
         parts = cls(output, output.with_name(f".{output.name}.parts"), column)
         note = parts.folder / "about.json"
         if distributed.is_main() and not note.is_file():

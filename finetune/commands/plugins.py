@@ -70,7 +70,7 @@ def _print_job(loaded: LoadedConfig) -> None:
 
 @dataclass(frozen=True)
 class PluginTest:
-    """What `finetune plugins test` runs."""
+    """The checks of `finetune plugins test`."""
 
     strategies: tuple[str, ...]
     processes: int

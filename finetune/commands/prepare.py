@@ -54,7 +54,7 @@ def prepare(path: Path, overrides: Sequence[str]) -> None:
 
 
 def prepare_data(loaded: LoadedConfig) -> Audit:
-    """Do the same for a loaded job, and return the audit."""
+    """Prepare the rows of a loaded job, and return the audit."""
     quiet_libraries(is_main=True)
     config = loaded.config
     try:

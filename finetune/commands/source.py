@@ -40,7 +40,7 @@ def _functions(loaded: LoadedConfig) -> tuple[str, ...]:
 
 
 def use_written_arguments(tokenizer: Any, written: Sequence[str]) -> None:
-    """Render prompts with these arguments (`NAME=VALUE`) of the chat template, in addition to those of the folder.
+    """Render prompts with these arguments (`NAME=VALUE`) of the chat template, in addition to the folder's.
 
     A value is JSON, or else a string. Raises UserError for an argument that the template never reads.
     """

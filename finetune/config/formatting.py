@@ -31,7 +31,7 @@ def truncate(text: str) -> str:
 
 
 def escape_variables(text: str) -> str:
-    """Return YAML whose text is read as it is, also where it has `${`."""
+    """Return YAML whose text is read as it is, also with `${` in it."""
     return text.replace("${", "$${")
 
 

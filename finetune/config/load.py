@@ -46,7 +46,7 @@ from finetune.runtime.text.redact import register_secrets
 
 
 def read_text(path: pathlib.Path, *, max_bytes: int = MAX_FILE_BYTES) -> str:
-    """Return the file's text; raises OSError with the reason, or UnicodeDecodeError where it is not UTF-8.
+    """Return the file's text; raises OSError with the reason, or UnicodeDecodeError if it is not UTF-8.
 
     Only regular files are read: reading a pipe or a device may never end.
     """

@@ -132,7 +132,7 @@ def used_entries(config: RunConfig) -> list[tuple[str, Entry]]:
 
 
 def plugin_identities(config: RunConfig) -> tuple[dict[str, str], dict[str, str]]:
-    """Return version and digest of the plugins that change the training, and of those that only observe it, by name.
+    """Return version and digest of the plugins that change the training, and of plugins that only observe it, by name.
 
     A module without entries, which may change anything, is one of the first.
     """

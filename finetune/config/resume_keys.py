@@ -1,4 +1,4 @@
-"""How a resume handles keys that differ from those of the checkpoint.
+"""How a resume handles keys that differ from the checkpoint's.
 
 Every key is in one table. A key that is in no table, such as a new key, must match.
 

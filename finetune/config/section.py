@@ -174,7 +174,7 @@ KeyLocations = Mapping[str, KeyLocation]
 
 
 def with_location(problem: Problem, sources: KeyLocations) -> Problem:
-    """Return the problem with the line or the override in which its key was written, where it was written at all."""
+    """Return the problem with the line or the override in which its key was written, if it was written at all."""
     source = sources.get(problem.key)
     if source is None or problem.line is not None or problem.source is not None:
         return problem

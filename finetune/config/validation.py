@@ -341,7 +341,7 @@ def _number(value: Any) -> float | None:
 
 
 def _yaml(value: Any) -> str:
-    """Return the value as YAML on one line, with quotes only where they are needed."""
+    """Return the value as YAML on one line, with quotes only if they are needed."""
     if isinstance(value, dict):
         return f"{{{', '.join(f'{name}: {_yaml(each)}' for name, each in value.items())}}}"
     if isinstance(value, list | tuple):

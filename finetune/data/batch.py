@@ -58,7 +58,7 @@ class Batch:
     partner_checksums: tuple[int, ...] = ()
     text_ids: tuple[int, ...] = ()  # digests of the sequences, if duplicates matter
     group_sizes: tuple[int, ...] = ()  # number of sequences of each sample, if a sample has several
-    num_slices: int = 1  # ranks that share its row; tokens, labels and counts are those of one slice
+    num_slices: int = 1  # ranks that share its row; tokens, labels and counts belong to one slice
     slice_number: int = 0
     is_copy: bool = False  # another rank computes the same batch and counts it
 
@@ -70,7 +70,7 @@ class Batch:
 
     @property
     def counted_ids(self) -> tuple[int, ...]:
-        """Return the ids of the samples that this rank counts: those of a row's first slice, and none of a copy."""
+        """Return the ids of the samples that this rank counts: all of a row's first slice, and none of a copy."""
         return () if self.slice_number or self.is_copy else self.sample_ids
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":

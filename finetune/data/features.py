@@ -15,10 +15,10 @@ LENGTHS_OF_SEQUENCES = "sequence_lengths"
 
 @dataclass(frozen=True)
 class Findings:
-    """What was noticed about a row while it was encoded, which `Counts` counts."""
+    """Observations about a row during encoding, which `Counts` counts."""
 
     flags: frozenset[str] = frozenset()  # fields of Counts that count the rows with them
-    empty_answers: int = 0  # target turns of which only the end of the turn is a target
+    empty_answers: int = 0  # target turns with nothing but the end of the turn as a target
     unread_keys: frozenset[str] = frozenset()  # of its turns: neither this package nor the chat template reads them
 
     def plus(self, other: "Findings") -> "Findings":

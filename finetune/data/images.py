@@ -282,7 +282,7 @@ def _opened(encoded: bytes) -> Iterator[Image.Image]:
 
 @cache
 def _formats() -> tuple[str, ...]:
-    """Return Pillow's formats without those that start other programs (Ghostscript) or have no reader."""
+    """Return Pillow's formats except formats that start other programs (Ghostscript) or have no reader."""
     Image.init()
     return tuple(name for name in Image.ID if name not in _NOT_READ)
 

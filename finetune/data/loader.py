@@ -1,4 +1,4 @@
-"""Data loaders: the world's microbatches in order, of which Accelerate gives rank r every world_size-th.
+"""Data loaders: the world's microbatches in order; Accelerate gives rank r every world_size-th.
 
 A rank's batches are grouped by step; on an accelerator, the next group is copied while the current one is used.
 """
@@ -268,7 +268,7 @@ class StepGroups:
     ) -> None:
         """`on_group` is called before a group is yielded, `on_step_end` when the next one is requested.
 
-        Both get the step, counted from 1, of which `first_step` have been taken before. Without a given stream, a new
+        Both get the step, counted from 1; `first_step` steps have been taken before. Without a given stream, a new
         one is created on an accelerator; on a CPU, batches are yielded unchanged.
         """
         self._batches = batches

@@ -62,7 +62,7 @@ class RawRow:
 
 
 def not_utf8(error: UnicodeDecodeError, *, num_before: int = 0) -> str:
-    """Return a message about bytes that are not valid UTF-8, of which `num_before` stand before those of the error."""
+    """Return a message about bytes that are not valid UTF-8; `num_before` bytes stand before the error's."""
     content: bytes = error.object
     position = num_before + error.start + 1
     others = {character for character in content.decode("utf-8", "replace") if not character.isascii()} - {"\ufffd"}

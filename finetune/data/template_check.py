@@ -64,7 +64,7 @@ class TemplateCheck:
     end_of_turn_tokens: tuple[int, ...]
     trains_on_end: bool  # the last target of an answer ends the turn; False without targets
     begins_with: str  # the beginning-of-sequence that the template writes; empty if it writes none
-    trained_cases: tuple[str, ...]  # those that have targets
+    trained_cases: tuple[str, ...]  # cases with targets
     refused: Mapping[str, str]  # the other cases, with the reason
     differences: tuple[PromptMismatch, ...]
     notes: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Turns of conversations, read from the shapes of many tools (`registry/turns.py`) into those of chat templates.
+"""Turns of conversations, read from the shapes of many tools (`registry/turns.py`) into the shapes of chat templates.
 
 Content is text, or a list of text and image parts as in the formats of OpenAI and Hugging Face.
 """
@@ -25,7 +25,7 @@ def read_turns(value: Any, *, title: str, with_images: bool = False) -> list[Tur
 
     The keys, roles and questions with answers of other tools (`registry.turns`), the parts of Anthropic, Bedrock and
     Gemini, and OpenAI's `function_call` are converted; words for the role `tool` and unknown roles are left to the
-    encoder, which knows those of the template. Other keys are passed on. Null values are dropped, and arguments of tool
+    encoder, which knows the template's. Other keys are passed on. Null values are dropped, and arguments of tool
     calls in JSON text are parsed, since templates expect objects. A tool call that is a turn of its own is added to the
     assistant's turn before it. With `with_images`, content may have images. Raises DataError naming the turn.
     """
@@ -65,7 +65,7 @@ def turn_keys(value: Any) -> tuple[str, ...]:
 
 
 def _separate_turns(number: int, item: Any) -> list[Turn]:
-    """Return the item, of which a question with its answer is two turns, with the keys `role` and `content`."""
+    """Return the item with the keys `role` and `content`; a question with its answer is two turns."""
     if isinstance(item, list) and len(item) == 2 and all(isinstance(text, str) for text in item):
         return [{"role": role, "content": text} for role, text in zip(("user", "assistant"), item, strict=True)]
     if not isinstance(item, dict):

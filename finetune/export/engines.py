@@ -74,7 +74,7 @@ def adapter_problems(config: Mapping[str, Any], engine: Engine) -> list[str]:
 
 
 def find_engine(name: str, *, option: str) -> Engine:
-    """Return the engine; raises UserError that lists those that the option accepts."""
+    """Return the engine; raises UserError with the engines that the option accepts."""
     engine = ENGINES.get(name)
     accepted = [each.name for each in ENGINES.values() if (each.exports if option == "--for" else each.verifies)]
     if engine is None or name not in accepted:

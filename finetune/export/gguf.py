@@ -1,7 +1,7 @@
 """Write a model and its tokenizer as one GGUF file, which llama.cpp and the programs built on it load.
 
 Each model type was compared with transformers through llama-cpp-python (`tests/export/test_gguf.py`). The keys are
-those of https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
+as in https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
 
 import json
@@ -193,9 +193,9 @@ ARCHITECTURES: Mapping[str, GGUFArchitecture] = {
 
 
 def find_architecture(config: Any) -> GGUFArchitecture:
-    """Return the architecture of the model; raises ModelError if it is not known, or computes otherwise than there."""
+    """Return the architecture of the model; raises ModelError if it is unknown, or differs from GGUF's."""
     architecture = ARCHITECTURES.get(config.model_type)
-    problem = f"`{config.model_type}` models are not among those that it writes" if architecture is None else None
+    problem = f"`{config.model_type}` is not a model type that it writes" if architecture is None else None
     if architecture is not None:
         problem = next(_differences(architecture, config), None)
     if problem is not None or architecture is None:
@@ -258,7 +258,7 @@ def _differences(architecture: GGUFArchitecture, config: Any) -> Iterator[str]:
     if rope["rope_type"] not in ("default", "linear", "yarn", "llama3"):
         yield f"positions are scaled by `{rope['rope_type']}`"
     scalar = getattr(config, "query_pre_attn_scalar", None)
-    if scalar not in (None, _head_dim(config)) and layers not in (46, 62):  # those of the 27B models
+    if scalar not in (None, _head_dim(config)) and layers not in (46, 62):  # of the 27B models
         yield f"`query_pre_attn_scalar` is {scalar} instead of the head dimension, {_head_dim(config)}"
     period = architecture.sliding_every
     expected = ["full_attention" if not period or (n + 1) % period == 0 else "sliding_attention" for n in range(layers)]

@@ -87,7 +87,7 @@ def generation_config(original: GenerationConfig, text: TextPreprocessor) -> Gen
     """Return the base's generation config with every token that ends an answer among its EOS tokens.
 
     Its values stay, even where transformers warns of one. Ids that are not control tokens of this tokenizer, such as
-    those of another vocabulary, are replaced by the tokenizer's.
+    or from another vocabulary, are replaced by the tokenizer's.
     """
     config, tokenizer = copy.deepcopy(original), text.tokenizer
     control_ids = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}

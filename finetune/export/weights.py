@@ -1,4 +1,4 @@
-"""The weights to write: those of the plain model, built on the meta device, however training wrapped it.
+"""The weights to write: the weights of the plain model, built on the meta device, however training wrapped it.
 
 They are checked against the meta model before writing, and reread after writing.
 """
@@ -63,7 +63,7 @@ def build_meta_model(model: PreTrainedModel, *, dtype: torch.dtype, untie: bool 
     """Return a model of the same class and config on the meta device: with shapes, without memory.
 
     Training wraps the model, which leaves empty, flattened or renamed parameters (ZeRO-3) or another class
-    (FSDP2). Names, shapes and ties of the meta model are those that `from_pretrained` expects. With `untie`, the output
+    (FSDP2). Names, shapes and ties of the meta model are as `from_pretrained` expects. With `untie`, the output
     embeddings are separate weights, also in the config.
     """
     config = copy.deepcopy(model.config)

@@ -78,7 +78,7 @@ def kill_child(process: "subprocess.Popen[bytes]") -> None:
     if process.poll() is None:
         with suppress(psutil.Error):
             descendants = psutil.Process(process.pid).children(recursive=True)
-    with suppress(ProcessLookupError):  # those whose parent has ended are still in its group
+    with suppress(ProcessLookupError):  # processes whose parent has ended are still in its group
         os.killpg(process.pid, signal.SIGKILL)
     for descendant in descendants:
         with suppress(psutil.Error):

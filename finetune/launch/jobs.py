@@ -47,7 +47,7 @@ class Job:
 
 
 def launch_command(job: Job, *, num_hosts: int, rank: int, address: str) -> list[str]:
-    """Return the command of the host with this number: three words of Python, then those of `accelerate launch`.
+    """Return the command of the host with this number: three words of Python, then `accelerate launch` and its words.
 
     `address` is that of the first host.
     """

@@ -22,7 +22,7 @@ with lazily():  # torch
     from torch.distributed.elastic.multiprocessing import api as elastic
 
 STOP_SECONDS = 180
-"""Time for ranks to save and end after a signal; TORCH_ELASTIC_SHUTDOWN_TIMEOUT counts where it is set."""
+"""Time for ranks to save and end after a signal; TORCH_ELASTIC_SHUTDOWN_TIMEOUT counts if it is set."""
 
 _HANDLED = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -59,7 +59,7 @@ def run_ranks(words: Sequence[str], *, num_processes: int, environment: Mapping[
 
 
 def _wait(ranks: Any) -> Any:
-    """Start the ranks and return their result; the first signal that asks to stop ends the wait for those that live."""
+    """Start the ranks and return their result; the first signal that asks to stop ends the wait for live ranks."""
     received: list[int] = []
 
     def forward(number: int, frame: FrameType | None) -> None:

@@ -69,7 +69,7 @@ def make_ranks(
 ) -> Ranks:
     """Return the ranks that the variables of these `names` (rank, world, local_rank) give.
 
-    MASTER_ADDR and MASTER_PORT are used where they are set. Otherwise the port follows from `job`, a name that all
+    MASTER_ADDR and MASTER_PORT are used if they are set. Otherwise the port follows from `job`, a name that all
     processes of one launch share. Raises UserError for numbers that contradict each other.
     """
     rank, world, local_rank = (read_count(variables, names[name]) for name in ("rank", "world", "local_rank"))
@@ -188,7 +188,7 @@ _NAMES = {"rank": "SLURM_PROCID", "world": "SLURM_STEP_NUM_TASKS", "local_rank":
 def slurm_ranks(variables: Mapping[str, str]) -> Ranks | None:
     """Return the ranks of this task; None if it is alone, or was not started by `srun`.
 
-    The variables of a step decide, never those of the job: in a batch script SLURM_PROCID is 0 and SLURM_NTASKS is the
+    The variables of a step decide, never the job's: in a batch script SLURM_PROCID is 0 and SLURM_NTASKS is the
     requested number, though one process runs. Raises UserError for a step whose variables cannot be read.
     """
     step = variables.get("SLURM_STEP_ID", "")

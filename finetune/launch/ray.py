@@ -23,7 +23,7 @@ WORKER_SETTINGS = {
     "RAY_DEDUP_LOGS": "0",  # would leave out lines of ranks that look alike
     "RAY_COLOR_PREFIX": "0",  # would write an escape sequence before each line
 }
-"""Variables of Ray Train; those that the user has set count."""
+"""Variables of Ray Train; variables that the user has set count."""
 
 HEAD_SETTINGS = {"health_check_period_ms": 1000, "health_check_timeout_ms": 3000, "health_check_failure_threshold": 3}
 """Settings of Ray's head: after how long a host counts as lost, here 3 to 12 s, by default 15 to 60 s.

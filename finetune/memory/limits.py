@@ -1,6 +1,6 @@
-"""What a microbatch size is tried with: the batch that needs the most memory, and the limits and peaks of a rank.
+"""The trial of a microbatch size: the batch that needs the most memory, and the limits and peaks of a rank.
 
-Most memory is needed by the batch with the most positions, including padding. Limits are those of a GPU, or of resident
+Most memory is needed by the batch with the most positions, including padding. The limit is a GPU's, or of resident
 memory and data segment of a process.
 """
 
@@ -280,7 +280,7 @@ def _longest_of_samples(view: DatasetView, steps: range, size: int, global_batch
     first = start // window * window
     end = first + len(range(first, stop, window)) * window
     chunk = max(1, _CHUNK_POSITIONS // window) * window
-    tops: list[tuple[int, int]] = []  # the longest sample of each window, and where it starts
+    tops: list[tuple[int, int]] = []  # the longest sample of each window, and its start
     for chunk_start in range(first, end, chunk):
         ids = order.unsorted.samples(chunk_start, min(chunk_start + chunk, end))
         longest = view.samples.lengths_of(ids).reshape(-1, window).max(axis=1)

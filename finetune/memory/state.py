@@ -67,7 +67,7 @@ class Prediction:
     parts: Mapping[str, int] = field(default_factory=dict)  # they add up to the peak
     flops_per_token: float = 0.0  # forward and backward pass, of one token of a row, padding included
     recomputed_flops_per_token: float = 0.0  # added by recomputation
-    attention_flops_per_token: float = 0.0  # of both, those of attention
+    attention_flops_per_token: float = 0.0  # of both, the share of attention
     num_adapted_features: int = 0  # inputs and outputs of all layers with an adapter
     num_parameters: int = 0
     num_trained: int = 0
@@ -244,7 +244,7 @@ def predict_memory(
 ) -> PredictMemory:
     """Return a function that predicts a rank's memory for a plan, with the peak that `finetune plan` predicted.
 
-    `unsharded_gradient_bytes` are those of an accumulation.
+    `unsharded_gradient_bytes` count the accumulated gradients.
     """
     expected, deepspeed = strategy.expected, accelerator.state.deepspeed_plugin
     is_offloaded = deepspeed is not None and offloads_optimizer(deepspeed.deepspeed_config)

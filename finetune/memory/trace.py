@@ -45,7 +45,7 @@ HEAD, BETWEEN = "backward of the head", "backward"
 FIRST, LAST = "backward of the last layer", "backward of the first layer"  # in the order of the backward pass
 
 Values = Mapping[tuple[str, ...], float]
-"""Measurements of a step by name, all of which grow linearly with the number of layers."""
+"""Measurements of a step by name; all grow linearly with the number of layers."""
 
 
 @dataclass(frozen=True)
@@ -312,9 +312,9 @@ def traced_parts(layout: Layout, step: SymbolicStep) -> dict[str, float]:
 
 
 def tensor_parallel_parts(parts: Mapping[str, float], layout: Layout, shapes: Shapes | None) -> dict[str, float]:
-    """Return the parts of a rank that shares every layer with others, from those of a rank that does not.
+    """Return the parts of a rank that shares every layer with others, from the parts of a rank that does not.
 
-    Weights and their state are divided (norms, too, which are few). Of a layer's activations, those of heads and of the
+    Weights and their state are divided (norms, too, which are few). Of a layer's activations, only heads and the
     MLP's inner features are; the residual stream and the inputs and outputs of norms are not, about 6 tensors of the
     hidden size, and of these are the ones that recomputation keeps.
     """

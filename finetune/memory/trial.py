@@ -72,7 +72,7 @@ class Trial:
     def peaks(self, batch: Batch, *, num_batches: int, memories: tuple[MemoryLimit, ...]) -> tuple[int, ...] | None:
         """Return this rank's peak for each memory limit; None if it ran out of memory.
 
-        `num_batches` is the number of microbatches of a step, all of which the task may read. Collective under a
+        `num_batches` is the number of microbatches of a step; the task may read all of them. Collective under a
         strategy that shards parameters.
         """
         model, device = self.unwrapped_model, self.accelerator.device

@@ -1,4 +1,4 @@
-"""What every peer's config needs to become a job: batch, budget, schedule, precision, adapters, cadence, strategy.
+"""Completion of every peer's config to a job: batch, budget, schedule, precision, adapters, cadence, strategy.
 
 The facts have the same names, whatever the peer calls its keys.
 """
@@ -163,7 +163,7 @@ def _adapter(draft: Draft) -> None:
         draft.put("model.adapter", path_of(draft.get("adapter_path")), "adapter_path", "adapter")
         return
     if kind != "lora":
-        draft.withdraw("model.lora", Outcome("not_needed", "no such adapter is trained there, either"))
+        draft.withdraw("model.lora", Outcome("not_needed", "no such adapter is trained in the file"))
     elif not draft.has("model.lora"):
         draft.put("model.lora", {}, "adapter")
     else:
@@ -179,7 +179,7 @@ def _precision(draft: Draft) -> None:
     if draft.has("model.dtype"):
         draft.drop("`model.dtype` is chosen by another key", "dtype")
     elif wanted is None and half == "bf16" and (trains_adapter or draft.loads_bf16):
-        draft.put("model.dtype", "bfloat16", comment="the weights are loaded in bf16 there, too")
+        draft.put("model.dtype", "bfloat16", comment="the trainer loads the weights in bf16, too")
     elif wanted == "float16" and not trains_adapter:
         draft.refuse("full fine-tuning in float16 loses small updates: write `train.precision: fp16`.", "dtype")
     elif wanted is not None:
@@ -188,7 +188,7 @@ def _precision(draft: Draft) -> None:
             draft.put("train.precision", {"bfloat16": "bf16", "float16": "fp16"}[wanted], "dtype")
     if draft.value("model.dtype") == "bfloat16" and not trains_adapter:
         draft.note(
-            "weights and moments are bf16 without a float32 copy there, and so here: small updates are lost. "
+            "weights and moments are bf16 without a float32 copy, as in the trainer: small updates are lost. "
             "`model.dtype: float32` with `train.precision: bf16` keeps them, and so does "
             "`train.optimizer.stochastic_rounding: true`."
         )
@@ -199,14 +199,14 @@ def _batch(draft: Draft) -> None:
     world = max(1, draft.gpus // draft.get("sequence_parallel", 1))
     draft.put("train.microbatch_size", micro, "micro_batch")
     if "total_batch" in draft.facts:
-        draft.put("train.global_batch_size", draft.get("total_batch"), "total_batch", comment="of all GPUs, as there")
+        draft.put("train.global_batch_size", draft.get("total_batch"), "total_batch", comment="of all GPUs")
         return
     total = micro * accumulation * world
     product = f"{micro} per GPU x {accumulation} accumulated x {world} GPU{'s' if world > 1 else ''}"
     draft.put("train.global_batch_size", total, "micro_batch", "accumulation", comment=product)
     draft.note(
-        "the batch of a step grows with the number of GPUs there, and the learning rate that suits it with it; here "
-        f"`train.global_batch_size: {total}` ({product}) is the same on any number. For N GPUs there, write `--gpus N`."
+        "the trainer's batch grows with the number of GPUs, and so does the learning rate that suits it; here "
+        f"`train.global_batch_size: {total}` ({product}) is the same on any number. For N GPUs, write `--gpus N`."
     )
 
 
@@ -218,7 +218,7 @@ def _budget(draft: Draft) -> None:
         total = per_epoch * int(epochs or 1)
         draft.put("train.steps", total, "max_steps_per_epoch", "epochs", comment=f"{per_epoch} in each epoch")
         draft.note(
-            f"each epoch stops after {per_epoch} steps there and starts over in another order; here {total} steps go "
+            f"each epoch of the trainer stops after {per_epoch} steps and starts over; here {total} steps go "
             "on through the data, so that more of it is seen."
         )
     elif epochs is not None:
@@ -233,17 +233,15 @@ def _schedule(draft: Draft) -> None:
     elif written is not None:
         draft.put("train.schedule.name", _SCHEDULES[written], "schedule")
     if written == "constant" and warmup is not None:
-        draft.drop("`constant` has no warmup there: `constant_with_warmup` has one", warmup)
-        draft.note("`constant` ignores the warmup there, and none is written here.")
+        draft.drop("the trainer's `constant` has no warmup: `constant_with_warmup` has one", warmup)
+        draft.note("the trainer's `constant` ignores the warmup, and none is written here.")
     elif warmup is not None:
         value = draft.get(warmup)
         name = "warmup_fraction" if value < 1 else "warmup_steps"
         draft.put(f"train.schedule.{name}", value if value < 1 else int(value), warmup)
-        draft.note("the first step of a warmup has a learning rate of 0 there, and of peak / warmup steps here.")
+        draft.note("the first step of a warmup has learning rate 0 in the trainer, and peak / warmup steps here.")
     if draft.value("train.schedule.name") == "constant":
-        draft.withdraw(
-            "train.schedule.final_fraction", Outcome("not_needed", "a constant rate does not decay there, either")
-        )
+        draft.withdraw("train.schedule.final_fraction", Outcome("not_needed", "a constant rate does not decay"))
 
 
 def _evaluation(draft: Draft) -> None:
@@ -252,7 +250,7 @@ def _evaluation(draft: Draft) -> None:
         is_fraction = fraction < 1
         value, comment = (fraction, "") if is_fraction else (0.05, f"{int(fraction)} rows {_ADAPT.partition(':')[0]}")
         draft.put("data.validation.fraction", value, "validation_fraction", comment=comment)
-        draft.note("the rows that are split off for validation are others than there: `run.seed` and the row decide.")
+        draft.note("other rows are split off for validation: `run.seed` and the row decide.")
     if not draft.has("data.validation"):
         draft.withdraw("evaluate", Outcome("not_needed", "without validation rows nothing is evaluated"))
         return
@@ -295,7 +293,7 @@ def _strategy(draft: Draft) -> None:
         draft.strategy = "hsdp" if is_hybrid else "fsdp2"
         facts = ("deepspeed", "fsdp", "fsdp_version", "fsdp_sharding", "fsdp_offload", "model_parallel")
         if shards and draft.get("fsdp_version", 1) == 1:
-            draft.note("FSDP1 there; fsdp2.yaml here, its successor.")
+            draft.note("FSDP1 in the file; fsdp2.yaml here, its successor.")
     elif draft.gpus > 1:
         draft.strategy = "ddp"
     if groups > 1 and draft.strategy in ("ddp", "fsdp2"):

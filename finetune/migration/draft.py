@@ -18,7 +18,7 @@ from finetune.migration.source import Leaf, PeerFile
 from finetune.runtime.text.terminal import format_json
 
 Fate = Literal["mapped", "not_needed", "not_possible", "unknown"]
-UNSET = "it is unset there, too"
+UNSET = "it is unset in the file, too"
 _SPEED_ALONE = (
     *("data.num_workers", "data.pin_memory", "data.persistent_workers", "data.prefetch_factor", "train.tf32"),
     "data.batching.padding_free",
@@ -28,7 +28,7 @@ _DEFAULTS = Path(__file__).with_name("defaults.json")
 
 @dataclass(frozen=True)
 class Outcome:
-    """What becomes of one of the peer's keys: our keys, the reason that it has none, or what to do instead."""
+    """The outcome of one of the peer's keys: our keys, the reason that it has none, or what to do instead."""
 
     fate: Fate
     text: str = ""
@@ -60,7 +60,7 @@ class Draft:
     files: dict[str, str] = field(default_factory=dict)  # to be written next to the job
     strategy: str = "single"
     is_sharded: bool = False  # by FSDP, whatever its keys say
-    loads_bf16: bool = False  # the peer loads weights in bf16 where it computes in it
+    loads_bf16: bool = False  # the peer loads weights in bf16 if it computes in it
     out_of_scope: str = ""  # the objective that is not one of ours
 
     def apply(self) -> None:
@@ -121,7 +121,7 @@ class Draft:
                 self.outcomes |= dict.fromkeys(whole.leaves, Outcome("mapped", f"the section `{section}`"))
                 self.put(key, value, comment=f"the default of {origin}")
         if speed:
-            self.note(f"what changes speed alone keeps our default, not the one there: {'; '.join(speed)}.")
+            self.note(f"what changes speed alone keeps our default, not the trainer's: {'; '.join(speed)}.")
 
     def _apply(self, leaf: Leaf, rule: Rule) -> None:
         if rule.kind == "not_needed":
@@ -130,7 +130,7 @@ class Draft:
         if rule.kind == "not_possible":
             is_harmless = is_off(leaf.value)
             fate: Fate = "not_needed" if is_harmless else "not_possible"
-            self.outcomes[leaf.key] = Outcome(fate, "it is off there, too" if is_harmless else rule.why)
+            self.outcomes[leaf.key] = Outcome(fate, "it is off in the file, too" if is_harmless else rule.why)
             return
         try:
             value = rule.convert(leaf.value)
@@ -200,7 +200,7 @@ class Draft:
             self.outcomes[leaf] = Outcome("mapped", key)
 
     def default(self, key: str, value: Any, comment: str) -> None:
-        """Write our key where it is not written yet: the peer's own default is another one."""
+        """Write our key if it is not written yet: the peer's own default is another one."""
         if key not in self.entries and key not in self.defaults:
             self.put(key, value, comment=comment)
 
@@ -209,11 +209,11 @@ class Draft:
         self._record(Outcome("mapped", text), facts)
 
     def drop(self, reason: str, *facts: str) -> None:
-        """Record that those of the facts that have no outcome yet are not needed, for this reason."""
+        """Record that the facts without an outcome are not needed, for this reason."""
         self._record(Outcome("not_needed", reason), facts)
 
     def refuse(self, instead: str, *facts: str) -> None:
-        """Record that those of the facts that have no outcome yet are not possible, and what to do instead."""
+        """Record that the facts without an outcome are not possible, and what to do instead."""
         self._record(Outcome("not_possible", instead), facts)
 
     def _record(self, outcome: Outcome, facts: Sequence[str]) -> None:
@@ -291,7 +291,7 @@ _NOT_PLAIN = ("true", "false", "null", "yes", "no", "on", "off", "y", "n")
 
 
 def yaml_value(value: Any) -> str:
-    """Return a value as YAML on one line: JSON, with quotes only where they are needed."""
+    """Return a value as YAML on one line: JSON, with quotes only if they are needed."""
     if isinstance(value, dict):
         return f"{{{', '.join(f'{yaml_value(name)}: {yaml_value(inner)}' for name, inner in value.items())}}}"
     if isinstance(value, list):
@@ -342,7 +342,7 @@ class Peer:
 
     @property
     def known_keys(self) -> frozenset[str]:
-        """Return all keys that it has: those of the table and those of its packages."""
+        """Return all its keys: from the table and from its packages."""
         groups, packages = read_defaults()["defaults"], self.header.packages
         named = [group for group in groups if group.partition(" ")[0] in packages and " _" not in group]
         own = {key for group in named for key in groups[group]}

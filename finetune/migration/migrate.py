@@ -51,7 +51,7 @@ def source_of_key(draft: Draft, key: str) -> str:
 def _header(draft: Draft, title: str) -> Iterator[str]:
     yield from _comment(f"Made by `finetune init --from {draft.file.path.name}` from a config of {title}.")
     if draft.notes:
-        yield from ("#", "# What meant something else there:")
+        yield from ("#", "# What meant something else in that trainer:")
         for note in draft.notes:
             yield from _comment(note, bullet="- ")
     for fate, head in _HEADS:
@@ -154,7 +154,7 @@ _MISSING = "does not exist"
 
 @dataclass(frozen=True)
 class Migration:
-    """What was made of a peer's file: the draft, the job's text, and the problems that its check still has."""
+    """The result of converting a peer's file: the draft, the job's text, and the problems that its check still has."""
 
     title: str
     draft: Draft
@@ -176,7 +176,7 @@ def migrate_file(path: Path, *, peer: str | None = None, gpus: int | None = None
     complete(draft)
     source.finish(draft)
     draft.write_unwritten()
-    draft.default("run.folder", f"./runs/{path.stem}", "no output folder there")
+    draft.default("run.folder", f"./runs/{path.stem}", "the file has no output folder")
     locate_inputs(draft)
     problems = _check(draft, source.header.title)
     for _ in range(_MAX_REPAIRS):

@@ -19,7 +19,7 @@ class NoCounterpart(Exception):
 
 @dataclass(frozen=True)
 class Rule:
-    """What becomes of a key: `name` is our key, or a fact that completes the job; `why` the reason that it has none."""
+    """The rule for a key: `name` is our key, or a fact that completes the job; `why` the reason that it has none."""
 
     kind: Kind
     name: str = ""
@@ -139,7 +139,7 @@ def unless_auto(value: Any) -> Any:
 
 
 def switches(value: Any) -> str:
-    """Return the switches of FSDP as text, empty where it is off."""
+    """Return the switches of FSDP as text, empty if it is off."""
     return "" if is_off(value) else str(value)
 
 
@@ -169,7 +169,7 @@ def choose(choices: Mapping[str, Any], instead: str) -> Convert:
 
 
 def modules(value: Any) -> list[str] | str:
-    """Return the modules of adapters: names, `all-linear`, or those that a regular expression ends with."""
+    """Return the modules of adapters: names, `all-linear`, or the names at the end of a regular expression."""
     if isinstance(value, str) and value.lower() in ("all", "all-linear"):
         return "all-linear"
     if isinstance(value, str) and re.search(r"[\\()|*\[]", value):
@@ -218,7 +218,7 @@ TRANSFORMS: Mapping[str, Convert] = {**_CHOICES, **{function.__name__: function 
 
 @dataclass(frozen=True)
 class Header:
-    """What a peer's file says of the peer: keys that only it has, the packages with its keys, groups of defaults."""
+    """Facts about a peer: keys that only it has, the packages with its keys, groups of defaults."""
 
     title: str
     signs: frozenset[str]
@@ -261,7 +261,7 @@ def read_table(name: str) -> Table:
 
 
 def _transform(written: str) -> Convert:
-    """Return the transform of this name; `flag:sdpa` is a switch that, where it is on, stands for `sdpa`."""
+    """Return the transform of this name; `flag:sdpa` is a switch that stands for `sdpa` when it is on."""
     name, _, value = written.partition(":")
     if name == "flag":
         return lambda switch: value if truth(switch) else "auto"

@@ -110,7 +110,7 @@ class GhostBatchNorm(_BatchNorm):
 
 
 def update_running_statistics(model: nn.Module) -> None:
-    """Update the running statistics on this rank with those of the step's groups, if there are any.
+    """Update the running statistics on this rank with the statistics of the step's groups, if there are any.
 
     Non-finite statistics are ignored: such a step is skipped, too.
     """

@@ -69,7 +69,7 @@ POOLER = "pooler"
 def unused_modules(model: nn.Module) -> tuple[str, ...]:
     """Return the names of modules whose output is unused; usually none.
 
-    These are the layers of an image encoder after the last used one, and the pooler of a model without a head, of which
+    These are the layers of an image encoder after the last used one, and the pooler of a model without a head, which
     only the hidden states are used.
     """
     has_head = getattr(model, "base_model", None) is not model

@@ -72,7 +72,7 @@ class ModelSize:
     bytes_by_dtype: Mapping[str, int]
     trained_bytes_by_dtype: Mapping[str, int]
     largest_trained_bytes: int = 0  # of one parameter
-    whole_share: float = 0.0  # of the parameters, those that tensor parallelism leaves whole on every rank
+    whole_share: float = 0.0  # share of the parameters that tensor parallelism leaves whole on every rank
 
     @property
     def lines(self) -> tuple[str, ...]:
@@ -105,7 +105,7 @@ def measure_model(model: nn.Module) -> ModelSize:
     return ModelSize(
         num_parameters=num_parameters,
         num_trained=num_trained,
-        num_adapted_modules=len({match[1] for match in matches if match}),  # not those that are fully trained
+        num_adapted_modules=len({match[1] for match in matches if match}),  # without fully trained ones
         bytes_by_dtype=dict(bytes_by_dtype),
         trained_bytes_by_dtype=dict(trained_bytes),
         largest_trained_bytes=largest,

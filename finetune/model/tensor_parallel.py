@@ -29,7 +29,7 @@ TENSOR_PARALLEL_TYPES = frozenset(
         *("phi3", "qwen2", "qwen3", "qwen3_moe", "seed_oss", "smollm3"),
     }
 )
-"""Values of `model_type` whose losses are those of one process."""
+"""Values of `model_type` with the losses of one process."""
 
 _BIASED_COLUMNS = ("glm4", "seed_oss")
 """Model types of whose layers `attention_bias` concerns only column-wise ones."""
@@ -112,7 +112,7 @@ class _SplitExperts(ParallelStyle):
 def _split_dora(layer: Any, *, mesh: DeviceMesh, placement: Placement) -> None:
     """Compute DoRA's sum (Liu et al., 2024, arXiv:2402.09353) on parts of a layer, split as its factor is placed.
 
-    A row of `W + BA`, whose norm DoRA takes, is whole where ranks share outputs; where they share inputs, they sum its
+    A row of `W + BA`, whose norm DoRA takes, is whole where ranks share outputs; if they share inputs, they sum its
     squares and draw the mask of all inputs. Otherwise it is what `DoraLinearLayer` of peft 0.21 computes.
     """
     base, down, up = layer.get_base_layer(), layer.lora_A["default"], layer.lora_B["default"]
@@ -147,7 +147,7 @@ def _split_dora(layer: Any, *, mesh: DeviceMesh, placement: Placement) -> None:
 
 
 def _split_vocabulary(model: Any, mesh: DeviceMesh) -> str | None:
-    """Split embedding and head by tokens, also where they are one tensor; return why they stay whole, or None."""
+    """Split embedding and head by tokens, also if they are one tensor; return why they stay whole, or None."""
     embedding: Any = model.get_input_embeddings()
     head: Any = model.get_output_embeddings()
     size, num_ranks = model.config.get_text_config().vocab_size, mesh.size()
@@ -182,7 +182,7 @@ def _split_vocabulary(model: Any, mesh: DeviceMesh) -> str | None:
 
 
 def _receive(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Replace the values of parameters that are not split by those of rank 0, on the mesh's device. Collective."""
+    """Replace the values of parameters that are not split by rank 0's, on the mesh's device. Collective."""
     for parameter in module.parameters():
         if not isinstance(parameter, DTensor):
             parameter.data = parameter.data.to(mesh.device_type)

@@ -1,1 +1,1 @@
-"""What a job chooses by name: a table for each, with the facts that other packages need. Imports no torch."""
+"""Choices of a job by name: a table for each, with the facts that other packages need. Imports no torch."""

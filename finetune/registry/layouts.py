@@ -95,7 +95,7 @@ class LayoutTables:
 
 
 LAYOUTS: Table[LayoutEntry] = Table("layout", LayoutEntry)
-"""The layouts of plugins, which are tried before those of this package."""
+"""The layouts of plugins, which are tried before the layouts of this package."""
 
 
 @cache

@@ -44,7 +44,7 @@ PAIRS_TASK = "finetune.task.preference:PreferenceTask"
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceLossEntry(Entry):
-    """A loss on answers, one of which is preferred.
+    """A loss on pairs of a preferred and another answer.
 
     Its implementation is a function from the scores of the chosen and of the rejected answers, both [pairs], and the
     section `task.preference` to the loss of each pair; that of a loss with a task of its own is called by that task.

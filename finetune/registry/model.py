@@ -1,4 +1,4 @@
-"""What `model:` chooses from besides weights: attention, types of adapters; and the arithmetic of `train.precision`."""
+"""Choices of `model:` besides weights: attention, types of adapters; and the arithmetic of `train.precision`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ class PeftTypeEntry(Entry):
     """A type of adapter, by peft's name in lowercase. Unlisted types run only where no strategy shards the weights."""
 
     is_merged_exactly: bool = False
-    is_proven_sharded: bool = False  # under FSDP2: losses, resume and export are those of one process
+    is_proven_sharded: bool = False  # under FSDP2: losses, resume and export as on one process
     is_proven_everywhere: bool = False  # under every strategy
     is_prompt: bool = False  # prepends learned tokens or keys to the text and changes no weights
     arguments: tuple[str, ...] = ()  # the only ones of peft's config that a job may write; empty: all

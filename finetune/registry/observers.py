@@ -1,4 +1,4 @@
-"""What observes a run: Accelerate's trackers, and the reporters and callbacks that plugins add.
+"""Observers of a run: Accelerate's trackers, and the reporters and callbacks that plugins add.
 
 A session may register other trackers with Accelerate.
 """
@@ -58,7 +58,7 @@ TRACKERS = Table(
 
 
 class Request(Flag):
-    """What a callback may ask for. Ranks agree before the next step: what one of them asks for, all of them do."""
+    """Requests of a callback. Ranks agree before the next step: all do what one of them requests."""
 
     EVALUATE = auto()  # on the validation rows, now
     SAVE = auto()  # a checkpoint, now

@@ -14,7 +14,7 @@ class OptimizerState:
 
     class_name: str
     keys: tuple[str, ...] = ()  # tensors of the parameter's shape; empty where the state has another shape
-    keys_by_setting: Mapping[str, str] = field(default_factory=dict)  # those that exist where a setting is on
+    keys_by_setting: Mapping[str, str] = field(default_factory=dict)  # keys that exist if a setting is on
     is_elementwise: bool = True  # one state element per parameter element: it may be split at any element
 
     def keys_for(self, settings: Mapping[str, Any]) -> tuple[str, ...]:
@@ -28,9 +28,9 @@ class OptimizerEntry(Entry):
 
     states: tuple[OptimizerState, ...]  # of every class that may implement it, DeepSpeed's included
     num_moments: int  # tensors of the parameter's size that it keeps
-    moment_bytes: float | None = None  # of one element; None: those of the parameter's, or of `state_dtype`
+    moment_bytes: float | None = None  # of one element; None: as the parameter's, or `state_dtype`
     reads: frozenset[str] = frozenset()  # keys of `train.optimizer` that not all optimizers read
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # of these keys, where they differ from the section's
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # of these keys, if they differ from the section's
     needs_matrices: bool = False  # whole ones: ZeRO gives flattened parts
     needs_cuda: bool = False
     may_be_offloaded: bool = False  # DeepSpeed has a version of it for the CPU

@@ -51,7 +51,7 @@ _MAX_FILES = 2_000
 
 @dataclass(frozen=True)
 class Plugin:
-    """A module that adds entries, and where it is from."""
+    """A module that adds entries, and its origin."""
 
     name: str  # as the job names it: a module, or the absolute path of a file
     module: str  # its name in Python
@@ -109,7 +109,7 @@ def plugin_entries() -> Iterator[tuple[str, Entry]]:
 def load_plugin(name: str, folder: pathlib.Path) -> tuple[Plugin, ...]:
     """Import the module, the file (relative to the folder) or all entry points of the distribution of that name.
 
-    Raises RegistryError, with the line of the plugin that failed, where it cannot be imported.
+    Raises RegistryError, with the line of the plugin that failed, if it cannot be imported.
     """
     if name.startswith((".", "/", "~")):
         return (_load_file(folder / pathlib.Path(name).expanduser()),)
@@ -125,7 +125,7 @@ def load_plugin(name: str, folder: pathlib.Path) -> tuple[Plugin, ...]:
     hint = f" A file begins with `./`: `./{name}`." if name.endswith(".py") else ""
     raise RegistryError(
         f"`{name}` is neither a module that can be imported here nor an installed distribution with plugins.{hint} "
-        "`finetune plugins list` shows those that are installed."
+        "`finetune plugins list` shows the installed ones."
     )
 
 
@@ -202,7 +202,7 @@ def _describe(module: str, *, name: str, distribution: str = "") -> Plugin:
 
 @contextmanager
 def _adding_entries(module: str, title: str) -> Iterator[None]:
-    """Import a plugin: its entries are those of the module; if it fails, none of them stays."""
+    """Import a plugin: its entries are the module's; if it fails, none of them stays."""
     for tables in TABLES.values():
         for table in tables:
             table.remove_plugin(module)

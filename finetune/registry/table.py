@@ -26,14 +26,14 @@ class Entry:
     `description` follows the name on the reference page. `implementation` is `package.module:attribute`, imported on
     first use; empty if the entry has no code. A job cannot select an internal entry. `options` is the section with the
     keys that a plugin's entry has in `plugin_options`, under its name; the implementation is then called with the
-    argument `options`, in addition to those of its table.
+    argument `options`, in addition to the table's arguments.
     """
 
     name: str
     description: str = ""
     implementation: str = ""
     is_internal: bool = False
-    plugin: str = ""  # the module that has added it; empty for those of this package
+    plugin: str = ""  # the module that has added it; empty for entries of this package
     options: Any = None  # a class of section, or None
 
     def __post_init__(self) -> None:
@@ -124,7 +124,7 @@ _option_values: dict[str, Any] = {}
 
 
 def use_options(values: Mapping[str, Any]) -> None:
-    """Make these the options of plugins from now on: those of the job that was loaded last, or that is trained."""
+    """Make these the options of plugins from now on: of the job that was loaded last, or that is trained."""
     _option_values.clear()
     _option_values.update(values)
 

@@ -30,14 +30,14 @@ class TaskEntry(Entry):
 
     head: ModelHead
     formats: tuple[str, ...]  # of the rows that it reads
-    metrics: tuple[str, ...]  # of every evaluation, except those of generated answers
+    metrics: tuple[str, ...]  # of every evaluation, without generated answers
     reads: InputKind = "text"
     sample: SampleContent = "tokens"
     section: str | None = None  # of `task`, which it alone, or with its relatives, reads
     may_share_rows: bool = False  # samples may be concatenated instead of padded
     may_be_packed: bool = False  # a position of the data order may be a pack of samples
     may_be_sliced: bool = False  # ranks may share the tokens of a row: the loss is a sum over tokens
-    may_be_split: bool = True  # a long row may become several samples, each of which is whole
+    may_be_split: bool = True  # a long row may become several whole samples
     is_chat: bool = False  # rows are rendered by a chat template
     chooses_turns: bool = False  # `data.train_on` chooses the turns that are targets
     generates: bool = False  # it can be evaluated on generated answers
@@ -166,7 +166,7 @@ TASKS = Table(
             implementation=f"{_PACKAGE}.protocol:preference_task",
             head="causal_lm",
             formats=("preference", "judged"),
-            metrics=PAIR_METRICS,  # and those of the loss
+            metrics=PAIR_METRICS,  # and the metrics of the loss
             sample="texts",
             section="preference",
             may_share_rows=True,
@@ -210,7 +210,7 @@ TASKS = Table(
             implementation=f"{_PACKAGE}.classification:TextClassificationTask",
             head="sequence_classification",
             formats=("labelled",),
-            metrics=("loss", "accuracy", "macro_f1", "micro_f1", "mcc"),  # or those of another problem type
+            metrics=("loss", "accuracy", "macro_f1", "micro_f1", "mcc"),  # or of another problem type
             sample="tokens_and_label",
             section="classification",
             may_share_rows=True,

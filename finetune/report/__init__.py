@@ -1,1 +1,1 @@
-"""Where a run is reported: console, event log, trackers."""
+"""Reports of a run: console, event log, trackers."""

@@ -89,7 +89,7 @@ class Profiled(Event):
     num_steps: int
     seconds: Mapping[str, float]
     wall_seconds: float
-    trace: str  # of this rank, a path; empty where it could not be written
+    trace: str  # of this rank, a path; empty if it could not be written
     overlapped_seconds: float = 0.0  # of communication that overlaps with computation
     ranks: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 

@@ -85,7 +85,7 @@ class Steps:
 
     @property
     def samples(self) -> np.ndarray:  # [steps], uint64
-        """Return the start of the digest of all samples consumed up to each step; 0 where it is unknown."""
+        """Return the start of the digest of all samples consumed up to each step; 0 if it is unknown."""
         return np.array(self._samples, np.uint64)
 
     @property
@@ -208,7 +208,7 @@ class RunHistory:
         return (f"{self.num_damaged_lines:,} lines of events.jsonl (skipped)",) if self.num_damaged_lines else ()
 
     def _add_event(self, event: EventFields) -> None:
-        """Add an event that is not a step; those of later versions are ignored."""
+        """Add an event that is not a step; unknown events of later versions are ignored."""
         match event["event"]:
             case "RunStarted":
                 self._start(event)

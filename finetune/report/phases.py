@@ -1,6 +1,6 @@
 """The phases of a step: a clock that records when each began, their communication in a trace, and their table.
 
-On a GPU the moments are those of the device: an event is recorded in the stream at each of them, and all are read once,
+On a GPU the moments are the device's: an event is recorded in the stream at each of them, and all are read once,
 after the window, so nothing waits for the device between them.
 
 A collective either overlaps with computation or is exposed: on a GPU, computation means kernels of other streams; on a
@@ -347,7 +347,7 @@ def spread_over_ranks(ranks: Sequence[PhaseSeconds]) -> dict[str, dict[str, floa
 def format_profile(event: Profiled) -> tuple[str, ...]:
     """Return the table, in milliseconds per step.
 
-    The phases add up to the last row in the column of this rank, but not in those of the spread.
+    The phases add up to the last row in the column of this rank, but not in the columns of the spread.
     """
     shown = {**event.seconds, WALL: event.wall_seconds}
     last = event.first_step + event.num_steps - 1

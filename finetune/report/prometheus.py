@@ -220,5 +220,5 @@ class _Server(ThreadingMixIn, WSGIServer):
 
 
 def require_client() -> Any:
-    """Return prometheus_client; raises MissingPackage where it is not installed."""
+    """Return prometheus_client; raises MissingPackage if it is not installed."""
     return require("prometheus_client", extra="monitoring", purpose="report.prometheus")

@@ -50,7 +50,7 @@ class Restart:
 
 @dataclass
 class RestartTotals:
-    """The sums over all restarts, including those that are no longer listed."""
+    """The sums over all restarts, including restarts that are no longer listed."""
 
     restarts: int = 0
     interruptions: int = 0

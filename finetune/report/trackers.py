@@ -123,7 +123,7 @@ TRACKER_RUNS_FILE = "trackers.json"
 
 
 def _read_runs(path: Path) -> dict[str, dict[str, str]]:
-    """Return the runs in the file; none where it does not exist or is damaged: the trackers start new ones."""
+    """Return the runs in the file; none if it does not exist or is damaged: the trackers start new ones."""
     try:
         return dict(parse_as(_RUNS, read_regular(path)))
     except (OSError, ValueError):

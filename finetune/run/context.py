@@ -1,4 +1,4 @@
-"""What every part of a run is handed: its config, strategy, log and paths, frozen when the run starts."""
+"""The context of every part of a run: its config, strategy, log and paths, frozen when the run starts."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,7 @@ from finetune.strategy.protocol import Strategy
 
 @dataclass(frozen=True)
 class RunPaths:
-    """Where a run writes on this machine."""
+    """The paths that a run writes on this machine."""
 
     folder: Path
 

@@ -133,7 +133,7 @@ def export_final(
     """Gather the weights and write them on rank 0, unless they were written already. Collective.
 
     `load_best` loads the best weights into the model, and returns the progress that they had.
-    An adapter's base is written only where it exists nowhere else, or where the adapter is merged into it.
+    An adapter's base is written only if it exists nowhere else, or where the adapter is merged into it.
     """
     paths, prepared = RunPaths(Path(loaded.config.run.folder)), built.prepared
     is_there = distributed.is_main() and is_exported(paths.folder, step=progress.step, section=loaded.config.export)

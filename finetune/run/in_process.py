@@ -48,7 +48,7 @@ def train_in_process(
     accelerate_file: Path | None = None,
     launch_variables: Mapping[str, str] = MappingProxyType({}),
 ) -> RunResult:
-    """Train the job in this process, one of those that were launched, and return the result on all ranks. Collective.
+    """Train the job in this process, one rank of a launch, and return the result on all ranks. Collective.
 
     `launch_variables` are the ranks, where `srun` or `mpirun` has set none. Everything else is as for `finetune train`;
     errors are raised. Raises UserError for a job with `run.on_end`.
@@ -188,7 +188,7 @@ _ATTENTION_KERNELS = ("flash_sdp", "mem_efficient_sdp", "math_sdp", "cudnn_sdp")
 
 @contextmanager
 def _random_states() -> Iterator[None]:
-    """Restore Python's, NumPy's and torch's; of CUDA where it was in use already."""
+    """Restore Python's, NumPy's and torch's; of CUDA if it was in use already."""
     python, array, host = random.getstate(), np.random.get_state(), torch.get_rng_state()
     cuda = cast(Any, torch.cuda)
     devices = cuda.get_rng_state_all() if cuda.is_initialized() else []

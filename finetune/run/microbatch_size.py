@@ -81,7 +81,7 @@ class _Tries:
     def run(self, size: int) -> _Tried:
         """Try the longest batch of this size. Collective.
 
-        Raises UserError where it does not fit and parameters are sharded.
+        Raises UserError if it does not fit and parameters are sharded.
         """
         longest = find_longest_batch(
             self.context.config,
@@ -129,7 +129,7 @@ class _Tries:
 def resolve_microbatch_size(restored: RestoredRun) -> RestoredRun:
     """Return the run with the number that `auto` resolves to, after the longest batch to come was tried. Collective.
 
-    Raises UserError where it does not fit into memory. The run has its weights, those of a checkpoint included.
+    Raises UserError if it does not fit into memory. The run has its weights, a checkpoint's included.
     """
     context, built, first_step = restored.context, restored.built, restored.progress.step
     if first_step >= built.plan.num_steps:
@@ -261,7 +261,7 @@ def _sizes_after(record: MicrobatchRecord, context: RunContext, sizes: Sequence[
         return sizes
     context.log(
         f"{KEY}: auto: {size} was found under {record.strategy} on {record.processes} processes with other settings or "
-        f"more free memory than now; it is tried again, and a smaller one is taken where it does not fit"
+        f"more free memory than now; it is tried again, and a smaller one is taken if it does not fit"
     )
     return [other for other in sizes if other <= size]
 

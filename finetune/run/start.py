@@ -188,7 +188,7 @@ def use_expandable_segments(variables: MutableMapping[str, str] = os.environ) ->
 
 
 def has_virtual_memory() -> bool:
-    """Return whether there are NVIDIA GPUs, all of which can map memory: virtual ones of some clouds cannot."""
+    """Return whether there are NVIDIA GPUs and all can map memory: virtual ones of some clouds cannot."""
     try:
         driver = ctypes.CDLL("libcuda.so.1") if sys.platform == "linux" else None
     except OSError:

@@ -56,12 +56,12 @@ class Supervision:
     on_end: EndCommand
 
     def gather_peers(self) -> None:
-        """Learn which processes belong to the run, so that one that exits unexpectedly can be named. Collective."""
+        """Exchange process ids so that a crashed rank can be named. Collective."""
         self.process_exit.peers = gather_peers()
         self.status.add({"ranks": list(map(asdict, self.process_exit.peers))})
 
     def begin_training(self) -> None:
-        """Leave it to the loop from now on to stop; a failure is one of training."""
+        """Leave stop signals to the loop from now on; a failure counts as a failure of training."""
         self.signals.interrupts_start = False
         self.watchdog.begin_training()
 

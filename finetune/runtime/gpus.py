@@ -82,7 +82,7 @@ def nearest_names(name: str, *, table: Path | None = None) -> list[str]:
 
 
 def gpu_models(table: Path | None = None) -> Sequence[GpuModel]:
-    """Return all GPU models: those of the user's file first, then the package's. Raises UserError for invalid files."""
+    """Return all GPU models: first from the user's file, then the package's. Raises UserError for invalid files."""
     return (*(_read(table) if table is not None else ()), *_read(_OWN_TABLE))
 
 

@@ -106,7 +106,7 @@ def tensor_group() -> TensorGroup:
 
 
 def shared_input(inputs: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return the inputs, of which every rank uses all; their gradient is the sum of the ranks'."""
+    """Return the inputs, all used by every rank; their gradient is the sum of the ranks'."""
     local: Tensor = DTensor.from_local(inputs, mesh, [Replicate()], run_check=False).to_local(
         grad_placements=[Partial()]
     )
@@ -114,14 +114,14 @@ def shared_input(inputs: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def gathered(part: Tensor, mesh: DeviceMesh, placement: Placement) -> Tensor:
-    """Return the whole of which every rank has a part: a summand, or a slice."""
+    """Return the whole tensor from each rank's part: a summand, or a slice."""
     part_of_all = DTensor.from_local(part, mesh, [placement], run_check=False)
     whole: Tensor = part_of_all.redistribute(placements=[Replicate()]).to_local()
     return whole
 
 
 class SplitHead(nn.Linear):
-    """A head of which every rank has the rows of its part of the vocabulary; its output is gathered from all of them.
+    """A head split by rows of the vocabulary over the ranks; its output is gathered from all of them.
 
     A loss that needs no gathered logits reads the rows themselves (`task/lm_loss/head.py`).
     """
@@ -142,7 +142,7 @@ class SplitHead(nn.Linear):
 
 @dataclass(frozen=True)
 class VocabularyPart:
-    """The tokens of a vocabulary whose logits this rank computes; the ranks of the group compute those of all.
+    """The tokens of a vocabulary whose logits this rank computes; the ranks of the group compute all of them.
 
     Ranks exchange three numbers per target, and no logits (Shoeybi et al., 2019, arXiv:1909.08053).
     """
@@ -163,7 +163,7 @@ class VocabularyPart:
         return highest + self.reduce_((own - highest).exp_()).log_()
 
     def locate(self, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the labels' columns in this rank's logits, 0 for those of other ranks, and which are its own."""
+        """Return the labels' columns in this rank's logits, 0 for other ranks' labels, and which are its own."""
         columns = labels - self.first
         is_own = (columns >= 0) & (columns < self.size)
         return columns.where(is_own, 0), is_own
@@ -182,7 +182,7 @@ class SampleLengths:
     """The number of tokens of each sample of the row, as integers on the host: no host-device synchronization.
 
     Not a tuple: a compiler would specialize on its length and recompile for every number of samples. If the model gets
-    one of several equal slices of the row, the lengths are those of the whole row.
+    one of several equal slices of the row, the lengths belong to the whole row.
     """
 
     __slots__ = ("num_slices", "values")

@@ -39,7 +39,7 @@ _UNSUPPORTED: Mapping[str, tuple[tuple[str, ...], str]] = {
 
 @dataclass(frozen=True)
 class Translation:
-    """What becomes of FSDP1's settings; those that are not named here mean the same under FSDP2."""
+    """The translation of FSDP1's settings; all others mean the same under FSDP2."""
 
     reshards: bool  # fsdp_reshard_after_forward
     removed: tuple[str, ...]  # keys
@@ -55,7 +55,7 @@ def to_fsdp2(settings: Mapping[str, Any]) -> Translation:
 fsdp_reshard_after_forward: false. Without effect: fsdp_use_orig_params. `accelerate to-fsdp2` rewrites the file.
     """
     reshards, changes, problems = True, [], []
-    for key in (_STRATEGY, _RESHARD):  # the launcher sets both, of which one is its default
+    for key in (_STRATEGY, _RESHARD):  # the launcher sets both, one of them by default
         written = str(settings.get(key, True)).upper()
         name = _NUMBERS.get(written, written)
         if name in _RESHARDS:
@@ -77,7 +77,7 @@ fsdp_reshard_after_forward: false. Without effect: fsdp_use_orig_params. `accele
 def use_fsdp2(variables: MutableMapping[str, str]) -> list[str]:
     """Replace the launcher's variables for FSDP1 by those for FSDP2, and return a sentence that names them.
 
-    Where they are not set, nothing changes. Raises StrategyError with every setting that FSDP2 does not support.
+    If they are not set, nothing changes. Raises StrategyError with every setting that FSDP2 does not support.
     """
     if not is_true(variables, "ACCELERATE_USE_FSDP") or variables.get("FSDP_VERSION") == "2":
         return []
@@ -92,7 +92,7 @@ def use_fsdp2(variables: MutableMapping[str, str]) -> list[str]:
 
 
 def fsdp1_in_file(values: Mapping[str, Any]) -> Translation | None:
-    """Return the translation of an accelerate file's settings for FSDP1; None where it has none."""
+    """Return the translation of an accelerate file's settings for FSDP1; None if it has none."""
     section = values.get("fsdp_config")
     written = section.items() if isinstance(section, Mapping) else ()
     settings = {f"fsdp_{str(key).removeprefix('fsdp_')}": value for key, value in written}

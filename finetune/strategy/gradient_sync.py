@@ -7,7 +7,7 @@ gradient.
 
 Experts that are separate modules need a gradient on every rank. If all experts of a layer are one parameter, as in
 nearly every model of transformers 5, each rank uses all of it and nothing applies. If they are modules in a list
-(Switch Transformers, NLLB, code from the hub), ranks call only those that their tokens are routed to: DDP and FSDP2
+(Switch Transformers, NLLB, code from the hub), ranks call only the experts of their tokens: DDP and FSDP2
 wait for gradients that only some ranks have, and ZeRO-3 gathers parameters that other ranks do not request.
 """
 

@@ -41,7 +41,7 @@ PIPELINE = Unsupported(
 )
 EXPERT = Unsupported(
     "expert parallelism",
-    "its gradients and checkpoints are not those of data parallelism (transformers#48208)",
+    "its gradients and checkpoints differ from data parallelism (transformers#48208)",
     "Remove it: FSDP2 and ZeRO-3 shard experts like all parameters. For token routing, use Megatron-LM, "
     "torchtitan or DeepSpeed-MoE",
 )

@@ -192,7 +192,7 @@ def prefetch_fsdp2_layers(accelerator: Accelerator, model: nn.Module) -> None:
 
 
 def reset_deepspeed() -> None:
-    """Have DeepSpeed, where it is imported, forget the process groups of an engine; the next one makes its own.
+    """Have DeepSpeed, if it is imported, forget the process groups of an engine; the next one makes its own.
 
     It keeps them in globals and goes on using groups that are destroyed (`cdb` in comm/comm.py, utils/groups.py, 0.19).
     """
@@ -218,7 +218,7 @@ def set_default_group_timeout(timeout: timedelta) -> None:
 
     `new_group` and `init_device_mesh` take a constant then, not the default group's timeout: 10 minutes for NCCL
     (`_get_default_timeout` in torch/distributed/distributed_c10d.py, 2.11 to 2.13). DeepSpeed reduces gradients over
-    such a group (`_clone_world_group` in utils/groups.py, 0.19), and HSDP over those of its mesh.
+    such a group (`_clone_world_group` in utils/groups.py, 0.19), and HSDP over its mesh's.
     """
     for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
         _require_internals(distributed_c10d, name, package="torch")
@@ -249,7 +249,7 @@ def warm_up_ddp_buckets(accelerator: Accelerator, model: nn.Module, *, loss: Cal
 def keep_ddp_buffers_local(model: nn.Module) -> None:
     """Have DDP leave buffers alone in forward passes: by default it sends rank 0's before each (torch 2.13).
 
-    No model here needs it: the running statistics of batch norms are summed where they are read
+    No model here needs it: the running statistics of batch norms are summed when they are read
     (`model/batch_norm.py`), and what else is a buffer is constant, as `inv_freq`, or follows from the rank's own batch,
     as with dynamic rotary embeddings. DDP has sent all of them once when it was built. Other models are left alone.
     """
@@ -296,7 +296,7 @@ def zero_bucket_sizes(*, num_trained: int, width: int, stage: int) -> Mapping[st
 
 
 def reduce_zero_buckets_in_place(accelerator: Accelerator) -> None:
-    """Have ZeRO-1 and -2 all-reduce each bucket where it lies; call it before the model is prepared.
+    """Have ZeRO-1 and -2 all-reduce each bucket in place; call it before the model is prepared.
 
     By default (`reduce_scatter: true`) DeepSpeed copies the whole bucket, all-reduces the copy and copies this rank's
     share back (`allreduce_and_copy_with_multiple_ranks`, 0.19): nothing less is sent, and another bucket of memory is

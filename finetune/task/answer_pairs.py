@@ -199,7 +199,7 @@ class RewardTask(AnswerPairsTask):
     def __init__(self, context: TaskContext) -> None:
         self.section = context.section.reward
         super().__init__(context, margin=self.section.use_margin)
-        # the padding token is that by which the model finds the last other token, where it computes the score
+        # the model finds the last token before the padding by this token when it computes the score
         self.head_values = {"num_labels": 1, "pad_token_id": self.pad_id}
         (outcome,) = self.encode([_SAMPLE])
         if isinstance(outcome, Features):  # else the template cannot render such a conversation

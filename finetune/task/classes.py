@@ -1,4 +1,4 @@
-"""What the classification tasks share: classes and their weights, summed losses, padding."""
+"""Shared parts of the classification tasks: classes and their weights, summed losses, padding."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -75,7 +75,7 @@ class WeightedClasses:
         return class_head_values(self.classes.names)
 
     def weight_tensor(self, device: torch.device) -> Tensor | None:
-        """Return the weights, [classes], on the device, where they stay: they are copied there once."""
+        """Return the weights, [classes], on the device: they are copied there once."""
         if self.weights is None:
             return None
         if device not in self._on_device:
@@ -143,7 +143,7 @@ def find_classes(context: TaskContext, labels_of: LabelsOf) -> WeightedClasses:
             "Map another column with `columns: {label: ...}`, or write `task.classification.labels`."
         )
     if is_vector:
-        lines += (f"data.train: every list of labels has {length} numbers, 0 or 1, each of which is a class",)
+        lines += (f"data.train: every list of labels has {length} numbers, 0 or 1, and each position is a class",)
     class_counts = [counts.get(name, 0) for name in names]
     if is_balanced:
         weights = positive_weights(class_counts, found.num_rows) if is_multi else balanced_weights(class_counts)
@@ -183,7 +183,7 @@ def _count_labels(context: TaskContext, labels_of: LabelsOf, *, vector: Sequence
 def _vector_length(context: TaskContext, labels_of: LabelsOf) -> int:
     """Return the length of all lists of labels if they are 0 or 1 for each class; 0 if they are names of classes.
 
-    Where they could be lists of the classes 0 and 1, one has a value twice, or two have both values in another order.
+    To rule out lists of the classes 0 and 1, one has a value twice, or two have both values in another order.
     """
     first, is_clear = None, False
     for row in context.rows():
@@ -198,7 +198,7 @@ def _vector_length(context: TaskContext, labels_of: LabelsOf) -> int:
 
 
 def _no_labels(names: Iterable[str], texts: Collection[str]) -> set[str]:
-    """Return those of the names that mean "no label": -1 and -100 next to numbers from 0, or numbers next to texts.
+    """Return the names that mean "no label": -1 and -100 next to numbers from 0, or numbers next to texts.
 
     The classes -1 and 1 are a pair.
     """

@@ -126,7 +126,7 @@ class DistillationTask(SftTask):
         return {"loss_sum": sums["loss_sum"], **{name: sums[name].detach() for name in ("cross_entropy", "divergence")}}
 
     def metric_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        """Return the same sums, `num_targets` and `num_correct`."""
+        """Return the sums together with `num_targets` and `num_correct`."""
         labels = targets_of(batch).labels
         teacher_targets: tuple[Tensor, Tensor | None]  # log-probabilities, and the tokens that they are for
         if self.section.cache:

@@ -60,7 +60,7 @@ class GenerationEvaluator:
         own = list(self.prompts[distributed.rank() // size :: num_groups])
         num_prompts_per_rank = -(-len(self.prompts) // num_groups)
         answered: list[tuple[int, ...]] = []
-        # prompts with images, and those of a model with prompt learning, are generated one by one
+        # prompts with images, and prompts of a model with prompt learning, are generated one by one
         has_images = any(prompt.inputs for prompt in self.prompts)
         batch_size = 1 if has_images or has_prompt_learning(model) else self.section.batch_size
         for start in range(0, num_prompts_per_rank, batch_size):
@@ -141,7 +141,7 @@ def generate(
 ) -> list[list[int]]:
     """Return the tokens with which the model continues each prompt greedily, up to and including the first stop token.
 
-    `processors` change the logits of which the highest is taken; they may sample by that.
+    `processors` change the logits before the highest is taken; they may sample by that.
     Prompts of text form one batch; a prompt with images, or for a model with prompt learning, must be a batch of its
     own. Every forward pass goes through the model's wrappers, and every rank runs as many as the longest answer of all
     ranks needs. The model's own generation settings (sampling, penalties, forced tokens) are ignored. The caller sets

@@ -104,7 +104,7 @@ REFERENCE_POINT = "reference_point"
 class KtoTask(PreferenceTask):
     """Make good answers more likely and bad ones less likely. One judged answer is one target; a pair has two.
 
-    The reference's log-probabilities are those of the answers, and of the mismatched answers (of other prompts).
+    The reference scores the answers, and the mismatched answers (of other prompts).
     """
 
     def collate(self, features: Sequence[Features]) -> Batch:
@@ -207,7 +207,7 @@ def dpo(chosen: Tensor, rejected: Tensor, section: PreferenceSection) -> Tensor:
     """Return `-(1 - e) log s(beta m) - e log s(-beta m)` of the difference `m` of both ratios.
 
     DPO: Rafailov et al., 2023, arXiv:2305.18290, equation 7; with label smoothing e it is conservative DPO (Mitchell,
-    2023, "A note on DPO with noisy preferences"), of which a share e of the pairs is the wrong way round. Of summed
+    2023, "A note on DPO with noisy preferences"), with a share e of flipped pairs. Of summed
     log-probabilities instead of ratios, it is CPO's first term (Xu et al., 2024, arXiv:2401.08417, equation 3).
     """
     beta, smoothing, margin = section.beta, section.label_smoothing, chosen - rejected

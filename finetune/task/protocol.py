@@ -1,4 +1,4 @@
-"""What a task does, with defaults: encodes rows to features, collates features, computes the loss of a batch.
+"""The interface of a task, with defaults: it encodes rows to features, collates features, computes the loss of a batch.
 
 Every task is built from a `TaskContext`.
 """

@@ -120,7 +120,7 @@ SCORE_FUNCTIONS: Mapping[ScoreFunction, Callable[[Tensor], Tensor]] = {
 
 def _recorded_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
     """Yield the name and module of every router, and the index of the logits in its output."""
-    classes: dict[type, int] = {}  # those whose router logits are recorded; the default index of the logits is 1
+    classes: dict[type, int] = {}  # modules whose router logits are recorded; the default index of the logits is 1
     for module in model.modules():
         recorded = (getattr(type(module), "_can_record_outputs", None) or {}).get(RECORDED, ())
         for recorder in recorded if isinstance(recorded, list | tuple) else (recorded,):
@@ -187,7 +187,7 @@ STEP_TOTALS = "router_totals"
 def load_balancing_loss(tokens: Tensor, probability_sums: Tensor, *, top_k: int) -> Tensor:
     """Return `E * sum_e f_e P_e` for the token counts and probability sums of E experts, both [experts].
 
-    If the probabilities are those of some of the tokens, the result is their contribution to the loss.
+    With the probabilities of some tokens only, the result is their contribution to the loss.
     """
     pool = tokens.sum() / top_k  # layers x tokens
     return len(tokens) * (tokens / pool * probability_sums).sum() / pool
@@ -339,7 +339,7 @@ class RoutedTask:
 def _step_totals(tokens: Tensor, batches: Sequence[Batch]) -> Tensor:
     """Return the token counts per expert and the number of targets, over all ranks, [experts + 1]. Collective.
 
-    `tokens` are those of the batches, which no other rank counts again.
+    `tokens` are the batches' tokens, which no other rank counts again.
     """
     num_targets = torch.full(
         (1,), sum(batch.num_targets for batch in batches), dtype=tokens.dtype, device=tokens.device

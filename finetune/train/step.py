@@ -91,7 +91,7 @@ def start_step_counts(
 ) -> Callable[[], StepCounts]:
     """Start one all-reduce of the group's counts and the stop requests; return a function that waits for the sums.
 
-    The function raises TrainingError if the samples are damaged or not those of this step. Both are collective.
+    The function raises TrainingError if the samples are damaged or belong to another step. Both are collective.
     """
     delivery = parts.deliveries.received(group)
     wait_for_sums = distributed.start_sum_counts(
@@ -116,8 +116,8 @@ def start_step_counts(
         samples = join_uint64(low, high)
         if samples != parts.deliveries.expected(step):
             raise TrainingError(
-                f"the samples of step {step + 1} are not those that the data order assigns to it, because of a bug in "
-                "finetune or a data loader. The step was not taken. Please report it."
+                f"the samples of step {step + 1} differ from the data order's, because of a bug in finetune or a data "
+                "loader. The step was not taken. Please report it."
             )
         request = stop_request_of(stop_counts)
         return StepCounts(num_targets, num_tokens, samples, request, has_news=num_news > 0, is_slow=num_slow > 0)
@@ -142,7 +142,7 @@ def forward_backward(
     accelerator, losses = parts.accelerator, []
     accumulate = partial(accumulate_gradients, accelerator, parts.model, reduces=parts.reduces_every_microbatch)
     others: dict[str, Tensor] = {}
-    # Every backend averages over ranks; those that share weights are one.
+    # Every backend averages over ranks; ranks that share weights count as one.
     scale = accelerator.num_processes / tensor_group().size / max(1, num_targets)
     for number, batch in enumerate(parts.task.prepare_step(parts.model, group)):
         is_last = number == len(group) - 1
@@ -251,7 +251,7 @@ class CountedGroups:
     def start_next_count(self, step: int, *, counts: StepCounts) -> None:
         """Start to count the group of this step, unless it may never be taken, or steps are slow. Collective.
 
-        `counts` are those of the step before it. The first step of a start is over when the second group is requested,
+        `counts` belong to the step before it. The first step of a start is over when the second group is requested,
         and an evaluation may end the run: after either, nothing is started.
         """
         parts = self._parts

@@ -5,7 +5,7 @@ the update (`found_inf`, the protocol of `torch.amp.GradScaler`), and the host r
 
 `UpdateInBackward` updates every parameter as soon as its gradient is complete, and then frees the gradient, so only a
 few gradients exist at a time (LOMO: Lv et al., 2023, arXiv:2306.09782; here with any optimizer, not only SGD). Results
-equal those of the ordinary step. The gradient norm is not known before the first update of a step, so nothing is
+equal the ordinary step's. The gradient norm is not known before the first update of a step, so nothing is
 clipped, and a non-finite gradient is detected only when it is computed.
 """
 
@@ -169,7 +169,7 @@ class Update:
         return norm
 
     def _clip_split(self, gradients: list[Tensor]) -> Tensor:
-        """Clip gradients of which some are split over the ranks that share weights. Collective."""
+        """Clip gradients; some are split over the ranks that share weights. Collective."""
         split = [gradient.to_local() for gradient in gradients if isinstance(gradient, DTensor)]
         whole = [gradient for gradient in gradients if not isinstance(gradient, DTensor)]
         local_norm = torch.nn.utils.get_total_norm(split).to(self._accelerator.device)  # on the CPU if none is split
@@ -215,8 +215,8 @@ class UpdateInBackward(Update):
     """Steps the optimizer one parameter at a time; every parameter has its own group (`one_group_per_parameter`)."""
 
     nonfinite_effect = (
-        "If the loss itself is not finite, this step has not changed the weights. Otherwise it has changed those whose "
-        "gradients came first (train.optimizer.in_backward): resume from the last checkpoint."
+        "If the loss itself is not finite, this step has not changed the weights. Otherwise it has changed the weights "
+        "whose gradients came first (train.optimizer.in_backward): resume from the last checkpoint."
     )
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, optimizer: Any) -> None:

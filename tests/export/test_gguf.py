@@ -71,7 +71,7 @@ def test_scaled_positions_are_in_the_metadata():
         ("gemma2", {"query_pre_attn_scalar": 24}, "`query_pre_attn_scalar` is 24"),
         ("gemma2", {"layer_types": ["full_attention"] * 2}, "sliding window of 64 otherwise"),
         ("mistral", {"sliding_window": 128}, "sliding window of 128 otherwise"),
-        ("bert", {}, "`bert` models are not among"),
+        ("bert", {}, "`bert` is not a model type"),
     ],
 )
 def test_a_model_that_llama_cpp_computes_otherwise_is_refused(model_type, values, reason):
@@ -259,6 +259,6 @@ def test_tokens_template_and_ends_of_answers_are_in_the_file(tmp_path):
 
 
 def test_an_unknown_model_is_refused_with_the_converters_command_and_leaves_no_file(tmp_path):
-    with pytest.raises(ModelError, match=r"(?s)`gpt2` models are not among .*convert_hf_to_gguf\.py"):
+    with pytest.raises(ModelError, match=r"(?s)`gpt2` is not a model type .*convert_hf_to_gguf\.py"):
         written(tmp_path, "gpt2")
     assert list(tmp_path.glob("*.gguf*")) == []

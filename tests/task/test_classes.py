@@ -92,7 +92,7 @@ VECTORS = {
 def test_lists_of_0_and_1_with_a_value_twice_are_vectors_of_classes_and_this_is_logged(data, name):
     found = several(VECTORS[name], data)
     assert (found.classes.names, found.counts, found.is_vector) == (("0", "1", "2"), (1, 1, 1), True)
-    assert found.lines == ("data.train: every list of labels has 3 numbers, 0 or 1, each of which is a class",)
+    assert found.lines == ("data.train: every list of labels has 3 numbers, 0 or 1, and each position is a class",)
     again = find_classes(materials([], data, facts=found.data_facts.values, kind="multi_label"), of_row)
     assert again.is_vector
 

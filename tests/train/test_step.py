@@ -357,7 +357,7 @@ def test_damaged_samples_stop_the_run_before_its_weights_change(damaged, problem
 def test_samples_of_another_step_stop_the_run():
     handed = Handed()
     handed.expected = lambda step: samples_checksum([0], [0])
-    with pytest.raises(TrainingError, match="are not those that the data order assigns to it"):
+    with pytest.raises(TrainingError, match="differ from the data order's"):
         train(parts_of(2, deliveries=handed), Progress())
 
 

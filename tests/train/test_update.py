@@ -155,7 +155,7 @@ def test_a_nonfinite_gradient_prevents_later_updates_in_the_backward_pass():
     changed = {name for name, each in model.named_parameters() if not torch.equal(each, before[name])}
     assert changed == {"layers.0.2.weight", "layers.0.2.bias"}
     assert "has not changed the weights" in one.nonfinite_effect
-    assert "it has changed those whose gradients came first" in one.nonfinite_effect
+    assert "it has changed the weights whose gradients came first" in one.nonfinite_effect
 
 
 def test_parameter_groups_of_one_tensor_are_logged_together():

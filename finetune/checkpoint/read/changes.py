@@ -1,4 +1,4 @@
-"""Changes since the run that wrote a checkpoint, and the refusal of those that affect the result. No torch."""
+"""Changes since the run that wrote a checkpoint, and the refusal of changes that affect the result. No torch."""
 
 import json
 from collections.abc import Mapping, Sequence

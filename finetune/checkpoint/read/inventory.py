@@ -252,7 +252,7 @@ def count_tensors(entry: CheckpointEntry) -> list[TensorCount]:
 
 
 def _size_bytes(folder: Path) -> int:
-    """Return the size of all files; those that a running save removes are not counted."""
+    """Return the size of all files; files that a running save removes are not counted."""
     size = 0
     for path in folder.rglob("*"):
         with suppress(OSError):

@@ -179,7 +179,7 @@ class StateAccess:
         return False
 
     def read_scalars(self) -> Scalars:
-        """Return the numbers in the optimizer's state of parameters of which this rank has elements."""
+        """Return the numbers in the optimizer's state of the parameters in which this rank has elements."""
         scalars: Scalars = {}
         for name, shard in self._shards.items():
             if shard.is_replicated or shard.start < shard.stop:
@@ -251,7 +251,7 @@ class StateAccess:
         return getattr(tensor, part) if part else tensor
 
     def _tensors(self, shard: ShardView) -> dict[str, Tensor]:
-        """Return the tensors by key; those that make up a quantized one as `exp_avg.codes`, `exp_avg.scale`, ..."""
+        """Return the tensors by key; the components of a quantized one as `exp_avg.codes`, `exp_avg.scale`, ..."""
         tensors: dict[str, Tensor] = {}
         for key, value in self._state(shard).items():
             if not isinstance(value, Tensor) or _is_number(key, value, shard):

@@ -57,7 +57,7 @@ def create_empty_state(optimizer: torch.optim.Optimizer) -> None:
 def expected_state_keys(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
     """Return the keys of the state that the optimizer will keep for each element of a parameter.
 
-    Empty for unknown optimizers, and for those that keep less per element (Adafactor, 8-bit AdamW).
+    Empty for unknown optimizers, and for optimizers that keep less per element (Adafactor, 8-bit AdamW).
     """
     average = (AVERAGE,) if any(AVERAGE_DECAY in group for group in optimizer.param_groups) else ()
     return (*state_of_class(type(optimizer).__name__).keys_for(optimizer.defaults), *average)

@@ -275,7 +275,7 @@ def rehearse(
     """
     access.begin_reading()
     existing = agree_on_records(access)
-    # With those of the state that the optimizer's first update will create.
+    # Includes the state that the optimizer's first update will create.
     keys, updated = access.expected_state_keys(), {record.name for record in existing if record.part == "optimizer"}
     expected = []
     for record in existing:

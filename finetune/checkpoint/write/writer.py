@@ -57,7 +57,7 @@ Register = Callable[[int, int], None]
 
 
 def pinned_size(size_bytes: int) -> int:
-    """Return the memory of a buffer of this size: whole pages, of which only its own are locked.
+    """Return the memory of a buffer of this size: whole pages; only its own are locked.
 
     >>> pinned_size(1) // PAGE_BYTES, pinned_size(8 * PAGE_BYTES) // PAGE_BYTES
     (2, 9)
@@ -142,7 +142,7 @@ class StateSource:
         return Contents(step, planned, tensors, scalars, deepcopy(dict(progress)))
 
     def rehearse(self, planned: Sequence[PlannedFile], *, existing: frozenset[TensorRecord]) -> None:
-        """Allocate the buffers of all planned tensors, and gather those that already exist. Collective."""
+        """Allocate the buffers of all planned tensors, and gather the existing ones. Collective."""
         if self._copies:
             run_on_all_ranks(partial(self._allocate, planned))
         files = [replace(file, records=tuple(filter(existing.__contains__, file.records))) for file in planned]

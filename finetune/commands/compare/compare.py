@@ -80,7 +80,7 @@ Verdict = Literal["bitwise equal", "equal within rounding", "same within noise",
 
 @dataclass(frozen=True)
 class Agreement:
-    """The comparison of a run's losses with those of the first run."""
+    """The comparison of a run's losses with the first run's."""
 
     verdict: Verdict
     sentence: str

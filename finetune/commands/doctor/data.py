@@ -51,7 +51,7 @@ class LoaderMeasurement:
 
 
 _ENDLESS = 1 << 40
-"""The number of steps of a loader of which only the first are used."""
+"""The number of steps of a loader; only the first are used."""
 
 
 def examine_loader(path: Path, overrides: Sequence[str], *, num_rounds: int, seconds: float) -> None:

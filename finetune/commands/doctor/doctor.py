@@ -88,7 +88,7 @@ def examine(
 
 
 def _report(facts: Facts, loaded: LoadedConfig | None, *, as_json: bool) -> int:
-    """Print the facts, with those of the job, and the findings; return the exit code."""
+    """Print the facts, including the job's, and the findings; return the exit code."""
     if loaded is not None:
         facts = replace(facts, job=job_facts.gather(loaded))
     findings = check_facts(facts)
@@ -270,7 +270,7 @@ def _host_lines(host: HostFacts) -> Iterator[tuple[str, str]]:
     maximum = system.memory_limit_bytes
     limit = "" if maximum is None else f", the container may use {format_size(maximum)}"
     yield "memory", f"{format_size(system.available_bytes)} free of {format_size(system.memory_bytes)}{limit}"
-    yield "open files", f"{system.files_soft:,}, which a run raises up to {system.files_hard:,} where it needs more"
+    yield "open files", f"{system.files_soft:,}, which a run raises up to {system.files_hard:,} if it needs more"
     if host.network.interfaces:
         states = (f"{link.name} {link.address}{'' if link.is_up else ' (down)'}" for link in host.network.interfaces)
         yield "interfaces", ", ".join(states)

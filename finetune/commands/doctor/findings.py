@@ -1,4 +1,4 @@
-"""What all subjects of `doctor` use: findings, and programs and gatherers that run with a time limit."""
+"""The shared parts of `doctor`: findings, and programs and gatherers that run with a time limit."""
 
 import string
 import subprocess
@@ -30,7 +30,7 @@ def run_tool(command: Sequence[str], *, seconds: float = 10.0) -> str:
 
 
 def gather_all(gatherers: Mapping[str, Callable[[], Any]], *, seconds: float) -> tuple[dict[str, Any], list[str]]:
-    """Run the gatherers concurrently; return their results by name, and the reasons of those that failed.
+    """Run the gatherers concurrently; return their results by name, and the reasons of the failures.
 
     A gatherer that hangs, as a driver may, stays in a daemon thread, which does not keep the process alive.
     """
@@ -71,7 +71,7 @@ LABELS = {Severity.MUST_FIX: "FIX", Severity.SHOULD_FIX: "SHOULD", Severity.NOTE
 class Finding:
     """A problem of a machine, a rank or a launch, with its fix."""
 
-    key: str  # the name of the check, as in docs/how-to/doctor.md
+    key: str  # the name of the check, as in docs/how-to/before-a-run.md
     severity: Severity
     what: str
     why: str

@@ -1,4 +1,4 @@
-"""`finetune init --from FILE --prove` for a config of TRL: its samples and those of the job, token by token.
+"""`finetune init --from FILE --prove` for a config of TRL: its samples and the job's, token by token.
 
 TRL's own trainer prepares the first rows, with the tokenizer that it chooses, around a small random model of the same
 architecture. Nothing is trained, and packing is off on both sides.
@@ -185,11 +185,11 @@ def _difference(there: Sequence[TokenSequence] | None, here: Sequence[TokenSeque
 _ASSUMED_STEPS = 100
 _FIRST_STEPS = 5
 _THROUGH_TRAINER = ("axolotl", "TRL", "LLaMA-Factory", "transformers' Trainer")
-"""Those whose schedules are transformers' own."""
+"""Trainers with transformers' own schedules."""
 
 
 def format_rates(draft: Draft, config: RunConfig, *, title: str) -> Iterator[str]:
-    """Yield a table of the learning rates of some steps, there and here; raises UserError where it cannot be made."""
+    """Yield a table of the learning rates of some steps, there and here; raises UserError if it cannot be made."""
     if title not in _THROUGH_TRAINER:
         raise UserError(f"--prove: {title} is not installed here, so nothing can be compared with it. Leave it out.")
     num_steps = config.train.steps or _ASSUMED_STEPS

@@ -59,7 +59,7 @@ def read_run_end(facts: Mapping[str, Any]) -> RunEnd | None:
 def decide(end: RunEnd | None, *, code: int, step: int, last: Decision | None, max_restarts: int) -> Decision:
     """Return whether the job is over or is restarted.
 
-    `end` is this attempt's, None where it wrote nothing; `code` is the launcher's exit code, `step` that of the newest
+    `end` is this attempt's, None if it wrote nothing; `code` is the launcher's exit code, `step` the step of the newest
     checkpoint and `last` the previous decision. A job is restarted after the scheduler stopped it and after failures,
     unless more than `max_restarts` attempts in a row, preempted or failed, have made no progress.
     """

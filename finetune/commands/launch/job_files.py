@@ -149,7 +149,7 @@ def read_pairs(texts: Sequence[str], *, option: str, noun: str, name: str) -> di
 
 @dataclass(frozen=True)
 class Destination:
-    """Where the job file goes: printed, written, or submitted."""
+    """The destination of the job file: printed, written, or submitted."""
 
     output: Path | None = None
     submit: bool = False
@@ -221,7 +221,7 @@ def network_variables(facts: "doctor_checks.Facts", *, num_nodes: int) -> dict[s
 
 
 def _interfaces(facts: "doctor_checks.Facts") -> dict[str, str]:
-    """Return the interface of the default route, where it has the same name on all hosts."""
+    """Return the interface of the default route, if it has the same name on all hosts."""
     name = _same_everywhere(facts, lambda host: host.network.default_interface)
     if name is None:
         return {}

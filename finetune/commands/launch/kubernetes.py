@@ -165,7 +165,7 @@ def launch_kubernetes(arguments: JobFileArguments, kubernetes: KubernetesArgumen
 
 
 def _job_files(arguments: JobFileArguments, loaded: LoadedConfig) -> tuple[File, ...]:
-    """Return the job, the accelerate file and its DeepSpeed config; raises UserError where they are too large."""
+    """Return the job, the accelerate file and its DeepSpeed config; raises UserError if they are too large."""
     values = read_accelerate_file(arguments.accelerate).values
     named = (values.get("deepspeed_config") or {}).get("deepspeed_config_file")
     try:

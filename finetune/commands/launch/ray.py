@@ -211,7 +211,7 @@ def exit_code_of(result: Any) -> int:
         return int(result)
     reason = str(getattr(result, "controller_failure", result)).strip()
     host, missing = re.search(r"\bip=([^,)]+)", reason), re.search(r"^ModuleNotFoundError: (.+)", reason, re.MULTILINE)
-    if host is not None and missing is not None:  # a worker cannot read what it is to run
+    if host is not None and missing is not None:  # a worker cannot read the files of its job
         print(f"error: host {host[1]}: {missing[1]}. Ranks run in the Python with which Ray was started on their host: "
               "install the same packages there.", file=sys.stderr, flush=True)  # fmt: skip
         return USER_MISTAKE

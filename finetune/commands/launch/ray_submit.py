@@ -51,7 +51,7 @@ def submit_ray_job(arguments: RayArguments, submission: Submission) -> int:
     folder = submission.working_dir.absolute() if submission.working_dir is not None else None
     if folder is not None and job.run_folder.is_relative_to(folder):
         raise UserError(
-            f"run.folder: {job.run_folder} is in --working-dir, of which each host has a copy. Write a folder that all "
+            f"run.folder: {job.run_folder} is in --working-dir, and each host has a copy. Write a folder that all "
             "hosts share: --set run.folder=/PATH"
         )
     entrypoint = f"exec {shlex.join(ray_words(arguments, folder=folder))}"

@@ -54,7 +54,7 @@ _TAIL_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class RankJob:
-    """What each worker starts."""
+    """The ranks that each worker starts."""
 
     words: tuple[str, ...]  # arguments of Python: -m finetune train --config JOB.yaml ...
     accelerate_file: Path  # it and the job may be relative to the working folder
@@ -76,7 +76,7 @@ class Attempt:
 
 
 class RunControl:
-    """What the command and all workers share, as an actor of Ray: stop request, last attempt, end of the run."""
+    """State that the command and all workers share, as an actor of Ray: stop request, last attempt, end of the run."""
 
     def __init__(self) -> None:
         self._is_stopping, self._exit_code = False, None
@@ -232,7 +232,7 @@ def _run_rank(job: RankJob, ranks: Ranks, attempt: Attempt, control: "_Control",
 
 
 def end_replaced_ranks(marks: Path, number: int, *, patience_seconds: float = 10.0) -> None:
-    """Wait for the ranks of earlier attempts on this host, and kill those that are stopped or stuck in their device."""
+    """Wait for the ranks of earlier attempts on this host, and kill any that is stopped or stuck in its device."""
     replaced: list[psutil.Process] = []
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
@@ -293,7 +293,7 @@ class _Control:
         self._ray.get(self._actor.begin.remote(number, hosts))
 
     def hosts(self) -> frozenset[str]:
-        """Return the hosts that Ray believes to be alive, and those that were shut down: their ranks may be saving."""
+        """Return the hosts that Ray believes to be alive, and hosts that were shut down: their ranks may be saving."""
         return frozenset(
             node["NodeID"] for node in self._ray.nodes() if node["Alive"] or node.get("DeathReason") in _SHUT_DOWN
         )

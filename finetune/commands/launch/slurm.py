@@ -125,7 +125,7 @@ def slurm_script(
 
 
 def _directives(request: JobRequest, slurm: SlurmArguments, *, num_tasks: int, cpus: int | None) -> list[str]:
-    """Return the options as sbatch reads them: in double quotes where they have blanks. Raises UserError."""
+    """Return the options as sbatch reads them: in double quotes if they have blanks. Raises UserError."""
     gpus = f"{slurm.gpu_type}:{request.ranks_per_node}" if slurm.gpu_type else str(request.ranks_per_node)
     at_once = f"%{slurm.at_once}" if slurm.at_once else ""
     log = "%A_%a" if num_tasks else "%j"
@@ -165,7 +165,7 @@ def _directives(request: JobRequest, slurm: SlurmArguments, *, num_tasks: int, c
 
 
 def _in_container(container: Container | None, words: Sequence[Word], *, is_step: bool) -> list[Word]:
-    """Return the words so that they run in the image; those of a step follow `srun` and its options."""
+    """Return the words so that they run in the image; a step's follow `srun` and its options."""
     if container is None:
         return list(words)
     folders = ",".join(f"{folder}:{folder}" for folder in container.folders)

@@ -72,7 +72,7 @@ def require_shared_batch(loaded: LoadedConfig, file: AccelerateFile, *, world: i
 
 
 def print_commands(job: Job, loaded: LoadedConfig, *, num_hosts: int) -> None:
-    """Print the command of each host. Raises UserError where it would hold a secret or an invisible character."""
+    """Print the command of each host. Raises UserError if it would hold a secret or an invisible character."""
     file = read_accelerate_file(job.accelerate_file)
     require_shared_batch(loaded, file, world=num_hosts * job.ranks_per_host)
     text = ""

@@ -1,4 +1,4 @@
-"""The machines of a plan: those of `--gpus`, this machine, or a list of common ones."""
+"""The machines of a plan: from `--gpus`, this machine, or a list of common ones."""
 
 import re
 from dataclasses import dataclass, replace

@@ -87,7 +87,7 @@ class PlannedJob:
 
 
 def count_data(loaded: LoadedConfig) -> DataCounts:
-    """Return the counts of the prepared data, else those of the job file; nothing is tokenized.
+    """Return the counts of the prepared data, else of the job file; nothing is tokenized.
 
     Raises DataError for unusable data.
     """

@@ -183,7 +183,7 @@ def make_outlook(
 
 
 def plan_saving(job: PlannedJob, hardware: Hardware, plan: StrategyPlan, *, is_spot: bool, assumed: Assumed) -> Saving:
-    """Return the checkpoint interval on spot machines, which are preempted, or on those that only fail."""
+    """Return the checkpoint interval on spot machines, which are preempted, or on machines that only fail."""
     prediction = plan.prediction
     assert prediction is not None and plan.time is not None
     optimizer = job.train.optimizer

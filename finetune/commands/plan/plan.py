@@ -146,8 +146,7 @@ def make_plan(
             f"Spot machines are preempted: {spot}. Others fail once in {FAILURE_GPU_HOURS:,.0f} GPU-hours.",
             f"A restart takes {options.assumed.restart_seconds / 60:g} minutes; checkpoints are written at "
             f"{options.assumed.disk_bandwidth / 1e9:g} GB/s. Evaluation, start-up and export are not counted.",
-            "Prices are those of finetune/runtime/gpu_prices.yaml, without storage, traffic and discounts: --prices "
-            "FILE.",
+            "Prices come from finetune/runtime/gpu_prices.yaml, without storage, traffic and discounts: --prices FILE.",
             *([_CUT_SHORT] if any(0 < len(machine.variants) < 2 * len(_METHODS) for machine in planned) else []),
         ],
         seconds=clock() - started,
@@ -155,7 +154,7 @@ def make_plan(
 
 
 def _fused_gain(job: PlannedJob, hardware: Hardware, best: StrategyPlan | None) -> list[str]:
-    """Return a sentence with what liger's kernels would give; none where they are installed, or not wanted."""
+    """Return a sentence with what liger's kernels would give; none if they are installed, or not wanted."""
     model = job.config.model
     is_wanted = model.kernels == "auto" and model.compile in ("auto", "off")
     if not is_wanted or find_spec("liger_kernel") is not None or best is None or best.time is None:

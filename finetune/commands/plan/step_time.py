@@ -9,7 +9,7 @@ Collectives take time for bandwidth: every rank sends `(n - 1) / n` of the bytes
 twice that in an all-reduce (Patarasuk & Yuan, 2009, "Bandwidth optimal all-reduce algorithms"; NCCL's `busbw`). A ring
 goes through all ranks of a machine and then to the next one, so the same bytes cross the network, shared by the paths
 of all ranks of the machine (each has its own network card, or a part of one); the slower of the two counts.
-Latency: as NCCL estimates it to choose an algorithm (`src/graph/tuning.cc`). A ring has `n - 1` hops, of which one per
+Latency: as NCCL estimates it to choose an algorithm (`src/graph/tuning.cc`). A ring has `n - 1` hops; one per
 machine but the first crosses the network; an all-reduce goes there and back, by a ring or by a tree over the machines,
 `2 log2(machines)`, whichever is shorter. NCCL has no tree for all-gathers and reduce-scatters of several GPUs per
 machine: their latency grows with the number of ranks.
@@ -66,7 +66,7 @@ class Cluster:
 
 
 def all_gather_seconds(size_bytes: float, cluster: Cluster) -> float:
-    """Return how long it takes until every rank has all of `size_bytes`, of which it had its share.
+    """Return how long it takes until every rank, with its share of `size_bytes`, has all of them.
 
     >>> round(all_gather_seconds(16e9, Cluster(8, 8, 350e9, 40e9)), 4)  # 16 GB x 7/8 / 350 GB/s
     0.04
@@ -128,8 +128,8 @@ class Device:
 class Work:
     """The computation of one rank in a step, and the sizes of the model, in bytes and FLOPs.
 
-    `weight_bytes` are those of all weights in the data type of the computation (in which they are gathered),
-    `gradient_bytes` those of the reduced gradients, `trained_weight_bytes` those of trained weights that are gathered
+    `weight_bytes` count all weights in the data type of the computation (in which they are gathered),
+    `gradient_bytes` the reduced gradients, `trained_weight_bytes` the trained weights that are gathered
     after an update.
     """
 
@@ -147,7 +147,7 @@ class Work:
     num_casts: int = 0  # of float32 weights per microbatch (autocast)
     dequantized_bytes: float = 0.0  # written per microbatch if weights have 4 or 8 bits
     num_collective_layers: int = 0  # gathered one by one; 0: num_layers
-    attention_flops_per_token: float = 0.0  # those of attention, in all passes
+    attention_flops_per_token: float = 0.0  # of attention, in all passes
     tensor_size: int = 1  # ranks of a machine that compute the same microbatch; everything else is of one of them
     num_sums: int = 0  # over these ranks, in all passes of a microbatch
     summed_bytes_per_token: float = 0.0  # of one of them
@@ -161,7 +161,7 @@ class Work:
         """Return the work of one of `size` ranks that share every layer, of these widths.
 
         It has its part of all products. Hidden states are summed after attention and MLP, forward and backward, and
-        again where they are recomputed; what is between the products is computed on whole ones.
+        again if they are recomputed; what is between the products is computed on whole ones.
         """
         inner = self.num_layers * TRAFFIC_PER_INTERMEDIATE * intermediate * (item_bytes / 2)
         return replace(
@@ -207,7 +207,7 @@ def step_time(
 ) -> StepTime:
     """Return the time of a step under the strategy (a name of `accelerate_configs`), with gradients accumulated.
 
-    `hsdp_shards` ranks hold one copy under HSDP; None: those of a machine.
+    `hsdp_shards` ranks hold one copy under HSDP; None: the ranks of a machine.
     """
     if work.tensor_size > 1:  # FSDP2 over the groups, if there are several; the next product needs the sums of a group
         groups = cluster.replica_group(work.tensor_size)
@@ -317,6 +317,6 @@ def _reduced_in_buckets(work: Work, *, computed: _Pass, cluster: Cluster) -> tup
 
 
 def _overlapped(seconds: float, computation_seconds: float, *, pieces: int) -> tuple[float, float]:
-    """Return the exposed seconds, at least one piece, and those that overlap with the computation."""
+    """Return the exposed seconds, at least one piece, and the seconds that overlap with the computation."""
     exposed = max(seconds / pieces, seconds - OVERLAP_SHARE * computation_seconds)
     return exposed, seconds - exposed

@@ -123,7 +123,7 @@ class PreviewSample:
     pieces: tuple[Piece, ...]
     num_tokens: int
     num_targets: int
-    answer: str = ""  # the target as text, where it is not a token
+    answer: str = ""  # the target as text, if it is not a token
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class PreviewPosition:
     """One position of the order: a sample, a pack, or a batch by tokens."""
 
     number: int
-    samples: tuple[PreviewSample, ...]  # those that are shown
+    samples: tuple[PreviewSample, ...]  # the samples to show
     num_samples: int  # of the whole position, as num_tokens
     num_tokens: int
 

@@ -44,7 +44,7 @@ _LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536, 1
 class FileContents:
     """The rows of files, and the ways in which a job can read them."""
 
-    keys: Keys  # of the source, without those of a reading
+    keys: Keys  # of the source, without the keys of a reading
     rows: Sequence[Row]  # the first
     layout: Layout | None = None  # of the rows, if it is in the table
     readings: Sequence[JobKeys] = ()  # the first is the most likely

@@ -261,7 +261,7 @@ def for_this_machine(
 
 
 def _share_processes(values: dict[str, Any], processes: int, *, was: int) -> Iterator[Change]:
-    """Divide the processes, which `was` many in the file, among those that share rows, copies and shards.
+    """Divide the processes (`was` in the file) over row groups, copies and shards.
 
     At most two share rows: the small model has few attention heads. There are two copies if the file has several.
     """

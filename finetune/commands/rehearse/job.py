@@ -319,7 +319,7 @@ class _Names:
         for pattern in patterns:
             selected = {name for name in small if matches(self._renamed(name, to_real=True), pattern)}
             direct = {name for name in small if matches(name, pattern)}
-            if not selected:  # its layers were removed: use those that represent them
+            if not selected:  # its layers were removed: use their representatives
                 selected = {self._renamed(name, to_real=False) for name in real if matches(name, pattern)} & set(small)
             names += [name for name in small if name in selected] if selected and selected != direct else [pattern]
         return list(dict.fromkeys(names))

@@ -34,7 +34,7 @@ LOST_HOST = -1000
 
 @dataclass(frozen=True)
 class HostResources:
-    """What a host of a Ray cluster has for runs."""
+    """The resources of a host of a Ray cluster for runs."""
 
     num_cores: int
     num_gpus: int

@@ -51,7 +51,7 @@ def name_runs(
 ) -> list[SweepRun]:
     """Return the runs of the points, named after their values of the swept keys.
 
-    `names` are those of earlier calls by the text of their values: their runs keep them.
+    `names` are the names of earlier calls by the text of their values: their runs keep them.
     """
     keys, taken = frozenset(swept), set(names.values())
     runs = []
@@ -119,7 +119,7 @@ def load_run(job: Path, run: SweepRun, *, num_processes: int) -> LoadedConfig:
 def job_facts(config: RunConfig, *, swept: Iterable[str]) -> dict[str, str]:
     """Return the keys that all runs of a job share and that must not change, with their values as JSON.
 
-    These are the keys that a resume must match and those that locate the data, without swept keys.
+    These are the keys that a resume must match and the keys that locate the data, without swept keys.
     """
     varied = frozenset(swept)
     content = {key: text for key, text in keys_that_may_differ(config).items() if key in COMPARED_BY_CONTENT}

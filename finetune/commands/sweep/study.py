@@ -92,7 +92,7 @@ class SweepStudy:
         if EARLIER_FILE in names and JOURNAL_FILE not in names:
             raise UserError(
                 f"{folder / EARLIER_FILE}: this sweep was written by an earlier version of finetune. Delete the file: "
-                "the same command finds the runs again by name, and does not repeat those that are finished. Or choose "
+                "the same command finds the runs again by name, and does not repeat finished ones. Or choose "
                 "another --folder."
             )
         if foreign and JOURNAL_FILE not in names:
@@ -102,7 +102,7 @@ class SweepStudy:
             )
         self.folder, self.space, self._seed = folder, space, seed
         self.runs: dict[str, RecordedRun] = {}
-        self._open_trials: dict[str, optuna.Trial] = {}  # those of runs that have not ended, or can be continued
+        self._open_trials: dict[str, optuna.Trial] = {}  # of runs that have not ended, or can be continued
         self._parameters: dict[str, str] = {}  # the name of each key's parameter
         self._facts: SweepFacts | None = None
         try:
@@ -322,7 +322,7 @@ class SweepJournal(BaseJournalBackend):
     """
 
     def __init__(self, path: Path) -> None:
-        """Read the file where it exists; raises OSError or ValueError."""
+        """Read the file if it exists; raises OSError or ValueError."""
         self._path = path
         content = read_regular(path) if path.exists() else b""
         self._size = content.rfind(b"\n") + 1  # bytes of whole lines

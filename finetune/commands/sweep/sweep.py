@@ -173,7 +173,7 @@ class ActiveRun:
 
 @dataclass
 class SweepSession:
-    """One call of `finetune sweep`; `runs` are those of the grid, or the bounds of a search."""
+    """One call of `finetune sweep`; `runs` are the runs of the grid, or the bounds of a search."""
 
     request: SweepRequest
     plan: LaunchPlan
@@ -332,7 +332,7 @@ class SweepSession:
                 self.kill(active.process)
 
     def _collect_ended(self, screen: SweepScreen) -> list[SweepRun]:
-        """Record the runs that have ended; return those that have lost their host and are to be started again."""
+        """Record the runs that have ended; return the runs that have lost their host and are started again."""
         again = []
         for active in list(self.active):
             if active.exit_code is None:

@@ -17,7 +17,7 @@ _LIKELY_FACTOR = 4.0
 """A token's log-probability may differ by more than the typical error of the logits, as one of many in a row."""
 
 _ROUNDING_FACTORS = {"median": 2.0, "worst": 4.0}
-"""How far an engine's errors may exceed those of transformers in the same dtype: other kernels round elsewhere."""
+"""How far an engine's errors may exceed transformers' in the same dtype: other kernels round elsewhere."""
 
 _EXACT = 2e-6
 """The error of a log-probability in float32 itself."""
@@ -37,7 +37,7 @@ class Comparison:
     def compare_ids(
         self, title: str, inputs: Sequence[str], expected: Sequence[Sequence[int]], served: Sequence[Any]
     ) -> None:
-        """Compare the tokens of each input; the engine's are None where it does not offer them."""
+        """Compare the tokens of each input; the engine's are None if it does not offer them."""
         if not inputs or served[0] is None:
             return
         differences = [

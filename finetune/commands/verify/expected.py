@@ -1,4 +1,4 @@
-"""What is served and what is expected of it: tokens, log-probabilities and greedy answers under transformers."""
+"""The served model and its expected results: tokens, log-probabilities and greedy answers under transformers."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -114,7 +114,7 @@ class ExpectedAnswer:
 
 @dataclass(frozen=True)
 class ExpectedResults:
-    """What transformers computes of the folder, in float32, to be compared with any engine's results."""
+    """Results of transformers on the folder, in float32, to be compared with any engine's results."""
 
     inputs: Inputs
     stops: Mapping[int, str]  # names of the tokens that end an answer

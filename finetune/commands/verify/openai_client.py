@@ -115,7 +115,7 @@ class OpenAIModel:
         """Return whether an answer ends at this token, found by forcing it with a `logit_bias`."""
         if not self._engine.takes_token_ids:
             return None
-        if self._is_bias_heeded is None:  # a token of the prompt is an ordinary one, of which the answer then consists
+        if self._is_bias_heeded is None:  # a token of the prompt is an ordinary one; the answer then consists of it
             biases = ({}, *({token: _FORCED} for token in ids[1 :: max(1, len(ids) // 5)]))
             completions = {self._completion(ids, bias) for bias in biases}
             self._is_bias_heeded = None not in completions and len(completions) > 1

@@ -24,7 +24,7 @@ _METRICS_OF_OTHER_KINDS: Mapping[str, tuple[str, ...]] = {
 
 
 def metrics_of(config: RunConfig) -> tuple[str, ...]:
-    """Return the metrics of every evaluation of this job, apart from those of generated answers."""
+    """Return the metrics of every evaluation of this job, without the metrics of generated answers."""
     task, section = TASKS[config.task.name], config.task
     if task.sample == "tokens_and_label":
         return _METRICS_OF_OTHER_KINDS.get(section.classification.kind, task.metrics)

@@ -73,7 +73,7 @@ def dtype_fits_precision(config: RunConfig) -> Iterator[Problem]:
 
 
 def fp8_is_supported(config: RunConfig) -> Iterator[Problem]:
-    """8-bit products are those of linear layers that are not quantized."""
+    """Only linear layers that are not quantized multiply in 8 bits."""
     is_used = config.train.precision == "fp8"
     if config.train.fp8 is not None and not is_used:
         message = f"it has no effect with `precision: {config.train.precision}`. Remove it, or write `precision: fp8`."

@@ -52,7 +52,7 @@ def conditional_source_keys(config: RunConfig) -> Iterator[ConditionalKey]:
     for key, source in source_sections(config):
         if is_split_of_training_rows(source):
             for name in _SPLIT_KEYS:
-                yield ConditionalKey(f"{key}.{name}", _never, "the rows are those of `data.train`")
+                yield ConditionalKey(f"{key}.{name}", _never, "the rows come from `data.train`")
             continue
         for name in _HUB_KEYS:
             origin = "from a `path`" if source.source is None else "of a plugin's `source`"

@@ -44,7 +44,7 @@ RENAMED_KEYS: tuple[RenamedKey, ...] = ()
 
 
 RENAMED_VALUES: Mapping[str, Mapping[str, str]] = {"run.strategy": {"fsdp1": "fsdp2"}}
-"""Values that older run folders have recorded, and what they are called now; a job is refused with them."""
+"""Values that older run folders have recorded, and their present names; a job is refused with them."""
 
 
 def version_problem(values: Mapping[str, Any]) -> Problem | None:

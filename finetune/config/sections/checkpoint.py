@@ -76,7 +76,7 @@ class CheckpointSection(Section):
     )
     allow_changes: Strings = key(
         "Keys, such as `train.learning_rate`, that may differ from the run that wrote the checkpoint although they "
-        "change the training. Name those that a resume refuses; a change that cannot be resumed from stays refused.",
+        "change the training. Name the keys that a resume refuses; a change that cannot be resumed from stays refused.",
         (),
     )
     resume: Literal["auto", "never"] | Path = key(

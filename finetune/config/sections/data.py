@@ -246,7 +246,7 @@ Scales = Annotated[tuple[Scale, ...], Field(strict=False)]
 class ImagesSection(Section):
     """How images become tensors; augmentation is redrawn for every sample and step, the same on any machine."""
 
-    size: Pixels | None = key("Height and width in pixels; unset, those of the model's image processor.", None)
+    size: Pixels | None = key("Height and width in pixels; unset, as in the model's image processor.", None)
     crop_scale: Scales | None = key(
         "Train on a random crop with this fraction of the image's area, from and to: `[0.08, 1.0]` (Szegedy et al., "
         "2014, arXiv:1409.4842). Unset, the whole image is resized and center-cropped.",
@@ -293,7 +293,7 @@ class DataSection(Section):
     no_target: Literal["refuse", "drop"] = key("What happens to a row without a single target.", "refuse")
     train_on: Literal["assistant", "last_assistant", "each_assistant", "all", "per_message"] = key(
         "Which turns are targets: the assistant's, only its last, each of the assistant's in a sample of its own (for "
-        "templates that change earlier turns), every turn, or those whose `weight` in the row is 1.",
+        "templates that change earlier turns), every turn, or turns whose `weight` in the row is 1.",
         "assistant",
     )
     train_on_reasoning: bool = key(
@@ -308,7 +308,7 @@ class DataSection(Section):
     )
     chat_template_arguments: dict[str, Any] | None = key(
         "Arguments of the chat template: `{enable_thinking: false}`, `{reasoning_effort: low}`. A row's own are in "
-        "its column `chat_template_kwargs`. Unset, those that the tokenizer was trained with by `finetune`, if any.",
+        "its column `chat_template_kwargs`. Unset, the arguments that `finetune` recorded with the tokenizer, if any.",
         None,
     )
     system_prompt: str | None = key("System message for rows without one.", None)
@@ -327,7 +327,7 @@ class DataSection(Section):
     )
     num_workers: Workers | Auto = key(
         "Processes per rank that load batches; 0 loads in the training process. `auto` starts some where images are "
-        "decoded, and for tokens next to a GPU, as far as there are cores.",
+        "decoded, and for tokens next to a GPU, up to the number of cores.",
         "auto",
     )
     pin_memory: bool | Auto = key(

@@ -12,7 +12,7 @@ class ExportSection(Section):
         "Dtype of the exported weights; unset, the dtype in training.", None
     )
     checkpoint: Literal["last", "best"] = key(
-        "The step to export: `last`, or `best` of those that `checkpoint.keep_best` keeps.", "last"
+        "The step to export: `last`, or `best` of the steps that `checkpoint.keep_best` keeps.", "last"
     )
     max_shard_size: str = key("Maximum size of a weight file.", "5GB", pattern=r"^[0-9]+(MB|GB)$", examples=["5GB"])
     merge: bool = key("Merge adapters into the base and write one full model.", False)

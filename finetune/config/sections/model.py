@@ -160,7 +160,7 @@ class ModelSection(NamedSection):
         {},
     )
     rope_scaling: RopeScalingSection | None = key(
-        "More positions than those of pre-training, by scaling the rotary position embedding; also sets "
+        "More positions than in pre-training, by scaling the rotary position embedding; also sets "
         "`max_position_embeddings`.",
         None,
     )
@@ -192,7 +192,7 @@ class ModelSection(NamedSection):
     )
     kernels: Literal["auto", "liger", "none"] = key(
         "Fused kernels of `liger-kernel` (extra `kernels`) for RMSNorm, gated MLPs and rotary embeddings, in every "
-        "layer that computes the same. `auto`: on CUDA, where it is installed and nothing is compiled; `liger`: "
+        "layer that computes the same. `auto`: on CUDA, if it is installed and nothing is compiled; `liger`: "
         "required; `none`: never.",
         "auto",
     )

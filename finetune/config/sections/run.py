@@ -45,7 +45,7 @@ class RunSection(Section):
     on_end: Command | None = key(
         "Command that rank 0 runs by `/bin/sh`, once, when the run has ended, in whatever way but being killed. "
         "`FINETUNE_OUTCOME`, `FINETUNE_REASON`, `FINETUNE_EXIT_CODE`, `FINETUNE_STEP`, `FINETUNE_RUN_FOLDER` and "
-        "`FINETUNE_STATUS_FILE` describe the end. See docs/how-to/interruptions.md.",
+        "`FINETUNE_STATUS_FILE` describe the end. See docs/how-to/several-gpus.md.",
         None,
     )
     strategy: StrategyName | None = key(

@@ -38,7 +38,7 @@ class ClassificationSection(Section):
         "single_label",
     )
     labels: Strings = key(
-        "Names of the classes in the order of the model's outputs; unset, those of the training rows, sorted.", ()
+        "Names of the classes in the order of the model's outputs; unset, the classes of the training rows, sorted.", ()
     )
     class_weights: Literal["balanced"] | Weights | None = key(
         "Weight of each class in the loss, in the order of `labels`; `balanced`: inverse class frequency.", None

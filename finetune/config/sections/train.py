@@ -80,7 +80,7 @@ class OptimizerSection(Section):
     @model_validator(mode="before")
     @classmethod
     def _use_own_defaults(cls, values: Any) -> Any:
-        """Fill in the defaults of the named optimizer where they differ from those of the section."""
+        """Fill in the defaults of the named optimizer that differ from the section's."""
         name = values.get("name") if isinstance(values, dict) else None
         if not isinstance(name, str) or name not in OPTIMIZERS:
             return values

@@ -1,4 +1,4 @@
-"""Control tokens, such as those that delimit turns: their names in a row's content are encoded as plain text."""
+"""Control tokens, such as delimiters of turns: their names in a row's content are encoded as plain text."""
 
 import copy
 import json

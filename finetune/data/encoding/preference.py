@@ -26,7 +26,7 @@ class PreferenceEncoder:
     chosen and rejected, or the judged completion. Targets are the assistant turns of the answers, including their end
     of turn. With `judged`, `is_good` has the verdict on each answer, and the answers are followed by as many mismatched
     sequences: the prompt with the answers of the next row of the chunk that has another prompt (the first follows the
-    last). KTO takes its reference point from these. Where all rows of a chunk have the same prompt, they are those of
+    last). KTO takes its reference point from these. Where all rows of a chunk have the same prompt, they come from
     the next row, and the row is counted in `same_prompt_rows`.
     """
 

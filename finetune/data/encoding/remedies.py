@@ -1,4 +1,4 @@
-"""What to change where the targets of a conversation cannot be located in what its template writes."""
+"""Remedies for conversations whose targets cannot be located in the rendered text."""
 
 from collections.abc import Sequence
 
@@ -64,7 +64,7 @@ def explain_refusal(
 def boundary_remedy(text: str, offset: int, *, contents: Sequence[str], is_start: bool) -> str:
     """Return what to change where a token crosses the start or the end of a target, by whose whitespace is there.
 
-    `contents` are those of the turns, in order.
+    `contents` are the contents of the turns, in order.
     """
     before, after = text[:offset], text[offset:]
     numbered = list(enumerate(contents, start=1))

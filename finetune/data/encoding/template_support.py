@@ -13,7 +13,7 @@ from finetune.registry.turns import ROLES, STANDARD_ROLES, find_role
 
 
 def with_known_roles(turns: Sequence[Turn], own: frozenset[str]) -> Sequence[Turn]:
-    """Return the turns with roles of chat templates, or the template's `own` where it lacks that of chat templates.
+    """Return the turns with roles of chat templates, or the template's `own` if it lacks the common one.
 
     Raises DataError naming a role that is unknown to both, and its turn.
     """

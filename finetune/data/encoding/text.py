@@ -67,7 +67,7 @@ class TextRowsEncoder:
         """Return the outcome of each row."""
 
     def _renamed(self) -> Self:
-        """Return the same encoder with the renamed tokenizer; raises DataError if it cannot be built."""
+        """Return a copy of this encoder with the renamed tokenizer; raises DataError if it cannot be built."""
         renamed = copy.copy(self)
         renamed._tokenizer, renamed._tokens = self._control.tokenizer, self._control.tokens
         return renamed

@@ -155,7 +155,7 @@ class TextTokenizer:
         return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def remembered(self, text: str) -> list[int]:
-        """Return the tokens of one text; those of short texts are cached."""
+        """Return the tokens of one text; short texts are cached."""
         ids = self._remembered.get(text)
         if ids is None:
             ids = self.ids(text)

@@ -154,7 +154,7 @@ def _present(rows: Sequence[Row], column: str) -> list[Any]:
 
 
 def recognize_all(rows: Sequence[Row]) -> Iterator[Layout]:
-    """Yield the layouts that fit, in the order of the table; those of plugins first."""
+    """Yield the layouts that fit, in the order of the table; layouts of plugins first."""
     for entry in (*LAYOUTS, *shipped_layouts().layouts):
         roles = _assign(entry, rows)
         if roles is not None:
@@ -232,7 +232,7 @@ def describe_unused(layout: Layout) -> Iterator[str]:
 
 
 def _is_first_read(layout: Layout, columns: Role) -> bool:
-    """Return whether the column has lists of texts, of which the first reading reads the first text."""
+    """Return whether the column has lists of texts; the first reading reads the first text."""
     templates = " ".join(next(layout.readings()).source.get("template", {}).values())
     has_more = any(isinstance(value, list) and len(value) > 1 for value in _present(layout.rows, columns[0]))
     return has_more and f"{_expression(columns[0])}[0] if" in templates
@@ -254,7 +254,7 @@ def _texts_in(row: Row, columns: Iterable[str]) -> set[str]:
 
 
 def unread_meanings(columns: Iterable[str], rows: Sequence[Row], *, form: str | None = None) -> dict[str, Meaning]:
-    """Return those of the columns that change what a row means and have values, with their meanings.
+    """Return the columns with values that change what a row means, with their meanings.
 
     With the name of a format, only what matters to its rows.
     """

@@ -18,7 +18,7 @@ def read_exchange(
 ) -> tuple[list[Turn], list[list[Turn]], Row]:
     """Return the prompt, the answers to it in the columns of these names, and what is noted about them.
 
-    An answer may begin with the prompt, of which it is then the rest: turns after a system message if there is one; of
+    An answer may begin with the prompt and is then the rest: turns after a system message if there is one; of
     a pair also texts. The common start of two conversations that begin with the prompt is the prompt, as in TRL.
     """
     sides = [turns_of(columns, name, by="assistant", with_images=with_images) for name in names]

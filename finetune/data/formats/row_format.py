@@ -215,7 +215,7 @@ def _require_columns_of_format(section: SourceSection, form: str, *, key: str) -
 def _log_unread(
     columns: Sequence[str], rows: Sequence[Row], *, form: str, key: str, log: Callable[[str], None]
 ) -> tuple[str, ...]:
-    """Log the columns that are not read, and return those that change what a row of this format means.
+    """Log the columns that are not read, and return the columns that change what a row of this format means.
 
     These count in rows that have a value there, even if none of the first rows has.
     """
@@ -232,7 +232,7 @@ def _log_unread(
 
 def _detect(section: SourceSection, first: RawRow, rows: Sequence[Row], *, key: str) -> str:
     available = _available(section, first.parse())
-    for form in (form for form in FORMATS if not form.plugin):  # a plugin's is only read where it is named
+    for form in (form for form in FORMATS if not form.plugin):  # a plugin's is only read if it is named
         names = [section.mapped.get(column, (column,)) for column in form.required]
         has_required = all(name in available for yours in names for name in yours)
         if has_required and all(column in form.columns for column in (*section.mapped, *section.template)):
@@ -249,7 +249,7 @@ def _detect(section: SourceSection, first: RawRow, rows: Sequence[Row], *, key: 
 
 
 def _available(section: SourceSection, row: Row) -> tuple[str, ...]:
-    """Return the columns available to a format: those of templates, then the row's."""
+    """Return the columns available to a format: from templates, then the row's."""
     return tuple(dict.fromkeys((*section.template, *row)))
 
 

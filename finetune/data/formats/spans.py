@@ -20,7 +20,7 @@ Span = tuple[int, int, str]
 def read_spans(columns: Columns) -> Row:
     """Return the words of the text and the tag of each; without spans, every word is outside.
 
-    Words are runs of letters and digits; other characters, and those of Chinese and Japanese, are words of their own.
+    Words are runs of letters and digits; other characters, and Chinese and Japanese ones, are words of their own.
     Null instead of a list of spans means that the text is not labelled. Raises DataError for a span that is not made
     of whole words, lies outside the text or overlaps another one.
     """

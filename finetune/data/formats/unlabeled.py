@@ -18,7 +18,7 @@ def read_unlabeled_text(columns: Columns) -> Row:
 
 
 def read_unlabeled_words(columns: Columns) -> Row:
-    """Return the words, `tokens`: those of the row, or those of its `text`, as the format `spans` reads them."""
+    """Return the words, `tokens`: of the row, or of its `text`, as the format `spans` reads them."""
     is_split = _present(columns, "tokens")
     return {"tokens": read_tokens(columns) if is_split else words_of(columns.text("text"))}
 

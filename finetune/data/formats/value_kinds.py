@@ -1,4 +1,4 @@
-"""What the values of a column are: the tests by which layouts tell columns of one name apart."""
+"""Kinds of values of a column: the tests by which layouts tell columns of one name apart."""
 
 import json
 import re
@@ -128,7 +128,7 @@ KINDS: Mapping[str, Callable[[Any], bool]] = {
     "languages": _is_language,
     "transcript": lambda value: speakers_of([value]) is not None,
 }
-"""The tests of one value by kind; those of `object`, `objects` and a few others look at keys or at several rows."""
+"""The tests of one value by kind; `object`, `objects` and a few others look at keys or at several rows."""
 
 
 def value_test(kind: str, values: Sequence[Any]) -> Callable[[Any], bool]:

@@ -31,7 +31,7 @@ _POSITIONS_PER_DRAW = 1024
 class MixedOrder(Order):
     """An endless order of windows; in each, every source has a fixed number of positions, shuffled.
 
-    Each of these takes the next position of the source's own order. The ids are those of `data/order/order.py`.
+    Each of these takes the next position of the source's own order. The ids are the ids of `data/order/order.py`.
     An epoch ends when the first, or the last, source is exhausted; without weights, after a window.
     """
 

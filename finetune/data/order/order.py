@@ -90,7 +90,7 @@ def shuffled_rows(num_rows: int, size: int, *parts: int | str) -> np.ndarray:
 
 @lru_cache(maxsize=2)
 def _epoch_ids(seed: int, num_samples: int, epoch: int | None) -> np.ndarray:
-    """Return the ids in the order of the epoch, read-only; those of every epoch if they are not shuffled (None)."""
+    """Return the ids in the order of the epoch, read-only; the same in every epoch if unshuffled (None)."""
     unshuffled = np.arange(num_samples, dtype=np.int64)
     ids = unshuffled if epoch is None else permutation(num_samples, seed, "order", epoch)
     ids.setflags(write=False)

@@ -270,7 +270,7 @@ def find_remote(section: SourceSection, *, key: str, log: Callable[[str], None])
 
 @dataclass(frozen=True)
 class HubSplit(Origin):
-    """A split of a hub dataset, of which data files are read and code is never run."""
+    """A split of a hub dataset: data files are read, and code is never run."""
 
     dataset: Any  # datasets.Dataset or IterableDataset
     version: str  # the fingerprint of `datasets`; of a stream the version of the files on the hub, which are not read

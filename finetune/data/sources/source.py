@@ -227,7 +227,7 @@ _LOOKED_AT = 50
 
 
 def _first_rows(raws: Iterator[RawRow]) -> list[Row]:
-    """Return the first rows, up to one that cannot be read, which is reported where it is encoded."""
+    """Return the first rows, up to one that cannot be read; encoding reports that one."""
     rows: list[Row] = []
     with suppress(DataError):
         for raw in islice(raws, _LOOKED_AT):

@@ -356,7 +356,7 @@ def stream_view(
             f"in {damaged[0].parent}. Check the disk and the memory of this machine, then delete that folder."
         )
     if num_before:
-        log(f"{job.key}: {num_before:,} windows were prepared earlier; those that are needed are prepared again")
+        log(f"{job.key}: {num_before:,} windows were prepared earlier; needed ones are prepared again")
     order = StreamOrder(WindowOrders(windows, log, num_logged=num_before))
     budget = tokens_per_position(section.batching, max_length=section.longest)
     fingerprint = fingerprint_of(identity.fingerprint, section.shuffle, section.batching.by, budget)
@@ -366,7 +366,7 @@ def stream_view(
 
 @dataclass(eq=False)
 class WindowOrders:
-    """Orders the samples of a window like those of a prepared set, and logs the counts of every new window."""
+    """Orders the samples of a window like a prepared set, and logs the counts of every new window."""
 
     windows: Windows
     log: Log

@@ -41,7 +41,7 @@ _MAX_ATTEMPTS = 3
 Log = Callable[[str], None]
 
 OnProgress = Callable[[int], None]
-"""Called with the number of rows that are done, including those of an earlier process."""
+"""Called with the number of finished rows, including rows of an earlier process."""
 
 
 def open_verified(

@@ -61,7 +61,7 @@ class Encoding:
     unknown_ids: frozenset[int] = frozenset()
     max_token_characters: int | None = None
     length: LengthLimit | None = None  # overrides the section's policy for long rows
-    over_length: tuple[str, ...] = ("drop",)  # those of the task
+    over_length: tuple[str, ...] = ("drop",)  # of the task
 
     def plan(self, row_format: RowFormat) -> EncodingPlan:
         """Return the plan for rows of this format."""
@@ -112,7 +112,7 @@ def encode_chunk(plan: EncodingPlan, raws: Sequence[RawRow]) -> Chunk:
     # of a sample, or of its longest sequence, before truncation
     whole_lengths = [sample.longest + sample.cut_tokens for _, sample in encoded]
     longest = max(whole_lengths, default=0)
-    found: dict[int, Findings] = {}  # by row, with those of all its samples
+    found: dict[int, Findings] = {}  # by row, with the findings of all its samples
     for row_index, sample in encoded:
         found[row_index] = found.get(row_index, NOTHING_FOUND).plus(sample.findings)
     first_empty = next((row_index for row_index, findings in found.items() if findings.empty_answers), None)
@@ -163,7 +163,7 @@ _CHECKED_CHARACTERS = 1 << 20
 def _refuse_long_texts(plan: EncodingPlan, raws: Sequence[RawRow], rows: Sequence[Row]) -> None:
     """Raise DataError for a text whose characters alone show that it is too long, without tokenizing it.
 
-    Blanks are not counted, which special tokens may absorb, nor texts of which a chat template may leave out parts.
+    Blanks, which special tokens may absorb, are not counted, nor texts that a chat template may shorten.
     """
     policy = plan.length
     if not isinstance(policy, SampleLengthLimit) or policy.over_length != "refuse" or not plan.max_token_characters:

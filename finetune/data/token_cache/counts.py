@@ -43,9 +43,9 @@ class Counts:
     argument_rows: int = 0  # with their own chat template arguments
     override_rows: int = 0  # of argument_rows, with other values than the job's
     dropped_reasoning_rows: int = 0  # with reasoning in a target turn that the chat template drops
-    cut_answer_rows: int = 0  # truncated rows with several answers, one of which was truncated
+    cut_answer_rows: int = 0  # truncated rows with several answers and one truncated answer
     lost_answer_rows: int = 0  # such rows in which an answer was cut off entirely; counted in rows_without_target
-    empty_answers: int = 0  # of which only the end of the turn is a target
+    empty_answers: int = 0  # with nothing but the end of the turn as a target
     first_empty_answer: str = ""  # location of the first row with one
     unread_keys: Mapping[str, int] = field(default_factory=dict)  # rows by the keys of turns that nothing reads
     unlabeled_rows: int = 0  # left out, because their label is null, or -1 and no class
@@ -75,7 +75,7 @@ class Counts:
         )
 
     def absent(self, columns: Iterable[Sequence[str]]) -> list[str]:
-        """Return those of the mapped columns that no row has."""
+        """Return the mapped columns that no row has."""
         return [name for names in columns for name in names if self.lacking_rows.get(name) == self.rows]
 
     @property

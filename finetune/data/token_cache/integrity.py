@@ -244,7 +244,7 @@ def require_intact(samples: Samples, sample_ids: Sequence[int], checksums: Seque
 
 
 def _differing(samples: Samples, sample_ids: Sequence[int], checksums: np.ndarray) -> tuple[int, ...]:
-    """Return the ids of samples whose checksums differ from those of the prepared samples."""
+    """Return the ids of samples whose checksums differ from the prepared samples'."""
     if len(sample_ids) != len(checksums):
         raise ValueError(f"{len(sample_ids)} samples with {len(checksums)} checksums")
     ids = np.array(sample_ids, np.int64)

@@ -123,7 +123,7 @@ class ArrayFile:
 
     @property
     def num_blocks(self) -> int:
-        """Return the number of blocks, each of which can be verified separately."""
+        """Return the number of blocks; each can be verified separately."""
         return -(-self.content_bytes // BLOCK_BYTES)
 
     def verify(self) -> None:

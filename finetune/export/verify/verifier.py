@@ -224,7 +224,7 @@ class ExportVerifier:
             save_file(tensors, rows)
         limits = {
             "tolerance": tolerance(expected.precision, written, num_layers=facts.num_layers, of="the trained model's"),
-            "merge_tolerance": tolerance(written, num_layers=facts.num_layers, of="those of base and adapter unmerged"),
+            "merge_tolerance": tolerance(written, num_layers=facts.num_layers, of="base and adapter unmerged"),
             "rounded_tolerance": tolerance("float32", num_layers=facts.num_layers, of="peft's merge"),
         }
         return {

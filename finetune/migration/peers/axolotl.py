@@ -18,9 +18,9 @@ _ROW_REASONS = {
     **dict.fromkeys(("roles_assistant", "roles_user", "roles_system"), "rows of this type have no speakers"),
     "field_thinking": "a turn's `thinking` or `reasoning_content` is its reasoning",
     "roles_to_train": "the assistant's turns are the targets: `data.train_on`",
-    "drop_system": "system turns stay there, too",
+    "drop_system": "system turns stay in axolotl, too",
     "train_on_eos": "the end of each target turn is a target, as here",
-    "split_thinking": "reasoning stays in the content there, too",
+    "split_thinking": "reasoning stays in the content in axolotl, too",
 }
 _CHOICES = ("roles_assistant", "roles_user", "roles_system", "roles_to_train")
 _NOT_OF_ROWS = ("train_on_eot", "type_keys", "row_system", "roles", "row_template", "training_detail", "token")
@@ -41,27 +41,27 @@ def prepare(draft: Draft) -> None:
     if draft.get("serves_metrics"):
         draft.put("report.prometheus", draft.get("metrics_port"), "metrics_port", "serves_metrics")
         draft.put("report.prometheus_address", draft.get("metrics_host"), "metrics_host")
-    draft.drop("no metrics are served there", "serves_metrics", "metrics_port", "metrics_host")
+    draft.drop("no metrics are served in axolotl", "serves_metrics", "metrics_port", "metrics_host")
     _task(draft)
     positions = sorted({int(name.rpartition(".")[2]) for name in draft.facts if name.startswith("path.")})
     for index, position in enumerate(positions):
         key = "data.train" if len(positions) == 1 else f"data.train.mix.{index}"
         _source(draft, position, key)
         if len(positions) > 1:
-            draft.put(f"{key}.epochs", 1, comment="all rows of every source, as there")
+            draft.put(f"{key}.epochs", 1, comment="all rows of every source, as in axolotl")
     if "test_path.0" in draft.facts:
         values = source_of(draft.get("test_path.0"), draft.file.path.parent) | {"split": draft.get("test_split.0")}
         put_source(draft, "data.validation", values, "test_path.0", "test_split.0", "test_type.0")
     _template(draft, positions)
     if draft.get("packing") and draft.value("task.name") in ("sft", "pretrain"):
         draft.put("data.batching.by", "packs", "packing")
-        draft.note("packed samples do not attend to each other here; there, only flash attention keeps them isolated.")
+        draft.note("packed samples do not attend to each other here; in axolotl, only flash attention isolates them.")
     is_chosen = draft.has("data.train_on")
     if draft.get("train_on_inputs") and not is_chosen and draft.value("task.name") in ("sft", "vision_language_sft"):
         draft.put("data.train_on", "all", "train_on_inputs")
         if any(str(draft.get(f"type.{position}", "chat_template")).startswith(_CHATS) for position in positions):
             draft.note(
-                "`train_on_inputs` makes the contents of all turns targets there; here every token of the "
+                "`train_on_inputs` makes the contents of all turns targets in axolotl; here every token of the "
                 "conversation is one, with the headers that the chat template writes before each turn."
             )
     if draft.get("streaming"):
@@ -93,7 +93,7 @@ def _unwritten(draft: Draft) -> None:
         else:
             draft.assumed["warmup_ratio"] = (share, f"{origin}, at most {limit} steps")
             draft.note(
-                f"the warmup is at most {limit} steps there, where none is written; here it is {share:.0%} of all."
+                f"the warmup is at most {limit} steps in axolotl, where none is written; here it is {share:.0%} of all."
             )
     if {"save_steps", "saves_per_epoch"} & draft.facts.keys():
         draft.assumed.pop("save_strategy", None)
@@ -119,7 +119,7 @@ def _task(draft: Draft) -> None:
     elif "processor" in draft.facts:
         draft.put("task.name", "vision_language_sft", "processor")
     else:
-        draft.put("task.name", "sft", comment="the default there")
+        draft.put("task.name", "sft", comment="the default in axolotl")
     if rl not in _LOSSES and rl != "none":
         draft.out_of_scope = f"rl: {rl}"
         draft.refuse("reinforcement learning is not a task here: use the Session API (docs/how-to/session.md).", "rl")
@@ -137,7 +137,7 @@ def _task(draft: Draft) -> None:
         draft.out_of_scope = "a loss of its own (EAFT)"
         draft.refuse("a plugin adds a loss of tokens as `task.loss` (docs/how-to/plugins.md).", *own_loss)
     else:
-        draft.drop("it is off there, too", *own_loss)
+        draft.drop("it is off in axolotl, too", *own_loss)
     for key in (key for key in draft.file.leaves if key.startswith("diffusion.")):
         draft.out_of_scope = "a diffusion language model"
         draft.outcomes[key] = Outcome(
@@ -247,7 +247,7 @@ def _chat(draft: Draft, position: int, *, is_sharegpt: bool) -> dict[str, Any]:
             weight = f"(turn['{flag}'] if turn['{flag}'] is defined and turn['{flag}'] is not none else {weight})"
         parts.append(f"weight=1 if {weight} else 0")
         used = () if not draft.get("train_on_inputs") else ("train_on_inputs",)
-        draft.put("data.train_on", "per_message", *used, comment="turns that are targets there have `weight: 1`")
+        draft.put("data.train_on", "per_message", *used, comment="turns that are targets in axolotl have `weight: 1`")
     others = f"turn.items() | rejectattr(0, 'in', {[role, content, *([flag] if flag else [])]})"
     turn = f"{{{{ ', ' if not loop.first }}}}{{{{ dict({others}, {', '.join(parts)}) | tojson }}}}"
     return {"format": "messages", "template": {"messages": f"[{{% for turn in {turns} %}}{turn}{{% endfor %}}]"}}
@@ -303,17 +303,17 @@ def _template(draft: Draft, positions: list[int]) -> None:
     task = draft.value("task.name")
     prompts = [_is_prompt(draft, position) for position in positions] if task == "sft" else []
     if any(prompts) and all(prompts):
-        draft.put("data.chat_template", "plain", comment="prompts are text there")
+        draft.put("data.chat_template", "plain", comment="prompts are text in axolotl")
         draft.drop(
             "prompts of this type are text, which no chat template renders", "chat_template", "chat_template_jinja"
         )
         draft.note(
-            "prompts of `type: alpaca` and the like are plain text there, and so are they with `plain`. For a chat "
+            "prompts of `type: alpaca` and the like are plain text in axolotl, and with `plain`. For a chat "
             "template, remove `data.chat_template`, and write `format: instruction` without `template`."
         )
         return
     if any(prompts):
-        draft.note("the prompts of one source are plain text there; here the chat template renders all sources.")
+        draft.note("the prompts of one source are plain text in axolotl; here the chat template renders all sources.")
     if jinja is not None and task != "pretrain":
         draft.files["chat_template.jinja"] = jinja
         draft.put("data.chat_template", "./chat_template.jinja", comment="written next to this file")
@@ -331,7 +331,7 @@ def _adapters(draft: Draft) -> None:
         draft.withdraw("model.lora.target_modules", Outcome("not_needed", "`lora_target_linear` covers them"))
         draft.put("model.lora.target_modules", "all-linear", "all_linear")
     else:
-        draft.drop("it is off there, too", "all_linear")
+        draft.drop("it is off in axolotl, too", "all_linear")
     names = draft.get("target_parameters", [])
     if names and all("expert" in name for name in names):
         draft.put("model.lora.experts", True, "target_parameters")
@@ -362,10 +362,10 @@ def _tokens(draft: Draft) -> None:
 def finish(draft: Draft) -> None:
     """Write what happens to long rows."""
     is_text = draft.value("task.name") == "pretrain"
-    draft.default("data.over_length", "split" if is_text else "drop", "as there")
+    draft.default("data.over_length", "split" if is_text else "drop", "as in axolotl")
     what = {"drop": "left out", "truncate": "truncated"}.get(str(draft.value("data.over_length")))
     if what is not None:
-        draft.note(f"rows longer than `max_length` are {what} there, with a line in the log; here they are counted.")
+        draft.note(f"rows longer than `max_length` are {what} in axolotl, which logs a line; here they are counted.")
 
 
 AXOLOTL = Peer(

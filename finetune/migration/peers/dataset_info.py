@@ -1,6 +1,6 @@
 """LLaMA-Factory's dataset_info.json: where the rows of a dataset are, and what their columns mean.
 
-The rules are those of its data/parser.py, data/converter.py and data/loader.py.
+The rules come from its data/parser.py, data/converter.py and data/loader.py.
 """
 
 import keyword
@@ -30,7 +30,7 @@ _TAGS: Mapping[str, tuple[str, ...]] = {
 """The words in turns that are read here: first the default of LLaMA-Factory, last what templates write."""
 
 _ADDRESSES = ("name", "ms", "om", "script", "path")
-"""The facts of where rows are, of which LLaMA-Factory takes the first."""
+"""The facts of where rows are; LLaMA-Factory takes the first."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class _DatasetLeaf(Leaf):
 
 
 def read_info(draft: Draft, names: Sequence[str]) -> PeerFile | None:
-    """Return dataset_info.json, None without it, and add the keys of these datasets to those of the draft.
+    """Return dataset_info.json, None without it, and add the keys of these datasets to the draft's.
 
     Raises UserError for a dataset that is not in the file, and ConfigError for a file that cannot be read.
     """
@@ -79,7 +79,7 @@ class Dataset:
     used: dict[str, None] = field(default_factory=dict)  # the facts that are in the job
 
     def put(self, key: str, *facts: str, comment: str = "") -> None:
-        """Write the source at our key, from these facts and its own, of which each gets an outcome."""
+        """Write the source at our key, from these facts and its own; each gets an outcome."""
         draft = self.draft
         file = next((value for name in _ADDRESSES if (value := self._get(name))), "")
         if not file:
@@ -97,7 +97,7 @@ class Dataset:
             self._refuse("a file has no splits: write `skip` and `take`.", "split")
         values |= self._reading()
         if self._get("take"):
-            draft.note("`num_samples` draws rows there; here the first ones are taken.")
+            draft.note("`num_samples` draws rows in LLaMA-Factory; here the first ones are taken.")
         takes = [take for take in (draft.get("take"), self._get("take")) if take]
         own = [name for used in self.used if not draft.is_named(name := f"{used}.{self.position}")]
         put_source(draft, key, values | {"take": min(takes, default=None)}, *facts, "take", *own, comment=comment)
@@ -132,7 +132,7 @@ class Dataset:
         if form == "judged":
             cells["label"] = self._column("kto_tag")
         elif form != "text":
-            self._refuse("at this stage rows with it are left out there: `stage: kto` reads it.", "columns.kto_tag")
+            self._refuse("LLaMA-Factory leaves out rows with it: `stage: kto` reads it.", "columns.kto_tag")
         if missing := [name for name, cell in cells.items() if not cell]:
             self._refuse(
                 f"it names no column for `{missing[0]}`: LLaMA-Factory leaves the rows out.", "ranking", *_ADDRESSES
@@ -155,7 +155,7 @@ class Dataset:
             spoken = f"[{spoken}, {_variable(asked[1])} | default('')] | select | join('\\n')"
             question = f"{{{{ {spoken} }}}}"
         if form == "text":
-            self._refuse("stage pt reads its first question alone there: write a template.", "columns.history")
+            self._refuse("stage pt of LLaMA-Factory reads its first question: write a template.", "columns.history")
             return form, {"text": question}
         history = self._column("history")
         if history and question:
@@ -173,7 +173,7 @@ class Dataset:
         """Return the format and its columns: turns in other words than usual get the usual ones by a template."""
         turns, is_openai = self._column("messages"), self._get("formatting") == "openai"
         if form == "text":
-            self._refuse("stage pt reads the first turn alone there: write a template of `text`.", "formatting")
+            self._refuse("stage pt of LLaMA-Factory reads the first turn: write a template of `text`.", "formatting")
             return form, {"text": turns}
         tags = {tag: self._get(f"tags.{tag}") if "tags" in self.values else usual[0] for tag, usual in _TAGS.items()}
         keys = (tags.pop("role_tag") or "from", tags.pop("content_tag") or "value")
@@ -181,9 +181,11 @@ class Dataset:
             tags.pop("function_tag")  # calls are in `tool_calls`
         is_usual = keys in (("from", "value"), ("role", "content"))
         is_usual = is_usual and all(name in (None, "", *_TAGS[tag]) for tag, name in tags.items())
-        self.draft.note("conversations whose turns do not alternate are left out there, and read here.")
+        self.draft.note("conversations whose turns do not alternate are left out in LLaMA-Factory, and read here.")
         if is_openai:
-            self.draft.note("with `formatting: openai`, `detailed thinking off` is added to the system message there.")
+            self.draft.note(
+                "LLaMA-Factory writes `detailed thinking off` into the system turn of `formatting: openai`."
+            )
         if is_openai and not is_usual:
             advice = "write `tool_calls` and the usual roles in the rows, whose turns have no template then."
             self._refuse(advice, *(f"tags.{tag}" for tag in _TAGS))

@@ -29,7 +29,7 @@ def prepare(draft: Draft) -> None:
     if draft.get("uses_muon"):
         draft.entries.pop("train.optimizer.name", None)
         draft.put("train.optimizer.name", "muon", "uses_muon")
-    draft.drop("another optimizer is chosen there", "uses_muon")
+    draft.drop("another optimizer is chosen in LLaMA-Factory", "uses_muon")
     if draft.get("pure_bf16"):
         draft.put("model.dtype", "bfloat16", "pure_bf16")
         draft.put("train.precision", "bf16", "pure_bf16")
@@ -71,14 +71,14 @@ def _task(draft: Draft) -> None:
     if used:
         draft.out_of_scope = f"a loss of its own ({used[0].rpartition('_')[2].upper()})"
         draft.refuse("a plugin adds a loss of tokens as `task.loss` (docs/how-to/plugins.md).", *used, "own_loss_value")
-    draft.drop("it is off there, too", *_OWN_LOSSES, "own_loss_value")
+    draft.drop("it is off in LLaMA-Factory, too", *_OWN_LOSSES, "own_loss_value")
 
 
 def _adapter(draft: Draft) -> None:
     kind = str(draft.get("adapter_type", "lora"))
     if kind == "freeze":
         draft.refuse(
-            "the last layers alone are trained there: write their names in `model.train_only`, such as "
+            "the last layers alone are trained in LLaMA-Factory: write their names in `model.train_only`, such as "
             "`['*.layers.31.*', '*.layers.30.*']`.",
             "adapter_type",
             "layers",
@@ -94,16 +94,16 @@ def _adapter(draft: Draft) -> None:
         if draft.get("module_dropout"):
             values["module_dropout"] = draft.get("module_dropout")
         draft.put("model.peft", {"type": "oft", "values": values}, "adapter", *_OFT)
-    draft.drop("no OFT is trained there", *_OFT)
+    draft.drop("no OFT is trained in LLaMA-Factory", *_OFT)
     if kind == "lora":
         draft.put("model.lora.target_modules", draft.get("lora_target", "all-linear"), "lora_target")
-        draft.default("model.lora.rank", 8, "the default there")
-        comment = "twice the rank is the default there"
+        draft.default("model.lora.rank", 8, "the default in LLaMA-Factory")
+        comment = "twice the rank is the default in LLaMA-Factory"
         draft.default("model.lora.alpha", 2.0 * draft.value("model.lora.rank", 8), comment)
         if draft.get("pissa"):
             draft.put("model.lora.init", "pissa", "pissa")
             draft.put("model.dtype", "float32", comment="as `init: pissa` needs")
-    draft.drop("no LoRA is trained there", "lora_target", "pissa")
+    draft.drop("no LoRA is trained in LLaMA-Factory", "lora_target", "pissa")
     if draft.get("quantization_method", "bnb").lower() not in ("bnb", "bitsandbytes"):
         draft.refuse("name the model in 16 bits, and write `model.quantization`.", "quantization_method", "bits")
     draft.drop("bitsandbytes, as here", "quantization_method")
@@ -115,7 +115,7 @@ def _adapter(draft: Draft) -> None:
             comment = "names of parameters: `finetune check --model` looks them up"
             draft.put("model.freeze", frozen, "freezes_vision", "freezes_language", comment=comment)
         elif frozen:
-            draft.note("adapters are on the language model alone there; `all-linear` here includes the image encoder.")
+            draft.note("LLaMA-Factory adapts the language model alone; `all-linear` here includes the image encoder.")
     draft.drop("the part is trained, or has no weights of its own", "freezes_vision", "freezes_language")
     draft.drop("the projector belongs to the image encoder's parameters", "freezes_projector")
 
@@ -130,7 +130,7 @@ def _rows(draft: Draft, names: Sequence[str], info: PeerFile | None) -> None:
         if len(trained) > 1 and is_weighted:
             draft.put(f"{key}.weight", weights[index], "probabilities", "mix_strategy")
         elif len(trained) > 1:
-            draft.put(f"{key}.epochs", 1, comment="all rows of every source, as there")
+            draft.put(f"{key}.epochs", 1, comment="all rows of every source, as in LLaMA-Factory")
         if draft.get("streaming"):
             draft.put(f"{key}.stream.window_rows", draft.get("window_rows", 10_000), "window_rows", "streaming")
     if strategy == "interleave_over" and len(trained) > 1:
@@ -179,21 +179,21 @@ def _targets(draft: Draft) -> None:
         draft.get("packing") or draft.get("neat_packing") or (task == "pretrain" and draft.get("packing") is not False)
     )
     if packs and task in ("sft", "pretrain"):
-        comment = "" if "packing" in draft.facts or "neat_packing" in draft.facts else "the default of stage `pt` there"
+        comment = "" if "packing" in draft.facts or "neat_packing" in draft.facts else "the default of stage `pt`"
         draft.put("data.batching.by", "packs", "packing", "neat_packing", comment=comment)
         if not draft.get("neat_packing"):
-            draft.note("samples in a pack see each other there without `neat_packing`; here they never do.")
+            draft.note("samples in a pack see each other in LLaMA-Factory without `neat_packing`; here they never do.")
     draft.drop("samples are not packed", "neat_packing")
 
 
 def finish(draft: Draft) -> None:
     """Write LLaMA-Factory's own defaults."""
     finish_arguments(draft)
-    draft.default("data.max_length", 2048, "the default there")
+    draft.default("data.max_length", 2048, "the default in LLaMA-Factory")
     is_text = draft.value("task.name") == "pretrain"
-    draft.default("data.over_length", "split" if is_text else "truncate", "as there")
+    draft.default("data.over_length", "split" if is_text else "truncate", "as in LLaMA-Factory")
     if not is_text:
-        draft.note("prompt and answer are each truncated there, without a message; here at the end, and counted.")
+        draft.note("LLaMA-Factory truncates prompt and answer, without a message; here at the end, and counted.")
     if draft.value("model.trust_remote_code"):
         draft.note("`trust_remote_code: true` runs Python code of the model's repository; most models do not need it.")
 

@@ -34,7 +34,7 @@ def prepare(draft: Draft) -> None:
         draft.is_sharded = True
         processes = re.search(r"--nproc_per_node[ =](\d+)", draft.file.text)
         draft.gpus = draft.gpus or (int(processes[1]) if processes else 2)
-        draft.note(f"the comments of the file start a distributed recipe, which is FSDP2 there, on {draft.gpus} GPUs.")
+        draft.note(f"the comments of the file start a distributed recipe, torchtune's FSDP2, on {draft.gpus} GPUs.")
     elif "single_device" in draft.file.path.name:
         draft.gpus = draft.gpus or 1
     is_vision = "vision" in builder or "vision" in family or "clip" in builder
@@ -57,7 +57,7 @@ def _assume(draft: Draft, builder: str, *, is_vision: bool) -> None:
     draft.assume(*(f"torchtune {name}" for name in names if f"torchtune {name}" in read_defaults()["defaults"]))
     for part in ("decoder", "encoder", "fusion"):
         if draft.get(part) == "frozen" and part not in draft.facts:
-            draft.note(f"the {part} is frozen there ({draft.assumed[part][1]}): name the modules that have adapters.")
+            draft.note(f"torchtune freezes the {part} ({draft.assumed[part][1]}): name the modules that have adapters.")
 
 
 def _model(draft: Draft, family: str) -> None:
@@ -84,7 +84,7 @@ def _hub_name(folder: str, family: str) -> str:
 def _adapter(draft: Draft, builder: str, family: str) -> None:
     kind = builder.partition("_")[0]
     if kind not in ("lora", "qlora", "dora"):
-        draft.drop("no adapter is trained there", "attention_modules", "mlp", "output")
+        draft.drop("no adapter is trained in torchtune", "attention_modules", "mlp", "output")
         return
     leaf = draft.facts["builder"][1]
     draft.facts["adapter"] = ("lora", leaf)
@@ -118,15 +118,15 @@ def _task(draft: Draft, *, is_vision: bool) -> None:
             if name in draft.facts:
                 draft.put(f"task.preference.{key}", draft.get(name), name)
     elif draft.has("task.distillation.teacher"):
-        draft.put("task.name", "distillation", comment="a teacher's checkpoint there")
+        draft.put("task.name", "distillation", comment="a teacher's checkpoint in torchtune")
         _distillation(draft)
     else:
         name = "vision_language_sft" if is_vision else "pretrain" if "text" in reads else "sft"
-        draft.put("task.name", name, comment="by model, dataset and loss there")
+        draft.put("task.name", name, comment="by model, dataset and loss in torchtune")
     if loss and loss not in (*_TASKS, *_CROSS_ENTROPIES):
         draft.out_of_scope = f"the loss {loss}"
         draft.refuse("a plugin adds a loss of tokens as `task.loss` (docs/how-to/plugins.md).", "loss")
-    draft.drop("the cross-entropy over the targets, in chunks where they are many", "loss")
+    draft.drop("the cross-entropy over the targets, in chunks if there are many", "loss")
     draft.drop("another task is trained", *preference, "kd_ratio", "kd_loss")
 
 
@@ -162,13 +162,13 @@ def _data(draft: Draft) -> None:
     if trains_prompts and draft.value("task.name") in ("sft", "vision_language_sft"):
         draft.put("data.train_on", "all", "train_on_inputs", "masking")
         by_default = "" if "train_on_inputs" in draft.facts or masking else f", by default of {builder}"
-        draft.note(f"prompts are targets there, too{by_default}: `train_on: all`.")
+        draft.note(f"prompts are targets in torchtune, too{by_default}: `train_on: all`.")
     elif draft.get("masking") == "train_on_last":
         draft.put("data.train_on", "last_assistant", "masking")
     draft.drop("the assistant's turns are the targets", "masking", "train_on_inputs")
     if draft.get("packing") and draft.value("task.name") in ("sft", "pretrain"):
         draft.put("data.batching.by", "packs", "packing")
-        draft.note("packs do not split samples and no sample attends to another, as there with `packed: True`.")
+        draft.note("packs do not split samples and no sample attends to another, as in torchtune with `packed: True`.")
 
 
 def _partition(draft: Draft) -> str | None:
@@ -237,9 +237,7 @@ def _template(draft: Draft, family: str) -> None:
     key = next((key for key in _TEMPLATES if family.startswith(key)), None)
     if draft.value("task.name") in ("pretrain",) or key is None or _CHAT_NAMES.search(name.partition("/")[2]):
         return
-    draft.put(
-        "data.chat_template", _TEMPLATES[key], comment="this base model has none of its own; nearest to its turns there"
-    )
+    draft.put("data.chat_template", _TEMPLATES[key], comment="this base model has none; nearest to torchtune's turns")
 
 
 def _training(draft: Draft) -> None:
@@ -269,7 +267,7 @@ def _training(draft: Draft) -> None:
         start = 1 + draft.get("profile_wait", 5) + draft.get("profile_warmup", 5)
         draft.put("report.profile.start", start, "profiles", "profile_wait", "profile_warmup")
         draft.put("report.profile.steps", draft.get("profile_steps", 2), "profile_steps")
-    draft.drop("the profiler is off there", *(() if draft.get("profiles") else profile))
+    draft.drop("the profiler is off in torchtune", *(() if draft.get("profiles") else profile))
     if draft.get("replicas", 1) > 1:
         draft.facts["fsdp_sharding"] = ("hybrid", draft.facts["replicas"][1])
     draft.drop("every process has its share of the weights: fsdp2.yaml", "replicas")
@@ -278,22 +276,20 @@ def _training(draft: Draft) -> None:
 def finish(draft: Draft) -> None:
     """Write torchtune's own defaults."""
     if not draft.has("data.max_length"):
-        draft.put("data.max_length", 4096, comment="no limit there")
-        draft.put(
-            "data.over_length", "refuse", comment="no limit there: a longer row stops the run here; raise the limit"
-        )
+        draft.put("data.max_length", 4096, comment="no limit in torchtune")
+        draft.put("data.over_length", "refuse", comment="no limit in torchtune; here a longer row stops the run")
     else:
-        draft.default("data.over_length", "truncate", "as there")
-        draft.note("rows longer than `max_length` are truncated there without a message; here they are counted.")
+        draft.default("data.over_length", "truncate", "as in torchtune")
+        draft.note("rows longer than `max_length` are truncated in torchtune without a message; here they are counted.")
     if not draft.has("train.steps"):
         draft.default("train.epochs", 1, "not in the file: every recipe needs it")
-    draft.default("train.schedule.name", "constant", "no scheduler there")
+    draft.default("train.schedule.name", "constant", "no scheduler in torchtune")
     if "train.max_gradient_norm" not in draft.entries and "train.max_gradient_norm" not in draft.defaults:
-        draft.put("train.max_gradient_norm", None, comment="gradients are not clipped there, by default 1.0 here")
-    draft.note("weight decay is applied to all weights there, to matrices alone here.")
+        draft.put("train.max_gradient_norm", None, comment="torchtune does not clip gradients; the default here is 1.0")
+    draft.note("weight decay is applied to all weights in torchtune, to matrices alone here.")
     if not draft.has("checkpoint.every_steps"):
         draft.note(
-            "a checkpoint is written after each epoch there; here at the end, and every `checkpoint.every_steps`."
+            "torchtune writes a checkpoint after each epoch; here at the end, and every `checkpoint.every_steps`."
         )
 
 

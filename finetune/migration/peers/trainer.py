@@ -23,7 +23,7 @@ def prepare_arguments(draft: Draft) -> None:
     if steps >= 1 and "logging_steps" in draft.facts:
         draft.put("report.log_every_steps", int(steps), "logging_steps")
     if draft.get("eval_strategy") == "steps" and draft.get("eval_steps") is None and steps >= 1:
-        comment = "as often as `logging_steps` there, where `eval_steps` is unset"
+        comment = "as often as `logging_steps`, since `eval_steps` is unset"
         draft.put("evaluate.every_steps", int(steps), "eval_strategy", comment=comment)
     draft.drop("`events.jsonl` has every step", "logging_steps")
     if draft.get("pushes") and draft.get("hub_name"):
@@ -32,7 +32,7 @@ def prepare_arguments(draft: Draft) -> None:
             draft.put("export.private", False, "hub_private")
     elif draft.get("pushes"):
         draft.refuse("write the repository's name in `export.push_to_hub`.", "pushes")
-    draft.drop("nothing is uploaded there, or privately as here", "pushes", "hub_name", "hub_private")
+    draft.drop("nothing is uploaded, or privately as here", "pushes", "hub_name", "hub_private")
     settings = {key: leaf for key, leaf in draft.file.leaves.items() if key.startswith("deepspeed.")}
     if settings:
         draft.facts["deepspeed"] = (draft.file.values["deepspeed"], next(iter(settings.values())))
@@ -45,7 +45,7 @@ def prepare_arguments(draft: Draft) -> None:
 
 def finish_arguments(draft: Draft) -> None:
     """Note what Trainer does at the end of an epoch."""
-    draft.note("the last, incomplete batch of an epoch is a step of its own there; here batches go on over epochs.")
+    draft.note("Trainer takes a step with the last, incomplete batch of an epoch; here batches go on over epochs.")
 
 
 def prepare(draft: Draft) -> None:
@@ -67,7 +67,7 @@ def name_placeholders(draft: Draft) -> None:
     if not draft.has("data.train"):
         draft.default("data.train.name", "DATASET", "not in the file: write the name, or `path`")
     if "MODEL" in (draft.value("model.name"), draft.value("data.train.name")):
-        draft.note("the model or the rows are in a script there: write their names in place of MODEL and DATASET.")
+        draft.note("the model or the rows are in a script: write their names in place of MODEL and DATASET.")
 
 
 TRAINER = Peer(

@@ -59,10 +59,10 @@ def _task(draft: Draft, command: dict[str, str]) -> None:
     if command["task"] == "sft" and losses and losses[0] not in ("nll", "chunked_nll"):
         draft.out_of_scope = draft.out_of_scope or f"the loss {losses[0]}"
         draft.refuse("a plugin adds a loss of tokens as `task.loss` (docs/how-to/plugins.md).", "loss")
-    draft.drop("the cross-entropy over the targets, in chunks where they are many", "loss", "loss_weights")
+    draft.drop("the cross-entropy over the targets, in chunks if there are many", "loss", "loss_weights")
     if draft.get("divergence", "reverse_kl") != "reverse_kl":
         draft.refuse("only the reverse KL divergence of DPO has a counterpart: leave it out.", "divergence")
-    of_another_loss = "the default there and here, or of a loss that is not chosen"
+    of_another_loss = "the default in TRL and here, or of a loss that is not chosen"
     draft.drop(of_another_loss, "divergence", "divergence_alpha", "discopop")
     draft.drop("of the sampling of texts, which are not generated in training: the loss uses 1.0", "temperature")
     draft.drop("another task is trained", *_OTHER_TASKS)
@@ -103,12 +103,12 @@ def _distillation(draft: Draft) -> None:
         draft.put("task.distillation.jsd_beta", beta, "beta")
     draft.put("data.train_on", "last_assistant", comment="GKD trains the last answer of a conversation alone")
     if share:
-        what = f"texts of the student are generated and trained on in {share:.0%} of the steps there"
+        what = f"texts of the student are generated and trained on in {share:.0%} of the steps in TRL"
         draft.refuse(f"{what}: not possible here, the rows' answers are trained on.", "on_policy")
         if "on_policy" not in draft.facts:
             draft.note(
                 f"{what} ({draft.assumed['on_policy'][1]} is unwritten): that is not possible here, and the rows' "
-                "answers are trained on in every step. `lmbda: 0` is the same there."
+                "answers are trained on in every step. `lmbda: 0` is the same in TRL."
             )
     if share == 1:
         draft.out_of_scope = "on-policy distillation"
@@ -119,16 +119,16 @@ def _rows(draft: Draft) -> None:
     task, folder, row = draft.value("task.name"), draft.file.path.parent, _first_row(draft)
     field = draft.get("text_field", "text")
     if task == "sft" and (field in row or (not row and field != "text")):
-        draft.put("task.name", "pretrain", "text_field", comment="every token of a text is a target, as there")
+        draft.put("task.name", "pretrain", "text_field", comment="every token of a text is a target, as in TRL")
         draft.put("data.train.columns", {"text": field}, "text_field")
         draft.put("data.train.format", "text", "text_field")
         task = "pretrain"
     draft.drop("the first row's columns decide", "text_field")
     if isinstance(row.get("prompt"), str):
-        draft.put("data.chat_template", "plain", comment="texts in `prompt` are not put into the chat template there")
+        draft.put("data.chat_template", "plain", comment="texts in `prompt` are not put into the chat template in TRL")
     elif not row and task != "pretrain":
         draft.note(
-            "lists of messages are put into the chat template there, texts in `prompt` are not: for texts, write "
+            "lists of messages are put into the chat template in TRL, texts in `prompt` are not: for texts, write "
             "`data.chat_template: plain`."
         )
     is_judged = draft.value("task.preference.loss") == "kto" and "chosen" not in row
@@ -145,15 +145,15 @@ def _rows(draft: Draft) -> None:
         put_source(draft, key, values, *(f"mix_{name}.{position}" for name in (*parts, "columns")))
         draft.drop("columns that the format does not read are ignored", f"mix_columns.{position}")
         if len(positions) > 1:
-            draft.put(f"{key}.epochs", 1, comment="all rows of every source, as there")
+            draft.put(f"{key}.epochs", 1, comment="all rows of every source, as in TRL")
     if is_judged and not row:
-        draft.note("rows of pairs are split into two there; if yours have `chosen`, remove `data.train.format`.")
+        draft.note("rows of pairs are split into two in TRL; if yours have `chosen`, remove `data.train.format`.")
     if draft.get("eval_strategy", "no") != "no" and "dataset" in draft.facts:
         split = draft.get("test_split", "test")
         values = source_of(draft.get("dataset"), folder) | {"config": draft.get("config"), "split": split}
         values |= {"format": "judged"} if is_judged else {}
         put_source(draft, "data.validation", values, "test_split")
-    draft.drop("nothing is evaluated there", "test_split")
+    draft.drop("nothing is evaluated in TRL", "test_split")
     if draft.get("streaming"):
         draft.put("data.train.stream.window_rows", 10_000, "streaming")
     draft.drop("rows are not streamed", "streaming")
@@ -167,9 +167,7 @@ def _rows(draft: Draft) -> None:
                 "`wrapped` packs cut samples, whose parts attend to each other; here packs hold whole samples only."
             )
         else:
-            draft.note(
-                "packed samples do not attend to each other here; there, only flash attention keeps them isolated."
-            )
+            draft.note("packed samples do not attend to each other here; in TRL, only flash attention isolates them.")
     draft.drop("packs hold whole samples, best fit first", "packing_strategy")
 
 
@@ -198,7 +196,7 @@ def _targets(draft: Draft, row: dict[str, Any]) -> None:
     elif draft.get("completion_only") is None:
         draft.put("data.train_on", "all", "assistant_only", comment="TRL's default for `messages`")
         draft.note(
-            "every token of `messages` is a target there unless `assistant_only_loss`, prompts too; of rows with "
+            "every token of `messages` is a target in TRL unless `assistant_only_loss`, prompts too; of rows with "
             "prompt and completion, the completion alone: for those, remove `data.train_on`."
         )
     else:
@@ -209,9 +207,9 @@ def finish(draft: Draft) -> None:
     """Write what happens to long rows."""
     finish_arguments(draft)
     is_dropped = draft.value("task.name") == "reward"
-    draft.default("data.over_length", "drop" if is_dropped else "truncate", "as there")
+    draft.default("data.over_length", "drop" if is_dropped else "truncate", "as in TRL")
     what = "left out" if is_dropped else "truncated"
-    draft.note(f"rows longer than `max_length` are {what} there without a message; here they are counted.")
+    draft.note(f"rows longer than `max_length` are {what} in TRL without a message; here they are counted.")
 
 
 TRL = Peer(

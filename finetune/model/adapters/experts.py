@@ -2,7 +2,7 @@
 
 peft's ParamWrapper computes `W + BA` of every expert in each forward pass and the gradient of that sum, which is as
 large as that of full training. Here a token of an expert costs `W x + B (A x)`, as on a linear layer: no matrix of the
-experts' size is computed or stored. Parameters, their names, merging and saving remain those of peft.
+experts' size is computed or stored. Parameters, their names, merging and saving remain peft's.
 """
 
 from typing import Any

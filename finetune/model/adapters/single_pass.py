@@ -8,8 +8,8 @@ base's output in place, and the scale is part of a product. Only `x` itself is k
 The base's product is left to its layer, and weights are read where a strategy has gathered them, so the numbers are the
 same under every strategy and on quantized bases. No module or parameter is renamed.
 
-Of a layer that ranks share (`model/tensor_parallel.py`), one factor is a DTensor: `B` where they share the outputs, `A`
-where they share the inputs. They draw the mask of all inputs, as one process does.
+Of a layer that ranks share (`model/tensor_parallel.py`), one factor is a DTensor: `B` if they share the outputs, `A`
+if they share the inputs. They draw the mask of all inputs, as one process does.
 """
 
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ COMMON_INPUTS = (
     ("w1", "w3"),
     ("wi_0", "wi_1"),
 )
-"""Names of layers of one module that read the same tensor. Where they do not, as in cross-attention, nothing is
+"""Names of layers of one module that read the same tensor. If they do not, as in cross-attention, nothing is
 shared: tensors are compared, too."""
 
 _QUANTIZED = ("Linear4bit", "Linear8bitLt", "GPTQLoraLinear", "AwqLoraLinear", "HqqLoraLinear", "EetqLoraLinear")

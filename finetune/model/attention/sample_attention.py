@@ -29,7 +29,7 @@ class QueryKeyValue(NamedTuple):
 
     @property
     def repeated(self) -> "QueryKeyValue":
-        """Return the same with one key head and value head per query head."""
+        """Return keys and values with one head per query head."""
         times = self.query.shape[1] // self.key.shape[1]
         if times == 1:
             return self

@@ -106,7 +106,7 @@ def carries_state(config: Any) -> bool:
 
 
 def padding_reason(config: Any) -> str | None:
-    """Return why samples must be padded; None where they can be packed into one row without padding."""
+    """Return why samples must be padded; None if they can be packed into one row without padding."""
     is_encoder = (
         config.model_type in PACKING_ENCODER_TYPES
         and type(config).__module__.startswith("transformers.models.")
@@ -188,7 +188,7 @@ def check_padding(
 
 
 def randomness(config: Any) -> str | None:
-    """Return how the layers of this model draw random numbers besides dropout; None where they draw none."""
+    """Return how the layers of this model draw random numbers besides dropout; None if they draw none."""
     jitter = (f"`{name}: {getattr(config, name)}` in its config" for name in _JITTER if getattr(config, name, None))
     reason = _RANDOM.get(config.model_type) or next(jitter, None)
     return reason and (

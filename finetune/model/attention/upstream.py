@@ -107,7 +107,7 @@ class RowFunction:
     """A function of transformers' modeling files that mixes the positions of a row."""
 
     by_sample: Callable[..., Any]  # (function, lengths, its arguments) -> its results, sample by sample
-    kernel: tuple[str, str]  # module and name of the kernel that transformers calls where it is installed
+    kernel: tuple[str, str]  # module and name of the kernel that transformers calls if it is installed
     boundaries: str  # the kernel's argument for the boundaries of samples
 
 
@@ -204,7 +204,7 @@ def _separating(original: Callable[..., Any], function: RowFunction) -> Callable
 
 @cache
 def _takes(module: str, name: str, argument: str) -> bool:
-    """Return whether that kernel is installed and has the argument: transformers drops those that it does not have."""
+    """Return whether that kernel is installed and has the argument: transformers drops unknown ones."""
     kernel = getattr(_module(module), name, None)
     return kernel is not None and argument in inspect.signature(kernel).parameters
 

@@ -42,7 +42,7 @@ COMPILE_SECONDS = 60.0
 start reads the cache."""
 
 MIN_GAIN = 2.0
-"""`auto` compiles where it saves at least this multiple of the time to compile, since both are estimates."""
+"""`auto` compiles if it saves at least this multiple of the time to compile, since both are estimates."""
 
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
@@ -70,7 +70,7 @@ def estimate_compilation(
 ) -> CompilationEstimate:
     """Return the estimate for a run in which one rank computes `num_tokens`, with `num_kinds` kinds of layers.
 
-    The savings are memory traffic between matrix products; `item_bytes` are those of an element there.
+    The savings are memory traffic between matrix products, in elements of `item_bytes`.
     """
     saved_bytes = (TRAFFIC_PER_HIDDEN - FUSED_TRAFFIC_PER_HIDDEN) * shapes.hidden * shapes.layers * item_bytes / 2
     passes = 4 / 3 if recomputes else 1.0
@@ -84,7 +84,7 @@ class Compilation:
     def __init__(self, log: Log) -> None:
         self.failure: Exception | None = None
         errors = _torch_module("_dynamo.exc")
-        self.errors = (errors.TorchDynamoException, errors.FailOnRecompileLimitHit)  # not those of the model
+        self.errors = (errors.TorchDynamoException, errors.FailOnRecompileLimitHit)  # not the model's
         self.log = log
         # random numbers as in eager mode, so that compiling does not change dropout
         options: dict[str, Any] = {"options": {"fallback_random": True}} if BACKEND == "inductor" else {}

@@ -1,6 +1,6 @@
 """Products of linear layers in 8-bit floats, by torchao (Micikevicius et al., 2022, arXiv:2209.05433).
 
-Weights, gradients and the optimizer's state keep their dtypes, so checkpoints and exports are those of bf16: inputs,
+Weights, gradients and the optimizer's state keep their dtypes, so checkpoints and exports are as in bf16: inputs,
 weights and output gradients are rounded to 8 bits for each product, with scales computed from their largest values. No
 module or parameter is replaced: a layer gets another `forward`. Evaluation and generation compute in bf16.
 """

@@ -80,7 +80,7 @@ def runs_kernels(device_type: str) -> bool:
 
 
 def are_wanted(section: ModelSection, *, compiled: str) -> bool:
-    """Return whether the job asks for the kernels: by name, or by `auto` where they are installed.
+    """Return whether the job asks for the kernels: by name, or by `auto` if they are installed.
 
     `auto` leaves layers alone that are `compiled` (`off`: none are).
     """
@@ -139,7 +139,7 @@ def _run_norm(module: Any, rows: Tensor, functions: Any, *, eps: float, casting:
 
 
 def _rms_norm(rows: Tensor, weight: Tensor, eps: float, casting: str, offset: float) -> Tensor:
-    """Return the same as the kernel: `llama` multiplies by the weight in the type of the rows, `gemma` in float32."""
+    """Compute like the kernel: `llama` multiplies by the weight in the type of the rows, `gemma` in float32."""
     normalized = rows.float() * torch.rsqrt(rows.float().square().mean(-1, keepdim=True) + eps)
     if casting == "llama":
         return (weight + offset) * normalized.to(rows.dtype)
@@ -177,7 +177,7 @@ def _gate_and_up(module: Any, rows: Tensor) -> Sequence[Tensor]:
 
 
 def _fuse_rotary(module: ModuleType) -> bool:
-    """Replace the rotary function of a modeling file where it is the usual one; return whether that was done."""
+    """Replace the rotary function of a modeling file if it is the usual one; return whether that was done."""
     own = getattr(module, _ROTARY_FUNCTION, None)
     if own is None or module in _originals or not module.__name__.startswith("transformers.models."):
         return module in _originals

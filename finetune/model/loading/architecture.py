@@ -90,7 +90,7 @@ TEXT_CONFIG = "text_config"
 
 @dataclass(frozen=True)
 class SpecialTokenIds:
-    """Ids of the tokenizer's special tokens; None where it has none."""
+    """Ids of the tokenizer's special tokens; None if it has none."""
 
     bos: int | None = None
     eos: int | None = None

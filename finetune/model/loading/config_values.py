@@ -1,4 +1,4 @@
-"""Values of a model's config: which can be set, and those that a job changes, checked and merged into the config.
+"""Values of a model's config: which can be set, and the job's changes, checked and merged into the config.
 
 Among them the scaling of rotary positions, for a pre-trained model (`model.config`, `model.rope_scaling`) or a new one.
 """
@@ -151,7 +151,7 @@ def check_names(config_class: Any, values: Mapping[str, Any], *, key: str) -> No
 def _merged(
     config: PreTrainedConfig, values: Mapping[str, Any], *, content: Mapping[str, Any], key: str
 ) -> dict[str, Any]:
-    """Return the content of the config with the values; those of sub-configs are merged, too."""
+    """Return the content of the config with the values; sub-configs are merged, too."""
     content, rope = dict(content), rope_values(values)
     own_names = getattr(config, "attribute_map", {})
     for name, value in values.items():

@@ -104,7 +104,7 @@ def _build_model(
 ) -> PreTrainedModel:
     """Return the model with uninitialized weights, which take no memory on a rank that builds on the meta device.
 
-    Those of a pre-trained model have the dtypes that loading gives them: a rank that receives its values must have the
+    A pre-trained model's have the dtypes that loading gives them: a rank that receives its values must have the
     same as rank 0, since tensors of another size cannot be received.
     """
     dtype = getattr(torch, section.dtype)

@@ -262,7 +262,7 @@ def read_saved_adapter_config(folder: Path) -> dict[str, Any]:
 
 _POOLING_FILE = "1_Pooling/config.json"
 _NAMES = {"mean": "mean", "cls": "cls", "lasttoken": "last_token"}
-"""This package's names of pooling by those of sentence-transformers 6."""
+"""This package's names of pooling by the names of sentence-transformers 6."""
 _OLDER_KEYS = {
     "pooling_mode_mean_tokens": "mean",
     "pooling_mode_cls_token": "cls",
@@ -273,7 +273,7 @@ _OLDER_KEYS = {
 def pooling_warning(section: ModelSection, pooling: str) -> str | None:
     """Return a warning if the files of a sentence-transformers model name another pooling than this one.
 
-    None as well where they name none, several or an unknown one.
+    None as well if they name none, several or an unknown one.
     """
     if section.name is None:
         return None

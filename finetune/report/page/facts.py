@@ -49,7 +49,7 @@ class AuditedSource(BaseModel):
 
 
 class Audit(BaseModel):
-    """What the page shows of audit.json."""
+    """The part of audit.json that the page shows."""
 
     sources: tuple[AuditedSource, ...] = ()
     validation: AuditedSource | None = None
@@ -217,7 +217,7 @@ def phase_rows(profiles: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def format_value(value: float) -> str:
-    """Return a metric with four digits after the point; more where it is small."""
+    """Return a metric with four digits after the point; more if it is small."""
     return f"{value:.4f}" if value == 0 or abs(value) >= 0.001 else f"{value:.3e}"
 
 

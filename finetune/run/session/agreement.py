@@ -53,7 +53,7 @@ def agree(method: str, arguments: Mapping[str, Any]) -> tuple[Call, bool]:
 
 
 def send_call(method: str, arguments: Mapping[str, Any]) -> None:
-    """Send rank 0's call to the ranks that follow. Raises UserError on all where it cannot be sent. Collective."""
+    """Send rank 0's call to the ranks that follow. Raises UserError on all if it cannot be sent. Collective."""
     try:
         content: bytes | str = pickle.dumps((method, dict(arguments)))
     except Exception as error:  # any exception that the argument's own code raises
@@ -64,7 +64,7 @@ def send_call(method: str, arguments: Mapping[str, Any]) -> None:
 
 
 def receive_call() -> tuple[str, dict[str, Any]]:
-    """Return rank 0's method and arguments; raises UserError where they could not be sent. Collective."""
+    """Return rank 0's method and arguments; raises UserError if they could not be sent. Collective."""
     content: bytes | str = distributed.broadcast_object(b"")
     if isinstance(content, str):
         raise UserError(content)

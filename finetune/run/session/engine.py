@@ -50,7 +50,7 @@ _MARK_RANGE = 2**64
 class _OpenStep:
     """The gradients accumulated since the last update."""
 
-    divisor: int  # the targets by which they were divided: those of the first call
+    divisor: int  # the targets by which they were divided: of the first call
     started: float
     num_calls: int = 0
     num_targets: int = 0

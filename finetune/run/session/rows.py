@@ -73,7 +73,7 @@ class RowEncoder:
         return [self._numbered(encoded[number], number) for number in range(len(rows))]
 
     def _encode_texts(self, rows: Mapping[int, Mapping[str, Any]]) -> list[EncodedRow]:
-        """Return the rows, given by their number from 0, encoded as those of `data.train`."""
+        """Return the rows, given by their number from 0, encoded like `data.train`."""
         if not rows:
             return []
         raws = [
@@ -172,7 +172,7 @@ def _plain(value: Any) -> Any:
 def cut_rows(
     rows: Sequence[EncodedRow], task: Task, *, microbatch_size: int, rank: int, world: int, step_seed: int
 ) -> tuple[Batch, ...]:
-    """Return this rank's microbatches: of consecutive rows, of which rank r gets every world-th, as of the job's.
+    """Return this rank's microbatches of consecutive rows: rank r gets every world-th, as in the job.
 
     All ranks get equally many: a missing one is the first row without sample ids and targets.
     """
@@ -195,7 +195,7 @@ def cut_rows(
 
 
 def _values_of(row: EncodedRow, name: str) -> np.ndarray:
-    """Return the row's numbers; of a row without the column, 1 for every target where it is the weights."""
+    """Return the row's numbers; of a row without the column, 1 for every target if it is the weights."""
     if name in row.values:
         return row.values[name]
     if name != WEIGHTS:
@@ -211,7 +211,7 @@ def step_seed(seed: int, step: int) -> int:
 
 @dataclass(frozen=True)
 class JobLoss:
-    """The job's own loss; a microbatch that only accompanies those of other ranks counts for nothing."""
+    """The job's own loss; a microbatch that only accompanies other ranks' counts for nothing."""
 
     task: StepTask
 

@@ -38,7 +38,7 @@ from finetune.train.accelerator import build_accelerator, check_prepared
 
 @dataclass(frozen=True)
 class PreparedModel:
-    """What `Accelerator.prepare` gave back. `unwrapped_model` is as it was built, its parameters may be sharded."""
+    """The result of `Accelerator.prepare`. `unwrapped_model` is the model as built; its parameters may be sharded."""
 
     accelerator: Accelerator
     unwrapped_model: Any
@@ -46,7 +46,7 @@ class PreparedModel:
     optimizer: Any
     before_batch: Callable[[Batch], None] = no_op  # called with each batch before its forward pass
     reduces_every_microbatch: bool = False
-    memory: PredictMemory | None = None  # of this rank, where it trains
+    memory: PredictMemory | None = None  # of this rank, if it trains
     routers: tuple[Router, ...] = ()  # where a key of the job is about them
     flops_per_token: float | None = None
 

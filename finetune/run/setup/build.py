@@ -50,7 +50,7 @@ with lazily():
 
 @dataclass(frozen=True)
 class BuiltRun:
-    """What `build` returns: the data with everything precomputed, the plan, and the model with its first weights."""
+    """The result of `build`: the data with everything precomputed, the plan, and the model with its first weights."""
 
     training_data: TrainingData
     plan: StepPlan
@@ -99,7 +99,7 @@ class _Draft:
     optimizer: Any = None
     before_batch: Callable[[Batch], None] = no_op
     reduces_every_microbatch: bool = False
-    memory: PredictMemory | None = None  # of this rank, where it trains
+    memory: PredictMemory | None = None  # of this rank, if it trains
     routers: tuple[Router, ...] = ()
     flops_per_token: float | None = None
 
@@ -243,7 +243,7 @@ BUILD_STEPS: tuple[tuple[Callable[[_Draft], None], str], ...] = (
     (_measure_process, "before the model is in memory: the memory of a step counts what the process adds to this"),
     (_load, "all that follows reads the modules; every rank has its weights before the first collective over tensors"),
     (_check, "what cannot be trained is refused before anything is changed or planned"),
-    (_split_layers, "sizes and the optimizer are those of a rank's part"),
+    (_split_layers, "sizes and the optimizer belong to a rank's part"),
     (_plan_memory, "what is free now, next to the weights alone, decides how gradients are accumulated"),
     (_make_optimizer, "of the parameters under the names that the job's patterns are about"),
     (
@@ -253,7 +253,7 @@ BUILD_STEPS: tuple[tuple[Callable[[_Draft], None], str], ...] = (
     (_read_layers, "as long as every parameter is whole and under its own name"),
     (_prepare, "last: the Accelerator wraps, shards and moves what was built"),
 )
-"""How a model is built, in order, with the reason why each step stands where it stands."""
+"""How a model is built, in order, with the reason for the place of each step."""
 
 
 def _find_routers(config: RunConfig, unwrapped: Any, *, log: RunLog) -> tuple[Router, ...]:

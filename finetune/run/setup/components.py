@@ -1,4 +1,4 @@
-"""What the training loop is handed: batches, update, evaluation, stop sources, and the times of the start."""
+"""The components of the training loop: batches, update, evaluation, stop sources, and the times of the start."""
 
 import os
 import time
@@ -183,7 +183,7 @@ def _require_same_on_all_ranks(config: RunConfig, built: BuiltRun) -> None:
         for title, value in of_rank.items():
             if value != of_ranks[0][title]:
                 raise RegistryError(
-                    f"{title} on rank {rank} are not those of rank 0. A plugin must return the same on every rank: one "
+                    f"{title} on rank {rank} differ from rank 0's. A plugin must return the same on every rank: one "
                     f"of {', '.join(dict.fromkeys(names))} reads the rank, the time, the host or unseeded randomness."
                 )
 

@@ -66,7 +66,7 @@ class TrainingData:
 
 @dataclass(frozen=True)
 class PreparedData:
-    """What `prepare_data` returns: the training data, and the plan of the steps over it."""
+    """The result of `prepare_data`: the training data, and the plan of the steps over it."""
 
     training_data: TrainingData
     plan: StepPlan

@@ -1,4 +1,4 @@
-"""What measures a model on the validation rows, and the weights that it is measured with."""
+"""The evaluator of a model on the validation rows, and the weights that it uses."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext

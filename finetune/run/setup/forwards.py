@@ -1,6 +1,6 @@
 """The forward pass of a job's model: fused, in 8 bits, compiled or with noise as the job says; its FLOPs per token.
 
-Chowdhery et al. (2022, arXiv:2204.02311), appendix B: 6 N + 12 L H Q T per token, of which a third is the forward pass.
+Chowdhery et al. (2022, arXiv:2204.02311), appendix B: 6 N + 12 L H Q T per token; a third is the forward pass.
 What gradient checkpointing computes again is not counted: the utilization is the model's, not the hardware's. With it
 belong the peak of the devices and their price.
 
@@ -150,7 +150,7 @@ def _convert_to_float8(model: Any, train: TrainSection, *, device: torch.device,
 
 
 _EXPERTS = ".experts."
-"""In the name of a parameter of which a token passes only its own experts' part."""
+"""In the name of a parameter of experts: a token passes only its own experts' part."""
 
 _SEEN_POSITIONS = 256
 """At the start of the data, whose samples stand for all."""
@@ -159,7 +159,7 @@ _SEEN_POSITIONS = 256
 def flops_per_token(model: nn.Module, *, attended: float) -> float | None:
     """Return the FLOPs of one trained token of `model`, whose tokens attend over `attended` tokens on average.
 
-    2 per weight in the forward pass, 2 for the gradient of its input, and 2 for its own gradient where it is trained:
+    2 per weight in the forward pass, 2 for the gradient of its input, and 2 for its own gradient if it is trained:
     6 N for full training, nearly 4 N with adapters on a frozen base. The embedding is looked up, not multiplied, unless
     it is the head as well. The scores of attention take 4 L H Q T, and twice that in the backward pass; as in the paper
     a causal mask saves nothing. Where lower layers are frozen, their share of the backward pass is counted although
@@ -235,7 +235,7 @@ def _first_lengths(training: DatasetView, plan: StepPlan) -> tuple[Any, int]:
 
 
 def input_embeddings(model: Any) -> nn.Module:
-    """Return the model's input embeddings, those of the encoder where there is one; raises ModelError for none."""
+    """Return the model's input embeddings, the encoder's if there is one; raises ModelError for none."""
     try:
         is_pair = getattr(model.config, "is_encoder_decoder", False)
         embeddings = (model.get_encoder() if is_pair else model).get_input_embeddings()

@@ -1,4 +1,4 @@
-"""The result of a sample does not depend on others: neither on those of its row, nor on the padding of its batch."""
+"""The result of a sample depends neither on other samples of its row nor on the padding of its batch."""
 
 import inspect
 from collections.abc import Sequence
@@ -108,5 +108,5 @@ def _padded_outputs(
     outputs: Any = model(**inputs)
     values: Tensor | None = getattr(outputs, "last_hidden_state" if head == "embedding" else "logits", None)
     if values is None:
-        raise ModelError(f"`{inner.config.model_type}` returns no hidden states, of which an embedding could be made.")
+        raise ModelError(f"`{inner.config.model_type}` returns no hidden states to make an embedding from.")
     return values

@@ -45,7 +45,7 @@ def recorded_parameters(config: RunConfig) -> frozenset[str]:
 
 
 def parameters_in(path: Path | None) -> frozenset[str]:
-    """Return the names of the parameters in a checkpoint; none where it cannot be read: loading raises the error."""
+    """Return the names of the parameters in a checkpoint; none if it cannot be read: loading raises the error."""
     if path is None:
         return frozenset()
     try:
@@ -91,7 +91,7 @@ def computes_in_half(config: RunConfig) -> bool:
 
 
 def stored_method_note(loaded: LoadedConfig, *, strategy: str) -> Iterator[str]:
-    """Yield what to log about weights that are stored quantized; raises ConfigError where they cannot be trained so."""
+    """Yield what to log about weights that are stored quantized; raises ConfigError if they cannot be trained so."""
     section, model = loaded.config.model, load_model_config(loaded.config.model)
     loaded.refuse(stored_problems(model, section, strategy=strategy))
     if (method := stored_method(model)) is not None and section.quantization is None:
@@ -152,7 +152,7 @@ def require_mergeable(config: RunConfig, *, strategy: str | None = None) -> None
 
 
 def require_positions(loaded: LoadedConfig) -> str | None:
-    """Return a warning where `data.max_length` is more than the model's positions; None where it is not.
+    """Return a warning where `data.max_length` is more than the model's positions; None if it is not.
 
     Raises ConfigError where a longer sample would fail, or change what the others of its batch give. Reads no weights.
     """
@@ -163,7 +163,7 @@ def require_positions(loaded: LoadedConfig) -> str | None:
     longest, rope_type = config.data.longest, positions.by_length
     evaluated = config.train.microbatch_size if config.evaluate is None else config.evaluate.microbatch_size
     has_single_rows = {config.train.microbatch_size, evaluated or config.train.microbatch_size} == {1}
-    is_alone = (  # each sample has a forward pass of its own, whose frequencies then are those of its length
+    is_alone = (  # each sample has a forward pass of its own, whose frequencies then follow from its length
         rope_type == "longrope"
         and config.data.batching.by == "samples"
         and has_single_rows
@@ -227,5 +227,5 @@ def router_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def own_router_coefficient(model_config: Any) -> float:
-    """Return the coefficient in the model's config, 0 where it has none."""
+    """Return the coefficient in the model's config, 0 if it has none."""
     return float(getattr(model_config.get_text_config(), _ROUTER_COEFFICIENT, None) or 0.0)

@@ -57,7 +57,7 @@ class Stage(Enum):
 
     JOB = auto()  # with the job and the strategy, on every rank
     CONFIG = auto()  # with the model's config, on one rank
-    MODEL = auto()  # with the model's modules, in place of which `check --model` builds them without values
+    MODEL = auto()  # with the model's modules, which `check --model` builds without values
     PREPARED = auto()  # with the model as Accelerate prepared it, on every rank
 
 
@@ -66,7 +66,7 @@ WITHOUT_WEIGHTS = (Stage.JOB, Stage.CONFIG, Stage.MODEL)
 
 @dataclass(frozen=True)
 class CheckedJob:
-    """A job, and the strategy that was launched; None where it is not known yet."""
+    """A job, and the strategy that was launched; None if it is not known yet."""
 
     loaded: LoadedConfig
     strategy: Strategy | None = None
@@ -82,7 +82,7 @@ class CheckedJob:
 
     @property
     def strategy_name(self) -> str:
-        """Return the name of the strategy; empty where it is not known."""
+        """Return the name of the strategy; empty if it is not known."""
         return "" if self.strategy is None else self.strategy.name
 
     @cached_property
@@ -106,7 +106,7 @@ class CheckedJob:
     def model(self) -> Any:
         """Return the model with its adapters and frozen parameters, the run's or one on the meta device.
 
-        Raises ModelError where it cannot be built.
+        Raises ModelError if it cannot be built.
         """
         if self.unwrapped_model is not None:
             return self.unwrapped_model
@@ -135,7 +135,7 @@ def changes_config(section: ModelSection) -> bool:
 def check_model(job: CheckedJob, stages: Iterable[Stage] = WITHOUT_WEIGHTS) -> tuple[str, ...]:
     """Return what to log about a model that can be trained as the job says. Collective once it is prepared.
 
-    Raises ConfigError, ModelError or StrategyError where it cannot.
+    Raises ConfigError, ModelError or StrategyError if it cannot.
     """
     stages = tuple(stages)
     return tuple(line for check in MODEL_CHECKS if check.stage in stages for line in check.lines(job) or ())

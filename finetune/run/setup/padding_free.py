@@ -63,7 +63,7 @@ def format_padding_free(config: RunConfig, data: DataSection) -> tuple[str, ...]
 
 
 def why_padded(config: RunConfig, *, model: Any = None, adapter: AdapterConfig = None) -> str | None:
-    """Return why samples are padded where the user leaves the choice; None where they share rows."""
+    """Return why samples are padded where the user leaves the choice; None if they share rows."""
     attention = config.model.attention
     if not TASKS[config.task.name].may_share_rows:
         return f"`task: {config.task.name}` pads"

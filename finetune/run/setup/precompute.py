@@ -75,7 +75,7 @@ class Scorer:
 def add_frozen_models(
     config: RunConfig, training_data: TrainingData, prepared: PreparedModel, *, log: RunLog
 ) -> TrainingData:
-    """Return the data with everything that its task precomputes, and its task with a live teacher where it has one.
+    """Return the data with everything that its task precomputes, and its task with a live teacher if it has one.
 
     Raises ModelError for the teacher, DataError as `precompute` does. Collective.
     """
@@ -127,7 +127,7 @@ def make_scorer(config: RunConfig, task: Task, prepared: PreparedModel, *, log: 
 
 
 def attach_teacher(model: ModelSection, task: Task, *, accelerator: Accelerator, log: RunLog) -> Task:
-    """Return the task with its live teacher; as it is where it has none. Raises ModelError."""
+    """Return the task with its live teacher; as it is if it has none. Raises ModelError."""
     if not isinstance(task, DistillationTask) or task.section.cache:
         return task
     return task.attach_teacher(load_unsharded_teacher(model, task, accelerator=accelerator, log=log))
@@ -244,7 +244,7 @@ class _Precomputation:
     def _microbatch_size(self, source: TokenCache) -> int:
         """Return the samples of a forward pass: as many as in an evaluation, at least two.
 
-        What `train.microbatch_size: auto` comes to is found later, when the weights may be those of a checkpoint.
+        What `train.microbatch_size: auto` comes to is found later, when a checkpoint may be loaded.
         """
         evaluate, train = self.config.evaluate, self.config.train
         written = evaluate.microbatch_size if evaluate is not None else None

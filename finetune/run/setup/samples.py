@@ -74,7 +74,7 @@ def open_sample_record(run_folder: Path, *, first_step: int) -> SampleRecord:
 
 
 def read_samples(run_folder: Path) -> dict[int, list[list[list[int]]]]:
-    """Return the record by step: each rank's microbatches, each of which lists its sample ids."""
+    """Return the record by step: each rank's microbatches, each with its sample ids."""
     microbatches_by_step: dict[int, list[list[list[int]]]] = {}
     for path in sorted((run_folder / SAMPLES_FOLDER).glob("rank-*.jsonl")):
         for line in _lines(path):

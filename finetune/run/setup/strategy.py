@@ -37,7 +37,7 @@ from finetune.train.optim.optimizers import uses_low_bit_adamw
 
 
 def launched_strategy(loaded: LoadedConfig) -> Strategy:
-    """Return the strategy that was launched; raises ConfigError or StrategyError where it does not fit the job."""
+    """Return the strategy that was launched; raises ConfigError or StrategyError if it does not fit the job."""
     require_launcher(os.environ)
     for sentence in (*use_deepspeed_file(), *use_fsdp2(os.environ)):
         RunLog(is_main=os.environ.get("RANK", "0") == "0")(sentence)
@@ -47,7 +47,7 @@ def launched_strategy(loaded: LoadedConfig) -> Strategy:
 def strategy_of_file(loaded: LoadedConfig, accelerate_file: Path, *, num_processes: int | None) -> Strategy:
     """Return the strategy of a launch with the accelerate file, by default on its own number of processes.
 
-    Raises ConfigError or StrategyError where it does not fit the job.
+    Raises ConfigError or StrategyError if it does not fit the job.
     """
     variables = launch_variables(accelerate_file, world=num_processes)
     use_fsdp2(variables)
@@ -141,7 +141,7 @@ def require_exact_slices(model: nn.Module, *, config: Any, tokenizer: Sized | No
 
 
 _JobLimits = tuple[tuple[str, Callable[[RunConfig], bool], str], ...]
-"""What of a job is refused: key, where it holds, and why."""
+"""A refused setting of a job: its key, when it applies, and the reason."""
 
 
 def _require_allowed(config: RunConfig, limits: _JobLimits, problem: str) -> None:
@@ -155,8 +155,8 @@ _NOT_IN_SLICES: _JobLimits = (
     (
         "task.name",
         lambda config: not TASKS[config.task.name].may_be_sliced,
-        "only `pretrain` and `sft` are sums over tokens; others read or compare whole samples, of which a rank has a "
-        "part. Launch without it.",
+        "only `pretrain` and `sft` are sums over tokens; others read or compare whole samples, and a rank has a part "
+        "of them. Launch without it.",
     ),
     (
         "model.attention",

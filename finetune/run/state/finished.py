@@ -154,7 +154,7 @@ def read_finished_run(config: RunConfig, *, num_steps: int) -> tuple[FinishedRun
 def format_finished(
     config: RunConfig, finished: FinishedRun, saved: RunFingerprint, *, current: RunFingerprint
 ) -> list[str] | None:
-    """Return what to log about a finished run; None where it is not finished: its best is of another metric.
+    """Return what to log about a finished run; None if it is not finished: its best is of another metric.
 
     Raises CheckpointError where the config is no longer the one it was trained with.
     """
@@ -191,7 +191,7 @@ def is_exported(run_folder: Path, *, step: int, section: ExportSection) -> bool:
 
 
 def read_record(run_folder: Path) -> dict[str, Any] | None:
-    """Return the record next to `final/`; None where it does not exist or is damaged: the model is exported again."""
+    """Return the record next to `final/`; None if it does not exist or is damaged: the model is exported again."""
     try:
         return dict(parse_as(_RECORD, read_regular(run_folder / FINAL_RECORD)))
     except (OSError, ValueError):
@@ -207,7 +207,7 @@ def is_complete(path: Path, manifest: Manifest) -> bool:
 
 @dataclass(frozen=True)
 class RunResult:
-    """How a run ended, and where it left its checkpoint and its model."""
+    """How a run ended, and the paths of its checkpoint and its model."""
 
     folder: Path
     reason: str  # `finished`, `early stopping`, `time limit`, `STOP file`, `signal SIGTERM`, ...

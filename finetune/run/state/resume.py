@@ -1,4 +1,4 @@
-"""Where a run resumes from, what it logs about that, and whether there is anything left to do.
+"""The checkpoint that a run resumes from, the log lines about it, and whether any steps are left.
 
 The same command on a finished run is a success that does nothing.
 """
@@ -41,7 +41,7 @@ from finetune.strategy.upstream import warm_up_ddp_buckets
 
 @dataclass(frozen=True)
 class RestoredRun:
-    """What `restore` returns: the run with the weights and states of its checkpoint, if it has one."""
+    """The result of `restore`: the run with the weights and states of its checkpoint, if it has one."""
 
     context: RunContext
     built: BuiltRun
@@ -53,7 +53,7 @@ class RestoredRun:
 def find_finished(config: RunConfig, strategy: Strategy, data: PreparedData, *, log: RunLog) -> FinishedRun | None:
     """Return the run if its last checkpoint is complete and `final/` is from it; else it is left to `restore`.
 
-    Sizes of files are compared, and digests of those that are used here. Needs no model. Raises CheckpointError where
+    Sizes of files are compared, and digests of the used ones. Needs no model. Raises CheckpointError where
     the config is no longer the one that the run was trained with. Collective.
     """
     finished_run = run_on_rank_0(lambda: read_finished_run(config, num_steps=data.plan.num_steps))
@@ -79,7 +79,7 @@ def restore(
 ) -> RestoredRun:
     """Return the run resumed from its checkpoint, or as it was built where there is none. Collective.
 
-    `fingerprint` is that of the run, where it is known; it reads frozen weights.
+    `fingerprint` is the run's, if it is known; it reads frozen weights.
     Raises CheckpointError where the checkpoint was trained on other rows than the job's, unless `takes_other_rows`.
     """
     config, log = context.config, context.log
@@ -141,7 +141,7 @@ def best_checkpoint(config: RunConfig, *, last_step: int) -> tuple[Path, float] 
 def load_best(restored: RestoredRun) -> Progress:
     """Load the best checkpoint of a run that is over into its model, and return its progress. Collective.
 
-    The present state is kept where nothing better was saved. Raises CheckpointError where it is damaged.
+    The present state is kept where nothing better was saved. Raises CheckpointError if it is damaged.
     """
     last, config = restored.progress, restored.context.config
     best = run_on_rank_0(lambda: best_checkpoint(config, last_step=last.step))
@@ -195,7 +195,7 @@ def require_same_samples(path: Path, progress: Progress, *, pool: DatasetView, g
 
 
 def matches_data_order(progress: Progress, *, pool: DatasetView, global_batch_size: int) -> bool:
-    """Return whether the samples of the progress are those that the order gives to its steps, by id and content.
+    """Return whether the samples of the progress are the samples that the order gives to its steps, by id and content.
 
     A progress of before contents were known is compared by ids, and counts by contents, too, from now on.
     """
@@ -233,7 +233,7 @@ def format_strategy_change(saved: RunFingerprint, *, current: RunFingerprint) ->
         return
     masks = ""
     if there["processes"] != current.origin["processes"]:
-        masks = f"dropout masks are those of {_processes(current)}, and "
+        masks = f"dropout masks are drawn for {_processes(current)}, and "
     here = current.origin["strategy"]
     yield (
         f"the checkpoint was written under {there['strategy']} on {_processes(saved)}, and this run is under {here} on "

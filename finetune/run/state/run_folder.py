@@ -76,7 +76,7 @@ def fetch_run_folder(
 
 
 def remove_leftovers(config: RunConfig, *, log: RunLog) -> None:
-    """Remove them from the run folder, which this process has locked, and from the cache where they are abandoned.
+    """Remove them from the run folder, which this process has locked, and from the cache if they are abandoned.
 
     Raises OSError where the folder cannot be written: a full disk is reported before any data is prepared.
     """
@@ -200,7 +200,7 @@ def build_reporter(
 ) -> FanOut:
     """Return the run's reporter on the main rank, nothing on others: events.jsonl, console, page, trackers, `/metrics`.
 
-    `notes` were printed already; they go to events.jsonl. `on_read` is for the page's reporter, `others` are those of
+    `notes` were printed already; they go to events.jsonl. `on_read` is for the page's reporter, `others` come from
     a caller. Nothing is written before the first event.
     Raises UserError or MissingPackage, on every rank alike, for a tracker that is unknown or not installed.
     """
@@ -234,7 +234,7 @@ def build_reporter(
 
 
 def config_copy(text: str) -> str:
-    """Return the job file as it was written; where it holds secrets, without them and with a last line about it."""
+    """Return the job file as it was written; if it holds secrets, without them and with a last line about it."""
     cleaned = redacted_yaml(text)
     return text if cleaned == text else cleaned.rstrip("\n") + "\n" + SECRETS_REMOVED
 

@@ -116,7 +116,7 @@ class FolderSync:
 
     @contextmanager
     def _linked(self, path: Path) -> Iterator[Path | None]:
-        """Hand out the checkpoint's files under names that stay while it is uploaded; None where it is gone already.
+        """Hand out the checkpoint's files under names that stay while it is uploaded; None if it is gone already.
 
         Retention continues meanwhile. Where the file system has no links, the files themselves are handed out.
         """
@@ -135,7 +135,7 @@ class FolderSync:
     def _delete_gone(self, local: dict[int, Path], sizes: dict[str, int]) -> None:
         """Delete checkpoints that the folder has let go of, that were never finished, or that are of an abandoned end.
 
-        Those of an earlier machine that were never fetched are judged as the folder's own are.
+        Checkpoints of an earlier machine that were never fetched are judged like the folder's own.
         """
         there = {step for name in sizes if (step := step_of(name)) is not None} - local.keys()
         marked = set(marked_steps(sizes))

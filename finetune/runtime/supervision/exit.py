@@ -28,7 +28,7 @@ def gather_peers() -> list[Peer]:
 
 
 def find_dead_peers(peers: Sequence[Peer]) -> list[Peer]:
-    """Return the dead processes of this host; those of other hosts cannot be checked."""
+    """Return the dead processes of this host; other hosts' cannot be checked."""
     dead = []
     for peer in peers:
         if peer.host == platform.node():

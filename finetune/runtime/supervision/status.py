@@ -10,7 +10,7 @@ exit_code   0 finished or stopped by a limit, 129, 130 and 143 by a signal, 143 
             2 a user error
 previous    the end of the previous start: state, reason, step and time; null at the first
 on_end      true until the command of `run.on_end` is run; absent without one
-restarts    the cost of restarts, checkpoint_interval  advice on saving: see docs/how-to/interruptions.md
+restarts    the cost of restarts, checkpoint_interval  advice on saving: see docs/how-to/clusters.md
 """
 
 import errno

@@ -172,7 +172,7 @@ def collect_environment_secrets() -> None:
 
 
 def register_secrets(values: Any) -> None:
-    """Register the secrets of nested plain values, such as those of a job file."""
+    """Register the secrets of nested plain values, such as a job file's."""
     _known.add(_secret_texts(values, name=""))
 
 
@@ -238,12 +238,12 @@ def redacted_variables(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def redacted_config(value: Any, *, name: str = "") -> Any:
-    """Return nested plain values without those of secret names; `pad_token` and `tokens: 1000` are not secret."""
+    """Return nested plain values without the values of secret names; `pad_token` and `tokens: 1000` are not secret."""
     return _cleaned(value, name=name, clean=redact_foreign)
 
 
 def comparable_config(value: Any, *, name: str = "") -> Any:
-    """Return nested plain values, redacted as by `comparable_text`, for comparison with those of an earlier start."""
+    """Return nested plain values, redacted as by `comparable_text`, for comparison with an earlier start's."""
     return _cleaned(value, name=name, clean=comparable_text)
 
 

@@ -207,7 +207,7 @@ HARMLESS_WARNINGS = {
     "transformers.modeling_utils": "LOAD REPORT",  # of a head that a checkpoint or training fills, in escapes of colors
     "transformers.tokenization_utils_base": "Token indices sequence length is longer than",  # cut to `data.max_length`
 }
-"""By logger, a part of messages that alarm falsely: what they are about is checked or handled here."""
+"""By logger, a part of messages that alarm falsely: their subject is checked or handled here."""
 
 DEPRECATION_WARNINGS = (
     r"`is_gradient_checkpointing` is deprecated",  # peft 0.21 of transformers 5.23

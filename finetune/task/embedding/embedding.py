@@ -215,7 +215,7 @@ class EmbeddingTask(BaseTask):
     def loss_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         """Return the sum of the rows' losses, and the number of passages masked as duplicates.
 
-        Value and gradient are exactly those of the whole step's loss. A batch that did not pass through `prepare_step`
+        Value and gradient are exactly the whole step's. A batch that did not pass through `prepare_step`
         is treated as this rank's only microbatch; the call is then collective.
         """
         vectors = pooled_vectors(model, batch, self.section.pooling)

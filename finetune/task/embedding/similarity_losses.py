@@ -150,7 +150,7 @@ class InfoNce:
         return functional.cross_entropy(logits, own, reduction="none")
 
     def _masked(self, anchor_ids: np.ndarray, passage_ids: np.ndarray, *, rows: range) -> tuple[MaskedPairs, ...]:
-        """Return the excluded pairs of the rows' anchors and, if symmetric, those of the rows' positives."""
+        """Return the excluded pairs of the rows' anchors and, if symmetric, of the rows' positives."""
         passages = masked_pairs(anchor_ids, passage_ids, rows)
         if not self.section.symmetric:
             return (passages,)
@@ -158,7 +158,7 @@ class InfoNce:
 
 
 def by_role(values: Sequence[Any], num_rows: Sequence[int]) -> tuple[list[Any], list[Any]]:
-    """Return the values of all anchors, and those of all positives followed by all negatives.
+    """Return the values of all anchors, and of all positives followed by all negatives.
 
     The values are by microbatch or rank; each has its anchors, then its positives, then its negatives.
     """
@@ -173,7 +173,7 @@ def masked_pairs(ids: np.ndarray, candidates: np.ndarray, rows: range) -> Masked
     Row i has text i and candidate i; both arrays hold digests of texts. There may be more candidates than texts. A
     candidate is relevant to a text if it is the own candidate of an equal text.
     """
-    # only rows of which the text or the own candidate occurs again can have pairs
+    # only rows whose text or own candidate occurs again can have pairs
     occurrences = np.zeros(len(ids), np.int64)
     for texts in (ids, candidates):
         _, inverse, counts = np.unique(texts, return_inverse=True, return_counts=True)

@@ -52,7 +52,7 @@ class LossSpec:
     transform: LogitTransform
     dtype: torch.dtype  # of the matrix products; sums and probabilities are float32
     rows: int  # per chunk
-    part: VocabularyPart | None = None  # of the weights; None: they are those of the whole vocabulary
+    part: VocabularyPart | None = None  # of the weights; None: they cover the whole vocabulary
 
 
 def rows_per_chunk(vocabulary: int, device: torch.device, *, logit_bytes: int) -> int:
@@ -118,7 +118,7 @@ class Chunk:
         return self.transform.apply_(output if buffer is None else buffer[: len(output)].copy_(output))
 
     def softmax(self, logits: Tensor, *, highest: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the probabilities in float32 and each row's log-sum-exp, [chunk], of which ranks may have parts.
+        """Return the probabilities in float32 and each row's log-sum-exp, [chunk]; ranks may have parts of them.
 
         The probabilities are in a buffer that may be overwritten. `highest` is the highest logit of each row.
         """

@@ -68,7 +68,7 @@ class LmHead:
 
     @property
     def part(self) -> VocabularyPart | None:
-        """Return this rank's part of the vocabulary; None if the weights are those of all of it."""
+        """Return this rank's part of the vocabulary; None if the weights cover all of it."""
         if not isinstance(self.module, SplitHead):
             return None
         mesh, size = self.module.mesh, self.vocabulary // self.module.mesh.size()
@@ -286,6 +286,6 @@ def targets_of(batch: Batch) -> Targets:
 
 
 def _select_targets(logits: Tensor, batch: Batch) -> Tensor:
-    """Return the rows of the targets; prompt tuning's positions come before those of the text."""
+    """Return the rows of the targets; prompt tuning's positions come before the text's."""
     text = _last_positions(logits, batch.labels.shape[1])
     return text.flatten(0, -2).index_select(0, targets_of(batch).positions)

@@ -187,7 +187,7 @@ def require_one_loss_each(losses: Any, scores: Sequence[Tensor], *, name: str, w
 
 
 def _depends_on(losses: Tensor, scores: Sequence[Tensor]) -> bool:
-    """Return whether some of the scores are among the tensors of which the losses were computed."""
+    """Return whether some of the scores are among the tensors from which the losses were computed."""
     if not losses.requires_grad:
         return False
     ends = {get_gradient_edge(each).node for each in scores if each.requires_grad}

@@ -1,6 +1,6 @@
 """Losses of predicted tokens: the cross-entropy, label smoothing and z-loss as sums over targets; policy gradients.
 
-A loss by log-probabilities is a function from those of the targets, their labels, both [targets], and the batch, whose
+A loss by log-probabilities is a function from these, their labels, both [targets], and the batch, whose
 extras hold the numbers of the rows by column, to the loss of each target, [targets].
 """
 
@@ -55,7 +55,7 @@ class TokenLoss:
 
 
 CLIP_RANGE = 0.2
-"""How far the ratio of probabilities may be from 1 where it is clipped."""
+"""How far the ratio of probabilities may be from 1 before it is clipped."""
 
 
 def cross_entropy(log_probabilities: Tensor, labels: Tensor, batch: Batch) -> Tensor:
@@ -74,7 +74,7 @@ def importance_sampling(log_probabilities: Tensor, labels: Tensor, batch: Batch)
 
 
 def clipped_importance_sampling(log_probabilities: Tensor, labels: Tensor, batch: Batch) -> Tensor:
-    """Return the same, where a ratio beyond the clip range gains nothing (Schulman et al., 2017, arXiv:1707.06347)."""
+    """As `importance_sampling`, with clipped ratios (Schulman et al., 2017, arXiv:1707.06347)."""
     ratio, advantages = _ratio(log_probabilities, batch), batch.extras["advantages"]
     clipped = ratio.clamp(1.0 - CLIP_RANGE, 1.0 + CLIP_RANGE)
     return -torch.minimum(ratio * advantages, clipped * advantages)

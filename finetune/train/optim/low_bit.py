@@ -119,7 +119,7 @@ ROUNDING_STEP = "rounding_step"
 FIRST, SECOND, SCALE = "exp_avg", "exp_avg_sq", "_scale"
 _MOMENT_KEYS = (FIRST, SECOND, FIRST + SCALE, SECOND + SCALE)
 
-_NARROWEST = 32  # scales of smaller blocks cost too much: these moments, and those of vectors, stay in float32
+_NARROWEST = 32  # scales of smaller blocks cost too much: these moments, and the moments of vectors, stay in float32
 _CHUNK = {"cpu": 1 << 16}  # elements at a time: fits a core's cache; other devices use _CHUNK_ELSEWHERE
 _CHUNK_ELSEWHERE = 1 << 22
 

@@ -87,7 +87,7 @@ class NamedParameter:
     aliases: tuple[str, ...]
     parameter: nn.Parameter
     is_embedding: bool = False  # belongs to an `nn.Embedding`
-    is_vector: bool = False  # a bias, norm, scale or vector of channels, also where it is stored as a matrix
+    is_vector: bool = False  # a bias, norm, scale or vector of channels, also if it is stored as a matrix
 
     def matches(self, pattern: str) -> bool:
         """Return whether the pattern matches one of the parameter's names."""

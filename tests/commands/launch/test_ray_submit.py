@@ -47,7 +47,7 @@ def test_submitting_a_local_job_or_a_secret_is_refused(tmp_path: Path) -> None:
     job = write_job(tmp_path)
     with pytest.raises(UserError, match="--local starts Ray for one command alone"):
         submit_ray_job(arguments(job, local=True), Submission())
-    with pytest.raises(UserError, match=r"run\.folder: .* is in --working-dir, of which each host has a copy"):
+    with pytest.raises(UserError, match=r"run\.folder: .* is in --working-dir, and each host has a copy"):
         submit_ray_job(arguments(job), Submission(working_dir=tmp_path))
     with pytest.raises(UserError, match="the entrypoint, line 1: this is a secret"):
         secret = ("run.on_end=push --password hunter2hunter2",)

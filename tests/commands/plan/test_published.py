@@ -1,4 +1,4 @@
-"""The cost model against throughputs that others have published. docs/how-to/planning.md has the same table.
+"""The cost model against published throughputs; the table is in benchmarks/experiments/plan_published.md.
 
 `PYTHONPATH=.:benchmarks python -m tests.commands.plan.test_published` prints it.
 """

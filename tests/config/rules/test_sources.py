@@ -69,8 +69,8 @@ IDLE = [
     ([mixed(beside=", skip: 3")], "data.train.skip", "every source of `data.train.mix` has its own"),
     ([mixed(beside=", format: messages")], "data.train.format", "every source of `data.train.mix` has its own"),
     (["data.train.follow_links=true"], "data.train.follow_links", "folder or glob can contain links to other folders"),
-    (validated("fraction: 0.1, take: 5"), "data.validation.take", "the rows are those of `data.train`"),
-    (validated("hash_fraction: 0.1, format: text"), "data.validation.format", "the rows are those of `data.train`"),
+    (validated("fraction: 0.1, take: 5"), "data.validation.take", "the rows come from `data.train`"),
+    (validated("hash_fraction: 0.1, format: text"), "data.validation.format", "the rows come from `data.train`"),
     (
         validated("hash_fraction: 0.1, exclude_from_train: true"),
         "data.validation.exclude_from_train",

@@ -179,7 +179,7 @@ def test_every_pass_has_every_row_and_the_disk_holds_a_few_windows(streams):
     pool.samples.windows.close()
     again = streams.open()  # prepares a window of the past once more
     assert re.search(
-        r"data\.train: 2[01] windows were prepared earlier; those that are needed are prepared again", streams.said[-1]
+        r"data\.train: 2[01] windows were prepared earlier; needed ones are prepared again", streams.said[-1]
     )
     assert texts_of(again, 26, 30) == texts[26:30]
     assert again.fingerprint == pool.fingerprint

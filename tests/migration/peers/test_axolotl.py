@@ -55,7 +55,7 @@ def test_each_key_names_the_line_that_it_is_from(migrate):
     assert "microbatch_size: 2  # from line 16: micro_batch_size: 2\n" in job
     assert "rank: 8  # from line 11: lora_r: 8\n" in job
     assert "# - this is the default here, too: line 26: weight_decay: 0.0\n" in job
-    assert "it is unset there, too: line 27: wandb_project: null; line 28: special_tokens: null" in job
+    assert "it is unset in the file, too: line 27: wandb_project: null; line 28: special_tokens: null" in job
 
 
 def test_alpaca_prompts_stay_plain_text(migrate):
@@ -117,7 +117,7 @@ def test_a_constant_schedule_ignores_its_warmup_as_there(migrate):
     migration = migrate(LORA.replace("lr_scheduler: cosine", "lr_scheduler: constant"))
     assert job_of(migration)["train"]["schedule"] == {"name": "constant"}
     assert fate_of(migration, "warmup_ratio")[0] == "not_needed"
-    assert "`constant` ignores the warmup there" in migration.job
+    assert "`constant` ignores the warmup" in migration.job
 
 
 def test_an_impossible_key_is_named_with_what_to_do_instead(migrate):
@@ -172,7 +172,7 @@ def test_unwritten_keys_become_the_defaults_of_axolotl(migrate):
     migration = migrate("base_model: org/base-1b\ndatasets: [{path: org/rows}]\nlearning_rate: 1e-4\n")
     job = job_of(migration)
     assert job["train"]["schedule"] == {"warmup_fraction": 0.03}  # cosine is our default, too
-    assert "the warmup is at most 100 steps there" in migration.job
+    assert "the warmup is at most 100 steps in axolotl" in migration.job
     assert job["checkpoint"] == {"every_steps": 500, "keep_last": 4} and "1 times per epoch there" in migration.job
     assert (job["train"]["epochs"], job["train"]["precision"], job["model"]["dtype"]) == (1.0, "bf16", "bfloat16")
     assert (job["data"]["max_length"], job["data"]["over_length"]) == (512, "drop")
@@ -261,7 +261,8 @@ def test_a_local_file_has_no_split(migrate, tmp_path):
 
 def test_the_note_on_long_rows_agrees_with_the_job(migrate):
     assert (
-        "rows longer than `max_length` are truncated there" in migrate(f"{CHAT}excess_length_strategy: truncate\n").job
+        "rows longer than `max_length` are truncated in axolotl"
+        in migrate(f"{CHAT}excess_length_strategy: truncate\n").job
     )
     assert "rows longer than" not in migrate(f"{CHAT}excess_length_strategy: raise\n").job
 

@@ -1,4 +1,4 @@
-"""Datasets of LLaMA-Factory's dataset_info.json: each key is mapped or named, and the rows are read as there."""
+"""Datasets of LLaMA-Factory's dataset_info.json: each key is mapped or named, and rows are read likewise."""
 
 import json
 from typing import Any
@@ -216,7 +216,7 @@ def test_pairs_and_judged_answers_are_read_with_the_turns_before_them(convert, e
         ({"file_name": "rows.json", "columns": {"kto_tag": "ok"}}, "sft", "columns.kto_tag", "stage: kto"),
         ({**SHAREGPT, "columns": {"messages": "m", "videos": "v"}}, "sft", "columns.videos", "not read here"),
         ({"file_name": "rows.json", "formatting": "alpacca"}, "sft", "formatting", "refuses it, too"),
-        ({"file_name": "rows.json", "formatting": "sharegpt"}, "pt", "formatting", "first turn alone"),
+        ({"file_name": "rows.json", "formatting": "sharegpt"}, "pt", "formatting", "reads the first turn"),
         ({"file_name": "rows.json", "split": "test"}, "sft", "split", "no splits"),
         ({"hf_hub_url": "org/rows", "folder": "en"}, "sft", "folder", "hf://datasets/org/rows"),
         ({"ms_hub_url": "org/rows"}, "sft", "ms_hub_url", "download"),

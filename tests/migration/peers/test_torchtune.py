@@ -62,17 +62,17 @@ def test_a_lora_recipe_becomes_a_job_that_checks(migrate):
 
 def test_defaults_that_differ_are_written_with_their_reason(migrate):
     job = migrate(LORA).job
-    assert "max_gradient_norm: null  # gradients are not clipped there" in job
+    assert "max_gradient_norm: null  # torchtune does not clip gradients" in job
     assert "weight_decay: 0.01  # the default of torch 2.13.0, AdamW: optimizer.weight_decay: 0.01" in job
     origin = "torchtune 0.6.1, alpaca_cleaned_dataset: dataset.train_on_input: true"
     assert f"train_on: all  # the default of {origin}" in job
-    assert "prompts are targets there, too, by default of alpaca_cleaned_dataset" in job
+    assert "prompts are targets in torchtune, too, by default of alpaca_cleaned_dataset" in job
 
 
 def test_steps_per_epoch_are_steps_of_the_whole_run(migrate):
     migration = migrate(LORA)
     assert job_of(migration)["train"]["steps"] == 100
-    assert "each epoch stops after 50 steps there and starts over" in " ".join(migration.job.replace("#", "").split())
+    assert "stops after 50 steps and starts over" in " ".join(migration.job.replace("#", "").split())
     epochs = migrate(LORA.replace("max_steps_per_epoch: 50", "max_steps_per_epoch: null"))
     assert job_of(epochs)["train"]["epochs"] == 2
 

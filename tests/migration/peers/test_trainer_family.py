@@ -102,7 +102,7 @@ def test_llama_factory_trains_oft_as_a_type_of_peft(migrate):
     assert fate_of(migration, "oft_target") == ("mapped", "model.peft")
     migration = migrate(OFT.replace("finetuning_type: oft", "finetuning_type: lora"))
     assert "peft" not in job_of(migration)["model"]
-    assert fate_of(migration, "oft_target") == ("not_needed", "no OFT is trained there")
+    assert fate_of(migration, "oft_target") == ("not_needed", "no OFT is trained in LLaMA-Factory")
 
 
 def test_llama_factory_names_are_looked_up_in_its_dataset_info(migrate, tmp_path):
@@ -127,7 +127,7 @@ def test_llama_factory_names_are_looked_up_in_its_dataset_info(migrate, tmp_path
 
 def test_packs_whose_samples_see_each_other_are_noted(migrate):
     migration = migrate(LLAMA_FACTORY)
-    assert "samples in a pack see each other there without `neat_packing`" in migration.job
+    assert "samples in a pack see each other in LLaMA-Factory without `neat_packing`" in migration.job
     assert job_of(migration)["data"]["chat_template"] == "llama3"
     assert job_of(migration)["model"]["lora"] == {"rank": 8, "alpha": 16.0, "target_modules": "all-linear"}
 
@@ -173,10 +173,10 @@ def test_gkd_samples_from_the_student_unless_lmbda_is_0(migrate):
     assert job["task"]["distillation"] == {"teacher": "org/teacher", "divergence": "jsd"}  # at temperature 1.0
     assert fate_of(migration, "temperature")[0] == "not_needed"
     notes = " ".join(migration.job.replace("#", "").split())
-    assert "in 50% of the steps there (trl 1.16.0, GKDConfig: lmbda: 0.5" in notes
+    assert "in 50% of the steps in TRL (trl 1.16.0, GKDConfig: lmbda: 0.5" in notes
     assert job["train"]["learning_rate"] == 2e-5 and job["data"]["train_on"] == "last_assistant"
     off = migrate(GKD + "lmbda: 0.0\n")
-    assert "of the steps there" not in off.job and fate_of(off, "lmbda")[0] == "not_needed"
+    assert "of the steps in TRL" not in off.job and fate_of(off, "lmbda")[0] == "not_needed"
     written = migrate(GKD + "lmbda: 1.0\n")
     assert fate_of(written, "lmbda")[0] == "not_possible"
     assert written.draft.out_of_scope == "on-policy distillation"

@@ -33,7 +33,7 @@ def test_another_number_of_processes_means_other_dropout_masks_and_other_roundin
     (said,) = format_strategy_change(facts(), current=facts("fsdp2", "4"))
     assert said == (
         "the checkpoint was written under ddp on 2 processes, and this run is under fsdp2 on 4 processes: dropout "
-        "masks are those of 4 processes, and sums are rounded in another order, so losses are equal within rounding, "
+        "masks are drawn for 4 processes, and sums are rounded in another order, so losses are equal within rounding, "
         "not bitwise"
     )
 
