@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial
 
 from finetune.model.adapters.context import ADAPTER_NAME
-from finetune.runtime.parallel import gathered, shared_input
+from finetune.runtime.parallel import gathered
 
 COMMON_INPUTS = (
     ("q_proj", "k_proj", "v_proj"),
@@ -119,7 +119,7 @@ class SinglePassLayer:
         is_in_place = is_in_place and output.dtype == hidden.dtype and not output._is_view()
         factor = self.lora_B[ADAPTER_NAME].read()
         if isinstance(factor, DTensor):
-            hidden, factor = shared_input(hidden, factor.device_mesh), factor.to_local()
+            factor = factor.to_local()
         result = AddProduct.apply(output, hidden, factor.to(hidden.dtype), is_in_place)  # type: ignore[no-untyped-call]
         return result.view(*x.shape[:-1], -1)
 
