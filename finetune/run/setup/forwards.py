@@ -24,6 +24,7 @@ from finetune.config.sections.train import Fp8Section, TrainSection
 from finetune.data.batch import Batch
 from finetune.data.order.order import DatasetView
 from finetune.errors import ModelError, UserError
+from finetune.model.adapters.experts import is_grouped
 from finetune.model.kernels import float8, fused_layers
 from finetune.model.kernels.compilation import (
     compile_model,
@@ -32,6 +33,7 @@ from finetune.model.kernels.compilation import (
     why_not_compilable,
 )
 from finetune.model.size import read_shapes
+from finetune.model.upstream import missing_grouped_kernel
 from finetune.registry.model import ARITHMETIC
 from finetune.report.reporter import RunLog
 from finetune.runtime.gpus import find_gpu, lowest, prices_of
@@ -52,6 +54,12 @@ def replace_forwards(
     log: RunLog,
 ) -> None:
     """Fuse layers, convert them to 8-bit products and compile them, as the job says; raises UserError if impossible."""
+    missing = missing_grouped_kernel(device, precision=config.train.precision)
+    if missing is not None and any(map(is_grouped, model.modules())):
+        log(
+            "warning: the products of experts run one after the other, and in every layer the host waits for the GPU: "
+            f"one kernel for all of them needs {missing}."
+        )
     if strategy.expected.tensor_size > 1:
         return  # the config's rules refuse keys that would replace a forward pass
     compiled = _chosen_compilation(config, model, strategy, training, plan, log=log)
