@@ -269,6 +269,19 @@ def test_dropout_keeps_no_copy_of_the_inputs_and_one_bit_of_mask_per_element(fro
     assert sizes[0.2][1] > 1.4 * sizes[0.2][0]
 
 
+def test_frozen_weights_in_bfloat16_keep_no_casts_for_the_backward_pass(from_config, build, adapted):
+    """`model.dtype: auto`: autocast's casts of frozen float32 weights are kept until each layer's backward pass."""
+    kept = {}
+    for dtype in ("float32", "bfloat16"):
+        model = adapted(build(from_config(dtype=dtype)), SECTIONS["plain"], noise=0.1).train()
+        use_single_pass(model, in_place=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            kept[dtype] = saved_bytes(model)
+        frozen = [module.base_layer.weight for module in model.modules() if isinstance(module, SinglePassLayer)]
+    casts = 2 * sum(weight.numel() for weight in frozen)
+    assert len(frozen) == 14 and kept["float32"] - kept["bfloat16"] >= casts
+
+
 @pytest.mark.parametrize("mode", [True, "selective"])
 def test_recomputation_changes_no_number(from_config, build, adapted, mode):
     model = adapted(build(from_config()), DROPOUT, noise=0.1).train()
