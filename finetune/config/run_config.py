@@ -1,6 +1,8 @@
 """RunConfig: the whole job YAML, and whether its batch can be divided among the processes."""
 
-from typing import Literal
+from typing import Any, Literal
+
+from pydantic import model_validator
 
 from finetune.config.formatting import closest_multiples
 from finetune.config.section import KeyLocations, Section, key, with_location
@@ -15,6 +17,7 @@ from finetune.config.sections.run import RunSection
 from finetune.config.sections.task import TaskSection
 from finetune.config.sections.train import TrainSection
 from finetune.errors import Problem
+from finetune.registry.tasks import TASKS
 
 
 class RunConfig(Section):
@@ -36,6 +39,14 @@ class RunConfig(Section):
     evaluate: EvaluateSection | None = key("What is measured on the validation rows, and when.", None)
     report: ReportSection = key("Where the run is logged.", ReportSection())
     export: ExportSection = key("The model that the run leaves in `final/`.", ExportSection())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _resolve_dtype(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or not _freezes_bf16(values):
+            return values
+        return {**values, "model": {**values["model"], "dtype": "bfloat16"}}
+
     plugins: Plugins = key(
         "Modules that add names: `my_package.losses`, `./my_task.py` (a path begins with `.`, `/` or `~`), or "
         "installed distributions. Each rank imports them; nothing is imported because it is installed.",
@@ -45,6 +56,20 @@ class RunConfig(Section):
         "The options of plugins, by the name that they add: `{my_loss: {gamma: 2.0}}`; see docs/how-to/plugins.md.",
         None,
     )
+
+
+def _freezes_bf16(values: dict[str, Any]) -> bool:
+    """Return whether `model.dtype: auto` is bfloat16: only LoRA's factors are trained, and products are in bf16."""
+    model, train, task = (values.get(name) for name in ("model", "train", "task"))
+    if not (isinstance(model, dict) and isinstance(train, dict) and isinstance(task, dict)):
+        return False
+    lora, entry = model.get("lora"), TASKS.get(task.get("name", ""))
+    if not isinstance(lora, dict) or entry is None or entry.head not in ("causal_lm", "seq2seq_lm"):
+        return False  # another head is new, and trained
+    is_plain = lora.get("init", "default") in ("default", "gaussian") and not lora.get("dora")
+    trains_more = lora.get("modules_to_save") or model.get("new_tokens") or model.get("quantization")
+    is_auto = model.get("dtype", "auto") == "auto" and train.get("precision") == "bf16"
+    return is_auto and is_plain and not trains_more
 
 
 def with_run_folder(config: RunConfig, folder: str) -> RunConfig:

@@ -290,7 +290,7 @@ CheckpointingMode = bool | int | Literal["selective"]
 _MATMUL_OPERATORS = frozenset({
     "aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_mm", "aten::_grouped_mm",
     "aten::_scaled_grouped_mm", "transformers::grouped_mm_fallback", "bitsandbytes::gemm_4bit",
-    "bitsandbytes::int8_scaled_mm", "bitsandbytes::int8_mixed_scaled_mm",
+    "bitsandbytes::int8_scaled_mm", "bitsandbytes::int8_mixed_scaled_mm", "finetune::linear_plus_product",
 })
 # fmt: on
 _ATTENTION_OPERATORS = frozenset(

@@ -70,12 +70,25 @@ class _SplitNorm(ParallelStyle):
         return distribute_module(module, device_mesh, split, wrap, lambda _, output, __: output.to_local())
 
 
-class _PackedColumns(ParallelStyle):
-    """A layer with the outputs of two, gate and up: every rank has its part of both."""
+class _Columns(ParallelStyle):
+    """A layer of which every rank computes a part of the outputs, and a summand of the gradient of its inputs.
+
+    `ColwiseParallel` of torch 2.13 sums these gradients layer by layer; here the module above does
+    (`_share_inputs`), for queries, keys and values at once, and for gate and up.
+    """
+
+    def __init__(self, placement: Placement) -> None:
+        self._placement = placement
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
-        _split_parameter(module, "weight", device_mesh, _StridedShard(0, split_factor=2))
-        module.forward = lambda inputs: functional.linear(shared_input(inputs, device_mesh), module.weight.to_local())
+        for name in dict(module.named_parameters()):
+            _split_parameter(module, name, device_mesh, self._placement)
+
+        def forward(inputs: Tensor) -> Tensor:
+            bias = None if module.bias is None else module.bias.to_local()
+            return functional.linear(inputs, module.weight.to_local(), bias)
+
+        module.forward = forward
         return module  # type: ignore[no-any-return]
 
 
@@ -127,11 +140,11 @@ def _split_dora(layer: Any, *, mesh: DeviceMesh, placement: Placement) -> None:
             square = (weight + scaling * (up.weight @ down.weight).to(x.dtype)).detach().square().sum(dim=1)
             norm = (gathered(square, mesh, Partial()) if shares_inputs else square).sqrt()
             hidden = functional.linear(x, down.weight)
-            hidden = gathered(hidden, mesh, Partial()) if shares_inputs else shared_input(hidden, mesh)
+            hidden = gathered(hidden, mesh, Partial()) if shares_inputs else hidden
             if base_result is None and shares_inputs:  # with dropout, which the base's inputs have, too
                 base_result = gathered(functional.linear(x, weight), mesh, Partial())
             elif base_result is None:
-                base_result = functional.linear(shared_input(x, mesh), weight)
+                base_result = functional.linear(x, weight)
             elif base.bias is not None:
                 base_result = base_result - base.bias
             ratio = magnitude.weight / norm
@@ -211,14 +224,17 @@ def _local_parameters(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 
 _STYLES: Mapping[str, Callable[[], ParallelStyle]] = {
-    "colwise": ColwiseParallel,
+    "colwise": partial(_Columns, Shard(0)),
     "rowwise": RowwiseParallel,
     "colwise_gather_output": partial(ColwiseParallel, output_layouts=Replicate()),
     "rowwise_split_input": partial(RowwiseParallel, input_layouts=Replicate()),
     "split_norm": _SplitNorm,
-    "packed_colwise": _PackedColumns,
+    "packed_colwise": partial(_Columns, _StridedShard(0, split_factor=2)),
     "moe_tp_experts": _SplitExperts,
 }
+
+_COLUMNS = ("colwise", "packed_colwise")
+"""The styles of layers that leave the sum of their inputs' gradients to the module above."""
 
 _FACTORS: Mapping[str, tuple[str, Placement]] = {
     "colwise": ("B.default", Shard(0)),
@@ -257,7 +273,11 @@ def split_layers(model: Any, group: TensorGroup) -> str:
     All ranks of the run get the weights of rank 0, whatever theirs are: only a module's are whole on them at a time.
     """
     assert group.mesh is not None, "a group of several ranks is open"
-    for name, module, style in list(_styles_of(model)):
+    styles = list(_styles_of(model))
+    layers = {name.partition(".lora_")[0].removesuffix(".base_layer") for name, _, style in styles if style in _COLUMNS}
+    for parent in sorted({layer.rpartition(".")[0] for layer in layers}):
+        _share_inputs(model.get_submodule(parent), group.mesh)
+    for name, module, style in styles:
         layer, _, factor = name.partition(".lora_")
         if factor and style not in _FACTORS:
             raise StrategyError(
@@ -269,6 +289,8 @@ def split_layers(model: Any, group: TensorGroup) -> str:
             _split_dora(model.get_submodule(layer), mesh=group.mesh, placement=_FACTORS[style][1])
         elif factor:
             _split_parameter(module, "weight", group.mesh, _FACTORS[style][1])  # read by `adapters/single_pass.py`
+            if style in _COLUMNS:  # of the gradient of `A`, every rank has the summand of its outputs
+                model.get_submodule(f"{layer}.lora_A.default").has_partial_gradient = True
         elif style in _STYLES:
             parallelize_module(module, group.mesh, _STYLES[style](), src_data_rank=None)
         elif style == _PARTIAL:
@@ -282,6 +304,17 @@ def split_layers(model: Any, group: TensorGroup) -> str:
     if reason is not None:
         return f"{split}; embedding and head are whole, since {reason}"
     return f"{split}, and embedding and head"
+
+
+def _share_inputs(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Sum the gradient of the module's hidden states, once for all of its layers that are split by columns."""
+
+    def share(_: nn.Module, inputs: Any, named: dict[str, Any]) -> Any:
+        if inputs:
+            return (shared_input(inputs[0], mesh), *inputs[1:]), named
+        return inputs, {**named, "hidden_states": shared_input(named["hidden_states"], mesh)}
+
+    module.register_forward_pre_hook(share, with_kwargs=True)
 
 
 def _styles_of(model: Any) -> Iterator[tuple[str, Any, str]]:

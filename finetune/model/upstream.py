@@ -284,6 +284,35 @@ def grouped_product(inputs: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     return product
 
 
+def _autocast_grouped_mm(own: Callable[..., Tensor], inputs: Tensor, matrices: Tensor, offs: Tensor) -> Tensor:
+    """Return the grouped product in autocast's dtype, as every other product.
+
+    transformers 5.24 multiplies in the dtype of the matrices, which is float32 unless FSDP2 gathers them in bfloat16:
+    other numbers than under FSDP2, and on a GPU no kernel, but a loop that waits for the host. Applies to the whole
+    process; can be removed when autocast knows grouped products (pytorch#174763).
+    """
+    device_type = matrices.device.type
+    if torch.is_autocast_enabled(device_type):
+        matrices = matrices.to(torch.get_autocast_dtype(device_type))
+    return own(inputs, matrices, offs)
+
+
+moe._grouped_mm = partial(_autocast_grouped_mm, moe._grouped_mm)
+
+GROUPED_KERNEL = (9, 10)
+"""Major compute capabilities of which torch 2.13 has one kernel for all groups of a bfloat16 product."""
+
+
+def missing_grouped_kernel(device: torch.device, *, precision: str) -> str | None:
+    """Return what the kernel for the products of all experts lacks on this device; None if it runs, or on a CPU."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return None
+    if precision not in ("bf16", "fp8"):
+        return f"bf16, and train.precision is {precision}"
+    major, minor = torch.cuda.get_device_capability(device)
+    return None if major in GROUPED_KERNEL else f"a GPU of Hopper or Blackwell, and this one is sm_{major}{minor}"
+
+
 @contextmanager
 def adapters_disabled(model: Any) -> Iterator[None]:
     """Disable adapters in this context. peft 0.21's own context manager also resets the adapters' `requires_grad`."""

@@ -47,3 +47,23 @@ def test_the_summary_lists_model_budget_and_rows(load, tmp_path):
     assert lines[0] == f"task     sft, from {tmp_path}/rows.jsonl"
     assert lines[1] == "model    gpt2: LoRA of rank 8 on float32 weights, computed in fp32"
     assert lines[3] == "budget   2 epochs, learning rate 0.0001, cosine"
+
+
+LORA, BF16 = "model.lora={rank: 2}", "train.precision=bf16"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "dtype"),
+    [
+        ((LORA, BF16), "bfloat16"),
+        ((LORA, BF16, "model.dtype=auto"), "bfloat16"),
+        ((LORA, BF16, "model.dtype=float32"), "float32"),
+        ((LORA,), "float32"),
+        ((BF16,), "float32"),
+        (("model.lora={rank: 2, init: pissa}", BF16), "float32"),
+        (("model.lora={rank: 2, modules_to_save: [lm_head]}", BF16), "float32"),
+        (("model.lora={rank: 2, dora: true}", BF16), "float32"),
+    ],
+)
+def test_frozen_weights_under_lora_are_in_the_dtype_of_the_products_unless_float32_is_written(load, overrides, dtype):
+    assert load(*overrides).config.model.dtype == dtype

@@ -8,6 +8,8 @@ import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import (
     AutoModelForCausalLM,
     Glm4Config,
@@ -23,8 +25,14 @@ from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 from finetune.checkpoint.sharding.access import state_layout
 from finetune.checkpoint.sharding.state_layout import ShardRange
 from finetune.errors import StrategyError
+from finetune.model.adapters.single_pass import use_single_pass
 from finetune.model.size import measure_model
-from finetune.model.tensor_parallel import _split_vocabulary, split_layers, splitting_problem
+from finetune.model.tensor_parallel import (
+    _split_vocabulary,
+    partial_gradient_parameters,
+    split_layers,
+    splitting_problem,
+)
 from finetune.runtime.parallel import TensorGroup
 from finetune.runtime.processes import free_port
 from tests.small_models import TINY
@@ -102,6 +110,41 @@ def test_experts_and_packed_layers_are_split_within_each_of_their_matrices(group
     assert shards[f"{experts}.gate_up_proj"].range == ShardRange(0, 8, 32 * 16, 0, 32 * 16)  # 4 gates, 4 ups
     assert shards[f"{experts}.down_proj"].range == ShardRange(0, 4 * 16, 32, 0, 32)
     assert shards["model.layers.0.mlp.gate.weight"].is_replicated
+
+
+@pytest.fixture
+def one_of_two():
+    """Return a group of two ranks, of which this process is one and the other's tensors are never sent."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield TensorGroup(size=2, mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("config", [LlamaConfig(**SIZES), Glm4Config(**SIZES, head_dim=8, pad_token_id=0)])
+@pytest.mark.parametrize(("has_adapters", "forward", "both"), [(False, 2, 4), (True, 4, 6)])
+def test_a_layer_sums_twice_forward_and_twice_backward(one_of_two, config, has_adapters, forward, both):
+    """By `ColwiseParallel` it is 7 times: queries, keys, values, gate and up sum a gradient of their inputs each.
+
+    Adapters add the product with `A` of the two layers whose inputs are split; the gradients of the other `A` are
+    summed at the end of a step.
+    """
+    model = AutoModelForCausalLM.from_config(config)
+    if has_adapters:
+        wrapped = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear"))
+        use_single_pass(wrapped, in_place=True)
+    split_layers(model, one_of_two)
+    layer, hidden = model.model.layers[0], torch.randn(1, 8, config.hidden_size, requires_grad=True)
+    positions = torch.arange(8)[None]
+    with CommDebugMode() as counts:
+        output = layer(hidden, position_embeddings=model.model.rotary_emb(hidden, positions), position_ids=positions)
+        assert counts.get_total_counts() == forward
+        output.sum().backward()
+    assert counts.get_total_counts() == both
+    partial = {id(parameter) for parameter in partial_gradient_parameters(layer)}
+    names = {name.rpartition(".lora_A")[0] for name, one in layer.named_parameters() if id(one) in partial}
+    layers = {name for name, _ in layer.named_modules() if name.endswith(("q_proj", "k_proj", "v_proj", "up_proj"))}
+    layers |= {"mlp.gate_proj"} & dict(layer.named_modules()).keys()
+    assert len(layers) in (4, 5) and names == (layers if has_adapters else set())
 
 
 def test_dora_is_refused_on_a_layer_whose_features_are_gathered(group):

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from finetune.config.section import (
     MAX_FACTOR,
@@ -24,6 +24,16 @@ from finetune.config.section import (
 from finetune.registry.model import ATTENTIONS, is_prompt_type, trainable_types
 
 DType = Literal["float32", "bfloat16", "float16"]
+
+
+def _float32_of_auto(dtype: Any) -> Any:
+    """Return the dtype of a model alone; that of a job is resolved before (`RunConfig`)."""
+    return "float32" if dtype == "auto" else dtype
+
+
+WeightDType = Annotated[
+    DType, BeforeValidator(_float32_of_auto, json_schema_input_type=Literal["auto", "float32", "bfloat16", "float16"])
+]
 GradientCheckpointing = bool | Literal["selective"] | Annotated[int, Field(ge=2, le=10_000)]
 BatchNorm = Literal["frozen"] | Annotated[int, Field(ge=2, le=1 << 24)]
 LayerNumbers = Annotated[tuple[LayerNumber, ...], Field(strict=False)]
@@ -171,10 +181,10 @@ class ModelSection(NamedSection):
         "A tokenizer other than the model's own; required with `from_config`.", None
     )
     trust_remote_code: bool = key("Run Python code that comes with a hub model.", False)
-    dtype: DType = key(
-        "Dtype of the weights. `float32` keeps master weights; frozen weights under adapters can be `bfloat16` without "
-        "loss.",
-        "float32",
+    dtype: WeightDType = key(
+        "Dtype of the weights. `auto`: `bfloat16` for the frozen base of LoRA with `train.precision: bf16`, which "
+        "multiplies in it anyway; else `float32`, which keeps master weights.",
+        "auto",
     )
     attention: Annotated[str, OneOf(ATTENTIONS)] = key(
         "Attention implementation; `auto`: our `per_sample` where the model is known to support it, else "

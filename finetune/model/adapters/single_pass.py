@@ -21,9 +21,11 @@ from peft.tuners import lora
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial
+from torch.nn import functional
+from torch.utils.flop_counter import register_flop_formula
 
 from finetune.model.adapters.context import ADAPTER_NAME
-from finetune.runtime.parallel import gathered, shared_input
+from finetune.runtime.parallel import gathered
 
 COMMON_INPUTS = (
     ("q_proj", "k_proj", "v_proj"),
@@ -47,7 +49,7 @@ _QUANTIZED = ("Linear4bit", "Linear8bitLt", "GPTQLoraLinear", "AwqLoraLinear", "
 def use_single_pass(model: nn.Module, *, in_place: bool) -> None:
     """Give LoRA layers on linear ones the forward pass of this module; other adapters and DoRA keep that of peft.
 
-    `in_place`: add to the base's output in place; not where selective checkpointing keeps that output.
+    `in_place`: add to the base's output in place; not under selective checkpointing, which keeps one of both.
     """
     for parent in list(model.modules()):
         layers: dict[str, Any] = {name: child for name, child in parent.named_children() if _is_plain(child)}
@@ -112,14 +114,19 @@ class SinglePassLayer:
             result = super().forward(x, *others, **named)  # type: ignore[misc]
             return result
         rows, hidden = self.common_input.take(self.position, x)
+        is_compiling = torch.compiler.is_compiling()  # compiled code decides itself what it changes in place
+        saves_sum = not self.in_place and not is_compiling and rows.dtype == hidden.dtype
+        if saves_sum and _is_frozen_product(self.base_layer):
+            base, factor = self.base_layer, self.lora_B[ADAPTER_NAME].weight
+            result = LinearPlusProduct.apply(rows, base.weight, base.bias, hidden, factor.to(hidden.dtype))  # type: ignore[no-untyped-call]
+            return result.view(*x.shape[:-1], -1)
         # of two dimensions, since the result of more is a view, which is not changed in place; in their own dtype for
         # quantized layers, which return that of their inputs
         output = self.base_layer(rows if type(self.base_layer) is nn.Linear else x.reshape(-1, x.shape[-1]))
-        is_in_place = self.in_place and not torch.compiler.is_compiling()  # compiled code decides that itself
-        is_in_place = is_in_place and output.dtype == hidden.dtype and not output._is_view()
+        is_in_place = self.in_place and not is_compiling and output.dtype == hidden.dtype and not output._is_view()
         factor = self.lora_B[ADAPTER_NAME].read()
         if isinstance(factor, DTensor):
-            hidden, factor = shared_input(hidden, factor.device_mesh), factor.to_local()
+            factor = factor.to_local()
         result = AddProduct.apply(output, hidden, factor.to(hidden.dtype), is_in_place)  # type: ignore[no-untyped-call]
         return result.view(*x.shape[:-1], -1)
 
@@ -228,6 +235,63 @@ class MultiplyA(torch.autograd.Function):
         return of_rows, None, None, None, *of_factors
 
 
+def _is_frozen_product(base: Any) -> bool:
+    """Return whether the layer is a product with a weight that is whole and frozen, and nothing else."""
+    if type(base) is not nn.Linear or "forward" in vars(base):
+        return False
+    is_whole = not isinstance(base.weight, DTensor) and not hasattr(base.weight, "ds_id")
+    return is_whole and not any(parameter.requires_grad for parameter in base.parameters())
+
+
+def _linear_plus_product(rows: Tensor, weight: Tensor, bias: Tensor | None, hidden: Tensor, factor: Tensor) -> Tensor:
+    output = functional.linear(rows, weight.to(rows.dtype), None if bias is None else bias.to(rows.dtype))
+    return output.addmm_(hidden, factor.T)
+
+
+def _plus_product(output: Tensor, hidden: Tensor, factor: Tensor) -> Tensor:
+    return torch.addmm(output.to(hidden.dtype), hidden, factor.T).to(output.dtype)
+
+
+# Selective checkpointing (`model/activations.py`) saves the output of the first operator, and recomputes the second.
+for schema, function in (
+    (
+        "linear_plus_product(Tensor rows, Tensor weight, Tensor? bias, Tensor hidden, Tensor factor)",
+        _linear_plus_product,
+    ),
+    ("plus_product(Tensor output, Tensor hidden, Tensor factor)", _plus_product),
+):
+    name, _, parameters = schema.partition("(")
+    torch.library.define(f"finetune::{name}", f"({parameters} -> Tensor")
+    torch.library.impl(f"finetune::{name}", "CompositeExplicitAutograd", function)
+
+
+@register_flop_formula(torch.ops.finetune.linear_plus_product)
+def _flops_of_sum(rows: Any, weight: Any, bias: Any, hidden: Any, factor: Any, **_: Any) -> int:
+    flops: int = 2 * rows[0] * (weight[0] * weight[1] + factor[0] * factor[1])
+    return flops
+
+
+class LinearPlusProduct(torch.autograd.Function):
+    """`rows W^T + bias + hidden B^T` by one operator, [rows, outputs]; weight and bias are frozen."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, hidden: Tensor, factor: Tensor) -> Tensor:
+        """Return the sum."""
+        ctx.save_for_backward(weight, hidden, factor)
+        result: Tensor = torch.ops.finetune.linear_plus_product(rows, weight, bias, hidden, factor)
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of rows, product and factor."""
+        weight, hidden, factor = ctx.saved_tensors
+        of_rows = gradient @ weight.to(gradient.dtype) if ctx.needs_input_grad[0] else None
+        of_hidden = gradient @ factor if ctx.needs_input_grad[3] else None
+        of_factor = gradient.T @ hidden if ctx.needs_input_grad[4] else None
+        return of_rows, None, None, of_hidden, of_factor
+
+
 class AddProduct(torch.autograd.Function):
     """`output + hidden B^T` in the dtype of the output, [rows, outputs]."""
 
@@ -238,7 +302,9 @@ class AddProduct(torch.autograd.Function):
         if in_place:
             ctx.mark_dirty(output)
             return output.addmm_(hidden, factor.T)
-        return torch.addmm(output.to(hidden.dtype), hidden, factor.T).to(output.dtype)
+        add = _plus_product if torch.compiler.is_compiling() else torch.ops.finetune.plus_product
+        result: Tensor = add(output, hidden, factor)
+        return result
 
     @staticmethod
     @once_differentiable

@@ -149,6 +149,15 @@ class ModelCheck:
     lines: Callable[[CheckedJob], Iterable[str] | None]
 
 
+def _frozen_weights_are_half(job: CheckedJob) -> Iterator[str]:
+    sources = job.loaded.sources
+    if sources and "model.dtype" not in sources and job.config.model.dtype == "bfloat16":
+        yield (
+            "model.dtype: auto: frozen weights are bfloat16, in which train.precision multiplies. float32 would round "
+            "them in every pass, in twice the memory."
+        )
+
+
 def _vectors_are_long_enough(job: CheckedJob) -> None:
     if sizes := job.config.task.embedding.matryoshka_dims:
         whole = load_model_config(job.config.model).get_text_config().hidden_size
@@ -224,6 +233,7 @@ MODEL_CHECKS = (
     ModelCheck(Stage.CONFIG, lambda job: stored_method_note(job.loaded, strategy=job.strategy_name)),
     ModelCheck(Stage.CONFIG, lambda job: job.loaded.refuse(adapter_problems(job.config))),
     ModelCheck(Stage.CONFIG, lambda job: job.loaded.refuse(router_problems(job.config))),
+    ModelCheck(Stage.CONFIG, _frozen_weights_are_half),
     ModelCheck(Stage.CONFIG, _has_positions),
     ModelCheck(Stage.CONFIG, _can_be_shared),
     ModelCheck(Stage.MODEL, lambda job: check_image_shape(job.model.config, job.processing.processor)),

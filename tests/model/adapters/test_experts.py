@@ -6,12 +6,13 @@ from unittest.mock import patch
 import pytest
 import torch
 from peft.tuners.lora.layer import ParamWrapper
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.config.sections.model import LoraSection
 from finetune.model.adapters import build
 from finetune.model.adapters.experts import GroupedExperts, group_expert_adapters
-from finetune.model.upstream import adapters_disabled, grouped_product
+from finetune.model.upstream import adapters_disabled, grouped_product, missing_grouped_kernel
 from tests.model.moe_models import HYBRID_MODELS, MOE_MODELS
 
 MODELS = {**MOE_MODELS, "granitemoehybrid": HYBRID_MODELS["granitemoehybrid"]}
@@ -99,3 +100,53 @@ def test_a_grouped_product_multiplies_each_group_by_its_matrix():
     inputs, matrices = torch.randn(5, 8), torch.randn(3, 8, 16)
     product = grouped_product(inputs, matrices, torch.tensor([2, 2, 5], dtype=torch.int32))
     assert torch.allclose(product, torch.cat([inputs[:2] @ matrices[0], inputs[2:] @ matrices[2]]), atol=1e-5)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "mixtral"])
+def test_experts_multiply_in_the_dtype_of_autocast_as_fsdp2_does(model_type):
+    """float32 masters under autocast give the numbers of bfloat16 weights, which FSDP2 gathers: in both passes."""
+    model = plain_model(model_type)
+    (name, _), *_ = ((name, each) for name, each in model.named_modules() if name.endswith(".experts"))
+    halves = copy.deepcopy(model).bfloat16()
+    hidden = torch.randn(20, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
+    choice = torch.rand(20, 4, generator=torch.Generator().manual_seed(2)).topk(2)
+    results = []
+    for each in (model, halves):
+        experts, inputs = each.get_submodule(name), hidden.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=each is model), Products() as products:
+            output = experts(inputs, choice.indices, choice.values.bfloat16())
+        output.float().square().sum().backward()
+        assert products.dtypes == [torch.bfloat16] * 2
+        results.append((output, inputs.grad, *(one.grad.bfloat16() for one in experts.parameters() if one.ndim == 3)))
+    assert len(results[0]) == 4
+    assert all(map(torch.equal, *results))
+
+
+class Products(TorchDispatchMode):
+    """The dtypes of the matrices of grouped products."""
+
+    def __init__(self):
+        super().__init__()
+        self.dtypes = []
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        if function.name() == "aten::_grouped_mm":
+            self.dtypes.append(arguments[1].dtype)
+        return function(*arguments, **(keywords or {}))
+
+
+@pytest.mark.parametrize(
+    ("device", "capability", "precision", "missing"),
+    [
+        ("cpu", None, "fp32", None),
+        ("cuda", (9, 0), "bf16", None),
+        ("cuda", (10, 0), "fp8", None),
+        ("cuda", (8, 0), "bf16", "sm_80"),
+        ("cuda", (12, 0), "bf16", "sm_120"),
+        ("cuda", (9, 0), "fp32", "train.precision is fp32"),
+    ],
+)
+def test_a_gpu_without_a_kernel_for_all_experts_is_named(monkeypatch, device, capability, precision, missing):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    found = missing_grouped_kernel(torch.device(device), precision=precision)
+    assert found is None if missing is None else missing in found

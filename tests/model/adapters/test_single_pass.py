@@ -14,6 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from finetune.config.sections.model import LoraSection, QuantizationSection
+from finetune.memory.tracer import LiveBytes
 from finetune.model.activations import enable_gradient_checkpointing
 from finetune.model.adapters.single_pass import AddProduct, MultiplyA, SinglePassLayer, use_single_pass
 from finetune.model.kernels import compilation
@@ -268,6 +269,19 @@ def test_dropout_keeps_no_copy_of_the_inputs_and_one_bit_of_mask_per_element(fro
     assert sizes[0.2][1] > 1.4 * sizes[0.2][0]
 
 
+def test_frozen_weights_in_bfloat16_keep_no_casts_for_the_backward_pass(from_config, build, adapted):
+    """`model.dtype: auto`: autocast's casts of frozen float32 weights are kept until each layer's backward pass."""
+    kept = {}
+    for dtype in ("float32", "bfloat16"):
+        model = adapted(build(from_config(dtype=dtype)), SECTIONS["plain"], noise=0.1).train()
+        use_single_pass(model, in_place=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            kept[dtype] = saved_bytes(model)
+        frozen = [module.base_layer.weight for module in model.modules() if isinstance(module, SinglePassLayer)]
+    casts = 2 * sum(weight.numel() for weight in frozen)
+    assert len(frozen) == 14 and kept["float32"] - kept["bfloat16"] >= casts
+
+
 @pytest.mark.parametrize("mode", [True, "selective"])
 def test_recomputation_changes_no_number(from_config, build, adapted, mode):
     model = adapted(build(from_config()), DROPOUT, noise=0.1).train()
@@ -302,6 +316,36 @@ def test_layers_compile_into_as_many_graphs_as_with_peft(from_config, build, ada
         assert not torch._dynamo.utils.counters["graph_break"]
         num_graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert num_graphs[0] == num_graphs[1] >= 1
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_selective_checkpointing_saves_one_output_per_layer(from_config, build, adapted, autocast):
+    """The sum of a base's product and its adapter's, by one operator; peft's forward pass saves the base's, too."""
+    sizes, results = [], []
+    for is_single_pass in (True, False):
+        model = adapted(build(from_config()), SECTIONS["plain"], noise=0.1).train()
+        if is_single_pass:
+            use_single_pass(model, in_place=False)
+        enable_gradient_checkpointing(model.get_base_model(), "selective")
+        results.append(step(model, autocast=autocast))
+        with LiveBytes() as live, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            hidden = model.get_base_model().model(input_ids=BATCH, use_cache=False).last_hidden_state
+        assert hidden.requires_grad
+        sizes.append(live.now)
+    widths = 32 + 16 + 16 + 32 + 64 + 64 + 32  # of queries, keys, values, their output, gate, up and down
+    outputs = 2 * BATCH.numel() * widths * (2 if autocast else 4)  # of two layers
+    assert sizes[1] - sizes[0] >= outputs
+    (loss, gradients), (expected, others) = results
+    assert float(loss) == pytest.approx(float(expected), abs=1e-2 if autocast else 1e-6)
+    assert largest_difference(gradients, others) < (0.1 if autocast else 1e-5)
+    with Calls() as backward:
+        model = adapted(build(from_config()), SECTIONS["plain"], noise=0.1).train()
+        use_single_pass(model, in_place=False)
+        enable_gradient_checkpointing(model.get_base_model(), "selective")
+        loss = model(input_ids=BATCH, labels=BATCH, use_cache=False).loss
+        forward = backward.counts["finetune::linear_plus_product"]
+        loss.backward()
+    assert backward.counts["finetune::linear_plus_product"] == forward == 14
 
 
 @pytest.fixture

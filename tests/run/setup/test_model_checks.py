@@ -82,6 +82,14 @@ def test_a_job_that_can_be_trained_is_ready(job, written):
     assert check_model(CheckedJob(load_config(job, [written]))) == ()
 
 
+def test_frozen_weights_that_are_halved_by_default_are_logged(job):
+    settings = ["model={name: ./base, lora: {rank: 2}}", "train.precision=bf16"]
+    (line,) = check_model(CheckedJob(load_config(job, settings)))
+    assert line.startswith("model.dtype: auto: ") and "bfloat16" in line
+    for dtype in ("bfloat16", "float32"):
+        assert check_model(CheckedJob(load_config(job, [*settings, f"model.dtype={dtype}"]))) == ()
+
+
 def test_an_accelerate_file_adds_the_checks_of_its_strategy(job):
     loaded = load_config(job, ["model={name: ./base, lora: {rank: 2}, new_tokens: {tokens: [three]}}"])
     zero2, zero3 = (strategy_of_file(loaded, SHIPPED / f"{name}.yaml", num_processes=2) for name in ("zero2", "zero3"))
