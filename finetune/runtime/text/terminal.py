@@ -16,7 +16,6 @@ import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import Any, TextIO
 
 from finetune.errors import UserError
@@ -216,10 +215,6 @@ DEPRECATION_WARNINGS = (
 """Patterns of warnings that one library causes in another, and that users cannot fix."""
 
 
-def _lacks(part: str, record: logging.LogRecord) -> bool:
-    return part not in record.getMessage()
-
-
 def quiet_libraries(*, is_main: bool) -> None:
     """Keep the libraries' warnings on the main rank and only errors on the others; progress bars only at a terminal.
 
@@ -233,7 +228,7 @@ def quiet_libraries(*, is_main: bool) -> None:
     # DeepSpeed resets its level when it is imported, but keeps filters
     logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= level)
     for library, part in HARMLESS_WARNINGS.items():
-        logging.getLogger(library).addFilter(partial(_lacks, part))
+        logging.getLogger(library).addFilter(lambda record, part=part: part not in record.getMessage())
     if not is_main:
         warnings.simplefilter("ignore")
         for name in ("TRANSFORMERS_VERBOSITY", "DATASETS_VERBOSITY"):  # read when they are imported
