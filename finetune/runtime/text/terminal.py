@@ -16,6 +16,7 @@ import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, TextIO
 
 from finetune.errors import UserError
@@ -215,6 +216,10 @@ DEPRECATION_WARNINGS = (
 """Patterns of warnings that one library causes in another, and that users cannot fix."""
 
 
+def _lacks(part: str, record: logging.LogRecord) -> bool:
+    return part not in record.getMessage()
+
+
 def quiet_libraries(*, is_main: bool) -> None:
     """Keep the libraries' warnings on the main rank and only errors on the others; progress bars only at a terminal.
 
@@ -228,7 +233,7 @@ def quiet_libraries(*, is_main: bool) -> None:
     # DeepSpeed resets its level when it is imported, but keeps filters
     logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= level)
     for library, part in HARMLESS_WARNINGS.items():
-        logging.getLogger(library).addFilter(lambda record, part=part: part not in record.getMessage())
+        logging.getLogger(library).addFilter(partial(_lacks, part))
     if not is_main:
         warnings.simplefilter("ignore")
         for name in ("TRANSFORMERS_VERBOSITY", "DATASETS_VERBOSITY"):  # read when they are imported
