@@ -96,7 +96,9 @@ def _resolved(value: Any, field: FieldInfo, *, folder: pathlib.Path) -> Any:
     mark = next(_path_marks(field, RelativeToConfig), None)
     if mark is not None and isinstance(value, tuple):
         return tuple(_resolved(item, field, folder=folder) for item in value)
-    if mark is None or not isinstance(value, str) or is_url(value) or value in _choices(field):
+    literals = (part for part in get_args(field.annotation) if get_origin(part) is Literal)
+    choices = {choice for literal in literals for choice in get_args(literal)}
+    if mark is None or not isinstance(value, str) or is_url(value) or value in choices:
         return value
     if mark.only_marked and not is_path(value):
         return value
@@ -119,10 +121,6 @@ def _path_error(value: Any, field: FieldInfo, *, folder: pathlib.Path) -> str | 
     if len(path) > _MAX_PATH_BYTES:
         return f"the path has {len(path):,} bytes; a file system allows {_MAX_PATH_BYTES}. Use a shorter one."
     return None
-
-
-def _choices(field: FieldInfo) -> set[str]:
-    return {choice for part in get_args(field.annotation) if get_origin(part) is Literal for choice in get_args(part)}
 
 
 def _path_marks(field: FieldInfo, kind: type[RelativeToConfig]) -> Iterator[RelativeToConfig]:

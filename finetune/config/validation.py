@@ -322,12 +322,9 @@ def _readings(value: Any, node: Node, *, depth: int = 0) -> Iterator[Any]:
 
 def _likelihood(section: Node, text: str, name: str) -> tuple[bool, bool, bool]:
     """Return a key for sorting: of a path its own key comes first, else the name, then the required keys."""
-    is_path = bool(re.search(r"^[.~/]|\.\w{1,8}$", text)) and _format_of(section["properties"][name]) == "path"
+    holds_path = any(each.get("format") == "path" for each in branches(section["properties"][name]))
+    is_path = holds_path and re.search(r"^[.~/]|\.\w{1,8}$", text) is not None
     return not is_path, name != "name", name not in section.get("required", ())
-
-
-def _format_of(node: Node) -> str:
-    return next((each["format"] for each in branches(node) if "format" in each), "")
 
 
 def _number(value: Any) -> float | None:

@@ -104,11 +104,9 @@ class Trial:
         with aliased_parameters(inner) as aliases, distributed.local_collectives():
             for alias in aliases:
                 if self.frees_gradients:
-                    alias.register_post_accumulate_grad_hook(_free)  # type: ignore[no-untyped-call]
-                elif num_batches > 1:
-                    alias.grad = torch.empty_like(
-                        alias
-                    ).zero_()  # written to, since pages of calloc are not allocated before
+                    alias.register_post_accumulate_grad_hook(lambda weight: setattr(weight, "grad", None))  # type: ignore[no-untyped-call]
+                elif num_batches > 1:  # written to, since pages of calloc are not allocated before
+                    alias.grad = torch.empty_like(alias).zero_()
             prepared = self.task.prepare_step(inner, [batch] * num_batches)
             self._loss(inner, prepared[-1]).backward()  # type: ignore[no-untyped-call]
 
@@ -165,10 +163,6 @@ def aliased_parameters(model: nn.Module) -> Iterator[list[nn.Parameter]]:
 
 def _is_engine(model: Any) -> bool:
     return hasattr(model, "zero_optimization_stage")
-
-
-def _free(parameter: Tensor) -> None:
-    parameter.grad = None
 
 
 @contextmanager

@@ -25,9 +25,15 @@ from finetune.runtime import distributed
 Attach = Callable[["StepProfile"], AbstractContextManager[None]]
 """Counts calls of a library as phases while the window is open."""
 
+_NOTHING = nullcontext()
+
 
 class Profile:
-    """Receives the steps of a run; this one profiles nothing. All methods are collective."""
+    """Receives the steps of a run and their phases, and profiles nothing. All methods but `phase` are collective."""
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Return a context whose time counts for the phase."""
+        return _NOTHING
 
     def begin(self, step: int) -> None:
         """Begin training after `step` steps."""
@@ -54,13 +60,21 @@ class StepProfile(Profile):
     A run that resumes within the window profiles the rest of it; a run that ends within it profiles the steps so far.
     """
 
-    def __init__(self, section: ProfileSection, *, folder: Path, reporter: Reporter, device: torch.device) -> None:
+    def __init__(
+        self,
+        section: ProfileSection,
+        *,
+        folder: Path,
+        reporter: Reporter,
+        device: torch.device,
+        attach: Attach = lambda profile: nullcontext(),
+    ) -> None:
         """`folder` is the parent of the window's folder."""
         self._section = section
         self._folder = folder
         self._report = reporter
         self._device = device
-        self.attach: Attach = lambda profile: nullcontext()
+        self._attach = attach
         self._clock: PhaseClock | None = None
         self._recorder: TraceRecorder | None = None
         self._stack = ExitStack()
@@ -68,7 +82,7 @@ class StepProfile(Profile):
         self._problem: str | None = None
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Return a context whose time counts for the phase; outside the window it does nothing."""
+        """Return a context whose time counts for the phase while the window is open."""
         return _NOTHING if self._clock is None else self._clock.phase(name)
 
     @property
@@ -115,7 +129,7 @@ class StepProfile(Profile):
         try:
             self._recorder = TraceRecorder(has_cuda=has_cuda, memory=self._section.memory, stacks=self._section.stacks)
             clock = PhaseClock(CudaMoments() if has_cuda else Moments(), has_nvtx=has_cuda)
-            self._stack.enter_context(self.attach(self))
+            self._stack.enter_context(self._attach(self))
         except Exception as error:  # another profiler may use the device
             self._problem = f"{type(error).__name__}: {error}"
             return
@@ -171,6 +185,3 @@ class StepProfile(Profile):
         except Exception as error:  # a full disk
             return _Outcome(spent, "", f"the trace could not be written: {type(error).__name__}: {error}")
         return _Outcome(spent, str(trace), None)
-
-
-_NOTHING = nullcontext()

@@ -1,11 +1,13 @@
 """From the first step to the exported model: train, export, report the end."""
 
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+
+import torch
 
 from finetune.checkpoint.write.saver import SavedCheckpoint, Saver
 from finetune.errors import CheckpointError, NonFiniteError
@@ -13,19 +15,23 @@ from finetune.model.batch_norm import sync_batch_norm
 from finetune.registry.tasks import TASKS
 from finetune.report.events import CheckpointSaved, Noted, RunEnded, RunStarted, Warned
 from finetune.report.gpu import sampled_gpu
+from finetune.report.phases import OPTIMIZER
+from finetune.report.profile import StepProfile
 from finetune.report.reporter import CallbackReporter, Reporter
 from finetune.run.final_export import export_final
-from finetune.run.profile import profile_parts
 from finetune.run.setup.components import make_components
 from finetune.run.setup.forwards import device_price, peak_flops
 from finetune.run.state.resume import RestoredRun, describe_exported, load_best
 from finetune.run.supervision import Supervision
 from finetune.runtime import distributed
 from finetune.runtime.optional import no_op
+from finetune.runtime.run_folder import PROFILE_FOLDER
 from finetune.runtime.upstream import keep_freed_memory
 from finetune.strategy.choose import describe_strategy
 from finetune.train.loop import report_steps, train
+from finetune.train.parts import TrainingComponents
 from finetune.train.stopping import FINAL_REASONS, STOP_FILE, remove_stop_file
+from finetune.train.upstream import replace_engine_step, without_accelerate_wrapper
 
 
 @dataclass(frozen=True)
@@ -53,7 +59,15 @@ def fit(restored: RestoredRun, *, reporter: CallbackReporter, supervision: Super
             gpu=gpu,
             log=context.log,
         )
-        parts = profile_parts(parts, config.report.profile, run_folder=context.paths.folder)
+        if (section := config.report.profile) is not None:
+            profile = StepProfile(
+                section,
+                folder=context.paths.folder / PROFILE_FOLDER,
+                reporter=parts.reporter,
+                device=parts.accelerator.device,
+                attach=partial(_timed_optimizer, parts),
+            )
+            parts = replace(parts, profile=profile)
         reporter(run_started(restored, previous=supervision.status.previous))
         started = time.monotonic()
         supervision.status.run(progress, num_steps=plan.num_steps)
@@ -70,6 +84,28 @@ def fit(restored: RestoredRun, *, reporter: CallbackReporter, supervision: Super
             with suppress(CheckpointError):  # a save in progress was begun before the error
                 parts.save.wait_for_writes()
             raise
+
+
+@contextmanager
+def _timed_optimizer(parts: TrainingComponents, profile: StepProfile) -> Iterator[None]:
+    """Time the optimizer's steps inside a backward pass as its own phase: DeepSpeed's engine's, and `in_backward`."""
+    with ExitStack() as stack:
+        if hasattr(parts.model, "zero_optimization_stage"):
+            engine: Any = parts.model
+            step = engine.step
+
+            def timed_step(*given: Any, **named: Any) -> Any:
+                with profile.phase(OPTIMIZER):
+                    return step(*given, **named)
+
+            stack.enter_context(replace_engine_step(engine, timed_step))
+        elif isinstance(optimizer := without_accelerate_wrapper(parts.optimizer), torch.optim.Optimizer):
+            running = ExitStack()
+            before = optimizer.register_step_pre_hook(lambda *_: running.enter_context(profile.phase(OPTIMIZER)))
+            after = optimizer.register_step_post_hook(lambda *_: running.close())
+            stack.callback(before.remove)
+            stack.callback(after.remove)
+        yield
 
 
 def make_saver(restored: RestoredRun, *, reporter: Reporter, on_path: Callable[[str], None] = no_op) -> Saver:

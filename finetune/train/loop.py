@@ -5,6 +5,7 @@ import time
 from functools import partial
 
 from finetune.report.events import Warned
+from finetune.report.phases import EVALUATE, LOG, SAVE
 from finetune.runtime.progress import Progress
 from finetune.train.meters import StepRecord
 from finetune.train.parts import TrainingComponents
@@ -18,7 +19,8 @@ def train(parts: TrainingComponents, progress: Progress) -> str:
         return EARLY_STOPPING
     parts.profile.begin(progress.step)
     reason = _take_steps(parts, progress)
-    parts.save.wait_for_writes()
+    with parts.profile.phase(SAVE):
+        parts.save.wait_for_writes()
     parts.profile.end_training(progress.step)
     return reason
 
@@ -37,13 +39,14 @@ def report_steps(parts: TrainingComponents, progress: Progress) -> None:
 
     Raises NonFiniteError as configured.
     """
-    for record, event in parts.meters.read():
-        if record.is_taken is None and not math.isfinite(event.gradient_norm):
-            record_skipped_step(parts, progress, record)
-        parts.reporter(event)
-    parts.update.mark_all_read()
-    if warning := parts.meters.warning():
-        parts.reporter(Warned(progress.step, warning))
+    with parts.profile.phase(LOG):
+        for record, event in parts.meters.read():
+            if record.is_taken is None and not math.isfinite(event.gradient_norm):
+                record_skipped_step(parts, progress, record)
+            parts.reporter(event)
+        parts.update.mark_all_read()
+        if warning := parts.meters.warning():
+            parts.reporter(Warned(progress.step, warning))
 
 
 def _take_steps(parts: TrainingComponents, progress: Progress) -> str:
@@ -82,7 +85,8 @@ def _take_steps(parts: TrainingComponents, progress: Progress) -> str:
         reason = reason or ended
         if parts.save_due.due(progress.step) or reason:
             saved_step = _save(parts, progress)
-        parts.save.report_written()
+        with parts.profile.phase(SAVE):
+            parts.save.report_written()
         parts.profile.end_step(progress.step)
         if reason and progress.step < parts.plan.num_steps:
             return reason
@@ -92,12 +96,14 @@ def _take_steps(parts: TrainingComponents, progress: Progress) -> str:
 def _save(parts: TrainingComponents, progress: Progress) -> int:
     """Save and return the step; the saved progress counts the skipped steps. Collective."""
     report_steps(parts, progress)
-    parts.save(progress)
+    with parts.profile.phase(SAVE):
+        parts.save(progress)
     return progress.step
 
 
 def _evaluate(parts: TrainingComponents, progress: Progress) -> str | None:
     """Evaluate; return why the run is to end by that, if it is. Collective."""
-    progress.last_metrics, progress.metrics_step = parts.evaluate(progress.step), progress.step
+    with parts.profile.phase(EVALUATE):
+        progress.last_metrics, progress.metrics_step = parts.evaluate(progress.step), progress.step
     parts.early_stopping.update(progress.last_metrics, progress)
     return EARLY_STOPPING if parts.early_stopping.is_over(progress) else None

@@ -18,6 +18,7 @@ from finetune.data.batch import Batch
 from finetune.data.token_cache.integrity import extend_digest, join_uint64, split_uint64
 from finetune.errors import NonFiniteError, TrainingError
 from finetune.report.events import StepSkipped
+from finetune.report.phases import BACKWARD, DATA, FORWARD, OPTIMIZER
 from finetune.runtime import distributed, seeds
 from finetune.runtime.optional import no_op
 from finetune.runtime.parallel import tensor_group
@@ -144,17 +145,21 @@ def forward_backward(
     others: dict[str, Tensor] = {}
     # Every backend averages over ranks; ranks that share weights count as one.
     scale = accelerator.num_processes / tensor_group().size / max(1, num_targets)
-    for number, batch in enumerate(parts.task.prepare_step(parts.model, group)):
+    with parts.profile.phase(FORWARD):
+        microbatches = parts.task.prepare_step(parts.model, group)
+    for number, batch in enumerate(microbatches):
         is_last = number == len(group) - 1
         accelerator.sync_gradients = is_last and completes_step
         with nullcontext() if is_last else accumulate():
-            parts.before_batch(batch)
-            sums = dict(parts.task.loss_sums(parts.model, batch))
+            with parts.profile.phase(FORWARD):
+                parts.before_batch(batch)
+                sums = dict(parts.task.loss_sums(parts.model, batch))
             loss_sum = sums.pop("loss_sum")
             fault_point("forward", step=step, tensor=loss_sum)
             if is_last:
                 before_last()
-            parts.update.backward(loss_sum * scale)
+            with parts.profile.phase(BACKWARD):
+                parts.update.backward(loss_sum * scale)
             fault_point("backward", step=step)
         losses.append(_counted(loss_sum, batch))
         others = {name: others.get(name, 0.0) + _counted(value, batch) for name, value in sums.items()}
@@ -171,12 +176,13 @@ def update_weights(parts: TrainingComponents, progress: Progress) -> tuple[Tenso
 
     Returns the gradient norm before clipping, and whether the step was taken; None: if the norm is finite.
     """
-    gradient_norm = parts.update.clip()
+    with parts.profile.phase(OPTIMIZER):
+        gradient_norm = parts.update.clip()
     fault_point("update.before", step=progress.step)
     skips = parts.nonfinite.action == "skip"
-    is_taken = parts.update(
-        gradient_norm, num_allowed=parts.nonfinite.max_skips - progress.num_nonfinite_skips if skips else 0
-    )
+    num_allowed = parts.nonfinite.max_skips - progress.num_nonfinite_skips if skips else 0
+    with parts.profile.phase(OPTIMIZER):
+        is_taken = parts.update(gradient_norm, num_allowed=num_allowed)
     fault_point("update.after", step=progress.step)
     return gradient_norm, is_taken
 
@@ -262,7 +268,8 @@ class CountedGroups:
 
     def _fetch(self) -> tuple[tuple[Batch, ...], float]:
         started = time.perf_counter()
-        batches = next(self._groups)
+        with self._parts.profile.phase(DATA):
+            batches = next(self._groups)
         return batches, time.perf_counter() - started
 
     def _start_count(self, batches: tuple[Batch, ...], *, step: int) -> Callable[[], StepCounts]:

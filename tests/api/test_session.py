@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from finetune.report.history import read_events
-from finetune.run.setup.samples import read_samples
 from tests import launching
+from tests.sample_records import read_samples
 from tests.small_job import JOB, write_job
 
 PROGRAM = Path(__file__).with_name("session_program.py")

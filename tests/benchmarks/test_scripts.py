@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 SMALLEST = {
     "call_drawing.py": [],
     "code_metrics.py": [],
-    "compare.py": ["--tiny", "--only", "lognormal,evaluation,growth", "--out", "{folder}"],
+    "compare.py": ["--tiny", "--out", "{folder}"],
     "gpu.py": ["--tiny", "--device", "cpu", "--peak-tflops", "1", "--only", "1B full, ours", "--out", "{folder}"],
     "migration_table.py": ["{folder}"],
     "profiling.py": ["--rounds", "1"],
@@ -61,4 +61,4 @@ def test_a_script_runs_to_its_end_in_its_smallest_form(tmp_path, name):
     if name == "compare.py":
         record = json.loads((tmp_path / "results.json").read_text())
         assert record["missing"] == []
-        assert set(record["parts"]) == {"steps", "evaluation", "growth"}
+        assert set(record["parts"]) == {"steps", "startup", "strategies", "saving", "evaluation", "growth"}

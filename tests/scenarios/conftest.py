@@ -10,9 +10,9 @@ import pytest
 
 from finetune.export.verify import verifier
 from finetune.report.history import read_events
-from finetune.run.setup.samples import read_samples
 from finetune.runtime.supervision.heartbeat import VARIABLE
 from tests import launching
+from tests.sample_records import read_samples
 from tests.scenarios.running import Running
 from tests.scenarios.trained import forget, run_folder, stay
 from tests.small_job import write_job

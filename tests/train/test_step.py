@@ -15,6 +15,7 @@ from finetune.data.batch import Batch
 from finetune.data.token_cache.integrity import Delivery, samples_checksum
 from finetune.errors import NonFiniteError, TrainingError
 from finetune.report.events import StepSkipped, StepTaken
+from finetune.report.profile import Profile
 from finetune.runtime.progress import Cadence, NeverDue, Progress
 from finetune.runtime.supervision.signals import ReceivedSignals
 from finetune.task.protocol import BaseTask
@@ -390,6 +391,7 @@ def parts(log, *, num_steps=8, evaluate_due=None, stop_after_steps=None, counts_
         evaluate_due=evaluate_due or NeverDue(),
         stop_after_steps=stop_after_steps,
         counts_ahead=counts_ahead,
+        profile=Profile(),
     )
 
 

@@ -68,14 +68,6 @@ def _is_turn(value: Any) -> bool:
     return isinstance(value, Mapping) and bool(turn_keys(value))
 
 
-def _is_span(value: Any) -> bool:
-    return isinstance(result_or_error(read_span, 1, value), tuple)
-
-
-def _is_answer(value: Any) -> bool:
-    return text_of_values([value]) is not None
-
-
 def _has_keys(value: Any, keys: Sequence[str]) -> bool:
     return isinstance(value, Mapping) and all(key in value for key in keys)
 
@@ -121,10 +113,10 @@ KINDS: Mapping[str, Callable[[Any], bool]] = {
     "turns": _list_of(_is_turn, least=1),
     "tools": _list_of(lambda tool: isinstance(tool, Mapping)),
     "calls": _list_of(lambda call: _has_keys(call, ("name",)), least=1),
-    "spans": _list_of(_is_span),
+    "spans": _list_of(lambda span: isinstance(result_or_error(read_span, 1, span), tuple)),
     "image": looks_like_images,
     "images": _list_of(looks_like_images),
-    "answer": _is_answer,
+    "answer": lambda value: text_of_values([value]) is not None,
     "languages": _is_language,
     "transcript": lambda value: speakers_of([value]) is not None,
 }

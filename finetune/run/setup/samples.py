@@ -73,15 +73,6 @@ def open_sample_record(run_folder: Path, *, first_step: int) -> SampleRecord:
     return SampleRecord((folder / f"rank-{distributed.rank():05d}.jsonl").open("ab", buffering=0))
 
 
-def read_samples(run_folder: Path) -> dict[int, list[list[list[int]]]]:
-    """Return the record by step: each rank's microbatches, each with its sample ids."""
-    microbatches_by_step: dict[int, list[list[list[int]]]] = {}
-    for path in sorted((run_folder / SAMPLES_FOLDER).glob("rank-*.jsonl")):
-        for line in _lines(path):
-            microbatches_by_step.setdefault(line["step"], []).append(line["microbatches"])
-    return microbatches_by_step
-
-
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the lines of the record that are some; raises OSError where the file cannot be read."""
     for line in atomic.read_json_lines(path):

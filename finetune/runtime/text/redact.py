@@ -62,14 +62,13 @@ class KnownSecrets:
     def read_environment(self) -> None:
         """Replace the values of environment variables, and the tokens of logins, by the current ones."""
         with self._lock:
-            self._of_variables = frozenset(
-                value for value in (*_secret_variables(), *_login_tokens()) if _is_searched_for(value)
-            )
+            of_variables = (value for name, value in os.environ.items() if is_secret_variable(name, value))
+            self._of_variables = frozenset(filter(_is_searched_for, (*of_variables, *_login_tokens())))
             self._make_forms()
 
     def add(self, values: Iterable[str]) -> None:
         """Add values, until this process ends."""
-        more = frozenset(value for value in values if _is_searched_for(value))
+        more = frozenset(filter(_is_searched_for, values))
         if not more <= self._others:
             with self._lock:
                 self._others |= more
@@ -95,10 +94,6 @@ def is_secret_variable(name: str, value: str) -> bool:
     is_number = name.upper().endswith("S") and value.isdecimal()
     is_named = SECRET_VARIABLE.search(name) and not _NO_SECRET_VARIABLE.search(name)
     return bool(is_named) and not is_number and not NO_VALUE.fullmatch(value)
-
-
-def _secret_variables() -> Iterator[str]:
-    return (value for name, value in os.environ.items() if is_secret_variable(name, value))
 
 
 def _login_tokens() -> Iterator[str]:

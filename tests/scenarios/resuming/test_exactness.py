@@ -15,7 +15,7 @@ import pytest
 from finetune.checkpoint.format.layout import steps
 from finetune.checkpoint.format.manifest import read_manifest
 from finetune.report.history import read_events
-from finetune.run.setup.samples import read_samples
+from tests.sample_records import read_samples
 
 ROOT = Path(__file__).parents[3]
 KINDS = {"full": [], "lora": ["model.lora={rank: 4, alpha: 8, dropout: 0.1}"]}

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from finetune.data.order.order import split_sample_id, split_stream_index
-from finetune.run.setup.samples import read_samples
+from tests.sample_records import read_samples
 from tests.scenarios.resuming.test_exactness import NOTHING_ELSE, in_order
 
 NUM_STEPS = 9
