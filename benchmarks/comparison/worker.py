@@ -19,8 +19,13 @@ from typing import Any, TextIO
 
 import torch
 
-MODULES = {"trainer": "peers", "trl": "peers", "ours": "ours"}
-"""The modules in `competitors`; everybody else is in `by_hand`."""
+MODULES = {
+    "trainer": "comparison.competitors.peers",
+    "trl": "comparison.competitors.peers",
+    "ours": "comparison.competitors.ours",
+    "pretrained": "pretrained_runs.contestants",
+}
+"""The modules of the competitors by the first word of their name; everybody else is in `by_hand`."""
 
 
 class Worker:
@@ -89,7 +94,7 @@ def memory_bytes(name: str) -> int:
 def main(name: str) -> None:
     """Train one workload after another, step by step."""
     with connected() as worker:
-        competitor = import_module(f"comparison.competitors.{MODULES.get(name.split()[0], 'by_hand')}")
+        competitor = import_module(MODULES.get(name.split()[0], "comparison.competitors.by_hand"))
         launch = import_module("comparison.competitors.launch") if "RANK" in os.environ else None
         worker.send({"at": "ready"})
         while True:

