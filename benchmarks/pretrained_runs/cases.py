@@ -133,7 +133,7 @@ def _without_dropout(model: Path, folder: Path, *, labels: list[str]) -> Path:
 
 
 def _rows(case: Case, data: Path) -> tuple[list[Row], list[Row]]:
-    """Return the rows to train on and those that nobody trains on; the quickstart's where the real ones are not here."""
+    """Return rows to train on and rows that nobody trains on; the quickstart's where the real ones are not here."""
     files = {name: [json.loads(line) for line in text.splitlines()] for name, text in quickstart_files().items()}
     gsm8k, pairs = data / "gsm8k" / "train.jsonl", data / "hh-rlhf" / "harmless-base-test.jsonl.gz"
     if case.source == "gsm8k" and gsm8k.exists():

@@ -1,4 +1,4 @@
-"""What the figures say: what differs by more than it may, and the tables and the picture of docs/proof/pretrained.md."""
+"""What differs by more than it may; and the tables and the picture of docs/proof/pretrained.md."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -18,7 +18,7 @@ LOSSES, WEIGHTS, STRATEGIES = 1e-4, 1e-4, 1e-5
 """Of a step's loss, of the trained weights (both against the other program), and between strategies; relative."""
 
 EXPORTS = {"merged, transformers": 0, "GGUF f16, read by transformers": 1}
-"""How many of fifty answers may differ from the adapter's: none in float32; 8 bits are shown and not judged."""
+"""How many answers may differ from the adapter's: none in float32, one in 16 bits; 8 bits are shown and not judged."""
 
 MUST_BE_EQUAL = ("equal ids", "equal targets but for the newline")
 """What must hold for every row of SFT."""
@@ -32,14 +32,15 @@ def differences(results: Results) -> list[str]:
 
 
 def _of_part(record: Results) -> Iterator[str]:
-    rows, limits = record.get("rows", {}), {"losses": LOSSES, "weights": WEIGHTS}
-    apart = {"losses": record.get("loss_difference", 0.0), "weights": record.get("weights", {}).get("merged", 0.0)}
-    apart |= (strategies := record.get("differences", {}))
-    limits |= dict.fromkeys(strategies, STRATEGIES)
-    yield from (f"{what} by {most:.1e}" for what, most in apart.items() if not most <= limits[what])  # NaN differs
-    yield from (
-        f"{what} in {rows[what]} of {rows['all']} rows" for what in MUST_BE_EQUAL if rows.get(what) != rows.get("all")
-    )
+    strategies, rows = record.get("differences", {}), record.get("rows", {})
+    limits = {"losses": LOSSES, "weights": WEIGHTS, **dict.fromkeys(strategies, STRATEGIES)}
+    merged = record.get("weights", {}).get("merged", 0.0)
+    for what, most in {"losses": record.get("loss_difference", 0.0), "weights": merged, **strategies}.items():
+        if not most <= limits[what]:  # NaN is too much
+            yield f"{what} by {most:.1e}"
+    for what in MUST_BE_EQUAL if rows else ():
+        if rows[what] != rows["all"]:
+            yield f"{what} in {rows[what]} of {rows['all']} rows"
     for export, alike in record.get("exports", {}).items():
         if record["prompts"] - alike > EXPORTS.get(export, record["prompts"]):
             yield f"{export}: {alike} of {record['prompts']} answers are the adapter's"
@@ -47,12 +48,78 @@ def _of_part(record: Results) -> Iterator[str]:
 
 def write_page(results: Results, page: Path) -> None:
     """Put each table between its marks on the page, and draw the losses next to it."""
-    tables = _tables(results)
+    tables = page_tables(results)
     marks = r"<!-- table ([\w-]+) -->\n.*?<!-- end -->"
     text = page.read_text(encoding="utf-8")
     filled = re.sub(marks, lambda at: f"<!-- table {at[1]} -->\n{tables[at[1]]}\n<!-- end -->", text, flags=re.DOTALL)
     page.write_text(filled, encoding="utf-8")
     _draw(results["quickstart"], page.with_suffix(".png"))
+
+
+def page_tables(results: Results) -> Mapping[str, str]:
+    """Return the tables of the page by the names in its marks."""
+    cases = [record for record in results.values() if "title" in record]
+    answers, two = results["answers"], results["strategies"]
+    within = ("losses within", "weights within", "their change within")
+    spent = ("tokens a step", "CPU-seconds a step", "times as fast (quartiles)", "peak MB", "memory")
+    strategies = [(_strategy(name, two["killed"]), f"{most:.0e}") for name, most in two["differences"].items()]
+    exports = [(name, f"{alike} of {answers['prompts']}") for name, alike in answers["exports"].items()]
+    return {
+        "rows": table(("case", "rows", *MUST_BE_EQUAL), [_rows_row(each) for each in cases if each["rows"]]),
+        "steps": table(
+            ("case", "beside", "steps x rows", "loss, first and last", *within), [_steps_row(each) for each in cases]
+        ),
+        "costs": table(("case", *spent), [_costs_row(each) for each in cases]),
+        "strategies": table(("two processes", "losses within"), strategies),
+        "answers": table(("", "before", "after, finetune", "after, TRL"), _answers_rows(answers)),
+        "exports": table(("export", "the adapter's own answers, in plain peft"), exports),
+        "newline": table(
+            ("mean loss of ten rows, before training", ""),
+            [(f"{name} the newline", f"{loss:.4f}") for name, loss in answers["loss_with_newline"].items()],
+        ),
+        "machine": f"Measured on {results['quickstart']['machine']}.",
+    }
+
+
+def _rows_row(each: Results) -> tuple[str, ...]:
+    return (each["title"], *(str(each["rows"][name]) for name in ("all", *MUST_BE_EQUAL)))
+
+
+def _steps_row(each: Results) -> tuple[str, ...]:
+    losses, weights = each["losses"]["ours"], each["weights"]
+    ends = f"{losses[0]:.4f}, {losses[-1]:.4f}"
+    within = (each["loss_difference"], weights["merged"], weights["update"])
+    return (
+        each["title"],
+        each["theirs"],
+        f"{len(losses)} x {each['batch']}",
+        ends,
+        *(f"{most:.0e}" for most in within),
+    )
+
+
+def _costs_row(each: Results) -> tuple[str, ...]:
+    seconds = " / ".join(f"{each['seconds'][name]:.2f}" for name in PROGRAMS)
+    ours, theirs = (each["peak_bytes"][name] / 1e6 for name in PROGRAMS)
+    peaks = (f"{ours:,.0f} / {theirs:,.0f}", f"{ours / theirs:.2f}")
+    return (each["title"], f"{each['tokens']:.0f}", seconds, each["speed"], *peaks)
+
+
+def _strategy(name: str, killed: Results) -> str:
+    if name != killed["strategy"]:
+        return name
+    then = f"from step {killed['resumed_from'] + 1} on {killed['resumed_under']}"
+    return f"{name}, killed in step {killed['taken'] + 1}; {then}"
+
+
+def _answers_rows(part: Results) -> Rows:
+    """Return the rows of before, ours and theirs."""
+    order, gsm8k = ("before", *PROGRAMS), part["gsm8k"]
+    matches = [f"{part['exact_match'][name]:.0%}" for name in order]
+    rows = [(f"exact match, {part['prompts']} held-out instructions", *matches)]
+    if gsm8k["rows"]:
+        rows.append((f"loss, {gsm8k['rows']} held-out rows of gsm8k", *(f"{gsm8k[name]:.4f}" for name in order)))
+    return rows
 
 
 def _draw(record: Results, path: Path) -> None:
@@ -69,83 +136,3 @@ def _draw(record: Results, path: Path) -> None:
     below.set_xlabel("step (fp32, one process)")
     figure.savefig(path, dpi=110)
     plt.close(figure)
-
-
-def _tables(results: Results) -> Mapping[str, str]:
-    """Return the tables of the page by the names in its marks."""
-    cases = [record for record in results.values() if "losses" in record and "title" in record]
-    answers, two = results["answers"], results["strategies"]
-    prompts = answers["prompts"]
-    row_headings = ("case", "rows", *MUST_BE_EQUAL)
-    return {
-        "rows": table(
-            row_headings,
-            [
-                (each["title"], *(str(each["rows"][name]) for name in ("all", *MUST_BE_EQUAL)))
-                for each in cases
-                if each["rows"]
-            ],
-        ),
-        "steps": table(
-            ("case", "beside", "steps x rows", "loss, first to last", "losses", "weights", "their change"),
-            [_steps_row(each) for each in cases],
-        ),
-        "costs": table(
-            ("case", "tokens a step", "CPU-seconds a step", "times as fast (quartiles)", "peak MB", "memory"),
-            [_costs_row(each) for each in cases],
-        ),
-        "strategies": table(
-            ("two processes", "losses within"),
-            [(_strategy(name, two["killed"]), f"{most:.0e}") for name, most in two["differences"].items()],
-        ),
-        "answers": table(("", "before", "after, finetune", "after, TRL"), _answers_rows(answers)),
-        "exports": table(
-            ("export", "the adapter's own answers, in plain peft"),
-            [(name, f"{alike} of {prompts}") for name, alike in answers["exports"].items()],
-        ),
-    }
-
-
-def _steps_row(each: Results) -> tuple[str, ...]:
-    losses, weights = each["losses"]["ours"], each["weights"]
-    cut = f"{len(losses)} x {each['batch']}"
-    within = (each["loss_difference"], weights["merged"], weights["update"])
-    return (
-        each["title"],
-        each["theirs"],
-        cut,
-        f"{losses[0]:.4f}, {losses[-1]:.4f}",
-        *(f"{most:.0e}" for most in within),
-    )
-
-
-def _costs_row(each: Results) -> tuple[str, ...]:
-    seconds = " / ".join(f"{each['seconds'][name]:.2f}" for name in PROGRAMS)
-    ours, theirs = (each["peak_bytes"][name] / 1e6 for name in PROGRAMS)
-    return (
-        each["title"],
-        f"{each['tokens']:.0f}",
-        seconds,
-        each["speed"],
-        f"{ours:,.0f} / {theirs:,.0f}",
-        f"{ours / theirs:.2f}",
-    )
-
-
-def _strategy(name: str, killed: Results) -> str:
-    if name != killed["strategy"]:
-        return name
-    return f"{name}, killed in step {killed['taken'] + 1}; from step {killed['resumed_from'] + 1} on {killed['resumed_under']}"
-
-
-def _answers_rows(part: Results) -> Rows:
-    order = ("before", *PROGRAMS)
-    yield (
-        f"exact match, {part['prompts']} held-out instructions",
-        *(f"{part['exact_match'][name]:.0%}" for name in order),
-    )
-    if part["gsm8k"]["rows"]:
-        yield (
-            f"loss, {part['gsm8k']['rows']} held-out rows of gsm8k",
-            *(f"{part['gsm8k'][name]:.4f}" for name in order),
-        )
