@@ -52,7 +52,7 @@ def _measured(name: str, options: argparse.Namespace, results: dict[str, Any]) -
     """Return the figures of a part."""
     if name == "strategies":
         reference = results["quickstart"]["losses"]["ours"]
-        chosen = strategies.STRATEGIES[::2] if options.tiny else strategies.STRATEGIES
+        chosen = strategies.STRATEGIES[:1] if options.tiny else strategies.STRATEGIES
         return strategies.measure(options.out / "quickstart", reference=reference, strategies=chosen, log=log)
     if name == "answers":
         return answers.measure(options.out, num_prompts=10 if options.tiny else 50, log=log)

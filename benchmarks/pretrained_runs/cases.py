@@ -62,14 +62,14 @@ MAX_CHARACTERS = 700
 
 def tiny(case: Case) -> Case:
     """Return the case in its shortest form."""
-    return replace(case, steps=6 if case.name == "quickstart" else 3, batch=min(case.batch, 2), num_rows=16)
+    return replace(case, steps=6 if case.name == "quickstart" else 3, num_rows=16)
 
 
 def make(case: Case, folder: Path, *, models: Path, data: Path) -> None:
     """Write the folder of a case: its rows, the model and the adapter that both start from, and the job."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "case.json").write_text(json.dumps(asdict(case)))
-    rows, held_out = _rows(case, data)
+    rows, held_out = make_rows(case, data)
     write_rows(folder / "rows.jsonl", rows[: max(case.num_rows, case.batch * case.steps)])
     write_rows(folder / "held_out.jsonl", held_out)
     model = (models / case.model).resolve()
@@ -132,7 +132,7 @@ def _without_dropout(model: Path, folder: Path, *, labels: list[str]) -> Path:
     return folder.resolve()
 
 
-def _rows(case: Case, data: Path) -> tuple[list[Row], list[Row]]:
+def make_rows(case: Case, data: Path) -> tuple[list[Row], list[Row]]:
     """Return rows to train on and rows that nobody trains on; the quickstart's where the real ones are not here."""
     files = {name: [json.loads(line) for line in text.splitlines()] for name, text in quickstart_files().items()}
     gsm8k, pairs = data / "gsm8k" / "train.jsonl", data / "hh-rlhf" / "harmless-base-test.jsonl.gz"

