@@ -11,6 +11,7 @@ docs/proof/pretrained.md from that file. Exits with 1 where something differs by
 
 import argparse
 import json
+import signal
 import sys
 import time
 from functools import partial
@@ -30,6 +31,7 @@ log = partial(print, flush=True)
 def main() -> int:
     """Train, compare, and return 1 where something differs."""
     options = _options()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception, which leaves no process behind
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / "results.json"
     results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}

@@ -38,6 +38,7 @@ class Worker:
         self._started: float | None = None
         self._counts: dict[str, int] = {}
         self.losses: list[Any] = []  # of each step: numbers, or tensors that are read at the end
+        self.peak_bytes = 0  # of the steps; 0: the peak of the process
 
     def wait(self) -> None:
         """Send what the step cost that ends here, and wait until the next may begin."""
@@ -59,7 +60,7 @@ class Worker:
     def end(self) -> None:
         """Send what is known after the last step."""
         losses = [float(loss) for loss in self.losses]
-        self.send({"at": "end", "losses": losses, "peak_bytes": memory_bytes("VmHWM")})
+        self.send({"at": "end", "losses": losses, "peak_bytes": self.peak_bytes or memory_bytes("VmHWM")})
 
     def send(self, message: dict[str, Any]) -> None:
         """Send a message."""

@@ -23,7 +23,7 @@ from comparison.competitors.peers import ALIKE, Waiting
 from comparison.data import IGNORED
 from comparison.product import observed, run_folder, samples_of
 from comparison.product import train as train_job
-from comparison.worker import Worker
+from comparison.worker import Worker, memory_bytes
 from pretrained_runs.cases import MAX_LENGTH, Case, labels_of, read_rows
 
 KILLED = "fsdp2"
@@ -62,6 +62,7 @@ def _tokens(sample: Any) -> tuple[Any, Any]:
 def _count(worker: Worker, record: Any) -> None:
     worker.count(tokens=record.num_tokens, targets=record.num_targets)
     worker.losses.append(record.losses.sum() / record.num_targets)
+    worker.peak_bytes = memory_bytes("VmHWM")
 
 
 def _theirs(case: Case, folder: Path, worker: Worker) -> None:
@@ -87,6 +88,7 @@ def _theirs(case: Case, folder: Path, worker: Worker) -> None:
         worker.count(tokens=sum(int(mask.sum()) for mask in masks), targets=0)
         loss = take(model, inputs, *rest, **named)
         worker.losses.append(loss)
+        worker.peak_bytes = memory_bytes("VmHWM")
         return loss
 
     trainer.training_step = training_step

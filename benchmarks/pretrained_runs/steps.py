@@ -59,13 +59,16 @@ def rows_compared(folder: Path) -> dict[str, int]:
 
 
 def weights_difference(case: Case, folder: Path) -> dict[str, float]:
-    """Return by how much the trained weights differ: any of them relative to itself, all relative to their change."""
+    """Return by how much the trained weights differ: any matrix relative to itself, all relative to their change.
+
+    A bias may be small and have a gradient of zero, as that of the keys has: rounding alone moves it.
+    """
     base = load_file(Path((folder / "model.path").read_text()) / "model.safetensors")
     ours, theirs = (_updates(case, folder / "runs" / name, base=base) for name in ("ours/final", "theirs"))
     shared = ours.keys() & theirs.keys()
     assert shared, (sorted(ours)[:3], sorted(theirs)[:3])
     apart = {name: float((ours[name] - theirs[name]).norm()) for name in shared}
-    merged = max(apart[name] / max(float((base[name] + theirs[name]).norm()), 1e-9) for name in shared)
+    merged = max(apart[name] / float((base[name] + theirs[name]).norm()) for name in shared if base[name].dim() > 1)
     changed = sum(float(theirs[name].norm()) ** 2 for name in shared)
     return {"merged": merged, "update": (sum(each**2 for each in apart.values()) / changed) ** 0.5}
 
