@@ -50,7 +50,7 @@ CASES = (
         Case(task, title, task, source, theirs, MINILM, has_lora=False, batch=4, steps=12, learning_rate=5e-5)
         for task, title, source, theirs in (
             ("text_classification", "classes of answers, hh-rlhf", "hh-rlhf", "Trainer"),
-            ("embedding", "in-batch negatives, gsm8k", "gsm8k", "sentence-transformers"),
+            ("embedding", "in-batch negatives, hh-rlhf", "hh-rlhf", "sentence-transformers"),
         )
     ),
 )

@@ -70,12 +70,12 @@ def _theirs(case: Case, folder: Path, worker: Worker) -> None:
     trainer = _TRAINERS[case.task](case, folder, rows)
     if case.task == "sft":
         kept = trainer.train_dataset
+        assert trainer.processing_class.decode(kept[0]["input_ids"][-1:]) == "\n"
         _keep_rows(
             folder / "theirs.json",
             [(row["input_ids"], [label != IGNORED for label in row["labels"]]) for row in kept],
         )
-        newline = {"labels": lambda row: [*row["labels"][:-1], IGNORED]}
-        trainer.train_dataset = kept.map(lambda row: {name: cut(row) for name, cut in newline.items()})
+        trainer.train_dataset = kept.map(lambda row: {"labels": [*row["labels"][:-1], IGNORED]})
     elif case.task == "preference":
         trainer.train_dataset = trainer.train_dataset.map(
             lambda row: {name: row[name][:-1] for name in ("chosen_ids", "rejected_ids")}
