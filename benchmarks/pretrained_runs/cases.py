@@ -33,7 +33,11 @@ class Case:
     batch: int = 4
     steps: int = 31  # the last step's cost is not known
     learning_rate: float = 1e-3
-    num_rows: int = 300
+
+    @property
+    def num_rows(self) -> int:
+        """Return how many rows there are: those of the steps, and for SFT enough to compare tokens."""
+        return max(300 if self.task == "sft" else 1, self.batch * self.steps)
 
     @classmethod
     def of(cls, folder: Path) -> "Case":
@@ -62,7 +66,7 @@ MAX_CHARACTERS = 700
 
 def tiny(case: Case) -> Case:
     """Return the case in its shortest form."""
-    return replace(case, steps=6 if case.name == "quickstart" else 3, num_rows=16)
+    return replace(case, steps=6 if case.name == "quickstart" else 3)
 
 
 def make(case: Case, folder: Path, *, models: Path, data: Path) -> None:
@@ -70,7 +74,7 @@ def make(case: Case, folder: Path, *, models: Path, data: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "case.json").write_text(json.dumps(asdict(case)))
     rows, held_out = make_rows(case, data)
-    write_rows(folder / "rows.jsonl", rows[: max(case.num_rows, case.batch * case.steps)])
+    write_rows(folder / "rows.jsonl", rows[: case.num_rows])
     write_rows(folder / "held_out.jsonl", held_out)
     model = (models / case.model).resolve()
     torch.manual_seed(0)
