@@ -12,6 +12,8 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # the backend is chosen before
 from scaling import Rows, table
 
+from pretrained_runs.cases import CASES
+
 Results = Mapping[str, Any]
 
 LOSSES, WEIGHTS, STRATEGIES = 1e-4, 1e-4, 1e-5
@@ -58,7 +60,7 @@ def write_page(results: Results, page: Path) -> None:
 
 def page_tables(results: Results) -> Mapping[str, str]:
     """Return the tables of the page by the names in its marks."""
-    cases = [record for record in results.values() if "title" in record]
+    cases = [results[case.name] for case in CASES if case.name in results]
     answers, two = results["answers"], results["strategies"]
     within = ("losses within", "weights within", "their change within")
     spent = ("tokens a step", "CPU-seconds a step", "times as fast (quartiles)", "peak MB", "memory")
@@ -109,7 +111,7 @@ def _strategy(name: str, killed: Results) -> str:
     if name != killed["strategy"]:
         return name
     then = f"from step {killed['resumed_from'] + 1} on {killed['resumed_under']}"
-    return f"{name}, killed in step {killed['taken'] + 1}; {then}"
+    return f"{name}, killed after step {killed['taken']}; {then}"
 
 
 def _answers_rows(part: Results) -> Rows:
