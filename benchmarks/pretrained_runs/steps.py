@@ -15,6 +15,8 @@ from pretrained_runs.cases import Case, make
 
 OURS, THEIRS = "pretrained ours", "pretrained theirs"
 WARM_UP = 1  # steps whose cost is not counted
+SMALL = 0.01
+"""A loss of which the rounding of float32 logits is no longer a small part."""
 
 
 def measure(case: Case, folder: Path, *, models: Path, data: Path, log: Log) -> dict[str, Any]:
@@ -44,9 +46,9 @@ def measure(case: Case, folder: Path, *, models: Path, data: Path, log: Log) -> 
 
 
 def relative_difference(ours: list[float], theirs: list[float]) -> float:
-    """Return by how much the loss of a step differs at most, relative."""
+    """Return by how much the loss of a step differs at most, relative to it or to SMALL if that is larger."""
     mine, other = np.array(ours), np.array(theirs)
-    return float(np.max(np.abs(mine - other) / np.abs(other)))
+    return float(np.max(np.abs(mine - other) / np.maximum(np.abs(other), SMALL)))
 
 
 def rows_compared(folder: Path) -> dict[str, int]:
