@@ -67,10 +67,10 @@ def observed(
         yield
 
 
-def train(job: Path, overrides: Sequence[str] = ()) -> None:
-    """Train the job from the start; the process and its group of ranks live on."""
+def train(job: Path, overrides: Sequence[str] = (), *, resumes: bool = False) -> None:
+    """Train the job, from the start unless it resumes; the process and its group of ranks live on."""
     loaded = load_config(job, overrides)
-    if distributed.is_main():
+    if distributed.is_main() and not resumes:
         shutil.rmtree(loaded.config.run.folder, ignore_errors=True)
     with patch.object(distributed, "shut_down", _stay):
         code = train_from_config(loaded)

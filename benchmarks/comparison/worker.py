@@ -19,8 +19,13 @@ from typing import Any, TextIO
 
 import torch
 
-MODULES = {"trainer": "peers", "trl": "peers", "ours": "ours"}
-"""The modules in `competitors`; everybody else is in `by_hand`."""
+MODULES = {
+    "trainer": "comparison.competitors.peers",
+    "trl": "comparison.competitors.peers",
+    "ours": "comparison.competitors.ours",
+    "pretrained": "pretrained_runs.contestants",
+}
+"""The modules of the competitors by the first word of their name; everybody else is in `by_hand`."""
 
 
 class Worker:
@@ -33,6 +38,7 @@ class Worker:
         self._started: float | None = None
         self._counts: dict[str, int] = {}
         self.losses: list[Any] = []  # of each step: numbers, or tensors that are read at the end
+        self.peak_bytes = 0  # of the steps; 0: the peak of the process
 
     def wait(self) -> None:
         """Send what the step cost that ends here, and wait until the next may begin."""
@@ -54,7 +60,7 @@ class Worker:
     def end(self) -> None:
         """Send what is known after the last step."""
         losses = [float(loss) for loss in self.losses]
-        self.send({"at": "end", "losses": losses, "peak_bytes": memory_bytes("VmHWM")})
+        self.send({"at": "end", "losses": losses, "peak_bytes": self.peak_bytes or memory_bytes("VmHWM")})
 
     def send(self, message: dict[str, Any]) -> None:
         """Send a message."""
@@ -89,7 +95,7 @@ def memory_bytes(name: str) -> int:
 def main(name: str) -> None:
     """Train one workload after another, step by step."""
     with connected() as worker:
-        competitor = import_module(f"comparison.competitors.{MODULES.get(name.split()[0], 'by_hand')}")
+        competitor = import_module(MODULES.get(name.split()[0], "comparison.competitors.by_hand"))
         launch = import_module("comparison.competitors.launch") if "RANK" in os.environ else None
         worker.send({"at": "ready"})
         while True:

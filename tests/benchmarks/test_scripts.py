@@ -26,6 +26,7 @@ ELSEWHERE = {
     "model_table.py": "test_model_table.py",
     "peer_defaults.py": "test_peer_defaults.py",
     "plan_published.py": "test_plan_published.py",
+    "pretrained.py": "test_pretrained.py",
 }
 """Scripts whose parts a test of their own runs, without their hours."""
 

@@ -1,0 +1,1 @@
+"""What the proof on pretrained models is made of; `benchmarks/pretrained.py` runs it."""
