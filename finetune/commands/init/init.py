@@ -63,7 +63,7 @@ def init(name: str | None, into: Path | None, *, strategy: str | None = None, mo
 def recipes() -> dict[str, str]:
     """Return each recipe's name and its first sentence, by name."""
     sentences = {}
-    for path in sorted(FOLDER.glob("*.yaml")):
+    for path in sorted(FOLDER.glob("*.yaml"), key=lambda path: path.stem):
         comment = takewhile(lambda line: line.startswith("# "), path.read_text(encoding="utf-8").splitlines())
         text = " ".join(line.removeprefix("# ") for line in comment)
         sentences[path.stem] = f"{text.split('. ')[0].rstrip('.')}."
