@@ -56,7 +56,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "export": {"model", *BASE},
     **dict.fromkeys(WINGS, BASE),  # and so no wing another one
     "recipes": {"runtime", "errors"},
-    "config": {"registry", "errors", "finetune.runtime.optional", *PRINTING},
+    "config": {"registry", "errors", "finetune.runtime.optional", "finetune.runtime.files.gguf", *PRINTING},
     "registry": {"errors"},
     "register": {"registry", "finetune.config.section", "errors"},
     "runtime": {"errors"},

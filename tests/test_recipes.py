@@ -37,6 +37,7 @@ def test_all_recipes_were_found():
         "pretrain",
         "qlora",
         "quickstart",
+        "quickstart-pretrained",
         "reranking",
         "reward",
         "seq2seq",

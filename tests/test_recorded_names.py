@@ -172,7 +172,7 @@ def test_a_check_of_a_template_is_written_with_the_same_keys():
     check = TemplateCheck("`qwen`", "markers", "", (), True, "", (), {}, (), ())
     assert " ".join(check.as_json()) == (
         "template targets_by end_of_turn end_of_turn_tokens is_end_learnt begins_with learnt refused differences notes "
-        "arguments"
+        "arguments default_system"
     )
 
 

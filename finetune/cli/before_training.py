@@ -64,7 +64,9 @@ def init(
     ] = None,
     task: Annotated[str | None, typer.Option(metavar="NAME", help="Without a recipe: its task, as sft.")] = None,
     data: Annotated[str | None, typer.Option(metavar="FILE", help="Without a recipe: the training rows.")] = None,
-    model: Annotated[str | None, typer.Option(metavar="NAME", help="Without a recipe: a hub name or a folder.")] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Without a recipe, or for `quickstart`: a hub name or a folder.")
+    ] = None,
     lora: Annotated[
         bool | None, typer.Option("--lora/--full", help="Without a recipe: train LoRA adapters, or all weights.")
     ] = None,
@@ -77,7 +79,8 @@ def init(
 
     The questions are asked on a terminal only; --task, --data, --model, --gpus and --lora or --full answer them.
 
-    The recipes `quickstart` and `image-digits` come with their data. With --from, the job is made of a config of
+    The recipes `quickstart` and `image-digits` come with their data; `quickstart --model NAME` trains LoRA adapters on
+    a pretrained model. With --from, the job is made of a config of
     another trainer: every key is mapped, or named with what to do instead (docs/how-to/migration.md).
     """
     answers = questions_command.Answers(task=task, data=data, model=model, gpus=gpus, lora=lora)
@@ -91,9 +94,9 @@ def init(
     if name is None and (has_answers or strategy is None) and questions_command.is_asked(answers):
         questions_command.init_by_answers(answers, into, strategy=strategy)
         return 0
-    if has_answers:
-        raise UserError("--task, --data, --model, --gpus, --lora: they are for a job without a recipe. Leave it out.")
-    init_command.init(name, into, strategy=strategy)
+    if has_answers and answers != questions_command.Answers(model=model):
+        raise UserError("--task, --data, --gpus, --lora: they are for a job without a recipe. Leave it out.")
+    init_command.init(name, into, strategy=strategy, model=model)
     return 0
 
 

@@ -11,6 +11,7 @@ from finetune.config.load import (
     require_divisible_batch,
 )
 from finetune.runtime.optional import lazily
+from finetune.runtime.text.terminal import quiet_libraries
 
 with lazily(freeze=True):  # torch
     from finetune.commands.compare import runs as compared_runs
@@ -46,6 +47,7 @@ def check(
         require_divisible_batch(loaded, num_processes=num_processes)
     of_model: Sequence[str] = ()
     if tries_model:
+        quiet_libraries(is_main=True)
         launched = None
         if accelerate_file is not None:
             launched = strategy.strategy_of_file(loaded, accelerate_file, num_processes=num_launched)

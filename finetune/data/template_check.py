@@ -69,6 +69,7 @@ class TemplateCheck:
     differences: tuple[PromptMismatch, ...]
     notes: tuple[str, ...]
     arguments: Mapping[str, Any] = field(default_factory=dict)  # passed to the template for every conversation
+    default_system: str = ""  # the system prompt that the template adds where a conversation has none
 
     def lines(self) -> Iterator[str]:
         """Yield the findings as text for a terminal."""
@@ -77,6 +78,8 @@ class TemplateCheck:
         if self.arguments:
             named = ", ".join(f"{name}: {format_json(value)}" for name, value in self.arguments.items())
             yield f"  rendered with {named}"
+        if self.default_system:
+            yield f"  {self.default_system_line()}"
         yield f"  trainable: {', '.join(self.trained_cases) or 'nothing'}"
         yield from (f"  not trainable: {case}: {reason}" for case, reason in self.refused.items())
         if self.trained_cases:
@@ -95,6 +98,13 @@ class TemplateCheck:
         if self.trained_cases and not self.differences:
             yield "  prompts at inference are prefixes of the training samples"
         yield from (f"  {note}" for note in self.notes)
+
+    def default_system_line(self) -> str:
+        """Return the sentence about the template's own system prompt."""
+        return (
+            "conversations without a system turn get the template's own, in training and in answers alike: "
+            f"{self.default_system!r}"
+        )
 
     def as_json(self) -> dict[str, Any]:
         """Return the findings with the names that `audit.json` has for them."""
@@ -152,7 +162,20 @@ def check_template(tokenizer: PreTrainedTokenizerBase, section: DataSection) -> 
         differences=tuple(differences),
         notes=tuple(_notes(samples, ending, tokenizer)) + (_WANTS_PARTS if rows is not CASES else ()),
         arguments=dict(arguments_of(tokenizer)),
+        default_system=_default_system(tokenizer, rows),
     )
+
+
+def _default_system(tokenizer: PreTrainedTokenizerBase, rows: Mapping[str, Row]) -> str:
+    """Return the system prompt that the template adds to a conversation without one; empty if it adds none."""
+    try:
+        texts = [render(tokenizer, rows[case]["messages"][:-1]).text for case in ("one answer", "system message")]
+    except DataError:  # it refuses system messages
+        return ""
+    without, given = (text.partition(ASKED["content"])[0] for text in texts)
+    before, found, after = given.partition(SYSTEM["content"])
+    is_written = found and without.startswith(before) and without.removeprefix(before).endswith(after)
+    return without.removeprefix(before).removesuffix(after).strip() if is_written else ""
 
 
 def _last(outcome: Outcome) -> Features | DataError | None:

@@ -66,6 +66,20 @@ def test_generation_markers_that_do_not_start_at_the_end_of_the_prompt_are_repor
     assert check.trains_on_end
 
 
+def test_the_system_prompt_that_a_template_adds_is_reported():
+    turns = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    added = "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are Ann.<|im_end|>\n{% endif %}"
+    check, lines = checked(added + turns)
+    assert check.default_system == "You are Ann." and lines.count("'You are Ann.'") == 1
+    headed = (
+        "<|im_start|>system\nToday is Monday.\n{% if messages[0].role != 'system' %}<|im_end|>\n{% endif %}"
+        "{% for m in messages %}{% if m.role == 'system' %}{{ m.content }}<|im_end|>\n{% else %}"
+        "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    )
+    assert checked(headed)[0].default_system == ""
+    assert [name for name in TEMPLATES if checked(name)[0].default_system] == []
+
+
 def test_a_template_that_wants_parts_gets_parts():
     check, lines = checked("{% for m in messages %}<|{{ m.role }}|>{{ m.content[0].text }}</s>{% endfor %}")
     assert 'content must be a list of parts: [{"type": "text", "text": "..."}]' in lines

@@ -14,11 +14,13 @@ from finetune.data.batch import IGNORED
 from finetune.data.encoding.tokenizer import tokenizer_identity
 from finetune.data.features import Features
 from finetune.data.sources.source import open_source
+from finetune.data.templates.chat_template import set_chat_template
 from finetune.data.token_cache.cache import prepare_set
 from finetune.data.token_cache.chunks import Encoding
 from finetune.errors import DataError
 from finetune.task.causal_lm import PretrainTask, SftTask, pad_id
 from finetune.task.protocol import TaskContext, build_task
+from tests.small_models import byte_tokenizer
 
 GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k" / "train.jsonl"
 
@@ -142,6 +144,24 @@ def test_sft_without_a_chat_template_is_refused_at_once(tokenizer, data, monkeyp
     with pytest.raises(DataError, match="has no chat template"):
         build_task(TaskContext(TaskSection(name="sft"), data, tokenizer))
     assert isinstance(build_task(TaskContext(TaskSection(name="pretrain"), data, tokenizer)), PretrainTask)
+
+
+def test_the_end_of_turn_stays_a_target_where_it_is_the_padding_token_too(data):
+    """SmolLM2's tokenizer has one token for both."""
+    marks = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "pad_token": "<|im_end|>"}
+    tokenizer = byte_tokenizer(special=["<|endoftext|>", "<|im_start|>", "<|im_end|>"], **marks)
+    set_chat_template(tokenizer, "chatml")
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    task = build_task(TaskContext(TaskSection(name="sft"), data, tokenizer))
+    short, long = task.samples.encode([conversation("a", "b"), conversation("a", "b", "c", "a long answer")])
+    assert task.pad_id == end and long.length > short.length
+    batch = task.collate([short, long])
+    assert (batch.labels == end).sum(dim=1).tolist() == [1, 2]  # an end of turn per answer
+    padding = batch.inputs["input_ids"][0, short.length :]
+    assert padding.tolist() == [end] * (long.length - short.length)
+    assert batch.labels[0, short.length - 1 :].unique().tolist() == [IGNORED]
+    answers = ("b", "b", "a long answer")
+    assert batch.num_targets == sum(len(tokenizer(answer)["input_ids"]) + 1 for answer in answers)
 
 
 def test_padding_falls_back_to_end_of_sequence(tokenizer):

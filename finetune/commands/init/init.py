@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 
+from finetune.commands.printing import print_facts
 from finetune.config.load import load_config, load_values, read_text, require_divisible_batch
 from finetune.config.yaml import read_yaml
 from finetune.errors import ConfigError, UserError
@@ -22,24 +23,29 @@ from finetune.runtime.optional import lazily
 from finetune.runtime.text.terminal import quiet_libraries
 
 with lazily(freeze=True):  # torch
-    from finetune.commands.init import samples
+    from finetune.commands.init import pretrained, samples
 
 JOB_FILE = "job.yaml"
 
 Files = Mapping[str, str | bytes]
 """Contents by path in the folder."""
 
-_DATA: Mapping[str, Callable[[], Files]] = {"quickstart": quickstart_files, "image-digits": digit_files}
+PRETRAINED_QUICKSTART = "quickstart-pretrained"
 
+_DATA: Mapping[str, Callable[[], Files]] = {
+    "quickstart": quickstart_files,
+    PRETRAINED_QUICKSTART: quickstart_files,
+    "image-digits": digit_files,
+}
 
 _LISTED = 5
 """Maximum number of files of a folder that are listed by name."""
 
 
-def init(name: str | None, into: Path | None, *, strategy: str | None = None) -> None:
+def init(name: str | None, into: Path | None, *, strategy: str | None = None, model: str | None = None) -> None:
     """Write the recipe, the accelerate file of the strategy, or both into the folder and print what was written.
 
-    With neither, list the recipes.
+    With neither, list the recipes. The quickstart is written for the model if one is given, a hub name or a folder.
     """
     if name is None and strategy is None:
         known = recipes()
@@ -48,7 +54,7 @@ def init(name: str | None, into: Path | None, *, strategy: str | None = None) ->
             print(f"{recipe:<{widest}}{sentence}")
         return
     folder = into or Path(name or ".")
-    for written in format_written(make_recipe(name, folder, strategy=strategy)):
+    for written in format_written(make_recipe(name, folder, strategy=strategy, model=model)):
         print(f"wrote {written}")
     if strategy is not None or name in _DATA:
         print(f"start with: {launch_line(folder, strategy)}")
@@ -57,19 +63,20 @@ def init(name: str | None, into: Path | None, *, strategy: str | None = None) ->
 def recipes() -> dict[str, str]:
     """Return each recipe's name and its first sentence, by name."""
     sentences = {}
-    for path in sorted(FOLDER.glob("*.yaml")):
+    for path in sorted(FOLDER.glob("*.yaml"), key=lambda path: path.stem):
         comment = takewhile(lambda line: line.startswith("# "), path.read_text(encoding="utf-8").splitlines())
         text = " ".join(line.removeprefix("# ") for line in comment)
         sentences[path.stem] = f"{text.split('. ')[0].rstrip('.')}."
     return sentences
 
 
-def make_recipe(name: str | None, folder: Path, *, strategy: str | None = None) -> list[Path]:
+def make_recipe(name: str | None, folder: Path, *, strategy: str | None = None, model: str | None = None) -> list[Path]:
     """Write the recipe's job file, its data if it has any, and the strategy's accelerate file; return their paths.
 
-    Raises UserError, and writes nothing, if files with other content exist or the recipe or the strategy is unknown.
+    Raises UserError, and writes nothing, if files with other content exist, the recipe or the strategy is unknown, or
+    the model cannot be loaded.
     """
-    contents = {**({} if name is None else _contents(name)), **launch_files(strategy, folder)}
+    contents = {**({} if name is None else _contents(name, model)), **launch_files(strategy, folder)}
     return write_checked(folder, contents, later=[folder.resolve()])  # rows that a recipe does not bring
 
 
@@ -119,11 +126,18 @@ def format_written(paths: Sequence[Path]) -> Iterator[str]:
             yield from map(str, inside)
 
 
-def _contents(name: str) -> Files:
+def _contents(name: str, model: str | None) -> Files:
     known = recipes()
     if name not in known:
         raise UserError(f"Unknown recipe `{name}`. Available: {', '.join(known)}.")
+    if model is not None:
+        if name not in ("quickstart", PRETRAINED_QUICKSTART):
+            raise UserError(f"--model: `{name}` names its own model; write another one in its {JOB_FILE}.")
+        name = PRETRAINED_QUICKSTART
     job = (FOLDER / f"{name}.yaml").read_text(encoding="utf-8")
+    if model is not None:
+        job, choices = pretrained.pretrained_job(job, model)
+        print_facts(choices)
     return {JOB_FILE: job, **_DATA.get(name, dict)()}
 
 

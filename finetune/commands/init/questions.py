@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from finetune.commands import check
-from finetune.commands.init.init import JOB_FILE, format_written, launch_files, launch_line, recipes, write_checked
+from finetune.commands.init.init import (
+    JOB_FILE,
+    PRETRAINED_QUICKSTART,
+    format_written,
+    launch_files,
+    launch_line,
+    recipes,
+    write_checked,
+)
 from finetune.commands.preview.file import FileContents, look_into
 from finetune.commands.printing import print_facts
 from finetune.config.paths import is_path, is_url
@@ -180,6 +188,8 @@ def _recipe(task: str, *, has_lora: bool | None) -> dict[str, Any]:
     """Return the values of a recipe of the task: best, one with adapters where there will be some."""
     found: list[dict[str, Any]] = []
     for path in sorted(FOLDER.glob("*.yaml")):
+        if path.stem == PRETRAINED_QUICKSTART:  # its settings are for a few minutes
+            continue
         values = read_yaml(path.read_text(encoding="utf-8")).values
         if values["task"]["name"] == task and "quantization" not in values["model"]:
             found.append(values)

@@ -17,6 +17,7 @@ from finetune.config.paths import is_path, is_url, local_run_folder
 from finetune.config.rules.sources import row_sources
 from finetune.config.run_config import RunConfig
 from finetune.errors import Problem
+from finetune.runtime.files.gguf import gguf_advice
 
 _MAX_MATCHES = 1_000
 _TIMEOUT_SECONDS = 2.0
@@ -113,7 +114,9 @@ def _model_names(config: RunConfig) -> Named:
 
 
 def _model_folder_problems(key: str, name: str, *, folder: Path) -> Iterator[Problem]:
-    if not is_path(name):
+    if advice := gguf_advice(folder / name):
+        yield Problem(key, advice)
+    elif not is_path(name):
         if (folder / name).is_dir():
             yield Problem(
                 key, f"`{name}` means a hub model, but a folder with that name exists. For the folder write `./{name}`."

@@ -15,6 +15,7 @@ from tokenizers import NormalizedString, Regex, Tokenizer, normalizers
 from transformers import PreTrainedTokenizerBase
 
 from finetune.errors import FinetuneError, ModelError, NotAFile
+from finetune.runtime.files.gguf import gguf_advice
 from finetune.runtime.files.read import require_regular
 from finetune.runtime.upstream import is_offline
 
@@ -25,10 +26,12 @@ def is_local_path(name: str) -> bool:
 
 
 def resolve_name(name: str, *, key: str) -> str:
-    """Return a hub name unchanged and a path expanded; raises ModelError if the folder does not exist."""
+    """Return a hub name unchanged and a path expanded; raises ModelError if it is not a folder that can be loaded."""
+    folder = Path(name).expanduser() if is_local_path(name) else Path(name)
+    if advice := gguf_advice(folder):
+        raise ModelError(f"{key}: {advice}")
     if not is_local_path(name):
         return name
-    folder = Path(name).expanduser()
     if not folder.is_dir():
         raise ModelError(f"{key}: the folder {folder} does not exist. A hub name has no leading `.`, `/` or `~`.")
     return str(folder)

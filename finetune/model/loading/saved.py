@@ -27,6 +27,7 @@ from finetune.model.loading.pretrained import (
     without_warnings,
 )
 from finetune.model.loading.rope import keep_positions_exact
+from finetune.runtime.files.gguf import gguf_advice
 from finetune.runtime.run_folder import FINAL_FOLDER
 from finetune.runtime.upstream import is_offline, without_hub_retries
 
@@ -89,6 +90,8 @@ def inspect_model_folder(folder: Path, *, key: str, trust_remote_code: bool = Fa
     """Return the model in the folder (or its `final/`); raises ModelError, which names `key`, if there is none."""
     path = find_model_folder(folder)
     if path is None:
+        if advice := gguf_advice(folder):
+            raise ModelError(f"{key}: {advice}")
         problem = (
             "contains no model (neither config.json nor adapter_config.json)" if folder.is_dir() else "does not exist"
         )

@@ -257,6 +257,8 @@ def write_audit(folder: Path, config: RunConfig, training_data: TrainingData, *,
                 "`data.validation.exclude_from_train: true` leaves such rows out."
             )
     if audit.template is not None:
+        if audit.template.default_system:
+            log(f"chat template: {audit.template.default_system_line()}")
         if audit.template.trained_cases and not audit.template.trains_on_end:
             log("warning: chat template: the end-of-turn token is not a target, so the model will not learn to stop")
         for difference in audit.template.differences[:1]:  # the other cases differ in the same way

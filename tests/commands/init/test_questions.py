@@ -128,6 +128,7 @@ def test_each_task_has_a_recipe_whose_settings_are_used():
     for task in TASKS:
         recipe = questions._recipe(task.name, has_lora=False)
         assert recipe["task"]["name"] == task.name and recipe["train"]["learning_rate"] > 0
+    assert questions._recipe("sft", has_lora=True)["run"]["folder"] == "runs/sft-jsonl"  # not the quickstart's
 
 
 @pytest.mark.parametrize(
