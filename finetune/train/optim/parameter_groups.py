@@ -1,6 +1,7 @@
 """Parameter groups by weight decay, learning-rate factor (including layer-wise decay) and unfreezing step."""
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -222,6 +223,22 @@ def describe_groups(groups: Sequence[Mapping[str, Any]], named: Sequence[NamedPa
             "  frozen parameters keep their values and are excluded from the gradient norm and the optimizer state; "
             "their gradients are computed nevertheless"
         )
+
+
+def group_settings(groups: Sequence[Mapping[str, Any]], named: Sequence[NamedParameter]) -> dict[str, dict[str, int]]:
+    """Return the number of tensors by settings and by name, with `*` for every number in a name."""
+    names = {id(entry.parameter): _NUMBER.sub(".*.", entry.name) for entry in named}
+    settings: dict[str, Counter[str]] = {}
+    for group in groups:
+        values = [f"{name} {group[name]}" for name in _COMPARED if name in group]
+        settings.setdefault(", ".join(values), Counter()).update(
+            names.get(id(each), "others") for each in group["params"]
+        )
+    return {text: dict(counts) for text, counts in settings.items()}
+
+
+_COMPARED = ("weight_decay", RATE_FACTOR, UNFREEZE_AFTER, "betas", "eps", "momentum")
+_NUMBER = re.compile(r"\.\d+\.")
 
 
 def _require_match(pattern: str, trained: Sequence[NamedParameter], *, key: str) -> None:
