@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.table import Table
 
 from finetune.checkpoint.format import layout
 from finetune.checkpoint.read.inventory import locate_run, read_entry, select_checkpoint
@@ -23,7 +22,6 @@ from finetune.run.state.resume import RestoredRun
 from finetune.runtime import distributed
 from finetune.runtime.environment import package_versions
 from finetune.runtime.run_folder import CHECKPOINTS_FOLDER
-from finetune.runtime.text.rich_console import SafeConsole
 
 EventFields = Mapping[str, Any]
 
@@ -154,7 +152,7 @@ def _require_same_masks(recorded: RecordedSteps, restored: RestoredRun) -> None:
 
 def _judge(run: Path, recorded: RecordedSteps, replayed: ReplayedSteps, *, tolerance: Tolerance) -> int:
     """Print the steps of both and the first difference with what may explain it; return the exit code."""
-    _print_table(recorded, replayed)
+    _print_steps(recorded, replayed)
     now = {number: asdict(step) for number, step in replayed.steps.items()}
     groups = list(group_differences(recorded.started.get("parameter_groups") or {}, replayed.started.parameter_groups))
     found = [f"before the first step: parameter groups: {line}" for line in groups]
@@ -286,14 +284,15 @@ def _batch_line(started: EventFields) -> str:
     return str(lines[0]).partition(" (")[0]
 
 
-def _print_table(recorded: RecordedSteps, replayed: ReplayedSteps) -> None:
-    table = Table(title=f"recorded: {recorded.started.get('strategy')}; now: {replayed.started.strategy}")
-    table.add_column("step", justify="right", no_wrap=True)
-    for column in ("loss\nrecorded", "\nnow", "\ndifference", "gradient norm\nrecorded", "\nnow", "\ndifference"):
-        table.add_column(column, justify="right", no_wrap=True)
+def _print_steps(recorded: RecordedSteps, replayed: ReplayedSteps) -> None:
+    print(f"recorded: {recorded.started.get('strategy')}; now: {replayed.started.strategy}")
+    print("step        loss         now  difference  gradient norm         now  difference")
     for number, there in recorded.steps.items():
         if (here := replayed.steps.get(number)) is not None:
-            pairs = [(float(there[name]), float(getattr(here, name))) for name in ("loss", "gradient_norm")]
-            texts = [(f"{a:.8f}", f"{b:.8f}", f"{relative_difference(a, b):.1e}") for a, b in pairs]
-            table.add_row(str(number), *texts[0], *texts[1])
-    SafeConsole().print(table)
+            (loss, loss_now), (norm, norm_now) = (
+                (float(there[name]), float(getattr(here, name))) for name in ("loss", "gradient_norm")
+            )
+            print(
+                f"{number:>4}  {loss:>10.6f}  {loss_now:>10.6f}  {relative_difference(loss, loss_now):>10.1e}  "
+                f"{norm:>13.6f}  {norm_now:>10.6f}  {relative_difference(norm, norm_now):>10.1e}"
+            )
