@@ -44,7 +44,7 @@ class RunStarted(Event):
     peak_flops_per_second: float | None = None  # of all ranks together; None on a CPU or an unknown GPU
     previous: Mapping[str, Any] = field(default_factory=dict)  # the end of the previous start, from status.json
     device_price: Mapping[str, Any] = field(default_factory=dict)  # `usd_per_hour` of one device, and its `source`
-    parameter_groups: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # tensors by settings and pattern
+    parameter_groups: Mapping[str, str] = field(default_factory=dict)  # settings of tensors by pattern of their names
 
 
 @dataclass(frozen=True)

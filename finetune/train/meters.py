@@ -16,7 +16,7 @@ from torch import Tensor
 from finetune.report.events import StepTaken
 from finetune.report.gpu import DeviceColumns
 from finetune.runtime import distributed
-from finetune.task.layer_outputs import take_layer_outputs
+from finetune.train.layer_outputs import take_layer_outputs
 
 MAX_WAIT_SHARE = 0.1
 """Fraction of the time spent waiting for data above which a warning is logged."""

@@ -49,7 +49,7 @@ class PreparedModel:
     memory: PredictMemory | None = None  # of this rank, where it trains
     routers: tuple[Router, ...] = ()  # where a key of the job is about them
     flops_per_token: float | None = None
-    parameter_groups: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # by settings and pattern
+    parameter_groups: Mapping[str, str] = field(default_factory=dict)  # settings by pattern of names
 
 
 MIN_TF32_CAPABILITY = (8, 0)

@@ -37,10 +37,10 @@ from finetune.runtime.parallel import tensor_group
 from finetune.runtime.resources import available_bytes, resident_bytes
 from finetune.strategy.gradient_sync import Accumulation, GradientReduction, choose_accumulation
 from finetune.strategy.protocol import Strategy
-from finetune.task.layer_outputs import LayerRecorder, RecordedTask
 from finetune.task.model_inputs import unwrap_model
 from finetune.task.protocol import Task
 from finetune.task.router_loss import RoutedTask, Router, RoutingRecorder, find_routers
+from finetune.train.layer_outputs import RecordedTask
 from finetune.train.optim.optimizers import build_optimizer, slow_update_warning
 from finetune.train.optim.parameter_groups import (
     NamedParameter,
@@ -109,7 +109,7 @@ class _Draft:
     memory: PredictMemory | None = None  # of this rank, where it trains
     routers: tuple[Router, ...] = ()
     flops_per_token: float | None = None
-    parameter_groups: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    parameter_groups: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def config(self) -> RunConfig:
@@ -293,7 +293,7 @@ def make_step_task(config: RunConfig, task: Task, prepared: PreparedModel) -> St
     if not config.run.record_layers:
         return step_task
     inner = unwrap_model(prepared.unwrapped_model)
-    return RecordedTask(step_task, LayerRecorder(inner, output_modules(inner)))
+    return RecordedTask(step_task, inner, output_modules(inner))
 
 
 def _make_routed_task(config: RunConfig, task: Task, prepared: PreparedModel) -> StepTask:

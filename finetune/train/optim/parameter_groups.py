@@ -225,16 +225,18 @@ def describe_groups(groups: Sequence[Mapping[str, Any]], named: Sequence[NamedPa
         )
 
 
-def group_settings(groups: Sequence[Mapping[str, Any]], named: Sequence[NamedParameter]) -> dict[str, dict[str, int]]:
-    """Return the number of tensors by settings and by name, with `*` for every number in a name."""
+def group_settings(groups: Sequence[Mapping[str, Any]], named: Sequence[NamedParameter]) -> dict[str, str]:
+    """Return, for every name with `*` for the numbers in it, how many tensors are trained with which settings."""
     names = {id(entry.parameter): _NUMBER.sub(".*.", entry.name) for entry in named}
-    settings: dict[str, Counter[str]] = {}
+    counts: dict[str, Counter[str]] = {}
     for group in groups:
-        values = [f"{name} {group[name]}" for name in _COMPARED if name in group]
-        settings.setdefault(", ".join(values), Counter()).update(
-            names.get(id(each), "others") for each in group["params"]
-        )
-    return {text: dict(counts) for text, counts in settings.items()}
+        settings = ", ".join(f"{name} {group[name]}" for name in _COMPARED if name in group)
+        for parameter in group["params"]:
+            counts.setdefault(names.get(id(parameter), "others"), Counter())[settings] += 1
+    return {
+        name: "; ".join(f"{count} with {settings}" for settings, count in sorted(of_name.items()))
+        for name, of_name in counts.items()
+    }
 
 
 _COMPARED = ("weight_decay", RATE_FACTOR, UNFREEZE_AFTER, "betas", "eps", "momentum")

@@ -18,18 +18,17 @@ from finetune.data.batch import Batch
 from finetune.errors import UserError
 from finetune.run.in_process import isolated_run, train_in_process
 from finetune.run.setup import data
+from finetune.runtime.processes import free_port
 from finetune.task.causal_lm import CausalTask
 from finetune.task.lm_loss.target_loss import log_probabilities_at_targets
 from finetune.train.optim import parameter_groups
 from tests.launching import capture
 from tests.small_job import JOB, write_job
 
-LAYERS = ("model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm")
-
 SHARP = JOB.replace("tie_word_embeddings: true", "tie_word_embeddings: true, initializer_range: 0.3").replace(
     "learning_rate: 1e-2", "learning_rate: 1e-2\n  optimizer: {weight_decay: 0.1}"
 )
-"""Attention that depends on positions, as in a pretrained model: at the usual range all positions count nearly alike."""
+"""Attention depends on positions, as in a pretrained model: at the usual range all positions count nearly alike."""
 
 
 def record(folder: Path, *overrides: str) -> Path:
@@ -239,17 +238,11 @@ def test_two_processes_of_another_strategy_give_the_same(run, strategy):
         "--config_file",
         f"accelerate_configs/{strategy}.yaml",
     ]
-    command += ["--num_processes", "2", "--main_process_port", str(replay_port())]
+    command += ["--num_processes", "2", "--main_process_port", str(free_port())]
     done = capture([*command, "-m", "finetune", "verify", "replay", str(run), "--layers", "--steps", "6"])
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"now: {strategy} on 2 processes" in done.stdout
     assert "equal: 6 steps" in done.stdout and "outputs of 4 of 4 modules compared at step 1" in done.stdout
-
-
-def replay_port() -> int:
-    from finetune.runtime.processes import free_port
-
-    return free_port()
 
 
 STEP = {
@@ -259,6 +252,7 @@ STEP = {
     "loss": 2.0,
     "gradient_norm": 1.0,
     "learning_rate": 1e-3,
+    "layers": {},
 }
 
 
@@ -273,7 +267,7 @@ STEP = {
         ({"samples_sha256": "bb", "num_tokens": 11, "loss": 9.0}, ["other samples (10 tokens in the record, 11 now"]),
     ],
 )
-def test_what_differs_in_a_step_is_named(changes, named):
+def test_each_difference_of_a_step_is_named(changes, named):
     found = list(step_differences(STEP, {**STEP, **changes}, TOLERANCES["fp32"]))
     assert [line.startswith(start) for line, start in zip(found, named, strict=True)] == [True] * len(named)
 
