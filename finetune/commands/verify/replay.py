@@ -92,8 +92,9 @@ def run_replay(request: ReplayRequest) -> int:
         replayed = replay_steps(
             job, num_steps=len(recorded.steps), check=lambda restored: _require_same_masks(recorded, restored)
         )
-    code = _judge(run, recorded, replayed, tolerance=tolerance_of(job.config)) if distributed.is_main() else 0
-    return distributed.shut_down(distributed.broadcast_object(code))
+    tolerance = tolerance_of(job.config)
+    code = distributed.run_on_rank_0(lambda: _judge(run, recorded, replayed, tolerance=tolerance))
+    return distributed.shut_down(code)
 
 
 def read_recorded(run: Path, *, after: int, num_steps: int) -> RecordedSteps:
@@ -147,15 +148,11 @@ def _judge(run: Path, recorded: RecordedSteps, replayed: ReplayedSteps, *, toler
     """Print the steps of both and the first difference with what may explain it; return the exit code."""
     print(f"recorded: {recorded.started.get('strategy')}; now: {replayed.started.strategy}")
     print("step        loss         now  difference  gradient norm         now  difference")
-    groups = recorded.started.get("parameter_groups")
-    found = (
-        [
-            f"before the first step: parameter groups: {name}: {there} in the record, {here} now"
-            for name, (there, here) in differences(groups, replayed.started.parameter_groups).items()
-        ]
-        if groups
-        else []
-    )
+    groups = recorded.started.get("parameter_groups") or replayed.started.parameter_groups  # of older runs, unknown
+    found = [
+        f"before the first step: parameter groups: {name}: {there} in the record, {here} now"
+        for name, (there, here) in differences(groups, replayed.started.parameter_groups).items()
+    ]
     for number, there in recorded.steps.items():
         here = asdict(replayed.steps[number]) if number in replayed.steps else {}
         if here:
@@ -216,7 +213,7 @@ def layer_differences(recorded: EventFields, now: EventFields, tolerance: Tolera
 
 def _format(name: str, there: float, here: float, *, size: float, limit: float) -> str:
     title = name.replace("_", " ")
-    return f"{title} {there:.8g} in the record, {here:.8g} now ({size:.1e}, tolerance {limit:g})"
+    return f"{title} {float(there):.8g} in the record, {float(here):.8g} now ({size:.1e}, tolerance {limit:g})"
 
 
 def relative_difference(recorded: float, now: float, *, floor: float = 0.0) -> float:
