@@ -114,10 +114,11 @@ def test_the_identity_of_a_classification_keeps_its_recorded_problem_names():
 
 
 EVENTS = {
-    "RunStarted": "num_steps strategy arithmetic config flops_per_token peak_flops_per_second previous device_price",
+    "RunStarted": "num_steps strategy arithmetic config flops_per_token peak_flops_per_second previous device_price "
+    "parameter_groups",
     "StartedUp": "seconds cpu_seconds memory_bytes",
     "StepTaken": "loss gradient_norm learning_rate num_targets num_tokens samples_sha256 epoch seconds data_seconds "
-    "data_share memory_bytes metrics device",
+    "data_share memory_bytes metrics device layers",
     "Profiled": "first_step num_steps seconds wall_seconds trace overlapped_seconds ranks",
     "StepSkipped": "reason sample_ids rows",
     "Evaluated": "metrics num_rows seconds",

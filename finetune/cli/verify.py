@@ -5,13 +5,14 @@ from typing import Annotated
 
 import typer
 
-from finetune.cli.exit_codes import handle_errors
+from finetune.cli.exit_codes import handle_errors, with_ranks
 from finetune.cli.options import Config, ConfigsFolder, Dtype, Overrides, Trust
 from finetune.errors import UserError
 from finetune.runtime.optional import lazily
 
 with lazily(freeze=True):
     from finetune.commands import plugins as plugins_command
+    from finetune.commands.verify import replay as replay_command
     from finetune.commands.verify import runs as runs_command
     from finetune.commands.verify import serving as serving_command
 
@@ -100,6 +101,32 @@ def resume(
         configs_folder=configs_folder,
     )
     return 0 if agree else 1
+
+
+@app.command()
+@handle_errors
+@with_ranks
+def replay(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of the run.")],
+    steps: Annotated[int, typer.Option(min=1, help="Number of steps to take again.")] = 5,
+    start: Annotated[
+        int | None,
+        typer.Option("--from", min=0, metavar="N", help="Start from the checkpoint of this step, not from the model."),
+    ] = None,
+    layers: Annotated[
+        bool, typer.Option("--layers", help="Also compare layer outputs, of a run with `run.record_layers: true`.")
+    ] = False,
+    trust_remote_code: Trust = False,
+    override: Overrides = None,
+) -> int:
+    """Take the first steps of a run again in the present environment, and compare them with its events.jsonl.
+
+    On any strategy: accelerate launch --config_file ACCELERATE.yaml -m finetune verify replay RUN. Exit code 1, with
+    the first step that differs and the packages that have changed, unless the samples and learning rates are equal, and
+    losses and gradient norms within rounding. The run folder is not changed.
+    """
+    request = replay_command.ReplayRequest(run, steps, start, layers, trust_remote_code, tuple(override or ()))
+    return replay_command.run_replay(request)
 
 
 @app.command()

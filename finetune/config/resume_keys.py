@@ -156,7 +156,7 @@ RECORDED_UNLESS_DEFAULT = (
 NOT_RECORDED = (
     "version",
     *("run.folder", "run.local_folder", "checkpoint.resume", "checkpoint.allow_changes"),
-    "run.on_end",
+    *("run.on_end", "run.record_layers"),
     *("run.hours_between_interruptions", "report.price_per_device_hour"),
 )
 

@@ -71,6 +71,25 @@ def layer_lists(model: nn.Module, *, min_layers: int = 1) -> dict[str, nn.Module
     return lists
 
 
+def output_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules whose outputs lead from the tokens to the head, by name, in module order.
+
+    These are the input embeddings, every layer, and what stands next to a list of layers and has parameters, such as
+    the last norm, whose output the head reads.
+    """
+    lists = layer_lists(model)
+    owners = {name.rpartition(".")[0] for name in lists}
+    find_embeddings = getattr(model, "get_input_embeddings", None)
+    embeddings = find_embeddings() if callable(find_embeddings) else None
+    modules = {}
+    for name, module in model.named_modules():
+        owner = name.rpartition(".")[0]
+        is_next_to_layers = name != owner and owner in owners and name not in lists
+        if owner in lists or module is embeddings or (is_next_to_layers and any(True for _ in module.parameters())):
+            modules[name] = module
+    return modules
+
+
 def layer_index(name: str, lists: Iterable[str]) -> int | None:
     """Return the index in its list of the layer that a module or parameter belongs to; None if it is in no list.
 

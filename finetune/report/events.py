@@ -44,6 +44,7 @@ class RunStarted(Event):
     peak_flops_per_second: float | None = None  # of all ranks together; None on a CPU or an unknown GPU
     previous: Mapping[str, Any] = field(default_factory=dict)  # the end of the previous start, from status.json
     device_price: Mapping[str, Any] = field(default_factory=dict)  # `usd_per_hour` of one device, and its `source`
+    parameter_groups: Mapping[str, str] = field(default_factory=dict)  # settings of tensors by pattern of their names
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,7 @@ class StepTaken(Event):
     memory_bytes: int  # peak of this rank: device memory, or resident memory on CPU
     metrics: Mapping[str, float] = field(default_factory=dict)  # of the task, in addition to the loss
     device: Mapping[str, float] = field(default_factory=dict)  # this rank's GPU, by `report/gpu.py`
+    layers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # with `run.record_layers`
 
 
 @dataclass(frozen=True)

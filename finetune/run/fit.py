@@ -142,6 +142,7 @@ def run_started(restored: RestoredRun, *, previous: Mapping[str, Any]) -> RunSta
         ),
         previous=previous,
         device_price=device_price(prepared.accelerator.device, stated=config.report.price_per_device_hour),
+        parameter_groups=prepared.parameter_groups,
     )
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from finetune.report.events import StepTaken
 from finetune.report.gpu import DeviceColumns
 from finetune.runtime import distributed
+from finetune.train.layer_outputs import take_layer_outputs
 
 MAX_WAIT_SHARE = 0.1
 """Fraction of the time spent waiting for data above which a warning is logged."""
@@ -122,6 +123,7 @@ class Meters:
             values = torch.split(summed, [value.numel() for value in record.sums.values()])
             parts = zip(record.sums.items(), values, strict=True)
             named = {name: part.view(value.shape).tolist() for (name, value), part in parts}  # floats, or nested lists
+            layers = take_layer_outputs(named)
             event = StepTaken(
                 step=record.number,
                 loss=loss / record.num_targets if record.num_targets else math.nan,
@@ -137,6 +139,7 @@ class Meters:
                 memory_bytes=memory,
                 metrics=dict(self._step_metrics(named, num_targets=record.num_targets)) if named else {},
                 device=record.device,
+                layers=layers,
             )
             steps.append((record, event))
         return steps

@@ -22,7 +22,7 @@ COMMANDS = (
     "verify",
     "checkpoint",
 )
-VERIFIED = (("verify", "parity"), ("verify", "resume"), ("verify", "serving"))
+VERIFIED = (("verify", "parity"), ("verify", "resume"), ("verify", "replay"), ("verify", "serving"))
 
 
 def test_help_names_every_command(typed):
@@ -154,6 +154,15 @@ def test_resume_asks_for_the_stop_and_exits_1_when_the_runs_differ(typed, job, c
         "tolerance": 1e-4,
         "configs_folder": Path("accelerate_configs"),
     }
+
+
+def test_verify_replay_passes_steps_checkpoint_and_layers_and_exits_1_when_the_steps_differ(typed, calls, tmp_path):
+    calls.answer = 1
+    words = ("verify", "replay", tmp_path, "--steps", 3, "--from", 400, "--layers", "--set", "train.microbatch_size=2")
+    assert typed(*words)[0] == 1
+    (_, request, _), (place, _, _) = calls.made
+    assert place == "finetune.commands.verify.replay:run_replay"
+    assert request == (tmp_path, 3, 400, True, False, ("train.microbatch_size=2",))
 
 
 def test_verify_serving_passes_engine_and_limits_and_exits_1_when_the_models_differ(typed, calls, tmp_path):

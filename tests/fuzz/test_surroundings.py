@@ -45,6 +45,7 @@ TYPED = {
     "sweep": [(*JOB, "--set", "run.seed=1,2", "--dry-run")],
     "verify parity": [("--config", "missing.yaml")],
     "verify resume": [("--config", "missing.yaml", "--stop-at", "1")],
+    "verify replay": [("runs/job",), ("runs/job", "--layers"), ("missing",)],
     "verify serving": [("adapter", "--engine", "openai:http://127.0.0.1:9/v1"), ("adapter", "--engine", "llama.cpp")],
     "checkpoint ls": [("runs/job",)],
     "checkpoint show": [("runs/job",)],

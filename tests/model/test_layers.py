@@ -9,6 +9,7 @@ from finetune.model.layers import (
     find_stacks,
     layer_index,
     layer_lists,
+    output_modules,
     shorten_config,
     with_layers,
     with_one_more,
@@ -51,6 +52,16 @@ def test_the_index_of_a_layer_is_that_of_the_outermost_list():
     assert list(layer_lists(model)) == ["encoder.layers", "decoder.layers"]
     names = ("encoder.layers.1.experts.2.weight", "decoder.layers.0", "encoder.layers", "encoder.layers_1.0.weight")
     assert [layer_index(name, layer_lists(model)) for name in names] == [1, 0, None, None]
+
+
+def test_outputs_are_those_of_embeddings_layers_and_the_norm_next_to_them():
+    model = nn.Module()
+    model.body = model_of(Layer(0), Layer(1))
+    model.body.embed, model.body.rotary, model.body.norm = nn.Embedding(4, 2), nn.Identity(), nn.LayerNorm(2)
+    model.head, model.embeddings = nn.Linear(2, 4), nn.Embedding(4, 2)
+    model.get_input_embeddings = lambda: model.embeddings
+    names = ["body.layers.0", "body.layers.1", "body.embed", "body.norm", "embeddings"]
+    assert list(output_modules(model)) == names
 
 
 def test_the_fewest_layers_include_every_kind_and_are_enlarged_one_kind_at_a_time():

@@ -48,6 +48,10 @@ class RunSection(Section):
         "`FINETUNE_STATUS_FILE` describe the end. See docs/how-to/several-gpus.md.",
         None,
     )
+    record_layers: bool = key(
+        "Record norm and checksum of every layer's output in the first 3 steps, for `finetune verify replay --layers`.",
+        False,
+    )
     strategy: StrategyName | None = key(
         "Refuse to start under any other strategy. Unset: the strategy of the accelerate config.", None
     )

@@ -36,7 +36,7 @@ SESSION_CLOSED = "session closed"
 _LEFT_TO_CALLER = (
     *("evaluate.at_start", "evaluate.every_steps", "checkpoint.every_steps", "checkpoint.rehearse", "report.profile"),
     *("train.stop_after_steps", "train.time_limit_minutes", "train.early_stopping", "train.callbacks"),
-    *("run.on_end", "run.spot_notice", "run.hang_after_seconds", "export.checkpoint"),
+    *("run.on_end", "run.record_layers", "run.spot_notice", "run.hang_after_seconds", "export.checkpoint"),
 )
 """Keys that only the loop of `finetune train` and its supervision read."""
 

@@ -1,8 +1,8 @@
 """The Accelerator of a run: how it is built, and how it prepares a model and an optimizer."""
 
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -49,6 +49,7 @@ class PreparedModel:
     memory: PredictMemory | None = None  # of this rank, if it trains
     routers: tuple[Router, ...] = ()  # where a key of the job is about them
     flops_per_token: float | None = None
+    parameter_groups: Mapping[str, str] = field(default_factory=dict)  # settings by pattern of names
 
 
 MIN_TF32_CAPABILITY = (8, 0)

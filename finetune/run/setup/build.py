@@ -4,8 +4,8 @@
 """
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from finetune.data.batch import Batch
 from finetune.memory.state import PredictMemory, predict_memory
 from finetune.model.adapters.context import has_adapter
 from finetune.model.build import build_model
+from finetune.model.layers import output_modules
 from finetune.model.size import measure_model
 from finetune.model.tensor_parallel import split_layers
 from finetune.report.reporter import RunLog
@@ -39,8 +40,14 @@ from finetune.strategy.protocol import Strategy
 from finetune.task.model_inputs import unwrap_model
 from finetune.task.protocol import Task
 from finetune.task.router_loss import RoutedTask, Router, RoutingRecorder, find_routers
+from finetune.train.layer_outputs import RecordedTask
 from finetune.train.optim.optimizers import build_optimizer, slow_update_warning
-from finetune.train.optim.parameter_groups import NamedParameter, describe_groups, list_parameters
+from finetune.train.optim.parameter_groups import (
+    NamedParameter,
+    describe_groups,
+    group_settings,
+    list_parameters,
+)
 from finetune.train.parts import StepTask
 from finetune.train.plan import StepPlan
 
@@ -102,6 +109,7 @@ class _Draft:
     memory: PredictMemory | None = None  # of this rank, if it trains
     routers: tuple[Router, ...] = ()
     flops_per_token: float | None = None
+    parameter_groups: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def config(self) -> RunConfig:
@@ -132,6 +140,7 @@ def prepare_model(
         memory=draft.memory,
         routers=draft.routers,
         flops_per_token=draft.flops_per_token,
+        parameter_groups=draft.parameter_groups,
     )
 
 
@@ -199,12 +208,14 @@ def _plan_memory(draft: _Draft) -> None:
 
 
 def _make_optimizer(draft: _Draft) -> None:
+    named = list_parameters(draft.unwrapped_model)
     draft.optimizer = make_optimizer(
         draft.config,
-        list_parameters(draft.unwrapped_model),
+        named,
         learning_rate=draft.data.plan.schedule.peak,
         log=draft.log,
     )
+    draft.parameter_groups = group_settings(draft.optimizer.param_groups, named)
 
 
 def _replace_forwards(draft: _Draft) -> None:
@@ -274,7 +285,18 @@ def _find_routers(config: RunConfig, unwrapped: Any, *, log: RunLog) -> tuple[Ro
 
 
 def make_step_task(config: RunConfig, task: Task, prepared: PreparedModel) -> StepTask:
-    """Return the task, or with it what `train.router_aux_loss` adds to its loss and `report.expert_load` to the log."""
+    """Return the task, or with it what `train.router_aux_loss` adds to its loss and `report.expert_load` to the log.
+
+    With `run.record_layers`, its sums include those of the layers' outputs.
+    """
+    step_task = _make_routed_task(config, task, prepared)
+    if not config.run.record_layers:
+        return step_task
+    inner = unwrap_model(prepared.unwrapped_model)
+    return RecordedTask(step_task, inner, output_modules(inner))
+
+
+def _make_routed_task(config: RunConfig, task: Task, prepared: PreparedModel) -> StepTask:
     if not prepared.routers:
         return task
     inner = unwrap_model(prepared.unwrapped_model)

@@ -31,6 +31,7 @@ from finetune.runtime.parallel import sequence_group, tensor_group
 from finetune.runtime.progress import Cadence, NeverDue
 from finetune.runtime.supervision.signals import ReceivedSignals, SpotNotice
 from finetune.train.accelerator import own_batches
+from finetune.train.layer_outputs import RECORDED_STEPS, RecordedTask
 from finetune.train.meters import Meters
 from finetune.train.parts import TrainingComponents
 from finetune.train.stopping import (
@@ -136,6 +137,8 @@ def _step_groups(
         if step == first_step + 2 and prepared.memory is not None:
             # It is the first with activations and optimizer state at the same time.
             report(Noted(step, prepared.memory(plan).peak_line))
+        if step == first_step + RECORDED_STEPS and isinstance(built.step_task, RecordedTask):
+            built.step_task.stop()
         if has_ghost_norms:
             update_running_statistics(prepared.model)
 

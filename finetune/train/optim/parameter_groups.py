@@ -1,6 +1,7 @@
 """Parameter groups by weight decay, learning-rate factor (including layer-wise decay) and unfreezing step."""
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -222,6 +223,24 @@ def describe_groups(groups: Sequence[Mapping[str, Any]], named: Sequence[NamedPa
             "  frozen parameters keep their values and are excluded from the gradient norm and the optimizer state; "
             "their gradients are computed nevertheless"
         )
+
+
+def group_settings(groups: Sequence[Mapping[str, Any]], named: Sequence[NamedParameter]) -> dict[str, str]:
+    """Return, for every name with `*` for the numbers in it, how many tensors are trained with which settings."""
+    names = {id(entry.parameter): _NUMBER.sub(".*.", entry.name) for entry in named}
+    counts: dict[str, Counter[str]] = {}
+    for group in groups:
+        settings = ", ".join(f"{name} {group[name]}" for name in _COMPARED if name in group)
+        for parameter in group["params"]:
+            counts.setdefault(names.get(id(parameter), "others"), Counter())[settings] += 1
+    return {
+        name: "; ".join(f"{count} with {settings}" for settings, count in sorted(of_name.items()))
+        for name, of_name in counts.items()
+    }
+
+
+_COMPARED = ("weight_decay", RATE_FACTOR, UNFREEZE_AFTER, "betas", "eps", "momentum")
+_NUMBER = re.compile(r"\.\d+\.")
 
 
 def _require_match(pattern: str, trained: Sequence[NamedParameter], *, key: str) -> None:

@@ -20,6 +20,7 @@ from finetune.train.optim.optimizers import begin_step, build_optimizer, drop_no
 from finetune.train.optim.parameter_groups import (
     NamedParameter,
     describe_groups,
+    group_settings,
     layer_depths,
     layer_of,
     list_parameters,
@@ -249,6 +250,15 @@ def test_parameter_groups_of_a_deep_model_are_logged_abbreviated():
     groups = parameter_groups(parameters, OptimizerSection(layer_decay=0.9))
     lines = list(describe_groups(groups, parameters))
     assert (len(groups), len(lines), lines[-1]) == (20, 14, "  and 8 more")
+
+
+def test_settings_are_recorded_by_name_without_the_numbers_of_layers():
+    entries = named(*NAMES)
+    groups = parameter_groups(entries, OptimizerSection(weight_decay=0.1, rates={"layers.1.*": 0.5}))
+    recorded = group_settings(groups, entries)
+    assert list(recorded) == ["embed_tokens.weight", "layers.*.q.weight", "head", "layers.*.norm.weight", "norm.weight"]
+    assert recorded["layers.*.norm.weight"] == "1 with weight_decay 0.0, rate_factor 1.0, begins_after 0"
+    assert recorded["layers.*.q.weight"].count("1 with weight_decay 0.1, rate_factor") == 2
 
 
 def test_a_group_trains_at_its_rate_factor_from_its_first_step():
