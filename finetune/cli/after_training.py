@@ -31,6 +31,7 @@ with lazily(freeze=True):  # torch
     from finetune.commands import generate as generate_command
     from finetune.commands import serving_files as serving_files_command
     from finetune.commands.compare import compare as compare_command
+    from finetune.commands.gate import gate as gate_command
 
 
 def add_to(app: typer.Typer) -> None:
@@ -111,9 +112,39 @@ def evaluate(
     lm_eval: Annotated[
         str | None, typer.Option("--lm-eval", metavar="TASKS", help="Run these tasks of lm-eval instead (a,b,c).")
     ] = None,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            metavar="BASE_OR_FOLDER",
+            help="Compare with `base` (the model that the job starts from), a run or a model folder, row by row. The "
+            "exit code is 1 unless it is better.",
+        ),
+    ] = None,
+    margin: Annotated[
+        float, typer.Option(min=0.0, metavar="NATS", help="With --against: how much lower the loss must be at least.")
+    ] = 0.01,
+    max_forgetting: Annotated[
+        float,
+        typer.Option(
+            min=0.0,
+            max=1.0,
+            metavar="SHARE",
+            help="With --against: how many tokens of the other model's answers to general rows may change.",
+        ),
+    ] = 0.5,
+    general: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="With --against: general rows, each with `text` or `messages`. Default: 40 that come with the package.",
+        ),
+    ] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="With --against: also write a page.")] = None,
     trust_remote_code: Trust = False,
 ) -> int:
     """Evaluate a checkpoint, a `final/` or any model folder on the validation data of a job.
+
+    With --against it is a release gate: is the model better than its base, and what has it forgotten?
 
     On several processes, each evaluates a share of the samples with a full copy of the model:
     accelerate launch --config_file ACCELERATE.yaml -m finetune evaluate RUN
@@ -125,6 +156,20 @@ def evaluate(
             source, step=step, tasks=lm_eval, json=json, trust_remote_code=trust_remote_code
         )
         return 0
+    if against is not None:
+        return gate_command.evaluate_against(
+            source,
+            against=against,
+            step=step,
+            config=config,
+            overrides=override or [],
+            options=gate_command.GateOptions(
+                margin=margin, max_forgetting=max_forgetting, general=general, html=html, json=json
+            ),
+            trust_remote_code=trust_remote_code,
+        )
+    if general is not None or html is not None:
+        raise UserError(f"--{'html' if general is None else 'general'}: only --against uses it.")
     return evaluate_command.evaluate(
         source,
         step=step,
