@@ -131,12 +131,12 @@ def evaluate(
             metavar="SHARE",
             help="With --against: how many tokens of the other model's answers to general rows may change.",
         ),
-    ] = 0.5,
+    ] = 0.3,
     general: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="With --against: general rows, each with `text` or `messages`. Default: 40 that come with the package.",
+            help="With --against: general rows, each with `text` or `messages`. Default: 40 of our own.",
         ),
     ] = None,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="With --against: also write a page.")] = None,
@@ -149,6 +149,8 @@ def evaluate(
     On several processes, each evaluates a share of the samples with a full copy of the model:
     accelerate launch --config_file ACCELERATE.yaml -m finetune evaluate RUN
     """
+    if lm_eval is not None and against is not None:
+        raise UserError("--against: cannot be used with --lm-eval. Leave one of them out.")
     if lm_eval is not None and (config is not None or override):
         raise UserError("--lm-eval: its tasks come with their own data. Leave --config and --set out.")
     if lm_eval is not None:

@@ -132,28 +132,31 @@ def find_evaluation_target(
             )
         step_of = layout.step_of(chosen) or 0
         kept = load_run_inputs(location.run, own.config)
-        _use_arguments(kept, loaded)
+        _use_template(kept, loaded, own=own)
         return EvaluationTarget(loaded, kept, chosen, None, own.config, step_of)
     if step is not None:
         raise UserError(f"--step {step}: {source} has no checkpoints. Name a run's folder, or leave --step out.")
     return _of_folder(source, job=job, overrides=overrides, trusts=trusts)
 
 
-def _use_arguments(run_inputs: RunInputs, loaded: LoadedConfig) -> None:
-    """Have conversations rendered with the arguments of the job, where it has some."""
-    tokenizer = run_inputs.processing.tokenizer
+def _use_template(run_inputs: RunInputs, loaded: LoadedConfig, *, own: LoadedConfig | None) -> None:
+    """Render conversations with the job's template, unless it is that of the run itself, and with its arguments."""
+    tokenizer, data = run_inputs.processing.tokenizer, loaded.config.data
     if tokenizer is not None:
-        use_arguments(tokenizer, loaded.config.data.chat_template_arguments, loaded.sources)
+        if own is None or data.chat_template != own.config.data.chat_template:
+            set_chat_template(tokenizer, data.chat_template)
+        use_arguments(tokenizer, data.chat_template_arguments, loaded.sources)
 
 
 def _of_folder(source: Path, *, job: LoadedConfig | None, overrides: Sequence[str], trusts: bool) -> EvaluationTarget:
     saved = inspect_model_folder(source, key="evaluate", trust_remote_code=trusts)
     run = saved.folder.parent if (saved.folder.parent / RESOLVED_NAME).is_file() else None
+    own = None if job is not None or run is None else load_resolved(run)
     if job is not None:
         loaded = job
-    elif run is not None:
+    elif run is not None and own is not None:
         loaded = load_resolved(run, overrides)
-        require_trusted_metrics(load_resolved(run), loaded, trust_remote_code=trusts)
+        require_trusted_metrics(own, loaded, trust_remote_code=trusts)
     else:
         raise UserError(
             f"{saved.folder}: does not belong to a run, so there is no job to evaluate with. Add --config JOB.yaml."
@@ -168,9 +171,7 @@ def _of_folder(source: Path, *, job: LoadedConfig | None, overrides: Sequence[st
             classification = task.classification.model_copy(update={"labels": saved.labels})
             task = task.model_copy(update={"classification": classification})
             loaded = replace(loaded, config=loaded.config.model_copy(update={"task": task}))
-        if kept.processing.tokenizer is not None:
-            set_chat_template(kept.processing.tokenizer, loaded.config.data.chat_template)
-    _use_arguments(kept, loaded)
+    _use_template(kept, loaded, own=own)
     target = EvaluationTarget(loaded, kept, saved.folder, saved, loaded.config)
     head = target.task().head
     return replace(target, saved=replace(saved, head=head))

@@ -1,6 +1,6 @@
 """The comparison of a tuned model with its base or another model on the same rows, and the verdict."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,14 +12,14 @@ from finetune.commands.evaluate import EvaluationSetup, EvaluationTarget, find_e
 from finetune.commands.export import processing_in
 from finetune.commands.gate.differences import MIN_ROWS, PairedDifference, loss_difference, share_difference
 from finetune.commands.gate.general import GENERAL_ROWS, MAX_ANSWER_TOKENS, Forgetting, GeneralRows, read_general
-from finetune.commands.gate.rows import GreedyDecoder, RowResults, ShownRow, measure_rows
+from finetune.commands.gate.rows import GreedyDecoder, RowResults, ShownRow, max_positions, measure_rows
 from finetune.config.load import RESOLVED_NAME
 from finetune.config.sections.evaluate import GenerateSection
 from finetune.data.features import Features
 from finetune.data.token_cache.cache import prepare_set
 from finetune.errors import DataError
 from finetune.model.frozen_models import reference_mode
-from finetune.registry.tasks import TASKS, TaskEntry
+from finetune.registry.tasks import TASKS
 from finetune.run.setup.data import make_encoding
 from finetune.run.state.run_folder import RunInputs
 from finetune.runtime.optional import no_op
@@ -70,17 +70,23 @@ _NOT_BETTER = {
 class ComparedModels:
     """The two models, of which one is loaded at a time."""
 
-    setup: EvaluationSetup  # of the tuned model: both are measured with its task, on its rows
+    setup: EvaluationSetup  # of the tuned model; both are measured with its task, on its rows
     tuned: EvaluationTarget
     baseline: EvaluationTarget
     is_base: bool  # the baseline is the model as the tuned one's run began with it
 
-    def load_tuned(self) -> tuple[EvaluationSetup, Any]:
-        """Return the setup with the outputs of the initial model that the loss needs, and the tuned model."""
+    def with_reference(self) -> "ComparedModels":
+        """Return the models with the outputs of a reference that the loss needs: the model that the job starts from."""
+        if self.setup.task.precomputed is None:
+            return self
+        reference = self.setup.load_initial(replace(self.tuned, saved=None))
+        return replace(self, setup=self.setup.with_frozen_outputs(reference))
+
+    def load_tuned(self) -> Any:
+        """Return the tuned model."""
         model = self.setup.load_initial(self.tuned)
-        setup = self.setup.with_frozen_outputs(model)
         self.tuned.load_weights(model)
-        return setup, setup.accelerator.prepare_model(model, evaluation_mode=True)
+        return self.setup.accelerator.prepare_model(model, evaluation_mode=True)
 
     @contextmanager
     def baseline_loaded(self) -> Iterator[Any]:
@@ -100,43 +106,48 @@ def compare_models(models: ComparedModels, *, general_rows: Path | None, trust_r
     tuned model is loaded twice: before the baseline, and after it has answered.
     """
     seen_differently = find_other_encodings(models, trust_remote_code=trust_remote_code)
-    setup, model = models.load_tuned()
-    device, config = setup.accelerator.device, setup.config
-    entry, tokenizer = TASKS[config.task.name], models.tuned.run_inputs.processing.tokenizer
-    samples = [setup.rows.intact(index) for index in range(len(setup.rows))]
+    models = models.with_reference()
+    setup, model = models.setup, models.load_tuned()
+    device, count = setup.accelerator.device, len(setup.rows)
+    samples = [setup.rows.intact(index) for index in range(count)]
     tuned = measure_rows(model, setup.task, samples, device=device)
     general, notes = _general_rows(models, general_rows, model)
     del model
     with models.baseline_loaded() as model:
         baseline = measure_rows(model, setup.task, samples, device=device)
-        baseline_answers = None if general is None else general.measure_baseline(model)
         gains = (baseline.losses - tuned.losses) / tuned.num_targets
-        order = [int(index) for index in np.argsort(gains, kind="stable")]
-        shown = [index for index in dict.fromkeys([*order[:NUM_SHOWN], *order[-NUM_SHOWN:]]) if gains[index] != 0]
-        section = (config.evaluate and config.evaluate.generate) or GenerateSection()
-        shower = _Shower(setup, entry, GreedyDecoder(tokenizer, device, section.max_new_tokens), samples)
-        first = shower.answers(model, shown)
-    _, model = models.load_tuned()
-    second, forgetting = shower.answers(model, shown), None
+        shown = _ShownRows.of(models, samples, gains)
+        first_answers = shown.answers(model)
+        baseline_answers = None if general is None else general.measure_baseline(model)
+    del model
+    model, forgetting = models.load_tuned(), None
     if general is not None and baseline_answers is not None:
         forgetting = general.measure_forgetting(model, baseline_answers, num_shown=NUM_SHOWN)
-    rows = {
-        index: shower.row(index, baseline, tuned, answers) for index, *answers in zip(shown, first, second, strict=True)
-    }
-    share = share_difference(baseline.is_right, tuned.is_right) if shower.share_name else None
+    rows = shown.rows(baseline, tuned, zip(first_answers, shown.answers(model), strict=True))
+    share_name = _share_name(setup)
     return Comparison(
         loss=loss_difference(baseline.losses, tuned.losses, tuned.num_targets),
-        share=share,
-        share_name=shower.share_name,
-        rows=[_as_json(setup.rows.location(index), index, baseline, tuned) for index in range(len(samples))],
-        better=[rows[index] for index in reversed(shown) if gains[index] > 0][:NUM_SHOWN],
-        worse=[rows[index] for index in shown if gains[index] < 0][:NUM_SHOWN],
+        share=share_difference(baseline.is_right, tuned.is_right) if share_name else None,
+        share_name=share_name,
+        rows=[_as_json(setup.rows.location(index), index, baseline, tuned) for index in range(count)],
+        better=[row for row in reversed(rows) if row.tuned_loss < row.baseline_loss][:NUM_SHOWN],
+        worse=[row for row in rows if row.tuned_loss > row.baseline_loss][:NUM_SHOWN],
         num_better=int((gains > 0).sum()),
         num_worse=int((gains < 0).sum()),
         forgetting=forgetting,
         notes=notes,
         seen_differently=seen_differently,
     )
+
+
+def _share_name(setup: EvaluationSetup) -> str:
+    """Return the name of the share of right rows; empty if no row is right or wrong."""
+    section, entry = setup.config.task, TASKS[setup.config.task.name]
+    if entry.section == "preference":
+        return "chosen answer more likely"
+    if entry.classifies:
+        return "" if section.classification.kind == "regression" else "accuracy"
+    return "exact match" if entry.generates else ""
 
 
 def _as_json(location: str, index: int, baseline: RowResults, tuned: RowResults) -> dict[str, Any]:
@@ -160,49 +171,54 @@ def _general_rows(models: ComparedModels, path: Path | None, model: Any) -> tupl
     decoder = GreedyDecoder(
         models.tuned.run_inputs.processing.tokenizer, models.setup.accelerator.device, MAX_ANSWER_TOKENS
     )
-    max_positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    general = read_general(path or GENERAL_ROWS, config.data, decoder, max_positions=max_positions)
+    longest = min(config.data.longest, max_positions(model) - MAX_ANSWER_TOKENS)
+    general = read_general(path or GENERAL_ROWS, config.data, decoder, longest=longest)
     notes = [f"{general.num_left_out} general rows are left out: too long, or chats without a chat template."]
     return general, notes if general.num_left_out else []
 
 
 @dataclass(frozen=True)
-class _Shower:
-    """Makes the rows that are shown with their texts and answers."""
+class _ShownRows:
+    """The rows that are shown, those that got worse most first, those that got better most last."""
 
     setup: EvaluationSetup
-    entry: TaskEntry
     decoder: GreedyDecoder
-    samples: Sequence[Features]
+    samples: Sequence[tuple[int, Features]]  # with their numbers
 
-    @property
-    def share_name(self) -> str:
-        """Return what a right row is; empty if the task has none."""
-        if self.entry.section == "preference":
-            return "chosen answer more likely"
-        is_regression = self.setup.config.task.classification.kind == "regression"
-        if self.entry.classifies:
-            return "" if is_regression else "accuracy"
-        return "exact match" if self.entry.generates else ""
+    @classmethod
+    def of(cls, models: ComparedModels, samples: Sequence[Features], gains: np.ndarray) -> "_ShownRows":
+        """Return the rows at both ends of the gains per target."""
+        setup, order = models.setup, [int(index) for index in np.argsort(gains, kind="stable")]
+        section = (setup.config.evaluate and setup.config.evaluate.generate) or GenerateSection()
+        tokenizer = models.tuned.run_inputs.processing.tokenizer
+        decoder = GreedyDecoder(tokenizer, setup.accelerator.device, section.max_new_tokens)
+        ends = dict.fromkeys([*order[:NUM_SHOWN], *order[-NUM_SHOWN:]])
+        return cls(setup, decoder, [(index, samples[index]) for index in ends])
 
-    def answers(self, model: Any, shown: Sequence[int]) -> list[str | None]:
+    def answers(self, model: Any) -> list[str | None]:
         """Return the model's greedy answer to each of these rows; None if the task does not generate. Collective."""
-        prompts = [self.setup.task.prompt(self.samples[index]) for index in shown]
+        prompts = [self.setup.task.prompt(sample) for _, sample in self.samples]
         answers = iter(self.decoder.answers(model, [prompt for prompt in prompts if prompt is not None]))
         return [None if prompt is None else self.decoder.text(next(answers)) for prompt in prompts]
 
-    def row(self, index: int, baseline: RowResults, tuned: RowResults, answers: Sequence[str | None]) -> ShownRow:
-        """Return the row with its texts."""
-        sample, task = self.samples[index], self.setup.task
-        prompt, text = task.prompt(sample), self.decoder.text
-        return ShownRow(
-            self.setup.rows.location(index),
-            text(sample.arrays["input_ids"].tolist() if prompt is None else prompt.input_ids),
-            task.label_text(sample) if prompt is None else text(prompt.reference_ids),
-            float(baseline.losses[index] / baseline.num_targets[index]),
-            float(tuned.losses[index] / tuned.num_targets[index]),
-            *answers,
-        )
+    def rows(
+        self, baseline: RowResults, tuned: RowResults, answers: Iterable[tuple[str | None, str | None]]
+    ) -> list[ShownRow]:
+        """Return the rows with their texts and the answers of both models."""
+        rows, task, text = [], self.setup.task, self.decoder.text
+        for (index, sample), pair in zip(self.samples, answers, strict=True):
+            prompt = task.prompt(sample)
+            rows.append(
+                ShownRow(
+                    self.setup.rows.location(index),
+                    text(sample.arrays["input_ids"].tolist() if prompt is None else prompt.input_ids),
+                    task.label_text(sample) if prompt is None else text(prompt.reference_ids),
+                    float(baseline.losses[index] / baseline.num_targets[index]),
+                    float(tuned.losses[index] / tuned.num_targets[index]),
+                    *pair,
+                )
+            )
+        return rows
 
 
 def find_other_encodings(models: ComparedModels, *, trust_remote_code: bool) -> list[str]:

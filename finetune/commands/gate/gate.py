@@ -100,7 +100,7 @@ class GateResult:
         for row in rows:
             table.add_row(*row)
         print_table(table)
-        print_facts(("", text) for text in (*self.notes(comparison), *self.verdict))
+        print_facts([("", text) for text in (*self.notes(comparison), *self.verdict)], indent=0)
 
     @property
     def verdict(self) -> list[str]:

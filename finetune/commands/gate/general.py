@@ -109,12 +109,12 @@ class GeneralRows:
         return measure_rows(model, self.task, samples, device=self.decoder.device)
 
 
-def read_general(path: Path, data: DataSection, decoder: GreedyDecoder, *, max_positions: int | None) -> GeneralRows:
+def read_general(path: Path, data: DataSection, decoder: GreedyDecoder, *, longest: int) -> GeneralRows:
     """Return the rows with `messages` or `text` in the file; chats are rendered as those of the job.
 
     A chat is answered after its last question, a text is continued from its half. Left out are chats if the tokenizer
-    has no chat template, and rows that are longer than `data.max_length` or leave no room for an answer. Raises
-    DataError for other rows, and if none is left.
+    has no chat template, and rows with more tokens than `longest`. Raises DataError for rows of another kind, and if
+    none is left.
     """
     batching = data.batching.model_copy(update={"by": "samples", "padding_free": False})
     section = data.model_copy(update={"batching": batching, "train_on": "assistant"})
@@ -124,12 +124,11 @@ def read_general(path: Path, data: DataSection, decoder: GreedyDecoder, *, max_p
         for column, name in _COLUMNS.items()
         if can_chat or column == "text"
     }
-    longest = min(data.longest, data.longest if max_positions is None else max_positions - decoder.max_new_tokens)
     locations: list[str] = []
     samples: list[Features] = []
     prompts: list[GenerationPrompt] = []
     num_rows = 0
-    for shard in find_local(SourceSection(path=path), key="--general", log=no_op).shards():
+    for shard in find_local(SourceSection(path=str(path)), key="--general", log=no_op).shards():
         for raw in shard.rows():
             num_rows += 1
             column = next((name for name in _COLUMNS if name in raw.parse()), None)
@@ -141,7 +140,7 @@ def read_general(path: Path, data: DataSection, decoder: GreedyDecoder, *, max_p
                 samples.append(sample)
                 prompts.append(tasks[column].prompt(sample) or _first_half(sample))
     if not samples:
-        raise DataError(f"--general: {path} has no row that fits `data.max_length` and the model.")
+        raise DataError(f"--general: {path} has no row of at most {longest:,} tokens.")
     return GeneralRows(tasks["text"], decoder, locations, samples, prompts, num_rows - len(samples))
 
 

@@ -7,11 +7,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from finetune.config.sections.data import NO_LIMIT
 from finetune.data.features import Features
 from finetune.data.templates.chat_template import stop_ids
 from finetune.errors import UserError
 from finetune.task.causal_lm import pad_id
 from finetune.task.generation import generate
+from finetune.task.model_inputs import unwrap_model
 from finetune.task.protocol import EvaluationOutput, GenerationPrompt, Task
 
 _BATCH_SIZE = 8
@@ -65,16 +67,18 @@ class GreedyDecoder:
     max_new_tokens: int
 
     def answers(self, model: Any, prompts: Sequence[GenerationPrompt]) -> list[list[int]]:
-        """Return the tokens of each answer, with the stop token. Collective."""
+        """Return the tokens of each answer, with the stop token, as far as the model has positions. Collective."""
         model.eval()
-        answers: list[list[int]] = []
+        limit, answers = max_positions(model), list[list[int]]()
         for start in range(0, len(prompts), _BATCH_SIZE):
+            batch = prompts[start : start + _BATCH_SIZE]
+            room = limit - max(len(prompt.input_ids) for prompt in batch)
             answers += generate(
                 model,
-                prompts[start : start + _BATCH_SIZE],
+                batch,
                 pad_id=pad_id(self.tokenizer),
                 stop_ids=stop_ids(self.tokenizer),
-                max_new_tokens=self.max_new_tokens,
+                max_new_tokens=max(1, min(self.max_new_tokens, room)),
                 device=self.device,
             )
         return answers
@@ -82,6 +86,14 @@ class GreedyDecoder:
     def text(self, ids: Sequence[int]) -> str:
         """Return the tokens as text, without special tokens."""
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True)).strip()
+
+
+def max_positions(model: Any) -> int:
+    """Return the longest row that the model reads; NO_LIMIT if its config names none, or its answers have their own."""
+    config = unwrap_model(model).config
+    if getattr(config, "is_encoder_decoder", False):
+        return NO_LIMIT
+    return int(getattr(config.get_text_config(), "max_position_embeddings", None) or NO_LIMIT)
 
 
 @dataclass(frozen=True)
