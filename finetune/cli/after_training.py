@@ -121,17 +121,19 @@ def evaluate(
         ),
     ] = None,
     margin: Annotated[
-        float, typer.Option(min=0.0, metavar="NATS", help="With --against: how much lower the loss must be at least.")
-    ] = 0.01,
+        float | None,
+        typer.Option(min=0.0, metavar="NATS", help="With --against: the least gain in loss. Default: 0.01."),
+    ] = None,
     max_forgetting: Annotated[
-        float,
+        float | None,
         typer.Option(
             min=0.0,
             max=1.0,
             metavar="SHARE",
-            help="With --against: how many tokens of the other model's answers to general rows may change.",
+            help="With --against: how many tokens of the other model's answers to general rows may change. Default: "
+            "0.3.",
         ),
-    ] = 0.3,
+    ] = None,
     general: Annotated[
         Path | None,
         typer.Option(
@@ -166,12 +168,17 @@ def evaluate(
             config=config,
             overrides=override or [],
             options=gate_command.GateOptions(
-                margin=margin, max_forgetting=max_forgetting, general=general, html=html, json=json
+                margin=0.01 if margin is None else margin,
+                max_forgetting=0.3 if max_forgetting is None else max_forgetting,
+                general=general,
+                html=html,
+                json=json,
             ),
             trust_remote_code=trust_remote_code,
         )
-    if general is not None or html is not None:
-        raise UserError(f"--{'html' if general is None else 'general'}: only --against uses it.")
+    options = {"margin": margin, "max-forgetting": max_forgetting, "general": general, "html": html}
+    if unread := [name for name, value in options.items() if value is not None]:
+        raise UserError(f"--{unread[0]}: only --against uses it. Leave it out.")
     return evaluate_command.evaluate(
         source,
         step=step,

@@ -1,6 +1,6 @@
-"""The comparison of a tuned model with its base or another model on the same rows, and the verdict."""
+"""The comparison of a tuned model with its base or another model on the same rows."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,11 +10,10 @@ import numpy as np
 
 from finetune.commands.evaluate import EvaluationSetup, EvaluationTarget, find_evaluation_target
 from finetune.commands.export import processing_in
-from finetune.commands.gate.differences import MIN_ROWS, PairedDifference, loss_difference, share_difference
-from finetune.commands.gate.general import GENERAL_ROWS, MAX_ANSWER_TOKENS, Forgetting, GeneralRows, read_general
-from finetune.commands.gate.rows import GreedyDecoder, RowResults, ShownRow, max_positions, measure_rows
+from finetune.commands.gate.differences import PairedDifference, loss_difference, share_difference
+from finetune.commands.gate.general import GENERAL_ROWS, Forgetting, GeneralRows, read_general
+from finetune.commands.gate.rows import measure_rows
 from finetune.config.load import RESOLVED_NAME
-from finetune.config.sections.evaluate import GenerateSection
 from finetune.data.features import Features
 from finetune.data.token_cache.cache import prepare_set
 from finetune.errors import DataError
@@ -24,7 +23,24 @@ from finetune.run.setup.data import make_encoding
 from finetune.run.state.run_folder import RunInputs
 from finetune.runtime.optional import no_op
 
-NUM_SHOWN = 10
+
+@dataclass(frozen=True)
+class ComparedRow:
+    """What both models reach on a row; its text is that before its only or last answer, which is the reference."""
+
+    location: str
+    text: str
+    reference: str
+    num_targets: int
+    baseline_loss: float  # per target
+    tuned_loss: float
+    baseline_is_right: bool
+    tuned_is_right: bool
+
+    @property
+    def gain(self) -> float:
+        """Return by how much the tuned model is better."""
+        return self.baseline_loss - self.tuned_loss
 
 
 @dataclass(frozen=True)
@@ -34,36 +50,9 @@ class Comparison:
     loss: PairedDifference
     share: PairedDifference | None  # of right rows
     share_name: str
-    rows: Sequence[Mapping[str, Any]]  # every row: JSON
-    better: Sequence[ShownRow]
-    worse: Sequence[ShownRow]
-    num_better: int
-    num_worse: int
-    forgetting: Forgetting | None
-    notes: Sequence[str]
+    rows: Sequence[ComparedRow]  # what got worse most comes first, what got better most last
+    forgetting: Forgetting | None  # None without general rows
     seen_differently: Sequence[str]  # sentences about rows that a model has seen otherwise in its training
-
-    def failures(self, *, margin: float, max_forgetting: float) -> list[str]:
-        """Return why the tuned model must not replace the baseline; nothing if it is better."""
-        sentences, verdict = [f"Not comparable: {text}" for text in self.seen_differently], self.loss.verdict(margin)
-        if self.loss.low is None and verdict == "undecided":
-            sentences.append(f"{len(self.rows)} rows are too few: at least {MIN_ROWS} are needed.")
-        elif verdict != "better":
-            sentences.append(_NOT_BETTER[verdict].format(margin=f"{margin:g}"))
-        forgetting = self.forgetting
-        if forgetting is not None and forgetting.tokens_changed > max_forgetting:
-            sentences.append(
-                f"Forgets: {forgetting.tokens_changed:.0%} of the tokens of the baseline's answers to general rows "
-                f"changed, more than {max_forgetting:.0%}."
-            )
-        return sentences
-
-
-_NOT_BETTER = {
-    "worse": "Worse: the loss is higher by more than {margin}.",
-    "no difference": "No difference: the losses differ by less than {margin}.",
-    "undecided": "Undecided: the interval of the gain is not above {margin}. More rows make it narrower.",
-}
 
 
 @dataclass(frozen=True)
@@ -102,42 +91,58 @@ class ComparedModels:
 def compare_models(models: ComparedModels, *, general_rows: Path | None, trust_remote_code: bool) -> Comparison:
     """Return the comparison on the tuned model's validation rows, and on general rows where the model continues texts.
 
-    General rows are those of the file, else, unless the job trains a model from random weights, the package's own. The
-    tuned model is loaded twice: before the baseline, and after it has answered.
+    General rows are those of the file, else, unless the job trains a model from random weights, the package's own.
     """
     seen_differently = find_other_encodings(models, trust_remote_code=trust_remote_code)
     models = models.with_reference()
-    setup, model = models.setup, models.load_tuned()
-    device, count = setup.accelerator.device, len(setup.rows)
-    samples = [setup.rows.intact(index) for index in range(count)]
-    tuned = measure_rows(model, setup.task, samples, device=device)
-    general, notes = _general_rows(models, general_rows, model)
-    del model
+    setup, forgetting = models.setup, None
+    samples = [setup.rows.intact(index) for index in range(len(setup.rows))]
     with models.baseline_loaded() as model:
-        baseline = measure_rows(model, setup.task, samples, device=device)
-        gains = (baseline.losses - tuned.losses) / tuned.num_targets
-        shown = _ShownRows.of(models, samples, gains)
-        first_answers = shown.answers(model)
-        baseline_answers = None if general is None else general.measure_baseline(model)
+        baseline = measure_rows(model, setup.task, samples, device=setup.accelerator.device)
+        general = _general_rows(models, general_rows, model)
+        answers = None if general is None else general.measure_baseline(model)
     del model
-    model, forgetting = models.load_tuned(), None
-    if general is not None and baseline_answers is not None:
-        forgetting = general.measure_forgetting(model, baseline_answers, num_shown=NUM_SHOWN)
-    rows = shown.rows(baseline, tuned, zip(first_answers, shown.answers(model), strict=True))
+    model = models.load_tuned()
+    tuned = measure_rows(model, setup.task, samples, device=setup.accelerator.device)
+    if general is not None and answers is not None:
+        forgetting = general.measure_forgetting(model, answers)
+    rows = [
+        ComparedRow(
+            setup.rows.location(index),
+            *_texts(models, sample),
+            int(tuned.num_targets[index]),
+            float(baseline.losses[index] / baseline.num_targets[index]),
+            float(tuned.losses[index] / tuned.num_targets[index]),
+            bool(baseline.is_right[index]),
+            bool(tuned.is_right[index]),
+        )
+        for index, sample in enumerate(samples)
+    ]
     share_name = _share_name(setup)
     return Comparison(
         loss=loss_difference(baseline.losses, tuned.losses, tuned.num_targets),
         share=share_difference(baseline.is_right, tuned.is_right) if share_name else None,
         share_name=share_name,
-        rows=[_as_json(setup.rows.location(index), index, baseline, tuned) for index in range(count)],
-        better=[row for row in reversed(rows) if row.tuned_loss < row.baseline_loss][:NUM_SHOWN],
-        worse=[row for row in rows if row.tuned_loss > row.baseline_loss][:NUM_SHOWN],
-        num_better=int((gains > 0).sum()),
-        num_worse=int((gains < 0).sum()),
+        rows=sorted(rows, key=lambda row: row.gain),
         forgetting=forgetting,
-        notes=notes,
         seen_differently=seen_differently,
     )
+
+
+def _general_rows(models: ComparedModels, path: Path | None, model: Any) -> GeneralRows | None:
+    config, is_random = models.setup.config, models.tuned.origin.model.from_config is not None
+    if TASKS[config.task.name].head != "causal_lm" or (path is None and is_random):
+        return None
+    return read_general(path or GENERAL_ROWS, config.data, models.tuned.run_inputs.processing.tokenizer, model)
+
+
+def _texts(models: ComparedModels, sample: Features) -> tuple[str, str]:
+    """Return the row's text, and its answer or label."""
+    task, decode = models.setup.task, models.tuned.run_inputs.processing.tokenizer.decode
+    prompt = task.prompt(sample)
+    if prompt is None:
+        return decode(sample.arrays["input_ids"].tolist(), skip_special_tokens=True), task.label_text(sample)
+    return decode(list(prompt.input_ids), skip_special_tokens=True), decode(list(prompt.reference_ids))
 
 
 def _share_name(setup: EvaluationSetup) -> str:
@@ -148,77 +153,6 @@ def _share_name(setup: EvaluationSetup) -> str:
     if entry.classifies:
         return "" if section.classification.kind == "regression" else "accuracy"
     return "exact match" if entry.generates else ""
-
-
-def _as_json(location: str, index: int, baseline: RowResults, tuned: RowResults) -> dict[str, Any]:
-    return {
-        "row": location,
-        "targets": int(tuned.num_targets[index]),
-        "baseline_loss": float(baseline.losses[index] / baseline.num_targets[index]),
-        "tuned_loss": float(tuned.losses[index] / tuned.num_targets[index]),
-        "baseline_is_right": bool(baseline.is_right[index]),
-        "tuned_is_right": bool(tuned.is_right[index]),
-    }
-
-
-def _general_rows(models: ComparedModels, path: Path | None, model: Any) -> tuple[GeneralRows | None, list[str]]:
-    """Return the general rows, and a note on what is left out; None without general rows."""
-    config = models.setup.config
-    if TASKS[config.task.name].head != "causal_lm":
-        return None, []
-    if path is None and models.tuned.origin.model.from_config is not None:
-        return None, ["No general rows: the run began with random weights, which have nothing to forget."]
-    decoder = GreedyDecoder(
-        models.tuned.run_inputs.processing.tokenizer, models.setup.accelerator.device, MAX_ANSWER_TOKENS
-    )
-    longest = min(config.data.longest, max_positions(model) - MAX_ANSWER_TOKENS)
-    general = read_general(path or GENERAL_ROWS, config.data, decoder, longest=longest)
-    notes = [f"{general.num_left_out} general rows are left out: too long, or chats without a chat template."]
-    return general, notes if general.num_left_out else []
-
-
-@dataclass(frozen=True)
-class _ShownRows:
-    """The rows that are shown, those that got worse most first, those that got better most last."""
-
-    setup: EvaluationSetup
-    decoder: GreedyDecoder
-    samples: Sequence[tuple[int, Features]]  # with their numbers
-
-    @classmethod
-    def of(cls, models: ComparedModels, samples: Sequence[Features], gains: np.ndarray) -> "_ShownRows":
-        """Return the rows at both ends of the gains per target."""
-        setup, order = models.setup, [int(index) for index in np.argsort(gains, kind="stable")]
-        section = (setup.config.evaluate and setup.config.evaluate.generate) or GenerateSection()
-        tokenizer = models.tuned.run_inputs.processing.tokenizer
-        decoder = GreedyDecoder(tokenizer, setup.accelerator.device, section.max_new_tokens)
-        ends = dict.fromkeys([*order[:NUM_SHOWN], *order[-NUM_SHOWN:]])
-        return cls(setup, decoder, [(index, samples[index]) for index in ends])
-
-    def answers(self, model: Any) -> list[str | None]:
-        """Return the model's greedy answer to each of these rows; None if the task does not generate. Collective."""
-        prompts = [self.setup.task.prompt(sample) for _, sample in self.samples]
-        answers = iter(self.decoder.answers(model, [prompt for prompt in prompts if prompt is not None]))
-        return [None if prompt is None else self.decoder.text(next(answers)) for prompt in prompts]
-
-    def rows(
-        self, baseline: RowResults, tuned: RowResults, answers: Iterable[tuple[str | None, str | None]]
-    ) -> list[ShownRow]:
-        """Return the rows with their texts and the answers of both models."""
-        rows, task, text = [], self.setup.task, self.decoder.text
-        for (index, sample), pair in zip(self.samples, answers, strict=True):
-            prompt = task.prompt(sample)
-            rows.append(
-                ShownRow(
-                    self.setup.rows.location(index),
-                    text(sample.arrays["input_ids"].tolist() if prompt is None else prompt.input_ids),
-                    task.label_text(sample) if prompt is None else text(prompt.reference_ids),
-                    float(baseline.losses[index] / baseline.num_targets[index]),
-                    float(tuned.losses[index] / tuned.num_targets[index]),
-                    *pair,
-                )
-            )
-        return rows
 
 
 def find_other_encodings(models: ComparedModels, *, trust_remote_code: bool) -> list[str]:

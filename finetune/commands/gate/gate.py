@@ -9,11 +9,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from finetune.commands.evaluate import find_evaluation_target, prepare_evaluation
 from finetune.commands.gate.comparison import ComparedModels, Comparison, compare_models
-from finetune.commands.gate.differences import PairedDifference
 from finetune.commands.printing import number_table, print_facts, print_table
 from finetune.config.load import load_config
 from finetune.errors import UserError
@@ -27,6 +25,7 @@ from finetune.runtime.text.terminal import quiet_libraries
 
 BASE = "base"
 TEMPLATES = Path(__file__).parent / "templates"
+NUM_SHOWN = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,97 +70,90 @@ def evaluate_against(
         baseline = find_evaluation_target(folder, step=None, job=same, overrides=(), trust_remote_code=trusts)
     models = ComparedModels(prepare_evaluation(tuned), tuned, baseline, is_base=against == BASE)
     comparison = compare_models(models, general_rows=options.general, trust_remote_code=trusts)
-    failures = comparison.failures(margin=options.margin, max_forgetting=options.max_forgetting)
-    result = GateResult(str(tuned.source), "its base" if against == BASE else str(baseline.source), failures, options)
-    result.print(comparison)
+    title = f"{tuned.source} against {'its base' if against == BASE else baseline.source}"
+    failures = _failures(comparison, options)
+    verdict = failures or [f"Better: the loss is lower by more than {options.margin:g}."]
+    _print(comparison, title=title, sentences=[*_notes(comparison), *verdict])
     if options.json is not None:
-        atomic.write_json(options.json, redact_known_values(result.as_json(comparison)))
+        name = "not comparable" if comparison.seen_differently else comparison.loss.verdict(options.margin)
+        facts = {"title": title, "passes": not failures, "verdict": name, "failures": failures}
+        limits = {"margin": options.margin, "max_forgetting": options.max_forgetting}
+        atomic.write_json(options.json, redact_known_values({**facts, **limits, **asdict(comparison)}))
     if options.html is not None:
-        result.write_page(comparison, options.html)
-        print(f"wrote {options.html}")
-    return 1 if failures else 0
-
-
-@dataclass(frozen=True)
-class GateResult:
-    """The verdict, and the texts and files that show it."""
-
-    tuned: str
-    baseline: str
-    failures: Sequence[str]
-    options: GateOptions
-
-    def print(self, comparison: Comparison) -> None:
-        """Print figures, notes and the verdict."""
-        print(f"{self.tuned} against {self.baseline}: {len(comparison.rows):,} rows")
-        head, *rows = self.figures(comparison)
-        table = number_table(*head)
-        table.columns[0].justify = "left"
-        for row in rows:
-            table.add_row(*row)
-        print_table(table)
-        print_facts([("", text) for text in (*self.notes(comparison), *self.verdict)], indent=0)
-
-    @property
-    def verdict(self) -> list[str]:
-        """Return the sentences of the verdict."""
-        return list(self.failures) or [f"Better: the loss is lower by more than {self.options.margin:g}."]
-
-    def figures(self, comparison: Comparison) -> list[tuple[str, ...]]:
-        """Return the table of the differences, its head first."""
-        forgetting = comparison.forgetting
-        measures = {"loss": comparison.loss, comparison.share_name: comparison.share}
-        if forgetting is not None:
-            measures[f"loss of {forgetting.num_rows} general rows"] = forgetting.loss
-        head = ("", "baseline", "tuned", "gain", "95% interval")
-        return [head, *(_figures(name, measure) for name, measure in measures.items() if measure is not None)]
-
-    def notes(self, comparison: Comparison) -> list[str]:
-        """Return sentences about the rows and about forgetting."""
-        forgetting = comparison.forgetting
-        notes = [
-            f"{comparison.num_better:,} rows have a lower loss than before, {comparison.num_worse:,} a higher one."
-        ]
-        if forgetting is not None:
-            notes.append(
-                f"Of the baseline's own answers to general rows, {forgetting.answers_changed:.0%} changed, and "
-                f"{forgetting.tokens_changed:.0%} of their tokens."
-            )
-        return [*notes, *comparison.notes]
-
-    def as_json(self, comparison: Comparison) -> dict[str, Any]:
-        """Return everything as JSON values."""
-        content = asdict(comparison)
-        margin, max_forgetting = self.options.margin, self.options.max_forgetting
-        return {
-            "tuned": self.tuned,
-            "baseline": self.baseline,
-            "passes": not self.failures,
-            "verdict": "not comparable" if comparison.seen_differently else comparison.loss.verdict(margin),
-            "failures": list(self.failures),
-            "margin": margin,
-            "max_forgetting": max_forgetting,
-            **content,
-        }
-
-    def write_page(self, comparison: Comparison, path: Path) -> None:
-        """Write the page, whole or not at all."""
         page = render_page(
             "gate.html.jinja",
             folder=TEMPLATES,
             data={},
-            title=f"{self.tuned} against {self.baseline}",
+            title=title,
             written=format_time(time.time()),
-            passes=not self.failures,
-            verdict=self.verdict,
-            figures=self.figures(comparison),
-            notes=self.notes(comparison),
-            comparison=comparison,
+            passes=not failures,
+            verdict=verdict,
+            figures=_figures(comparison),
+            notes=_notes(comparison),
+            num_rows=len(comparison.rows),
+            worst=[row for row in comparison.rows[:NUM_SHOWN] if row.gain < 0],
+            best=[row for row in comparison.rows[: -NUM_SHOWN - 1 : -1] if row.gain > 0],
         )
-        atomic.write_bytes(path, page.encode("utf-8", errors="backslashreplace"))
+        atomic.write_bytes(options.html, page.encode("utf-8", errors="backslashreplace"))
+        print(f"wrote {options.html}")
+    return 1 if failures else 0
 
 
-def _figures(name: str, difference: PairedDifference) -> tuple[str, ...]:
-    low, high = difference.low, difference.high
-    interval = "too few rows" if low is None or high is None else f"{low:+.4f} to {high:+.4f}"
-    return name, f"{difference.baseline:.4f}", f"{difference.tuned:.4f}", f"{difference.gain:+.4f}", interval
+_NOT_BETTER = {
+    "worse": "Worse: the loss is higher by more than {margin:g}.",
+    "no difference": "No difference: the losses differ by less than {margin:g}.",
+    "undecided": "Undecided: the interval of the gain is not above {margin:g}. More rows make it narrower.",
+}
+
+
+def _failures(comparison: Comparison, options: GateOptions) -> list[str]:
+    """Return why the tuned model must not replace the baseline; nothing if it is better."""
+    sentences = [f"Not comparable: {text}" for text in comparison.seen_differently]
+    verdict, forgetting = comparison.loss.verdict(options.margin), comparison.forgetting
+    if verdict != "better":
+        sentences.append(_NOT_BETTER[verdict].format(margin=options.margin))
+    if forgetting is not None and forgetting.tokens_changed > options.max_forgetting:
+        sentences.append(f"Forgets: more than {options.max_forgetting:.0%} of the tokens changed.")
+    return sentences
+
+
+def _notes(comparison: Comparison) -> list[str]:
+    """Return sentences about the rows and about forgetting."""
+    better, worse = (sum(row.gain * sign > 0 for row in comparison.rows) for sign in (1, -1))
+    notes = [f"{better:,} rows have a lower loss than before, {worse:,} a higher one."]
+    forgetting = comparison.forgetting
+    if forgetting is None:
+        return [*notes, "Forgetting is not measured: the baseline has random weights, or does not continue texts."]
+    left_out = f" {forgetting.num_left_out} general rows are left out." * (forgetting.num_left_out > 0)
+    return [
+        *notes,
+        f"Of the baseline's own answers to general rows, {forgetting.answers_changed:.0%} changed, and "
+        f"{forgetting.tokens_changed:.0%} of their tokens.{left_out}",
+    ]
+
+
+def _figures(comparison: Comparison) -> list[tuple[str, ...]]:
+    """Return the table of the differences, its head first."""
+    forgetting = comparison.forgetting
+    measures = {"loss": comparison.loss, comparison.share_name: comparison.share}
+    if forgetting is not None:
+        measures[f"loss of {forgetting.num_rows} general rows"] = forgetting.loss
+    table = [("", "baseline", "tuned", "gain", "95% interval")]
+    for name, measure in measures.items():
+        if measure is not None:
+            low, high = measure.low, measure.high
+            interval = "none: too few rows" if low is None or high is None else f"{low:+.4f} to {high:+.4f}"
+            values = f"{measure.baseline:.4f}", f"{measure.tuned:.4f}", f"{measure.gain:+.4f}"
+            table.append((name, *values, interval))
+    return table
+
+
+def _print(comparison: Comparison, *, title: str, sentences: Sequence[str]) -> None:
+    print(f"{title}: {len(comparison.rows):,} rows")
+    head, *rows = _figures(comparison)
+    table = number_table(*head)
+    table.columns[0].justify = "left"
+    for row in rows:
+        table.add_row(*row)
+    print_table(table)
+    print_facts([("", text) for text in sentences], indent=0)

@@ -10,26 +10,32 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from finetune.commands.gate.differences import PairedDifference, loss_difference
-from finetune.commands.gate.rows import GreedyDecoder, RowResults, ShownRow, measure_rows
-from finetune.config.sections.data import DataSection, SourceSection
+from finetune.commands.gate.rows import RowResults, measure_rows
+from finetune.config.sections.data import NO_LIMIT, DataSection, SourceSection
 from finetune.config.sections.task import TaskSection
 from finetune.data.features import Features
 from finetune.data.formats.columns import ColumnNames
 from finetune.data.formats.row_format import ColumnFormat
 from finetune.data.rows import RawRow
 from finetune.data.sources.local import find_local
+from finetune.data.templates.chat_template import stop_ids
 from finetune.errors import DataError
 from finetune.runtime.optional import no_op
+from finetune.task.causal_lm import pad_id
+from finetune.task.generation import generate
+from finetune.task.model_inputs import unwrap_model
 from finetune.task.protocol import GenerationPrompt, Task, TaskContext, build_task
 
 GENERAL_ROWS = Path(__file__).parent / "general.jsonl"
 """Short texts and chats, written for this package."""
 
-MAX_ANSWER_TOKENS = 32
-_COLUMNS = {"messages": "sft", "text": "pretrain"}
-"""The columns of a row, which are also the names of their formats, and the tasks that encode them."""
+_ANSWER_TOKENS = 32
+_BATCH_SIZE = 8
+_TASKS = {"messages": "sft", "text": "pretrain"}
+"""The task that encodes a row, by its column, which is also the name of its format."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +53,9 @@ class Forgetting:
 
     loss: PairedDifference
     num_rows: int
-    num_left_out: int
-    answers_changed: float  # share of the greedy answers with a changed token
+    num_left_out: int  # too long, or chats without a chat template
+    answers_changed: float  # share of the baseline's greedy answers with a changed token
     tokens_changed: float  # share of all tokens of the answers
-    shown: Sequence[ShownRow]  # the answers that changed most
 
 
 @dataclass(frozen=True)
@@ -58,90 +63,82 @@ class GeneralRows:
     """General rows as samples, each with the prompt that is answered."""
 
     task: Task
-    decoder: GreedyDecoder
-    locations: Sequence[str]
+    tokenizer: Any
+    device: torch.device
     samples: Sequence[Features]
     prompts: Sequence[GenerationPrompt]
     num_left_out: int
 
     def measure_baseline(self, model: Any) -> BaselineAnswers:
         """Return what the baseline reaches and answers. Collective."""
-        answers = []
-        for prompt, ids in zip(self.prompts, self.decoder.answers(model, self.prompts), strict=True):
-            tokens = np.array([*prompt.input_ids, *ids], np.uint32)
-            answers.append(
-                Features({"input_ids": tokens, "is_target": np.arange(len(tokens)) >= len(prompt.input_ids)})
+        answers: list[Features] = []
+        for start in range(0, len(self.prompts), _BATCH_SIZE):
+            batch = self.prompts[start : start + _BATCH_SIZE]
+            generated = generate(
+                model.eval(),
+                batch,
+                pad_id=pad_id(self.tokenizer),
+                stop_ids=stop_ids(self.tokenizer),
+                max_new_tokens=_ANSWER_TOKENS,
+                device=self.device,
             )
-        results, answer_results = self._measure(model, self.samples), self._measure(model, answers)
-        return BaselineAnswers(results, answers, answer_results)
+            for prompt, ids in zip(batch, generated, strict=True):
+                tokens = np.array([*prompt.input_ids, *ids], np.uint32)
+                is_target = np.arange(len(tokens)) >= len(prompt.input_ids)
+                answers.append(Features({"input_ids": tokens, "is_target": is_target}))
+        return BaselineAnswers(self._measure(model, self.samples), answers, self._measure(model, answers))
 
-    def measure_forgetting(self, model: Any, baseline: BaselineAnswers, *, num_shown: int) -> Forgetting:
-        """Return how the tuned model differs from the baseline. Collective."""
-        results, answer_results = self._measure(model, self.samples), self._measure(model, baseline.answers)
+    def measure_forgetting(self, model: Any, baseline: BaselineAnswers) -> Forgetting:
+        """Return how the tuned model differs from the baseline."""
+        results, answers = self._measure(model, self.samples), self._measure(model, baseline.answers)
         # compared with the baseline's own pass, which rounds as this one does
-        changed = np.maximum(baseline.answer_results.num_correct - answer_results.num_correct, 0)
-        shares = changed / answer_results.num_targets
-        most = [int(index) for index in np.argsort(-shares, kind="stable")[:num_shown] if changed[index]]
-        tuned_answers = self.decoder.answers(model, [self.prompts[index] for index in most])
-        text, before = self.decoder.text, baseline.results
-        shown = [
-            ShownRow(
-                self.locations[index],
-                text(self.prompts[index].input_ids),
-                text(self.prompts[index].reference_ids),
-                float(before.losses[index] / before.num_targets[index]),
-                float(results.losses[index] / results.num_targets[index]),
-                text(baseline.answers[index].arrays["input_ids"][len(self.prompts[index].input_ids) :].tolist()),
-                text(answer),
-            )
-            for index, answer in zip(most, tuned_answers, strict=True)
-        ]
+        changed = np.maximum(baseline.answer_results.num_correct - answers.num_correct, 0)
         return Forgetting(
-            loss_difference(before.losses, results.losses, before.num_targets),
+            loss_difference(baseline.results.losses, results.losses, results.num_targets),
             len(self.samples),
             self.num_left_out,
-            float((changed > 0).mean()),
-            float(changed.sum() / answer_results.num_targets.sum()),
-            shown,
+            answers_changed=float((changed > 0).mean()),
+            tokens_changed=float(changed.sum() / answers.num_targets.sum()),
         )
 
     def _measure(self, model: Any, samples: Sequence[Features]) -> RowResults:
-        return measure_rows(model, self.task, samples, device=self.decoder.device)
+        return measure_rows(model, self.task, samples, device=self.device)
 
 
-def read_general(path: Path, data: DataSection, decoder: GreedyDecoder, *, longest: int) -> GeneralRows:
+def read_general(path: Path, data: DataSection, tokenizer: Any, model: Any) -> GeneralRows:
     """Return the rows with `messages` or `text` in the file; chats are rendered as those of the job.
 
     A chat is answered after its last question, a text is continued from its half. Left out are chats if the tokenizer
-    has no chat template, and rows with more tokens than `longest`. Raises DataError for rows of another kind, and if
-    none is left.
+    has no chat template, and rows that are too long for `data.max_length` or for the model with an answer. Raises
+    DataError for rows of another kind, and if none is left.
     """
     batching = data.batching.model_copy(update={"by": "samples", "padding_free": False})
     section = data.model_copy(update={"batching": batching, "train_on": "assistant"})
-    can_chat = decoder.tokenizer.chat_template is not None
     tasks = {
-        column: build_task(TaskContext(TaskSection.model_validate({"name": name}), section, decoder.tokenizer, None))
-        for column, name in _COLUMNS.items()
-        if can_chat or column == "text"
+        column: build_task(TaskContext(TaskSection.model_validate({"name": name}), section, tokenizer, None))
+        for column, name in _TASKS.items()
+        if column == "text" or tokenizer.chat_template is not None
     }
-    locations: list[str] = []
+    positions = getattr(unwrap_model(model).config.get_text_config(), "max_position_embeddings", None) or NO_LIMIT
+    longest = min(data.longest, positions - _ANSWER_TOKENS)
     samples: list[Features] = []
     prompts: list[GenerationPrompt] = []
-    num_rows = 0
-    for shard in find_local(SourceSection(path=str(path)), key="--general", log=no_op).shards():
-        for raw in shard.rows():
-            num_rows += 1
-            column = next((name for name in _COLUMNS if name in raw.parse()), None)
-            if column is None:
-                raise DataError(f"{raw.location}: a general row has the column `text` or `messages`.")
-            sample = _encode(tasks[column], raw, column) if column in tasks else None
-            if sample is not None and 1 < sample.length <= longest:
-                locations.append(raw.location)
-                samples.append(sample)
-                prompts.append(tasks[column].prompt(sample) or _first_half(sample))
+    rows = [
+        row
+        for shard in find_local(SourceSection(path=str(path)), key="--general", log=no_op).shards()
+        for row in shard.rows()
+    ]
+    for raw in rows:
+        column = next((name for name in _TASKS if name in raw.parse()), None)
+        if column is None:
+            raise DataError(f"{raw.location}: a general row has the column `text` or `messages`.")
+        sample = _encode(tasks[column], raw, column) if column in tasks else None
+        if sample is not None and 1 < sample.length <= longest:
+            samples.append(sample)
+            prompts.append(tasks[column].prompt(sample) or _first_half(sample))
     if not samples:
         raise DataError(f"--general: {path} has no row of at most {longest:,} tokens.")
-    return GeneralRows(tasks["text"], decoder, locations, samples, prompts, num_rows - len(samples))
+    return GeneralRows(tasks["text"], tokenizer, model.device, samples, prompts, num_left_out=len(rows) - len(samples))
 
 
 def _encode(task: Task, raw: RawRow, column: str) -> Features | None:

@@ -1,22 +1,15 @@
-"""A model measured row by row: the loss of each row, whether it is right, and greedy answers."""
+"""A model measured row by row: the loss of each row, and whether it is right."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from finetune.config.sections.data import NO_LIMIT
 from finetune.data.features import Features
-from finetune.data.templates.chat_template import stop_ids
 from finetune.errors import UserError
-from finetune.task.causal_lm import pad_id
-from finetune.task.generation import generate
-from finetune.task.model_inputs import unwrap_model
-from finetune.task.protocol import EvaluationOutput, GenerationPrompt, Task
-
-_BATCH_SIZE = 8
+from finetune.task.protocol import EvaluationOutput, Task
 
 
 @dataclass(frozen=True)
@@ -56,54 +49,3 @@ def _is_right(output: EvaluationOutput, sums: Mapping[str, float]) -> bool:
         return False
     labels, predicted = output.records[:, 1:].chunk(2, dim=1)
     return bool((labels == predicted).all())
-
-
-@dataclass(frozen=True)
-class GreedyDecoder:
-    """Answers prompts with the most likely tokens."""
-
-    tokenizer: Any
-    device: torch.device
-    max_new_tokens: int
-
-    def answers(self, model: Any, prompts: Sequence[GenerationPrompt]) -> list[list[int]]:
-        """Return the tokens of each answer, with the stop token, as far as the model has positions. Collective."""
-        model.eval()
-        limit, answers = max_positions(model), list[list[int]]()
-        for start in range(0, len(prompts), _BATCH_SIZE):
-            batch = prompts[start : start + _BATCH_SIZE]
-            room = limit - max(len(prompt.input_ids) for prompt in batch)
-            answers += generate(
-                model,
-                batch,
-                pad_id=pad_id(self.tokenizer),
-                stop_ids=stop_ids(self.tokenizer),
-                max_new_tokens=max(1, min(self.max_new_tokens, room)),
-                device=self.device,
-            )
-        return answers
-
-    def text(self, ids: Sequence[int]) -> str:
-        """Return the tokens as text, without special tokens."""
-        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True)).strip()
-
-
-def max_positions(model: Any) -> int:
-    """Return the longest row that the model reads; NO_LIMIT if its config names none, or its answers have their own."""
-    config = unwrap_model(model).config
-    if getattr(config, "is_encoder_decoder", False):
-        return NO_LIMIT
-    return int(getattr(config.get_text_config(), "max_position_embeddings", None) or NO_LIMIT)
-
-
-@dataclass(frozen=True)
-class ShownRow:
-    """A row with the losses per target and, if the task has any, the greedy answers of both models."""
-
-    location: str
-    prompt: str
-    reference: str
-    baseline_loss: float
-    tuned_loss: float
-    baseline_answer: str | None = None
-    tuned_answer: str | None = None

@@ -22,7 +22,12 @@ def gate(tmp_path: Path, planted: PlantedRuns) -> Iterator[Gate]:
     """Return a function that compares a model and returns the exit code and the content of the JSON file."""
 
     def compare(
-        source: Path, *overrides: str, against: str | Path = BASE, config: Path | None = None, margin: float = 0.01
+        source: Path,
+        *overrides: str,
+        against: str | Path = BASE,
+        config: Path | None = None,
+        margin: float = 0.01,
+        general: Path | None = planted.general,
     ) -> tuple[int, dict]:
         code = evaluate_against(
             source,
@@ -33,7 +38,7 @@ def gate(tmp_path: Path, planted: PlantedRuns) -> Iterator[Gate]:
             options=GateOptions(
                 margin=margin,
                 max_forgetting=0.3,
-                general=planted.general,
+                general=general,
                 html=tmp_path / "gate.html",
                 json=tmp_path / "gate.json",
             ),

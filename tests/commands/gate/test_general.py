@@ -3,22 +3,22 @@
 import json
 
 import pytest
-import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from finetune.commands.gate.general import GENERAL_ROWS, read_general
-from finetune.commands.gate.rows import GreedyDecoder
 from finetune.config.sections.data import DataSection
 from finetune.data.templates.chat_template import set_chat_template
 from finetune.errors import DataError
 from tests.small_job import conversation, write_rows
-from tests.small_models import byte_tokenizer
+from tests.small_models import TINY, byte_tokenizer
 
 
-def read(path, *, template="chatml", longest=10_000):
+def read(path, *, template="chatml", longest=1_000):
     tokenizer = byte_tokenizer(special=("<|endoftext|>", "<|im_start|>", "<|im_end|>"))
     set_chat_template(tokenizer, template)
     data = DataSection.model_validate({"train": {"path": "train.jsonl"}, "max_length": 10_000, "train_on": "all"})
-    return read_general(path, data, GreedyDecoder(tokenizer, torch.device("cpu"), 8), longest=longest)
+    config = LlamaConfig(max_position_embeddings=longest + 32, vocab_size=len(tokenizer), **TINY)
+    return read_general(path, data, tokenizer, LlamaForCausalLM(config))
 
 
 def test_the_package_brings_20_texts_and_20_chats_of_its_own():
@@ -32,7 +32,7 @@ def test_the_package_brings_20_texts_and_20_chats_of_its_own():
 def test_a_chat_is_answered_after_its_question_and_a_text_is_continued(tmp_path):
     write_rows(tmp_path / "rows.jsonl", [conversation("red?", "blue"), {"text": "abcdefg"}])
     general = read(tmp_path / "rows.jsonl")
-    decode = general.decoder.tokenizer.decode
+    decode = general.tokenizer.decode
     chat, text = ((decode(prompt.input_ids), decode(prompt.reference_ids)) for prompt in general.prompts)
     assert chat == ("<|im_start|>user\nred?<|im_end|>\n<|im_start|>assistant\n", "blue<|im_end|>")
     assert text == ("abcd", "efg<|endoftext|>")
