@@ -96,6 +96,35 @@ def export(
     )
 
 
+Against = Annotated[
+    str | None,
+    typer.Option(
+        metavar="BASE_OR_FOLDER",
+        help="Compare with `base` (the model that the job starts from), a run or a model folder, row by row. The exit "
+        "code is 1 unless it is better.",
+    ),
+]
+Margin = Annotated[
+    float | None, typer.Option(min=0.0, metavar="NATS", help="With --against: the least gain in loss. Default: 0.01.")
+]
+MaxForgetting = Annotated[
+    float | None,
+    typer.Option(
+        min=0.0,
+        max=1.0,
+        metavar="SHARE",
+        help="With --against: how many tokens of the other model's answers to general rows may change. Default: 0.3.",
+    ),
+]
+General = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE", help="With --against: general rows, each with `text` or `messages`. Default: 40 of our own."
+    ),
+]
+GatePage = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="With --against: also write a page.")]
+
+
 @handle_errors
 @with_ranks
 def evaluate(
@@ -112,36 +141,11 @@ def evaluate(
     lm_eval: Annotated[
         str | None, typer.Option("--lm-eval", metavar="TASKS", help="Run these tasks of lm-eval instead (a,b,c).")
     ] = None,
-    against: Annotated[
-        str | None,
-        typer.Option(
-            metavar="BASE_OR_FOLDER",
-            help="Compare with `base` (the model that the job starts from), a run or a model folder, row by row. The "
-            "exit code is 1 unless it is better.",
-        ),
-    ] = None,
-    margin: Annotated[
-        float | None,
-        typer.Option(min=0.0, metavar="NATS", help="With --against: the least gain in loss. Default: 0.01."),
-    ] = None,
-    max_forgetting: Annotated[
-        float | None,
-        typer.Option(
-            min=0.0,
-            max=1.0,
-            metavar="SHARE",
-            help="With --against: how many tokens of the other model's answers to general rows may change. Default: "
-            "0.3.",
-        ),
-    ] = None,
-    general: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="With --against: general rows, each with `text` or `messages`. Default: 40 of our own.",
-        ),
-    ] = None,
-    html: Annotated[Path | None, typer.Option(metavar="FILE", help="With --against: also write a page.")] = None,
+    against: Against = None,
+    margin: Margin = None,
+    max_forgetting: MaxForgetting = None,
+    general: General = None,
+    html: GatePage = None,
     trust_remote_code: Trust = False,
 ) -> int:
     """Evaluate a checkpoint, a `final/` or any model folder on the validation data of a job.
@@ -161,23 +165,24 @@ def evaluate(
         )
         return 0
     if against is not None:
+        options = gate_command.GateOptions(
+            margin=0.01 if margin is None else margin,
+            max_forgetting=0.3 if max_forgetting is None else max_forgetting,
+            general=general,
+            html=html,
+            json=json,
+        )
         return gate_command.evaluate_against(
             source,
             against=against,
             step=step,
             config=config,
             overrides=override or [],
-            options=gate_command.GateOptions(
-                margin=0.01 if margin is None else margin,
-                max_forgetting=0.3 if max_forgetting is None else max_forgetting,
-                general=general,
-                html=html,
-                json=json,
-            ),
+            options=options,
             trust_remote_code=trust_remote_code,
         )
-    options = {"margin": margin, "max-forgetting": max_forgetting, "general": general, "html": html}
-    if unread := [name for name, value in options.items() if value is not None]:
+    given = {"margin": margin, "max-forgetting": max_forgetting, "general": general, "html": html}
+    if unread := [name for name, value in given.items() if value is not None]:
         raise UserError(f"--{unread[0]}: only --against uses it. Leave it out.")
     return evaluate_command.evaluate(
         source,

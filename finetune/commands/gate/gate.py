@@ -138,7 +138,7 @@ def _figures(comparison: Comparison) -> list[tuple[str, ...]]:
     measures = {"loss": comparison.loss, comparison.share_name: comparison.share}
     if forgetting is not None:
         measures[f"loss of {forgetting.num_rows} general rows"] = forgetting.loss
-    table = [("", "baseline", "tuned", "gain", "95% interval")]
+    table: list[tuple[str, ...]] = [("", "baseline", "tuned", "gain", "95% interval")]
     for name, measure in measures.items():
         if measure is not None:
             low, high = measure.low, measure.high

@@ -119,7 +119,8 @@ def read_general(path: Path, data: DataSection, tokenizer: Any, model: Any) -> G
         for column, name in _TASKS.items()
         if column == "text" or tokenizer.chat_template is not None
     }
-    positions = getattr(unwrap_model(model).config.get_text_config(), "max_position_embeddings", None) or NO_LIMIT
+    inner: Any = unwrap_model(model)
+    positions = getattr(inner.config.get_text_config(), "max_position_embeddings", None) or NO_LIMIT
     longest = min(data.longest, positions - _ANSWER_TOKENS)
     samples: list[Features] = []
     prompts: list[GenerationPrompt] = []
@@ -138,7 +139,7 @@ def read_general(path: Path, data: DataSection, tokenizer: Any, model: Any) -> G
             prompts.append(tasks[column].prompt(sample) or _first_half(sample))
     if not samples:
         raise DataError(f"--general: {path} has no row of at most {longest:,} tokens.")
-    return GeneralRows(tasks["text"], tokenizer, model.device, samples, prompts, num_left_out=len(rows) - len(samples))
+    return GeneralRows(tasks["text"], tokenizer, inner.device, samples, prompts, num_left_out=len(rows) - len(samples))
 
 
 def _encode(task: Task, raw: RawRow, column: str) -> Features | None:

@@ -99,7 +99,7 @@ def test_a_merged_export_is_no_different_from_its_run(planted, gate: Gate, tmp_p
 
 
 @pytest.mark.full
-def test_at_most_5_percent_of_20_seeds_without_a_difference_are_called_better_or_worse(planted, gate: Gate):
+def test_at_most_5_percent_of_models_without_a_difference_are_called_better_or_worse(planted, gate: Gate):
     rows = gate(planted.run("good"), f"data.validation.path={planted.new_rows}")[1]["rows"]
     assert len(rows) == 500
     num_targets = np.array([float(row["num_targets"]) for row in rows])
@@ -107,10 +107,12 @@ def test_at_most_5_percent_of_20_seeds_without_a_difference_are_called_better_or
     tuned += ((baseline - tuned) * num_targets).sum() / num_targets.sum()  # the same mean over all rows
     verdicts = []
     for seed in range(20):
-        drawn = np.random.default_rng(seed).choice(len(rows), 100, replace=False)
-        sums = [losses[drawn] * num_targets[drawn] for losses in (baseline, tuned)]
-        verdicts.append(loss_difference(*sums, num_targets[drawn]).verdict(0.0))
-    assert len(verdicts) == 20 and sum(verdict in ("better", "worse") for verdict in verdicts) <= 1
+        random = np.random.default_rng(seed)
+        for _ in range(10):  # 20 verdicts alone could not tell 5% from 10%
+            drawn = random.choice(len(rows), 100, replace=False)
+            sums = [losses[drawn] * num_targets[drawn] for losses in (baseline, tuned)]
+            verdicts.append(loss_difference(*sums, num_targets[drawn]).verdict(0.01))
+    assert len(verdicts) == 200 and sum(verdict in ("better", "worse") for verdict in verdicts) <= 10
 
 
 @pytest.mark.full
