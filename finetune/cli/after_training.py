@@ -31,6 +31,7 @@ with lazily(freeze=True):  # torch
     from finetune.commands import generate as generate_command
     from finetune.commands import serving_files as serving_files_command
     from finetune.commands.compare import compare as compare_command
+    from finetune.commands.gate import gate as gate_command
 
 
 def add_to(app: typer.Typer) -> None:
@@ -95,6 +96,35 @@ def export(
     )
 
 
+Against = Annotated[
+    str | None,
+    typer.Option(
+        metavar="BASE_OR_FOLDER",
+        help="Compare with `base` (the model that the job starts from), a run or a model folder, row by row. The exit "
+        "code is 1 unless it is better.",
+    ),
+]
+Margin = Annotated[
+    float | None, typer.Option(min=0.0, metavar="NATS", help="With --against: the least gain in loss. Default: 0.01.")
+]
+MaxForgetting = Annotated[
+    float | None,
+    typer.Option(
+        min=0.0,
+        max=1.0,
+        metavar="SHARE",
+        help="With --against: how many tokens of the other model's answers to general rows may change. Default: 0.3.",
+    ),
+]
+General = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE", help="With --against: general rows, each with `text` or `messages`. Default: 40 of our own."
+    ),
+]
+GatePage = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="With --against: also write a page.")]
+
+
 @handle_errors
 @with_ranks
 def evaluate(
@@ -111,13 +141,22 @@ def evaluate(
     lm_eval: Annotated[
         str | None, typer.Option("--lm-eval", metavar="TASKS", help="Run these tasks of lm-eval instead (a,b,c).")
     ] = None,
+    against: Against = None,
+    margin: Margin = None,
+    max_forgetting: MaxForgetting = None,
+    general: General = None,
+    html: GatePage = None,
     trust_remote_code: Trust = False,
 ) -> int:
     """Evaluate a checkpoint, a `final/` or any model folder on the validation data of a job.
 
+    With --against it is a release gate: is the model better than its base, and what has it forgotten?
+
     On several processes, each evaluates a share of the samples with a full copy of the model:
     accelerate launch --config_file ACCELERATE.yaml -m finetune evaluate RUN
     """
+    if lm_eval is not None and against is not None:
+        raise UserError("--against: cannot be used with --lm-eval. Leave one of them out.")
     if lm_eval is not None and (config is not None or override):
         raise UserError("--lm-eval: its tasks come with their own data. Leave --config and --set out.")
     if lm_eval is not None:
@@ -125,6 +164,26 @@ def evaluate(
             source, step=step, tasks=lm_eval, json=json, trust_remote_code=trust_remote_code
         )
         return 0
+    if against is not None:
+        options = gate_command.GateOptions(
+            margin=0.01 if margin is None else margin,
+            max_forgetting=0.3 if max_forgetting is None else max_forgetting,
+            general=general,
+            html=html,
+            json=json,
+        )
+        return gate_command.evaluate_against(
+            source,
+            against=against,
+            step=step,
+            config=config,
+            overrides=override or [],
+            options=options,
+            trust_remote_code=trust_remote_code,
+        )
+    given = {"margin": margin, "max-forgetting": max_forgetting, "general": general, "html": html}
+    if unread := [name for name, value in given.items() if value is not None]:
+        raise UserError(f"--{unread[0]}: only --against uses it. Leave it out.")
     return evaluate_command.evaluate(
         source,
         step=step,

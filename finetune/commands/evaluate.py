@@ -21,6 +21,7 @@ from finetune.data.sources.source import Source, open_source, open_sources
 from finetune.data.templates.chat_template import set_chat_template
 from finetune.data.templates.rendering import use_arguments
 from finetune.data.token_cache.cache import prepare_set, repair
+from finetune.data.token_cache.store import TokenCache
 from finetune.errors import UserError
 from finetune.model.build import build_model
 from finetune.model.loading.architecture import NEW_HEADS
@@ -131,28 +132,31 @@ def find_evaluation_target(
             )
         step_of = layout.step_of(chosen) or 0
         kept = load_run_inputs(location.run, own.config)
-        _use_arguments(kept, loaded)
+        _use_template(kept, loaded, own=own)
         return EvaluationTarget(loaded, kept, chosen, None, own.config, step_of)
     if step is not None:
         raise UserError(f"--step {step}: {source} has no checkpoints. Name a run's folder, or leave --step out.")
     return _of_folder(source, job=job, overrides=overrides, trusts=trusts)
 
 
-def _use_arguments(run_inputs: RunInputs, loaded: LoadedConfig) -> None:
-    """Have conversations rendered with the arguments of the job, if it has some."""
-    tokenizer = run_inputs.processing.tokenizer
+def _use_template(run_inputs: RunInputs, loaded: LoadedConfig, *, own: LoadedConfig | None) -> None:
+    """Render conversations with the job's template, unless it is that of the run itself, and with its arguments."""
+    tokenizer, data = run_inputs.processing.tokenizer, loaded.config.data
     if tokenizer is not None:
-        use_arguments(tokenizer, loaded.config.data.chat_template_arguments, loaded.sources)
+        if own is None or data.chat_template != own.config.data.chat_template:
+            set_chat_template(tokenizer, data.chat_template)
+        use_arguments(tokenizer, data.chat_template_arguments, loaded.sources)
 
 
 def _of_folder(source: Path, *, job: LoadedConfig | None, overrides: Sequence[str], trusts: bool) -> EvaluationTarget:
     saved = inspect_model_folder(source, key="evaluate", trust_remote_code=trusts)
     run = saved.folder.parent if (saved.folder.parent / RESOLVED_NAME).is_file() else None
+    own = None if job is not None or run is None else load_resolved(run)
     if job is not None:
         loaded = job
-    elif run is not None:
+    elif run is not None and own is not None:
         loaded = load_resolved(run, overrides)
-        require_trusted_metrics(load_resolved(run), loaded, trust_remote_code=trusts)
+        require_trusted_metrics(own, loaded, trust_remote_code=trusts)
     else:
         raise UserError(
             f"{saved.folder}: does not belong to a run, so there is no job to evaluate with. Add --config JOB.yaml."
@@ -167,9 +171,7 @@ def _of_folder(source: Path, *, job: LoadedConfig | None, overrides: Sequence[st
             classification = task.classification.model_copy(update={"labels": saved.labels})
             task = task.model_copy(update={"classification": classification})
             loaded = replace(loaded, config=loaded.config.model_copy(update={"task": task}))
-        if kept.processing.tokenizer is not None:
-            set_chat_template(kept.processing.tokenizer, loaded.config.data.chat_template)
-    _use_arguments(kept, loaded)
+    _use_template(kept, loaded, own=own)
     target = EvaluationTarget(loaded, kept, saved.folder, saved, loaded.config)
     head = target.task().head
     return replace(target, saved=replace(saved, head=head))
@@ -225,11 +227,33 @@ class Measurement:
     num_rows: int
 
 
-def measure(target: EvaluationTarget) -> Measurement:
-    """Return the metrics on the job's validation rows, exact on any number of processes. Collective.
+@dataclass(frozen=True)
+class EvaluationSetup:
+    """The validation rows of a job, and the device on which models are measured on them."""
 
-    Raises UserError where the job has no validation rows.
-    """
+    config: RunConfig
+    task: Task
+    source: Source
+    rows: TokenCache
+    accelerator: Any
+    log: RunLog
+
+    def load_initial(self, target: EvaluationTarget) -> Any:
+        """Return the target's model on the device, as its run began with it; a folder's own. Collective."""
+        with unsharded(self.accelerator):
+            model = target.initial_model(self.task)
+        return model.to(self.accelerator.device)
+
+    def with_frozen_outputs(self, model: Any) -> "EvaluationSetup":
+        """Return the setup with everything that its task needs of the initial model or of a teacher. Collective."""
+        config, accelerator, log = self.config, self.accelerator, self.log
+        prepared = PreparedModel(accelerator, model, model, None)
+        rows = precompute_set(config, self.task, self.rows, key="data.validation", prepared=prepared, log=log)
+        return replace(self, rows=rows, task=attach_teacher(config.model, self.task, accelerator=accelerator, log=log))
+
+
+def prepare_evaluation(target: EvaluationTarget) -> EvaluationSetup:
+    """Return the job's validation rows, encoded, and the device; raises UserError where it has none. Collective."""
     # Strategy, batch, unfreezing and average of the job matter to training alone.
     job = target.loaded.config
     batch_size = job.train.known_microbatch_size * distributed.world()
@@ -239,29 +263,35 @@ def measure(target: EvaluationTarget) -> Measurement:
     log = RunLog(is_main=distributed.is_main())
     config, task = target.config, target.task()
     encoding = make_encoding(config.data, target.run_inputs.processing, task, name=config.task.name)
-    rows = prepare_set(_source(config, log=log), encoding, log=log)
+    source = _source(config, log=log)
+    rows = prepare_set(source, encoding, log=log)
     repair(rows, seconds=None)
     # Before the model: quantized weights are loaded to the device that it chooses.
-    accelerator = make_accelerator(config, strategy, log=log)
-    with unsharded(accelerator):
-        model = target.initial_model(task)
-    model.to(accelerator.device)
-    prepared = PreparedModel(accelerator, model, model, None)
-    precomputed = precompute_set(config, task, rows, key="data.validation", prepared=prepared, log=log)
-    task = attach_teacher(config.model, task, accelerator=accelerator, log=log)
+    return EvaluationSetup(config, task, source, rows, make_accelerator(config, strategy, log=log), log)
+
+
+def measure(target: EvaluationTarget) -> Measurement:
+    """Return the metrics on the job's validation rows, exact on any number of processes. Collective.
+
+    Raises UserError where the job has no validation rows.
+    """
+    setup = prepare_evaluation(target)
+    model = setup.load_initial(target)
+    setup = setup.with_frozen_outputs(model)
     target.load_weights(model)
+    config, accelerator = setup.config, setup.accelerator
     generate = config.evaluate.generate if config.evaluate else None
     evaluator = make_evaluator(
         config,
-        task,
-        rows=precomputed,
+        setup.task,
+        rows=setup.rows,
         model=accelerator.prepare_model(model, evaluation_mode=True),
         accelerator=accelerator,
         tokenizer=target.run_inputs.processing.tokenizer,
         answer_metrics=load_metrics(generate.metrics if generate else ()),
         reporter=no_op,
     )
-    return Measurement(target, evaluator(target.step), len(rows))
+    return Measurement(target, evaluator(target.step), len(setup.rows))
 
 
 def _source(config: RunConfig, *, log: RunLog) -> Source:

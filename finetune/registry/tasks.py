@@ -46,6 +46,7 @@ class TaskEntry(Entry):
     watches_routers: bool = False  # of a mixture of experts
     has_token_loss: bool = False  # a cross-entropy over the vocabulary, with a choice of kernels
     smooths_labels: bool = False  # its loss is a cross-entropy
+    has_row_losses: bool = False  # its loss is a sum over rows: `evaluate --against` compares two models row by row
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -114,6 +115,7 @@ TASKS = Table(
             watches_routers=True,
             has_token_loss=True,
             smooths_labels=True,
+            has_row_losses=True,
         ),
         TaskEntry(
             name="pretrain",
@@ -130,6 +132,7 @@ TASKS = Table(
             watches_routers=True,
             has_token_loss=True,
             smooths_labels=True,
+            has_row_losses=True,
         ),
         TaskEntry(
             name="seq2seq",
@@ -146,6 +149,7 @@ TASKS = Table(
             takes_embedding_noise=True,
             has_token_loss=True,
             smooths_labels=True,
+            has_row_losses=True,
         ),
         TaskEntry(
             name="masked_lm",
@@ -174,6 +178,7 @@ TASKS = Table(
             is_chat=True,
             takes_prompt_adapters=True,
             watches_routers=True,
+            has_row_losses=True,
         ),
         TaskEntry(
             name="reward",
@@ -218,6 +223,7 @@ TASKS = Table(
             takes_embedding_noise=True,
             watches_routers=True,
             smooths_labels=True,
+            has_row_losses=True,
         ),
         TaskEntry(
             name="token_classification",
@@ -232,6 +238,7 @@ TASKS = Table(
             takes_embedding_noise=True,
             watches_routers=True,
             smooths_labels=True,
+            has_row_losses=True,
         ),
         TaskEntry(
             name="image_classification",

@@ -225,6 +225,28 @@ def test_the_harness_brings_its_own_data(typed, calls):
     assert "Leave --config and --set out" in told
 
 
+def test_the_release_gate_gets_its_options(typed, calls):
+    typed("evaluate", "runs/first", "--against", "base", "--margin", "0.1", "--html", "a.html", "--json", "a.json")
+    ((place, arguments, options),) = calls.made
+    assert (place, arguments, options["against"]) == (
+        "finetune.commands.gate.gate:evaluate_against",
+        (Path("runs/first"),),
+        "base",
+    )
+    gate = options["options"]
+    assert (gate.margin, gate.max_forgetting, gate.general) == (0.1, 0.3, None)
+    assert (gate.html, gate.json) == (Path("a.html"), Path("a.json"))
+
+
+@pytest.mark.parametrize(
+    "words", [["--html", "a.html"], ["--margin", "0"], ["--against", "base", "--lm-eval", "hellaswag"]]
+)
+def test_options_that_have_no_effect_on_an_evaluation_are_refused(typed, calls, words):
+    code, _, printed = typed("evaluate", "runs/first", *words)
+    assert (code, calls.made) == (2, [])
+    assert "--against" in printed
+
+
 def test_the_reference_is_written_as_a_page_per_section(typed, tmp_path):
     assert typed("reference", "--into", str(tmp_path / "job"))[0] == 0
     assert "| `train.learning_rate` |" in (tmp_path / "job" / "train.md").read_text()

@@ -1,0 +1,1 @@
+"""`finetune evaluate --against`: is a trained model better than its base model or another one?"""

@@ -1,0 +1,204 @@
+"""The comparison of a tuned model with its base or another model on the same rows."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from finetune.commands.evaluate import EvaluationSetup, EvaluationTarget, find_evaluation_target
+from finetune.commands.export import processing_in
+from finetune.commands.gate.differences import PairedDifference, loss_difference, share_difference
+from finetune.commands.gate.general import GENERAL_ROWS, Forgetting, GeneralRows, read_general
+from finetune.commands.gate.rows import measure_rows
+from finetune.config.load import RESOLVED_NAME
+from finetune.data.features import Features
+from finetune.data.token_cache.cache import prepare_set
+from finetune.errors import DataError
+from finetune.model.frozen_models import reference_mode
+from finetune.registry.tasks import TASKS
+from finetune.run.setup.data import make_encoding
+from finetune.run.state.run_folder import RunInputs
+from finetune.runtime.optional import no_op
+
+
+@dataclass(frozen=True)
+class ComparedRow:
+    """What both models reach on a row; its text is that before its only or last answer, which is the reference."""
+
+    location: str
+    text: str
+    reference: str
+    num_targets: int
+    baseline_loss: float  # per target
+    tuned_loss: float
+    baseline_is_right: bool
+    tuned_is_right: bool
+
+    @property
+    def gain(self) -> float:
+        """Return by how much the tuned model is better."""
+        return self.baseline_loss - self.tuned_loss
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What two models reach on the same rows."""
+
+    loss: PairedDifference
+    share: PairedDifference | None  # of right rows
+    share_name: str
+    rows: Sequence[ComparedRow]  # what got worse most comes first, what got better most last
+    forgetting: Forgetting | None  # None without general rows
+    seen_differently: Sequence[str]  # sentences about rows that a model has seen otherwise in its training
+
+
+@dataclass(frozen=True)
+class ComparedModels:
+    """The two models, of which one is loaded at a time."""
+
+    setup: EvaluationSetup  # of the tuned model; both are measured with its task, on its rows
+    tuned: EvaluationTarget
+    baseline: EvaluationTarget
+    is_base: bool  # the baseline is the model as the tuned one's run began with it
+
+    def with_reference(self) -> "ComparedModels":
+        """Return the models with the outputs of a reference that the loss needs: the model that the job starts from."""
+        if self.setup.task.precomputed is None:
+            return self
+        reference = self.setup.load_initial(replace(self.tuned, saved=None))
+        return replace(self, setup=self.setup.with_frozen_outputs(reference))
+
+    def load_tuned(self) -> Any:
+        """Return the tuned model."""
+        model = self.setup.load_initial(self.tuned)
+        self.tuned.load_weights(model)
+        return self.setup.accelerator.prepare_model(model, evaluation_mode=True)
+
+    @contextmanager
+    def baseline_loaded(self) -> Iterator[Any]:
+        """Yield the baseline; the base is without the adapters that a run has added to it."""
+        model = self.setup.load_initial(self.baseline)
+        if not self.is_base:
+            self.baseline.load_weights(model)
+        model = self.setup.accelerator.prepare_model(model, evaluation_mode=True)
+        with reference_mode(model, self.tuned.origin.model) if self.is_base else nullcontext():
+            yield model
+
+
+def compare_models(models: ComparedModels, *, general_rows: Path | None, trust_remote_code: bool) -> Comparison:
+    """Return the comparison on the tuned model's validation rows, and on general rows where the model continues texts.
+
+    General rows are those of the file, else, unless the job trains a model from random weights, the package's own.
+    """
+    seen_differently = find_other_encodings(models, trust_remote_code=trust_remote_code)
+    models = models.with_reference()
+    setup, forgetting = models.setup, None
+    samples = [setup.rows.intact(index) for index in range(len(setup.rows))]
+    with models.baseline_loaded() as model:
+        baseline = measure_rows(model, setup.task, samples, device=setup.accelerator.device)
+        general = _general_rows(models, general_rows, model)
+        answers = None if general is None else general.measure_baseline(model)
+    del model
+    model = models.load_tuned()
+    tuned = measure_rows(model, setup.task, samples, device=setup.accelerator.device)
+    if general is not None and answers is not None:
+        forgetting = general.measure_forgetting(model, answers)
+    rows = [
+        ComparedRow(
+            setup.rows.location(index),
+            *_texts(models, sample),
+            int(tuned.num_targets[index]),
+            float(baseline.losses[index] / baseline.num_targets[index]),
+            float(tuned.losses[index] / tuned.num_targets[index]),
+            bool(baseline.is_right[index]),
+            bool(tuned.is_right[index]),
+        )
+        for index, sample in enumerate(samples)
+    ]
+    share_name = _share_name(setup)
+    return Comparison(
+        loss=loss_difference(baseline.losses, tuned.losses, tuned.num_targets),
+        share=share_difference(baseline.is_right, tuned.is_right) if share_name else None,
+        share_name=share_name,
+        rows=sorted(rows, key=lambda row: row.gain),
+        forgetting=forgetting,
+        seen_differently=seen_differently,
+    )
+
+
+def _general_rows(models: ComparedModels, path: Path | None, model: Any) -> GeneralRows | None:
+    config, is_random = models.setup.config, models.tuned.origin.model.from_config is not None
+    if TASKS[config.task.name].head != "causal_lm" or (path is None and is_random):
+        return None
+    return read_general(path or GENERAL_ROWS, config.data, models.tuned.run_inputs.processing.tokenizer, model)
+
+
+def _texts(models: ComparedModels, sample: Features) -> tuple[str, str]:
+    """Return the row's text, and its answer or label."""
+    task, decode = models.setup.task, models.tuned.run_inputs.processing.tokenizer.decode
+    prompt = task.prompt(sample)
+    if prompt is None:
+        return decode(sample.arrays["input_ids"].tolist(), skip_special_tokens=True), task.label_text(sample)
+    return decode(list(prompt.input_ids), skip_special_tokens=True), decode(list(prompt.reference_ids))
+
+
+def _share_name(setup: EvaluationSetup) -> str:
+    """Return the name of the share of right rows; empty if no row is right or wrong."""
+    section, entry = setup.config.task, TASKS[setup.config.task.name]
+    if entry.section == "preference":
+        return "chosen answer more likely"
+    if entry.classifies:
+        return "" if section.classification.kind == "regression" else "accuracy"
+    return "exact match" if entry.generates else ""
+
+
+def find_other_encodings(models: ComparedModels, *, trust_remote_code: bool) -> list[str]:
+    """Return a sentence for each model whose own job or tokenizer encodes these rows differently."""
+    setup, sentences = models.setup, []
+    for target in (models.tuned,) if models.is_base else (models.tuned, models.baseline):
+        own = _own_rules(target, trust_remote_code=trust_remote_code)
+        config, processing = own.config, own.run_inputs.processing
+        encoding = make_encoding(config.data, processing, own.task(), name=config.task.name)
+        try:
+            rows = prepare_set(setup.source, encoding, log=no_op)
+        except DataError as error:
+            sentences.append(f"{target.source} was trained with settings that refuse these rows: {error}")
+            continue
+        if rows.fingerprint == setup.rows.fingerprint:
+            continue
+        pairs = [(setup.rows[index], rows[index]) for index in range(min(len(rows), len(setup.rows)))]
+        others = [index for index, (here, there) in enumerate(pairs) if not _is_same(here, there)]
+        if others or len(rows) != len(setup.rows):
+            first = others[0] if others else len(pairs) - 1
+            here, there = (_excerpt(sample, setup) for sample in pairs[first])
+            sentences.append(
+                f"{target.source} was trained with another template, tokenizer or choice of targets than these rows "
+                f"have now: {max(len(others), abs(len(rows) - len(setup.rows)))} of {len(setup.rows)} differ, first "
+                f"{setup.rows.location(first)}: now {here}; in training {there}."
+            )
+    return sentences
+
+
+def _own_rules(target: EvaluationTarget, *, trust_remote_code: bool) -> EvaluationTarget:
+    """Return the target with the job of its run and the tokenizer in its folder, in place of those that are given."""
+    saved, trusts = target.saved, trust_remote_code
+    own = target
+    if saved is None or (saved.folder.parent / RESOLVED_NAME).is_file():
+        own = find_evaluation_target(target.source, step=None, job=None, overrides=(), trust_remote_code=trusts)
+    if saved is None:
+        return own
+    return replace(own, run_inputs=RunInputs(processing_in(saved, trust_remote_code=trusts), own.run_inputs.facts))
+
+
+def _is_same(here: Features, there: Features) -> bool:
+    names = here.arrays.keys()
+    return names == there.arrays.keys() and all(np.array_equal(here.arrays[name], there.arrays[name]) for name in names)
+
+
+def _excerpt(sample: Features, setup: EvaluationSetup) -> str:
+    is_target = sample.arrays.get("is_target")
+    targets = "" if is_target is None else f", {int(is_target.sum())} of them targets"
+    return f"{sample.length} tokens{targets}"

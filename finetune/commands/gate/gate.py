@@ -1,0 +1,159 @@
+"""`finetune evaluate --against`: the release gate. Is a trained model better than its base model or another one?
+
+Both models are measured row by row on the same held-out rows, encoded once, and on general texts and chats. The gate
+passes if the whole 95% interval of the gain in loss is above the margin, if no more than the given share of the tokens
+of the baseline's own answers to general rows has changed, and if the models see the rows as in their training.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from finetune.commands.evaluate import find_evaluation_target, prepare_evaluation
+from finetune.commands.gate.comparison import ComparedModels, Comparison, compare_models
+from finetune.commands.printing import number_table, print_facts, print_table
+from finetune.config.load import load_config
+from finetune.errors import UserError
+from finetune.registry.tasks import TASKS
+from finetune.report.page.facts import format_time
+from finetune.report.page.page import render_page
+from finetune.runtime import distributed
+from finetune.runtime.files import atomic
+from finetune.runtime.text.redact import redact_known_values
+from finetune.runtime.text.terminal import quiet_libraries
+
+BASE = "base"
+TEMPLATES = Path(__file__).parent / "templates"
+NUM_SHOWN = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class GateOptions:
+    """The options of the gate."""
+
+    margin: float  # of the loss, in nats per target
+    max_forgetting: float  # share of the tokens of the baseline's answers to general rows
+    general: Path | None
+    html: Path | None
+    json: Path | None
+
+
+def evaluate_against(
+    source: Path,
+    *,
+    against: str,
+    step: int | None,
+    config: Path | None,
+    overrides: Sequence[str],
+    options: GateOptions,
+    trust_remote_code: bool = False,
+) -> int:
+    """Compare, print the result, write the page and the JSON file, and return 0 if the gate passes, else 1.
+
+    Raises UserError for several processes, and for a task whose loss is not a sum over rows.
+    """
+    if distributed.world() > 1:
+        raise UserError("--against: run it in one process, without `accelerate launch`.")
+    quiet_libraries(is_main=True)
+    job, trusts = None if config is None else load_config(config, overrides), trust_remote_code
+    tuned = find_evaluation_target(source, step=step, job=job, overrides=overrides, trust_remote_code=trusts)
+    entry = TASKS[tuned.config.task.name]
+    if not entry.has_row_losses:
+        known = ", ".join(task.name for task in TASKS if task.has_row_losses)
+        raise UserError(f"--against: task `{entry.name}` has no loss of a single row. Tasks that have one: {known}.")
+    if options.general is not None and entry.head != "causal_lm":
+        raise UserError(f"--general: models of task `{entry.name}` do not continue texts. Leave it out.")
+    baseline = replace(tuned, saved=None)
+    if against != BASE:
+        folder, same = Path(against), tuned.loaded
+        baseline = find_evaluation_target(folder, step=None, job=same, overrides=(), trust_remote_code=trusts)
+    models = ComparedModels(prepare_evaluation(tuned), tuned, baseline, is_base=against == BASE)
+    comparison = compare_models(models, general_rows=options.general, trust_remote_code=trusts)
+    title = f"{tuned.source} against {'its base' if against == BASE else baseline.source}"
+    failures = _failures(comparison, options)
+    verdict = failures or [f"Better: the loss is lower by more than {options.margin:g}."]
+    _print(comparison, title=title, sentences=[*_notes(comparison), *verdict])
+    if options.json is not None:
+        name = "not comparable" if comparison.seen_differently else comparison.loss.verdict(options.margin)
+        facts = {"title": title, "passes": not failures, "verdict": name, "failures": failures}
+        limits = {"margin": options.margin, "max_forgetting": options.max_forgetting}
+        atomic.write_json(options.json, redact_known_values({**facts, **limits, **asdict(comparison)}))
+    if options.html is not None:
+        page = render_page(
+            "gate.html.jinja",
+            folder=TEMPLATES,
+            data={},
+            title=title,
+            written=format_time(time.time()),
+            passes=not failures,
+            verdict=verdict,
+            figures=_figures(comparison),
+            notes=_notes(comparison),
+            num_rows=len(comparison.rows),
+            worst=[row for row in comparison.rows[:NUM_SHOWN] if row.gain < 0],
+            best=[row for row in comparison.rows[: -NUM_SHOWN - 1 : -1] if row.gain > 0],
+        )
+        atomic.write_bytes(options.html, page.encode("utf-8", errors="backslashreplace"))
+        print(f"wrote {options.html}")
+    return 1 if failures else 0
+
+
+_NOT_BETTER = {
+    "worse": "Worse: the loss is higher by more than {margin:g}.",
+    "no difference": "No difference: the losses differ by less than {margin:g}.",
+    "undecided": "Undecided: the interval of the gain is not above {margin:g}. More rows make it narrower.",
+}
+
+
+def _failures(comparison: Comparison, options: GateOptions) -> list[str]:
+    """Return why the tuned model must not replace the baseline; nothing if it is better."""
+    sentences = [f"Not comparable: {text}" for text in comparison.seen_differently]
+    verdict, forgetting = comparison.loss.verdict(options.margin), comparison.forgetting
+    if verdict != "better":
+        sentences.append(_NOT_BETTER[verdict].format(margin=options.margin))
+    if forgetting is not None and forgetting.tokens_changed > options.max_forgetting:
+        sentences.append(f"Forgets: more than {options.max_forgetting:.0%} of the tokens changed.")
+    return sentences
+
+
+def _notes(comparison: Comparison) -> list[str]:
+    """Return sentences about the rows and about forgetting."""
+    better, worse = (sum(row.gain * sign > 0 for row in comparison.rows) for sign in (1, -1))
+    notes = [f"{better:,} rows have a lower loss than before, {worse:,} a higher one."]
+    forgetting = comparison.forgetting
+    if forgetting is None:
+        return [*notes, "Forgetting is not measured: the baseline has random weights, or does not continue texts."]
+    left_out = f" {forgetting.num_left_out} general rows are left out." * (forgetting.num_left_out > 0)
+    return [
+        *notes,
+        f"Of the baseline's own answers to general rows, {forgetting.answers_changed:.0%} changed, and "
+        f"{forgetting.tokens_changed:.0%} of their tokens.{left_out}",
+    ]
+
+
+def _figures(comparison: Comparison) -> list[tuple[str, ...]]:
+    """Return the table of the differences, its head first."""
+    forgetting = comparison.forgetting
+    measures = {"loss": comparison.loss, comparison.share_name: comparison.share}
+    if forgetting is not None:
+        measures[f"loss of {forgetting.num_rows} general rows"] = forgetting.loss
+    table: list[tuple[str, ...]] = [("", "baseline", "tuned", "gain", "95% interval")]
+    for name, measure in measures.items():
+        if measure is not None:
+            low, high = measure.low, measure.high
+            interval = "none: too few rows" if low is None or high is None else f"{low:+.4f} to {high:+.4f}"
+            values = f"{measure.baseline:.4f}", f"{measure.tuned:.4f}", f"{measure.gain:+.4f}"
+            table.append((name, *values, interval))
+    return table
+
+
+def _print(comparison: Comparison, *, title: str, sentences: Sequence[str]) -> None:
+    print(f"{title}: {len(comparison.rows):,} rows")
+    head, *rows = _figures(comparison)
+    table = number_table(*head)
+    table.columns[0].justify = "left"
+    for row in rows:
+        table.add_row(*row)
+    print_table(table)
+    print_facts([("", text) for text in sentences], indent=0)
