@@ -1,7 +1,8 @@
 """The commands for trained models and runs: export, evaluate, generate, chat, report, compare."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -155,23 +156,20 @@ def evaluate(
     On several processes, each evaluates a share of the samples with a full copy of the model:
     accelerate launch --config_file ACCELERATE.yaml -m finetune evaluate RUN
     """
-    if lm_eval is not None and against is not None:
-        raise UserError("--against: cannot be used with --lm-eval. Leave one of them out.")
-    if lm_eval is not None and (config is not None or override):
-        raise UserError("--lm-eval: its tasks come with their own data. Leave --config and --set out.")
     if lm_eval is not None:
+        _refuse({"against": against})
+        if config is not None or override:
+            raise UserError("--lm-eval: its tasks come with their own data. Leave --config and --set out.")
         evaluate_command.evaluate_with_harness(
             source, step=step, tasks=lm_eval, json=json, trust_remote_code=trust_remote_code
         )
         return 0
     if against is not None:
-        options = gate_command.GateOptions(
-            margin=0.01 if margin is None else margin,
-            max_forgetting=0.3 if max_forgetting is None else max_forgetting,
-            general=general,
-            html=html,
-            json=json,
-        )
+        limits = {
+            "margin": 0.01 if margin is None else margin,
+            "max_forgetting": 0.3 if max_forgetting is None else max_forgetting,
+        }
+        options = gate_command.GateOptions(**limits, general=general, html=html, json=json)
         return gate_command.evaluate_against(
             source,
             against=against,
@@ -181,9 +179,7 @@ def evaluate(
             options=options,
             trust_remote_code=trust_remote_code,
         )
-    given = {"margin": margin, "max-forgetting": max_forgetting, "general": general, "html": html}
-    if unread := [name for name, value in given.items() if value is not None]:
-        raise UserError(f"--{unread[0]}: only --against uses it. Leave it out.")
+    _refuse({"margin": margin, "max-forgetting": max_forgetting, "general": general, "html": html})
     return evaluate_command.evaluate(
         source,
         step=step,
@@ -192,6 +188,13 @@ def evaluate(
         json=json,
         trust_remote_code=trust_remote_code,
     )
+
+
+def _refuse(given: Mapping[str, Any]) -> None:
+    """Raise UserError if one of the options of the release gate is given to another evaluation."""
+    for name, value in given.items():
+        if value is not None:
+            raise UserError(f"--{name}: this evaluation is not a comparison by --against alone. Leave it out.")
 
 
 @handle_errors

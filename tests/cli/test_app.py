@@ -227,15 +227,16 @@ def test_the_harness_brings_its_own_data(typed, calls):
 
 def test_the_release_gate_gets_its_options(typed, calls):
     typed("evaluate", "runs/first", "--against", "base", "--margin", "0.1", "--html", "a.html", "--json", "a.json")
-    ((place, arguments, options),) = calls.made
-    assert (place, arguments, options["against"]) == (
-        "finetune.commands.gate.gate:evaluate_against",
-        (Path("runs/first"),),
-        "base",
-    )
-    gate = options["options"]
-    assert (gate.margin, gate.max_forgetting, gate.general) == (0.1, 0.3, None)
-    assert (gate.html, gate.json) == (Path("a.html"), Path("a.json"))
+    limits, compared = calls.made
+    assert limits[2] == {
+        "margin": 0.1,
+        "max_forgetting": 0.3,
+        "general": None,
+        "html": Path("a.html"),
+        "json": Path("a.json"),
+    }
+    assert compared[:2] == ("finetune.commands.gate.gate:evaluate_against", (Path("runs/first"),))
+    assert compared[2]["against"] == "base"
 
 
 @pytest.mark.parametrize(
