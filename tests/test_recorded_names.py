@@ -12,100 +12,59 @@ from finetune import errors
 from finetune.checkpoint.format.manifest import FileChecksum, Manifest, RunFingerprint
 from finetune.config.sections.data import DataSection, TrainingSourceSection
 from finetune.data.audit import Audit, Exceeded, Histogram, Padding, SourceAudit
-from finetune.data.encoding.conversation import ConversationEncoder
-from finetune.data.encoding.image_conversation import ImageConversationEncoder
-from finetune.data.encoding.labelled import LabelledImageEncoder, LabelledTextEncoder, TaggedWordsEncoder
-from finetune.data.encoding.preference import PreferenceEncoder
-from finetune.data.encoding.text import (
-    MaskedTextEncoder,
-    SourceTargetEncoder,
-    TextEncoder,
-    TextGroupsEncoder,
-    TextRowsEncoder,
-    TextsEncoder,
-)
+from finetune.data.encoding.text import TextEncoder
 from finetune.data.sources.source import open_source
 from finetune.data.template_check import PromptMismatch, TemplateCheck
 from finetune.data.token_cache.cache import identify
 from finetune.data.token_cache.chunks import Encoding
 from finetune.data.token_cache.counts import Counts, Share
+from finetune.data.token_cache.store import CACHE_VERSION, TokenCacheManifest
 from finetune.data.token_cache.store import PrecomputedManifest as KnownManifest
-from finetune.data.token_cache.store import TokenCacheManifest
 from finetune.data.workers import LoaderSettings
 from finetune.model.generation import SamplingParams
+from finetune.model.processing import Processing
+from finetune.registry.tasks import TASKS
 from finetune.report import events
+from finetune.run.setup.data import make_encoding
 from finetune.runtime.progress import Progress
 from finetune.runtime.supervision.status import Peer
 from finetune.runtime.supervision.watchdog import HangReport
 from finetune.task.classification import RECORDED_KINDS
 from finetune.task.distillation import DistillationTask
 from finetune.task.preference import PreferenceTask
-from finetune.task.protocol import BaseTask, RequireImageMessages, RequireMessages, RequireText
+from finetune.task.protocol import SampleSpec
 
 
-def instance_of(kind):
-    """Return an instance that nothing was done to: its class is all that is looked at."""
-    concrete = type("Concrete", (kind,), dict.fromkeys(getattr(kind, "__abstractmethods__", ())))
-    return object.__new__(concrete if concrete.__dict__.keys() & getattr(kind, "__abstractmethods__", ()) else kind)
-
-
-ENCODERS = {
-    # the encoder, its recorded name below the package, the fingerprint of a set of one row
-    RequireMessages: ("task.expecting.OnlyTurns", "22150548e07aaa1a474602dafa7af3ed"),
-    RequireImageMessages: ("task.expecting.PicturedTurns", "7f6b635ac55fe2dabddfb91e91c09c4c"),
-    RequireText: ("task.expecting.OnlyText", "5dcf6bc7d2f6483b859a3f0af5c8cb64"),
-    SourceTargetEncoder: ("data.encoding.source_target.SourceTargetEncoder", "ef8e5ac8ef562afd7e5b53653a10df57"),
-    TaggedWordsEncoder: ("data.encoding.tagged.TaggedEncoder", "15430e438b8910ae0f00b6ef0e06b6ba"),
-    PreferenceEncoder: ("data.encoding.answers.AnswersEncoder", "610cbdd250631e5b29cb10f3c87118a1"),
-    LabelledTextEncoder: ("data.encoding.labelled.LabelledEncoder", "bec330bf7798a7f07f394225767bacb0"),
-    LabelledImageEncoder: ("data.encoding.labelled_images.ImageEncoder", "19edf5ef5580fdf3c925ca6897d2c6a2"),
-    MaskedTextEncoder: ("data.encoding.masked_text.MaskedTextEncoder", "b7d61d60f0777b9bf21bfce517d6a3a5"),
-    TextEncoder: ("data.encoding.text.TextEncoder", "79d58aa44808d66ed1d46a0fd00efc07"),
-    ImageConversationEncoder: ("data.encoding.pictures.PicturedEncoder", "8408b530f5a2bdd321a57b4b764421c5"),
-    ConversationEncoder: ("data.encoding.encode.ConversationEncoder", "0d9d829e44910683ba55c6a4e290161b"),
-    TextGroupsEncoder: ("data.encoding.text_groups.TextGroupsEncoder", "816b2c30f3e9e00a4cb7b1c10f516458"),
-    BaseTask: ("task.base.BaseTask.encode", "74c59ad65d40384f0dd95ddf3d6f4400"),
-}
-
-
-def identity_of(encode, folder):
+def identity_of(encode, folder, identity):
     rows = folder / "rows.jsonl"
     rows.write_text('{"text": "a"}\n')
     train = TrainingSourceSection(path=str(rows))
     source = open_source(train, key="data.train", log=lambda _: None)
-    return identify(source, Encoding(encode, DataSection(train=train, max_length=64), identity={}))
+    return identify(source, Encoding(encode, DataSection(train=train, max_length=64), identity=identity))
 
 
-@pytest.mark.parametrize("kind", ENCODERS, ids=[name for name, _ in ENCODERS.values()])
-def test_a_prepared_set_is_found_again_wherever_its_encoder_stands(kind, tmp_path):
-    encode = instance_of(kind)
-    identity = identity_of(encode.encode if kind is BaseTask else encode, tmp_path)
-    name, fingerprint = ENCODERS[kind]
-    assert identity.parts["encode"] == "finetune" + "." + name
-    assert identity.fingerprint == fingerprint
+def test_a_prepared_set_is_found_again_whatever_its_encoder_is_called(tmp_path):
+    """Where the fingerprint or the version has changed: sets are prepared again, so increase CACHE_VERSION."""
+    renamed = type("Renamed", (TextEncoder,), {"__module__": "finetune.data.encoding.elsewhere"})
+    identities = [
+        identity_of(object.__new__(kind), tmp_path, {"task name": "pretrain"}) for kind in (TextEncoder, renamed)
+    ]
+    assert [identity.fingerprint for identity in identities] == ["7a5d94862fc860aa359289949b44a96a"] * 2
+    assert CACHE_VERSION == 6
 
 
-def subclasses(kind):
-    return {
-        each
-        for own in kind.__subclasses__()
-        if own.__module__.startswith("finetune.")
-        for each in (own, *subclasses(own))
-    }
-
-
-def test_every_encoder_of_the_package_has_a_recorded_name():
-    found = subclasses(TextRowsEncoder) | subclasses(ConversationEncoder)
-    found.remove(TextsEncoder)  # of predictions, for which no set is prepared
-    assert len(found) > 5
-    assert found <= ENCODERS.keys(), "give it the decorator `recorded_as`, and write it down above"
+def test_every_task_has_sets_of_its_own(tmp_path):
+    processing, data = Processing(None), DataSection(train=TrainingSourceSection(path="rows.jsonl"), max_length=64)
+    task = SimpleNamespace(samples=SampleSpec(object.__new__(TextEncoder)))
+    names = [make_encoding(data, processing, task, name=entry.name).identity["task name"] for entry in TASKS]
+    assert len(set(names)) == len(names) and len(names) > 8
 
 
 def test_an_encoder_outside_the_package_is_identified_by_its_module_path(tmp_path):
-    class OwnEncoder(ConversationEncoder):
+    class OwnEncoder(TextEncoder):
         pass
 
-    name = identity_of(instance_of(OwnEncoder), tmp_path).parts["encode"]
+    name = identity_of(object.__new__(OwnEncoder), tmp_path, {}).parts["encode"]
     assert name == f"{__name__}.{OwnEncoder.__qualname__}"
 
 

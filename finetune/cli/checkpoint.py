@@ -61,9 +61,9 @@ def show(run: Run, step: Step = None, json: Json = False) -> None:
     checkpoint_command.show_checkpoint(run, step=step, as_json=json)
 
 
-@app.command()
+@app.command("verify")
 @handle_errors
-def verify(
+def verify_checkpoints(
     run: Run,
     step: Annotated[
         int | None, typer.Option(min=0, metavar="N", help="Step of the checkpoint. Default: all checkpoints.")
@@ -102,9 +102,9 @@ def prune(
     )
 
 
-@app.command()
+@app.command("export")
 @handle_errors
-def export(
+def export_checkpoint(
     run: Run,
     step: Step = None,
     to: Annotated[

@@ -30,8 +30,8 @@ from finetune.task.model_inputs import (
 )
 from finetune.task.protocol import BaseTask, DataFacts, Predictor, TaskContext
 
-PAIR_WEIGHTS = "counts"
-NUM_PAIRS = "num_firsts"
+PAIR_WEIGHTS = "pair_weights"
+NUM_PAIRS = "num_pairs"
 
 
 def collate_pairs(features: Sequence[Features], *, pad_id: int | None) -> Batch:
@@ -40,23 +40,23 @@ def collate_pairs(features: Sequence[Features], *, pad_id: int | None) -> Batch:
     Without `pad_id` the sequences are concatenated into one row in the same order.
 
     `labels[b, t]` is the token at t + 1 if it is a target. `num_targets` is the number of sequences in the upper half.
-    Extras: `num_firsts`, the number of sequences per sample in the upper half, and `counts`, the weight of each of them
-    (1, or 0 in a dummy batch).
+    Extras: `num_pairs`, the number of sequences per sample in the upper half, and `pair_weights`, the weight of each of
+    them (1, or 0 in a dummy batch).
     """
     upper: list[Features] = []
     lower: list[Features] = []
-    num_firsts: list[int] = []
+    num_pairs: list[int] = []
     for sample in features:
         names = ("input_ids", "is_target")
         sequences = [
             Features({name: sample.arrays[name][start:end] for name in names}) for start, end in sequence_bounds(sample)
         ]
-        num_firsts.append(len(sequences) // 2)
-        upper += sequences[: num_firsts[-1]]
-        lower += sequences[num_firsts[-1] :]
+        num_pairs.append(len(sequences) // 2)
+        upper += sequences[: num_pairs[-1]]
+        lower += sequences[num_pairs[-1] :]
     ordered = [*upper, *lower]
     batch = collate_padding_free(ordered) if pad_id is None else collate_padded(ordered, pad_id=pad_id)
-    extras = {NUM_PAIRS: torch.tensor(num_firsts), PAIR_WEIGHTS: torch.ones(len(upper))}
+    extras = {NUM_PAIRS: torch.tensor(num_pairs), PAIR_WEIGHTS: torch.ones(len(upper))}
     ids = tuple(sample.sample_id for sample in features)
     return replace(batch, num_targets=len(upper), sample_ids=ids, extras=extras)
 
@@ -70,9 +70,9 @@ def join_halves(arrays: Sequence[np.ndarray]) -> Tensor:
 
 def split_by_sample(values: Tensor, batch: Batch) -> list[np.ndarray]:
     """Return the per-sequence values of a batch, [sequences], split by sample: the inverse of `join_halves`."""
-    num_firsts = batch.extras[NUM_PAIRS].tolist()
+    num_pairs = batch.extras[NUM_PAIRS].tolist()
     upper, lower = values.detach().chunk(2)
-    pairs = zip(torch.split(upper, num_firsts), torch.split(lower, num_firsts), strict=True)
+    pairs = zip(torch.split(upper, num_pairs), torch.split(lower, num_pairs), strict=True)
     return [torch.cat(pair).cpu().numpy() for pair in pairs]
 
 

@@ -29,7 +29,6 @@ from finetune.errors import DataError
 from finetune.registry.losses import PREFERENCE_LOSSES
 from finetune.registry.table import import_attribute, options_of
 from finetune.registry.tasks import TASKS, ModelHead
-from finetune.runtime.files.digests import recorded_as
 
 
 @dataclass(frozen=True)
@@ -116,7 +115,6 @@ class DataFacts:
     lines: tuple[str, ...] = ()  # log lines about them
 
 
-@recorded_as("task.expecting.OnlyTurns")
 @dataclass(frozen=True)
 class RequireMessages:
     """Encodes rows with `messages`; the error of other rows advises how to map them."""
@@ -173,7 +171,6 @@ def _encoded_but(
     ]
 
 
-@recorded_as("task.expecting.PicturedTurns")
 @dataclass(frozen=True)
 class RequireImageMessages:
     """Encodes rows with `messages`, optionally with images."""
@@ -187,7 +184,6 @@ class RequireImageMessages:
         return _encoded_but(rows, [row.get(UNREAD_IMAGE) for row in rows], self.encode)
 
 
-@recorded_as("task.expecting.OnlyText")
 @dataclass(frozen=True)
 class RequireText:
     """Encodes rows with only a text; the error of other rows advises how to map them."""
@@ -244,7 +240,6 @@ class BaseTask:
         """Return the JSON files to export with a model of this config, by relative path."""
         return {}
 
-    @recorded_as("task.base.BaseTask.encode")
     def encode(self, rows: Sequence[Row]) -> Sequence[Outcome]:
         """Return the features of each row, None for a row without targets, or the row's error."""
         if self._encoder is not None and type(self).encode_row is BaseTask.encode_row:

@@ -212,9 +212,8 @@ def record_skipped_step(parts: TrainingComponents, progress: Progress, record: S
                 f"{problem} Inspect these rows, lower train.learning_rate, or set train.nonfinite.action: skip."
             )
         if progress.num_nonfinite_skips >= parts.nonfinite.max_skips:
-            raise NonFiniteError(
-                f"{problem} {parts.nonfinite.max_skips} steps have already been skipped (train.nonfinite.max_skips)."
-            )
+            limit = f"{parts.nonfinite.max_skips} steps have already been skipped (train.nonfinite.max_skips)"
+            raise NonFiniteError(f"{problem} {limit}.")
         progress.num_nonfinite_skips += 1
     parts.reporter(StepSkipped(record.number, reason, sample_ids, rows))
 

@@ -14,8 +14,11 @@ from finetune.runtime.text.terminal import format_json
 ABSENT = "nothing"
 _MAX_LENGTH = 80
 
+DATA = "training data"
+"""The digest of the prepared rows, followed by the version of the token cache that made it."""
+
 CAUSES: Mapping[str, tuple[str, ...]] = {
-    "training data": (
+    DATA: (
         "data.train.",
         "data.max_length",
         "data.over_length",
@@ -39,8 +42,12 @@ def check_changes(path: Path, saved: RunFingerprint, *, current: RunFingerprint,
     A change of `identity`, which alters the training result, must be in `allowed`. Names in `allowed` without a change
     are also reported.
     """
-    identity = differences(comparable_config(_with_peft_section(saved.identity)), current.identity)
     settings = differences(comparable_config(saved.settings), current.settings)
+    former, messages = comparable_config(_with_peft_section(saved.identity)), []
+    if is_other_cache_version(saved, current) and not any(key.startswith(CAUSES[DATA]) for key in settings):
+        former[DATA] = current.identity[DATA]
+        messages.append(f"{DATA}: compared by the samples so far: the checkpoint is of another version of the cache")
+    identity = differences(former, current.identity)
     refused = {name: pair for name, pair in identity.items() if name not in allowed or name in NEVER_ALLOWED}
     if refused:
         lines = [f"{path} was written by a run with other training settings"]
@@ -56,7 +63,6 @@ def check_changes(path: Path, saved: RunFingerprint, *, current: RunFingerprint,
             lines += [f"{restore}, or, to", "resume with the new values, write"]
             lines.append(f"  checkpoint.allow_changes: [{', '.join(dict.fromkeys(names))}]")
         raise CheckpointError("\n".join(lines))
-    messages = []
     if identity:
         messages.append(f"changed since the checkpoint, allowed by checkpoint.allow_changes: {_arrows(identity)}")
     if settings:
@@ -65,6 +71,15 @@ def check_changes(path: Path, saved: RunFingerprint, *, current: RunFingerprint,
     if unused:
         messages.append(f"checkpoint.allow_changes: has no effect, unchanged since the checkpoint: {', '.join(unused)}")
     return messages
+
+
+def is_other_cache_version(saved: RunFingerprint, current: RunFingerprint) -> bool:
+    """Return whether the digests of the rows cannot be compared: another version of the token cache made one of them.
+
+    Up to 0.2 no version was recorded.
+    """
+    digests = [run.identity[DATA] for run in (saved, current) if DATA in run.identity]
+    return len({digest.rpartition("-")[2] if "-" in digest else "" for digest in digests}) > 1
 
 
 def _with_peft_section(identity: Mapping[str, str]) -> dict[str, str]:

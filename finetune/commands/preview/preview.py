@@ -20,6 +20,7 @@ from finetune.data.encoding.labelled import IMAGE, LABEL, image_name
 from finetune.data.images import image_facts
 from finetune.errors import UserError
 from finetune.registry.tasks import TASKS
+from finetune.report.page.facts import Tile
 from finetune.report.page.page import html_environment
 from finetune.report.reporter import RunLog
 from finetune.run.setup.data import audit_training_data, make_training_data
@@ -171,15 +172,6 @@ def plain_text(sample: PreviewSample) -> str:
 
 
 TEMPLATES = Path(__file__).parent / "templates"
-
-
-@dataclass(frozen=True)
-class Tile:
-    """A headline number."""
-
-    name: str
-    value: str
-    note: str
 
 
 @dataclass(frozen=True)

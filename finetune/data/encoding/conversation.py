@@ -42,13 +42,11 @@ from finetune.data.templates.rendering import (
 from finetune.data.turns import read_turns
 from finetune.errors import DataError
 from finetune.registry.turns import WEIGHTS, standard_word
-from finetune.runtime.files.digests import recorded_as
 
 _WHOLE = "whole"
 """The key, in a row that has become the beginning of a conversation, of all its turns."""
 
 
-@recorded_as("data.encoding.encode.ConversationEncoder")
 class ConversationEncoder:
     """Encodes conversations as the chat template renders them; `train_on` selects the turns that are targets.
 

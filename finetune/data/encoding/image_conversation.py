@@ -23,7 +23,6 @@ from finetune.data.rows import Row, Turn
 from finetune.data.templates.chat_template import is_special
 from finetune.data.templates.rendering import render
 from finetune.errors import DataError
-from finetune.runtime.files.digests import recorded_as
 
 _OFFSETS = "text_replacement_offsets"
 _PLAIN = frozenset({"input_ids", "attention_mask", _OFFSETS})
@@ -133,7 +132,6 @@ class RenderedImageChat(RenderedChat):
     images: tuple[bytes, ...]
 
 
-@recorded_as("data.encoding.pictures.PicturedEncoder")
 class ImageConversationEncoder(ConversationEncoder):
     """Encodes conversations with images; the tokens of an image are never targets.
 

@@ -18,7 +18,6 @@ from finetune.data.images import Mode, StoredImage, decode_image
 from finetune.data.rows import Row, describe, require_valid_unicode
 from finetune.data.upstream import truncating
 from finetune.errors import DataError
-from finetune.runtime.files.digests import recorded_as
 
 _MAX_LISTED = 20
 
@@ -192,7 +191,6 @@ LABELS = "labels"
 """The array that holds the label."""
 
 
-@recorded_as("data.encoding.labelled.LabelledEncoder")
 class LabelledTextEncoder(TextRowsEncoder):
     """Encodes texts with the tokenizer's special tokens, and reads their labels.
 
@@ -270,7 +268,6 @@ Encoded = tuple[np.ndarray, Mapping[str, np.ndarray]]
 """The word index of each token, -1 for special tokens, and the model inputs."""
 
 
-@recorded_as("data.encoding.tagged.TaggedEncoder")
 class TaggedWordsEncoder(TextRowsEncoder):
     """Encodes sentences that are split into words, with the tokenizer's special tokens.
 
@@ -358,7 +355,6 @@ _NAME_PARTS = 2
 """The number of path components in a name: the folder is usually the class."""
 
 
-@recorded_as("data.encoding.labelled_images.ImageEncoder")
 @dataclass(frozen=True)
 class LabelledImageEncoder:
     """Encodes rows of `image` and `label`. Cheap to pickle."""

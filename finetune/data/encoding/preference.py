@@ -10,14 +10,12 @@ from finetune.data.encoding.conversation import ConversationEncoder
 from finetune.data.features import LENGTHS_OF_SEQUENCES, Features, Findings, Outcome, result_or_error
 from finetune.data.rows import ARGUMENTS, Row, Turn
 from finetune.errors import DataError
-from finetune.runtime.files.digests import recorded_as
 
 IS_GOOD = "is_good"
 MARGIN = "margin"
 _LARGEST_MARGIN = 1e38
 
 
-@recorded_as("data.encoding.answers.AnswersEncoder")
 @dataclass(frozen=True)
 class PreferenceEncoder:
     """Encodes rows of a prompt with answers: `chosen` and `rejected`, or a `completion` that is judged.

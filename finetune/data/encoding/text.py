@@ -24,7 +24,6 @@ from finetune.data.token_cache.lengths import SequencesLengthLimit
 from finetune.data.upstream import fast_backend, truncating
 from finetune.errors import DataError
 from finetune.registry.turns import WEIGHTS, standard_word
-from finetune.runtime.files.digests import recorded_as
 
 
 class TextRowsEncoder:
@@ -81,7 +80,6 @@ class TextRowsEncoder:
         return self._renamed()
 
 
-@recorded_as("data.encoding.text.TextEncoder")
 class TextEncoder(TextRowsEncoder):
     """Encodes texts with the tokenizer's prefix and end-of-sequence; all tokens but the first are targets.
 
@@ -108,7 +106,6 @@ class TextEncoder(TextRowsEncoder):
         return Features({"input_ids": np.asarray(ids, dtype=np.uint32), "is_target": is_target})
 
 
-@recorded_as("data.encoding.masked_text.MaskedTextEncoder")
 class MaskedTextEncoder(TextRowsEncoder):
     """Encodes texts with the special tokens that the tokenizer adds.
 
@@ -144,7 +141,6 @@ class MaskedTextEncoder(TextRowsEncoder):
         return Features(arrays) if arrays["is_target"].any() else None
 
 
-@recorded_as("data.encoding.source_target.SourceTargetEncoder")
 class SourceTargetEncoder(TextRowsEncoder):
     """Encodes a source and a target: the source with the tokenizer's special tokens, followed by the target.
 
@@ -271,7 +267,6 @@ def arrays_in(encoded: Mapping[str, Any]) -> list[dict[str, np.ndarray]]:
     ]
 
 
-@recorded_as("data.encoding.text_groups.TextGroupsEncoder")
 class TextGroupsEncoder(TextRowsEncoder):
     """Encodes rows of several texts with the tokenizer's special tokens.
 

@@ -25,11 +25,11 @@ from finetune.data.token_cache.counts import Counts
 from finetune.data.token_cache.integrity import DamagedSet, quarantine_set
 from finetune.data.token_cache.refusals import refuse_counts, refuse_shares
 from finetune.data.token_cache.samples import CHUNK_BYTES, ArrayFile, SampleArrays, SampleWriter, chunk_name
-from finetune.data.token_cache.store import FORMAT_VERSION, MANIFEST, Identity, TokenCache
+from finetune.data.token_cache.store import CACHE_VERSION, MANIFEST, Identity, TokenCache
 from finetune.data.workers import num_prepare_workers
 from finetune.errors import DataError
 from finetune.runtime.files.atomic import build_once
-from finetune.runtime.files.digests import Damaged, recorded_name, write_json_with_digest
+from finetune.runtime.files.digests import Damaged, write_json_with_digest
 from finetune.runtime.optional import no_op
 from finetune.runtime.supervision.heartbeat import fault_point
 
@@ -112,12 +112,6 @@ def _quarantine(damage: DamagedSet, is_damaged: Callable[[], bool], *, key: str,
 
 DEFAULT_FOLDER = "~/.cache/finetune"
 
-CODE_VERSION = 3
-"""Increased when the same rows are encoded differently, which invalidates older sets."""
-
-_FIRST_FORMAT = 2
-"""Never changes: checkpoints identify their data by this fingerprint of the content, whatever the file format."""
-
 WITHOUT_EFFECT = frozenset(
     {"train", "validation", "chat_template", "images", "shuffle", "batching", "audit", "cache_folder"}
     | {"prepare_workers", "num_workers", "pin_memory", "persistent_workers", "prefetch_factor"}
@@ -184,14 +178,14 @@ def prepare_set(
 
 
 def set_folder(section: DataSection, kind: str, identity: Identity, *, key: str, log: Log) -> Path:
-    """Return the folder of a set or stream; log if it does not exist yet, but one in an older file format does."""
+    """Return the folder of a set or stream; log if it does not exist yet, but folders of older versions do."""
     folders = cache_folder(section) / kind
-    folder = folders / f"{identity.fingerprint}-{FORMAT_VERSION}"
-    older = [folders / f"{identity.fingerprint}-{version}" for version in range(_FIRST_FORMAT, FORMAT_VERSION)]
-    if not folder.is_dir() and (existing := [path for path in older if path.is_dir()]):
+    folder = folders / f"{identity.fingerprint}-{CACHE_VERSION}"
+    older = f"[!.]*-[2-{CACHE_VERSION - 1}]"
+    if not folder.is_dir() and any(folders.glob(older)):
         log(
-            f"{key}: {', '.join(map(str, existing))} was prepared in an older format of finetune. "
-            f"It is prepared again as {folder.name}; the older one can be deleted."
+            f"{key}: rows are prepared as {folder}; what older versions of finetune prepared is not read any more and "
+            f"can be deleted: {folders}/{older}"
         )
     return folder
 
@@ -206,14 +200,11 @@ def identify(source: Source, encoding: Encoding, *, stream: Mapping[str, Any] | 
 
     For a stream, `stream` identifies the windows instead, and the files are not read.
     """
-    recorded = recorded_name(encoding.encode)
-    if recorded is None:  # of a plugin
+    encoder = None  # the task's own, which CACHE_VERSION and the name of the task in the identity stand for
+    if not encoding.encode.__module__.startswith("finetune."):  # of a plugin
         qualified = getattr(encoding.encode, "__qualname__", type(encoding.encode).__qualname__)
         encoder = f"{encoding.encode.__module__}.{qualified}"
-    else:
-        encoder = f"finetune.{recorded}"
     parts: dict[str, Any] = {
-        "code_version": [CODE_VERSION, _FIRST_FORMAT],
         "source": source.identity() if stream is None else stream,
         "options": encoding.section.model_dump(mode="json", exclude=set(WITHOUT_EFFECT), exclude_defaults=True),
         "encode": encoder,
@@ -338,7 +329,7 @@ class TokenCacheWriter:
     def __init__(self, folder: Path, identity: Identity) -> None:
         self._folder = folder
         self._identity = identity
-        self._head = f"{identity.fingerprint}/{FORMAT_VERSION}"
+        self._head = f"{identity.fingerprint}/{CACHE_VERSION}"
         self.damage: str | None = None  # why the files of an earlier process cannot be used
         chunks = self._intact_chunks()
         names = {chunk_name(number) for number in range(len(chunks))}
@@ -375,7 +366,7 @@ class TokenCacheWriter:
         self.counts = self.counts.plus(Counts(excluded_rows=num_excluded))
         names, files = self._writer.finish()
         manifest = {
-            "version": FORMAT_VERSION,
+            "version": CACHE_VERSION,
             "fingerprint": self._identity.fingerprint,
             "names": names,
             "counts": asdict(self.counts),

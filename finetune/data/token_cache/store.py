@@ -25,7 +25,9 @@ from finetune.errors import DataError
 from finetune.runtime.files.digests import Damaged, read_json_with_digest, write_json_with_digest
 from finetune.runtime.files.read import first_problem
 
-FORMAT_VERSION = 5
+CACHE_VERSION = 6
+"""Increased when rows are encoded, identified or stored differently; sets of other versions are prepared again."""
+
 MANIFEST = "counts.json"
 MAX_NAMED = 16
 """The maximum number of damaged rows that a message names."""
@@ -47,7 +49,7 @@ class TokenCacheManifest(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    version: Literal[5]
+    version: Literal[6]
     fingerprint: str
     names: tuple[str, ...]
     counts: dict[str, Any]

@@ -148,10 +148,11 @@ def _in_training_order(views: Sequence[DatasetView], layout: DataSection, config
 def make_encoding(data: DataSection, processing: Processing, task: Task, *, name: str) -> Encoding:
     """Return how the rows of every source of the job are encoded by the task of this name."""
     tokenizer, code = processing.tokenizer, code_identity(TASKS[name])
+    identity = {"task name": name, **input_identity(processing, task)}
     return Encoding(
         task.samples.encode,
         data,
-        identity=input_identity(processing, task) | ({"task code": " ".join(code)} if code else {}),
+        identity=identity | ({"task code": " ".join(code)} if code else {}),
         unknown_ids=unknown_ids(tokenizer) if tokenizer is not None else frozenset(),
         max_token_characters=max_token_characters(tokenizer) if tokenizer is not None else None,
         length=task.samples.length_limit,

@@ -27,7 +27,7 @@ from finetune.data.order.order import fingerprint_of
 from finetune.data.token_cache.cache import cache_folder
 from finetune.data.token_cache.integrity import DamagedSet, quarantine_set
 from finetune.data.token_cache.store import (
-    FORMAT_VERSION,
+    CACHE_VERSION,
     PrecomputedArrays,
     PrecomputedWriter,
     TokenCache,
@@ -177,7 +177,7 @@ class _Precomputation:
             "precision": config.train.precision,
             "prior": {"title": self.precomputed.title, **self.precomputed.identity},
         }
-        folder = cache_folder(config.data) / "known" / fingerprint_of(FORMAT_VERSION, made_of)
+        folder = cache_folder(config.data) / "known" / fingerprint_of(CACHE_VERSION, made_of)
         if run_on_rank_0(lambda: self._is_cached(key, folder)):
             log(f"{key}: {self.precomputed.title} found in {folder}")
         else:

@@ -11,6 +11,7 @@ from typing import Any
 
 from finetune.checkpoint.format import layout
 from finetune.checkpoint.format.manifest import RunFingerprint
+from finetune.checkpoint.read.changes import DATA, is_other_cache_version
 from finetune.checkpoint.read.checksum_prefetch import ChecksumPrefetch
 from finetune.checkpoint.read.find import find_checkpoint, verify_checkpoint
 from finetune.checkpoint.read.load import resume_checkpoint
@@ -20,6 +21,7 @@ from finetune.config.resume_keys import keys_that_may_differ, keys_that_must_mat
 from finetune.config.run_config import RunConfig
 from finetune.data.order.order import DatasetView
 from finetune.data.token_cache.integrity import digest_of_step_ids, digest_of_steps
+from finetune.data.token_cache.store import CACHE_VERSION
 from finetune.errors import CheckpointError
 from finetune.model.frozen_models import base_digest
 from finetune.model.loading.pretrained import adapter_digest
@@ -64,6 +66,9 @@ def find_finished(config: RunConfig, strategy: Strategy, data: PreparedData, *, 
     frozen = {name: saved[name] for name in _OF_THE_MODEL if name in saved}
     current = fingerprint_with(config, strategy, data.training_data, frozen=frozen)
     lines = format_finished(config, finished, manifest.run, current=current)
+    if lines is not None and is_other_cache_version(manifest.run, current):
+        training, batch_size = data.training_data.training, config.train.global_batch_size
+        require_same_samples(finished.checkpoint, finished.progress, pool=training, global_batch_size=batch_size)
     for line in lines or ():
         log(line)
     return finished if lines is not None else None
@@ -277,7 +282,7 @@ def fingerprint_with(
 ) -> RunFingerprint:
     """Return what checkpoints remember of a run with these digests of frozen models and of how weights are tied."""
     digests = {
-        "training data": training_data.training.fingerprint,
+        DATA: f"{training_data.training.fingerprint}-{CACHE_VERSION}",
         "tokenizer": ", ".join(
             f"{name} {digest}" for name, digest in input_identity(training_data.processing, training_data.task).items()
         ),

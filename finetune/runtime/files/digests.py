@@ -2,18 +2,16 @@
 
 Digests of large files are cached until the file system reports a change. Digests guard against damage (a flipped bit,
 a torn write, a lost file), not against an attacker, who could also rewrite a digest.
-Recorded names stand for classes and functions in files of earlier runs, independent of their current names and modules.
 """
 
 import hashlib
-import inspect
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import xxhash
 
@@ -171,30 +169,3 @@ def _digests(folder: Path) -> dict[str, str]:
 def _digest_of(value: Mapping[str, Any]) -> str:
     written = json.dumps(value, sort_keys=True, separators=(",", ":"))
     return xxhash.xxh3_128_hexdigest(written.encode("utf-8", "surrogatepass"))
-
-
-_ATTRIBUTE = "__recorded_name__"
-
-Definition = TypeVar("Definition")
-
-
-def recorded_as(name: str) -> Callable[[Definition], Definition]:
-    """Return a decorator that sets the name of a class or function in digests.
-
-    Digests of prepared data and checkpoints depend on it, so it never changes, even if the class is moved or renamed.
-    It does not include the package's name.
-    """
-
-    def record(definition: Definition) -> Definition:
-        setattr(definition, _ATTRIBUTE, name)
-        return definition
-
-    return record
-
-
-def recorded_name(value: Any) -> str | None:
-    """Return the recorded name of a function, or of an instance's own class; None without one."""
-    owner = getattr(value, "__func__", value)
-    own = vars(owner if inspect.isfunction(owner) else type(owner))
-    name: str | None = own.get(_ATTRIBUTE)
-    return name

@@ -181,10 +181,10 @@ def rate_factors(named: Sequence[NamedParameter], section: OptimizerSection) -> 
     if section.layer_decay != 1.0:
         depths = layer_depths({entry.name: entry.aliases for entry in named})
         if not depths:
+            examples = _examples([entry.name for entry in named])
             raise ModelError(
                 "train.optimizer.layer_decay: no parameter name contains a layer number (`layers.0.`, `h.0.`, "
-                f"`layer.0.`, `blocks.0.`). {_examples([entry.name for entry in named])} Use train.optimizer.rates "
-                "instead."
+                f"`layer.0.`, `blocks.0.`). {examples} Use train.optimizer.rates instead."
             )
     for pattern in section.rates:
         _require_match(pattern, trained, key="train.optimizer.rates")

@@ -70,6 +70,15 @@ def test_changed_training_rows_are_rejected_even_if_allowed_and_the_responsible_
     assert said.endswith("Restore the values of the checkpoint, or write another run.folder to start from scratch.")
 
 
+def test_rows_of_another_version_of_the_cache_are_compared_by_their_samples():
+    """The digest of version 0.2 has no version. `restore` compares the samples."""
+    assert tell(facts(**{"training data": "xyz-6"})) == [
+        "training data: compared by the samples so far: the checkpoint is of another version of the cache"
+    ]
+    said = refusal(facts(settings={"data.max_length": "128"}, **{"training data": "xyz-6"}))
+    assert "  training data: abc in the checkpoint, xyz-6 in this run\n" in said
+
+
 def test_a_section_that_came_is_one_line():
     said = refusal(facts(**{"model.lora": "written", "model.lora.rank": 8}))
     assert "model.lora: null in the checkpoint, written in this run" in said

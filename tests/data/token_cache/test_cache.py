@@ -17,6 +17,7 @@ from finetune.data.token_cache.cache import prepare_set, repair
 from finetune.data.token_cache.chunks import Encoding
 from finetune.data.token_cache.integrity import DamagedSet
 from finetune.data.token_cache.samples import SAMPLES_FILE, chunk_name, write_array_file
+from finetune.data.token_cache.store import CACHE_VERSION, Identity
 from finetune.errors import DataError
 from finetune.runtime.supervision.heartbeat import VARIABLE
 from tests.data.byte_encoding import encode_bytes
@@ -254,16 +255,16 @@ def test_a_link_in_an_interrupted_build_is_not_written_through(prepare, staging_
     assert "is not a regular file" in prepare.warnings[0]
 
 
-def test_a_set_in_an_older_format_is_prepared_again_with_a_message(prepare):
+def test_a_set_of_an_older_version_is_prepared_again_with_one_line(prepare):
     folder = prepare().folder
-    older = folder.with_name(folder.name.rpartition("-")[0] + "-3")
-    folder.rename(older)
+    folder.rename(folder.with_name(folder.name.rpartition("-")[0] + f"-{CACHE_VERSION - 1}"))
     assert texts_of(prepare()) == TEXTS
     assert prepare.encoded == len(TEXTS)
-    message = f"data.train: {older} was prepared in an older format of finetune. It is prepared again"
-    assert [line.startswith(message) for line in prepare.said if str(older) in line] == [True]
+    older = f"{folder.parent}/[!.]*-[2-{CACHE_VERSION - 1}]"
+    (line,) = [line for line in prepare.said if older in line]
+    assert line.startswith(f"data.train: rows are prepared as {folder}; ")
     prepare()
-    assert not any(str(older) in line for line in prepare.said)
+    assert not any(older in line for line in prepare.said)
 
 
 def test_samples_come_back_as_they_were_encoded(prepare):
@@ -456,10 +457,12 @@ def test_the_log_distinguishes_a_prepared_cache_from_a_reused_one(prepare):
     assert prepare.said[-1] == f"data.train: already prepared in {folder}"
 
 
-def test_other_code_makes_a_new_set_and_leaves_the_old_one_in_peace(prepare, monkeypatch):
+def test_the_next_version_of_the_cache_makes_a_new_set_and_leaves_the_old_one_in_peace(prepare, monkeypatch):
     first = prepare(["a>b"])
-    monkeypatch.setattr(cache, "CODE_VERSION", cache.CODE_VERSION + 1)
-    assert prepare(["a>b"]).fingerprint != first.fingerprint
+    monkeypatch.setattr(cache, "CACHE_VERSION", cache.CACHE_VERSION + 1)
+    identity = Identity(first.fingerprint, {})
+    folder = cache.set_folder(prepare.section, "prepared", identity, key="data.train", log=print)
+    assert folder.name == f"{first.fingerprint}-{cache.CACHE_VERSION}" != first.folder.name
     assert texts_of(first) == ["a>b"]
 
 

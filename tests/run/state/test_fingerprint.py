@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 from finetune.checkpoint.format.manifest import RunFingerprint
 from finetune.checkpoint.read.changes import check_changes
 from finetune.config.load import load_config
+from finetune.data.token_cache.store import CACHE_VERSION
 from finetune.errors import CheckpointError
 from finetune.model.processing import Processing
 from finetune.run.state.resume import make_fingerprint
@@ -46,9 +47,9 @@ def facts(tmp_path):
 def test_a_run_is_its_settings_and_the_digests_of_its_rows_and_tokenizer(facts):
     identity = facts().identity
     assert identity["train.learning_rate"] == "0.001"
-    assert identity["training data"] == "f1"
+    assert identity["training data"] == f"f1-{CACHE_VERSION}"
     assert "base weights" not in identity  # all of them are trained, so they are in the checkpoint
-    assert facts(rows="f2").identity["training data"] == "f2"
+    assert facts(rows="f2").identity["training data"] == f"f2-{CACHE_VERSION}"
     assert facts(words=("a", "c")).identity["tokenizer"] != identity["tokenizer"]
 
 

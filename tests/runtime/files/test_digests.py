@@ -6,7 +6,6 @@ import os
 import pytest
 
 from finetune.runtime.files import digests
-from finetune.runtime.files.digests import recorded_as, recorded_name
 
 
 @pytest.fixture
@@ -80,34 +79,3 @@ def test_the_digest_of_weights_is_that_of_sha256sum_and_remembered_too(monkeypat
     assert before == hashlib.sha256(b"x" * 20).hexdigest() != digests.file_digest(file)
     monkeypatch.setattr(digests.hashlib, "file_digest", lambda *_: pytest.fail("read again"))
     assert digests.sha256_digest(file) == before
-
-
-@recorded_as("of.old.Encoder")
-class Encoder:
-    @recorded_as("of.old.Encoder.encode")
-    def encode(self):
-        pass
-
-    def decode(self):
-        pass
-
-
-class Faster(Encoder):
-    pass
-
-
-@recorded_as("of.old.encode")
-def encode():
-    pass
-
-
-def test_an_instance_and_a_function_have_the_name_that_was_given():
-    assert recorded_name(Encoder()) == "of.old.Encoder"
-    assert recorded_name(encode) == "of.old.encode"
-    assert recorded_name(Encoder().encode) == recorded_name(Faster().encode) == "of.old.Encoder.encode"
-
-
-def test_classes_and_functions_without_a_recorded_name_have_none():
-    assert recorded_name(Faster()) is None, "a subclass does something else than the class whose name it would have"
-    assert recorded_name(Encoder().decode) is None
-    assert recorded_name(lambda: None) is None
