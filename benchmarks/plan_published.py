@@ -28,13 +28,13 @@ sys.path.insert(0, str(ROOT))
 
 from finetune.commands.plan.assumptions import TRAINING_SHARE  # noqa: E402  # found by the line above
 from finetune.commands.plan.hardware import Hardware, parse_hardware  # noqa: E402
-from finetune.commands.plan.job import DataCounts, PlannedJob  # noqa: E402
+from finetune.commands.plan.planned_job import DataCounts, PlannedJob  # noqa: E402
 from finetune.commands.plan.step_time import step_time  # noqa: E402
 from finetune.commands.plan.strategies import step_work  # noqa: E402
 from finetune.config.load import load_config  # noqa: E402
 from finetune.errors import ModelError  # noqa: E402
-from finetune.memory.predict import Predictor  # noqa: E402
-from finetune.memory.state import Layout, Prediction, StrategyName  # noqa: E402
+from finetune.memory.predict import MemoryPredictor  # noqa: E402
+from finetune.memory.state import Prediction, StrategyName, TrainingLayout  # noqa: E402
 from finetune.model.loading.architecture import load_model_config  # noqa: E402
 from finetune.model.size import read_shapes  # noqa: E402
 from finetune.run.setup.padding_free import resolve_padding_free  # noqa: E402
@@ -137,7 +137,7 @@ class Planned:
 
     row: Row
     job: PlannedJob
-    layout: Layout
+    layout: TrainingLayout
     prediction: Prediction
 
     def tokens_per_second(self, *, training: float = 1.0, attention: float = 1.0) -> float:
@@ -293,7 +293,7 @@ def plan(row: Row, scratch: Path) -> Planned:
     counts = DataCounts(tokens, None, is_measured=True, sentence="")
     job = PlannedJob(config, read_shapes(load_model_config(config.model)), counts)
     sharded: StrategyName = "fsdp2" if row.tensor_size == 1 else "fsdp2_tensor_parallel"
-    layout = Layout(
+    layout = TrainingLayout(
         sharded if hardware.num_gpus > 1 else "single",
         hardware.num_gpus,
         job.method,
@@ -303,7 +303,7 @@ def plan(row: Row, scratch: Path) -> Planned:
         tensor_size=row.tensor_size,
     )
     print(f"{row.name} {row.gpus} {row.length}", file=sys.stderr, flush=True)
-    return Planned(row, job, layout, Predictor(config, resolve_padding_free(config)).predict(layout))
+    return Planned(row, job, layout, MemoryPredictor(config, resolve_padding_free(config)).predict(layout))
 
 
 def fit(planned: Sequence[Planned]) -> str:

@@ -22,7 +22,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # the backend is chosen before
 
 from finetune.report.history import read_events
-from finetune.runtime.processes import free_port
+from finetune.runtime.processes import free_loopback_port
 
 ROOT = Path(__file__).parents[1]
 STRATEGIES = {
@@ -59,7 +59,7 @@ def train(job: Path, strategy: str, *, steps: int) -> np.ndarray:
     """Return the loss of every step."""
     run = job.parent / "runs" / strategy
     if not (run / "final").exists():
-        command = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", str(free_port())]
+        command = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", str(free_loopback_port())]
         command += ["--config_file", str(ROOT / "accelerate_configs" / f"{strategy}.yaml")]
         command += ["--num_processes", "1" if strategy == "single" else "2"]
         command += ["-m", "finetune", "--config", str(job)]

@@ -53,9 +53,9 @@ Decorator = Callable[[Implementation], Implementation]
 Options = type[Section] | None
 
 
-def task(name: str, *, options: Options = None, **facts: Any) -> Decorator[Any]:
-    """Register a class or function from a `task.protocol.TaskContext` to a task; facts: fields of `TaskEntry`."""
-    return _adding(TASKS, TaskEntry, name, options=options, **facts)
+def task(name: str, *, options: Options = None, **fields: Any) -> Decorator[Any]:
+    """Register a class or function from a `task.protocol.TaskContext` to a task; fields: fields of `TaskEntry`."""
+    return _adding(TASKS, TaskEntry, name, options=options, **fields)
 
 
 def optimizer(
@@ -64,20 +64,20 @@ def optimizer(
     states: Iterable[OptimizerState],
     num_moments: int,
     options: Options = None,
-    **facts: Any,
+    **fields: Any,
 ) -> Decorator[Any]:
     """Register a function from `train.optim.optimizers.OptimizerInputs` to an optimizer.
 
     `states` are the tensors that each class of optimizer keeps per parameter, which is what checkpoints hold.
     """
     return _adding(
-        OPTIMIZERS, OptimizerEntry, name, options=options, states=tuple(states), num_moments=num_moments, **facts
+        OPTIMIZERS, OptimizerEntry, name, options=options, states=tuple(states), num_moments=num_moments, **fields
     )
 
 
-def schedule(name: str, *, options: Options = None, **facts: Any) -> Decorator[Any]:
+def schedule(name: str, *, options: Options = None, **fields: Any) -> Decorator[Any]:
     """Register a function from a `train.plan.Schedule` and the steps done to a factor on the peak rate."""
-    return _adding(SCHEDULES, ScheduleEntry, name, options=options, **facts)
+    return _adding(SCHEDULES, ScheduleEntry, name, options=options, **fields)
 
 
 def loss(
@@ -87,7 +87,7 @@ def loss(
     needs_reference: bool | None = None,
     score: Score | None = None,
     options: Options = None,
-    **facts: Any,
+    **fields: Any,
 ) -> Decorator[Any]:
     """Register a loss: of tokens (`task.loss`), or of answers (`task.preference.loss`) with `needs_reference`.
 
@@ -100,30 +100,30 @@ def loss(
     if name in SESSION_LOSSES:  # a call of Session.forward_backward names either
         raise RegistryError(f"the loss `{name}` exists already. Choose another name.")
     if needs_reference is None and score is None:
-        return _adding(TOKEN_LOSSES, TokenLossEntry, name, options=options, scores=scores, **facts)
+        return _adding(TOKEN_LOSSES, TokenLossEntry, name, options=options, scores=scores, **fields)
     compared = score or ("ratio" if needs_reference else "log_probability")
-    return _adding(PREFERENCE_LOSSES, PreferenceLossEntry, name, options=options, score=compared, **facts)
+    return _adding(PREFERENCE_LOSSES, PreferenceLossEntry, name, options=options, score=compared, **fields)
 
 
 def metric(
-    name: str, *, goal: Literal["minimize", "maximize"] = "maximize", options: Options = None, **facts: Any
+    name: str, *, goal: Literal["minimize", "maximize"] = "maximize", options: Options = None, **fields: Any
 ) -> Decorator[Any]:
     """Register a function from the answers and the references, lists of texts, to a number."""
-    return _adding(METRICS, MetricEntry, name, options=options, goal=goal, **facts)
+    return _adding(METRICS, MetricEntry, name, options=options, goal=goal, **fields)
 
 
-def source(name: str, *, options: Options = None, **facts: Any) -> Decorator[Any]:
+def source(name: str, *, options: Options = None, **fields: Any) -> Decorator[Any]:
     """Register a function that returns an iterable of rows, dictionaries of JSON values: the same ones each time."""
-    return _adding(SOURCES, SourceEntry, name, options=options, **facts)
+    return _adding(SOURCES, SourceEntry, name, options=options, **fields)
 
 
-def format(name: str, *, required: Iterable[str], like: str, options: Options = None, **facts: Any) -> Decorator[Any]:
+def format(name: str, *, required: Iterable[str], like: str, options: Options = None, **fields: Any) -> Decorator[Any]:
     """Register a function from `data.formats.columns.Columns` to a row as the format `like` returns it.
 
     `required` are the columns that a row must have. A row of `messages` is `{"messages": [{"role": ..., ...}, ...]}`.
     """
     usual_task = FORMATS[like].usual_task
-    entry = {"required": tuple(required), "like": like, "usual_task": usual_task, **facts}
+    entry = {"required": tuple(required), "like": like, "usual_task": usual_task, **fields}
     return _adding(FORMATS, FormatEntry, name, options=options, **entry)
 
 
@@ -152,28 +152,30 @@ def layout(
     )
 
 
-def template(name: str, *, options: Options = None, **facts: Any) -> Decorator[Any]:
+def template(name: str, *, options: Options = None, **fields: Any) -> Decorator[Any]:
     """Register a function that returns a chat template as Jinja text."""
-    return _adding(TEMPLATES, TemplateEntry, name, options=options, **facts)
+    return _adding(TEMPLATES, TemplateEntry, name, options=options, **fields)
 
 
-def reporter(name: str, *, options: Options = None, **facts: Any) -> Decorator[Any]:
+def reporter(name: str, *, options: Options = None, **fields: Any) -> Decorator[Any]:
     """Register a class that is made with the run folder, a path, on rank 0; it is called with every event, and closed.
 
     A reporter that fails is disabled with a warning.
     """
-    return _adding(REPORTERS, ReporterEntry, name, options=options, **facts)
+    return _adding(REPORTERS, ReporterEntry, name, options=options, **fields)
 
 
-def callback(name: str, *, options: Options = None, **facts: Any) -> Decorator[Any]:
+def callback(name: str, *, options: Options = None, **fields: Any) -> Decorator[Any]:
     """Register a class that is made without arguments on every rank; it is called with every event.
 
     It returns a Request, or None. What one rank requests, all ranks do before the next step.
     """
-    return _adding(CALLBACKS, CallbackEntry, name, options=options, **facts)
+    return _adding(CALLBACKS, CallbackEntry, name, options=options, **fields)
 
 
-def _adding(table: Table[Any], entry_type: type[Entry], name: str, *, options: Options, **facts: Any) -> Decorator[Any]:
+def _adding(
+    table: Table[Any], entry_type: type[Entry], name: str, *, options: Options, **fields: Any
+) -> Decorator[Any]:
     """Return the decorator that registers what it decorates under the name, and returns it unchanged."""
     if options is not None and not (isinstance(options, type) and issubclass(options, Section)):
         raise RegistryError(f"{table.title} `{name}`: options are a class that derives from register.Section.")
@@ -188,7 +190,7 @@ def _adding(table: Table[Any], entry_type: type[Entry], name: str, *, options: O
                 implementation=path,
                 plugin=importing_module(implementation.__module__),
                 options=options,
-                **facts,
+                **fields,
             )
         except TypeError as error:  # a fact that the entry does not have
             raise RegistryError(f"{table.title} `{name}`: {str(error).partition('() ')[2] or error}.") from error

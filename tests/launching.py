@@ -22,7 +22,7 @@ from typing import IO
 import psutil
 from filelock import FileLock
 
-from finetune.runtime.processes import free_port
+from finetune.runtime.processes import free_loopback_port
 from tests.warm import fixed
 
 ROOT = Path(__file__).parents[1]
@@ -195,13 +195,13 @@ def accelerate_command(strategy: str, *words: str, processes: int = 2) -> list[s
     """Return the command that launches `python WORDS` under an accelerate config, by its name or path."""
     config = ROOT / "accelerate_configs" / f"{strategy}.yaml"
     command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", str(processes)]
-    return [*command, "--main_process_port", str(free_port()), "--config_file", str(config), *words]
+    return [*command, "--main_process_port", str(free_loopback_port()), "--config_file", str(config), *words]
 
 
 def torchrun_command(*words: str, processes: int = 2) -> list[str]:
     """Return the command that starts `python WORDS` on several processes."""
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}"]
-    return [*command, f"--master_port={free_port()}", *words]
+    return [*command, f"--master_port={free_loopback_port()}", *words]
 
 
 def _can_be_warm(command: Sequence[str], variables: Mapping[str, str]) -> bool:

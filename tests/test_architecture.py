@@ -122,7 +122,7 @@ GUARDED_ELSEWHERE: dict[str, tuple[str, ...]] = {
 
 EXACT_JSON = (
     *("finetune.runtime.text.terminal", "finetune.config.resume_keys", "finetune.config.explain"),
-    *("finetune.config.formatting", "finetune.run.state.given", "finetune.commands.generate"),
+    *("finetune.config.formatting", "finetune.run.state.python_inputs", "finetune.commands.generate"),
     *("finetune.data.templates.row_template", "finetune.data.encoding.template_support"),
     "finetune.data.sources.slices",
 )

@@ -25,9 +25,9 @@ from finetune.model.generation import SamplingParams
 from finetune.model.processing import Processing
 from finetune.registry.tasks import TASKS
 from finetune.report import events
-from finetune.run.setup.data import make_encoding
+from finetune.run.setup.training_data import make_encoding
 from finetune.runtime.progress import Progress
-from finetune.runtime.supervision.status import Peer
+from finetune.runtime.supervision.status import RankProcess
 from finetune.runtime.supervision.watchdog import HangReport
 from finetune.task.classification import RECORDED_KINDS
 from finetune.task.distillation import DistillationTask
@@ -117,7 +117,7 @@ WRITTEN = [
     (Histogram, "edges bars"),
     (Padding, "num_batches num_samples tokens computed plain_computed num_positions budget"),
     (HangReport, "rank host pid point step silent_seconds where called"),
-    (Peer, "rank host pid"),
+    (RankProcess, "rank host pid"),
     (LoaderSettings, "num_workers pin_memory persistent_workers prefetch_factor"),
     (SamplingParams, "max_new_tokens temperature top_p"),
 ]  # fmt: skip

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from finetune.runtime.processes import free_port
+from finetune.runtime.processes import free_loopback_port
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_SECONDS = 600.0
@@ -186,7 +186,7 @@ class Controller:
             return [Process(name, command=command(name), folder=self._folder, variables={})]
         world = str(self._num_processes)
         shared = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1"}
-        shared["MASTER_PORT"] = str(free_port())
+        shared["MASTER_PORT"] = str(free_loopback_port())
         return [
             Process(
                 f"{name} rank {rank}",

@@ -26,9 +26,9 @@ from finetune.data.loader import train_loader
 from finetune.run.context import RunContext, make_context
 from finetune.run.setup.accelerator import PreparedModel, make_accelerator
 from finetune.run.setup.build import prepare_model
-from finetune.run.setup.data import TrainingData, prepare_data
 from finetune.run.setup.evaluator import make_evaluator
 from finetune.run.setup.strategy import launched_strategy
+from finetune.run.setup.training_data import TrainingData, prepare_data
 from finetune.run.train import train_from_config
 from finetune.runtime import distributed
 from finetune.runtime.optional import no_op

@@ -13,7 +13,7 @@ from finetune.config.load import load_config
 from finetune.model.loading import load
 from finetune.run.train import train_from_config
 from finetune.runtime.parameters import InitContext
-from finetune.runtime.processes import free_port
+from finetune.runtime.processes import free_loopback_port
 from finetune.strategy.choose import DataParallel, FullySharded, ZeroRedundancy
 
 from comparison.competitors import launch
@@ -69,7 +69,7 @@ def _one_rank(strategy: str) -> Iterator[None]:
     """Set what `accelerate launch` would for one process under the strategy."""
     os.chdir(launch.ROOT)  # a config of DeepSpeed is named relative to it
     os.environ |= {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_loopback_port())}
     with launch.environment_of(strategy):
         yield
 

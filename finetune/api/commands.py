@@ -48,7 +48,7 @@ def prepare(job: JobLike, *, overrides: Overrides | None = None) -> dict[str, An
     """
     loaded = as_job(job).load(overrides)
     with in_process.isolated_run():
-        return prepare_command.prepare_data(loaded).as_json()
+        return prepare_command.tokenize_data(loaded).as_json()
 
 
 @api_function

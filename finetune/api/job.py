@@ -29,7 +29,7 @@ from finetune.runtime.optional import lazily
 from finetune.runtime.processes import restored_environment
 
 with lazily():  # torch
-    from finetune.run.state import given
+    from finetune.run.state import python_inputs
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -189,7 +189,7 @@ class Job:
         if self._file is not None:
             plain = with_paths(self._taken_overrides(overrides)[0], self._write_objects(overrides))
             return self._file, [override_text(key, value) for key, value in plain.items()]
-        path = folder / given.GIVEN_FOLDER / GIVEN_JOB
+        path = folder / python_inputs.GIVEN_FOLDER / GIVEN_JOB
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(job_yaml(self.load(overrides).config), encoding="utf-8")
         return path, []
@@ -199,23 +199,27 @@ class Job:
         model = self._objects.get("model", self._objects.get("model.name"))
         section = self._values.get("model")
         section = dict(section) if isinstance(section, Mapping) else {"name": section}
-        if hasattr(model, "state_dict") and "tokenizer" not in section and (folder := given.find_tokenizer(model)):
+        if (
+            hasattr(model, "state_dict")
+            and "tokenizer" not in section
+            and (folder := python_inputs.find_tokenizer(model))
+        ):
             self._values["model"] = {**section, "tokenizer": {"name": str(folder)}}
 
     def _write_objects(self, overrides: Overrides) -> dict[str, str]:
         """Write the objects of a valid job to the run folder and return their paths by dotted key."""
         run = self.validated(overrides).config.run
         objects = {**self._objects, **self._taken_overrides(overrides)[1]}
-        folder = local_run_folder(run.folder, run.local_folder) / given.GIVEN_FOLDER if objects else Path()
+        folder = local_run_folder(run.folder, run.local_folder) / python_inputs.GIVEN_FOLDER if objects else Path()
         return {key: str(self._write(key, value, folder)) for key, value in objects.items()}
 
     def _write(self, key: str, value: Any, folder: Path) -> Path:
         if key.startswith("model"):
-            return given.write_pretrained(value, folder, key=key)
+            return python_inputs.write_pretrained(value, folder, key=key)
         if not isinstance(value, Iterator):
-            return given.write_rows(value, folder, key=key)
+            return python_inputs.write_rows(value, folder, key=key)
         if key not in self._written:
-            self._written[key] = given.write_rows(value, folder, key=key)
+            self._written[key] = python_inputs.write_rows(value, folder, key=key)
         path = folder / self._written[key].name
         if not path.exists():
             folder.mkdir(parents=True, exist_ok=True)

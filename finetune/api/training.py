@@ -17,7 +17,7 @@ from finetune.errors import TrainingError, UserError
 from finetune.launch.child import kill_child, start_child
 from finetune.launch.ranks import find_ranks, is_launched
 from finetune.registry.accelerate_files import find_accelerate_file
-from finetune.run.state.finished import RunResult, read_error, read_result
+from finetune.run.state.finished import RunResult, read_error, read_run_result
 from finetune.runtime.optional import lazily
 
 with lazily():  # torch
@@ -92,7 +92,7 @@ def _train_on_ranks(job: Job, overrides: Overrides, *, num_processes: int, accel
             kill_child(process)
     folder = local_run_folder(run.folder, run.local_folder)
     if process.returncode == 0 or process.returncode in _STOPPED:
-        return read_result(folder)
+        return read_run_result(folder)
     message = errors.removeprefix("error: ").strip() or f"the run ended with exit code {process.returncode}"
     kind = UserError if process.returncode == UserError.exit_code else TrainingError
     raise read_error(folder, since=started) or kind(message)

@@ -35,7 +35,7 @@ with lazily(freeze=True):  # torch
     from finetune.commands.gate import gate as gate_command
 
 
-def add_to(app: typer.Typer) -> None:
+def add_after_training(app: typer.Typer) -> None:
     """Add the commands to the app."""
     for command in (export, evaluate, generate, chat, report, compare):
         app.command()(command)

@@ -182,6 +182,6 @@ def schema(config: OptionalConfig = None) -> None:
     print(config_schema.json_schema(), end="")
 
 
-after_training.add_to(app)
-before_training.add_to(app)
+after_training.add_after_training(app)
+before_training.add_before_training(app)
 app.command()(launch.sweep)

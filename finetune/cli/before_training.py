@@ -11,8 +11,8 @@ from finetune.errors import UserError
 from finetune.runtime.optional import lazily
 
 with lazily(freeze=True):  # torch
-    from finetune.commands.doctor import data as doctor_data
     from finetune.commands.doctor import doctor as doctor_command
+    from finetune.commands.doctor import loader_speed as doctor_data
     from finetune.commands.init import init as init_command
     from finetune.commands.init import questions as questions_command
     from finetune.commands.plan import outlook as plan_outlook
@@ -38,7 +38,7 @@ Preemptions = Annotated[
 Restart = Annotated[float, typer.Option(min=0.0, metavar="MINUTES", help="From a preemption to the next step.")]
 
 
-def add_to(app: typer.Typer) -> None:
+def add_before_training(app: typer.Typer) -> None:
     """Add the commands to the app."""
     for command in (init, doctor, plan, rehearse):
         app.command()(command)
@@ -83,18 +83,18 @@ def init(
     a pretrained model. With --from, the job is made of a config of
     another trainer: every key is mapped, or named with what to do instead (docs/how-to/migration.md).
     """
-    answers = questions_command.Answers(task=task, data=data, model=model, gpus=gpus, lora=lora)
+    answers = questions_command.InitAnswers(task=task, data=data, model=model, gpus=gpus, lora=lora)
     if peer_file is not None:
         if name is not None or strategy is not None:
             raise UserError("--from: leave out the recipe and --strategy; the accelerate file follows from the config.")
         return init_command.init_from(peer_file, into, peer=peer, gpus=gpus, is_strict=strict, proves=prove)
     if peer is not None or strict or prove:
         raise UserError("--peer, --strict, --prove: they need --from FILE.")
-    has_answers = answers != questions_command.Answers()
+    has_answers = answers != questions_command.InitAnswers()
     if name is None and (has_answers or strategy is None) and questions_command.is_asked(answers):
         questions_command.init_by_answers(answers, into, strategy=strategy)
         return 0
-    if has_answers and answers != questions_command.Answers(model=model):
+    if has_answers and answers != questions_command.InitAnswers(model=model):
         raise UserError("--task, --data, --gpus, --lora: they are for a job without a recipe. Leave it out.")
     init_command.init(name, into, strategy=strategy, model=model)
     return 0
@@ -195,7 +195,7 @@ def rehearse(
     steps under the strategy, kills the run, resumes it, exports and verifies the result. Prints what was made small,
     what was verified and what was not. Loads no weights and touches no run folder. See docs/how-to/before-a-run.md.
     """
-    request = rehearse_command.Request(
+    request = rehearse_command.RehearseRequest(
         config, tuple(override or ()), accelerate, processes, steps, keep, time_limit_minutes=time_limit
     )
     return rehearse_command.rehearse(request, is_json=json)

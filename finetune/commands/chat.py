@@ -145,13 +145,13 @@ def chat(
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         print("`exit` exits, `/clear` starts a new conversation, `/help` lists all commands.")
-    conversation = _Conversation(model, system)
+    conversation = _ChatSession(model, system)
     for line in _lines(is_terminal=is_terminal):
         conversation.handle_line(line, is_single=not is_terminal)
 
 
 @dataclass
-class _Conversation:
+class _ChatSession:
     """A model, and the conversation with it so far."""
 
     model: Any

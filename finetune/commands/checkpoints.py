@@ -283,7 +283,7 @@ def prune(
         print(f"{location.run / RESOLVED_NAME} does not exist: options default to the checkpoint section's defaults")
     section = section.model_copy(update={name: value for name, value in given.items() if value is not None})
     with lock_run_folder(location.run, log=print) if does_delete else nullcontext():
-        verdicts = decide(read_entries(location.checkpoints), section)
+        verdicts = reasons_to_keep(read_entries(location.checkpoints), section)
         table = _table("verdict")
         for entry, reasons in verdicts:
             verdict = Text(f"kept: {', '.join(reasons)}") if reasons else Text("deleted", "red")
@@ -318,7 +318,7 @@ def parse_keep_best(value: str) -> KeepBestSection:
     return KeepBestSection.model_validate({"metric": metric, "goal": goal, "count": int(count)})
 
 
-def decide(
+def reasons_to_keep(
     entries: Sequence[CheckpointEntry], section: CheckpointSection
 ) -> list[tuple[CheckpointEntry, Sequence[str]]]:
     """Return each checkpoint with the reasons to keep it, none to delete it; raises CheckpointError if none is good.

@@ -30,12 +30,12 @@ from finetune.model.loading.saved import SavedModel, inspect_model_folder, load_
 from finetune.model.upstream import data_only_loading
 from finetune.report.reporter import RunLog
 from finetune.run.setup.accelerator import PreparedModel, make_accelerator
-from finetune.run.setup.data import make_encoding
 from finetune.run.setup.evaluator import make_evaluator
-from finetune.run.setup.model import parameters_in
+from finetune.run.setup.model_problems import parameters_in
 from finetune.run.setup.padding_free import resolve_padding_free
 from finetune.run.setup.precompute import attach_teacher, precompute_set
 from finetune.run.setup.strategy import launched_strategy
+from finetune.run.setup.training_data import make_encoding
 from finetune.run.state.run_folder import RunInputs, load_run_inputs
 from finetune.runtime import distributed
 from finetune.runtime.files import atomic
@@ -44,7 +44,7 @@ from finetune.runtime.parameters import InitContext
 from finetune.runtime.text.redact import redact_known_values
 from finetune.runtime.text.terminal import format_json, quiet_libraries
 from finetune.strategy.upstream import unsharded
-from finetune.task.generation import load_metrics
+from finetune.task.generation import resolve_metrics
 from finetune.task.protocol import Task
 
 
@@ -194,7 +194,7 @@ def evaluate(
     job = None if config is None else load_config(config, overrides)
     trusts = trust_remote_code
     target = find_evaluation_target(source, step=step, job=job, overrides=overrides, trust_remote_code=trusts)
-    measured = measure(target)
+    measured = measure_metrics(target)
     if distributed.is_main():
         if json is not None:
             about = {"source": str(target.source), "step": target.step, "rows": measured.num_rows}
@@ -213,7 +213,7 @@ def evaluate_model(
     quiet_libraries(is_main=distributed.is_main())
     trusts = trust_remote_code
     target = find_evaluation_target(source, step=step, job=job, overrides=overrides, trust_remote_code=trusts)
-    metrics = measure(target).metrics
+    metrics = measure_metrics(target).metrics
     distributed.wait_for_devices()
     return metrics
 
@@ -270,7 +270,7 @@ def prepare_evaluation(target: EvaluationTarget) -> EvaluationSetup:
     return EvaluationSetup(config, task, source, rows, make_accelerator(config, strategy, log=log), log)
 
 
-def measure(target: EvaluationTarget) -> Measurement:
+def measure_metrics(target: EvaluationTarget) -> Measurement:
     """Return the metrics on the job's validation rows, exact on any number of processes. Collective.
 
     Raises UserError where the job has no validation rows.
@@ -288,7 +288,7 @@ def measure(target: EvaluationTarget) -> Measurement:
         model=accelerator.prepare_model(model, evaluation_mode=True),
         accelerator=accelerator,
         tokenizer=target.run_inputs.processing.tokenizer,
-        answer_metrics=load_metrics(generate.metrics if generate else ()),
+        answer_metrics=resolve_metrics(generate.metrics if generate else ()),
         reporter=no_op,
     )
     return Measurement(target, evaluator(target.step), len(setup.rows))

@@ -30,7 +30,7 @@ from finetune.errors import CheckpointError, ModelError, UserError
 from finetune.export.card import CardFacts, vllm_hint
 from finetune.export.save import ExportReport, Preprocessors, TextPreprocessor, export_model, push_folder
 from finetune.export.verify.rows import VerificationRow, expected_tokens, logits_of, synthetic_rows
-from finetune.export.verify.verifier import Expected, ExportVerifier, model_facts, staged_export
+from finetune.export.verify.verifier import ExpectedOutputs, ExportVerifier, model_facts, staged_export
 from finetune.export.weights import unwrap_adapter
 from finetune.model.adapters.context import has_adapter
 from finetune.model.build import build_model
@@ -46,7 +46,7 @@ from finetune.run.final_export import (
     resolve_export_section,
     template_renders,
 )
-from finetune.run.setup.model import parameters_in, require_mergeable
+from finetune.run.setup.model_problems import parameters_in, require_valid_merge
 from finetune.run.state.run_folder import load_run_inputs
 from finetune.runtime.environment import package_versions
 from finetune.runtime.parameters import InitContext
@@ -82,7 +82,7 @@ def export_checkpoint(
     folder = new_folder(to or location.run / "exports" / chosen.name)
     own = with_trust(load_resolved(location.run), trust_remote_code=trust_remote_code)
     loaded = _with_export(own, dtype=dtype, merge=merge, verify=verify)
-    require_mergeable(loaded.config)
+    require_valid_merge(loaded.config)
     checkpoint = open_checkpoint(chosen)
     run_inputs = load_run_inputs(location.run, loaded.config)
     config, tokenizer, task = loaded.config, run_inputs.processing.tokenizer, run_inputs.task(loaded.config)
@@ -275,7 +275,7 @@ def _dtype_of_run(run: Path, *, dtype: str | None) -> str | None:
     except UserError as error:
         print(f"warning: the job that trained the adapter cannot be read, so its dtype is not used. {error}")
         return dtype
-    require_mergeable(config)
+    require_valid_merge(config)
     if config.model.quantization is not None:
         print(MERGED_UNQUANTIZED)
     return config.export.dtype or config.model.dtype
@@ -411,7 +411,7 @@ def _needs_unmerged(source: ModelToExport) -> bool:
     return source.is_quantized or is_half or source.section.dtype in ("bfloat16", "float16")
 
 
-def _expected(source: ModelToExport, *, unmerged: Path | None) -> Expected:
+def _expected(source: ModelToExport, *, unmerged: Path | None) -> ExpectedOutputs:
     text, tokens = source.preprocessors.text, None
     if text is not None:
         tokenizer = text.tokenizer
@@ -420,7 +420,7 @@ def _expected(source: ModelToExport, *, unmerged: Path | None) -> Expected:
     logits = None
     if rows and not source.is_quantized:
         logits = logits_of(_with_values(source), rows, device=torch.device("cpu"))
-    return Expected(rows, logits, "float32", tokens, text, unmerged)
+    return ExpectedOutputs(rows, logits, "float32", tokens, text, unmerged)
 
 
 def _rows(source: ModelToExport) -> tuple[VerificationRow, ...]:

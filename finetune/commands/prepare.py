@@ -17,7 +17,7 @@ from finetune.data.audit import Audit, Histogram, SourceAudit, Streamed
 from finetune.data.token_cache.counts import REMEDY
 from finetune.errors import DataError
 from finetune.report.reporter import RunLog, print_line
-from finetune.run.setup.data import audit_training_data, make_run_plan, make_training_data, verify_sets
+from finetune.run.setup.training_data import audit_training_data, make_run_plan, make_training_data, verify_sets
 from finetune.runtime.text import rich_console
 from finetune.runtime.text.terminal import quiet_libraries
 
@@ -50,10 +50,10 @@ def prepare(path: Path, overrides: Sequence[str]) -> None:
     An interrupted command resumes at the next start. Raises ConfigError and DataError as training does; for shares
     above the limits of `data.audit`, after the audit has been printed.
     """
-    prepare_data(load_config(path, overrides))
+    tokenize_data(load_config(path, overrides))
 
 
-def prepare_data(loaded: LoadedConfig) -> Audit:
+def tokenize_data(loaded: LoadedConfig) -> Audit:
     """Prepare the rows of a loaded job, and return the audit."""
     quiet_libraries(is_main=True)
     config = loaded.config

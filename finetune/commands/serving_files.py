@@ -14,7 +14,7 @@ from finetune.commands.export import export, processing_in
 from finetune.data.templates.chat_template import stop_ids
 from finetune.data.templates.rendering import arguments_of
 from finetune.errors import ModelError, UserError
-from finetune.export.engines import Engine, adapter_problems, find_engine
+from finetune.export.engines import Engine, find_engine, serving_problems
 from finetune.export.gguf import GGUFType, write_gguf
 from finetune.export.save import push_folder
 from finetune.export.upstream import write_generation_config
@@ -78,7 +78,7 @@ def write_serving_files(folder: Path, engine: Engine, *, gguf_type: GGUFType, tr
     option = f"--for {engine.name}"
     if saved.head != "causal_lm":
         raise UserError(f"{option}: {saved.folder} has a `{saved.head}` model, which does not continue text.")
-    if saved.adapter is not None and (problems := adapter_problems(saved.adapter, engine)):
+    if saved.adapter is not None and (problems := serving_problems(saved.adapter, engine)):
         raise UserError(
             f"{option}: {saved.folder} has an adapter that must be merged: {'; '.join(problems)}. "
             f"Run: finetune export {saved.folder} --merge {option}"

@@ -22,12 +22,12 @@ def with_trust(loaded: LoadedConfig, *, trust_remote_code: bool) -> LoadedConfig
     return replace(loaded, config=loaded.config.model_copy(update={"model": model}))
 
 
-def require_trusted_metrics(own: LoadedConfig, requested: LoadedConfig, *, trust_remote_code: bool) -> None:
+def require_trusted_metrics(run_job: LoadedConfig, requested: LoadedConfig, *, trust_remote_code: bool) -> None:
     """Raise UserError if the metrics need Python functions that only the run's own record names."""
-    functions = set(_functions(own)) & set(_functions(requested))
+    functions = set(_functions(run_job)) & set(_functions(requested))
     if functions and not trust_remote_code:
         raise UserError(
-            f"evaluate.generate.metrics: the run's {own.path.name} names the Python function "
+            f"evaluate.generate.metrics: the run's {run_job.path.name} names the Python function "
             f"`{min(functions)}`, and its folder may come from others. If you trust it, add --trust-remote-code, or "
             "pass your own job with --config."
         )
@@ -39,15 +39,15 @@ def _functions(loaded: LoadedConfig) -> tuple[str, ...]:
     return tuple(name for name in (generate.metrics if generate is not None else ()) if ":" in name)
 
 
-def use_written_arguments(tokenizer: Any, written: Sequence[str]) -> None:
+def use_written_arguments(tokenizer: Any, texts: Sequence[str]) -> None:
     """Render prompts with these arguments (`NAME=VALUE`) of the chat template, in addition to the folder's.
 
     A value is JSON, or else a string. Raises UserError for an argument that the template never reads.
     """
-    if not written:
+    if not texts:
         return
     arguments: dict[str, Any] = {}
-    for argument in written:
+    for argument in texts:
         name, equals, text = argument.partition("=")
         if not (name and equals):
             raise UserError(f"--template-argument {argument}: write NAME=VALUE, such as enable_thinking=false.")

@@ -81,18 +81,18 @@ def format_list(names: Iterable[str], *, last: str = "and") -> str:
     return quoted[0] if len(quoted) == 1 else f"{', '.join(quoted[:-1])} {last} {quoted[-1]}" if quoted else "nothing"
 
 
-def did_you_mean(written: str, choices: Iterable[str]) -> str:
+def did_you_mean(name: str, choices: Iterable[str]) -> str:
     """Return `Did you mean ...?` with the closest known name, or an empty text if no name is close."""
-    near = closest(written, choices)
+    near = closest(name, choices)
     return f"Did you mean `{near}`?" if near else ""
 
 
-def closest(written: str, choices: Iterable[str], *, cutoff: float = 0.65) -> str | None:
+def closest(name: str, choices: Iterable[str], *, cutoff: float = 0.65) -> str | None:
     """Return the closest known name, ignoring case; None if no name is close."""
-    if len(written) > _MAX_NAME_CHARACTERS:
+    if len(name) > _MAX_NAME_CHARACTERS:
         return None
     by_lower = {name.lower(): name for name in choices}
-    matches = difflib.get_close_matches(written.lower(), by_lower, n=1, cutoff=cutoff)
+    matches = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=cutoff)
     return by_lower[matches[0]] if matches else None
 
 

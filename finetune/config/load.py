@@ -45,7 +45,7 @@ from finetune.errors import ConfigError, Problem, RenamedKeyWarning, UserError
 from finetune.runtime.text.redact import register_secrets
 
 
-def read_text(path: pathlib.Path, *, max_bytes: int = MAX_FILE_BYTES) -> str:
+def read_text_file(path: pathlib.Path, *, max_bytes: int = MAX_FILE_BYTES) -> str:
     """Return the file's text; raises OSError with the reason, or UnicodeDecodeError if it is not UTF-8.
 
     Only regular files are read: reading a pipe or a device may never end.
@@ -246,7 +246,7 @@ def require_divisible_batch(loaded: LoadedConfig, *, num_processes: int) -> None
 
 def _read(path: pathlib.Path) -> str:
     try:
-        return read_text(path)
+        return read_text_file(path)
     except FileNotFoundError:
         folder = path.absolute().parent
         hint = f"The folder {folder} does not exist either."
@@ -303,7 +303,7 @@ def load_resolved(run: pathlib.Path, overrides: Sequence[str] = ()) -> LoadedCon
     """
     path = run / RESOLVED_NAME
     try:
-        text = read_text(path, max_bytes=8 * MAX_FILE_BYTES)
+        text = read_text_file(path, max_bytes=8 * MAX_FILE_BYTES)
     except OSError as error:
         why = error.strerror or error
         raise UserError(

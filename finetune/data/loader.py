@@ -245,7 +245,7 @@ class DeviceCopyStream:
                 tensor.record_stream(current)
 
 
-class StepGroups:
+class StepLoader:
     """A rank's batches in groups of `num_batches`, one group per step, on the device; can be iterated repeatedly.
 
     If ranks share rows, each gets its slices. If they `are_copies`, another rank computes the same batches and counts

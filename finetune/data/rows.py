@@ -44,7 +44,7 @@ class RawRow:
         if not isinstance(self.content, bytes):
             return self.content
         try:
-            row = parse_json(self.content)
+            row = parse_row_json(self.content)
         except UnicodeDecodeError as error:
             raise DataError(f"{self.origin}, line {self.number}: {not_utf8(error)}") from error
         except json.JSONDecodeError as error:
@@ -76,7 +76,7 @@ def not_utf8(error: UnicodeDecodeError, *, num_before: int = 0) -> str:
     return f"{what} If the file is from Windows or Excel, write `encoding: cp1252` next to its path."
 
 
-def parse_json(text: str | bytes) -> Any:
+def parse_row_json(text: str | bytes) -> Any:
     """Return the value of the JSON text.
 
     Raises JSONDecodeError or UnicodeDecodeError for invalid JSON, and DataError for unusable values: excessive nesting,
@@ -90,7 +90,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def parse_json_at(text: str, start: int) -> tuple[Any, int]:
-    """Return the value that starts there, and the position after it; raises what `parse_json` raises."""
+    """Return the value that starts there, and the position after it; raises what `parse_row_json` raises."""
     value, end = _decoded(_raw_decode, text, start)
     if text.count("[", start, end) + text.count("{", start, end) > MAX_DEPTH:
         require_shallow(value)
@@ -193,10 +193,10 @@ _IMAGE_TYPES = ("image", "image_url")
 
 def has_images(content: Any) -> TypeGuard[Sequence[Any]]:
     """Return whether the content is a list of parts with at least one image."""
-    return isinstance(content, list) and any(is_image(part) for part in content)
+    return isinstance(content, list) and any(is_image_part(part) for part in content)
 
 
-def is_image(part: Any) -> bool:
+def is_image_part(part: Any) -> bool:
     """Return whether the part is an image."""
     return isinstance(part, Mapping) and part.get("type") in _IMAGE_TYPES
 
@@ -223,7 +223,7 @@ def read_tools(value: Any, *, title: str, are_functions: bool = False) -> list[M
 def read_template_arguments(value: Any, *, title: str) -> Mapping[str, Any]:
     """Return the arguments of the chat template; raises DataError unless it is an object."""
     try:
-        value = parse_json(value) if isinstance(value, str) else value
+        value = parse_row_json(value) if isinstance(value, str) else value
     except json.JSONDecodeError as error:
         raise DataError(f"{title} is text that is not JSON: {error.msg}.") from error
     if not isinstance(value, dict):

@@ -14,7 +14,7 @@ from finetune.data.encoding.target_spans import first_difference
 from finetune.data.features import Features, Outcome, Unlabeled
 from finetune.data.rows import Row
 from finetune.data.templates.chat_template import EndOfTurn, end_of_turn, is_special, tokenize
-from finetune.data.templates.rendering import arguments_of, has_markers, render
+from finetune.data.templates.rendering import arguments_of, has_markers, render_chat
 from finetune.errors import DataError
 from finetune.runtime.text.terminal import format_json
 
@@ -169,7 +169,7 @@ def check_template(tokenizer: PreTrainedTokenizerBase, section: DataSection) -> 
 def _default_system(tokenizer: PreTrainedTokenizerBase, rows: Mapping[str, Row]) -> str:
     """Return the system prompt that the template adds to a conversation without one; empty if it adds none."""
     try:
-        texts = [render(tokenizer, rows[case]["messages"][:-1]).text for case in ("one answer", "system message")]
+        texts = [render_chat(tokenizer, rows[case]["messages"][:-1]).text for case in ("one answer", "system message")]
     except DataError:  # it refuses system messages
         return ""
     without, given = (text.partition(ASKED["content"])[0] for text in texts)
@@ -204,7 +204,9 @@ class _Sample:
     def prompt(self) -> list[int]:
         """Return the tokens of the prompt, made the way an inference server makes them."""
         turns, tools = self.row["messages"][:-1], self.row.get("tools")
-        return tokenize(self.tokenizer, render(self.tokenizer, turns, tools=tools, add_generation_prompt=True).text)
+        return tokenize(
+            self.tokenizer, render_chat(self.tokenizer, turns, tools=tools, add_generation_prompt=True).text
+        )
 
 
 def _notes(samples: Sequence[_Sample], ending: EndOfTurn, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
@@ -222,7 +224,7 @@ def _notes(samples: Sequence[_Sample], ending: EndOfTurn, tokenizer: PreTrainedT
                 )
         if bos is not None and sample.ids[0] != bos and list(tokenizer("a")["input_ids"][:1]) == [bos]:
             yield f"the template does not write {tokenizer.bos_token}, which the tokenizer prepends to plain texts"
-        rendering = render(tokenizer, sample.row["messages"])
+        rendering = render_chat(tokenizer, sample.row["messages"])
         if rendering.marked and not rendering.text[: rendering.marked[-1][1]].rstrip().endswith(ending.special):
             yield "the markers end before the end of turn, which is still a target"
     if "strftime_now" in str(tokenizer.get_chat_template()):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from finetune.data.formats.columns import quoted_list
-from finetune.data.rows import Part, Turn, describe, is_image, parse_json
+from finetune.data.rows import Part, Turn, describe, is_image_part, parse_row_json
 from finetune.errors import DataError
 from finetune.registry.turns import CONTENT_KEYS, PAIRS, ROLE_KEYS, STANDARD_ROLES, RoleEntry, find_role
 from finetune.runtime.text.terminal import format_json
@@ -127,7 +127,7 @@ def _read_turn(number: int, turn: Turn, entry: RoleEntry | None, *, with_images:
     if results and not parts.content:
         return results
     if parts.content:
-        is_text = len(parts.content) == 1 and not is_image(parts.content[0])
+        is_text = len(parts.content) == 1 and not is_image_part(parts.content[0])
         content = parts.content[0]["text"] if is_text else parts.content
     elif calls and not isinstance(content, str):
         content = None
@@ -140,7 +140,7 @@ def _read_turn(number: int, turn: Turn, entry: RoleEntry | None, *, with_images:
 def _read_calls(number: int, value: Any, *, are_bare: bool = False) -> list[Mapping[str, Any]]:
     """Return the tool calls of a list, an object or JSON text; bare ones have `name` and `arguments` on the outside."""
     try:
-        calls = parse_json(value) if isinstance(value, str) else value
+        calls = parse_row_json(value) if isinstance(value, str) else value
     except json.JSONDecodeError as error:
         raise DataError(f"turn {number} has a function call that is not JSON: {error.msg}.") from error
     calls = [calls] if isinstance(calls, dict) else calls
@@ -159,7 +159,7 @@ def _with_parsed_arguments(number: int, call: Mapping[str, Any]) -> Mapping[str,
     if not isinstance(call.get("arguments"), str):
         return call
     try:
-        return {**call, "arguments": parse_json(call["arguments"] or "{}")}
+        return {**call, "arguments": parse_row_json(call["arguments"] or "{}")}
     except json.JSONDecodeError as error:
         raise DataError(f"the arguments of a tool call in turn {number} are not JSON: {error.msg}.") from error
 
@@ -217,7 +217,7 @@ class _Parts:
         if text is not None:
             is_thought = isinstance(part, Mapping) and part.get("thought") is True  # Gemini
             self.reasoning.append(text) if is_thought else self.content.append({"type": "text", "text": text})
-        elif is_image(part) and with_images:
+        elif is_image_part(part) and with_images:
             self.content.append(_image_part(part))
         elif (call := _named_part(part, _CALL_PARTS)) and isinstance(call.get("name"), str):
             function = {"name": call["name"], "arguments": _first(call, "input", "args", "arguments") or {}}

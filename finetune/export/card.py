@@ -64,23 +64,23 @@ class CardBase:
 
 
 def write_card(
-    facts: CardFacts, *, base: CardBase | None, template_arguments: Mapping[str, Any] = MappingProxyType({})
+    card_facts: CardFacts, *, base: CardBase | None, template_arguments: Mapping[str, Any] = MappingProxyType({})
 ) -> str:
     """Return the card as Markdown with the hub's metadata; `base` is None for a model trained from random weights.
 
     No license is stated: it depends on base and data.
     """
-    software = ", ".join(f"{name} {version}" for name, version in facts.software.items())
+    software = ", ".join(f"{name} {version}" for name, version in card_facts.software.items())
     sections = (
-        f"---\n{_metadata(facts, base)}\n---",
-        f"# {facts.title}",
-        _summary(facts, base),
-        _metrics(facts.metrics),
-        f"## Load\n\n```python\n{_loader(facts.head, _adapter(base))}```",
-        _SENTENCES if facts.head == "embedding" else "",
-        "## Chat\n\n```\nfinetune chat PATH_OF_THIS_FOLDER\n```" if facts.head == "causal_lm" else "",
+        f"---\n{_metadata(card_facts, base)}\n---",
+        f"# {card_facts.title}",
+        _summary(card_facts, base),
+        _metrics(card_facts.metrics),
+        f"## Load\n\n```python\n{_loader(card_facts.head, _adapter(base))}```",
+        _SENTENCES if card_facts.head == "embedding" else "",
+        "## Chat\n\n```\nfinetune chat PATH_OF_THIS_FOLDER\n```" if card_facts.head == "causal_lm" else "",
         _template_arguments(template_arguments),
-        f"## Config\n\n```yaml\n{facts.config_text.rstrip()}\n```" if facts.config_text else "",
+        f"## Config\n\n```yaml\n{card_facts.config_text.rstrip()}\n```" if card_facts.config_text else "",
         f"## Software\n\n{software}" if software else "",
     )
     return "\n\n".join(section for section in sections if section) + "\n"

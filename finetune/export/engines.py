@@ -56,7 +56,7 @@ IGNORED_KEYS = ("target_parameters", "rank_pattern", "alpha_pattern")
 _REFUSED_KEYS = ("use_dora", "modules_to_save", "lora_bias", "trainable_token_indices", "layer_replication")
 
 
-def adapter_problems(config: Mapping[str, Any], engine: Engine) -> list[str]:
+def serving_problems(config: Mapping[str, Any], engine: Engine) -> list[str]:
     """Return why the engine would not serve this adapter as it was trained; nothing for one that it serves."""
     if not engine.max_lora_ranks:
         return [f"{engine.title} serves full models"]

@@ -26,7 +26,7 @@ from finetune.export.card import CardBase, CardFacts, write_card
 from finetune.export.upstream import write_generation_config
 from finetune.export.weights import (
     build_meta_model,
-    check_files,
+    check_weight_files,
     complete_weights,
     map_in_threads,
     num_threads_for,
@@ -178,7 +178,7 @@ def export_model(
         card = write_card(facts, base=base, template_arguments=arguments)
         (staging / "README.md").write_text(printable(card), encoding="utf-8")
         written_files = (path for path in sorted(staging.rglob("*")) if path.is_file())
-        files = {str(path.relative_to(staging)): file_digest(path) for path in written_files}
+        files = {str(path.relative_to(staging)): exported_file_digest(path) for path in written_files}
     return ExportReport(folder, files, **vars(written))
 
 
@@ -227,7 +227,7 @@ def _write_model(
     meta_model.save_pretrained(folder, state_dict=dict(complete), max_shard_size=section.max_shard_size)
     if text is not None:
         write_generation_config(generation_config(model.generation_config, text), folder)
-    return _Written(*check_files(folder, complete), tensors=complete)
+    return _Written(*check_weight_files(folder, complete), tensors=complete)
 
 
 def _generates(model: PreTrainedModel) -> bool:
@@ -251,7 +251,7 @@ def _write_adapter(
     config.save_pretrained(staging)
     if _generates(base) and preprocessors.text is not None:
         write_generation_config(generation_config(base.generation_config, preprocessors.text), staging)
-    num_tensors, size_bytes = check_files(staging, adapter)
+    num_tensors, size_bytes = check_weight_files(staging, adapter)
     if base.name_or_path:
         return _Written(num_tensors, size_bytes, adapter_tensors=adapter)
     base_folder = staging / BASE_FOLDER
@@ -324,13 +324,15 @@ _NOT_COMPARED = {"architectures", "dtype", "transformers_version", "tie_word_emb
 """Settings changed by saving, a merge or the tokenizer's last call; ties are verified through the tensors."""
 
 
-def file_problems(folder: Path, written: Mapping[str, str | None], settings: Mapping[str, str]) -> Iterator[str]:
-    """Yield the problems of the files; `written` has their digests, `settings` the expected JSON texts, by name."""
+def exported_file_problems(
+    folder: Path, digests: Mapping[str, str | None], settings: Mapping[str, str]
+) -> Iterator[str]:
+    """Yield the problems of the files; `digests` has their digests, `settings` the expected JSON texts, by name."""
     paths = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
-    changed = [name for name in written.keys() & paths.keys() if file_digest(paths[name]) != written[name]]
+    changed = [name for name in digests.keys() & paths.keys() if exported_file_digest(paths[name]) != digests[name]]
     for names, problem in (
-        (written.keys() - paths.keys(), "is missing, although the export wrote it"),
-        (paths.keys() - written.keys(), "is in the folder, although the export did not write it"),
+        (digests.keys() - paths.keys(), "is missing, although the export wrote it"),
+        (paths.keys() - digests.keys(), "is in the folder, although the export did not write it"),
         (changed, "has changed since the export wrote it"),
     ):
         yield from (f"{name} {problem}." for name in sorted(names)[:_MAX_NAMED])
@@ -349,7 +351,7 @@ def file_problems(folder: Path, written: Mapping[str, str | None], settings: Map
             yield f"{name}: {', '.join(wrong[:_MAX_NAMED])}."
 
 
-def file_digest(path: Path) -> str | None:
+def exported_file_digest(path: Path) -> str | None:
     """Return a digest of the file; None for weights, whose tensors are compared."""
     return None if path.suffix == ".safetensors" else hashlib.sha256(path.read_bytes()).hexdigest()[:32]
 

@@ -127,7 +127,7 @@ def check_shapes(weights: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]
             )
 
 
-def check_files(folder: Path, weights: Mapping[str, Tensor]) -> tuple[int, int]:
+def check_weight_files(folder: Path, weights: Mapping[str, Tensor]) -> tuple[int, int]:
     """Reopen every weight file and return (tensors, bytes); raises TrainingError unless all weights are in them.
 
     Transformers may rename, split or join tensors on saving, but the total number of elements must be the same.

@@ -35,10 +35,10 @@ Word = str | ShellText
 
 
 @dataclass(frozen=True)
-class Job:
+class LaunchJob:
     """The job to launch on every host."""
 
-    words: tuple[str, ...]  # arguments after `accelerate launch ...`: -m finetune --config JOB.yaml ...
+    arguments: tuple[str, ...]  # arguments after `accelerate launch ...`: -m finetune --config JOB.yaml ...
     accelerate_file: Path
     ranks_per_host: int
     is_hybrid: bool = False  # HSDP: a copy of the model per host
@@ -46,7 +46,7 @@ class Job:
     is_deepspeed: bool = False  # which Accelerate would launch through pdsh on all hosts at once
 
 
-def launch_command(job: Job, *, num_hosts: int, rank: int, address: str) -> list[str]:
+def launch_command(job: LaunchJob, *, num_hosts: int, rank: int, address: str) -> list[str]:
     """Return the command of the host with this number: three words of Python, then `accelerate launch` and its words.
 
     `address` is that of the first host.
@@ -66,7 +66,7 @@ def launch_command(job: Job, *, num_hosts: int, rank: int, address: str) -> list
         *((("--deepspeed_multinode_launcher", "standard"),) if job.is_deepspeed else ()),
     )
     launcher = [sys.executable, "-m", "finetune.launch.launcher"]
-    return [*launcher, *(word for option in options for word in option), *job.words]
+    return [*launcher, *(word for option in options for word in option), *job.arguments]
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class JobRequest:
     """One job on several hosts."""
 
     name: str  # valid for every scheduler: lowercase letters, digits and dashes
-    job: Job
+    job: LaunchJob
     num_nodes: int
     run_folder: str  # a folder that all hosts share, or a URL
     local_folder: str | None  # of a run at a URL, if the job names one
@@ -118,7 +118,7 @@ def launch_words(request: JobRequest, rendezvous: Rendezvous, *, log_folder: Wor
     if request.is_single:
         return rank_words(request)
     words = launch_command(request.job, num_hosts=request.num_nodes, rank=0, address="")[1:]
-    options: list[Word] = list(words[: len(words) - len(request.job.words)])
+    options: list[Word] = list(words[: len(words) - len(request.job.arguments)])
     expanded = {
         "--machine_rank": rendezvous.machine_rank,
         "--main_process_ip": rendezvous.address,
@@ -132,12 +132,12 @@ def launch_words(request: JobRequest, rendezvous: Rendezvous, *, log_folder: Wor
         options += ["--deepspeed_config_file", request.deepspeed_file]
     if log_folder is not None:
         options += ["--tee", TEE, "--log_dir", log_folder]
-    return ["python", *options, *request.job.words]
+    return ["python", *options, *request.job.arguments]
 
 
 def rank_words(request: JobRequest) -> list[Word]:
     """Return the command of one rank that the scheduler starts without a launcher."""
-    module, *rest = request.job.words[1:]
+    module, *rest = request.job.arguments[1:]
     return ["python", "-m", module, "train", "--accelerate", str(request.job.accelerate_file), *rest]
 
 
@@ -168,7 +168,7 @@ def host_script(request: JobRequest, variables: Mapping[str, str]) -> str:
     if not request.is_at_url:
         logs = ShellText(f'{quoted(request.run_folder)}"/logs/host-${RENDEZVOUS.machine_rank}"')
     rank = ShellText(f'"${RENDEZVOUS.machine_rank}"')
-    return render(
+    return render_script(
         "host.sh.jinja",
         assignments=[f"{name}={variables[name]}" for name in needed],
         launch=command_line(launch_words(request, RENDEZVOUS, log_folder=logs)),
@@ -191,9 +191,9 @@ def quoted(word: Word) -> str:
     return f"'{text}'" if text.startswith("=") else text  # `NAME==` looks like a comparison
 
 
-def command_line(words: Iterable[Word]) -> str:
+def command_line(command: Iterable[Word]) -> str:
     """Return the command as one line of a shell script, or several where a word has several."""
-    return " ".join(map(quoted, words))
+    return " ".join(map(quoted, command))
 
 
 def exports(variables: Mapping[str, str]) -> list[str]:
@@ -201,7 +201,7 @@ def exports(variables: Mapping[str, str]) -> list[str]:
     return [f"export {name}={quoted(value)}" for name, value in variables.items()]
 
 
-def render(template: str, **values: Any) -> str:
+def render_script(template: str, **values: Any) -> str:
     """Return the script of a template; `quoted` and `command_line` are filters in it."""
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES),

@@ -29,7 +29,7 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _POLL_SECONDS = 0.1
 
 
-def run_ranks(words: Sequence[str], *, num_processes: int, environment: Mapping[str, str] | None = None) -> int:
+def run_ranks(arguments: Sequence[str], *, num_processes: int, environment: Mapping[str, str] | None = None) -> int:
     """Run `python WORDS` on this number of ranks of this host, and return how they ended as an exit code.
 
     It is 0, the code of the rank that failed first, or 128 + N for a rank that signal N has killed. In the main thread
@@ -50,7 +50,7 @@ def run_ranks(words: Sequence[str], *, num_processes: int, environment: Mapping[
     ranks = elastic.SubprocessContext(
         name="finetune",
         entrypoint=sys.executable,
-        args=dict.fromkeys(range(num_processes), tuple(words)),
+        args=dict.fromkeys(range(num_processes), tuple(arguments)),
         envs=variables,
         logs_specs=elastic.DefaultLogsSpecs(log_dir=os.devnull),
     )

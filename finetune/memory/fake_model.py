@@ -66,7 +66,7 @@ def empty_model(config: RunConfig, section: ModelSection, *, task: Task) -> Any:
         )
 
 
-def make_trainable(model: Any, section: ModelSection, *, task: Task, seed: int) -> Any:
+def make_fake_trainable(model: Any, section: ModelSection, *, task: Task, seed: int) -> Any:
     """Return the model with the section's quantization, adapters and frozen parameters."""
     if section.quantization is not None:
         dtype = getattr(torch, section.dtype)

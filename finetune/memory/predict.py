@@ -26,11 +26,11 @@ from finetune.errors import FinetuneError, ModelError
 from finetune.memory.fake_model import (
     FUSED_FUNCTIONS,
     empty_model,
-    make_trainable,
+    make_fake_trainable,
     runs_fused_layers,
     with_method,
 )
-from finetune.memory.state import Layout, Prediction
+from finetune.memory.state import Prediction, TrainingLayout
 from finetune.memory.trace import (
     BETWEEN,
     Sharding,
@@ -70,7 +70,7 @@ MAX_KINDS = 6
 Key = tuple[Any, ...]
 
 
-class Predictor:
+class MemoryPredictor:
     """Predicts a job's step under many layouts, with cached traces."""
 
     def __init__(self, config: RunConfig, data: DataSection) -> None:
@@ -82,7 +82,7 @@ class Predictor:
         self._models: dict[Key, Any] = {}
         self._steps: dict[Key, SymbolicStep] = {}
 
-    def predict(self, layout: Layout) -> Prediction:
+    def predict(self, layout: TrainingLayout) -> Prediction:
         """Return the memory of one rank under this layout; raises ModelError."""
         strategy, train = layout.strategy, self._config.train
         is_zero, sharding = strategy.startswith("zero"), Sharding()
@@ -118,7 +118,7 @@ class Predictor:
             num_adapted_features=round(step.values["num_adapted_features",]),
         )
 
-    def _step(self, layout: Layout, sharding: Sharding) -> SymbolicStep:
+    def _step(self, layout: TrainingLayout, sharding: Sharding) -> SymbolicStep:
         key = (layout.method, layout.gradient_checkpointing, layout.microbatch_size, layout.device, sharding)
         if key not in self._steps:
             try:
@@ -131,7 +131,7 @@ class Predictor:
                 ) from error
         return self._steps[key]
 
-    def _trace(self, layout: Layout, sharding: Sharding) -> SymbolicStep:
+    def _trace(self, layout: TrainingLayout, sharding: Sharding) -> SymbolicStep:
         section = with_method(self._config.model, layout.method, gradient_checkpointing=layout.gradient_checkpointing)
         key = (layout.method, layout.gradient_checkpointing)
         if key not in self._models:
@@ -152,7 +152,9 @@ class Predictor:
         batch = self._task.collate([Features(arrays, sample_id=number) for number in range(num_samples)])
 
         def trace(layers_of: KeptLayers) -> Values:
-            model = make_trainable(with_layers(whole, layers_of), section, task=self._task, seed=self._config.run.seed)
+            model = make_fake_trainable(
+                with_layers(whole, layers_of), section, task=self._task, seed=self._config.run.seed
+            )
             if runs_fused_layers(section, device=layout.device):
                 fuse_layers(unwrap_model(model), fuses_rotary=False, stand_ins=FUSED_FUNCTIONS)
             layers = [layer for name in layers_of for layer in unwrap_model(model).get_submodule(name).children()]

@@ -41,7 +41,7 @@ STRATEGIES: tuple[DataParallelName, ...] = get_args(DataParallelName)
 
 
 @dataclass(frozen=True)
-class Layout:
+class TrainingLayout:
     """Strategy, ranks and method of a job; everything else is in its config."""
 
     strategy: StrategyName
@@ -85,7 +85,7 @@ _IGNORED_KEYS = ("microbatch_size", "global_batch_size", "steps", "epochs", "tok
 """Keys of `train` that do not change the memory of a step, or are in the layout."""
 
 
-def write_planned(config: RunConfig, predicted: Iterable[tuple[Layout, int]]) -> None:
+def write_planned(config: RunConfig, predicted: Iterable[tuple[TrainingLayout, int]]) -> None:
     """Cache the peaks, in bytes, of the layouts of the unchanged job; a full disk is ignored."""
     own = (method_of(config), config.model.gradient_checkpointing)
     peaks = {

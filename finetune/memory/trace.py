@@ -24,11 +24,11 @@ from torch.utils._pytree import tree_leaves
 from finetune.config.run_config import RunConfig
 from finetune.data.batch import Batch
 from finetune.memory.fake_model import QuantizedLinear, materialize_fake
-from finetune.memory.state import Layout
+from finetune.memory.state import TrainingLayout
 from finetune.memory.tracer import ACTIVATIONS, GATHERED, GRADIENTS, OPTIMIZER, WEIGHTS, Tracer
 from finetune.model.size import AVERAGE_BYTES, Shapes, optimizer_state_bytes
 from finetune.model.upstream import expose_hidden_size, head_as_one_unit
-from finetune.registry.model import ARITHMETIC
+from finetune.registry.model_choices import ARITHMETIC
 from finetune.registry.optimizers import OPTIMIZERS
 from finetune.runtime.processes import restored_environment
 from finetune.strategy.gradient_sync import keep_experts_in_graph
@@ -301,7 +301,7 @@ class SymbolicStep:
         return tuple(name[1] for name in self.values if name[0] == "peak" and name[1] != "start")
 
 
-def traced_parts(layout: Layout, step: SymbolicStep) -> dict[str, float]:
+def traced_parts(layout: TrainingLayout, step: SymbolicStep) -> dict[str, float]:
     """Return the memory of a rank at the peak of the step, by name."""
     if layout.strategy == "ddp":  # whose buckets allocate all gradients at construction
         held = {category: step.bytes_of(category) for category in (WEIGHTS, GRADIENTS, OPTIMIZER)}
@@ -311,7 +311,9 @@ def traced_parts(layout: Layout, step: SymbolicStep) -> dict[str, float]:
     return {category: step.values.get(("part", peak, category), 0.0) for category in categories}
 
 
-def tensor_parallel_parts(parts: Mapping[str, float], layout: Layout, shapes: Shapes | None) -> dict[str, float]:
+def tensor_parallel_parts(
+    parts: Mapping[str, float], layout: TrainingLayout, shapes: Shapes | None
+) -> dict[str, float]:
     """Return the parts of a rank that shares every layer with others, from the parts of a rank that does not.
 
     Weights and their state are divided (norms, too, which are few). Of a layer's activations, only heads and the
@@ -333,7 +335,7 @@ KEPT_NUMEL = 5 * 10**8
 _DEFAULT_PREFETCH = 5 * 10**7
 
 
-def zero_parts(config: RunConfig, layout: Layout, step: SymbolicStep) -> dict[str, float]:
+def zero_parts(config: RunConfig, layout: TrainingLayout, step: SymbolicStep) -> dict[str, float]:
     """Return the memory of a rank at the peak of a step under ZeRO, by name.
 
     The trace has the weights in the precision of training, to which DeepSpeed converts them.

@@ -12,7 +12,7 @@ from typing import Any
 from finetune.config.paths import absolute_path, is_path, is_url
 from finetune.config.rules.files import first_matches
 from finetune.config.schema import branches, node_at
-from finetune.migration.draft import Draft, Outcome
+from finetune.migration.draft import Draft, KeyOutcome
 from finetune.migration.rules import is_off, read_file
 from finetune.migration.rules import path as path_of
 from finetune.migration.source import is_present
@@ -62,32 +62,32 @@ def complete(draft: Draft) -> None:
         draft.put("report.trackers", list(dict.fromkeys(names)), "trackers", *(f"uses_{name}" for name in names))
     if not draft.has("report.trackers"):
         for key in ("project", "entity", "group", "tags", "run_name"):
-            draft.withdraw(f"report.{key}", Outcome("not_needed", "there is no tracker"))
+            draft.withdraw(f"report.{key}", KeyOutcome("not_needed", "there is no tracker"))
     _strategy(draft)
     for name, (_, leaf) in draft.facts.items():
         if (reason := LEFT_OVER.get(name.partition(".")[0])) is not None:
-            draft.outcomes.setdefault(leaf.key, Outcome("not_needed", reason))
+            draft.outcomes.setdefault(leaf.key, KeyOutcome("not_needed", reason))
     advice = "it has no effect next to the other keys: look for it in docs/reference/job/."
     draft.refuse(advice, *draft.facts)
 
 
-def source_of(written: str, folder: Path) -> dict[str, Any]:
+def source_of(text: str, folder: Path) -> dict[str, Any]:
     """Return where rows are: a local file or folder, a URL, or else a dataset on the hub."""
-    address = locate(written, folder)
+    address = locate(text, folder)
     return {"path" if is_url(address) or is_path(address) else "name": address}
 
 
-def locate(written: str, folder: Path) -> str:
+def locate(address: str, folder: Path) -> str:
     """Return the absolute path that the text names, seen from the current folder or else from this one.
 
     A name that is no path in either stays as it is, and so do URLs, absolute paths and those in the home folder.
     """
-    if not written.strip() or is_url(written) or written.startswith(("/", "~")):
-        return written
-    texts = (written, written.replace("\\", "/"))
+    if not address.strip() or is_url(address) or address.startswith(("/", "~")):
+        return address
+    texts = (address, address.replace("\\", "/"))
     candidates = [absolute_path(text, base) for text in texts for base in (Path.cwd(), folder)]
     found = next((path for path in candidates if _exists(Path(path))), None)
-    return found or (candidates[1] if is_path(written) else written)
+    return found or (candidates[1] if is_path(address) else address)
 
 
 def _exists(path: Path) -> bool:
@@ -108,12 +108,12 @@ def locate_inputs(draft: Draft) -> None:
             entry.value = locate(entry.value, draft.file.path.parent.absolute())
 
 
-def source_with_files(written: str, files: str | None, folder: Path) -> dict[str, Any]:
+def source_with_files(address: str, files: str | None, folder: Path) -> dict[str, Any]:
     """Return where the rows of `load_dataset(written, data_files=files)` are."""
-    values = source_of(written, folder)
+    values = source_of(address, folder)
     if files is None:
         return values
-    if written in ("json", "csv", "parquet", "arrow", "text"):
+    if address in ("json", "csv", "parquet", "arrow", "text"):
         return source_of(files, folder)
     if "name" in values:
         return {"path": f"hf://datasets/{values['name']}/{files}"}
@@ -157,13 +157,13 @@ def _adapter(draft: Draft) -> None:
     elif bits is not None:
         draft.put("model.quantization.bits", bits, "is_4bit", "is_8bit", "bits")
     if not draft.has("model.quantization.bits"):
-        draft.withdraw("model.quantization", Outcome("not_needed", LEFT_OVER["bits"]))
+        draft.withdraw("model.quantization", KeyOutcome("not_needed", LEFT_OVER["bits"]))
     if draft.get("adapter_path"):
-        draft.withdraw("model.lora", Outcome("not_needed", "the config of the adapter in `model.adapter` has it"))
+        draft.withdraw("model.lora", KeyOutcome("not_needed", "the config of the adapter in `model.adapter` has it"))
         draft.put("model.adapter", path_of(draft.get("adapter_path")), "adapter_path", "adapter")
         return
     if kind != "lora":
-        draft.withdraw("model.lora", Outcome("not_needed", "no such adapter is trained in the file"))
+        draft.withdraw("model.lora", KeyOutcome("not_needed", "no such adapter is trained in the file"))
     elif not draft.has("model.lora"):
         draft.put("model.lora", {}, "adapter")
     else:
@@ -241,7 +241,7 @@ def _schedule(draft: Draft) -> None:
         draft.put(f"train.schedule.{name}", value if value < 1 else int(value), warmup)
         draft.note("the first step of a warmup has learning rate 0 in the trainer, and peak / warmup steps here.")
     if draft.value("train.schedule.name") == "constant":
-        draft.withdraw("train.schedule.final_fraction", Outcome("not_needed", "a constant rate does not decay"))
+        draft.withdraw("train.schedule.final_fraction", KeyOutcome("not_needed", "a constant rate does not decay"))
 
 
 def _evaluation(draft: Draft) -> None:
@@ -252,7 +252,7 @@ def _evaluation(draft: Draft) -> None:
         draft.put("data.validation.fraction", value, "validation_fraction", comment=comment)
         draft.note("other rows are split off for validation: `run.seed` and the row decide.")
     if not draft.has("data.validation"):
-        draft.withdraw("evaluate", Outcome("not_needed", "without validation rows nothing is evaluated"))
+        draft.withdraw("evaluate", KeyOutcome("not_needed", "without validation rows nothing is evaluated"))
         return
     _put_interval(draft, "evaluate.every_steps", "eval", otherwise=100)
     if not draft.has("evaluate"):
@@ -306,17 +306,17 @@ def _strategy(draft: Draft) -> None:
     draft.mapped(f"accelerate file {draft.strategy}.yaml", *facts)
 
 
-def zero_stage(written: Any, folder: Path) -> tuple[int | None, bool]:
+def zero_stage(config: Any, folder: Path) -> tuple[int | None, bool]:
     """Return the ZeRO stage of a DeepSpeed config, a path or a mapping, and whether it offloads; None if unknown."""
-    settings = written
-    if isinstance(written, str):
-        path = next((path for path in (Path(written), folder / written) if is_present(path)), None)
+    settings = config
+    if isinstance(config, str):
+        path = next((path for path in (Path(config), folder / config) if is_present(path)), None)
         if path is None:
             words = (
-                Path(written).stem.lower().replace("_", "").replace("-", "").replace("zero", "z").replace("stage", "z")
+                Path(config).stem.lower().replace("_", "").replace("-", "").replace("zero", "z").replace("stage", "z")
             )
             stages = [stage for stage in (0, 1, 2, 3) if f"z{stage}" in words]
-            return (stages[0] if len(stages) == 1 else None), "offload" in written.lower()
+            return (stages[0] if len(stages) == 1 else None), "offload" in config.lower()
         try:
             settings = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError):

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from finetune.config.formatting import did_you_mean
 from finetune.config.schema import node_at
-from finetune.migration.rules import Header, NoCounterpart, Rule, Table, is_off, read_header, read_table
+from finetune.migration.rules import Header, NoCounterpart, Rule, Table, is_off, read_header, read_key_table
 from finetune.migration.source import Leaf, PeerFile
 from finetune.runtime.text.terminal import format_json
 
@@ -27,7 +27,7 @@ _DEFAULTS = Path(__file__).with_name("defaults.json")
 
 
 @dataclass(frozen=True)
-class Outcome:
+class KeyOutcome:
     """The outcome of one of the peer's keys: our keys, the reason that it has none, or what to do instead."""
 
     fate: Fate
@@ -35,7 +35,7 @@ class Outcome:
 
 
 @dataclass
-class Entry:
+class DraftEntry:
     """One of our keys: its value, the peer's keys that it is from, and what else is to be known about it."""
 
     value: Any
@@ -49,9 +49,9 @@ class Draft:
 
     file: PeerFile
     gpus: int
-    peer: "Peer"
-    entries: dict[str, Entry] = field(default_factory=dict)
-    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    peer: "PeerTrainer"
+    entries: dict[str, DraftEntry] = field(default_factory=dict)
+    outcomes: dict[str, KeyOutcome] = field(default_factory=dict)
     facts: dict[str, tuple[Any, Leaf]] = field(default_factory=dict)
     assumed: dict[str, tuple[Any, str]] = field(default_factory=dict)  # facts that are the peer's unwritten defaults
     unwritten: dict[str, tuple[Any, str]] = field(default_factory=dict)  # our keys by the peer's unwritten defaults
@@ -68,9 +68,9 @@ class Draft:
         for leaf in self.file.leaves.values():
             rule = find_rule(self.peer.table, leaf.pattern)
             if rule is None:
-                self.outcomes[leaf.key] = Outcome("unknown", self._unknown(leaf.pattern))
+                self.outcomes[leaf.key] = KeyOutcome("unknown", self._unknown(leaf.pattern))
             elif leaf.value is None:
-                self.outcomes[leaf.key] = Outcome("not_needed", UNSET)
+                self.outcomes[leaf.key] = KeyOutcome("not_needed", UNSET)
             else:
                 self._apply(leaf, rule)
 
@@ -117,52 +117,54 @@ class Draft:
             if key in _SPEED_ALONE:
                 speed.append(origin.rpartition(", ")[2].partition(": ")[2])
             elif not is_of_task and (not is_optional or self.has(section)):
-                whole = self.entries.pop(section, Entry({}))  # a section without keys gets one
-                self.outcomes |= dict.fromkeys(whole.leaves, Outcome("mapped", f"the section `{section}`"))
+                whole = self.entries.pop(section, DraftEntry({}))  # a section without keys gets one
+                self.outcomes |= dict.fromkeys(whole.leaves, KeyOutcome("mapped", f"the section `{section}`"))
                 self.put(key, value, comment=f"the default of {origin}")
         if speed:
             self.note(f"what changes speed alone keeps our default, not the trainer's: {'; '.join(speed)}.")
 
     def _apply(self, leaf: Leaf, rule: Rule) -> None:
         if rule.kind == "not_needed":
-            self.outcomes[leaf.key] = Outcome("not_needed", rule.why)
+            self.outcomes[leaf.key] = KeyOutcome("not_needed", rule.why)
             return
         if rule.kind == "not_possible":
             is_harmless = is_off(leaf.value)
             fate: Fate = "not_needed" if is_harmless else "not_possible"
-            self.outcomes[leaf.key] = Outcome(fate, "it is off in the file, too" if is_harmless else rule.why)
+            self.outcomes[leaf.key] = KeyOutcome(fate, "it is off in the file, too" if is_harmless else rule.why)
             return
         try:
             value = rule.convert(leaf.value)
         except NoCounterpart as error:
-            self.outcomes[leaf.key] = Outcome("not_possible", str(error))
+            self.outcomes[leaf.key] = KeyOutcome("not_possible", str(error))
             return
         if rule.kind == "fact":
             name = f"{rule.name}.{leaf.position}" if "[]" in leaf.pattern else rule.name
             if name in self.facts and self.facts[name][0] != value:
-                self.outcomes[leaf.key] = Outcome("not_possible", f"`{self.facts[name][1].key}` has another value.")
+                self.outcomes[leaf.key] = KeyOutcome("not_possible", f"`{self.facts[name][1].key}` has another value.")
                 return
             self.facts.setdefault(name, (value, leaf))
             if self.facts[name][1] is not leaf:
-                self.outcomes[leaf.key] = Outcome("not_needed", f"`{self.facts[name][1].key}` is the same")
+                self.outcomes[leaf.key] = KeyOutcome("not_needed", f"`{self.facts[name][1].key}` is the same")
         elif is_default(rule.name, value) and rule.name not in self.entries:
             self.defaults.add(rule.name)
-            self.outcomes[leaf.key] = Outcome("not_needed", "this is the default here, too")
+            self.outcomes[leaf.key] = KeyOutcome("not_needed", "this is the default here, too")
         else:
             self._write(leaf, rule.name, value)
 
     def _write(self, leaf: Leaf, key: str, value: Any) -> None:
         other = self.entries.get(key)
         if other is None:
-            self.entries[key] = Entry(value, (leaf.key,))
+            self.entries[key] = DraftEntry(value, (leaf.key,))
         elif other.value == value or value in (False, None):
             other.leaves += (leaf.key,)
         elif other.value in (False, None):
             other.value, other.leaves = value, (*other.leaves, leaf.key)
         else:
-            self.outcomes[leaf.key] = Outcome("not_possible", f"`{other.leaves[0]}` has set `{key}` already. Keep one.")
+            self.outcomes[leaf.key] = KeyOutcome(
+                "not_possible", f"`{other.leaves[0]}` has set `{key}` already. Keep one."
+            )
             return
-        self.outcomes[leaf.key] = Outcome("mapped", key)
+        self.outcomes[leaf.key] = KeyOutcome("mapped", key)
 
     def note(self, text: str) -> None:
         """Add a line to the comments at the top, once."""
@@ -194,10 +196,10 @@ class Draft:
         if old is not None and old.value == value:
             leaves = (*old.leaves, *(leaf for leaf in leaves if leaf not in old.leaves))
         elif old is not None:
-            self.withdraw(key, Outcome("not_possible", f"another key decides `{key}`: {yaml_value(value)}."))
-        self.entries[key] = Entry(value, leaves, comment)
+            self.withdraw(key, KeyOutcome("not_possible", f"another key decides `{key}`: {yaml_value(value)}."))
+        self.entries[key] = DraftEntry(value, leaves, comment)
         for leaf in leaves:
-            self.outcomes[leaf] = Outcome("mapped", key)
+            self.outcomes[leaf] = KeyOutcome("mapped", key)
 
     def default(self, key: str, value: Any, comment: str) -> None:
         """Write our key if it is not written yet: the peer's own default is another one."""
@@ -206,22 +208,22 @@ class Draft:
 
     def mapped(self, text: str, *facts: str) -> None:
         """Record that the facts are in the accelerate file, or in another file next to the job."""
-        self._record(Outcome("mapped", text), facts)
+        self._record(KeyOutcome("mapped", text), facts)
 
     def drop(self, reason: str, *facts: str) -> None:
         """Record that the facts without an outcome are not needed, for this reason."""
-        self._record(Outcome("not_needed", reason), facts)
+        self._record(KeyOutcome("not_needed", reason), facts)
 
     def refuse(self, instead: str, *facts: str) -> None:
         """Record that the facts without an outcome are not possible, and what to do instead."""
-        self._record(Outcome("not_possible", instead), facts)
+        self._record(KeyOutcome("not_possible", instead), facts)
 
-    def _record(self, outcome: Outcome, facts: Sequence[str]) -> None:
+    def _record(self, outcome: KeyOutcome, facts: Sequence[str]) -> None:
         for name in facts:
             if not self.is_named(name):
                 self.outcomes[self.facts[name][1].key] = outcome
 
-    def withdraw(self, prefix: str, outcome: Outcome) -> None:
+    def withdraw(self, prefix: str, outcome: KeyOutcome) -> None:
         """Remove our keys that begin like this; the leaves that they were from get the outcome instead."""
         for key in [key for key in self.entries if key == prefix or key.startswith(f"{prefix}.")]:
             for leaf in self.entries.pop(key).leaves:
@@ -274,7 +276,7 @@ def is_default(key: str, value: Any) -> bool:
     return "default" in node and node["default"] == value and type(node["default"]) is type(value)
 
 
-def nested(entries: Mapping[str, Entry]) -> dict[str, Any]:
+def nested(entries: Mapping[str, DraftEntry]) -> dict[str, Any]:
     """Return the entries as nested sections; positions become lists."""
     root: dict[str, Any] = {}
     for key, entry in entries.items():
@@ -323,7 +325,7 @@ BUILT_IN = {
 
 
 @dataclass(frozen=True)
-class Peer:
+class PeerTrainer:
     """A trainer: its file of keys, and the functions that complete a job."""
 
     name: str  # of the file, too
@@ -338,7 +340,7 @@ class Peer:
     @property
     def table(self) -> Table:
         """Return what becomes of each of its keys."""
-        return read_table(self.name)
+        return read_key_table(self.name)
 
     @property
     def known_keys(self) -> frozenset[str]:

@@ -10,7 +10,7 @@ from typing import Any
 from finetune.config.load import load_config
 from finetune.errors import ConfigError, Problem, UserError
 from finetune.migration.complete import complete, locate_inputs
-from finetune.migration.draft import Draft, Entry, Fate, Outcome, Peer, find_rule, nested, yaml_value
+from finetune.migration.draft import Draft, DraftEntry, Fate, KeyOutcome, PeerTrainer, find_rule, nested, yaml_value
 from finetune.migration.peers.axolotl import AXOLOTL
 from finetune.migration.peers.llama_factory import LLAMA_FACTORY
 from finetune.migration.peers.torchtune import TORCHTUNE
@@ -85,7 +85,7 @@ def _comment(text: str, *, bullet: str = "") -> Iterator[str]:
 
 
 def _lines(draft: Draft, name: str, value: Any, *, indent: str, dash: str = "") -> Iterator[str]:
-    if isinstance(value, Entry):
+    if isinstance(value, DraftEntry):
         yield f"{indent}{dash}{name}: {yaml_value(value.value)}{_origin(draft, value)}"
         return
     yield f"{indent}{dash}{name}:"
@@ -101,14 +101,14 @@ def _lines(draft: Draft, name: str, value: Any, *, indent: str, dash: str = "") 
         yield from _lines(draft, key, entry, indent=f"{indent}  ")
 
 
-def _origin(draft: Draft, entry: Entry) -> str:
+def _origin(draft: Draft, entry: DraftEntry) -> str:
     sources = [source_of_key(draft, key) for key in entry.leaves]
     parts = [f"from {'; '.join(sources[:4])}{'; ...' if len(sources) > 4 else ''}"] if sources else []
     parts += [redact_known(entry.comment)] if entry.comment else []
     return f"  # {' - '.join(parts)}".replace("\n", " ") if parts else ""
 
 
-PEERS: dict[str, Peer] = {peer.name: peer for peer in (AXOLOTL, LLAMA_FACTORY, TRL, TORCHTUNE, TRAINER)}
+PEERS: dict[str, PeerTrainer] = {peer.name: peer for peer in (AXOLOTL, LLAMA_FACTORY, TRL, TORCHTUNE, TRAINER)}
 
 _NOT_READ = {
     "ms-swift": "attn_impl dataset_shuffle freeze_vit lazy_tokenize lorap_lr_ratio quant_bits rlhf_type sft_type "
@@ -118,7 +118,7 @@ _NOT_READ = {
 """Trainers whose configs look like another's and are not read, and the keys that only they have."""
 
 
-def detect(file: PeerFile, name: str | None = None) -> Peer:
+def detect(file: PeerFile, name: str | None = None) -> PeerTrainer:
     """Return the peer of this name, or the one that knows most keys of the file; raises UserError if none is clear."""
     if name is not None:
         if name.lower().replace("-", "_") not in PEERS:
@@ -206,7 +206,7 @@ def _is_given_up(draft: Draft, problem: Problem) -> bool:
     for key, entry in draft.entries.items():
         if not entry.leaves and entry.comment and f"{key}.".startswith(f"{problem.key}."):
             draft.note(f"`{key}: {yaml_value(entry.value)}`, {entry.comment}, is not possible here: {problem.message}")
-    draft.withdraw(problem.key, Outcome("not_possible", problem.message))
+    draft.withdraw(problem.key, KeyOutcome("not_possible", problem.message))
     return True
 
 

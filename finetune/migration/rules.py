@@ -156,7 +156,7 @@ def component_name(value: Any) -> str:
     return component(value).rpartition(".")[2]
 
 
-def choose(choices: Mapping[str, Any], instead: str) -> Convert:
+def choose_value(choices: Mapping[str, Any], instead: str) -> Convert:
     """Return a converter of words, whatever their case; another word is not possible."""
 
     def convert(value: Any) -> Any:
@@ -195,7 +195,7 @@ def address(value: Any) -> str:
 def _words_of(values: Mapping[Any, str]) -> Convert:
     """Return a converter of the words that a section of values.yaml lists."""
     listed = {ours: theirs.split() for ours, theirs in values.items() if ours != "instead"}
-    return choose({word: ours for ours, theirs in listed.items() for word in theirs}, values["instead"])
+    return choose_value({word: ours for ours, theirs in listed.items() for word in theirs}, values["instead"])
 
 
 _VALUES: Mapping[str, Mapping[Any, str]] = YAML(typ="safe").load(_TABLES / "values.yaml")
@@ -241,13 +241,13 @@ def read_header(name: str) -> Header:
 
 
 @cache
-def read_table(name: str) -> Table:
+def read_key_table(name: str) -> Table:
     """Return the table of a peer from its file, which extends the one that it names as `base`.
 
     A line of `keys` and `facts` is `theirs: ours transform`, one of the other sections a reason and the keys with it.
     """
     sections = read_file(name)
-    table = dict(read_table(sections["base"])) if "base" in sections else {}
+    table = dict(read_key_table(sections["base"])) if "base" in sections else {}
     names: tuple[tuple[Kind, str], ...] = (("key", "keys"), ("fact", "facts"))
     for kind, section in names:
         for theirs, written in sections[section].items():

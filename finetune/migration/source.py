@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from finetune.config.load import read_text
+from finetune.config.load import read_text_file
 from finetune.config.section import join_key
 from finetune.config.yaml import EMPTY, NOT_EXPANDED, invalid_characters, read_yaml
 from finetune.errors import ConfigError, Problem, UserError
@@ -57,7 +57,7 @@ class PeerFile:
 def read_peer_file(path: Path) -> PeerFile:
     """Return the keys of the file; raises UserError, or ConfigError with every problem and its line."""
     try:
-        text = read_text(path)
+        text = read_text_file(path)
     except OSError as error:
         reason = "it is a folder, not a file" if path.is_dir() else error.strerror or str(error)
         raise UserError(f"--from {path}: {reason}.") from error

@@ -119,7 +119,7 @@ FORMATS = Table(
         FormatEntry(
             name="text",
             description="`text` alone",
-            implementation="finetune.data.formats.row_format:read_text",
+            implementation="finetune.data.formats.row_format:read_text_row",
             required=("text",),
             usual_task="pretrain",
         ),

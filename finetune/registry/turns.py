@@ -50,14 +50,14 @@ ROLES = Table(
 
 
 @lru_cache(maxsize=1024)
-def standard_word(written: str) -> str:
+def standard_word(word: str) -> str:
     """Return the word as the tables write it, in lower case with underscores."""
-    return re.sub(r"[\s-]+", "_", written.strip()).lower()
+    return re.sub(r"[\s-]+", "_", word.strip()).lower()
 
 
-def find_role(written: str) -> RoleEntry | None:
+def find_role(role: str) -> RoleEntry | None:
     """Return the entry of a role as a row writes it, in any case; None for an unknown one."""
-    return ROLES.get(standard_word(written))
+    return ROLES.get(standard_word(role))
 
 
 ROLE_KEYS = ("role", "from", "speaker", "author")

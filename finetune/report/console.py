@@ -62,7 +62,7 @@ def format_event(event: Event) -> tuple[str, ...]:
         case Warned():
             return (f"warning: {event.message}",)
         case RunEnded():
-            lines = [f"{event.reason} at step {event.step} after {format_duration(event.seconds)}"]
+            lines = [f"{event.reason} at step {event.step} after {format_hms(event.seconds)}"]
             if event.final_folder is not None:
                 lines.append(f"model in {event.final_folder}")
                 lines += [f"chat with it: finetune chat {event.final_folder}"] if event.talks else []
@@ -84,7 +84,7 @@ def format_step_values(event: StepTaken, *, meter: ThroughputMeter) -> str:
         f"lr {event.learning_rate:.1e}",
         f"grad {event.gradient_norm:.2f}",
         f"{meter.tokens_per_second:>7,.0f} {meter.unit}/s",
-        f"eta {format_duration(meter.seconds_left)}",
+        f"eta {format_hms(meter.seconds_left)}",
         f"mem {format_size(event.memory_bytes)}",
     ]
     if meter.data_share >= SLOW_DATA:
@@ -105,7 +105,7 @@ def format_metric_changes(before: Mapping[str, float], after: Mapping[str, float
     )
 
 
-def format_duration(seconds: float | None) -> str:
+def format_hms(seconds: float | None) -> str:
     """Return hours, minutes and seconds (`0:01:12`); `-:--:--` when unknown."""
     if seconds is None:
         return "-:--:--"

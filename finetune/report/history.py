@@ -132,7 +132,7 @@ class Message:
 
 
 @dataclass
-class Answers:
+class PromptAnswers:
     """The answers to one prompt by step."""
 
     prompt: str
@@ -165,7 +165,7 @@ class RunHistory:
         self.num_skipped = 0
         self.checkpoints: deque[EventFields] = deque(maxlen=MAX_ROWS)
         self.profiles: deque[EventFields] = deque(maxlen=MAX_ROWS)
-        self.answers: dict[tuple[str, str], Answers] = {}
+        self.answers: dict[tuple[str, str], PromptAnswers] = {}
         self.num_prompts_left_out = 0
         self.tokens = self.seconds = self.device_seconds = 0.0
         self.startup_seconds = 0.0
@@ -329,7 +329,7 @@ class RunHistory:
         if (prompt, reference) not in self.answers and len(self.answers) >= MAX_PROMPTS:
             self.num_prompts_left_out += 1
             return
-        answers = self.answers.setdefault((prompt, reference), Answers(prompt, reference))
+        answers = self.answers.setdefault((prompt, reference), PromptAnswers(prompt, reference))
         answers.by_step[event["step"]] = answer
         if len(answers.by_step) > MAX_ANSWERS:  # keep the first and the newest
             steps = list(answers.by_step)

@@ -127,7 +127,7 @@ class CudaMoments(Moments):
 
 
 @dataclass(frozen=True)
-class Segment:
+class PhaseSegment:
     """A continuous interval in one phase; the segments of a window have no gaps."""
 
     phase: str
@@ -166,11 +166,11 @@ class PhaseClock:
         self._step.close()
         self._changes.append((OTHER, self._moments.take()))
 
-    def segments(self) -> list[Segment]:
+    def segments(self) -> list[PhaseSegment]:
         """Return the phases from the first moment to the last; on a GPU this waits for the device."""
         times = [self._moments.read(moment) for _, moment in self._changes]
         names = [name for name, _ in self._changes]
-        return [Segment(name, span) for name, span in zip(names, pairwise(times), strict=False)]
+        return [PhaseSegment(name, span) for name, span in zip(names, pairwise(times), strict=False)]
 
     @contextmanager
     def _named(self, name: str) -> Iterator[None]:
@@ -242,7 +242,7 @@ class PhaseSeconds:
     overlapped: float  # communication that overlaps with computation
 
 
-def phase_seconds(segments: Sequence[Segment], traced: Traced, *, wall: float) -> PhaseSeconds:
+def phase_seconds(segments: Sequence[PhaseSegment], traced: Traced, *, wall: float) -> PhaseSeconds:
     """Return the time by phase; exposed communication is its own phase, not part of the others."""
     exposed = difference(traced.collectives, traced.computing)
     spent = dict.fromkeys(PHASES, 0)
@@ -259,7 +259,7 @@ def phase_seconds(segments: Sequence[Segment], traced: Traced, *, wall: float) -
     return PhaseSeconds({phase: nanoseconds / 1e9 for phase, nanoseconds in spent.items()}, wall, hidden / 1e9)
 
 
-def live_memory(segments: Sequence[Segment], allocations: Sequence[tuple[int, int]]) -> dict[str, Any]:
+def live_memory(segments: Sequence[PhaseSegment], allocations: Sequence[tuple[int, int]]) -> dict[str, Any]:
     """Return the live bytes relative to the start of the window: the peak, the peak of each phase, and over time."""
     when = [moment for moment, _ in allocations]
     live = list(accumulate(size for _, size in allocations))
@@ -313,7 +313,7 @@ class TraceRecorder:
         finally:
             shutil.rmtree(staging, ignore_errors=True)
 
-    def write_memory(self, folder: Path, name: str, segments: Sequence[Segment], traced: Traced) -> None:
+    def write_memory(self, folder: Path, name: str, segments: Sequence[PhaseSegment], traced: Traced) -> None:
         """Write the memory: torch's snapshot of a GPU (for pytorch.org/memory_viz), else the live bytes by phase."""
         if self._snapshot is not None:
             atomic.write_bytes(folder / f"{name}.memory.pickle", pickle.dumps(self._snapshot))

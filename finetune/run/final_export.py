@@ -28,7 +28,7 @@ from finetune.data.audit import Streamed
 from finetune.data.batch import Batch
 from finetune.data.features import Features
 from finetune.data.templates.chat_template import stop_ids
-from finetune.data.templates.rendering import arguments_of, render
+from finetune.data.templates.rendering import arguments_of, render_chat
 from finetune.errors import DataError, DiskError, HubError
 from finetune.export.card import CardFacts, vllm_hint
 from finetune.export.save import Preprocessors, TextPreprocessor, export_model, push_folder
@@ -40,20 +40,20 @@ from finetune.export.verify.rows import (
     synthetic_rows,
     verification_row,
 )
-from finetune.export.verify.verifier import Expected, ExportVerifier, Precision, model_facts, staged_export
+from finetune.export.verify.verifier import ExpectedOutputs, ExportVerifier, Precision, model_facts, staged_export
 from finetune.model.build import build_model
 from finetune.model.loading.hub import is_local_path
 from finetune.model.processing import Processing
-from finetune.registry.model import ARITHMETIC
+from finetune.registry.model_choices import ARITHMETIC
 from finetune.report.events import Noted
 from finetune.report.reporter import Reporter
 from finetune.run.context import RunPaths
 from finetune.run.setup.accelerator import PreparedModel
 from finetune.run.setup.build import BuiltRun
-from finetune.run.setup.data import TrainingData
 from finetune.run.setup.evaluator import make_weights
-from finetune.run.setup.model import is_merged
-from finetune.run.state.finished import FINAL_RECORD, input_stamps, is_exported, read_record
+from finetune.run.setup.model_problems import is_merged
+from finetune.run.setup.training_data import TrainingData
+from finetune.run.state.finished import FINAL_RECORD, input_stamps, is_exported, read_final_record
 from finetune.runtime import distributed
 from finetune.runtime.environment import package_versions
 from finetune.runtime.files import atomic
@@ -233,7 +233,7 @@ def push_final(config: RunConfig, *, log: Callable[[str], None] = print) -> None
     The record next to `final/` keeps the outcome, and the same command retries a failed upload.
     """
     section, run = config.export, Path(config.run.folder)
-    if section.push_to_hub is None or not distributed.is_main() or (record := read_record(run)) is None:
+    if section.push_to_hub is None or not distributed.is_main() or (record := read_final_record(run)) is None:
         return
     if record.get("pushed_to") == redact_known(section.push_to_hub):
         return
@@ -302,7 +302,7 @@ def _inputs(batch: Batch, model: Any, *, head: str) -> Iterator[dict[str, Tensor
 
 def expected_of_run(
     config: RunConfig, training_data: TrainingData, trained: Trained, *, unmerged: Path | None
-) -> Expected:
+) -> ExpectedOutputs:
     """Return the logits and tokens that the export must reproduce."""
     text = trained.preprocessors.text
     tokens = None
@@ -313,13 +313,13 @@ def expected_of_run(
             if "input_ids" in sample.arrays
         )
         tokens = expected_tokens(text.tokenizer, texts, renders=lambda turns: template_renders(text.tokenizer, turns))
-    return Expected(trained.rows, trained.logits, computed_in(config), tokens, text, unmerged)
+    return ExpectedOutputs(trained.rows, trained.logits, computed_in(config), tokens, text, unmerged)
 
 
 def template_renders(tokenizer: Any, turns: Any) -> bool:
     """Return whether the tokenizer's template renders the conversation, within the limits of templates."""
     try:
-        render(tokenizer, turns)
+        render_chat(tokenizer, turns)
     except DataError:
         return False
     return True

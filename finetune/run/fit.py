@@ -20,7 +20,7 @@ from finetune.report.profile import StepProfile
 from finetune.report.reporter import CallbackReporter, Reporter
 from finetune.run.final_export import export_final
 from finetune.run.setup.components import make_components
-from finetune.run.setup.forwards import device_price, peak_flops
+from finetune.run.setup.patches import device_price, peak_flops
 from finetune.run.state.resume import RestoredRun, describe_exported, load_best
 from finetune.run.supervision import Supervision
 from finetune.runtime import distributed
@@ -28,8 +28,8 @@ from finetune.runtime.optional import no_op
 from finetune.runtime.run_folder import PROFILE_FOLDER
 from finetune.runtime.upstream import keep_freed_memory
 from finetune.strategy.choose import describe_strategy
-from finetune.train.loop import report_steps, train
-from finetune.train.parts import TrainingComponents
+from finetune.train.components import TrainingComponents
+from finetune.train.loop import report_steps, run_training_loop
 from finetune.train.stopping import FINAL_REASONS, STOP_FILE, remove_stop_file
 from finetune.train.upstream import replace_engine_step, without_accelerate_wrapper
 
@@ -49,7 +49,7 @@ def fit(restored: RestoredRun, *, reporter: CallbackReporter, supervision: Super
     save = make_saver(restored, reporter=reporter, on_path=supervision.status.checkpoint)
     save.rehearse(num_saves=plan.num_due(config.checkpoint.every_steps, after=progress.step))
     with sampled_gpu(restored.built.prepared.accelerator.device, is_main=distributed.is_main()) as gpu:
-        parts = make_components(
+        components = make_components(
             config,
             restored.built,
             reporter=reporter,
@@ -63,35 +63,35 @@ def fit(restored: RestoredRun, *, reporter: CallbackReporter, supervision: Super
             profile = StepProfile(
                 section,
                 folder=context.paths.folder / PROFILE_FOLDER,
-                reporter=parts.reporter,
-                device=parts.accelerator.device,
-                attach=partial(_timed_optimizer, parts),
+                reporter=components.reporter,
+                device=components.accelerator.device,
+                attach=partial(_timed_optimizer, components),
             )
-            parts = replace(parts, profile=profile)
+            components = replace(components, profile=profile)
         reporter(run_started(restored, previous=supervision.status.previous))
         started = time.monotonic()
         supervision.status.run(progress, num_steps=plan.num_steps)
         if config.evaluate is not None and config.evaluate.at_start and progress.step == 0:
             with supervision.startup.phase("evaluation"):
-                parts.evaluate(progress.step)
-        if parts.accelerator.device.type == "cpu":
+                components.evaluate(progress.step)
+        if components.accelerator.device.type == "cpu":
             keep_freed_memory()
         supervision.begin_training()
         try:
-            return TrainingOutcome(train(parts, progress), started)
+            return TrainingOutcome(run_training_loop(components, progress), started)
         except NonFiniteError:  # raised on every rank alike, so they can still communicate
-            report_steps(parts, progress)
+            report_steps(components, progress)
             with suppress(CheckpointError):  # a save in progress was begun before the error
-                parts.save.wait_for_writes()
+                components.save.wait_for_writes()
             raise
 
 
 @contextmanager
-def _timed_optimizer(parts: TrainingComponents, profile: StepProfile) -> Iterator[None]:
+def _timed_optimizer(components: TrainingComponents, profile: StepProfile) -> Iterator[None]:
     """Time the optimizer's steps inside a backward pass as its own phase: DeepSpeed's engine's, and `in_backward`."""
     with ExitStack() as stack:
-        if hasattr(parts.model, "zero_optimization_stage"):
-            engine: Any = parts.model
+        if hasattr(components.model, "zero_optimization_stage"):
+            engine: Any = components.model
             step = engine.step
 
             def timed_step(*given: Any, **named: Any) -> Any:
@@ -99,7 +99,7 @@ def _timed_optimizer(parts: TrainingComponents, profile: StepProfile) -> Iterato
                     return step(*given, **named)
 
             stack.enter_context(replace_engine_step(engine, timed_step))
-        elif isinstance(optimizer := without_accelerate_wrapper(parts.optimizer), torch.optim.Optimizer):
+        elif isinstance(optimizer := without_accelerate_wrapper(components.optimizer), torch.optim.Optimizer):
             running = ExitStack()
             before = optimizer.register_step_pre_hook(lambda *_: running.enter_context(profile.phase(OPTIMIZER)))
             after = optimizer.register_step_post_hook(lambda *_: running.close())
@@ -146,7 +146,7 @@ def run_started(restored: RestoredRun, *, previous: Mapping[str, Any]) -> RunSta
     )
 
 
-def finish(restored: RestoredRun, fitted: TrainingOutcome, *, reporter: Reporter, supervision: Supervision) -> int:
+def finish_run(restored: RestoredRun, fitted: TrainingOutcome, *, reporter: Reporter, supervision: Supervision) -> int:
     """Export the model where the run is finished, report its end and return the exit code. Collective."""
     context, progress, is_final = restored.context, restored.progress, fitted.reason in FINAL_REASONS
     if is_final:

@@ -201,7 +201,7 @@ def _choose(context: RunContext, built: BuiltRun, tries: _Tries, *, is_resumed: 
         device = built.prepared.accelerator.device.type
         raise UserError(f"{KEY}: auto needs to measure memory, which is not supported on `{device}`. Write a number.")
     sizes: Sequence[int] = _sizes(context.config)
-    record = distributed.run_on_rank_0(lambda: read_record(context.paths.folder)) if is_resumed else None
+    record = distributed.run_on_rank_0(lambda: read_microbatch_record(context.paths.folder)) if is_resumed else None
     if record is not None and _still_holds(record, context, tries, sizes=sizes):
         context.log(f"{KEY}: auto: {record.microbatch_size}, as at the start of this run")
         if tries.memories[0].name == "GPU memory":
@@ -231,7 +231,7 @@ def _choose(context: RunContext, built: BuiltRun, tries: _Tries, *, is_resumed: 
         peaks=tries.by_name(peaks),
         settings=dict(memory_settings(context.config)),
     )
-    distributed.run_on_rank_0(lambda: write_record(context.paths.folder, found))
+    distributed.run_on_rank_0(lambda: write_microbatch_record(context.paths.folder, found))
     return best
 
 
@@ -331,7 +331,7 @@ def memory_settings(config: RunConfig) -> Mapping[str, str]:
     return {name: str(value) for name, value in values.items()}
 
 
-def read_record(folder: Path) -> MicrobatchRecord | None:
+def read_microbatch_record(folder: Path) -> MicrobatchRecord | None:
     """Return the record in the run folder; None without one that can be read."""
     try:
         return MicrobatchRecord.model_validate_json(read_regular(folder / MICROBATCH_FILE))
@@ -339,6 +339,6 @@ def read_record(folder: Path) -> MicrobatchRecord | None:
         return None
 
 
-def write_record(folder: Path, record: MicrobatchRecord) -> None:
+def write_microbatch_record(folder: Path, record: MicrobatchRecord) -> None:
     """Write the record; on one process."""
     atomic.write_json(folder / MICROBATCH_FILE, record.model_dump())

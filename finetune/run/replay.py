@@ -20,14 +20,14 @@ from finetune.run.microbatch_size import resolve_microbatch_size
 from finetune.run.setup.accelerator import make_accelerator
 from finetune.run.setup.build import build
 from finetune.run.setup.components import make_components
-from finetune.run.setup.data import prepare_data
+from finetune.run.setup.training_data import prepare_data
 from finetune.run.state.resume import RestoredRun, restore
 from finetune.run.supervision import model_code_errors
 from finetune.run.train import validate, validate_model
 from finetune.runtime.supervision.signals import ReceivedSignals
 from finetune.strategy.environment import read_environment
 from finetune.train.loop import advance, report_steps
-from finetune.train.step import CountedGroups, record_skipped_step, take_step
+from finetune.train.step import PrefetchedSteps, record_skipped_step, take_step
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def replay_steps(loaded: LoadedConfig, *, num_steps: int, check: Callable[[Resto
         log=context.log,
     )
     started, progress = run_started(restored, previous={}), restored.progress
-    groups, last = CountedGroups(parts, first_step=progress.step), progress.step + num_steps
+    groups, last = PrefetchedSteps(parts, first_step=progress.step), progress.step + num_steps
     while progress.step < min(last, parts.plan.num_steps):
         began = time.perf_counter()
         batches, counts, waited = groups.take(progress.step)

@@ -15,7 +15,7 @@ from pathlib import Path
 from finetune import __version__
 from finetune.checkpoint.format import layout
 from finetune.checkpoint.format.manifest import RunFingerprint, read_manifest_of_step
-from finetune.checkpoint.read.changes import check_changes, differences, refuse_existing_checkpoint
+from finetune.checkpoint.read.changes import check_changes, refuse_existing_checkpoint, setting_differences
 from finetune.config.load import LoadedConfig, load_config
 from finetune.config.paths import is_url
 from finetune.config.resume_keys import COMPARED_BY_CONTENT, keys_that_may_differ, keys_that_must_match
@@ -27,8 +27,8 @@ from finetune.run.state.finished import (
     format_finished,
     input_stamps,
     is_complete,
+    read_final_record,
     read_finished_run,
-    read_record,
 )
 from finetune.runtime.optional import lazily
 from finetune.runtime.run_folder import CHECKPOINTS_FOLDER, lock_run_folder
@@ -107,7 +107,7 @@ def _refuse_changes(config: RunConfig) -> None:
 def _facts_from_config(config: RunConfig, saved: RunFingerprint) -> RunFingerprint | None:
     """Return the fingerprint if data, tokenizer and frozen weights are unchanged; None where their keys differ."""
     maths, settings = keys_that_must_match(config), keys_that_may_differ(config)
-    if any(name in COMPARED_BY_CONTENT for name in differences(saved.settings, settings)):
+    if any(name in COMPARED_BY_CONTENT for name in setting_differences(saved.settings, settings)):
         return None
     contents = {name: digest for name, digest in saved.identity.items() if "." not in name and name not in maths}
     return RunFingerprint({**maths, **contents}, settings, saved.origin)
@@ -126,7 +126,7 @@ def _finished(config: RunConfig, *, rank: int) -> int | None:
     finished, manifest = finished_run
     current = _facts_from_config(config, manifest.run)
     try:
-        record = read_record(Path(config.run.folder)) or {}
+        record = read_final_record(Path(config.run.folder)) or {}
         stamps = input_stamps(config, before=float("inf"))
         packages = {name: __version__ if name == "finetune" else version(name) for name in manifest.versions}
     except (OSError, ValueError, PackageNotFoundError):

@@ -165,4 +165,4 @@ def supervised_run(
                 leave.exit_after_error(error)
             raise
         finally:
-            kill_children(others=others)
+            kill_children(spared=others)

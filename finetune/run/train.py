@@ -18,13 +18,13 @@ from finetune.report.reporter import CallbackReporter, Reporter, RunLog
 from finetune.report.timing import StartupTimer
 from finetune.run.context import RunContext, make_context
 from finetune.run.final_export import push_final
-from finetune.run.fit import finish, fit
+from finetune.run.fit import finish_run, fit
 from finetune.run.microbatch_size import resolve_microbatch_size
 from finetune.run.setup.accelerator import make_accelerator
 from finetune.run.setup.build import build
-from finetune.run.setup.data import prepare_data
 from finetune.run.setup.model_checks import CheckedJob, Stage, changes_config, check_model
 from finetune.run.setup.strategy import launched_strategy
+from finetune.run.setup.training_data import prepare_data
 from finetune.run.state.finished import RunResult, result_of_run
 from finetune.run.state.resume import RestoredRun, find_finished, restore
 from finetune.run.state.run_folder import fetch_run_folder, open_run_folder
@@ -122,7 +122,7 @@ def _train(
         restored = resolve_microbatch_size(restored)
     with _reporting(restored, supervision, uploader=uploader, reporters=reporters) as reporter:
         fitted = fit(restored, reporter=reporter, supervision=supervision)
-        code = finish(restored, fitted, reporter=reporter, supervision=supervision)
+        code = finish_run(restored, fitted, reporter=reporter, supervision=supervision)
     return code, fitted.reason, restored.progress
 
 

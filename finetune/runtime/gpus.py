@@ -112,7 +112,7 @@ _KEYS = (
 @cache
 def _read(path: Path) -> tuple[GpuModel, ...]:
     gpus = []
-    for name, values in read_table(path).items():
+    for name, values in read_yaml_table(path).items():
         if not isinstance(values, dict) or sorted({*values} - {_OPTIONAL}) != sorted(_KEYS):
             raise UserError(f"{path}: the entry `{name}` must have exactly the keys {', '.join(_KEYS)}.")
         try:
@@ -144,7 +144,7 @@ def _normalized(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", _VENDOR_WORDS.sub("", name.lower()))
 
 
-def read_table(path: Path) -> dict[str, Any]:
+def read_yaml_table(path: Path) -> dict[str, Any]:
     """Return the entries of the file by name; raises UserError if it cannot be read or is not a mapping."""
     try:
         values = YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8"))
@@ -191,7 +191,7 @@ def lowest(prices: tuple[Price, ...], offer: str) -> Price | None:
 
 @cache
 def _read_prices(path: Path, gpu_table: Path | None) -> Mapping[str, tuple[Price, ...]]:
-    values = read_table(path)
+    values = read_yaml_table(path)
     sources = values.pop(_SOURCES, {})
     prices: dict[str, tuple[Price, ...]] = {}
     for gpu, offers in values.items():

@@ -157,10 +157,10 @@ class VocabularyPart:
         dist.all_reduce(values, operation, group=self.group)
         return values
 
-    def log_sum_exp(self, own: Tensor) -> Tensor:
+    def log_sum_exp(self, local_sums: Tensor) -> Tensor:
         """Return the log-sum-exp of every row, [rows], from that of this rank's logits. Collective."""
-        highest = self.reduce_(own.clone(), dist.ReduceOp.MAX)
-        return highest + self.reduce_((own - highest).exp_()).log_()
+        highest = self.reduce_(local_sums.clone(), dist.ReduceOp.MAX)
+        return highest + self.reduce_((local_sums - highest).exp_()).log_()
 
     def locate(self, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return the labels' columns in this rank's logits, 0 for other ranks' labels, and which are its own."""

@@ -203,7 +203,7 @@ def exit_process(code: int, *, seconds: float | None = None) -> NoReturn:
         os._exit(code)
 
 
-def free_port() -> int:
+def free_loopback_port() -> int:
     """Return a TCP port that is free right now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -17,14 +17,14 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from finetune.errors import StrategyError
-from finetune.registry.model import ARITHMETIC
+from finetune.registry.model_choices import ARITHMETIC
 from finetune.runtime.optional import require
 from finetune.runtime.parameters import InitContext
 from finetune.runtime.upstream import BuildLockWatcher, clear_build_locks
 from finetune.strategy.cpu_adam import missing_for_cpu_adam
 from finetune.strategy.environment import LaunchEnvironment
 from finetune.strategy.gradient_sync import GradientReduction
-from finetune.strategy.protocol import Expected, PluginSettings, Sharded, Strategy, empty_weights
+from finetune.strategy.protocol import ExpectedSetup, PluginSettings, Sharded, Strategy, empty_weights
 from finetune.strategy.reconcile import JobSettings, complete_deepspeed_config, offloads_optimizer, refuse_conflicts
 from finetune.strategy.upstream import gloo_bridge, use_cpu_devices
 
@@ -72,12 +72,12 @@ class DataParallel:
 
     def __init__(self, environment: LaunchEnvironment) -> None:
         self._environment = environment
-        self.name, self.expected = "single", Expected(("NO",), num_processes=1)
+        self.name, self.expected = "single", ExpectedSetup(("NO",), num_processes=1)
         self.sharded: frozenset[Sharded] = frozenset()
         self.reduction = GradientReduction.LAST  # every process has the whole gradient in any case
         if environment.world > 1 or environment.has_process_group:
             self.name = "ddp"
-            self.expected = Expected(
+            self.expected = ExpectedSetup(
                 ("MULTI_GPU" if environment.has_device else "MULTI_CPU", "MULTI_XPU", "MULTI_NPU"),
                 environment.world,
                 "DistributedDataParallel",
@@ -112,7 +112,7 @@ class TensorParallel(DataParallel):
         super().__init__(environment)
         self.name = "tp"
         self.sharded = frozenset(Sharded)  # parts of the layers; embeddings, head and norms are whole
-        self.expected = Expected(  # without a wrapper around the model
+        self.expected = ExpectedSetup(  # without a wrapper around the model
             ("MULTI_GPU" if environment.has_device else "MULTI_CPU", "MULTI_XPU", "MULTI_NPU"),
             environment.world,
             num_copies=environment.world // environment.tensor_size,
@@ -137,7 +137,7 @@ class FullySharded:
         self.name = "hsdp" if environment.replicate_size > 1 else "fsdp2"
         self.sharded = frozenset(Sharded)
         self.reduction = GradientReduction.EITHER
-        self.expected = Expected(
+        self.expected = ExpectedSetup(
             ("FSDP",),
             environment.world,
             "FSDPModule",
@@ -193,7 +193,7 @@ class ZeroRedundancy:
         self.name = f"zero{self._stage}"
         self.sharded = frozenset(_SPLIT[self._stage])
         self.reduction = GradientReduction.LAST if self._stage == 1 else GradientReduction.EVERY
-        self.expected = Expected(
+        self.expected = ExpectedSetup(
             ("DEEPSPEED",),
             environment.world,
             "DeepSpeedEngine",

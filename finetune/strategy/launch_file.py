@@ -19,7 +19,7 @@ from accelerate.utils import check_cuda_p2p_ib_support
 
 from finetune.errors import StrategyError
 from finetune.registry.accelerate_files import find_deepspeed_file
-from finetune.runtime.processes import free_port
+from finetune.runtime.processes import free_loopback_port
 
 _PREFIXES = ("FSDP_", "PARALLELISM_CONFIG_", "MEGATRON_LM_", "ACCELERATE_USE_", "ACCELERATE_DEEPSPEED_")
 _NAMES = ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_CONFIG_DS_FIELDS", "ACCELERATE_GRADIENT_CLIPPING")
@@ -74,7 +74,7 @@ def use_launch_file(file: Path) -> list[str]:
     sentences = use_deepspeed_file(file)
     if not has_ranks and distributed_type != _NO_GROUP:
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_loopback_port())}
     if _THREADS in variables:
         torch.set_num_threads(int(variables[_THREADS]))  # torch has read the variable already
     return sentences if before else [*sentences, *_differences(defaults, world=world, name=name)]

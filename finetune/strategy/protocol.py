@@ -29,7 +29,7 @@ class PluginSettings:
 
 
 @dataclass(frozen=True)
-class Expected:
+class ExpectedSetup:
     """The expected result of the construction; a different one is an error."""
 
     distributed_types: tuple[str, ...]  # names of accelerate.DistributedType
@@ -61,7 +61,7 @@ class Strategy(Protocol):
 
     name: str
     sharded: frozenset[Sharded]  # the parts that are sharded over the processes
-    expected: Expected  # the result of the construction: Accelerate can silently build plain DDP instead
+    expected: ExpectedSetup  # the result of the construction: Accelerate can silently build plain DDP instead
     reduction: GradientReduction  # the microbatches of a step after which gradients can be reduced
 
     def accelerator_context(self, *, timeout: timedelta) -> AbstractContextManager[None]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from finetune.errors import StrategyError
-from finetune.registry.model import ARITHMETIC
+from finetune.registry.model_choices import ARITHMETIC
 from finetune.registry.optimizers import OPTIMIZERS
 from finetune.strategy.environment import LaunchEnvironment
 from finetune.strategy.unsupported import TENSOR, may_split_layers, uneven_groups

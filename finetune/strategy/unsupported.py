@@ -19,9 +19,9 @@ class Unsupported:
     why: str
     instead: str
 
-    def sentence(self, written: str) -> str:
+    def sentence(self, setting: str) -> str:
         """Return the message for this setting."""
-        return f"{written}: {self.name} is not supported: {self.why}. {self.instead}."
+        return f"{setting}: {self.name} is not supported: {self.why}. {self.instead}."
 
 
 TENSOR = Unsupported(

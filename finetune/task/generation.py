@@ -66,7 +66,7 @@ class GenerationEvaluator:
         for start in range(0, num_prompts_per_rank, batch_size):
             fault_point("evaluate", step=step)
             batch = own[start : start + batch_size]
-            answers = generate(
+            answers = generate_tokens(
                 model,
                 batch or self.prompts[:1],  # a rank without a prompt must take part, too
                 pad_id=pad_id(self.tokenizer),
@@ -103,7 +103,7 @@ class GenerationEvaluator:
         return scores
 
 
-def load_metrics(names: Sequence[str]) -> dict[str, Metric]:
+def resolve_metrics(names: Sequence[str]) -> dict[str, Metric]:
     """Return the metrics by their short names; raises UserError for one that cannot be imported."""
     metrics = {}
     for name in names:
@@ -129,7 +129,7 @@ _COMPUTED_BY_PEFT = frozenset({"position_ids", "cache", "past_key_values"})
 
 
 @torch.no_grad()
-def generate(
+def generate_tokens(
     model: nn.Module,
     prompts: Sequence[GenerationPrompt],
     *,

@@ -16,7 +16,7 @@ from finetune.config.sections.data import BatchingSection
 from finetune.data.batch import IGNORED, Batch, Targets
 from finetune.data.features import Features
 from finetune.errors import StrategyError
-from finetune.registry.model import PER_SAMPLE_ATTENTION, takes_boundaries
+from finetune.registry.model_choices import PER_SAMPLE_ATTENTION, takes_boundaries
 from finetune.runtime.parallel import SAMPLE_LENGTHS, SampleLengths
 from finetune.task.upstream import replaced_forward
 

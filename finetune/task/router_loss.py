@@ -193,7 +193,7 @@ def load_balancing_loss(tokens: Tensor, probability_sums: Tensor, *, top_k: int)
     return len(tokens) * (tokens / pool * probability_sums).sum() / pool
 
 
-def load_metrics(tokens: Sequence[Sequence[float]]) -> dict[str, float]:
+def expert_load_metrics(tokens: Sequence[Sequence[float]]) -> dict[str, float]:
     """Return `expert_load_max` and `experts_unused` for token counts by layer and expert.
 
     The former is the highest load of an expert in any layer, where 1 is an equal share of the layer's tokens; the
@@ -330,7 +330,7 @@ class RoutedTask:
     def step_metrics(self, sums: Mapping[str, Any], *, num_targets: int) -> Mapping[str, float]:
         """Return the task's metrics, `router_aux_loss`, `expert_load_max` and `experts_unused`."""
         others = dict(sums)
-        own = load_metrics(others.pop(TOKENS_PER_EXPERT))
+        own = expert_load_metrics(others.pop(TOKENS_PER_EXPERT))
         if self.coefficient is not None:
             own[ROUTER_AUX_LOSS] = others.pop(ROUTER_AUX_LOSS)
         return {**self.task.step_metrics(others, num_targets=num_targets), **own}

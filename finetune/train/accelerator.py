@@ -12,10 +12,10 @@ from torch.utils.data import DataLoader
 
 from finetune.data.batch import Batch
 from finetune.errors import StrategyError
-from finetune.registry.model import ARITHMETIC
+from finetune.registry.model_choices import ARITHMETIC
 from finetune.runtime import distributed
 from finetune.runtime.parallel import open_sequence_groups, open_tensor_groups, sequence_group, tensor_group
-from finetune.strategy.protocol import Expected, Strategy
+from finetune.strategy.protocol import ExpectedSetup, Strategy
 from finetune.strategy.upstream import set_default_group_timeout, without_accelerate_parallelism
 
 
@@ -66,7 +66,7 @@ def own_batches(accelerator: Accelerator, loader: DataLoader[Any]) -> Iterable[B
     return own
 
 
-def check_accelerator(accelerator: Accelerator, expected: Expected, *, precision: str, strategy: str) -> None:
+def check_accelerator(accelerator: Accelerator, expected: ExpectedSetup, *, precision: str, strategy: str) -> None:
     """Raise StrategyError naming every difference between the Accelerator and what was requested."""
     state = accelerator.state
     differences = [
@@ -82,7 +82,7 @@ def check_accelerator(accelerator: Accelerator, expected: Expected, *, precision
     _refuse(differences, strategy)
 
 
-def check_prepared(model: nn.Module, expected: Expected, *, strategy: str) -> None:
+def check_prepared(model: nn.Module, expected: ExpectedSetup, *, strategy: str) -> None:
     """Raise StrategyError unless the prepared model has the strategy's class and ZeRO stage."""
     names = {cls.__name__ for cls in type(model).__mro__}
     differences: list[str | None] = []

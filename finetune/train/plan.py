@@ -121,7 +121,7 @@ class StepPlan:
         return -(-self.num_steps // every_steps) - after // every_steps
 
 
-def make_plan(
+def make_step_plan(
     section: TrainSection,
     *,
     num_positions: int | None,

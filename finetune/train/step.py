@@ -26,9 +26,9 @@ from finetune.runtime.parameters import is_finite
 from finetune.runtime.progress import Progress
 from finetune.runtime.supervision.heartbeat import fault_point
 from finetune.strategy.gradient_sync import accumulate_gradients
+from finetune.train.components import TrainingComponents
 from finetune.train.meters import StepRecord
 from finetune.train.optim.optimizers import begin_step
-from finetune.train.parts import TrainingComponents
 from finetune.train.stopping import StopRequest, stop_request_of
 
 LOSS_SCALE, NON_FINITE = "loss scale", "non-finite"
@@ -49,7 +49,7 @@ class StepCounts:
 
 
 def take_step(
-    parts: TrainingComponents,
+    components: TrainingComponents,
     group: tuple[Batch, ...],
     counts: StepCounts,
     *,
@@ -63,13 +63,13 @@ def take_step(
     `started` is its start time by `time.perf_counter`, `data_seconds` the time spent waiting for its batches.
     `before_last_backward` is called when the last forward pass is done, or queued on the device.
     """
-    seeds.seed_everything(parts.seed, "step", progress.step, distributed.rank() // tensor_group().size)
-    learning_rate = parts.plan.schedule.learning_rate(progress.step)
-    begin_step(parts.optimizer, step=progress.step, learning_rate=learning_rate)
+    seeds.seed_everything(components.seed, "step", progress.step, distributed.rank() // tensor_group().size)
+    learning_rate = components.plan.schedule.learning_rate(progress.step)
+    begin_step(components.optimizer, step=progress.step, learning_rate=learning_rate)
     losses, others = forward_backward(
-        parts, group, num_targets=counts.num_targets, step=progress.step, before_last=before_last_backward
+        components, group, num_targets=counts.num_targets, step=progress.step, before_last=before_last_backward
     )
-    norm, is_taken = update_weights(parts, progress)
+    norm, is_taken = update_weights(components, progress)
     return StepRecord(
         number=progress.step + 1,
         losses=losses,
@@ -80,7 +80,7 @@ def take_step(
         num_targets=counts.num_targets,
         num_tokens=counts.num_tokens,
         samples_sha256=extend_digest(progress.samples_sha256, counts.samples),
-        epoch=parts.plan.epoch(progress.step),
+        epoch=components.plan.epoch(progress.step),
         seconds=time.perf_counter() - started,
         data_seconds=data_seconds,
         sums=others,
@@ -88,22 +88,22 @@ def take_step(
 
 
 def start_step_counts(
-    parts: TrainingComponents, group: tuple[Batch, ...], *, step: int, is_slow: bool = False
+    components: TrainingComponents, group: tuple[Batch, ...], *, step: int, is_slow: bool = False
 ) -> Callable[[], StepCounts]:
     """Start one all-reduce of the group's counts and the stop requests; return a function that waits for the sums.
 
     The function raises TrainingError if the samples are damaged or belong to another step. Both are collective.
     """
-    delivery = parts.deliveries.received(group)
+    delivery = components.sample_verifier.received(group)
     wait_for_sums = distributed.start_sum_counts(
         [
             sum(batch.num_targets for batch in group),
             sum(batch.num_tokens for batch in group),
             *split_uint64(delivery.checksum),
             len(delivery.damaged) + int(delivery.problem is not None),
-            int(parts.update.has_news),
+            int(components.update.has_news),
             int(is_slow),
-            *parts.stop_sources.counts(),
+            *components.stop_sources.counts(),
         ]
     )
 
@@ -111,11 +111,13 @@ def start_step_counts(
         num_targets, num_tokens, low, high, num_damaged, num_news, num_slow, *stop_counts = wait_for_sums()
         if num_damaged:  # the damaged samples of all ranks are named, and their cache is set aside
             is_damaged = delivery.damaged or delivery.problem
-            gathered = distributed.gather_objects(parts.deliveries.explain(delivery.damaged) if is_damaged else ())
+            gathered = distributed.gather_objects(
+                components.sample_verifier.explain(delivery.damaged) if is_damaged else ()
+            )
             lines = dict.fromkeys(line for of_rank in gathered for line in of_rank)
             raise TrainingError(f"step {step + 1} is not taken because its data is damaged:\n" + "\n".join(lines))
         samples = join_uint64(low, high)
-        if samples != parts.deliveries.expected(step):
+        if samples != components.sample_verifier.expected(step):
             raise TrainingError(
                 f"the samples of step {step + 1} differ from the data order's, because of a bug in finetune or a data "
                 "loader. The step was not taken. Please report it."
@@ -127,7 +129,7 @@ def start_step_counts(
 
 
 def forward_backward(
-    parts: TrainingComponents,
+    components: TrainingComponents,
     group: tuple[Batch, ...],
     *,
     num_targets: int,
@@ -140,26 +142,28 @@ def forward_backward(
     Returns the summed loss of every microbatch, [microbatches], and the task's other sums over all microbatches.
     Where the group does not complete the step, DeepSpeed does not update the weights in its last backward pass.
     """
-    accelerator, losses = parts.accelerator, []
-    accumulate = partial(accumulate_gradients, accelerator, parts.model, reduces=parts.reduces_every_microbatch)
+    accelerator, losses = components.accelerator, []
+    accumulate = partial(
+        accumulate_gradients, accelerator, components.model, reduces=components.reduces_every_microbatch
+    )
     others: dict[str, Tensor] = {}
     # Every backend averages over ranks; ranks that share weights count as one.
     scale = accelerator.num_processes / tensor_group().size / max(1, num_targets)
-    with parts.profile.phase(FORWARD):
-        microbatches = parts.task.prepare_step(parts.model, group)
+    with components.profile.phase(FORWARD):
+        microbatches = components.task.prepare_step(components.model, group)
     for number, batch in enumerate(microbatches):
         is_last = number == len(group) - 1
         accelerator.sync_gradients = is_last and completes_step
         with nullcontext() if is_last else accumulate():
-            with parts.profile.phase(FORWARD):
-                parts.before_batch(batch)
-                sums = dict(parts.task.loss_sums(parts.model, batch))
+            with components.profile.phase(FORWARD):
+                components.before_batch(batch)
+                sums = dict(components.task.loss_sums(components.model, batch))
             loss_sum = sums.pop("loss_sum")
             fault_point("forward", step=step, tensor=loss_sum)
             if is_last:
                 before_last()
-            with parts.profile.phase(BACKWARD):
-                parts.update.backward(loss_sum * scale)
+            with components.profile.phase(BACKWARD):
+                components.update.backward(loss_sum * scale)
             fault_point("backward", step=step)
         losses.append(_counted(loss_sum, batch))
         others = {name: others.get(name, 0.0) + _counted(value, batch) for name, value in sums.items()}
@@ -171,33 +175,33 @@ def _counted(value: Tensor, batch: Batch) -> Tensor:
     return torch.zeros_like(value) if batch.is_copy else value.detach()
 
 
-def update_weights(parts: TrainingComponents, progress: Progress) -> tuple[Tensor, bool | None]:
+def update_weights(components: TrainingComponents, progress: Progress) -> tuple[Tensor, bool | None]:
     """Clip the accumulated gradient, update the weights and drop the gradient, or skip the step. Collective.
 
     Returns the gradient norm before clipping, and whether the step was taken; None: if the norm is finite.
     """
-    with parts.profile.phase(OPTIMIZER):
-        gradient_norm = parts.update.clip()
+    with components.profile.phase(OPTIMIZER):
+        gradient_norm = components.update.clip()
     fault_point("update.before", step=progress.step)
-    skips = parts.nonfinite.action == "skip"
-    num_allowed = parts.nonfinite.max_skips - progress.num_nonfinite_skips if skips else 0
-    with parts.profile.phase(OPTIMIZER):
-        is_taken = parts.update(gradient_norm, num_allowed=num_allowed)
+    skips = components.nonfinite.action == "skip"
+    num_allowed = components.nonfinite.max_skips - progress.num_nonfinite_skips if skips else 0
+    with components.profile.phase(OPTIMIZER):
+        is_taken = components.update(gradient_norm, num_allowed=num_allowed)
     fault_point("update.after", step=progress.step)
     return gradient_norm, is_taken
 
 
-def record_skipped_step(parts: TrainingComponents, progress: Progress, record: StepRecord) -> None:
+def record_skipped_step(components: TrainingComponents, progress: Progress, record: StepRecord) -> None:
     """Count and report the skipped step; raises NonFiniteError as configured. Collective."""
     is_loss_finite = distributed.sum_counts([int(not is_finite(record.losses))]) == [0]
-    reason = LOSS_SCALE if parts.scales_loss and is_loss_finite else NON_FINITE
+    reason = LOSS_SCALE if components.scales_loss and is_loss_finite else NON_FINITE
     # The ids in microbatches with a non-finite loss, or all ids if every loss is finite.
     losses = record.losses.tolist()
     nonfinite = [i for ids, loss in zip(record.sample_ids, losses, strict=True) if not math.isfinite(loss) for i in ids]
     gathered = distributed.gather_objects((nonfinite, [i for ids in record.sample_ids for i in ids]))
     of_ranks = [i for ids, _ in gathered for i in ids] or [i for _, ids in gathered for i in ids]
     sample_ids = tuple(sorted(set(of_ranks)))  # ranks that share a row report the same ids
-    locations = [parts.row_location(sample_id) for sample_id in sample_ids[:MAX_NAMED_ROWS]]
+    locations = [components.row_location(sample_id) for sample_id in sample_ids[:MAX_NAMED_ROWS]]
     more = len(sample_ids) - len(locations)
     rows = "; ".join([*locations, f"and {more} more"] if more else locations)
     if reason == LOSS_SCALE:
@@ -205,24 +209,24 @@ def record_skipped_step(parts: TrainingComponents, progress: Progress, record: S
     else:
         problem = (
             f"the loss or gradient of step {record.number} is not finite. Training rows: {rows}. "
-            f"{parts.update.nonfinite_effect}"
+            f"{components.update.nonfinite_effect}"
         )
-        if parts.nonfinite.action == "stop":
+        if components.nonfinite.action == "stop":
             raise NonFiniteError(
                 f"{problem} Inspect these rows, lower train.learning_rate, or set train.nonfinite.action: skip."
             )
-        if progress.num_nonfinite_skips >= parts.nonfinite.max_skips:
-            limit = f"{parts.nonfinite.max_skips} steps have already been skipped (train.nonfinite.max_skips)"
+        if progress.num_nonfinite_skips >= components.nonfinite.max_skips:
+            limit = f"{components.nonfinite.max_skips} steps have already been skipped (train.nonfinite.max_skips)"
             raise NonFiniteError(f"{problem} {limit}.")
         progress.num_nonfinite_skips += 1
-    parts.reporter(StepSkipped(record.number, reason, sample_ids, rows))
+    components.reporter(StepSkipped(record.number, reason, sample_ids, rows))
 
 
 SLOW_SECONDS = 1.0
 """From here on a step is not counted in advance."""
 
 
-class CountedGroups:
+class PrefetchedSteps:
     """Hands out the groups in the order of the steps; the next one is counted while a step ends.
 
     The counts go round a ring of all ranks, some 50 microseconds each: with 1,000 ranks 60 to 100 ms, in which a short
@@ -230,9 +234,9 @@ class CountedGroups:
     step later, which is why slow steps, whose device hides the ring anyway, are not counted in advance.
     """
 
-    def __init__(self, parts: TrainingComponents, *, first_step: int) -> None:
-        self._parts = parts
-        self._groups = parts.groups(first_step=first_step)
+    def __init__(self, components: TrainingComponents, *, first_step: int) -> None:
+        self._components = components
+        self._groups = components.groups(first_step=first_step)
         self._first_step = first_step
         self._taken_at = time.perf_counter()
         self._next: tuple[tuple[Batch, ...], float, Callable[[], StepCounts]] | None = None  # under way
@@ -259,18 +263,22 @@ class CountedGroups:
         `counts` belong to the step before it. The first step of a start is over when the second group is requested,
         and an evaluation may end the run: after either, nothing is started.
         """
-        parts = self._parts
-        may_be_last = step >= parts.plan.num_steps or step == parts.stop_after_steps or parts.evaluate_due.due(step)
-        if parts.counts_ahead and not counts.is_slow and not may_be_last and step > self._first_step + 1:
+        components = self._components
+        may_be_last = (
+            step >= components.plan.num_steps
+            or step == components.stop_after_steps
+            or components.evaluate_due.due(step)
+        )
+        if components.counts_ahead and not counts.is_slow and not may_be_last and step > self._first_step + 1:
             batches, data_seconds = self._fetch()
             self._next = batches, data_seconds, self._start_count(batches, step=step)
 
     def _fetch(self) -> tuple[tuple[Batch, ...], float]:
         started = time.perf_counter()
-        with self._parts.profile.phase(DATA):
+        with self._components.profile.phase(DATA):
             batches = next(self._groups)
         return batches, time.perf_counter() - started
 
     def _start_count(self, batches: tuple[Batch, ...], *, step: int) -> Callable[[], StepCounts]:
         is_slow = time.perf_counter() - self._taken_at > SLOW_SECONDS
-        return start_step_counts(self._parts, batches, step=step, is_slow=is_slow)
+        return start_step_counts(self._components, batches, step=step, is_slow=is_slow)

@@ -9,7 +9,7 @@ import pytest
 import finetune
 from finetune import CheckpointError, Job, RunResult, UserError
 from finetune.report.events import Event, StepTaken
-from finetune.runtime.processes import free_port
+from finetune.runtime.processes import free_loopback_port
 from tests.api.jobs import rows, sections
 from tests.devices import needs
 from tests.launching import ROOT, capture
@@ -83,7 +83,7 @@ def test_reporters_see_every_step(tmp_path):
 def test_a_script_under_accelerate_launch_trains_twice_on_all_ranks(tmp_path, strategy, trained):
     command = [sys.executable, "-m", "accelerate.commands.launch"]
     command += ["--config_file", str(ROOT / f"accelerate_configs/{strategy}.yaml"), "--num_processes", "2"]
-    command += ["--main_process_port", str(free_port()), "-m", "tests.api.launched_program", str(tmp_path)]
+    command += ["--main_process_port", str(free_loopback_port()), "-m", "tests.api.launched_program", str(tmp_path)]
     done = capture(command, timeout_seconds=LAUNCH_SECONDS, is_cold=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     first, second = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2))

@@ -66,7 +66,7 @@ def test_doctor_rejects_a_loader_measurement_combined_with_recorded_facts(typed,
 def test_a_loader_is_measured_of_a_job(typed, calls, job):
     assert typed("doctor", "--data", "--config", job, "--rounds", 3)[0] == 0
     assert calls.made == [
-        ("finetune.commands.doctor.data:examine_loader", (job, []), {"num_rounds": 3, "seconds": 0.5})
+        ("finetune.commands.doctor.loader_speed:examine_loader", (job, []), {"num_rounds": 3, "seconds": 0.5})
     ]
 
 

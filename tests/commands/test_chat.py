@@ -13,7 +13,7 @@ from transformers import (
 
 from finetune.commands.chat import chat, load_chat_model
 from finetune.data.templates.chat_template import set_chat_template, stop_ids, tokenize
-from finetune.data.templates.rendering import render
+from finetune.data.templates.rendering import render_chat
 from finetune.errors import UserError
 from finetune.model.generation import SamplingParams
 from finetune.model.loading.saved import inspect_model_folder
@@ -48,8 +48,8 @@ def final(tmp_path_factory, tokenizer):
     for _ in range(60):
         for word in ("moon", "star"):
             turns = [{"role": "user", "content": f"say {word}"}, {"role": "assistant", "content": word}]
-            prompt = tokenize(tokenizer, render(tokenizer, turns[:1], add_generation_prompt=True).text)
-            tokens = torch.tensor([tokenize(tokenizer, render(tokenizer, turns).text)])
+            prompt = tokenize(tokenizer, render_chat(tokenizer, turns[:1], add_generation_prompt=True).text)
+            tokens = torch.tensor([tokenize(tokenizer, render_chat(tokenizer, turns).text)])
             labels = tokens.clone()
             labels[:, : len(prompt)] = -100
             model(input_ids=tokens, labels=labels).loss.backward()

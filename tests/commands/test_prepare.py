@@ -10,7 +10,7 @@ from finetune.config.load import load_config
 from finetune.data.token_cache import cache, chunks
 from finetune.errors import ConfigError, DataError
 from finetune.report.reporter import RunLog
-from finetune.run.setup.data import make_run_plan, make_training_data
+from finetune.run.setup.training_data import make_run_plan, make_training_data
 from finetune.runtime.supervision.heartbeat import VARIABLE
 
 JOB = """

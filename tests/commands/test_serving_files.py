@@ -13,7 +13,7 @@ from transformers import GenerationConfig
 
 from finetune.commands.serving_files import export_for, write_serving_files
 from finetune.errors import ModelError, UserError
-from finetune.export.engines import ENGINES, Engine, adapter_problems, find_engine
+from finetune.export.engines import ENGINES, Engine, find_engine, serving_problems
 from finetune.export.upstream import write_generation_config
 from tests.serving_folders import make_model, make_tokenizer, save
 
@@ -119,7 +119,7 @@ def test_llama_cpp_and_ollama_need_a_merged_model(adapter):
     for engine in ("llama.cpp", "ollama"):
         with pytest.raises(UserError, match="serves full models"):
             write(adapter, engine)
-    assert adapter_problems({"peft_type": "IA3"}, ENGINES["trl"]) == []
+    assert serving_problems({"peft_type": "IA3"}, ENGINES["trl"]) == []
 
 
 def test_merging_for_an_engine_writes_a_full_model_with_its_files(adapter, full, tmp_path):

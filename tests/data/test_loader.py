@@ -17,7 +17,7 @@ from finetune.data.features import Features
 from finetune.data.loader import (
     DeviceCopyStream,
     EvaluationSampler,
-    StepGroups,
+    StepLoader,
     TrainSampler,
     evaluation_loader,
     train_loader,
@@ -138,7 +138,7 @@ def test_the_train_loader_gives_the_order(prepared_and_section, keys):
     )
     assert loader.prefetch_factor == keys.get("prefetch_factor")
     assert loader.num_workers == keys.get("num_workers", 0)
-    steps = list(StepGroups(loader, 2, torch.device("cpu")))
+    steps = list(StepLoader(loader, 2, torch.device("cpu")))
     assert len(steps) == 5
     seen = [i for step in steps for batch in step for i in batch.sample_ids]
     assert seen == order.samples(4, 24).tolist()
@@ -206,9 +206,9 @@ def test_loading_draws_nothing_from_the_global_generator(prepared_and_section):
 
 
 def test_a_last_group_that_is_not_full_is_an_error():
-    assert list(StepGroups(iter("abcd"), 2, torch.device("cpu"))) == [("a", "b"), ("c", "d")]
+    assert list(StepLoader(iter("abcd"), 2, torch.device("cpu"))) == [("a", "b"), ("c", "d")]
     with pytest.raises(ValueError):
-        list(StepGroups(iter("abc"), 2, torch.device("cpu")))
+        list(StepLoader(iter("abc"), 2, torch.device("cpu")))
 
 
 @pytest.fixture
@@ -231,7 +231,7 @@ def test_a_loader_prepared_by_accelerate_splits_each_step_over_the_ranks(prepare
         share = {"num_processes": world, "process_index": rank, "even_batches": False}
         ready = prepare_data_loader(loader, device, put_on_device=True, **share)
         shares.append(
-            [[i for b in group for i in b.sample_ids] for group in StepGroups(ready, 4 // world, torch.device("cpu"))]
+            [[i for b in group for i in b.sample_ids] for group in StepLoader(ready, 4 // world, torch.device("cpu"))]
         )
     steps = [sorted(i for share in step for i in share) for step in zip(*shares, strict=True)]
     assert steps == [sorted(order.samples(4 * s, 4 * s + 4).tolist()) for s in (2, 3, 4)]
@@ -273,7 +273,7 @@ class Diary:
 
 def test_each_group_is_yielded_once_after_the_next_one_is_copied():
     diary = Diary()
-    handed = iter(StepGroups([batch_of(0), batch_of(1), batch_of(2)], 1, CPU, stream=diary))
+    handed = iter(StepLoader([batch_of(0), batch_of(1), batch_of(2)], 1, CPU, stream=diary))
     assert next(handed)[0].sample_ids == (0,)
     assert diary.lines == ["copy", "take over 0", "copy"]
     assert [group[0].sample_ids[0] for group in handed] == [1, 2]
@@ -282,7 +282,7 @@ def test_each_group_is_yielded_once_after_the_next_one_is_copied():
 
 def test_batches_are_yielded_uncopied_on_a_cpu():
     one, two = batch_of(0), batch_of(1)
-    ((first, second),) = StepGroups([one, two], 2, CPU)
+    ((first, second),) = StepLoader([one, two], 2, CPU)
     assert first is one
     assert second is two
 
@@ -292,7 +292,7 @@ def test_an_error_of_the_loader_is_raised_when_the_previous_group_is_requested()
         yield batch_of(0)
         raise ValueError("not full")
 
-    handed = iter(StepGroups(failing(), 1, CPU, stream=Diary()))
+    handed = iter(StepLoader(failing(), 1, CPU, stream=Diary()))
     with pytest.raises(ValueError, match="not full"):
         next(handed)
 
@@ -300,7 +300,7 @@ def test_an_error_of_the_loader_is_raised_when_the_previous_group_is_requested()
 def test_the_groups_can_be_read_again_and_hold_this_ranks_slices():
     columns = {"input_ids": np.array([1, 2, 3, 4], dtype=np.uint32), "is_target": np.ones(4, dtype=bool)}
     row = collate_padding_free([Features(columns, sample_id=0)])
-    groups = StepGroups([row, row], 1, CPU, sequence=RankGroup(2, 1))
+    groups = StepLoader([row, row], 1, CPU, sequence=RankGroup(2, 1))
     for _ in range(2):
         assert [batch.inputs["input_ids"].tolist() for (batch,) in groups] == [[[3, 4]]] * 2
 
@@ -308,7 +308,7 @@ def test_the_groups_can_be_read_again_and_hold_this_ranks_slices():
 def test_a_step_ends_when_the_next_group_is_requested():
     lines = []
     groups = iter(
-        StepGroups(
+        StepLoader(
             [batch_of(0), batch_of(1)],
             1,
             CPU,
@@ -328,7 +328,7 @@ def test_copies_on_a_side_stream_equal_their_source(device):
     is_gpu, place = device == "cuda", torch.device(device)
     batches = (batch_of(number).pin_memory() if is_gpu else batch_of(number) for number in range(50))
     found = []
-    for group in StepGroups(batches, 1, place, stream=DeviceCopyStream(place) if is_gpu else Diary()):
+    for group in StepLoader(batches, 1, place, stream=DeviceCopyStream(place) if is_gpu else Diary()):
         if is_gpu:
             torch.cuda._sleep(100_000)  # what is computed lags behind the host
         found.append(group[0].inputs["input_ids"].sum())

@@ -14,12 +14,12 @@ import torch
 from finetune.config.load import load_config
 from finetune.data.workers import loader_settings
 from finetune.model.attention import sample_attention
-from finetune.registry.model import PER_SAMPLE_ATTENTION
+from finetune.registry.model_choices import PER_SAMPLE_ATTENTION
 from finetune.run import start
-from finetune.run.setup.forwards import peak_flops
+from finetune.run.setup.patches import peak_flops
 from finetune.task.lm_loss.target_loss import resolve_kernel
 from finetune.task.model_inputs import unwrap_model
-from finetune.train.parts import TrainingComponents
+from finetune.train.components import TrainingComponents
 from tests.fake_gpu.machine import MACHINES
 from tests.fake_gpu.walk import Launch, Walk, walk
 from tests.small_job import write_job
@@ -58,35 +58,35 @@ def choices(kind: str, job: Path, folder: Path, launch: Launch) -> dict[str, str
     chosen: dict[str, str] = {}
 
     def choose(walked: Walk) -> None:
-        assert walked.parts is not None
-        chosen.update(_choices(job, walked.parts, walked.groups))
+        assert walked.components is not None
+        chosen.update(_choices(job, walked.components, walked.groups))
 
     walk(job, folder, machine=kind, launch=launch, inspect=choose, takes_steps=False)
     return chosen
 
 
-def _choices(job: Path, parts: TrainingComponents, groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+def _choices(job: Path, components: TrainingComponents, groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     config = load_config(job, []).config
-    accelerator, device = parts.accelerator, parts.accelerator.device
+    accelerator, device = components.accelerator, components.accelerator.device
     loader = loader_settings(config.data)
     with patch.object(start, "has_virtual_memory", lambda: True):
         start.use_expandable_segments(variables := {})
-    optimizer = parts.optimizer.optimizer
+    optimizer = components.optimizer.optimizer
     group = optimizer.param_groups[0]
     flops = peak_flops(device, precision=config.train.precision, world=accelerator.num_processes)
     opened = [_group(each) for each in groups]
     return {
         "device": str(device),
         "distributed type": accelerator.distributed_type.name,
-        "model": type(parts.model).__name__,
-        "precision": _precision(parts),
+        "model": type(components.model).__name__,
+        "precision": _precision(components),
         "tf32": f"{torch.get_float32_matmul_precision()}, cudnn {_yes(torch.backends.cudnn.allow_tf32)}",
-        "attention": _attention(parts),
+        "attention": _attention(components),
         "loss": resolve_kernel(config.train.loss_kernel)[0],
         "compile": config.model.compile,
         "optimizer": type(optimizer).__name__ + (", fused" if group.get("fused") else ""),
-        "skips on device": _yes(parts.update.finite_check is not None),
-        "gradients": "each microbatch" if parts.reduces_every_microbatch else "once a step",
+        "skips on device": _yes(components.update.finite_check is not None),
+        "gradients": "each microbatch" if components.reduces_every_microbatch else "once a step",
         "allocator": " ".join(f"{name}={value}" for name, value in variables.items()),
         "workers": f"{loader.num_workers}, prefetch {loader.prefetch_factor}",
         "pinned batches": _yes(loader.pin_memory),
@@ -96,16 +96,16 @@ def _choices(job: Path, parts: TrainingComponents, groups: Sequence[Mapping[str,
     }
 
 
-def _precision(parts: TrainingComponents) -> str:
-    mode = parts.accelerator.mixed_precision
-    scaler = parts.accelerator.scaler
-    plugin = getattr(parts.accelerator.state, "fsdp_plugin", None)
+def _precision(components: TrainingComponents) -> str:
+    mode = components.accelerator.mixed_precision
+    scaler = components.accelerator.scaler
+    plugin = getattr(components.accelerator.state, "fsdp_plugin", None)
     policy = "autocast" if plugin is None else f"reduced in {str(plugin.mixed_precision_policy.reduce_dtype)[6:]}"
     return f"{mode}, {policy}" + ("" if scaler is None else ", scaled loss")
 
 
-def _attention(parts: TrainingComponents) -> str:
-    name = unwrap_model(parts.model).config._attn_implementation
+def _attention(components: TrainingComponents) -> str:
+    name = unwrap_model(components.model).config._attn_implementation
     if name != PER_SAMPLE_ATTENTION:
         return str(name)
     kernels = sample_attention._available

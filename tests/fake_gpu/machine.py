@@ -130,7 +130,7 @@ def on_machine(gpu: FakeGpu, machine: Machine, *, num_gpus: int = 1) -> Iterator
         stack.enter_context(patch.object(torch.Tensor, "record_stream", lambda *given: gpu.record_stream(*given)))
         stack.enter_context(_autocast())
         # fused layers are chosen where liger-kernel is installed, and compute with the model's own operations
-        stack.enter_context(patch.object(fused_layers, "missing_requirement", lambda device_type: None))
+        stack.enter_context(patch.object(fused_layers, "missing_kernel_requirement", lambda device_type: None))
         stack.enter_context(patch.object(fused_layers, "runs_kernels", lambda device_type: False))
         stack.enter_context(patch.object(os, "cpu_count", lambda: machine.cores_per_gpu * num_gpus))
         yield timeline

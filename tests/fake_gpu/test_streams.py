@@ -10,7 +10,7 @@ from finetune.checkpoint.sharding.gather import Transfer, run_transfers
 from finetune.checkpoint.sharding.state_layout import ShardRange
 from finetune.checkpoint.write.writer import PinnedMemory
 from finetune.data.batch import Batch
-from finetune.data.loader import DeviceCopyStream, StepGroups
+from finetune.data.loader import DeviceCopyStream, StepLoader
 from finetune.model import activations
 from finetune.model.activations import offload_activations
 from finetune.train.update import DeferredFiniteCheck
@@ -69,7 +69,7 @@ def prefetch(stream):
     """Use the groups of six steps, of which the next is copied meanwhile."""
     row = torch.ones(1, 4, dtype=torch.int64)
     batches = [Batch({"input_ids": row}, row, num_targets=4, num_tokens=4, sample_ids=(i,)) for i in range(6)]
-    for (batch,) in StepGroups([batch.pin_memory() for batch in batches], 1, GPU, stream=stream):
+    for (batch,) in StepLoader([batch.pin_memory() for batch in batches], 1, GPU, stream=stream):
         for tensor in batch.tensors():
             tensor * 2
 

@@ -107,16 +107,16 @@ def test_a_run_on_many_gpus_does_not_wait_for_them(folder, name, launch, variant
     assert walked.timeline.races == {}
     assert walked.gpu.num_operations > 1000
     wrapped = {"ddp": "DistributedDataParallel", "fsdp2": "FSDPModule"}[launch.strategy]
-    assert wrapped in {cls.__name__ for cls in type(walked.parts.model).__mro__}
+    assert wrapped in {cls.__name__ for cls in type(walked.components.model).__mro__}
 
 
 def test_dtypes_are_those_that_were_asked_for(folder):
     seen = {}
 
     def look(walked):
-        parts = walked.parts
-        seen["weights"] = {weight.dtype for weight in parts.model.parameters()}
-        state = parts.optimizer.optimizer.state.values()
+        components = walked.components
+        seen["weights"] = {weight.dtype for weight in components.model.parameters()}
+        state = components.optimizer.optimizer.state.values()
         seen["state"] = {value.dtype for entry in state for value in entry.values() if value.ndim}
 
     linear, take_step, products = torch.nn.functional.linear, loop.take_step, set()
@@ -163,7 +163,7 @@ def test_adapters_on_a_packed_base_do_not_wait(folder):
 
     with patch.object(model_build, "load_model", load_packed):
         walked = start(folder, "sft", "lora", "train.precision=bf16")
-    packed = [module for module in walked.parts.model.modules() if isinstance(module, PackedLinear)]
+    packed = [module for module in walked.components.model.modules() if isinstance(module, PackedLinear)]
     assert len(packed) == 14 and all(module.weight.dtype == torch.int8 for module in packed)
     assert unknown(walked) == []
     assert walked.timeline.races == {}
@@ -194,8 +194,8 @@ def test_a_tensor_of_the_cpu_in_a_step_is_found(folder, monkeypatch):
 def test_a_synchronization_in_a_step_is_found(folder, monkeypatch):
     update = step.update_weights
 
-    def faulty(parts, progress):
-        norm, is_taken = update(parts, progress)
+    def faulty(components, progress):
+        norm, is_taken = update(components, progress)
         assert norm.item() > 0
         return norm, is_taken
 

@@ -29,7 +29,7 @@ from finetune.run.in_process import isolated_run
 from finetune.runtime.supervision.exit import ProcessExit
 from finetune.strategy.launch_file import use_launch_file
 from finetune.train import loop
-from finetune.train.parts import TrainingComponents
+from finetune.train.components import TrainingComponents
 from tests.fake_gpu.device import FakeGpu, Finding
 from tests.fake_gpu.machine import MACHINES, on_machine
 from tests.fake_gpu.streams import Timeline
@@ -63,7 +63,7 @@ class Walk:
     folder: Path
     gpu: FakeGpu
     timeline: Timeline
-    parts: TrainingComponents | None = None  # that the loop was given
+    components: TrainingComponents | None = None  # that the loop was given
     groups: list[dict[str, Any]] = field(default_factory=list)  # arguments of the process groups that were opened
 
     @property
@@ -117,17 +117,17 @@ def _watched_steps(
 
         return call
 
-    train = loop.train
+    train = loop.run_training_loop
 
-    def train_and_inspect(parts: TrainingComponents, *given: Any) -> str:
-        walked.parts = parts
-        reason = train(parts, *given) if takes_steps else "no step is taken"
+    def train_and_inspect(components: TrainingComponents, *given: Any) -> str:
+        walked.components = components
+        reason = train(components, *given) if takes_steps else "no step is taken"
         inspect(walked)
         return reason
 
     with (
-        patch.object(run_train, "finish", run_train.finish if is_alone and takes_steps else lambda *_, **__: 0),
-        patch.object(fit, "train", train_and_inspect),
+        patch.object(run_train, "finish_run", run_train.finish_run if is_alone and takes_steps else lambda *_, **__: 0),
+        patch.object(fit, "run_training_loop", train_and_inspect),
         patch.object(loop, "_take_steps", watched(loop._take_steps, is_watching=True)),
         patch.object(loop, "report_steps", watched(loop.report_steps, is_watching=False)),
         patch.object(loop, "_evaluate", watched(loop._evaluate, is_watching=False)),
@@ -136,7 +136,7 @@ def _watched_steps(
         yield
 
 
-def _save_nothing(parts: TrainingComponents, progress: Any) -> int:
+def _save_nothing(components: TrainingComponents, progress: Any) -> int:
     """Take the place of `_save` where other ranks would write most of the files."""
     return int(progress.step)
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ruamel.yaml import YAML
 
-from finetune.launch.jobs import ShellText, command_line, exports, render, yaml_text
+from finetune.launch.jobs import ShellText, command_line, exports, render_script, yaml_text
 from tests.launch.hostile import HOSTILE
 
 PRINT = ["python3", "-c", "import json, os, sys; print(json.dumps([sys.argv[1:], dict(os.environ)]))"]
@@ -27,7 +27,7 @@ def test_hostile_arguments_and_variables_arrive_unchanged(shell, tmp_path):
 
 
 def test_a_job_template_does_not_expand_user_text():
-    text = render("host.sh.jinja", assignments=["X={{ secret }}"], launch="{% raw %}", next="{{ 7 * 7 }}")
+    text = render_script("host.sh.jinja", assignments=["X={{ secret }}"], launch="{% raw %}", next="{{ 7 * 7 }}")
     assert "{{ secret }}" in text and "{% raw %}" in text and "{{ 7 * 7 }}" in text
 
 

@@ -14,8 +14,8 @@ from finetune.config.load import load_config
 from finetune.errors import ModelError
 from finetune.memory import predict as predicting
 from finetune.memory import trace
-from finetune.memory.predict import Predictor
-from finetune.memory.state import Layout
+from finetune.memory.predict import MemoryPredictor
+from finetune.memory.state import TrainingLayout
 from finetune.model.kernels import fused_layers
 from finetune.registry.optimizers import OPTIMIZERS
 from finetune.run.setup.padding_free import resolve_padding_free
@@ -45,7 +45,7 @@ checkpoint: {{asynchronous: false}}
 
 
 def predictor_of(config):
-    return Predictor(config, resolve_padding_free(config))
+    return MemoryPredictor(config, resolve_padding_free(config))
 
 
 def predict(config, layout):
@@ -54,7 +54,7 @@ def predict(config, layout):
 
 def layout(strategy="single", method="full", *, recomputes=False, ranks=2, microbatch=2, device="cpu"):
     num_ranks = 1 if strategy == "single" else ranks
-    return Layout(strategy, num_ranks, method, recomputes, microbatch, device=device)
+    return TrainingLayout(strategy, num_ranks, method, recomputes, microbatch, device=device)
 
 
 @pytest.mark.parametrize(

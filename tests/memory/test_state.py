@@ -9,8 +9,8 @@ import pytest
 from finetune.config.load import load_config
 from finetune.config.run_config import RunConfig
 from finetune.memory.state import (
-    Layout,
     RankMemory,
+    TrainingLayout,
     count_state,
     method_of,
     predict_memory,
@@ -95,7 +95,7 @@ def test_the_free_memory_that_is_ample_on_a_cpu_follows_the_state_or_the_plan():
 @pytest.mark.parametrize(("microbatch_size", "planned"), [(4, 10), (8, None)])
 def test_the_peak_of_a_planned_run_is_read_at_its_start(job, tmp_path, microbatch_size, planned):
     config = load_config(job, [f"data.cache_folder={tmp_path / 'cache'}"]).config
-    write_planned(config, [(Layout("fsdp2", 4, "full", False, 4, device="cuda"), 10)])
+    write_planned(config, [(TrainingLayout("fsdp2", 4, "full", False, 4, device="cuda"), 10)])
     device = SimpleNamespace(type="cuda")
     accelerator = SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=None), device=device)
     predict = predict_memory(
@@ -108,8 +108,8 @@ def test_the_peak_of_a_planned_run_is_read_at_its_start(job, tmp_path, microbatc
     assert predict(None).planned_bytes is None
 
 
-OWN = Layout("fsdp2", 8, "full", False, 4, ranks_per_node=8)
-HSDP = Layout("hsdp", 16, "full", False, 4, ranks_per_node=8)
+OWN = TrainingLayout("fsdp2", 8, "full", False, 4, ranks_per_node=8)
+HSDP = TrainingLayout("hsdp", 16, "full", False, 4, ranks_per_node=8)
 WHERE = {"strategy": "fsdp2", "num_ranks": 8, "num_shards": 8, "microbatch_size": 4, "device": "cuda"}
 
 

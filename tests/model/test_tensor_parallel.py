@@ -34,7 +34,7 @@ from finetune.model.tensor_parallel import (
     splitting_problem,
 )
 from finetune.runtime.parallel import TensorGroup
-from finetune.runtime.processes import free_port
+from finetune.runtime.processes import free_loopback_port
 from tests.small_models import TINY
 
 SIZES = {**TINY, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 32}
@@ -43,7 +43,7 @@ SIZES = {**TINY, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size
 @pytest.fixture
 def group():
     """Return a group of this process alone."""
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "RANK": "0", "WORLD_SIZE": "1"}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_loopback_port()), "RANK": "0", "WORLD_SIZE": "1"}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in address.items():
             patch.setitem(os.environ, name, value)

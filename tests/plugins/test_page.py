@@ -11,7 +11,7 @@ from finetune.errors import ConfigError
 from finetune.registry.plugins import TABLES
 from finetune.report.history import read_events
 from finetune.report.reporter import RunLog
-from finetune.run.setup.data import make_training_data
+from finetune.run.setup.training_data import make_training_data
 from tests.launching import capture
 from tests.plugin_tables import unload_plugins
 from tests.small_job import JOB, write_job

@@ -9,7 +9,7 @@ from finetune.errors import MissingPackage, ModelError, RegistryError
 from finetune.model.size import optimizer_state_bytes
 from finetune.registry.formats import FORMATS
 from finetune.registry.losses import EMBEDDING_LOSSES, LOSS_KERNELS, PREFERENCE_LOSSES, RERANKING_LOSSES
-from finetune.registry.model import ATTENTIONS, PER_SAMPLE_ATTENTION, takes_boundaries
+from finetune.registry.model_choices import ATTENTIONS, PER_SAMPLE_ATTENTION, takes_boundaries
 from finetune.registry.observers import TRACKERS
 from finetune.registry.optimizers import OPTIMIZERS, SCHEDULES, OptimizerEntry, OptimizerState, state_of_class
 from finetune.registry.table import import_attribute

@@ -8,7 +8,7 @@ from finetune.report.console import (
     PlainScreen,
     RichScreen,
     choose_screen,
-    format_duration,
+    format_hms,
     format_metric_changes,
 )
 from finetune.report.events import Answered, CheckpointSaved, Evaluated, Noted, RunEnded, StepSkipped, Warned
@@ -20,7 +20,7 @@ from finetune.runtime.resources import format_size
     [(None, "-:--:--"), (0, "0:00:00"), (72.4, "0:01:12"), (3725, "1:02:05"), (360_000, "100:00:00")],
 )
 def test_durations_are_hours_minutes_seconds(seconds, text):
-    assert format_duration(seconds) == text
+    assert format_hms(seconds) == text
 
 
 @pytest.mark.parametrize(

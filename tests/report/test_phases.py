@@ -15,7 +15,7 @@ from finetune.report.phases import (
     Moments,
     PhaseClock,
     PhaseSeconds,
-    Segment,
+    PhaseSegment,
     Traced,
     TraceRecorder,
     difference,
@@ -50,11 +50,11 @@ def test_time_counts_for_the_innermost_phase_and_leaves_no_gap():
         pass
     clock.stop()
     assert clock.segments() == [
-        Segment("other", (1, 2)),
-        Segment("backward", (2, 3)),
-        Segment("optimizer", (3, 4)),
-        Segment("backward", (4, 5)),
-        Segment("other", (5, 6)),
+        PhaseSegment("other", (1, 2)),
+        PhaseSegment("backward", (2, 3)),
+        PhaseSegment("optimizer", (3, 4)),
+        PhaseSegment("backward", (4, 5)),
+        PhaseSegment("other", (5, 6)),
     ]
 
 
@@ -160,7 +160,11 @@ def test_on_a_gpu_kernels_compute_and_nccls_communicate():
 
 
 def test_exposed_communication_is_taken_out_of_its_phase_and_the_rest_stays():
-    segments = [Segment("forward", (0, 100)), Segment("backward", (100, 300)), Segment("other", (300, 310))]
+    segments = [
+        PhaseSegment("forward", (0, 100)),
+        PhaseSegment("backward", (100, 300)),
+        PhaseSegment("other", (300, 310)),
+    ]
     traced = Traced(collectives=[(150, 280)], computing=[(0, 200), (270, 280)])
     found = phase_seconds(segments, traced, wall=310e-9)
     spent = {phase: round(seconds * 1e9) for phase, seconds in found.seconds.items() if seconds}
@@ -171,7 +175,11 @@ def test_exposed_communication_is_taken_out_of_its_phase_and_the_rest_stays():
 
 
 def test_live_bytes_have_a_peak_in_each_phase():
-    segments = [Segment("forward", (0, 10)), Segment("backward", (10, 20)), Segment("optimizer", (20, 30))]
+    segments = [
+        PhaseSegment("forward", (0, 10)),
+        PhaseSegment("backward", (10, 20)),
+        PhaseSegment("optimizer", (20, 30)),
+    ]
     found = live_memory(segments, [(2, 100), (5, 50), (12, 30), (14, -150), (25, -30)])
     assert found["peak_bytes"] == 180
     assert found["peak_bytes_by_phase"] == {"forward": 150, "backward": 180, "optimizer": 30}

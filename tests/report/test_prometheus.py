@@ -19,7 +19,7 @@ from finetune.report.gpu import COLUMNS
 from finetune.report.prometheus import PrometheusReporter
 from finetune.report.reporter import FanOut
 from finetune.run.state.run_folder import build_reporter
-from finetune.runtime.processes import free_port
+from finetune.runtime.processes import free_loopback_port
 
 pytest.importorskip("prometheus_client")
 DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana-dashboard.json"
@@ -35,7 +35,7 @@ def scrape(port):
 @pytest.fixture
 def served(started, take_step):
     """A reporter that has seen one event of each kind, and its port."""
-    port = free_port()
+    port = free_loopback_port()
     reporter = PrometheusReporter(port, address="127.0.0.1", name="poems", world=4)
     reporter(replace(started, flops_per_token=6e6, peak_flops_per_second=1e12))
     columns = {name: float(number) for number, name in enumerate(COLUMNS, start=1)}
@@ -82,7 +82,7 @@ def test_unknown_metrics_are_not_served_to_prometheus(served, take_step):
 
 def test_a_name_cannot_add_a_line(started):
     hostile = 'a"} 1\nfinetune_loss 0\n# HELP x \\" \\n{'
-    port = free_port()
+    port = free_loopback_port()
     reporter = PrometheusReporter(port, address="127.0.0.1", name=hostile, world=1)
     reporter(started)
     reporter(Evaluated(20, {hostile: 1.5}, num_rows=7, seconds=0.1))
@@ -95,7 +95,7 @@ def test_a_name_cannot_add_a_line(started):
 
 def test_slow_clients_are_disconnected_and_take_no_more_than_their_share_of_descriptors(started, monkeypatch):
     monkeypatch.setattr(prometheus, "CLIENT_SECONDS", 1000.0)
-    port = free_port()
+    port = free_loopback_port()
     reporter = PrometheusReporter(port, address="127.0.0.1", name="a", world=1)
     reporter(started)
     server = reporter._server[0]

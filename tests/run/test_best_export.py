@@ -11,7 +11,7 @@ from finetune.api.training import train
 from finetune.config.load import load_config
 from finetune.errors import ConfigError
 from finetune.report.history import read_events
-from finetune.run.state.finished import read_record
+from finetune.run.state.finished import read_final_record
 from tests.small_job import write_job
 
 WORSE = {  # the first steps at 5e-2 help, later ones at that rate harm
@@ -53,7 +53,7 @@ def test_the_best_checkpoint_is_exported_on_request_and_the_end_names_both_losse
     by_hand = load_file(run / "by-hand" / "model.safetensors")
     assert exported.keys() == by_hand.keys()
     assert all(torch.equal(exported[name], by_hand[name]) for name in exported)
-    record = read_record(run)
+    record = read_final_record(run)
     assert (record["step"], record["last_step"]) == (best, result.num_steps)
     line = next(text for text in lines(run) if "best checkpoint" in text)
     assert f"step {best}, has loss {losses[best]:.4g}" in line
@@ -69,7 +69,7 @@ def test_a_last_checkpoint_that_is_not_the_best_is_named_with_the_command_for_th
     assert f"final is last, step {result.num_steps}, has loss" in line
     step = int(line.rpartition("--step ")[2])
     assert (run / "checkpoints" / f"step-{step:06}" / "manifest.json").is_file()
-    assert read_record(run)["step"] == result.num_steps
+    assert read_final_record(run)["step"] == result.num_steps
 
 
 def test_without_a_kept_checkpoint_the_end_names_the_keys_that_keep_the_best(folder):

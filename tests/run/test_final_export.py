@@ -18,9 +18,9 @@ from finetune.run.final_export import (
     push_final,
     resolve_export_section,
 )
-from finetune.run.setup.model import require_mergeable
+from finetune.run.setup.model_problems import require_valid_merge
 from finetune.run.setup.strategy import require_tied_weights_supported
-from finetune.run.state.finished import is_exported, read_record
+from finetune.run.state.finished import is_exported, read_final_record
 from finetune.run.state.run_folder import load_run_inputs
 from finetune.runtime.parameters import InitContext
 
@@ -64,9 +64,9 @@ def test_an_unquantized_base_is_not_loaded_again_for_the_export(config, trained)
 def test_adapters_that_correct_the_quantization_are_not_merged_into_the_unquantized_base(config):
     loftq = "model.lora={rank: 4, init: loftq}"
     with pytest.raises(ModelError, match="`init: loftq` corrects the quantization error"):
-        require_mergeable(config(loftq, FEW_BITS, "export.merge=true"))
-    require_mergeable(config(loftq, FEW_BITS))
-    require_mergeable(config(LORA, FEW_BITS, "export.merge=true"))
+        require_valid_merge(config(loftq, FEW_BITS, "export.merge=true"))
+    require_valid_merge(config(loftq, FEW_BITS))
+    require_valid_merge(config(LORA, FEW_BITS, "export.merge=true"))
 
 
 def test_the_merged_config_has_no_quantization(trained):
@@ -128,7 +128,7 @@ DAMAGED = {
 @pytest.mark.parametrize("what", DAMAGED)
 def test_a_damaged_export_record_is_ignored_and_the_export_is_repeated(run, what):
     (run / "final.json").write_bytes(DAMAGED[what])
-    assert read_record(run) is None
+    assert read_final_record(run) is None
     assert not is_exported(run, step=8, section=SECTION)
 
 

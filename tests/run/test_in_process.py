@@ -23,7 +23,7 @@ from finetune.config.load import load_config
 from finetune.errors import ConfigError, UserError
 from finetune.report.events import Event, StepTaken
 from finetune.run.in_process import train_in_process
-from finetune.run.state.finished import RunResult, read_result
+from finetune.run.state.finished import RunResult, read_run_result
 from tests.launching import capture
 from tests.small_job import write_job
 
@@ -70,7 +70,7 @@ def test_two_trainings_in_one_process_give_the_numbers_of_two_processes(job):
         + [word for override in QUICK for word in ("--set", override)]
     )
     assert command_line.returncode == 0, command_line.stderr
-    alone = read_result(job.parent / "alone")
+    alone = read_run_result(job.parent / "alone")
     assert first.final is not None and (first.final / "adapter_model.safetensors").is_file()
     assert weights_digest(second) == weights_digest(alone)
     assert (second.metrics, second.num_steps) == (alone.metrics, 4)

@@ -15,8 +15,8 @@ from finetune.run.microbatch_size import (
     MicrobatchRecord,
     _sizes_after,
     _still_holds,
-    read_record,
-    write_record,
+    read_microbatch_record,
+    write_microbatch_record,
 )
 from finetune.run.setup.precompute import samples_of_positions
 from finetune.run.train import train_from_config
@@ -40,15 +40,15 @@ def still_holds(record=RECORD, *, strategy="single", limit=1000, sizes=SIZES, mo
 
 
 def test_a_written_record_can_be_read(tmp_path):
-    write_record(tmp_path, RECORD)
-    assert read_record(tmp_path) == RECORD
+    write_microbatch_record(tmp_path, RECORD)
+    assert read_microbatch_record(tmp_path) == RECORD
 
 
 @pytest.mark.parametrize("text", [None, "", "{}", "[1]", '{"microbatch_size": "many"}'])
 def test_a_missing_or_damaged_record_is_ignored(tmp_path, text):
     if text is not None:
         (tmp_path / MICROBATCH_FILE).write_text(text)
-    assert read_record(tmp_path) is None
+    assert read_microbatch_record(tmp_path) is None
 
 
 def test_a_resume_keeps_the_size_if_nothing_has_changed(monkeypatch):

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from finetune.__main__ import main
-from finetune.runtime.processes import free_port
+from finetune.runtime.processes import free_loopback_port
 from finetune.runtime.supervision import exit
 from finetune.runtime.text.redact import collect_environment_secrets
 from tests.scenarios.trained import forget
@@ -162,7 +162,9 @@ def _fail(session: Session, address: str, patch: pytest.MonkeyPatch) -> None:
     gone = f"{address}/gone.jsonl?token={secret}"
     session.type("address that is gone", *train, *_set("data.train.path", gone))
     session.type(
-        "closed address", *train, *_set("data.train.path", f"http://127.0.0.1:{free_port()}/a.jsonl?sig={secret}")
+        "closed address",
+        *train,
+        *_set("data.train.path", f"http://127.0.0.1:{free_loopback_port()}/a.jsonl?sig={secret}"),
     )
     session.type("password", *train, *_set("data.train.path", f"https://me:{CANARIES['password']}@h/x.jsonl"))
     bad = f"{address}/bad.jsonl?sig={secret}"

@@ -11,7 +11,7 @@ from PIL import Image
 
 from finetune.commands.preview.file import preview_file
 from finetune.config.load import load_config
-from finetune.run.setup.data import make_training_data
+from finetune.run.setup.training_data import make_training_data
 from tests.data.formats.public_layouts import PUBLIC
 from tests.data.formats.shared_layouts import FOLDER, SHARED
 from tests.scenarios.trained import train_here

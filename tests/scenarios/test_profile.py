@@ -12,7 +12,7 @@ from finetune.report.phases import PHASES
 from finetune.run.train import train_from_config
 from finetune.runtime import distributed
 from finetune.runtime.files.digests import file_digest
-from finetune.runtime.processes import free_port
+from finetune.runtime.processes import free_loopback_port
 from tests.devices import needs
 from tests.scenarios.trained import forget, stay
 
@@ -99,7 +99,7 @@ def test_the_phases_of_two_ranks_add_up_and_change_nothing(strategy, launch):
 @pytest.mark.full
 def test_metrics_are_served_while_a_run_trains(begin):
     pytest.importorskip("prometheus_client")
-    port = free_port()
+    port = free_loopback_port()
     quiet = ["evaluate=null", "data.validation=null", "train.steps=20000", "checkpoint.every_steps=20000"]
     running = begin(None, name="served", overrides=[*quiet, f"report.prometheus={port}"])
     running.until(lambda: running.steps() >= 2)

@@ -9,7 +9,7 @@ from transformers import GenerationConfig
 
 from finetune.errors import ModelError
 from finetune.model.generation import SamplingParams, generate_batch
-from finetune.task.generation import generate
+from finetune.task.generation import generate_tokens
 from finetune.task.protocol import GenerationPrompt
 from tests.devices import EVERY_DEVICE
 from tests.model.attention.small_models import tiny_model
@@ -21,7 +21,7 @@ PAD = 0
 
 
 def answer(model, prompts=PROMPTS, *, stop_ids=frozenset(), max_new_tokens=12):
-    return generate(
+    return generate_tokens(
         model,
         [GenerationPrompt(input_ids=prompt, reference_ids=()) for prompt in prompts],
         pad_id=PAD,
@@ -59,7 +59,7 @@ def test_answers_are_those_of_the_cpu(device, kind, figure):
         model = tiny_model(kind, **sizes).to(place)
         asked = [GenerationPrompt(input_ids=tuple(prompt), reference_ids=()) for prompt in prompts]
         how = {"pad_id": PAD, "stop_ids": frozenset()}
-        evaluated = generate(model, asked, max_new_tokens=num_tokens, device=torch.device(place), **how)
+        evaluated = generate_tokens(model, asked, max_new_tokens=num_tokens, device=torch.device(place), **how)
         sampling = SamplingParams(max_new_tokens=num_tokens)
         generated = generate_batch(model, prompts, [1, 2, 3], sampling=sampling, **how)
         found[place] = [*evaluated, *generated]

@@ -7,7 +7,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from finetune.data.batch import Batch
-from finetune.task.generation import generate, has_prompt_learning
+from finetune.task.generation import generate_tokens, has_prompt_learning
 from finetune.task.lm_loss.head import logits_everywhere
 from finetune.task.protocol import GenerationPrompt
 
@@ -38,7 +38,7 @@ def test_logits_stand_where_the_tokens_stand(model):
 def test_answers_are_the_most_likely_tokens_of_whole_forward_passes(model):
     """Not those of peft's `generate`: peft 0.21.2 passes its prefix by an argument that transformers 5.24 renamed."""
     given = {"pad_id": 0, "stop_ids": frozenset(), "max_new_tokens": 6, "device": torch.device("cpu")}
-    answers = [generate(model, [GenerationPrompt(prompt, ())], **given)[0] for prompt in PROMPTS]
+    answers = [generate_tokens(model, [GenerationPrompt(prompt, ())], **given)[0] for prompt in PROMPTS]
     assert len({token for row in answers for token in row}) > 3
     for prompt, row in zip(PROMPTS, answers, strict=True):
         assert greedy_without_cache(model, prompt, num_tokens=len(row)) == row

@@ -21,10 +21,10 @@ from finetune.task.protocol import TaskContext
 from finetune.task.router_loss import (
     RoutedTask,
     RoutingRecorder,
+    expert_load_metrics,
     expert_probabilities,
     find_routers,
     load_balancing_loss,
-    load_metrics,
 )
 from tests.train.test_syncs import waits_of
 
@@ -211,7 +211,7 @@ def test_a_formula_that_can_be_done_in_the_head():
 
 
 def test_the_load_of_the_busiest_expert_and_the_idle_ones():
-    assert load_metrics([[4, 4, 4, 4], [8, 8, 0, 0]]) == {"expert_load_max": 2.0, "experts_unused": 2.0}
+    assert expert_load_metrics([[4, 4, 4, 4], [8, 8, 0, 0]]) == {"expert_load_max": 2.0, "experts_unused": 2.0}
 
 
 def test_metrics_of_a_step_are_the_task_s_and_the_routers():

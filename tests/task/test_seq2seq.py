@@ -11,7 +11,7 @@ from finetune.config.sections.task import Seq2SeqSection, TaskSection
 from finetune.data.batch import IGNORED
 from finetune.errors import DataError
 from finetune.task.causal_lm import Seq2SeqTask
-from finetune.task.generation import generate
+from finetune.task.generation import generate_tokens
 from finetune.task.protocol import TaskContext
 
 SIZE = 320
@@ -99,7 +99,7 @@ def test_answers_are_those_of_transformers_generate(tokenizer, data, pair):
     prompts = [task.prompt(each) for each in samples(task, ("What is two and two?", "x"), ("two", "y"))]
     eos = tokenizer.eos_token_id
     settings = {"pad_id": eos, "stop_ids": frozenset({eos}), "max_new_tokens": 6, "device": torch.device("cpu")}
-    for prompt, answer in zip(prompts, generate(pair, prompts, **settings), strict=True):
+    for prompt, answer in zip(prompts, generate_tokens(pair, prompts, **settings), strict=True):
         theirs = pair.generate(
             input_ids=torch.tensor([prompt.input_ids]),
             max_new_tokens=6,

@@ -11,7 +11,7 @@ from finetune.data.encoding.image_conversation import images_of
 from finetune.data.formats.attached_images import UNREAD_IMAGE
 from finetune.data.images import StoredImage
 from finetune.errors import DataError
-from finetune.task.generation import generate
+from finetune.task.generation import generate_tokens
 from finetune.task.protocol import TaskContext, build_task
 from tests.data.picture_processors import llava, picture, qwen, smolvlm
 
@@ -175,8 +175,8 @@ def test_a_generated_vision_answer_equals_that_of_transformers(task, model, show
     (features,) = encoded(task, shown)
     prompt = task.prompt(features)
     settings = {"pad_id": task.pad_id, "max_new_tokens": 6, "device": torch.device("cpu")}
-    (answer,) = generate(model, [prompt], stop_ids=frozenset(), **settings)
-    (stopped,) = generate(model, [prompt], stop_ids=frozenset({answer[2]}), **settings)
+    (answer,) = generate_tokens(model, [prompt], stop_ids=frozenset(), **settings)
+    (stopped,) = generate_tokens(model, [prompt], stop_ids=frozenset({answer[2]}), **settings)
     assert stopped == answer[: answer.index(answer[2]) + 1]
     text = task._processor.apply_chat_template(_in_parts(shown)[:1], add_generation_prompt=True)
     inputs = task._processor(

@@ -5,12 +5,12 @@ import math
 import pytest
 
 from finetune.config.sections.train import ScalingSection, ScheduleSection, TrainSection
-from finetune.train.plan import build_schedule, make_plan, scaled_learning_rate
+from finetune.train.plan import build_schedule, make_step_plan, scaled_learning_rate
 
 
 def plan(world=4, num_positions=1000, unit="samples", sequence_size=1, **changes):
     section = TrainSection(**{"global_batch_size": 64, "microbatch_size": 4, "learning_rate": 1e-3, **changes})
-    return make_plan(
+    return make_step_plan(
         section,
         num_positions=num_positions,
         unit=unit,

@@ -20,13 +20,13 @@ from finetune.runtime.progress import Cadence, NeverDue, Progress
 from finetune.runtime.supervision.signals import ReceivedSignals
 from finetune.task.protocol import BaseTask
 from finetune.train import step as steps
-from finetune.train.loop import train
+from finetune.train.components import TrainingComponents
+from finetune.train.loop import run_training_loop
 from finetune.train.meters import Meters
 from finetune.train.optim.optimizers import build_optimizer
 from finetune.train.optim.parameter_groups import list_parameters
-from finetune.train.parts import TrainingComponents
-from finetune.train.plan import make_plan
-from finetune.train.step import CountedGroups, StepCounts
+from finetune.train.plan import make_step_plan
+from finetune.train.step import PrefetchedSteps, StepCounts
 from finetune.train.stopping import EarlyStopping, StopRequest, StopSources
 from finetune.train.update import Update
 from tests.train.deferred_checks import defer_finite_checks
@@ -98,7 +98,7 @@ class Handed:
 
 
 def parts_of(
-    microbatch: int, *, task=None, nonfinite=None, num_steps=3, events=None, deliveries=None
+    microbatch: int, *, task=None, nonfinite=None, num_steps=3, events=None, sample_verifier=None
 ) -> TrainingComponents:
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=True)
@@ -121,8 +121,8 @@ def parts_of(
         optimizer=optimizer,
         task=task or RegressionTask(),
         groups=lambda first_step: iter([group] * (num_steps - first_step)),
-        plan=make_plan(section, num_positions=NUM_SAMPLES, world=1, steps_for_tokens=lambda tokens: 0),
-        deliveries=deliveries or Handed(),
+        plan=make_step_plan(section, num_positions=NUM_SAMPLES, world=1, steps_for_tokens=lambda tokens: 0),
+        sample_verifier=sample_verifier or Handed(),
         row_location=lambda sample_id: f"rows.jsonl, row {sample_id + 1}",
         seed=1,
         update=Update(accelerator, model, optimizer, max_gradient_norm=1.0),
@@ -143,10 +143,10 @@ def parts_of(
 
 def trained(microbatch: int) -> tuple[list[float], list[float], torch.Tensor]:
     events: list = []
-    parts = parts_of(microbatch, events=events)
-    assert train(parts, Progress()) == "finished"
+    components = parts_of(microbatch, events=events)
+    assert run_training_loop(components, Progress()) == "finished"
     taken = [event for event in events if isinstance(event, StepTaken)]
-    return [each.loss for each in taken], [each.gradient_norm for each in taken], parts.model.weight.detach()
+    return [each.loss for each in taken], [each.gradient_norm for each in taken], components.model.weight.detach()
 
 
 @pytest.mark.parametrize("microbatch", [1, 2, 3, 4, 5, 7])
@@ -167,21 +167,21 @@ def test_the_loss_is_the_mean_over_all_targets_of_the_step():
 
 
 def test_a_nan_stops_the_run_names_its_samples_and_changes_no_weight():
-    parts = parts_of(2, task=RegressionTask(poisoned=5))
-    before = parts.model.weight.detach().clone()
+    components = parts_of(2, task=RegressionTask(poisoned=5))
+    before = components.model.weight.detach().clone()
     with pytest.raises(NonFiniteError, match=r"step 1 is not finite.*Training rows: rows.jsonl, row 5; .* 6\."):
-        train(parts, Progress())
-    assert torch.equal(parts.model.weight.detach(), before)
+        run_training_loop(components, Progress())
+    assert torch.equal(components.model.weight.detach(), before)
 
 
 def test_a_skipped_step_changes_nothing_and_is_counted():
     events: list = []
-    parts = parts_of(
+    components = parts_of(
         2, task=RegressionTask(poisoned=5), nonfinite=NonFiniteSection(action="skip", max_skips=2), events=events
     )
     progress = Progress()
     with pytest.raises(NonFiniteError, match="2 steps have already been skipped"):
-        train(parts, progress)
+        run_training_loop(components, progress)
     assert progress.num_nonfinite_skips == 2
     assert [(event.step, event.sample_ids) for event in events if isinstance(event, StepSkipped)] == [
         (1, (4, 5)),
@@ -191,7 +191,7 @@ def test_a_skipped_step_changes_nothing_and_is_counted():
 
 def test_progress_counts_tokens_and_resumes_at_its_step():
     progress = Progress(step=2)
-    train(parts_of(4), progress)
+    run_training_loop(parts_of(4), progress)
     assert progress.step == 3
     assert progress.num_tokens == NUM_SAMPLES * LENGTH
 
@@ -205,20 +205,20 @@ class OverflowingTask(RegressionTask):
 
 def test_a_loss_scale_overflow_is_counted_separately_and_does_not_stop_the_run():
     events: list = []
-    parts = replace(parts_of(4, task=OverflowingTask(), events=events), scales_loss=True)
-    before, progress = parts.model.weight.detach().clone(), Progress()
-    assert train(parts, progress) == "finished"
+    components = replace(parts_of(4, task=OverflowingTask(), events=events), scales_loss=True)
+    before, progress = components.model.weight.detach().clone(), Progress()
+    assert run_training_loop(components, progress) == "finished"
     assert (progress.num_scale_skips, progress.num_nonfinite_skips) == (3, 0)
     assert {event.reason for event in events if isinstance(event, StepSkipped)} == {"loss scale"}
-    assert torch.equal(parts.model.weight.detach(), before)
+    assert torch.equal(components.model.weight.detach(), before)
 
 
 def test_a_stop_requested_before_the_first_step_takes_no_step_and_saves_nothing():
-    parts = parts_of(4)
-    parts.stop_sources.note.note(signal.SIGTERM, None)
+    components = parts_of(4)
+    components.stop_sources.note.note(signal.SIGTERM, None)
     progress = Progress()
-    assert train(parts, progress) == "signal SIGTERM"
-    assert (progress.step, parts.save.steps, parts.save.has_waited) == (0, [], True)
+    assert run_training_loop(components, progress) == "signal SIGTERM"
+    assert (progress.step, components.save.steps, components.save.has_waited) == (0, [], True)
 
 
 class SignallingTask(RegressionTask):
@@ -241,12 +241,12 @@ class SignallingTask(RegressionTask):
 def test_a_signal_lets_its_step_finish_and_then_saves(number, reason, saved):
     note, events = ReceivedSignals(), []
     task = SignallingTask(note, number)
-    parts = replace(
+    components = replace(
         parts_of(NUM_SAMPLES, task=task, events=events), stop_sources=StopSources(note), log_due=Cadence(50, 3)
     )
     progress = Progress()
-    assert train(parts, progress) == reason
-    assert parts.save.steps == saved
+    assert run_training_loop(components, progress) == reason
+    assert components.save.steps == saved
     assert len([event for event in events if isinstance(event, StepTaken)]) == progress.step == saved[-1]
 
 
@@ -273,58 +273,60 @@ def reads_later(request, monkeypatch) -> bool:
 def run_of(*bad_steps: int, action="skip", max_skips=5, num_steps=8, log_every=4):
     events: list = []
     section = NonFiniteSection(action=action, **({"max_skips": max_skips} if action == "skip" else {}))
-    parts = parts_of(NUM_SAMPLES, task=Diverging(*bad_steps), nonfinite=section, num_steps=num_steps, events=events)
-    return replace(parts, log_due=Cadence(log_every, num_steps)), events
+    components = parts_of(
+        NUM_SAMPLES, task=Diverging(*bad_steps), nonfinite=section, num_steps=num_steps, events=events
+    )
+    return replace(components, log_due=Cadence(log_every, num_steps)), events
 
 
 def test_a_skipped_step_changes_neither_weights_nor_moments_whenever_it_is_detected(reads_later):
-    parts, events = run_of(2, 6)
+    components, events = run_of(2, 6)
     progress = Progress()
-    train(parts, progress)
-    assert (parts.update.finite_check is not None) == reads_later
+    run_training_loop(components, progress)
+    assert (components.update.finite_check is not None) == reads_later
     assert (progress.step, progress.num_nonfinite_skips) == (8, 2)
     assert [event.step for event in events if isinstance(event, StepSkipped)] == [2, 6]
     assert [event.step for event in events if isinstance(event, StepTaken)] == list(range(1, 9))
     others, _ = run_of(num_steps=6)
-    train(others, Progress())  # the same six updates; their rate is constant
-    assert torch.equal(parts.model.weight, others.model.weight)
+    run_training_loop(others, Progress())  # the same six updates; their rate is constant
+    assert torch.equal(components.model.weight, others.model.weight)
     for name in ("step", "exp_avg", "exp_avg_sq"):
-        assert torch.equal(moment(parts, name), moment(others, name))
+        assert torch.equal(moment(components, name), moment(others, name))
 
 
 def test_a_run_that_stops_has_the_weights_from_before_the_step(reads_later):
-    parts, events = run_of(3, action="stop")
+    components, events = run_of(3, action="stop")
     with pytest.raises(NonFiniteError, match="step 3 is not finite"):
-        train(parts, Progress())
+        run_training_loop(components, Progress())
     others, _ = run_of(num_steps=2)
-    train(others, Progress())
-    assert torch.equal(parts.model.weight, others.model.weight)
+    run_training_loop(others, Progress())
+    assert torch.equal(components.model.weight, others.model.weight)
     assert all(event.step < 3 for event in events if isinstance(event, StepTaken))
 
 
 def test_exceeding_the_skip_limit_stops_the_run_without_changing_weights(reads_later):
-    parts, _ = run_of(1, 2, 3, max_skips=2)
+    components, _ = run_of(1, 2, 3, max_skips=2)
     progress = Progress()
     with pytest.raises(NonFiniteError, match=r"step 3 .* 2 steps have already been skipped"):
-        train(parts, progress)
+        run_training_loop(components, progress)
     assert progress.num_nonfinite_skips == 2
-    assert torch.equal(parts.model.weight, parts_of(NUM_SAMPLES).model.weight)
+    assert torch.equal(components.model.weight, parts_of(NUM_SAMPLES).model.weight)
 
 
 def test_a_checkpoint_counts_all_skipped_steps_before_it(reads_later):
-    parts, _ = run_of(1, 2, log_every=8)
+    components, _ = run_of(1, 2, log_every=8)
     saved = []
-    parts = replace(parts, save_due=Cadence(2, 8), save=Noting(lambda progress: saved.append(progress)))
-    train(parts, Progress())
+    components = replace(components, save_due=Cadence(2, 8), save=Noting(lambda progress: saved.append(progress)))
+    run_training_loop(components, Progress())
     assert saved == [(2, 2), (4, 2), (6, 2), (8, 2)]
 
 
 def test_a_nonfinite_step_ends_the_run_before_the_next_log_point(monkeypatch):
     defer_finite_checks(monkeypatch)
-    parts, _ = run_of(1, action="stop", log_every=8)
+    components, _ = run_of(1, action="stop", log_every=8)
     with pytest.raises(NonFiniteError, match="step 1 is"):
-        train(parts, Progress())
-    assert parts.task.num_calls == 1  # the second step's count has brought the news
+        run_training_loop(components, Progress())
+    assert components.task.num_calls == 1  # the second step's count has brought the news
 
 
 class Noting(Kept):
@@ -338,28 +340,28 @@ class Noting(Kept):
         self.note((progress.step, progress.num_nonfinite_skips))
 
 
-def moment(parts: TrainingComponents, name: str) -> torch.Tensor:
-    (state,) = [each for key, each in parts.optimizer.state.items() if key.shape == parts.model.weight.shape]
+def moment(components: TrainingComponents, name: str) -> torch.Tensor:
+    (state,) = [each for key, each in components.optimizer.state.items() if key.shape == components.model.weight.shape]
     return state[name]
 
 
 @pytest.mark.parametrize(("damaged", "problem"), [((3, 5), None), ((), "the set is damaged")])
 def test_damaged_samples_stop_the_run_before_its_weights_change(damaged, problem):
     handed = Handed(damaged=damaged, problem=problem)
-    parts = parts_of(2, deliveries=handed)
-    before = parts.model.weight.detach().clone()
+    components = parts_of(2, sample_verifier=handed)
+    before = components.model.weight.detach().clone()
     with pytest.raises(TrainingError, match="step 1 is not taken because its data is damaged") as caught:
-        train(parts, Progress())
+        run_training_loop(components, Progress())
     assert (problem or "rows (3, 5) are not what was prepared") in str(caught.value)
     assert handed.explained == [damaged]
-    assert torch.equal(parts.model.weight, before)
+    assert torch.equal(components.model.weight, before)
 
 
 def test_samples_of_another_step_stop_the_run():
     handed = Handed()
     handed.expected = lambda step: samples_checksum([0], [0])
     with pytest.raises(TrainingError, match="differ from the data order's"):
-        train(parts_of(2, deliveries=handed), Progress())
+        run_training_loop(parts_of(2, sample_verifier=handed), Progress())
 
 
 COUNTS = StepCounts(1, 1, 0, StopRequest(None, saves=False), has_news=False)
@@ -371,7 +373,7 @@ def log(monkeypatch) -> list[str]:
     """What was fetched, counted and waited for, in order."""
     found: list[str] = []
 
-    def start(parts, batches, *, step, is_slow):
+    def start(components, batches, *, step, is_slow):
         found.append(f"count {step}{' slow' if is_slow else ''}")
         return lambda: found.append(f"wait {step}") or COUNTS
 
@@ -379,7 +381,7 @@ def log(monkeypatch) -> list[str]:
     return found
 
 
-def parts(log, *, num_steps=8, evaluate_due=None, stop_after_steps=None, counts_ahead=True) -> SimpleNamespace:
+def components(log, *, num_steps=8, evaluate_due=None, stop_after_steps=None, counts_ahead=True) -> SimpleNamespace:
     def groups(first_step):
         for step in range(first_step, num_steps):
             log.append(f"fetch {step}")
@@ -396,7 +398,7 @@ def parts(log, *, num_steps=8, evaluate_due=None, stop_after_steps=None, counts_
 
 
 def run(log, *, first_step=0, last=4, counts=COUNTS, **settings) -> list[str]:
-    groups = CountedGroups(parts(log, **settings), first_step=first_step)
+    groups = PrefetchedSteps(components(log, **settings), first_step=first_step)
     for step in range(first_step, last):
         batches, _, _ = groups.take(step)
         assert batches == (f"batch of {step}",)

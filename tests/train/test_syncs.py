@@ -38,8 +38,8 @@ from finetune.config.sections.train import (
 from finetune.data.batch import Batch
 from finetune.data.features import Features
 from finetune.model.attention.implementation import register_per_sample
-from finetune.registry.model import ARITHMETIC
-from finetune.runtime.processes import free_port
+from finetune.registry.model_choices import ARITHMETIC
+from finetune.runtime.processes import free_loopback_port
 from finetune.runtime.progress import Progress
 from finetune.runtime.supervision.signals import ReceivedSignals
 from finetune.strategy.choose import choose_strategy
@@ -48,11 +48,11 @@ from finetune.strategy.reconcile import JobSettings
 from finetune.task.causal_lm import CausalTask
 from finetune.task.protocol import TaskContext
 from finetune.train import update
+from finetune.train.components import TrainingComponents
 from finetune.train.meters import Meters
 from finetune.train.optim.optimizers import build_optimizer
 from finetune.train.optim.parameter_groups import list_parameters
-from finetune.train.parts import TrainingComponents
-from finetune.train.plan import make_plan
+from finetune.train.plan import make_step_plan
 from finetune.train.step import StepCounts, take_step
 from finetune.train.stopping import StopRequest, StopSources
 from tests.devices import EVERY_DEVICE
@@ -140,9 +140,9 @@ def second_step(
         if settings.in_backward
         else update.Update(accelerator, model, optimizer, max_gradient_norm=limit)
     )
-    parts = parts_of(accelerator, model, optimizer, task=task, update=updates, num_batches=num_batches)
+    components = parts_of(accelerator, model, optimizer, task=task, update=updates, num_batches=num_batches)
     counts = StepCounts(sum(each.num_targets for each in group), 19, 0, StopRequest(None, saves=False), has_news=False)
-    take = partial(take_step, parts, group, counts, progress=Progress(), started=0.0, data_seconds=0.0)
+    take = partial(take_step, components, group, counts, progress=Progress(), started=0.0, data_seconds=0.0)
     take()
     return take
 
@@ -192,7 +192,7 @@ LAUNCHED = {
 def accelerator_of(device: str, kind: str, *, precision: str = "fp32") -> Iterator[Accelerator]:
     """Yield an Accelerator; its process group and launch settings end with the context."""
     world, has_device = KINDS[kind], device == "cuda"
-    launched = {**LAUNCHED, "WORLD_SIZE": str(world), "MASTER_PORT": str(free_port())} if world else {}
+    launched = {**LAUNCHED, "WORLD_SIZE": str(world), "MASTER_PORT": str(free_loopback_port())} if world else {}
     if not has_device:
         launched |= {"ACCELERATE_TORCH_DEVICE": "cpu", "DS_ACCELERATOR": "cpu"}
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -231,8 +231,8 @@ def parts_of(
         optimizer=optimizer,
         task=task,
         groups=unused,
-        plan=make_plan(section, num_positions=len(LENGTHS), world=1, steps_for_tokens=lambda tokens: 0),
-        deliveries=unused,
+        plan=make_step_plan(section, num_positions=len(LENGTHS), world=1, steps_for_tokens=lambda tokens: 0),
+        sample_verifier=unused,
         row_location=str,
         seed=1,
         update=update,

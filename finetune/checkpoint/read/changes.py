@@ -7,7 +7,7 @@ from pathlib import Path
 from finetune.checkpoint.format.manifest import RunFingerprint
 from finetune.config.sections.checkpoint import NEVER_ALLOWED
 from finetune.errors import CheckpointError
-from finetune.registry.model import PEFT_TYPES, former_adapter
+from finetune.registry.model_choices import PEFT_TYPES, former_adapter
 from finetune.runtime.text.redact import comparable_config
 from finetune.runtime.text.terminal import format_json
 
@@ -42,12 +42,12 @@ def check_changes(path: Path, saved: RunFingerprint, *, current: RunFingerprint,
     A change of `identity`, which alters the training result, must be in `allowed`. Names in `allowed` without a change
     are also reported.
     """
-    settings = differences(comparable_config(saved.settings), current.settings)
+    settings = setting_differences(comparable_config(saved.settings), current.settings)
     former, messages = comparable_config(_with_peft_section(saved.identity)), []
     if is_other_cache_version(saved, current) and not any(key.startswith(CAUSES[DATA]) for key in settings):
         former[DATA] = current.identity[DATA]
         messages.append(f"{DATA}: compared by the samples so far: the checkpoint is of another version of the cache")
-    identity = differences(former, current.identity)
+    identity = setting_differences(former, current.identity)
     refused = {name: pair for name, pair in identity.items() if name not in allowed or name in NEVER_ALLOWED}
     if refused:
         lines = [f"{path} was written by a run with other training settings"]
@@ -104,10 +104,10 @@ def refuse_existing_checkpoint(newest: Path | None) -> None:
         )
 
 
-def differences(saved: Mapping[str, str], current: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+def setting_differences(saved: Mapping[str, str], current: Mapping[str, str]) -> dict[str, tuple[str, str]]:
     """Return the saved and current values that differ; for an added or removed section, only its own name.
 
-    >>> differences({"lora": "written", "lora.rank": "8"}, {"lora": "null"})
+    >>> setting_differences({"lora": "written", "lora.rank": "8"}, {"lora": "null"})
     {'lora': ('written', 'null')}
     """
     names = [name for name in {**saved, **current} if saved.get(name) != current.get(name)]

@@ -49,7 +49,7 @@ def best_steps(metrics: Mapping[int, Mapping[str, float]], section: KeepBestSect
     return sorted(candidates, key=lambda step: (values[step], -step))[: section.count]
 
 
-def prune(folder: Path, *, section: CheckpointSection, newest: int) -> list[str]:
+def prune_checkpoints(folder: Path, *, section: CheckpointSection, newest: int) -> list[str]:
     """Delete checkpoints that the section does not keep; `newest` was verified. Return failures, as sentences."""
     require_newest_attempt()
     saved = layout.steps(folder)
@@ -59,7 +59,7 @@ def prune(folder: Path, *, section: CheckpointSection, newest: int) -> list[str]
         newest_valid=newest,
         keep_every_steps=section.keep_every_steps,
         keep_best=section.keep_best,
-        metrics={step: metrics_of(path) for step, path in saved.items()} if section.keep_best else {},
+        metrics={step: checkpoint_metrics(path) for step, path in saved.items()} if section.keep_best else {},
     )
     return delete_checkpoints(folder, removable)
 
@@ -83,7 +83,7 @@ def delete_checkpoints(folder: Path, steps: Iterable[int]) -> list[str]:
     return failures
 
 
-def metrics_of(path: Path) -> Mapping[str, float]:
+def checkpoint_metrics(path: Path) -> Mapping[str, float]:
     """Return the metrics in the checkpoint's manifest; none if it is invalid."""
     try:
         return read_manifest(path).metrics

@@ -23,7 +23,7 @@ from finetune.checkpoint.format.tensor_file import PARAMETER
 from finetune.checkpoint.read.find import verify_checkpoint
 from finetune.checkpoint.sharding.access import StateAccess
 from finetune.checkpoint.sharding.gather import agree_on_records, plan_files
-from finetune.checkpoint.write.retention import prune
+from finetune.checkpoint.write.retention import prune_checkpoints
 from finetune.checkpoint.write.writer import (
     SLACK_BYTES,
     Contents,
@@ -94,7 +94,7 @@ class Saver:
         """Check that the remaining saves will succeed, if `checkpoint.rehearse` is set. Collective."""
         if self._section.rehearse:
             section, access, contents = self._section, self._access, self._contents
-            rehearse(self._folder, section=section, access=access, contents=contents, num_saves=num_saves)
+            rehearse_save(self._folder, section=section, access=access, contents=contents, num_saves=num_saves)
 
     def __call__(self, progress: Progress) -> None:
         """Save a checkpoint of this progress, in the background if so configured; wait for the previous one.
@@ -211,7 +211,7 @@ class Saver:
                 if manifest is None:
                     manifest = write_contents(self._folder, contents, run=self._run, group=Group.BACKGROUND)
                 # All ranks wait for the deletion, so that they end together and none waits long for rank 0 later.
-                delete_old = partial(prune, self._folder, section=self._section, newest=contents.step)
+                delete_old = partial(prune_checkpoints, self._folder, section=self._section, newest=contents.step)
                 failures = run_on_rank_0(delete_old, group=Group.BACKGROUND)
                 self._notes.extend((contents.step, failure) for failure in failures)
                 return manifest
@@ -261,7 +261,7 @@ _VISIBILITY_CHECKS = 10
 """One second apart: a network file system may show the files of other machines with a delay."""
 
 
-def rehearse(
+def rehearse_save(
     folder: Path,
     *,
     section: CheckpointSection,

@@ -40,8 +40,8 @@ from finetune.report.page.charts import chart_kinds, charts_of, format_chart, in
 from finetune.report.page.facts import (
     format_count,
     format_duration,
+    format_metric,
     format_time,
-    format_value,
     read_run_files,
     run_state,
 )
@@ -180,7 +180,7 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class RunComparison:
     """The results of several runs; `agreements` compare the second and later runs with the first."""
 
     runs: tuple[ComparedRun, ...]
@@ -222,7 +222,7 @@ class Comparison:
 
 def build_comparison(
     runs: Sequence[Path], *, metric: str | None = None, level: float | None = None, price: float | None = None
-) -> Comparison:
+) -> RunComparison:
     """Return the runs compared with the first one.
 
     Raises UserError for a folder that is not that of a run, and for a metric that no run has.
@@ -236,7 +236,7 @@ def build_comparison(
         for folder, name in zip(runs, short_names(runs), strict=True)
     ]
     first, *others = compared
-    return Comparison(
+    return RunComparison(
         runs=tuple(compared),
         results=tuple(_result(run, price=price) for run in compared),
         agreements=tuple(compare_losses(first.history.steps, other.history.steps) for other in others),
@@ -292,7 +292,7 @@ def compare_runs(
     comparison = build_comparison(runs, metric=metric, level=level, price=price)
     written = []
     if html is not None:
-        write_page(comparison, html)
+        write_comparison_page(comparison, html)
         written.append(f"wrote {html}")
     if png is not None:
         paths = write_pngs(comparison.charts(), png, num_runs=len(runs))
@@ -307,7 +307,7 @@ def compare_runs(
 
 def write_comparison(runs: Sequence[Path], target: Path) -> None:
     """Write the page that compares the runs, whole or not at all; raises UserError as `compare_runs` does."""
-    write_page(build_comparison(runs), target)
+    write_comparison_page(build_comparison(runs), target)
 
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -315,7 +315,7 @@ MAX_COLUMNS = 5
 """Runs that are shown as columns; more are shown as rows."""
 
 
-def write_page(comparison: Comparison, target: Path) -> None:
+def write_comparison_page(comparison: RunComparison, target: Path) -> None:
     """Write the page, whole or not at all."""
     runs, times = comparison.runs, comparison.time_to_metric
     results = [("run", *(run.name for run in runs)), *result_rows(comparison)]
@@ -343,7 +343,7 @@ def write_page(comparison: Comparison, target: Path) -> None:
         others=list(zip(runs[1:], comparison.agreements, strict=True)),
         times=[TIME_HEAD, *time_rows(times)] if times else [],
         metric=times.metric if times else "",
-        level=format_value(times.level) if times else "",
+        level=format_metric(times.level) if times else "",
         price=comparison.price,
         smoothing=SMOOTHING,
         reload_seconds=None,
@@ -351,7 +351,7 @@ def write_page(comparison: Comparison, target: Path) -> None:
     atomic.write_bytes(target, page.encode("utf-8", errors="backslashreplace"))
 
 
-def print_comparison(comparison: Comparison) -> None:
+def print_comparison(comparison: RunComparison) -> None:
     """Print results, agreement, the time to the level, and differences of config and environment."""
     names = [run.name for run in comparison.runs]
     missing = ("missing files", *(", ".join(result.missing) for result in comparison.results))
@@ -364,7 +364,7 @@ def print_comparison(comparison: Comparison) -> None:
         print_facts([(name, text)], indent=len(name) + 2)
     times = comparison.time_to_metric
     if times is not None:
-        print(f"\nfirst at {times.metric} {format_value(times.level)} or better")
+        print(f"\nfirst at {times.metric} {format_metric(times.level)} or better")
         _print_table(TIME_HEAD, time_rows(times))
     for title, rows in (("config", comparison.config), ("environment", comparison.environment)):
         print(f"\n{title}: {'differences' if rows else 'no difference'}")
@@ -393,7 +393,7 @@ def time_rows(times: TimeToMetric) -> Iterator[tuple[str, ...]]:
         yield run.run, str(run.num_processes), *cells
 
 
-def result_rows(comparison: Comparison) -> list[tuple[str, ...]]:
+def result_rows(comparison: RunComparison) -> list[tuple[str, ...]]:
     """Return the results as rows: a name, then a text for each run."""
     results = comparison.results
     rows = [
@@ -422,7 +422,7 @@ def _print_table(head: Sequence[str], rows: Sequence[Sequence[str]] | Iterator[t
 
 
 def _value(value: float | None) -> str:
-    return "" if value is None else format_value(value)
+    return "" if value is None else format_metric(value)
 
 
 def _cost(cost: float | None) -> str:

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 from finetune.commands.doctor import gpus, network, ranks, software, system
 from finetune.commands.doctor.findings import Finding, finding, gather_all
 from finetune.commands.doctor.gpus import P2P_OFF, GpuFacts, pair_links
-from finetune.commands.doctor.job import JobFacts
+from finetune.commands.doctor.job_facts import JobFacts
 from finetune.commands.doctor.network import NetworkFacts
 from finetune.commands.doctor.ranks import LinkFacts, RankFacts
 from finetune.commands.doctor.software import SoftwareFacts
@@ -83,12 +83,12 @@ def gather_host(loaded: LoadedConfig | None, variables: Mapping[str, str]) -> Ho
         folders = {"cache": cache_folder(loaded.config.data), "run": Path(loaded.config.run.folder)}
     parts, unread = gather_all(
         {
-            "system": system.gather,
-            "gpus": gpus.gather,
-            "network": network.gather,
+            "system": system.gather_system,
+            "gpus": gpus.gather_gpus,
+            "network": network.gather_network,
             "hub": partial(network.gather_hub, variables),
             "storage": partial(system.gather_storage, folders),
-            "software": software.gather,
+            "software": software.gather_software,
         },
         seconds=SECONDS,
     )
@@ -109,7 +109,7 @@ def check_facts(facts: Facts) -> list[Finding]:
         for each in _check_host(host, facts):
             hosts_by_finding.setdefault(each, []).append(host.hostname)
     hostnames = [host.hostname for host in facts.hosts]
-    for each in (*ranks.check(facts.ranks), *check_pairs(facts), *check_speed(facts)):
+    for each in (*ranks.check_ranks(facts.ranks), *check_pairs(facts), *check_speed(facts)):
         hosts_by_finding.setdefault(each, []).extend(hostnames)
     job = facts.job
     if job is not None and job.problem is not None:
@@ -129,7 +129,7 @@ def _check_host(host: HostFacts, facts: Facts) -> Iterator[Finding]:
     is_multi_host = has_other_hosts or len(facts.hosts) > 1
     is_hidden = variables.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     yield from software.check_drivers(host.gpus, host.software, is_hidden=is_hidden)
-    yield from gpus.check(host.gpus, is_wsl=is_wsl, num_ranks=num_launched)
+    yield from gpus.check_gpus(host.gpus, is_wsl=is_wsl, num_ranks=num_launched)
     has_infiniband = any(port.state == "ACTIVE" for port in host.network.infiniband)
     yield from gpus.check_links(host.gpus, host.system, variables, has_infiniband=has_infiniband)
     yield from network.check_interfaces(host.network, variables, is_multi_host=is_multi_host)
@@ -142,7 +142,7 @@ def _check_host(host: HostFacts, facts: Facts) -> Iterator[Finding]:
     )
     if host.network.hub is not None:
         yield from network.check_hub(host.network.hub, () if job is None else job.names)
-    yield from system.check(
+    yield from system.check_system(
         host.system,
         variables,
         num_gpus=num_gpus,
@@ -152,7 +152,7 @@ def _check_host(host: HostFacts, facts: Facts) -> Iterator[Finding]:
     )
     yield from system.check_machine_type(host.system, variables, num_gpus=num_gpus)
     yield from system.check_storage(host.storage, job, is_wsl=is_wsl, has_many_gpus=num_gpus > 1)
-    yield from software.check(host.software, num_gpus=num_gpus)
+    yield from software.check_software(host.software, num_gpus=num_gpus)
     yield from software.check_variables(variables, host.gpus)
 
 

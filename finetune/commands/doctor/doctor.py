@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from finetune.commands.doctor import job as job_facts
-from finetune.commands.doctor import ranks
+from finetune.commands.doctor import job_facts, ranks
 from finetune.commands.doctor.checks import (
     NOMINAL,
     Facts,
@@ -70,7 +69,7 @@ def examine(
     loaded = with_local_folder(load_config(path, overrides)) if path else None
     variables = dict(os.environ)  # libraries set some when they are imported
     quiet_libraries(is_main=distributed.is_main())
-    if not is_launched():
+    if not has_several_ranks():
         return _report(Facts((gather_host(loaded, variables),)), loaded, as_json=as_json)
     waited = rendezvous(os.environ, seconds=wait_seconds)
     gathers = os.environ.get("LOCAL_RANK", "0") == "0"  # one rank per machine
@@ -78,7 +77,7 @@ def examine(
         with time_limit(_MEASURE_SECONDS, on_late=_end_hang):
             hosts = distributed.run_on_all_ranks(lambda: gather_host(loaded, variables) if gathers else None)
             link = ranks.measure_link()
-            rank = ranks.gather(arrived_seconds=max(distributed.gather_objects(waited)) - waited)
+            rank = ranks.gather_rank(arrived_seconds=max(distributed.gather_objects(waited)) - waited)
             all_ranks = distributed.gather_objects(rank)
     except RuntimeError as error:  # of NCCL or gloo: a rank or the link has failed
         raise LostContact(f"all ranks are connected, but cannot communicate: {error}\n{_HANG_FIX}") from error
@@ -90,7 +89,7 @@ def examine(
 def _report(facts: Facts, loaded: LoadedConfig | None, *, as_json: bool) -> int:
     """Print the facts, including the job's, and the findings; return the exit code."""
     if loaded is not None:
-        facts = replace(facts, job=job_facts.gather(loaded))
+        facts = replace(facts, job=job_facts.gather_job(loaded))
     findings = check_facts(facts)
     if as_json:  # what `--facts` reads
         listed = [asdict(finding) | {"severity": finding.severity.name.lower()} for finding in findings]
@@ -228,7 +227,7 @@ def time_limit(seconds: float, *, on_late: Callable[[], None]) -> Iterator[None]
         timer.cancel()
 
 
-def is_launched() -> bool:
+def has_several_ranks() -> bool:
     """Return whether this process is one of several."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 

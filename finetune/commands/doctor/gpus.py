@@ -95,7 +95,7 @@ _COMPUTE_MODES = {0: "default", 1: "exclusive thread", 2: "prohibited", 3: "excl
 _P2P = {0: "ok", 1: "chipset not supported", 2: "GPU not supported", 3: "topology not supported", 4: "disabled"}
 
 
-def gather() -> GpuFacts:
+def gather_gpus() -> GpuFacts:
     """Return the GPUs; a machine without a driver has none, and one whose driver does not answer has a `problem`."""
     has_driver = any(mark.exists() for mark in DRIVER_MARKS)
     try:
@@ -192,7 +192,7 @@ _NEAR_SLOWDOWN_CELSIUS = 5
 _WORKING = 0.5  # of the power limit: above it, a GPU does not lower its bus speed to save power
 
 
-def check(facts: GpuFacts, *, is_wsl: bool, num_ranks: int) -> Iterator[Finding]:
+def check_gpus(facts: GpuFacts, *, is_wsl: bool, num_ranks: int) -> Iterator[Finding]:
     """Yield the problems of single GPUs, and differences between them; `num_ranks` were launched on this machine."""
     gpus = facts.gpus
     for gpu in gpus:

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import psutil
 
 from finetune.commands.doctor.findings import Finding, Severity, finding
-from finetune.commands.doctor.job import HubName
+from finetune.commands.doctor.job_facts import HubName
 from finetune.runtime.text.redact import redact_known
 from finetune.runtime.upstream import PROXIES
 
@@ -64,7 +64,7 @@ HUB_SECONDS = 4.0
 _TRUE = {"1", "TRUE", "YES", "ON"}
 
 
-def gather() -> NetworkFacts:
+def gather_network() -> NetworkFacts:
     """Return interfaces, the address of the hostname, and InfiniBand."""
     modules = Path("/proc/modules")
     own_address = None  # the one that gloo would use

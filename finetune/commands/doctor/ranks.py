@@ -74,7 +74,7 @@ _CLOCK_ROUNDS = 5
 _LATENCY_BYTES = 4 << 10
 
 
-def gather(*, arrived_seconds: float) -> RankFacts:
+def gather_rank(*, arrived_seconds: float) -> RankFacts:
     """Return the facts of this rank, with the offset of its clock and its speed in a matrix product. Collective."""
     device = _device()
     size, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (512, torch.float32)
@@ -200,7 +200,7 @@ _SLOW_RANK = 0.7
 _MUST_AGREE = ("finetune", "torch", "accelerate", "transformers", "deepspeed", "peft")
 
 
-def check(ranks: tuple[RankFacts, ...]) -> Iterator[Finding]:
+def check_ranks(ranks: tuple[RankFacts, ...]) -> Iterator[Finding]:
     """Yield the differences between ranks."""
     if len(ranks) < 2:
         return

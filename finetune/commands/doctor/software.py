@@ -55,7 +55,7 @@ _VERSION = re.compile(r"release (\d+\.\d+)")
 _ACCELERATE_KEYS = ("distributed_type", "num_processes", "num_machines", "mixed_precision", "use_cpu", "gpu_ids")
 
 
-def gather() -> SoftwareFacts:
+def gather_software() -> SoftwareFacts:
     """Return versions, tools and locks."""
     tools = build_tools()
     default = default_config(os.environ)
@@ -167,7 +167,7 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
 
 
-def check(software: SoftwareFacts, *, num_gpus: int) -> Iterator[Finding]:
+def check_software(software: SoftwareFacts, *, num_gpus: int) -> Iterator[Finding]:
     """Yield the problems that keep DeepSpeed from compiling, and a default accelerate config."""
     for lock in software.locks:
         remedy = f"rm {lock.path}" + ("   # or launch under DeepSpeed, which removes it" * (lock.state == ABANDONED))

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from finetune.commands.doctor.findings import Finding, Severity, finding
-from finetune.commands.doctor.job import JobFacts
+from finetune.commands.doctor.job_facts import JobFacts
 from finetune.runtime.files.atomic import temporary_path
 from finetune.runtime.resources import CGROUPS, file_limit, files_needed, format_size, free_bytes, usable_cores
 
@@ -55,7 +55,7 @@ _UNLIMITED = 1 << 60
 """A limit of cgroup v1 above this is not a limit."""
 
 
-def gather() -> SystemFacts:
+def gather_system() -> SystemFacts:
     """Return the facts that the kernel reports."""
     memory = psutil.virtual_memory()
     files_soft, files_hard = file_limit()
@@ -118,7 +118,7 @@ MANY_PROCESSES = 1000
 _CORES_PER_RANK = 2
 
 
-def check(
+def check_system(
     facts: SystemFacts, variables: Mapping[str, str], *, num_gpus: int, num_ranks: int, world: int, num_parameters: int
 ) -> Iterator[Finding]:
     """Yield the limits of memory, cores and open files that would affect a run; `num_ranks` are of this machine."""

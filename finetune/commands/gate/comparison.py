@@ -19,7 +19,7 @@ from finetune.data.token_cache.cache import prepare_set
 from finetune.errors import DataError
 from finetune.model.frozen_models import reference_mode
 from finetune.registry.tasks import TASKS
-from finetune.run.setup.data import make_encoding
+from finetune.run.setup.training_data import make_encoding
 from finetune.run.state.run_folder import RunInputs
 from finetune.runtime.optional import no_op
 

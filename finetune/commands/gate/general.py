@@ -25,7 +25,7 @@ from finetune.data.templates.chat_template import stop_ids
 from finetune.errors import DataError
 from finetune.runtime.optional import no_op
 from finetune.task.causal_lm import pad_id
-from finetune.task.generation import generate
+from finetune.task.generation import generate_tokens
 from finetune.task.model_inputs import unwrap_model
 from finetune.task.protocol import GenerationPrompt, Task, TaskContext, build_task
 
@@ -74,7 +74,7 @@ class GeneralRows:
         answers: list[Features] = []
         for start in range(0, len(self.prompts), _BATCH_SIZE):
             batch = self.prompts[start : start + _BATCH_SIZE]
-            generated = generate(
+            generated = generate_tokens(
                 model.eval(),
                 batch,
                 pad_id=pad_id(self.tokenizer),

@@ -8,7 +8,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from finetune.commands.printing import print_facts
-from finetune.config.load import load_config, load_values, read_text, require_divisible_batch
+from finetune.config.load import load_config, load_values, read_text_file, require_divisible_batch
 from finetune.config.yaml import read_yaml
 from finetune.errors import ConfigError, UserError
 from finetune.migration.draft import Fate
@@ -153,7 +153,7 @@ def launch_files(
     if strategy not in accelerate_file_names():
         raise UserError(f"--strategy {strategy}: choose one of {', '.join(accelerate_file_names())}.")
     shipped = SHIPPED / f"{strategy}.yaml"
-    text = read_text(shipped)
+    text = read_text_file(shipped)
     text = text.replace(f"accelerate_configs/{strategy}.yaml", shlex.quote(str(folder / f"{strategy}.yaml")))
     if num_processes is not None:
         text = re.sub(r"(?m)^num_processes: .*$", f"num_processes: {num_processes}", text)
@@ -164,7 +164,7 @@ def launch_files(
     if named is None:
         return {f"{strategy}.yaml": text}
     path = Path(named[2])
-    settings = read_text(shipped.parents[1] / path)
+    settings = read_text_file(shipped.parents[1] / path)
     text = text.replace(named[0], f"{named[1]}{path.name}  # next to this file")
     return {f"{strategy}.yaml": text, path.name: settings}
 

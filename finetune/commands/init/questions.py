@@ -42,7 +42,7 @@ _SHOWN_ROWS = 2
 
 
 @dataclass(frozen=True)
-class Answers:
+class InitAnswers:
     """The answers so far, from flags or the terminal; None: not answered yet."""
 
     task: str | None = None
@@ -52,12 +52,12 @@ class Answers:
     lora: bool | None = None
 
 
-def is_asked(answers: Answers) -> bool:
+def is_asked(answers: InitAnswers) -> bool:
     """Return whether a job is made by answers: one is given, or there is a terminal to ask on."""
-    return answers != Answers() or sys.stdin.isatty()
+    return answers != InitAnswers() or sys.stdin.isatty()
 
 
-def init_by_answers(answers: Answers, into: Path | None, *, strategy: str | None = None) -> None:
+def init_by_answers(answers: InitAnswers, into: Path | None, *, strategy: str | None = None) -> None:
     """Write a job and check it; questions without a flag are asked on a terminal.
 
     With a strategy, or on several GPUs, an accelerate file is written next to it, which the command at the end names.

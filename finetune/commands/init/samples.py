@@ -20,7 +20,7 @@ import torch
 from transformers import HfArgumentParser, get_scheduler
 
 from finetune.commands.prepare import without_audit_limits
-from finetune.commands.rehearse.job import required_sizes
+from finetune.commands.rehearse.job_changes import required_sizes
 from finetune.commands.rehearse.small_model import build_small, shrink_architecture
 from finetune.config.run_config import RunConfig
 from finetune.config.sections.data import BatchingSection
@@ -30,7 +30,7 @@ from finetune.errors import FinetuneError, UserError
 from finetune.migration.draft import Draft
 from finetune.registry.tasks import TASKS
 from finetune.report.reporter import RunLog
-from finetune.run.setup.data import make_training_data
+from finetune.run.setup.training_data import make_training_data
 from finetune.runtime.optional import require
 from finetune.train.plan import build_schedule
 

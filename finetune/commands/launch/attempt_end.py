@@ -29,7 +29,7 @@ _PREEMPTED = (143, 129)  # SIGTERM of a time limit, a preemption or a spot notic
 
 
 @dataclass(frozen=True)
-class RunEnd:
+class AttemptEnd:
     """How the run ended, according to its status file."""
 
     exit_code: int | None  # None: it was killed before it wrote one
@@ -46,17 +46,19 @@ class Decision:
     step: int = 0  # of the newest checkpoint
 
 
-def read_run_end(facts: Mapping[str, Any]) -> RunEnd | None:
+def read_run_end(status: Mapping[str, Any]) -> AttemptEnd | None:
     """Return the end that a `status.json` records; None where the file is damaged."""
-    code, error = facts.get("exit_code"), facts.get("error")
+    code, error = status.get("exit_code"), status.get("error")
     if code is not None and (isinstance(code, bool) or not isinstance(code, int)):
         return None
     message = error.get("message") if isinstance(error, Mapping) else None
-    state = None if code is None else facts.get("state")  # of a process that was killed: what it last did
-    return RunEnd(code, str(message or facts.get("reason") or state or ""))
+    state = None if code is None else status.get("state")  # of a process that was killed: what it last did
+    return AttemptEnd(code, str(message or status.get("reason") or state or ""))
 
 
-def decide(end: RunEnd | None, *, code: int, step: int, last: Decision | None, max_restarts: int) -> Decision:
+def decide_restart(
+    end: AttemptEnd | None, *, code: int, step: int, last: Decision | None, max_restarts: int
+) -> Decision:
     """Return whether the job is over or is restarted.
 
     `end` is this attempt's, None if it wrote nothing; `code` is the launcher's exit code, `step` the step of the newest
@@ -112,7 +114,7 @@ def print_decision(
         decision = record[1]
     else:
         record = _read_record(folder, store)
-        decision = decide(
+        decision = decide_restart(
             read_end(folder, since=since),
             code=code,
             step=newest_step(folder),
@@ -140,7 +142,7 @@ def newest_step(folder: Path) -> int:
     return max((int(name) for name in names if name.isdecimal()), default=0)
 
 
-def read_end(folder: Path, *, since: float) -> RunEnd | None:
+def read_end(folder: Path, *, since: float) -> AttemptEnd | None:
     """Return how the run ended by its status file; None if nothing was written since then."""
     try:
         facts = read_json(folder / STATUS_FILE)

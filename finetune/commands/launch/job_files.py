@@ -90,7 +90,7 @@ def check_job(arguments: JobFileArguments) -> tuple[JobRequest, LoadedConfig]:
         max_restarts=arguments.max_restarts,
         stop_seconds=arguments.stop,
         uses_gpus=not arguments.cpu,
-        environment={**variables, **read_environment(arguments.env)},
+        environment={**variables, **parse_environment(arguments.env)},
     )
     return request, loaded
 
@@ -129,7 +129,7 @@ def require_files(loaded: LoadedConfig, folders: Sequence[Path], *, advice: str)
             raise UserError(f"{key}: {path} is only on this machine, not on the hosts. {advice}.")
 
 
-def read_environment(texts: Sequence[str]) -> dict[str, str]:
+def parse_environment(texts: Sequence[str]) -> dict[str, str]:
     """Return the variables of `NAME=VALUE`; raises UserError."""
     return read_pairs(texts, option="--env", noun="variable", name=r"[A-Za-z_][A-Za-z0-9_]*")
 

@@ -19,7 +19,7 @@ from finetune.commands.launch.job_files import (
 from finetune.commands.launch.kuberay import Redis, ray_job_spec, read_redis
 from finetune.commands.launch.ray import RayArguments, check_ray_job
 from finetune.commands.rehearse.accelerate_file import read_accelerate_file
-from finetune.config.load import LoadedConfig, read_text
+from finetune.config.load import LoadedConfig, read_text_file
 from finetune.errors import UserError
 from finetune.launch.jobs import PORT, JobRequest, host_script, yaml_text
 from finetune.runtime.text.redact import redacted_yaml
@@ -171,10 +171,10 @@ def _job_files(arguments: JobFileArguments, loaded: LoadedConfig) -> tuple[File,
     try:
         files = [
             File("job.yaml", str(arguments.config.absolute()), loaded.text),
-            File("accelerate.yaml", str(arguments.accelerate.absolute()), read_text(arguments.accelerate)),
+            File("accelerate.yaml", str(arguments.accelerate.absolute()), read_text_file(arguments.accelerate)),
         ]
         if named is not None:
-            files.append(File("deepspeed.json", str(Path(named).absolute()), read_text(Path(named))))
+            files.append(File("deepspeed.json", str(Path(named).absolute()), read_text_file(Path(named))))
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
             f"--accelerate {arguments.accelerate}: {named or 'the file'} cannot be read: {error}."
@@ -207,25 +207,29 @@ def _require_path(path: str, *, option: str) -> None:
         raise UserError(f"{option}: {path!r} cannot be mounted in a container. Write an absolute path without `:`.")
 
 
-def _require_names(words: KubernetesArguments) -> None:
+def _require_names(arguments: KubernetesArguments) -> None:
     """Raise UserError for names that Kubernetes would refuse or misread."""
-    if words.kind not in (JOBSET, TRAINJOB):
-        raise UserError(f"--kind {words.kind}: write {JOBSET} or {TRAINJOB}.")
-    if words.ray and words.kind != JOBSET:
-        raise UserError(f"--kind {words.kind}: --ray prints a RayJob. Leave one of them out.")
-    if not words.ray and (words.min_nodes, words.redis, words.redis_secret) != (None, None, None):
+    if arguments.kind not in (JOBSET, TRAINJOB):
+        raise UserError(f"--kind {arguments.kind}: write {JOBSET} or {TRAINJOB}.")
+    if arguments.ray and arguments.kind != JOBSET:
+        raise UserError(f"--kind {arguments.kind}: --ray prints a RayJob. Leave one of them out.")
+    if not arguments.ray and (arguments.min_nodes, arguments.redis, arguments.redis_secret) != (None, None, None):
         raise UserError("--nodes MIN:MAX, --redis and --redis-secret are for a RayJob: add --ray, or leave them out.")
-    if not words.image or not words.image.isprintable() or " " in words.image:
-        raise UserError(f"--image {words.image!r}: write the name of an image, such as registry/finetune:cuda.")
-    names = {"--namespace": words.namespace, "--service-account": words.service_account, "--runtime": words.runtime}
-    for option, name in [*names.items(), *(("--secret", secret) for secret in words.secret if "=" not in secret)]:
+    if not arguments.image or not arguments.image.isprintable() or " " in arguments.image:
+        raise UserError(f"--image {arguments.image!r}: write the name of an image, such as registry/finetune:cuda.")
+    names = {
+        "--namespace": arguments.namespace,
+        "--service-account": arguments.service_account,
+        "--runtime": arguments.runtime,
+    }
+    for option, name in [*names.items(), *(("--secret", secret) for secret in arguments.secret if "=" not in secret)]:
         if name is not None and not re.fullmatch(_NAME, name):
             raise UserError(f"{option} {name}: write a valid Kubernetes name: lowercase letters, digits, `-` and `.`.")
-    if not re.fullmatch(_RESOURCE, words.gpu_resource):
-        raise UserError(f"--gpu-resource {words.gpu_resource}: write a resource, such as nvidia.com/gpu.")
-    if words.runtime is not None and words.kind != TRAINJOB:
+    if not re.fullmatch(_RESOURCE, arguments.gpu_resource):
+        raise UserError(f"--gpu-resource {arguments.gpu_resource}: write a resource, such as nvidia.com/gpu.")
+    if arguments.runtime is not None and arguments.kind != TRAINJOB:
         raise UserError("--runtime: only a TrainJob has one. Write --kind trainjob, or leave it out.")
-    if words.runtime is not None and not all("=" in secret for secret in words.secret):
+    if arguments.runtime is not None and not all("=" in secret for secret in arguments.secret):
         raise UserError("--secret: the cluster's runtime accepts single variables only. Write VARIABLE=NAME:KEY.")
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import psutil
 
-from finetune.commands.launch.attempt_end import INTERRUPTED, USER_MISTAKE, RunEnd, read_end
+from finetune.commands.launch.attempt_end import INTERRUPTED, USER_MISTAKE, AttemptEnd, read_end
 from finetune.commands.rehearse.accelerate_file import read_accelerate_file, with_copies_for
 from finetune.errors import TrainingError
 from finetune.launch.child import kill_child, start_child
@@ -56,7 +56,7 @@ _TAIL_BYTES = 1 << 16
 class RankJob:
     """The ranks that each worker starts."""
 
-    words: tuple[str, ...]  # arguments of Python: -m finetune train --config JOB.yaml ...
+    arguments: tuple[str, ...]  # arguments of Python: -m finetune train --config JOB.yaml ...
     accelerate_file: Path  # it and the job may be relative to the working folder
     working_folder: Path  # of the ranks, on each host
     run_folder: Path
@@ -214,12 +214,12 @@ def _run_rank(job: RankJob, ranks: Ranks, attempt: Attempt, control: "_Control",
     file = _file_of_copies(marks, attempt.number)
     file = file if file.exists() else job.accelerate_file
     end_replaced_ranks(marks, attempt.number)
-    process = start_child([sys.executable, *job.words, "--accelerate", str(file)], environment=environment)
+    process = start_child([sys.executable, *job.arguments, "--accelerate", str(file)], environment=environment)
     try:
         code, was_stopped = _wait(process, control, stop_seconds=job.stop_seconds)
     finally:
         kill_child(process)
-    end = read_end(job.run_folder, since=attempt.since) or RunEnd(None)
+    end = read_end(job.run_folder, since=attempt.since) or AttemptEnd(None)
     code = code if end.exit_code is None else end.exit_code
     is_away = not mark_of(marks, attempt.number).exists()  # the run folder; a rank that cannot write ends with 2
     if (code in _OVER and not is_away) or was_stopped:

@@ -69,8 +69,8 @@ def launch_skypilot(arguments: JobFileArguments, sky: SkypilotArguments, destina
     if not arguments.cpu and sky.gpu is None:
         raise UserError("--gpu: name the GPU of the machines, such as H100, or write --cpu.")
     config, accelerate = str(arguments.config.absolute()), str(arguments.accelerate.absolute())
-    words = tuple(_in_working_folder(word) if word == config else word for word in request.job.words)
-    job = replace(request.job, words=words, accelerate_file=Path(_in_working_folder(accelerate)))
+    words = tuple(_in_working_folder(word) if word == config else word for word in request.job.arguments)
+    job = replace(request.job, arguments=words, accelerate_file=Path(_in_working_folder(accelerate)))
     request = replace(request, job=job)
     comment = _COMMENT.replace("launch FILE", " ".join(["launch", *given, "FILE"]))
     task = _task(request, replace(sky, gpu=None if arguments.cpu else sky.gpu), buckets=buckets, volumes=volumes)

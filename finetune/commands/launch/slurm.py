@@ -25,7 +25,7 @@ from finetune.launch.jobs import (
     next_words,
     quoted,
     rank_words,
-    render,
+    render_script,
 )
 
 APPTAINER = "apptainer"
@@ -77,7 +77,7 @@ class Container:
 class ArrayTask:
     """One run of a sweep: the words that its task adds to the job's, and its folders."""
 
-    words: tuple[str, ...]
+    arguments: tuple[str, ...]
     run_folder: str
     log_folder: str
 
@@ -107,7 +107,7 @@ def slurm_script(
         command = launch_words(request, rendezvous, log_folder=ShellText('"$LOGS/host-$SLURM_NODEID"'))
         script = f'LOGS="$1"; shift; exec {command_line(command)} "$@"'
         ranks = ["bash", "-c", script, "host", ShellText('"$logs"'), *overrides]
-    return render(
+    return render_script(
         "slurm.sh.jinja",
         directives=_directives(request, slurm, num_tasks=len(tasks), cpus=cpus),
         tasks=tasks,
@@ -164,17 +164,17 @@ def _directives(request: JobRequest, slurm: SlurmArguments, *, num_tasks: int, c
     return directives
 
 
-def _in_container(container: Container | None, words: Sequence[Word], *, is_step: bool) -> list[Word]:
+def _in_container(container: Container | None, command: Sequence[Word], *, is_step: bool) -> list[Word]:
     """Return the words so that they run in the image; a step's follow `srun` and its options."""
     if container is None:
-        return list(words)
+        return list(command)
     folders = ",".join(f"{folder}:{folder}" for folder in container.folders)
     if container.runtime == APPTAINER:
-        return ["apptainer", "exec", "--nv", "--bind", folders, container.image, *words]
+        return ["apptainer", "exec", "--nv", "--bind", folders, container.image, *command]
     image = [f"--container-image={container.image}", f"--container-mounts={folders}"]
     if is_step:
-        return [*image, *words]
-    return ["srun", "--nodes=1", "--ntasks=1", "--overlap", *image, *words]
+        return [*image, *command]
+    return ["srun", "--nodes=1", "--ntasks=1", "--overlap", *image, *command]
 
 
 def launch_slurm(arguments: JobFileArguments, slurm: SlurmArguments, destination: Destination) -> int:
@@ -257,7 +257,7 @@ def _container(slurm: SlurmArguments, request: JobRequest, *, folders: Sequence[
         if slurm.mount or slurm.container_runtime != APPTAINER:
             raise UserError("--mount, --container-runtime: they need --container IMAGE. Write it, or leave them out.")
         return None
-    config = Path(request.job.words[request.job.words.index("--config") + 1])
+    config = Path(request.job.arguments[request.job.arguments.index("--config") + 1])
     own = (Path.cwd(), config.parent, request.job.accelerate_file.parent, *folders, *slurm.mount)
     mounted = tuple(dict.fromkeys(str(folder.absolute()) for folder in own))
     for folder in mounted:

@@ -11,7 +11,7 @@ from finetune.commands.rehearse.accelerate_file import AccelerateFile, data_para
 from finetune.config.load import LoadedConfig, load_config, require_divisible_batch
 from finetune.config.paths import is_url, local_run_folder
 from finetune.errors import StrategyError, TrainingError, UserError
-from finetune.launch.jobs import Job, launch_command
+from finetune.launch.jobs import LaunchJob, launch_command
 from finetune.launch.local import run_ranks
 from finetune.launch.ranks import is_launched
 from finetune.runtime.supervision.on_end import run_if_pending
@@ -29,7 +29,7 @@ def make_job(
     accelerate_file: Path,
     ranks_per_host: int,
     elsewhere: Sequence[Path] = (),
-) -> tuple[Job, LoadedConfig]:
+) -> tuple[LaunchJob, LoadedConfig]:
     """Return what each host launches. Raises UserError for an invalid job or accelerate file.
 
     Files in the folders `elsewhere` are on the hosts, and are not checked here.
@@ -44,7 +44,7 @@ def make_job(
             f"--accelerate {file.path}: parallelism_config_sp_size: {file.sequence_size} does not divide the "
             f"{ranks_per_host} ranks of a host, which has its own copy of the model. Write a divisor."
         )
-    job = Job(
+    job = LaunchJob(
         tuple(words),
         accelerate_file.absolute(),
         ranks_per_host,
@@ -71,7 +71,7 @@ def require_shared_batch(loaded: LoadedConfig, file: AccelerateFile, *, world: i
     require_divisible_batch(loaded, num_processes=world // size // file.tensor_size)
 
 
-def print_commands(job: Job, loaded: LoadedConfig, *, num_hosts: int) -> None:
+def print_commands(job: LaunchJob, loaded: LoadedConfig, *, num_hosts: int) -> None:
     """Print the command of each host. Raises UserError if it would hold a secret or an invisible character."""
     file = read_accelerate_file(job.accelerate_file)
     require_shared_batch(loaded, file, world=num_hosts * job.ranks_per_host)

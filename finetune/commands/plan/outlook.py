@@ -12,7 +12,7 @@ from finetune.commands.plan.assumptions import (
     SPOT_HOURS_PER_MACHINE,
 )
 from finetune.commands.plan.hardware import Hardware
-from finetune.commands.plan.job import PlannedJob
+from finetune.commands.plan.planned_job import PlannedJob
 from finetune.commands.plan.strategies import StrategyPlan, checkpoint_bytes
 from finetune.model.size import optimizer_state_bytes
 from finetune.runtime.gpus import Price

@@ -10,8 +10,8 @@ from rich.table import Table
 
 from finetune.commands.plan.assumptions import GPUS_PER_NODE
 from finetune.commands.plan.hardware import Hardware
-from finetune.commands.plan.job import PlannedJob
 from finetune.commands.plan.outlook import Offer, Outlook, ScalePoint, amdahl_share, efficiency, most_that_pay
+from finetune.commands.plan.planned_job import PlannedJob
 from finetune.commands.plan.strategies import StrategyPlan, accelerate_file
 from finetune.commands.printing import print_facts, print_table
 from finetune.memory.state import Prediction

@@ -16,25 +16,25 @@ from finetune.commands.plan.assumptions import (
     USABLE_SHARE,
 )
 from finetune.commands.plan.hardware import COMMON_HARDWARE, Hardware, own_hardware, parse_hardware
-from finetune.commands.plan.job import PlannedJob, count_data
 from finetune.commands.plan.outlook import Assumed, ScalePoint, make_outlook
 from finetune.commands.plan.output import HardwarePlan, Plan, plan_json, print_plan
+from finetune.commands.plan.planned_job import PlannedJob, count_data
 from finetune.commands.plan.strategies import (
     Fit,
     PlannedMemory,
     Predict,
     StrategyPlan,
-    choose,
+    choose_strategy_plan,
     plan_strategies,
     plan_strategy,
+    rescale_to_ranks,
     timed,
     with_microbatch,
-    with_ranks,
 )
 from finetune.commands.printing import print_json
 from finetune.config.load import LoadedConfig, load_config
 from finetune.errors import ModelError
-from finetune.memory.predict import Predictor
+from finetune.memory.predict import MemoryPredictor
 from finetune.memory.state import STRATEGIES, Method, StrategyName, write_planned
 from finetune.model.loading.architecture import load_model_config
 from finetune.model.size import read_shapes
@@ -111,7 +111,7 @@ def make_plan(
         prices_of(hardware.gpu.name, table=options.prices, gpu_table=options.gpu_table)
     job = PlannedJob(loaded.config, read_shapes(load_model_config(loaded.config.model)), count_data(loaded))
     is_predicted = predict is None
-    predict = predict or Predictor(loaded.config, resolve_padding_free(loaded.config)).predict
+    predict = predict or MemoryPredictor(loaded.config, resolve_padding_free(loaded.config)).predict
     memory = PlannedMemory(predict, clock=clock)
     run = read_measured_run(Path(loaded.config.run.folder), gpu_table=options.gpu_table)
     machines, measured = _calibrated(machines, job, memory, run)
@@ -160,7 +160,7 @@ def _fused_gain(job: PlannedJob, hardware: Hardware, best: StrategyPlan | None) 
     if not is_wanted or find_spec("liger_kernel") is not None or best is None or best.time is None:
         return []
     fused = job.config.model_copy(update={"model": model.model_copy(update={"kernels": "liger"})})
-    memory = PlannedMemory(Predictor(fused, resolve_padding_free(fused)).predict)
+    memory = PlannedMemory(MemoryPredictor(fused, resolve_padding_free(fused)).predict)
     with_kernels = plan_strategy(best.strategy, replace(job, config=fused), hardware, memory)
     if with_kernels.time is None or with_kernels.prediction is None or best.prediction is None:
         return []
@@ -199,7 +199,7 @@ def _plan_hardware(
     print(f"planning for {hardware} ...", file=sys.stderr, flush=True)
     prices = prices_of(hardware.gpu.name, table=options.prices, gpu_table=options.gpu_table)
     plans = plan_strategies(job, hardware, memory)
-    best = choose(plans)
+    best = choose_strategy_plan(plans)
     cheapest = lowest(prices, "on_demand")
     usd = cheapest.on_demand if cheapest is not None else None
     # The chosen strategy with each method, with and without recomputation, until the time budget is spent.
@@ -329,7 +329,7 @@ def scale_points(
             if name not in planned and (plan := plan_strategy(name, job, machines, memory)).fit is not None:
                 planned[name] = plan
         scaled = [_with_gpus(job, machines, plan, memory) for plan in planned.values()]
-        best = choose([plan for plan in scaled if plan is not None])
+        best = choose_strategy_plan([plan for plan in scaled if plan is not None])
         if best is not None and best.time is not None:
             rate = job.train.global_batch_size * job.counts.tokens_per_position / best.time.seconds
             points.append(ScalePoint(num_gpus, rate, usd_per_gpu_hour, best.strategy, best.layout.microbatch_size))
@@ -351,7 +351,7 @@ def _with_gpus(job: PlannedJob, hardware: Hardware, plan: StrategyPlan, memory: 
         prediction = fit.largest if size == fit.microbatch_size and fit.largest is not None else fit.smallest
         if strategy in ("fsdp2", "hsdp"):
             shards = min(num_gpus, hardware.gpus_per_node) if strategy == "hsdp" else num_gpus
-            prediction = with_ranks(prediction, ranks=plan.layout.num_ranks, others=shards)
+            prediction = rescale_to_ranks(prediction, old_ranks=plan.layout.num_ranks, new_ranks=shards)
         else:
             prediction = memory.at(replace(layout, microbatch_size=size))
         if prediction.peak_bytes <= hardware.usable_bytes:

@@ -8,12 +8,12 @@ from typing import get_args
 
 from finetune.commands.plan.assumptions import ADAPTED_TRAFFIC_PER_FEATURE, TRAFFIC_PER_INTERMEDIATE
 from finetune.commands.plan.hardware import Hardware
-from finetune.commands.plan.job import PlannedJob
+from finetune.commands.plan.planned_job import PlannedJob
 from finetune.commands.plan.step_time import StepTime, Work, step_time
 from finetune.config.run_config import RunConfig
 from finetune.errors import ModelError, StrategyError
 from finetune.memory.fake_model import runs_fused_layers
-from finetune.memory.state import STRATEGIES, Layout, Method, Prediction, StrategyName, TensorParallelName
+from finetune.memory.state import STRATEGIES, Method, Prediction, StrategyName, TensorParallelName, TrainingLayout
 from finetune.model.kernels.compilation import (
     FUSED_TRAFFIC_PER_HIDDEN,
     TRAFFIC_PER_HIDDEN,
@@ -30,7 +30,7 @@ from finetune.run.setup.strategy import (
 from finetune.strategy.environment import LaunchEnvironment
 from finetune.strategy.reconcile import find_conflicts
 
-Predict = Callable[[Layout], Prediction]
+Predict = Callable[[TrainingLayout], Prediction]
 
 _SHARDED_PARTS = ("weights", "gradients", "optimizer")
 
@@ -53,10 +53,10 @@ class PlannedMemory:
     def __init__(self, predict: Predict, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._predict = predict
         self._clock = clock
-        self._predictions: dict[Layout, Prediction] = {}
+        self._predictions: dict[TrainingLayout, Prediction] = {}
         self.seconds = 0.0
 
-    def at(self, layout: Layout) -> Prediction:
+    def at(self, layout: TrainingLayout) -> Prediction:
         """Return the prediction for the layout; raises ModelError if it cannot be predicted."""
         if layout not in self._predictions:
             started = self._clock()
@@ -64,11 +64,11 @@ class PlannedMemory:
             self.seconds += self._clock() - started
         return self._predictions[layout]
 
-    def peaks(self) -> Iterator[tuple[Layout, int]]:
+    def peaks(self) -> Iterator[tuple[TrainingLayout, int]]:
         """Yield the predicted layouts with their peaks in bytes."""
         yield from ((layout, prediction.peak_bytes) for layout, prediction in self._predictions.items())
 
-    def largest_fit(self, layout: Layout, *, usable_bytes: int, sizes: Sequence[int]) -> Fit:
+    def largest_fit(self, layout: TrainingLayout, *, usable_bytes: int, sizes: Sequence[int]) -> Fit:
         """Return the largest of the microbatch sizes (ascending, from 1) that fits, confirmed by a prediction at it.
 
         Above some size, memory grows linearly, so interpolation between a size that fits and one that does not finds
@@ -95,14 +95,14 @@ class PlannedMemory:
         return Fit(sizes[fits], one, at(sizes[fits]))
 
 
-def with_ranks(prediction: Prediction, *, ranks: int, others: int) -> Prediction:
-    """Return the prediction for a rank under FSDP with `others` ranks, given that with `ranks`.
+def rescale_to_ranks(prediction: Prediction, *, old_ranks: int, new_ranks: int) -> Prediction:
+    """Return the prediction for a rank under FSDP with `new_ranks` ranks, given that with `old_ranks`.
 
-    >>> with_ranks(Prediction(11, {"weights": 8, "activations": 3}), ranks=2, others=8).peak_bytes
+    >>> rescale_to_ranks(Prediction(11, {"weights": 8, "activations": 3}), old_ranks=2, new_ranks=8).peak_bytes
     5
     """
     parts = {
-        name: round(size * ranks / others) if name in _SHARDED_PARTS else size
+        name: round(size * old_ranks / new_ranks) if name in _SHARDED_PARTS else size
         for name, size in prediction.parts.items()
     }
     return replace(prediction, peak_bytes=sum(parts.values()), parts=parts)
@@ -141,7 +141,7 @@ class StrategyPlan:
     """
 
     strategy: StrategyName
-    layout: Layout
+    layout: TrainingLayout
     fit: Fit | None = None
     num_microbatches: int = 0
     time: StepTime | None = None
@@ -174,7 +174,7 @@ def plan_strategies(job: PlannedJob, hardware: Hardware, memory: PlannedMemory) 
     Where none can run the job on all GPUs (fewer samples than GPUs, too little memory), also for tensor parallelism.
     """
     plans = [plan_strategy(name, job, hardware, memory) for name in STRATEGIES]
-    if choose(plans) is None and hardware.num_gpus > 1:
+    if choose_strategy_plan(plans) is None and hardware.num_gpus > 1:
         per_node = hardware.gpus_per_node
         for name in get_args(TensorParallelName):  # with the groups of ranks of one machine that make it fastest
             sizes = [per_node] if name == "tensor_parallel" else [size for size in (2, 4, 8) if per_node % size == 0]
@@ -185,7 +185,7 @@ def plan_strategies(job: PlannedJob, hardware: Hardware, memory: PlannedMemory) 
     return plans
 
 
-def choose(plans: Sequence[StrategyPlan]) -> StrategyPlan | None:
+def choose_strategy_plan(plans: Sequence[StrategyPlan]) -> StrategyPlan | None:
     """Return the simplest of the fastest strategies that fit; None if none fits."""
     has_several = any(plan.layout.num_ranks > 1 for plan in plans)  # then one of several GPUs is not a plan
     fitting = [plan for plan in plans if plan.fits and not (plan.strategy == "single" and has_several)]
@@ -208,7 +208,7 @@ def plan_strategy(
 ) -> StrategyPlan:
     """Return the plan of one strategy; `method` and `checkpointing` replace the job's own."""
     ranks = 1 if strategy == "single" else hardware.num_gpus
-    layout = Layout(
+    layout = TrainingLayout(
         strategy=strategy,
         num_ranks=ranks,
         method=method or job.method,
@@ -235,7 +235,7 @@ def plan_strategy(
     return timed(job, hardware, layout, fit)
 
 
-def timed(job: PlannedJob, hardware: Hardware, layout: Layout, fit: Fit) -> StrategyPlan:
+def timed(job: PlannedJob, hardware: Hardware, layout: TrainingLayout, fit: Fit) -> StrategyPlan:
     """Return the plan with the time of a step at the fit's microbatch."""
     assert fit.largest is not None
     ranks = layout.num_ranks
@@ -250,12 +250,12 @@ def timed(job: PlannedJob, hardware: Hardware, layout: Layout, fit: Fit) -> Stra
     return StrategyPlan(layout.strategy, layout, fit, num_microbatches, time, compilation=compilation)
 
 
-def with_microbatch(layout: Layout, size: int) -> Layout:
+def with_microbatch(layout: TrainingLayout, size: int) -> TrainingLayout:
     """Return the layout with another microbatch."""
     return replace(layout, microbatch_size=size)
 
 
-def _why_not(config: RunConfig, layout: Layout) -> str | None:
+def _why_not(config: RunConfig, layout: TrainingLayout) -> str | None:
     """Return why the strategy cannot be used for this job or machine; None if it can."""
     name = layout.strategy
     if layout.num_ranks == 1 and name not in ("single", "zero2_offload", "zero3_offload"):
@@ -286,7 +286,7 @@ def _why_not(config: RunConfig, layout: Layout) -> str | None:
     return conflicts[0] if conflicts else None
 
 
-def _environment(layout: Layout) -> LaunchEnvironment:
+def _environment(layout: TrainingLayout) -> LaunchEnvironment:
     name, offloads = layout.strategy.removesuffix("_offload"), layout.strategy.endswith("_offload")
     return LaunchEnvironment(
         world=layout.num_ranks,
@@ -307,7 +307,7 @@ _STORED_BYTES = {4: 0.5, 8: 1.0}
 _UNKNOWN_LAYERS = 24
 
 
-def _estimated_compilation(job: PlannedJob, hardware: Hardware, layout: Layout) -> CompilationEstimate | None:
+def _estimated_compilation(job: PlannedJob, hardware: Hardware, layout: TrainingLayout) -> CompilationEstimate | None:
     """Return the estimate by which `model.compile: auto` decides; None if nothing is known or to be decided."""
     model, num_steps = job.config.model, job.counts.num_steps
     if model.compile != "auto" or job.shapes is None or num_steps is None:
@@ -325,7 +325,7 @@ def _estimated_compilation(job: PlannedJob, hardware: Hardware, layout: Layout) 
 
 def step_work(
     job: PlannedJob,
-    layout: Layout,
+    layout: TrainingLayout,
     prediction: Prediction,
     *,
     num_microbatches: int,

@@ -49,7 +49,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Span:
+class PieceSpan:
     """Consecutive pieces that are all targets or all context."""
 
     pieces: tuple[Piece, ...]
@@ -89,7 +89,7 @@ def pieces_of(features: Features, tokenizer: Any) -> Iterator[Piece]:
         context_start, start = start, end
 
 
-def spans(pieces: Sequence[Piece]) -> list[Span]:
+def spans(pieces: Sequence[Piece]) -> list[PieceSpan]:
     """Return the pieces grouped into alternating spans of targets and context."""
     groups: list[list[Piece]] = []
     for piece in pieces:
@@ -97,7 +97,7 @@ def spans(pieces: Sequence[Piece]) -> list[Span]:
             groups[-1].append(piece)
         else:
             groups.append([piece])
-    return [Span(tuple(group)) for group in groups]
+    return [PieceSpan(tuple(group)) for group in groups]
 
 
 def _decoded(tokenizer: Any, ids: Sequence[int]) -> str:

@@ -14,11 +14,11 @@ from finetune.config.paths import is_url
 from finetune.config.sections.data import TrainingSourceSection
 from finetune.config.sections.model import ModelSection, TokenizerSection
 from finetune.data.formats.columns import quoted_list
-from finetune.data.formats.layouts import JobKeys, Layout, describe_unused, recognize_all
+from finetune.data.formats.layouts import JobKeys, MatchedLayout, describe_unused, recognize_all
 from finetune.data.rows import ARGUMENTS, RawRow, Row, shortened
 from finetune.data.sources.files import DataFile, Files, kind_of
 from finetune.data.sources.source import Source, find_origin, open_source, texts_of
-from finetune.data.templates.rendering import render
+from finetune.data.templates.rendering import render_chat
 from finetune.errors import DataError, FinetuneError, UserError
 from finetune.model.tokenizer import load_tokenizer
 from finetune.registry.formats import FORMATS
@@ -46,7 +46,7 @@ class FileContents:
 
     keys: Keys  # of the source, without the keys of a reading
     rows: Sequence[Row]  # the first
-    layout: Layout | None = None  # of the rows, if it is in the table
+    layout: MatchedLayout | None = None  # of the rows, if it is in the table
     readings: Sequence[JobKeys] = ()  # the first is the most likely
     source: Source | None = None  # as the first reading reads it; None if there is none, or it cannot read the rows
     error: DataError | None = None  # the reason why the first reading cannot read the rows
@@ -238,7 +238,7 @@ def _length(source: Source, raw: RawRow, tokenizer: Any) -> int:
     if tokenizer.chat_template and chats:
         try:
             tools, arguments = row.get("tools"), row.get(ARGUMENTS)
-            sequences = [[render(tokenizer, chat, tools=tools, arguments=arguments).text] for chat in chats]
+            sequences = [[render_chat(tokenizer, chat, tools=tools, arguments=arguments).text] for chat in chats]
         except DataError:
             pass
     return max(

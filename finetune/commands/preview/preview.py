@@ -23,7 +23,7 @@ from finetune.registry.tasks import TASKS
 from finetune.report.page.facts import Tile
 from finetune.report.page.page import html_environment
 from finetune.report.reporter import RunLog
-from finetune.run.setup.data import audit_training_data, make_training_data
+from finetune.run.setup.training_data import audit_training_data, make_training_data
 from finetune.runtime.files import atomic
 from finetune.runtime.resources import format_size
 from finetune.runtime.text.rich_console import SafeConsole
@@ -194,7 +194,7 @@ class Chart:
 
 
 @dataclass(frozen=True)
-class Segment:
+class BarSegment:
     """Part of a bar: context or target tokens (with `first` at the start of a sample), padding, or hidden tokens."""
 
     kind: str
@@ -206,7 +206,7 @@ class ForwardRow:
     """A row of the forward pass, or one position of it."""
 
     label: str
-    parts: tuple[Segment, ...]
+    parts: tuple[BarSegment, ...]
 
 
 def preview_page(batches: Sequence[PreviewBatch], audit: Audit, *, title: str, facts: Sequence[str], unit: str) -> str:
@@ -233,7 +233,7 @@ def forward_rows(batch: PreviewBatch) -> list[ForwardRow]:
     if batch.is_padded:
         width = batch.num_computed // batch.num_lanes
         for sample in (sample for position in batch.positions for sample in position.samples):
-            padding = Segment("padding", _percent(width - sample.num_tokens, width))
+            padding = BarSegment("padding", _percent(width - sample.num_tokens, width))
             label = f"{sample.location}: {sample.num_tokens:,} tokens"
             rows.append(ForwardRow(label, (*_segments(sample, of=width), padding)))
         return rows
@@ -241,16 +241,16 @@ def forward_rows(batch: PreviewBatch) -> list[ForwardRow]:
     for position in batch.positions:
         num_shown = sum(sample.num_tokens for sample in position.samples)
         parts = [part for sample in position.samples for part in _segments(sample, of=longest)]
-        hidden = Segment("hidden", _percent(position.num_tokens - num_shown, longest))
+        hidden = BarSegment("hidden", _percent(position.num_tokens - num_shown, longest))
         rows.append(ForwardRow(f"position {position.number}: {position.num_tokens:,} tokens", (*parts, hidden)))
     return rows
 
 
-def _segments(sample: PreviewSample, *, of: int) -> Iterator[Segment]:
+def _segments(sample: PreviewSample, *, of: int) -> Iterator[BarSegment]:
     for number, stretch in enumerate(spans(sample.pieces)):
         num_tokens = sum(len(piece.ids) for piece in stretch.pieces)
         role = "target" if stretch.is_target else "context"
-        yield Segment(role if number else f"{role} first", _percent(num_tokens, of))
+        yield BarSegment(role if number else f"{role} first", _percent(num_tokens, of))
 
 
 def _charts(audit: Audit) -> Iterator[Chart]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from finetune.commands.rehearse.report import Change
-from finetune.config.load import read_text
+from finetune.config.load import read_text_file
 from finetune.config.yaml import read_yaml
 from finetune.errors import StrategyError, UserError
 from finetune.registry.accelerate_files import find_deepspeed_file
@@ -95,7 +95,7 @@ class AccelerateFile:
 def read_accelerate_file(path: Path) -> AccelerateFile:
     """Return the file's content; raises UserError or StrategyError if it cannot be launched."""
     try:
-        document = read_yaml(read_text(path))
+        document = read_yaml(read_text_file(path))
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--accelerate {path}: it cannot be read: {getattr(error, 'strerror', error)}.") from error
     if document.problems or not isinstance(document.values, dict):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.commands.rehearse.accelerate_file import AccelerateFile, for_this_machine, read_accelerate_file
-from finetune.commands.rehearse.job import (
+from finetune.commands.rehearse.job_changes import (
     check_targets,
     job_changes,
     match_targets,
@@ -42,8 +42,8 @@ from finetune.data.sources.source import Source, find_origin, open_source
 from finetune.errors import UserError
 from finetune.registry.tasks import TASKS
 from finetune.report.reporter import RunLog
-from finetune.run.setup.data import make_training_data
 from finetune.run.setup.model_checks import CheckedJob, Stage, check_model
+from finetune.run.setup.training_data import make_training_data
 from finetune.runtime.files import atomic
 from finetune.runtime.optional import no_op
 from finetune.runtime.resources import available_bytes, format_size
@@ -56,7 +56,7 @@ _PROCESS_BYTES = 400 << 20
 
 
 @dataclass(frozen=True)
-class Request:
+class RehearseRequest:
     """The command line."""
 
     config: Path
@@ -68,7 +68,7 @@ class Request:
     time_limit_minutes: float
 
 
-def rehearse(request: Request, *, is_json: bool) -> int:
+def rehearse(request: RehearseRequest, *, is_json: bool) -> int:
     """Rehearse the job and return the exit code: 0, 2 for an error that the user can fix, 1 for any other.
 
     Works in a temporary folder unless `--keep` names one; no process is left running.
@@ -112,7 +112,7 @@ def _interrupted_by_sigterm() -> Iterator[None]:
 class _Phases:
     """The phases in order; each adds the overrides that the next ones need."""
 
-    def __init__(self, request: Request, folder: Path, report: Rehearsal) -> None:
+    def __init__(self, request: RehearseRequest, folder: Path, report: Rehearsal) -> None:
         self._request = request
         self._folder = folder
         self._report = report

@@ -14,15 +14,15 @@ import numpy as np
 
 from finetune.checkpoint.format import layout
 from finetune.checkpoint.read.inventory import find_problems, read_entry
-from finetune.commands.rehearse.job import Schedule
+from finetune.commands.rehearse.job_changes import RehearsalSteps
 from finetune.commands.rehearse.report import Rehearsal
-from finetune.commands.verify.runs import CompletedRun, differences, read_completed_run, short_digest
+from finetune.commands.verify.runs import CompletedRun, read_completed_run, run_differences, short_digest
 from finetune.config.sections.data import DataSection
 from finetune.errors import CheckpointError, FinetuneError, UserError
 from finetune.launch.child import child_process, train_command
 from finetune.report.history import read_events
-from finetune.run.setup.data import TrainingData
-from finetune.runtime.processes import free_port
+from finetune.run.setup.training_data import TrainingData
+from finetune.runtime.processes import free_loopback_port
 from finetune.runtime.resources import format_size
 from finetune.runtime.run_folder import CHECKPOINTS_FOLDER, FINAL_FOLDER
 from finetune.runtime.supervision.status import read_status
@@ -62,7 +62,7 @@ class Launch:
             overrides=self.overrides,
             accelerate_config=self.accelerate,
             num_processes=self.processes,
-            port=free_port(),
+            port=free_loopback_port(),
         )
 
 
@@ -77,7 +77,7 @@ def phase(name: str) -> Iterator[None]:
         raise PhaseError(name, str(error), exit_code=error.exit_code) from error
 
 
-def launch_and_resume(launch: Launch, schedule: Schedule, *, merges: bool, report: Rehearsal) -> None:
+def launch_and_resume(launch: Launch, schedule: RehearsalSteps, *, merges: bool, report: Rehearsal) -> None:
     """Run the job until its last step is saved, kill it, resume it from the step before, and compare both.
 
     The later checkpoints of the first launch are set aside, as if it had been killed after the step before. Raises
@@ -117,7 +117,7 @@ def launch_and_resume(launch: Launch, schedule: Schedule, *, merges: bool, repor
     if ("RunStarted", step) not in reached:
         raise PhaseError("resume", f"the run did not resume from step {step}.", exit_code=1, log=log)
     resumed = read_completed_run(run)
-    found = list(differences(read_completed_run(uninterrupted), resumed, stop_at=step, tolerance=None))
+    found = list(run_differences(read_completed_run(uninterrupted), resumed, stop_at=step, tolerance=None))
     if found:
         raise PhaseError("resume", f"the resumed run differs: {'; '.join(found)}.", exit_code=1, log=log)
     report.passed("resume", *_resume_evidence(resumed, step=step))

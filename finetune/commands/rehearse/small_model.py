@@ -161,9 +161,9 @@ def build_small(config: PreTrainedConfig, section: ModelSection, *, head: str, s
     return built.eval()
 
 
-def from_config_values(written: FromConfigSection, architecture: Architecture) -> Values:
+def from_config_values(section: FromConfigSection, architecture: Architecture) -> Values:
     """Return `model.from_config.values` of the small model, without aliases of the same value."""
-    values: Values = {**written.values}
+    values: Values = {**section.values}
     aliases = {own: alias for alias, own in getattr(architecture.config, "attribute_map", {}).items()}
     for change in architecture.changes:
         *path, name = change.key.removeprefix("config.").split(".")

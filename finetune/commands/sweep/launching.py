@@ -16,7 +16,7 @@ from finetune.commands.sweep.runs import SweepRun, own_overrides
 from finetune.config.load import LoadedConfig
 from finetune.errors import UserError
 from finetune.launch.child import train_command
-from finetune.runtime.processes import free_port
+from finetune.runtime.processes import free_loopback_port
 from finetune.runtime.resources import usable_cores
 
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
@@ -59,7 +59,7 @@ class LaunchPlan:
             overrides=[*run.overrides, *own_overrides(run, loaded)],
             accelerate_config=self.accelerate_config,
             num_processes=self.num_processes,
-            port=free_port(),
+            port=free_loopback_port(),
         )
 
     def environment(self, slot: int) -> dict[str, str]:

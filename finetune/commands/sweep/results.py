@@ -16,13 +16,13 @@ from rich.table import Table
 from rich.text import Text
 
 from finetune.commands.sweep.axes import short_keys, shown_value
-from finetune.commands.sweep.runs import FAILED, FINISHED, PRUNED, Outcome, SweepRun
+from finetune.commands.sweep.runs import FAILED, FINISHED, PRUNED, RunOutcome, SweepRun
 from finetune.config.formatting import format_list
-from finetune.config.rules.checkpoint import metrics_of
+from finetune.config.rules.checkpoint import evaluation_metrics
 from finetune.config.run_config import RunConfig
 from finetune.errors import UserError
 from finetune.registry.tasks import METRICS
-from finetune.report.console import format_duration, format_metrics
+from finetune.report.console import format_hms, format_metrics
 from finetune.report.history import RunHistory, read_history
 from finetune.runtime.optional import lazily
 from finetune.runtime.supervision.status import read_status
@@ -81,7 +81,7 @@ def choose_objective(text: str | None, config: RunConfig) -> Objective:
         )
     generate = config.evaluate.generate
     generated = [metric.rpartition(":")[2] for metric in (generate.metrics if generate else ())]
-    measured = [*metrics_of(config), *generated]
+    measured = [*evaluation_metrics(config), *generated]
     if name not in measured:
         raise UserError(f"--metric {name}: no evaluation measures it. They measure {format_list(measured)}.")
     known = METRICS[name].goal if name in METRICS else None
@@ -175,7 +175,7 @@ class SweepScreen:
                 facts = f"step {step}  loss {loss}  {speed} tokens/s  eta {time_left}" if step else state
                 self.log(f"{run.name}: {facts}")
 
-    def end_run(self, run: SweepRun, outcome: Outcome, history: RunHistory) -> None:
+    def end_run(self, run: SweepRun, outcome: RunOutcome, history: RunHistory) -> None:
         """Show how a run has ended, in one line, followed by the rest of the message of a run that failed."""
         self._num_ended += 1
         facts = [outcome.state]
@@ -216,16 +216,16 @@ def _cells(run: SweepRun, history: RunHistory, is_stopping: bool) -> tuple[str, 
         f"{history.step}/{num_steps}",
         f"{history.steps.losses[-1]:.4f}",
         f"{tokens_per_second(history) or 0.0:,.0f}",
-        format_duration(time_left),
+        format_hms(time_left),
     )
 
 
 @dataclass(frozen=True)
-class RunResult:
+class SweepResult:
     """The result of one run so far; `final` and `best` are values of the objective's metric."""
 
     run: SweepRun
-    outcome: Outcome
+    outcome: RunOutcome
     final: float | None
     best: float | None
     best_step: int | None
@@ -234,12 +234,12 @@ class RunResult:
     tokens_per_second: float | None
 
 
-def read_result(run: SweepRun, outcome: Outcome, objective: Objective) -> RunResult:
+def read_sweep_result(run: SweepRun, outcome: RunOutcome, objective: Objective) -> SweepResult:
     """Return the result of a run from the events in its folder."""
     history = history_so_far(run.folder)
     measured = measurements(history, objective.metric)
     best_step, best = min(measured, key=lambda pair: objective.sort_key(pair[1]), default=(None, None))
-    return RunResult(
+    return SweepResult(
         run=run,
         outcome=outcome,
         final=measured[-1][1] if measured else None,
@@ -251,7 +251,7 @@ def read_result(run: SweepRun, outcome: Outcome, objective: Objective) -> RunRes
     )
 
 
-def rank(results: Iterable[RunResult], objective: Objective) -> list[RunResult]:
+def rank_results(results: Iterable[SweepResult], objective: Objective) -> list[SweepResult]:
     """Return finished runs first, then the others; among them the best final value first."""
     return sorted(
         results,
@@ -259,13 +259,13 @@ def rank(results: Iterable[RunResult], objective: Objective) -> list[RunResult]:
     )
 
 
-def best_of(ranked: Sequence[RunResult]) -> RunResult | None:
+def best_of(ranked: Sequence[SweepResult]) -> SweepResult | None:
     """Return the best finished run; None if none has a value."""
     finished = (result for result in ranked if result.outcome.state == FINISHED)
     return next((result for result in finished if result.final is not None and not math.isnan(result.final)), None)
 
 
-def results_table(results: Sequence[RunResult], objective: Objective, *, swept: Sequence[str]) -> Table:
+def results_table(results: Sequence[SweepResult], objective: Objective, *, swept: Sequence[str]) -> Table:
     """Return a row for each run in this order."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for label in short_keys(list(swept)).values():
@@ -288,7 +288,7 @@ def results_table(results: Sequence[RunResult], objective: Objective, *, swept: 
             _number(result.best),
             ABSENT if result.best_step is None else str(result.best_step),
             f"{result.step}/{outcome.num_steps}" if outcome.num_steps else ABSENT,
-            format_duration(result.seconds) if result.seconds else ABSENT,
+            format_hms(result.seconds) if result.seconds else ABSENT,
             f"{result.tokens_per_second:,.0f}" if result.tokens_per_second is not None else ABSENT,
             Text(status, {FINISHED: "green", FAILED: "red"}.get(outcome.state, "")),
         )
@@ -300,7 +300,7 @@ def _number(value: float | None) -> str:
 
 
 def closing_lines(
-    results: Sequence[RunResult], objective: Objective, *, job: Path, again: Sequence[str]
+    results: Sequence[SweepResult], objective: Objective, *, job: Path, again: Sequence[str]
 ) -> Iterator[str]:
     """Yield the best run and how to use it, failed runs and unfinished ones; `again` is the command that continues."""
     best = best_of(results)
@@ -325,7 +325,7 @@ def closing_lines(
 
 
 def results_json(
-    results: Sequence[RunResult], objective: Objective, *, folder: Path, page: Path | None
+    results: Sequence[SweepResult], objective: Objective, *, folder: Path, page: Path | None
 ) -> dict[str, Any]:
     """Return the sweep as plain JSON values; a number that is not finite is a string."""
     best = best_of(results)
@@ -359,7 +359,7 @@ def results_json(
     }
 
 
-def write_page(results: Sequence[RunResult], folder: Path) -> Path | None:
+def write_sweep_page(results: Sequence[SweepResult], folder: Path) -> Path | None:
     """Write the page of the best runs that have taken a step; return it, or None if fewer than two have.
 
     An error here is only a warning: it must not end the sweep.

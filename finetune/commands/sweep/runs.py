@@ -180,7 +180,7 @@ class RecordedRun:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunOutcome:
     """The state of a run without a process, and the reason."""
 
     state: str
@@ -189,7 +189,7 @@ class Outcome:
     num_steps: int | None = None
 
 
-def outcome_of(status: Mapping[str, Any], record: RecordedRun) -> Outcome:
+def outcome_of(status: Mapping[str, Any], record: RecordedRun) -> RunOutcome:
     """Return the run's outcome; a process that exited unexpectedly counts as interrupted, and resumes."""
     state, code, written = status.get("state"), record.exit_code, status.get("time")
     is_older = record.started is None or not isinstance(written, int | float) or written < record.started
@@ -218,4 +218,4 @@ def outcome_of(status: Mapping[str, Any], record: RecordedRun) -> Outcome:
         count if isinstance(count, int) and not isinstance(count, bool) and count >= 0 else None
         for count in (status.get("step"), status.get("num_steps"))
     )
-    return Outcome(state, message, step or 0, num_steps)
+    return RunOutcome(state, message, step or 0, num_steps)

@@ -33,8 +33,8 @@ from finetune.commands.sweep.runs import (
     LOGS_FOLDER,
     PRUNED,
     RUNS_FOLDER,
-    Outcome,
     RecordedRun,
+    RunOutcome,
     SweepRun,
     is_within,
     job_facts,
@@ -209,14 +209,14 @@ class SweepStudy:
         """Record that a process of the run is being started."""
         self._record(replace(self.runs[run.name], started=now, exit_code=None, message=None))
 
-    def end(self, run: SweepRun, history: RunHistory, *, exit_code: int, message: str | None = None) -> Outcome:
+    def end(self, run: SweepRun, history: RunHistory, *, exit_code: int, message: str | None = None) -> RunOutcome:
         """Record the exit of the run's process, and return the run's outcome."""
         self._record(replace(self.runs[run.name], exit_code=exit_code, message=message))
         outcome = self.outcome(run.name)
         self._close_trial(run.name, outcome, history)
         return outcome
 
-    def outcome(self, name: str) -> Outcome:
+    def outcome(self, name: str) -> RunOutcome:
         """Return the outcome of a run, from its own files and its record."""
         return outcome_of(read_status(self.folder / RUNS_FOLDER / name), self.runs[name])
 
@@ -287,7 +287,7 @@ class SweepStudy:
         trial_id = self._storage.create_new_trial(study_id, template_trial=trial)
         self._open_trials[run.name] = optuna.Trial(self._study, trial_id)
 
-    def _close_trial(self, name: str, outcome: Outcome, history: RunHistory) -> None:
+    def _close_trial(self, name: str, outcome: RunOutcome, history: RunHistory) -> None:
         """End the run's trial, unless the run can be continued."""
         if outcome.state not in (FINISHED, PRUNED, FAILED):
             return

@@ -31,16 +31,16 @@ from finetune.commands.sweep.launching import (
 )
 from finetune.commands.sweep.results import (
     Objective,
-    RunResult,
+    SweepResult,
     SweepScreen,
     choose_objective,
     closing_lines,
     history_so_far,
-    rank,
-    read_result,
+    rank_results,
+    read_sweep_result,
     results_json,
     results_table,
-    write_page,
+    write_sweep_page,
 )
 from finetune.commands.sweep.runs import (
     DONE,
@@ -361,7 +361,7 @@ class SweepSession:
         screen.end_run(run, outcome, reader.history)
         if time.monotonic() - self._drawn_at >= PAGE_SECONDS:
             self._drawn_at = time.monotonic()
-            write_page(self._results(), self.study.folder)
+            write_sweep_page(self._results(), self.study.folder)
 
     def _watch(self, screen: SweepScreen) -> None:
         """Read the new events of the runs, and prune the poor ones of a search."""
@@ -388,15 +388,15 @@ class SweepSession:
         recorded = [Axis(key, (value,), "") for key, value in values.items()]
         return make_run(values, [*recorded, *fixed], name=record.name, folder=self.study.folder)
 
-    def _results(self) -> list[RunResult]:
+    def _results(self) -> list[SweepResult]:
         """Return the results of all runs that the sweep has ever had, the best first."""
-        results = (read_result(run, self.study.outcome(run.name), self.objective) for run in self.recorded_runs())
-        return rank(results, self.objective)
+        results = (read_sweep_result(run, self.study.outcome(run.name), self.objective) for run in self.recorded_runs())
+        return rank_results(results, self.objective)
 
     def conclude(self) -> int:
         """Print the results, and return the exit code."""
         results = self._results()
-        page = write_page(results, self.study.folder)
+        page = write_sweep_page(results, self.study.folder)
         if self.request.as_json:
             print_json(results_json(results, self.objective, folder=self.study.folder, page=page))
         else:

@@ -27,11 +27,11 @@ _EFFECT = 0.05
 
 
 @dataclass
-class Comparison:
+class EngineComparison:
     """The results so far: problems, and the facts that the report shows."""
 
     problems: list[str] = field(default_factory=list)
-    facts: dict[str, Any] = field(default_factory=dict)
+    measurements: dict[str, Any] = field(default_factory=dict)
     not_compared: list[str] = field(default_factory=list)
 
     def compare_ids(
@@ -45,7 +45,7 @@ class Comparison:
             for text, wanted, actual in zip(inputs, expected, served, strict=True)
             if list(wanted) != list(actual)
         ]
-        self.facts[title] = {"compared": len(inputs), "different": len(differences)}
+        self.measurements[title] = {"compared": len(inputs), "different": len(differences)}
         if differences:
             self.problems.append(
                 f"it tokenizes {len(differences)} of {len(inputs)} {title} differently:\n    "
@@ -59,7 +59,7 @@ class Comparison:
         missing = [f"{name} ({token})" for token, name in names.items() if not served[token]]
         extra = [str(token) for token, ends in served.items() if ends and token not in names]
         ids = [f"{name} ({token})" for token, name in names.items()]
-        self.facts["stop ids"] = {"expected": ids, "missing": missing, "not expected": extra}
+        self.measurements["stop ids"] = {"expected": ids, "missing": missing, "not expected": extra}
         if missing:
             self.problems.append(
                 f"an answer does not end at {', '.join(missing)}, as it did in training, so answers run on. Its "
@@ -81,7 +81,7 @@ class Comparison:
         parts = differences.abs() / limits.worst
         median = float(differences.abs().median())
         position = int(parts.argmax())
-        self.facts["log-probabilities"] = {
+        self.measurements["log-probabilities"] = {
             "rows": len(expected),
             "tokens": len(values),
             "median": median,
@@ -109,7 +109,7 @@ class Comparison:
         """Compare the adapter with itself merged, both in float32 under transformers: what a merge would serve."""
         pairs = zip(expected, merged, strict=True)
         errors = torch.cat([(row.log_probabilities - other.log_probabilities).abs() for row, other in pairs])
-        self.facts["merged"] = {"worst": float(errors.max())}
+        self.measurements["merged"] = {"worst": float(errors.max())}
         if bool((errors > limits.worst).any()):
             self.problems.append(
                 f"the adapter merged into its base differs from the adapter by up to {float(errors.max()):.2g}: peft "
@@ -128,7 +128,7 @@ class Comparison:
             self.problems.append("the folder's model has the log-probabilities of its base: training changed nothing.")
             return
         part = 1 + float((differences * effect).mean()) / size**2
-        self.facts["effect of training"] = {"size": size, "served part": part}
+        self.measurements["effect of training"] = {"size": size, "served part": part}
         if abs(part - 1) > _EFFECT + limits.median / size:
             self.problems.append(
                 f"it changes the base's log-probabilities by {part:.2f} of what training changed"
@@ -168,7 +168,7 @@ class Comparison:
                     f"token {position + 1} of answer {number + 1} has the log-probability "
                     f"{actual.log_probabilities[position]:.4f} instead of {answer.log_probabilities[position]:.4f}"
                 )
-        self.facts["answers"] = counts
+        self.measurements["answers"] = counts
         if differences:
             self.problems.append("greedy answers differ:\n    " + "\n    ".join(differences[: 2 * _MAX_NAMED]))
 

@@ -17,7 +17,7 @@ from finetune.config.sections.data import SourceSection
 from finetune.data.rows import Row, Turn
 from finetune.data.sources.source import open_source, open_sources, rows_read
 from finetune.data.templates.chat_template import stop_ids, tokenize
-from finetune.data.templates.rendering import Arguments, arguments_of, render
+from finetune.data.templates.rendering import Arguments, arguments_of, render_chat
 from finetune.errors import DataError, FinetuneError, UserError
 from finetune.export.verify.rows import CONVERSATIONS
 from finetune.model.generation import SamplingParams, generate_batch
@@ -269,7 +269,7 @@ class ExpectedModel:
         """Return the tokens of the prompt as training rendered them."""
         if isinstance(prompt, str):
             return self._ids(prompt)
-        return tokenize(self.tokenizer, render(self.tokenizer, prompt, add_generation_prompt=True).text)
+        return tokenize(self.tokenizer, render_chat(self.tokenizer, prompt, add_generation_prompt=True).text)
 
     def _read_rows(self, rows: Path | None) -> tuple[list[Row], str]:
         if rows is not None:
@@ -290,7 +290,7 @@ class ExpectedModel:
     def _row_ids(self, row: Row) -> list[int]:
         turns = _turns(row, is_whole=True)
         if turns and self.tokenizer.chat_template:
-            return tokenize(self.tokenizer, render(self.tokenizer, turns).text)
+            return tokenize(self.tokenizer, render_chat(self.tokenizer, turns).text)
         return self._ids(str(row.get("text") or "\n".join(str(turn["content"]) for turn in turns)))
 
     def _prompts(self, rows: Sequence[Row]) -> Iterator[Prompt]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from finetune.checkpoint.format import layout
-from finetune.checkpoint.read.changes import differences
+from finetune.checkpoint.read.changes import setting_differences
 from finetune.checkpoint.read.inventory import locate_run, read_entry, select_checkpoint
 from finetune.commands.source import with_trust
 from finetune.config.load import load_resolved
@@ -151,7 +151,7 @@ def _judge(run: Path, recorded: RecordedSteps, replayed: ReplayedSteps, *, toler
     groups = recorded.started.get("parameter_groups") or replayed.started.parameter_groups  # of older runs, unknown
     found = [
         f"before the first step: parameter groups: {name}: {there} in the record, {here} now"
-        for name, (there, here) in differences(groups, replayed.started.parameter_groups).items()
+        for name, (there, here) in setting_differences(groups, replayed.started.parameter_groups).items()
     ]
     for number, there in recorded.steps.items():
         here = asdict(replayed.steps[number]) if number in replayed.steps else {}
@@ -239,10 +239,10 @@ def _changes(run: Path, recorded: RecordedSteps, replayed: ReplayedSteps) -> Ite
     saved = layout.newest_checkpoint(run / CHECKPOINTS_FOLDER)
     if saved is not None and (manifest := read_entry(saved).manifest) is not None:
         saved_identity = manifest.run.identity
-        changed = differences(saved_identity, replayed.fingerprint.identity)
+        changed = setting_differences(saved_identity, replayed.fingerprint.identity)
         if contents := [name for name in changed if "." not in name and name in saved_identity]:
             yield f"not the content that the run read: {', '.join(contents)}"
-    changed = differences(recorded.environment.get("packages", {}), package_versions())
+    changed = setting_differences(recorded.environment.get("packages", {}), package_versions())
     texts = [f"{name} {there} -> {here}" for name, (there, here) in changed.items()]
     yield f"changed since the run: {', '.join(texts)}" if texts else "no package has changed since the run"
 

@@ -17,7 +17,7 @@ from finetune.errors import UserError
 from finetune.launch.child import end_of_log, run_child, train_command
 from finetune.registry.accelerate_files import find_accelerate_file
 from finetune.report.history import Steps, read_history
-from finetune.runtime.processes import free_port
+from finetune.runtime.processes import free_loopback_port
 from finetune.runtime.run_folder import CHECKPOINTS_FOLDER
 from finetune.runtime.text.rich_console import SafeConsole
 
@@ -56,13 +56,13 @@ class TestedJob:
 
 
 def parse_launch_setup(
-    written: str, job: RunConfig, *, processes: int, folder: Path, option: str, accumulation: int | None = None
+    text: str, job: RunConfig, *, processes: int, folder: Path, option: str, accumulation: int | None = None
 ) -> LaunchSetup:
     """Return the setup of one word of an option, such as `zero3:4`; raises UserError for an unknown name or batch.
 
     Without an accumulation the microbatch size is the job's, or the largest below it that the processes can share.
     """
-    name, _, count = written.partition(":")
+    name, _, count = text.partition(":")
     path = folder / f"{name}.yaml"
     if not path.is_file():
         try:
@@ -70,12 +70,12 @@ def parse_launch_setup(
         except UserError as error:
             raise UserError(f"{option} {name}: {error}") from error
     if count and not (count.isdigit() and int(count)):
-        raise UserError(f"{option} {written}: write the number of processes after the colon, such as {name}:2.")
+        raise UserError(f"{option} {text}: write the number of processes after the colon, such as {name}:2.")
     world = int(count) if count else processes
     batch = job.train.global_batch_size
     if batch % (world * (accumulation or 1)):
         raise UserError(
-            f"{option} {written}: a global batch of {batch} cannot be shared by {world} processes x "
+            f"{option} {text}: a global batch of {batch} cannot be shared by {world} processes x "
             f"{accumulation or 1} accumulated. Choose other numbers, or another batch with --set."
         )
     if accumulation is None:
@@ -95,7 +95,7 @@ def run_job(setup: LaunchSetup, tested: TestedJob, *, folder: Path, changes: Map
         overrides=[*tested.overrides, *(f"{key}={value}" for key, value in own.items())],
         accelerate_config=setup.accelerate_config,
         num_processes=setup.processes,
-        port=free_port(),
+        port=free_loopback_port(),
     )
     code = run_child(command, log=log, timeout_seconds=TIMEOUT_SECONDS, environment={"OMP_NUM_THREADS": "1"})
     if code != 0:
@@ -185,7 +185,7 @@ def run_resume(
                 raise _stop_after_end(stop_at, num_steps=num_steps)
         straight, resumed = map(read_completed_run, folders)
     limit = None if one == other else tolerance
-    problems = list(differences(straight, resumed, stop_at=stop_at, tolerance=limit))
+    problems = list(run_differences(straight, resumed, stop_at=stop_at, tolerance=limit))
     title = f"straight under {one.title}, against stopped after step {stop_at} and resumed under {other.title}"
     _print_table(straight, resumed, title=title + (" (dropout off)" if limit and job.model.lora else ""))
     print(f"state of the last checkpoint: straight {straight.state_sha256 or '-'}")
@@ -206,7 +206,7 @@ def read_completed_run(folder: Path) -> CompletedRun:
     )
 
 
-def differences(
+def run_differences(
     straight: CompletedRun, resumed: CompletedRun, *, stop_at: int, tolerance: float | None
 ) -> Iterator[str]:
     """Yield a phrase for every difference between the runs; without a tolerance they must be bitwise equal."""
@@ -267,7 +267,7 @@ class Trace:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ParityResult:
     """The largest relative differences between a setup and the one-process run."""
 
     setup: LaunchSetup
@@ -316,20 +316,20 @@ def run_parity(
         expected = _trace(reference, tested)
         compared = []
         for setup in setups:
-            compared.append(compare(setup, expected=expected, actual=_trace(setup, tested), tolerance=tolerance))
+            compared.append(compare_traces(setup, expected=expected, actual=_trace(setup, tested), tolerance=tolerance))
             print(f"{setup.label}: {_verdict(compared[-1])}", file=sys.stderr, flush=True)
     _print_losses(compared, steps=len(expected.losses), tolerance=tolerance)
     return all(comparison.is_equal for comparison in compared)
 
 
-def compare(setup: LaunchSetup, *, expected: Trace, actual: Trace, tolerance: float) -> Comparison:
+def compare_traces(setup: LaunchSetup, *, expected: Trace, actual: Trace, tolerance: float) -> ParityResult:
     """Return the largest relative differences; traces of unequal length differ at the first missing step."""
     losses = relative_differences(expected.losses, actual.losses)
     norms = relative_differences(expected.norms, actual.norms)
     bad = [n for n, (loss, norm) in enumerate(zip(losses, norms, strict=True), 1) if not max(loss, norm) <= tolerance]
     if len(expected.losses) != len(actual.losses):
         bad.append(min(len(expected.losses), len(actual.losses)) + 1)
-    return Comparison(setup, max(losses, default=0.0), max(norms, default=0.0), min(bad, default=None))
+    return ParityResult(setup, max(losses, default=0.0), max(norms, default=0.0), min(bad, default=None))
 
 
 def _trace(setup: LaunchSetup, tested: TestedJob) -> Trace:
@@ -341,11 +341,11 @@ def _trace(setup: LaunchSetup, tested: TestedJob) -> Trace:
     return Trace(tuple(steps.losses.tolist()), tuple(steps.values("gradient_norm").tolist()))
 
 
-def _verdict(comparison: Comparison) -> str:
+def _verdict(comparison: ParityResult) -> str:
     return "equal" if comparison.is_equal else f"differs from step {comparison.first_bad_step}"
 
 
-def _print_losses(compared: Sequence[Comparison], *, steps: int, tolerance: float) -> None:
+def _print_losses(compared: Sequence[ParityResult], *, steps: int, tolerance: float) -> None:
     table = Table(title=f"largest relative difference from one process over {steps} steps (tolerance {tolerance:g})")
     table.add_column("strategy")
     for column in ("processes", "accumulation", "loss", "gradient norm"):

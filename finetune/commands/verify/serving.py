@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from finetune.commands.verify.comparison import Comparison, limits_of
+from finetune.commands.verify.comparison import EngineComparison, limits_of
 from finetune.commands.verify.expected import (
     ANSWER_TOKENS,
     ExpectedResults,
@@ -66,7 +66,7 @@ def run_serving(folder: Path, options: ServingOptions) -> bool:
         "model": served.name,
         "folder": str(saved.folder),
         "rows": expected.inputs.origin,
-        **comparison.facts,
+        **comparison.measurements,
         "not compared": comparison.not_compared,
         "problems": comparison.problems,
     }
@@ -91,9 +91,9 @@ def _open(saved: SavedModel, options: ServingOptions) -> ServedModel:
     return served
 
 
-def compare_served(served: ServedModel, expected: ExpectedResults) -> Comparison:
+def compare_served(served: ServedModel, expected: ExpectedResults) -> EngineComparison:
     """Return the equal and the differing results; raises ServingError if nothing shows which weights are served."""
-    comparison, inputs = Comparison(), expected.inputs
+    comparison, inputs = EngineComparison(), expected.inputs
     longest = max(map(len, (*inputs.rows, *inputs.prompt_ids)))
     served.prepare(expected.template_arguments, num_tokens=longest + ANSWER_TOKENS)
     titles = [prompt if isinstance(prompt, str) else str(prompt[-1]["content"]) for prompt in inputs.prompts]
@@ -138,8 +138,8 @@ def _until_none(values: Any) -> list[Any]:
     return listed
 
 
-def _print(comparison: Comparison, *, title: str, path: Path) -> None:
-    facts = comparison.facts
+def _print(comparison: EngineComparison, *, title: str, path: Path) -> None:
+    facts = comparison.measurements
     lines = [
         f"  {name}: {counts['compared'] - counts['different']} of {counts['compared']} with the same tokens"
         for name in ("prompts", "texts")

@@ -23,7 +23,7 @@ _METRICS_OF_OTHER_KINDS: Mapping[str, tuple[str, ...]] = {
 """Metrics of `text_classification` where `task.classification.kind` is not `single_label`."""
 
 
-def metrics_of(config: RunConfig) -> tuple[str, ...]:
+def evaluation_metrics(config: RunConfig) -> tuple[str, ...]:
     """Return the metrics of every evaluation of this job, without the metrics of generated answers."""
     task, section = TASKS[config.task.name], config.task
     if task.sample == "tokens_and_label":
@@ -75,7 +75,7 @@ def metric_problems(config: RunConfig, metric: str, *, goal: str, key: str, does
         return
     generate = config.evaluate.generate
     answered = [name.rpartition(":")[2] for name in generate.metrics] if generate else []
-    known = [*metrics_of(config), *answered]
+    known = [*evaluation_metrics(config), *answered]
     if metric not in known:
         hint = did_you_mean(metric, known) or f"It computes {format_list(known)}."
         if metric == "exact_match":

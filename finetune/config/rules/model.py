@@ -10,7 +10,7 @@ from finetune.config.run_config import RunConfig
 from finetune.config.section import join_key
 from finetune.config.sections.model import ADAPTER_KEYS
 from finetune.errors import Problem
-from finetune.registry.model import PEFT_TYPES
+from finetune.registry.model_choices import PEFT_TYPES
 from finetune.registry.observers import TRACKERS
 from finetune.registry.tasks import TASKS, tasks_where
 

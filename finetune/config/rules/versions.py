@@ -11,7 +11,7 @@ from typing import Any
 
 from finetune.config.section import KeyLocation
 from finetune.errors import Problem, RenamedKeyWarning
-from finetune.registry.model import PEFT_TYPES, former_adapter
+from finetune.registry.model_choices import PEFT_TYPES, former_adapter
 from finetune.runtime.text.terminal import format_json
 
 JOB_VERSION = 1

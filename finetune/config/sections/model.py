@@ -21,7 +21,7 @@ from finetune.config.section import (
     Width,
     key,
 )
-from finetune.registry.model import ATTENTIONS, is_prompt_type, trainable_types
+from finetune.registry.model_choices import ATTENTIONS, is_prompt_type, trainable_types
 
 DType = Literal["float32", "bfloat16", "float16"]
 

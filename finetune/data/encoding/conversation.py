@@ -36,7 +36,7 @@ from finetune.data.templates.rendering import (
     own_arguments,
     plain_turn_marks,
     readable_names,
-    render,
+    render_chat,
     turn_tokens,
 )
 from finetune.data.turns import read_turns
@@ -138,7 +138,9 @@ class ConversationEncoder:
             chat = self._plain_rendered_chat(replaced, dropped)
             chat = chat and replace(chat, has_control_names=True, findings=chat.findings.plus(CONTROL_NAMES))
             renderings = [
-                render(self._tokenizer, self._turns(each), tools=each["tools"] or None, arguments=each[ARGUMENTS]).text
+                render_chat(
+                    self._tokenizer, self._turns(each), tools=each["tools"] or None, arguments=each[ARGUMENTS]
+                ).text
                 for each in ({**row, **dict(zip(names, texts, strict=True))}, replaced)
             ]
             if renderings[0] != self._control.restored(renderings[1]):
@@ -174,7 +176,7 @@ class ConversationEncoder:
         without = [{key: value for key, value in turn.items() if key != name} for turn in turns]
         try:
             first, second = (
-                render(self._tokenizer, shown, tools=tools, arguments=arguments).text for shown in (turns, without)
+                render_chat(self._tokenizer, shown, tools=tools, arguments=arguments).text for shown in (turns, without)
             )
         except DataError:  # turns after the last target, which have not been rendered
             return False
@@ -300,10 +302,12 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: ChatPrompt) -> list[i
     arguments = own_arguments(prompt.arguments or {}, readable_names(tokenizer))
     row_parts = (prompt.turns[len(system_turns) :], prompt.tools or (), arguments)
     if not control.held_by(row_parts):
-        rendered = render(tokenizer, prompt.turns, tools=prompt.tools, arguments=arguments, add_generation_prompt=True)
+        rendered = render_chat(
+            tokenizer, prompt.turns, tools=prompt.tools, arguments=arguments, add_generation_prompt=True
+        )
         return tokenize(tokenizer, require_valid_unicode(rendered.text))
     turns, tools, arguments = control.with_placeholders(row_parts)
-    rendered = render(
+    rendered = render_chat(
         tokenizer, [*system_turns, *turns], tools=tools or None, arguments=arguments, add_generation_prompt=True
     )
     text = control.renamed(rendered.text)

@@ -21,7 +21,7 @@ from finetune.data.formats.attached_images import PLACEHOLDER
 from finetune.data.images import decode_image
 from finetune.data.rows import Row, Turn
 from finetune.data.templates.chat_template import is_special
-from finetune.data.templates.rendering import render
+from finetune.data.templates.rendering import render_chat
 from finetune.errors import DataError
 
 _OFFSETS = "text_replacement_offsets"
@@ -38,7 +38,7 @@ class ExpandedText:
     ids: tuple[int, ...]  # the model's input ids, including beginning-of-sequence
     gains: tuple[tuple[int, int], ...]  # (offset in the original text, number of characters added there)
     per_token: Mapping[str, np.ndarray]  # further per-token model inputs
-    written: tuple[str, ...]  # the expansion of each placeholder
+    expansions: tuple[str, ...]  # the expansion of each placeholder
 
     def moved(self, offset: int) -> int:
         """Return the offset in the expanded text of an offset in the original text."""
@@ -70,7 +70,7 @@ class ImageTextProcessor:
             ids=ids,
             gains=tuple((change["span"][1], len(change["replacement"]) - len(change["text"])) for change in changes),
             per_token={name: np.asarray(outputs[name][0], np.uint8) for name in self.per_token if name in outputs},
-            written=tuple(str(change["replacement"]) for change in changes),
+            expansions=tuple(str(change["replacement"]) for change in changes),
         )
 
     @cached_property
@@ -215,7 +215,7 @@ class ImageConversationEncoder(ConversationEncoder):
         prefix = _prefix(chat.expansion.ids, ours, tokenizer=self._tokenizer)
         ids = np.concatenate([np.array(prefix, np.uint32), features.arrays["input_ids"]])
         is_target = np.concatenate([np.zeros(len(prefix), dtype=bool), features.arrays["is_target"]])
-        tokens = {token for text in set(chat.expansion.written) for token in self._tokens.remembered(text)}
+        tokens = {token for text in set(chat.expansion.expansions) for token in self._tokens.remembered(text)}
         is_target &= ~np.isin(ids, [token for token in tokens if is_special(self._tokenizer, token)])
         per_token = chat.expansion.per_token
         if chat.has_control_names:
@@ -275,7 +275,7 @@ def _requires_parts(tokenizer: Any) -> bool:
     texts = ("Xyzzy", "Plugh")
     turns = [{"role": role, "content": text} for role, text in zip(("user", "assistant"), texts, strict=True)]
     try:
-        rendered = render(tokenizer, [_in_parts(turn) for turn in turns]).text
+        rendered = render_chat(tokenizer, [_in_parts(turn) for turn in turns]).text
     except DataError:
         return False
     return all(text in rendered for text in texts) and "'type'" not in rendered

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from finetune.data.formats.columns import NO_LABELS
-from finetune.data.rows import describe, parse_json, shortened
+from finetune.data.rows import describe, parse_row_json, shortened
 from finetune.errors import DataError
 
 _LARGEST = 1e38
@@ -20,7 +20,7 @@ def read_label_list(label: Any) -> list[Any] | Mapping[str, Any] | None:
     value = label
     if isinstance(label, str):
         try:
-            value = parse_json(label)
+            value = parse_row_json(label)
         except (ValueError, DataError):
             value = label
     if isinstance(value, Mapping):

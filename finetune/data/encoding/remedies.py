@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from transformers import PreTrainedTokenizerBase
 
 from finetune.data.rows import Turn
-from finetune.data.templates.rendering import Arguments, ConversationRefused, Tools, render
+from finetune.data.templates.rendering import Arguments, ConversationRefused, Tools, render_chat
 from finetune.errors import DataError
 
 OTHER_TEMPLATES = (
@@ -41,7 +41,7 @@ def explain_refusal(
 
     def is_rendered(turns: Sequence[Turn], *, is_prompt: bool) -> bool:
         try:
-            render(tokenizer, turns, tools=tools, arguments=arguments, add_generation_prompt=is_prompt)
+            render_chat(tokenizer, turns, tools=tools, arguments=arguments, add_generation_prompt=is_prompt)
         except ConversationRefused:
             return False
         return True

@@ -12,7 +12,7 @@ from finetune.data.encoding.remedies import OTHER_TEMPLATES, REMEDY, REMEDY_OF_G
 from finetune.data.features import NOTHING_FOUND, Findings
 from finetune.data.rows import Turn
 from finetune.data.templates.chat_template import EndOfTurn, after_content
-from finetune.data.templates.rendering import Arguments, Rendering, Tools, render
+from finetune.data.templates.rendering import Arguments, Rendering, Tools, render_chat
 from finetune.errors import DataError
 from finetune.registry.turns import WEIGHTS, standard_word
 
@@ -178,7 +178,7 @@ class TargetFinder:
         if not targets:
             return None
         if self.train_on == "all":
-            text = render(self.tokenizer, turns, tools=tools, arguments=arguments).text
+            text = render_chat(self.tokenizer, turns, tools=tools, arguments=arguments).text
             spans = (Span(0, len(text.rstrip()), "the conversation"),)
             return RenderedChat(text, spans, may_be_open=True, turns=turns)
         if self.train_on in LAST_ALONE:
@@ -276,7 +276,7 @@ class _Conversation:
         if self.whole.text.startswith(prompt):
             return self
         generation_prompt = prompt.removeprefix(self._render(index).text)
-        other = render(
+        other = render_chat(
             self.finder.tokenizer,
             [*self.turns[:index], {"role": "assistant", "content": _ANOTHER}],
             tools=self.tools,
@@ -388,7 +388,7 @@ class _Conversation:
         )
 
     def _render(self, num_turns: int, *, generation_prompt: bool = False) -> Rendering:
-        return render(
+        return render_chat(
             self.finder.tokenizer,
             self.turns[:num_turns],
             tools=self.tools,

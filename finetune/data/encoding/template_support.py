@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from finetune.data.encoding.target_spans import REASONING, TargetFinder
 from finetune.data.rows import Turn, has_images
-from finetune.data.templates.rendering import Arguments, TemplateWords, Tools, render
+from finetune.data.templates.rendering import Arguments, TemplateWords, Tools, render_chat
 from finetune.errors import DataError
 from finetune.registry.turns import ROLES, STANDARD_ROLES, find_role
 
@@ -54,7 +54,7 @@ class DroppedContentCheck:
         if not unseen:
             return
         self.seen.update(unseen)
-        text = render(self.finder.tokenizer, turns, tools=tools, arguments=arguments).text
+        text = render_chat(self.finder.tokenizer, turns, tools=tools, arguments=arguments).text
         for part in unseen:
             less = None if part.kind == "tools" else tools
             others = list(turns)
@@ -63,7 +63,7 @@ class DroppedContentCheck:
                 absent: Turn = {"content": other} if part.kind == "content" else dict.fromkeys(_FIELDS[part.kind])
                 others = [{**turn, **absent} if turn["role"] == part.role else turn for turn in turns]
             try:
-                is_dropped = render(self.finder.tokenizer, others, tools=less, arguments=arguments).text == text
+                is_dropped = render_chat(self.finder.tokenizer, others, tools=less, arguments=arguments).text == text
             except DataError:  # the template requires the part
                 is_dropped = False
             if is_dropped:
@@ -166,7 +166,7 @@ def _is_rendered(finder: TargetFinder, role: str) -> bool:
     in_parts = [{**each, "content": [{"type": "text", "text": each["content"]}]} for each in turns]
     for shown in (turns, in_parts):
         try:
-            if _ANOTHER in render(finder.tokenizer, shown).text:
+            if _ANOTHER in render_chat(finder.tokenizer, shown).text:
                 return True
         except DataError:
             continue

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from finetune.data.formats.columns import Columns
-from finetune.data.rows import Part, Row, Turn, has_images, is_image
+from finetune.data.rows import Part, Row, Turn, has_images, is_image_part
 from finetune.errors import DataError
 
 UNREAD_IMAGE = "unread_image"
@@ -41,7 +41,7 @@ def attach_images(row: Row, columns: Columns) -> Row:
     for turn in placed:
         content = turn.get("content")
         if isinstance(content, list):
-            content = [{"type": "image"} if is_image(part) else part for part in content]
+            content = [{"type": "image"} if is_image_part(part) else part for part in content]
             turn = {**turn, "content": content}
         turns.append(turn)
     return {**row, "messages": turns, "images": images}
@@ -79,7 +79,7 @@ def _text_part(text: str) -> list[Part]:
 
 def _sources(messages: Sequence[Turn], given: Sequence[Any]) -> list[Any]:
     """Return the images in the order of the turns; raises DataError unless every image is in a turn."""
-    parts = [part for turn in messages for part in turn.get("content") or () if is_image(part)]
+    parts = [part for turn in messages for part in turn.get("content") or () if is_image_part(part)]
     placeholders = [part for part in parts if "image" not in part]
     if len(placeholders) != len(given):
         raise DataError(

@@ -11,7 +11,7 @@ from typing import Any
 from finetune.config.section import DELIMITED_KINDS
 from finetune.config.sections.data import SourceSection
 from finetune.data.images import ImageRoot, StoredImage, folder_of, looks_like_images, stored_image
-from finetune.data.rows import RawRow, Row, describe, parse_json, record_paths, shortened
+from finetune.data.rows import RawRow, Row, describe, parse_row_json, record_paths, shortened
 from finetune.data.templates.row_template import WHOLE_ROW, columns_used, render_template
 from finetune.errors import DataError
 from finetune.registry.formats import FORMATS
@@ -169,7 +169,7 @@ class Columns:
         if not isinstance(value, str):
             return value
         try:
-            return parse_json(value)
+            return parse_row_json(value)
         except DataError as error:
             raise DataError(f"{self.title(column)} {error}") from error
         except json.JSONDecodeError as error:
@@ -224,7 +224,7 @@ def column_hint(section: SourceSection, row: Row, *, suffix: str) -> str:
     )
 
 
-def require_positions(section: SourceSection, first: RawRow, *, key: str) -> None:
+def require_column_positions(section: SourceSection, first: RawRow, *, key: str) -> None:
     """Raise DataError if `columns` has a position beyond the end of the first row."""
     width = len(first.parse())
     positions = [*section.named_positions, *section.positions]

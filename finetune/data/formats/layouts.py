@@ -57,7 +57,7 @@ class JobKeys:
 
 
 @dataclass(frozen=True)
-class Layout:
+class MatchedLayout:
     """Rows in a layout of the table, with the columns that have its roles."""
 
     entry: LayoutEntry
@@ -153,12 +153,12 @@ def _present(rows: Sequence[Row], column: str) -> list[Any]:
     return [value for row in rows if not is_empty(value := row.get(column))]
 
 
-def recognize_all(rows: Sequence[Row]) -> Iterator[Layout]:
+def recognize_all(rows: Sequence[Row]) -> Iterator[MatchedLayout]:
     """Yield the layouts that fit, in the order of the table; layouts of plugins first."""
     for entry in (*LAYOUTS, *shipped_layouts().layouts):
         roles = _assign(entry, rows)
         if roles is not None:
-            yield Layout(entry, roles, rows)
+            yield MatchedLayout(entry, roles, rows)
 
 
 def _assign(entry: LayoutEntry, rows: Sequence[Row]) -> dict[str, Role] | None:
@@ -208,7 +208,7 @@ def layout_hint(rows: Sequence[Row], *, form: str = "", has_meanings: bool = Tru
     )
 
 
-def describe_unused(layout: Layout) -> Iterator[str]:
+def describe_unused(layout: MatchedLayout) -> Iterator[str]:
     """Yield a line about every unused column that changes what a row means, and one that lists the others."""
     unused = layout.unused()
     lists = [columns[0] for columns in layout.roles.values() if _is_first_read(layout, columns)]
@@ -231,7 +231,7 @@ def describe_unused(layout: Layout) -> Iterator[str]:
         yield ", ".join(f"`{column}`" for column in others)
 
 
-def _is_first_read(layout: Layout, columns: Role) -> bool:
+def _is_first_read(layout: MatchedLayout, columns: Role) -> bool:
     """Return whether the column has lists of texts; the first reading reads the first text."""
     templates = " ".join(next(layout.readings()).source.get("template", {}).values())
     has_more = any(isinstance(value, list) and len(value) > 1 for value in _present(layout.rows, columns[0]))

@@ -312,7 +312,7 @@ def read_judged(columns: Columns) -> Row:
 _PAIR = ("chosen", "rejected")
 
 
-def read_text(columns: Columns) -> Row:
+def read_text_row(columns: Columns) -> Row:
     """Return the text."""
     return {"text": columns.text("text")}
 

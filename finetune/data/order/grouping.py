@@ -99,11 +99,11 @@ def set_order(lengths: np.ndarray, *, seed: int, shuffle: bool, batching: Batchi
     if batching.by == "samples":
         return SetOrder(seed=seed, num_positions=len(lengths), shuffle=shuffle)
     grouping = best_fit_decreasing if batching.by == "packs" else batches_by_tokens
-    budget = tokens_per_position(batching, max_length=max_length)
+    budget = token_budget(batching, max_length=max_length)
     return GroupedOrder(lengths, partial(grouping, budget=budget), seed=seed, shuffle=shuffle)
 
 
-def tokens_per_position(batching: BatchingSection, *, max_length: int) -> int:
+def token_budget(batching: BatchingSection, *, max_length: int) -> int:
     """Return the token budget of a pack, or of a batch by tokens."""
     return batching.tokens if batching.tokens is not None else max_length
 

@@ -76,9 +76,9 @@ def find_image_folder(folder: Path) -> ImageFolder | None:
     files = tuple(
         file.relative_to(folder)
         for class_folder in classes
-        for file in sorted(file for file in class_folder.rglob("*") if is_image(file))
+        for file in sorted(file for file in class_folder.rglob("*") if is_image_file(file))
     )
-    num_unlabelled = sum(is_image(file) for file in folder.iterdir())
+    num_unlabelled = sum(is_image_file(file) for file in folder.iterdir())
     if num_unlabelled:
         raise DataError(
             f"{folder} contains {num_unlabelled:,} images outside of subfolders, so their classes are unknown. Move "
@@ -93,7 +93,7 @@ def find_image_folder(folder: Path) -> ImageFolder | None:
     return ImageFolder(str(folder), files, image_folders=(folder,))
 
 
-def is_image(path: Path) -> bool:
+def is_image_file(path: Path) -> bool:
     """Return whether the file is an image, judged by its name."""
     return path.suffix.lower() in ENDINGS and not path.name.startswith((".", "_")) and path.is_file()
 
@@ -202,7 +202,7 @@ class RemoteFile(DataFile):
     """A file in a storage; its name is the URL without user, token and signature, however the URL is signed."""
 
     url: str  # as it is opened
-    facts: Mapping[str, Any] = field(hash=False)  # as listed by the storage
+    info: Mapping[str, Any] = field(hash=False)  # as listed by the storage
     faults = (Exception,)  # every storage has its own exceptions
 
     def open(self) -> BinaryIO:
@@ -213,13 +213,13 @@ class RemoteFile(DataFile):
 
     def digest(self) -> str:
         """Return size and checksum as reported by the storage, or without a checksum, name, size and time."""
-        tag = next((str(self.facts[name]) for name in _TAGS if self.facts.get(name)), None)
-        return f"{self.facts.get('size')} {tag}" if tag else " ".join(map(str, self.listing()))
+        tag = next((str(self.info[name]) for name in _TAGS if self.info.get(name)), None)
+        return f"{self.info.get('size')} {tag}" if tag else " ".join(map(str, self.listing()))
 
     def listing(self) -> Any:
         """Return name, size, and checksum or time; the folder does not matter."""
-        tag = next((str(self.facts[name]) for name in (*_TAGS, *_TIMES) if self.facts.get(name)), None)
-        return [without_query(self.name).rpartition("/")[2], self.facts.get("size"), tag]
+        tag = next((str(self.info[name]) for name in (*_TAGS, *_TIMES) if self.info.get(name)), None)
+        return [without_query(self.name).rpartition("/")[2], self.info.get("size"), tag]
 
 
 def find_remote(section: SourceSection, *, key: str, log: Callable[[str], None]) -> Files:

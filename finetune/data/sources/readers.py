@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Any, BinaryIO, Literal
 
 from finetune.config.section import CONLL_KINDS
-from finetune.data.rows import RawRow, not_utf8, parse_json, parse_json_at, record_paths, shortened
+from finetune.data.rows import RawRow, not_utf8, parse_json_at, parse_row_json, record_paths, shortened
 from finetune.data.sources.decoding import DEFAULT_OPTIONS, ReadOptions, as_utf8, decode_line, decoded_chunks
 from finetune.data.sources.tables import MAX_ROW_BYTES, arrow_rows, parquet_rows
 from finetune.errors import DataError
@@ -162,7 +162,7 @@ def _whole(stream: io.BufferedReader, origin: str) -> bytes:
 
 def _parsed(content: bytes, origin: str) -> Any:
     try:
-        return parse_json(content.removeprefix(_BYTE_ORDER_MARK))
+        return parse_row_json(content.removeprefix(_BYTE_ORDER_MARK))
     except DataError as error:
         raise DataError(f"{origin}: {error}") from error
     except UnicodeDecodeError as error:

@@ -17,7 +17,7 @@ from finetune.config.sections.data import (
     TrainedSourceSection,
     ValidationSourceSection,
 )
-from finetune.data.formats.columns import column_hint, require_columns, require_positions
+from finetune.data.formats.columns import column_hint, require_column_positions, require_columns
 from finetune.data.formats.row_format import ALREADY_READ, RowFormat, UnknownFormat, choose_format
 from finetune.data.images import ImageRoot
 from finetune.data.rows import RawRow, Row, describe, require_shallow
@@ -210,7 +210,7 @@ def _open(section: SourceSection, *, key: str, log: Log) -> SourceSlice:
     root = image_root(section, origin.image_folders, key=key)
     kind = origin.kind if isinstance(origin, Files) else ""
     if section.has_positions:
-        require_positions(section, first, key=key)
+        require_column_positions(section, first, key=key)
     rows = _first_rows(chain([first], raws))
     try:
         form = choose_format(

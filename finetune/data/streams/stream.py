@@ -17,7 +17,7 @@ import numpy as np
 
 from finetune.data.audit import Streamed
 from finetune.data.features import Features
-from finetune.data.order.grouping import set_order, tokens_per_position
+from finetune.data.order.grouping import set_order, token_budget
 from finetune.data.order.order import (
     DatasetView,
     Order,
@@ -358,7 +358,7 @@ def stream_view(
     if num_before:
         log(f"{job.key}: {num_before:,} windows were prepared earlier; needed ones are prepared again")
     order = StreamOrder(WindowOrders(windows, log, num_logged=num_before))
-    budget = tokens_per_position(section.batching, max_length=section.longest)
+    budget = token_budget(section.batching, max_length=section.longest)
     fingerprint = fingerprint_of(identity.fingerprint, section.shuffle, section.batching.by, budget)
     counts = Streamed(lambda: total_counts(windows.record(n).counts for n in range(job.folder.num_records())))
     return DatasetView(StreamSamples(windows), order, fingerprint), counts

@@ -8,7 +8,7 @@ from jinja2 import TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 
 from finetune.data.rows import Turn
-from finetune.data.templates.rendering import TEMPLATE_FILE, render
+from finetune.data.templates.rendering import TEMPLATE_FILE, render_chat
 from finetune.errors import DataError
 from finetune.registry.formats import TEMPLATES
 from finetune.runtime.files.read import open_regular
@@ -72,7 +72,7 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | N
             f"Give a Jinja file (beginning with `.`, `/` or `~`) or a built-in name: {', '.join(BUILT_IN)}."
         ) from error
     try:
-        render(tokenizer, [{"role": "user", "content": "a"}])
+        render_chat(tokenizer, [{"role": "user", "content": "a"}])
     except DataError as error:
         cause = error.__cause__
         if isinstance(cause, TemplateSyntaxError):
@@ -189,6 +189,6 @@ def _text_after_answer(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
 
 def _rendered(tokenizer: PreTrainedTokenizerBase, turns: Sequence[Turn]) -> str:
     try:
-        return render(tokenizer, turns).text
+        return render_chat(tokenizer, turns).text
     except DataError:
         return ""

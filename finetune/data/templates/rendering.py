@@ -176,7 +176,7 @@ class Rendering:
     marked: tuple[tuple[int, int], ...] = ()
 
 
-def render(
+def render_chat(
     tokenizer: PreTrainedTokenizerBase,
     turns: Sequence[Turn],
     *,
@@ -262,7 +262,7 @@ def _renderings(tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
             for role, text in zip(("user", "assistant", "user", "assistant", "user"), _PROBES, strict=True)
         ]
         try:
-            yield render(tokenizer, turns, add_generation_prompt=True).text
+            yield render_chat(tokenizer, turns, add_generation_prompt=True).text
             return
         except DataError:  # it may require a list of parts
             continue

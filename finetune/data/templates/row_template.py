@@ -46,29 +46,29 @@ def require_length_limit(text: str, *, template: str) -> str:
     return text
 
 
-def render_template(written: Any, row: Row, *, column: str) -> Any:
+def render_template(template: Any, row: Row, *, column: str) -> Any:
     """Return the rendered template of a column: a text, or a list of turns with rendered texts.
 
     Raises DataError naming the column and the line of its template.
     """
-    if isinstance(written, str):
+    if isinstance(template, str):
         try:
-            text = _compiled(written).render({WHOLE_ROW: row, **row})
+            text = _compiled(template).render({WHOLE_ROW: row, **row})
         except TEMPLATE_FAILURES as error:
             columns = ", ".join(f"`{name}`" for name in row)
             message = f"template of `{column}`, line {_line(error)}: {error}. The row's columns are {columns}."
             raise DataError(message) from error
         return require_length_limit(text, template=f"of `{column}`")
-    if isinstance(written, Mapping):
-        return {name: render_template(inner, row, column=column) for name, inner in written.items()}
-    if isinstance(written, list | tuple):
-        return [render_template(inner, row, column=column) for inner in written]
-    return written
+    if isinstance(template, Mapping):
+        return {name: render_template(inner, row, column=column) for name, inner in template.items()}
+    if isinstance(template, list | tuple):
+        return [render_template(inner, row, column=column) for inner in template]
+    return template
 
 
-def check_row_template(written: Any, *, key: str) -> None:
+def check_row_template(template: Any, *, key: str) -> None:
     """Raise DataError naming the key and the line unless every text in it is valid Jinja."""
-    for text in _texts(written):
+    for text in _texts(template):
         try:
             _compiled(text)
         except TemplateSyntaxError as error:
@@ -77,18 +77,18 @@ def check_row_template(written: Any, *, key: str) -> None:
             raise DataError(f"{key}: cannot be compiled: {error}") from error
 
 
-def columns_used(written: Any) -> frozenset[str]:
+def columns_used(template: Any) -> frozenset[str]:
     """Return the names that the template reads: columns, or `row` for all of them."""
     return frozenset(
-        name for text in _texts(written) for name in meta.find_undeclared_variables(_environment().parse(text))
+        name for text in _texts(template) for name in meta.find_undeclared_variables(_environment().parse(text))
     )
 
 
-def _texts(written: Any) -> Iterator[str]:
-    if isinstance(written, str):
-        yield written
-    elif isinstance(written, Mapping | list | tuple):
-        for inner in written.values() if isinstance(written, Mapping) else written:
+def _texts(template: Any) -> Iterator[str]:
+    if isinstance(template, str):
+        yield template
+    elif isinstance(template, Mapping | list | tuple):
+        for inner in template.values() if isinstance(template, Mapping) else template:
             yield from _texts(inner)
 
 

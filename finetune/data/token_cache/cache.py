@@ -20,7 +20,7 @@ import numpy as np
 from finetune.config.sections.data import DataSection
 from finetune.data.rows import RawRow
 from finetune.data.sources.source import Source
-from finetune.data.token_cache.chunks import Chunk, EncoderPool, Encoding, EncodingPlan, WorkersLost
+from finetune.data.token_cache.chunks import EncodedChunk, EncoderPool, Encoding, EncodingPlan, WorkersLost
 from finetune.data.token_cache.counts import Counts
 from finetune.data.token_cache.integrity import DamagedSet, quarantine_set
 from finetune.data.token_cache.refusals import refuse_counts, refuse_shares
@@ -273,7 +273,7 @@ def num_written_rows(folder: Path) -> int:
     """Return the number of rows that have been written to this folder so far."""
     with suppress(Damaged, OSError):
         if paths := sorted(folder.glob("chunk-??????.bin")):
-            return int(ArrayFile(paths[-1]).facts["counts"]["rows"])
+            return int(ArrayFile(paths[-1]).metadata["counts"]["rows"])
     return 0
 
 
@@ -339,13 +339,13 @@ class TokenCacheWriter:
                     shutil.rmtree(path)
                 else:
                     path.unlink()
-        self.counts = Counts(**chunks[-1].facts["counts"]) if chunks else Counts()
-        self._origins = [(start, origin) for chunk in chunks for start, origin in chunk.facts["origins"]]
+        self.counts = Counts(**chunks[-1].metadata["counts"]) if chunks else Counts()
+        self._origins = [(start, origin) for chunk in chunks for start, origin in chunk.metadata["origins"]]
         self._num_written_origins = len(self._origins)
         self._writer = SampleWriter(folder, COLUMNS, chunks=chunks)
         self._num_pending = 0
 
-    def append(self, chunk: Chunk) -> None:
+    def append(self, chunk: EncodedChunk) -> None:
         """Append the samples of the next rows, which are written when a file is full."""
         lengths = next(iter(chunk.lengths.values()), np.zeros(0, np.int64)).astype(np.int32)
         columns = (lengths, chunk.num_targets, chunk.digests, chunk.checksums, chunk.row_numbers)
@@ -400,7 +400,7 @@ class TokenCacheWriter:
                 if not stat.S_ISREG(path.lstat().st_mode):
                     raise Damaged(f"{path.name} is not a regular file")
                 chunk = ArrayFile(path)
-                if (chunk.facts["made_of"], chunk.facts["number"]) != (self._head, number):
+                if (chunk.metadata["made_of"], chunk.metadata["number"]) != (self._head, number):
                     break  # made from other data or settings
                 chunk.verify()
                 chunks.append(chunk)

@@ -78,7 +78,7 @@ class Encoding:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class EncodedChunk:
     """The concatenated samples of consecutive rows; a split row has several samples."""
 
     values: Mapping[str, np.ndarray]  # by feature name
@@ -91,7 +91,7 @@ class Chunk:
     counts: Counts
 
 
-def encode_chunk(plan: EncodingPlan, raws: Sequence[RawRow]) -> Chunk:
+def encode_chunk(plan: EncodingPlan, raws: Sequence[RawRow]) -> EncodedChunk:
     """Return the samples of the rows; raises DataError naming the row that cannot be encoded."""
     noted = [plan.format.read(raw) for raw in raws]
     rows = [{name: row[name] for name in row if name != NOTES} if NOTES in row else row for row in noted]
@@ -219,7 +219,7 @@ def _shortened(
     return within, affected["long_rows"], lost
 
 
-def _assemble_chunk(plan: EncodingPlan, trainable: Sequence[tuple[RawRow, Features]], counts: Counts) -> Chunk:
+def _assemble_chunk(plan: EncodingPlan, trainable: Sequence[tuple[RawRow, Features]], counts: Counts) -> EncodedChunk:
     samples = [sample for _, sample in trainable]
     names = list(samples[0].arrays) if samples else []
     values = {name: np.concatenate([sample.arrays[name] for sample in samples]) for name in names}
@@ -236,7 +236,7 @@ def _assemble_chunk(plan: EncodingPlan, trainable: Sequence[tuple[RawRow, Featur
         targets=int(num_targets.sum()),
         unknown_tokens=sum(int(np.count_nonzero(tokens == token)) for token in plan.unknown_ids),
     )
-    return Chunk(
+    return EncodedChunk(
         values=values,
         lengths=lengths,
         num_targets=num_targets,
@@ -285,12 +285,12 @@ class EncoderPool:
         self._pool: ProcessPoolExecutor | None = None
         self._starting: list[Future[bool]] = []
 
-    def encode(self, rows: Iterator[RawRow]) -> Iterator[Chunk]:
+    def encode(self, rows: Iterator[RawRow]) -> Iterator[EncodedChunk]:
         """Yield the chunks in the order of the rows, with only a few chunks of rows in memory.
 
         Raises DataError naming the row that cannot be encoded, or WorkersLost.
         """
-        pending: deque[Future[Chunk]] = deque()
+        pending: deque[Future[EncodedChunk]] = deque()
         try:
             for raws in cut_into_chunks(rows):
                 pool = self._ready_pool()
@@ -365,5 +365,5 @@ def _set_plan(plugins: Sequence[Plugin], pickled: bytes) -> None:
     _plans[:] = [plan]
 
 
-def _encode_with_plan(raws: Sequence[RawRow]) -> Chunk:
+def _encode_with_plan(raws: Sequence[RawRow]) -> EncodedChunk:
     return encode_chunk(_plans[0], raws)

@@ -39,8 +39,8 @@ ArrayPieces = tuple[np.dtype[Any], Iterable[np.ndarray]]
 """The dtype of an array, and its values in consecutive pieces."""
 
 
-def write_array_file(path: Path, arrays: Mapping[str, ArrayPieces], *, facts: Mapping[str, Any]) -> None:
-    """Write the arrays and `facts`, which are plain JSON, atomically; the file survives a power cut."""
+def write_array_file(path: Path, arrays: Mapping[str, ArrayPieces], *, metadata: Mapping[str, Any]) -> None:
+    """Write the arrays and `metadata`, which are plain JSON, atomically; the file survives a power cut."""
     layout: list[tuple[str, str, int]] = []
     digests = _BlockDigests()
     with write_atomically(path) as file:
@@ -57,7 +57,7 @@ def write_array_file(path: Path, arrays: Mapping[str, ArrayPieces], *, facts: Ma
             file.write(padding.data)
             digests.update(padding)
             layout.append((name, dtype.str, num_values))
-        footer = json.dumps(with_digest({"arrays": layout, "digests": digests.hexdigest(), "facts": facts})).encode()
+        footer = json.dumps(with_digest({"arrays": layout, "digests": digests.hexdigest(), "facts": metadata})).encode()
         file.write(footer + len(footer).to_bytes(_LENGTH_BYTES, "little"))
 
 
@@ -110,7 +110,7 @@ class ArrayFile:
         mapped.flags.writeable = False
         self._inode = (state.st_dev, state.st_ino)
         self._digests: str = footer["digests"]
-        self.facts: dict[str, Any] = footer["facts"]
+        self.metadata: dict[str, Any] = footer["facts"]
         self.content_digest = xxhash.xxh3_128_hexdigest(json.dumps([footer["arrays"], self._digests]).encode())
         self.arrays: dict[str, np.ndarray] = {}
         start = 0
@@ -245,7 +245,7 @@ class SampleWriter:
         self._pending.append(arrays)
         self.pending_bytes += sum(values.nbytes for values in arrays.values.values())
 
-    def write_chunk(self, facts: Mapping[str, Any]) -> None:
+    def write_chunk(self, metadata: Mapping[str, Any]) -> None:
         """Write the pending samples into the next chunk file, together with the facts."""
         pieces: dict[str, ArrayPieces] = {}
         with_values = [arrays for arrays in self._pending if arrays.values]  # the others have no samples
@@ -257,7 +257,7 @@ class SampleWriter:
         for name, dtype in self._columns.items():
             pieces[name] = (np.dtype(dtype), [arrays.columns[name] for arrays in self._pending])
         path = self._folder / chunk_name(len(self.chunk_digests))
-        write_array_file(path, pieces, facts=facts)
+        write_array_file(path, pieces, metadata=metadata)
         self._add(ArrayFile(path))
         self._pending.clear()
         self.pending_bytes = 0
@@ -270,7 +270,7 @@ class SampleWriter:
         for name in self._names:
             pieces[f"{name}{_OFFSETS}"] = (np.dtype(np.int64), self._offsets(name))
         path = self._folder / SAMPLES_FILE
-        write_array_file(path, pieces, facts={})
+        write_array_file(path, pieces, metadata={})
         files = {chunk_name(number): digest for number, digest in enumerate(self.chunk_digests)}
         return self._names, {**files, SAMPLES_FILE: ArrayFile(path).content_digest}
 

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from finetune.config.sections.data import BatchingSection, DataSection
 from finetune.data.features import Features
-from finetune.data.order.grouping import LengthGroupedOrder, set_order, tokens_per_position
+from finetune.data.order.grouping import LengthGroupedOrder, set_order, token_budget
 from finetune.data.order.order import DatasetView, Samples, fingerprint_of
 from finetune.data.rows import row_location
 from finetune.data.token_cache.counts import LOCATIONS, Counts
@@ -211,7 +211,7 @@ def dataset_view(prepared: TokenCache, section: DataSection, *, seed: int, key: 
         content = fingerprint_of(content, "names of control tokens are text")
     if batching.by == "samples":
         return DatasetView(prepared, order, content, epoch_tokens)
-    budget = tokens_per_position(batching, max_length=max_length)
+    budget = token_budget(batching, max_length=max_length)
     num_groups = order.num_positions or 0
     share = epoch_tokens / (num_groups * budget) if num_groups else 0.0
     groups = f"{num_groups:,} {batching.unit} of at most {budget:,}: {share:.1%} full"

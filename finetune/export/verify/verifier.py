@@ -23,7 +23,7 @@ from transformers.tokenization_utils_base import FULL_TOKENIZER_FILE
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from finetune.errors import ExportError
-from finetune.export.save import REPLACED_IDS, ExportReport, TextPreprocessor, file_problems, generation_config
+from finetune.export.save import REPLACED_IDS, ExportReport, TextPreprocessor, exported_file_problems, generation_config
 from finetune.export.verify import program
 from finetune.export.verify.rows import VerificationRow
 from finetune.export.weights import build_meta_model, map_in_threads, num_threads_for, unwrap_adapter
@@ -86,7 +86,7 @@ def tolerance(*precisions: Precision, num_layers: int, of: str) -> Tolerance:
 
 
 @dataclass(frozen=True)
-class Expected:
+class ExpectedOutputs:
     """The expected results of the exported model, from the training."""
 
     rows: Sequence[VerificationRow] = ()
@@ -160,7 +160,7 @@ class ExportVerifier:
         self._process.wait()
         self._folder.cleanup()
 
-    def check(self, report: ExportReport, expected: Expected, *, final: Path | None = None) -> str:
+    def check(self, report: ExportReport, expected: ExpectedOutputs, *, final: Path | None = None) -> str:
         """Return a sentence about the successful comparisons.
 
         Raises ExportError if the folder does not hold the trained model. It is then renamed to `final`, where the
@@ -204,7 +204,7 @@ class ExportVerifier:
         values: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
         return values
 
-    def _request(self, report: ExportReport, expected: Expected) -> dict[str, Any]:
+    def _request(self, report: ExportReport, expected: ExpectedOutputs) -> dict[str, Any]:
         facts = self._facts
         dtypes = {tensor.dtype for tensor in (*report.tensors.values(), *report.adapter_tensors.values())}
         written: Precision = "float32"
@@ -236,7 +236,7 @@ class ExportVerifier:
             "num_threads": self._num_threads,
             "rows": None if rows is None else str(rows),
             "tokens": expected.tokens,
-            "problems": list(file_problems(report.folder, report.files, self._settings(expected))),
+            "problems": list(exported_file_problems(report.folder, report.files, self._settings(expected))),
             "tensors": _digests(report.tensors),
             "adapter_tensors": _digests(report.adapter_tensors),
             "only_tensors": not fits,
@@ -246,7 +246,7 @@ class ExportVerifier:
             **{name: vars(limit) for name, limit in limits.items()},
         }
 
-    def _settings(self, expected: Expected) -> dict[str, str]:
+    def _settings(self, expected: ExpectedOutputs) -> dict[str, str]:
         """Return the expected content of the folder's JSON files, serialized from the objects in memory."""
         facts, text = self._facts, expected.text
         files = {} if facts.is_adapter else {CONFIG: facts.config}
@@ -258,7 +258,7 @@ class ExportVerifier:
             files[FULL_TOKENIZER_FILE] = backend.to_str()
         return files
 
-    def _base(self, folder: Path, expected: Expected) -> dict[str, Any]:
+    def _base(self, folder: Path, expected: ExpectedOutputs) -> dict[str, Any]:
         """Return the path of the adapter's base, and the config and embedding size with which to load it."""
         config = (expected.unmerged or folder) / CONFIG_FOLDER
         return {

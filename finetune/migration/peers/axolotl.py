@@ -3,7 +3,7 @@
 from typing import Any
 
 from finetune.migration.complete import put_source, source_of, source_with_files
-from finetune.migration.draft import ALPACA_ROWS, Draft, Outcome, Peer, read_defaults, version_of
+from finetune.migration.draft import ALPACA_ROWS, Draft, KeyOutcome, PeerTrainer, read_defaults, version_of
 from finetune.migration.rules import read_file
 
 _TEMPLATES = {"mistral_v1": "mistral", **{name: name for name in ("chatml", "llama3", "gemma", "zephyr", "mistral")}}
@@ -28,7 +28,7 @@ _KNOWN_TOKENS = ("<s>", "</s>", "<|endoftext|>", "<|end_of_text|>", "<|begin_of_
 _WARMUP = "axolotl _configure_warmup_and_logging"
 
 
-def prepare(draft: Draft) -> None:
+def _prepare(draft: Draft) -> None:
     """Write the task, the sources, the chat template, and what only axolotl has."""
     draft.loads_bf16 = True
     _unwritten(draft)
@@ -140,7 +140,7 @@ def _task(draft: Draft) -> None:
         draft.drop("it is off in axolotl, too", *own_loss)
     for key in (key for key in draft.file.leaves if key.startswith("diffusion.")):
         draft.out_of_scope = "a diffusion language model"
-        draft.outcomes[key] = Outcome(
+        draft.outcomes[key] = KeyOutcome(
             "not_possible", "diffusion is not a task here; `task.name: masked_lm` is nearest."
         )
 
@@ -328,7 +328,7 @@ def _template(draft: Draft, positions: list[int]) -> None:
 
 def _adapters(draft: Draft) -> None:
     if draft.get("all_linear"):
-        draft.withdraw("model.lora.target_modules", Outcome("not_needed", "`lora_target_linear` covers them"))
+        draft.withdraw("model.lora.target_modules", KeyOutcome("not_needed", "`lora_target_linear` covers them"))
         draft.put("model.lora.target_modules", "all-linear", "all_linear")
     else:
         draft.drop("it is off in axolotl, too", "all_linear")
@@ -356,10 +356,10 @@ def _tokens(draft: Draft) -> None:
         draft.drop("the tokenizer's own token, or the one that the chat template writes, is used", *names)
     for key, leaf in draft.file.leaves.items():
         if leaf.pattern.startswith("tokens."):
-            draft.outcomes[key] = Outcome("not_needed", "the tokenizer's own token is used")
+            draft.outcomes[key] = KeyOutcome("not_needed", "the tokenizer's own token is used")
 
 
-def finish(draft: Draft) -> None:
+def _finish(draft: Draft) -> None:
     """Write what happens to long rows."""
     is_text = draft.value("task.name") == "pretrain"
     draft.default("data.over_length", "split" if is_text else "drop", "as in axolotl")
@@ -368,8 +368,8 @@ def finish(draft: Draft) -> None:
         draft.note(f"rows longer than `max_length` are {what} in axolotl, which logs a line; here they are counted.")
 
 
-AXOLOTL = Peer(
+AXOLOTL = PeerTrainer(
     name="axolotl",
-    prepare=prepare,
-    finish=finish,
+    prepare=_prepare,
+    finish=_finish,
 )

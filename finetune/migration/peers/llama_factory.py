@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from finetune.migration.complete import put_source, source_of
-from finetune.migration.draft import BUILT_IN, CHAT_NAMES, Draft, Peer
+from finetune.migration.draft import BUILT_IN, CHAT_NAMES, Draft, PeerTrainer
 from finetune.migration.peers import dataset_info
 from finetune.migration.peers.dataset_info import Dataset
 from finetune.migration.peers.trainer import finish_arguments, prepare_arguments
@@ -17,7 +17,7 @@ _OFT = ("oft_block_size", "oft_target", "module_dropout")
 _PREFERENCE = ("beta", "loss", "sft_weight", "target_margin")
 
 
-def prepare(draft: Draft) -> None:
+def _prepare(draft: Draft) -> None:
     """Write the task, the adapter, the rows and the template."""
     prepare_arguments(draft)
     names = list(dict.fromkeys([*draft.get("dataset", []), *draft.get("eval_dataset", [])]))
@@ -186,7 +186,7 @@ def _targets(draft: Draft) -> None:
     draft.drop("samples are not packed", "neat_packing")
 
 
-def finish(draft: Draft) -> None:
+def _finish(draft: Draft) -> None:
     """Write LLaMA-Factory's own defaults."""
     finish_arguments(draft)
     draft.default("data.max_length", 2048, "the default in LLaMA-Factory")
@@ -198,8 +198,8 @@ def finish(draft: Draft) -> None:
         draft.note("`trust_remote_code: true` runs Python code of the model's repository; most models do not need it.")
 
 
-LLAMA_FACTORY = Peer(
+LLAMA_FACTORY = PeerTrainer(
     name="llama_factory",
-    prepare=prepare,
-    finish=finish,
+    prepare=_prepare,
+    finish=_finish,
 )

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.migration.complete import put_source, source_of, source_with_files
-from finetune.migration.draft import ALPACA_ROWS, Draft, Peer, read_defaults
+from finetune.migration.draft import ALPACA_ROWS, Draft, PeerTrainer, read_defaults
 from finetune.migration.rules import read_file
 from finetune.migration.source import is_present
 
@@ -26,7 +26,7 @@ _TASKS = {"DPOLoss": "sigmoid", "RSOLoss": "hinge", "IPOLoss": "ipo", "SimPOLoss
 _CROSS_ENTROPIES = ("LinearCrossEntropyLoss", "CEWithChunkedOutputLoss", "CrossEntropyLoss")
 
 
-def prepare(draft: Draft) -> None:
+def _prepare(draft: Draft) -> None:
     """Write the model, its adapter, the task and its data."""
     builder = str(draft.get("builder", "")).rpartition(".")[2]
     family = str(draft.get("builder", "..")).split(".")[-2] if "." in str(draft.get("builder", "")) else ""
@@ -273,7 +273,7 @@ def _training(draft: Draft) -> None:
     draft.drop("every process has its share of the weights: fsdp2.yaml", "replicas")
 
 
-def finish(draft: Draft) -> None:
+def _finish(draft: Draft) -> None:
     """Write torchtune's own defaults."""
     if not draft.has("data.max_length"):
         draft.put("data.max_length", 4096, comment="no limit in torchtune")
@@ -293,8 +293,8 @@ def finish(draft: Draft) -> None:
         )
 
 
-TORCHTUNE = Peer(
+TORCHTUNE = PeerTrainer(
     name="torchtune",
-    prepare=prepare,
-    finish=finish,
+    prepare=_prepare,
+    finish=_finish,
 )

@@ -1,6 +1,6 @@
 """transformers' Trainer: what its arguments mean, for TRL and LLaMA-Factory, too."""
 
-from finetune.migration.draft import Draft, Outcome, Peer
+from finetune.migration.draft import Draft, KeyOutcome, PeerTrainer
 
 ARGUMENTS = "transformers TrainingArguments"
 """The group of the defaults of all trainers that share these arguments."""
@@ -37,7 +37,9 @@ def prepare_arguments(draft: Draft) -> None:
     if settings:
         draft.facts["deepspeed"] = (draft.file.values["deepspeed"], next(iter(settings.values())))
         for key in settings:
-            draft.outcomes[key] = Outcome("mapped", "accelerate file and its DeepSpeed config, which has our settings")
+            draft.outcomes[key] = KeyOutcome(
+                "mapped", "accelerate file and its DeepSpeed config, which has our settings"
+            )
     if draft.get("trackers") and draft.get("project"):
         draft.put("report.project", draft.get("project"), "project")
     draft.drop("there is no tracker", "project")
@@ -48,7 +50,7 @@ def finish_arguments(draft: Draft) -> None:
     draft.note("Trainer takes a step with the last, incomplete batch of an epoch; here batches go on over epochs.")
 
 
-def prepare(draft: Draft) -> None:
+def _prepare(draft: Draft) -> None:
     """Write the keys that a job needs and the arguments do not give."""
     prepare_arguments(draft)
     name_placeholders(draft)
@@ -70,8 +72,8 @@ def name_placeholders(draft: Draft) -> None:
         draft.note("the model or the rows are in a script: write their names in place of MODEL and DATASET.")
 
 
-TRAINER = Peer(
+TRAINER = PeerTrainer(
     name="trainer",
-    prepare=prepare,
+    prepare=_prepare,
     finish=finish_arguments,
 )

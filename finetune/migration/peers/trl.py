@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.migration.complete import put_source, source_of, source_with_files
-from finetune.migration.draft import Draft, Peer
+from finetune.migration.draft import Draft, PeerTrainer
 from finetune.migration.peers.trainer import finish_arguments, name_placeholders, prepare_arguments
 from finetune.migration.rules import path, read_file
 from finetune.migration.source import is_present
@@ -16,7 +16,7 @@ _MAX_ROW = 1 << 20
 _OTHER_TASKS = ("beta", "preference_smoothing", "sft_weight", "target_margin", "on_policy", "teacher")
 
 
-def prepare(draft: Draft) -> None:
+def _prepare(draft: Draft) -> None:
     """Write the task, its loss, the rows and the adapter."""
     keys, name = draft.file.leaves.keys(), draft.file.path.stem.lower()
     commands: list[dict[str, str]] = read_file("trl")["commands"]
@@ -203,7 +203,7 @@ def _targets(draft: Draft, row: dict[str, Any]) -> None:
         draft.put("data.train_on", "all", "completion_only", "assistant_only")
 
 
-def finish(draft: Draft) -> None:
+def _finish(draft: Draft) -> None:
     """Write what happens to long rows."""
     finish_arguments(draft)
     is_dropped = draft.value("task.name") == "reward"
@@ -212,8 +212,8 @@ def finish(draft: Draft) -> None:
     draft.note(f"rows longer than `max_length` are {what} in TRL without a message; here they are counted.")
 
 
-TRL = Peer(
+TRL = PeerTrainer(
     name="trl",
-    prepare=prepare,
-    finish=finish,
+    prepare=_prepare,
+    finish=_finish,
 )

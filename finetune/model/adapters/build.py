@@ -45,7 +45,7 @@ from finetune.model.loading.pretrained import (
     load_adapter_config,
     read_saved_adapter_config,
 )
-from finetune.registry.model import PEFT_TYPES, is_prompt_type
+from finetune.registry.model_choices import PEFT_TYPES, is_prompt_type
 from finetune.runtime.optional import no_op
 from finetune.runtime.seeds import derive_seed
 

@@ -81,7 +81,7 @@ def _stacked(module: nn.Module) -> dict[str, int]:
     return {matrix: shape[0] for matrix, shape in shapes.items() if len(shape) == 3}
 
 
-def find_routers(model: nn.Module, experts: Sequence[Experts]) -> list[str]:
+def router_names(model: nn.Module, experts: Sequence[Experts]) -> list[str]:
     """Return the names of the routers of these experts."""
     blocks = {layer.block: model.get_submodule(layer.block) for layer in experts}
     return [
@@ -105,7 +105,7 @@ def target_problems(model: PreTrainedModel, lora: LoraSection) -> list[Problem]:
         keys = (("experts", lora.experts is not None), ("router", lora.router))
         message = "this model has no routed experts. Remove the key."
         return [Problem(f"model.lora.{key}", message) for key, is_written in keys if is_written]
-    routers = find_routers(model, experts)
+    routers = router_names(model, experts)
     if lora.router and not routers:
         problems.append(Problem("model.lora.router", "no module `gate` or `router` was found. Remove the key."))
     has_router_parameters = lora.router and bool(_router_targets(model, routers)[1])
@@ -134,7 +134,7 @@ def choose_targets(model: PreTrainedModel, lora: LoraSection, *, head: str) -> L
     ]
     if not experts and not lora.layers and not (read and lora.target_modules == ALL_LINEAR):
         return None
-    routers = find_routers(model, experts)
+    routers = router_names(model, experts)
     left_out = []
     if lora.target_modules != ALL_LINEAR:
         ends = tuple(f".{name}" for name in lora.target_modules)

@@ -45,7 +45,7 @@ from finetune.model.attention.supported_models import (
     text_config,
 )
 from finetune.model.attention.upstream import patch_row_functions, retune_queries
-from finetune.registry.model import ATTENTIONS, PER_SAMPLE_ATTENTION
+from finetune.registry.model_choices import ATTENTIONS, PER_SAMPLE_ATTENTION
 from finetune.runtime.distributed import RankGroup
 from finetune.runtime.parallel import SAMPLE_LENGTHS, SampleLengths, sequence_group, swap_blocks
 

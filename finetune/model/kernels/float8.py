@@ -32,7 +32,7 @@ _IN_BF16 = ("gate", "router", "score", "classifier")
 """Layers that stay in bf16: a router's choice of experts is not continuous, and heads are the most sensitive layers."""
 
 
-def missing_requirement(device: torch.device, section: Fp8Section) -> str | None:
+def missing_fp8_requirement(device: torch.device, section: Fp8Section) -> str | None:
     """Return the requirement of 8-bit products that this device does not meet; None if they run."""
     if section.emulate:
         return None

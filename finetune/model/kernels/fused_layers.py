@@ -88,7 +88,7 @@ def are_wanted(section: ModelSection, *, compiled: str) -> bool:
     return section.kernels == "liger" or is_usual
 
 
-def missing_requirement(device_type: str) -> str | None:
+def missing_kernel_requirement(device_type: str) -> str | None:
     """Return the requirement of the kernels that this device lacks; None if they run."""
     if not runs_kernels(device_type):
         return f"a CUDA GPU, and this run is on `{device_type}`"

@@ -70,12 +70,12 @@ def sub_configs(config_class: Any) -> Mapping[str, Any]:
     return getattr(config_class, "sub_configs", None) or {}
 
 
-def sub_config_class(config_class: Any, name: str, written: Mapping[str, Any]) -> Any:
+def sub_config_class(config_class: Any, name: str, values: Mapping[str, Any]) -> Any:
     """Return the class of a sub-config; None if it cannot be determined before loading."""
     if sub_configs(config_class)[name] is not AutoConfig:
         return sub_configs(config_class)[name]
     defaults = getattr(config_class, "sub_configs_defaults", {})
-    model_type = written.get("model_type") or getattr(defaults.get(name), "model_type", None)
+    model_type = values.get("model_type") or getattr(defaults.get(name), "model_type", None)
     return CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING else None  # noqa: SIM401  # `get` loads nothing
 
 

@@ -125,7 +125,7 @@ PICKLE_ADVICE = (
 )
 
 
-def check_files(folder: Path) -> None:
+def check_model_files(folder: Path) -> None:
     """Raise ModelError, which names the file, for invalid settings, and for absurd sizes or nesting."""
     for path in sorted(folder.iterdir()):
         is_file = path.suffix in (".json", ".safetensors", ".model", ".bin", ".jinja")

@@ -24,9 +24,9 @@ from finetune.model.loading.hub import (
     PICKLE_ADVICE,
     PICKLES,
     WEIGHTS,
-    check_files,
     check_index,
     check_matrix_sizes,
+    check_model_files,
     check_tokenizer,
     is_local_path,
     loading_errors,
@@ -70,7 +70,7 @@ def load_auto_class(auto_class: Any, source: str | Path, *, trust_remote_code: b
     Raises ModelError for untrusted code and damaged files; exceptions from transformers propagate.
     """
     if Path(source).is_dir():
-        check_files(Path(source))
+        check_model_files(Path(source))
     with data_only_loading(trust_remote_code=trust_remote_code):
         loaded = auto_class.from_pretrained(str(source), trust_remote_code=trust_remote_code, **options)
     check_tokenizer(loaded, str(source))
@@ -109,7 +109,7 @@ def read_config_content(
 
 def load_trained_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     """Return a tokenizer that this package trained and saved; class names in its files are ignored."""
-    check_files(folder)
+    check_model_files(folder)
     with data_only_loading(trust_remote_code=False):
         return PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
 
@@ -157,7 +157,7 @@ def check_loadable(source: Path, *, trust_remote_code: bool) -> None:
     """Raise ModelError, which names the file, if a folder's files are damaged or untrusted pickles."""
     if not source.is_dir():
         return
-    check_files(source)
+    check_model_files(source)
     if (source / WEIGHTS).is_file():
         return
     if (source / INDEX).is_file():
@@ -176,7 +176,7 @@ def build_from_config(head: Any, config: PreTrainedConfig, *, trust_remote_code:
 
 def load_adapter_config(folder: Path) -> Any:
     """Return peft's config of the adapter in the folder; raises ModelError if it refers to other files."""
-    check_files(folder)
+    check_model_files(folder)
     read_adapter_config(folder)
     with data_only_loading(trust_remote_code=False):
         return peft_config.PeftConfig.from_pretrained(str(folder))
@@ -187,7 +187,7 @@ def load_adapter(model: Any, folder: Path, *, name: str) -> Any:
     if not (folder / ADAPTER_WEIGHTS).is_file():
         advice = PICKLE_ADVICE if (folder / ADAPTER_PICKLE).is_file() else "copy it again from its source."
         raise ModelError(f"{folder}: {ADAPTER_WEIGHTS} is missing: {advice}")
-    check_files(folder)
+    check_model_files(folder)
     read_adapter_config(folder)
     with data_only_loading(trust_remote_code=False):
         if isinstance(model, peft_model.PeftModel):

@@ -48,7 +48,7 @@ class AuditedSource(BaseModel):
     duplicates: int | None = None
 
 
-class Audit(BaseModel):
+class AuditSummary(BaseModel):
     """The part of audit.json that the page shows."""
 
     sources: tuple[AuditedSource, ...] = ()
@@ -61,7 +61,7 @@ class RunFiles:
 
     status: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, Any] = field(default_factory=dict)
-    audit: Audit = field(default_factory=Audit)
+    audit: AuditSummary = field(default_factory=AuditSummary)
     config: str = ""  # resolved.yaml
     missing: tuple[str, ...] = ()
 
@@ -104,7 +104,7 @@ def read_run_files(folder: Path) -> RunFiles:
 _OBJECTS: Mapping[str, TypeAdapter[Any]] = {
     "status": TypeAdapter(dict[str, Any]),
     "environment": TypeAdapter(dict[str, Any]),
-    "audit": TypeAdapter(Audit),
+    "audit": TypeAdapter(AuditSummary),
 }
 
 
@@ -143,8 +143,8 @@ def tiles(history: RunHistory) -> Iterator[Tile]:
         is_low = any(word in metric for word in _LOWER_IS_BETTER)
         best = int(points.values.argmin() if is_low else points.values.argmax())
         word = "lowest" if is_low else "highest"
-        note = f"{word} {format_value(points.values[best])} at step {points.steps[best]:,.0f}"
-        yield Tile(f"evaluation {metric}", format_value(points.values[-1]), note)
+        note = f"{word} {format_metric(points.values[best])} at step {points.steps[best]:,.0f}"
+        yield Tile(f"evaluation {metric}", format_metric(points.values[-1]), note)
     yield Tile(
         "training time", format_duration(history.seconds), f"start-up {format_duration(history.startup_seconds)}"
     )
@@ -178,7 +178,7 @@ def config_lines(text: str) -> list[ConfigLine]:
     return rows
 
 
-def audit_rows(audit: Audit) -> list[list[str]]:
+def audit_summary_rows(audit: AuditSummary) -> list[list[str]]:
     """Return the table of the data: a row of names, then a row for each source and the validation data."""
     columns = {"rows": "rows", "samples": "samples", "tokens": "tokens", "targets": "targets"}
     more = {"truncated_rows": "cut", "long_rows": "too long", "rows_without_target": "no target", "longest": "longest"}
@@ -216,7 +216,7 @@ def phase_rows(profiles: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-def format_value(value: float) -> str:
+def format_metric(value: float) -> str:
     """Return a metric with four digits after the point; more if it is small."""
     return f"{value:.4f}" if value == 0 or abs(value) >= 0.001 else f"{value:.3e}"
 

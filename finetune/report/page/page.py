@@ -21,7 +21,7 @@ from finetune.report.history import HistoryReader, RunHistory
 from finetune.report.page.charts import charts_of, step_scales
 from finetune.report.page.facts import (
     advice_line,
-    audit_rows,
+    audit_summary_rows,
     config_lines,
     fact_text,
     format_duration,
@@ -161,7 +161,7 @@ def report_page(folder: Path, history: RunHistory, *, price: float | None = None
         num_prompts_left_out=history.num_prompts_left_out,
         messages=list(history.messages.values()),
         startup=(history.startup or {}).get("seconds", {}),
-        audit=audit_rows(files.audit),
+        audit=audit_summary_rows(files.audit),
         environment=[(name, text) for name, value in files.environment.items() if (text := fact_text(value))],
         config=config_lines(files.config),
         missing=(*files.missing, *history.damaged),

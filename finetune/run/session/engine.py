@@ -37,10 +37,10 @@ from finetune.strategy.upstream import complete_gradients, deepspeed_engine
 from finetune.task.causal_lm import CausalTask
 from finetune.task.lm_loss.target_loss import log_probabilities_at_targets
 from finetune.task.lm_loss.token_loss import TokenLoss
+from finetune.train.components import TrainingComponents
 from finetune.train.loop import advance, report_steps
 from finetune.train.meters import Meters, StepRecord
 from finetune.train.optim.optimizers import begin_step
-from finetune.train.parts import TrainingComponents
 from finetune.train.step import forward_backward, record_skipped_step, start_step_counts, update_weights
 
 _MARK_RANGE = 2**64
@@ -71,7 +71,7 @@ class StepEngine:
         self._groups: Iterator[tuple[Batch, ...]] = iter(())
         self._job_group: tuple[int, tuple[Batch, ...]] = (-1, ())  # the last that was handed out, and its step
         self._open_step: _OpenStep | None = None
-        self.progress, self.parts = opened.restored.progress, opened.parts
+        self.progress, self.components = opened.restored.progress, opened.components
         self.tokenizer, self.data = self._built.training_data.tokenizer, self._config.data
         self.rank = distributed.rank()
         self.is_changing = False  # within, or after an error within, what changes gradients or weights
@@ -83,7 +83,7 @@ class StepEngine:
             return None
         if self._job_group[0] != number:
             if self._job_group[0] != number - 1:
-                self._groups = self.parts.groups(first_step=number - 1)
+                self._groups = self.components.groups(first_step=number - 1)
             self._job_group = (number, next(self._groups))
         return JobBatch(number)
 
@@ -102,14 +102,16 @@ class StepEngine:
         if group.num_targets == 0:
             raise UserError("the rows have no target on any process, so there is nothing to train on.")
         opened = self._open_step or _OpenStep(group.num_targets, time.perf_counter())
-        parts = replace(self.parts, task=task, row_location=group.row_location or self.parts.row_location)
+        components = replace(
+            self.components, task=task, row_location=group.row_location or self.components.row_location
+        )
         with self._changing(), self._step_randomness(opened.num_calls):
             losses, sums = forward_backward(
-                parts,
+                components,
                 group.batches,
                 num_targets=opened.divisor,
                 step=self.progress.step,
-                completes_step=deepspeed_engine(parts.accelerator) is None,
+                completes_step=deepspeed_engine(components.accelerator) is None,
             )
         self._open_step = opened
         opened.num_calls += 1
@@ -133,7 +135,7 @@ class StepEngine:
 
     def optim_step(self, *, learning_rate: float | None = None) -> OptimStep:
         """Update the weights with the accumulated gradient, unless it is not finite, and drop it."""
-        opened, parts, progress = self._open_step, self.parts, self.progress
+        opened, components, progress = self._open_step, self.components, self.progress
         if opened is None:
             raise UserError("optim_step: there is no gradient. Call `forward_backward` first.")
         rate, schedule = learning_rate, self._built.plan.schedule
@@ -147,19 +149,19 @@ class StepEngine:
         if not isinstance(rate, int | float) or not 0 <= rate < math.inf:
             raise UserError(f"optim_step: learning_rate must be a number of at least 0, and is {rate!r}.")
         with self._changing():
-            begin_step(parts.optimizer, step=progress.step, learning_rate=float(rate))
-            complete_gradients(parts.accelerator, parts.model, divisor=opened.num_targets / opened.divisor)
-            norm, is_taken = update_weights(parts, progress)
+            begin_step(components.optimizer, step=progress.step, learning_rate=float(rate))
+            complete_gradients(components.accelerator, components.model, divisor=opened.num_targets / opened.divisor)
+            norm, is_taken = update_weights(components, progress)
             self._open_step = None
             record = replace(self._record(opened), gradient_norm=norm, is_taken=is_taken, learning_rate=rate)
             if record.is_taken is False:
-                record_skipped_step(parts, progress, record)
+                record_skipped_step(components, progress, record)
             advance(progress, record)
             meters = Meters()
             meters.add(record)
             ((_, event),) = meters.read()
-            parts.meters.add(record)
-            report_steps(parts, progress)
+            components.meters.add(record)
+            report_steps(components, progress)
         was_skipped = not math.isfinite(event.gradient_norm)
         return OptimStep(progress.step, event.loss, opened.num_targets, event.gradient_norm, rate, was_skipped)
 
@@ -167,9 +169,9 @@ class StepEngine:
         """Return the log-probability of each target of every row, without dropout and without a gradient."""
         group = self._group(rows)
         self._require_causal("log_probabilities")
-        with evaluating(self.parts):
+        with evaluating(self.components):
             return _by_row(
-                group.batches, [log_probabilities_at_targets(self.parts.model, batch) for batch in group.batches]
+                group.batches, [log_probabilities_at_targets(self.components.model, batch) for batch in group.batches]
             )
 
     def evaluate(self) -> dict[str, float]:
@@ -178,14 +180,14 @@ class StepEngine:
             raise UserError("evaluate: the job has no section `evaluate`. Write `evaluate: {}` and `data.validation`.")
         progress = self.progress
         with seeds.keep_random_state():
-            progress.last_metrics, progress.metrics_step = self.parts.evaluate(progress.step), progress.step
+            progress.last_metrics, progress.metrics_step = self.components.evaluate(progress.step), progress.step
         return progress.last_metrics
 
     def save(self) -> Path:
         """Save a checkpoint of the present step, and return its folder when it is complete."""
         self._require_no_gradient("save")
-        self.parts.save(self.progress)
-        self.parts.save.wait_for_writes()
+        self.components.save(self.progress)
+        self.components.save.wait_for_writes()
         return layout.step_folder(self._opened.restored.context.paths.checkpoints, self.progress.step)
 
     def load(self, checkpoint: str | Path | None = None) -> int:
@@ -224,7 +226,7 @@ class StepEngine:
                     f"{'' if self._open_step is None else ', which has rows already'}. A batch of the job is a whole "
                     "step: call `optim_step` after each."
                 )
-            counts = start_step_counts(self.parts, batches, step=self.progress.step)()
+            counts = start_step_counts(self.components, batches, step=self.progress.step)()
             return _Group(batches, counts.num_targets, counts.num_tokens, counts.samples)
         encoded: list[EncodedRow] = self._encoder.encode(rows)
         batches = cut_rows(
@@ -238,7 +240,7 @@ class StepEngine:
         num_targets, num_tokens = distributed.sum_counts(
             [sum(batch.num_targets for batch in batches), sum(batch.num_tokens for batch in batches)]
         )
-        device = self.parts.accelerator.device
+        device = self.components.accelerator.device
         on_device = tuple(batch.to(device) for batch in batches)
         columns = frozenset().union(*(row.values for row in encoded))
         return _Group(
@@ -282,7 +284,7 @@ class StepEngine:
         call = (f"call {num_calls}",) if num_calls else ()
         try:
             with seeds.keep_random_state():
-                seeds.seed_everything(self.parts.seed, "step", self.progress.step, distributed.rank(), *call)
+                seeds.seed_everything(self.components.seed, "step", self.progress.step, distributed.rank(), *call)
                 yield
         finally:
             random.setstate(python)
@@ -293,14 +295,14 @@ class StepEngine:
         return StepRecord(
             number=progress.step + 1,
             losses=torch.cat(opened.losses),
-            gradient_norm=torch.zeros((), device=self.parts.accelerator.device),
+            gradient_norm=torch.zeros((), device=self.components.accelerator.device),
             is_taken=True,
             sample_ids=tuple(opened.sample_ids),
             learning_rate=0.0,
             num_targets=opened.num_targets,
             num_tokens=opened.num_tokens,
             samples_sha256=extend_digest(progress.samples_sha256, opened.mark),
-            epoch=self.parts.plan.epoch(progress.step),
+            epoch=self.components.plan.epoch(progress.step),
             seconds=time.perf_counter() - opened.started,
             data_seconds=0.0,
         )
@@ -319,15 +321,15 @@ class _Group:
 
 
 @contextmanager
-def evaluating(parts: TrainingComponents) -> Iterator[None]:
+def evaluating(components: TrainingComponents) -> Iterator[None]:
     """Have the model without dropout and gradients meanwhile, and the caller's random numbers as they were."""
-    was_training = parts.model.training
-    parts.model.eval()
+    was_training = components.model.training
+    components.model.eval()
     try:
         with torch.no_grad(), seeds.keep_random_state():
             yield
     finally:
-        parts.model.train(was_training)
+        components.model.train(was_training)
 
 
 def _by_row(batches: Sequence[Batch], per_target: Sequence[Tensor]) -> tuple[tuple[float, ...], ...]:

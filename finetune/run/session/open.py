@@ -20,7 +20,7 @@ from finetune.run.microbatch_size import resolve_microbatch_size
 from finetune.run.setup.accelerator import make_accelerator
 from finetune.run.setup.build import build
 from finetune.run.setup.components import make_components
-from finetune.run.setup.data import prepare_data
+from finetune.run.setup.training_data import prepare_data
 from finetune.run.state.resume import RestoredRun, restore
 from finetune.run.state.run_folder import fetch_run_folder, open_run_folder
 from finetune.run.supervision import model_code_errors
@@ -29,7 +29,7 @@ from finetune.runtime import distributed
 from finetune.runtime.optional import no_op
 from finetune.runtime.run_folder import lock_run_folder
 from finetune.runtime.supervision.signals import ReceivedSignals
-from finetune.train.parts import TrainingComponents
+from finetune.train.components import TrainingComponents
 
 SESSION_CLOSED = "session closed"
 
@@ -46,7 +46,7 @@ class OpenedRun:
     """A run that was built and restored, and the components of its steps."""
 
     restored: RestoredRun
-    parts: TrainingComponents
+    components: TrainingComponents
     reporter: Reporter
 
 
@@ -77,7 +77,7 @@ def open_run(loaded: LoadedConfig) -> Iterator[OpenedRun]:
         costs = InterruptionCosts(no_op, hours_stated=config.run.hours_between_interruptions)
         with closing(open_run_folder(restored.context.loaded, restored.built, costs=costs, log=log)) as reporter:
             save = make_saver(restored, reporter=reporter)
-            parts = make_components(
+            components = make_components(
                 config,
                 restored.built,
                 reporter=CallbackReporter(reporter, (), can_evaluate=False),
@@ -89,7 +89,7 @@ def open_run(loaded: LoadedConfig) -> Iterator[OpenedRun]:
             )
             reporter(run_started(restored, previous={}))
             started = time.monotonic()
-            yield OpenedRun(restored, parts, reporter)
+            yield OpenedRun(restored, components, reporter)
             save.wait_for_writes()
             reporter(
                 RunEnded(

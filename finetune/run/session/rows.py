@@ -18,14 +18,14 @@ from finetune.data.token_cache.integrity import with_checksums
 from finetune.errors import DataError, UserError
 from finetune.registry.losses import SESSION_LOSSES, TOKEN_LOSSES
 from finetune.run.session.results import LossFunction, Scores
-from finetune.run.setup.data import TrainingData, make_encoding
+from finetune.run.setup.training_data import TrainingData, make_encoding
 from finetune.runtime.optional import no_op
 from finetune.runtime.seeds import derive_seed
 from finetune.task.causal_lm import CausalTask
 from finetune.task.lm_loss.head import logits_at_targets
 from finetune.task.lm_loss.target_loss import log_probabilities_at_targets
 from finetune.task.protocol import Task
-from finetune.train.parts import StepTask
+from finetune.train.components import StepTask
 
 INPUT_IDS, WEIGHTS = "input_ids", "weights"
 VALUE_COLUMNS = (WEIGHTS, "advantages", "old_log_probabilities")

@@ -13,7 +13,7 @@ from finetune.run.session.results import Prompt, Sample
 from finetune.runtime import distributed
 from finetune.runtime.seeds import derive_seed
 from finetune.task.causal_lm import pad_id
-from finetune.task.generation import generate, has_prompt_learning
+from finetune.task.generation import generate_tokens, has_prompt_learning
 from finetune.task.model_inputs import unwrap_model
 from finetune.task.protocol import GenerationPrompt
 
@@ -34,7 +34,7 @@ def sample(
     sampling = SamplingParams(max_new_tokens, temperature, top_p)
     encoded = [_encode(tokenizer, prompt, number, system=system) for number, prompt in enumerate(prompts, 1)]
     _check(engine, encoded, num_samples=num_samples, sampling=sampling, batch_size=batch_size)
-    seed = derive_seed(engine.parts.seed, "session samples", engine.progress.step) if seed is None else seed
+    seed = derive_seed(engine.components.seed, "session samples", engine.progress.step) if seed is None else seed
     jobs = [
         (ids, derive_seed(seed, "sample", number, copy))
         for number, ids in enumerate(encoded)
@@ -57,21 +57,21 @@ def _generate(
     engine: StepEngine, jobs: Sequence[tuple[tuple[int, ...], int]], *, sampling: SamplingParams, batch_size: int
 ) -> list[tuple[int, ...]]:
     """Return the answers in the order of the jobs, on every rank; each rank decodes as many batches. Collective."""
-    rank, world, model = distributed.rank(), distributed.world(), engine.parts.model
+    rank, world, model = distributed.rank(), distributed.world(), engine.components.model
     size = 1 if has_prompt_learning(model) else batch_size
     own, num_per_rank = jobs[rank::world], -(-len(jobs) // world)
     answered: list[tuple[int, ...]] = []
-    with evaluating(engine.parts):
+    with evaluating(engine.components):
         for start in range(0, num_per_rank, size):
             chosen = own[start : start + size]
             batch = chosen or jobs[:1]  # a rank without a prompt must take part, too
-            generated = generate(
+            generated = generate_tokens(
                 model,
                 [GenerationPrompt(ids, ()) for ids, _ in batch],
                 pad_id=pad_id(engine.tokenizer),
                 stop_ids=stop_ids(engine.tokenizer),
                 max_new_tokens=sampling.max_new_tokens,
-                device=engine.parts.accelerator.device,
+                device=engine.components.accelerator.device,
                 processors=logits_processors(sampling, [seed for _, seed in batch]),
             )
             answered += map(tuple, generated[: len(chosen)])
@@ -108,7 +108,7 @@ def _check(
         raise UserError("sample: the temperature must be at least 0, and top_p above 0 and at most 1.")
     if not prompts:
         raise DataError("sample: there are no prompts. Pass at least one.")
-    config: Any = getattr(unwrap_model(engine.parts.model), "config", None)
+    config: Any = getattr(unwrap_model(engine.components.model), "config", None)
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     limits = [each for each in (limit, engine.data.longest) if each]
     longest = max(map(len, prompts)) + sampling.max_new_tokens

@@ -73,7 +73,7 @@ def make_accelerator(config: RunConfig, strategy: Strategy, *, log: RunLog) -> A
     return accelerator
 
 
-def prepare(
+def prepare_model_and_optimizer(
     config: RunConfig,
     strategy: Strategy,
     *,

@@ -26,11 +26,11 @@ from finetune.report.timing import StartupTimer
 from finetune.run.context import RunContext
 from finetune.run.setup import accelerator as accelerators
 from finetune.run.setup.accelerator import PreparedModel
-from finetune.run.setup.data import VERIFY_TIMEOUT_SECONDS, PreparedData, TrainingData, verify_sets
-from finetune.run.setup.forwards import add_embedding_noise, attended_tokens, flops_per_token, replace_forwards
-from finetune.run.setup.model import own_router_coefficient, recorded_parameters
 from finetune.run.setup.model_checks import CheckedJob, Stage, check_model
+from finetune.run.setup.model_problems import own_router_coefficient, recorded_parameters
+from finetune.run.setup.patches import add_embedding_noise, attended_tokens, flops_per_token, replace_forwards
 from finetune.run.setup.precompute import add_frozen_models
+from finetune.run.setup.training_data import VERIFY_TIMEOUT_SECONDS, PreparedData, TrainingData, verify_sets
 from finetune.runtime import distributed
 from finetune.runtime.optional import lazily, no_op
 from finetune.runtime.parallel import tensor_group
@@ -40,6 +40,7 @@ from finetune.strategy.protocol import Strategy
 from finetune.task.model_inputs import unwrap_model
 from finetune.task.protocol import Task
 from finetune.task.router_loss import RoutedTask, Router, RoutingRecorder, find_routers
+from finetune.train.components import StepTask
 from finetune.train.layer_outputs import RecordedTask
 from finetune.train.optim.optimizers import build_optimizer, slow_update_warning
 from finetune.train.optim.parameter_groups import (
@@ -48,7 +49,6 @@ from finetune.train.optim.parameter_groups import (
     group_settings,
     list_parameters,
 )
-from finetune.train.parts import StepTask
 from finetune.train.plan import StepPlan
 
 with lazily():
@@ -241,7 +241,7 @@ def _read_layers(draft: _Draft) -> None:
 
 
 def _prepare(draft: _Draft) -> None:
-    draft.model, draft.optimizer = accelerators.prepare(
+    draft.model, draft.optimizer = accelerators.prepare_model_and_optimizer(
         draft.config,
         draft.strategy,
         accelerator=draft.accelerator,
@@ -311,19 +311,19 @@ GRADIENT_BYTES = 4
 
 
 def make_optimizer(
-    config: RunConfig, named: list[NamedParameter], *, learning_rate: float, log: RunLog
+    config: RunConfig, named_parameters: list[NamedParameter], *, learning_rate: float, log: RunLog
 ) -> torch.optim.Optimizer:
     """Return the optimizer of these parameters, not yet prepared; its parameter groups are logged."""
     train = config.train
     optimizer = build_optimizer(
-        named,
+        named_parameters,
         train.optimizer,
         learning_rate=learning_rate,
         unfreeze=train.unfreeze,
         average=train.average,
         seed=config.run.seed,
     )
-    for line in describe_groups(optimizer.param_groups, named):
+    for line in describe_groups(optimizer.param_groups, named_parameters):
         log(line)
     if (warning := slow_update_warning(optimizer)) is not None:
         log(warning)

@@ -13,7 +13,7 @@ from finetune.checkpoint.write.saver import Saver
 from finetune.config.plugins import used_entries
 from finetune.config.run_config import RunConfig
 from finetune.data.batch import Batch
-from finetune.data.loader import StepGroups, train_loader
+from finetune.data.loader import StepLoader, train_loader
 from finetune.data.token_cache.integrity import SampleVerifier
 from finetune.errors import RegistryError
 from finetune.model.batch_norm import GhostBatchNorm, update_running_statistics
@@ -31,9 +31,9 @@ from finetune.runtime.parallel import sequence_group, tensor_group
 from finetune.runtime.progress import Cadence, NeverDue
 from finetune.runtime.supervision.signals import ReceivedSignals, SpotNotice
 from finetune.train.accelerator import own_batches
+from finetune.train.components import TrainingComponents
 from finetune.train.layer_outputs import RECORDED_STEPS, RecordedTask
 from finetune.train.meters import Meters
-from finetune.train.parts import TrainingComponents
 from finetune.train.stopping import (
     FAILED_SAVE,
     SPOT_NOTICE,
@@ -81,7 +81,7 @@ def make_components(
         task=built.step_task,
         groups=partial(_step_groups, config, built, startup=startup, report=reporter),
         plan=plan,
-        deliveries=SampleVerifier(training_data.training, plan.global_batch_size),
+        sample_verifier=SampleVerifier(training_data.training, plan.global_batch_size),
         row_location=training_data.training.samples.location,
         seed=config.run.seed,
         update=update,
@@ -144,7 +144,7 @@ def _step_groups(
 
     run_folder = Path(config.run.folder)
     on_group = open_sample_record(run_folder, first_step=first_step).add if config.report.sample_ids else no_op
-    groups = StepGroups(
+    groups = StepLoader(
         own_batches(prepared.accelerator, loader),
         plan.num_batches,
         prepared.accelerator.device,

@@ -11,7 +11,7 @@ from finetune.checkpoint.sharding.access import build_access
 from finetune.config.run_config import RunConfig
 from finetune.config.sections.evaluate import EvaluateSection
 from finetune.config.sections.train import TrainSection
-from finetune.data.loader import StepGroups, evaluation_loader
+from finetune.data.loader import StepLoader, evaluation_loader
 from finetune.data.templates.chat_template import stop_ids
 from finetune.model.batch_norm import sync_batch_norm
 from finetune.report.reporter import Reporter
@@ -22,8 +22,8 @@ from finetune.runtime.parallel import sequence_group, tensor_group
 from finetune.task.generation import GenerationEvaluator, Metric
 from finetune.task.protocol import Task
 from finetune.train.accelerator import own_batches
+from finetune.train.components import Evaluation
 from finetune.train.evaluate import AveragedWeights, Evaluator, average_formula
-from finetune.train.parts import Evaluation
 
 
 def make_evaluation(config: RunConfig, built: BuiltRun, *, reporter: Reporter) -> Evaluation:
@@ -102,7 +102,7 @@ def make_evaluator(
     return Evaluator(
         task=task,
         model=model,
-        batches=StepGroups(
+        batches=StepLoader(
             own_batches(accelerator, loader), 1, accelerator.device, sequence=sequence, are_copies=tensor.index > 0
         ),
         rows=rows,

@@ -17,9 +17,9 @@ from finetune.model.attention.supported_models import carries_state, check_paddi
 from finetune.model.loading.rope import positions_of
 from finetune.registry.tasks import TASKS, ModelHead
 from finetune.run.setup.accelerator import PreparedModel
-from finetune.run.setup.data import TrainingData
-from finetune.run.setup.model import computes_in_half
+from finetune.run.setup.model_problems import computes_in_half
 from finetune.run.setup.padding_free import resolve_padding_free
+from finetune.run.setup.training_data import TrainingData
 from finetune.task.model_inputs import collate_row, forward_logits, is_padding_free, sample_logits, unwrap_model
 
 

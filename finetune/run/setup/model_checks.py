@@ -25,18 +25,17 @@ from finetune.model.processing import Processing, check_image_shape, load_proces
 from finetune.model.tokenizer import new_token_ids
 from finetune.registry.tasks import TASKS
 from finetune.run.setup.accelerator import PreparedModel
-from finetune.run.setup.data import TrainingData
-from finetune.run.setup.forwards import input_embeddings
 from finetune.run.setup.isolation import require_sample_isolation
-from finetune.run.setup.model import (
-    adapter_problems,
+from finetune.run.setup.model_problems import (
+    expert_target_problems,
     model_warnings,
     require_buildable,
-    require_mergeable,
-    require_positions,
+    require_model_positions,
+    require_valid_merge,
     router_problems,
     stored_method_note,
 )
+from finetune.run.setup.patches import require_input_embeddings
 from finetune.run.setup.strategy import (
     require_exact_slices,
     require_sliceable_model,
@@ -44,6 +43,7 @@ from finetune.run.setup.strategy import (
     require_supported_by_strategy,
     require_tied_weights_supported,
 )
+from finetune.run.setup.training_data import TrainingData
 from finetune.runtime.optional import no_op
 from finetune.runtime.parameters import InitContext
 from finetune.strategy.protocol import Strategy
@@ -180,7 +180,7 @@ def _can_be_built(job: CheckedJob) -> None:
 
 
 def _has_positions(job: CheckedJob) -> Iterator[str]:
-    if (warning := require_positions(job.loaded)) is not None:
+    if (warning := require_model_positions(job.loaded)) is not None:
         yield f"warning: {warning}"
 
 
@@ -196,7 +196,7 @@ def _is_trainable(job: CheckedJob) -> None:
 
 def _can_have_noise(job: CheckedJob) -> None:
     if job.config.train.embedding_noise:
-        input_embeddings(job.model)
+        require_input_embeddings(job.model)
 
 
 def _prepared(job: CheckedJob) -> tuple[TrainingData, PreparedModel]:
@@ -226,12 +226,12 @@ def _slices_are_exact(job: CheckedJob) -> None:
 
 MODEL_CHECKS = (
     ModelCheck(Stage.JOB, lambda job: require_supported_by_strategy(job.config, job.strategy_name)),
-    ModelCheck(Stage.JOB, lambda job: require_mergeable(job.config, strategy=job.strategy_name)),
+    ModelCheck(Stage.JOB, lambda job: require_valid_merge(job.config, strategy=job.strategy_name)),
     ModelCheck(Stage.JOB, _vectors_are_long_enough),
     ModelCheck(Stage.JOB, _pooling_is_the_models),
     ModelCheck(Stage.CONFIG, _can_be_built),  # first: the others read the same config
     ModelCheck(Stage.CONFIG, lambda job: stored_method_note(job.loaded, strategy=job.strategy_name)),
-    ModelCheck(Stage.CONFIG, lambda job: job.loaded.refuse(adapter_problems(job.config))),
+    ModelCheck(Stage.CONFIG, lambda job: job.loaded.refuse(expert_target_problems(job.config))),
     ModelCheck(Stage.CONFIG, lambda job: job.loaded.refuse(router_problems(job.config))),
     ModelCheck(Stage.CONFIG, _frozen_weights_are_half),
     ModelCheck(Stage.CONFIG, _has_positions),

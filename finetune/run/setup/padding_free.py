@@ -21,7 +21,7 @@ from finetune.model.attention.supported_models import (
 from finetune.model.frozen_models import TEACHER_KEY
 from finetune.model.loading.architecture import load_model_config
 from finetune.model.loading.pretrained import ADAPTER_CONFIG, load_named, read_adapter_config
-from finetune.registry.model import ATTENTIONS, is_prompt_type
+from finetune.registry.model_choices import ATTENTIONS, is_prompt_type
 from finetune.registry.tasks import TASKS
 from finetune.runtime.run_folder import CHECKPOINTS_FOLDER
 

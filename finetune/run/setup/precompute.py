@@ -44,7 +44,7 @@ from finetune.model.frozen_models import (
 from finetune.model.size import measure_model
 from finetune.report.reporter import RunLog
 from finetune.run.setup.accelerator import PreparedModel
-from finetune.run.setup.data import TrainingData
+from finetune.run.setup.training_data import TrainingData
 from finetune.runtime import distributed
 from finetune.runtime.distributed import run_on_rank_0
 from finetune.runtime.files.atomic import temporary_path

@@ -20,7 +20,7 @@ from finetune.model.attention.implementation import SETTING, require_equal_logit
 from finetune.model.loading.architecture import load_model_config
 from finetune.model.tensor_parallel import SETTING as TENSOR_SETTING
 from finetune.model.tensor_parallel import splitting_problem
-from finetune.registry.model import PEFT_TYPES, trainable_types
+from finetune.registry.model_choices import PEFT_TYPES, trainable_types
 from finetune.registry.tasks import TASKS
 from finetune.report.reporter import RunLog
 from finetune.run.setup.padding_free import resolve_padding_free, why_padded

@@ -173,7 +173,7 @@ def is_exported(run_folder: Path, *, step: int, section: ExportSection) -> bool:
 
     A final model that was not verified does not count if verification is on; older versions did not record it.
     """
-    record, requested = read_record(run_folder), dict(redact_known_values(section.model_dump()))
+    record, requested = read_final_record(run_folder), dict(redact_known_values(section.model_dump()))
     if record is None or record.get("last_step", record["step"]) != step:
         return False
     exported = {
@@ -190,7 +190,7 @@ def is_exported(run_folder: Path, *, step: int, section: ExportSection) -> bool:
         return False
 
 
-def read_record(run_folder: Path) -> dict[str, Any] | None:
+def read_final_record(run_folder: Path) -> dict[str, Any] | None:
     """Return the record next to `final/`; None if it does not exist or is damaged: the model is exported again."""
     try:
         return dict(parse_as(_RECORD, read_regular(run_folder / FINAL_RECORD)))
@@ -235,7 +235,7 @@ def result_of_run(folder: Path, *, reason: str, progress: Progress) -> RunResult
     )
 
 
-def read_result(folder: Path) -> RunResult:
+def read_run_result(folder: Path) -> RunResult:
     """Return the result of the run in the folder, which ended in another process; raises TrainingError for none."""
     try:
         status = read_json(folder / STATUS_FILE)

@@ -16,7 +16,7 @@ from finetune.checkpoint.read.checksum_prefetch import ChecksumPrefetch
 from finetune.checkpoint.read.find import find_checkpoint, verify_checkpoint
 from finetune.checkpoint.read.load import resume_checkpoint
 from finetune.checkpoint.sharding.access import StateAccess, build_access
-from finetune.checkpoint.write.retention import best_steps, metrics_of
+from finetune.checkpoint.write.retention import best_steps, checkpoint_metrics
 from finetune.config.resume_keys import keys_that_may_differ, keys_that_must_match
 from finetune.config.run_config import RunConfig
 from finetune.data.order.order import DatasetView
@@ -28,9 +28,9 @@ from finetune.model.loading.pretrained import adapter_digest
 from finetune.report.reporter import RunLog
 from finetune.run.context import RunContext
 from finetune.run.setup.build import BuiltRun
-from finetune.run.setup.data import PreparedData, TrainingData, input_identity
 from finetune.run.setup.padding_free import recorded_layout
 from finetune.run.setup.precompute import teacher_identity
+from finetune.run.setup.training_data import PreparedData, TrainingData, input_identity
 from finetune.run.state.finished import BEST_METRIC_KEYS, FinishedRun, format_finished, read_finished_run
 from finetune.runtime import distributed
 from finetune.runtime.distributed import run_on_rank_0
@@ -138,7 +138,7 @@ def best_checkpoint(config: RunConfig, *, last_step: int) -> tuple[Path, float] 
     if section is None:
         return None
     saved = layout.steps(Path(config.run.folder) / CHECKPOINTS_FOLDER)
-    metrics = {step: metrics_of(path) for step, path in saved.items() if step <= last_step}
+    metrics = {step: checkpoint_metrics(path) for step, path in saved.items() if step <= last_step}
     best = best_steps(metrics, section)
     return (saved[best[0]], metrics[best[0]][section.metric]) if best else None
 

@@ -35,9 +35,9 @@ from finetune.report.prometheus import PrometheusReporter, require_client
 from finetune.report.reporter import FanOut, Reporter, RunLog
 from finetune.report.trackers import TrackerReporter, check_trackers
 from finetune.run.setup.build import BuiltRun
-from finetune.run.setup.data import write_audit
 from finetune.run.setup.padding_free import resolve_padding_free
-from finetune.run.state.finished import read_record
+from finetune.run.setup.training_data import write_audit
+from finetune.run.state.finished import read_final_record
 from finetune.runtime import distributed
 from finetune.runtime.environment import environment_facts
 from finetune.runtime.files import atomic, digests
@@ -87,7 +87,7 @@ def remove_leftovers(config: RunConfig, *, log: RunLog) -> None:
     if cleared:
         more = f" and {len(cleared) - 1} more" if len(cleared) > 1 else ""
         log(f"removed {cleared[0]}{more}: left by a process that was killed")
-    if read_record(run) is None:  # a finished run may have nothing left to write
+    if read_final_record(run) is None:  # a finished run may have nothing left to write
         probe = temporary_path(run / "probe")
         try:
             atomic.write_bytes(probe, bytes(_PROBE_BYTES))
@@ -185,7 +185,7 @@ def open_run_folder(
         is_main=distributed.is_main(),
         notes=log.messages,
         on_read=costs,
-        others=reporters,
+        extra=reporters,
     )
 
 
@@ -196,11 +196,11 @@ def build_reporter(
     is_main: bool,
     notes: Sequence[str] = (),
     on_read: Callable[[RunHistory], None] = no_op,
-    others: Sequence[Reporter] = (),
+    extra: Sequence[Reporter] = (),
 ) -> FanOut:
     """Return the run's reporter on the main rank, nothing on others: events.jsonl, console, page, trackers, `/metrics`.
 
-    `notes` were printed already; they go to events.jsonl. `on_read` is for the page's reporter, `others` come from
+    `notes` were printed already; they go to events.jsonl. `on_read` is for the page's reporter, `extra` come from
     a caller. Nothing is written before the first event.
     Raises UserError or MissingPackage, on every rank alike, for a tracker that is unknown or not installed.
     """
@@ -229,7 +229,7 @@ def build_reporter(
     if section.prometheus is not None:
         address, name = section.prometheus_address, run_folder.name
         reporters.append(PrometheusReporter(section.prometheus, address=address, name=name, world=distributed.world()))
-    fan_out = FanOut([*reporters, *others])
+    fan_out = FanOut([*reporters, *extra])
     return fan_out
 
 
@@ -279,13 +279,13 @@ def download_run(loaded: LoadedConfig, *, log: Callable[[str], None]) -> None:
 def marked_steps(sizes: dict[str, int]) -> list[int]:
     """Return the steps whose checkpoints are whole in the storage, oldest first: their marker, the manifest, is up."""
     markers = [name for name in sizes if name.split("/")[2:] == [layout.MANIFEST]]
-    return sorted(step for name in markers if (step := step_of(name)) is not None)
+    return sorted(step for name in markers if (step := step_of_file(name)) is not None)
 
 
-def step_of(name: str) -> int | None:
+def step_of_file(name: str) -> int | None:
     """Return the step of the checkpoint that a file in the storage belongs to, None for any other file.
 
-    >>> step_of("checkpoints/step-000004/model/00000.safetensors"), step_of("events.jsonl")
+    >>> step_of_file("checkpoints/step-000004/model/00000.safetensors"), step_of_file("events.jsonl")
     (4, None)
     """
     parts = name.split("/")

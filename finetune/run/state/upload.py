@@ -19,13 +19,13 @@ from typing import TypeVar
 
 from finetune.checkpoint.format import layout
 from finetune.checkpoint.format.manifest import parse_manifest, read_manifest
-from finetune.checkpoint.write.retention import metrics_of, removable_steps
+from finetune.checkpoint.write.retention import checkpoint_metrics, removable_steps
 from finetune.config.load import LoadedConfig
 from finetune.config.sections.checkpoint import CheckpointSection
 from finetune.errors import CheckpointError
 from finetune.report.events import CheckpointSaved, Event, RunEnded, Warned
 from finetune.report.reporter import Reporter
-from finetune.run.state.run_folder import marked_steps, step_of
+from finetune.run.state.run_folder import marked_steps, step_of_file
 from finetune.runtime import distributed
 from finetune.runtime.files.remote import RemoteFolder
 from finetune.runtime.run_folder import CHECKPOINTS_FOLDER, FAILED_FINAL_FOLDER, FINAL_FOLDER
@@ -112,7 +112,7 @@ class FolderSync:
             self._upload(linked / layout.MANIFEST, marker, point="upload.marker", step=step)
             self._up[step] = text
             ours = {marker, *(f"{remote_folder}/{name}" for name in names)}
-            self._delete(name for name in sizes if step_of(name) == step and name not in ours)
+            self._delete(name for name in sizes if step_of_file(name) == step and name not in ours)
 
     @contextmanager
     def _linked(self, path: Path) -> Iterator[Path | None]:
@@ -137,19 +137,19 @@ class FolderSync:
 
         Checkpoints of an earlier machine that were never fetched are judged like the folder's own.
         """
-        there = {step for name in sizes if (step := step_of(name)) is not None} - local.keys()
+        there = {step for name in sizes if (step := step_of_file(name)) is not None} - local.keys()
         marked = set(marked_steps(sizes))
         newest = max(local, default=-1)
         strangers = {step for step in there & marked if step not in self._known and step < newest}
         staying = strangers - set(self._removable(local, strangers)) if strangers else set()
         for step in sorted(there - staying):
             if local or step not in marked:
-                names = [name for name in sizes if step_of(name) == step]
+                names = [name for name in sizes if step_of_file(name) == step]
                 self._delete(sorted(names, key=lambda name: not name.endswith(f"/{layout.MANIFEST}")))
                 self._up.pop(step, None)
 
     def _removable(self, local: dict[int, Path], strangers: set[int]) -> list[int]:
-        metrics: dict[int, Mapping[str, float]] = {step: metrics_of(path) for step, path in local.items()}
+        metrics: dict[int, Mapping[str, float]] = {step: checkpoint_metrics(path) for step, path in local.items()}
         for step in strangers:
             name = f"{CHECKPOINTS_FOLDER}/{layout.step_folder(Path(), step).name}/{layout.MANIFEST}"
             marker = self._with_retries(partial(self.remote.read, name)) or b""

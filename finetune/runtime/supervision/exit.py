@@ -18,16 +18,16 @@ from finetune.errors import FinetuneError, LostContact, StrategyError, UserError
 from finetune.runtime import distributed
 from finetune.runtime.optional import no_op
 from finetune.runtime.processes import STOP_SIGNALS, exit_process
-from finetune.runtime.supervision.status import STOPPED, Peer, RankExit, StatusFile, exit_from_error
+from finetune.runtime.supervision.status import STOPPED, RankExit, RankProcess, StatusFile, exit_from_error
 from finetune.runtime.text.terminal import format_traceback, printable
 
 
-def gather_peers() -> list[Peer]:
+def gather_peers() -> list[RankProcess]:
     """Return all processes of the run. Collective."""
-    return distributed.gather_objects(Peer(distributed.rank(), platform.node(), os.getpid()))
+    return distributed.gather_objects(RankProcess(distributed.rank(), platform.node(), os.getpid()))
 
 
-def find_dead_peers(peers: Sequence[Peer]) -> list[Peer]:
+def find_dead_peers(peers: Sequence[RankProcess]) -> list[RankProcess]:
     """Return the dead processes of this host; other hosts' cannot be checked."""
     dead = []
     for peer in peers:
@@ -69,7 +69,7 @@ class ProcessExit:
         self._leave = leave or exit_now
         self._before_exit = before_exit  # called with the exit code, unless a newer attempt replaces this process
         self._is_exiting = threading.Lock()
-        self.peers: Sequence[Peer] = ()
+        self.peers: Sequence[RankProcess] = ()
 
     def exit_after_error(self, error: BaseException) -> None:
         """Print the error, or an earlier one of another rank, and exit."""
@@ -203,7 +203,7 @@ def is_broken_collective(error: BaseException) -> bool:
     return False
 
 
-def format_lost_peers(lost: Sequence[Peer]) -> str:
+def format_lost_peers(lost: Sequence[RankProcess]) -> str:
     """Return the message for processes that disappeared without an error."""
     names = " and ".join(map(str, lost))
     return (
@@ -212,15 +212,15 @@ def format_lost_peers(lost: Sequence[Peer]) -> str:
     )
 
 
-def kill_children(*, others: Collection[BaseProcess] = ()) -> None:
+def kill_children(*, spared: Collection[BaseProcess] = ()) -> None:
     """Kill data loading processes, which ignore signals and would outlive this process by seconds.
 
-    `others` are children that do not belong to the run. In a caller's process the signal handler is restored.
+    `spared` are children that do not belong to the run. In a caller's process the signal handler is restored.
     """
     is_main = threading.current_thread() is threading.main_thread()
     # torch's handler raises when a data loading process dies
     handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL) if is_main else None
-    children = [child for child in multiprocessing.active_children() if child not in others]
+    children = [child for child in multiprocessing.active_children() if child not in spared]
     for child in children:
         child.kill()
     if is_main and handler is not None:

@@ -162,14 +162,14 @@ class Fault:
 
 
 @lru_cache(maxsize=1)
-def read_faults(written: str) -> list[Fault]:
+def read_faults(variable: str) -> list[Fault]:
     """Return the faults of the variable, which know whether they were injected; raises UserError for an invalid one.
 
     >>> read_faults("save.rename step=3 do=kill")
     [Fault(point='save.rename', action='kill', step=3, rank=None, part=None, seconds=3600.0, was_injected=False)]
     """
     faults = []
-    for part in written.split(";"):
+    for part in variable.split(";"):
         point, *rest = part.split() or [""]
         if not point:
             continue

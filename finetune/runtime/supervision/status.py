@@ -38,7 +38,7 @@ from finetune.runtime.text.terminal import format_json
 
 
 @dataclass(frozen=True)
-class Peer:
+class RankProcess:
     """One process of the run."""
 
     rank: int
@@ -103,7 +103,14 @@ class StatusFile:
     """
 
     def __init__(
-        self, folder: Path, *, rank: int, me: Peer, launch: str, since: float, clock: Callable[[], float] = time.time
+        self,
+        folder: Path,
+        *,
+        rank: int,
+        me: RankProcess,
+        launch: str,
+        since: float,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self._folder = folder
         self._rank = rank
@@ -136,13 +143,13 @@ class StatusFile:
                 self.previous = self._facts["previous"] or {}
                 self._write(self._facts)
 
-    def add(self, facts: Mapping[str, Any]) -> None:
+    def add(self, values: Mapping[str, Any]) -> None:
         """Add facts, also after the end of the run."""
-        self._facts |= facts
+        self._facts |= values
         if self._rank == 0:
             with suppress(OSError), self._alone():
                 is_ours = self.first() is None
-                self._write(self._facts | self._step() if is_ours else read_status(self._folder) | dict(facts))
+                self._write(self._facts | self._step() if is_ours else read_status(self._folder) | dict(values))
 
     def run(self, progress: Progress, *, num_steps: int) -> None:
         """Record that training begins; from now on the step is read from `progress`."""
@@ -253,23 +260,23 @@ class StatusFile:
             lock.release()
 
 
-def previous_end(facts: Mapping[str, Any]) -> dict[str, Any] | None:
+def previous_end(status: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the end of the launch with these facts; if it never trained, that of the launch before it.
 
     A launch without an end was killed.
     """
-    if facts.get("num_steps") is None:
-        before = facts.get("previous")
+    if status.get("num_steps") is None:
+        before = status.get("previous")
         return dict(before) if isinstance(before, dict) else None
-    error, state = facts.get("error"), facts.get("state")
+    error, state = status.get("error"), status.get("state")
     name = error.get("type") if isinstance(error, dict) else None
     is_killed = state in (STARTING, RUNNING)
-    reason = KILLED if is_killed else name or facts.get("reason") or state
+    reason = KILLED if is_killed else name or status.get("reason") or state
     return {
         "state": FAILED if is_killed else state,
         "reason": str(reason)[:_MAX_MESSAGE_CHARACTERS],
-        "step": facts.get("step"),
-        "time": facts.get("time"),
+        "step": status.get("step"),
+        "time": status.get("time"),
     }
 
 
@@ -279,7 +286,7 @@ num_launches = 0
 
 def open_status_file(folder: Path, *, rank: int) -> StatusFile:
     """Return the status of the launch that this process belongs to."""
-    me = Peer(rank, platform.node(), os.getpid())
+    me = RankProcess(rank, platform.node(), os.getpid())
     launch = launch_id(os.environ, host=me.host, pid=me.pid, parent=os.getppid())
     launch += f"#{num_launches}" if num_launches > 1 else ""
     return StatusFile(folder, rank=rank, me=me, launch=launch, since=psutil.Process().create_time() - 2)

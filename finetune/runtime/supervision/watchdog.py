@@ -184,7 +184,7 @@ class Watchdog:
 
     def _end_hang(self, silent: float) -> None:
         last = heartbeat.last_heartbeat
-        write_report(self._folder, rank=self._rank, point=last.point, step=last.step, silent_seconds=silent)
+        write_hang_report(self._folder, rank=self._rank, point=last.point, step=last.step, silent_seconds=silent)
         deadline = time.monotonic() + _REPORT_SECONDS
         while len(reports := read_reports(self._folder)) < self._world and time.monotonic() < deadline:
             time.sleep(_TICK_SECONDS)
@@ -258,7 +258,7 @@ class HangReport:
 _REPORT = TypeAdapter(HangReport)
 
 
-def write_report(folder: Path, *, rank: int, point: str, step: int, silent_seconds: float) -> None:
+def write_hang_report(folder: Path, *, rank: int, point: str, step: int, silent_seconds: float) -> None:
     """Write the report of this process; `folder` is the run's."""
     path = folder / HANG_FOLDER / f"rank-{rank:05d}.txt"
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -275,10 +275,10 @@ def _named(values: Mapping[Any, Any] | Sequence[Any], name: str) -> Iterator[tup
         before = item if isinstance(item, str) and item.startswith("-") and is_secret_name(item) else None
 
 
-def redacted_command(words: Sequence[str]) -> list[str]:
+def redacted_command(command: Sequence[str]) -> list[str]:
     """Return a command line without the values of secret options: `--hub-token X`, `--set a.password=X`."""
     redacted = []
-    for _, word, option in _named(words, ""):
+    for _, word, option in _named(command, ""):
         first = re.match(r"-{0,2}[\w.-]{1,128}(?=\s)", word)
         *names, value = word.split("=")  # `--set=a.password=X` has two names
         secret = next((n for n, name in enumerate(names, 1) if any(map(is_secret_name, name.split(".")))), None)
@@ -294,9 +294,9 @@ def redacted_command(words: Sequence[str]) -> list[str]:
     return redacted
 
 
-def register_command(words: Sequence[str]) -> None:
+def register_command(command: Sequence[str]) -> None:
     """Register the secrets of our own command line, in which `--secret` only names one."""
-    for before, (_, word, name) in zip(["", *words], _named(words, ""), strict=False):
+    for before, (_, word, name) in zip(["", *command], _named(command, ""), strict=False):
         key, _, value = word.rpartition("=")
         if "--secret" not in (before, key):
             _known.add(_secret_texts(value, name=key) if is_secret_name(key) else _secret_texts(word, name=name))

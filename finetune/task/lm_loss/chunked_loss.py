@@ -89,7 +89,7 @@ def _device_type(device: torch.device) -> str:
 
 
 @dataclass
-class Chunk:
+class LogitsChunk:
     """A chunk of rows, and the buffers for its logits, which all chunks share."""
 
     rows: Tensor  # [chunk, hidden], in the dtype of the products, like the weights
@@ -102,7 +102,7 @@ class Chunk:
     part: VocabularyPart | None = None  # of the weights
 
     @classmethod
-    def without_buffers(cls, rows: Tensor, weight: Tensor, spec: LossSpec) -> "Chunk":
+    def without_buffers(cls, rows: Tensor, weight: Tensor, spec: LossSpec) -> "LogitsChunk":
         """Return a chunk of all rows for which no logits are computed."""
         return cls(rows.to(spec.dtype), weight.to(spec.dtype), None, spec.transform)
 
@@ -145,7 +145,9 @@ class Chunk:
         return self.logits_buffer[: len(gradient)].copy_(gradient)
 
 
-def iterate_chunks(rows: Tensor, weight: Tensor, bias: Tensor | None, spec: LossSpec) -> Iterator[tuple[slice, Chunk]]:
+def iterate_chunks(
+    rows: Tensor, weight: Tensor, bias: Tensor | None, spec: LossSpec
+) -> Iterator[tuple[slice, LogitsChunk]]:
     """Yield every chunk in order, with its slice of the rows."""
     size, vocabulary = min(spec.rows, len(rows)), len(weight)
     logits_buffer = rows.new_empty(size, vocabulary, dtype=spec.dtype)
@@ -155,7 +157,7 @@ def iterate_chunks(rows: Tensor, weight: Tensor, bias: Tensor | None, spec: Loss
     cast_weight, cast_bias = weight.to(spec.dtype), None if bias is None else bias.to(spec.dtype)
     for start in range(0, len(rows), max(1, size)):
         part = slice(start, min(start + size, len(rows)))
-        yield part, Chunk(rows[part].to(spec.dtype), cast_weight, cast_bias, spec.transform, *buffers, spec.part)
+        yield part, LogitsChunk(rows[part].to(spec.dtype), cast_weight, cast_bias, spec.transform, *buffers, spec.part)
 
 
 class LinearGradients:
@@ -184,7 +186,7 @@ class LinearGradients:
         bias = None if self._bias is None else self._bias.to(self._dtype)
         return self._rows, weight, bias, None, None
 
-    def add(self, gradient: Tensor, chunk: Chunk, part: slice) -> None:
+    def add(self, gradient: Tensor, chunk: LogitsChunk, part: slice) -> None:
         """Accumulate a chunk's gradients from the float32 gradient at the head's output; overwrites the logits."""
         cast = chunk.cast(gradient)
         if self._rows is not None:
@@ -312,7 +314,7 @@ class _RowLosses(torch.autograd.Function):
         gradients, of_rows = LinearGradients(ctx, rows, weight, bias), upstream[0][:, None]
         with torch.autocast(rows.device.type, enabled=False):
             if saved is not None:
-                gradients.add(saved.mul_(of_rows), Chunk.without_buffers(rows, weight, spec), slice(None))
+                gradients.add(saved.mul_(of_rows), LogitsChunk.without_buffers(rows, weight, spec), slice(None))
                 return gradients.values
             for part, chunk in iterate_chunks(rows, weight, bias, spec):
                 logits = chunk.logits()

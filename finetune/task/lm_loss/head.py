@@ -119,10 +119,10 @@ def map_chunks(
     function: Callable[..., Tensor],
     head: LmHead,
     rows: Tensor,
-    *others: Tensor,
+    *extras: Tensor,
     logit_bytes: int = AUTOGRAD_LOGIT_BYTES,
 ) -> list[Tensor]:
-    """Return the results of `function` over chunks of the rows and of the tensors `others`, which have one row per row.
+    """Return the results of `function` over chunks of the rows and of the tensors `extras`, which have one row per row.
 
     The logits are recomputed in the backward pass. It supports any loss and heads that are not plain linear layers,
     such as with LoRA; `logit_bytes` is the peak memory per logit of a chunk. Weights that ZeRO-3 has partitioned are
@@ -132,8 +132,8 @@ def map_chunks(
     if not head.is_partitioned:
         size = rows_per_chunk(head.vocabulary, rows.device, logit_bytes=logit_bytes)
     if len(rows) <= size:
-        return [function(rows, *others)]
-    parts = zip(*(torch.split(tensor, size) for tensor in (rows, *others)), strict=True)
+        return [function(rows, *extras)]
+    parts = zip(*(torch.split(tensor, size) for tensor in (rows, *extras)), strict=True)
     return [checkpoint(function, *part, use_reentrant=False) for part in parts]
 
 

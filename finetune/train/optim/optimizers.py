@@ -76,7 +76,9 @@ class MuonAndAdamW(torch.optim.Optimizer):
             rule.step()
 
 
-def split_for_muon(groups: Sequence[dict[str, Any]], named: Sequence[NamedParameter]) -> list[dict[str, Any]]:
+def split_for_muon(
+    groups: Sequence[dict[str, Any]], named_parameters: Sequence[NamedParameter]
+) -> list[dict[str, Any]]:
     """Return the groups split into hidden matrices and the rest; raises ModelError if there is no hidden matrix.
 
     Hidden matrices are the two-dimensional parameters of numbered layers. Embeddings, heads, vectors, convolutions and
@@ -84,7 +86,7 @@ def split_for_muon(groups: Sequence[dict[str, Any]], named: Sequence[NamedParame
     """
     hidden = {
         id(entry.parameter)
-        for entry in named
+        for entry in named_parameters
         if len(full_shape(entry.parameter)) == 2 and layer_of(entry.name) is not None
         if not entry.is_vector and not entry.is_embedding and not any(map(is_embedding, entry.aliases))
     }
@@ -109,7 +111,7 @@ Groups = list[dict[str, Any]]
 class OptimizerInputs:
     """The inputs of an optimizer factory of the registry."""
 
-    named: Sequence[NamedParameter]
+    named_parameters: Sequence[NamedParameter]
     groups: Groups  # every group has a `weight_decay`
     section: OptimizerSection
     learning_rate: float
@@ -149,7 +151,7 @@ def muon(inputs: OptimizerInputs) -> torch.optim.Optimizer:
     """Return Muon for hidden matrices and AdamW for the rest; raises ModelError if there is no hidden matrix."""
     momentum = inputs.section.momentum
     return MuonAndAdamW(
-        split_for_muon(inputs.groups, inputs.named),
+        split_for_muon(inputs.groups, inputs.named_parameters),
         learning_rate=inputs.learning_rate,
         momentum=0.95 if momentum is None else momentum,
         betas=inputs.betas,
@@ -166,7 +168,7 @@ def schedule_free_adamw(inputs: OptimizerInputs) -> torch.optim.Optimizer:
 
 
 def build_optimizer(
-    named: Sequence[NamedParameter],
+    named_parameters: Sequence[NamedParameter],
     section: OptimizerSection,
     *,
     learning_rate: float,
@@ -180,16 +182,18 @@ def build_optimizer(
     Parameters that are not yet unfrozen are skipped, and an average of the weights is kept if configured. `seed` seeds
     stochastic rounding. `build` replaces the registry's implementation.
     """
-    groups = parameter_groups(named, section, unfreeze)
+    groups = parameter_groups(named_parameters, section, unfreeze)
     if not groups:
         raise ModelError(
             "no parameter is trained: everything is frozen. Remove patterns from model.freeze, or set model.lora."
         )
     if section.in_backward:
         groups = [{**group, "params": [parameter]} for group in groups for parameter in group["params"]]
-    dtypes = {str(entry.parameter.dtype).removeprefix("torch.") for entry in named if entry.parameter.requires_grad}
+    dtypes = {
+        str(entry.parameter.dtype).removeprefix("torch.") for entry in named_parameters if entry.parameter.requires_grad
+    }
     if any(uses_low_bit_adamw(section, dtype=dtype) for dtype in dtypes):
-        names = {id(entry.parameter): entry.name for entry in named}
+        names = {id(entry.parameter): entry.name for entry in named_parameters}
         for group in groups:
             group[ROUNDING_KEYS] = [seeds.derive_seed(seed, "rounding", names[id(one)]) for one in group["params"]]
         optimizer: torch.optim.Optimizer = LowBitAdamW(
@@ -201,7 +205,7 @@ def build_optimizer(
             rounds_weights=section.stochastic_rounding,
         )
     else:
-        inputs = OptimizerInputs(named, groups, section, learning_rate)
+        inputs = OptimizerInputs(named_parameters, groups, section, learning_rate)
         optimizer = (build or OPTIMIZERS.resolve(section.name))(inputs)
         if build is None and OPTIMIZERS[section.name].plugin:
             _require_optimizer_of(optimizer, groups, name=section.name)

@@ -136,7 +136,7 @@ def _is_vector(name: str, module: nn.Module, shape: Sequence[int]) -> bool:
 
 
 def parameter_groups(
-    named: Sequence[NamedParameter], section: OptimizerSection, unfreeze: Sequence[UnfreezeSection] = ()
+    named_parameters: Sequence[NamedParameter], section: OptimizerSection, unfreeze: Sequence[UnfreezeSection] = ()
 ) -> list[dict[str, Any]]:
     """Return the trained parameters as optimizer groups, one non-empty group per combination of settings.
 
@@ -144,8 +144,8 @@ def parameter_groups(
     if a pattern matches no trained parameter, if layer decay is set without numbered layers, or if no parameter would
     be trained at the start.
     """
-    trained = [entry for entry in named if entry.parameter.requires_grad]
-    factors = rate_factors(named, section)
+    trained = [entry for entry in named_parameters if entry.parameter.requires_grad]
+    factors = rate_factors(named_parameters, section)
     unfreeze_steps: dict[str, int] = {}  # the first matching section wins
     for part in unfreeze:
         for pattern in part.patterns:
@@ -170,18 +170,18 @@ def parameter_groups(
     return list(groups.values())
 
 
-def rate_factors(named: Sequence[NamedParameter], section: OptimizerSection) -> dict[str, float]:
+def rate_factors(named_parameters: Sequence[NamedParameter], section: OptimizerSection) -> dict[str, float]:
     """Return the learning-rate factor of every trained parameter, by name.
 
     The factor is the product of the layer-wise decay (Howard & Ruder, 2018, arXiv:1801.06146), the first matching entry
     of `rates` and the LoRA+ ratio (Hayou et al., 2024, arXiv:2402.12354).
     """
-    trained = [entry for entry in named if entry.parameter.requires_grad]
+    trained = [entry for entry in named_parameters if entry.parameter.requires_grad]
     depths: dict[str, int] = {}
     if section.layer_decay != 1.0:
-        depths = layer_depths({entry.name: entry.aliases for entry in named})
+        depths = layer_depths({entry.name: entry.aliases for entry in named_parameters})
         if not depths:
-            examples = _examples([entry.name for entry in named])
+            examples = _examples([entry.name for entry in named_parameters])
             raise ModelError(
                 "train.optimizer.layer_decay: no parameter name contains a layer number (`layers.0.`, `h.0.`, "
                 f"`layer.0.`, `blocks.0.`). {examples} Use train.optimizer.rates instead."
@@ -196,11 +196,11 @@ def rate_factors(named: Sequence[NamedParameter], section: OptimizerSection) -> 
     }
 
 
-def describe_groups(groups: Sequence[Mapping[str, Any]], named: Sequence[NamedParameter]) -> Iterator[str]:
+def describe_groups(groups: Sequence[Mapping[str, Any]], named_parameters: Sequence[NamedParameter]) -> Iterator[str]:
     """Yield a line per group, up to MAX_DESCRIBED_GROUPS; nothing if all are trained at one rate from the start."""
     if all(group[RATE_FACTOR] == 1.0 and not group[UNFREEZE_AFTER] for group in groups):
         return
-    names = {id(entry.parameter): entry.name for entry in named}
+    names = {id(entry.parameter): entry.name for entry in named_parameters}
     # Groups with equal settings are merged: some optimizers split groups internally.
     merged: dict[tuple[Any, ...], dict[str, Any]] = {}
     for alike in groups:

@@ -3,7 +3,7 @@
 import pytest
 
 from finetune.checkpoint.write import saver
-from finetune.checkpoint.write.retention import prune
+from finetune.checkpoint.write.retention import prune_checkpoints
 from finetune.config.sections.checkpoint import CheckpointSection
 from finetune.errors import CheckpointError, LostContact
 from finetune.runtime.run_folder import mark_attempt
@@ -31,7 +31,7 @@ def test_a_replaced_process_writes_and_deletes_nothing(attempt_1, folder, tmp_pa
         run.train(range(2, 4))
     assert visible(folder) == before
     with pytest.raises(LostContact):
-        prune(folder, section=CheckpointSection(keep_last=2), newest=2)
+        prune_checkpoints(folder, section=CheckpointSection(keep_last=2), newest=2)
 
 
 def test_a_save_suspended_before_its_rename_does_not_rename_after_a_newer_attempt_started(

@@ -174,7 +174,8 @@ def test_each_checkpoint_is_reported_once_when_it_is_complete(folder, asynchrono
 def test_the_next_save_waits_for_the_previous_one(folder):
     run, may_write = Run(folder), threading.Event()
     with patch(
-        "finetune.checkpoint.write.saver.prune", side_effect=lambda *_, **__: [] if may_write.wait(60) else ["late"]
+        "finetune.checkpoint.write.saver.prune_checkpoints",
+        side_effect=lambda *_, **__: [] if may_write.wait(60) else ["late"],
     ):
         train_and_save(run, 1)
         run.saver.report_written()

@@ -6,7 +6,7 @@ import pytest
 
 from finetune.commands.doctor.checks import Facts, bus_bandwidth, compute_seconds, strategy_costs
 from finetune.commands.doctor.findings import Severity
-from finetune.commands.doctor.job import HubName, JobFacts
+from finetune.commands.doctor.job_facts import HubName, JobFacts
 from finetune.commands.doctor.network import HubFacts, InfinibandPort, chosen_interfaces
 from finetune.commands.doctor.ranks import AllReduceSpeed, LinkFacts, pairs_to_measure
 from finetune.commands.doctor.software import Lock

@@ -14,7 +14,7 @@ import pytest
 
 from finetune.commands.doctor import gpus, system
 from finetune.commands.doctor.doctor import examine, time_limit
-from finetune.runtime.processes import free_port
+from finetune.runtime.processes import free_loopback_port
 from tests.commands.doctor.recorded import FOLDER
 from tests.commands.doctor.test_facts import ANSWERS, FakeNvml, write_job
 from tests.commands.doctor.test_gpus import program
@@ -192,7 +192,12 @@ def test_all_reduces_of_gloo_ranks_are_measured_and_printed_once(tmp_path, proce
 
 @pytest.mark.full
 def test_ranks_exit_with_a_message_when_one_never_starts(tmp_path):
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}
+    place = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_loopback_port()),
+        "WORLD_SIZE": "3",
+        "LOCAL_WORLD_SIZE": "3",
+    }
     command = [sys.executable, "-m", "finetune", "doctor", "--wait", "15"]
     with ExitStack() as stack:
         files = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(2)]

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from finetune.commands.doctor import gpus, job
+from finetune.commands.doctor import gpus, job_facts
 from finetune.commands.doctor.network import (
     InfinibandPort,
     gather_hub,
@@ -67,7 +67,7 @@ class FakeNvml:
 
 def test_gpus_are_described_by_nvml(monkeypatch):
     monkeypatch.setattr(gpus, "pynvml", FakeNvml())
-    facts = gpus.gather()
+    facts = gpus.gather_gpus()
     gpu = facts.gpus[1]
     assert (facts.driver, facts.driver_cuda, facts.p2p) == ("550.120", "12.4", {"0-1": "chipset not supported"})
     assert (gpu.index, gpu.name, gpu.capability, gpu.ecc, gpu.mig) == (
@@ -88,14 +88,14 @@ def test_a_machine_without_a_driver_has_no_gpus_and_one_whose_driver_fails_has_a
     nvml.nvmlInit = nvml._refuse
     monkeypatch.setattr(gpus, "pynvml", nvml)
     monkeypatch.setattr(gpus, "DRIVER_MARKS", (tmp_path / "driver",))
-    assert gpus.gather().problem is None
+    assert gpus.gather_gpus().problem is None
     (tmp_path / "driver").touch()
-    assert gpus.gather().problem == "Not Supported"
+    assert gpus.gather_gpus().problem == "Not Supported"
 
 
 def test_nvml_of_this_machine_is_read_without_an_error():
     """On a machine with a GPU it answers; both are facts."""
-    facts = gpus.gather()
+    facts = gpus.gather_gpus()
     assert bool(facts.gpus) is (facts.driver is not None)
 
 
@@ -181,14 +181,14 @@ def write_job(folder, *, values=VALUES, more=""):
 
 
 def test_the_bytes_that_a_job_writes_are_computed_from_its_model(tmp_path):
-    facts = job.gather(write_job(tmp_path))
+    facts = job_facts.gather_job(write_job(tmp_path))
     assert facts.problem is None and facts.num_parameters == facts.num_trained > 5_000
     assert facts.checkpoint_bytes == 3 * 4 * facts.num_parameters and facts.final_bytes == 4 * facts.num_parameters
     assert (facts.num_checkpoints, facts.tokens_per_step, facts.cache_bytes) == (4, 512, 39)
 
 
 def test_an_adapter_trains_and_saves_only_its_own_parameters(tmp_path):
-    facts = job.gather(write_job(tmp_path, more="  lora: {rank: 4}"))
+    facts = job_facts.gather_job(write_job(tmp_path, more="  lora: {rank: 4}"))
     attention, mlp = 4 * 4 * (8 + 8), 3 * 4 * (8 + 16)
     assert facts.num_trained == attention + mlp
     assert facts.final_bytes == 4 * facts.num_trained
@@ -196,4 +196,4 @@ def test_an_adapter_trains_and_saves_only_its_own_parameters(tmp_path):
 
 @pytest.mark.parametrize("more", ["  lora: {rank: 4, target_modules: [q_proj, v_proj]}"])
 def test_an_adapter_on_some_modules_counts_only_those(tmp_path, more):
-    assert job.gather(write_job(tmp_path, more=more)).num_trained == 2 * 4 * (8 + 8)
+    assert job_facts.gather_job(write_job(tmp_path, more=more)).num_trained == 2 * 4 * (8 + 8)

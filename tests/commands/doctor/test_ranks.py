@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from finetune.commands.doctor.findings import Severity
-from finetune.commands.doctor.job import JobFacts
+from finetune.commands.doctor.job_facts import JobFacts
 from finetune.commands.doctor.ranks import AllReduceSpeed, LinkFacts, PairSpeed
 from tests.commands.doctor.recorded import findings_of, host_of, ranks_of
 

@@ -66,7 +66,7 @@ def test_questions_are_asked_on_a_terminal_until_they_are_answered(monkeypatch, 
     asked = []
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
     monkeypatch.setattr("builtins.input", lambda question: asked.append(question) or next(answers))
-    questions.init_by_answers(questions.Answers(), None)
+    questions.init_by_answers(questions.InitAnswers(), None)
     output = capsys.readouterr().out
     assert next(answers, None) is None and len(asked) == 10
     assert "Did you mean `sft`?" in output and "fit none of the formats of `sft`" in output

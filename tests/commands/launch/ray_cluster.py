@@ -13,7 +13,7 @@ import psutil
 
 from finetune.launch.ray import HEAD_SETTINGS
 from finetune.report.history import read_events
-from finetune.runtime.processes import free_port
+from finetune.runtime.processes import free_loopback_port
 from finetune.runtime.supervision.heartbeat import VARIABLE
 from finetune.runtime.supervision.status import read_status
 from tests import launching
@@ -68,7 +68,7 @@ def two_raylets(
         head |= {
             "include_dashboard": True,
             "dashboard_port": dashboard_port,
-            "dashboard_agent_listen_port": free_port(),
+            "dashboard_agent_listen_port": free_loopback_port(),
         }
     cluster = Cluster(initialize_head=True, head_node_args=head)
     try:

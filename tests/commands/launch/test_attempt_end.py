@@ -9,9 +9,9 @@ import pytest
 from finetune.commands.launch.attempt_end import (
     AGAIN,
     RECORD,
+    AttemptEnd,
     Decision,
-    RunEnd,
-    decide,
+    decide_restart,
     newest_step,
     print_decision,
     read_run_end,
@@ -116,7 +116,7 @@ def test_only_whole_checkpoints_count(run):
 def decided(
     ended: int | None, *, step: int = 10, last: Decision | None = None, restarts: int = 3, code: int = 1
 ) -> int:
-    return decide(RunEnd(ended), code=code, step=step, last=last, max_restarts=restarts).exit_code
+    return decide_restart(AttemptEnd(ended), code=code, step=step, last=last, max_restarts=restarts).exit_code
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_the_end_that_the_run_wrote_down_counts_and_not_the_launchers(ended, exp
 
 @pytest.mark.parametrize(("code", "expected"), [(0, 0), (2, 2), (1, AGAIN), (143, AGAIN), (130, 130), (127, AGAIN)])
 def test_without_a_status_of_this_attempt_the_exit_code_of_the_launcher_counts(code, expected):
-    decision = decide(None, code=code, step=0, last=None, max_restarts=3)
+    decision = decide_restart(None, code=code, step=0, last=None, max_restarts=3)
     assert decision.exit_code == expected and f"exit code {code}" in decision.reason
 
 
@@ -139,7 +139,7 @@ def test_without_a_status_of_this_attempt_the_exit_code_of_the_launcher_counts(c
 def test_a_job_that_gains_nothing_is_given_up(restarts, ended):
     last, codes = None, []
     for _ in range(restarts + 1):
-        last = decide(RunEnd(ended), code=1, step=0, last=last, max_restarts=restarts)
+        last = decide_restart(AttemptEnd(ended), code=1, step=0, last=last, max_restarts=restarts)
         codes.append(last.exit_code)
     assert codes == [AGAIN] * restarts + [1]
     assert f"{restarts + 1} attempts in a row" in last.reason
@@ -148,7 +148,7 @@ def test_a_job_that_gains_nothing_is_given_up(restarts, ended):
 def test_a_step_gained_clears_the_count_however_often_it_was_preempted():
     last = None
     for number in range(1, 50):
-        last = decide(RunEnd(143, "signal SIGTERM"), code=1, step=number, last=last, max_restarts=0)
+        last = decide_restart(AttemptEnd(143, "signal SIGTERM"), code=1, step=number, last=last, max_restarts=0)
         assert (last.exit_code, last.num_failures, last.step) == (AGAIN, 0, number)
 
 
@@ -160,7 +160,7 @@ def test_a_job_is_never_restarted_in_a_row_more_often_than_allowed():
         for ended, gained in sequence:
             step += gained
             without = 0 if gained else without + 1
-            last = decide(RunEnd(ended), code=1, step=step, last=last, max_restarts=2)
+            last = decide_restart(AttemptEnd(ended), code=1, step=step, last=last, max_restarts=2)
             assert last.exit_code == (1 if without > 2 else AGAIN), sequence
             if last.exit_code != AGAIN:
                 break
@@ -171,13 +171,13 @@ def test_a_job_is_never_restarted_in_a_row_more_often_than_allowed():
 @pytest.mark.parametrize(
     ("facts", "expected"),
     [
-        ({"exit_code": 2, "error": {"message": "no"}, "reason": None}, RunEnd(2, "no")),
-        ({"exit_code": 143, "error": None, "reason": "signal SIGTERM"}, RunEnd(143, "signal SIGTERM")),
-        ({"exit_code": None, "state": "running"}, RunEnd(None, "")),
+        ({"exit_code": 2, "error": {"message": "no"}, "reason": None}, AttemptEnd(2, "no")),
+        ({"exit_code": 143, "error": None, "reason": "signal SIGTERM"}, AttemptEnd(143, "signal SIGTERM")),
+        ({"exit_code": None, "state": "running"}, AttemptEnd(None, "")),
         ({"exit_code": "2"}, None),
         ({"exit_code": True}, None),
-        ({"exit_code": 1, "error": "text"}, RunEnd(1, "")),
-        ({}, RunEnd(None, "")),
+        ({"exit_code": 1, "error": "text"}, AttemptEnd(1, "")),
+        ({}, AttemptEnd(None, "")),
     ],
 )
 def test_a_status_is_read_with_care(facts, expected):

@@ -102,7 +102,7 @@ def test_an_address_at_which_nothing_listens_is_one_message_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, address: str
 ) -> None:
     """Ray itself would try it for minutes."""
-    address = f"{address}:{launching.free_port()}" if address == "127.0.0.1" else address
+    address = f"{address}:{launching.free_loopback_port()}" if address == "127.0.0.1" else address
     for name in ("ray", "ray.train"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))  # without `init`
     with pytest.raises(UserError, match=rf"^{address}.*: Ray cannot be reached: "):

@@ -15,7 +15,7 @@ from finetune.commands.launch.ray import RayArguments
 from finetune.commands.launch.ray_submit import Submission, ray_words, submit_ray_job
 from finetune.errors import UserError
 from finetune.registry.accelerate_files import SHIPPED
-from finetune.runtime.processes import free_port
+from finetune.runtime.processes import free_loopback_port
 from tests.commands.launch.ray_cluster import DDP, TIMEOUT_SECONDS, RayHosts, RayRun, two_raylets
 from tests.launch.cluster import until
 from tests.small_job import JOB, write_job
@@ -56,7 +56,7 @@ def test_submitting_a_local_job_or_a_secret_is_refused(tmp_path: Path) -> None:
 
 def test_a_dashboard_that_is_not_there_is_named(tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="ray is not installed")
-    address = f"127.0.0.1:{free_port()}"
+    address = f"127.0.0.1:{free_loopback_port()}"
     with pytest.raises(UserError, match=rf"--submit: http://{address}: .*Name the host of Ray's head"):
         submit_ray_job(arguments(write_job(tmp_path), address=address), Submission())
 
@@ -64,7 +64,7 @@ def test_a_dashboard_that_is_not_there_is_named(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[tuple[RayHosts, str]]:
     pytest.importorskip("ray", reason="ray is not installed")
-    port = free_port()
+    port = free_loopback_port()
     with (
         tempfile.TemporaryDirectory(prefix="ray") as folder,  # the path of a socket has 107 characters
         two_raylets(Path(folder), pace_seconds=1.0, steps=STEPS, dashboard_port=port) as hosts,

@@ -5,7 +5,7 @@ What `finetune.memory.predict` predicts is tested there; here only what a plan m
 
 from dataclasses import dataclass
 
-from finetune.memory.state import Layout, Prediction
+from finetune.memory.state import Prediction, TrainingLayout
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class LlamaEstimate:
     master_bytes: int = 4  # of a trained weight: float32
     num_adapted: int = 80_000_000
 
-    def __call__(self, layout: Layout) -> Prediction:
+    def __call__(self, layout: TrainingLayout) -> Prediction:
         trained = self.num_parameters if layout.method == "full" else self.num_adapted
         frozen = 0 if layout.method == "full" else self.num_parameters
         shards = {"single": 1, "ddp": 1, "hsdp": layout.ranks_per_node}.get(layout.strategy, layout.num_ranks)

@@ -89,7 +89,7 @@ def test_a_plan_without_a_fitting_strategy_suggests_what_would_fit(
 def test_the_exit_code_of_plan_is_1_if_the_job_does_not_fit(
     job_file: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr(plan_command, "Predictor", lambda *_: type("P", (), {"predict": staticmethod(LLAMA_8B)}))
+    monkeypatch.setattr(plan_command, "MemoryPredictor", lambda *_: type("P", (), {"predict": staticmethod(LLAMA_8B)}))
     job = job_file("8b")
     assert plan_command.plan(job, [], PlanOptions(gpus="8xH100"), as_json=True) == 0
     assert json.loads(capsys.readouterr().out)["machines"][0]["best"] == "fsdp2"

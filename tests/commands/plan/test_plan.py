@@ -13,7 +13,7 @@ from finetune.commands.plan.output import Plan
 from finetune.commands.plan.plan import read_measured_run
 from finetune.config.load import load_config
 from finetune.config.run_config import RunConfig
-from finetune.memory.state import Layout, Prediction
+from finetune.memory.state import Prediction, TrainingLayout
 from tests.commands.plan.estimates import LLAMA_8B
 
 Planned = Callable[..., Plan]
@@ -84,7 +84,7 @@ class EstimatedStep:
     def __init__(self, config: RunConfig, layout: object) -> None:
         self.uses_liger = config.model.kernels == "liger"
 
-    def predict(self, layout: Layout) -> Prediction:
+    def predict(self, layout: TrainingLayout) -> Prediction:
         plain = LLAMA_8B(layout)
         saved = plain.parts["activations"] // 2 if self.uses_liger else 0
         parts = {**plain.parts, "activations": plain.parts["activations"] - saved}
@@ -92,7 +92,7 @@ class EstimatedStep:
 
 
 def liger_sentences(path: Path, monkeypatch: pytest.MonkeyPatch, *overrides: str, is_installed: bool) -> list[str]:
-    monkeypatch.setattr(planning, "Predictor", EstimatedStep)
+    monkeypatch.setattr(planning, "MemoryPredictor", EstimatedStep)
     monkeypatch.setattr(planning, "find_spec", lambda name: "installed" if is_installed else None)
     plan = planning.make_plan(load_config(path, overrides), planning.PlanOptions(gpus="8xH100"))
     return [sentence for sentence in plan.assumptions if "liger" in sentence]

@@ -6,8 +6,8 @@ import pytest
 
 from finetune.commands.plan.hardware import parse_hardware
 from finetune.commands.plan.output import Plan
-from finetune.commands.plan.strategies import PlannedMemory, StrategyPlan, accelerate_file, with_ranks
-from finetune.memory.state import Layout, Prediction
+from finetune.commands.plan.strategies import PlannedMemory, StrategyPlan, accelerate_file, rescale_to_ranks
+from finetune.memory.state import Prediction, TrainingLayout
 from tests.commands.plan.estimates import LlamaEstimate
 
 Planned = Callable[..., Plan]
@@ -60,7 +60,7 @@ def test_products_in_8_bits_are_faster_under_the_strategies_that_have_them(plann
 def test_a_microbatch_of_several_million_tokens_is_never_traced(planned: Planned, length: int, largest: int):
     sizes = []
 
-    def predict(layout: Layout) -> Prediction:
+    def predict(layout: TrainingLayout) -> Prediction:
         sizes.append(layout.microbatch_size)
         return LlamaEstimate(1_000_000, 1, 64, length=length)(layout)
 
@@ -141,7 +141,7 @@ def test_the_accelerate_file_exists(strategy: str, nodes: int, file: str, pytest
     assert (pytestconfig.rootpath / name).is_file()
 
 
-LAYOUT = Layout("fsdp2", 8, "full", False, 1)
+LAYOUT = TrainingLayout("fsdp2", 8, "full", False, 1)
 
 
 class Counted:
@@ -151,7 +151,7 @@ class Counted:
         self.asked: list[int] = []
         self._each, self._bend = each, bend
 
-    def __call__(self, layout: Layout) -> Prediction:
+    def __call__(self, layout: TrainingLayout) -> Prediction:
         self.asked.append(layout.microbatch_size)
         size = 10 + self._each * layout.microbatch_size + self._bend * layout.microbatch_size**2
         return Prediction(round(size), {"activations": round(size)})
@@ -186,7 +186,7 @@ def test_the_ends_take_fewer_predictions(usable: int, sizes: tuple[int, ...], si
 
 def test_sharded_parts_of_a_prediction_scale_with_the_number_of_ranks():
     own = Prediction(16, {"weights": 8, "gradients": 4, "optimizer": 2, "activations": 2})
-    assert with_ranks(own, ranks=2, others=4).peak_bytes == 4 + 2 + 1 + 2
+    assert rescale_to_ranks(own, old_ranks=2, new_ranks=4).peak_bytes == 4 + 2 + 1 + 2
 
 
 def test_where_there_are_fewer_samples_than_gpus_groups_of_gpus_share_layers(planned: Planned):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from finetune.commands.preview.batches import Piece, PreviewBatch, PreviewPosition, PreviewSample, pieces_of, visible
-from finetune.commands.preview.preview import ForwardRow, Segment, forward_rows, plain_text, preview
+from finetune.commands.preview.preview import BarSegment, ForwardRow, forward_rows, plain_text, preview
 from finetune.data.features import Features
 from finetune.errors import UserError
 from finetune.model.tokenizer import train_or_load_tokenizer
@@ -185,7 +185,8 @@ def test_lanes_are_in_proportion():
     padded = PreviewBatch(**numbers, num_samples=2, num_tokens=7, num_targets=1, num_lanes=2, num_computed=8)
     assert forward_rows(padded) == [
         ForwardRow(
-            "row 1: 3 tokens", (Segment("context first", 50.0), Segment("target", 25.0), Segment("padding", 25.0))
+            "row 1: 3 tokens",
+            (BarSegment("context first", 50.0), BarSegment("target", 25.0), BarSegment("padding", 25.0)),
         )
     ]
     packed = PreviewBatch(**numbers, num_samples=2, num_tokens=7, num_targets=1, num_lanes=1, num_computed=7)

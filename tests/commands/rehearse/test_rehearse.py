@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from finetune.commands.rehearse.rehearse import Request, rehearse
+from finetune.commands.rehearse.rehearse import RehearseRequest, rehearse
 from tests import launching
 from tests.commands.rehearse.planted import REFUSING, command, write_job
 
@@ -14,8 +14,8 @@ SECONDS = 900.0
 
 
 def rehearsed(job, capsys, *overrides, **changes):
-    request = Request(job, overrides, job.parent / "accelerate.yaml", 2, 4, None, time_limit_minutes=10.0)
-    code = rehearse(Request(**{**request.__dict__, **changes}), is_json=False)
+    request = RehearseRequest(job, overrides, job.parent / "accelerate.yaml", 2, 4, None, time_limit_minutes=10.0)
+    code = rehearse(RehearseRequest(**{**request.__dict__, **changes}), is_json=False)
     return code, capsys.readouterr().out
 
 
@@ -73,7 +73,8 @@ def test_a_folder_to_keep_is_never_overwritten(tmp_path):
     (tmp_path / "kept" / "file").touch()
     with pytest.raises(Exception, match="the folder is not empty"):
         rehearse(
-            Request(write_job(tmp_path), (), tmp_path / "accelerate.yaml", 2, 4, tmp_path / "kept", 1.0), is_json=False
+            RehearseRequest(write_job(tmp_path), (), tmp_path / "accelerate.yaml", 2, 4, tmp_path / "kept", 1.0),
+            is_json=False,
         )
 
 

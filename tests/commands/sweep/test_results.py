@@ -8,19 +8,19 @@ import pytest
 from finetune.commands.sweep.results import (
     TRAIN_LOSS,
     Objective,
-    RunResult,
+    SweepResult,
     best_of,
     choose_objective,
     closing_lines,
     history_so_far,
     measurements,
-    rank,
+    rank_results,
     results_json,
     results_table,
     step_seconds,
     tokens_per_second,
 )
-from finetune.commands.sweep.runs import FAILED, FINISHED, STOPPED, Outcome, SweepRun
+from finetune.commands.sweep.runs import FAILED, FINISHED, STOPPED, RunOutcome, SweepRun
 from finetune.config.load import load_config
 from finetune.errors import UserError
 
@@ -30,9 +30,9 @@ NAN = float("nan")
 
 
 def result(name, final, *, state=FINISHED, message="", best=None):
-    outcome = Outcome(state, message, 8, 8)
+    outcome = RunOutcome(state, message, 8, 8)
     run = SweepRun(name, {"run.seed": name}, (f"run.seed={name}",), Path("/s"))
-    return RunResult(run, outcome, final, best or final, 4, 8, 61.0, 1234.5)
+    return SweepResult(run, outcome, final, best or final, 4, 8, 61.0, 1234.5)
 
 
 RESULTS = [
@@ -45,10 +45,10 @@ RESULTS = [
 
 
 def test_results_are_ranked_with_the_best_finished_run_first():
-    assert [result.run.name for result in rank(RESULTS, LOSS)] == ["c", "a", "b", "d", "e"]
-    assert [result.run.name for result in rank(RESULTS, ACCURACY)] == ["a", "c", "b", "d", "e"]
-    assert best_of(rank(RESULTS, LOSS)).run.name == "c"
-    assert best_of(rank(RESULTS[3:], LOSS)) is None and best_of([]) is None
+    assert [result.run.name for result in rank_results(RESULTS, LOSS)] == ["c", "a", "b", "d", "e"]
+    assert [result.run.name for result in rank_results(RESULTS, ACCURACY)] == ["a", "c", "b", "d", "e"]
+    assert best_of(rank_results(RESULTS, LOSS)).run.name == "c"
+    assert best_of(rank_results(RESULTS[3:], LOSS)) is None and best_of([]) is None
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_an_unmeasured_metric_or_a_wrong_direction_is_refused(job, written, over
 
 
 def test_the_results_table_has_a_row_for_every_run():
-    table = results_table(rank(RESULTS, LOSS), LOSS, swept=["run.seed", "train.steps"])
+    table = results_table(rank_results(RESULTS, LOSS), LOSS, swept=["run.seed", "train.steps"])
     columns = {column.header: list(column.cells) for column in table.columns}
     assert columns["seed"] == ["c", "a", "b", "d", "e"] and set(columns["steps"]) == {"8/8"}
     assert columns["loss"] == ["1.0000", "2.0000", "nan", "0.1000", "-"]
@@ -95,14 +95,16 @@ def test_the_results_table_has_a_row_for_every_run():
 
 
 def test_the_closing_lines_name_the_best_and_failed_runs_and_the_number_left():
-    lines = "\n".join(closing_lines(rank(RESULTS, LOSS), LOSS, job=Path("job.yaml"), again=["finetune", "sweep"]))
+    lines = "\n".join(
+        closing_lines(rank_results(RESULTS, LOSS), LOSS, job=Path("job.yaml"), again=["finetune", "sweep"])
+    )
     assert "best: c, loss 1.0000 after step 8" in lines and "it was 0.5000 at step 4" in lines
     assert "finetune export /s/runs/c" in lines and "finetune --config job.yaml --set run.seed=c" in lines
     assert "finetune sweep --retry-failed" in lines and "1 of 5 runs are not finished" in lines
 
 
 def test_numbers_that_are_not_finite_are_texts_in_the_json():
-    facts = results_json(rank(RESULTS, LOSS), LOSS, folder=Path("/s"), page=None)
+    facts = results_json(rank_results(RESULTS, LOSS), LOSS, folder=Path("/s"), page=None)
     assert facts["best"] == "c" and [run["final"] for run in facts["runs"]] == [1.0, 2.0, "nan", 0.1, None]
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from finetune.commands.sweep.study import SweepStudy
 from finetune.commands.sweep.sweep import SweepRequest, sweep
-from finetune.commands.verify.runs import differences, read_completed_run
+from finetune.commands.verify.runs import read_completed_run, run_differences
 from finetune.errors import UserError
 from finetune.report.history import read_events
 from finetune.runtime.run_folder import is_locked
@@ -163,7 +163,7 @@ def test_a_killed_sweep_leaves_no_orphan_and_ends_as_an_undisturbed_one(job, tmp
     assert run(job, folder, RATES, *LONG) == 0
     for name in names:
         same, other = read_completed_run(straight / "runs" / name), read_completed_run(folder / "runs" / name)
-        assert list(differences(same, other, stop_at=other.starts[-1], tolerance=None)) == []
+        assert list(run_differences(same, other, stop_at=other.starts[-1], tolerance=None)) == []
         assert len(other.steps) == 400
     taken = [event["step"] for event in events(first, "StepTaken")]
     assert taken == list(range(1, 401))  # saved when the sweep was killed: no step was taken twice

@@ -8,7 +8,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from finetune.commands.verify.comparison import Comparison
+from finetune.commands.verify.comparison import EngineComparison
 from finetune.commands.verify.expected import ExpectedResults, compute_expected
 from finetune.commands.verify.openai_client import OpenAIModel
 from finetune.commands.verify.serving import compare_served
@@ -17,7 +17,7 @@ from finetune.model.loading.saved import inspect_model_folder
 from tests.serving_folders import make_model, make_tokenizer, save
 from tests.serving_server import ServedFolder, running
 
-Verify = Callable[..., Comparison]
+Verify = Callable[..., EngineComparison]
 
 
 @pytest.fixture(scope="session")
@@ -67,7 +67,7 @@ def verify() -> Verify:
 
     def run(
         folder: Path, *, served: Path | None = None, dtype: Any = torch.float32, expected_dtype: str | None = None
-    ) -> Comparison:
+    ) -> EngineComparison:
         key = folder, expected_dtype
         if key not in expected:
             saved = inspect_model_folder(folder, key="folder")

@@ -1,6 +1,6 @@
 import torch
 
-from finetune.commands.verify.comparison import Comparison, Limits
+from finetune.commands.verify.comparison import EngineComparison, Limits
 from finetune.commands.verify.expected import ExpectedAnswer, ServedAnswer
 
 LIMITS = Limits(torch.tensor([0.01]), 0.001, "float16")
@@ -25,7 +25,7 @@ def problems_of(
         margins=margins or (1.0,) * length,
         prefixes=("", *expected),
     )
-    comparison = Comparison()
+    comparison = EngineComparison()
     actual = ServedAnswer(served, is_complete=is_complete, num_prompt_tokens=3, log_probabilities=scores)
     comparison.compare_answers([answer], [actual], num_tokens=[3], limits=LIMITS)
     return comparison.problems

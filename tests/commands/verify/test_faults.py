@@ -165,14 +165,14 @@ def test_an_adapter_that_is_not_applied_is_named(name, adapter, tmp_path, verify
     lose_saved_modules(copy)
     edit_adapter(copy, drop)
     comparison = verify(adapter, served=copy, dtype=getattr(torch, name), expected_dtype=name)
-    assert comparison.facts["effect of training"]["served part"] == pytest.approx(0, abs=0.05)
+    assert comparison.measurements["effect of training"]["served part"] == pytest.approx(0, abs=0.05)
     assert "of what training changed: the adapter is not applied." in "\n".join(comparison.problems)
 
 
 def test_an_adapter_of_experts_served_in_bfloat16_has_no_problem(adapter, verify):
     comparison = verify(adapter, dtype=torch.bfloat16, expected_dtype="bfloat16")
     assert comparison.problems == []
-    assert comparison.facts["effect of training"]["served part"] == pytest.approx(1, abs=0.05)
+    assert comparison.measurements["effect of training"]["served part"] == pytest.approx(1, abs=0.05)
 
 
 @pytest.mark.parametrize(("folder", "faults"), [("adapter", 5), ("full", 8)])

@@ -17,8 +17,8 @@ from finetune.config.load import load_config
 from finetune.data.batch import Batch
 from finetune.errors import UserError
 from finetune.run.in_process import isolated_run, train_in_process
-from finetune.run.setup import data
-from finetune.runtime.processes import free_port
+from finetune.run.setup import training_data
+from finetune.runtime.processes import free_loopback_port
 from finetune.task.causal_lm import CausalTask
 from finetune.task.lm_loss.target_loss import log_probabilities_at_targets
 from finetune.train.optim import parameter_groups
@@ -112,14 +112,14 @@ def plant_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def plant_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    load = data.load_processing
+    load = training_data.load_processing
 
     def with_token(*args, **named):
         processing = load(*args, **named)
         assert processing.tokenizer.add_tokens(["red"]) == 1
         return processing
 
-    monkeypatch.setattr(data, "load_processing", with_token)
+    monkeypatch.setattr(training_data, "load_processing", with_token)
 
 
 def plant_decay(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,7 +238,7 @@ def test_two_processes_of_another_strategy_give_the_same(run, strategy):
         "--config_file",
         f"accelerate_configs/{strategy}.yaml",
     ]
-    command += ["--num_processes", "2", "--main_process_port", str(free_port())]
+    command += ["--num_processes", "2", "--main_process_port", str(free_loopback_port())]
     done = capture([*command, "-m", "finetune", "verify", "replay", str(run), "--layers", "--steps", "6"])
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"now: {strategy} on 2 processes" in done.stdout

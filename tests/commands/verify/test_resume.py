@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from finetune.commands.verify.runs import CompletedRun, LaunchSetup, differences, parse_launch_setup, run_resume
+from finetune.commands.verify.runs import CompletedRun, LaunchSetup, parse_launch_setup, run_differences, run_resume
 from finetune.config.load import load_config
 from finetune.errors import UserError
 from finetune.report.history import Steps
@@ -26,7 +26,7 @@ RESUMED = replace(STRAIGHT, starts=(0, 2))
 
 
 def list_differences(*, tolerance, **changes):
-    return list(differences(STRAIGHT, replace(RESUMED, **changes), stop_at=2, tolerance=tolerance))
+    return list(run_differences(STRAIGHT, replace(RESUMED, **changes), stop_at=2, tolerance=tolerance))
 
 
 def test_equal_runs_have_no_differences():

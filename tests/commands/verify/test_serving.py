@@ -29,23 +29,23 @@ def test_a_clean_family_has_no_problem(model_type, tmp_path, tokenizer, verify):
     model = make_model(model_type, vocabulary_size=len(tokenizer))
     comparison = verify(save(model, tokenizer, tmp_path / "final"))
     assert comparison.problems == []
-    assert comparison.facts["prompts"] == {"compared": 3, "different": 0}
-    assert comparison.facts["log-probabilities"]["rows"] == 64
-    assert comparison.facts["answers"]["same"] == 3
+    assert comparison.measurements["prompts"] == {"compared": 3, "different": 0}
+    assert comparison.measurements["log-probabilities"]["rows"] == 64
+    assert comparison.measurements["answers"]["same"] == 3
 
 
 def test_a_clean_adapter_changes_the_base_as_training_did(adapter, verify):
     comparison = verify(adapter)
     assert comparison.problems == []
-    assert comparison.facts["effect of training"]["served part"] == pytest.approx(1, abs=1e-3)
-    assert comparison.facts["effect of training"]["size"] > 0.1
-    assert comparison.facts["merged"]["worst"] < 1e-4
+    assert comparison.measurements["effect of training"]["served part"] == pytest.approx(1, abs=1e-3)
+    assert comparison.measurements["effect of training"]["size"] > 0.1
+    assert comparison.measurements["merged"]["worst"] < 1e-4
 
 
 def test_an_engine_in_bfloat16_is_allowed_the_rounding_of_bfloat16(full, verify):
     comparison = verify(full, dtype=torch.bfloat16, expected_dtype="bfloat16")
     assert comparison.problems == []
-    assert comparison.facts["log-probabilities"]["median"] > 1e-3
+    assert comparison.measurements["log-probabilities"]["median"] > 1e-3
 
 
 def test_the_report_is_written_next_to_the_folder(full, tokenizer, tmp_path, capsys):
@@ -77,7 +77,7 @@ def test_a_server_that_only_chats_is_compared_by_its_answers(full, tmp_path):
         )
         comparison = compare_served(model, expected)
     assert comparison.problems == []
-    assert comparison.facts == {"answers": {"same": 3, "chosen by rounding": 0, "different": 0}}
+    assert comparison.measurements == {"answers": {"same": 3, "chosen by rounding": 0, "different": 0}}
     assert len(comparison.not_compared) == 3
     served.model.model.norm.weight.data *= 1.001
     with running(answer) as url:

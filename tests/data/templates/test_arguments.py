@@ -13,7 +13,7 @@ from finetune.data.templates.rendering import (
     arguments_of,
     own_arguments,
     readable_names,
-    render,
+    render_chat,
     set_template_arguments,
     use_arguments,
 )
@@ -125,7 +125,7 @@ def test_variables_of_an_endless_template_are_found_in_a_process_of_its_own():
     endless = tokenizer_for("{{ 'a' * 10**12 }}{{ mood }}{% for m in messages %}{{ m.content }}{% endfor %}")
     assert readable_names(endless) == {"mood"}
     with pytest.raises(DataError):
-        render(endless, [ASKED], arguments={"mood": "sad"})
+        render_chat(endless, [ASKED], arguments={"mood": "sad"})
 
 
 READ = {

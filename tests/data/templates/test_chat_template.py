@@ -15,7 +15,7 @@ from finetune.data.templates.chat_template import (
     set_chat_template,
     stop_ids,
 )
-from finetune.data.templates.rendering import ConversationRefused, render
+from finetune.data.templates.rendering import ConversationRefused, render_chat
 from finetune.errors import DataError
 
 
@@ -76,7 +76,7 @@ def test_a_file_that_is_not_a_template_is_rejected_unread(tokenizer, tmp_path):
 def test_a_chat_template_reaches_nothing_but_the_conversation(tokenizer, template, reason):
     tokenizer.chat_template = template
     with pytest.raises(ConversationRefused, match=rf"\(user\): .*{reason}") as refused:
-        render(tokenizer, [{"role": "user", "content": "a"}])
+        render_chat(tokenizer, [{"role": "user", "content": "a"}])
     assert refused.value.num_turns == 1
 
 
@@ -86,7 +86,7 @@ def test_a_chat_template_that_writes_too_much_is_named(tokenizer, tmp_path, monk
     file.write_text("{{ messages[0].content * 99 }}")
     set_chat_template(tokenizer, str(file))
     with pytest.raises(DataError, match=r"own\.jinja.* 198 characters.* 99\."):
-        render(tokenizer, [{"role": "user", "content": "ab"}])
+        render_chat(tokenizer, [{"role": "user", "content": "ab"}])
     file.write_text("{{ messages[0].content * 100 }}")
     with pytest.raises(DataError, match=r"data\.chat_template: .*own\.jinja.* 100 characters"):
         set_chat_template(tokenizer, str(file))

@@ -101,7 +101,7 @@ def as_other_manifest(path):
 
 
 def as_other_columns(path):
-    write_array_file(path, {"lengths": (np.dtype(np.int32), [np.ones(40, np.int32)])}, facts={})
+    write_array_file(path, {"lengths": (np.dtype(np.int32), [np.ones(40, np.int32)])}, metadata={})
 
 
 CHUNK = chunk_name(0)

@@ -162,9 +162,9 @@ def test_intact_samples_have_the_checksum_expected_by_the_order(prepare, workers
     pool = pool_of_delivery(prepared)
     section = section.model_copy(update={"num_workers": workers})
     one, two, *_ = batches(pool, section)
-    deliveries = SampleVerifier(pool, STEP)
-    delivery = deliveries.received([one, two])
-    assert delivery.checksum == deliveries.expected(0) != deliveries.expected(1)
+    sample_verifier = SampleVerifier(pool, STEP)
+    delivery = sample_verifier.received([one, two])
+    assert delivery.checksum == sample_verifier.expected(0) != sample_verifier.expected(1)
     assert (delivery.damaged, delivery.problem) == ((), None)
     require_intact(prepared, one.sample_ids, one.checksums)
 
@@ -174,15 +174,15 @@ def test_damage_on_the_disk_after_the_start_is_found_in_the_samples_and_set_asid
     pool = pool_of_delivery(prepared)
     flip(prepared.folder / "chunk-000000.bin")
     one, two, *_ = batches(pool, section)
-    deliveries = SampleVerifier(pool, STEP)
-    delivery = deliveries.received([one, two])
+    sample_verifier = SampleVerifier(pool, STEP)
+    delivery = sample_verifier.received([one, two])
     assert delivery.damaged == (*one.sample_ids, *two.sample_ids)
-    assert delivery.checksum != deliveries.expected(0)
-    what, then = deliveries.explain(delivery.damaged)
+    assert delivery.checksum != sample_verifier.expected(0)
+    what, then = sample_verifier.explain(delivery.damaged)
     assert f"rows.jsonl, row {delivery.damaged[0] + 1}" in what
     assert "Run the same command again: it rebuilds the set and resumes from the last checkpoint" in then
     assert len(asides(prepared.folder)) == 1
-    (told,) = deliveries.explain(delivery.damaged)[1:]  # another rank
+    (told,) = sample_verifier.explain(delivery.damaged)[1:]  # another rank
     assert "was damaged and renamed by another process" in told
     again, _ = prepare()
     assert digest_of_steps(pool_of_delivery(again), 2, global_batch_size=STEP) == digest_of_steps(

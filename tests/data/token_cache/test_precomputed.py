@@ -5,7 +5,7 @@ import pytest
 
 from finetune.data.features import Features
 from finetune.data.token_cache.cache import TokenCacheWriter
-from finetune.data.token_cache.chunks import Chunk
+from finetune.data.token_cache.chunks import EncodedChunk
 from finetune.data.token_cache.counts import Counts
 from finetune.data.token_cache.store import Identity, PrecomputedArrays, PrecomputedWriter, TokenCache
 from finetune.errors import DataError
@@ -23,7 +23,7 @@ def prepared_of(tmp_path):
         ones = np.ones(num_samples, np.int64)
         writer = TokenCacheWriter(place, Identity("f", {}))
         writer.append(
-            Chunk(
+            EncodedChunk(
                 values={"input_ids": ones.astype(np.uint32)},
                 lengths={"input_ids": ones},
                 num_targets=ones.astype(np.int32),

@@ -9,14 +9,14 @@ import pytest
 from finetune.config.sections.data import BatchingSection, DataSection, TrainingSourceSection
 from finetune.data.order.grouping import LengthGroupedOrder
 from finetune.data.token_cache.cache import TokenCacheWriter
-from finetune.data.token_cache.chunks import Chunk
+from finetune.data.token_cache.chunks import EncodedChunk
 from finetune.data.token_cache.counts import Counts
 from finetune.data.token_cache.store import Identity, TokenCache, dataset_view, grouped_by_length
 
 
 def chunk_of(num_samples, *, length, origins):
     tokens = np.arange(num_samples * length, dtype=np.uint32)
-    return Chunk(
+    return EncodedChunk(
         values={"input_ids": tokens, "is_target": tokens % 2 == 1},
         lengths=dict.fromkeys(("input_ids", "is_target"), np.full(num_samples, length)),
         num_targets=np.full(num_samples, length // 2, np.int32),

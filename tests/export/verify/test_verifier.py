@@ -23,7 +23,7 @@ from finetune.export import save
 from finetune.export.save import Preprocessors, TextPreprocessor
 from finetune.export.verify import verifier
 from finetune.export.verify.rows import expected_tokens, logits_of, synthetic_rows
-from finetune.export.verify.verifier import Expected, ExportVerifier, failed_folder, model_facts
+from finetune.export.verify.verifier import ExpectedOutputs, ExportVerifier, failed_folder, model_facts
 from tests.export.conftest import FACTS, GATED, load_from, make_tokenizer, values_of
 
 CPU = torch.device("cpu")
@@ -51,7 +51,7 @@ def verify(tmp_path, tokenizer):
             report = save.export_model(tmp_path / "final", section=section, **how)
             damage(report.folder)
             tokens = expected_tokens(tokenizer, ["amber violet", "2 + 2"], renders=lambda turns: True)
-            expected = Expected(rows, logits, dtype_trained or "float32", tokens, inputs.text, unmerged)
+            expected = ExpectedOutputs(rows, logits, dtype_trained or "float32", tokens, inputs.text, unmerged)
             return it.check(report, expected)
 
     return export_and_verify

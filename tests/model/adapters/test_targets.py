@@ -11,9 +11,9 @@ from finetune.errors import ConfigError, ModelError
 from finetune.model.adapters.build import add_adapter
 from finetune.model.adapters.context import AdapterContext
 from finetune.model.adapters.lora import adapter_summary
-from finetune.model.adapters.targets import find_experts, find_routers, rewritten_names, shortest_names, target_problems
+from finetune.model.adapters.targets import find_experts, rewritten_names, router_names, shortest_names, target_problems
 from finetune.model.loading.dry_run import meta_model
-from finetune.run.setup.model import adapter_problems
+from finetune.run.setup.model_problems import expert_target_problems
 from tests.model.moe_models import HYBRID_MODELS, MOE_MODELS
 
 MODELS = {**MOE_MODELS, **HYBRID_MODELS}
@@ -162,11 +162,11 @@ train: {{global_batch_size: 2, microbatch_size: 1, steps: 1, learning_rate: 1e-3
     (tmp_path / "absent.jsonl").write_text("")
     loaded = load_config(tmp_path / "job.yaml")
     with pytest.raises(ConfigError, match=r"line 8, model\.lora\.dora: peft adapts the matrices"):
-        loaded.refuse(adapter_problems(loaded.config))
+        loaded.refuse(expert_target_problems(loaded.config))
     plain = load_config(tmp_path / "job.yaml", ["model.lora.dora=false"]).config
     without_experts = load_config(tmp_path / "job.yaml", ["model.lora.experts=false"]).config
     for config in (plain, without_experts):
-        assert not list(adapter_problems(config))
+        assert not list(expert_target_problems(config))
 
 
 def test_names_of_expert_matrices_are_hinted_at(adapt):
@@ -180,7 +180,7 @@ def test_every_layer_s_experts_and_router_are_found(model_type):
     experts = find_experts(model)
     assert len(experts) == (1 if model_type in ("deepseek_v3", "glm4_moe", "lfm2_moe") else 2)
     assert {(expert.num_experts, expert.parameters) for expert in experts} == {(4, ("gate_up_proj", "down_proj"))}
-    assert len(find_routers(model, experts)) == len(experts)
+    assert len(router_names(model, experts)) == len(experts)
 
 
 def test_experts_that_are_a_list_of_modules_are_adapted_as_modules_or_left_out():

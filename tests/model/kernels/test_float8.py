@@ -84,14 +84,14 @@ def test_under_autocast_inputs_are_rounded_to_bfloat16_first():
 
 
 def test_a_cpu_lacks_what_is_needed_unless_products_are_emulated():
-    assert "compute capability 8.9" in float8.missing_requirement(torch.device("cpu"), Fp8Section())
-    assert float8.missing_requirement(torch.device("cpu"), emulated()) is None
+    assert "compute capability 8.9" in float8.missing_fp8_requirement(torch.device("cpu"), Fp8Section())
+    assert float8.missing_fp8_requirement(torch.device("cpu"), emulated()) is None
 
 
 @pytest.mark.parametrize(("capability", "is_missing"), [((8, 0), True), ((8, 9), False), ((9, 0), False)])
 def test_gpus_older_than_ada_are_refused(monkeypatch, capability, is_missing):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert (float8.missing_requirement(torch.device("cuda"), Fp8Section()) is not None) is is_missing
+    assert (float8.missing_fp8_requirement(torch.device("cuda"), Fp8Section()) is not None) is is_missing
 
 
 @pytest.fixture
@@ -154,7 +154,7 @@ def test_the_kernels_compute_what_is_emulated(recipe):
     section = Fp8Section(recipe=recipe)
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    if (missing := float8.missing_requirement(device, section)) is not None:
+    if (missing := float8.missing_fp8_requirement(device, section)) is not None:
         pytest.skip(f"needs {missing}")
     losses = []
     for each in (section, emulated(recipe)):

@@ -61,6 +61,6 @@ def test_a_layer_that_only_looks_like_a_gated_mlp_gets_no_kernel(found: dict[str
 
 def test_kernels_on_a_gpu_need_what_triton_needs(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(fused_layers, "missing_triton_toolchain", lambda: "triton needs a C compiler")
-    assert fused_layers.missing_requirement("cuda") == "triton: triton needs a C compiler"
+    assert fused_layers.missing_kernel_requirement("cuda") == "triton: triton needs a C compiler"
     monkeypatch.setattr(fused_layers, "missing_triton_toolchain", lambda: None)
-    assert fused_layers.missing_requirement("cuda") is None
+    assert fused_layers.missing_kernel_requirement("cuda") is None

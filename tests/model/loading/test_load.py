@@ -13,7 +13,7 @@ from finetune.model.loading.hub import is_local_path, resolve_name
 from finetune.model.loading.load import load_model
 from finetune.runtime import upstream
 from finetune.runtime.parameters import InitContext
-from finetune.runtime.processes import free_port
+from finetune.runtime.processes import free_loopback_port
 
 HOLLOW = InitContext(context=lambda: init_empty_weights(include_buffers=False), on_meta_device=True)
 
@@ -123,7 +123,7 @@ def test_an_unknown_hub_name_without_a_network_is_reported_with_a_remedy(build, 
 def test_a_hub_that_does_not_answer_counts_as_offline(monkeypatch):
     for name in (*upstream.PROXIES, "HF_HUB_OFFLINE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{free_port()}")
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{free_loopback_port()}")
     upstream.is_offline.cache_clear()
     assert upstream.is_offline()
     upstream.is_offline.cache_clear()

@@ -7,8 +7,8 @@ import pytest
 
 from finetune.commands.compare.compare import write_comparison
 from finetune.commands.preview.preview import preview
-from finetune.commands.sweep.results import RunResult, write_page
-from finetune.commands.sweep.runs import FINISHED, RUNS_FOLDER, Outcome, SweepRun
+from finetune.commands.sweep.results import SweepResult, write_sweep_page
+from finetune.commands.sweep.runs import FINISHED, RUNS_FOLDER, RunOutcome, SweepRun
 from tests.browser import Browser
 from tests.commands.preview.test_classes import JOB
 from tests.report.page.events import answered, ended, evaluated, started, taken, write_run
@@ -93,10 +93,10 @@ def test_texts_of_runs_stay_texts_in_a_comparison_and_the_page_of_a_sweep(browse
     runs = [hostile_run(folder / f"{number} {as_name(text)}", text, seed=number) for number in range(2)]
     write_comparison(runs, tmp_path / "compare.html")
     require_only_text(browser, tmp_path / "compare.html", text, num_scripts=4)
-    outcome = Outcome(FINISHED, text, 30, 30)
+    outcome = RunOutcome(FINISHED, text, 30, 30)
     named = [SweepRun(run.name, {text: text}, (text,), tmp_path) for run in runs]
-    results = [RunResult(run, outcome, 1.0, 1.0, 4, 30, 1.0, 1.0) for run in named]
-    page = write_page(results, tmp_path)
+    results = [SweepResult(run, outcome, 1.0, 1.0, 4, 30, 1.0, 1.0) for run in named]
+    page = write_sweep_page(results, tmp_path)
     assert page is not None
     require_only_text(browser, page, text, num_scripts=4)
 

@@ -15,9 +15,9 @@ from finetune.report.events import JsonlReporter, RunEnded, RunStarted, StepTake
 from finetune.report.history import HistoryReader
 from finetune.report.page import page as page_module
 from finetune.report.page.facts import (
-    Audit,
     AuditedSource,
-    audit_rows,
+    AuditSummary,
+    audit_summary_rows,
     config_lines,
     format_count,
     format_duration,
@@ -231,7 +231,7 @@ def test_phases_are_shares_of_the_wall_time():
 
 def test_the_data_table_omits_columns_without_values():
     counts = {"rows": 10, "samples": 9, "tokens": 90, "targets": 30, "long_rows": 1}
-    head, row = audit_rows(Audit(sources=[AuditedSource(key="data.train", counts=counts, duplicates=2)]))
+    head, row = audit_summary_rows(AuditSummary(sources=[AuditedSource(key="data.train", counts=counts, duplicates=2)]))
     assert head == ["source", "rows", "samples", "tokens", "targets", "too long", "duplicates"]
     assert row == ["data.train", "10", "9", "90", "30", "1", "2"]
 

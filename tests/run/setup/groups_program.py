@@ -11,7 +11,7 @@ import torch.distributed as dist
 from finetune.config.load import load_config
 from finetune.run.setup.accelerator import make_accelerator
 from finetune.run.setup.build import prepare_model
-from finetune.run.setup.data import prepare_data
+from finetune.run.setup.training_data import prepare_data
 from finetune.run.train import validate
 from finetune.runtime import distributed
 from finetune.runtime.files import atomic

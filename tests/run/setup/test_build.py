@@ -9,9 +9,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from finetune.config.load import load_config
 from finetune.model.kernels import fused_layers
-from finetune.run.setup import build, forwards
+from finetune.run.setup import build, patches
 from finetune.run.setup.build import free_device_bytes, plan_accumulation
-from finetune.run.setup.forwards import _chosen_compilation
+from finetune.run.setup.patches import _chosen_compilation
 from finetune.strategy.gradient_sync import GradientReduction
 
 JOB = """
@@ -34,7 +34,7 @@ def decide(tmp_path, monkeypatch):
     (tmp_path / "job.yaml").write_text(JOB)
     (tmp_path / "rows.jsonl").write_text('{"text": "a row"}\n')
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(forwards, "why_not_compilable", lambda: None)
+    monkeypatch.setattr(patches, "why_not_compilable", lambda: None)
     monkeypatch.setattr(fused_layers, "find_spec", lambda _: None)
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(**SHAPES, vocab_size=320))
@@ -85,7 +85,7 @@ def test_nothing_is_compiled_however_long_the_run_is(decide, facts, overrides, r
 
 
 def test_nothing_is_compiled_on_a_cpu_or_where_the_compiler_does_not_work(decide, monkeypatch):
-    monkeypatch.setattr(forwards, "why_not_compilable", lambda: "triton is not installed")
+    monkeypatch.setattr(patches, "why_not_compilable", lambda: "triton is not installed")
     assert decide(10**6) == ("off", ["model.compile: auto: off, since triton is not installed"])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert decide(10**6) == ("off", ["model.compile: auto: off, since this run has no GPU"])

@@ -5,7 +5,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from finetune.config.load import load_config
 from finetune.errors import ConfigError
-from finetune.run.setup.model import require_buildable
+from finetune.run.setup.model_problems import require_buildable
 
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 32}
 JOB = """\

@@ -8,7 +8,7 @@ from transformers import AutoTokenizer
 
 from finetune.config.load import load_config
 from finetune.report.reporter import RunLog
-from finetune.run.setup.data import audit_training_data, make_training_data, write_audit
+from finetune.run.setup.training_data import audit_training_data, make_training_data, write_audit
 from tests.run.setup.plain_audit import gsm8k, hh_rlhf, plain_audit
 
 DATA = Path(__file__).parents[4] / "shared" / "data"

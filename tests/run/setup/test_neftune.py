@@ -9,7 +9,7 @@ from transformers import PretrainedConfig, T5Config, T5ForConditionalGeneration
 
 from finetune.data.batch import Batch
 from finetune.errors import ModelError
-from finetune.run.setup.forwards import add_embedding_noise, sample_noise
+from finetune.run.setup.patches import add_embedding_noise, sample_noise
 
 WIDTH, ALPHA = 6, 5.0
 LENGTHS = {1: 3, 2: 5, 3: 2}

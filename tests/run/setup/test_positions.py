@@ -5,7 +5,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrain
 
 from finetune.config.load import load_config
 from finetune.errors import ConfigError
-from finetune.run.setup.model import require_positions
+from finetune.run.setup.model_problems import require_model_positions
 
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 32}
 BASES: dict[str, PreTrainedConfig] = {
@@ -43,7 +43,7 @@ def folder(tmp_path_factory):
 def checked(folder, name, change, length, *overrides):
     text = JOB.replace("NAME", name).replace("CHANGE", change or "dtype: float32").replace("LENGTH", str(length))
     (folder / "job.yaml").write_text(text)
-    return require_positions(load_config(folder / "job.yaml", overrides))
+    return require_model_positions(load_config(folder / "job.yaml", overrides))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from finetune.errors import CheckpointError
 from finetune.runtime.supervision import exit as exit_module
 from finetune.runtime.supervision.exit import ProcessExit, is_broken_collective
-from finetune.runtime.supervision.status import Peer, StatusFile, exit_from_error
+from finetune.runtime.supervision.status import RankProcess, StatusFile, exit_from_error
 
 CLOSED = RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [::1]:50")
 
@@ -23,7 +23,8 @@ def leave(code: int) -> None:
 
 def ranks_of(folder, world=2) -> list[tuple[StatusFile, ProcessExit]]:
     statuses = [
-        StatusFile(folder, rank=rank, me=Peer(rank, "here", rank), launch="now", since=0.0) for rank in range(world)
+        StatusFile(folder, rank=rank, me=RankProcess(rank, "here", rank), launch="now", since=0.0)
+        for rank in range(world)
     ]
     statuses[0].start()
     return [(status, ProcessExit(status, rank=rank, leave=leave)) for rank, status in enumerate(statuses)]
@@ -65,7 +66,10 @@ def test_a_rank_that_exited_without_an_error_is_named(tmp_path, capsys):
     child = os.fork()
     if child == 0:
         os._exit(0)
-    own.peers = (Peer(0, platform.node(), os.getpid()), Peer(1, platform.node(), child))  # a zombie by now, or soon
+    own.peers = (
+        RankProcess(0, platform.node(), os.getpid()),
+        RankProcess(1, platform.node(), child),
+    )  # a zombie by now, or soon
     assert code_after(own, CLOSED) == 1
     os.waitpid(child, 0)
     assert f"error: lost contact with rank 1 (process {child} on " in capsys.readouterr().err

@@ -19,7 +19,7 @@ from finetune.runtime.supervision.on_end import (
     run_command,
     run_if_pending,
 )
-from finetune.runtime.supervision.status import FINISHED, Peer, StatusFile, exit_from_error, read_status
+from finetune.runtime.supervision.status import FINISHED, RankProcess, StatusFile, exit_from_error, read_status
 
 END = RunEnd("failed", "Hang", 1, 7)
 RECORD = 'echo "$FINETUNE_OUTCOME $FINETUNE_REASON $FINETUNE_EXIT_CODE $FINETUNE_STEP" >> "$FINETUNE_RUN_FOLDER/ends"'
@@ -27,7 +27,7 @@ RECORD = 'echo "$FINETUNE_OUTCOME $FINETUNE_REASON $FINETUNE_EXIT_CODE $FINETUNE
 
 @pytest.fixture
 def status(tmp_path: Path) -> StatusFile:
-    file = StatusFile(tmp_path, rank=0, me=Peer(0, "here", 10), launch="now", since=0.0)
+    file = StatusFile(tmp_path, rank=0, me=RankProcess(0, "here", 10), launch="now", since=0.0)
     file.start()
     return file
 

@@ -14,7 +14,7 @@ from finetune.errors import FinetuneError, LostContact, UserError
 from finetune.runtime.processes import ELASTIC_VARIABLE
 from finetune.runtime.supervision import start_watch
 from finetune.runtime.supervision.start_watch import StartWatch
-from tests.launching import free_port
+from tests.launching import free_loopback_port
 
 RANK = """
 import os, sys, time
@@ -63,7 +63,7 @@ def begin(rank: int, *, world: int, port: int) -> subprocess.Popen[str]:
 
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_rank_that_is_killed_ends_the_others_with_its_name(killed):
-    port = free_port()
+    port = free_loopback_port()
     ranks = [begin(rank, world=3, port=port) for rank in range(3)]
     assert [rank.stdout.readline() for rank in ranks] == ["connected\n"] * 3
     ranks[killed].send_signal(signal.SIGKILL)
@@ -76,7 +76,7 @@ def test_a_rank_that_is_killed_ends_the_others_with_its_name(killed):
 
 
 def test_the_error_of_one_rank_is_passed_on_to_all(quick):
-    port = free_port()
+    port = free_loopback_port()
     ranks = [Rank(rank, world=3, port=port) for rank in range(3)]
     connected(*ranks)
     ranks[1].watch.end(UserError("job.yaml has 1 problem\n  line 3"))
@@ -89,7 +89,7 @@ def test_the_error_of_one_rank_is_passed_on_to_all(quick):
 
 
 def test_a_rank_0_that_fails_at_once_waits_for_the_others_to_connect(quick):
-    port = free_port()
+    port = free_loopback_port()
     first = Rank(0, world=2, port=port)
     failing = threading.Thread(target=first.watch.end, args=(ImportError("libcudart.so.12"),))
     failing.start()
@@ -104,7 +104,7 @@ def test_a_rank_0_that_fails_at_once_waits_for_the_others_to_connect(quick):
 
 def test_the_same_error_on_all_ranks_is_left_to_each_of_them(quick, monkeypatch):
     monkeypatch.setattr(start_watch, "_GRACE_SECONDS", 30.0)
-    port = free_port()
+    port = free_loopback_port()
     ranks = [Rank(rank, world=2, port=port) for rank in range(2)]
     connected(*ranks)
     for rank in ranks:
@@ -113,7 +113,7 @@ def test_the_same_error_on_all_ranks_is_left_to_each_of_them(quick, monkeypatch)
 
 
 def test_ranks_that_have_joined_may_end_as_they_like(quick):
-    port = free_port()
+    port = free_loopback_port()
     ranks = [Rank(rank, world=3, port=port) for rank in range(3)]
     connected(*ranks)
     for rank in ranks:
@@ -124,7 +124,7 @@ def test_ranks_that_have_joined_may_end_as_they_like(quick):
 
 
 def test_programs_that_are_not_ranks_of_this_launch_change_nothing(quick):
-    port = free_port()
+    port = free_loopback_port()
     ranks = [Rank(rank, world=2, port=port) for rank in range(2)]
     connected(*ranks)
     address = ranks[0].watch._address
@@ -145,7 +145,7 @@ def test_programs_that_are_not_ranks_of_this_launch_change_nothing(quick):
 
 
 def test_a_port_that_is_in_use_only_switches_the_watch_off(quick):
-    port = free_port()
+    port = free_loopback_port()
     ranks = [Rank(0, world=2, port=port) for _ in range(2)]
     deadline = time.monotonic() + 20
     while sum(rank.watch._thread.is_alive() for rank in ranks) != 1:  # either of them has the port

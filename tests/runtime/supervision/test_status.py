@@ -11,8 +11,8 @@ from finetune.runtime.progress import Progress
 from finetune.runtime.supervision.status import (
     FINISHED,
     STOPPED,
-    Peer,
     RankExit,
+    RankProcess,
     StatusFile,
     exit_from_error,
     previous_end,
@@ -20,7 +20,9 @@ from finetune.runtime.supervision.status import (
 
 
 def status_of(folder, *, rank=0, launch="now", since=0.0, clock=lambda: 100.0) -> StatusFile:
-    return StatusFile(folder, rank=rank, me=Peer(rank, "here", 10 + rank), launch=launch, since=since, clock=clock)
+    return StatusFile(
+        folder, rank=rank, me=RankProcess(rank, "here", 10 + rank), launch=launch, since=since, clock=clock
+    )
 
 
 def read(folder) -> dict:
@@ -138,10 +140,10 @@ def test_on_a_full_disk_the_end_is_written_into_the_padding_of_the_status_file(t
 
 
 def test_the_end_of_a_run_of_many_processes_is_written_on_a_full_disk_without_their_names(tmp_path, disk_is_full):
-    StatusFile(tmp_path, rank=0, me=Peer(0, "here", 1), launch="now", since=0.0, clock=lambda: 100.0).start()
+    StatusFile(tmp_path, rank=0, me=RankProcess(0, "here", 1), launch="now", since=0.0, clock=lambda: 100.0).start()
     status = status_of(tmp_path)
     disk_is_full()
-    status.add({"ranks": [asdict(Peer(rank, "a-host-with-a-long-name", rank)) for rank in range(1000)]})
+    status.add({"ranks": [asdict(RankProcess(rank, "a-host-with-a-long-name", rank)) for rank in range(1000)]})
     status.end(STOPPED, reason="time limit", exit_code=0)
     assert (read(tmp_path)["state"], read(tmp_path)["ranks"]) == ("stopped", [])
 

@@ -16,14 +16,14 @@ from finetune.runtime.run_folder import mark_attempt
 from finetune.runtime.supervision import heartbeat
 from finetune.runtime.supervision.exit import ProcessExit
 from finetune.runtime.supervision.signals import ReceivedSignals
-from finetune.runtime.supervision.status import Peer, StatusFile, exit_from_error
+from finetune.runtime.supervision.status import RankProcess, StatusFile, exit_from_error
 from finetune.runtime.supervision.watchdog import (
     HangReport,
     Watchdog,
     format_blocking_ranks,
     keep_previous_reports,
     read_reports,
-    write_report,
+    write_hang_report,
 )
 
 
@@ -40,8 +40,8 @@ class Watched:
 
     def __init__(self, folder, *, world=2) -> None:
         self.note = ReceivedSignals()
-        self.others = StatusFile(folder, rank=1, me=Peer(1, "here", 11), launch="now", since=0.0)
-        status = StatusFile(folder, rank=0, me=Peer(0, "here", 10), launch="now", since=0.0)
+        self.others = StatusFile(folder, rank=1, me=RankProcess(1, "here", 11), launch="now", since=0.0)
+        status = StatusFile(folder, rank=0, me=RankProcess(0, "here", 10), launch="now", since=0.0)
         status.start()
         self.ending = ProcessExit(status, rank=0, leave=leave)
         self.dog = Watchdog(folder, status=status, ending=self.ending, note=self.note, rank=0, world=world)
@@ -85,7 +85,7 @@ def test_a_signal_after_the_failure_of_another_rank_reports_that_failure(watched
 
 def test_a_process_that_disappeared_is_reported_as_lost_contact(watched, capsys):
     watched.dog.begin_training()
-    watched.ending.peers = [Peer(0, platform.node(), os.getpid()), Peer(1, platform.node(), 2**22 + 1)]
+    watched.ending.peers = [RankProcess(0, platform.node(), os.getpid()), RankProcess(1, platform.node(), 2**22 + 1)]
     assert watched.code() == 1
     assert "lost contact with rank 1 (process 4194305 on " in capsys.readouterr().err
 
@@ -162,7 +162,7 @@ def watchdog_of(status: StatusFile, folder: Path, *, rank: int) -> Watchdog:
 
 
 def test_rank_0_moves_while_its_main_thread_works(tmp_path):
-    status = StatusFile(tmp_path, rank=0, me=Peer(0, "here", 10), launch="now", since=0.0)
+    status = StatusFile(tmp_path, rank=0, me=RankProcess(0, "here", 10), launch="now", since=0.0)
     dog = watchdog_of(status, tmp_path, rank=0)
     work(0.05)
     assert dog.has_rank_0_worked()
@@ -173,7 +173,9 @@ def test_rank_0_moves_while_its_main_thread_works(tmp_path):
 def test_the_others_see_rank_0_in_the_status_file(tmp_path):
     now = [1000.0]
     files = [
-        StatusFile(tmp_path, rank=rank, me=Peer(rank, "here", rank), launch="now", since=0.0, clock=lambda: now[0])
+        StatusFile(
+            tmp_path, rank=rank, me=RankProcess(rank, "here", rank), launch="now", since=0.0, clock=lambda: now[0]
+        )
         for rank in range(2)
     ]
     files[0].start()
@@ -188,7 +190,7 @@ def test_the_others_see_rank_0_in_the_status_file(tmp_path):
 
 def test_long_work_of_rank_0_is_not_a_hang_unless_it_stalls(tmp_path):
     ended = []
-    status = StatusFile(tmp_path, rank=0, me=Peer(0, "here", 10), launch="now", since=0.0)
+    status = StatusFile(tmp_path, rank=0, me=RankProcess(0, "here", 10), launch="now", since=0.0)
     status.start()
     ending = ProcessExit(status, rank=0, leave=ended.append)
     dog = Watchdog(tmp_path, status=status, ending=ending, note=ReceivedSignals(), rank=0, world=1)
@@ -216,7 +218,7 @@ def report(rank: int, point: str, step: int, where: str = COLLECTIVE, called: st
 
 
 def test_a_report_holds_the_stacks_and_the_last_point(tmp_path):
-    write_report(tmp_path, rank=3, point="forward", step=7, silent_seconds=61.0)
+    write_hang_report(tmp_path, rank=3, point="forward", step=7, silent_seconds=61.0)
     assert "test_a_report_holds_the_stacks" in (tmp_path / "hang" / "rank-00003.txt").read_text()
     (found,) = read_reports(tmp_path)
     assert (found.rank, found.point, found.step) == (3, "forward", 7)
@@ -298,7 +300,7 @@ class Sums:
 def test_a_hang_report_names_the_called_function_without_a_python_frame(tmp_path):
     sums = Sums()
     place = {"rank": 0, "point": "update.after", "step": 3, "silent_seconds": 61.0}
-    writer = threading.Timer(0.2, write_report, (tmp_path,), place)
+    writer = threading.Timer(0.2, write_hang_report, (tmp_path,), place)
     writer.start()
     sums.sum().tolist(1.0)  # `sum()` has returned
     writer.join()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModel, AutoTokenizer
 
-from finetune.commands.evaluate import find_evaluation_target, measure
+from finetune.commands.evaluate import find_evaluation_target, measure_metrics
 from finetune.commands.export import export
 from tests.task_cases.classification import held_out
 from tests.task_cases.embedding import CASES
@@ -106,7 +106,7 @@ def test_candidates_are_ranked_alike(exported, folder):
 def test_an_export_is_evaluated_as_its_run_was(runs, case, variant):
     run = runs[case.name, variant]
     target = find_evaluation_target(run.final, step=None, job=None, overrides=())
-    assert measure(target).metrics == pytest.approx(dict(run.metrics), rel=1e-5, nan_ok=True)
+    assert measure_metrics(target).metrics == pytest.approx(dict(run.metrics), rel=1e-5, nan_ok=True)
 
 
 def test_plain_transformers_loads_the_same_folder(runs):

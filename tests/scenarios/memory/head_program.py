@@ -60,7 +60,7 @@ class Spy(ExitStack):
                 if name in vars(kind):
                     self.enter_context(patch.object(kind, name, self._watched(vars(kind)[name])))
         self.enter_context(patch.object(build, "prepare_model", self._preparing(build.prepare_model)))
-        self.enter_context(patch.object(train, "finish", self._finishing(train.finish)))
+        self.enter_context(patch.object(train, "finish_run", self._finishing(train.finish_run)))
         self.enter_context(patch.object(distributed, "shut_down", stay))
         self.enter_context(self._rows)
         if not torch.cuda.is_available():

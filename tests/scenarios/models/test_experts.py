@@ -6,7 +6,7 @@ import pytest
 
 from finetune.config.load import load_config
 from finetune.errors import ConfigError
-from finetune.run.setup.model import router_problems
+from finetune.run.setup.model_problems import router_problems
 
 SIZES = "hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2"
 MODELS = {

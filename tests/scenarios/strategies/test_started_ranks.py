@@ -60,7 +60,7 @@ def begin_tasks(job) -> Iterator[Callable[..., list[Running]]]:
         strategy: str | None,
         overrides: Sequence[str] = SHORT,
     ) -> list[Running]:
-        folder, port = job.parent / "runs" / name, launching.free_port()
+        folder, port = job.parent / "runs" / name, launching.free_loopback_port()
         words = [sys.executable, *words_of(job, folder, overrides, strategy)]
         tasks = []
         for rank in range(2):

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetune.config.load import load_config
 from finetune.report.reporter import RunLog
-from finetune.run.setup.data import make_training_data
+from finetune.run.setup.training_data import make_training_data
 
 ROOT = Path(__file__).parents[3]
 LORA = "model.lora={rank: 4, alpha: 8}"

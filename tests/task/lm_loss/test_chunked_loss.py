@@ -100,7 +100,7 @@ def test_a_gradient_in_half_precision_takes_the_place_of_the_logits():
     gradient = torch.randn(16, 101)
     assert chunk.cast(gradient).data_ptr() == chunk.logits_buffer.data_ptr()
     assert torch.equal(chunk.cast(gradient), gradient.bfloat16())
-    without = chunked_loss.Chunk.without_buffers(rows.detach(), weight, spec)
+    without = chunked_loss.LogitsChunk.without_buffers(rows.detach(), weight, spec)
     assert torch.equal(without.cast(gradient), gradient.bfloat16())
 
 

@@ -8,7 +8,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, T5Config, T5ForConditionalGeneration
 
-from finetune.run.setup.forwards import attended_tokens, device_price, flops_per_token, peak_flops
+from finetune.run.setup.patches import attended_tokens, device_price, flops_per_token, peak_flops
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 320}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}

@@ -3,7 +3,7 @@ from typing import get_args
 import torch
 
 from finetune.config.sections.train import TrainSection
-from finetune.registry.model import ARITHMETIC
+from finetune.registry.model_choices import ARITHMETIC
 
 
 def test_every_precision_of_a_job_names_a_dtype_of_torch_and_a_mixed_precision_of_accelerate() -> None:

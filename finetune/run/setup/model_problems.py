@@ -119,7 +119,7 @@ def require_buildable(loaded: LoadedConfig) -> None:
         loaded.refuse([Problem(written, text)])
 
 
-def adapter_problems(config: RunConfig) -> Iterator[Problem]:
+def expert_target_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield why LoRA cannot adapt this model's experts and router as requested."""
     section, requested = config.model, config.model.lora
     if requested is None:
@@ -134,7 +134,7 @@ def is_merged(config: RunConfig) -> bool:
     return config.export.merge and adapter_of(config) is not None
 
 
-def require_mergeable(config: RunConfig, *, strategy: str | None = None) -> None:
+def require_valid_merge(config: RunConfig, *, strategy: str | None = None) -> None:
     """Raise ModelError where a merge at the end would be wrong, or impossible under the launched strategy."""
     section = config.model
     if not is_merged(config) or section.quantization is None:
@@ -151,7 +151,7 @@ def require_mergeable(config: RunConfig, *, strategy: str | None = None) -> None
         )
 
 
-def require_positions(loaded: LoadedConfig) -> str | None:
+def require_model_positions(loaded: LoadedConfig) -> str | None:
     """Return a warning where `data.max_length` is more than the model's positions; None if it is not.
 
     Raises ConfigError where a longer sample would fail, or change what the others of its batch give. Reads no weights.

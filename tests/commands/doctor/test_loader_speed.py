@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from finetune.commands.doctor.data import (
+from finetune.commands.doctor.loader_speed import (
     LoaderMeasurement,
     choose_settings,
     examine_loader,

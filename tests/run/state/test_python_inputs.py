@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from finetune.errors import DataError
-from finetune.run.state import given
+from finetune.run.state import python_inputs
 
 
 def test_a_row_that_is_nested_5000_levels_deep_is_named(tmp_path):
@@ -13,13 +13,13 @@ def test_a_row_that_is_nested_5000_levels_deep_is_named(tmp_path):
     for _ in range(5_000):
         deep = [deep]
     with pytest.raises(DataError, match=r"data\.train: row 2 cannot be written as JSON"):
-        given.write_rows([{"text": "a"}, {"text": deep}], tmp_path, key="data.train")
+        python_inputs.write_rows([{"text": "a"}, {"text": deep}], tmp_path, key="data.train")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_rows_that_do_not_end_stop_before_the_disk_is_full(tmp_path, monkeypatch):
     free = iter([5_000_000_000, 2_000_000_000, 900_000_000])
-    monkeypatch.setattr(given, "free_bytes", lambda folder: next(free))
+    monkeypatch.setattr(python_inputs, "free_bytes", lambda folder: next(free))
     with pytest.raises(DataError, match=r"data\.train: after 3,000 rows .* less than 1\.0 GB free"):
-        given.write_rows(({"text": "a"} for _ in itertools.count()), tmp_path, key="data.train")
+        python_inputs.write_rows(({"text": "a"} for _ in itertools.count()), tmp_path, key="data.train")
     assert list(tmp_path.iterdir()) == []

@@ -36,9 +36,9 @@ from finetune.model.kernels.compilation import (
 )
 from finetune.model.size import read_shapes
 from finetune.model.upstream import missing_grouped_kernel
-from finetune.registry.model import ARITHMETIC
+from finetune.registry.model_choices import ARITHMETIC
 from finetune.report.reporter import RunLog
-from finetune.run.setup.model import computes_in_half
+from finetune.run.setup.model_problems import computes_in_half
 from finetune.runtime.gpus import find_gpu, lowest, prices_of
 from finetune.runtime.parameters import num_values
 from finetune.runtime.seeds import derive_seed
@@ -102,7 +102,7 @@ def _chosen_compilation(
         estimate = estimate_compilation(
             shapes,
             gpu,
-            num_tokens=plan.num_steps * plan.global_batch_size * tokens_per_position(training, plan) / plan.world,
+            num_tokens=plan.num_steps * plan.global_batch_size * mean_tokens_per_position(training, plan) / plan.world,
             item_bytes=4 if config.train.precision == "fp32" else 2,
             recomputes=bool(config.model.gradient_checkpointing),
             num_kinds=len({type(layer) for layer in repeated_layers(model)}),
@@ -128,14 +128,14 @@ def _why_not_compiled(config: RunConfig, strategy: Strategy, plan: StepPlan, *, 
     if problems:
         return f"of another key: {problems[0].key}: {problems[0].message}"
     is_wanted = fused_layers.are_wanted(config.model, compiled="off")
-    if is_wanted and (config.model.kernels == "liger" or fused_layers.missing_requirement("cuda") is None):
+    if is_wanted and (config.model.kernels == "liger" or fused_layers.missing_kernel_requirement("cuda") is None):
         return "the kernels of liger-kernel fuse the same layers (`model.kernels`)"
     return why_not_compilable()
 
 
 def _fuse_layers(model: Any, section: ModelSection, *, compiled: str, device_type: str, log: RunLog) -> None:
     """Use the fused kernels that the job names, and log where; raises UserError if there are none to use."""
-    is_required, missing = section.kernels == "liger", fused_layers.missing_requirement(device_type)
+    is_required, missing = section.kernels == "liger", fused_layers.missing_kernel_requirement(device_type)
     if is_required and missing is not None:
         raise UserError(f"model.kernels: `liger` needs {missing}. Write `auto`, or remove the key.")
     if not fused_layers.are_wanted(section, compiled=compiled):
@@ -159,7 +159,7 @@ def _convert_to_float8(model: Any, train: TrainSection, *, device: torch.device,
     if train.precision != "fp8":
         return
     section = train.fp8 or Fp8Section()
-    if (missing := float8.missing_requirement(device, section)) is not None:
+    if (missing := float8.missing_fp8_requirement(device, section)) is not None:
         raise UserError(f"train.precision: `fp8` needs {missing}. Write `bf16`.")
     count = float8.convert_linear_layers(model, section)
     if not count:
@@ -220,7 +220,7 @@ def attended_tokens(training: DatasetView, plan: StepPlan) -> float:
     return float((lengths**2).sum() / max(1.0, lengths.sum()))
 
 
-def tokens_per_position(training: DatasetView, plan: StepPlan) -> float:
+def mean_tokens_per_position(training: DatasetView, plan: StepPlan) -> float:
     """Return the tokens of a position on average over the first ones; as `attended_tokens` for a stream."""
     lengths, num_positions = _first_lengths(training, plan)
     return float(lengths.sum() / num_positions)
@@ -256,7 +256,7 @@ def _first_lengths(training: DatasetView, plan: StepPlan) -> tuple[Any, int]:
     return training.samples.lengths_of(training.order.samples(0, num)).astype(float), num
 
 
-def input_embeddings(model: Any) -> nn.Module:
+def require_input_embeddings(model: Any) -> nn.Module:
     """Return the model's input embeddings, the encoder's if there is one; raises ModelError for none."""
     try:
         is_pair = getattr(model.config, "is_encoder_decoder", False)
@@ -274,7 +274,7 @@ def add_embedding_noise(model: Any, *, alpha: float) -> Callable[[Batch], None]:
     Raises ModelError for a model without input embeddings; `model` may be wrapped afterwards.
     """
     noise = EmbeddingNoise(alpha)
-    input_embeddings(model).register_forward_hook(noise.add)
+    require_input_embeddings(model).register_forward_hook(noise.add)
     return noise.set_batch
 
 

@@ -19,7 +19,7 @@ from finetune.data.audit import Audit, Streamed, audit_sources, measure_padding,
 from finetune.data.encoding.labelled import LABEL
 from finetune.data.encoding.tokenizer import max_token_characters, prepare_tokenizer, tokenizer_identity, unknown_ids
 from finetune.data.features import LENGTHS_OF_SEQUENCES, Features
-from finetune.data.order.grouping import tokens_per_position
+from finetune.data.order.grouping import token_budget
 from finetune.data.order.mixing import mixed_view
 from finetune.data.order.order import DatasetView, fingerprint_of, steps_for_tokens
 from finetune.data.sources.source import open_sources, rows_read, stream_of, texts
@@ -37,10 +37,10 @@ from finetune.run.setup.padding_free import format_padding_free, resolve_padding
 from finetune.runtime import distributed
 from finetune.runtime.files import atomic
 from finetune.runtime.seeds import derive_seed
-from finetune.task.generation import Metric, load_metrics
+from finetune.task.generation import Metric, resolve_metrics
 from finetune.task.lm_loss.target_loss import resolve_kernel
 from finetune.task.protocol import Task, TaskContext, build_task
-from finetune.train.plan import StepPlan, make_plan
+from finetune.train.plan import StepPlan, make_step_plan
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def make_training_data(
     """
     data = config.data
     generate = config.evaluate.generate if config.evaluate else None
-    answer_metrics = load_metrics(generate.metrics if generate else ())
+    answer_metrics = resolve_metrics(generate.metrics if generate else ())
     sources = open_sources(data, seed=config.run.seed, log=log)
     processing = load_processing(
         config.model,
@@ -177,7 +177,7 @@ def make_run_plan(loaded: LoadedConfig, training_data: TrainingData, *, sequence
     """
     config, training = loaded.config, training_data.training
     batch = config.train.global_batch_size
-    plan = make_plan(
+    plan = make_step_plan(
         config.train,
         num_positions=training.order.num_positions,
         unit=config.data.batching.unit,
@@ -214,7 +214,7 @@ def audit_training_data(config: RunConfig, training_data: TrainingData) -> Audit
     task, data, training = TASKS[config.task.name], config.data, training_data.training
     padding, classes, num_sequences = None, None, 0
     if task.has_tokens and training.order.num_positions is not None:  # a stream's samples have not been read yet
-        budget = tokens_per_position(data.batching, max_length=data.longest)
+        budget = token_budget(data.batching, max_length=data.longest)
         padding = measure_padding(
             training,
             training_data.task.collate,

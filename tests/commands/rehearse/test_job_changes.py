@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from finetune.commands.rehearse.job import (
+from finetune.commands.rehearse.job_changes import (
     check_targets,
     job_changes,
     match_targets,

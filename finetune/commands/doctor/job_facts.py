@@ -59,7 +59,7 @@ _UNLIMITED_LENGTH = 2048
 """Tokens of a sample where the job has no `data.max_length`."""
 
 
-def gather(loaded: LoadedConfig) -> JobFacts:
+def gather_job(loaded: LoadedConfig) -> JobFacts:
     """Return the facts of a job; if its model cannot be built here, `problem` has the reason."""
     config = loaded.config
     max_length = config.data.max_length or _UNLIMITED_LENGTH

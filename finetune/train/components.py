@@ -49,7 +49,7 @@ class TrainingComponents:
     task: StepTask
     groups: Callable[..., Iterator[tuple[Batch, ...]]]  # this rank's microbatches, a group per step, from `first_step`
     plan: StepPlan
-    deliveries: SampleVerifier  # compares the expected and the received samples of a step
+    sample_verifier: SampleVerifier  # compares the expected and the received samples of a step
     row_location: Callable[[int], str]  # of a sample id, for messages
     seed: int
     update: Update

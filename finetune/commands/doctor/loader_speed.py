@@ -23,7 +23,7 @@ from finetune.data.loader import train_loader
 from finetune.data.workers import LoaderSettings, MachineResources, machine_resources
 from finetune.report.history import EVENTS_FILE, read_history
 from finetune.report.reporter import RunLog
-from finetune.run.setup.data import TrainingData, make_training_data
+from finetune.run.setup.training_data import TrainingData, make_training_data
 from finetune.runtime.files.read import read_json
 from finetune.runtime.text.terminal import quiet_libraries
 
@@ -67,7 +67,7 @@ def examine_loader(path: Path, overrides: Sequence[str], *, num_rounds: int, sec
     make_loader = partial(_loader, config, training_data)
     settings = settings_to_try(resources)
     log = partial(print, file=sys.stderr, flush=True)
-    measurements = measure(make_loader, settings, num_rounds=num_rounds, seconds=seconds, log=log)
+    measurements = measure_loaders(make_loader, settings, num_rounds=num_rounds, seconds=seconds, log=log)
     consumed = tokens_per_second_of_a_rank(Path(config.run.folder))
     device = "copied to the GPU" if resources.has_device else "no GPU"
     print(f"one rank's loader alone, {resources.num_cores} cores, {device}; medians; spread: (max - min) / median")
@@ -159,7 +159,7 @@ def settings_to_try(resources: MachineResources) -> list[LoaderSettings]:
     return settings
 
 
-def measure(
+def measure_loaders(
     make_loader: MakeLoader,
     settings: Sequence[LoaderSettings],
     *,

@@ -94,7 +94,7 @@ _UNVERIFIED = {
 
 
 @dataclass(frozen=True)
-class Schedule:
+class RehearsalSteps:
     """The number of steps, the step from which the run is resumed, and the batch."""
 
     steps: int
@@ -103,7 +103,7 @@ class Schedule:
     global_batch_size: int
 
 
-def plan_schedule(config: RunConfig, *, steps: int, processes: int, real_processes: int) -> Schedule:
+def plan_schedule(config: RunConfig, *, steps: int, processes: int, real_processes: int) -> RehearsalSteps:
     """Return the steps of the rehearsal and a small batch, with accumulation where the job has it.
 
     The job's microbatch is kept if batch norms or an update in the backward pass need it.
@@ -113,7 +113,7 @@ def plan_schedule(config: RunConfig, *, steps: int, processes: int, real_process
     if not isinstance(config.model.batch_norm, int) and not train.optimizer.in_backward:
         microbatch = min(written, MAX_MICROBATCH)
     accumulation = min(max(train.global_batch_size // (real_processes * written), 1), MAX_ACCUMULATION)
-    return Schedule(steps, math.ceil(steps / 2), microbatch, processes * microbatch * accumulation)
+    return RehearsalSteps(steps, math.ceil(steps / 2), microbatch, processes * microbatch * accumulation)
 
 
 def required_sizes(config: RunConfig) -> Sizes:
@@ -130,7 +130,7 @@ def required_sizes(config: RunConfig) -> Sizes:
     return Sizes(max(widths), multiple)
 
 
-def job_changes(config: RunConfig, schedule: Schedule, *, folder: Path) -> list[Change]:
+def job_changes(config: RunConfig, schedule: RehearsalSteps, *, folder: Path) -> list[Change]:
     """Return a change for each key of the job with another value in the rehearsal."""
     run, model, train, resume = config.run, config.model, config.train, str(config.checkpoint.resume)
     is_own = resume in ("auto", "never")

@@ -10,9 +10,9 @@ from finetune.errors import FinetuneError
 from finetune.memory.state import Method, method_of
 from finetune.model.activations import CheckpointingMode
 from finetune.model.size import Shapes
-from finetune.registry.model import ARITHMETIC
+from finetune.registry.model_choices import ARITHMETIC
 from finetune.report.reporter import RunLog
-from finetune.run.setup.data import make_run_plan, make_training_data
+from finetune.run.setup.training_data import make_run_plan, make_training_data
 
 
 @dataclass(frozen=True)
