@@ -8,8 +8,6 @@ import pytest
 from finetune.commands.evaluate import evaluate
 from finetune.commands.export import export
 from finetune.commands.gate.differences import loss_difference
-from finetune.commands.gate.gate import GateOptions, evaluate_against
-from finetune.errors import UserError
 from finetune.runtime import distributed
 from tests.commands.gate.conftest import Gate
 from tests.scenarios.trained import forget, stay
@@ -122,12 +120,3 @@ def test_models_that_have_not_trained_raise_no_alarm_with_20_seeds(planted, gate
         run = planted.run("untrained") if seed == 0 else planted.again("untrained", seed=seed)
         verdicts.append(gate(run)[1]["verdict"])
     assert verdicts == ["no difference"] * 20
-
-
-def test_a_task_without_a_loss_of_a_row_is_refused_by_name(planted, tmp_path):
-    options = GateOptions(margin=0.01, max_forgetting=0.3, general=None, html=None, json=None)
-    job = tmp_path / "job.yaml"
-    text = (planted.run("good").parents[1] / "job.yaml").read_text().replace("name: sft", "name: embedding")
-    job.write_text(text.replace("chat_template: chatml", "").replace("train.jsonl", "train.jsonl, format: pairs"))
-    with pytest.raises(UserError, match=r"task `embedding` has no loss of a single row"):
-        evaluate_against(planted.base, against="base", step=None, config=job, overrides=(), options=options)

@@ -44,7 +44,12 @@ def train(tmp_path):
 
 
 def pairs():
-    return [{"prompt": f"say {one}", "chosen": one, "rejected": other} for one in COLORS for other in COLORS * 10]
+    return [
+        {"prompt": f"say {one}", "chosen": one, "rejected": other}
+        for one in COLORS
+        for other in COLORS * 12
+        if other != one
+    ]
 
 
 @pytest.mark.full
@@ -76,4 +81,11 @@ def test_pairs_are_compared_by_their_loss_with_the_base_as_reference(train, gate
 def test_kto_has_no_losses_of_rows(train, gate: Gate):
     run = train(pairs(), *PAIRS, "task.preference={loss: kto}")
     with pytest.raises(UserError, match=r"task\.preference\.loss: `kto`"):
+        gate(run, general=None)
+
+
+@pytest.mark.full
+def test_a_task_without_losses_of_rows_is_refused_by_name(train, gate: Gate):
+    run = train(pairs(), "task.name=reward", PAIRS[1])
+    with pytest.raises(UserError, match=r"task `reward` has no loss of a single row"):
         gate(run, general=None)
