@@ -274,6 +274,18 @@ def expose_hidden_size(config: Any) -> Iterator[None]:
 # Adapters and quantization.
 
 
+_MATRICES = ({"gate_up_proj", "down_proj"}, {"up_proj", "down_proj"})
+"""The matrices of experts whose layout transformers describes by attributes (`use_experts_implementation`)."""
+
+
+def is_grouped(experts: nn.Module) -> bool:
+    """Return whether the model computes these experts as grouped products, and so their adapters."""
+    matrices = {name for name, parameter in experts.named_parameters(recurse=False) if not name.endswith("_bias")}
+    implementation = getattr(getattr(experts, "config", None), "_experts_implementation", None)
+    is_whole = not getattr(experts, "_is_expert_parallel", True)
+    return matrices in _MATRICES and implementation == "grouped_mm" and is_whole
+
+
 def grouped_product(inputs: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     """Return the rows of each group times its matrix: torch's kernel where the machine has it, else a loop.
 

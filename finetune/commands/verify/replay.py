@@ -28,7 +28,7 @@ from finetune.train.layer_outputs import NORMS
 EventFields = Mapping[str, Any]
 
 
-class Tolerance(NamedTuple):
+class ReplayTolerance(NamedTuple):
     """The largest relative differences that rounding explains; below a loss of 1 its difference is absolute."""
 
     loss: float
@@ -36,11 +36,11 @@ class Tolerance(NamedTuple):
     layer_norm: float
 
 
-TOLERANCES: Mapping[str, Tolerance] = {
-    "fp32": Tolerance(1e-5, 1e-4, 1e-5),
-    "tf32": Tolerance(1e-3, 2e-2, 2e-3),
-    "fp16": Tolerance(1e-3, 2e-2, 2e-3),
-    "bf16": Tolerance(5e-3, 1e-1, 1e-2),
+TOLERANCES: Mapping[str, ReplayTolerance] = {
+    "fp32": ReplayTolerance(1e-5, 1e-4, 1e-5),
+    "tf32": ReplayTolerance(1e-3, 2e-2, 2e-3),
+    "fp16": ReplayTolerance(1e-3, 2e-2, 2e-3),
+    "bf16": ReplayTolerance(5e-3, 1e-1, 1e-2),
 }
 """By what matrices are multiplied in: several times what other microbatches, layouts, worlds and strategies changed.
 
@@ -120,7 +120,7 @@ def read_recorded(run: Path, *, after: int, num_steps: int) -> RecordedSteps:
     return RecordedSteps(started, steps, environment)
 
 
-def tolerance_of(config: RunConfig) -> Tolerance:
+def tolerance_of(config: RunConfig) -> ReplayTolerance:
     """Return the tolerance of the job's coarsest arithmetic."""
     used = {config.train.precision, config.model.dtype}
     if used & {"bf16", "fp8", "bfloat16"}:
@@ -144,7 +144,7 @@ def _require_same_masks(recorded: RecordedSteps, restored: RestoredRun) -> None:
         )
 
 
-def _judge(run: Path, recorded: RecordedSteps, replayed: ReplayedSteps, *, tolerance: Tolerance) -> int:
+def _judge(run: Path, recorded: RecordedSteps, replayed: ReplayedSteps, *, tolerance: ReplayTolerance) -> int:
     """Print the steps of both and the first difference with what may explain it; return the exit code."""
     print(f"recorded: {recorded.started.get('strategy')}; now: {replayed.started.strategy}")
     print("step        loss         now  difference  gradient norm         now  difference")
@@ -177,7 +177,7 @@ def _print_step(there: EventFields, here: EventFields) -> None:
     print("  ".join(columns))
 
 
-def step_differences(recorded: EventFields, now: EventFields, tolerance: Tolerance) -> Iterator[str]:
+def step_differences(recorded: EventFields, now: EventFields, tolerance: ReplayTolerance) -> Iterator[str]:
     """Yield what differs between a recorded step and the same one now, and the first layer that does.
 
     Of other samples, only that they are others; `now` is empty for a step that is not taken any more.
@@ -197,7 +197,7 @@ def step_differences(recorded: EventFields, now: EventFields, tolerance: Toleran
 _COUNTS = ("num_tokens", "num_targets")
 
 
-def layer_differences(recorded: EventFields, now: EventFields, tolerance: Tolerance) -> Iterator[str]:
+def layer_differences(recorded: EventFields, now: EventFields, tolerance: ReplayTolerance) -> Iterator[str]:
     """Yield each module whose output has another norm, in the order of the model; not where padding is counted."""
     for name in recorded if now else ():
         there, here = recorded[name], now.get(name)

@@ -10,13 +10,10 @@ from typing import Any
 import torch
 from peft import PeftModel
 from peft.tuners.lora.layer import ParamWrapper
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
-from finetune.model.upstream import grouped_product
-
-_MATRICES = ({"gate_up_proj", "down_proj"}, {"up_proj", "down_proj"})
-"""The matrices of experts whose layout transformers describes by attributes (`use_experts_implementation`)."""
+from finetune.model.upstream import grouped_product, is_grouped
 
 _ALIGNMENT = 8
 """Ranks are padded to a multiple with zeros: torch's grouped product needs rows of a multiple of 16 bytes."""
@@ -34,14 +31,6 @@ def group_expert_adapters(model: PeftModel) -> int:
     for wrapper in outer:
         wrapper.__class__ = GroupedExperts
     return len(outer)
-
-
-def is_grouped(experts: nn.Module) -> bool:
-    """Return whether the model computes these experts as grouped products, and so their adapters."""
-    matrices = {name for name, parameter in experts.named_parameters(recurse=False) if not name.endswith("_bias")}
-    implementation = getattr(getattr(experts, "config", None), "_experts_implementation", None)
-    is_whole = not getattr(experts, "_is_expert_parallel", True)
-    return matrices in _MATRICES and implementation == "grouped_mm" and is_whole
 
 
 class GroupedExperts(ParamWrapper):  # type: ignore[misc]  # peft has no types for it

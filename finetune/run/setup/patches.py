@@ -24,7 +24,6 @@ from finetune.config.sections.train import Fp8Section, TrainSection
 from finetune.data.batch import Batch
 from finetune.data.order.order import DatasetView
 from finetune.errors import ModelError, UserError
-from finetune.model.adapters.experts import is_grouped
 from finetune.model.attention.sample_attention import activate_newer_flash
 from finetune.model.attention.supported_models import needs_flash_attention
 from finetune.model.kernels import float8, fused_layers
@@ -35,7 +34,7 @@ from finetune.model.kernels.compilation import (
     why_not_compilable,
 )
 from finetune.model.size import read_shapes
-from finetune.model.upstream import missing_grouped_kernel
+from finetune.model.upstream import is_grouped, missing_grouped_kernel
 from finetune.registry.model_choices import ARITHMETIC
 from finetune.report.reporter import RunLog
 from finetune.run.setup.model_problems import computes_in_half

@@ -12,7 +12,7 @@ import torch
 from transformers.models.llama import modeling_llama
 
 from finetune.commands.verify import replay
-from finetune.commands.verify.replay import TOLERANCES, ReplayRequest, Tolerance, run_replay, step_differences
+from finetune.commands.verify.replay import TOLERANCES, ReplayRequest, ReplayTolerance, run_replay, step_differences
 from finetune.config.load import load_config
 from finetune.data.batch import Batch
 from finetune.errors import UserError
@@ -280,7 +280,7 @@ def test_a_step_that_overflowed_in_both_is_the_same():
 def test_layers_that_count_padding_are_not_compared():
     recorded = {"encoder": {"norm": 1.0, "projected_norm": 1.0, "positions": 8}}
     now = {"encoder": {"norm": 2.0, "projected_norm": 2.0, "positions": 9}}
-    tolerance = Tolerance(1e-5, 1e-4, 1e-5)
+    tolerance = ReplayTolerance(1e-5, 1e-4, 1e-5)
     assert list(replay.layer_differences(recorded, now, tolerance)) == []
     now["encoder"]["positions"] = 8
     assert len(list(replay.layer_differences(recorded, now, tolerance))) == 1
