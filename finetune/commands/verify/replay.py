@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -149,10 +150,7 @@ def _judge(run: Path, recorded: RecordedSteps, replayed: ReplayedSteps, *, toler
     print(f"recorded: {recorded.started.get('strategy')}; now: {replayed.started.strategy}")
     print("step        loss         now  difference  gradient norm         now  difference")
     groups = recorded.started.get("parameter_groups") or replayed.started.parameter_groups  # of older runs, unknown
-    found = [
-        f"before the first step: parameter groups: {name}: {there} in the record, {here} now"
-        for name, (there, here) in setting_differences(groups, replayed.started.parameter_groups).items()
-    ]
+    found = list(group_differences(groups, replayed.started.parameter_groups))
     for number, there in recorded.steps.items():
         here = asdict(replayed.steps[number]) if number in replayed.steps else {}
         if here:
@@ -167,6 +165,17 @@ def _judge(run: Path, recorded: RecordedSteps, replayed: ReplayedSteps, *, toler
     )
     print("\n  ".join(["differs" if found else verdict, *found, *notes]))
     return int(bool(found))
+
+
+def group_differences(recorded: Mapping[str, str], now: Mapping[str, str]) -> Iterator[str]:
+    """Yield a line for each change of settings of parameters, with the names of all that it concerns."""
+    names: dict[tuple[str, str], list[str]] = {}
+    for name, pair in setting_differences(recorded, now).items():
+        there, here = (re.split(r" with |, (?![^(]*\))", settings) for settings in pair)
+        change = ", ".join(x for x in there if x not in here), ", ".join(x for x in here if x not in there)
+        names.setdefault(change, []).append(name)
+    for (was, is_now), changed in names.items():
+        yield f"before the first step: parameter groups: {was} in the record, {is_now} now: {', '.join(changed)}"
 
 
 def _print_step(there: EventFields, here: EventFields) -> None:
