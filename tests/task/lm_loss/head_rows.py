@@ -8,7 +8,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "matmul", "_scaled_mm", "mkldnn_rnn_layer")
+PRODUCTS = (
+    *("mm", "addmm", "bmm", "baddbmm", "linear", "matmul", "_scaled_mm", "mkldnn_rnn_layer"),
+    *("plus_product", "linear_plus_product"),  # of `model/adapters/single_pass.py`
+)
 
 
 @dataclass
