@@ -26,8 +26,8 @@ from finetune.run.supervision import model_code_errors
 from finetune.run.train import validate, validate_model
 from finetune.runtime.supervision.signals import ReceivedSignals
 from finetune.strategy.environment import read_environment
-from finetune.train.loop import advance, report_steps
-from finetune.train.step import PrefetchedSteps, record_skipped_step, take_step
+from finetune.train.loop import count_step, report_steps
+from finetune.train.step import PrefetchedSteps, take_step
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def replay_steps(loaded: LoadedConfig, *, num_steps: int, check: Callable[[Resto
     check(restored)
     events: list[Event] = []
     reporter = CallbackReporter(events.append, (), can_evaluate=False)
-    parts = make_components(
+    components = make_components(
         restored.context.config,
         restored.built,
         reporter=reporter,
@@ -86,16 +86,13 @@ def replay_steps(loaded: LoadedConfig, *, num_steps: int, check: Callable[[Resto
         log=context.log,
     )
     started, progress = run_started(restored, previous={}), restored.progress
-    groups, last = PrefetchedSteps(parts, first_step=progress.step), progress.step + num_steps
-    while progress.step < min(last, parts.plan.num_steps):
+    groups, last = PrefetchedSteps(components, first_step=progress.step), progress.step + num_steps
+    while progress.step < min(last, components.plan.num_steps):
         began = time.perf_counter()
         batches, counts, waited = groups.take(progress.step)
-        record = take_step(parts, batches, counts, progress=progress, started=began, data_seconds=waited)
-        if record.is_taken is False:
-            record_skipped_step(parts, progress, record)
-        advance(progress, record)
-        parts.meters.add(record)
-        report_steps(parts, progress)
+        record = take_step(components, batches, counts, progress=progress, started=began, data_seconds=waited)
+        count_step(components, progress, record)
+        report_steps(components, progress)
     steps = {event.step: event for event in events if isinstance(event, StepTaken)}
     return ReplayedSteps(started, steps, restored.fingerprint)
 

@@ -34,6 +34,17 @@ def advance(progress: Progress, record: StepRecord) -> None:
     progress.samples_sha256 = record.samples_sha256
 
 
+def count_step(components: TrainingComponents, progress: Progress, record: StepRecord) -> None:
+    """Count a step that was taken or skipped, in the progress and in the meters. Collective.
+
+    Raises NonFiniteError as configured.
+    """
+    if record.is_taken is False:
+        record_skipped_step(components, progress, record)
+    advance(progress, record)
+    components.meters.add(record)
+
+
 def report_steps(components: TrainingComponents, progress: Progress) -> None:
     """Report the steps taken since the last time, after which it is known which of them were left out. Collective.
 
@@ -73,10 +84,7 @@ def _take_steps(components: TrainingComponents, progress: Progress) -> str:
             data_seconds=data_seconds,
             before_last_backward=partial(groups.start_next_count, progress.step + 1, counts=counts),
         )
-        if record.is_taken is False:
-            record_skipped_step(components, progress, record)
-        advance(progress, record)
-        components.meters.add(record)
+        count_step(components, progress, record)
         reason = "stop_after_steps" if progress.step == components.stop_after_steps else None
         is_evaluated = components.evaluate_due.due(progress.step)
         if components.log_due.due(progress.step) or is_evaluated or reason:

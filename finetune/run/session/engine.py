@@ -38,10 +38,10 @@ from finetune.task.causal_lm import CausalTask
 from finetune.task.lm_loss.target_loss import log_probabilities_at_targets
 from finetune.task.lm_loss.token_loss import TokenLoss
 from finetune.train.components import TrainingComponents
-from finetune.train.loop import advance, report_steps
+from finetune.train.loop import count_step, report_steps
 from finetune.train.meters import Meters, StepRecord
 from finetune.train.optim.optimizers import begin_step
-from finetune.train.step import forward_backward, record_skipped_step, start_step_counts, update_weights
+from finetune.train.step import forward_backward, start_step_counts, update_weights
 
 _MARK_RANGE = 2**64
 
@@ -154,13 +154,10 @@ class StepEngine:
             norm, is_taken = update_weights(components, progress)
             self._open_step = None
             record = replace(self._record(opened), gradient_norm=norm, is_taken=is_taken, learning_rate=rate)
-            if record.is_taken is False:
-                record_skipped_step(components, progress, record)
-            advance(progress, record)
+            count_step(components, progress, record)
             meters = Meters()
             meters.add(record)
             ((_, event),) = meters.read()
-            components.meters.add(record)
             report_steps(components, progress)
         was_skipped = not math.isfinite(event.gradient_norm)
         return OptimStep(progress.step, event.loss, opened.num_targets, event.gradient_norm, rate, was_skipped)
