@@ -71,7 +71,7 @@ class _SplitNorm(ParallelStyle):
 
 
 class _Columns(ParallelStyle):
-    """A layer of which every rank computes a part of the outputs, and a summand of the gradient of its inputs.
+    """A layer split by its outputs: every rank computes some of them, and a summand of the gradient of its inputs.
 
     `ColwiseParallel` of torch 2.13 sums these gradients layer by layer; here the module above does
     (`_share_inputs`), for queries, keys and values at once, and for gate and up.

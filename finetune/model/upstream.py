@@ -312,7 +312,7 @@ def _autocast_grouped_mm(own: Callable[..., Tensor], inputs: Tensor, matrices: T
 moe._grouped_mm = partial(_autocast_grouped_mm, moe._grouped_mm)
 
 GROUPED_KERNEL = (9, 10)
-"""Major compute capabilities of which torch 2.13 has one kernel for all groups of a bfloat16 product."""
+"""Major compute capabilities with one kernel for all groups of a bfloat16 product in torch 2.13."""
 
 
 def missing_grouped_kernel(device: torch.device, *, precision: str) -> str | None:

@@ -47,7 +47,7 @@ class RecordedTask:
         return prepared
 
     def loss_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        """Return the task's sums and those of the layers; compiled code runs eagerly, so that it contains no hook."""
+        """Return the task's and the layers' sums; compiled code runs eagerly, so that it contains no hook."""
         zeros = torch.zeros(len(_NUMBERS), dtype=torch.float64, device=batch.labels.device)
         sums = {f"{_PREFIX}{name}": zeros.clone() for name in self._names}
         if not self._hooks:

@@ -57,7 +57,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class ComparedModels:
-    """The two models, of which one is loaded at a time."""
+    """Both models; one is loaded at a time."""
 
     setup: EvaluationSetup  # of the tuned model; both are measured with its task, on its rows
     tuned: EvaluationTarget
@@ -91,7 +91,7 @@ class ComparedModels:
 def compare_models(models: ComparedModels, *, general_rows: Path | None, trust_remote_code: bool) -> Comparison:
     """Return the comparison on the tuned model's validation rows, and on general rows where the model continues texts.
 
-    General rows are those of the file, else, unless the job trains a model from random weights, the package's own.
+    General rows come from the file, or else from the package, unless the job trains a model from random weights.
     """
     seen_differently = find_other_encodings(models, trust_remote_code=trust_remote_code)
     models = models.with_reference()
@@ -173,7 +173,7 @@ def find_other_encodings(models: ComparedModels, *, trust_remote_code: bool) -> 
         others = [index for index, (here, there) in enumerate(pairs) if not _is_same(here, there)]
         if others or len(rows) != len(setup.rows):
             first = others[0] if others else len(pairs) - 1
-            here, there = (_excerpt(sample, setup) for sample in pairs[first])
+            here, there = map(_token_counts, pairs[first])
             sentences.append(
                 f"{target.source} was trained with another template, tokenizer or choice of targets than these rows "
                 f"have now: {max(len(others), abs(len(rows) - len(setup.rows)))} of {len(setup.rows)} differ, first "
@@ -183,7 +183,7 @@ def find_other_encodings(models: ComparedModels, *, trust_remote_code: bool) -> 
 
 
 def _own_rules(target: EvaluationTarget, *, trust_remote_code: bool) -> EvaluationTarget:
-    """Return the target with the job of its run and the tokenizer in its folder, in place of those that are given."""
+    """Return the target with its run's own job and its folder's own tokenizer, not the given ones."""
     saved, trusts = target.saved, trust_remote_code
     own = target
     if saved is None or (saved.folder.parent / RESOLVED_NAME).is_file():
@@ -198,7 +198,7 @@ def _is_same(here: Features, there: Features) -> bool:
     return names == there.arrays.keys() and all(np.array_equal(here.arrays[name], there.arrays[name]) for name in names)
 
 
-def _excerpt(sample: Features, setup: EvaluationSetup) -> str:
+def _token_counts(sample: Features) -> str:
     is_target = sample.arrays.get("is_target")
     targets = "" if is_target is None else f", {int(is_target.sum())} of them targets"
     return f"{sample.length} tokens{targets}"

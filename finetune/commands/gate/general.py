@@ -1,7 +1,7 @@
 """General texts and chats: what a tuned model has forgotten of its baseline.
 
-The baseline answers each row greedily. The tuned model reads these answers, and each token of which it would have
-chosen another one has changed; an answer without a changed token is its own greedy answer, too.
+The baseline answers each row greedily. The tuned model reads these answers: a token has changed if the tuned model
+would have chosen another one. It would have given an answer without a changed token, too.
 """
 
 from collections.abc import Sequence
@@ -106,7 +106,7 @@ class GeneralRows:
 
 
 def read_general(path: Path, data: DataSection, tokenizer: Any, model: Any) -> GeneralRows:
-    """Return the rows with `messages` or `text` in the file; chats are rendered as those of the job.
+    """Return the rows with `messages` or `text` in the file; chats are rendered with the job's template.
 
     A chat is answered after its last question, a text is continued from its half. Left out are chats if the tokenizer
     has no chat template, and rows that are too long for `data.max_length` or for the model with an answer. Raises

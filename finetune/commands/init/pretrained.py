@@ -22,7 +22,7 @@ _LARGE_HIDDEN_SIZE = 1024
 def pretrained_job(recipe: str, written: str) -> tuple[str, list[tuple[str, str]]]:
     """Return the recipe's text for this hub name or folder, and by name what was chosen for the model.
 
-    Reads its config and tokenizer, no weights. Raises UserError where they cannot be loaded.
+    Reads its config and tokenizer, no weights. Raises UserError if they cannot be loaded.
     """
     quiet_libraries(is_main=True)
     name = locate(written, Path.cwd())

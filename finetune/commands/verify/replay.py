@@ -85,7 +85,7 @@ def run_replay(request: ReplayRequest) -> int:
     if request.layers and not any(step.get("layers") for step in recorded.steps.values()):
         raise UserError(
             f"--layers: {run / EVENTS_FILE} has no layer outputs of steps {min(recorded.steps)} to "
-            f"{max(recorded.steps)}. A run records those of its first steps with `run.record_layers: true`."
+            f"{max(recorded.steps)}. A run with `run.record_layers: true` records its first steps."
         )
     loaded = with_trust(load_resolved(run, request.overrides), trust_remote_code=request.trust_remote_code)
     with tempfile.TemporaryDirectory(prefix="finetune-replay-") as scratch:
@@ -233,7 +233,7 @@ def relative_difference(recorded: float, now: float, *, floor: float = 0.0) -> f
 
 
 def _layer_notes(recorded: RecordedSteps, replayed: ReplayedSteps, *, same_division: bool) -> Iterator[str]:
-    """Yield how many outputs were compared at the first step, and how many are bitwise those of the record."""
+    """Yield how many outputs were compared at the first step, and how many are bitwise equal to the record."""
     first = min(recorded.steps)
     there, now = recorded.steps[first].get("layers") or {}, replayed.steps.get(first)
     if now is not None and (here := now.layers):

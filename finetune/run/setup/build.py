@@ -287,7 +287,7 @@ def _find_routers(config: RunConfig, unwrapped: Any, *, log: RunLog) -> tuple[Ro
 def make_step_task(config: RunConfig, task: Task, prepared: PreparedModel) -> StepTask:
     """Return the task, or with it what `train.router_aux_loss` adds to its loss and `report.expert_load` to the log.
 
-    With `run.record_layers`, its sums include those of the layers' outputs.
+    With `run.record_layers`, its sums include the layers' outputs.
     """
     step_task = _make_routed_task(config, task, prepared)
     if not config.run.record_layers:
