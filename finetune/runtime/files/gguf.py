@@ -3,13 +3,17 @@
 import shlex
 from pathlib import Path
 
-# transformers 5 dequantizes the weights when it loads them, but refuses to save them while these two are set.
-_CODE = (
+CONVERSION = (
     "import sys; from transformers import AutoModelForCausalLM, AutoTokenizer; folder, file, target = sys.argv[1:]; "
     "model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype='float32'); "
     "model.hf_quantizer = None; del model.config.quantization_config; model.save_pretrained(target); "
     "AutoTokenizer.from_pretrained(folder, gguf_file=file).save_pretrained(target)"
 )
+"""Python that converts a GGUF file, with the arguments folder, file and target.
+
+transformers 5 dequantizes the weights when it loads them, but refuses to save them while the two attributes are set.
+"""
+
 _CONFIGS = ("config.json", "adapter_config.json")
 
 
@@ -25,5 +29,5 @@ def gguf_advice(path: Path) -> str | None:
     return (
         f"{file} is a GGUF file: its weights are quantized for inference. Convert it once (`pip install gguf` first), "
         f"and give the folder {target}, which will have them in float32:\n"
-        f'python -c "{_CODE}" {shlex.join((str(file.parent), file.name, target))}'
+        f'python -c "{CONVERSION}" {shlex.join((str(file.parent), file.name, target))}'
     )
