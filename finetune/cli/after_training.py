@@ -165,13 +165,11 @@ def evaluate(
         )
         return 0
     if against is not None:
-        options = gate_command.GateOptions(
-            margin=0.01 if margin is None else margin,
-            max_forgetting=0.3 if max_forgetting is None else max_forgetting,
-            general=general,
-            html=html,
-            json=json,
-        )
+        limits = {
+            "margin": 0.01 if margin is None else margin,
+            "max_forgetting": 0.3 if max_forgetting is None else max_forgetting,
+        }
+        options = gate_command.GateOptions(**limits, general=general, html=html, json=json)
         return gate_command.evaluate_against(
             source,
             against=against,
