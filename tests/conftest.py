@@ -3,6 +3,7 @@
 import logging
 import os
 import shutil
+import sys
 import tempfile
 import urllib.request
 from collections.abc import Iterator
@@ -53,7 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ[OWNER] = str(os.getpid())
     os.environ[ADDRESS] = os.environ[verifier_server.ADDRESS] = ""
     os.environ[verifier_server.OWNER] = str(os.getpid())
-    if not config.getoption("--cold"):
+    if sys.platform == "linux" and not config.getoption("--cold"):
         folder = Path(tempfile.mkdtemp(prefix="finetune-tests-"))
         os.environ[ADDRESS] = str(folder / "warm")
         os.environ[verifier_server.ADDRESS] = str(folder / "verifier")

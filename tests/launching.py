@@ -1,7 +1,8 @@
 """How tests start `python ...`: in a fork of the warm server where that is the same, else in a fresh interpreter.
 
 `run` and `capture` wait for the end, `begin` does not. `is_cold=True` takes a fresh interpreter whatever it costs: for
-tests of the launcher, of imports and of what a process is at its start. `pytest --cold` has all of them do so.
+tests of the launcher, of imports and of what a process is at its start. `pytest --cold` has all of them do so. The
+server starts those, too: when pytest is killed, it leaves none of their processes running.
 """
 
 import contextlib
@@ -44,17 +45,23 @@ _SECONDS_TO_IMPORT = 120.0
 
 
 class WarmProcess:
-    """A program that the server runs, as `subprocess.Popen` shows one."""
+    """A program that the server starts, in a fork of its own or in a fresh interpreter, as `subprocess.Popen` shows one."""
 
     def __init__(
-        self, command: Sequence[str], *, environment: Mapping[str, str], folder: Path, streams: Sequence[int]
+        self,
+        command: Sequence[str],
+        *,
+        environment: Mapping[str, str],
+        folder: Path,
+        streams: Sequence[int],
+        is_cold: bool,
     ) -> None:
         self.args = list(command)
         self.returncode: int | None = None
         self.cpu_seconds = 0.0
         self._server = socket.socket(socket.AF_UNIX)
         self._server.connect(str(_server()))
-        request = {"command": self.args, "environment": dict(environment), "folder": str(folder)}
+        request = {"command": self.args, "environment": dict(environment), "folder": str(folder), "is_cold": is_cold}
         socket.send_fds(self._server, [json.dumps(request).encode()], streams)
         self._answers = self._server.makefile()
         self.pid: int = json.loads(self._answers.readline())["pid"]
@@ -116,15 +123,16 @@ def begin(
         name: value for name, value in os.environ.items() if not name.startswith("FSDP_")
     }  # an Accelerator sets some
     variables = {**own, **SETTINGS, **(environment or {})}
-    streams = (output.fileno(), (errors or output).fileno())
-    if is_cold or not _can_be_warm(command, variables):
-        out, err = streams
+    out, err = output.fileno(), (errors or output).fileno()
+    if not os.environ.get(ADDRESS):
         nothing = subprocess.DEVNULL
         return ColdProcess(
             list(command), stdin=nothing, stdout=out, stderr=err, env=variables, cwd=folder, start_new_session=True
         )
+    is_cold = is_cold or command[0] != sys.executable or fixed(variables) != _server_variables()
     with Path(os.devnull).open("rb") as nothing_to_read:
-        return WarmProcess(command, environment=variables, folder=folder, streams=(nothing_to_read.fileno(), *streams))
+        streams = (nothing_to_read.fileno(), out, err)
+        return WarmProcess(command, environment=variables, folder=folder, streams=streams, is_cold=is_cold)
 
 
 def run(
@@ -202,11 +210,6 @@ def torchrun_command(*words: str, processes: int = 2) -> list[str]:
     """Return the command that starts `python WORDS` on several processes."""
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}"]
     return [*command, f"--master_port={free_loopback_port()}", *words]
-
-
-def _can_be_warm(command: Sequence[str], variables: Mapping[str, str]) -> bool:
-    is_possible = sys.platform == "linux" and bool(os.environ.get(ADDRESS))
-    return is_possible and command[0] == sys.executable and fixed(variables) == _server_variables()
 
 
 @functools.cache

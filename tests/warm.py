@@ -102,7 +102,7 @@ def _attend(client: socket.socket) -> NoReturn:
         pid = _fork()
         if pid == 0:
             os.setsid()
-            become(request["command"], environment=request["environment"], folder=request["folder"], streams=streams)
+            become(**request, streams=streams)
         for stream in streams:
             os.close(stream)
         client.sendall(json.dumps({"pid": pid}).encode() + b"\n")
@@ -126,9 +126,17 @@ def _fork() -> int:
 
 
 def become(
-    command: Sequence[str], *, environment: Mapping[str, str], folder: str, streams: Sequence[int] = (0, 1, 2)
+    command: Sequence[str],
+    *,
+    environment: Mapping[str, str],
+    folder: str,
+    streams: Sequence[int] = (0, 1, 2),
+    is_cold: bool = False,
 ) -> NoReturn:
-    """Be the program `command`, whose first word is the interpreter; this process ends with it."""
+    """Be the program `command`, whose first word is the interpreter; this process ends with it.
+
+    Where it `is_cold`, or this process has lost its GPU, the program is executed: it begins as a fresh interpreter.
+    """
     code = 1
     try:
         for number, stream in enumerate(streams):
@@ -139,8 +147,8 @@ def become(
         os.environ.clear()
         os.environ.update(environment)
         os.chdir(folder)
-        if _has_lost_its_device():
-            os.execve(command[0], list(command), dict(environment))
+        if is_cold or _has_lost_its_device():
+            os.execvpe(command[0], list(command), dict(environment))
         code = _run(list(command[1:]))
     finally:
         os._exit(code)
