@@ -45,7 +45,7 @@ _SECONDS_TO_IMPORT = 120.0
 
 
 class WarmProcess:
-    """A program that the server starts, in a fork of its own or in a fresh interpreter, as `subprocess.Popen` shows one."""
+    """A program that the server starts, forked or in a fresh interpreter, as `subprocess.Popen` shows one."""
 
     def __init__(
         self,

@@ -90,6 +90,7 @@ def pieces(tmp_path):
     return run
 
 
+@pytest.mark.full
 def test_a_run_in_pieces_adds_up(pieces):
     output, found = pieces("--within", "3")
     assert "share: 0.5 (at least 0.9)  MISSED" in output

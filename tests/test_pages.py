@@ -362,6 +362,7 @@ def test_every_page_and_command_that_the_package_names_is_there():
     )
 
 
+@pytest.mark.full
 def test_the_site_is_built_without_a_warning(tmp_path, monkeypatch):
     pytest.importorskip("material", reason="mkdocs-material (the extra `docs`) is not installed")
     from mkdocs.commands.build import build

@@ -78,6 +78,7 @@ def test_reporters_see_every_step(tmp_path):
         finetune.train(Job(**sections(tmp_path)), reporters=[3])  # type: ignore[list-item]
 
 
+@pytest.mark.full
 @pytest.mark.distributed
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("zero2", marks=[pytest.mark.full, *needs("zero2")])])
 def test_a_script_under_accelerate_launch_trains_twice_on_all_ranks(tmp_path, strategy, trained):

@@ -17,7 +17,7 @@ SMALLEST = {
     "gpu.py": ["--tiny", "--device", "cpu", "--peak-tflops", "1", "--only", "1B full, ours", "--out", "{folder}"],
     "migration_table.py": ["{folder}"],
     "profiling.py": ["--rounds", "1"],
-    "same_loss.py": ["--steps", "41", "--out", "{folder}/loss.png"],
+    "same_loss.py": ["--steps", "5", "--out", "{folder}/loss.png"],
     "scaling.py": [],
 }
 

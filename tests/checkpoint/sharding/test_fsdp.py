@@ -51,7 +51,7 @@ def held_by(place: tuple[int, int, int]) -> dict[str, tuple[list[int], list[floa
     return held
 
 
-@pytest.mark.parametrize(("copies", "shards"), [(1, 2), (2, 2), (1, 3), (1, 16)])
+@pytest.mark.parametrize(("copies", "shards"), [(2, 2), (1, 3), pytest.param(1, 16, marks=pytest.mark.full)])
 def test_ranks_send_every_element_of_shards_of_split_layers_once(copies: int, shards: int) -> None:
     places = [(rank, copies, shards) for rank in range(copies * shards * GROUP)]
     context = multiprocessing.get_context("forkserver")  # of no process that has groups of its own

@@ -124,6 +124,7 @@ def test_a_hostile_path_arrives_unchanged_or_is_refused(words, project, hostile)
     assert str(job) in shown.stdout.splitlines()
 
 
+@pytest.mark.full
 def test_ranks_save_before_their_pod_is_ended(words, tmp_path):
     """The hook is shown two processes only: on this machine it would end the ranks of other tests."""
     (group,) = ray_job(words("ddp", stop=60))["spec"]["rayClusterSpec"]["workerGroupSpecs"]

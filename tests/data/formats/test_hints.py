@@ -73,6 +73,7 @@ def test_each_unreadable_file_gives_one_message(tmp_path, name):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.full
 def test_a_hundred_thousand_columns_are_one_short_message(tmp_path):
     (tmp_path / "wide.csv").write_bytes(b",".join(b"c%d" % n for n in range(10**5)) + b"\n" + b"," * (10**5 - 1))
     with pytest.raises(DataError, match=r"wide\.csv, row 1: cannot tell the format.*and 99,960 more") as error:

@@ -117,6 +117,7 @@ def test_a_line_without_end_is_not_read_whole(tmp_path, tokenizer, monkeypatch, 
         encode(path, tokenizer)
 
 
+@pytest.mark.full
 def test_a_wide_table_is_read_soon_and_its_columns_are_not_all_listed(tmp_path, tokenizer):
     names = [f"c{n}" for n in range(100_000)]
     (tmp_path / "wide.csv").write_text(",".join(names) + "\n" + ",".join("x" for _ in names) + "\n")

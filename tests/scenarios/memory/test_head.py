@@ -151,6 +151,7 @@ SIZES = {
 }
 
 
+@pytest.mark.full
 @EVERY_DEVICE
 def test_one_process_of_fsdp2_needs_the_memory_of_single(device, tmp_path, figure):
     """With targets at 5% of the positions; logits of all positions would take many times as much."""

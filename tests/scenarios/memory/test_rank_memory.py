@@ -44,6 +44,7 @@ def measured(launch, tmp_path_factory) -> Callable[..., tuple[Ended, list[dict[s
     return start
 
 
+@pytest.mark.full
 @EVERY_DEVICE
 def test_accumulation_under_fsdp2_takes_no_more_than_a_shard(device, measured, figure):
     num = NUM_PROCESSES[device]
