@@ -15,7 +15,6 @@ from finetune.report.events import Event, RunStarted, StepTaken
 from finetune.report.gpu import DeviceColumns
 from finetune.report.reporter import CallbackReporter, RunLog
 from finetune.report.timing import StartupTimer
-from finetune.run.fit import make_saver, run_started
 from finetune.run.microbatch_size import resolve_microbatch_size
 from finetune.run.setup.accelerator import make_accelerator
 from finetune.run.setup.build import build
@@ -23,7 +22,7 @@ from finetune.run.setup.components import make_components
 from finetune.run.setup.training_data import prepare_data
 from finetune.run.state.resume import RestoredRun, restore
 from finetune.run.supervision import model_code_errors
-from finetune.run.train import validate, validate_model
+from finetune.run.train import make_saver, run_started, validate, validate_model
 from finetune.runtime.supervision.signals import ReceivedSignals
 from finetune.strategy.environment import read_environment
 from finetune.train.loop import count_step, report_steps

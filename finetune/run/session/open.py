@@ -15,7 +15,6 @@ from finetune.report.page.facts import InterruptionCosts
 from finetune.report.reporter import CallbackReporter, Reporter
 from finetune.report.timing import StartupTimer
 from finetune.run.context import RunContext
-from finetune.run.fit import make_saver, run_started
 from finetune.run.microbatch_size import resolve_microbatch_size
 from finetune.run.setup.accelerator import make_accelerator
 from finetune.run.setup.build import build
@@ -24,12 +23,12 @@ from finetune.run.setup.training_data import prepare_data
 from finetune.run.state.resume import RestoredRun, restore
 from finetune.run.state.run_folder import fetch_run_folder, open_run_folder
 from finetune.run.supervision import model_code_errors
-from finetune.run.train import validate, validate_model
+from finetune.run.train import make_saver, run_started, validate, validate_model
 from finetune.runtime import distributed
 from finetune.runtime.optional import no_op
 from finetune.runtime.run_folder import lock_run_folder
 from finetune.runtime.supervision.signals import ReceivedSignals
-from finetune.train.components import TrainingComponents
+from finetune.train.step import TrainingComponents
 
 SESSION_CLOSED = "session closed"
 

@@ -40,7 +40,6 @@ from finetune.strategy.protocol import Strategy
 from finetune.task.model_inputs import unwrap_model
 from finetune.task.protocol import Task
 from finetune.task.router_loss import RoutedTask, Router, RoutingRecorder, find_routers
-from finetune.train.components import StepTask
 from finetune.train.layer_outputs import RecordedTask
 from finetune.train.optim.optimizers import build_optimizer, slow_update_warning
 from finetune.train.optim.parameter_groups import (
@@ -50,6 +49,7 @@ from finetune.train.optim.parameter_groups import (
     list_parameters,
 )
 from finetune.train.plan import StepPlan
+from finetune.train.step import StepTask
 
 with lazily():
     from finetune.model.adapters import lora
