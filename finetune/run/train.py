@@ -6,7 +6,7 @@ that the run starts from, `restore` loads a checkpoint into what `build` returne
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,13 +15,11 @@ from typing import Any
 import torch
 
 from finetune.checkpoint.read.checksum_prefetch import ChecksumPrefetch
-from finetune.checkpoint.write.saver import SavedCheckpoint, Saver
 from finetune.config.load import LoadedConfig, with_local_folder
 from finetune.config.plugins import activate_options
 from finetune.errors import CheckpointError, DiskError, HubError, NonFiniteError
-from finetune.model.batch_norm import sync_batch_norm
 from finetune.registry.tasks import TASKS
-from finetune.report.events import CheckpointSaved, Noted, RunEnded, RunStarted, Warned
+from finetune.report.events import Noted, RunEnded, RunStarted, Warned
 from finetune.report.gpu import sampled_gpu
 from finetune.report.page.facts import InterruptionCosts
 from finetune.report.phases import OPTIMIZER
@@ -44,7 +42,6 @@ from finetune.run.state.run_folder import fetch_run_folder, open_run_folder
 from finetune.run.state.upload import Uploader, make_uploader
 from finetune.run.supervision import Supervision, model_code_errors, supervised_run
 from finetune.runtime import distributed
-from finetune.runtime.optional import no_op
 from finetune.runtime.progress import Progress
 from finetune.runtime.run_folder import PROFILE_FOLDER
 from finetune.runtime.text.terminal import quiet_libraries
@@ -162,6 +159,19 @@ def _reporting(
         context.log(line)
 
 
+def restore_for_steps(
+    context: RunContext, *, startup: StartupTimer, checksums: ChecksumPrefetch | None = None
+) -> RestoredRun:
+    """Return the run, built and restored, for a caller that takes its steps, perhaps over other rows. Collective."""
+    with model_code_errors():
+        validate_model(context.loaded, context.strategy, log=context.log)
+        data = prepare_data(context)
+        startup.end("data")
+        accelerator = make_accelerator(context.config, context.strategy, log=context.log)
+        built = build(context, data, accelerator=accelerator, startup=startup)
+        return resolve_microbatch_size(restore(context, built, checksums, takes_other_rows=True))
+
+
 def validate(loaded: LoadedConfig) -> RunContext:
     """Return the context of the run; raises ConfigError, StrategyError or ModelError, on every rank alike."""
     quiet_libraries(is_main=distributed.is_main())
@@ -199,19 +209,16 @@ def fit(restored: RestoredRun, *, reporter: CallbackReporter, supervision: Super
     """Train to the end of the plan, or until a stop is requested. Collective."""
     context, progress, plan = restored.context, restored.progress, restored.built.plan
     config = context.config
-    save = make_saver(restored, reporter=reporter, on_path=supervision.status.checkpoint)
-    save.rehearse(num_saves=plan.num_due(config.checkpoint.every_steps, after=progress.step))
     with sampled_gpu(restored.built.prepared.accelerator.device, is_main=distributed.is_main()) as gpu:
         components = make_components(
-            config,
-            restored.built,
+            restored,
             reporter=reporter,
-            save=save,
-            signals=supervision.signals,
             startup=supervision.startup,
+            signals=supervision.signals,
             gpu=gpu,
-            log=context.log,
+            on_path=supervision.status.checkpoint,
         )
+        components.save.rehearse(num_saves=plan.num_due(config.checkpoint.every_steps, after=progress.step))
         if (section := config.report.profile) is not None:
             profile = StepProfile(
                 section,
@@ -259,25 +266,6 @@ def _timed_optimizer(components: TrainingComponents, profile: StepProfile) -> It
             stack.callback(before.remove)
             stack.callback(after.remove)
         yield
-
-
-def make_saver(restored: RestoredRun, *, reporter: Reporter, on_path: Callable[[str], None] = no_op) -> Saver:
-    """Return what saves the run; it reports each checkpoint and calls `on_path` with its path."""
-
-    def on_saved(saved: SavedCheckpoint) -> None:
-        path = str(saved.path)
-        reporter(CheckpointSaved(saved.step, path, saved.size_bytes, saved.seconds, saved.stall_seconds))
-        on_path(path)
-
-    return Saver(
-        restored.context.paths.checkpoints,
-        section=restored.context.config.checkpoint,
-        access=restored.access,
-        run=restored.fingerprint,
-        on_saved=on_saved,
-        warn=lambda step, message: reporter(Warned(step, message)),
-        before_save=partial(sync_batch_norm, restored.built.prepared.model),
-    )
 
 
 def run_started(restored: RestoredRun, *, previous: Mapping[str, Any]) -> RunStarted:

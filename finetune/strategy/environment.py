@@ -1,6 +1,6 @@
 """The launcher's settings, read from the variables of this process or from an accelerate file.
 
-FSDP1's settings run under FSDP2, translated as `accelerate to-fsdp2` does (`commands/to_fsdp2.py` of 1.15). Accelerate's
+FSDP1's settings run under FSDP2, translated as `accelerate to-fsdp2` does (`commands/to_fsdp2.py` of 1.15). Its own
 default is `fsdp_version: 1`, so `accelerate config` writes such files. Unsupported parallelism and platforms are found
 in the variables and in a file, some of whose settings ranks do not see.
 """

@@ -1,4 +1,7 @@
-"""The components of the training loop: batches, update, evaluation, stop sources, and the times of the start."""
+"""The components of the training loop: batches, update, evaluation, saver, stop sources, and the times of the start.
+
+With `report.sample_ids`, the samples that each step has consumed are recorded, in a file per rank in the run folder.
+"""
 
 import json
 import os
@@ -18,7 +21,7 @@ from torch import nn
 from typing_extensions import TypedDict
 
 from finetune.checkpoint.sharding.access import build_access
-from finetune.checkpoint.write.saver import Saver
+from finetune.checkpoint.write.saver import SavedCheckpoint, Saver
 from finetune.config.plugins import used_entries
 from finetune.config.run_config import RunConfig
 from finetune.config.sections.evaluate import EvaluateSection
@@ -29,14 +32,14 @@ from finetune.data.templates.chat_template import stop_ids
 from finetune.data.token_cache.integrity import SampleVerifier
 from finetune.errors import FULL, RegistryError
 from finetune.model.batch_norm import GhostBatchNorm, sync_batch_norm, update_running_statistics
-from finetune.report.events import Noted, StartedUp
+from finetune.report.events import CheckpointSaved, Noted, StartedUp, Warned
 from finetune.report.gpu import DeviceColumns
-from finetune.report.reporter import CallbackReporter, Reporter, RunLog
+from finetune.report.reporter import CallbackReporter, Reporter
 from finetune.report.timing import StartupTimer
-from finetune.run.context import RunPaths
 from finetune.run.setup.accelerator import PreparedModel, own_batches
 from finetune.run.setup.build import BuiltRun
 from finetune.run.setup.strategy import require_sliceable_model
+from finetune.run.state.resume import RestoredRun
 from finetune.runtime import distributed
 from finetune.runtime.files import atomic
 from finetune.runtime.optional import no_op
@@ -63,27 +66,30 @@ from finetune.train.update import Update, UpdateInBackward
 
 
 def make_components(
-    config: RunConfig,
-    built: BuiltRun,
+    restored: RestoredRun,
     *,
     reporter: CallbackReporter,
-    save: Saver,
-    signals: ReceivedSignals,
     startup: StartupTimer,
+    signals: ReceivedSignals,
     gpu: DeviceColumns,
-    log: RunLog,
+    on_path: Callable[[str], None] = no_op,
 ) -> TrainingComponents:
-    """Return the loop's components; the first step reports the duration of the start. Collective."""
+    """Return the loop's components; the first step reports the duration of the start. Collective.
+
+    `on_path` is called with the path of each checkpoint.
+    """
+    config, built = restored.context.config, restored.built
     _require_same_on_all_ranks(config, built)
+    save = _make_saver(restored, reporter=reporter, on_path=on_path)
     training_data, prepared, plan = built.training_data, built.prepared, built.plan
     stops: dict[str, Callable[[], bool]] = {FAILED_SAVE: lambda: save.has_failed}  # of this rank
     if config.train.time_limit_minutes:
         ends_at = startup.started_at + config.train.time_limit_minutes * 60
         stops[TIME_LIMIT] = lambda: time.monotonic() >= ends_at
     if distributed.is_main():
-        stops[STOP_FILE] = StopFile(RunPaths(Path(config.run.folder)).stop_file)
+        stops[STOP_FILE] = StopFile(restored.context.paths.stop_file)
     if config.run.spot_notice and os.environ.get("LOCAL_RANK", "0") == "0":  # one process of a machine
-        stops[SPOT_NOTICE] = notice = SpotNotice(config.run.spot_notice, log=log)
+        stops[SPOT_NOTICE] = notice = SpotNotice(config.run.spot_notice, log=restored.context.log)
         notice.start()
     if config.train.optimizer.in_backward:
         update: Update = UpdateInBackward(prepared.accelerator, prepared.model, prepared.optimizer)
@@ -116,6 +122,25 @@ def make_components(
         before_batch=prepared.before_batch,
         reduces_every_microbatch=prepared.reduces_every_microbatch,
         counts_ahead=not _has_ghost_norms(prepared.model),
+    )
+
+
+def _make_saver(restored: RestoredRun, *, reporter: Reporter, on_path: Callable[[str], None]) -> Saver:
+    """Return what saves the run; it reports each checkpoint and calls `on_path` with its path."""
+
+    def on_saved(saved: SavedCheckpoint) -> None:
+        path = str(saved.path)
+        reporter(CheckpointSaved(saved.step, path, saved.size_bytes, saved.seconds, saved.stall_seconds))
+        on_path(path)
+
+    return Saver(
+        restored.context.paths.checkpoints,
+        section=restored.context.config.checkpoint,
+        access=restored.access,
+        run=restored.fingerprint,
+        on_saved=on_saved,
+        warn=lambda step, message: reporter(Warned(step, message)),
+        before_save=partial(sync_batch_norm, restored.built.prepared.model),
     )
 
 
