@@ -11,11 +11,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from finetune.checkpoint.format.tensor_file import BUFFER, PARAMETER, TensorRecord, dtype_code
-from finetune.checkpoint.sharding.optimizer_state import create_empty_state, create_state_by_step, expected_state_keys
 from finetune.checkpoint.sharding.state_layout import (
     ShardRange,
     ShardView,
     StateLayout,
+    create_empty_state,
+    create_state_by_step,
+    expected_state_keys,
     fsdp2_layout,
     named_buffers,
     named_parameters,
