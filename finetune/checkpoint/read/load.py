@@ -1,4 +1,4 @@
-"""Loads a verified checkpoint: single tensors of it without a process group, or the whole training state.
+"""Finds and verifies a checkpoint, and loads single tensors of it, or the whole training state.
 
 No pickle. A rank that loads training state reads only the rows of its own shard.
 """

@@ -9,6 +9,12 @@ Lion (Chen et al., 2023, arXiv:2302.06675) takes the sign of an interpolated mom
 its own shard of a parameter, however it is sharded. bitsandbytes and torchao quantize or page AdamW's moments. 8 bits:
 Dettmers et al., 2021, arXiv:2110.02861. 4 bits: Li et al., 2023, arXiv:2309.01507. Paged: Dettmers et al., 2023,
 arXiv:2305.14314; CUDA moves them to the memory of the host while the GPU needs their space.
+
+A moving average of the weights is stored with the optimizer's moments, so every strategy that shards optimizer state
+(ZeRO's fp32 partitions, FSDP2's rows) shards it, too; optimizer hooks update it. In schedule-free AdamW (Defazio et
+al., 2024, arXiv:2405.15682) the trained weights y interpolate between a fast sequence z and its average x, which is
+evaluated and needs no schedule. The rule is the authors' own (package `schedulefree`); its counters are kept per
+parameter, as plain numbers in the optimizer state, so that they remain correct where ZeRO steps some groups at a time.
 """
 
 from collections.abc import Callable, Sequence
