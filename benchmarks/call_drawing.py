@@ -32,11 +32,12 @@ _UNNAMED = ("<module>", "<lambda>", "<genexpr>", "<listcomp>", "<dictcomp>", "<s
 
 @dataclass(frozen=True)
 class Call:
-    """The first call of a function: its file and name, the caller's file, and the depth of calls within the package."""
+    """The first call of a function: its file and name, the caller's, and the depth of calls within the package."""
 
     file: str
     name: str
     caller: str
+    caller_name: str
     depth: int
 
 
@@ -52,13 +53,14 @@ class Drawing:
         return list(dict.fromkeys(call.file for call in self.calls))
 
     @property
-    def num_returns(self) -> int:
-        """Return how many calls from another file go to one that was entered before."""
-        entered, count = set[str](), 0
+    def returns(self) -> Sequence[Call]:
+        """Return the calls from another file that go to one that was entered before."""
+        entered, returns = set[str](), list[Call]()
         for call in self.calls:
-            count += call.file != call.caller and call.file in entered
+            if call.file != call.caller and call.file in entered:
+                returns.append(call)
             entered.add(call.file)
-        return count
+        return returns
 
     @property
     def assembly(self) -> "Drawing":
@@ -66,10 +68,13 @@ class Drawing:
         return Drawing([call for call in self.calls if call.caller.startswith(_ASSEMBLY)])
 
     def figures(self) -> str:
-        """Return the number of functions, files and returns."""
-        per_500 = 500 * self.num_returns / len(self.calls)
+        """Return the number of functions, files and returns, and of the turns of a page that the returns are."""
+        returns, num_calls = self.returns, len(self.calls)
+        turns = {(call.caller, call.caller_name, call.file) for call in returns}
+        per_500 = [500 * len(counted) / num_calls for counted in (returns, turns)]
         return (
-            f"{len(self.calls)} functions, {len(self.files)} files, {self.num_returns} returns ({per_500:.0f} per 500)"
+            f"{num_calls} functions, {len(self.files)} files, {len(returns)} returns ({per_500[0]:.0f} per 500), "
+            f"{len(turns)} where a function's calls into a file count once ({per_500[1]:.0f})"
         )
 
     def lines(self, *, has_outline: bool) -> Iterator[str]:
@@ -84,7 +89,7 @@ class Drawing:
 def draw(root: Path, arguments: Sequence[str]) -> Drawing:
     """Return the calls of `finetune train` with these arguments until its first step begins, in this process."""
     package, calls, known = f"{root}/", list[Call](), set[Any]()
-    callers, num_imports = ["finetune/cli/"], 0  # the files of the calls under way
+    callers, num_imports = [("finetune/cli/", "")], 0  # the calls under way: file and name
 
     def follow(frame: FrameType, event: str, _: Any) -> None:
         nonlocal num_imports
@@ -99,10 +104,10 @@ def draw(root: Path, arguments: Sequence[str]) -> Drawing:
         is_function = bool(code.co_flags & inspect.CO_OPTIMIZED) and code.co_name not in _UNNAMED
         if is_function and not num_imports and code not in known:
             known.add(code)
-            calls.append(Call(file, code.co_qualname, callers[-1], len(callers)))
+            calls.append(Call(file, code.co_qualname, *callers[-1], len(callers)))
             if f"{file}:{code.co_qualname}" == _STEP:
                 sys.setprofile(None)
-        callers.append(file)
+        callers.append((file, code.co_qualname))
 
     from finetune.cli.program import main  # of the tree that is drawn
 

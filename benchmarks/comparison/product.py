@@ -16,8 +16,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 
 from finetune.checkpoint.format.manifest import RunFingerprint
 from finetune.checkpoint.read.checksum_prefetch import ChecksumPrefetch
-from finetune.checkpoint.read.find import find_checkpoint
-from finetune.checkpoint.read.load import load_checkpoint
+from finetune.checkpoint.read.load import find_checkpoint, load_checkpoint
 from finetune.checkpoint.sharding.access import build_access
 from finetune.checkpoint.write.saver import SavedCheckpoint, Saver
 from finetune.config.load import LoadedConfig, load_config
@@ -26,7 +25,7 @@ from finetune.data.loader import train_loader
 from finetune.run.context import RunContext, make_context
 from finetune.run.setup.accelerator import PreparedModel, make_accelerator
 from finetune.run.setup.build import prepare_model
-from finetune.run.setup.evaluator import make_evaluator
+from finetune.run.setup.components import make_evaluator
 from finetune.run.setup.strategy import launched_strategy
 from finetune.run.setup.training_data import TrainingData, prepare_data
 from finetune.run.train import train_from_config

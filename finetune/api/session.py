@@ -24,7 +24,7 @@ from finetune.runtime.optional import lazily
 
 with lazily():  # torch
     from finetune.run import in_process, supervision
-    from finetune.run.session import agreement, engine, open, sampling
+    from finetune.run.session import engine, open, sampling
 
 __all__ = ["ForwardBackward", "JobBatch", "OptimStep", "Sample", "Session"]
 
@@ -71,7 +71,7 @@ class Session:
         state, self._state = self._state, self._state or "is closed. Make another one"
         if error is None and not state:
             try:
-                agreement.agree(_CLOSE, {})
+                engine.agree(_CLOSE, {})
             except BaseException as failure:
                 self._stack.__exit__(type(failure), failure, failure.__traceback__)
                 raise
@@ -175,14 +175,14 @@ class Session:
         """Take part in the calls of rank 0, which alone runs the caller's loop, until it leaves the context."""
         while True:
             opened = self._opened(_FOLLOW)
-            agreed, has_leader = agreement.agree(_FOLLOW, {})
+            agreed, has_leader = engine.agree(_FOLLOW, {})
             if not has_leader:
                 raise UserError("follow: rank 0 must lead. Call `follow` on the other ranks only.")
             if agreed.method == _CLOSE:
                 self._state = "is closed by rank 0. Make another one"
                 return
             try:
-                method, arguments = agreement.receive_call()
+                method, arguments = engine.receive_call()
                 self._run(method, arguments)
             except UserError:
                 if opened.is_changing:
@@ -190,9 +190,9 @@ class Session:
 
     def _call(self, method: str, **arguments: Any) -> Any:
         self._opened(method)
-        _, has_followers = agreement.agree(method, arguments)
+        _, has_followers = engine.agree(method, arguments)
         if has_followers:
-            agreement.send_call(method, arguments)
+            engine.send_call(method, arguments)
         return self._run(method, arguments)
 
     def _run(self, method: str, arguments: Mapping[str, Any]) -> Any:

@@ -55,7 +55,6 @@ from finetune.registry.tasks import TASKS, SampleContent
 from finetune.runtime.optional import no_op
 from finetune.task.lm_loss.target_loss import resolve_kernel
 from finetune.task.model_inputs import is_padding_free, unwrap_model
-from finetune.task.preference import REFERENCE
 from finetune.task.protocol import Task, TaskContext, build_task
 
 CONTEXT_BYTES = 600 << 20
@@ -149,6 +148,8 @@ class MemoryPredictor:
         if is_merged:
             num_samples, length = 1, num_samples * length
         arrays = _arrays_of(self._config, TASKS[self._config.task.name].sample, length=length)
+        if (precomputed := self._task.precomputed) is not None:
+            arrays |= precomputed.example
         batch = self._task.collate([Features(arrays, sample_id=number) for number in range(num_samples)])
 
         def trace(layers_of: KeptLayers) -> Values:
@@ -252,7 +253,7 @@ def _arrays_of(config: RunConfig, sample: SampleContent, *, length: int) -> dict
         return {"input_ids": ids, "is_target": is_target, LABELS: np.zeros(length, np.int64)}
     arrays = {"input_ids": ids, "is_target": is_target, "is_word_start": is_target}
     if sample == "texts":
-        arrays |= {LENGTHS_OF_SEQUENCES: np.array([length, length], np.uint32), REFERENCE: np.zeros(2, np.float32)}
+        arrays[LENGTHS_OF_SEQUENCES] = np.array([length, length], np.uint32)
     elif sample == "source_and_target":
         arrays["is_target"] = np.arange(num_tokens) >= length
     return arrays

@@ -142,6 +142,7 @@ class RankMemory:
     optimizer_bytes: int
     process_bytes: int = 0  # without a model; on a CPU, where resident memory is measured
     unsharded_gradient_bytes: int = 0  # kept between the microbatches of a step in addition to the shard
+    copy_bytes: int = 0  # of checkpoints that are written in the background; on a CPU, where it is resident memory
     has_teacher: bool = False  # whose size is reported separately
     planned_bytes: int | None = None  # the peak that `finetune plan` predicted for this run
 
@@ -159,16 +160,17 @@ class RankMemory:
             "optimizer state": self.optimizer_bytes,
             "unsharded gradient": self.unsharded_gradient_bytes,
             "process": self.process_bytes,
+            "checkpoint copy": self.copy_bytes,
         }
         always = ("weights", "gradients", "optimizer state")
         counted = " + ".join(f"{name} {format_size(size)}" for name, size in parts.items() if size or name in always)
+        advice = "; `checkpoint.asynchronous: false` needs no copy" if self.copy_bytes else ""
         if self.planned_bytes is not None:
-            return (
-                f"memory: {format_size(self.planned_bytes)} per rank, as planned = {counted} + activations and buffers"
-            )
+            total, rest = format_size(self.planned_bytes), " + activations and buffers"
+            return f"memory: {total} per rank, as planned = {counted}{rest}{advice}"
         excluded = "the teacher and activations" if self.has_teacher else "activations"
-        total = format_size(self.state_bytes + self.process_bytes)
-        return f"memory: {total} per rank = {counted}, without {excluded} (`finetune plan` predicts the peak)"
+        total = format_size(self.state_bytes + self.process_bytes + self.copy_bytes)
+        return f"memory: {total} per rank = {counted}, without {excluded} (`finetune plan` predicts the peak){advice}"
 
     @property
     def peak_line(self) -> str:
@@ -205,6 +207,8 @@ def count_state(
         optimizer_bytes += 4 * size.num_trained  # float32 copies in the optimizer
     if train.average:
         optimizer_bytes += AVERAGE_BYTES * size.num_trained
+    saved_bytes = optimizer_bytes + (0 if is_zero else trained_bytes)
+    is_copied = process_bytes > 0 and config.checkpoint.asynchronous
     keeps_half = is_zero and train.precision != "fp32"  # DeepSpeed keeps weights in the precision of training
 
     def stored(by_dtype: Mapping[str, int]) -> int:
@@ -225,6 +229,7 @@ def count_state(
         optimizer_bytes=share(optimizer_bytes, Sharded.OPTIMIZER),
         process_bytes=process_bytes,
         unsharded_gradient_bytes=unsharded_gradient_bytes,
+        copy_bytes=saved_bytes // strategy.expected.num_processes if is_copied else 0,  # each rank writes a share
         has_teacher=distillation is not None and not distillation.cache,
     )
 

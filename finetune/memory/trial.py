@@ -34,8 +34,8 @@ from finetune.runtime.parameters import local_tensor
 from finetune.runtime.seeds import keep_random_state
 from finetune.strategy.gradient_sync import accumulate_gradients
 from finetune.strategy.protocol import Strategy
-from finetune.train.components import StepTask
 from finetune.train.meters import keep_peak_memory
+from finetune.train.step import StepTask
 
 LATER_BYTES = 128 << 20
 """Memory of loading and writing threads, imports of the loader (`datasets`, 70 MB) and fragmentation.

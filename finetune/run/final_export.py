@@ -50,7 +50,7 @@ from finetune.report.reporter import Reporter
 from finetune.run.context import RunPaths
 from finetune.run.setup.accelerator import PreparedModel
 from finetune.run.setup.build import BuiltRun
-from finetune.run.setup.evaluator import make_weights
+from finetune.run.setup.components import make_weights
 from finetune.run.setup.model_problems import is_merged
 from finetune.run.setup.training_data import TrainingData
 from finetune.run.state.finished import FINAL_RECORD, input_stamps, is_exported, read_final_record

@@ -15,15 +15,9 @@ from finetune.report.events import Event, RunStarted, StepTaken
 from finetune.report.gpu import DeviceColumns
 from finetune.report.reporter import CallbackReporter, RunLog
 from finetune.report.timing import StartupTimer
-from finetune.run.fit import make_saver, run_started
-from finetune.run.microbatch_size import resolve_microbatch_size
-from finetune.run.setup.accelerator import make_accelerator
-from finetune.run.setup.build import build
 from finetune.run.setup.components import make_components
-from finetune.run.setup.training_data import prepare_data
-from finetune.run.state.resume import RestoredRun, restore
-from finetune.run.supervision import model_code_errors
-from finetune.run.train import validate, validate_model
+from finetune.run.state.resume import RestoredRun
+from finetune.run.train import restore_for_steps, run_started, validate
 from finetune.runtime.supervision.signals import ReceivedSignals
 from finetune.strategy.environment import read_environment
 from finetune.train.loop import count_step, report_steps
@@ -66,24 +60,12 @@ def replay_steps(loaded: LoadedConfig, *, num_steps: int, check: Callable[[Resto
     startup = StartupTimer()
     activate_options(loaded.config.plugin_options)
     context = replace(validate(loaded), log=RunLog(is_main=False))
-    with model_code_errors():
-        validate_model(context.loaded, context.strategy, log=context.log)
-        data = prepare_data(context)
-        accelerator = make_accelerator(context.config, context.strategy, log=context.log)
-        built = build(context, data, accelerator=accelerator, startup=startup)
-        restored = resolve_microbatch_size(restore(context, built, takes_other_rows=True))
+    restored = restore_for_steps(context, startup=startup)
     check(restored)
     events: list[Event] = []
     reporter = CallbackReporter(events.append, (), can_evaluate=False)
     components = make_components(
-        restored.context.config,
-        restored.built,
-        reporter=reporter,
-        save=make_saver(restored, reporter=reporter),
-        signals=ReceivedSignals(),
-        startup=startup,
-        gpu=DeviceColumns(),
-        log=context.log,
+        restored, reporter=reporter, startup=startup, signals=ReceivedSignals(), gpu=DeviceColumns()
     )
     started, progress = run_started(restored, previous={}), restored.progress
     groups, last = PrefetchedSteps(components, first_step=progress.step), progress.step + num_steps

@@ -5,36 +5,54 @@ that the run starts from, `restore` loads a checkpoint into what `build` returne
 """
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
+
+import torch
 
 from finetune.checkpoint.read.checksum_prefetch import ChecksumPrefetch
 from finetune.config.load import LoadedConfig, with_local_folder
 from finetune.config.plugins import activate_options
-from finetune.errors import DiskError, HubError
+from finetune.errors import CheckpointError, DiskError, HubError, NonFiniteError
+from finetune.registry.tasks import TASKS
+from finetune.report.events import Noted, RunEnded, RunStarted, Warned
+from finetune.report.gpu import sampled_gpu
 from finetune.report.page.facts import InterruptionCosts
+from finetune.report.phases import OPTIMIZER
+from finetune.report.profile import StepProfile
 from finetune.report.reporter import CallbackReporter, Reporter, RunLog
 from finetune.report.timing import StartupTimer
 from finetune.run.context import RunContext, make_context
-from finetune.run.final_export import push_final
-from finetune.run.fit import finish_run, fit
+from finetune.run.final_export import export_final, push_final
 from finetune.run.microbatch_size import resolve_microbatch_size
 from finetune.run.setup.accelerator import make_accelerator
 from finetune.run.setup.build import build
+from finetune.run.setup.components import make_components
 from finetune.run.setup.model_checks import CheckedJob, Stage, changes_config, check_model
+from finetune.run.setup.patches import device_price, peak_flops
 from finetune.run.setup.strategy import launched_strategy
 from finetune.run.setup.training_data import prepare_data
 from finetune.run.state.finished import RunResult, result_of_run
-from finetune.run.state.resume import RestoredRun, find_finished, restore
+from finetune.run.state.resume import RestoredRun, describe_exported, find_finished, load_best, restore
 from finetune.run.state.run_folder import fetch_run_folder, open_run_folder
 from finetune.run.state.upload import Uploader, make_uploader
 from finetune.run.supervision import Supervision, model_code_errors, supervised_run
 from finetune.runtime import distributed
 from finetune.runtime.progress import Progress
+from finetune.runtime.run_folder import PROFILE_FOLDER
 from finetune.runtime.text.terminal import quiet_libraries
+from finetune.runtime.upstream import keep_freed_memory
+from finetune.strategy.choose import describe_strategy
 from finetune.strategy.launch_file import is_set_by_accelerate
 from finetune.strategy.protocol import Strategy
+from finetune.train.loop import report_steps, run_training_loop
+from finetune.train.step import TrainingComponents
+from finetune.train.stopping import FINAL_REASONS, STOP_FILE, remove_stop_file
+from finetune.train.upstream import replace_engine_step, without_accelerate_wrapper
 
 
 def train_from_config(loaded: LoadedConfig, checksums: ChecksumPrefetch | None = None) -> int:
@@ -141,6 +159,19 @@ def _reporting(
         context.log(line)
 
 
+def restore_for_steps(
+    context: RunContext, *, startup: StartupTimer, checksums: ChecksumPrefetch | None = None
+) -> RestoredRun:
+    """Return the run, built and restored, for a caller that takes its steps, perhaps over other rows. Collective."""
+    with model_code_errors():
+        validate_model(context.loaded, context.strategy, log=context.log)
+        data = prepare_data(context)
+        startup.end("data")
+        accelerator = make_accelerator(context.config, context.strategy, log=context.log)
+        built = build(context, data, accelerator=accelerator, startup=startup)
+        return resolve_microbatch_size(restore(context, built, checksums, takes_other_rows=True))
+
+
 def validate(loaded: LoadedConfig) -> RunContext:
     """Return the context of the run; raises ConfigError, StrategyError or ModelError, on every rank alike."""
     quiet_libraries(is_main=distributed.is_main())
@@ -164,3 +195,117 @@ def validate_model(loaded: LoadedConfig, strategy: Strategy, *, log: RunLog, on_
         return
     for line in check_model(CheckedJob(loaded, strategy, builds=changes_config(loaded.config.model)), [Stage.CONFIG]):
         log(line)
+
+
+@dataclass(frozen=True)
+class TrainingOutcome:
+    """Why training ended, and when it started (monotonic seconds)."""
+
+    reason: str
+    started: float
+
+
+def fit(restored: RestoredRun, *, reporter: CallbackReporter, supervision: Supervision) -> TrainingOutcome:
+    """Train to the end of the plan, or until a stop is requested. Collective."""
+    context, progress, plan = restored.context, restored.progress, restored.built.plan
+    config = context.config
+    with sampled_gpu(restored.built.prepared.accelerator.device, is_main=distributed.is_main()) as gpu:
+        components = make_components(
+            restored,
+            reporter=reporter,
+            startup=supervision.startup,
+            signals=supervision.signals,
+            gpu=gpu,
+            on_path=supervision.status.checkpoint,
+        )
+        components.save.rehearse(num_saves=plan.num_due(config.checkpoint.every_steps, after=progress.step))
+        if (section := config.report.profile) is not None:
+            profile = StepProfile(
+                section,
+                folder=context.paths.folder / PROFILE_FOLDER,
+                reporter=components.reporter,
+                device=components.accelerator.device,
+                attach=partial(_timed_optimizer, components),
+            )
+            components = replace(components, profile=profile)
+        reporter(run_started(restored, previous=supervision.status.previous))
+        started = time.monotonic()
+        supervision.status.run(progress, num_steps=plan.num_steps)
+        if config.evaluate is not None and config.evaluate.at_start and progress.step == 0:
+            with supervision.startup.phase("evaluation"):
+                components.evaluate(progress.step)
+        if components.accelerator.device.type == "cpu":
+            keep_freed_memory()
+        supervision.begin_training()
+        try:
+            return TrainingOutcome(run_training_loop(components, progress), started)
+        except NonFiniteError:  # raised on every rank alike, so they can still communicate
+            report_steps(components, progress)
+            with suppress(CheckpointError):  # a save in progress was begun before the error
+                components.save.wait_for_writes()
+            raise
+
+
+@contextmanager
+def _timed_optimizer(components: TrainingComponents, profile: StepProfile) -> Iterator[None]:
+    """Time the optimizer's steps inside a backward pass as its own phase: DeepSpeed's engine's, and `in_backward`."""
+    with ExitStack() as stack:
+        if hasattr(components.model, "zero_optimization_stage"):
+            engine: Any = components.model
+            step = engine.step
+
+            def timed_step(*given: Any, **named: Any) -> Any:
+                with profile.phase(OPTIMIZER):
+                    return step(*given, **named)
+
+            stack.enter_context(replace_engine_step(engine, timed_step))
+        elif isinstance(optimizer := without_accelerate_wrapper(components.optimizer), torch.optim.Optimizer):
+            running = ExitStack()
+            before = optimizer.register_step_pre_hook(lambda *_: running.enter_context(profile.phase(OPTIMIZER)))
+            after = optimizer.register_step_post_hook(lambda *_: running.close())
+            stack.callback(before.remove)
+            stack.callback(after.remove)
+        yield
+
+
+def run_started(restored: RestoredRun, *, previous: Mapping[str, Any]) -> RunStarted:
+    """Return the event with which a run begins; `previous` is what its status file said before this start."""
+    config, plan, prepared = restored.context.config, restored.built.plan, restored.built.prepared
+    return RunStarted(
+        step=restored.progress.step,
+        num_steps=plan.num_steps,
+        strategy=describe_strategy(restored.context.strategy),
+        arithmetic=plan.arithmetic,
+        config=config.model_dump(),
+        flops_per_token=prepared.flops_per_token,
+        peak_flops_per_second=peak_flops(
+            prepared.accelerator.device, precision=config.train.precision, world=plan.world
+        ),
+        previous=previous,
+        device_price=device_price(prepared.accelerator.device, stated=config.report.price_per_device_hour),
+        parameter_groups=prepared.parameter_groups,
+    )
+
+
+def finish_run(restored: RestoredRun, fitted: TrainingOutcome, *, reporter: Reporter, supervision: Supervision) -> int:
+    """Export the model where the run is finished, report its end and return the exit code. Collective."""
+    context, progress, is_final = restored.context, restored.progress, fitted.reason in FINAL_REASONS
+    if is_final:
+        best = partial(load_best, restored) if context.config.export.checkpoint == "best" else None
+        export_final(context.loaded, restored.built, reporter, progress=progress, reason=fitted.reason, load_best=best)
+        if distributed.is_main() and (line := describe_exported(context.config, progress)) is not None:
+            reporter(Noted(progress.step, line))
+    if fitted.reason == STOP_FILE and distributed.is_main():
+        remove_stop_file(context.paths.stop_file, log=lambda text: reporter(Warned(progress.step, text)))
+    code = supervision.end(fitted.reason)
+    reporter(
+        RunEnded(
+            step=progress.step,
+            reason=fitted.reason,
+            seconds=time.monotonic() - fitted.started,
+            metrics=progress.last_metrics,
+            final_folder=str(context.paths.final) if is_final else None,
+            talks=TASKS[context.config.task.name].can_chat,
+        )
+    )
+    return code

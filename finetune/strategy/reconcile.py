@@ -7,8 +7,7 @@ from typing import Any
 from finetune.errors import StrategyError
 from finetune.registry.model_choices import ARITHMETIC
 from finetune.registry.optimizers import OPTIMIZERS
-from finetune.strategy.environment import LaunchEnvironment
-from finetune.strategy.unsupported import TENSOR, may_split_layers, uneven_groups
+from finetune.strategy.environment import TENSOR, LaunchEnvironment, may_split_layers, uneven_groups
 
 
 @dataclass(frozen=True)

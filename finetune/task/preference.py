@@ -55,7 +55,8 @@ class PreferenceTask(AnswerPairsTask):
         """Return the computation of the reference's log-probabilities, or None if the loss has no reference model."""
         if not PREFERENCE_LOSSES[self.section.loss].has_reference:
             return None
-        return Precomputed("reference log-probabilities", "reference", {}, reference_log_probabilities)
+        example = {REFERENCE: np.zeros(2, np.float32)}
+        return Precomputed("reference log-probabilities", "reference", {}, reference_log_probabilities, example)
 
     def collate(self, features: Sequence[Features]) -> Batch:
         """Return chosen answers followed by rejected ones, with their reference log-probabilities if computed."""

@@ -76,6 +76,7 @@ class Precomputed:
     They are then part of `Features.arrays`. A batch without samples runs as many forward passes as any other batch, and
     the call is collective if the model's forward is.
     """
+    example: Mapping[str, np.ndarray] = field(default_factory=dict)  # arrays of a sample, with any values
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,8 @@ from functools import partial
 from finetune.report.events import Warned
 from finetune.report.phases import EVALUATE, LOG, SAVE
 from finetune.runtime.progress import Progress
-from finetune.train.components import TrainingComponents
 from finetune.train.meters import StepRecord
-from finetune.train.step import PrefetchedSteps, record_skipped_step, take_step
+from finetune.train.step import PrefetchedSteps, TrainingComponents, record_skipped_step, take_step
 from finetune.train.stopping import EARLY_STOPPING, FINISHED
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from finetune.checkpoint.format.manifest import RunFingerprint
-from finetune.checkpoint.read.find import find_checkpoint, verify_checkpoint
+from finetune.checkpoint.read.load import find_checkpoint, verify_checkpoint
 from finetune.checkpoint.sharding import gather
 from finetune.checkpoint.write import saver
 from finetune.checkpoint.write.saver import SavedCheckpoint, Saver

@@ -8,8 +8,7 @@ from torch import nn
 
 from finetune.checkpoint.format.manifest import MANIFEST_DIGEST_KEY, RunFingerprint, file_checksum, manifest_digest
 from finetune.checkpoint.read.checksum_prefetch import ChecksumPrefetch
-from finetune.checkpoint.read.find import find_checkpoint
-from finetune.checkpoint.read.load import resume_checkpoint
+from finetune.checkpoint.read.load import find_checkpoint, resume_checkpoint
 from finetune.checkpoint.sharding.access import LossScale, StateAccess
 from finetune.checkpoint.sharding.state_layout import StateLayout, named_buffers, named_parameters, replicated_view
 from finetune.checkpoint.write.saver import Saver

@@ -21,8 +21,7 @@ from transformers.optimization import Adafactor
 
 from finetune.checkpoint.format.manifest import RunFingerprint
 from finetune.checkpoint.read.checksum_prefetch import ChecksumPrefetch
-from finetune.checkpoint.read.find import find_checkpoint
-from finetune.checkpoint.read.load import resume_checkpoint
+from finetune.checkpoint.read.load import find_checkpoint, resume_checkpoint
 from finetune.checkpoint.sharding.access import build_access
 from finetune.checkpoint.sharding.gather import gather_weights
 from finetune.checkpoint.write.saver import Saver

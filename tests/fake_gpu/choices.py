@@ -19,7 +19,7 @@ from finetune.run import start
 from finetune.run.setup.patches import peak_flops
 from finetune.task.lm_loss.target_loss import resolve_kernel
 from finetune.task.model_inputs import unwrap_model
-from finetune.train.components import TrainingComponents
+from finetune.train.step import TrainingComponents
 from tests.fake_gpu.machine import MACHINES
 from tests.fake_gpu.walk import Launch, Walk, walk
 from tests.small_job import write_job

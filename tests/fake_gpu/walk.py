@@ -23,13 +23,12 @@ from finetune.checkpoint.write.saver import Saver
 from finetune.data import workers
 from finetune.data.token_cache.integrity import SampleVerifier
 from finetune.model.attention import sample_attention
-from finetune.run import fit
 from finetune.run import train as run_train
 from finetune.run.in_process import isolated_run
 from finetune.runtime.supervision.exit import ProcessExit
 from finetune.strategy.launch_file import use_launch_file
 from finetune.train import loop
-from finetune.train.components import TrainingComponents
+from finetune.train.step import TrainingComponents
 from tests.fake_gpu.device import FakeGpu, Finding
 from tests.fake_gpu.machine import MACHINES, on_machine
 from tests.fake_gpu.streams import Timeline
@@ -127,7 +126,7 @@ def _watched_steps(
 
     with (
         patch.object(run_train, "finish_run", run_train.finish_run if is_alone and takes_steps else lambda *_, **__: 0),
-        patch.object(fit, "run_training_loop", train_and_inspect),
+        patch.object(run_train, "run_training_loop", train_and_inspect),
         patch.object(loop, "_take_steps", watched(loop._take_steps, is_watching=True)),
         patch.object(loop, "report_steps", watched(loop.report_steps, is_watching=False)),
         patch.object(loop, "_evaluate", watched(loop._evaluate, is_watching=False)),

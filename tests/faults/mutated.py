@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.__main__ import main
-from finetune.checkpoint.read import find
+from finetune.checkpoint.read import load
 from finetune.checkpoint.write import writer
 from finetune.data import loader
 from finetune.report.events import JsonlReporter
@@ -21,7 +21,7 @@ VARIABLE = "FINETUNE_FAULTS_MUTANT"
 
 def skip_verification() -> None:
     """Damaged files pass for whole ones."""
-    find.first_file_problem = lambda *_, **__: None  # type: ignore[assignment]
+    load.first_file_problem = lambda *_, **__: None  # type: ignore[assignment]
 
 
 def shift_samples() -> None:

@@ -79,6 +79,24 @@ def test_the_line_names_the_parts_that_are_counted_and_those_that_are_not():
     assert memory.peak_line.startswith("memory: weights, gradients and optimizer state 6.0 GB, measured peak ")
 
 
+@pytest.mark.parametrize(
+    ("name", "overrides", "process_bytes", "copied"),
+    [
+        ("ddp", [], 1, 12e9 / 4),  # weights and AdamW's two moments, a share on each of 4 ranks
+        ("zero1", ["train.precision=bf16"], 1, 12e9 / 4),  # float32 masters instead of the weights
+        ("ddp", ["checkpoint.asynchronous=false"], 1, 0),
+        ("ddp", [], 0, 0),  # on a GPU the copy is host memory
+    ],
+)
+def test_the_copy_of_a_checkpoint_counts_where_it_takes_the_memory_of_the_rank(
+    job, name, overrides, process_bytes, copied
+):
+    config = load_config(job, overrides).config
+    memory = count_state(config, strategy_of(name=name), size=SIZE, process_bytes=process_bytes)
+    assert memory.copy_bytes == copied
+    assert ("checkpoint.asynchronous: false" in memory.line) == bool(copied)
+
+
 def test_a_planned_peak_is_the_prediction():
     memory = RankMemory(BILLION, BILLION, BILLION, planned_bytes=7 * BILLION)
     assert memory.line.startswith("memory: 7.0 GB per rank, as planned = weights 1.0 GB + ")

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from finetune.errors import StrategyError
-from finetune.strategy import cpu_adam
-from finetune.strategy.choose import ZeroRedundancy
-from finetune.strategy.cpu_adam import BuildTools, build_tools, missing_for_cpu_adam, missing_tool
+from finetune.strategy import choose
+from finetune.strategy.choose import BuildTools, ZeroRedundancy, build_tools, missing_for_cpu_adam, missing_tool
 from finetune.strategy.environment import LaunchEnvironment
 from finetune.strategy.reconcile import JobSettings
 
@@ -65,16 +64,16 @@ def test_on_a_gpu_deepspeeds_own_builder_decides_whether_nvcc_is_needed(monkeypa
         "ops.op_builder": SimpleNamespace(CPUAdamBuilder=builder),
         "ops.op_builder.builder": SimpleNamespace(CUDAOpBuilder=CudaBuilder),
     }
-    monkeypatch.setattr(cpu_adam, "_part_of_deepspeed", parts.__getitem__)
-    monkeypatch.setattr(cpu_adam, "build_tools", lambda: BuildTools(has_ninja=True, compiler="c++", nvcc=None))
+    monkeypatch.setattr(choose, "_part_of_deepspeed", parts.__getitem__)
+    monkeypatch.setattr(choose, "build_tools", lambda: BuildTools(has_ninja=True, compiler="c++", nvcc=None))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     assert (missing_for_cpu_adam() is not None) == is_missing
 
 
 def test_an_adam_that_came_compiled_needs_nothing(monkeypatch, tmp_path):
-    monkeypatch.setattr(cpu_adam, "_part_of_deepspeed", lambda _: SimpleNamespace(installed_ops={"cpu_adam": True}))
-    monkeypatch.setattr(cpu_adam, "build_tools", lambda: NONE)
+    monkeypatch.setattr(choose, "_part_of_deepspeed", lambda _: SimpleNamespace(installed_ops={"cpu_adam": True}))
+    monkeypatch.setattr(choose, "build_tools", lambda: NONE)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     assert missing_for_cpu_adam() is None
 

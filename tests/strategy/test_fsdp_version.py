@@ -8,7 +8,7 @@ from accelerate.commands.to_fsdp2 import convert_config_to_fsdp2
 
 from finetune.commands.rehearse.accelerate_file import read_accelerate_file
 from finetune.errors import StrategyError
-from finetune.strategy.fsdp_version import to_fsdp2, use_fsdp2
+from finetune.strategy.environment import to_fsdp2, use_fsdp2
 from finetune.strategy.launch_file import launch_variables
 
 FSDP1 = Path(__file__).with_name("fsdp1.yaml")

@@ -15,7 +15,7 @@ from transformers.integrations import tensor_parallel
 from finetune.commands.launch.torchrun import make_job
 from finetune.commands.rehearse.accelerate_file import read_accelerate_file
 from finetune.errors import StrategyError
-from finetune.strategy.unsupported import unsupported_by_environment, unsupported_in_file
+from finetune.strategy.environment import unsupported_by_environment, unsupported_in_file
 
 LOCAL = {"compute_environment": "LOCAL_MACHINE", "num_processes": 4, "num_machines": 1, "use_cpu": False}
 FSDP2 = {**LOCAL, "distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}}

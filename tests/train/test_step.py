@@ -20,13 +20,12 @@ from finetune.runtime.progress import Cadence, NeverDue, Progress
 from finetune.runtime.supervision.signals import ReceivedSignals
 from finetune.task.protocol import BaseTask
 from finetune.train import step as steps
-from finetune.train.components import TrainingComponents
 from finetune.train.loop import run_training_loop
 from finetune.train.meters import Meters
 from finetune.train.optim.optimizers import build_optimizer
 from finetune.train.optim.parameter_groups import list_parameters
 from finetune.train.plan import make_step_plan
-from finetune.train.step import PrefetchedSteps, StepCounts
+from finetune.train.step import PrefetchedSteps, StepCounts, TrainingComponents
 from finetune.train.stopping import EarlyStopping, StopRequest, StopSources
 from finetune.train.update import Update
 from tests.train.deferred_checks import defer_finite_checks

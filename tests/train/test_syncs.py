@@ -48,12 +48,11 @@ from finetune.strategy.reconcile import JobSettings
 from finetune.task.causal_lm import CausalTask
 from finetune.task.protocol import TaskContext
 from finetune.train import update
-from finetune.train.components import TrainingComponents
 from finetune.train.meters import Meters
 from finetune.train.optim.optimizers import build_optimizer
 from finetune.train.optim.parameter_groups import list_parameters
 from finetune.train.plan import make_step_plan
-from finetune.train.step import StepCounts, take_step
+from finetune.train.step import StepCounts, TrainingComponents, take_step
 from finetune.train.stopping import StopRequest, StopSources
 from tests.devices import EVERY_DEVICE
 from tests.small_models import TINY

@@ -11,17 +11,20 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from finetune.checkpoint.format.tensor_file import BUFFER, PARAMETER, TensorRecord, dtype_code
-from finetune.checkpoint.sharding.fsdp import fsdp2_layout
-from finetune.checkpoint.sharding.optimizer_state import create_empty_state, create_state_by_step, expected_state_keys
 from finetune.checkpoint.sharding.state_layout import (
     ShardRange,
     ShardView,
     StateLayout,
+    create_empty_state,
+    create_state_by_step,
+    expected_state_keys,
+    fsdp2_layout,
     named_buffers,
     named_parameters,
     replicated_view,
+    zero3_layout,
+    zero12_layout,
 )
-from finetune.checkpoint.sharding.zero import zero3_layout, zero12_layout
 from finetune.errors import CheckpointError
 from finetune.registry.optimizers import state_of_class
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from finetune.checkpoint.format import layout
 from finetune.checkpoint.format.manifest import Manifest, OtherFormatError, RunFingerprint
 from finetune.checkpoint.format.tensor_file import PARAMETER
-from finetune.checkpoint.read.find import verify_checkpoint
+from finetune.checkpoint.read.load import verify_checkpoint
 from finetune.checkpoint.sharding.access import StateAccess
 from finetune.checkpoint.sharding.gather import agree_on_records, plan_files
 from finetune.checkpoint.write.retention import prune_checkpoints

@@ -19,7 +19,7 @@ from finetune.config.yaml import read_yaml
 from finetune.runtime.environment import default_config, launcher_variables, nccl_version, package_versions
 from finetune.runtime.text.redact import redacted_variables
 from finetune.runtime.upstream import ABANDONED, BUILDING, build_locks, extensions_folder
-from finetune.strategy.cpu_adam import build_tools, missing_for_cpu_adam
+from finetune.strategy.choose import build_tools, missing_for_cpu_adam
 
 
 @dataclass(frozen=True)

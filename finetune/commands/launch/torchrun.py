@@ -17,7 +17,7 @@ from finetune.launch.ranks import is_launched
 from finetune.runtime.supervision.on_end import run_if_pending
 from finetune.runtime.supervision.status import FINISHED, STATUS_FILE, STOPPED, read_status
 from finetune.runtime.text.terminal import write_file_to_stdout
-from finetune.strategy.unsupported import TENSOR
+from finetune.strategy.environment import TENSOR
 
 _SECRETS = "Export it as a variable on each host."
 

@@ -12,8 +12,14 @@ from finetune.config.load import read_text_file
 from finetune.config.yaml import read_yaml
 from finetune.errors import StrategyError, UserError
 from finetune.registry.accelerate_files import find_deepspeed_file
-from finetune.strategy.fsdp_version import fsdp1_in_file
-from finetune.strategy.unsupported import TENSOR, engine_in_file, may_split_layers, uneven_groups, unsupported_in_file
+from finetune.strategy.environment import (
+    TENSOR,
+    engine_in_file,
+    fsdp1_in_file,
+    may_split_layers,
+    uneven_groups,
+    unsupported_in_file,
+)
 
 DISTRIBUTED_TYPES = ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED")
 

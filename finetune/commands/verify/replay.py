@@ -24,7 +24,7 @@ from finetune.run.state.resume import RestoredRun
 from finetune.runtime import distributed
 from finetune.runtime.environment import package_versions
 from finetune.runtime.run_folder import CHECKPOINTS_FOLDER
-from finetune.train.layer_outputs import NORMS
+from finetune.train.meters import NORMS
 
 EventFields = Mapping[str, Any]
 

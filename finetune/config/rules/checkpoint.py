@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 
 from finetune.config.formatting import closest_multiples, did_you_mean, format_list
 from finetune.config.paths import is_url
@@ -87,9 +88,6 @@ def metric_problems(config: RunConfig, metric: str, *, goal: str, key: str, does
         yield Problem(f"{key}.goal", message)
 
 
-EVALUATION_RULES = (evaluation_has_rows, generation_metrics_are_known, early_stopping_has_its_metric)
-
-
 SCHEMES = ("s3", "gs", "gcs", "abfs", "az", "memory")
 """Object storage that runs are uploaded to; `memory` exists only as long as its process."""
 
@@ -165,8 +163,15 @@ def run_url_is_supported(config: RunConfig) -> Iterator[Problem]:
         yield Problem("checkpoint.resume", message)
 
 
-CHECKPOINT_RULES = (
-    kept_checkpoints_are_written,
-    allow_changes_names_refused_keys,
-    run_url_is_supported,
-)
+def checkpoint_problems(config: RunConfig, skipped: tuple[type[Exception], ...]) -> Iterator[Problem]:
+    """Yield the problems that all rules of this file find; a rule that raises one of `skipped` finds none."""
+    for rule in (
+        evaluation_has_rows,
+        generation_metrics_are_known,
+        early_stopping_has_its_metric,
+        kept_checkpoints_are_written,
+        allow_changes_names_refused_keys,
+        run_url_is_supported,
+    ):
+        with suppress(*skipped):
+            yield from rule(config)

@@ -1,9 +1,12 @@
 """The steps of an opened run: gradients, updates, checkpoints and the exported model, each when the caller asks."""
 
+import hashlib
+import json
 import math
+import pickle
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,7 +20,7 @@ from torch import Tensor
 from finetune.checkpoint.format import layout
 from finetune.data.batch import Batch
 from finetune.data.token_cache.integrity import extend_digest, sample_checksum, samples_checksum
-from finetune.errors import CheckpointError, UserError
+from finetune.errors import CheckpointError, FinetuneError, LostContact, UserError
 from finetune.run.final_export import export_final
 from finetune.run.session.open import SESSION_CLOSED, OpenedRun
 from finetune.run.session.results import ForwardBackward, JobBatch, LossFunction, OptimStep, Rows, Scores
@@ -28,20 +31,21 @@ from finetune.run.session.rows import (
     RowEncoder,
     TargetLosses,
     cut_rows,
+    loss_name,
     resolve_loss,
     step_seed,
 )
 from finetune.run.state.resume import restore
 from finetune.runtime import distributed, seeds
+from finetune.runtime.supervision.exit import is_broken_collective
 from finetune.strategy.upstream import complete_gradients, deepspeed_engine
 from finetune.task.causal_lm import CausalTask
 from finetune.task.lm_loss.target_loss import log_probabilities_at_targets
 from finetune.task.lm_loss.token_loss import TokenLoss
-from finetune.train.components import TrainingComponents
 from finetune.train.loop import count_step, report_steps
 from finetune.train.meters import Meters, StepRecord
 from finetune.train.optim.optimizers import begin_step
-from finetune.train.step import forward_backward, start_step_counts, update_weights
+from finetune.train.step import TrainingComponents, forward_backward, start_step_counts, update_weights
 
 _MARK_RANGE = 2**64
 
@@ -340,3 +344,89 @@ def _by_row(batches: Sequence[Batch], per_target: Sequence[Tensor]) -> tuple[tup
         own |= {sample_id: tuple(part.tolist()) for sample_id, part in zip(batch.sample_ids, parts, strict=True)}
     everyone = {sample_id: row for rank_rows in distributed.gather_objects(own) for sample_id, row in rank_rows.items()}
     return tuple(everyone[sample_id] for sample_id in sorted(everyone))
+
+
+FOLLOW = "follow"
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call on one rank: the method, and a short text for each argument, several for a list."""
+
+    method: str
+    arguments: Mapping[str, tuple[str, ...]]
+
+
+def agree(method: str, arguments: Mapping[str, Any]) -> tuple[Call, bool]:
+    """Return rank 0's call, which is that of all ranks, or whether the others follow it. Collective.
+
+    An argument is compared by itself, the elements of a list by their digests.
+    Raises UserError naming the first difference on all ranks, LostContact where a rank is gone.
+    """
+    call = Call(method, {name: _describe(value) for name, value in arguments.items()})
+    try:
+        calls = distributed.gather_objects(call)
+    except RuntimeError as error:
+        if not is_broken_collective(error):
+            raise
+        raise LostContact(
+            f"another process of the session is gone while this one calls `{method}`. Its own message says why."
+        ) from error
+    first, others = calls[0], calls[1:]
+    if first.method == FOLLOW:
+        raise UserError("follow: rank 0 leads, so it must not follow. Call `follow` on the other ranks only.")
+    if others and all(other.method == FOLLOW for other in others):
+        return first, True
+    for rank, other in enumerate(others, 1):
+        if difference := _difference(first, other, rank=rank):
+            raise UserError(f"ranks call different things: {difference}. Every rank must make the same calls.")
+    return first, False
+
+
+def send_call(method: str, arguments: Mapping[str, Any]) -> None:
+    """Send rank 0's call to the ranks that follow. Raises UserError on all if it cannot be sent. Collective."""
+    try:
+        content: bytes | str = pickle.dumps((method, dict(arguments)))
+    except Exception as error:  # any exception that the argument's own code raises
+        content = f"{method}: an argument cannot be sent to ranks that follow ({error}). Functions must be importable."
+    distributed.broadcast_object(content)
+    if isinstance(content, str):
+        raise UserError(content)
+
+
+def receive_call() -> tuple[str, dict[str, Any]]:
+    """Return rank 0's method and arguments; raises UserError if they could not be sent. Collective."""
+    content: bytes | str = distributed.broadcast_object(b"")
+    if isinstance(content, str):
+        raise UserError(content)
+    try:
+        method, arguments = pickle.loads(content)  # from rank 0 of this run
+    except Exception as error:
+        raise FinetuneError(f"a call of rank 0 cannot be read here: {error}.") from error
+    return str(method), dict(arguments)
+
+
+def _describe(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        return (loss_name(value) if callable(value) else str(value),)
+
+    def plain(item: Any) -> Any:
+        return item.tolist() if isinstance(item, np.ndarray | np.generic | torch.Tensor) else repr(item)
+
+    texts = (json.dumps(element, default=plain, sort_keys=True) for element in value)
+    return tuple(hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).hexdigest() for text in texts)
+
+
+def _difference(first: Call, other: Call, *, rank: int) -> str | None:
+    if first.method != other.method:
+        return f"rank 0 calls `{first.method}`, and rank {rank} calls `{other.method}`"
+    for name, values in first.arguments.items():
+        others = other.arguments[name]
+        if len(values) != len(others):
+            counts = f"{len(values)} elements on rank 0 and {len(others)} on rank {rank}"
+            return f"`{first.method}` is called with {counts} in `{name}`"
+        for number, (one, another) in enumerate(zip(values, others, strict=True), 1):
+            if one != another:
+                where = f"element {number} of `{name}`" if len(values) > 1 else f"`{name}`"
+                return f"{where} of `{first.method}` is not the same on rank 0 and rank {rank}"
+    return None

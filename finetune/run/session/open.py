@@ -15,21 +15,15 @@ from finetune.report.page.facts import InterruptionCosts
 from finetune.report.reporter import CallbackReporter, Reporter
 from finetune.report.timing import StartupTimer
 from finetune.run.context import RunContext
-from finetune.run.fit import make_saver, run_started
-from finetune.run.microbatch_size import resolve_microbatch_size
-from finetune.run.setup.accelerator import make_accelerator
-from finetune.run.setup.build import build
 from finetune.run.setup.components import make_components
-from finetune.run.setup.training_data import prepare_data
-from finetune.run.state.resume import RestoredRun, restore
+from finetune.run.state.resume import RestoredRun
 from finetune.run.state.run_folder import fetch_run_folder, open_run_folder
-from finetune.run.supervision import model_code_errors
-from finetune.run.train import validate, validate_model
+from finetune.run.train import restore_for_steps, run_started, validate
 from finetune.runtime import distributed
 from finetune.runtime.optional import no_op
 from finetune.runtime.run_folder import lock_run_folder
 from finetune.runtime.supervision.signals import ReceivedSignals
-from finetune.train.components import TrainingComponents
+from finetune.train.step import TrainingComponents
 
 SESSION_CLOSED = "session closed"
 
@@ -64,33 +58,22 @@ def open_run(loaded: LoadedConfig) -> Iterator[OpenedRun]:
         context.log(f"in a session the caller evaluates, saves and stops; without effect are {', '.join(written)}")
     log, is_main = context.log, distributed.is_main()
     with lock_run_folder(context.paths.folder, log=log) if is_main else nullcontext():
-        with model_code_errors():
-            checksums = fetch_run_folder(context.loaded, None, log=log)
-            validate_model(context.loaded, context.strategy, log=log)
-            data = prepare_data(context)
-            startup.end("data")
-            accelerator = make_accelerator(context.config, context.strategy, log=log)
-            built = build(context, data, accelerator=accelerator, startup=startup)
-            restored = restore(context, built, checksums, takes_other_rows=True)
-            restored = resolve_microbatch_size(restored)
+        checksums = fetch_run_folder(context.loaded, None, log=log)
+        restored = restore_for_steps(context, startup=startup, checksums=checksums)
         config = restored.context.config
         costs = InterruptionCosts(no_op, hours_stated=config.run.hours_between_interruptions)
         with closing(open_run_folder(restored.context.loaded, restored.built, costs=costs, log=log)) as reporter:
-            save = make_saver(restored, reporter=reporter)
             components = make_components(
-                config,
-                restored.built,
+                restored,
                 reporter=CallbackReporter(reporter, (), can_evaluate=False),
-                save=save,
-                signals=ReceivedSignals(),
                 startup=startup,
+                signals=ReceivedSignals(),
                 gpu=DeviceColumns(),
-                log=log,
             )
             reporter(run_started(restored, previous={}))
             started = time.monotonic()
             yield OpenedRun(restored, components, reporter)
-            save.wait_for_writes()
+            components.save.wait_for_writes()
             reporter(
                 RunEnded(
                     step=restored.progress.step,

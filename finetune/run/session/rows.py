@@ -25,7 +25,7 @@ from finetune.task.causal_lm import CausalTask
 from finetune.task.lm_loss.head import logits_at_targets
 from finetune.task.lm_loss.target_loss import log_probabilities_at_targets
 from finetune.task.protocol import Task
-from finetune.train.components import StepTask
+from finetune.train.step import StepTask
 
 INPUT_IDS, WEIGHTS = "input_ids", "weights"
 VALUE_COLUMNS = (WEIGHTS, "advantages", "old_log_probabilities")

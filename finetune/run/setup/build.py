@@ -40,8 +40,7 @@ from finetune.strategy.protocol import Strategy
 from finetune.task.model_inputs import unwrap_model
 from finetune.task.protocol import Task
 from finetune.task.router_loss import RoutedTask, Router, RoutingRecorder, find_routers
-from finetune.train.components import StepTask
-from finetune.train.layer_outputs import RecordedTask
+from finetune.train.meters import RecordedTask
 from finetune.train.optim.optimizers import build_optimizer, slow_update_warning
 from finetune.train.optim.parameter_groups import (
     NamedParameter,
@@ -50,6 +49,7 @@ from finetune.train.optim.parameter_groups import (
     list_parameters,
 )
 from finetune.train.plan import StepPlan
+from finetune.train.step import StepTask
 
 with lazily():
     from finetune.model.adapters import lora
@@ -289,21 +289,14 @@ def make_step_task(config: RunConfig, task: Task, prepared: PreparedModel) -> St
 
     With `run.record_layers`, its sums include the layers' outputs.
     """
-    step_task = _make_routed_task(config, task, prepared)
-    if not config.run.record_layers:
-        return step_task
+    step_task: StepTask = task
     inner = unwrap_model(prepared.unwrapped_model)
-    return RecordedTask(step_task, inner, output_modules(inner))
-
-
-def _make_routed_task(config: RunConfig, task: Task, prepared: PreparedModel) -> StepTask:
-    if not prepared.routers:
-        return task
-    inner = unwrap_model(prepared.unwrapped_model)
-    recorder = RoutingRecorder(inner, prepared.routers)
-    written = config.train.router_aux_loss
-    coefficient = own_router_coefficient(inner.config) if isinstance(written, str) else written
-    return RoutedTask(task, recorder, coefficient, prepared.before_batch)
+    if prepared.routers:
+        written = config.train.router_aux_loss
+        coefficient = own_router_coefficient(inner.config) if isinstance(written, str) else written
+        recorder = RoutingRecorder(inner, prepared.routers)
+        step_task = RoutedTask(task, recorder, coefficient, prepared.before_batch)
+    return RecordedTask(step_task, inner, output_modules(inner)) if config.run.record_layers else step_task
 
 
 GRADIENT_BYTES = 4

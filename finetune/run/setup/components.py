@@ -1,39 +1,57 @@
-"""The components of the training loop: batches, update, evaluation, stop sources, and the times of the start."""
+"""The components of the training loop: batches, update, evaluation, saver, stop sources, and the times of the start.
 
+With `report.sample_ids`, the samples that each step has consumed are recorded, in a file per rank in the run folder.
+"""
+
+import json
 import os
 import time
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
+from io import FileIO
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from accelerate import Accelerator
+from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 from torch import nn
+from typing_extensions import TypedDict
 
-from finetune.checkpoint.write.saver import Saver
+from finetune.checkpoint.sharding.access import build_access
+from finetune.checkpoint.write.saver import SavedCheckpoint, Saver
 from finetune.config.plugins import used_entries
 from finetune.config.run_config import RunConfig
+from finetune.config.sections.evaluate import EvaluateSection
+from finetune.config.sections.train import TrainSection
 from finetune.data.batch import Batch
-from finetune.data.loader import StepLoader, train_loader
+from finetune.data.loader import StepLoader, evaluation_loader, train_loader
+from finetune.data.templates.chat_template import stop_ids
 from finetune.data.token_cache.integrity import SampleVerifier
-from finetune.errors import RegistryError
-from finetune.model.batch_norm import GhostBatchNorm, update_running_statistics
-from finetune.report.events import Noted, StartedUp
+from finetune.errors import FULL, RegistryError
+from finetune.model.batch_norm import GhostBatchNorm, sync_batch_norm, update_running_statistics
+from finetune.report.events import CheckpointSaved, Noted, StartedUp, Warned
 from finetune.report.gpu import DeviceColumns
-from finetune.report.reporter import CallbackReporter, Reporter, RunLog
+from finetune.report.reporter import CallbackReporter, Reporter
 from finetune.report.timing import StartupTimer
-from finetune.run.context import RunPaths
+from finetune.run.setup.accelerator import PreparedModel, own_batches
 from finetune.run.setup.build import BuiltRun
-from finetune.run.setup.evaluator import make_evaluation
-from finetune.run.setup.samples import open_sample_record
+from finetune.run.setup.strategy import require_sliceable_model
+from finetune.run.state.resume import RestoredRun
 from finetune.runtime import distributed
+from finetune.runtime.files import atomic
 from finetune.runtime.optional import no_op
 from finetune.runtime.parallel import sequence_group, tensor_group
 from finetune.runtime.progress import Cadence, NeverDue
+from finetune.runtime.run_folder import SAMPLES_FOLDER
 from finetune.runtime.supervision.signals import ReceivedSignals, SpotNotice
-from finetune.train.accelerator import own_batches
-from finetune.train.components import TrainingComponents
-from finetune.train.layer_outputs import RECORDED_STEPS, RecordedTask
-from finetune.train.meters import Meters
+from finetune.task.generation import GenerationEvaluator, Metric
+from finetune.task.protocol import Task
+from finetune.train.evaluate import AveragedWeights, Evaluator, average_formula
+from finetune.train.meters import RECORDED_STEPS, Meters, RecordedTask
+from finetune.train.step import Evaluation, TrainingComponents
 from finetune.train.stopping import (
     FAILED_SAVE,
     SPOT_NOTICE,
@@ -47,27 +65,30 @@ from finetune.train.update import Update, UpdateInBackward
 
 
 def make_components(
-    config: RunConfig,
-    built: BuiltRun,
+    restored: RestoredRun,
     *,
     reporter: CallbackReporter,
-    save: Saver,
-    signals: ReceivedSignals,
     startup: StartupTimer,
+    signals: ReceivedSignals,
     gpu: DeviceColumns,
-    log: RunLog,
+    on_path: Callable[[str], None] = no_op,
 ) -> TrainingComponents:
-    """Return the loop's components; the first step reports the duration of the start. Collective."""
+    """Return the loop's components; the first step reports the duration of the start. Collective.
+
+    `on_path` is called with the path of each checkpoint.
+    """
+    config, built = restored.context.config, restored.built
     _require_same_on_all_ranks(config, built)
+    save = _make_saver(restored, reporter=reporter, on_path=on_path)
     training_data, prepared, plan = built.training_data, built.prepared, built.plan
     stops: dict[str, Callable[[], bool]] = {FAILED_SAVE: lambda: save.has_failed}  # of this rank
     if config.train.time_limit_minutes:
         ends_at = startup.started_at + config.train.time_limit_minutes * 60
         stops[TIME_LIMIT] = lambda: time.monotonic() >= ends_at
     if distributed.is_main():
-        stops[STOP_FILE] = StopFile(RunPaths(Path(config.run.folder)).stop_file)
+        stops[STOP_FILE] = StopFile(restored.context.paths.stop_file)
     if config.run.spot_notice and os.environ.get("LOCAL_RANK", "0") == "0":  # one process of a machine
-        stops[SPOT_NOTICE] = notice = SpotNotice(config.run.spot_notice, log=log)
+        stops[SPOT_NOTICE] = notice = SpotNotice(config.run.spot_notice, log=restored.context.log)
         notice.start()
     if config.train.optimizer.in_backward:
         update: Update = UpdateInBackward(prepared.accelerator, prepared.model, prepared.optimizer)
@@ -100,6 +121,25 @@ def make_components(
         before_batch=prepared.before_batch,
         reduces_every_microbatch=prepared.reduces_every_microbatch,
         counts_ahead=not _has_ghost_norms(prepared.model),
+    )
+
+
+def _make_saver(restored: RestoredRun, *, reporter: Reporter, on_path: Callable[[str], None]) -> Saver:
+    """Return what saves the run; it reports each checkpoint and calls `on_path` with its path."""
+
+    def on_saved(saved: SavedCheckpoint) -> None:
+        path = str(saved.path)
+        reporter(CheckpointSaved(saved.step, path, saved.size_bytes, saved.seconds, saved.stall_seconds))
+        on_path(path)
+
+    return Saver(
+        restored.context.paths.checkpoints,
+        section=restored.context.config.checkpoint,
+        access=restored.access,
+        run=restored.fingerprint,
+        on_saved=on_saved,
+        warn=lambda step, message: reporter(Warned(step, message)),
+        before_save=partial(sync_batch_norm, restored.built.prepared.model),
     )
 
 
@@ -194,3 +234,151 @@ def _require_same_on_all_ranks(config: RunConfig, built: BuiltRun) -> None:
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
     """Return the values of a parameter group that are no tensors."""
     return {name: value for name, value in group.items() if isinstance(value, str | int | float | tuple | None)}
+
+
+def make_evaluation(config: RunConfig, built: BuiltRun, *, reporter: Reporter) -> Evaluation:
+    """Return what measures the run on its validation rows, with the weights that it would export."""
+    training_data, prepared = built.training_data, built.prepared
+    if config.evaluate is None or training_data.validation_set is None:
+        return lambda step: {}  # never due
+    evaluator = make_evaluator(
+        config,
+        training_data.task,
+        rows=training_data.validation_set,
+        model=prepared.model,
+        accelerator=prepared.accelerator,
+        tokenizer=training_data.tokenizer,
+        answer_metrics=training_data.answer_metrics,
+        reporter=reporter,
+    )
+    weights_swapped_in = make_weights(config.train, prepared)
+
+    def evaluate(step: int) -> dict[str, float]:
+        sync_batch_norm(prepared.model)
+        with weights_swapped_in():
+            return evaluator(step)
+
+    return evaluate
+
+
+def make_weights(train: TrainSection, prepared: PreparedModel) -> Callable[[], AbstractContextManager[None]]:
+    """Return a function whose context swaps in the weights to evaluate and export. Collective.
+
+    They are the average where the optimizer keeps one, else the trained.
+    """
+    average = average_formula(train)
+    if average is None:
+        return nullcontext
+    key, formula = average
+    access = build_access(prepared.accelerator, prepared.model, prepared.optimizer)
+    return AveragedWeights(access, key, formula).swapped_in
+
+
+def make_evaluator(
+    config: RunConfig,
+    task: Task,
+    *,
+    rows: Any,
+    model: Any,
+    accelerator: Accelerator,
+    tokenizer: Any,
+    answer_metrics: Mapping[str, Metric],
+    reporter: Reporter,
+) -> Evaluator:
+    """Return what measures the prepared model on all rows, and on its answers where `evaluate.generate` is written."""
+    section = config.evaluate or EvaluateSection()
+    sequence, tensor = sequence_group(), tensor_group()
+    require_sliceable_model(config, size=sequence.size)
+    loader = evaluation_loader(
+        rows,
+        task.collate,
+        dummy_batch=task.dummy_batch,
+        microbatch_size=section.microbatch_size or config.train.known_microbatch_size,
+        world=sequence.num_groups // tensor.size,
+        section=config.data,
+        cost=task.samples.loading_cost,
+    )
+    answers = None
+    if section.generate is not None:
+        prompts = (task.prompt(rows.intact(i)) for i in range(len(rows)))
+        answers = GenerationEvaluator(
+            section=section.generate,
+            prompts=list(islice((prompt for prompt in prompts if prompt is not None), section.generate.num_samples)),
+            tokenizer=tokenizer,
+            stop_ids=stop_ids(tokenizer),
+            device=accelerator.device,
+            metrics=dict(answer_metrics),
+        )
+    return Evaluator(
+        task=task,
+        model=model,
+        batches=StepLoader(
+            own_batches(accelerator, loader), 1, accelerator.device, sequence=sequence, are_copies=tensor.index > 0
+        ),
+        rows=rows,
+        reporter=reporter,
+        answers=answers,
+    )
+
+
+_MAX_UNWRITTEN_BYTES = 64 << 20
+
+
+@with_config(ConfigDict(strict=True, extra="forbid"))
+class _Line(TypedDict):
+    step: int
+    microbatches: list[list[int]]
+
+
+_LINE = TypeAdapter(_Line)
+
+
+class SampleRecord:
+    """Writes the sample ids of each group to this rank's file in `samples/`.
+
+    A line is `{"step": 1, "microbatches": [[7, 2], [5, 0]]}`, steps counted from 1.
+    """
+
+    def __init__(self, file: FileIO) -> None:
+        self._file = file
+        self._unwritten = b""
+        weakref.finalize(self, file.close)
+
+    def add(self, step: int, group: Sequence[Batch]) -> None:
+        """Write the line of the step; on a full disk it is written with a later one, when there is space again."""
+        line = json.dumps({"step": step, "microbatches": [batch.counted_ids for batch in group]}) + "\n"
+        self._unwritten += line.encode()
+        try:
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+        except OSError as error:
+            if error.errno not in FULL or len(self._unwritten) > _MAX_UNWRITTEN_BYTES:
+                raise
+
+
+def open_sample_record(run_folder: Path, *, first_step: int) -> SampleRecord:
+    """Return the record, without the lines of steps that are taken again: every step is once in each file.
+
+    Each rank repairs its own files, so none has to wait: a damaged line goes, too, and a file that cannot be read is
+    put aside, as the record informs and stops no run.
+    """
+    folder = run_folder / SAMPLES_FOLDER
+    for path in folder.glob("rank-*.jsonl"):
+        number = path.stem.removeprefix("rank-")
+        if not number.isdecimal() or int(number) % distributed.world() != distributed.rank():
+            continue
+        try:
+            kept = [json.dumps(line) + "\n" for line in _lines(path) if line["step"] <= first_step]
+        except OSError:
+            path.replace(path.with_name(f".bad-{path.name}"))
+        else:
+            atomic.write_text(path, "".join(kept))
+    folder.mkdir(parents=True, exist_ok=True)
+    return SampleRecord((folder / f"rank-{distributed.rank():05d}.jsonl").open("ab", buffering=0))
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the lines of the record that are some; raises OSError where the file cannot be read."""
+    for line in atomic.read_json_lines(path):
+        with suppress(ValidationError):
+            yield dict(_LINE.validate_python(line))

@@ -27,8 +27,7 @@ from finetune.run.setup.padding_free import resolve_padding_free, why_padded
 from finetune.runtime import distributed
 from finetune.runtime.parallel import sequence_group
 from finetune.strategy.choose import choose_strategy
-from finetune.strategy.environment import read_environment, require_launcher
-from finetune.strategy.fsdp_version import use_fsdp2
+from finetune.strategy.environment import read_environment, require_launcher, use_fsdp2
 from finetune.strategy.launch_file import launch_variables, require_parallelism_fits, use_deepspeed_file
 from finetune.strategy.protocol import Strategy
 from finetune.strategy.reconcile import JobSettings

@@ -13,8 +13,7 @@ from finetune.checkpoint.format import layout
 from finetune.checkpoint.format.manifest import RunFingerprint
 from finetune.checkpoint.read.changes import DATA, is_other_cache_version
 from finetune.checkpoint.read.checksum_prefetch import ChecksumPrefetch
-from finetune.checkpoint.read.find import find_checkpoint, verify_checkpoint
-from finetune.checkpoint.read.load import resume_checkpoint
+from finetune.checkpoint.read.load import find_checkpoint, resume_checkpoint, verify_checkpoint
 from finetune.checkpoint.sharding.access import StateAccess, build_access
 from finetune.checkpoint.write.retention import best_steps, checkpoint_metrics
 from finetune.config.resume_keys import keys_that_may_differ, keys_that_must_match

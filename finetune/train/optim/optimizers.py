@@ -9,6 +9,12 @@ Lion (Chen et al., 2023, arXiv:2302.06675) takes the sign of an interpolated mom
 its own shard of a parameter, however it is sharded. bitsandbytes and torchao quantize or page AdamW's moments. 8 bits:
 Dettmers et al., 2021, arXiv:2110.02861. 4 bits: Li et al., 2023, arXiv:2309.01507. Paged: Dettmers et al., 2023,
 arXiv:2305.14314; CUDA moves them to the memory of the host while the GPU needs their space.
+
+A moving average of the weights is stored with the optimizer's moments, so every strategy that shards optimizer state
+(ZeRO's fp32 partitions, FSDP2's rows) shards it, too; optimizer hooks update it. In schedule-free AdamW (Defazio et
+al., 2024, arXiv:2405.15682) the trained weights y interpolate between a fast sequence z and its average x, which is
+evaluated and needs no schedule. The rule is the authors' own (package `schedulefree`); its counters are kept per
+parameter, as plain numbers in the optimizer state, so that they remain correct where ZeRO steps some groups at a time.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,6 +22,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from finetune.config.sections.train import AverageSection, OptimizerSection, UnfreezeSection
 from finetune.errors import ModelError
@@ -23,8 +31,7 @@ from finetune.model.kernels.compilation import missing_triton_toolchain
 from finetune.registry.optimizers import OPTIMIZERS
 from finetune.runtime import seeds
 from finetune.runtime.optional import lazily, require
-from finetune.runtime.parameters import AVERAGE_DECAY, NOT_YET_UNFROZEN, full_shape, local_tensor
-from finetune.train.optim.averages import CONFIGURED_DECAY, STARTS_AFTER, ScheduleFreeAdamW, keep_average
+from finetune.runtime.parameters import AVERAGE, AVERAGE_DECAY, NOT_YET_UNFROZEN, full_shape, local_tensor
 from finetune.train.optim.low_bit import ROUNDING_KEYS, ROUNDING_STEP, LowBitAdamW
 from finetune.train.optim.parameter_groups import (
     RATE_FACTOR,
@@ -37,6 +44,85 @@ from finetune.train.optim.parameter_groups import (
 
 with lazily():
     import transformers.optimization as optimization
+
+
+INITIAL_COUNTS = {"step": 0, "weight_sum": 0.0, "lr_max": -1.0}
+"""The counters before the first update: updates, sum of the average's weights, highest learning rate."""
+
+
+class ScheduleFreeAdamW(torch.optim.Optimizer):
+    """The package's update rule; instead of its `train` and `eval`, `train.evaluate.average_formula` is used."""
+
+    def __init__(
+        self,
+        groups: Sequence[dict[str, Any]],
+        *,
+        learning_rate: float,
+        betas: tuple[float, float],
+        eps: float,
+    ) -> None:
+        package = require("schedulefree", extra="optimizers", purpose="train.optimizer.name: schedule_free_adamw")
+        self._rule = package.AdamWScheduleFree([torch.zeros(())], lr=learning_rate, betas=betas, eps=eps)
+        super().__init__(groups, {**self._rule.defaults, "train_mode": True})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update all parameters that have a gradient."""
+        self._rule.state = self.state
+        for group in self.param_groups:
+            by_counts: dict[tuple[Any, ...], list[Tensor]] = {}  # the parameters with a gradient, by equal counters
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    own = self.state[parameter]
+                    key = tuple(own.get(name, initial) for name, initial in INITIAL_COUNTS.items())
+                    by_counts.setdefault(key, []).append(parameter)
+            for values, parameters in by_counts.items():
+                counts = dict(zip(INITIAL_COUNTS, values, strict=True))
+                is_plain = not any(isinstance(parameter, DTensor) for parameter in parameters)
+                one = {**group, "params": parameters, "foreach": is_plain, "k": counts["step"], **counts}
+                self._rule.param_groups = [one]
+                self._rule.step()
+                for parameter in parameters:
+                    self.state[parameter].update(step=one["k"], weight_sum=one["weight_sum"], lr_max=one["lr_max"])
+
+
+STARTS_AFTER, CONFIGURED_DECAY = "average_after", "average_kept"
+"""Keys of a parameter group: the number of steps before the average starts, and its decay from then on."""
+
+
+def keep_average(optimizer: torch.optim.Optimizer, section: AverageSection) -> None:
+    """Register hooks that update average = decay * average + (1 - decay) * weights after every optimizer step.
+
+    The average equals the weights for the first `after_steps` steps; `begin_step` sets the decay of each step.
+    """
+    first: dict[Tensor, Tensor] = {}
+
+    def remember(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+            if parameter.grad is not None and AVERAGE not in optimizer.state.get(parameter, {}):
+                first[parameter] = parameter.detach().to(torch.float32, copy=True)
+
+    @torch.no_grad()
+    def follow(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        # 1 if an fp16 overflow skipped a fused optimizer's update, whose `step` is called nevertheless and reads the
+        # same flag on the device (`torch.amp.GradScaler`).
+        overflow: Tensor | None = getattr(optimizer, "found_inf", None)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = optimizer.state[parameter]
+                    if parameter in first:
+                        state[AVERAGE] = first.pop(parameter)
+                    share: float | Tensor = 1.0 - group[AVERAGE_DECAY]
+                    if overflow is not None:
+                        share = share * (1.0 - overflow.to(parameter.device))
+                    local_tensor(state[AVERAGE]).lerp_(local_tensor(parameter).to(torch.float32), share)
+
+    for group in optimizer.param_groups:
+        group.update({AVERAGE_DECAY: 0.0, STARTS_AFTER: section.after_steps, CONFIGURED_DECAY: section.decay})
+    optimizer.register_step_pre_hook(remember)
+    optimizer.register_step_post_hook(follow)
+
 
 IS_MUON = "is_muon"
 """The parameter-group key that is True if Muon, False if AdamW updates the group."""

@@ -6,7 +6,7 @@ import torch
 from finetune.checkpoint.format.manifest import FileChecksum, file_checksum
 from finetune.checkpoint.read import checksum_prefetch as checksum_prefetch
 from finetune.checkpoint.read.checksum_prefetch import ChecksumPrefetch, start_checksum_prefetch
-from finetune.checkpoint.sharding.optimizer_state import create_empty_state, create_state_by_step
+from finetune.checkpoint.sharding.state_layout import create_empty_state, create_state_by_step
 from tests.checkpoint.small_run import Run
 
 

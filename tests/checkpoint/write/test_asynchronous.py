@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from finetune.checkpoint.format.manifest import RunFingerprint
-from finetune.checkpoint.read.find import verify_checkpoint
+from finetune.checkpoint.read.load import verify_checkpoint
 from finetune.checkpoint.sharding.access import LossScale, StateAccess
 from finetune.checkpoint.sharding.state_layout import StateLayout, named_parameters, replicated_view
 from finetune.checkpoint.write.saver import Saver

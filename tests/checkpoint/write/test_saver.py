@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from finetune.checkpoint.format.manifest import read_manifest
-from finetune.checkpoint.read.find import verify_checkpoint
-from finetune.checkpoint.sharding.optimizer_state import expected_state_keys
+from finetune.checkpoint.read.load import verify_checkpoint
+from finetune.checkpoint.sharding.state_layout import expected_state_keys
 from finetune.checkpoint.write.saver import SavedCheckpoint, require_host_memory, require_space_for_saves
 from finetune.config.sections.checkpoint import CheckpointSection
 from finetune.errors import CheckpointError, NonFiniteError

@@ -21,7 +21,7 @@ VERIFIER = "export/verify/program.py"
 
 OWN_PICKLES = {
     "data/streams/producer.py": "its standard input, an unnamed file that its own parent has written",
-    "run/session/agreement.py": "a call that rank 0 of the same run has sent",
+    "run/session/engine.py": "a call that rank 0 of the same run has sent",
     "data/token_cache/chunks.py": "the arguments of a worker process, which its own parent has sent",
 }
 """Files that read a pickle, and whose: only what this very program has just written, never what lies on a disk."""

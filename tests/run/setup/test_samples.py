@@ -12,7 +12,7 @@ from finetune.data.batch import Batch
 from finetune.data.order.order import DatasetView, SetOrder
 from finetune.data.token_cache.integrity import digest_of_step_ids, digest_of_steps
 from finetune.errors import CheckpointError
-from finetune.run.setup.samples import open_sample_record
+from finetune.run.setup.components import open_sample_record
 from finetune.run.state.resume import require_same_samples
 from finetune.runtime.progress import Progress
 from tests.sample_records import read_samples
