@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from finetune.config.formatting import closest_multiples, did_you_mean, format_list
 from finetune.config.paths import is_url
 from finetune.config.plugins import PLUGIN_PREFIX
-from finetune.config.resume_keys import MUST_MATCH
+from finetune.config.resume_keys import all_keys_to_match
 from finetune.config.run_config import RunConfig
 from finetune.config.schema import node_at
 from finetune.config.sections.checkpoint import NEVER_ALLOWED
@@ -127,7 +127,7 @@ def kept_checkpoints_are_written(config: RunConfig) -> Iterator[Problem]:
 
 def allow_changes_names_refused_keys(config: RunConfig) -> Iterator[Problem]:
     """`allow_changes` names keys that a resume refuses, and that can be resumed from when they differ."""
-    can = [key for key in MUST_MATCH if key not in NEVER_ALLOWED]
+    can = [key for key in all_keys_to_match() if key not in NEVER_ALLOWED] if config.checkpoint.allow_changes else []
     for index, name in enumerate(config.checkpoint.allow_changes):
         key = f"checkpoint.allow_changes.{index}"
         if name in NEVER_ALLOWED:
