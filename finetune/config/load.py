@@ -22,13 +22,9 @@ from finetune.config.formatting import closest, format_list, job_yaml
 from finetune.config.overrides import OverrideResult, apply_overrides, override_label
 from finetune.config.paths import is_url, local_run_folder, path_problems, with_absolute_paths
 from finetune.config.plugins import activate_options, load_plugins, missing_options, untrusted_plugins
-from finetune.config.rules.checkpoint import CHECKPOINT_RULES, EVALUATION_RULES
-from finetune.config.rules.data import BATCHING_RULES, DATA_RULES, FORMAT_RULES, IMAGE_RULES
+from finetune.config.rules import checkpoint, data, model, task, train
+from finetune.config.rules import sources as source_rules
 from finetune.config.rules.files import file_problems
-from finetune.config.rules.model import ADAPTER_RULES, MODEL_RULES
-from finetune.config.rules.sources import FILE_OPTION_RULES, SOURCE_RULES, STREAM_RULES
-from finetune.config.rules.task import PAIR_RULES, PREFERENCE_RULES, TASK_RULES
-from finetune.config.rules.train import BATCH_RULES, TRAINING_RULES
 from finetune.config.rules.unused_keys import no_unused_keys
 from finetune.config.rules.versions import (
     rename_keys,
@@ -205,22 +201,12 @@ def _load_overridden(
 
 
 RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
-    *BATCH_RULES,
-    *MODEL_RULES,
-    *ADAPTER_RULES,
-    *SOURCE_RULES,
-    *FILE_OPTION_RULES,
-    *FORMAT_RULES,
-    *DATA_RULES,
-    *BATCHING_RULES,
-    *STREAM_RULES,
-    *EVALUATION_RULES,
-    *CHECKPOINT_RULES,
-    *TASK_RULES,
-    *PREFERENCE_RULES,
-    *PAIR_RULES,
-    *IMAGE_RULES,
-    *TRAINING_RULES,
+    *train.RULES,
+    *model.RULES,
+    *source_rules.RULES,
+    *data.RULES,
+    *checkpoint.RULES,
+    *task.RULES,
     no_unused_keys,
 )
 

@@ -87,9 +87,6 @@ def metric_problems(config: RunConfig, metric: str, *, goal: str, key: str, does
         yield Problem(f"{key}.goal", message)
 
 
-EVALUATION_RULES = (evaluation_has_rows, generation_metrics_are_known, early_stopping_has_its_metric)
-
-
 SCHEMES = ("s3", "gs", "gcs", "abfs", "az", "memory")
 """Object storage that runs are uploaded to; `memory` exists only as long as its process."""
 
@@ -165,7 +162,10 @@ def run_url_is_supported(config: RunConfig) -> Iterator[Problem]:
         yield Problem("checkpoint.resume", message)
 
 
-CHECKPOINT_RULES = (
+RULES = (
+    evaluation_has_rows,
+    generation_metrics_are_known,
+    early_stopping_has_its_metric,
     kept_checkpoints_are_written,
     allow_changes_names_refused_keys,
     run_url_is_supported,

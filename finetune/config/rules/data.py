@@ -54,9 +54,6 @@ def reasoning_is_a_choice(config: RunConfig) -> Iterator[Problem]:
         yield Problem(key, "with `data.train_on: all` every token is a target. Write `train_on: assistant`.")
 
 
-DATA_RULES = (chat_template_is_usable, reasoning_is_a_choice)
-
-
 _CHAT_COLUMNS = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")
 """The columns whose template may be a list of turns."""
 
@@ -141,9 +138,6 @@ def _syntax_problems(key: str, text: str) -> Iterator[Problem]:
         yield Problem(key, f"not valid Jinja in line {error.lineno} of the text: {error.message}")
 
 
-FORMAT_RULES = (format_fits_task, columns_are_known, templates_can_be_read)
-
-
 def image_keys_fit(config: RunConfig) -> Iterator[Problem]:
     """The image size is set once, images are cropped in one way, and ranges are ascending."""
     images = config.data.images
@@ -186,13 +180,6 @@ def microbatch_holds_whole_batch_norm_groups(config: RunConfig) -> Iterator[Prob
     if micro % size:
         message = f"a {holder} of {micro} is not a multiple of {size}. Write a number that divides {micro}."
         yield Problem("model.batch_norm", message)
-
-
-IMAGE_RULES = (
-    image_keys_fit,
-    mixup_needs_stored_images,
-    microbatch_holds_whole_batch_norm_groups,
-)
 
 
 MAX_WINDOW = 100_000_000
@@ -268,9 +255,17 @@ def window_can_be_sorted(config: RunConfig) -> Iterator[Problem]:
         yield Problem("data.batching.length_window_steps", message)
 
 
-BATCHING_RULES = (
+RULES = (
+    format_fits_task,
+    columns_are_known,
+    templates_can_be_read,
+    chat_template_is_usable,
+    reasoning_is_a_choice,
     window_can_be_sorted,
     longest_sample_fits_the_batch,
     batch_by_tokens_is_a_microbatch,
     mix_is_consistent,
+    image_keys_fit,
+    mixup_needs_stored_images,
+    microbatch_holds_whole_batch_norm_groups,
 )

@@ -129,16 +129,6 @@ def _numbers(value: Any, *, key: str) -> Iterator[tuple[str, int | float]]:
         yield key, value
 
 
-MODEL_RULES = (
-    positions_are_scaled_once,
-    config_values_are_in_range,
-    model_and_tokenizer_are_one,
-    adapters_are_one_kind,
-    compile_fits_the_model,
-    trackers_are_known,
-)
-
-
 INITS_FROM_BASE = ("pissa", "olora")
 
 
@@ -249,7 +239,13 @@ def new_tokens_are_trained(config: RunConfig) -> Iterator[Problem]:
         yield Problem("model.new_tokens", message)
 
 
-ADAPTER_RULES = (
+RULES = (
+    positions_are_scaled_once,
+    config_values_are_in_range,
+    model_and_tokenizer_are_one,
+    adapters_are_one_kind,
+    compile_fits_the_model,
+    trackers_are_known,
     prompt_adapters_fit,
     lora_init_fits,
     quantization_is_supported,

@@ -77,9 +77,6 @@ def address_is_supported(config: RunConfig) -> Iterator[Problem]:
             )
 
 
-SOURCE_RULES = (source_is_written_once, address_is_supported)
-
-
 def stream_sources(config: RunConfig) -> Iterator[tuple[str, TrainedSourceSection]]:
     """Yield each source that is streamed with its dotted key."""
     train = config.data.train
@@ -128,9 +125,6 @@ def stream_window_holds_a_step(config: RunConfig) -> Iterator[Problem]:
                 f"{source.stream.window_rows:,} rows are fewer than {what} needs. Write at least {steps * batch:,}."
             )
             yield Problem(f"{key}.stream.window_rows", message)
-
-
-STREAM_RULES = (streams_are_in_steps_and_whole, stream_has_no_split, stream_window_holds_a_step)
 
 
 _NOT_OF_TEXTS = ("idna", "punycode", "raw_unicode_escape", "undefined", "unicode_escape", "mbcs", "oem")
@@ -207,4 +201,13 @@ def _kind(source: SourceSection) -> str:
     return f".{name.rpartition('.')[2]}" if "." in name else ""
 
 
-FILE_OPTION_RULES = (text_can_be_read, positions_have_names, file_keys_fit_the_kind)
+RULES = (
+    source_is_written_once,
+    address_is_supported,
+    text_can_be_read,
+    positions_have_names,
+    file_keys_fit_the_kind,
+    streams_are_in_steps_and_whole,
+    stream_has_no_split,
+    stream_window_holds_a_step,
+)

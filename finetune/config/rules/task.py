@@ -87,16 +87,6 @@ def masked_lm_masks_tokens(config: RunConfig) -> Iterator[Problem]:
         yield Problem("task.masked_lm.random_fraction", f"{message} Reduce one of them.")
 
 
-TASK_RULES = (
-    max_length_is_written,
-    distillation_has_a_teacher,
-    class_weights_fit_labels,
-    task_allows_packing,
-    task_allows_cut_rows,
-    masked_lm_masks_tokens,
-)
-
-
 def preference_loss_fits(config: RunConfig) -> Iterator[Problem]:
     """The robust loss needs the fraction of wrong pairs; only some losses read labels of single answers (`judged`)."""
     section = config.task.preference
@@ -124,9 +114,6 @@ def precomputed_needs_stored_rows(config: RunConfig) -> Iterator[Problem]:
     for key, source in row_sources(config):
         if getattr(source, "stream", None) is not None:
             yield Problem(f"{key}.stream", f"{what} computed before the first step. Remove `stream`.")
-
-
-PREFERENCE_RULES = (preference_loss_fits, precomputed_needs_stored_rows)
 
 
 _PAIR_LOSSES: dict[str, Table[PairLossEntry]] = {"embedding": EMBEDDING_LOSSES, "reranking": RERANKING_LOSSES}
@@ -180,7 +167,15 @@ def texts_are_read_without_virtual_tokens(config: RunConfig) -> Iterator[Problem
         yield Problem("model.peft.type", message)
 
 
-PAIR_RULES = (
+RULES = (
+    max_length_is_written,
+    distillation_has_a_teacher,
+    class_weights_fit_labels,
+    task_allows_packing,
+    task_allows_cut_rows,
+    masked_lm_masks_tokens,
+    preference_loss_fits,
+    precomputed_needs_stored_rows,
     pair_format_fits_the_loss,
     embedding_keys_fit,
     texts_are_read_without_virtual_tokens,

@@ -83,15 +83,6 @@ def fp8_is_supported(config: RunConfig) -> Iterator[Problem]:
         yield Problem("train.precision", message)
 
 
-BATCH_RULES = (
-    batch_is_whole_microbatches,
-    budget_is_written_once,
-    schedule_fractions_fit,
-    dtype_fits_precision,
-    fp8_is_supported,
-)
-
-
 def schedule_free_needs_a_constant_schedule(config: RunConfig) -> Iterator[Problem]:
     """A schedule-free optimizer has a constant rate after the warmup; its average replaces a decay."""
     train, name = config.train, config.train.optimizer.name
@@ -193,7 +184,12 @@ def router_loss_fits_the_model(config: RunConfig) -> Iterator[Problem]:
             yield Problem(key, f"{message} Remove this key, or write `model.compile: off`.")
 
 
-TRAINING_RULES = (
+RULES = (
+    batch_is_whole_microbatches,
+    budget_is_written_once,
+    schedule_fractions_fit,
+    dtype_fits_precision,
+    fp8_is_supported,
     schedule_free_needs_a_constant_schedule,
     trained_parameters_are_chosen_once,
     step_counts_fit_the_budget,
