@@ -11,8 +11,7 @@ import pathlib
 import stat
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -23,13 +22,9 @@ from finetune.config.formatting import closest, format_list, job_yaml
 from finetune.config.overrides import OverrideResult, apply_overrides, override_label
 from finetune.config.paths import is_url, local_run_folder, path_problems, with_absolute_paths
 from finetune.config.plugins import activate_options, load_plugins, missing_options, untrusted_plugins
-from finetune.config.rules.checkpoint import checkpoint_problems
-from finetune.config.rules.data import data_problems
+from finetune.config.rules import checkpoint, data, model, task, train
+from finetune.config.rules import sources as source_rules
 from finetune.config.rules.files import file_problems
-from finetune.config.rules.model import model_problems
-from finetune.config.rules.sources import source_problems
-from finetune.config.rules.task import task_problems
-from finetune.config.rules.train import train_problems
 from finetune.config.rules.unused_keys import no_unused_keys
 from finetune.config.rules.versions import (
     rename_keys,
@@ -205,19 +200,26 @@ def _load_overridden(
     return config
 
 
+RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
+    *train.RULES,
+    *model.RULES,
+    *source_rules.RULES,
+    *data.RULES,
+    *checkpoint.RULES,
+    *task.RULES,
+    no_unused_keys,
+)
+
+
 def _rule_problems(config: RunConfig, *, is_draft: bool) -> list[Problem]:
     """Return the problems that all rules find; of a draft, a rule that reads an invalid key is skipped."""
-    skipped = (AttributeError,) if is_draft else ()
-    problems = [
-        *train_problems(config, skipped),
-        *model_problems(config, skipped),
-        *source_problems(config, skipped),
-        *data_problems(config, skipped),
-        *checkpoint_problems(config, skipped),
-        *task_problems(config, skipped),
-    ]
-    with suppress(*skipped):
-        problems.extend(no_unused_keys(config))
+    problems: list[Problem] = []
+    for rule in RULES:
+        try:
+            problems.extend(rule(config))
+        except AttributeError:
+            if not is_draft:
+                raise
     return problems
 
 

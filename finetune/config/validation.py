@@ -7,7 +7,6 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from functools import partial
 from itertools import groupby, islice
 from typing import Any, TypeVar, cast, get_args
 
@@ -238,8 +237,7 @@ _TYPE_NAMES: Mapping[str, tuple[str, ...]] = {
 _MAX_READINGS = 100
 _MAX_NESTING = 3
 
-_TRUTH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
-_SWITCHES = {True: ("auto", "always"), False: ("off", "none", "never")}
+_TRUTH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 _ABSENT = ("", "null", "none", "~")
 
 
@@ -277,61 +275,45 @@ def _is_valid(key: str, value: Any) -> bool:
 
 
 def _readings(value: Any, node: Node, *, depth: int = 0) -> Iterator[Any]:
-    """Yield the values of the node's types that the value may stand for, likely ones first; they may be invalid."""
-    text = value.strip() if isinstance(value, str) else ""
-    is_single = isinstance(value, str | int | float)
-    for kind in branches(node):
-        choices = kind.get("enum", [kind["const"]] if "const" in kind else [])
-        yield from (choice for choice in choices if is_single and str(choice).lower() == str(value).strip().lower())
-        yield from (choice for choice in _SWITCHES[value] if choice in choices) if isinstance(value, bool) else ()
-        near = closest(text, [choice for choice in choices if isinstance(choice, str)])
-        yield from () if near is None else (near,)
-    if isinstance(value, str) and text.lower() in _ABSENT:
-        yield None
-    for kind in branches(node):
-        match kind.get("type"):
-            case "boolean" if is_single:
-                yield from (_TRUTH[text.lower()],) if text.lower() in _TRUTH else ()
-                yield from (bool(value),) if value in (0, 1) else ()
-            case "integer" | "number" if is_single and not isinstance(value, bool):
-                number = _number(value)
-                yield from () if number is None else (int(number), number) if number.is_integer() else (number,)
-            case "string" if is_single and not isinstance(value, bool) and "enum" not in kind:
-                if isinstance(value, float) and not math.isfinite(value):
-                    continue
-                plain = text or str(value)
-                whole = "".join(plain.split())
-                units = [example.lstrip("0123456789.") for example in kind.get("examples", ())]
-                yield from (plain, whole, whole.upper(), *(f"{whole}{unit}" for unit in units))
-            case "array" if depth < _MAX_NESTING:
-                given = re.split(r"\s*,\s*", text.strip("[], ")) if text else [] if value is None else [value]
-                parts = value if isinstance(value, list) else given
-                yield [next(_readings(part, kind.get("items", {}), depth=depth + 1), part) for part in parts]
-            case "object" if "properties" in kind and not isinstance(value, dict) and depth < _MAX_NESTING:
-                switch = value if isinstance(value, bool) else _TRUTH.get(text.lower())
-                yield from ({},) if switch or value is None else (None,) if switch is False else ()
-                properties = kind["properties"]
-                for name in sorted(properties, key=partial(_likelihood, kind, text)):
-                    inner = islice(_readings(value, properties[name], depth=depth + 1), 2)
-                    yield from ({name: reading} for reading in (value, *inner))
+    """Yield the values of the node's types that the value may stand for; they may be invalid."""
     if isinstance(value, list) and len(value) == 1 and depth < _MAX_NESTING:
         yield from (value[0], *_readings(value[0], node, depth=depth + 1))
-    if isinstance(value, dict) and "name" in value and depth < _MAX_NESTING:
-        yield from (value["name"], *_readings(value["name"], node, depth=depth + 1))
+    text = str(value).strip()
+    is_number = isinstance(value, int | float) and math.isfinite(value)
+    is_single = isinstance(value, str) or (is_number and not isinstance(value, bool))
+    choices = {
+        str(choice).lower(): choice
+        for kind in branches(node)
+        for choice in kind.get("enum", [kind["const"]] if "const" in kind else [])
+    }
+    near = closest(text, choices) if is_single else None
+    yield from () if near is None else (choices[near],)
+    for kind in branches(node):
+        match kind.get("type"):
+            case "boolean":
+                yield from (_TRUTH[text.lower()],) if text.lower() in _TRUTH else ()
+            case "integer" | "number" if is_single:
+                number = _number(text)
+                yield from () if number is None else (int(number), number) if number.is_integer() else (number,)
+            case "string" if is_single and "enum" not in kind:
+                yield from (text, "".join(text.split()))
+            case "array" if is_single and depth < _MAX_NESTING:
+                parts = re.split(r"\s*,\s*", text.strip("[], ")) if text else []
+                yield [next(_readings(part, kind.get("items", {}), depth=depth + 1), part) for part in parts]
+            case "object" if "properties" in kind and depth < _MAX_NESTING and not isinstance(value, list | dict):
+                yield from ({},) if value is True else (None,) if value is False else ()
+                for name, inner in kind["properties"].items():
+                    yield from ({name: reading} for reading in islice(_readings(value, inner, depth=depth + 1), 2))
+    if text.lower() in _ABSENT:
+        yield None
+    if isinstance(value, dict) and "name" in value:
+        yield value["name"]
 
 
-def _likelihood(section: Node, text: str, name: str) -> tuple[bool, bool, bool]:
-    """Return a key for sorting: of a path its own key comes first, else the name, then the required keys."""
-    holds_path = any(each.get("format") == "path" for each in branches(section["properties"][name]))
-    is_path = holds_path and re.search(r"^[.~/]|\.\w{1,8}$", text) is not None
-    return not is_path, name != "name", name not in section.get("required", ())
-
-
-def _number(value: Any) -> float | None:
-    """Return the finite number that a single value is or is written as."""
-    text = str(value).replace(",", "").replace("_", "").strip()
+def _number(text: str) -> float | None:
+    """Return the finite number that the text is."""
     try:
-        number = float(text)
+        number = float(text.replace(",", "").replace("_", ""))
     except ValueError:
         return None
     return number if abs(number) < _EXACT else None  # also of nan

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -193,12 +193,13 @@ class Audit:
     def as_json(self) -> dict[str, Any]:
         """Return the audit as JSON values, including derived ones (masked tokens, shares)."""
         plain = {"version": VERSION, **asdict(self)}
-        plain["sources"] = [_plain(source) for source in self.sources]
-        plain["total"] = _plain(self.total)
         plain["template"] = self.template.as_json() if self.template else None
         if not self.num_sequences:
             del plain["num_sequences"]
-        plain["validation"] = _plain(self.validation) if self.validation else None
+        written = zip((*self.sources, self.total), (*plain["sources"], plain["total"]), strict=True)
+        for audit, values in [*written, *([(self.validation, plain["validation"])] if self.validation else [])]:
+            values["counts"]["masked_tokens"] = audit.masked_tokens
+            values["shares"] = {share.name: share.value for share in shares(audit.counts, audit.duplicates or 0)}
         if self.padding:
             plain["padding"] |= {"share": self.padding.share, "plain_share": self.padding.plain_share}
         return plain
@@ -281,15 +282,3 @@ def _spread(prepared: Sequence[TokenCache]) -> dict[str, Any]:
 def _sum(numbers: Sequence[int | None]) -> int | None:
     known = [number for number in numbers if number is not None]
     return sum(known) if known else None
-
-
-def _plain(audit: SourceAudit) -> dict[str, Any]:
-    plain = {field.name: getattr(audit, field.name) for field in fields(audit)}
-    histograms = {name: asdict(plain[name]) for name in ("lengths", "target_shares") if plain[name]}
-    counts = asdict(audit.counts) | {"masked_tokens": audit.masked_tokens}
-    derived = {
-        "counts": counts,
-        "shares": {share.name: share.value for share in shares(audit.counts, audit.duplicates or 0)},
-        "length_quantiles": dict(audit.length_quantiles),
-    }
-    return plain | histograms | derived

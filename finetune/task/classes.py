@@ -13,12 +13,13 @@ from torch.nn import functional
 from transformers import PreTrainedTokenizerBase
 
 from finetune.data.batch import IGNORED, Batch
-from finetune.data.encoding.label_values import are_bits, present_classes
 from finetune.data.encoding.labelled import (
     Classes,
+    are_bits,
     balanced_weights,
     label_name,
     positive_weights,
+    present_classes,
     sort_names,
 )
 from finetune.data.features import Features, result_or_error

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from finetune.config.sections.data import ImagesSection
 from finetune.data.batch import IGNORED, Batch
-from finetune.data.encoding.label_values import read_label_list, read_label_numbers
 from finetune.data.encoding.labelled import (
     IMAGE,
     LABEL,
@@ -29,6 +28,8 @@ from finetune.data.encoding.labelled import (
     NumericLabelEncoder,
     TaggedWordsEncoder,
     label_of,
+    read_label_list,
+    read_label_numbers,
     tags_of,
 )
 from finetune.data.encoding.text import Truncation

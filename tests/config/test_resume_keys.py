@@ -3,41 +3,35 @@ import pytest
 from finetune.config.resume_keys import (
     COMPARED_BY_CONTENT,
     MAY_DIFFER,
-    MUST_MATCH,
     NOT_RECORDED,
+    all_keys_to_match,
     keys_that_may_differ,
     keys_that_must_match,
+    must_match,
 )
-from finetune.config.schema import all_keys, branches, keys_of
+from finetune.config.schema import all_keys
 from finetune.config.sections.checkpoint import NEVER_ALLOWED
 
-TABLES = {
-    "MATHS": MUST_MATCH,
-    "COMPARED_BY_CONTENT": COMPARED_BY_CONTENT,
-    "FREE": MAY_DIFFER,
-    "OF_THIS_START": NOT_RECORDED,
-}
+TABLES = (COMPARED_BY_CONTENT, MAY_DIFFER, NOT_RECORDED)
 
 
-def keys_that_hold_a_value():
-    """Every key but the sections that are always there."""
-    for key, node in all_keys():
-        is_optional = any(branch.get("type") == "null" for branch in branches(node))
-        if not keys_of(node) or is_optional:
-            yield key
+def test_every_key_of_the_tables_exists_once():
+    keys = {key for key, _ in all_keys()}
+    named = [key for table in TABLES for key in sorted(table)]
+    assert len(named) > 50 and set(named) <= keys and len(named) == len(set(named))
 
 
-def test_every_key_is_classified_on_purpose_and_once():
-    keys = list(keys_that_hold_a_value())
-    assert len(keys) > 110
-    classified = [key for table in TABLES.values() for key in table]
-    assert sorted(set(keys) - set(classified)) == [], "put each of these into a table of config/resume_keys.py"
-    assert sorted(set(classified) - set(keys)) == [], "there are no such keys any more"
-    assert len(classified) == len(set(classified))
+def test_a_section_stands_for_its_keys_and_a_key_that_no_table_names_must_match():
+    assert "data.train.path" in COMPARED_BY_CONTENT and "data.train.follow_links" in MAY_DIFFER
+    assert "data.validation.path" in MAY_DIFFER and "data.validation.fraction" in COMPARED_BY_CONTENT
+    assert "checkpoint.every_steps" in MAY_DIFFER and "checkpoint.resume" in NOT_RECORDED
+    assert must_match("train.a_new_key") and "plugins" in COMPARED_BY_CONTENT and must_match("plugins.my_loss")
+    assert {"train.learning_rate", "model.lora", "data.images.flip"} < set(all_keys_to_match())
+    assert "model" not in all_keys_to_match()
 
 
-def test_keys_that_can_never_change_are_part_of_the_math_or_digests():
-    assert {name for name in NEVER_ALLOWED if "." in name} <= set(MUST_MATCH)
+def test_keys_that_can_never_change_must_match_or_are_digests():
+    assert {name for name in NEVER_ALLOWED if "." in name} <= set(all_keys_to_match())
     digests = {name for name in NEVER_ALLOWED if "." not in name}
     assert digests == {"training data", "tokenizer", "base weights", "first adapter", "tied weights"}
 

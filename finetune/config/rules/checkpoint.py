@@ -2,12 +2,11 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 
 from finetune.config.formatting import closest_multiples, did_you_mean, format_list
 from finetune.config.paths import is_url
 from finetune.config.plugins import PLUGIN_PREFIX
-from finetune.config.resume_keys import MUST_MATCH
+from finetune.config.resume_keys import all_keys_to_match
 from finetune.config.run_config import RunConfig
 from finetune.config.schema import node_at
 from finetune.config.sections.checkpoint import NEVER_ALLOWED
@@ -125,7 +124,7 @@ def kept_checkpoints_are_written(config: RunConfig) -> Iterator[Problem]:
 
 def allow_changes_names_refused_keys(config: RunConfig) -> Iterator[Problem]:
     """`allow_changes` names keys that a resume refuses, and that can be resumed from when they differ."""
-    can = [key for key in MUST_MATCH if key not in NEVER_ALLOWED]
+    can = [key for key in all_keys_to_match() if key not in NEVER_ALLOWED] if config.checkpoint.allow_changes else []
     for index, name in enumerate(config.checkpoint.allow_changes):
         key = f"checkpoint.allow_changes.{index}"
         if name in NEVER_ALLOWED:
@@ -163,15 +162,11 @@ def run_url_is_supported(config: RunConfig) -> Iterator[Problem]:
         yield Problem("checkpoint.resume", message)
 
 
-def checkpoint_problems(config: RunConfig, skipped: tuple[type[Exception], ...]) -> Iterator[Problem]:
-    """Yield the problems that all rules of this file find; a rule that raises one of `skipped` finds none."""
-    for rule in (
-        evaluation_has_rows,
-        generation_metrics_are_known,
-        early_stopping_has_its_metric,
-        kept_checkpoints_are_written,
-        allow_changes_names_refused_keys,
-        run_url_is_supported,
-    ):
-        with suppress(*skipped):
-            yield from rule(config)
+RULES = (
+    evaluation_has_rows,
+    generation_metrics_are_known,
+    early_stopping_has_its_metric,
+    kept_checkpoints_are_written,
+    allow_changes_names_refused_keys,
+    run_url_is_supported,
+)

@@ -1,7 +1,6 @@
 """Rules of `data:` other than its sources: formats, columns, templates, images, batching and mixes."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from typing import Any
 
 from finetune.config.formatting import did_you_mean, format_list
@@ -256,21 +255,17 @@ def window_can_be_sorted(config: RunConfig) -> Iterator[Problem]:
         yield Problem("data.batching.length_window_steps", message)
 
 
-def data_problems(config: RunConfig, skipped: tuple[type[Exception], ...]) -> Iterator[Problem]:
-    """Yield the problems that all rules of this file find; a rule that raises one of `skipped` finds none."""
-    for rule in (
-        format_fits_task,
-        columns_are_known,
-        templates_can_be_read,
-        chat_template_is_usable,
-        reasoning_is_a_choice,
-        window_can_be_sorted,
-        longest_sample_fits_the_batch,
-        batch_by_tokens_is_a_microbatch,
-        mix_is_consistent,
-        image_keys_fit,
-        mixup_needs_stored_images,
-        microbatch_holds_whole_batch_norm_groups,
-    ):
-        with suppress(*skipped):
-            yield from rule(config)
+RULES = (
+    format_fits_task,
+    columns_are_known,
+    templates_can_be_read,
+    chat_template_is_usable,
+    reasoning_is_a_choice,
+    window_can_be_sorted,
+    longest_sample_fits_the_batch,
+    batch_by_tokens_is_a_microbatch,
+    mix_is_consistent,
+    image_keys_fit,
+    mixup_needs_stored_images,
+    microbatch_holds_whole_batch_norm_groups,
+)

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator
-from contextlib import suppress
 from itertools import chain
 from typing import Any
 
@@ -240,20 +239,16 @@ def new_tokens_are_trained(config: RunConfig) -> Iterator[Problem]:
         yield Problem("model.new_tokens", message)
 
 
-def model_problems(config: RunConfig, skipped: tuple[type[Exception], ...]) -> Iterator[Problem]:
-    """Yield the problems that all rules of this file find; a rule that raises one of `skipped` finds none."""
-    for rule in (
-        positions_are_scaled_once,
-        config_values_are_in_range,
-        model_and_tokenizer_are_one,
-        adapters_are_one_kind,
-        compile_fits_the_model,
-        trackers_are_known,
-        prompt_adapters_fit,
-        lora_init_fits,
-        quantization_is_supported,
-        peft_type_can_be_trained,
-        new_tokens_are_trained,
-    ):
-        with suppress(*skipped):
-            yield from rule(config)
+RULES = (
+    positions_are_scaled_once,
+    config_values_are_in_range,
+    model_and_tokenizer_are_one,
+    adapters_are_one_kind,
+    compile_fits_the_model,
+    trackers_are_known,
+    prompt_adapters_fit,
+    lora_init_fits,
+    quantization_is_supported,
+    peft_type_can_be_trained,
+    new_tokens_are_trained,
+)

@@ -201,17 +201,13 @@ def _kind(source: SourceSection) -> str:
     return f".{name.rpartition('.')[2]}" if "." in name else ""
 
 
-def source_problems(config: RunConfig, skipped: tuple[type[Exception], ...]) -> Iterator[Problem]:
-    """Yield the problems that all rules of this file find; a rule that raises one of `skipped` finds none."""
-    for rule in (
-        source_is_written_once,
-        address_is_supported,
-        text_can_be_read,
-        positions_have_names,
-        file_keys_fit_the_kind,
-        streams_are_in_steps_and_whole,
-        stream_has_no_split,
-        stream_window_holds_a_step,
-    ):
-        with suppress(*skipped):
-            yield from rule(config)
+RULES = (
+    source_is_written_once,
+    address_is_supported,
+    text_can_be_read,
+    positions_have_names,
+    file_keys_fit_the_kind,
+    streams_are_in_steps_and_whole,
+    stream_has_no_split,
+    stream_window_holds_a_step,
+)

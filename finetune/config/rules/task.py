@@ -1,7 +1,6 @@
 """Rules of `task:`: the requirements of each task and its losses."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 
 from finetune.config.formatting import format_list
 from finetune.config.rules.sources import row_sources
@@ -168,20 +167,16 @@ def texts_are_read_without_virtual_tokens(config: RunConfig) -> Iterator[Problem
         yield Problem("model.peft.type", message)
 
 
-def task_problems(config: RunConfig, skipped: tuple[type[Exception], ...]) -> Iterator[Problem]:
-    """Yield the problems that all rules of this file find; a rule that raises one of `skipped` finds none."""
-    for rule in (
-        max_length_is_written,
-        distillation_has_a_teacher,
-        class_weights_fit_labels,
-        task_allows_packing,
-        task_allows_cut_rows,
-        masked_lm_masks_tokens,
-        preference_loss_fits,
-        precomputed_needs_stored_rows,
-        pair_format_fits_the_loss,
-        embedding_keys_fit,
-        texts_are_read_without_virtual_tokens,
-    ):
-        with suppress(*skipped):
-            yield from rule(config)
+RULES = (
+    max_length_is_written,
+    distillation_has_a_teacher,
+    class_weights_fit_labels,
+    task_allows_packing,
+    task_allows_cut_rows,
+    masked_lm_masks_tokens,
+    preference_loss_fits,
+    precomputed_needs_stored_rows,
+    pair_format_fits_the_loss,
+    embedding_keys_fit,
+    texts_are_read_without_virtual_tokens,
+)

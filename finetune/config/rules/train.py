@@ -1,7 +1,6 @@
 """Rules of `train:`: batch, budget, schedule, precision, optimizer and the trained parameters."""
 
 from collections.abc import Iterator
-from contextlib import suppress
 
 from finetune.config.formatting import closest_multiples, format_list
 from finetune.config.rules.model import adapter_of
@@ -185,20 +184,16 @@ def router_loss_fits_the_model(config: RunConfig) -> Iterator[Problem]:
             yield Problem(key, f"{message} Remove this key, or write `model.compile: off`.")
 
 
-def train_problems(config: RunConfig, skipped: tuple[type[Exception], ...]) -> Iterator[Problem]:
-    """Yield the problems that all rules of this file find; a rule that raises one of `skipped` finds none."""
-    for rule in (
-        batch_is_whole_microbatches,
-        budget_is_written_once,
-        schedule_fractions_fit,
-        dtype_fits_precision,
-        fp8_is_supported,
-        schedule_free_needs_a_constant_schedule,
-        trained_parameters_are_chosen_once,
-        step_counts_fit_the_budget,
-        in_backward_fits_the_step,
-        loss_kernel_supports_the_loss,
-        router_loss_fits_the_model,
-    ):
-        with suppress(*skipped):
-            yield from rule(config)
+RULES = (
+    batch_is_whole_microbatches,
+    budget_is_written_once,
+    schedule_fractions_fit,
+    dtype_fits_precision,
+    fp8_is_supported,
+    schedule_free_needs_a_constant_schedule,
+    trained_parameters_are_chosen_once,
+    step_counts_fit_the_budget,
+    in_backward_fits_the_step,
+    loss_kernel_supports_the_loss,
+    router_loss_fits_the_model,
+)

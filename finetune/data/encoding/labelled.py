@@ -1,6 +1,7 @@
 """Encode texts with labels, words with tags, and images with labels; the classes of labels and their weights."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cached_property
@@ -10,13 +11,11 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from finetune.data.encoding.label_values import are_bits, present_classes, read_label_list, read_label_numbers
-from finetune.data.encoding.text import TextRowsEncoder, Truncation, arrays_in, arrays_of
+from finetune.data.encoding.text import TextRowsEncoder, Truncation, arrays_in, framed
 from finetune.data.features import UNLABELED, Features, Outcome, Unlabeled, result_or_error
 from finetune.data.formats.columns import NO_LABELS, quoted_list
 from finetune.data.images import Mode, StoredImage, decode_image
-from finetune.data.rows import Row, describe, require_valid_unicode
-from finetune.data.upstream import truncating
+from finetune.data.rows import Row, describe, parse_row_json, require_valid_unicode, shortened
 from finetune.errors import DataError
 
 _MAX_LISTED = 20
@@ -187,6 +186,76 @@ class NumericLabelEncoder:
         return np.array(values, np.float64)
 
 
+_LARGEST = 1e38
+"""The largest number of a label: labels become float32."""
+
+
+def read_label_list(label: Any) -> list[Any] | Mapping[str, Any] | None:
+    """Return the class names in a multi-label, or 0 or 1 by class name; None if it is null or has none.
+
+    A string is parsed as JSON.
+    """
+    value = label
+    if isinstance(label, str):
+        try:
+            value = parse_row_json(label)
+        except (ValueError, DataError):
+            value = label
+    if isinstance(value, Mapping):
+        return None if value and all(bit is None or str(bit) in NO_LABELS for bit in value.values()) else value
+    if value is not None and not isinstance(value, list):
+        separator = next((mark for mark in _SEPARATORS if isinstance(label, str) and mark in label), ",")
+        raise DataError(
+            f"the label must be a list of classes ([] for none), but is {describe(label)}. Write "
+            '["a", "b"], or `task.classification.kind: single_label`. Texts such as '
+            f"`a{separator}b` become lists by `template: {{label: \"{{{{ (label.split('{separator}') if label else [])"
+            ' | tojson }}"}`, where `label` is the name of your column.'
+        )
+    return value
+
+
+_SEPARATORS = ("|", ";", ",", " ")
+
+
+def are_bits(values: Iterable[Any]) -> bool:
+    """Return whether all values are 0 or 1, as numbers, booleans or text."""
+    return all(str(value).lower() in _BITS for value in values)
+
+
+_BITS = {"0": False, "1": True, "0.0": False, "1.0": True, "false": False, "true": True}
+
+
+def present_classes(value: Iterable[Any] | Mapping[str, Any]) -> list[Any]:
+    """Return the classes in a list, or those with 1 in an object; raises DataError for another value in it."""
+    if not isinstance(value, Mapping):
+        return list(value)
+    for name, bit in value.items():
+        if str(bit).lower() not in _BITS:
+            raise DataError(f"the label of class `{name}` must be 0 or 1, but is {describe(bit)}.")
+    return [name for name, bit in value.items() if _BITS[str(bit).lower()]]
+
+
+def read_label_numbers(label: Any) -> Sequence[float]:
+    """Return the numbers of a label: a number, a list of numbers, or a string that holds one, as in a CSV file."""
+    values = list(label.values()) if isinstance(label, dict) else label if isinstance(label, list) else [label]
+    numbers = [_number(value) for value in values]
+    if not numbers:
+        raise DataError("the label is an empty list. Write a number.")
+    return numbers
+
+
+def _number(value: Any) -> float:
+    try:
+        number = float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else math.nan
+    except (ValueError, OverflowError):
+        number = math.nan
+    if not abs(number) <= _LARGEST:
+        limit = f" of at most {_LARGEST:g}" if type(value) is int or math.isfinite(number) else ""
+        actual = f"`{shortened(value)}`" if isinstance(value, str) else describe(value)
+        raise DataError(f"the label must be a number{limit}, but is {actual}. Fix it, or write another `kind`.")
+    return number
+
+
 LABELS = "labels"
 """The array that holds the label."""
 
@@ -210,19 +279,21 @@ class LabelledTextEncoder(TextRowsEncoder):
         super().__init__(tokenizer, allow_special_tokens=allow_special_tokens)
         self._labels = labels
         self._cut = cut
-        if cut is not None and tokenizer.num_special_tokens_to_add(pair=True) >= cut.max_length:
-            raise DataError(f"data.max_length: {cut.max_length} leaves no room between the special tokens. Raise it.")
+        if cut is not None:
+            cut.require_room(tokenizer, pair=True)
 
     def _encoded(self, rows: Sequence[Row]) -> list[Outcome]:
         """Return the features of each row; None for a row without text, or its error."""
         labels = [result_or_error(self._label, row) for row in rows]
         outcomes: list[Outcome] = [None if isinstance(label, np.ndarray) else label for label in labels]
-        for is_pair in (False, True):
-            indices = [index for index, row in enumerate(rows) if ("text_pair" in row) is is_pair]
-            good = [(index, label) for index in indices if isinstance(label := labels[index], np.ndarray)]
-            for (index, label), (arrays, lost) in zip(
-                good, self._framed([rows[row_index] for row_index, _ in good]), strict=True
-            ):
+        for names in (("text",), ("text", "text_pair")):
+            good = [
+                (index, label)
+                for index, (row, label) in enumerate(zip(rows, labels, strict=True))
+                if ("text_pair" in row) is (len(names) == 2) and isinstance(label, np.ndarray)
+            ]
+            texts = [tuple(rows[index][name] for name in names) for index, _ in good]
+            for (index, label), (arrays, lost) in zip(good, framed(self._tokenizer, texts, self._cut), strict=True):
                 outcomes[index] = Features({**arrays, LABELS: label}, cut_tokens=lost)
         return outcomes
 
@@ -234,31 +305,12 @@ class LabelledTextEncoder(TextRowsEncoder):
         texts = [require_valid_unicode(row[name]) for name in ("text", "text_pair") if name in row]
         return label if any(text.strip() for text in texts) else None
 
-    def _framed(self, rows: Sequence[Row]) -> Iterator[tuple[Mapping[str, np.ndarray], int]]:
-        """Yield the arrays of each text, and the number of tokens that were truncated."""
-        for row, whole in zip(rows, arrays_of(self._tokenizer, *_texts(rows)), strict=True):
-            length = len(whole["input_ids"])
-            if self._cut is None or length <= self._cut.max_length:
-                yield whole, 0
-            else:
-                with truncating(self._tokenizer, self._cut.side):
-                    (shorter,) = arrays_of(
-                        self._tokenizer, *_texts([row]), truncation="longest_first", max_length=self._cut.max_length
-                    )
-                yield shorter, length - len(shorter["input_ids"])
-
 
 def label_of(row: Row) -> Any:
     """Return the label of a row; raises DataError for a row of another format."""
     if "label" not in row or "text" not in row:
         raise DataError("this task trains on labelled texts. Use `format: labelled`: columns `text` and `label`.")
     return row["label"]
-
-
-def _texts(rows: Sequence[Row]) -> tuple[list[str], ...]:
-    """Return the texts of the rows, and the second texts of pairs."""
-    names = ("text", "text_pair") if rows and "text_pair" in rows[0] else ("text",)
-    return tuple([row[name] for row in rows] for name in names)
 
 
 IGNORED_TAG = -1

@@ -249,12 +249,10 @@ class Truncation:
     max_length: int  # in tokens
     side: Literal["end", "start"]
 
-
-def arrays_of(tokenizer: PreTrainedTokenizerBase, *texts: Any, **options: Any) -> list[dict[str, np.ndarray]]:
-    """Return the model inputs of each text; `texts` and `options` are passed to the tokenizer."""
-    if not texts[0]:
-        return []
-    return arrays_in(tokenizer(*texts, verbose=False, **options))
+    def require_room(self, tokenizer: PreTrainedTokenizerBase, *, pair: bool) -> None:
+        """Raise DataError if there is no room between the special tokens."""
+        if tokenizer.num_special_tokens_to_add(pair=pair) >= self.max_length:
+            raise DataError(f"data.max_length: {self.max_length} leaves no room between the special tokens. Raise it.")
 
 
 def arrays_in(encoded: Mapping[str, Any]) -> list[dict[str, np.ndarray]]:
@@ -265,6 +263,28 @@ def arrays_in(encoded: Mapping[str, Any]) -> list[dict[str, np.ndarray]]:
         {name: np.asarray(values, _TYPES[name]) for name, values in zip(names, row, strict=True)}
         for row in zip(*columns, strict=True)
     ]
+
+
+def framed(
+    tokenizer: PreTrainedTokenizerBase, sequences: Sequence[tuple[str, ...]], cut: Truncation | None
+) -> list[tuple[Mapping[str, np.ndarray], int]]:
+    """Return the model inputs of each text or pair, and the number of tokens that were truncated.
+
+    Either all sequences are pairs or none is.
+    """
+    if not sequences:
+        return []
+    results: list[tuple[Mapping[str, np.ndarray], int]] = []
+    whole = arrays_in(tokenizer(*map(list, zip(*sequences, strict=True)), verbose=False))
+    for texts, arrays in zip(sequences, whole, strict=True):
+        lost = 0
+        if cut is not None and len(arrays["input_ids"]) > cut.max_length:
+            options: dict[str, Any] = {"truncation": "longest_first", "max_length": cut.max_length, "verbose": False}
+            with truncating(tokenizer, cut.side):
+                (shorter,) = arrays_in(tokenizer(*([text] for text in texts), **options))
+            arrays, lost = shorter, len(arrays["input_ids"]) - len(shorter["input_ids"])
+        results.append((arrays, lost))
+    return results
 
 
 class TextGroupsEncoder(TextRowsEncoder):
@@ -292,8 +312,8 @@ class TextGroupsEncoder(TextRowsEncoder):
         super().__init__(tokenizer, allow_special_tokens=allow_special_tokens)
         self._contents, self._task, self._joint = contents, task, joint
         self._prompts, self._scores, self._cut = prompts or Prompts(), scores, cut
-        if cut is not None and tokenizer.num_special_tokens_to_add(pair=joint) >= cut.max_length:
-            raise DataError(f"data.max_length: {cut.max_length} leaves no room between the special tokens. Raise it.")
+        if cut is not None:
+            cut.require_room(tokenizer, pair=joint)
 
     def of_texts(self) -> "TextsEncoder":
         """Return the encoder of texts that are in no group, with the same prompts and length."""
@@ -322,7 +342,7 @@ class TextGroupsEncoder(TextRowsEncoder):
         sequences = [
             sequence for row_texts in texts if isinstance(row_texts, list) for sequence in self._sequences(row_texts)
         ]
-        encoded = iter(self._framed(sequences))
+        encoded = iter(framed(self._tokenizer, sequences, self._cut))
         outcomes: list[Outcome] = []
         for row, row_texts in zip(rows, texts, strict=True):
             if not isinstance(row_texts, list):
@@ -352,21 +372,6 @@ class TextGroupsEncoder(TextRowsEncoder):
             return [(anchor, passage) for passage in passages]
         return [(passage,) for passage in (anchor, *passages)]
 
-    def _framed(self, sequences: Sequence[tuple[str, ...]]) -> list[tuple[Mapping[str, np.ndarray], int]]:
-        """Return the arrays of each sequence, and the number of tokens that were truncated."""
-        whole = arrays_of(self._tokenizer, *map(list, zip(*sequences, strict=True))) if sequences else []
-        framed: list[tuple[Mapping[str, np.ndarray], int]] = []
-        for texts, arrays in zip(sequences, whole, strict=True):
-            cut, length = self._cut, len(arrays["input_ids"])
-            if cut is None or length <= cut.max_length:
-                framed.append((arrays, 0))
-                continue
-            with truncating(self._tokenizer, cut.side):
-                options: dict[str, Any] = {"truncation": "longest_first", "max_length": cut.max_length}
-                (shorter,) = arrays_of(self._tokenizer, *([text] for text in texts), **options)
-            framed.append((shorter, length - len(shorter["input_ids"])))
-        return framed
-
 
 class TextsEncoder(TextGroupsEncoder):
     """Encodes `queries` and `passages` of rows to a sample for each text, or for each pair of them with `joint`."""
@@ -377,7 +382,11 @@ class TextsEncoder(TextGroupsEncoder):
     def _encoded(self, rows: Sequence[Row]) -> list[Outcome]:
         """Return the samples of each row; None for a row with a blank text that stands alone, or its error."""
         texts = [result_or_error(self._texts_or_pairs, row) for row in rows]
-        encoded = iter(self._framed([each for of_row in texts if isinstance(of_row, list) for each in of_row]))
+        encoded = iter(
+            framed(
+                self._tokenizer, [each for of_row in texts if isinstance(of_row, list) for each in of_row], self._cut
+            )
+        )
         return [
             of_row if isinstance(of_row, DataError) else tuple(_joined([next(encoded)], None) for _ in of_row) or None
             for of_row in texts

@@ -22,10 +22,9 @@ from finetune.data.streams.folder import (
     WindowRows,
     window_requests,
 )
-from finetune.data.token_cache.cache import build_set
+from finetune.data.token_cache.cache import build_set, refuse_counts, refuse_shares
 from finetune.data.token_cache.chunks import EncoderPool, EncodingPlan
 from finetune.data.token_cache.integrity import DamagedSet
-from finetune.data.token_cache.refusals import refuse_counts, refuse_shares
 from finetune.data.token_cache.store import Identity, TokenCache
 from finetune.data.workers import num_prepare_workers
 from finetune.errors import DataError

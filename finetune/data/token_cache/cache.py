@@ -7,7 +7,7 @@ import hashlib
 import json
 import shutil
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import asdict
 from functools import cache, partial
@@ -17,13 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from finetune.config.sections.data import DataSection
+from finetune.config.sections.data import AuditSection, DataSection
 from finetune.data.rows import RawRow
 from finetune.data.sources.source import Source
 from finetune.data.token_cache.chunks import EncodedChunk, EncoderPool, Encoding, EncodingPlan, WorkersLost
-from finetune.data.token_cache.counts import Counts
+from finetune.data.token_cache.counts import REMEDY, Counts, exceeded_shares, num_duplicates
 from finetune.data.token_cache.integrity import DamagedSet, quarantine_set
-from finetune.data.token_cache.refusals import refuse_counts, refuse_shares
 from finetune.data.token_cache.samples import CHUNK_BYTES, ArrayFile, SampleArrays, SampleWriter, chunk_name
 from finetune.data.token_cache.store import CACHE_VERSION, MANIFEST, Identity, TokenCache
 from finetune.data.workers import num_prepare_workers
@@ -175,6 +174,45 @@ def prepare_set(
     log(f"{source.key}: {'prepared in' if is_new else 'already prepared in'} {folder}")
     refuse_shares(prepared, section.audit, key=source.key)
     return prepared
+
+
+def refuse_counts(
+    counts: Counts,
+    section: DataSection,
+    *,
+    key: str,
+    plan: EncodingPlan,
+    mapped: Iterable[Any] | None = None,
+) -> None:
+    """Raise DataError with all problems: refused rows and, unless `mapped` is None, no samples, and absent columns."""
+    problems = []
+    if counts.long_rows and section.over_length == "refuse":
+        *others, last = plan.over_length
+        instead = f"{', '.join(others)} or {last}" if others else last
+        problems.append(
+            f"{counts.long_rows:,} of {counts.rows:,} rows are longer than {plan.length.limits} "
+            f"(the longest has {counts.longest:,} tokens: {counts.longest_place}). "
+            f"Set data.over_length: {instead}, or {plan.length.advice.format(longest=counts.longest)}."
+        )
+    if counts.rows_without_target and section.no_target == "refuse":
+        cut = ", some of them because they were truncated" if counts.truncated_targets else ""
+        problems.append(
+            f"{counts.rows_without_target:,} of {counts.rows:,} rows have no target{cut} "
+            f"(the first: {counts.first_without_target}). Fix them, or set data.no_target: drop."
+        )
+    problems += [f"no row has the column `{name}` of {key}.columns. Fix it." for name in counts.absent(mapped or ())]
+    if mapped is not None and not problems and counts.samples == 0:
+        problems.append(f"no samples are left: {'; '.join(counts.lines())}.")
+    if problems:
+        raise DataError(f"{key}: " + f"\n{key}: ".join(problems))
+
+
+def refuse_shares(prepared: TokenCache, section: AuditSection, *, key: str) -> None:
+    """Raise DataError with every share of this source that exceeds its limit in `data.audit`."""
+    duplicates = 0 if section.max_duplicate_samples is None else sum(num_duplicates([prepared.digests]))
+    problems = [f"{share} {REMEDY}" for share in exceeded_shares(prepared.counts, duplicates, section)]
+    if problems:
+        raise DataError("\n".join(f"{key}: {problem}" for problem in problems))
 
 
 def set_folder(section: DataSection, kind: str, identity: Identity, *, key: str, log: Log) -> Path:

@@ -197,16 +197,8 @@ def shares(counts: Counts, duplicates: int) -> tuple[Share, ...]:
 
 def exceeded_shares(counts: Counts, duplicates: int, section: AuditSection) -> Iterator[Share]:
     """Yield the shares that exceed their limit in the section, with that limit."""
-    limits = {
-        "truncated_rows": section.max_truncated_rows,
-        "dropped_rows": section.max_dropped_rows,
-        "lost_targets": section.max_lost_targets,
-        "duplicate_samples": section.max_duplicate_samples,
-        "unknown_tokens": section.max_unknown_tokens,
-        "unread_rows": section.max_unread_rows,
-    }
     for share in shares(counts, duplicates):
-        limit = limits[share.name]
+        limit: float | None = getattr(section, f"max_{share.name}")
         if limit is not None and share.value > limit:
             yield replace(share, limit=limit)
 

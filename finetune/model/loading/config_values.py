@@ -9,6 +9,8 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
@@ -24,26 +26,10 @@ ROPE_VALUES = frozenset({"rope_theta", "rope_scaling", "partial_rotary_factor"})
 DECODER_START_TOKEN = "decoder_start_token_id"
 """The first token of a decoder; not every config of an encoder-decoder declares it."""
 
-# fmt: off
-UNDECLARED: Mapping[str, frozenset[str]] = {
-    "head_dim": frozenset({
-        "apertus", "apertus1p5_text", "bamba", "bitnet", "blt", "cohere", "dbrx", "doge", "dots1", "emu3",
-        "ernie4_5_moe", "ernie4_5_vl_moe_text", "exaone4", "exaone_moe", "falcon_h1", "flex_olmo", "glm4_moe",
-        "glm4v_moe_text", "glm_image_text", "glm_ocr_text", "gpt_neox", "gpt_neox_japanese", "granite",
-        "granite4_vision_text", "granite_docling_text", "granite_swa", "granitemoe", "granitemoe_swa",
-        "granitemoehybrid", "granitemoeshared", "jamba", "lfm2", "lfm2_moe", "modernbert-decoder", "nanochat",
-        "olmo", "olmo2", "olmo3", "olmo_hybrid", "olmoe", "persimmon", "phi", "phi3", "phi4_multimodal", "phimoe",
-        "qwen2", "qwen2_moe", "qwen3_moe", "qwen3_omni_moe_text", "smollm3", "stablelm", "starcoder2",
-    }),
-    "classifier_dropout": frozenset({"biogpt", "bloom", "bros", "falcon", "gpt2", "gpt_bigcode", "mpt"}),
-    "hidden_dropout": frozenset({"gpt2", "gpt_bigcode", "mpt"}),
-    "sliding_window": frozenset({"olmoe"}),
-}
-# fmt: on
-"""Values that models look up with `getattr(config, ...)` and their config classes do not declare, with the model types.
-
-Checked against transformers 5.24; `tests/model/loading/test_config_names.py` fails when a decoder is missing.
-"""
+_LOOKED_UP = re.compile(
+    r"(?:get|has)attr\((?:self\.)?config, .(head_dim|classifier_dropout|hidden_dropout|sliding_window)\b"
+)
+"""Values that models look up in their config, although not every config class declares them."""
 
 
 def known_names(config_class: type[Any]) -> frozenset[str]:
@@ -54,9 +40,19 @@ def known_names(config_class: type[Any]) -> frozenset[str]:
         names.update(name for name, parameter in parameters.items() if parameter.kind != parameter.VAR_KEYWORD)
     names |= ROPE_VALUES if "rope_parameters" in names else frozenset()
     names |= {DECODER_START_TOKEN} if getattr(config_class, "is_encoder_decoder", False) is True else frozenset()
-    model_type = getattr(config_class, "model_type", "")
-    names.update(name for name, model_types in UNDECLARED.items() if model_type in model_types)
-    return frozenset(names - {"self"})
+    return frozenset(names - {"self"} | _looked_up(config_class))
+
+
+@cache
+def _looked_up(config_class: type[Any]) -> frozenset[str]:
+    """Return the values that the model next to the config's file looks up, and that the config does not compute."""
+    file = Path(inspect.getfile(config_class))
+    model_file = file.with_name(file.name.replace("configuration_", "modeling_"))
+    if model_file == file or not model_file.is_file():
+        return frozenset()
+    own = file.read_text(encoding="utf-8")
+    names = set(_LOOKED_UP.findall(model_file.read_text(encoding="utf-8")))
+    return frozenset(name for name in names if not hasattr(config_class, name) and f"self.{name} = " not in own)
 
 
 def suggestion(name: str, names: list[str]) -> str:

@@ -154,10 +154,6 @@ _SECRET_SHAPE = re.compile(
     r")|-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)",
     re.DOTALL,
 )
-_OPAQUE = re.compile(r"(?<![\w/.+-])(?=[\w+-]*[a-z])(?=[\w+-]*[A-Z])(?=[\w+-]*\d)[\w+-]{24,}={0,2}(?![\w/.])")
-"""A word that looks random; only values of environment variables are searched for such words."""
-
-
 _known = KnownSecrets()
 
 
@@ -225,10 +221,9 @@ def redacted_yaml(text: str) -> str:
 
 
 def redacted_variables(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return environment variables without values of secret names and random-looking words."""
+    """Return environment variables without values of secret names, and without secrets in other values."""
     return {
-        name: REDACTED if SECRET_VARIABLE.search(name) else _OPAQUE.sub(REDACTED, redact_foreign(value))
-        for name, value in variables.items()
+        name: REDACTED if SECRET_VARIABLE.search(name) else redact_foreign(value) for name, value in variables.items()
     }
 
 

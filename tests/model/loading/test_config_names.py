@@ -1,17 +1,14 @@
 """A misspelled value of a config is refused with a suggestion; every value that a model reads can be written."""
 
 import inspect
-import re
-from pathlib import Path
 
 import pytest
 from transformers import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from finetune.config.sections.model import FromConfigSection
 from finetune.errors import ModelError
 from finetune.model.loading.architecture import SpecialTokenIds, build_model_config
-from finetune.model.loading.config_values import UNDECLARED, known_names, sub_config_class, sub_configs
+from finetune.model.loading.config_values import known_names, sub_config_class, sub_configs
 
 BY_GETATTR = (
     *("qwen2", "qwen3_moe", "glm4_moe", "olmo2", "olmo3", "olmoe", "phi3", "smollm3", "granite", "granitemoe"),
@@ -57,28 +54,3 @@ def test_values_of_sub_configs_belong_to_these_and_not_to_the_whole(kind):
     for part in parts:
         assert "hidden_size" in known_names(part)
     assert "hidden_size" not in known_names(whole)
-
-
-def modeling_source(kind):
-    config_file = Path(inspect.getsourcefile(CONFIG_MAPPING[kind]))
-    file = config_file.with_name(config_file.name.replace("configuration_", "modeling_"))
-    return file.read_text(encoding="utf-8") if file.is_file() else ""
-
-
-def test_undeclared_values_are_read_by_the_models_of_the_table():
-    for name, kinds in UNDECLARED.items():
-        for kind in kinds & set(CONFIG_MAPPING.keys()):  # older versions of transformers know fewer
-            assert name in modeling_source(kind), (name, kind)
-
-
-def test_every_decoder_that_reads_an_undeclared_head_dim_is_in_the_table():
-    readers = 0
-    for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        if re.search(r"getattr\((self\.)?config, \"head_dim\"", modeling_source(kind)):
-            readers += 1
-            config_class = CONFIG_MAPPING[kind]
-            is_computed = isinstance(getattr(config_class, "head_dim", None), property) or (
-                "self.head_dim = " in inspect.getsource(config_class)
-            )
-            assert is_computed or sub_configs(config_class) or "head_dim" in known_names(config_class), kind
-    assert readers > 40

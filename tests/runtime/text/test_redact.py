@@ -216,7 +216,6 @@ def test_a_command_line_keeps_its_options_and_loses_its_secrets(words, cleaned):
     [
         ("--launch --hub-token abc --x 1", "--launch --hub-token [redacted] --x 1"),
         ("a=1;api_key=abc;b=2", "a=1;api_key=[redacted];b=2"),
-        ("plugin:Zm9vYmFyMDEyMzQ1Njc4OWFiY2Q=", "plugin:[redacted]"),
         ("https://me:abc@h/x?sig=abc", "https://[redacted]@h/x?sig=[redacted]"),
         ("/opt/Model2/checkpoint-0123456789-ABCdef", "/opt/Model2/checkpoint-0123456789-ABCdef"),
         ("123e4567-e89b-12d3-a456-426614174000", "123e4567-e89b-12d3-a456-426614174000"),
