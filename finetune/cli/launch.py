@@ -89,9 +89,7 @@ def torchrun(
     supervise: Annotated[bool, typer.Option(hidden=True, is_eager=True, callback=_refuse_supervise)] = False,
 ) -> int:
     """Print the command of each host."""
-    job, loaded = torchrun_command.make_job(
-        config, override or [], accelerate_file=accelerate, ranks_per_host=gpus_per_node
-    )
+    job, loaded = job_files.make_job(config, override or [], accelerate_file=accelerate, ranks_per_host=gpus_per_node)
     torchrun_command.print_commands(job, loaded, num_hosts=nodes)
     return 0
 

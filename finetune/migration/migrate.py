@@ -14,8 +14,7 @@ from finetune.migration.draft import Draft, DraftEntry, Fate, KeyOutcome, PeerTr
 from finetune.migration.peers.axolotl import AXOLOTL
 from finetune.migration.peers.llama_factory import LLAMA_FACTORY
 from finetune.migration.peers.torchtune import TORCHTUNE
-from finetune.migration.peers.trainer import TRAINER
-from finetune.migration.peers.trl import TRL
+from finetune.migration.peers.trainer import TRAINER, TRL
 from finetune.migration.rules import QAT
 from finetune.migration.source import PeerFile, read_peer_file
 from finetune.runtime.text.redact import redact_known, redacted_config

@@ -306,9 +306,7 @@ def check_links(
     links = pair_links(gpus.topology)
     is_off = variables.get("NCCL_P2P_DISABLE") == "1"
     if is_off and any(link.startswith("NV") for link in links.values()):
-        yield finding(
-            "p2p-off",
-        )
+        yield finding("p2p-off")
     elif not is_off:
         yield from _peer_to_peer(gpus, system, links)
     if gpus.topology is not None:

@@ -189,9 +189,7 @@ def check_infiniband(
     if locked_bytes is not None and locked_bytes < _MIN_LOCKED_BYTES:
         yield finding("locked-memory", locked_bytes=locked_bytes)
     if has_gpu and facts.has_peer_memory is False and is_multi_host:
-        yield finding(
-            "gpudirect",
-        )
+        yield finding("gpudirect")
 
 
 def check_hub(hub: HubFacts, names: Sequence[HubName]) -> Iterator[Finding]:

@@ -149,21 +149,13 @@ def check_system(
 def check_machine_type(facts: SystemFacts, variables: Mapping[str, str], *, num_gpus: int) -> Iterator[Finding]:
     """Yield the effects of a laptop's battery, of the governor of its cores, and of WSL."""
     if facts.has_battery and facts.is_plugged_in is False:
-        yield finding(
-            "on-battery",
-        )
+        yield finding("on-battery")
     elif facts.has_battery and num_gpus:
-        yield finding(
-            "laptop",
-        )
+        yield finding("laptop")
     if facts.governor == "powersave" and not facts.is_wsl and not facts.has_battery:
-        yield finding(
-            "governor",
-        )
+        yield finding("governor")
     if facts.is_wsl:
-        yield finding(
-            "wsl",
-        )
+        yield finding("wsl")
         if num_gpus > 1 and variables.get("NCCL_P2P_DISABLE") != "1":
             yield finding("wsl-p2p", num_gpus=num_gpus)
 

@@ -9,9 +9,11 @@ from pathlib import Path
 
 from finetune.commands.printing import print_facts
 from finetune.config.load import load_config, load_values, read_text_file, require_divisible_batch
+from finetune.config.sections.model import ModelSection
 from finetune.config.yaml import read_yaml
-from finetune.errors import ConfigError, UserError
-from finetune.migration.draft import Fate
+from finetune.errors import ConfigError, ModelError, UserError
+from finetune.migration.complete import locate
+from finetune.migration.draft import Fate, yaml_value
 from finetune.migration.migrate import Migration, migrate_file, source_of_key
 from finetune.migration.peers.trainer import PLACEHOLDERS
 from finetune.recipes import FOLDER
@@ -19,11 +21,15 @@ from finetune.recipes.digits import digit_files
 from finetune.recipes.quickstart import quickstart_files
 from finetune.registry.accelerate_files import SHIPPED, accelerate_file_names
 from finetune.runtime.files.atomic import write_bytes, write_text
-from finetune.runtime.optional import lazily
+from finetune.runtime.optional import lazily, no_op
 from finetune.runtime.text.terminal import quiet_libraries
 
 with lazily(freeze=True):  # torch
-    from finetune.commands.init import pretrained, samples
+    import torch
+
+    from finetune.commands.init import samples
+    from finetune.model import tokenizer as tokenizers
+    from finetune.model.loading import architecture
 
 JOB_FILE = "job.yaml"
 
@@ -136,9 +142,44 @@ def _contents(name: str, model: str | None) -> Files:
         name = PRETRAINED_QUICKSTART
     job = (FOLDER / f"{name}.yaml").read_text(encoding="utf-8")
     if model is not None:
-        job, choices = pretrained.pretrained_job(job, model)
+        job, choices = _pretrained_job(job, model)
         print_facts(choices)
     return {JOB_FILE: job, **_DATA.get(name, dict)()}
+
+
+RECIPE_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+RECIPE_RATE, LARGE_MODEL_RATE = "1e-3", "2e-4"
+_LARGE_HIDDEN_SIZE = 1024
+"""Hidden size from which a model has about half a billion weights and trains better at the smaller rate."""
+
+
+def _pretrained_job(recipe: str, written: str) -> tuple[str, list[tuple[str, str]]]:
+    """Return the recipe's text for this hub name or folder, and by name what was chosen for the model.
+
+    Reads its config and tokenizer, no weights. Raises UserError if they cannot be loaded.
+    """
+    quiet_libraries(is_main=True)
+    name = locate(written, Path.cwd())
+    try:
+        section = ModelSection(name=name)
+        config = architecture.load_pretrained_config(section)
+        has_template = tokenizers.load_tokenizer(section, texts=list, cache_folder=Path(), log=no_op).chat_template
+    except ModelError as error:
+        raise UserError(f"--model {written}: {error}") from error
+    job = recipe.replace(f"name: {RECIPE_MODEL}", f"name: {yaml_value(name)}")
+    facts = [("chat template", "the model's own" if has_template else "chatml, because the model has none")]
+    if not has_template:
+        job = job.replace("# chat_template:", "chat_template:")
+    if torch.cuda.is_available() and torch.cuda.is_bf16_supported():
+        job = job.replace("# dtype:", "dtype:").replace("# precision:", "precision:")
+        facts.append(("precision", "bf16, because this machine has a GPU"))
+    else:
+        facts.append(("precision", "float32, because this machine has no GPU that computes in bfloat16"))
+    rate = RECIPE_RATE
+    if (getattr(config.get_text_config(), "hidden_size", 0) or 0) >= _LARGE_HIDDEN_SIZE:
+        rate = LARGE_MODEL_RATE
+        job = job.replace(f"learning_rate: {RECIPE_RATE}", f"learning_rate: {rate}")
+    return job, [*facts, ("learning rate", rate)]
 
 
 def launch_files(

@@ -1,4 +1,7 @@
-"""Shared by all schedulers: checks the job, and prints, writes or submits its job file."""
+"""Shared by all launchers: checks the job and its texts, and prints, writes or submits its job file.
+
+Secrets, which other users could read in a job file, are refused in it, and so are invisible characters.
+"""
 
 import math
 import re
@@ -6,21 +9,21 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from finetune.commands.launch.contents import check_text
-from finetune.commands.launch.torchrun import make_job, require_shared_batch
 from finetune.commands.rehearse.accelerate_file import AccelerateFile, read_accelerate_file
-from finetune.config.load import LoadedConfig
+from finetune.config.load import LoadedConfig, load_config, require_divisible_batch
 from finetune.config.paths import is_url
 from finetune.config.rules.files import read_paths
 from finetune.errors import StrategyError, UserError
-from finetune.launch.jobs import JobRequest
+from finetune.launch.jobs import JobRequest, LaunchJob
 from finetune.runtime.files import atomic
 from finetune.runtime.optional import lazily
-from finetune.runtime.text.terminal import write_file_to_stdout
+from finetune.runtime.text.redact import is_secret_variable, redact_foreign, redacted_command
+from finetune.runtime.text.terminal import escape_controls, write_file_to_stdout
+from finetune.strategy.unsupported import TENSOR
 
 with lazily():  # torch, only for --doctor FILE
     from finetune.commands.doctor import checks as doctor_checks
@@ -95,6 +98,55 @@ def check_job(arguments: JobFileArguments) -> tuple[JobRequest, LoadedConfig]:
     return request, loaded
 
 
+def make_job(
+    config: Path,
+    overrides: Sequence[str],
+    *,
+    accelerate_file: Path,
+    ranks_per_host: int,
+    elsewhere: Sequence[Path] = (),
+) -> tuple[LaunchJob, LoadedConfig]:
+    """Return what each host launches. Raises UserError for an invalid job or accelerate file.
+
+    Files in the folders `elsewhere` are on the hosts, and are not checked here.
+    """
+    loaded = load_config(config, overrides, elsewhere=elsewhere)
+    words = ["-m", "finetune", "--config", str(config.absolute())]
+    for override in overrides:
+        words += ["--set", override]
+    file = read_accelerate_file(accelerate_file)
+    if file.num_copies > 1 and ranks_per_host % file.sequence_size:
+        raise StrategyError(
+            f"--accelerate {file.path}: parallelism_config_sp_size: {file.sequence_size} does not divide the "
+            f"{ranks_per_host} ranks of a host, which has its own copy of the model. Write a divisor."
+        )
+    job = LaunchJob(
+        tuple(words),
+        accelerate_file.absolute(),
+        ranks_per_host,
+        is_hybrid=file.num_copies > 1,
+        sequence_size=file.sequence_size * file.tensor_size,
+        is_deepspeed=file.distributed_type == "DEEPSPEED",
+    )
+    return job, loaded
+
+
+def require_shared_batch(loaded: LoadedConfig, file: AccelerateFile, *, world: int) -> None:
+    """Raise ConfigError or StrategyError unless this number of ranks can share the global batch and the rows of one."""
+    size = file.sequence_size
+    if size < 1 or world % size:
+        raise StrategyError(
+            f"--accelerate {file.path}: parallelism_config_sp_size: {size} does not divide the {world} ranks. Write a "
+            "divisor, preferably of the number of ranks per host."
+        )
+    if not file.may_split_layers_over(world):
+        raise StrategyError(
+            f"--accelerate {file.path}: "
+            + TENSOR.sentence(f"parallelism_config_tp_size: {file.tensor_size} on {world} ranks")
+        )
+    require_divisible_batch(loaded, num_processes=world // size // file.tensor_size)
+
+
 def require_shared_folder(folder: str, *, num_nodes: int, key: str = "run.folder") -> None:
     """Raise UserError for a folder that is local to each host."""
     local = next((parent for parent in _LOCAL_FOLDERS if Path(folder).is_relative_to(parent)), None)
@@ -127,6 +179,50 @@ def require_files(loaded: LoadedConfig, folders: Sequence[Path], *, advice: str)
     for key, path in read_paths(loaded.config):
         if not any(Path(path).is_relative_to(folder) for folder in folders):
             raise UserError(f"{key}: {path} is only on this machine, not on the hosts. {advice}.")
+
+
+_IMAGE_USER = re.compile(r"(?:[a-z]+:(?://)?)?[^/@\s]+:[^/@\s]+@(?!sha256:)")
+_READ_BY_OTHERS = "this is a secret, and everyone who can read the job file could read it"
+INSIST = "Or pass --allow-secrets and --output FILE: only you can read that file (mode 0600)."
+_NAMES_OF_SECRETS = ("secret", "env_file")
+"""Options that name secrets without their values."""
+
+
+def check_options(records: Iterable[Any], *, advice: str, allows_secrets: bool) -> None:
+    """Raise UserError for an option with a secret or an invisible character; `advice` says how to pass secrets."""
+    typed = [(field.name, getattr(record, field.name)) for record in records for field in fields(record)]
+    texts = [(name, text) for name, value in typed for text in (value if isinstance(value, tuple) else (value,))]
+    for name, text in ((name, str(text)) for name, text in texts if isinstance(text, str | Path)):
+        option = "--set" if name == "override" else f"--{name.replace('_', '-')}"
+        if escape_controls(text) != text:
+            raise UserError(
+                f"{option} {escape_controls(text)}: it has a control character or an invisible one, shown here as its "
+                "escape, which a job file cannot contain. Remove it."
+            )
+        if allows_secrets or name in _NAMES_OF_SECRETS:
+            continue
+        variable, _, value = text.partition("=")
+        user = _IMAGE_USER.match(text) if name in ("image", "container") else None
+        if name == "env" and is_secret_variable(variable, value):
+            shown = f"{variable}=[redacted]"
+        else:
+            shown = f"[redacted]@{text[user.end() :]}" if user is not None else redacted_command([text])[0]
+        if shown != text:
+            raise UserError(f"{option} {shown}: {_READ_BY_OTHERS}. {advice}")
+
+
+def check_text(
+    text: str, *, source: str, advice: str, allows_secrets: bool, redact: Callable[[str], str] = redact_foreign
+) -> None:
+    """Raise UserError where a text of a job file, named `source`, has a secret or an invisible character."""
+    visible = escape_controls(text)
+    cleaned = visible if allows_secrets else redact(visible)
+    lines = zip(text.split("\n"), visible.split("\n"), cleaned.split("\n"), strict=False)  # a key has several lines
+    for number, (line, seen, shown) in enumerate(lines, start=1):
+        if seen != line:
+            raise UserError(f"{source}, line {number}: it has a control character or an invisible one: {shown.strip()}")
+        if shown != line:
+            raise UserError(f"{source}, line {number}: {_READ_BY_OTHERS}: {shown.strip()}. {advice}")
 
 
 def parse_environment(texts: Sequence[str]) -> dict[str, str]:

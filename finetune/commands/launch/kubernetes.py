@@ -6,11 +6,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from finetune.commands.launch.contents import INSIST, check_options, check_text
 from finetune.commands.launch.job_files import (
+    INSIST,
     Destination,
     JobFileArguments,
     check_job,
+    check_options,
+    check_text,
     deliver,
     read_pairs,
     require_files,

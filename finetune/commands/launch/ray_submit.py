@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from finetune.commands.launch.contents import check_text
+from finetune.commands.launch.job_files import check_text
 from finetune.commands.launch.ray import RayArguments, check_ray_job
 from finetune.commands.launch.ray_worker import PURPOSE
 from finetune.errors import UserError

@@ -5,8 +5,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from finetune.commands.launch.contents import INSIST, check_options
-from finetune.commands.launch.job_files import Destination, JobFileArguments, check_job, deliver, require_shared_folder
+from finetune.commands.launch.job_files import (
+    INSIST,
+    Destination,
+    JobFileArguments,
+    check_job,
+    check_options,
+    deliver,
+    require_shared_folder,
+)
 from finetune.commands.sweep.axes import FORBIDDEN, grid_points, parse_axes
 from finetune.commands.sweep.runs import check_runs, is_within, name_runs, own_overrides
 from finetune.config.load import LoadedConfig

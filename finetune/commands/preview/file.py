@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -20,6 +20,7 @@ from finetune.data.sources.files import DataFile, Files, kind_of
 from finetune.data.sources.source import Source, find_origin, open_source, texts_of
 from finetune.data.templates.rendering import render_chat
 from finetune.errors import DataError, FinetuneError, UserError
+from finetune.migration.draft import yaml_value
 from finetune.model.tokenizer import load_tokenizer
 from finetune.registry.formats import FORMATS
 from finetune.registry.tasks import TASKS
@@ -168,8 +169,8 @@ def _lines_of(keys: Keys, reading: JobKeys, *, longest: int | None) -> Iterator[
             yield "    template:"
             yield from (f"      {column}: {_quoted(text)}" for column, text in value.items())
         else:
-            yield f"    {name}: {_yaml(value)}"
-    yield from (f"  {name}: {_yaml(value)}" for name, value in reading.data.items())
+            yield f"    {name}: {yaml_value(value)}"
+    yield from (f"  {name}: {yaml_value(value)}" for name, value in reading.data.items())
     known = None if longest is None else next((length for length in _LENGTHS if length >= longest), longest)
     if TASKS[reading.task].has_tokens:
         if known is None:
@@ -177,7 +178,7 @@ def _lines_of(keys: Keys, reading: JobKeys, *, longest: int | None) -> Iterator[
         else:
             yield f"  max_length: {known}  # the longest row has {longest:,} tokens"
     why = f"  # {reading.why}" if reading.why else ""
-    yield f"task: {_yaml(reading.task_keys)}{why}"
+    yield f"task: {yaml_value(reading.task_keys)}{why}"
 
 
 def _first_rows(keys: Keys, max_rows: int) -> list[Row]:
@@ -269,7 +270,7 @@ def _facts_of_rows(contents: FileContents, read: ReadRows, tokenizer: Any) -> It
 def _without_reading(contents: FileContents) -> str:
     """Return what rows are that no format can read as they are, and what to do."""
     keys, row, layout = contents.keys, contents.rows[0], contents.layout
-    block = "\n".join(f"    {name}: {_yaml(value)}" for name, value in keys.items())
+    block = "\n".join(f"    {name}: {yaml_value(value)}" for name, value in keys.items())
     if contents.error is not None and layout is not None:
         lines = "\n".join(_lines_of(keys, contents.readings[0], longest=None))
         return (
@@ -296,21 +297,6 @@ def nested_records(row: Row) -> list[str]:
         if isinstance(value, list) and value and isinstance(value[0], dict):
             return [name, *nested_records(value[0])]
     return []
-
-
-_YAML_WORDS = ("true", "false", "null", "yes", "no", "on", "off", "~", ".nan", ".inf")
-"""Texts that YAML parses as something other than a string."""
-
-
-def _yaml(value: Any) -> str:
-    """Return a value as YAML on one line: JSON, with quotes only where needed."""
-    if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{name}: {_yaml(inner)}' for name, inner in value.items())}}}"
-    if isinstance(value, list):
-        return f"[{', '.join(map(_yaml, value))}]"
-    if isinstance(value, str) and re.fullmatch(r"[A-Za-z/~.][\w./~-]*", value) and value.lower() not in _YAML_WORDS:
-        return value
-    return format_json(value)
 
 
 def _quoted(text: str) -> str:

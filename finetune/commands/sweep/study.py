@@ -30,6 +30,7 @@ from finetune.commands.sweep.results import PAGE, TRAIN_LOSS, Objective, history
 from finetune.commands.sweep.runs import (
     FAILED,
     FINISHED,
+    LOCK_FILE,
     LOGS_FOLDER,
     PRUNED,
     RUNS_FOLDER,
@@ -48,7 +49,7 @@ from finetune.runtime.files.read import parse_as, parse_json, read_regular
 from finetune.runtime.supervision.status import read_status
 from finetune.runtime.text.redact import comparable_config
 
-JOURNAL_FILE, LOCK_FILE, EARLIER_FILE = "sweep.journal", ".sweep.lock", "sweep.json"
+JOURNAL_FILE, EARLIER_FILE = "sweep.journal", "sweep.json"
 VERSION = 1
 
 _NAME, _FACTS, _RUN = "sweep", "sweep", "run"

@@ -4,6 +4,7 @@ With them belong the cost of interruptions and the best interval of checkpoints,
 """
 
 import math
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from typing import Any
 
 from pydantic import BaseModel, TypeAdapter
 
+from finetune.registry.tasks import METRICS
 from finetune.report.history import RunHistory
 from finetune.runtime.files.read import parse_as, read_regular
 from finetune.runtime.resources import format_size
@@ -23,7 +25,6 @@ SOURCE_MARK = "  # "
 """Between value and source in resolved.yaml."""
 
 _TABLE_BYTES = 16 << 20
-_LOWER_IS_BETTER = ("loss", "perplexity", "error")
 STALE_SECONDS = 120.0
 
 
@@ -139,8 +140,7 @@ def tiles(history: RunHistory) -> Iterator[Tile]:
         points = history.curves[name].points()
         if not len(points.values):
             continue
-        metric = name.partition("/")[2]
-        is_low = any(word in metric for word in _LOWER_IS_BETTER)
+        metric, is_low = name.partition("/")[2], is_lower_better(name)
         best = int(points.values.argmin() if is_low else points.values.argmax())
         word = "lowest" if is_low else "highest"
         note = f"{word} {format_metric(points.values[best])} at step {points.steps[best]:,.0f}"
@@ -163,6 +163,12 @@ def tiles(history: RunHistory) -> Iterator[Tile]:
     notes = [f"{count:,} {noun}{'' if count == 1 else 's'}" for noun, count in counts.items()]
     warnings = sum(message.is_warning for message in history.messages.values())
     yield Tile("warnings", f"{warnings:,}", "; ".join(notes if history.num_skipped else notes[:1]))
+
+
+def is_lower_better(metric: str) -> bool:
+    """Return whether smaller values of the metric are better: as it is registered, else by its name."""
+    name = re.split("[/:]", metric)[-1]
+    return METRICS[name].goal == "minimize" if name in METRICS else any(word in name for word in ("loss", "error"))
 
 
 def config_lines(text: str) -> list[ConfigLine]:

@@ -6,7 +6,8 @@ import pytest
 from typer.testing import CliRunner
 
 from finetune.cli.app import app
-from finetune.commands.launch.torchrun import make_job, print_commands
+from finetune.commands.launch.job_files import make_job
+from finetune.commands.launch.torchrun import print_commands
 from finetune.errors import UserError
 
 ROOT = Path(__file__).parents[3]

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
-from finetune.commands.launch.job_files import Destination, JobFileArguments
+from finetune.commands.launch.job_files import Destination, JobFileArguments, make_job
 from finetune.commands.launch.kubernetes import KubernetesArguments, launch_kubernetes
 from finetune.commands.launch.skypilot import SkypilotArguments, launch_skypilot
 from finetune.commands.launch.slurm import SlurmArguments, launch_slurm
-from finetune.commands.launch.torchrun import make_job, print_commands
+from finetune.commands.launch.torchrun import print_commands
 from finetune.errors import UserError
 
 SECRET = "canary77"
