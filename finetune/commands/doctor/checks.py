@@ -150,7 +150,6 @@ def _check_host(host: HostFacts, facts: Facts) -> Iterator[Finding]:
         world=facts.world,
         num_parameters=0 if job is None else job.num_parameters,
     )
-    yield from system.check_machine_type(host.system, variables, num_gpus=num_gpus)
     yield from system.check_storage(host.storage, job, is_wsl=is_wsl, has_many_gpus=num_gpus > 1)
     yield from software.check_software(host.software, num_gpus=num_gpus)
     yield from software.check_variables(variables, host.gpus)

@@ -3,7 +3,6 @@
 Secrets, which other users could read in a job file, are refused in it, and so are invisible characters.
 """
 
-import math
 import re
 import shutil
 import subprocess
@@ -13,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from finetune.commands.rehearse.accelerate_file import AccelerateFile, read_accelerate_file
+from finetune.commands.rehearse.accelerate_file import AccelerateFile, for_world, read_accelerate_file
 from finetune.config.load import LoadedConfig, load_config, require_divisible_batch
 from finetune.config.paths import is_url
 from finetune.config.rules.files import read_paths
@@ -23,7 +22,6 @@ from finetune.runtime.files import atomic
 from finetune.runtime.optional import lazily
 from finetune.runtime.text.redact import is_secret_variable, redact_foreign, redacted_command
 from finetune.runtime.text.terminal import escape_controls, write_file_to_stdout
-from finetune.strategy.unsupported import TENSOR
 
 with lazily():  # torch, only for --doctor FILE
     from finetune.commands.doctor import checks as doctor_checks
@@ -69,8 +67,7 @@ def check_job(arguments: JobFileArguments) -> tuple[JobRequest, LoadedConfig]:
         ranks_per_host=arguments.gpus_per_node,
         elsewhere=arguments.elsewhere,
     )
-    require_shared_batch(loaded, file, world=arguments.world)
-    check_processes(file, num_nodes=arguments.nodes, world=arguments.world)
+    require_shared_batch(loaded, file, world=arguments.world, num_nodes=arguments.nodes)
     variables = {}
     if arguments.doctor is not None:
         variables = network_variables(doctor_checks.read_facts(arguments.doctor), num_nodes=arguments.nodes)
@@ -93,7 +90,10 @@ def check_job(arguments: JobFileArguments) -> tuple[JobRequest, LoadedConfig]:
         max_restarts=arguments.max_restarts,
         stop_seconds=arguments.stop,
         uses_gpus=not arguments.cpu,
-        environment={**variables, **parse_environment(arguments.env)},
+        environment={
+            **variables,
+            **read_pairs(arguments.env, option="--env", noun="variable", name=r"[A-Za-z_][A-Za-z0-9_]*"),
+        },
     )
     return request, loaded
 
@@ -131,20 +131,15 @@ def make_job(
     return job, loaded
 
 
-def require_shared_batch(loaded: LoadedConfig, file: AccelerateFile, *, world: int) -> None:
-    """Raise ConfigError or StrategyError unless this number of ranks can share the global batch and the rows of one."""
-    size = file.sequence_size
-    if size < 1 or world % size:
+def require_shared_batch(loaded: LoadedConfig, file: AccelerateFile, *, world: int, num_nodes: int = 1) -> None:
+    """Raise ConfigError or StrategyError unless this number of ranks can share the global batch as the file says."""
+    if world > 1 and file.distributed_type == "MULTI_CPU":
         raise StrategyError(
-            f"--accelerate {file.path}: parallelism_config_sp_size: {size} does not divide the {world} ranks. Write a "
-            "divisor, preferably of the number of ranks per host."
+            f"--accelerate {file.path}: with MULTI_CPU, accelerate starts one process per host, and the job needs "
+            f"{world} in total. Use accelerate_configs/ddp.yaml or another file with `use_cpu: false`."
         )
-    if not file.may_split_layers_over(world):
-        raise StrategyError(
-            f"--accelerate {file.path}: "
-            + TENSOR.sentence(f"parallelism_config_tp_size: {file.tensor_size} on {world} ranks")
-        )
-    require_divisible_batch(loaded, num_processes=world // size // file.tensor_size)
+    resized = for_world(file, world, num_nodes=num_nodes)
+    require_divisible_batch(loaded, num_processes=resized.data_parallel_size)
 
 
 def require_shared_folder(folder: str, *, num_nodes: int, key: str = "run.folder") -> None:
@@ -225,11 +220,6 @@ def check_text(
             raise UserError(f"{source}, line {number}: {_READ_BY_OTHERS}: {shown.strip()}. {advice}")
 
 
-def parse_environment(texts: Sequence[str]) -> dict[str, str]:
-    """Return the variables of `NAME=VALUE`; raises UserError."""
-    return read_pairs(texts, option="--env", noun="variable", name=r"[A-Za-z_][A-Za-z0-9_]*")
-
-
 def read_pairs(texts: Sequence[str], *, option: str, noun: str, name: str) -> dict[str, str]:
     """Return the pairs of `NAME=VALUE`; raises UserError for an invalid name, or one that is written twice."""
     pairs: dict[str, str] = {}
@@ -278,25 +268,6 @@ def deliver(text: str, destination: Destination, *, name: str) -> int:
     return subprocess.run([*destination.command, str(file.absolute())], check=False).returncode
 
 
-def check_processes(file: AccelerateFile, *, num_nodes: int, world: int) -> None:
-    """Raise StrategyError where the accelerate file is not for this number of processes."""
-    if world > 1 and (file.distributed_type in ("NO", "MULTI_CPU") or file.values.get("use_cpu") is True):
-        raise StrategyError(
-            f"--accelerate {file.path}: with it, accelerate starts one process per host, and the job needs {world} in "
-            "total. Use accelerate_configs/ddp.yaml or another file with `use_cpu: false`."
-        )
-    sizes = file.values.get("parallelism_config") or {}
-    numbers = {name.removeprefix("parallelism_config_"): size for name, size in sizes.items() if name.endswith("_size")}
-    counts = {name: size for name, size in numbers.items() if isinstance(size, int) and size > 1}
-    product = math.prod(counts.values())
-    is_resized = num_nodes > 1 and counts.keys() - {"sp_size"} == {"dp_replicate_size", "dp_shard_size"}
-    if counts and not is_resized and (world % product or ("dp_shard_size" in counts and world != product)):
-        listed = " x ".join(f"{name} {size}" for name, size in counts.items())
-        raise StrategyError(
-            f"--accelerate {file.path}: parallelism_config has {listed} = {product}, and the job has {world} processes."
-        )
-
-
 _ELASTIC_FABRIC = ("efa", "rdmap")
 """Prefixes of AWS's Elastic Fabric Adapters, which the kernel lists as InfiniBand and NCCL cannot use as such."""
 
@@ -310,18 +281,13 @@ def network_variables(facts: "doctor_checks.Facts", *, num_nodes: int) -> dict[s
     """Return the variables that the ranks of such hosts need; empty where the defaults of NCCL and gloo are right."""
     variables: dict[str, str] = {}
     if num_nodes > 1:
-        variables |= _interfaces(facts) | _adapters(facts)
+        name = _same_everywhere(facts, lambda host: host.network.default_interface)
+        if name is not None:
+            variables |= {"NCCL_SOCKET_IFNAME": f"={name}", "GLOO_SOCKET_IFNAME": name, "TP_SOCKET_IFNAME": name}
+        variables |= _adapters(facts)
     if any(finding.key in _WITHOUT_P2P for finding in doctor_checks.check_facts(facts)):
         variables["NCCL_P2P_DISABLE"] = "1"
     return variables
-
-
-def _interfaces(facts: "doctor_checks.Facts") -> dict[str, str]:
-    """Return the interface of the default route, if it has the same name on all hosts."""
-    name = _same_everywhere(facts, lambda host: host.network.default_interface)
-    if name is None:
-        return {}
-    return {"NCCL_SOCKET_IFNAME": f"={name}", "GLOO_SOCKET_IFNAME": name, "TP_SOCKET_IFNAME": name}
 
 
 def _adapters(facts: "doctor_checks.Facts") -> dict[str, str]:

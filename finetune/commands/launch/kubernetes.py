@@ -18,8 +18,8 @@ from finetune.commands.launch.job_files import (
     require_files,
     require_kept,
 )
-from finetune.commands.launch.kuberay import Redis, ray_job_spec, read_redis
 from finetune.commands.launch.ray import RayArguments, check_ray_job
+from finetune.commands.launch.ray_submit import Redis, ray_job_spec, read_redis
 from finetune.commands.rehearse.accelerate_file import read_accelerate_file
 from finetune.config.load import LoadedConfig, read_text_file
 from finetune.errors import UserError

@@ -24,7 +24,7 @@ _SECRETS = "Export it as a variable on each host."
 def print_commands(job: LaunchJob, loaded: LoadedConfig, *, num_hosts: int) -> None:
     """Print the command of each host. Raises UserError if it would hold a secret or an invisible character."""
     file = read_accelerate_file(job.accelerate_file)
-    require_shared_batch(loaded, file, world=num_hosts * job.ranks_per_host)
+    require_shared_batch(loaded, file, world=num_hosts * job.ranks_per_host, num_nodes=num_hosts)
     text = ""
     for rank in range(num_hosts):
         words = launch_command(job, num_hosts=num_hosts, rank=rank, address="HOST0_ADDRESS")

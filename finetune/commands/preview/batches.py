@@ -54,7 +54,9 @@ def visible(text: str) -> str:
     >>> visible("a b")
     'a·b'
     """
-    return "".join(_visible(character) for character in text)
+    marks = {**MARKS, "\n": "↵\n"}
+    texts = (marks.get(one, one if one.isprintable() else f"⟨{ord(one):02X}⟩") for one in text)
+    return "".join(texts)
 
 
 def pieces_of(features: Features, tokenizer: Any) -> Iterator[Piece]:
@@ -86,14 +88,6 @@ def _decoded(tokenizer: Any, ids: Sequence[int]) -> str:
     if not ids:
         return ""
     return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
-
-
-def _visible(character: str) -> str:
-    if character == "\n":
-        return "↵\n"
-    if character in MARKS:
-        return MARKS[character]
-    return character if character.isprintable() else f"⟨{ord(character):02X}⟩"
 
 
 @dataclass(frozen=True)

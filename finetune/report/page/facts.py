@@ -332,14 +332,11 @@ def interval_advice(history: RunHistory, *, hours_stated: float | None) -> Inter
 def restart_facts(history: RunHistory) -> dict[str, Any]:
     """Return the sums as plain values."""
     totals = history.restarts.totals()
+    counts = {name: getattr(totals, name) for name in ("restarts", "interruptions", "steps_redone")}
+    names = ("lost_seconds", "down_seconds", "startup_seconds", "redone_seconds")
     return {
-        "restarts": totals.restarts,
-        "interruptions": totals.interruptions,
-        "steps_redone": totals.steps_redone,
-        "lost_seconds": round(totals.lost_seconds, 1),
-        "down_seconds": round(totals.down_seconds, 1),
-        "startup_seconds": round(totals.startup_seconds, 1),
-        "redone_seconds": round(totals.redone_seconds, 1),
+        **counts,
+        **{name: round(getattr(totals, name), 1) for name in names},
         "usd": None if totals.usd is None else round(totals.usd, 4),
         "price": history.restarts.price_source or None,
     }
