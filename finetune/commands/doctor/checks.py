@@ -61,12 +61,9 @@ def read_facts(path: Path) -> Facts:
     try:
         content = read_json(path)
         return _FACTS.validate_python(content.get("facts", content) if isinstance(content, dict) else content)
-    except ValidationError as error:
-        raise UserError(f"--facts {path}: {first_problem(error)}. Give a file that `doctor --json` wrote.") from error
     except (OSError, ValueError) as error:
-        raise UserError(
-            f"--facts {path}: it cannot be read ({error}). Give a file that `doctor --json` wrote."
-        ) from error
+        reason = first_problem(error) if isinstance(error, ValidationError) else f"it cannot be read ({error})"
+        raise UserError(f"--facts {path}: {reason}. Give a file that `doctor --json` wrote.") from error
 
 
 SECONDS = 30.0

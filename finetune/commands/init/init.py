@@ -20,7 +20,7 @@ from finetune.recipes import FOLDER
 from finetune.recipes.digits import digit_files
 from finetune.recipes.quickstart import quickstart_files
 from finetune.registry.accelerate_files import SHIPPED, accelerate_file_names
-from finetune.runtime.files.atomic import write_bytes, write_text
+from finetune.runtime.files.atomic import write_bytes
 from finetune.runtime.optional import lazily, no_op
 from finetune.runtime.text.terminal import quiet_libraries
 
@@ -107,16 +107,18 @@ def write_files(folder: Path, contents: Files) -> list[Path]:
 
     Raises UserError, and writes nothing, if files with other content exist.
     """
-    different = [file for file, content in contents.items() if _differs(folder / file, content)]
+    data = {file: content.encode() if isinstance(content, str) else content for file, content in contents.items()}
+    existing = {file: folder / file for file in data if (folder / file).exists()}
+    different = [file for file, path in existing.items() if path.is_dir() or path.read_bytes() != data[file]]
     if different:
         more = f" and {len(different) - _LISTED:,} more" if len(different) > _LISTED else ""
         raise UserError(
             f"{folder} already holds {', '.join(different[:_LISTED])}{more} with different content. "
             "Choose another folder with --into, or move the old files away."
         )
-    for file, content in contents.items():
-        if not (folder / file).exists():
-            _write(folder / file, content)
+    for file in [file for file in data if file not in existing]:
+        is_text = isinstance(contents[file], str)
+        write_bytes(folder / file, data[file], survives_power_cut=is_text)  # there may be many images
     return [folder / file for file in contents]
 
 
@@ -217,20 +219,6 @@ def launch_line(folder: Path, strategy: str | None, *, num_processes: int = 2) -
         return f"finetune train --config {job}"
     count = 1 if strategy == "single" else num_processes
     return f"finetune train --config {job} --accelerate {file} --processes {count}"
-
-
-def _write(path: Path, content: str | bytes) -> None:
-    if isinstance(content, bytes):
-        write_bytes(path, content, survives_power_cut=False)  # there may be many files
-    else:
-        write_text(path, content)
-
-
-def _differs(path: Path, content: str | bytes) -> bool:
-    if path.is_dir():
-        return True
-    expected = content if isinstance(content, bytes) else content.encode("utf-8")
-    return path.exists() and path.read_bytes() != expected
 
 
 _TITLES: tuple[tuple[Fate, str], ...] = (("not_possible", "not possible here"), ("unknown", "unknown"))

@@ -23,7 +23,6 @@ from finetune.config.rules.files import read_paths
 from finetune.errors import UserError
 from finetune.launch.jobs import (
     JobRequest,
-    Rendezvous,
     ShellText,
     Word,
     command_line,
@@ -110,8 +109,7 @@ def slurm_script(
         step += [ShellText('--output="${logs//%/%%}/rank-%t.log"')]
         ranks = [*rank_words(request), *overrides]
     else:
-        rendezvous = Rendezvous("SLURM_NODEID", "MASTER_ADDR", "MASTER_PORT")
-        command = launch_words(request, rendezvous, log_folder=ShellText('"$LOGS/host-$SLURM_NODEID"'))
+        command = launch_words(request, machine_rank="SLURM_NODEID", log_folder=ShellText('"$LOGS/host-$SLURM_NODEID"'))
         script = f'LOGS="$1"; shift; exec {command_line(command)} "$@"'
         ranks = ["bash", "-c", script, "host", ShellText('"$logs"'), *overrides]
     return render_script(

@@ -144,7 +144,7 @@ def for_world(file: AccelerateFile, world: int, *, num_nodes: int = 1) -> Accele
     """
     if file.distributed_type == "NO" and world > 1:
         raise StrategyError(
-            f"{file.path.name}: distributed_type NO is for one process, and there are {world}. Choose ddp."
+            f"--accelerate {file.path}: distributed_type NO is for one process, and there are {world}. Choose ddp."
         )
     values, sizes = file.values, _parallelism(file.values)
     if num_nodes > 1 and file.num_copies > 1:
@@ -152,7 +152,7 @@ def for_world(file: AccelerateFile, world: int, *, num_nodes: int = 1) -> Accele
         values = {**values, "parallelism_config": {**sizes, _COPIES: num_nodes, _SHARDS: shards}}
     file = replace(file, values=values, num_processes=world, num_machines=1)
     for key, message in _problems(file):
-        raise StrategyError(f"{file.path.name}, {key}: {message}")
+        raise StrategyError(f"--accelerate {file.path}: {key}: {message}")
     return file
 
 
