@@ -275,7 +275,7 @@ def fact_text(value: Any) -> str:
     return "" if value is None else redact_foreign(str(value))
 
 
-_LONGEST_REASON = 60
+_LONGEST_REASON, _SHOWN_RESTARTS = 60, 100
 
 
 class InterruptionCosts:
@@ -385,9 +385,10 @@ def restart_rows(history: RunHistory) -> list[list[str]]:
     totals = history.restarts.totals()
     if not totals.restarts:
         return []
+    shown = history.restarts.listed[-_SHOWN_RESTARTS:]
     head = ["start, after", "resumed from step", "steps again", "waiting", "start-up", "steps again took"]
     rows = []
-    for restart in history.restarts.recent:
+    for restart in shown:
         reason = restart.reason if len(restart.reason) <= _LONGEST_REASON else f"{restart.reason[:_LONGEST_REASON]}..."
         times = map(_minutes, (restart.down_seconds, restart.startup_seconds, restart.redone_seconds))
         rows.append([f"{restart.number:,}, {reason}", f"{restart.step:,}", f"{restart.steps_redone:,}", *times])
@@ -397,7 +398,7 @@ def restart_rows(history: RunHistory) -> list[list[str]]:
     ]
     if totals.usd is None:
         return [head, *rows, total]
-    paid = [*("-" if restart.usd is None else f"${restart.usd:,.2f}" for restart in history.restarts.recent)]
+    paid = [*("-" if restart.usd is None else f"${restart.usd:,.2f}" for restart in shown)]
     return [
         [*head, "cost"],
         *([*row, usd] for row, usd in zip(rows, paid, strict=True)),
