@@ -70,14 +70,6 @@ def launch() -> None:
     """Launch a job on several hosts, or write its job file for a scheduler."""
 
 
-def _refuse_supervise(is_given: bool) -> None:
-    if is_given:
-        raise typer.BadParameter(
-            "there are no supervisors any more. `finetune launch ray` runs the job on hosts that come and go; "
-            "see docs/how-to/clusters.md."
-        )
-
-
 @app.command()
 @handle_errors
 def torchrun(
@@ -86,12 +78,9 @@ def torchrun(
     nodes: Nodes,
     gpus_per_node: Annotated[int, typer.Option(min=1, max=1024, help="Processes on each host, one per GPU.")],
     override: Overrides = None,
-    supervise: Annotated[bool, typer.Option(hidden=True, is_eager=True, callback=_refuse_supervise)] = False,
 ) -> int:
     """Print the command of each host."""
-    job, loaded = torchrun_command.make_job(
-        config, override or [], accelerate_file=accelerate, ranks_per_host=gpus_per_node
-    )
+    job, loaded = job_files.make_job(config, override or [], accelerate_file=accelerate, ranks_per_host=gpus_per_node)
     torchrun_command.print_commands(job, loaded, num_hosts=nodes)
     return 0
 

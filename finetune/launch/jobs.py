@@ -70,15 +70,6 @@ def launch_command(job: LaunchJob, *, num_hosts: int, rank: int, address: str) -
 
 
 @dataclass(frozen=True)
-class Rendezvous:
-    """Shell variables with the number of a host and the address of the first one."""
-
-    machine_rank: str
-    address: str
-    port: str
-
-
-@dataclass(frozen=True)
 class JobRequest:
     """One job on several hosts."""
 
@@ -110,19 +101,20 @@ class JobRequest:
         return {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": timeout, "PYTHONUNBUFFERED": "1", **self.environment}
 
 
-def launch_words(request: JobRequest, rendezvous: Rendezvous, *, log_folder: Word | None) -> list[Word]:
+def launch_words(request: JobRequest, *, machine_rank: str, log_folder: Word | None) -> list[Word]:
     """Return the command of a host: `accelerate launch`, or the one process itself.
 
-    The output of each rank also goes to a file in the log folder. `rendezvous` is for the shell that runs the command.
+    The output of each rank also goes to a file in the log folder. The shell has the number of the host in the variable
+    `machine_rank`, and MASTER_ADDR and MASTER_PORT.
     """
     if request.is_single:
         return rank_words(request)
     words = launch_command(request.job, num_hosts=request.num_nodes, rank=0, address="")[1:]
     options: list[Word] = list(words[: len(words) - len(request.job.arguments)])
     expanded = {
-        "--machine_rank": rendezvous.machine_rank,
-        "--main_process_ip": rendezvous.address,
-        "--main_process_port": rendezvous.port,
+        "--machine_rank": machine_rank,
+        "--main_process_ip": "MASTER_ADDR",
+        "--main_process_port": "MASTER_PORT",
     }
     for option, variable in expanded.items():
         options[words.index(option) + 1] = ShellText(f'"${variable}"')
@@ -155,23 +147,20 @@ LOCAL_LOGS = "/tmp/finetune-logs"
 """Folder of the ranks' logs for a run at a URL; the log of the host also has their output."""
 
 
-RENDEZVOUS = Rendezvous("MACHINE_RANK", "MASTER_ADDR", "MASTER_PORT")
-
-
 def host_script(request: JobRequest, variables: Mapping[str, str]) -> str:
     """Return the script for a POSIX shell; its exit code is for the scheduler.
 
-    `variables` has the shell expression of each variable of RENDEZVOUS on this scheduler.
+    `variables` has the shell expressions of MACHINE_RANK, MASTER_ADDR and MASTER_PORT on this scheduler.
     """
-    needed = [RENDEZVOUS.machine_rank] if request.is_single else list(variables)
+    needed = ["MACHINE_RANK"] if request.is_single else list(variables)
     logs: Word = LOCAL_LOGS
     if not request.is_at_url:
-        logs = ShellText(f'{quoted(request.run_folder)}"/logs/host-${RENDEZVOUS.machine_rank}"')
-    rank = ShellText(f'"${RENDEZVOUS.machine_rank}"')
+        logs = ShellText(f'{quoted(request.run_folder)}"/logs/host-$MACHINE_RANK"')
+    rank = ShellText('"$MACHINE_RANK"')
     return render_script(
         "host.sh.jinja",
         assignments=[f"{name}={variables[name]}" for name in needed],
-        launch=command_line(launch_words(request, RENDEZVOUS, log_folder=logs)),
+        launch=command_line(launch_words(request, machine_rank="MACHINE_RANK", log_folder=logs)),
         next=command_line(next_words(request, run_folder=request.run_folder, code="code", machine_rank=rank)),
     )
 

@@ -288,7 +288,7 @@ def nested(entries: Mapping[str, DraftEntry]) -> dict[str, Any]:
     return root
 
 
-_PLAIN = re.compile(r"[A-Za-z][\w./-]*")
+_PLAIN = re.compile(r"(?:[A-Za-z]|~?/|\.{1,2}/)[\w./~-]*")
 _NOT_PLAIN = ("true", "false", "null", "yes", "no", "on", "off", "y", "n")
 
 

@@ -14,8 +14,7 @@ from finetune.migration.draft import Draft, DraftEntry, Fate, KeyOutcome, PeerTr
 from finetune.migration.peers.axolotl import AXOLOTL
 from finetune.migration.peers.llama_factory import LLAMA_FACTORY
 from finetune.migration.peers.torchtune import TORCHTUNE
-from finetune.migration.peers.trainer import TRAINER
-from finetune.migration.peers.trl import TRL
+from finetune.migration.peers.trainer import TRAINER, TRL
 from finetune.migration.rules import QAT
 from finetune.migration.source import PeerFile, read_peer_file
 from finetune.runtime.text.redact import redact_known, redacted_config
@@ -84,11 +83,11 @@ def _comment(text: str, *, bullet: str = "") -> Iterator[str]:
     )
 
 
-def _lines(draft: Draft, name: str, value: Any, *, indent: str, dash: str = "") -> Iterator[str]:
+def _lines(draft: Draft, name: str, value: Any, *, indent: str) -> Iterator[str]:
     if isinstance(value, DraftEntry):
-        yield f"{indent}{dash}{name}: {yaml_value(value.value)}{_origin(draft, value)}"
+        yield f"{indent}{name}: {yaml_value(value.value)}{_origin(draft, value)}"
         return
-    yield f"{indent}{dash}{name}:"
+    yield f"{indent}{name}:"
     if value and all(key.isdecimal() for key in value):
         for item in value.values():
             inner = [line for key, entry in item.items() for line in _lines(draft, key, entry, indent="")]

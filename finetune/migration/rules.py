@@ -156,18 +156,6 @@ def component_name(value: Any) -> str:
     return component(value).rpartition(".")[2]
 
 
-def choose_value(choices: Mapping[str, Any], instead: str) -> Convert:
-    """Return a converter of words, whatever their case; another word is not possible."""
-
-    def convert(value: Any) -> Any:
-        word = str(value).lower() or "none"
-        if word not in choices:
-            raise NoCounterpart(instead)
-        return choices[word]
-
-    return convert
-
-
 def modules(value: Any) -> list[str] | str:
     """Return the modules of adapters: names, `all-linear`, or the names at the end of a regular expression."""
     if isinstance(value, str) and value.lower() in ("all", "all-linear"):
@@ -193,9 +181,16 @@ def address(value: Any) -> str:
 
 
 def _words_of(values: Mapping[Any, str]) -> Convert:
-    """Return a converter of the words that a section of values.yaml lists."""
-    listed = {ours: theirs.split() for ours, theirs in values.items() if ours != "instead"}
-    return choose_value({word: ours for ours, theirs in listed.items() for word in theirs}, values["instead"])
+    """Return a converter of the words that a section of values.yaml lists, whatever their case."""
+    choices = {word: ours for ours, theirs in values.items() if ours != "instead" for word in theirs.split()}
+
+    def convert(value: Any) -> Any:
+        word = str(value).lower() or "none"
+        if word not in choices:
+            raise NoCounterpart(values["instead"])
+        return choices[word]
+
+    return convert
 
 
 _VALUES: Mapping[str, Mapping[Any, str]] = YAML(typ="safe").load(_TABLES / "values.yaml")

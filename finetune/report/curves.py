@@ -36,9 +36,8 @@ class Curve:
     Pairs of buckets are merged when there are too many. Values that are not finite are only counted.
     """
 
-    def __init__(self, *, most_buckets: int = MAX_BUCKETS) -> None:
+    def __init__(self) -> None:
         self.num_not_finite = 0
-        self._most_buckets = most_buckets
         self._buckets = np.empty(0, _BUCKET)
         self._width = 1
         self._steps: list[float] = []  # of points that do not yet fill a bucket
@@ -82,7 +81,7 @@ class Curve:
         full = len(steps) - len(steps) % self._width
         self._buckets = np.concatenate([self._buckets, _make_buckets(steps[:full], values[:full], self._width)])
         self._steps, self._values = steps[full:].tolist(), values[full:].tolist()
-        while len(self._buckets) > self._most_buckets:
+        while len(self._buckets) > MAX_BUCKETS:
             starts = np.arange(0, len(self._buckets) - 1, 2)  # an odd last bucket joins the last pair
             self._buckets = _reduced(self._buckets, starts)
             self._width *= 2

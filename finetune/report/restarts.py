@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-MAX_STARTS = 100
 KILLED = "killed"
 FIRST_STEP = "first step"
 """The last phase of a start."""
@@ -38,54 +37,36 @@ class Restart:
         return max(0.0, self.began - self.ended)
 
     @property
-    def device_seconds(self) -> float:
-        """Return the paid time of all devices: start-up and repeated steps."""
-        return (self.startup_seconds + self.redone_seconds) * self.num_devices
-
-    @property
     def usd(self) -> float | None:
-        """Return the price of `device_seconds`; None if the price of a device is unknown."""
-        return None if self.usd_per_device_hour is None else self.device_seconds / 3600 * self.usd_per_device_hour
+        """Return the price of start-up and repeated steps on all devices; None if the price of a device is unknown."""
+        hours = (self.startup_seconds + self.redone_seconds) * self.num_devices / 3600
+        return None if self.usd_per_device_hour is None else hours * self.usd_per_device_hour
 
 
-@dataclass
+@dataclass(frozen=True)
 class RestartTotals:
-    """The sums over all restarts, including restarts that are no longer listed."""
+    """The sums over all restarts; without a price `usd` is None."""
 
-    restarts: int = 0
-    interruptions: int = 0
-    steps_redone: int = 0
-    down_seconds: float = 0.0
-    startup_seconds: float = 0.0
-    redone_seconds: float = 0.0
-    device_seconds: float = 0.0
-    usd: float | None = None
+    restarts: int
+    interruptions: int
+    steps_redone: int
+    down_seconds: float
+    startup_seconds: float
+    redone_seconds: float
+    usd: float | None
 
     @property
     def lost_seconds(self) -> float:
         """Return the total lost time."""
         return self.down_seconds + self.startup_seconds + self.redone_seconds
 
-    def add(self, restart: Restart) -> None:
-        """Count a restart."""
-        self.restarts += 1
-        self.interruptions += restart.reason not in PLANNED
-        self.steps_redone += restart.steps_redone
-        self.down_seconds += restart.down_seconds
-        self.startup_seconds += restart.startup_seconds
-        self.redone_seconds += restart.redone_seconds
-        self.device_seconds += restart.device_seconds
-        if restart.usd is not None:
-            self.usd = (self.usd or 0.0) + restart.usd
-
 
 @dataclass
 class RestartHistory:
-    """Reads events in the order in which they were written; restarts before the last hundred are only summed."""
+    """Reads events in the order in which they were written."""
 
-    recent: list[Restart] = field(default_factory=list)
+    listed: list[Restart] = field(default_factory=list)
     price_source: str = ""
-    _older: RestartTotals = field(default_factory=RestartTotals)
     _starts: int = 0
     _highest_step: int = 0
     _last_seen: float = 0.0  # time of the last event
@@ -105,9 +86,7 @@ class RestartHistory:
             price = event.get("device_price") or {}
             usd = price.get("usd_per_hour")
             self.price_source = str(price.get("source") or self.price_source)
-            if len(self.recent) >= MAX_STARTS:
-                self._older.add(self.recent.pop(0))
-            self.recent.append(
+            self.listed.append(
                 Restart(
                     number=self._starts,
                     reason=self._reason or str(previous.get("reason") or KILLED),
@@ -125,18 +104,18 @@ class RestartHistory:
     def started_up(self, event: Mapping[str, Any]) -> None:
         """Add the duration of the start-up; the event follows the first step, which does not count as start-up."""
         self._record_time(_finite(event.get("time")))
-        if self.recent:
+        if self.listed:
             seconds = {name: _finite(value) for name, value in (event.get("seconds") or {}).items()}
-            restart = self.recent[-1]
+            restart = self.listed[-1]
             restart.startup_seconds = sum(seconds.values()) - seconds.get(FIRST_STEP, 0.0)
             restart.began = _finite(event.get("time")) - sum(seconds.values())
 
     def steps_taken(self, events: Sequence[Mapping[str, Any]]) -> None:
         """Add steps of one start."""
-        if self.recent and events[0]["step"] <= self.recent[-1].last_step:
-            again = [event for event in events if event["step"] <= self.recent[-1].last_step]
-            self.recent[-1].steps_redone += len(again)
-            self.recent[-1].redone_seconds += sum(_finite(event.get("seconds")) for event in again)
+        if self.listed and events[0]["step"] <= self.listed[-1].last_step:
+            again = [event for event in events if event["step"] <= self.listed[-1].last_step]
+            self.listed[-1].steps_redone += len(again)
+            self.listed[-1].redone_seconds += sum(_finite(event.get("seconds")) for event in again)
         self._highest_step = max(self._highest_step, events[-1]["step"])
         self._record_time(_finite(events[-1].get("time")))
 
@@ -148,17 +127,21 @@ class RestartHistory:
     def set_price(self, usd_per_device_hour: float, *, source: str) -> None:
         """Apply this price to all restarts."""
         self.price_source = source
-        for restart in self.recent:
+        for restart in self.listed:
             restart.usd_per_device_hour = usd_per_device_hour
-        if self._older.restarts:
-            self._older.usd = self._older.device_seconds / 3600 * usd_per_device_hour
 
     def totals(self) -> RestartTotals:
         """Return the sums."""
-        totals = RestartTotals(**vars(self._older))
-        for restart in self.recent:
-            totals.add(restart)
-        return totals
+        prices = [restart.usd for restart in self.listed if restart.usd is not None]
+        return RestartTotals(
+            restarts=len(self.listed),
+            interruptions=sum(restart.reason not in PLANNED for restart in self.listed),
+            steps_redone=sum(restart.steps_redone for restart in self.listed),
+            down_seconds=sum(restart.down_seconds for restart in self.listed),
+            startup_seconds=sum(restart.startup_seconds for restart in self.listed),
+            redone_seconds=sum(restart.redone_seconds for restart in self.listed),
+            usd=sum(prices) if prices else None,
+        )
 
     def _record_time(self, time: float) -> None:
         self._last_seen = max(self._last_seen, time)

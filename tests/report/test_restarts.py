@@ -12,7 +12,6 @@ from finetune.report.page.facts import (
     restart_rows,
 )
 from finetune.report.page.page import report_page
-from finetune.report.restarts import MAX_STARTS
 from tests.report.page.events import ended, started, taken
 
 KILLED = {"state": "failed", "reason": "killed", "step": 10, "time": 1012.0}
@@ -75,7 +74,7 @@ def test_without_a_status_file_events_alone_are_counted():
     """Of a machine that is gone, only what was uploaded is known."""
     events = killed_and_resumed()
     del events[11]["previous"]
-    (restart,) = history_of(*events).restarts.recent
+    (restart,) = history_of(*events).restarts.listed
     assert (restart.reason, restart.last_step, restart.steps_redone) == ("killed", 9, 3)
     assert restart.down_seconds == 1100 - 1009
 
@@ -100,15 +99,6 @@ def test_events_in_pieces_give_the_same():
     for event in killed_and_resumed(**PRICED):
         pieces.add([event])
     assert restart_rows(pieces) == restart_rows(whole)
-
-
-def test_many_restarts_are_summed_in_bounded_memory():
-    lives = [event for at in range(3 * MAX_STARTS) for event in (started(0, **PRICED), taken(1, 1.0, seconds=1.0))]
-    history = history_of(*lives)
-    assert len(history.restarts.recent) == MAX_STARTS
-    facts = restart_facts(history)
-    assert (facts["restarts"], facts["steps_redone"]) == (3 * MAX_STARTS - 1, 3 * MAX_STARTS - 1)
-    assert facts["usd"] == pytest.approx(299 / 3600 * 2.0, abs=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu
 from ruamel.yaml import YAML
 from transformers.integrations import tensor_parallel
 
-from finetune.commands.launch.torchrun import make_job
+from finetune.commands.launch.job_files import make_job
 from finetune.commands.rehearse.accelerate_file import read_accelerate_file
 from finetune.errors import StrategyError
 from finetune.strategy.environment import unsupported_by_environment, unsupported_in_file

@@ -29,7 +29,6 @@ from finetune.commands.compare.runs import (
     choose_metric,
     config_differences,
     environment_differences,
-    is_lower_better,
     measure_time_to_metric,
     short_names,
 )
@@ -42,6 +41,7 @@ from finetune.report.page.facts import (
     format_duration,
     format_metric,
     format_time,
+    is_lower_better,
     read_run_files,
     run_state,
 )

@@ -10,10 +10,9 @@ import numpy as np
 
 from finetune.errors import UserError
 from finetune.report.history import RunHistory
-from finetune.report.page.facts import RunFiles, config_lines
+from finetune.report.page.facts import RunFiles, config_lines, is_lower_better
 
 TRAINING_LOSS = "loss"
-LOWER_IS_BETTER = ("loss", "perplexity", "error")
 _SMOOTHED_STEPS = 20
 
 
@@ -58,11 +57,6 @@ def short_names(folders: Sequence[Path]) -> list[str]:
         if len(set(names)) == len(names):
             return names
     return [f"{path_parts[-1]} ({number})" for number, path_parts in enumerate(parts, start=1)]
-
-
-def is_lower_better(metric: str) -> bool:
-    """Return whether smaller values of the metric are better, by its name."""
-    return any(word in metric for word in LOWER_IS_BETTER)
 
 
 ABSENT = "-"

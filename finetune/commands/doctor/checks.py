@@ -61,12 +61,9 @@ def read_facts(path: Path) -> Facts:
     try:
         content = read_json(path)
         return _FACTS.validate_python(content.get("facts", content) if isinstance(content, dict) else content)
-    except ValidationError as error:
-        raise UserError(f"--facts {path}: {first_problem(error)}. Give a file that `doctor --json` wrote.") from error
     except (OSError, ValueError) as error:
-        raise UserError(
-            f"--facts {path}: it cannot be read ({error}). Give a file that `doctor --json` wrote."
-        ) from error
+        reason = first_problem(error) if isinstance(error, ValidationError) else f"it cannot be read ({error})"
+        raise UserError(f"--facts {path}: {reason}. Give a file that `doctor --json` wrote.") from error
 
 
 SECONDS = 30.0
@@ -150,7 +147,6 @@ def _check_host(host: HostFacts, facts: Facts) -> Iterator[Finding]:
         world=facts.world,
         num_parameters=0 if job is None else job.num_parameters,
     )
-    yield from system.check_machine_type(host.system, variables, num_gpus=num_gpus)
     yield from system.check_storage(host.storage, job, is_wsl=is_wsl, has_many_gpus=num_gpus > 1)
     yield from software.check_software(host.software, num_gpus=num_gpus)
     yield from software.check_variables(variables, host.gpus)

@@ -69,7 +69,7 @@ def examine(
     loaded = with_local_folder(load_config(path, overrides)) if path else None
     variables = dict(os.environ)  # libraries set some when they are imported
     quiet_libraries(is_main=distributed.is_main())
-    if not has_several_ranks():
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         return _report(Facts((gather_host(loaded, variables),)), loaded, as_json=as_json)
     waited = rendezvous(os.environ, seconds=wait_seconds)
     gathers = os.environ.get("LOCAL_RANK", "0") == "0"  # one rank per machine
@@ -227,11 +227,6 @@ def time_limit(seconds: float, *, on_late: Callable[[], None]) -> Iterator[None]
         timer.cancel()
 
 
-def has_several_ranks() -> bool:
-    """Return whether this process is one of several."""
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1
-
-
 # --- the report
 
 
@@ -265,7 +260,7 @@ def _host_lines(host: HostFacts) -> Iterator[tuple[str, str]]:
         links = Counter(pair_links(gpus.topology).values())
         yield "links", ", ".join(f"{count} x {link}" for link, count in links.items())
     cores = f"{system.usable_cores} usable of {system.num_cores}"
-    yield "cores", f"{cores}, {len(system.numa)} NUMA nodes" if len(system.numa) > 1 else cores
+    yield "cores", f"{cores}, {system.num_numa_nodes} NUMA nodes" if system.num_numa_nodes > 1 else cores
     maximum = system.memory_limit_bytes
     limit = "" if maximum is None else f", the container may use {format_size(maximum)}"
     yield "memory", f"{format_size(system.available_bytes)} free of {format_size(system.memory_bytes)}{limit}"

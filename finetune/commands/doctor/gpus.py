@@ -36,7 +36,6 @@ class Gpu:
     memory_bytes: int
     memory_used_bytes: int = 0
     capability: tuple[int, int] | None = None
-    pci_bus: str = ""
     ecc: bool | None = None
     uncorrected_errors: int | None = None  # since the driver was loaded
     remap_pending: bool = False  # damaged rows of memory that a reset would remap
@@ -64,9 +63,7 @@ class Topology:
     """The matrix of `nvidia-smi topo -m`."""
 
     links: Mapping[str, Mapping[str, str]]  # {"GPU0": {"GPU1": "NV18", "NIC0": "PIX"}}
-    cores: Mapping[str, str] = field(default_factory=dict)  # {"GPU0": "0-23,96-119"}
     numa: Mapping[str, str] = field(default_factory=dict)
-    network_cards: Mapping[str, str] = field(default_factory=dict)  # {"NIC0": "mlx5_0"}
 
 
 @dataclass(frozen=True)
@@ -133,7 +130,6 @@ def _query(function: Callable[..., Any], *arguments: Any) -> Any:
 def _gather_gpu(index: int, handle: Any) -> Gpu:
     memory = _query(pynvml.nvmlDeviceGetMemoryInfo, handle)
     capability = _query(pynvml.nvmlDeviceGetCudaComputeCapability, handle)
-    bus = getattr(_query(pynvml.nvmlDeviceGetPciInfo, handle), "busId", "")
     ecc_counter = (pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC)
     remapped = _query(pynvml.nvmlDeviceGetRemappedRows, handle) or (0, 0, 0, 0)
     reasons = _query(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0
@@ -153,7 +149,6 @@ def _gather_gpu(index: int, handle: Any) -> Gpu:
         memory_bytes=0 if memory is None else int(memory.total),
         memory_used_bytes=0 if memory is None else int(memory.used),
         capability=None if capability is None else (int(capability[0]), int(capability[1])),
-        pci_bus=bus.decode() if isinstance(bus, bytes) else bus,
         ecc=_is_on(_query(pynvml.nvmlDeviceGetEccMode, handle)),
         uncorrected_errors=_query(pynvml.nvmlDeviceGetTotalEccErrors, handle, *ecc_counter),
         remap_pending=bool(remapped[2]),
@@ -253,7 +248,6 @@ def _check_use(gpu: Gpu, *, is_wsl: bool, num_ranks: int) -> Iterator[Finding]:
 
 
 _DEVICE = re.compile(r"(GPU|NIC)\d+|(mlx|bnxt|efa|irdma|rocep|ibp)\w*")
-_CARD = re.compile(r"\s*(NIC\d+):\s*(\S+)")
 _LINK = re.compile(r"X|NV\d+|PIX|PXB|PHB|NODE|SYS")
 _CORES = re.compile(r"\d+([-,]\d+)*")
 
@@ -270,25 +264,19 @@ def parse_topology(text: str) -> Topology:
     """Return the matrix, without the lines above and below it; columns are separated by tabs or blanks."""
     columns: list[str] = []
     links: dict[str, dict[str, str]] = {}
-    cores: dict[str, str] = {}
     numa: dict[str, str] = {}
-    cards: dict[str, str] = {}
     for line in text.splitlines():
         words = line.split()
-        card = _CARD.fullmatch(line)
-        if card is not None:
-            cards[card[1]] = card[2]
-        elif not columns:
+        if not columns:
             columns = [word for word in words if _DEVICE.fullmatch(word)]
         elif words and words[0] in columns:
             name, row = words[0], words[1:]
             count = next((number for number, word in enumerate(row) if not _LINK.fullmatch(word)), len(row))
             links[name] = {other: link for other, link in zip(columns, row[:count], strict=False) if link != "X"}
             affinity = [word for word in row[count:] if word != "N/A"]
-            if name.startswith("GPU") and affinity and _CORES.fullmatch(affinity[0]):
-                cores[name] = affinity[0]
-                numa |= {name: affinity[1]} if len(affinity) > 1 and _CORES.fullmatch(affinity[1]) else {}
-    return Topology(links, cores, numa, cards)
+            if name.startswith("GPU") and len(affinity) > 1 and all(map(_CORES.fullmatch, affinity[:2])):
+                numa[name] = affinity[1]
+    return Topology(links, numa)
 
 
 P2P_OFF = "export NCCL_P2P_DISABLE=1"
@@ -306,9 +294,7 @@ def check_links(
     links = pair_links(gpus.topology)
     is_off = variables.get("NCCL_P2P_DISABLE") == "1"
     if is_off and any(link.startswith("NV") for link in links.values()):
-        yield finding(
-            "p2p-off",
-        )
+        yield finding("p2p-off")
     elif not is_off:
         yield from _peer_to_peer(gpus, system, links)
     if gpus.topology is not None:

@@ -5,7 +5,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -50,10 +50,6 @@ class LoaderMeasurement:
     spread: float = 0.0  # difference of the fastest and the slowest round, as a share of the median
 
 
-_ENDLESS = 1 << 40
-"""The number of steps of a loader; only the first are used."""
-
-
 def examine_loader(path: Path, overrides: Sequence[str], *, num_rounds: int, seconds: float) -> None:
     """Print samples and tokens per second of the job's loader for a range of settings, and the keys to write.
 
@@ -83,12 +79,6 @@ def examine_loader(path: Path, overrides: Sequence[str], *, num_rounds: int, sec
         print(
             f"a rank of the run in {run_folder} consumes {consumed:,.0f} tokens/s while it computes: with num_workers: "
             f"{number} a step waits {waiting_share(best, consumed):.1%} of its time"
-        )
-    if number:
-        new = seconds_between_passes(make_loader, best.settings)
-        persistent = seconds_between_passes(make_loader, replace(best.settings, persistent_workers=True))
-        print(
-            f"another pass (an evaluation) starts after {persistent:.2f} s with persistent workers, {new:.2f} s without"
         )
     print(f"\nWrite in {path.name}:\n\ndata:\n{yaml_lines(best.settings)}")
 
@@ -127,7 +117,6 @@ def _loader(
     settings: LoaderSettings,
     *,
     first_step: int,
-    num_steps: int = _ENDLESS,
 ) -> Any:
     keys = {
         "num_workers": settings.num_workers,
@@ -141,7 +130,7 @@ def _loader(
         global_batch_size=config.train.global_batch_size,
         microbatch_size=config.train.known_microbatch_size,
         first_step=first_step,
-        num_steps=num_steps,
+        num_steps=1 << 40,  # only the first are used
         section=config.data.model_copy(update=keys),
         seed=config.run.seed,
         has_partners=training_data.task.samples.has_partners,
@@ -180,16 +169,6 @@ def measure_loaders(
         spread = (max(rates) - min(rates)) / samples if samples else 0.0
         measurements.append(LoaderMeasurement(setting, first, samples, tokens, spread))
     return measurements
-
-
-def seconds_between_passes(make_loader: MakeLoader, settings: LoaderSettings) -> float:
-    """Return the time to the first batch of a second pass over the same loader, as in a repeated evaluation."""
-    loader = make_loader(settings, first_step=0, num_steps=1)
-    for _ in loader:
-        pass
-    started = time.perf_counter()
-    next(iter(loader))
-    return time.perf_counter() - started
 
 
 def _measure_once(loader: "DataLoader[Batch]", *, seconds: float) -> tuple[float, float, float]:

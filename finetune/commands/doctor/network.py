@@ -23,7 +23,6 @@ class Interface:
     name: str
     is_up: bool
     address: str = ""
-    speed_mbps: int = 0  # 0: unknown
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ def gather_network() -> NetworkFacts:
         address = next((entry.address for entry in addresses if entry.family == socket.AF_INET), "")
         if address:
             state = states.get(name)
-            interfaces.append(Interface(name, bool(state and state.isup), address, state.speed if state else 0))
+            interfaces.append(Interface(name, bool(state and state.isup), address))
     return NetworkFacts(
         interfaces=tuple(interfaces),
         default_interface=read_default_interface(Path("/proc/net/route")),
@@ -189,9 +188,7 @@ def check_infiniband(
     if locked_bytes is not None and locked_bytes < _MIN_LOCKED_BYTES:
         yield finding("locked-memory", locked_bytes=locked_bytes)
     if has_gpu and facts.has_peer_memory is False and is_multi_host:
-        yield finding(
-            "gpudirect",
-        )
+        yield finding("gpudirect")
 
 
 def check_hub(hub: HubFacts, names: Sequence[HubName]) -> Iterator[Finding]:

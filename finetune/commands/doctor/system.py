@@ -18,22 +18,13 @@ from finetune.runtime.resources import CGROUPS, file_limit, files_needed, format
 
 
 @dataclass(frozen=True)
-class NumaNode:
-    """One NUMA node."""
-
-    index: int
-    cores: str
-
-
-@dataclass(frozen=True)
 class SystemFacts:
     """Processor, memory, limits and type of a machine."""
 
     platform: str = ""
     num_cores: int = 1
     usable_cores: int = 1
-    local_processes: int = 1  # launched on this machine
-    numa: tuple[NumaNode, ...] = ()
+    num_numa_nodes: int = 1
     memory_bytes: int = 0
     available_bytes: int = 0
     memory_limit_bytes: int | None = None  # of the container
@@ -65,8 +56,7 @@ def gather_system() -> SystemFacts:
         platform=platform.platform(),
         num_cores=os.cpu_count() or 1,
         usable_cores=usable_cores(),
-        local_processes=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
-        numa=read_numa(Path("/sys/devices/system/node")),
+        num_numa_nodes=count_numa_nodes(Path("/sys/devices/system/node")),
         memory_bytes=int(memory.total),
         available_bytes=int(memory.available),
         memory_limit_bytes=read_memory_limit(CGROUPS, total=int(memory.total)),
@@ -83,12 +73,9 @@ def gather_system() -> SystemFacts:
     )
 
 
-def read_numa(folder: Path) -> tuple[NumaNode, ...]:
-    """Return the NUMA nodes that have cores."""
-    nodes = (
-        NumaNode(int(node.name.removeprefix("node")), _text(node / "cpulist")) for node in folder.glob("node[0-9]*")
-    )
-    return tuple(sorted((node for node in nodes if node.cores), key=lambda node: node.index))
+def count_numa_nodes(folder: Path) -> int:
+    """Return the number of NUMA nodes that have cores."""
+    return sum(bool(_text(node / "cpulist")) for node in folder.glob("node[0-9]*"))
 
 
 def read_memory_limit(groups: Path, *, total: int) -> int | None:
@@ -121,7 +108,10 @@ _CORES_PER_RANK = 2
 def check_system(
     facts: SystemFacts, variables: Mapping[str, str], *, num_gpus: int, num_ranks: int, world: int, num_parameters: int
 ) -> Iterator[Finding]:
-    """Yield the limits of memory, cores and open files that would affect a run; `num_ranks` are of this machine."""
+    """Yield the limits of memory, cores and files that would affect a run, and effects of battery, governor and WSL.
+
+    `num_ranks` are of this machine.
+    """
     limit = facts.memory_limit_bytes
     if limit is not None:
         yield finding("memory-limit", limit=limit, facts=facts)
@@ -145,25 +135,14 @@ def check_system(
         severity = Severity.NOTE if is_enough else Severity.MUST_FIX
         yield finding("open-files", severity=severity, facts=facts, processes=processes, files=files)
 
-
-def check_machine_type(facts: SystemFacts, variables: Mapping[str, str], *, num_gpus: int) -> Iterator[Finding]:
-    """Yield the effects of a laptop's battery, of the governor of its cores, and of WSL."""
     if facts.has_battery and facts.is_plugged_in is False:
-        yield finding(
-            "on-battery",
-        )
+        yield finding("on-battery")
     elif facts.has_battery and num_gpus:
-        yield finding(
-            "laptop",
-        )
+        yield finding("laptop")
     if facts.governor == "powersave" and not facts.is_wsl and not facts.has_battery:
-        yield finding(
-            "governor",
-        )
+        yield finding("governor")
     if facts.is_wsl:
-        yield finding(
-            "wsl",
-        )
+        yield finding("wsl")
         if num_gpus > 1 and variables.get("NCCL_P2P_DISABLE") != "1":
             yield finding("wsl-p2p", num_gpus=num_gpus)
 

@@ -9,21 +9,27 @@ from pathlib import Path
 
 from finetune.commands.printing import print_facts
 from finetune.config.load import load_config, load_values, read_text_file, require_divisible_batch
+from finetune.config.sections.model import ModelSection
 from finetune.config.yaml import read_yaml
-from finetune.errors import ConfigError, UserError
-from finetune.migration.draft import Fate
+from finetune.errors import ConfigError, ModelError, UserError
+from finetune.migration.complete import locate
+from finetune.migration.draft import Fate, yaml_value
 from finetune.migration.migrate import Migration, migrate_file, source_of_key
 from finetune.migration.peers.trainer import PLACEHOLDERS
 from finetune.recipes import FOLDER
 from finetune.recipes.digits import digit_files
 from finetune.recipes.quickstart import quickstart_files
 from finetune.registry.accelerate_files import SHIPPED, accelerate_file_names
-from finetune.runtime.files.atomic import write_bytes, write_text
-from finetune.runtime.optional import lazily
+from finetune.runtime.files.atomic import write_bytes
+from finetune.runtime.optional import lazily, no_op
 from finetune.runtime.text.terminal import quiet_libraries
 
 with lazily(freeze=True):  # torch
-    from finetune.commands.init import pretrained, samples
+    import torch
+
+    from finetune.commands.init import samples
+    from finetune.model import tokenizer as tokenizers
+    from finetune.model.loading import architecture
 
 JOB_FILE = "job.yaml"
 
@@ -101,16 +107,18 @@ def write_files(folder: Path, contents: Files) -> list[Path]:
 
     Raises UserError, and writes nothing, if files with other content exist.
     """
-    different = [file for file, content in contents.items() if _differs(folder / file, content)]
+    data = {file: content.encode() if isinstance(content, str) else content for file, content in contents.items()}
+    existing = {file: folder / file for file in data if (folder / file).exists()}
+    different = [file for file, path in existing.items() if path.is_dir() or path.read_bytes() != data[file]]
     if different:
         more = f" and {len(different) - _LISTED:,} more" if len(different) > _LISTED else ""
         raise UserError(
             f"{folder} already holds {', '.join(different[:_LISTED])}{more} with different content. "
             "Choose another folder with --into, or move the old files away."
         )
-    for file, content in contents.items():
-        if not (folder / file).exists():
-            _write(folder / file, content)
+    for file in [file for file in data if file not in existing]:
+        is_text = isinstance(contents[file], str)
+        write_bytes(folder / file, data[file], survives_power_cut=is_text)  # there may be many images
     return [folder / file for file in contents]
 
 
@@ -136,9 +144,44 @@ def _contents(name: str, model: str | None) -> Files:
         name = PRETRAINED_QUICKSTART
     job = (FOLDER / f"{name}.yaml").read_text(encoding="utf-8")
     if model is not None:
-        job, choices = pretrained.pretrained_job(job, model)
+        job, choices = _pretrained_job(job, model)
         print_facts(choices)
     return {JOB_FILE: job, **_DATA.get(name, dict)()}
+
+
+RECIPE_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+RECIPE_RATE, LARGE_MODEL_RATE = "1e-3", "2e-4"
+_LARGE_HIDDEN_SIZE = 1024
+"""Hidden size from which a model has about half a billion weights and trains better at the smaller rate."""
+
+
+def _pretrained_job(recipe: str, written: str) -> tuple[str, list[tuple[str, str]]]:
+    """Return the recipe's text for this hub name or folder, and by name what was chosen for the model.
+
+    Reads its config and tokenizer, no weights. Raises UserError if they cannot be loaded.
+    """
+    quiet_libraries(is_main=True)
+    name = locate(written, Path.cwd())
+    try:
+        section = ModelSection(name=name)
+        config = architecture.load_pretrained_config(section)
+        has_template = tokenizers.load_tokenizer(section, texts=list, cache_folder=Path(), log=no_op).chat_template
+    except ModelError as error:
+        raise UserError(f"--model {written}: {error}") from error
+    job = recipe.replace(f"name: {RECIPE_MODEL}", f"name: {yaml_value(name)}")
+    facts = [("chat template", "the model's own" if has_template else "chatml, because the model has none")]
+    if not has_template:
+        job = job.replace("# chat_template:", "chat_template:")
+    if torch.cuda.is_available() and torch.cuda.is_bf16_supported():
+        job = job.replace("# dtype:", "dtype:").replace("# precision:", "precision:")
+        facts.append(("precision", "bf16, because this machine has a GPU"))
+    else:
+        facts.append(("precision", "float32, because this machine has no GPU that computes in bfloat16"))
+    rate = RECIPE_RATE
+    if (getattr(config.get_text_config(), "hidden_size", 0) or 0) >= _LARGE_HIDDEN_SIZE:
+        rate = LARGE_MODEL_RATE
+        job = job.replace(f"learning_rate: {RECIPE_RATE}", f"learning_rate: {rate}")
+    return job, [*facts, ("learning rate", rate)]
 
 
 def launch_files(
@@ -176,20 +219,6 @@ def launch_line(folder: Path, strategy: str | None, *, num_processes: int = 2) -
         return f"finetune train --config {job}"
     count = 1 if strategy == "single" else num_processes
     return f"finetune train --config {job} --accelerate {file} --processes {count}"
-
-
-def _write(path: Path, content: str | bytes) -> None:
-    if isinstance(content, bytes):
-        write_bytes(path, content, survives_power_cut=False)  # there may be many files
-    else:
-        write_text(path, content)
-
-
-def _differs(path: Path, content: str | bytes) -> bool:
-    if path.is_dir():
-        return True
-    expected = content if isinstance(content, bytes) else content.encode("utf-8")
-    return path.exists() and path.read_bytes() != expected
 
 
 _TITLES: tuple[tuple[Fate, str], ...] = (("not_possible", "not possible here"), ("unknown", "unknown"))

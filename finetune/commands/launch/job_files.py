@@ -1,26 +1,27 @@
-"""Shared by all schedulers: checks the job, and prints, writes or submits its job file."""
+"""Shared by all launchers: checks the job and its texts, and prints, writes or submits its job file.
 
-import math
+Secrets, which other users could read in a job file, are refused in it, and so are invisible characters.
+"""
+
 import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from finetune.commands.launch.contents import check_text
-from finetune.commands.launch.torchrun import make_job, require_shared_batch
-from finetune.commands.rehearse.accelerate_file import AccelerateFile, read_accelerate_file
-from finetune.config.load import LoadedConfig
+from finetune.commands.rehearse.accelerate_file import AccelerateFile, for_world, read_accelerate_file
+from finetune.config.load import LoadedConfig, load_config, require_divisible_batch
 from finetune.config.paths import is_url
 from finetune.config.rules.files import read_paths
 from finetune.errors import StrategyError, UserError
-from finetune.launch.jobs import JobRequest
+from finetune.launch.jobs import JobRequest, LaunchJob
 from finetune.runtime.files import atomic
 from finetune.runtime.optional import lazily
-from finetune.runtime.text.terminal import write_file_to_stdout
+from finetune.runtime.text.redact import is_secret_variable, redact_foreign, redacted_command
+from finetune.runtime.text.terminal import escape_controls, write_file_to_stdout
 
 with lazily():  # torch, only for --doctor FILE
     from finetune.commands.doctor import checks as doctor_checks
@@ -66,8 +67,7 @@ def check_job(arguments: JobFileArguments) -> tuple[JobRequest, LoadedConfig]:
         ranks_per_host=arguments.gpus_per_node,
         elsewhere=arguments.elsewhere,
     )
-    require_shared_batch(loaded, file, world=arguments.world)
-    check_processes(file, num_nodes=arguments.nodes, world=arguments.world)
+    require_shared_batch(loaded, file, world=arguments.world, num_nodes=arguments.nodes)
     variables = {}
     if arguments.doctor is not None:
         variables = network_variables(doctor_checks.read_facts(arguments.doctor), num_nodes=arguments.nodes)
@@ -90,9 +90,56 @@ def check_job(arguments: JobFileArguments) -> tuple[JobRequest, LoadedConfig]:
         max_restarts=arguments.max_restarts,
         stop_seconds=arguments.stop,
         uses_gpus=not arguments.cpu,
-        environment={**variables, **parse_environment(arguments.env)},
+        environment={
+            **variables,
+            **read_pairs(arguments.env, option="--env", noun="variable", name=r"[A-Za-z_][A-Za-z0-9_]*"),
+        },
     )
     return request, loaded
+
+
+def make_job(
+    config: Path,
+    overrides: Sequence[str],
+    *,
+    accelerate_file: Path,
+    ranks_per_host: int,
+    elsewhere: Sequence[Path] = (),
+) -> tuple[LaunchJob, LoadedConfig]:
+    """Return what each host launches. Raises UserError for an invalid job or accelerate file.
+
+    Files in the folders `elsewhere` are on the hosts, and are not checked here.
+    """
+    loaded = load_config(config, overrides, elsewhere=elsewhere)
+    words = ["-m", "finetune", "--config", str(config.absolute())]
+    for override in overrides:
+        words += ["--set", override]
+    file = read_accelerate_file(accelerate_file)
+    if file.num_copies > 1 and ranks_per_host % file.sequence_size:
+        raise StrategyError(
+            f"--accelerate {file.path}: parallelism_config_sp_size: {file.sequence_size} does not divide the "
+            f"{ranks_per_host} ranks of a host, which has its own copy of the model. Write a divisor."
+        )
+    job = LaunchJob(
+        tuple(words),
+        accelerate_file.absolute(),
+        ranks_per_host,
+        is_hybrid=file.num_copies > 1,
+        sequence_size=file.sequence_size * file.tensor_size,
+        is_deepspeed=file.distributed_type == "DEEPSPEED",
+    )
+    return job, loaded
+
+
+def require_shared_batch(loaded: LoadedConfig, file: AccelerateFile, *, world: int, num_nodes: int = 1) -> None:
+    """Raise ConfigError or StrategyError unless this number of ranks can share the global batch as the file says."""
+    if world > 1 and file.distributed_type == "MULTI_CPU":
+        raise StrategyError(
+            f"--accelerate {file.path}: with MULTI_CPU, accelerate starts one process per host, and the job needs "
+            f"{world} in total. Use accelerate_configs/ddp.yaml or another file with `use_cpu: false`."
+        )
+    resized = for_world(file, world, num_nodes=num_nodes)
+    require_divisible_batch(loaded, num_processes=resized.data_parallel_size)
 
 
 def require_shared_folder(folder: str, *, num_nodes: int, key: str = "run.folder") -> None:
@@ -129,9 +176,48 @@ def require_files(loaded: LoadedConfig, folders: Sequence[Path], *, advice: str)
             raise UserError(f"{key}: {path} is only on this machine, not on the hosts. {advice}.")
 
 
-def parse_environment(texts: Sequence[str]) -> dict[str, str]:
-    """Return the variables of `NAME=VALUE`; raises UserError."""
-    return read_pairs(texts, option="--env", noun="variable", name=r"[A-Za-z_][A-Za-z0-9_]*")
+_IMAGE_USER = re.compile(r"(?:[a-z]+:(?://)?)?[^/@\s]+:[^/@\s]+@(?!sha256:)")
+_READ_BY_OTHERS = "this is a secret, and everyone who can read the job file could read it"
+INSIST = "Or pass --allow-secrets and --output FILE: only you can read that file (mode 0600)."
+_NAMES_OF_SECRETS = ("secret", "env_file")
+"""Options that name secrets without their values."""
+
+
+def check_options(records: Iterable[Any], *, advice: str, allows_secrets: bool) -> None:
+    """Raise UserError for an option with a secret or an invisible character; `advice` says how to pass secrets."""
+    typed = [(field.name, getattr(record, field.name)) for record in records for field in fields(record)]
+    texts = [(name, text) for name, value in typed for text in (value if isinstance(value, tuple) else (value,))]
+    for name, text in ((name, str(text)) for name, text in texts if isinstance(text, str | Path)):
+        option = "--set" if name == "override" else f"--{name.replace('_', '-')}"
+        if escape_controls(text) != text:
+            raise UserError(
+                f"{option} {escape_controls(text)}: it has a control character or an invisible one, shown here as its "
+                "escape, which a job file cannot contain. Remove it."
+            )
+        if allows_secrets or name in _NAMES_OF_SECRETS:
+            continue
+        variable, _, value = text.partition("=")
+        user = _IMAGE_USER.match(text) if name in ("image", "container") else None
+        if name == "env" and is_secret_variable(variable, value):
+            shown = f"{variable}=[redacted]"
+        else:
+            shown = f"[redacted]@{text[user.end() :]}" if user is not None else redacted_command([text])[0]
+        if shown != text:
+            raise UserError(f"{option} {shown}: {_READ_BY_OTHERS}. {advice}")
+
+
+def check_text(
+    text: str, *, source: str, advice: str, allows_secrets: bool, redact: Callable[[str], str] = redact_foreign
+) -> None:
+    """Raise UserError where a text of a job file, named `source`, has a secret or an invisible character."""
+    visible = escape_controls(text)
+    cleaned = visible if allows_secrets else redact(visible)
+    lines = zip(text.split("\n"), visible.split("\n"), cleaned.split("\n"), strict=False)  # a key has several lines
+    for number, (line, seen, shown) in enumerate(lines, start=1):
+        if seen != line:
+            raise UserError(f"{source}, line {number}: it has a control character or an invisible one: {shown.strip()}")
+        if shown != line:
+            raise UserError(f"{source}, line {number}: {_READ_BY_OTHERS}: {shown.strip()}. {advice}")
 
 
 def read_pairs(texts: Sequence[str], *, option: str, noun: str, name: str) -> dict[str, str]:
@@ -182,25 +268,6 @@ def deliver(text: str, destination: Destination, *, name: str) -> int:
     return subprocess.run([*destination.command, str(file.absolute())], check=False).returncode
 
 
-def check_processes(file: AccelerateFile, *, num_nodes: int, world: int) -> None:
-    """Raise StrategyError where the accelerate file is not for this number of processes."""
-    if world > 1 and (file.distributed_type in ("NO", "MULTI_CPU") or file.values.get("use_cpu") is True):
-        raise StrategyError(
-            f"--accelerate {file.path}: with it, accelerate starts one process per host, and the job needs {world} in "
-            "total. Use accelerate_configs/ddp.yaml or another file with `use_cpu: false`."
-        )
-    sizes = file.values.get("parallelism_config") or {}
-    numbers = {name.removeprefix("parallelism_config_"): size for name, size in sizes.items() if name.endswith("_size")}
-    counts = {name: size for name, size in numbers.items() if isinstance(size, int) and size > 1}
-    product = math.prod(counts.values())
-    is_resized = num_nodes > 1 and counts.keys() - {"sp_size"} == {"dp_replicate_size", "dp_shard_size"}
-    if counts and not is_resized and (world % product or ("dp_shard_size" in counts and world != product)):
-        listed = " x ".join(f"{name} {size}" for name, size in counts.items())
-        raise StrategyError(
-            f"--accelerate {file.path}: parallelism_config has {listed} = {product}, and the job has {world} processes."
-        )
-
-
 _ELASTIC_FABRIC = ("efa", "rdmap")
 """Prefixes of AWS's Elastic Fabric Adapters, which the kernel lists as InfiniBand and NCCL cannot use as such."""
 
@@ -214,18 +281,13 @@ def network_variables(facts: "doctor_checks.Facts", *, num_nodes: int) -> dict[s
     """Return the variables that the ranks of such hosts need; empty where the defaults of NCCL and gloo are right."""
     variables: dict[str, str] = {}
     if num_nodes > 1:
-        variables |= _interfaces(facts) | _adapters(facts)
+        name = _same_everywhere(facts, lambda host: host.network.default_interface)
+        if name is not None:
+            variables |= {"NCCL_SOCKET_IFNAME": f"={name}", "GLOO_SOCKET_IFNAME": name, "TP_SOCKET_IFNAME": name}
+        variables |= _adapters(facts)
     if any(finding.key in _WITHOUT_P2P for finding in doctor_checks.check_facts(facts)):
         variables["NCCL_P2P_DISABLE"] = "1"
     return variables
-
-
-def _interfaces(facts: "doctor_checks.Facts") -> dict[str, str]:
-    """Return the interface of the default route, if it has the same name on all hosts."""
-    name = _same_everywhere(facts, lambda host: host.network.default_interface)
-    if name is None:
-        return {}
-    return {"NCCL_SOCKET_IFNAME": f"={name}", "GLOO_SOCKET_IFNAME": name, "TP_SOCKET_IFNAME": name}
 
 
 def _adapters(facts: "doctor_checks.Facts") -> dict[str, str]:

@@ -6,18 +6,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from finetune.commands.launch.contents import INSIST, check_options, check_text
 from finetune.commands.launch.job_files import (
+    INSIST,
     Destination,
     JobFileArguments,
     check_job,
+    check_options,
+    check_text,
     deliver,
     read_pairs,
     require_files,
     require_kept,
 )
-from finetune.commands.launch.kuberay import Redis, ray_job_spec, read_redis
 from finetune.commands.launch.ray import RayArguments, check_ray_job
+from finetune.commands.launch.ray_submit import Redis, ray_job_spec, read_redis
 from finetune.commands.rehearse.accelerate_file import read_accelerate_file
 from finetune.config.load import LoadedConfig, read_text_file
 from finetune.errors import UserError

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.commands.launch.attempt_end import USER_MISTAKE, newest_step
-from finetune.commands.launch.job_files import check_processes
+from finetune.commands.launch.job_files import require_shared_batch
 from finetune.commands.launch.ray_worker import (
     PURPOSE,
     RAY_FOLDER,
@@ -26,7 +26,7 @@ from finetune.commands.launch.ray_worker import (
     read_metrics,
     run_worker,
 )
-from finetune.commands.launch.torchrun import require_shared_batch, run_end_command
+from finetune.commands.launch.torchrun import run_end_command
 from finetune.commands.rehearse.accelerate_file import AccelerateFile, read_accelerate_file, with_copies_for
 from finetune.config.load import LoadedConfig, load_config
 from finetune.config.paths import is_url, local_run_folder
@@ -80,8 +80,7 @@ def fitting_worlds(loaded: LoadedConfig, file: AccelerateFile, *, least: int, mo
     worlds: list[int] = []
     for world in range(most, least - 1, -1):
         try:
-            require_shared_batch(loaded, file, world=world)
-            check_processes(with_copies_for(file, world), num_nodes=1, world=world)
+            require_shared_batch(loaded, with_copies_for(file, world), world=world)
         except UserError:
             if world == least and not worlds:
                 raise

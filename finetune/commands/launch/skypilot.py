@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from finetune.commands.launch.attempt_end import AGAIN
-from finetune.commands.launch.contents import INSIST, check_options
 from finetune.commands.launch.job_files import (
+    INSIST,
     Destination,
     JobFileArguments,
     check_job,
+    check_options,
     deliver,
     require_files,
     require_kept,

@@ -5,8 +5,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from finetune.commands.launch.contents import INSIST, check_options
-from finetune.commands.launch.job_files import Destination, JobFileArguments, check_job, deliver, require_shared_folder
+from finetune.commands.launch.job_files import (
+    INSIST,
+    Destination,
+    JobFileArguments,
+    check_job,
+    check_options,
+    deliver,
+    require_shared_folder,
+)
 from finetune.commands.sweep.axes import FORBIDDEN, grid_points, parse_axes
 from finetune.commands.sweep.runs import check_runs, is_within, name_runs, own_overrides
 from finetune.config.load import LoadedConfig
@@ -16,7 +23,6 @@ from finetune.config.rules.files import read_paths
 from finetune.errors import UserError
 from finetune.launch.jobs import (
     JobRequest,
-    Rendezvous,
     ShellText,
     Word,
     command_line,
@@ -103,8 +109,7 @@ def slurm_script(
         step += [ShellText('--output="${logs//%/%%}/rank-%t.log"')]
         ranks = [*rank_words(request), *overrides]
     else:
-        rendezvous = Rendezvous("SLURM_NODEID", "MASTER_ADDR", "MASTER_PORT")
-        command = launch_words(request, rendezvous, log_folder=ShellText('"$LOGS/host-$SLURM_NODEID"'))
+        command = launch_words(request, machine_rank="SLURM_NODEID", log_folder=ShellText('"$LOGS/host-$SLURM_NODEID"'))
         script = f'LOGS="$1"; shift; exec {command_line(command)} "$@"'
         ranks = ["bash", "-c", script, "host", ShellText('"$logs"'), *overrides]
     return render_script(

@@ -6,75 +6,25 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from finetune.commands.launch.contents import check_text
-from finetune.commands.rehearse.accelerate_file import AccelerateFile, data_parallel_size, read_accelerate_file
+from finetune.commands.launch.job_files import check_text, require_shared_batch
+from finetune.commands.rehearse.accelerate_file import data_parallel_size, read_accelerate_file
 from finetune.config.load import LoadedConfig, load_config, require_divisible_batch
 from finetune.config.paths import is_url, local_run_folder
-from finetune.errors import StrategyError, TrainingError, UserError
+from finetune.errors import TrainingError, UserError
 from finetune.launch.jobs import LaunchJob, launch_command
 from finetune.launch.local import run_ranks
 from finetune.launch.ranks import is_launched
 from finetune.runtime.supervision.on_end import run_if_pending
 from finetune.runtime.supervision.status import FINISHED, STATUS_FILE, STOPPED, read_status
 from finetune.runtime.text.terminal import write_file_to_stdout
-from finetune.strategy.environment import TENSOR
 
 _SECRETS = "Export it as a variable on each host."
-
-
-def make_job(
-    config: Path,
-    overrides: Sequence[str],
-    *,
-    accelerate_file: Path,
-    ranks_per_host: int,
-    elsewhere: Sequence[Path] = (),
-) -> tuple[LaunchJob, LoadedConfig]:
-    """Return what each host launches. Raises UserError for an invalid job or accelerate file.
-
-    Files in the folders `elsewhere` are on the hosts, and are not checked here.
-    """
-    loaded = load_config(config, overrides, elsewhere=elsewhere)
-    words = ["-m", "finetune", "--config", str(config.absolute())]
-    for override in overrides:
-        words += ["--set", override]
-    file = read_accelerate_file(accelerate_file)
-    if file.num_copies > 1 and ranks_per_host % file.sequence_size:
-        raise StrategyError(
-            f"--accelerate {file.path}: parallelism_config_sp_size: {file.sequence_size} does not divide the "
-            f"{ranks_per_host} ranks of a host, which has its own copy of the model. Write a divisor."
-        )
-    job = LaunchJob(
-        tuple(words),
-        accelerate_file.absolute(),
-        ranks_per_host,
-        is_hybrid=file.num_copies > 1,
-        sequence_size=file.sequence_size * file.tensor_size,
-        is_deepspeed=file.distributed_type == "DEEPSPEED",
-    )
-    return job, loaded
-
-
-def require_shared_batch(loaded: LoadedConfig, file: AccelerateFile, *, world: int) -> None:
-    """Raise ConfigError or StrategyError unless this number of ranks can share the global batch and the rows of one."""
-    size = file.sequence_size
-    if size < 1 or world % size:
-        raise StrategyError(
-            f"--accelerate {file.path}: parallelism_config_sp_size: {size} does not divide the {world} ranks. Write a "
-            "divisor, preferably of the number of ranks per host."
-        )
-    if not file.may_split_layers_over(world):
-        raise StrategyError(
-            f"--accelerate {file.path}: "
-            + TENSOR.sentence(f"parallelism_config_tp_size: {file.tensor_size} on {world} ranks")
-        )
-    require_divisible_batch(loaded, num_processes=world // size // file.tensor_size)
 
 
 def print_commands(job: LaunchJob, loaded: LoadedConfig, *, num_hosts: int) -> None:
     """Print the command of each host. Raises UserError if it would hold a secret or an invisible character."""
     file = read_accelerate_file(job.accelerate_file)
-    require_shared_batch(loaded, file, world=num_hosts * job.ranks_per_host)
+    require_shared_batch(loaded, file, world=num_hosts * job.ranks_per_host, num_nodes=num_hosts)
     text = ""
     for rank in range(num_hosts):
         words = launch_command(job, num_hosts=num_hosts, rank=rank, address="HOST0_ADDRESS")

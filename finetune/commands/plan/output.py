@@ -112,6 +112,9 @@ def _hardware_json(planned: HardwarePlan) -> dict[str, Any]:
     }
 
 
+_PREDICTED = ["peak_bytes", "parts", "num_parameters", "num_trained", "flops_per_token", "recomputed_flops_per_token"]
+
+
 def _strategy_json(plan: StrategyPlan, hardware: Hardware) -> dict[str, Any]:
     prediction, time = plan.prediction, plan.time
     return {
@@ -124,12 +127,7 @@ def _strategy_json(plan: StrategyPlan, hardware: Hardware) -> dict[str, Any]:
         "accelerate_file": accelerate_file(plan.strategy, hardware),
         "microbatch_size": plan.layout.microbatch_size if plan.fits else None,
         "num_microbatches": plan.num_microbatches if plan.fits else None,
-        "peak_bytes": None if prediction is None else prediction.peak_bytes,
-        "parts": None if prediction is None else dict(prediction.parts),
-        "num_parameters": None if prediction is None else prediction.num_parameters,
-        "num_trained": None if prediction is None else prediction.num_trained,
-        "flops_per_token": None if prediction is None else prediction.flops_per_token,
-        "recomputed_flops_per_token": None if prediction is None else prediction.recomputed_flops_per_token,
+        **{name: None if prediction is None else getattr(prediction, name) for name in _PREDICTED},
         "step_seconds": None if time is None else time.seconds,
         "step_parts": None if time is None else dict(time.parts),
         "hidden_communication_seconds": None if time is None else time.hidden_seconds,

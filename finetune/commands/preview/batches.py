@@ -48,25 +48,15 @@ class Piece:
         ]
 
 
-@dataclass(frozen=True)
-class PieceSpan:
-    """Consecutive pieces that are all targets or all context."""
-
-    pieces: tuple[Piece, ...]
-
-    @property
-    def is_target(self) -> bool:
-        """Return whether the pieces are targets."""
-        return self.pieces[0].is_target
-
-
 def visible(text: str) -> str:
     """Return the text with visible whitespace, and with codes for other characters that are not printable.
 
     >>> visible("a b")
     'a·b'
     """
-    return "".join(_visible(character) for character in text)
+    marks = {**MARKS, "\n": "↵\n"}
+    texts = (marks.get(one, one if one.isprintable() else f"⟨{ord(one):02X}⟩") for one in text)
+    return "".join(texts)
 
 
 def pieces_of(features: Features, tokenizer: Any) -> Iterator[Piece]:
@@ -89,29 +79,15 @@ def pieces_of(features: Features, tokenizer: Any) -> Iterator[Piece]:
         context_start, start = start, end
 
 
-def spans(pieces: Sequence[Piece]) -> list[PieceSpan]:
-    """Return the pieces grouped into alternating spans of targets and context."""
-    groups: list[list[Piece]] = []
-    for piece in pieces:
-        if groups and groups[-1][0].is_target == piece.is_target:
-            groups[-1].append(piece)
-        else:
-            groups.append([piece])
-    return [PieceSpan(tuple(group)) for group in groups]
+def spans(pieces: Sequence[Piece]) -> list[tuple[bool, list[Piece]]]:
+    """Return the alternating spans of targets and context: whether the pieces are targets, and the pieces."""
+    return [(is_target, list(span)) for is_target, span in groupby(pieces, key=lambda piece: piece.is_target)]
 
 
 def _decoded(tokenizer: Any, ids: Sequence[int]) -> str:
     if not ids:
         return ""
     return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
-
-
-def _visible(character: str) -> str:
-    if character == "\n":
-        return "↵\n"
-    if character in MARKS:
-        return MARKS[character]
-    return character if character.isprintable() else f"⟨{ord(character):02X}⟩"
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,7 @@
 """`finetune preview FILE`: the contents of data files, what their rows mean, and the lines of a job that reads them."""
 
+import csv
+import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,18 +10,20 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from finetune.commands.preview.file_keys import Keys, guess_keys, guess_positions, looks_like_conll
 from finetune.commands.printing import print_facts
 from finetune.config.paths import is_url
+from finetune.config.section import CONLL_KINDS, DELIMITED_KINDS, TEXT_KINDS
 from finetune.config.sections.data import TrainingSourceSection
 from finetune.config.sections.model import ModelSection, TokenizerSection
-from finetune.data.formats.columns import quoted_list
+from finetune.data.formats.columns import DELIMITERS, quoted_list
 from finetune.data.formats.layouts import JobKeys, MatchedLayout, describe_unused, recognize_all
-from finetune.data.rows import ARGUMENTS, RawRow, Row, shortened
+from finetune.data.formats.value_kinds import is_prose
+from finetune.data.rows import ARGUMENTS, RawRow, Row, record_paths, shortened
 from finetune.data.sources.files import DataFile, Files, kind_of
 from finetune.data.sources.source import Source, find_origin, open_source, texts_of
 from finetune.data.templates.rendering import render_chat
 from finetune.errors import DataError, FinetuneError, UserError
+from finetune.migration.draft import yaml_value
 from finetune.model.tokenizer import load_tokenizer
 from finetune.registry.formats import FORMATS
 from finetune.registry.tasks import TASKS
@@ -40,6 +44,10 @@ _KEY = "data.train"
 _LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072)
 
 
+Keys = dict[str, Any]
+"""The keys of a data source in a job."""
+
+
 @dataclass(frozen=True)
 class FileContents:
     """The rows of files, and the ways in which a job can read them."""
@@ -50,16 +58,6 @@ class FileContents:
     readings: Sequence[JobKeys] = ()  # the first is the most likely
     source: Source | None = None  # as the first reading reads it; None if there is none, or it cannot read the rows
     error: DataError | None = None  # the reason why the first reading cannot read the rows
-
-
-@dataclass(frozen=True)
-class ReadRows:
-    """The result of reading all rows, or the first MAX_ROWS."""
-
-    num_rows: int
-    is_all: bool
-    lengths: Sequence[int]  # per row, in tokens, or in characters without a tokenizer
-    error: DataError | None  # at the first row that cannot be read
 
 
 def preview_file(path: str, *, num_rows: int, tokenizer: str | None) -> None:
@@ -79,12 +77,20 @@ def preview_file(path: str, *, num_rows: int, tokenizer: str | None) -> None:
     if contents.source is None:
         print(_without_reading(contents))
         return
-    read = _read(contents.source, counter)
-    print_facts(_facts_of_rows(contents, read, counter))
-    longest = max(read.lengths, default=0) if counter is not None else None
+    lengths: list[int] = []
+    rows = contents.source.rows()
+    failure: DataError | None = None
+    try:
+        for raw in islice(rows, MAX_ROWS):
+            lengths.append(_length(contents.source, raw, counter))
+        stopped = "" if next(rows, None) is None else ", the rest was not read"
+    except DataError as error:  # of the first row that cannot be read
+        failure, stopped = error, ", up to one that cannot be read"
+    print_facts(_facts_of_rows(contents, lengths, counter, stopped=stopped))
+    longest = max(lengths, default=0) if counter is not None else None
     print("\n" + job_lines(contents, longest=longest))
-    if read.error is not None:
-        raise read.error
+    if failure is not None:
+        raise failure
 
 
 def look_into(path: str, *, num_rows: int, task: str | None = None) -> FileContents:
@@ -168,8 +174,8 @@ def _lines_of(keys: Keys, reading: JobKeys, *, longest: int | None) -> Iterator[
             yield "    template:"
             yield from (f"      {column}: {_quoted(text)}" for column, text in value.items())
         else:
-            yield f"    {name}: {_yaml(value)}"
-    yield from (f"  {name}: {_yaml(value)}" for name, value in reading.data.items())
+            yield f"    {name}: {yaml_value(value)}"
+    yield from (f"  {name}: {yaml_value(value)}" for name, value in reading.data.items())
     known = None if longest is None else next((length for length in _LENGTHS if length >= longest), longest)
     if TASKS[reading.task].has_tokens:
         if known is None:
@@ -177,7 +183,7 @@ def _lines_of(keys: Keys, reading: JobKeys, *, longest: int | None) -> Iterator[
         else:
             yield f"  max_length: {known}  # the longest row has {longest:,} tokens"
     why = f"  # {reading.why}" if reading.why else ""
-    yield f"task: {_yaml(reading.task_keys)}{why}"
+    yield f"task: {yaml_value(reading.task_keys)}{why}"
 
 
 def _first_rows(keys: Keys, max_rows: int) -> list[Row]:
@@ -210,18 +216,6 @@ def _shown(text: str) -> str:
     return line if len(line) <= _SHOWN_CHARACTERS else f"{line[:_SHOWN_CHARACTERS]}... ({len(text):,} characters)"
 
 
-def _read(source: Source, tokenizer: Any) -> ReadRows:
-    lengths: list[int] = []
-    rows = source.rows()
-    try:
-        for raw in islice(rows, MAX_ROWS):
-            lengths.append(_length(source, raw, tokenizer))
-        is_all = next(rows, None) is None
-    except DataError as error:
-        return ReadRows(len(lengths), False, lengths, error)
-    return ReadRows(len(lengths), is_all, lengths, None)
-
-
 def _length(source: Source, raw: RawRow, tokenizer: Any) -> int:
     """Return the length of the row's longest sequence, in tokens or without a tokenizer in characters.
 
@@ -246,16 +240,18 @@ def _length(source: Source, raw: RawRow, tokenizer: Any) -> int:
     )
 
 
-def _facts_of_rows(contents: FileContents, read: ReadRows, tokenizer: Any) -> Iterator[tuple[str, str]]:
+def _facts_of_rows(
+    contents: FileContents, lengths: list[int], tokenizer: Any, *, stopped: str
+) -> Iterator[tuple[str, str]]:
+    """Yield what the rows are; `lengths` are in tokens, or in characters without a tokenizer."""
     form = contents.readings[0].format
     if contents.layout is not None:
         yield "each row", contents.layout.entry.description
         yield from (("not read", line) for line in describe_unused(contents.layout))
     yield "format", f"`{form}`: {quoted_list(FORMATS[form].required)}"
-    stopped = "" if read.error is None else ", up to one that cannot be read"
-    yield "rows", f"{read.num_rows:,}" + (stopped or ("" if read.is_all else ", the rest was not read"))
-    if read.lengths and form != "image_label":
-        lengths = sorted(read.lengths)
+    yield "rows", f"{len(lengths):,}{stopped}"
+    if lengths and form != "image_label":
+        lengths = sorted(lengths)
         quantiles = (
             f"{name} {lengths[math.ceil(share * len(lengths)) - 1]:,}"
             for name, share in (("median", 0.5), ("99%", 0.99))
@@ -269,7 +265,7 @@ def _facts_of_rows(contents: FileContents, read: ReadRows, tokenizer: Any) -> It
 def _without_reading(contents: FileContents) -> str:
     """Return what rows are that no format can read as they are, and what to do."""
     keys, row, layout = contents.keys, contents.rows[0], contents.layout
-    block = "\n".join(f"    {name}: {_yaml(value)}" for name, value in keys.items())
+    block = "\n".join(f"    {name}: {yaml_value(value)}" for name, value in keys.items())
     if contents.error is not None and layout is not None:
         lines = "\n".join(_lines_of(keys, contents.readings[0], longest=None))
         return (
@@ -298,21 +294,137 @@ def nested_records(row: Row) -> list[str]:
     return []
 
 
-_YAML_WORDS = ("true", "false", "null", "yes", "no", "on", "off", "~", ".nan", ".inf")
-"""Texts that YAML parses as something other than a string."""
-
-
-def _yaml(value: Any) -> str:
-    """Return a value as YAML on one line: JSON, with quotes only where needed."""
-    if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{name}: {_yaml(inner)}' for name, inner in value.items())}}}"
-    if isinstance(value, list):
-        return f"[{', '.join(map(_yaml, value))}]"
-    if isinstance(value, str) and re.fullmatch(r"[A-Za-z/~.][\w./~-]*", value) and value.lower() not in _YAML_WORDS:
-        return value
-    return format_json(value)
-
-
 def _quoted(text: str) -> str:
     """Return a template in single quotes, in which nothing else needs an escape; with line breaks, as JSON."""
     return f"'{text.replace(chr(39), chr(39) * 2)}'" if text.isprintable() else format_json(text)
+
+
+_SAMPLE_BYTES = 1 << 20
+_SAMPLE_LINES = 50
+_MAX_JSON_BYTES = 256 << 20
+_NAME_LENGTH = 40
+_LABEL_LENGTH = 40
+_DEFAULTS = {".csv": ",", ".tsv": "\t"}
+
+
+def guess_keys(file: DataFile) -> Keys:
+    """Return the keys that the file needs to be read correctly: encoding, delimiter, records."""
+    kind, _ = kind_of(file.name)
+    if kind not in TEXT_KINDS:
+        return {}
+    content = file.beginning(_SAMPLE_BYTES)
+    encoding = guess_encoding(content)
+    keys: Keys = {} if encoding is None else {"encoding": encoding}
+    if kind in DELIMITED_KINDS:
+        lines = _text(content, encoding).splitlines()[:_SAMPLE_LINES]
+        delimiter = guess_delimiter(lines, usual=_DEFAULTS[kind])
+        if delimiter != _DEFAULTS[kind]:
+            keys["delimiter"] = delimiter
+    if kind == ".json" and (records := _records(file, content, encoding)):
+        keys["records"] = records
+    return keys
+
+
+def guess_encoding(content: bytes) -> str | None:
+    """Return the encoding of a text that is not UTF-8 and has no byte order mark; None for UTF-8 or if unknown."""
+    if content.startswith((b"\xff\xfe", b"\xfe\xff")):
+        return None
+    half = len(content) // 2
+    for first, name in ((1, "utf-16-le"), (0, "utf-16-be")):
+        if half and content[first::2].count(0) > 0.8 * half and not content[1 - first :: 2].count(0):
+            return name
+    readable = content[: content.rfind(b"\n") + 1] or content
+    text = readable.decode("utf-8", "replace")
+    if "\ufffd" not in text or any(not character.isascii() and character != "\ufffd" for character in text):
+        return None  # UTF-8, or damaged UTF-8, which reading reports
+    try:
+        readable.decode("cp1252")
+    except UnicodeDecodeError:
+        return "latin-1"
+    return "cp1252"
+
+
+def guess_delimiter(lines: Sequence[str], *, usual: str) -> str:
+    """Return the delimiter that splits all lines into the same, largest number of columns; else the usual one.
+
+    >>> guess_delimiter(["a;b", "1;2"], usual=","), guess_delimiter(["text", "a, b; c"], usual=",")
+    (';', ',')
+    """
+    widths = {delimiter: _width(lines, delimiter) for delimiter in (usual, *DELIMITERS)}
+    if widths[usual] > 1:
+        return usual
+    best = max(widths, key=lambda delimiter: widths[delimiter])
+    return best if widths[best] > 1 else usual
+
+
+def _width(lines: Sequence[str], delimiter: str) -> int:
+    """Return the number of columns that all complete rows have; 0 if they differ."""
+    try:
+        rows = [row for row in csv.reader(lines, delimiter=delimiter) if row]
+    except csv.Error:
+        return 0
+    widths = {len(row) for row in rows[:-1] or rows}
+    return widths.pop() if len(widths) == 1 else 0
+
+
+def _text(content: bytes, encoding: str | None) -> str:
+    if content.startswith((b"\xff\xfe", b"\xfe\xff")):
+        encoding = "utf-16"
+    return content.decode(encoding or "utf-8-sig", "replace")
+
+
+def _records(file: DataFile, content: bytes, encoding: str | None) -> str | None:
+    """Return the path of the rows in a file with one JSON object; None for an array, JSON lines, or without rows."""
+    if not _text(content[:4096], encoding).lstrip().startswith("{"):
+        return None
+    try:
+        value = json.loads(_text(file.beginning(_MAX_JSON_BYTES), encoding))
+    except (ValueError, RecursionError):
+        return None  # JSON lines; damaged, which reading reports; or too large to parse here
+    if any(all(column in value for column in form.required) for form in FORMATS):
+        return None  # the object itself is a row
+    paths = record_paths(value)
+    return paths[0] if paths else None
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def guess_positions(rows: Sequence[Row], *, kind: str) -> Iterator[tuple[Mapping[str, int], str]]:
+    """Yield `columns` by position and the format of a delimited file without a header, most likely first.
+
+    The longest column is the text, and the short column of fewest values, if there is one, the label.
+    """
+    names = [str(name) for name in rows[0]]
+    is_repeated = any(str(row[name]) == name for row in rows for name in row)
+    is_row = is_repeated or any(_is_number(name) or len(name) > _NAME_LENGTH or name.count(" ") > 3 for name in names)
+    if kind not in DELIMITED_KINDS or not is_row:  # its names look like names, as in most files
+        return
+    values = [list(rows[0]), *(list(row.values()) for row in rows)]
+    columns = list(zip(*values, strict=True))
+    lengths = [sum(len(str(value)) for value in column) / len(column) for column in columns]
+    text = max(range(len(columns)), key=lambda index: lengths[index])
+    labels = [index for index in range(len(columns)) if index != text and lengths[index] <= _LABEL_LENGTH]
+    if labels:
+        label = min(labels, key=lambda index: (len(set(columns[index])), lengths[index]))
+        prose = [index for index, column in enumerate(columns) if index != label and is_prose(column)]
+        if len(prose) == 2:
+            yield {"label": label, "text": prose[0], "text_pair": prose[1]}, "labelled"
+        yield {"label": label, "text": text}, "labelled"
+    yield {"text": text}, "text"
+
+
+def looks_like_conll(file: DataFile) -> bool:
+    """Return whether a file of another type has a word and its tag per line, and blank lines between sentences."""
+    kind, _ = kind_of(file.name)
+    if kind in CONLL_KINDS or kind not in TEXT_KINDS:
+        return False
+    lines = _text(file.beginning(_SAMPLE_BYTES), None).splitlines()[:200]
+    widths = {len(line.split()) for line in lines[:-1] if line.strip() and not line.startswith(("#", "-DOCSTART-"))}
+    has_tags = any(line.split()[-1] == "O" for line in lines if line.strip())
+    return len(widths) == 1 and widths.pop() > 1 and has_tags

@@ -5,8 +5,8 @@ For images: files, sizes, classes, and the size that the model sees.
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.text import Text
 
@@ -165,48 +165,13 @@ def print_batches(batches: Iterable[PreviewBatch], *, unit: str) -> None:
 def plain_text(sample: PreviewSample) -> str:
     """Return the tokens without colors: targets in brackets, a mark between tokens."""
     texts = []
-    for stretch in spans(sample.pieces):
-        text = BETWEEN.join(piece.shown for piece in stretch.pieces).replace(f"\n{BETWEEN}", "\n")
-        texts.append(f"{OPEN}{text}{CLOSE}" if stretch.is_target else text)
+    for is_target, pieces in spans(sample.pieces):
+        text = BETWEEN.join(piece.shown for piece in pieces).replace(f"\n{BETWEEN}", "\n")
+        texts.append(f"{OPEN}{text}{CLOSE}" if is_target else text)
     return "".join(texts)
 
 
 TEMPLATES = Path(__file__).parent / "templates"
-
-
-@dataclass(frozen=True)
-class Bar:
-    """A bar of a chart."""
-
-    label: str
-    count: int
-    percent: float  # of the chart's height
-
-
-@dataclass(frozen=True)
-class Chart:
-    """A histogram with its title."""
-
-    title: str
-    note: str
-    mark: str  # at the right end of the axis
-    bars: tuple[Bar, ...]
-
-
-@dataclass(frozen=True)
-class BarSegment:
-    """Part of a bar: context or target tokens (with `first` at the start of a sample), padding, or hidden tokens."""
-
-    kind: str
-    percent: float
-
-
-@dataclass(frozen=True)
-class ForwardRow:
-    """A row of the forward pass, or one position of it."""
-
-    label: str
-    parts: tuple[BarSegment, ...]
 
 
 def preview_page(batches: Sequence[PreviewBatch], audit: Audit, *, title: str, facts: Sequence[str], unit: str) -> str:
@@ -227,49 +192,54 @@ def preview_page(batches: Sequence[PreviewBatch], audit: Audit, *, title: str, f
     )
 
 
-def forward_rows(batch: PreviewBatch) -> list[ForwardRow]:
-    """Return the forward pass as bars: samples with their padding, or the samples that are joined end to end."""
+def forward_rows(batch: PreviewBatch) -> list[tuple[str, list[tuple[str, float]]]]:
+    """Return the forward pass as labelled bars: samples with their padding, or the samples that are joined end to end.
+
+    A bar's parts are `context` or `target` tokens (with `first` at the start of a sample), `padding`, or `hidden`
+    samples, each with its percentage.
+    """
     rows = []
     if batch.is_padded:
         width = batch.num_computed // batch.num_lanes
         for sample in (sample for position in batch.positions for sample in position.samples):
-            padding = BarSegment("padding", _percent(width - sample.num_tokens, width))
+            padding = ("padding", _percent(width - sample.num_tokens, width))
             label = f"{sample.location}: {sample.num_tokens:,} tokens"
-            rows.append(ForwardRow(label, (*_segments(sample, of=width), padding)))
+            rows.append((label, [*_segments(sample, of=width), padding]))
         return rows
     longest = max(position.num_tokens for position in batch.positions)
     for position in batch.positions:
         num_shown = sum(sample.num_tokens for sample in position.samples)
         parts = [part for sample in position.samples for part in _segments(sample, of=longest)]
-        hidden = BarSegment("hidden", _percent(position.num_tokens - num_shown, longest))
-        rows.append(ForwardRow(f"position {position.number}: {position.num_tokens:,} tokens", (*parts, hidden)))
+        hidden = ("hidden", _percent(position.num_tokens - num_shown, longest))
+        rows.append((f"position {position.number}: {position.num_tokens:,} tokens", [*parts, hidden]))
     return rows
 
 
-def _segments(sample: PreviewSample, *, of: int) -> Iterator[BarSegment]:
-    for number, stretch in enumerate(spans(sample.pieces)):
-        num_tokens = sum(len(piece.ids) for piece in stretch.pieces)
-        role = "target" if stretch.is_target else "context"
-        yield BarSegment(role if number else f"{role} first", _percent(num_tokens, of))
+def _segments(sample: PreviewSample, *, of: int) -> Iterator[tuple[str, float]]:
+    for number, (is_target, pieces) in enumerate(spans(sample.pieces)):
+        role = "target" if is_target else "context"
+        yield role if number else f"{role} first", _percent(sum(len(piece.ids) for piece in pieces), of)
 
 
-def _charts(audit: Audit) -> Iterator[Chart]:
+def _charts(audit: Audit) -> Iterator[dict[str, Any]]:
+    """Yield the histograms for the template: a title, a note, the mark at the end of the axis, and the bars."""
     total = audit.total
     if total.lengths is not None and total.length_quantiles:
         median, high = total.length_quantiles["p50"], total.length_quantiles["p99"]
-        bars = tuple(_bars(total.lengths, "{:,.0f} to {:,.0f} tokens", whole=True))
-        mark = f"{total.lengths.edges[-1]:,.0f} tokens"
-        yield Chart("Length of samples", f"half have up to {median:,} tokens, 99% up to {high:,}", mark, bars)
+        note, mark = f"half have up to {median:,} tokens, 99% up to {high:,}", f"{total.lengths.edges[-1]:,.0f} tokens"
+        bars = _bars(total.lengths, "{:,.0f} to {:,.0f} tokens", whole=True)
+        yield {"title": "Length of samples", "note": note, "mark": mark, "bars": list(bars)}
     if total.target_shares is not None:
-        bars = tuple(_bars(total.target_shares, "{:.0%} to {:.0%} targets"))
-        yield Chart("Share of targets in a sample", "number of samples", "100%", bars)
+        bars = _bars(total.target_shares, "{:.0%} to {:.0%} targets")
+        title, note = "Share of targets in a sample", "number of samples"
+        yield {"title": title, "note": note, "mark": "100%", "bars": list(bars)}
 
 
-def _bars(histogram: Histogram, label: str, *, whole: bool = False) -> Iterator[Bar]:
+def _bars(histogram: Histogram, label: str, *, whole: bool = False) -> Iterator[dict[str, Any]]:
     highest = max(histogram.bars, default=0) or 1
     for number, count in enumerate(histogram.bars):
         low, high = histogram.edges[number], histogram.edges[number + 1] - whole
-        yield Bar(label.format(low, high), count, _percent(count, highest))
+        yield {"label": label.format(low, high), "count": count, "percent": _percent(count, highest)}
 
 
 def _percent(part: int, whole: int) -> float:

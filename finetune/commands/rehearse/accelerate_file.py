@@ -77,13 +77,6 @@ class AccelerateFile:
         """Return the number of microbatches that are computed at a time."""
         return self.num_processes // (self.sequence_size * self.tensor_size)
 
-    def may_split_layers_over(self, world: int) -> bool:
-        """Return whether this number of processes can share layers as the file says."""
-        sizes, engine = _parallelism(self.values), engine_in_file(self.values)
-        return may_split_layers(
-            sizes[_TENSOR], world=world, copies=sizes[_COPIES], rows=sizes[_SEQUENCE], engine=engine
-        )
-
     @property
     def notes(self) -> tuple[str, ...]:
         """Return a sentence on what becomes of settings for FSDP1, where the file has any."""
@@ -150,21 +143,32 @@ def with_copies_for(file: AccelerateFile, world: int) -> AccelerateFile:
     return replace(file, values=values, num_processes=world, num_machines=1)
 
 
+def for_world(file: AccelerateFile, world: int, *, num_nodes: int = 1) -> AccelerateFile:
+    """Return the file for this number of processes, with a copy of a sharded model (HSDP) on each of several hosts.
+
+    Raises StrategyError where they cannot be launched so.
+    """
+    if file.distributed_type == "NO" and world > 1:
+        raise StrategyError(
+            f"--accelerate {file.path}: distributed_type NO is for one process, and there are {world}. Choose ddp."
+        )
+    values, sizes = file.values, _parallelism(file.values)
+    if num_nodes > 1 and file.num_copies > 1:
+        shards = max(1, world // num_nodes // sizes[_SEQUENCE] // sizes[_TENSOR])
+        values = {**values, "parallelism_config": {**sizes, _COPIES: num_nodes, _SHARDS: shards}}
+    file = replace(file, values=values, num_processes=world, num_machines=1)
+    for key, message in _problems(file):
+        raise StrategyError(f"--accelerate {file.path}: {key}: {message}")
+    return file
+
+
 def data_parallel_size(path: Path, *, num_processes: int | None = None) -> int:
     """Return the number of microbatches that are computed at a time on this number of processes, or the file's own.
 
     Raises UserError or StrategyError where the file cannot be launched so.
     """
     file = read_accelerate_file(path)
-    if num_processes is not None:
-        file = replace(file, num_processes=num_processes, num_machines=1)
-        for key, message in _problems(file):
-            raise StrategyError(f"{path.name}, {key}: {message}")
-    if file.distributed_type == "NO" and file.num_processes > 1:
-        raise StrategyError(
-            f"{path.name}: distributed_type NO is for one process, and --processes is {num_processes}. Choose ddp."
-        )
-    return file.data_parallel_size
+    return for_world(file, file.num_processes if num_processes is None else num_processes).data_parallel_size
 
 
 def _wrong_types(values: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -203,7 +207,7 @@ def _problems(file: AccelerateFile) -> Iterator[tuple[str, str]]:
     sizes = _parallelism(file.values)
     rows, layers = sizes[_SEQUENCE], sizes[_TENSOR]
     product = sizes[_COPIES] * sizes[_SHARDS] * rows * layers
-    if sizes[_COPIES] > 1 and product != total:
+    if max(sizes[_COPIES], sizes[_SHARDS]) > 1 and product != total:
         shared = f" x {rows} that share rows" if rows > 1 else ""
         shared += f" x {layers} that share layers" if layers > 1 else ""
         yield (
@@ -215,7 +219,9 @@ def _problems(file: AccelerateFile) -> Iterator[tuple[str, str]]:
         yield f"parallelism_config.{_SEQUENCE}", f"{rows} does not divide the {total} processes. Write a divisor."
     if total % layers:
         yield f"parallelism_config.{_TENSOR}", uneven_groups(layers, total)
-    elif not file.may_split_layers_over(total):
+    elif not may_split_layers(
+        layers, world=total, copies=sizes[_COPIES], rows=rows, engine=engine_in_file(file.values)
+    ):
         yield f"parallelism_config.{_TENSOR}", TENSOR.sentence(f"{layers} on {total} processes")
 
 

@@ -33,7 +33,6 @@ from finetune.commands.rehearse.small_model import (
 )
 from finetune.config.load import LoadedConfig, load_config, require_divisible_batch
 from finetune.config.overrides import override_text
-from finetune.config.run_config import RunConfig
 from finetune.config.sections.data import DataSection, SourceSection, ValidationSourceSection
 from finetune.config.sections.model import ModelSection
 from finetune.data.sources.files import Origin
@@ -198,7 +197,12 @@ class _Phases:
         elif architecture.changes:
             self._values["model.from_config.values"] = from_config_values(config.model.from_config, architecture)
         if config.task.distillation is not None:
-            self._copy_teacher(config, config.task.distillation.teacher)
+            name, folder = config.task.distillation.teacher, self._folder / "teacher"
+            section = ModelSection(name=name, trust_remote_code=config.model.trust_remote_code)
+            teacher = shrink_architecture(section, head="causal_lm", sizes=required_sizes(config))
+            # Other weights than the student's, or the loss would be 0.
+            write_model_copy(teacher, section, head="causal_lm", folder=folder, seed=1)
+            self._replace([Change("task.distillation.teacher", name, str(folder), "a small model, like the student")])
         facts = [f"{architecture.config.model_type} with {architecture.num_parameters:,} parameters"]
         for stack in architecture.real_stacks[:2]:
             num_kinds = len(set(stack.kinds))
@@ -223,15 +227,6 @@ class _Phases:
             why = "its weights do not fit the small model"
             changes.append(Change("model.adapter", str(section.adapter), str(adapter), why))
         self._replace(changes)
-
-    def _copy_teacher(self, config: RunConfig, name: str) -> None:
-        section = ModelSection(name=name, trust_remote_code=config.model.trust_remote_code)
-        architecture = shrink_architecture(section, head="causal_lm", sizes=required_sizes(config))
-        folder = self._folder / "teacher"
-        write_model_copy(
-            architecture, section, head="causal_lm", folder=folder, seed=1
-        )  # other weights than the student's, or the loss would be 0
-        self._replace([Change("task.distillation.teacher", name, str(folder), "a small model, like the student")])
 
     def _replace(self, changes: Iterable[Change]) -> None:
         changed = [change for change in changes if change.was != change.now]

@@ -17,7 +17,7 @@ from finetune.config.yaml import MAX_LISTED
 from finetune.errors import ConfigError, Problem, UserError
 from finetune.runtime.supervision import status as status_file
 
-RUNS_FOLDER, LOGS_FOLDER = "runs", "logs"
+RUNS_FOLDER, LOGS_FOLDER, LOCK_FILE = "runs", "logs", ".sweep.lock"
 
 
 @dataclass(frozen=True)

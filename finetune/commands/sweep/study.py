@@ -30,6 +30,7 @@ from finetune.commands.sweep.results import PAGE, TRAIN_LOSS, Objective, history
 from finetune.commands.sweep.runs import (
     FAILED,
     FINISHED,
+    LOCK_FILE,
     LOGS_FOLDER,
     PRUNED,
     RUNS_FOLDER,
@@ -48,13 +49,13 @@ from finetune.runtime.files.read import parse_as, parse_json, read_regular
 from finetune.runtime.supervision.status import read_status
 from finetune.runtime.text.redact import comparable_config
 
-JOURNAL_FILE, LOCK_FILE, EARLIER_FILE = "sweep.journal", ".sweep.lock", "sweep.json"
+JOURNAL_FILE = "sweep.journal"
 VERSION = 1
 
 _NAME, _FACTS, _RUN = "sweep", "sweep", "run"
 """The study's name, and the user attributes of the study and of its trials."""
 
-_OWN_FILES = (RUNS_FOLDER, LOGS_FOLDER, LOCK_FILE, JOURNAL_FILE, PAGE, "search.journal")
+_OWN_FILES = (RUNS_FOLDER, LOGS_FOLDER, LOCK_FILE, JOURNAL_FILE, PAGE)
 
 _NUM_RANDOM_TRIALS = 10
 """Trials before the estimator is used."""
@@ -89,12 +90,6 @@ class SweepStudy:
             raise UserError(f"--folder: {folder} is not a folder. Choose another.")
         names = sorted(file.name for file in folder.iterdir()) if folder.is_dir() else []
         foreign = [name for name in names if name not in _OWN_FILES and not name.startswith((".", "prepare"))]
-        if EARLIER_FILE in names and JOURNAL_FILE not in names:
-            raise UserError(
-                f"{folder / EARLIER_FILE}: this sweep was written by an earlier version of finetune. Delete the file: "
-                "the same command finds the runs again by name, and does not repeat finished ones. Or choose "
-                "another --folder."
-            )
         if foreign and JOURNAL_FILE not in names:
             raise UserError(
                 f"--folder: {folder} is not the folder of a sweep: it has `{truncate(foreign[0])}` and no "
@@ -252,10 +247,7 @@ class SweepStudy:
 
     def _load(self) -> None:
         self._study = optuna.load_study(storage=self._storage, study_name=_NAME, pruner=_PRUNER)
-        stored = dict(self._study.user_attrs[_FACTS])
-        former = {key: json.dumps(value) for key, value in stored.pop("former", {}).items()}  # of earlier versions
-        stored["facts"] = {**stored["facts"], **former}
-        self._facts = parse_as(_STORED_FACTS, json.dumps(stored).encode())
+        self._facts = parse_as(_STORED_FACTS, json.dumps(self._study.user_attrs[_FACTS]).encode())
         for trial in self._study.get_trials(deepcopy=False):
             if _RUN not in trial.user_attrs:  # the sweep was killed while choosing the values
                 continue

@@ -24,9 +24,11 @@ from finetune.commands.sweep.launching import (
     LOST_HOST,
     VISIBLE_DEVICES,
     LaunchPlan,
+    RayProcess,
     Start,
     StopSignals,
     plan_launch,
+    ray_cluster,
     recorded_signals,
 )
 from finetune.commands.sweep.results import (
@@ -62,13 +64,9 @@ from finetune.config.paths import is_url
 from finetune.errors import UserError
 from finetune.launch.child import end_of_log, kill_child, start_child
 from finetune.report.history import EVENTS_FILE, HistoryReader
-from finetune.runtime.optional import lazily
 from finetune.runtime.run_folder import is_locked
 from finetune.runtime.text.redact import redacted_command
 from finetune.runtime.text.terminal import printable
-
-with lazily():  # Ray's commands
-    from finetune.commands.sweep import ray_runs
 
 MAX_RUNS = 100
 """More have to be confirmed with `--max-runs`."""
@@ -119,7 +117,7 @@ def sweep(request: SweepRequest, *, start: Start = start_child) -> int:
         )
     points = grid_points(axes) if request.search is None else list(bounds_of(space, axes))
     with ExitStack() as connection:
-        cluster = None if request.ray is None else connection.enter_context(ray_runs.ray_cluster(request.ray))
+        cluster = None if request.ray is None else connection.enter_context(ray_cluster(request.ray))
         plan = plan_launch(
             request.job.absolute(),
             num_processes=request.processes_per_run,
@@ -129,7 +127,7 @@ def sweep(request: SweepRequest, *, start: Start = start_child) -> int:
         )
         kill: Callable[[Any], None] = kill_child
         if cluster is not None:
-            start, kill = partial(cluster.start, num_processes=plan.num_processes), ray_runs.RayProcess.kill
+            start, kill = partial(cluster.start, num_processes=plan.num_processes), RayProcess.kill
         planned = name_runs(points, axes, swept=space, folder=Path(), names={})
         configs = check_runs(request.job, planned, num_processes=plan.data_parallel_size)
         config = configs[planned[0].name].config

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.migration.complete import put_source, source_of, source_with_files
-from finetune.migration.draft import ALPACA_ROWS, Draft, PeerTrainer, read_defaults
+from finetune.migration.draft import ALPACA_ROWS, CHAT_NAMES, Draft, PeerTrainer, read_defaults
 from finetune.migration.rules import read_file
 from finetune.migration.source import is_present
 
@@ -18,8 +18,6 @@ _OWNERS = {
 
 _TEMPLATES = {"llama2": "mistral", "llama3": "llama3", "gemma": "gemma", "gemma2": "gemma", "mistral": "mistral"}
 """How a family's turns are marked there, for base models, whose tokenizers have no chat template."""
-
-_CHAT_NAMES = re.compile(r"instruct|chat|-it\b|phi|qwen", re.IGNORECASE)
 
 _NOT_OF_ROWS = ("packing", "train_on_inputs", "masking", "max_length")
 _TASKS = {"DPOLoss": "sigmoid", "RSOLoss": "hinge", "IPOLoss": "ipo", "SimPOLoss": "simpo"}
@@ -235,7 +233,7 @@ def _template(draft: Draft, family: str) -> None:
     if written:
         draft.refuse("write a Jinja file, and its path in `data.chat_template`.", "prompt_template")
     key = next((key for key in _TEMPLATES if family.startswith(key)), None)
-    if draft.value("task.name") in ("pretrain",) or key is None or _CHAT_NAMES.search(name.partition("/")[2]):
+    if draft.value("task.name") in ("pretrain",) or key is None or CHAT_NAMES.search(name.partition("/")[2]):
         return
     draft.put("data.chat_template", _TEMPLATES[key], comment="this base model has none; nearest to torchtune's turns")
 

@@ -4,6 +4,7 @@ With them belong the cost of interruptions and the best interval of checkpoints,
 """
 
 import math
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from typing import Any
 
 from pydantic import BaseModel, TypeAdapter
 
+from finetune.registry.tasks import METRICS
 from finetune.report.history import RunHistory
 from finetune.runtime.files.read import parse_as, read_regular
 from finetune.runtime.resources import format_size
@@ -23,7 +25,6 @@ SOURCE_MARK = "  # "
 """Between value and source in resolved.yaml."""
 
 _TABLE_BYTES = 16 << 20
-_LOWER_IS_BETTER = ("loss", "perplexity", "error")
 STALE_SECONDS = 120.0
 
 
@@ -139,8 +140,7 @@ def tiles(history: RunHistory) -> Iterator[Tile]:
         points = history.curves[name].points()
         if not len(points.values):
             continue
-        metric = name.partition("/")[2]
-        is_low = any(word in metric for word in _LOWER_IS_BETTER)
+        metric, is_low = name.partition("/")[2], is_lower_better(name)
         best = int(points.values.argmin() if is_low else points.values.argmax())
         word = "lowest" if is_low else "highest"
         note = f"{word} {format_metric(points.values[best])} at step {points.steps[best]:,.0f}"
@@ -163,6 +163,12 @@ def tiles(history: RunHistory) -> Iterator[Tile]:
     notes = [f"{count:,} {noun}{'' if count == 1 else 's'}" for noun, count in counts.items()]
     warnings = sum(message.is_warning for message in history.messages.values())
     yield Tile("warnings", f"{warnings:,}", "; ".join(notes if history.num_skipped else notes[:1]))
+
+
+def is_lower_better(metric: str) -> bool:
+    """Return whether smaller values of the metric are better: as it is registered, else by its name."""
+    name = re.split("[/:]", metric)[-1]
+    return METRICS[name].goal == "minimize" if name in METRICS else any(word in name for word in ("loss", "error"))
 
 
 def config_lines(text: str) -> list[ConfigLine]:
@@ -269,7 +275,7 @@ def fact_text(value: Any) -> str:
     return "" if value is None else redact_foreign(str(value))
 
 
-_LONGEST_REASON = 60
+_LONGEST_REASON, _SHOWN_RESTARTS = 60, 100
 
 
 class InterruptionCosts:
@@ -326,14 +332,11 @@ def interval_advice(history: RunHistory, *, hours_stated: float | None) -> Inter
 def restart_facts(history: RunHistory) -> dict[str, Any]:
     """Return the sums as plain values."""
     totals = history.restarts.totals()
+    counts = {name: getattr(totals, name) for name in ("restarts", "interruptions", "steps_redone")}
+    names = ("lost_seconds", "down_seconds", "startup_seconds", "redone_seconds")
     return {
-        "restarts": totals.restarts,
-        "interruptions": totals.interruptions,
-        "steps_redone": totals.steps_redone,
-        "lost_seconds": round(totals.lost_seconds, 1),
-        "down_seconds": round(totals.down_seconds, 1),
-        "startup_seconds": round(totals.startup_seconds, 1),
-        "redone_seconds": round(totals.redone_seconds, 1),
+        **counts,
+        **{name: round(getattr(totals, name), 1) for name in names},
         "usd": None if totals.usd is None else round(totals.usd, 4),
         "price": history.restarts.price_source or None,
     }
@@ -382,9 +385,10 @@ def restart_rows(history: RunHistory) -> list[list[str]]:
     totals = history.restarts.totals()
     if not totals.restarts:
         return []
+    shown = history.restarts.listed[-_SHOWN_RESTARTS:]
     head = ["start, after", "resumed from step", "steps again", "waiting", "start-up", "steps again took"]
     rows = []
-    for restart in history.restarts.recent:
+    for restart in shown:
         reason = restart.reason if len(restart.reason) <= _LONGEST_REASON else f"{restart.reason[:_LONGEST_REASON]}..."
         times = map(_minutes, (restart.down_seconds, restart.startup_seconds, restart.redone_seconds))
         rows.append([f"{restart.number:,}, {reason}", f"{restart.step:,}", f"{restart.steps_redone:,}", *times])
@@ -394,7 +398,7 @@ def restart_rows(history: RunHistory) -> list[list[str]]:
     ]
     if totals.usd is None:
         return [head, *rows, total]
-    paid = [*("-" if restart.usd is None else f"${restart.usd:,.2f}" for restart in history.restarts.recent)]
+    paid = [*("-" if restart.usd is None else f"${restart.usd:,.2f}" for restart in shown)]
     return [
         [*head, "cost"],
         *([*row, usd] for row, usd in zip(rows, paid, strict=True)),

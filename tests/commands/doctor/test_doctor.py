@@ -8,7 +8,6 @@ import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -60,31 +59,10 @@ def choose_the_loopback_interface(folder, patch):
     patch.setenv("NCCL_SOCKET_IFNAME", "lo")
 
 
-def choose_an_interface_that_does_not_exist(folder, patch):
-    patch.setenv("GLOO_SOCKET_IFNAME", "wlan7")
-
-
-def start_too_many_threads(folder, patch):
-    patch.setenv("OMP_NUM_THREADS", "64")
-
-
-def debug_every_collective(folder, patch):
-    patch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
-
-
-def leave_launcher_variables(folder, patch):
-    patch.setenv("ACCELERATE_USE_FSDP", "true")
-
-
 def leave_an_accelerate_config(folder, patch):
     patch.setenv("HF_HOME", str(folder))
     (folder / "accelerate").mkdir()
     (folder / "accelerate" / "default_config.yaml").write_text("mixed_precision: fp16\nnum_processes: 1\n")
-
-
-def give_little_shared_memory(folder, patch):
-    shared = SimpleNamespace(total=64 << 20, free=64 << 20)
-    patch.setattr(system, "shutil", SimpleNamespace(disk_usage=lambda _: shared))
 
 
 def put_in_two_cards(folder, patch):
@@ -96,11 +74,6 @@ def put_in_two_cards(folder, patch):
     patch.setenv("PATH", str(folder), prepend=":")
 
 
-def hide_the_cards(folder, patch):
-    patch.setattr(gpus, "pynvml", FakeNvml())
-    patch.setenv("CUDA_VISIBLE_DEVICES", "")
-
-
 SABOTAGED: tuple[tuple[Sabotage, str, str, str], ...] = (
     (leave_a_lock, "build-lock", "must_fix", "rm "),
     (hide_the_compilers, "compiler", "should_fix", "install"),
@@ -108,14 +81,8 @@ SABOTAGED: tuple[tuple[Sabotage, str, str, str], ...] = (
     (name_a_model_that_is_not_cached, "hub-offline", "must_fix", "hf download nobody/has-this-model"),
     (name_a_model_that_fills_the_disk, "disk-room", "must_fix", "checkpoint.keep_last"),
     (choose_the_loopback_interface, "socket-interface", "should_fix", "export NCCL_SOCKET_IFNAME="),
-    (choose_an_interface_that_does_not_exist, "socket-interface", "must_fix", "export GLOO_SOCKET_IFNAME="),
-    (start_too_many_threads, "too-many-threads", "should_fix", "export OMP_NUM_THREADS="),
-    (debug_every_collective, "variable", "should_fix", "unset TORCH_DISTRIBUTED_DEBUG"),
-    (leave_launcher_variables, "launcher-variables", "should_fix", "unset ACCELERATE_USE_FSDP"),
     (leave_an_accelerate_config, "accelerate-config", "should_fix", "--config_file"),
-    (give_little_shared_memory, "shared-memory", "should_fix", "--shm-size=8g"),
     (put_in_two_cards, "no-p2p", "must_fix", "export NCCL_P2P_DISABLE=1 NCCL_IB_DISABLE=1"),
-    (hide_the_cards, "visible-devices", "must_fix", "unset CUDA_VISIBLE_DEVICES"),
 )
 
 

@@ -123,14 +123,7 @@ mlx5_0  PXB     SYS      X
 """
     topology = parse_topology(text)
     assert topology.links["GPU0"] == {"GPU1": "NV12", "mlx5_0": "PXB"}
-    assert topology.cores == {"GPU0": "48-63,176-191", "GPU1": "16-31,144-159"}
     assert topology.numa == {"GPU0": "3", "GPU1": "1"}
-
-
-def test_network_cards_of_the_topology_are_named_by_its_legend():
-    topology = parse_topology((FOLDER / "h100_nvswitch.topo.txt").read_text())
-    assert topology.network_cards["NIC3"] == "mlx5_3" and len(topology.network_cards) == 8
-    assert topology.links["GPU5"]["NIC5"] == "PXB" and topology.links["GPU5"]["NIC0"] == "SYS"
 
 
 def test_a_topology_without_affinities_is_parsed():
@@ -138,7 +131,7 @@ def test_a_topology_without_affinities_is_parsed():
         "\tGPU0\tGPU1\tCPU Affinity\tNUMA Affinity\nGPU0\t X \tSYS\t\tN/A\nGPU1\tSYS\t X \t\tN/A\n"
     )
     assert topology.links == {"GPU0": {"GPU1": "SYS"}, "GPU1": {"GPU0": "SYS"}}
-    assert (topology.cores, topology.numa) == ({}, {})
+    assert topology.numa == {}
 
 
 def program(folder, text):

@@ -145,13 +145,6 @@ def test_a_job_that_gains_nothing_is_given_up(restarts, ended):
     assert f"{restarts + 1} attempts in a row" in last.reason
 
 
-def test_a_step_gained_clears_the_count_however_often_it_was_preempted():
-    last = None
-    for number in range(1, 50):
-        last = decide_restart(AttemptEnd(143, "signal SIGTERM"), code=1, step=number, last=last, max_restarts=0)
-        assert (last.exit_code, last.num_failures, last.step) == (AGAIN, 0, number)
-
-
 def test_a_job_is_never_restarted_in_a_row_more_often_than_allowed():
     """All sequences of 5 ends, with and without a step gained."""
     num_sequences = 0

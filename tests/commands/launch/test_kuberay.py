@@ -13,9 +13,8 @@ import pytest
 from ruamel.yaml import YAML
 
 from finetune.commands.launch.job_files import Destination, JobFileArguments
-from finetune.commands.launch.kuberay import read_redis
 from finetune.commands.launch.kubernetes import KubernetesArguments, launch_kubernetes
-from finetune.commands.launch.ray_submit import STOP_WAIT
+from finetune.commands.launch.ray_submit import STOP_WAIT, read_redis
 from finetune.errors import UserError
 from tests.commands.launch.conftest import CONFIGS, fits
 from tests.commands.launch.kuberay_schema import require_valid_ray_job

@@ -3,10 +3,9 @@
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from finetune.cli.app import app
-from finetune.commands.launch.torchrun import make_job, print_commands
+from finetune.commands.launch.job_files import make_job
+from finetune.commands.launch.torchrun import print_commands
 from finetune.errors import UserError
 
 ROOT = Path(__file__).parents[3]
@@ -54,14 +53,8 @@ def test_ranks_are_several_whole_tensor_parallel_groups(capsys: pytest.CaptureFi
     print_commands(job, loaded, num_hosts=2)
     assert capsys.readouterr().out.count("accelerate launch") == 2
     job, loaded = make_job(RECIPE, ["train.global_batch_size=4"], ranks_per_host=3, **options)
-    with pytest.raises(UserError, match="parallelism_config_tp_size: 2 on 3 ranks: tensor parallelism"):
+    with pytest.raises(UserError, match="parallelism_config_tp_size: `2` on 3 processes is not supported"):
         print_commands(job, loaded, num_hosts=1)
-
-
-def test_supervise_names_the_command_that_replaces_it() -> None:
-    words = ["--supervise", "--config", "job.yaml", "--accelerate", "ddp", "--nodes", "1:4", "--gpus-per-node", "8"]
-    result = CliRunner().invoke(app, ["launch", "torchrun", *words])
-    assert result.exit_code == 2 and "finetune launch ray" in result.output
 
 
 def test_an_invalid_accelerate_file_is_named(tmp_path: Path) -> None:

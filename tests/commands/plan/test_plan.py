@@ -10,7 +10,7 @@ import pytest
 
 from finetune.commands.plan import plan as planning
 from finetune.commands.plan.output import Plan
-from finetune.commands.plan.plan import read_measured_run
+from finetune.commands.plan.plan import PlanOptions, make_plan, read_measured_run
 from finetune.config.load import load_config
 from finetune.config.run_config import RunConfig
 from finetune.memory.state import Prediction, TrainingLayout
@@ -113,3 +113,16 @@ def test_a_plan_without_liger_names_what_its_kernels_would_give(
     assert (fused_gib < gib) if fused_microbatch == microbatch else (fused_microbatch > microbatch)
     assert liger_sentences(path, monkeypatch, *auto, is_installed=True) == []
     assert liger_sentences(path, monkeypatch, is_installed=False) == []  # `model.kernels: none`
+
+
+@pytest.mark.full
+def test_the_symbolic_step_predicts_every_strategy(job_file: Callable[..., Path]):
+    """12 layers of width 768: weights, gradients and moments are 16 bytes for each parameter on one GPU."""
+    plan = make_plan(load_config(job_file("125m"), []), PlanOptions(gpus="2xL4"))
+    (found,) = plan.machines
+    fitting = {each.strategy for each in found.plans if each.fits}
+    assert fitting >= {"ddp", "fsdp2", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload"}
+    ddp = next(each.fit for each in found.plans if each.strategy == "ddp")
+    assert ddp is not None and ddp.smallest.peak_bytes > 16 * ddp.smallest.num_parameters
+    assert ddp.smallest.num_parameters == ddp.smallest.num_trained
+    assert found.best is not None and found.outlook is not None

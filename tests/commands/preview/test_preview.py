@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from finetune.commands.preview.batches import Piece, PreviewBatch, PreviewPosition, PreviewSample, pieces_of, visible
-from finetune.commands.preview.preview import BarSegment, ForwardRow, forward_rows, plain_text, preview
+from finetune.commands.preview.preview import forward_rows, plain_text, preview
 from finetune.data.features import Features
 from finetune.errors import UserError
 from finetune.model.tokenizer import train_or_load_tokenizer
@@ -183,11 +183,6 @@ def test_lanes_are_in_proportion():
     position = PreviewPosition(0, (PreviewSample(0, "row 1", pieces, 3, 1),), num_samples=2, num_tokens=7)
     numbers = {"step": 1, "number": 1, "of": 1, "first_position": 0, "last_position": 1, "positions": (position,)}
     padded = PreviewBatch(**numbers, num_samples=2, num_tokens=7, num_targets=1, num_lanes=2, num_computed=8)
-    assert forward_rows(padded) == [
-        ForwardRow(
-            "row 1: 3 tokens",
-            (BarSegment("context first", 50.0), BarSegment("target", 25.0), BarSegment("padding", 25.0)),
-        )
-    ]
+    assert forward_rows(padded) == [("row 1: 3 tokens", [("context first", 50.0), ("target", 25.0), ("padding", 25.0)])]
     packed = PreviewBatch(**numbers, num_samples=2, num_tokens=7, num_targets=1, num_lanes=1, num_computed=7)
-    assert [part.kind for part in forward_rows(packed)[0].parts] == ["context first", "target", "hidden"]
+    assert [role for role, _ in forward_rows(packed)[0][1]] == ["context first", "target", "hidden"]

@@ -209,15 +209,6 @@ def test_another_folder_is_refused(tmp_path):
         SweepStudy(tmp_path / "thesis.tex", space=SPACE)
 
 
-def test_a_sweep_of_an_earlier_version_is_rejected_with_a_remedy(tmp_path):
-    (tmp_path / "runs").mkdir()
-    (tmp_path / "sweep.json").write_text('{"version": 1}')
-    with pytest.raises(UserError, match=r"written by an earlier version of finetune. Delete the file: .* by name"):
-        SweepStudy(tmp_path, space=SPACE)
-    (tmp_path / "sweep.json").unlink()
-    assert SweepStudy(tmp_path, space=SPACE).runs == {}
-
-
 @pytest.mark.parametrize("text", ["{\n", "[]\n", '{"op_code": 1}\n', "null\n", "[" * 5000 + "\n", "\x00\n"])
 def test_a_damaged_journal_is_rejected_with_a_remedy(tmp_path, text):
     (tmp_path / "sweep.journal").write_text(text)

@@ -1,20 +1,25 @@
 """No job file holds a secret or a character that nobody sees, whichever option or file brings it."""
 
+import json
 import stat
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from ruamel.yaml import YAML
 
-from finetune.commands.launch.job_files import Destination, JobFileArguments
+from finetune.commands.doctor.checks import Facts, HostFacts
+from finetune.commands.doctor.gpus import GpuFacts
+from finetune.commands.doctor.network import InfinibandPort, NetworkFacts
+from finetune.commands.launch.job_files import Destination, JobFileArguments, check_job, make_job, network_variables
 from finetune.commands.launch.kubernetes import KubernetesArguments, launch_kubernetes
 from finetune.commands.launch.skypilot import SkypilotArguments, launch_skypilot
 from finetune.commands.launch.slurm import SlurmArguments, launch_slurm
-from finetune.commands.launch.torchrun import make_job, print_commands
+from finetune.commands.launch.torchrun import print_commands
 from finetune.errors import UserError
+from tests.commands.doctor.recorded import FOLDER, host_of
 
 SECRET = "canary77"
 HIDDEN = ("\u202e", "\u2066", "\x1b", "\x07", "\r", "\u200b", "\u2028", "\x9b")
@@ -196,3 +201,62 @@ def _environments(value: Any) -> list[Any]:
     if isinstance(value, dict):
         return [*value.get("env", ()), *(each for item in value.values() for each in _environments(item))]
     return [each for item in value for each in _environments(item)] if isinstance(value, list) else []
+
+
+SOCKETS = {"NCCL_SOCKET_IFNAME": "=eth0", "GLOO_SOCKET_IFNAME": "eth0", "TP_SOCKET_IFNAME": "eth0"}
+
+
+def made(*ports: tuple[str, str, str], interface: str | None = "eth0") -> HostFacts:
+    found = tuple(InfinibandPort(device, 1, state, link_layer=layer) for device, state, layer in ports)
+    return HostFacts("host", network=NetworkFacts(default_interface=interface, infiniband=found))
+
+
+IB, IB_DOWN = ("mlx5_0", "ACTIVE", "InfiniBand"), ("mlx5_1", "DOWN", "InfiniBand")
+ROCE, EFA = ("mlx5_2", "ACTIVE", "Ethernet"), ("rdmap79s0", "ACTIVE", "Unspecified")
+
+
+@pytest.mark.parametrize(
+    ("hosts", "expected"),
+    [
+        ([made()], SOCKETS),
+        ([made(interface=None)], {}),
+        ([made(), made(interface="ens5")], {}),
+        ([made(IB)], SOCKETS),
+        ([made(ROCE)], SOCKETS),
+        ([made(IB, IB_DOWN), made(IB, IB_DOWN)], SOCKETS | {"NCCL_IB_HCA": "=mlx5_0:1"}),
+        ([made(IB, ROCE)], SOCKETS | {"NCCL_IB_HCA": "=mlx5_0:1"}),
+        ([made(IB_DOWN)], SOCKETS | {"NCCL_IB_DISABLE": "1"}),
+        ([made(IB), made(IB_DOWN)], SOCKETS | {"NCCL_IB_DISABLE": "1"}),
+        ([made(IB), made()], SOCKETS | {"NCCL_IB_DISABLE": "1"}),
+        ([made(EFA)], SOCKETS | {"FI_PROVIDER": "efa"}),
+    ],
+)
+def test_two_hosts(hosts, expected):
+    assert network_variables(Facts(tuple(hosts)), num_nodes=2) == expected
+
+
+def test_one_host_needs_no_network():
+    assert network_variables(Facts((made(IB, IB_DOWN),)), num_nodes=1) == {}
+
+
+def test_gpus_that_must_not_copy_directly_do_not():
+    pair = host_of("rtx4090_pair")
+    assert network_variables(Facts((pair,)), num_nodes=1) == {"NCCL_P2P_DISABLE": "1"}
+    assert "NCCL_P2P_DISABLE" not in network_variables(Facts((host_of("h100_nvswitch"),)), num_nodes=1)
+
+
+def test_every_recorded_machine_gives_settings_of_known_names():
+    names = sorted(path.stem for path in FOLDER.glob("*.json"))
+    known = {*SOCKETS, "NCCL_IB_HCA", "NCCL_IB_DISABLE", "NCCL_P2P_DISABLE", "FI_PROVIDER"}
+    for name in names:
+        assert network_variables(Facts((host_of(name),)), num_nodes=2).keys() <= known
+    assert len(names) >= 5
+
+
+def test_options_override_the_facts_file_of_doctor(words, project):
+    facts = Facts((made(IB, IB_DOWN),))
+    (project / "facts.json").write_text(json.dumps({"facts": asdict(facts), "findings": []}))
+    request, _ = check_job(words("ddp", doctor=project / "facts.json", env=("NCCL_IB_HCA==mlx5_9",)))
+    assert request.variables()["NCCL_SOCKET_IFNAME"] == "=eth0"
+    assert request.variables()["NCCL_IB_HCA"] == "=mlx5_9"
+    assert GpuFacts() == facts.hosts[0].gpus
