@@ -125,8 +125,14 @@ def replay(
     the first step that differs and the packages that have changed, unless the samples and learning rates are equal, and
     losses and gradient norms within rounding. The run folder is not changed.
     """
-    request = replay_command.ReplayRequest(run, steps, start, layers, trust_remote_code, tuple(override or ()))
-    return replay_command.run_replay(request)
+    return replay_command.run_replay(
+        run,
+        num_steps=steps,
+        start=start,
+        layers=layers,
+        overrides=override or (),
+        trust_remote_code=trust_remote_code,
+    )
 
 
 @app.command()

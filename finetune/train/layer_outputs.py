@@ -29,8 +29,8 @@ _ODD = 0x9E3779B1  # of multiplicative hashing (Knuth)
 class RecordedTask:
     """Wraps what a step trains on: adds sums over the outputs of modules to its own, and changes nothing else.
 
-    They are taken by hooks within `loss_sums`, hence not when a layer is computed again in the backward pass, and are 0
-    after `stop`. `task` is a StepTask; `model` is the unwrapped model, whose masks mark padding, which does not count.
+    They are taken by hooks within `loss_sums`, hence not when a layer is computed again in the backward pass, until
+    `stop`. `task` is a StepTask; `model` is the unwrapped model, whose masks mark padding, which does not count.
     """
 
     def __init__(self, task: Any, model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
@@ -48,14 +48,15 @@ class RecordedTask:
 
     def loss_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         """Return the task's and the layers' sums; compiled code runs eagerly, so that it contains no hook."""
-        zeros = torch.zeros(len(_NUMBERS), dtype=torch.float64, device=batch.labels.device)
-        sums = {f"{_PREFIX}{name}": zeros.clone() for name in self._names}
+        sums: Mapping[str, Tensor]
         if not self._hooks:
-            return {**self._task.loss_sums(model, batch), **sums}
-        self._sums = sums
+            sums = self._task.loss_sums(model, batch)
+            return sums
+        zeros = torch.zeros(len(_NUMBERS), dtype=torch.float64, device=batch.labels.device)
+        self._sums = {f"{_PREFIX}{name}": zeros.clone() for name in self._names}
         try:
             with torch.compiler.set_stance("force_eager"):
-                return {**self._task.loss_sums(model, batch), **sums}
+                return {**self._task.loss_sums(model, batch), **self._sums}
         finally:
             self._sums, self._masks = None, []
 
@@ -102,5 +103,5 @@ def take_layer_outputs(sums: dict[str, Any]) -> dict[str, dict[str, float]]:
     return {
         name: dict(zip(_NUMBERS, (*map(math.sqrt, numbers[:2]), *numbers[2:]), strict=True))
         for name, numbers in taken.items()
-        if any(numbers)
+        if any(numbers)  # else the module was not called
     }

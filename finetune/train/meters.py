@@ -6,9 +6,10 @@ Reading the sums is the only host-device synchronization.
 import math
 import resource
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -104,11 +105,17 @@ class Meters:
     def read(self) -> list[tuple[StepRecord, StepTaken]]:
         """Return and drop the collected steps with their events; losses are summed over the ranks.
 
-        The device is read once. Collective if there are any steps.
+        The device is read once, unless the task's other sums have changed. Collective if there are any steps.
         """
         records, self._records = self._records, []
-        if not records:
-            return []
+        alike = (list(group) for _, group in groupby(records, key=lambda record: list(record.sums)))
+        return [step for group in alike for step in self._read(group)]
+
+    def warning(self) -> str | None:
+        """Return a warning, once each, if too much time was spent waiting for batches, or if the GPU is lost."""
+        return self._wait.warning() or self._device.warning()
+
+    def _read(self, records: Sequence[StepRecord]) -> list[tuple[StepRecord, StepTaken]]:
         losses = distributed.sum_in_rank_order(torch.stack([record.losses.sum() for record in records]))
         norms = torch.stack([record.gradient_norm for record in records])  # on the CPU if parameters are offloaded
         columns = [norms[:, None].to(losses), losses[:, None]]
@@ -143,10 +150,6 @@ class Meters:
             )
             steps.append((record, event))
         return steps
-
-    def warning(self) -> str | None:
-        """Return a warning, once each, if too much time was spent waiting for batches, or if the GPU is lost."""
-        return self._wait.warning() or self._device.warning()
 
 
 def sum_over_ranks(sums: dict[str, Tensor]) -> dict[str, float]:

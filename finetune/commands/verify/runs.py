@@ -1,5 +1,6 @@
 """`finetune verify resume` and `parity`: a resumed run equals an uninterrupted one, and all strategies agree."""
 
+import math
 import shutil
 import sys
 import tempfile
@@ -123,9 +124,16 @@ def comparable_overrides(job: RunConfig, *, keeps_dropout: bool = False) -> dict
     return changes
 
 
+def relative_difference(expected: float, actual: float, *, floor: float = 0.0) -> float:
+    """Return the difference relative to the expected number, or to the floor; 0 for two that are not finite alike."""
+    if expected == actual or (math.isnan(expected) and math.isnan(actual)):
+        return 0.0
+    return abs(expected - actual) / max(abs(expected), floor, 1e-30)
+
+
 def relative_differences(expected: Sequence[float], actual: Sequence[float]) -> list[float]:
     """Return the differences relative to the expected values, up to the end of the shorter sequence."""
-    return [abs(one - other) / max(abs(one), 1e-12) for one, other in zip(expected, actual, strict=False)]
+    return list(map(relative_difference, expected, actual))
 
 
 STEPS_AFTER_THE_STOP = 5
