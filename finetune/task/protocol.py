@@ -309,7 +309,7 @@ class BaseTask:
         """
 
     def row_losses(self, records: Tensor) -> Tensor | None:
-        """Return the loss of every row, [rows], if the records have it in place of `loss_sum`; None if rows have none."""
+        """Return the loss of every row, [rows], where only the records have it; None where rows have none."""
         return None
 
     def label_text(self, features: Features) -> str:
