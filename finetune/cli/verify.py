@@ -114,7 +114,11 @@ def replay(
         typer.Option("--from", min=0, metavar="N", help="Start from the checkpoint of this step, not from the model."),
     ] = None,
     layers: Annotated[
-        bool, typer.Option("--layers", help="Also compare layer outputs, of a run with `run.record_layers: true`.")
+        bool,
+        typer.Option(
+            "--layers",
+            help="Also compare layer outputs, of a run with `run.record_layers: true`; in bf16, changes above 1%.",
+        ),
     ] = False,
     trust_remote_code: Trust = False,
     override: Overrides = None,

@@ -10,6 +10,8 @@ from finetune.commands.export import export
 from finetune.commands.gate.differences import loss_difference
 from finetune.runtime import distributed
 from tests.commands.gate.conftest import Gate
+from tests.commands.gate.planted import read_result
+from tests.launching import accelerate_command, capture
 from tests.scenarios.trained import forget, stay
 
 
@@ -35,9 +37,16 @@ def test_a_well_trained_run_passes_with_its_figures_rows_and_page(planted, gate:
     assert "Better: the loss is lower by more than 0.01." in capsys.readouterr().out
 
 
-def test_the_result_is_the_same_each_time(planted, gate: Gate):
+@pytest.mark.full
+@pytest.mark.distributed
+def test_the_result_is_the_same_each_time_and_on_three_processes(planted, gate: Gate, tmp_path):
     run = planted.run("untrained")
-    assert gate(run) == gate(run)
+    again = gate(run)
+    assert gate(run) == again
+    words = ["-m", "finetune", "evaluate", str(run), "--against", "base", "--general", str(planted.general)]
+    command = accelerate_command("ddp", *words, "--json", str(tmp_path / "ranks.json"), processes=3)
+    done = capture(command, timeout_seconds=300.0)
+    assert (done.returncode, read_result(tmp_path / "ranks.json")) == again, done.stderr
 
 
 def test_a_run_that_has_not_trained_is_no_different_from_its_base(planted, gate: Gate):
