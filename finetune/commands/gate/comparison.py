@@ -72,8 +72,7 @@ class ComparedModels:
         """Yield one of them; the base is without the adapters that a run has added to it. Collective."""
         is_base = self.is_base and target is self.baseline
         model = self.setup.load_initial(target)
-        if not is_base:
-            target.load_weights(model)
+        model = model if is_base else target.load_weights(model)
         model = self.setup.accelerator.prepare_model(model, evaluation_mode=True)
         with reference_mode(model, target.origin.model) if is_base else nullcontext():
             yield model

@@ -267,14 +267,6 @@ def _print_table(straight: CompletedRun, resumed: CompletedRun, *, title: str) -
 
 
 @dataclass(frozen=True)
-class Trace:
-    """Loss and gradient norm of each step."""
-
-    losses: tuple[float, ...]
-    norms: tuple[float, ...]
-
-
-@dataclass(frozen=True)
 class ParityResult:
     """The largest relative differences between a setup and the one-process run."""
 
@@ -321,32 +313,36 @@ def run_parity(
     reference = LaunchSetup("single", None, 1, job.train.global_batch_size // job.train.known_microbatch_size)
     with tempfile.TemporaryDirectory(prefix="finetune-parity-") as scratch:
         tested = TestedJob(config, tuple(overrides), job, steps, Path(scratch))
-        expected = _trace(reference, tested)
+        expected = _take_steps(reference, tested)
         compared = []
         for setup in setups:
-            compared.append(compare_traces(setup, expected=expected, actual=_trace(setup, tested), tolerance=tolerance))
+            actual = _take_steps(setup, tested)
+            compared.append(compare_steps(setup, expected=expected, actual=actual, tolerance=tolerance))
             print(f"{setup.label}: {_verdict(compared[-1])}", file=sys.stderr, flush=True)
-    _print_losses(compared, steps=len(expected.losses), tolerance=tolerance)
+    _print_losses(compared, steps=len(expected), tolerance=tolerance)
     return all(comparison.is_equal for comparison in compared)
 
 
-def compare_traces(setup: LaunchSetup, *, expected: Trace, actual: Trace, tolerance: float) -> ParityResult:
-    """Return the largest relative differences; traces of unequal length differ at the first missing step."""
-    losses = relative_differences(expected.losses, actual.losses)
-    norms = relative_differences(expected.norms, actual.norms)
-    bad = [n for n, (loss, norm) in enumerate(zip(losses, norms, strict=True), 1) if not max(loss, norm) <= tolerance]
-    if len(expected.losses) != len(actual.losses):
-        bad.append(min(len(expected.losses), len(actual.losses)) + 1)
+def compare_steps(setup: LaunchSetup, *, expected: Steps, actual: Steps, tolerance: float) -> ParityResult:
+    """Return the largest relative differences; of unequal numbers of steps, the first missing one differs."""
+    losses, norms = (
+        relative_differences(*(steps.values(name).tolist() for steps in (expected, actual)))
+        for name in ("loss", "gradient_norm")
+    )
+    pairs = enumerate(zip(losses, norms, strict=True), start=1)
+    bad = [number for number, pair in pairs if not all(size <= tolerance for size in pair)]
+    if len(expected) != len(actual):
+        bad.append(min(len(expected), len(actual)) + 1)
     return ParityResult(setup, max(losses, default=0.0), max(norms, default=0.0), min(bad, default=None))
 
 
-def _trace(setup: LaunchSetup, tested: TestedJob) -> Trace:
+def _take_steps(setup: LaunchSetup, tested: TestedJob) -> Steps:
     folder = tested.scratch / setup.label
     changes = {**comparable_overrides(tested.job), "train.stop_after_steps": str(tested.steps)}
     run_job(setup, tested, folder=folder, changes=changes)
     steps = read_history(folder).steps
     shutil.rmtree(folder)  # its checkpoint may be large
-    return Trace(tuple(steps.losses.tolist()), tuple(steps.values("gradient_norm").tolist()))
+    return steps
 
 
 def _verdict(comparison: ParityResult) -> str:
