@@ -11,7 +11,7 @@ import torch
 from transformers import TextStreamer
 
 from finetune.commands.evaluate import find_evaluation_target
-from finetune.commands.export import is_run, processing_in
+from finetune.commands.export import is_run
 from finetune.commands.source import use_written_arguments
 from finetune.data.encoding.conversation import ChatPrompt, prompt_ids, text_inputs
 from finetune.data.templates.chat_template import stop_ids
@@ -47,7 +47,10 @@ class Classifier:
     def load(cls, saved: SavedModel, *, trust_remote_code: bool) -> "Classifier":
         """Return the model of the folder, on the CPU."""
         model = load_saved_model(saved, key="chat", trust_remote_code=trust_remote_code)
-        return cls(model, processing_in(saved, trust_remote_code=trust_remote_code).tokenizer, saved.labels)
+        tokenizer = load_saved_processing(
+            saved.folder, reads="text", key="chat", trust_remote_code=trust_remote_code
+        ).tokenizer
+        return cls(model, tokenizer, saved.labels)
 
     @torch.no_grad()
     def answer(self, turns: list[dict[str, str]]) -> str:
