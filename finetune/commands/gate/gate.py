@@ -12,7 +12,7 @@ from pathlib import Path
 
 from finetune.commands.evaluate import find_evaluation_target, prepare_evaluation
 from finetune.commands.gate.comparison import ComparedModels, Comparison, compare_models
-from finetune.commands.printing import number_table, print_facts, print_table
+from finetune.commands.printing import print_facts, print_rows
 from finetune.config.load import load_config
 from finetune.errors import UserError
 from finetune.registry.tasks import TASKS
@@ -81,12 +81,7 @@ def _report(comparison: Comparison, failures: Sequence[str], options: GateOption
     verdict = failures or [f"Better: the loss is lower by more than {options.margin:g}."]
     notes, figures = _notes(comparison), _figures(comparison)
     print(f"{title}: {len(comparison.rows):,} rows")
-    head, *rows = figures
-    table = number_table(*head)
-    table.columns[0].justify = "left"
-    for row in rows:
-        table.add_row(*row)
-    print_table(table)
+    print_rows(*figures)
     print_facts([("", text) for text in (*notes, *verdict)], indent=0)
     if options.json is not None:
         name = "not comparable" if comparison.seen_differently else comparison.loss.verdict(options.margin)

@@ -8,10 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.table import Table
-
 from finetune.checkpoint.format import layout
 from finetune.checkpoint.format.manifest import read_manifest
+from finetune.commands.printing import print_rows
 from finetune.config.load import load_config
 from finetune.config.run_config import RunConfig
 from finetune.errors import UserError
@@ -20,7 +19,6 @@ from finetune.registry.accelerate_files import find_accelerate_file
 from finetune.report.history import Steps, read_history
 from finetune.runtime.processes import free_loopback_port
 from finetune.runtime.run_folder import CHECKPOINTS_FOLDER
-from finetune.runtime.text.rich_console import SafeConsole
 
 TIMEOUT_SECONDS = 1800.0
 
@@ -246,24 +244,21 @@ def _stop_after_end(stop_at: int, *, num_steps: int) -> UserError:
 
 
 def _print_table(straight: CompletedRun, resumed: CompletedRun, *, title: str) -> None:
-    table = Table(title=title)
-    table.add_column("step", justify="right", no_wrap=True)
-    for column in ("samples\nstraight", "\nresumed"):
-        table.add_column(column, no_wrap=True)
-    for column in ("loss\nstraight", "\nresumed", "\ndifference"):
-        table.add_column(column, justify="right", no_wrap=True)
-    losses, resumed_losses = straight.steps.losses.tolist(), resumed.steps.losses.tolist()
-    samples, resumed_samples = straight.steps.samples, resumed.steps.samples
-    for index, difference in enumerate(relative_differences(losses, resumed_losses)):
-        table.add_row(
-            str(straight.steps.numbers[index]),
-            short_digest(samples[index]),
-            short_digest(resumed_samples[index]),
-            f"{losses[index]:.8f}",
-            f"{resumed_losses[index]:.8f}",
-            f"{difference:.1e}",
-        )
-    SafeConsole().print(table)
+    one, other = straight.steps, resumed.steps
+    differences = relative_differences(one.losses.tolist(), other.losses.tolist())
+    print(title)
+    print_rows(
+        ("step", "samples straight", "resumed", "loss straight", "resumed", "difference"),
+        *(
+            (
+                str(one.numbers[n]),
+                *(short_digest(steps.samples[n]) for steps in (one, other)),
+                *(f"{steps.losses[n]:.8f}" for steps in (one, other)),
+                f"{difference:.1e}",
+            )
+            for n, difference in enumerate(differences)
+        ),
+    )
 
 
 @dataclass(frozen=True)
@@ -350,18 +345,18 @@ def _verdict(comparison: ParityResult) -> str:
 
 
 def _print_losses(compared: Sequence[ParityResult], *, steps: int, tolerance: float) -> None:
-    table = Table(title=f"largest relative difference from one process over {steps} steps (tolerance {tolerance:g})")
-    table.add_column("strategy")
-    for column in ("processes", "accumulation", "loss", "gradient norm"):
-        table.add_column(column, justify="right")
-    table.add_column("verdict")
-    for comparison in compared:
-        table.add_row(
-            comparison.setup.name,
-            str(comparison.setup.processes),
-            str(comparison.setup.accumulation),
-            f"{comparison.loss_difference:.1e}",
-            f"{comparison.norm_difference:.1e}",
-            _verdict(comparison),
-        )
-    SafeConsole().print(table)
+    print(f"largest relative difference from one process over {steps} steps (tolerance {tolerance:g})")
+    print_rows(
+        ("strategy", "processes", "accumulation", "loss", "gradient norm", "verdict"),
+        *(
+            (
+                result.setup.name,
+                str(result.setup.processes),
+                str(result.setup.accumulation),
+                f"{result.loss_difference:.1e}",
+                f"{result.norm_difference:.1e}",
+                _verdict(result),
+            )
+            for result in compared
+        ),
+    )
