@@ -1,5 +1,6 @@
 """The comparison of a tuned model with its base or another model on the same rows."""
 
+import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -70,6 +71,8 @@ class ComparedModels:
     @contextmanager
     def loaded(self, target: EvaluationTarget) -> Iterator[Any]:
         """Yield one of them; the base is without the adapters that a run has added to it. Collective."""
+        self.setup.accelerator.free_memory()  # it has a reference to every model that it has prepared
+        gc.collect()
         is_base = self.is_base and target is self.baseline
         model = self.setup.load_initial(target)
         model = model if is_base else target.load_weights(model)
