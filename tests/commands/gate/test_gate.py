@@ -8,9 +8,10 @@ import pytest
 from finetune.commands.evaluate import evaluate
 from finetune.commands.export import export
 from finetune.commands.gate.differences import loss_difference
+from finetune.errors import UserError
 from finetune.runtime import distributed
 from tests.commands.gate.conftest import Gate
-from tests.commands.gate.planted import read_result
+from tests.commands.gate.planted import FROM_CONFIG, read_result
 from tests.launching import accelerate_command, capture
 from tests.scenarios.trained import forget, stay
 
@@ -103,6 +104,14 @@ def test_a_merged_export_is_no_different_from_its_run(planted, gate: Gate, tmp_p
     code, found = gate(tmp_path / "merged", against=run, config=job)
     assert (code, found["verdict"], found["seen_differently"]) == (1, "no difference", [])
     assert found["loss"]["gain"] == pytest.approx(0.0, abs=1e-5)
+
+
+@pytest.mark.full
+def test_a_model_with_another_vocabulary_is_refused(planted, gate: Gate):
+    small = "model.tokenizer.train.vocabulary_size=400"
+    other = planted.train("other vocabulary", planted.new[:64], small, model=FROM_CONFIG, steps=2, rate=1e-3)
+    with pytest.raises(UserError, match=r"another vocabulary \(\d+ tokens in place of \d+\)"):
+        gate(planted.run("untrained"), against=other)
 
 
 @pytest.mark.full
