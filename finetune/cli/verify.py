@@ -114,7 +114,11 @@ def replay(
         typer.Option("--from", min=0, metavar="N", help="Start from the checkpoint of this step, not from the model."),
     ] = None,
     layers: Annotated[
-        bool, typer.Option("--layers", help="Also compare layer outputs, of a run with `run.record_layers: true`.")
+        bool,
+        typer.Option(
+            "--layers",
+            help="Also compare layer outputs, of a run with `run.record_layers: true`; in bf16, changes above 1%.",
+        ),
     ] = False,
     trust_remote_code: Trust = False,
     override: Overrides = None,
@@ -125,8 +129,14 @@ def replay(
     the first step that differs and the packages that have changed, unless the samples and learning rates are equal, and
     losses and gradient norms within rounding. The run folder is not changed.
     """
-    request = replay_command.ReplayRequest(run, steps, start, layers, trust_remote_code, tuple(override or ()))
-    return replay_command.run_replay(request)
+    return replay_command.run_replay(
+        run,
+        num_steps=steps,
+        start=start,
+        layers=layers,
+        overrides=override or (),
+        trust_remote_code=trust_remote_code,
+    )
 
 
 @app.command()

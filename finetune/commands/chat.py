@@ -274,8 +274,7 @@ def _load_checkpoint(
     task = target.task()
     if task.head not in _GENERATING:
         raise UserError(f"{target.source}: a `{task.head}` model does not generate text. Use `finetune generate`.")
-    model = target.initial_model(task)
-    target.load_weights(model)
+    model = target.load_weights(target.initial_model(task))
     print(f"chatting with {target.source.name} of {target.source.parent.parent}")
     return ChatModel(model.to(local_device()).eval(), target.run_inputs.processing.tokenizer, sampling)
 

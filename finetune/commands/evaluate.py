@@ -92,16 +92,17 @@ class EvaluationTarget:
             recorded=recorded,
         )
 
-    def load_weights(self, model: Any) -> None:
-        """Give the model the weights of the checkpoint; a folder's are loaded already."""
+    def load_weights(self, model: Any) -> Any:
+        """Give the model the weights of the checkpoint and return it; a folder's are loaded already."""
         if self.saved is not None:
-            return
+            return model
         checkpoint = open_checkpoint(self.source)
         weights = exported_weights(model, checkpoint, train=self.origin.train, trained_only=False)
         with torch.no_grad():
             for name, tensor in {**named_parameters(model), **named_buffers(model)}.items():
                 if weights[name] is not tensor:
                     tensor.copy_(weights[name])
+        return model
 
 
 def find_evaluation_target(
@@ -191,15 +192,14 @@ def evaluate(
     Collective over all launched processes; each of them holds the whole model.
     """
     quiet_libraries(is_main=distributed.is_main())
-    job = None if config is None else load_config(config, overrides)
-    trusts = trust_remote_code
+    job, trusts = None if config is None else load_config(config, overrides), trust_remote_code
     target = find_evaluation_target(source, step=step, job=job, overrides=overrides, trust_remote_code=trusts)
     measured = measure_metrics(target)
     if distributed.is_main():
         if json is not None:
             about = {"source": str(target.source), "step": target.step, "rows": measured.num_rows}
             atomic.write_json(json, {**about, "metrics": measured.metrics})
-        print(f"{measured.target.source}: {measured.num_rows:,} rows")
+        print(f"{target.source}: {measured.num_rows:,} rows")
         width = max(map(len, measured.metrics), default=0)
         for name, value in measured.metrics.items():
             print(f"  {name:<{width}}  {value:.6g}")
@@ -222,7 +222,6 @@ def evaluate_model(
 class Measurement:
     """The metrics of an evaluation, the same on every rank."""
 
-    target: EvaluationTarget
     metrics: dict[str, float]
     num_rows: int
 
@@ -291,7 +290,7 @@ def measure_metrics(target: EvaluationTarget) -> Measurement:
         answer_metrics=resolve_metrics(generate.metrics if generate else ()),
         reporter=no_op,
     )
-    return Measurement(target, evaluator(target.step), len(setup.rows))
+    return Measurement(evaluator(target.step), len(setup.rows))
 
 
 def _source(config: RunConfig, *, log: RunLog) -> Source:

@@ -108,9 +108,7 @@ def _of_run(source: Path, saved: SavedModel | None, *, trust_remote_code: bool) 
     def load() -> Any:
         if saved is not None:
             return load_saved_model(replace(saved, head=task.head), key="generate", trust_remote_code=trusts)
-        model = target.initial_model(task)
-        target.load_weights(model)
-        return model
+        return target.load_weights(target.initial_model(task))
 
     own = (data.validation,) if data.validation is not None and data.validation.path is not None else ()
     return PredictionTarget(target.config.task.name, task, (*(data.train.mix or (data.train,)), *own), load)

@@ -4,7 +4,7 @@ import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.table import Table
@@ -37,6 +37,15 @@ def print_table(table: Table) -> None:
         console.print(table)
     drawn = "\n".join(line.rstrip() for line in capture.get().strip("\n").splitlines()).strip("\n")
     print(drawn, file=styled_stream(sys.stdout))
+
+
+def print_rows(head: Sequence[str], *rows: Sequence[str]) -> None:
+    """Print a table of numbers whose rows are named in the first column."""
+    table = number_table(*head)
+    table.columns[0].justify = "left"
+    for row in rows:
+        table.add_row(*row)
+    print_table(table)
 
 
 def print_json(value: Any, *, indent: int = 2, **settings: Any) -> None:

@@ -46,7 +46,7 @@ class TaskEntry(Entry):
     watches_routers: bool = False  # of a mixture of experts
     has_token_loss: bool = False  # a cross-entropy over the vocabulary, with a choice of kernels
     smooths_labels: bool = False  # its loss is a cross-entropy
-    has_row_losses: bool = False  # its loss is a sum over rows: `evaluate --against` compares two models row by row
+    has_row_losses: bool = False  # every row has a loss: `evaluate --against` compares two models row by row
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -193,6 +193,7 @@ TASKS = Table(
             may_be_split=False,
             is_chat=True,
             watches_routers=True,
+            has_row_losses=True,
         ),
         TaskEntry(
             name="distillation",
@@ -276,6 +277,7 @@ TASKS = Table(
             sample="texts",
             section="embedding",
             may_be_split=False,
+            has_row_losses=True,
         ),
         TaskEntry(
             name="reranking",
@@ -287,6 +289,7 @@ TASKS = Table(
             sample="texts",
             section="reranking",
             may_be_split=False,
+            has_row_losses=True,
         ),
     ),
 )

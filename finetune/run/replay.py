@@ -55,8 +55,8 @@ def replayed_job(loaded: LoadedConfig, *, folder: Path, checkpoint: Path | None,
     return replace(loaded, config=config.model_copy(update={**sections, "evaluate": None}), remote=None)
 
 
-def replay_steps(loaded: LoadedConfig, *, num_steps: int, check: Callable[[RestoredRun], None]) -> ReplayedSteps:
-    """Take the steps of the job, at most to its end; `check` may refuse the built run before. Collective."""
+def replay_steps(loaded: LoadedConfig, *, last_step: int, check: Callable[[RestoredRun], None]) -> ReplayedSteps:
+    """Take the steps up to this one, at most to the job's end; `check` may refuse the built run before. Collective."""
     startup = StartupTimer()
     activate_options(loaded.config.plugin_options)
     context = replace(validate(loaded), log=RunLog(is_main=False))
@@ -68,8 +68,8 @@ def replay_steps(loaded: LoadedConfig, *, num_steps: int, check: Callable[[Resto
         restored, reporter=reporter, startup=startup, signals=ReceivedSignals(), gpu=DeviceColumns()
     )
     started, progress = run_started(restored, previous={}), restored.progress
-    groups, last = PrefetchedSteps(components, first_step=progress.step), progress.step + num_steps
-    while progress.step < min(last, components.plan.num_steps):
+    groups = PrefetchedSteps(components, first_step=progress.step)
+    while progress.step < min(last_step, components.plan.num_steps):
         began = time.perf_counter()
         batches, counts, waited = groups.take(progress.step)
         record = take_step(components, batches, counts, progress=progress, started=began, data_seconds=waited)

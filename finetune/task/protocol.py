@@ -309,6 +309,10 @@ class BaseTask:
         The records are float64 on the CPU, [records, k], ordered by sample id, each sample's once.
         """
 
+    def row_losses(self, records: Tensor) -> Tensor | None:
+        """Return the loss of every row, [rows], where only the records have it; None where rows have none."""
+        return None
+
     def label_text(self, features: Features) -> str:
         """Return the label of the sample as text; empty if its tokens are the label."""
         return ""
@@ -334,7 +338,8 @@ def build_task(context: TaskContext) -> Task:
         task = build(context, options=options_of(entry))
     else:
         task = build(context)
-    members = [member for member in vars(BaseTask) if not member.startswith("_") and member != "predictor"]  # optional
+    optional = ("predictor", "row_losses")
+    members = [member for member in vars(BaseTask) if not member.startswith("_") and member not in optional]
     if missing := [member for member in members if not hasattr(task, member)]:
         expected = f"a task, which has {', '.join(missing)}: derive it from one of `finetune.task`"
         raise TASKS.refusal(name, task, expected)

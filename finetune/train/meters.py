@@ -1,10 +1,6 @@
 """Measurements of the steps: sums that stay on the device until they are read, and the time spent waiting for data.
 
 Reading the sums is the only host-device synchronization.
-
-`run.record_layers` adds two norms of every layer's output in the first steps, and a checksum of its bits. Norms are
-over all tokens of the step, so they do not depend on how the step is divided into ranks and microbatches. Checksums are
-equal only where the bits are, in the same division.
 """
 
 import math
@@ -13,16 +9,15 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any
+from itertools import groupby
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from finetune.data.batch import Batch
 from finetune.report.events import StepTaken
 from finetune.report.gpu import DeviceColumns
 from finetune.runtime import distributed
+from finetune.train.layer_outputs import take_layer_outputs
 
 MAX_WAIT_SHARE = 0.1
 """Fraction of the time spent waiting for data above which a warning is logged."""
@@ -110,11 +105,17 @@ class Meters:
     def read(self) -> list[tuple[StepRecord, StepTaken]]:
         """Return and drop the collected steps with their events; losses are summed over the ranks.
 
-        The device is read once. Collective if there are any steps.
+        The device is read once, unless the task's other sums have changed. Collective if there are any steps.
         """
         records, self._records = self._records, []
-        if not records:
-            return []
+        alike = (list(group) for _, group in groupby(records, key=lambda record: list(record.sums)))
+        return [step for group in alike for step in self._read(group)]
+
+    def warning(self) -> str | None:
+        """Return a warning, once each, if too much time was spent waiting for batches, or if the GPU is lost."""
+        return self._wait.warning() or self._device.warning()
+
+    def _read(self, records: Sequence[StepRecord]) -> list[tuple[StepRecord, StepTaken]]:
         losses = distributed.sum_in_rank_order(torch.stack([record.losses.sum() for record in records]))
         norms = torch.stack([record.gradient_norm for record in records])  # on the CPU if parameters are offloaded
         columns = [norms[:, None].to(losses), losses[:, None]]
@@ -150,10 +151,6 @@ class Meters:
             steps.append((record, event))
         return steps
 
-    def warning(self) -> str | None:
-        """Return a warning, once each, if too much time was spent waiting for batches, or if the GPU is lost."""
-        return self._wait.warning() or self._device.warning()
-
 
 def sum_over_ranks(sums: dict[str, Tensor]) -> dict[str, float]:
     """Return named scalars of one dtype summed over the ranks, in that dtype. Collective."""
@@ -186,95 +183,3 @@ def keep_peak_memory() -> Iterator[None]:
 
 
 _peak_before_reset = 0
-
-
-RECORDED_STEPS = 3
-"""Number of steps of a start whose layer outputs are recorded."""
-
-NORMS = ("norm", "projected_norm")
-
-_NUMBERS = (*NORMS, "positions", "checksum")
-_PREFIX = "layer output "  # of the names of these sums
-_MASKS = ("attention_mask", "decoder_attention_mask")
-_CHECKSUM_RANGE = 2**32  # sums over thousands of batches are exact in float64
-_ODD = 0x9E3779B1  # of multiplicative hashing (Knuth)
-
-
-class RecordedTask:
-    """Wraps what a step trains on: adds sums over the outputs of modules to its own, and changes nothing else.
-
-    They are taken by hooks within `loss_sums`, hence not when a layer is computed again in the backward pass, and are 0
-    after `stop`. `task` is a StepTask; `model` is the unwrapped model, whose masks mark padding, which does not count.
-    """
-
-    def __init__(self, task: Any, model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
-        self._task = task
-        self._names = tuple(modules)
-        self._sums: dict[str, Tensor] | None = None
-        self._masks: list[Tensor] = []
-        self._hooks: list[Any] = [model.register_forward_pre_hook(self._read_masks, with_kwargs=True)]
-        self._hooks += [module.register_forward_hook(partial(self._add, name)) for name, module in modules.items()]
-
-    def prepare_step(self, model: nn.Module, batches: Sequence[Batch]) -> Sequence[Batch]:
-        """Return the batches that the task prepared. Collective."""
-        prepared: Sequence[Batch] = self._task.prepare_step(model, batches)
-        return prepared
-
-    def loss_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        """Return the task's and the layers' sums; compiled code runs eagerly, so that it contains no hook."""
-        zeros = torch.zeros(len(_NUMBERS), dtype=torch.float64, device=batch.labels.device)
-        sums = {f"{_PREFIX}{name}": zeros.clone() for name in self._names}
-        if not self._hooks:
-            return {**self._task.loss_sums(model, batch), **sums}
-        self._sums = sums
-        try:
-            with torch.compiler.set_stance("force_eager"):
-                return {**self._task.loss_sums(model, batch), **sums}
-        finally:
-            self._sums, self._masks = None, []
-
-    def step_metrics(self, sums: Mapping[str, Any], *, num_targets: int) -> Mapping[str, float]:
-        """Return the task's metrics."""
-        metrics: Mapping[str, float] = self._task.step_metrics(sums, num_targets=num_targets)
-        return metrics
-
-    def stop(self) -> None:
-        """Remove the hooks."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-
-    def _read_masks(self, _: nn.Module, arguments: Any, named: dict[str, Any]) -> None:
-        self._masks = [named[name] for name in _MASKS if isinstance(named.get(name), Tensor)]
-
-    @torch.no_grad()
-    def _add(self, name: str, _: nn.Module, arguments: Any, output: Any) -> None:
-        value = output[0] if isinstance(output, tuple) else output
-        if self._sums is None or not isinstance(value, Tensor) or not value.is_floating_point():
-            return
-        rows = value.detach().flatten(0, -2)  # [positions, width]
-        masks = [mask for mask in self._masks if mask.shape == value.shape[:-1]]
-        counts = masks[0].flatten() != 0 if masks else torch.ones(len(rows), dtype=torch.bool, device=rows.device)
-        # A LayerNorm's output has nearly the same norm whatever it reads; its share in one direction has not.
-        signs = ((torch.arange(rows.shape[1], device=rows.device) * _ODD >> 15) & 1) * 2 - 1
-        norms = torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float32), (rows.float() * signs).sum(dim=1)
-        squares = [torch.where(counts, norm.double().square(), 0).sum() for norm in norms]
-        self._sums[f"{_PREFIX}{name}"] += torch.stack([*squares, counts.sum().double(), _checksum(rows, counts)])
-
-
-def _checksum(rows: Tensor, counts: Tensor) -> Tensor:
-    """Return a number below 2^32 of the bits and places of the rows that count, a float64 scalar."""
-    bits = rows.contiguous().view(torch.int16 if rows.element_size() == 2 else torch.int32)
-    width, length = (torch.arange(size, device=rows.device) * 2 + 1 for size in (bits.shape[1], len(bits)))
-    of_rows = (bits * (width * _ODD).to(torch.int32)).sum(dim=1) * length * _ODD
-    return (torch.where(counts, of_rows, 0).sum() % _CHECKSUM_RANGE).double()
-
-
-def take_layer_outputs(sums: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Remove the sums of layer outputs of a whole step and return its norms, positions and checksum by module."""
-    taken = {name.removeprefix(_PREFIX): sums.pop(name) for name in tuple(sums) if name.startswith(_PREFIX)}
-    return {
-        name: dict(zip(_NUMBERS, (*map(math.sqrt, numbers[:2]), *numbers[2:]), strict=True))
-        for name, numbers in taken.items()
-        if any(numbers)
-    }

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from finetune.data.batch import Batch
-from finetune.train.meters import RecordedTask, take_layer_outputs
+from finetune.train.layer_outputs import RecordedTask, take_layer_outputs
 
 
 class Model(nn.Module):

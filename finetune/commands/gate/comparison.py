@@ -1,5 +1,6 @@
 """The comparison of a tuned model with its base or another model on the same rows."""
 
+import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -16,8 +17,10 @@ from finetune.commands.gate.rows import measure_rows
 from finetune.config.load import RESOLVED_NAME
 from finetune.data.features import Features
 from finetune.data.token_cache.cache import prepare_set
-from finetune.errors import DataError
+from finetune.errors import DataError, UserError
 from finetune.model.frozen_models import reference_mode
+from finetune.model.loading.architecture import NEW_HEADS
+from finetune.registry.losses import RERANKING_LOSSES
 from finetune.registry.tasks import TASKS
 from finetune.run.setup.training_data import make_encoding
 from finetune.run.state.run_folder import RunInputs
@@ -53,6 +56,7 @@ class Comparison:
     rows: Sequence[ComparedRow]  # what got worse most comes first, what got better most last
     forgetting: Forgetting | None  # None without general rows
     seen_differently: Sequence[str]  # sentences about rows that a model has seen otherwise in its training
+    may_have_new_head: bool  # the baseline is the base, and this head is usually not among its weights
 
 
 @dataclass(frozen=True)
@@ -64,27 +68,16 @@ class ComparedModels:
     baseline: EvaluationTarget
     is_base: bool  # the baseline is the model as the tuned one's run began with it
 
-    def with_reference(self) -> "ComparedModels":
-        """Return the models with the outputs of a reference that the loss needs: the model that the job starts from."""
-        if self.setup.task.precomputed is None:
-            return self
-        reference = self.setup.load_initial(replace(self.tuned, saved=None))
-        return replace(self, setup=self.setup.with_frozen_outputs(reference))
-
-    def load_tuned(self) -> Any:
-        """Return the tuned model."""
-        model = self.setup.load_initial(self.tuned)
-        self.tuned.load_weights(model)
-        return self.setup.accelerator.prepare_model(model, evaluation_mode=True)
-
     @contextmanager
-    def baseline_loaded(self) -> Iterator[Any]:
-        """Yield the baseline; the base is without the adapters that a run has added to it."""
-        model = self.setup.load_initial(self.baseline)
-        if not self.is_base:
-            self.baseline.load_weights(model)
+    def loaded(self, target: EvaluationTarget) -> Iterator[Any]:
+        """Yield one of them; the base is without the adapters that a run has added to it. Collective."""
+        self.setup.accelerator.free_memory()  # it has a reference to every model that it has prepared
+        gc.collect()
+        is_base = self.is_base and target is self.baseline
+        model = self.setup.load_initial(target)
+        model = model if is_base else target.load_weights(model)
         model = self.setup.accelerator.prepare_model(model, evaluation_mode=True)
-        with reference_mode(model, self.tuned.origin.model) if self.is_base else nullcontext():
+        with reference_mode(model, target.origin.model) if is_base else nullcontext():
             yield model
 
 
@@ -92,20 +85,23 @@ def compare_models(models: ComparedModels, *, general_rows: Path | None, trust_r
     """Return the comparison on the tuned model's validation rows, and on general rows where the model continues texts.
 
     General rows come from the file, or else from the package, unless the job trains a model from random weights.
+    Raises UserError if a model reads other tokens, or the loss is not a sum over rows. Collective.
     """
     seen_differently = find_other_encodings(models, trust_remote_code=trust_remote_code)
-    models = models.with_reference()
     setup, forgetting = models.setup, None
+    if setup.task.precomputed is not None:  # the loss needs a reference, which is the model that the job starts from
+        setup = setup.with_frozen_outputs(setup.load_initial(replace(models.tuned, saved=None)))
     samples = [setup.rows.intact(index) for index in range(len(setup.rows))]
-    with models.baseline_loaded() as model:
-        baseline = measure_rows(model, setup.task, samples, device=setup.accelerator.device)
+    with models.loaded(models.baseline) as model:
+        baseline = measure_rows(model, setup.task, samples)
         general = _general_rows(models, general_rows, model)
-        answers = None if general is None else general.measure_baseline(model)
+        general_baseline = None if general is None else general.measure(model)
     del model
-    model = models.load_tuned()
-    tuned = measure_rows(model, setup.task, samples, device=setup.accelerator.device)
-    if general is not None and answers is not None:
-        forgetting = general.measure_forgetting(model, answers)
+    with models.loaded(models.tuned) as model:
+        tuned = measure_rows(model, setup.task, samples)
+        if general is not None and general_baseline is not None:
+            general_tuned = general.measure(model, answers=general_baseline.answers)
+            forgetting = general.forgetting(general_baseline, general_tuned)
     rows = [
         ComparedRow(
             setup.rows.location(index),
@@ -126,6 +122,7 @@ def compare_models(models: ComparedModels, *, general_rows: Path | None, trust_r
         rows=sorted(rows, key=lambda row: row.gain),
         forgetting=forgetting,
         seen_differently=seen_differently,
+        may_have_new_head=models.is_base and setup.task.head in NEW_HEADS,
     )
 
 
@@ -145,18 +142,29 @@ def _texts(models: ComparedModels, sample: Features) -> tuple[str, str]:
     return decode(list(prompt.input_ids), skip_special_tokens=True), decode(list(prompt.reference_ids))
 
 
+_SHARES = {
+    "classification": "accuracy",
+    "preference": "chosen answer more likely",
+    "reward": "chosen answer scored higher",
+    "reranking": "positive ranked first",
+}
+"""The name of the share of right rows, by the section of the task."""
+
+
 def _share_name(setup: EvaluationSetup) -> str:
     """Return the name of the share of right rows; empty if no row is right or wrong."""
     section, entry = setup.config.task, TASKS[setup.config.task.name]
-    if entry.section == "preference":
-        return "chosen answer more likely"
-    if entry.classifies:
-        return "" if section.classification.kind == "regression" else "accuracy"
-    return "exact match" if entry.generates else ""
+    is_number = entry.classifies and section.classification.kind == "regression"
+    if is_number or (entry.section == "reranking" and RERANKING_LOSSES[section.reranking.loss].scores is not None):
+        return ""
+    return _SHARES.get(entry.section or "", "exact match" if entry.generates else "")
 
 
 def find_other_encodings(models: ComparedModels, *, trust_remote_code: bool) -> list[str]:
-    """Return a sentence for each model whose own job or tokenizer encodes these rows differently."""
+    """Return a sentence for each model whose own job or tokenizer encodes these rows differently. Collective.
+
+    Raises UserError for a model with another vocabulary, which cannot read them.
+    """
     setup, sentences = models.setup, []
     for target in (models.tuned,) if models.is_base else (models.tuned, models.baseline):
         own = _own_rules(target, trust_remote_code=trust_remote_code)
@@ -171,21 +179,30 @@ def find_other_encodings(models: ComparedModels, *, trust_remote_code: bool) -> 
             continue
         pairs = [(setup.rows[index], rows[index]) for index in range(min(len(rows), len(setup.rows)))]
         others = [index for index, (here, there) in enumerate(pairs) if not _is_same(here, there)]
-        if others or len(rows) != len(setup.rows):
-            first = others[0] if others else len(pairs) - 1
-            here, there = map(_token_counts, pairs[first])
-            sentences.append(
-                f"{target.source} was trained with another template, tokenizer or choice of targets than these rows "
-                f"have now: {max(len(others), abs(len(rows) - len(setup.rows)))} of {len(setup.rows)} differ, first "
-                f"{setup.rows.location(first)}: now {here}; in training {there}."
+        if not others and len(rows) == len(setup.rows):
+            continue
+        vocabularies = [
+            each.get_vocab() for each in (processing.tokenizer, models.tuned.run_inputs.processing.tokenizer)
+        ]
+        if vocabularies[0] != vocabularies[1]:
+            raise UserError(
+                f"--against: {target.source} has another vocabulary ({len(vocabularies[0]):,} tokens in place of "
+                f"{len(vocabularies[1]):,}), so losses per token do not compare. Compare answers: `finetune generate` "
+                "with both, or `finetune evaluate` with evaluate.generate."
             )
+        first = others[0] if others else len(pairs) - 1
+        here, there = map(_token_counts, pairs[first])
+        sentences.append(
+            f"{target.source} was trained with another template, tokenizer or choice of targets than these rows "
+            f"have now: {max(len(others), abs(len(rows) - len(setup.rows)))} of {len(setup.rows)} differ, first "
+            f"{setup.rows.location(first)}: now {here}; in training {there}."
+        )
     return sentences
 
 
 def _own_rules(target: EvaluationTarget, *, trust_remote_code: bool) -> EvaluationTarget:
     """Return the target with its run's own job and its folder's own tokenizer, not the given ones."""
-    saved, trusts = target.saved, trust_remote_code
-    own = target
+    saved, trusts, own = target.saved, trust_remote_code, target
     if saved is None or (saved.folder.parent / RESOLVED_NAME).is_file():
         own = find_evaluation_target(target.source, step=None, job=None, overrides=(), trust_remote_code=trusts)
     if saved is None:

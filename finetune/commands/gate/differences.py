@@ -3,8 +3,9 @@
 Rows are resampled together with their targets, so that the mean is that of an evaluation: a sum over the rows divided
 by the number of targets. The interval of a loss is the wider one, at each end, of the studentized and the percentile
 bootstrap (Efron and Tibshirani 1993, An Introduction to the Bootstrap, ch. 12.5 and 13.3): the first is right on few
-rows, the second where most rows do not differ. A share has the percentile interval, since a resample without a changed
-row has no standard error. The seed is fixed.
+and skewed rows, the second where most rows do not differ. (scipy's BCa raised up to 22% of false alarms there, the
+percentile alone 11% on skewed rows.) A share has the percentile interval, since a resample without a changed row has no
+standard error. The seed is fixed.
 """
 
 import math
@@ -17,9 +18,12 @@ CONFIDENCE = 0.95
 MIN_ROWS = 20
 """With fewer rows the intervals are too narrow: up to 10% of false alarms in place of 5% with 7 rows."""
 
+MIN_DIFFERENT = 6
+"""With fewer rows that differ at all, the interval includes 0: a sign test of 5 has a p-value of 2 / 2^5 = 0.06."""
+
 _NUM_RESAMPLES = 2_000
-_MAX_COUNTS = 1 << 24
-"""The maximum number of counts of rows in memory."""
+_MAX_DRAWN = 1 << 22
+"""The maximum number of drawn rows in memory."""
 
 Verdict = Literal["better", "no difference", "undecided", "worse"]
 
@@ -72,35 +76,31 @@ def _interval(sums: np.ndarray, weights: np.ndarray, *, studentized: bool) -> tu
     count = len(sums)
     if count < MIN_ROWS or not np.isfinite(sums).all():
         return None, None
-    mean = sums.sum() / weights.sum()
-    error = float(_standard_error(sums @ sums, sums @ weights, weights @ weights, mean, weights.sum(), count))
-    if error <= 1e-9 * abs(mean) or error == 0.0:  # the same difference in every row
-        return float(mean), float(mean)
-    columns = np.stack([sums, weights, sums * sums, sums * weights, weights * weights], axis=1)
-    random, totals = np.random.default_rng(0), []
-    size = max(1, _MAX_COUNTS // count)
-    for start in range(0, _NUM_RESAMPLES, size):
-        counts = random.multinomial(count, np.full(count, 1 / count), size=min(size, _NUM_RESAMPLES - start))
-        totals.append(counts @ columns)  # [resamples, 5]
-    sum_, weight, squares, products, weight_squares = np.concatenate(totals).T
-    means, tails = sum_ / weight, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2]
+    mean, error = (float(value) for value in _mean_and_error(sums, weights))
+    if error <= 1e-9 * abs(mean):  # the same difference in every row
+        return mean, mean
+    random, size = np.random.default_rng(0), max(1, _MAX_DRAWN // count)
+    drawn = (
+        random.integers(count, size=(min(size, _NUM_RESAMPLES - n), count)) for n in range(0, _NUM_RESAMPLES, size)
+    )
+    means, errors = np.hstack([_mean_and_error(sums[rows], weights[rows]) for rows in drawn])
+    tails = [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2]
     low, high = (float(end) for end in np.quantile(means, tails))
     if studentized:
-        errors = _standard_error(squares, products, weight_squares, means, weight, count)
         has_error = errors > 1e-9 * error
         first, last = np.quantile((means[has_error] - mean) / errors[has_error], tails)
         low, high = min(low, float(mean - last * error)), max(high, float(mean - first * error))
+    if np.count_nonzero(sums) < MIN_DIFFERENT:
+        low, high = min(low, 0.0), max(high, 0.0)
     return low, high
 
 
-def _standard_error(
-    squares: np.ndarray,
-    products: np.ndarray,
-    weight_squares: np.ndarray,
-    mean: np.ndarray,
-    weight: np.ndarray,
-    count: int,
-) -> np.ndarray:
-    """Return the standard error of a ratio of sums, by linearization (Cochran 1977, Sampling Techniques, ch. 6)."""
-    residuals = np.maximum(squares - 2 * mean * products + mean**2 * weight_squares, 0.0)
-    return np.asarray(np.sqrt(residuals * count / (count - 1)) / weight)
+def _mean_and_error(sums: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return a ratio of sums and its standard error by linearization (Cochran 1977, Sampling Techniques, ch. 6).
+
+    Both inputs are [..., rows].
+    """
+    count, total = sums.shape[-1], weights.sum(axis=-1)
+    mean = sums.sum(axis=-1) / total
+    residuals = sums - mean[..., None] * weights
+    return mean, np.sqrt(np.square(residuals).sum(axis=-1) * count / (count - 1)) / total

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from finetune.commands.evaluate import find_evaluation_target, prepare_evaluation
 from finetune.commands.gate.comparison import ComparedModels, Comparison, compare_models
-from finetune.commands.printing import number_table, print_facts, print_table
+from finetune.commands.printing import print_facts, print_rows
 from finetune.config.load import load_config
 from finetune.errors import UserError
 from finetune.registry.tasks import TASKS
@@ -51,11 +51,10 @@ def evaluate_against(
 ) -> int:
     """Compare, print the result, write the page and the JSON file, and return 0 if the gate passes, else 1.
 
-    Raises UserError for several processes, and for a task whose loss is not a sum over rows.
+    Raises UserError for a task whose loss is not a sum over rows. Collective: ranks share the rows, and each of them
+    holds a whole model.
     """
-    if distributed.world() > 1:
-        raise UserError("--against: run it in one process, without `accelerate launch`.")
-    quiet_libraries(is_main=True)
+    quiet_libraries(is_main=distributed.is_main())
     job, trusts = None if config is None else load_config(config, overrides), trust_remote_code
     tuned = find_evaluation_target(source, step=step, job=job, overrides=overrides, trust_remote_code=trusts)
     entry = TASKS[tuned.config.task.name]
@@ -70,10 +69,20 @@ def evaluate_against(
         baseline = find_evaluation_target(folder, step=None, job=same, overrides=(), trust_remote_code=trusts)
     models = ComparedModels(prepare_evaluation(tuned), tuned, baseline, is_base=against == BASE)
     comparison = compare_models(models, general_rows=options.general, trust_remote_code=trusts)
-    title = f"{tuned.source} against {'its base' if against == BASE else baseline.source}"
     failures = _failures(comparison, options)
+    if distributed.is_main():
+        baseline_title = "its base" if models.is_base else baseline.source
+        _report(comparison, failures, options, title=f"{tuned.source} against {baseline_title}")
+    return distributed.shut_down(int(bool(failures)))
+
+
+def _report(comparison: Comparison, failures: Sequence[str], options: GateOptions, *, title: str) -> None:
+    """Print the result, and write the JSON file and the page."""
     verdict = failures or [f"Better: the loss is lower by more than {options.margin:g}."]
-    _print(comparison, title=title, sentences=[*_notes(comparison), *verdict])
+    notes, figures = _notes(comparison), _figures(comparison)
+    print(f"{title}: {len(comparison.rows):,} rows")
+    print_rows(*figures)
+    print_facts([("", text) for text in (*notes, *verdict)], indent=0)
     if options.json is not None:
         name = "not comparable" if comparison.seen_differently else comparison.loss.verdict(options.margin)
         facts = {"title": title, "passes": not failures, "verdict": name, "failures": failures}
@@ -88,15 +97,14 @@ def evaluate_against(
             written=format_time(time.time()),
             passes=not failures,
             verdict=verdict,
-            figures=_figures(comparison),
-            notes=_notes(comparison),
+            figures=figures,
+            notes=notes,
             num_rows=len(comparison.rows),
             worst=[row for row in comparison.rows[:NUM_SHOWN] if row.gain < 0],
             best=[row for row in comparison.rows[: -NUM_SHOWN - 1 : -1] if row.gain > 0],
         )
         atomic.write_bytes(options.html, page.encode("utf-8", errors="backslashreplace"))
         print(f"wrote {options.html}")
-    return 1 if failures else 0
 
 
 _NOT_BETTER = {
@@ -118,9 +126,14 @@ def _failures(comparison: Comparison, options: GateOptions) -> list[str]:
 
 
 def _notes(comparison: Comparison) -> list[str]:
-    """Return sentences about the rows and about forgetting."""
+    """Return sentences about the rows, the base and forgetting."""
     better, worse = (sum(row.gain * sign > 0 for row in comparison.rows) for sign in (1, -1))
     notes = [f"{better:,} rows have a lower loss than before, {worse:,} a higher one."]
+    if comparison.may_have_new_head:
+        notes.append(
+            "The base answers with a new head of random weights, unless `model.name` has such a head: any training "
+            "beats that. Compare with another run, too: --against RUN."
+        )
     forgetting = comparison.forgetting
     if forgetting is None:
         return [*notes, "Forgetting is not measured: the baseline has random weights, or does not continue texts."]
@@ -146,14 +159,3 @@ def _figures(comparison: Comparison) -> list[tuple[str, ...]]:
             values = f"{measure.baseline:.4f}", f"{measure.tuned:.4f}", f"{measure.gain:+.4f}"
             table.append((name, *values, interval))
     return table
-
-
-def _print(comparison: Comparison, *, title: str, sentences: Sequence[str]) -> None:
-    print(f"{title}: {len(comparison.rows):,} rows")
-    head, *rows = _figures(comparison)
-    table = number_table(*head)
-    table.columns[0].justify = "left"
-    for row in rows:
-        table.add_row(*row)
-    print_table(table)
-    print_facts([("", text) for text in sentences], indent=0)

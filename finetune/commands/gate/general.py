@@ -6,14 +6,14 @@ would have chosen another one. It would have given an answer without a changed t
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from finetune.commands.gate.differences import PairedDifference, loss_difference
-from finetune.commands.gate.rows import RowResults, measure_rows
+from finetune.commands.gate.rows import RowResults, map_over_ranks, measure_rows
 from finetune.config.sections.data import NO_LIMIT, DataSection, SourceSection
 from finetune.config.sections.task import TaskSection
 from finetune.data.features import Features
@@ -39,12 +39,12 @@ _TASKS = {"messages": "sft", "text": "pretrain"}
 
 
 @dataclass(frozen=True)
-class BaselineAnswers:
-    """The baseline's results on general rows, its greedy answers, and its results on these."""
+class GeneralResults:
+    """What a model reaches on general rows, and on the baseline's greedy answers to them."""
 
-    results: RowResults
+    of_rows: RowResults
     answers: Sequence[Features]  # the prompts with the answers, whose tokens are the targets
-    answer_results: RowResults
+    of_answers: RowResults
 
 
 @dataclass(frozen=True)
@@ -64,45 +64,49 @@ class GeneralRows:
 
     task: Task
     tokenizer: Any
-    device: torch.device
     samples: Sequence[Features]
     prompts: Sequence[GenerationPrompt]
     num_left_out: int
 
-    def measure_baseline(self, model: Any) -> BaselineAnswers:
-        """Return what the baseline reaches and answers. Collective."""
-        answers: list[Features] = []
-        for start in range(0, len(self.prompts), _BATCH_SIZE):
-            batch = self.prompts[start : start + _BATCH_SIZE]
+    def measure(self, model: Any, *, answers: Sequence[Features] | None = None) -> GeneralResults:
+        """Return the results of the model; without answers, it is the baseline, which gives them. Collective."""
+        if answers is None:
+            answers = self._answers(model)
+        of_rows, of_answers = (measure_rows(model, self.task, rows) for rows in (self.samples, answers))
+        return GeneralResults(of_rows, answers, of_answers)
+
+    def _answers(self, model: Any) -> list[Features]:
+        def answer(batch: Sequence[GenerationPrompt]) -> list[Features]:
             generated = generate_tokens(
                 model.eval(),
                 batch,
                 pad_id=pad_id(self.tokenizer),
                 stop_ids=stop_ids(self.tokenizer),
                 max_new_tokens=_ANSWER_TOKENS,
-                device=self.device,
+                device=model.device,
             )
-            for prompt, ids in zip(batch, generated, strict=True):
-                tokens = np.array([*prompt.input_ids, *ids], np.uint32)
-                is_target = np.arange(len(tokens)) >= len(prompt.input_ids)
-                answers.append(Features({"input_ids": tokens, "is_target": is_target}))
-        return BaselineAnswers(self._measure(model, self.samples), answers, self._measure(model, answers))
+            tokens = [
+                np.array([*prompt.input_ids, *ids], np.uint32) for prompt, ids in zip(batch, generated, strict=True)
+            ]
+            return [
+                Features({"input_ids": ids, "is_target": np.arange(len(ids)) >= len(prompt.input_ids)})
+                for prompt, ids in zip(batch, tokens, strict=True)
+            ]
 
-    def measure_forgetting(self, model: Any, baseline: BaselineAnswers) -> Forgetting:
+        batches = [self.prompts[start : start + _BATCH_SIZE] for start in range(0, len(self.prompts), _BATCH_SIZE)]
+        return list(chain.from_iterable(map_over_ranks(answer, batches)))
+
+    def forgetting(self, baseline: GeneralResults, tuned: GeneralResults) -> Forgetting:
         """Return how the tuned model differs from the baseline."""
-        results, answers = self._measure(model, self.samples), self._measure(model, baseline.answers)
         # compared with the baseline's own pass, which rounds as this one does
-        changed = np.maximum(baseline.answer_results.num_correct - answers.num_correct, 0)
+        changed = np.maximum(baseline.of_answers.num_correct - tuned.of_answers.num_correct, 0)
         return Forgetting(
-            loss_difference(baseline.results.losses, results.losses, results.num_targets),
+            loss_difference(baseline.of_rows.losses, tuned.of_rows.losses, tuned.of_rows.num_targets),
             len(self.samples),
             self.num_left_out,
             answers_changed=float((changed > 0).mean()),
-            tokens_changed=float(changed.sum() / answers.num_targets.sum()),
+            tokens_changed=float(changed.sum() / tuned.of_answers.num_targets.sum()),
         )
-
-    def _measure(self, model: Any, samples: Sequence[Features]) -> RowResults:
-        return measure_rows(model, self.task, samples, device=self.device)
 
 
 def read_general(path: Path, data: DataSection, tokenizer: Any, model: Any) -> GeneralRows:
@@ -124,11 +128,8 @@ def read_general(path: Path, data: DataSection, tokenizer: Any, model: Any) -> G
     longest = min(data.longest, positions - _ANSWER_TOKENS)
     samples: list[Features] = []
     prompts: list[GenerationPrompt] = []
-    rows = [
-        row
-        for shard in find_local(SourceSection(path=str(path)), key="--general", log=no_op).shards()
-        for row in shard.rows()
-    ]
+    shards = find_local(SourceSection(path=str(path)), key="--general", log=no_op).shards()
+    rows = list(chain.from_iterable(shard.rows() for shard in shards))
     for raw in rows:
         column = next((name for name in _TASKS if name in raw.parse()), None)
         if column is None:
@@ -139,7 +140,7 @@ def read_general(path: Path, data: DataSection, tokenizer: Any, model: Any) -> G
             prompts.append(tasks[column].prompt(sample) or _first_half(sample))
     if not samples:
         raise DataError(f"--general: {path} has no row of at most {longest:,} tokens.")
-    return GeneralRows(tasks["text"], tokenizer, inner.device, samples, prompts, num_left_out=len(rows) - len(samples))
+    return GeneralRows(tasks["text"], tokenizer, samples, prompts, num_left_out=len(rows) - len(samples))
 
 
 def _encode(task: Task, raw: RawRow, column: str) -> Features | None:

@@ -1,10 +1,8 @@
 """`finetune verify replay`: the steps of a recorded run, taken again in the present environment, are still the same."""
 
-import json
-import math
 import re
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +13,7 @@ from finetune.checkpoint.format import layout
 from finetune.checkpoint.read.changes import setting_differences
 from finetune.checkpoint.read.inventory import locate_run, read_entry, select_checkpoint
 from finetune.commands.source import with_trust
+from finetune.commands.verify.runs import relative_difference
 from finetune.config.load import load_resolved
 from finetune.config.run_config import RunConfig
 from finetune.errors import UserError
@@ -23,8 +22,9 @@ from finetune.run.replay import ReplayedSteps, active_dropout, replay_steps, rep
 from finetune.run.state.resume import RestoredRun
 from finetune.runtime import distributed
 from finetune.runtime.environment import package_versions
+from finetune.runtime.files.read import read_json
 from finetune.runtime.run_folder import CHECKPOINTS_FOLDER
-from finetune.train.meters import NORMS
+from finetune.train.layer_outputs import NORMS
 
 EventFields = Mapping[str, Any]
 
@@ -53,18 +53,6 @@ TOLERANCES: Mapping[str, ReplayTolerance] = {
 
 
 @dataclass(frozen=True)
-class ReplayRequest:
-    """The arguments of the command."""
-
-    run: Path
-    num_steps: int = 5
-    start: int | None = None  # the step of a checkpoint; None: the model that the run began with
-    layers: bool = False
-    trust_remote_code: bool = False
-    overrides: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
 class RecordedSteps:
     """What a run folder says about these steps, their start, and the environment of its last start."""
 
@@ -72,27 +60,39 @@ class RecordedSteps:
     steps: Mapping[int, EventFields]
     environment: Mapping[str, Any]
 
+    @property
+    def division(self) -> str:
+        """Return how a step was divided into processes and microbatches."""
+        return _division(self.started.get("arithmetic") or ())
 
-def run_replay(request: ReplayRequest) -> int:
+
+def run_replay(
+    run: Path,
+    *,
+    num_steps: int,
+    start: int | None,
+    layers: bool,
+    overrides: Sequence[str] = (),
+    trust_remote_code: bool = False,
+) -> int:
     """Take the steps again, print the comparison and return the exit code: 1 where something differs. Collective.
 
-    Raises UserError for a run without a record of these steps, or one whose dropout masks are others here.
+    They are those after the checkpoint of step `start`, else the run's first ones. Raises UserError for a run without a
+    record of these steps, or one whose dropout masks are others here.
     """
-    run, checkpoint = request.run.expanduser().absolute(), None
-    if request.start is not None:
-        checkpoint = select_checkpoint(locate_run(run), step=request.start)
-    recorded = read_recorded(run, after=request.start or 0, num_steps=request.num_steps)
-    if request.layers and not any(step.get("layers") for step in recorded.steps.values()):
+    run = run.expanduser().absolute()
+    checkpoint = None if start is None else select_checkpoint(locate_run(run), step=start)
+    recorded = read_recorded(run, after=start or 0, num_steps=num_steps)
+    last = max(recorded.steps)
+    if layers and not any(step.get("layers") for step in recorded.steps.values()):
         raise UserError(
-            f"--layers: {run / EVENTS_FILE} has no layer outputs of steps {min(recorded.steps)} to "
-            f"{max(recorded.steps)}. A run with `run.record_layers: true` records its first steps."
+            f"--layers: {run / EVENTS_FILE} has no layer outputs of steps {min(recorded.steps)} to {last}. A run with "
+            "`run.record_layers: true` records those of the first 3 steps of each start."
         )
-    loaded = with_trust(load_resolved(run, request.overrides), trust_remote_code=request.trust_remote_code)
+    loaded = with_trust(load_resolved(run, overrides), trust_remote_code=trust_remote_code)
     with tempfile.TemporaryDirectory(prefix="finetune-replay-") as scratch:
-        job = replayed_job(loaded, folder=Path(scratch), checkpoint=checkpoint, records_layers=request.layers)
-        replayed = replay_steps(
-            job, num_steps=len(recorded.steps), check=lambda restored: _require_same_masks(recorded, restored)
-        )
+        job = replayed_job(loaded, folder=Path(scratch), checkpoint=checkpoint, records_layers=layers)
+        replayed = replay_steps(job, last_step=last, check=lambda restored: _require_same_masks(recorded, restored))
     tolerance = tolerance_of(job.config)
     code = distributed.run_on_rank_0(lambda: _judge(run, recorded, replayed, tolerance=tolerance))
     return distributed.shut_down(code)
@@ -115,10 +115,10 @@ def read_recorded(run: Path, *, after: int, num_steps: int) -> RecordedSteps:
     if after + 1 not in steps:
         raise UserError(f"{path}: has no step {after + 1}, so there is nothing to compare.")
     try:
-        environment = dict(json.loads((run / "environment.json").read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        environment = {}
-    return RecordedSteps(started, steps, environment)
+        environment = read_json(run / "environment.json")
+    except (OSError, ValueError):
+        environment = None
+    return RecordedSteps(started, steps, environment if isinstance(environment, dict) else {})
 
 
 def tolerance_of(config: RunConfig) -> ReplayTolerance:
@@ -133,7 +133,7 @@ def tolerance_of(config: RunConfig) -> ReplayTolerance:
 
 def _require_same_masks(recorded: RecordedSteps, restored: RestoredRun) -> None:
     """Raise UserError where dropout is on, and its masks are others than the recorded ones."""
-    here, there = restored.built.plan.arithmetic[0].partition(" (")[0], _batch_line(recorded.started)
+    here, there = _division(restored.built.plan.arithmetic), recorded.division
     device = restored.built.prepared.accelerator.device.type
     recorded_on = next((each.get("type") for each in recorded.environment.get("devices", ())), device)
     places = active_dropout(restored)
@@ -145,26 +145,35 @@ def _require_same_masks(recorded: RecordedSteps, restored: RestoredRun) -> None:
         )
 
 
+def _division(arithmetic: Sequence[str]) -> str:
+    return next(iter(arithmetic), "").partition(" (")[0]
+
+
 def _judge(run: Path, recorded: RecordedSteps, replayed: ReplayedSteps, *, tolerance: ReplayTolerance) -> int:
     """Print the steps of both and the first difference with what may explain it; return the exit code."""
-    print(f"recorded: {recorded.started.get('strategy')}; now: {replayed.started.strategy}")
+    started = replayed.started
+    print(f"recorded: {recorded.started.get('strategy', 'unknown')}; now: {started.strategy}")
     print("step        loss         now  difference  gradient norm         now  difference")
-    groups = recorded.started.get("parameter_groups") or replayed.started.parameter_groups  # of older runs, unknown
-    found = list(group_differences(groups, replayed.started.parameter_groups))
+    groups = recorded.started.get("parameter_groups") or started.parameter_groups  # of older runs, unknown
+    differences = list(group_differences(groups, started.parameter_groups))
     for number, there in recorded.steps.items():
         here = asdict(replayed.steps[number]) if number in replayed.steps else {}
         if here:
-            _print_step(there, here)
-        if not found:
-            found = [f"step {number}: {line}" for line in step_differences(there, here, tolerance)]
-    same_division = _batch_line(recorded.started) == _batch_line(asdict(replayed.started))
-    notes = [*_layer_notes(recorded, replayed, same_division=same_division), *_changes(run, recorded, replayed)]
+            columns = [f"{number:>4}"]
+            for name, width in (("loss", 10), ("gradient_norm", 13)):
+                pair = float(there[name]), float(here[name])
+                columns.append(f"{pair[0]:>{width}.6f}  {pair[1]:>10.6f}  {relative_difference(*pair):>10.1e}")
+            print("  ".join(columns))
+        if not differences:
+            differences = [f"step {number}: {line}" for line in step_differences(there, here, tolerance)]
+    is_same_division = recorded.division == _division(started.arithmetic)
+    notes = [*_layer_notes(recorded, replayed, is_same_division=is_same_division), *_changes(run, recorded, replayed)]
     verdict = (
-        f"equal: {len(replayed.steps)} steps, samples and learning rates exactly, losses within {tolerance.loss:g}, "
+        f"equal: {len(recorded.steps)} steps, samples and learning rates exactly, losses within {tolerance.loss:g}, "
         f"gradient norms within {tolerance.gradient_norm:g}"
     )
-    print("\n  ".join(["differs" if found else verdict, *found, *notes]))
-    return int(bool(found))
+    print("\n  ".join(["differs" if differences else verdict, *differences, *notes]))
+    return int(bool(differences))
 
 
 def group_differences(recorded: Mapping[str, str], now: Mapping[str, str]) -> Iterator[str]:
@@ -178,14 +187,6 @@ def group_differences(recorded: Mapping[str, str], now: Mapping[str, str]) -> It
         yield f"before the first step: parameter groups: {was} in the record, {is_now} now: {', '.join(changed)}"
 
 
-def _print_step(there: EventFields, here: EventFields) -> None:
-    columns = [f"{there['step']:>4}"]
-    for name, width in (("loss", 10), ("gradient_norm", 13)):
-        pair = float(there[name]), float(here[name])
-        columns.append(f"{pair[0]:>{width}.6f}  {pair[1]:>10.6f}  {relative_difference(*pair):>10.1e}")
-    print("  ".join(columns))
-
-
 def step_differences(recorded: EventFields, now: EventFields, tolerance: ReplayTolerance) -> Iterator[str]:
     """Yield what differs between a recorded step and the same one now, and the first layer that does.
 
@@ -197,9 +198,7 @@ def step_differences(recorded: EventFields, now: EventFields, tolerance: ReplayT
         return
     limits = {"learning_rate": 1e-12, "loss": tolerance.loss, "gradient_norm": tolerance.gradient_norm}
     for name, limit in limits.items():
-        there, here = float(recorded[name]), float(now[name])
-        if not (size := relative_difference(there, here, floor=float(name == "loss"))) <= limit:
-            yield _format(name, there, here, size=size, limit=limit)
+        yield from _difference(name, recorded[name], now[name], limit=limit, floor=float(name == "loss"))
     yield from list(layer_differences(recorded.get("layers") or {}, now["layers"], tolerance))[:1]
 
 
@@ -213,33 +212,26 @@ def layer_differences(recorded: EventFields, now: EventFields, tolerance: Replay
         if here is None:
             yield f"output of {name}: recorded, and the model has no such module now"
         elif there["positions"] == here["positions"]:
-            sizes = {norm: relative_difference(float(there[norm]), float(here[norm])) for norm in NORMS}
-            norm = max(NORMS, key=sizes.__getitem__)
-            if not sizes[norm] <= tolerance.layer_norm:
-                text = _format(norm, there[norm], here[norm], size=sizes[norm], limit=tolerance.layer_norm)
-                yield f"output of {name}: {text}"
+            norms = (_difference(norm, there[norm], here[norm], limit=tolerance.layer_norm) for norm in NORMS)
+            yield from (f"output of {name}: {text}" for of_norm in norms for text in of_norm)
 
 
-def _format(name: str, there: float, here: float, *, size: float, limit: float) -> str:
-    title = name.replace("_", " ")
-    return f"{title} {float(there):.8g} in the record, {float(here):.8g} now ({size:.1e}, tolerance {limit:g})"
+def _difference(name: str, recorded: Any, now: Any, *, limit: float, floor: float = 0.0) -> Iterator[str]:
+    """Yield the difference if it is above the limit; events have infinite numbers as strings."""
+    there, here = float(recorded), float(now)
+    if not (size := relative_difference(there, here, floor=floor)) <= limit:
+        title = name.replace("_", " ")
+        yield f"{title} {there:.8g} in the record, {here:.8g} now ({size:.1e}, tolerance {limit:g})"
 
 
-def relative_difference(recorded: float, now: float, *, floor: float = 0.0) -> float:
-    """Return the difference relative to the recorded number, or to the floor; 0 for two that are not finite alike."""
-    if recorded == now or (math.isnan(recorded) and math.isnan(now)):
-        return 0.0
-    return abs(recorded - now) / max(abs(recorded), floor, 1e-30)
-
-
-def _layer_notes(recorded: RecordedSteps, replayed: ReplayedSteps, *, same_division: bool) -> Iterator[str]:
+def _layer_notes(recorded: RecordedSteps, replayed: ReplayedSteps, *, is_same_division: bool) -> Iterator[str]:
     """Yield how many outputs were compared at the first step, and how many are bitwise equal to the record."""
     first = min(recorded.steps)
     there, now = recorded.steps[first].get("layers") or {}, replayed.steps.get(first)
     if now is not None and (here := now.layers):
         common = [name for name in there if name in here and there[name]["positions"] == here[name]["positions"]]
         equal = sum(there[name]["checksum"] == here[name]["checksum"] for name in common)
-        bitwise = f", {equal} of them bitwise equal" if same_division else ""
+        bitwise = f", {equal} of them bitwise equal" if is_same_division else ""
         yield f"outputs of {len(common)} of {len(there)} modules compared at step {first}{bitwise}"
 
 
@@ -247,15 +239,15 @@ def _changes(run: Path, recorded: RecordedSteps, replayed: ReplayedSteps) -> Ite
     """Yield the content and the packages that have changed since the run."""
     saved = layout.newest_checkpoint(run / CHECKPOINTS_FOLDER)
     if saved is not None and (manifest := read_entry(saved).manifest) is not None:
-        saved_identity = manifest.run.identity
-        changed = setting_differences(saved_identity, replayed.fingerprint.identity)
-        if contents := [name for name in changed if "." not in name and name in saved_identity]:
+        identity = manifest.run.identity
+        changed = setting_differences(identity, replayed.fingerprint.identity)
+        if contents := [name for name in changed if "." not in name and name in identity]:
             yield f"not the content that the run read: {', '.join(contents)}"
-    changed = setting_differences(recorded.environment.get("packages", {}), package_versions())
-    texts = [f"{name} {there} -> {here}" for name, (there, here) in changed.items()]
-    yield f"changed since the run: {', '.join(texts)}" if texts else "no package has changed since the run"
-
-
-def _batch_line(started: EventFields) -> str:
-    """Return the division of a step into processes and microbatches."""
-    return str(next(iter(started.get("arithmetic") or ()), "")).partition(" (")[0]
+    packages = recorded.environment.get("packages")
+    if not isinstance(packages, dict):
+        yield "the packages of the run are not known: its environment.json is missing or damaged"
+        return
+    changes = [
+        f"{name} {there} -> {here}" for name, (there, here) in setting_differences(packages, package_versions()).items()
+    ]
+    yield f"changed since the run: {', '.join(changes)}" if changes else "no package has changed since the run"

@@ -1,5 +1,6 @@
 """`finetune verify resume` and `parity`: a resumed run equals an uninterrupted one, and all strategies agree."""
 
+import math
 import shutil
 import sys
 import tempfile
@@ -7,10 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.table import Table
-
 from finetune.checkpoint.format import layout
 from finetune.checkpoint.format.manifest import read_manifest
+from finetune.commands.printing import print_rows
 from finetune.config.load import load_config
 from finetune.config.run_config import RunConfig
 from finetune.errors import UserError
@@ -19,7 +19,6 @@ from finetune.registry.accelerate_files import find_accelerate_file
 from finetune.report.history import Steps, read_history
 from finetune.runtime.processes import free_loopback_port
 from finetune.runtime.run_folder import CHECKPOINTS_FOLDER
-from finetune.runtime.text.rich_console import SafeConsole
 
 TIMEOUT_SECONDS = 1800.0
 
@@ -123,9 +122,16 @@ def comparable_overrides(job: RunConfig, *, keeps_dropout: bool = False) -> dict
     return changes
 
 
+def relative_difference(expected: float, actual: float, *, floor: float = 0.0) -> float:
+    """Return the difference relative to the expected number, or to the floor; 0 for two that are not finite alike."""
+    if expected == actual or (math.isnan(expected) and math.isnan(actual)):
+        return 0.0
+    return abs(expected - actual) / max(abs(expected), floor, 1e-30)
+
+
 def relative_differences(expected: Sequence[float], actual: Sequence[float]) -> list[float]:
     """Return the differences relative to the expected values, up to the end of the shorter sequence."""
-    return [abs(one - other) / max(abs(one), 1e-12) for one, other in zip(expected, actual, strict=False)]
+    return list(map(relative_difference, expected, actual))
 
 
 STEPS_AFTER_THE_STOP = 5
@@ -238,32 +244,21 @@ def _stop_after_end(stop_at: int, *, num_steps: int) -> UserError:
 
 
 def _print_table(straight: CompletedRun, resumed: CompletedRun, *, title: str) -> None:
-    table = Table(title=title)
-    table.add_column("step", justify="right", no_wrap=True)
-    for column in ("samples\nstraight", "\nresumed"):
-        table.add_column(column, no_wrap=True)
-    for column in ("loss\nstraight", "\nresumed", "\ndifference"):
-        table.add_column(column, justify="right", no_wrap=True)
-    losses, resumed_losses = straight.steps.losses.tolist(), resumed.steps.losses.tolist()
-    samples, resumed_samples = straight.steps.samples, resumed.steps.samples
-    for index, difference in enumerate(relative_differences(losses, resumed_losses)):
-        table.add_row(
-            str(straight.steps.numbers[index]),
-            short_digest(samples[index]),
-            short_digest(resumed_samples[index]),
-            f"{losses[index]:.8f}",
-            f"{resumed_losses[index]:.8f}",
-            f"{difference:.1e}",
-        )
-    SafeConsole().print(table)
-
-
-@dataclass(frozen=True)
-class Trace:
-    """Loss and gradient norm of each step."""
-
-    losses: tuple[float, ...]
-    norms: tuple[float, ...]
+    one, other = straight.steps, resumed.steps
+    differences = relative_differences(one.losses.tolist(), other.losses.tolist())
+    print(title)
+    print_rows(
+        ("step", "samples straight", "resumed", "loss straight", "resumed", "difference"),
+        *(
+            (
+                str(one.numbers[n]),
+                *(short_digest(steps.samples[n]) for steps in (one, other)),
+                *(f"{steps.losses[n]:.8f}" for steps in (one, other)),
+                f"{difference:.1e}",
+            )
+            for n, difference in enumerate(differences)
+        ),
+    )
 
 
 @dataclass(frozen=True)
@@ -313,32 +308,36 @@ def run_parity(
     reference = LaunchSetup("single", None, 1, job.train.global_batch_size // job.train.known_microbatch_size)
     with tempfile.TemporaryDirectory(prefix="finetune-parity-") as scratch:
         tested = TestedJob(config, tuple(overrides), job, steps, Path(scratch))
-        expected = _trace(reference, tested)
+        expected = _take_steps(reference, tested)
         compared = []
         for setup in setups:
-            compared.append(compare_traces(setup, expected=expected, actual=_trace(setup, tested), tolerance=tolerance))
+            actual = _take_steps(setup, tested)
+            compared.append(compare_steps(setup, expected=expected, actual=actual, tolerance=tolerance))
             print(f"{setup.label}: {_verdict(compared[-1])}", file=sys.stderr, flush=True)
-    _print_losses(compared, steps=len(expected.losses), tolerance=tolerance)
+    _print_losses(compared, steps=len(expected), tolerance=tolerance)
     return all(comparison.is_equal for comparison in compared)
 
 
-def compare_traces(setup: LaunchSetup, *, expected: Trace, actual: Trace, tolerance: float) -> ParityResult:
-    """Return the largest relative differences; traces of unequal length differ at the first missing step."""
-    losses = relative_differences(expected.losses, actual.losses)
-    norms = relative_differences(expected.norms, actual.norms)
-    bad = [n for n, (loss, norm) in enumerate(zip(losses, norms, strict=True), 1) if not max(loss, norm) <= tolerance]
-    if len(expected.losses) != len(actual.losses):
-        bad.append(min(len(expected.losses), len(actual.losses)) + 1)
+def compare_steps(setup: LaunchSetup, *, expected: Steps, actual: Steps, tolerance: float) -> ParityResult:
+    """Return the largest relative differences; of unequal numbers of steps, the first missing one differs."""
+    losses, norms = (
+        relative_differences(*(steps.values(name).tolist() for steps in (expected, actual)))
+        for name in ("loss", "gradient_norm")
+    )
+    pairs = enumerate(zip(losses, norms, strict=True), start=1)
+    bad = [number for number, pair in pairs if not all(size <= tolerance for size in pair)]
+    if len(expected) != len(actual):
+        bad.append(min(len(expected), len(actual)) + 1)
     return ParityResult(setup, max(losses, default=0.0), max(norms, default=0.0), min(bad, default=None))
 
 
-def _trace(setup: LaunchSetup, tested: TestedJob) -> Trace:
+def _take_steps(setup: LaunchSetup, tested: TestedJob) -> Steps:
     folder = tested.scratch / setup.label
     changes = {**comparable_overrides(tested.job), "train.stop_after_steps": str(tested.steps)}
     run_job(setup, tested, folder=folder, changes=changes)
     steps = read_history(folder).steps
     shutil.rmtree(folder)  # its checkpoint may be large
-    return Trace(tuple(steps.losses.tolist()), tuple(steps.values("gradient_norm").tolist()))
+    return steps
 
 
 def _verdict(comparison: ParityResult) -> str:
@@ -346,18 +345,18 @@ def _verdict(comparison: ParityResult) -> str:
 
 
 def _print_losses(compared: Sequence[ParityResult], *, steps: int, tolerance: float) -> None:
-    table = Table(title=f"largest relative difference from one process over {steps} steps (tolerance {tolerance:g})")
-    table.add_column("strategy")
-    for column in ("processes", "accumulation", "loss", "gradient norm"):
-        table.add_column(column, justify="right")
-    table.add_column("verdict")
-    for comparison in compared:
-        table.add_row(
-            comparison.setup.name,
-            str(comparison.setup.processes),
-            str(comparison.setup.accumulation),
-            f"{comparison.loss_difference:.1e}",
-            f"{comparison.norm_difference:.1e}",
-            _verdict(comparison),
-        )
-    SafeConsole().print(table)
+    print(f"largest relative difference from one process over {steps} steps (tolerance {tolerance:g})")
+    print_rows(
+        ("strategy", "processes", "accumulation", "loss", "gradient norm", "verdict"),
+        *(
+            (
+                result.setup.name,
+                str(result.setup.processes),
+                str(result.setup.accumulation),
+                f"{result.loss_difference:.1e}",
+                f"{result.norm_difference:.1e}",
+                _verdict(result),
+            )
+            for result in compared
+        ),
+    )

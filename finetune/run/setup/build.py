@@ -40,7 +40,7 @@ from finetune.strategy.protocol import Strategy
 from finetune.task.model_inputs import unwrap_model
 from finetune.task.protocol import Task
 from finetune.task.router_loss import RoutedTask, Router, RoutingRecorder, find_routers
-from finetune.train.meters import RecordedTask
+from finetune.train.layer_outputs import RecordedTask
 from finetune.train.optim.optimizers import build_optimizer, slow_update_warning
 from finetune.train.optim.parameter_groups import (
     NamedParameter,

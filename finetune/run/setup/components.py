@@ -50,7 +50,8 @@ from finetune.runtime.supervision.signals import ReceivedSignals, SpotNotice
 from finetune.task.generation import GenerationEvaluator, Metric
 from finetune.task.protocol import Task
 from finetune.train.evaluate import AveragedWeights, Evaluator, average_formula
-from finetune.train.meters import RECORDED_STEPS, Meters, RecordedTask
+from finetune.train.layer_outputs import RECORDED_STEPS, RecordedTask
+from finetune.train.meters import Meters
 from finetune.train.step import Evaluation, TrainingComponents
 from finetune.train.stopping import (
     FAILED_SAVE,

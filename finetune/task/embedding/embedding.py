@@ -250,6 +250,13 @@ class EmbeddingTask(BaseTask):
         keys = torch.stack([text_sample_ids, roles, digests], dim=1)
         return EvaluationOutput({}, torch.cat([keys, vectors.to("cpu", torch.float64)], dim=1))
 
+    def row_losses(self, records: Tensor) -> Tensor | None:
+        """Return the loss of every row among all of them, [rows]; None for CoSENT, where rows share it."""
+        if isinstance(self.loss, InfoNce):
+            vectors, ids, num_rows = _sorted_texts(records)
+            return self.loss.of_all(vectors, ids, num_rows=num_rows)
+        return None if self.loss else (records[:, 2:] - records[:, 1:2]).square().mean(dim=1)
+
     def metrics(self, sums: Mapping[str, float], records: Tensor | None = None) -> Mapping[str, float]:
         """Return `loss`, computed as one step over all rows, and retrieval or regression metrics.
 
@@ -263,12 +270,10 @@ class EmbeddingTask(BaseTask):
             else:
                 loss = (similarities - scores[:, None]).square().mean()
             return {"loss": float(loss), **regression_metrics(scores[:, None], similarities[:, :1])}
-        assert isinstance(self.loss, InfoNce)
-        roles, order = records[:, 1].sort(stable=True)
-        num_rows = int((roles == ANCHOR).sum())
-        vectors = records[order, 3:].float()
-        ids = records[order, 2].long().numpy()
-        metrics = {"loss": float(self.loss.of_all(vectors, ids, num_rows=num_rows).mean())}
+        losses = self.row_losses(records)
+        assert losses is not None, "only CoSENT has none"
+        metrics = {"loss": float(losses.mean())}
+        vectors, ids, num_rows = _sorted_texts(records)
         # distinct anchors and passages, and the indices of each anchor's positives
         _, queries, query_of_row = np.unique(ids[:num_rows], return_index=True, return_inverse=True)
         _, corpus, index_of_passage = np.unique(ids[num_rows:], return_index=True, return_inverse=True)
@@ -282,3 +287,9 @@ class EmbeddingTask(BaseTask):
             suffix = f"_dim_{anchors.shape[1]}" if number else ""
             metrics |= {f"{name}{suffix}": value for name, value in measured.items()}
         return metrics
+
+
+def _sorted_texts(records: Tensor) -> tuple[Tensor, np.ndarray, int]:
+    """Return the vectors and digests of all anchors, then positives, then negatives, and the number of rows."""
+    roles, order = records[:, 1].sort(stable=True)
+    return records[order, 3:].float(), records[order, 2].long().numpy(), int((roles == ANCHOR).sum())

@@ -42,6 +42,12 @@ def test_the_whole_interval_decides(low: float | None, high: float | None, verdi
     assert PairedDifference(1.0, 1.0, 0.0, low, high).verdict(0.01) == verdict
 
 
+@pytest.mark.parametrize(("count", "verdict"), [(5, "undecided"), (6, "better")])
+def test_five_rows_that_differ_decide_nothing(count, verdict):
+    gains = (np.arange(100) < count) * np.linspace(4.0, 5.0, 100)
+    assert loss_difference(gains, np.zeros(100), np.ones(100)).verdict(0.0) == verdict
+
+
 def test_few_rows_decide_nothing_and_a_loss_that_is_not_a_number_is_worse():
     few = np.arange(MIN_ROWS - 1.0)
     assert loss_difference(few + 5.0, few, np.ones(len(few))).low is None

@@ -8,8 +8,11 @@ import pytest
 from finetune.commands.evaluate import evaluate
 from finetune.commands.export import export
 from finetune.commands.gate.differences import loss_difference
+from finetune.errors import UserError
 from finetune.runtime import distributed
 from tests.commands.gate.conftest import Gate
+from tests.commands.gate.planted import FROM_CONFIG, read_result
+from tests.launching import accelerate_command, capture
 from tests.scenarios.trained import forget, stay
 
 
@@ -35,9 +38,16 @@ def test_a_well_trained_run_passes_with_its_figures_rows_and_page(planted, gate:
     assert "Better: the loss is lower by more than 0.01." in capsys.readouterr().out
 
 
-def test_the_result_is_the_same_each_time(planted, gate: Gate):
+@pytest.mark.full
+@pytest.mark.distributed
+def test_the_result_is_the_same_each_time_and_on_three_processes(planted, gate: Gate, tmp_path):
     run = planted.run("untrained")
-    assert gate(run) == gate(run)
+    again = gate(run)
+    assert gate(run) == again
+    words = ["-m", "finetune", "evaluate", str(run), "--against", "base", "--general", str(planted.general)]
+    command = accelerate_command("ddp", *words, "--json", str(tmp_path / "ranks.json"), processes=3)
+    done = capture(command, timeout_seconds=300.0)
+    assert (done.returncode, read_result(tmp_path / "ranks.json")) == again, done.stderr
 
 
 def test_a_run_that_has_not_trained_is_no_different_from_its_base(planted, gate: Gate):
@@ -94,6 +104,14 @@ def test_a_merged_export_is_no_different_from_its_run(planted, gate: Gate, tmp_p
     code, found = gate(tmp_path / "merged", against=run, config=job)
     assert (code, found["verdict"], found["seen_differently"]) == (1, "no difference", [])
     assert found["loss"]["gain"] == pytest.approx(0.0, abs=1e-5)
+
+
+@pytest.mark.full
+def test_a_model_with_another_vocabulary_is_refused(planted, gate: Gate):
+    small = "model.tokenizer.train.vocabulary_size=400"
+    other = planted.train("other vocabulary", planted.new[:64], small, model=FROM_CONFIG, steps=2, rate=1e-3)
+    with pytest.raises(UserError, match=r"another vocabulary \(\d+ tokens in place of \d+\)"):
+        gate(planted.run("untrained"), against=other)
 
 
 @pytest.mark.full

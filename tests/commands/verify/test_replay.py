@@ -1,7 +1,7 @@
 """A replayed run is the same after harmless changes, and every planted regression is named where it is."""
 
 import json
-import sys
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,17 +12,16 @@ import torch
 from transformers.models.llama import modeling_llama
 
 from finetune.commands.verify import replay
-from finetune.commands.verify.replay import TOLERANCES, ReplayRequest, ReplayTolerance, run_replay, step_differences
+from finetune.commands.verify.replay import TOLERANCES, ReplayTolerance, run_replay, step_differences
 from finetune.config.load import load_config
 from finetune.data.batch import Batch
 from finetune.errors import UserError
 from finetune.run.in_process import isolated_run, train_in_process
 from finetune.run.setup import training_data
-from finetune.runtime.processes import free_loopback_port
 from finetune.task.causal_lm import CausalTask
 from finetune.task.lm_loss.target_loss import log_probabilities_at_targets
 from finetune.train.optim import parameter_groups
-from tests.launching import capture
+from tests.launching import accelerate_command, capture
 from tests.small_job import JOB, write_job
 
 SHARP = JOB.replace("tie_word_embeddings: true", "tie_word_embeddings: true, initializer_range: 0.3").replace(
@@ -58,7 +57,7 @@ def judge(capsys: pytest.CaptureFixture[str]) -> Judged:
         before = contents(run)
         capsys.readouterr()
         with isolated_run():
-            code = run_replay(ReplayRequest(run, 3, start, layers=layers, overrides=overrides))
+            code = run_replay(run, num_steps=3, start=start, layers=layers, overrides=overrides)
         assert contents(run) == before, "the run folder is not changed"
         return code, capsys.readouterr().out
 
@@ -229,20 +228,47 @@ def test_a_regression_is_found_in_bf16_too(bf16_run, judge, monkeypatch, plant):
 
 @pytest.mark.full
 @pytest.mark.distributed
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero3"])
-def test_two_processes_of_another_strategy_give_the_same(run, strategy):
-    command = [
-        sys.executable,
+@pytest.mark.parametrize(
+    ("strategy", "processes", "start"),
+    [
+        ("ddp", 2, 4),
+        ("fsdp2", 4, None),
+        ("zero3", 2, None),
+        ("zero3", 2, 4),
+        ("tensor_parallel", 2, None),
+        ("tensor_parallel", 2, 4),
+    ],
+)
+def test_more_processes_of_another_strategy_give_the_same(run, strategy, processes, start):
+    words = [
         "-m",
-        "accelerate.commands.launch",
-        "--config_file",
-        f"accelerate_configs/{strategy}.yaml",
+        "finetune",
+        "verify",
+        "replay",
+        str(run),
+        *(["--layers"] if start is None else ["--from", str(start)]),
     ]
-    command += ["--num_processes", "2", "--main_process_port", str(free_loopback_port())]
-    done = capture([*command, "-m", "finetune", "verify", "replay", str(run), "--layers", "--steps", "6"])
+    done = capture(accelerate_command(strategy, *words, processes=processes), timeout_seconds=300.0)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"now: {strategy} on 2 processes" in done.stdout
-    assert "equal: 6 steps" in done.stdout and "outputs of 4 of 4 modules compared at step 1" in done.stdout
+    assert f"now: {strategy} on {processes} processes" in done.stdout
+    assert f"equal: {2 if start else 5} steps" in done.stdout
+    assert start or "outputs of 4 of 4 modules compared at step 1" in done.stdout
+
+
+@pytest.mark.full
+def test_a_damaged_record_is_compared_as_far_as_it_goes(run, judge, tmp_path):
+    moved = tmp_path / "moved"
+    shutil.copytree(run, moved)
+    lines = (moved / "events.jsonl").read_text().splitlines()
+    steps = [number for number, line in enumerate(lines) if '"StepTaken"' in line]
+    lines[steps[1]] = lines[steps[1]][:40]  # step 2
+    (moved / "events.jsonl").write_text("\n".join(lines[: steps[3]]) + "\n" + lines[steps[3]][:60])
+    (moved / "environment.json").write_text("[1]")
+    shutil.rmtree(moved / "checkpoints")
+    code, output = judge(moved)
+    assert code == 0, output
+    assert "equal: 2 steps" in output and "\n   3 " in output and "\n   2 " not in output
+    assert "the packages of the run are not known" in output
 
 
 STEP = {
