@@ -11,12 +11,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 SMALLEST = {
-    "call_drawing.py": [],
-    "code_metrics.py": [],
     "compare.py": ["--tiny", "--out", "{folder}"],
     "gpu.py": ["--tiny", "--device", "cpu", "--peak-tflops", "1", "--only", "1B full, ours", "--out", "{folder}"],
     "migration_table.py": ["{folder}"],
-    "profiling.py": ["--rounds", "1"],
     "same_loss.py": ["--steps", "41", "--out", "{folder}/loss.png"],
     "scaling.py": [],
 }
@@ -25,13 +22,12 @@ ELSEWHERE = {
     "architectures.py": "test_architectures.py",
     "model_table.py": "test_model_table.py",
     "peer_defaults.py": "test_peer_defaults.py",
-    "plan_published.py": "test_plan_published.py",
     "pretrained.py": "test_pretrained.py",
 }
 """Scripts whose parts a test of their own runs, without their hours."""
 
-NOT_HERE = {"hosts.py", "wheels.py"}
-"""They run the tests of `tests/launch` as root, and download packages."""
+NOT_HERE = {"wheels.py"}
+"""It downloads packages."""
 
 
 def named_scripts() -> set[str]:

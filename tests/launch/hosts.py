@@ -1,7 +1,6 @@
 """A run of `finetune launch ray` on hosts, what disturbs it, and the comparison with an undisturbed one."""
 
 import json
-import os
 import random
 import shutil
 import statistics
@@ -11,7 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -23,8 +22,6 @@ from tests import launching
 from tests.launch.cluster import Host, read_status, until
 
 STEPS = 90
-RESULTS = "FINETUNE_HOSTS_RESULTS"
-"""The variable that names a file to which each run adds a line, for `benchmarks/hosts.py`."""
 
 _PACE = "; ".join(f"data step={step} do=sleep seconds=0.5" for step in range(1, STEPS + 1))
 """A host that returns finds the run still going: Ray looks for new hosts every 30 s."""
@@ -94,8 +91,7 @@ class RayRun:
     model: Mapping[str, object] = field(default_factory=dict)
     hang_seconds: int = 60
     faults: str = ""
-    events: list[str] = field(default_factory=list)  # what was done to it, for the table
-    lost: list[tuple[int, float]] = field(default_factory=list)  # the event of each lost host, and when it was
+    events: list[str] = field(default_factory=list)  # what was done to it, in order
     groups: list[list[str]] = field(default_factory=list)  # the hosts of each attempt whose ranks trained
 
     def __post_init__(self) -> None:
@@ -154,7 +150,6 @@ class RayRun:
     def kill(self, host: Host, *, at_step: int | None = None) -> None:
         """Take the host away, at a random step unless one is given."""
         self.until_step(at_step if at_step is not None else self.chance.randrange(5, 30))
-        self.lost.append((len(self.events), time.time()))
         self.events.append(f"{host.name} lost at step {self.step()}")
         host.kill()
 
@@ -231,51 +226,17 @@ class RayRun:
         shutil.rmtree(self.temporary, ignore_errors=True)
         found = losses(self.run)
         assert sorted(found) == sorted(self.expected) == list(range(1, STEPS + 1))
-        outcome = self._outcome(found)
-        if path := os.environ.get(RESULTS):
-            with Path(path).open("a") as file:
-                file.write(json.dumps(asdict(outcome)) + "\n")
-        assert outcome.largest_difference < 1e-4
-        return outcome
-
-    def _outcome(self, found: Mapping[int, float]) -> "Outcome":
+        assert max(abs(found[step] - self.expected[step]) for step in found) < 1e-4, self.events
         taken = _steps(self.run)
-        for number, lost_at in self.lost:
-            resumed_at = min(event["time"] for event in _events(self.run, "RunStarted") if event["time"] > lost_at)
-            seconds = min(event["time"] for event in taken if event["time"] > resumed_at) - lost_at
-            self.events[number] += f" (next step after {seconds:.0f} s)"
-        lost, newest, at = 0.0, 0, 0.0
-        for event in taken:
-            if event["step"] > newest:
-                lost += max(0.0, event["time"] - at - 1.0) if newest else 0.0
-                newest, at = event["step"], event["time"]
-        return Outcome(
-            name=self.name,
-            strategy=self.strategy.removeprefix("multi_node_"),
-            hosts=f"{len(self.hosts)} x {self.ranks_per_host}",
-            steps=STEPS,
-            happened=", ".join(self.events),
-            attempts=[",".join(hosts) for hosts in self.groups],
-            steps_again=len(taken) - len(found),
-            seconds_lost=round(lost, 1),
-            largest_difference=max(abs(found[step] - self.expected[step]) for step in found),
-            median_step_seconds=round(statistics.median(event["seconds"] for event in taken), 4),
-        )
+        median_seconds = statistics.median(event["seconds"] for event in taken)
+        return Outcome(steps_again=len(taken) - len(found), median_step_seconds=median_seconds)
 
 
 @dataclass(frozen=True)
 class Outcome:
     """What became of a run."""
 
-    name: str
-    strategy: str
-    hosts: str
-    steps: int
-    happened: str
-    attempts: list[str]
     steps_again: int  # taken once more after a restart
-    seconds_lost: float  # between two new steps, beyond a second each
-    largest_difference: float  # of any step's loss from that on one process
     median_step_seconds: float
 
 

@@ -1,6 +1,6 @@
 """Hosts of a Ray cluster that are suspended, cut off, slow, or without shared folder: one attempt at a time writes.
 
-`pytest -m slow` runs them; benchmarks/hosts.py does, too, and makes the table in benchmarks/experiments/hosts.md.
+`pytest -m slow` runs them; a table of such runs is in benchmarks/experiments/hosts.md.
 """
 
 import os

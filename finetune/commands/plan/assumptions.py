@@ -8,7 +8,8 @@ Figures of a GPU, such as its bandwidths, are in `finetune/runtime/gpu_specifica
 TRAINING_SHARE = 0.8
 """Share of the speed of the largest matrix products that all products of a model but attention's reach. Fitted to half
 of llm-foundry's published runs with attention's shares (`attention_share` in the table of GPUs) by
-`benchmarks/plan_published.py --fit`; the other half and other sources are in docs/how-to/planning.md."""
+`benchmarks/plan_published.py --fit` of revision 553793cf; the other half and other sources are in
+docs/how-to/planning.md."""
 
 FP8_SAVED_SHARE = 0.37
 """Share of the time of a linear layer's products that 8 bits save: half, less the casts and the search for scales.
