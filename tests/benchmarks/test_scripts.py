@@ -11,6 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 SMALLEST = {
+    "call_drawing.py": [],
     "compare.py": ["--tiny", "--out", "{folder}"],
     "gpu.py": ["--tiny", "--device", "cpu", "--peak-tflops", "1", "--only", "1B full, ours", "--out", "{folder}"],
     "migration_table.py": ["{folder}"],
