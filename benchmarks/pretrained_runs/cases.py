@@ -116,12 +116,13 @@ def _job(case: Case, model: Path, labels: list[str]) -> dict[str, Any]:
     """Return the job (JSON is YAML, too): what the other program is told as well."""
     section = {"classification": {"labels": labels}} if labels else {}
     section = {"reranking": {"loss": "bce"}} if case.task == "reranking" else section
+    is_evaluated = case.model == MINILM
     return {
         "run": {"folder": "runs/ours", "seed": 1},
         "model": {"name": str(model), **({"adapter": "./adapter"} if case.has_lora else {})},
         "data": {
             "train": {"path": "rows.jsonl"},
-            **({"validation": {"path": "held_out.jsonl"}} if case.model == MINILM else {}),
+            **({"validation": {"path": "held_out.jsonl"}} if is_evaluated else {}),
             **{"max_length": MAX_LENGTH, "shuffle": False, "cache_folder": "cache"},
         },
         "task": {"name": case.task, **section},
@@ -132,6 +133,7 @@ def _job(case: Case, model: Path, labels: list[str]) -> dict[str, Any]:
             "learning_rate": case.learning_rate,
             "schedule": {"name": "linear"},
         },
+        **({"evaluate": {}} if is_evaluated else {}),
         "export": {"verify": False},
         "report": {"console": "plain", "log_every_steps": 1},
     }

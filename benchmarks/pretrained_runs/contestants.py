@@ -222,7 +222,7 @@ def _of_ranks(trainer: Any, rows: Rows) -> dict[str, float]:
     queries, corpus = ({text: text for text in dict.fromkeys(row[name] for row in rows)} for name in rows[0])
     evaluator = evaluation.InformationRetrievalEvaluator(queries, corpus, relevant)
     measured = evaluator(trainer.model)
-    return {f"{name}_at_10": measured[f"cosine_{name}"] for name in ("mrr", "ndcg")}
+    return {f"{name}_at_10": measured[f"cosine_{name}@10"] for name in ("mrr", "ndcg")}
 
 
 def _of_scores(trainer: Any, rows: Rows) -> dict[str, float]:
