@@ -41,6 +41,9 @@ OF_TWO_PROCESSES = (
 )
 """What two processes are told: the schedule is that of one, whose first losses they must have."""
 
+NEW_ADAPTER = "one process"
+_OF_NEW_ADAPTER = ("model.adapter=null", "model.lora={rank: 8, alpha: 16.0, target_modules: all-linear}")
+
 
 def train(name: str, folder: Path, worker: Worker, *, strategy: str | None) -> None:
     """Train the case of the folder; the tokens of SFT's rows are left in NAME.json, what was trained in runs/NAME."""
@@ -55,7 +58,9 @@ def train(name: str, folder: Path, worker: Worker, *, strategy: str | None) -> N
     else:
         run, resumes = (KILLED, True) if name.endswith("resumed") else (strategy, False)
         with observed(**started):
-            train_job(folder / "job.yaml", [run_folder(folder / "runs" / run), *OF_TWO_PROCESSES], resumes=resumes)
+            changes = _OF_NEW_ADAPTER if run == NEW_ADAPTER or "tensor_parallel" in run else ()
+            words = [run_folder(folder / "runs" / run), *OF_TWO_PROCESSES, *changes]
+            train_job(folder / "job.yaml", words, resumes=resumes)
 
 
 def _tokens(sample: Any) -> tuple[Any, Any]:
