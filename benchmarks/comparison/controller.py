@@ -208,9 +208,7 @@ def run_script(module: str, *arguments: object, seconds: int = 900) -> dict[str,
     with log.open("w") as stream:
         program = _program(module, *map(str, arguments))
         try:
-            code: object = subprocess.run(
-                **program, stdout=stream, stderr=stream, cwd=ROOT, timeout=seconds
-            ).returncode
+            code: object = subprocess.run(**program, stdout=stream, stderr=stream, cwd=ROOT, timeout=seconds).returncode
         except subprocess.TimeoutExpired:
             code = f"none within {seconds} s"
     if code != 0:

@@ -48,7 +48,9 @@ def measure(folder: Path, *, log: Log, num_prompts: int = 50) -> dict[str, Any]:
             found["gsm8k"][name] = loss_of_answers(tuned, tokenizer, held_out)
         model = tuned.unload()
     del model, tuned
-    found["exports"] = _exports(quickstart, tokenizer, rows, adapter_answers=found["answers"]["ours"], base=place, log=log)
+    found["exports"] = _exports(
+        quickstart, tokenizer, rows, adapter_answers=found["answers"]["ours"], base=place, log=log
+    )
     found["exact_match"] = {name: exact_match(given, rows) for name, given in found["answers"].items()}
     log(f"answers: exact match {found['exact_match']}, exports {found['exports']}, gsm8k {found['gsm8k']}")
     return found

@@ -155,7 +155,7 @@ def _classifier(case: Case, folder: Path, rows: Rows) -> Any:
     is_tagging = case.task == "token_classification"
     collator = (DataCollatorForTokenClassification if is_tagging else DataCollatorWithPadding)(tokenizer)
     encode = partial(_tagged if is_tagging else _classified, tokenizer, labels)
-    trainer = Trainer(
+    return Trainer(
         HEADS[case.task].from_pretrained(place, dtype=torch.float32),
         TrainingArguments(**_settings(case, folder)),
         train_dataset=Dataset.from_list([encode(row) for row in rows]),
@@ -163,7 +163,6 @@ def _classifier(case: Case, folder: Path, rows: Rows) -> Any:
         data_collator=collator,
         compute_metrics=_class_figures,
     )
-    return trainer
 
 
 def _classified(tokenizer: Any, labels: list[str], row: Mapping[str, Any]) -> dict[str, Any]:
