@@ -20,7 +20,7 @@ from pathlib import Path
 from finetune.errors import FinetuneError
 
 from comparison import evaluation, growth, report, saving, startup, steps, strategies
-from comparison.controller import CompetitorFailed
+from comparison.controller import CompetitorFailed, preload
 from comparison.results import PartResults
 from comparison.workloads import Form, workloads
 
@@ -31,6 +31,8 @@ def main() -> int:
     """Measure, print the tables, and return 1 where `--check` fails."""
     options, started = _options(), time.monotonic()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception, which leaves no process behind
+    if options.form is Form.TINY:
+        preload("comparison.competitors.peers", "comparison.competitors.ours", "comparison.make_workloads")
     measured: dict[str, PartResults] = {}
     for name, part in chosen_parts(options).items():
         began = time.monotonic()

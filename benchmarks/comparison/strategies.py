@@ -46,10 +46,11 @@ def measure(folder: Path, *, form: Form, log: Log) -> PartResults:
     write_job_of_two(folder / workload.name, workload)
     missing = [] if importlib.util.find_spec("deepspeed") else ["speed under ZeRO: deepspeed is not installed"]
     measured = []
+    installed = STRATEGIES[:2] if missing else STRATEGIES
+    chosen = form.choose(installed, installed, installed[-1:])
     with Controller(folder, num_processes=NUM_PROCESSES) as controller:
-        controller.start(("bare", "trainer", "ours"))
-        installed = STRATEGIES[:2] if missing else STRATEGIES
-        for strategy in form.choose(installed, installed, installed[::3]):
+        controller.start(dict.fromkeys(name for strategy in chosen for name in competitors(strategy, form)))
+        for strategy in chosen:
             costs = controller.measure(
                 folder / workload.name,
                 competitors(strategy, form),

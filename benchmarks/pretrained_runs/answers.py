@@ -3,6 +3,8 @@
 import subprocess
 import sys
 from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +48,9 @@ def measure(folder: Path, *, log: Log, num_prompts: int = 50) -> dict[str, Any]:
             found["gsm8k"][name] = loss_of_answers(tuned, tokenizer, held_out)
         model = tuned.unload()
     del model, tuned
-    found["exports"] = _exports(quickstart, tokenizer, rows, adapter_answers=found["answers"]["ours"], log=log)
+    found["exports"] = _exports(
+        quickstart, tokenizer, rows, adapter_answers=found["answers"]["ours"], base=place, log=log
+    )
     found["exact_match"] = {name: exact_match(given, rows) for name, given in found["answers"].items()}
     log(f"answers: exact match {found['exact_match']}, exports {found['exports']}, gsm8k {found['gsm8k']}")
     return found
@@ -87,24 +91,45 @@ def loss_of_answers(model: Any, tokenizer: Any, rows: Sequence[Row], *, end: str
 
 
 def _exports(
-    folder: Path, tokenizer: Any, rows: Sequence[Row], *, adapter_answers: list[str], log: Log
+    folder: Path, tokenizer: Any, rows: Sequence[Row], *, adapter_answers: list[str], base: str, log: Log
 ) -> dict[str, int]:
     """Return to how many prompts each export answers as the adapter does in plain peft."""
     final, merged, alike = folder / "runs" / "ours" / "final", folder / "merged", {}
     if not merged.exists():
         run("export", final, "--merge", "--to", merged)
     served = {"merged, transformers": {}}
+    files = {}
     for dtype in GGUF:
         place = folder / f"gguf-{dtype}"
         if not place.exists():
             run("export", merged, "--to", place, "--for", "llama.cpp", "--gguf", dtype, "--no-verify")
         [file] = place.glob("*.gguf")
+        files[f"GGUF {dtype}, llama.cpp"] = file
         served[f"GGUF {dtype}, read by transformers"] = {"gguf_file": file.name, "place": place}
     for name, how in served.items():
         model = _model(str(how.pop("place", merged)), **how)
-        given = answers(model, tokenizer, rows)
-        alike[name] = sum(one == other for one, other in zip(given, adapter_answers, strict=True))
+        alike[name] = num_equal(answers(model, tokenizer, rows), adapter_answers)
+    if find_spec("llama_cpp") is None:
+        log("exports: llama-cpp-python is not installed: nothing is answered by llama.cpp")
+        return alike
+    for name, file in files.items():
+        alike[name] = num_equal(_llama_cpp_answers(file, rows), adapter_answers)
+        words = ("--engine", "llama.cpp", "--base", base, "--rows", folder / "held_out.jsonl")
+        log(run("verify", "serving", file.parent, *words))
     return alike
+
+
+def num_equal(given: Sequence[str], others: Sequence[str]) -> int:
+    """Return how many answers are the same, but for blanks around them."""
+    return sum(one.strip() == other.strip() for one, other in zip(given, others, strict=True))
+
+
+def _llama_cpp_answers(file: Path, rows: Sequence[Row]) -> list[str]:
+    """Return the greedy answers of llama.cpp, by the template in the file."""
+    model = import_module("llama_cpp").Llama(str(file), n_ctx=512, n_threads=1, verbose=False)
+    settings = {"temperature": 0.0, "max_tokens": MAX_NEW_TOKENS}
+    given = [model.create_chat_completion(row["messages"][:-1], **settings) for row in rows]
+    return [answer["choices"][0]["message"]["content"] for answer in given]
 
 
 def _model(place: str, **named: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from finetune.recipes.quickstart import quickstart_files
 
@@ -51,10 +51,12 @@ CASES = (
     Case("dpo", "DPO with LoRA, hh-rlhf", "preference", "hh-rlhf", "TRL", batch=2, steps=7, learning_rate=2e-5),
     Case("full", "all weights, quickstart", "sft", "quickstart", "TRL", has_lora=False, steps=7, learning_rate=2e-5),
     *(
-        Case(task, title, task, source, theirs, MINILM, has_lora=False, batch=4, steps=12, learning_rate=5e-5)
-        for task, title, source, theirs in (
-            ("text_classification", "classes of answers, hh-rlhf", "hh-rlhf", "Trainer"),
-            ("embedding", "in-batch negatives, hh-rlhf", "hh-rlhf", "sentence-transformers"),
+        Case(task, title, task, source, theirs, MINILM, has_lora=False, batch=4, steps=12, learning_rate=rate)
+        for task, title, source, theirs, rate in (
+            ("text_classification", "classes of answers, hh-rlhf", "hh-rlhf", "Trainer", 5e-5),
+            ("token_classification", "tags of words, gsm8k", "gsm8k", "Trainer", 1e-3),
+            ("embedding", "in-batch negatives, hh-rlhf", "hh-rlhf", "sentence-transformers", 5e-5),
+            ("reranking", "scored answers, hh-rlhf", "hh-rlhf", "sentence-transformers", 5e-5),
         )
     ),
 )
@@ -62,6 +64,13 @@ CASES = (
 MAX_LENGTH = 512  # tokens; no row is cut
 MAX_CHARACTERS = 700
 """Of a row; longer ones are left out, since a step of 3,000 tokens takes a minute."""
+
+NUM_HELD_OUT = {SMOLLM2: 8, MINILM: 64}
+HEADS: Mapping[str, Any] = {
+    "text_classification": AutoModelForSequenceClassification,
+    "token_classification": AutoModelForTokenClassification,
+    "reranking": AutoModelForSequenceClassification,
+}
 
 
 def tiny(case: Case) -> Case:
@@ -83,14 +92,14 @@ def make(case: Case, folder: Path, *, models: Path, data: Path) -> None:
         whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
         get_peft_model(whole, lora).save_pretrained(folder / "adapter")
     elif case.model == MINILM:
-        model = _without_dropout(model, folder / "model", labels=labels_of(rows))
+        model = _without_dropout(case, model, folder / "model", labels=labels_of(rows))
     (folder / "model.path").write_text(str(model))
     (folder / "job.yaml").write_text(json.dumps(_job(case, model, labels_of(rows)), indent=1))
 
 
 def labels_of(rows: list[Row]) -> list[str]:
-    """Return the classes of the rows, sorted; none where they have none."""
-    return sorted({row["label"] for row in rows if "label" in row})
+    """Return the classes or tags of the rows, sorted; none where they have none."""
+    return sorted({label for row in rows for label in row.get("tags", [row["label"]] if "label" in row else [])})
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -105,11 +114,18 @@ def write_rows(path: Path, rows: list[Row]) -> None:
 
 def _job(case: Case, model: Path, labels: list[str]) -> dict[str, Any]:
     """Return the job (JSON is YAML, too): what the other program is told as well."""
+    section = {"classification": {"labels": labels}} if labels else {}
+    section = {"reranking": {"loss": "bce"}} if case.task == "reranking" else section
+    is_evaluated = case.model == MINILM
     return {
         "run": {"folder": "runs/ours", "seed": 1},
         "model": {"name": str(model), **({"adapter": "./adapter"} if case.has_lora else {})},
-        "data": {"train": {"path": "rows.jsonl"}, "max_length": MAX_LENGTH, "shuffle": False, "cache_folder": "cache"},
-        "task": {"name": case.task, **({"classification": {"labels": labels}} if labels else {})},
+        "data": {
+            "train": {"path": "rows.jsonl"},
+            **({"validation": {"path": "held_out.jsonl"}} if is_evaluated else {}),
+            **{"max_length": MAX_LENGTH, "shuffle": False, "cache_folder": "cache"},
+        },
+        "task": {"name": case.task, **section},
         "train": {
             "global_batch_size": case.batch,
             "microbatch_size": case.batch,
@@ -117,22 +133,26 @@ def _job(case: Case, model: Path, labels: list[str]) -> dict[str, Any]:
             "learning_rate": case.learning_rate,
             "schedule": {"name": "linear"},
         },
+        **({"evaluate": {}} if is_evaluated else {}),
         "export": {"verify": False},
         "report": {"console": "plain", "log_every_steps": 1},
     }
 
 
-def _without_dropout(model: Path, folder: Path, *, labels: list[str]) -> Path:
-    """Return a copy of an encoder that draws no random numbers, with a new head where there are classes."""
+def _without_dropout(case: Case, model: Path, folder: Path, *, labels: list[str]) -> Path:
+    """Return a copy of an encoder that draws no random numbers, with a new head where the task has one."""
     if not folder.exists():
         shutil.copytree(model, folder)
         config = json.loads((folder / "config.json").read_text())
         config |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-        if labels:
-            config |= {"id2label": dict(enumerate(labels)), "label2id": {name: i for i, name in enumerate(labels)}}
+        if case.task in HEADS:
+            names = dict(enumerate(labels or ["LABEL_0"]))
+            config |= {"id2label": names, "label2id": {name: number for number, name in names.items()}}
         (folder / "config.json").write_text(json.dumps(config))
-        if labels:
-            AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).save_pretrained(folder)
+        if case.task in HEADS:
+            HEADS[case.task].from_pretrained(folder, dtype=torch.float32).save_pretrained(folder)
+            for name in ("modules.json", "config_sentence_transformers.json", "sentence_bert_config.json"):
+                (folder / name).unlink(missing_ok=True)  # of the model of sentences
     return folder.resolve()
 
 
@@ -148,8 +168,10 @@ def make_rows(case: Case, data: Path) -> tuple[list[Row], list[Row]]:
     else:
         rows = files["train.jsonl"]
     short = [row for row in rows if len(json.dumps(row)) <= MAX_CHARACTERS]
-    held_out = files["held_out.jsonl"][:50] if case.source == "quickstart" else short[-8:]
-    return [_FOR_TASK[case.task](row) for row in short[:-8]], held_out if case.task == "sft" else []
+    number = NUM_HELD_OUT[case.model]
+    held_out = files["held_out.jsonl"][:50] if case.source == "quickstart" else short[-number:]
+    held_out = [] if case.task == "preference" else held_out
+    return [_FOR_TASK[case.task](row) for row in short[:-number]], [_FOR_TASK[case.task](row) for row in held_out]
 
 
 def _chat(asked: str, answer: str) -> Row:
@@ -173,11 +195,29 @@ def _preference(row: Row) -> Row:
 
 def _classified(row: Row) -> Row:
     """Return a text and its class: the one of two answers that people chose, or the quickstart's instruction."""
-    asked, answer = (turn["content"] for turn in row["messages"])
     if "other" not in row:
+        asked = row["messages"][0]["content"]
         return {"text": asked, "label": asked.partition(":")[0]}
+    scored = _scored(row)
+    return {"text": scored["sentence2"], "label": "chosen" if scored["score"] else "rejected"}
+
+
+def _scored(row: Row) -> Row:
+    """Return a question, the answer that people chose or the other one, and 1 or 0; the question itself for none."""
+    asked, answer = (turn["content"] for turn in row["messages"])
     is_chosen = len(asked) % 2 == 0
-    return {"text": answer if is_chosen else row["other"], "label": "chosen" if is_chosen else "rejected"}
+    return {
+        "sentence1": asked,
+        "sentence2": answer if is_chosen else row.get("other", asked),
+        "score": float(is_chosen),
+    }
+
+
+def _tagged(row: Row) -> Row:
+    """Return the words of a question, tagged as numbers, names (or other words with a capital) and the rest."""
+    words = row["messages"][0]["content"].split()
+    tags = ["NUMBER" if any(map(str.isdigit, word)) else "NAME" if word[0].isupper() else "WORD" for word in words]
+    return {"tokens": words, "tags": tags}
 
 
 def _searched(row: Row) -> Row:
@@ -189,5 +229,7 @@ _FOR_TASK: Mapping[str, Callable[[Row], Row]] = {
     "sft": lambda row: row,
     "preference": _preference,
     "text_classification": _classified,
+    "token_classification": _tagged,
     "embedding": _searched,
+    "reranking": _scored,
 }

@@ -2,8 +2,9 @@
 
 import importlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ from datasets import Dataset
 from peft import PeftModel
 from transformers import (
     AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
     AutoTokenizer,
+    DataCollatorForTokenClassification,
     DataCollatorWithPadding,
     Trainer,
     TrainingArguments,
@@ -24,7 +25,9 @@ from comparison.data import IGNORED
 from comparison.product import observed, run_folder, samples_of
 from comparison.product import train as train_job
 from comparison.worker import Worker, memory_bytes
-from pretrained_runs.cases import MAX_LENGTH, Case, labels_of, read_rows
+from pretrained_runs.cases import HEADS, MAX_LENGTH, Case, labels_of, read_rows
+
+Rows = list[dict[str, Any]]
 
 KILLED = "fsdp2"
 """The strategy that is killed; `pretrained resumed` goes on with its run."""
@@ -37,6 +40,9 @@ OF_TWO_PROCESSES = (
     f"checkpoint.every_steps={SAVED_STEP}",
 )
 """What two processes are told: the schedule is that of one, whose first losses they must have."""
+
+NEW_ADAPTER = "one process"
+_OF_NEW_ADAPTER = ("model.adapter=null", "model.lora={rank: 8, alpha: 16.0, target_modules: all-linear}")
 
 
 def train(name: str, folder: Path, worker: Worker, *, strategy: str | None) -> None:
@@ -52,7 +58,9 @@ def train(name: str, folder: Path, worker: Worker, *, strategy: str | None) -> N
     else:
         run, resumes = (KILLED, True) if name.endswith("resumed") else (strategy, False)
         with observed(**started):
-            train_job(folder / "job.yaml", [run_folder(folder / "runs" / run), *OF_TWO_PROCESSES], resumes=resumes)
+            changes = _OF_NEW_ADAPTER if run == NEW_ADAPTER or "tensor_parallel" in run else ()
+            words = [run_folder(folder / "runs" / run), *OF_TWO_PROCESSES, *changes]
+            train_job(folder / "job.yaml", words, resumes=resumes)
 
 
 def _tokens(sample: Any) -> tuple[Any, Any]:
@@ -93,6 +101,8 @@ def _theirs(case: Case, folder: Path, worker: Worker) -> None:
 
     trainer.training_step = training_step
     trainer.train()
+    if held_out := read_rows(folder / "held_out.jsonl") if case.task in _FIGURES else []:
+        (folder / "figures.json").write_text(json.dumps(_FIGURES[case.task](trainer, held_out)))
     trainer.model.save_pretrained(str(folder / "runs" / "theirs"))
 
 
@@ -126,50 +136,119 @@ def _causal(case: Case, folder: Path) -> dict[str, Any]:
     return {"model": model, "processing_class": AutoTokenizer.from_pretrained(place)}
 
 
-def _sft(case: Case, folder: Path, rows: list[dict[str, Any]]) -> Any:
+def _sft(case: Case, folder: Path, rows: Rows) -> Any:
     trl = importlib.import_module("trl")
     turns = [{"prompt": row["messages"][:-1], "completion": row["messages"][-1:]} for row in rows]
     settings = trl.SFTConfig(**_settings(case, folder), max_length=MAX_LENGTH)
     return trl.SFTTrainer(args=settings, train_dataset=Dataset.from_list(turns), **_causal(case, folder))
 
 
-def _dpo(case: Case, folder: Path, rows: list[dict[str, Any]]) -> Any:
+def _dpo(case: Case, folder: Path, rows: Rows) -> Any:
     trl = importlib.import_module("trl")
     settings = trl.DPOConfig(**_settings(case, folder), max_length=MAX_LENGTH)
     return trl.DPOTrainer(args=settings, train_dataset=Dataset.from_list(rows), **_causal(case, folder))
 
 
-def _classifier(case: Case, folder: Path, rows: list[dict[str, Any]]) -> Any:
+def _classifier(case: Case, folder: Path, rows: Rows) -> Any:
     place, labels = (folder / "model.path").read_text(), labels_of(rows)
     tokenizer = AutoTokenizer.from_pretrained(place)
-    encoded = [{**tokenizer(row["text"]), "labels": labels.index(row["label"])} for row in rows]
+    is_tagging = case.task == "token_classification"
+    collator = (DataCollatorForTokenClassification if is_tagging else DataCollatorWithPadding)(tokenizer)
+    encode = partial(_tagged if is_tagging else _classified, tokenizer, labels)
     return Trainer(
-        AutoModelForSequenceClassification.from_pretrained(place, dtype=torch.float32),
+        HEADS[case.task].from_pretrained(place, dtype=torch.float32),
         TrainingArguments(**_settings(case, folder)),
-        train_dataset=Dataset.from_list(encoded),
-        data_collator=DataCollatorWithPadding(tokenizer),
+        train_dataset=Dataset.from_list([encode(row) for row in rows]),
+        eval_dataset=Dataset.from_list([encode(row) for row in read_rows(folder / "held_out.jsonl")]),
+        data_collator=collator,
+        compute_metrics=_class_figures,
     )
 
 
-def _embedder(case: Case, folder: Path, rows: list[dict[str, Any]]) -> Any:
+def _classified(tokenizer: Any, labels: list[str], row: Mapping[str, Any]) -> dict[str, Any]:
+    return {**tokenizer(row["text"]), "labels": labels.index(row["label"])}
+
+
+def _tagged(tokenizer: Any, labels: list[str], row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the row with a label at the first token of each word, as transformers' guide does it."""
+    encoded = tokenizer(row["tokens"], is_split_into_words=True)
+    words = encoded.word_ids()
+    tags = [
+        IGNORED if word is None or word == before else labels.index(row["tags"][word])
+        for before, word in pairwise([None, *words])
+    ]
+    return {**encoded, "labels": tags}
+
+
+def _class_figures(outcome: Any) -> dict[str, float]:
+    metrics, is_target = importlib.import_module("sklearn.metrics"), outcome.label_ids != IGNORED
+    labels, predicted = outcome.label_ids[is_target], outcome.predictions.argmax(-1)[is_target]
+    return {
+        "accuracy": metrics.accuracy_score(labels, predicted),
+        "macro_f1": metrics.f1_score(labels, predicted, average="macro"),
+    }
+
+
+def _embedder(case: Case, folder: Path, rows: Rows) -> Any:
     sentences = importlib.import_module("sentence_transformers")
-    losses = importlib.import_module("sentence_transformers.losses")
     model = sentences.SentenceTransformer((folder / "model.path").read_text(), device="cpu")
-    trainer = sentences.SentenceTransformerTrainer(
-        model=model,
-        args=sentences.SentenceTransformerTrainingArguments(**_settings(case, folder)),
-        train_dataset=Dataset.from_list(rows),
-        loss=losses.MultipleNegativesRankingLoss(model, scale=20.0),
-    )
-    trainer.get_train_dataloader = lambda: torch.utils.data.DataLoader(  # its own samplers shuffle
+    loss = importlib.import_module("sentence_transformers.losses").MultipleNegativesRankingLoss(model, scale=20.0)
+    settings = sentences.SentenceTransformerTrainingArguments(**_settings(case, folder))
+    return _in_order(case, sentences.SentenceTransformerTrainer(model, settings, Dataset.from_list(rows), loss=loss))
+
+
+def _reranker(case: Case, folder: Path, rows: Rows) -> Any:
+    encoders = importlib.import_module("sentence_transformers.cross_encoder")
+    model = encoders.CrossEncoder((folder / "model.path").read_text(), device="cpu")
+    loss = importlib.import_module("sentence_transformers.cross_encoder.losses").BinaryCrossEntropyLoss(model)
+    settings = encoders.CrossEncoderTrainingArguments(**_settings(case, folder))
+    return _in_order(case, encoders.CrossEncoderTrainer(model, settings, Dataset.from_list(rows), loss=loss))
+
+
+def _in_order(case: Case, trainer: Any) -> Any:
+    """Return a trainer of sentence-transformers with batches in the file's order: its own samplers shuffle."""
+    trainer.get_train_dataloader = lambda: torch.utils.data.DataLoader(
         trainer.train_dataset, batch_size=case.batch, collate_fn=trainer.data_collator
     )
     return trainer
 
 
+def _of_trainer(trainer: Any, _: Rows) -> dict[str, float]:
+    measured = trainer.evaluate()
+    return {name: measured[f"eval_{name}"] for name in ("accuracy", "macro_f1")}
+
+
+def _of_ranks(trainer: Any, rows: Rows) -> dict[str, float]:
+    evaluation = importlib.import_module("sentence_transformers.evaluation")
+    relevant: dict[str, set[str]] = {}
+    for row in rows:
+        relevant.setdefault(row["anchor"], set()).add(row["positive"])
+    queries, corpus = ({text: text for text in dict.fromkeys(row[name] for row in rows)} for name in rows[0])
+    evaluator = evaluation.InformationRetrievalEvaluator(queries, corpus, relevant)
+    measured = evaluator(trainer.model)
+    return {f"{name}_at_10": measured[f"cosine_{name}@10"] for name in ("mrr", "ndcg")}
+
+
+def _of_scores(trainer: Any, rows: Rows) -> dict[str, float]:
+    evaluation = importlib.import_module("sentence_transformers.cross_encoder.evaluation")
+    pairs, scores = [(row["sentence1"], row["sentence2"]) for row in rows], [row["score"] for row in rows]
+    measured = evaluation.CrossEncoderCorrelationEvaluator(pairs, scores)(trainer.model)
+    return {name: measured[name] for name in ("pearson", "spearman")}
+
+
+_FIGURES: Mapping[str, Callable[[Any, Rows], dict[str, float]]] = {
+    "text_classification": _of_trainer,
+    "token_classification": _of_trainer,
+    "embedding": _of_ranks,
+    "reranking": _of_scores,
+}
+"""The other program's own evaluation of held-out rows, named as in events.jsonl."""
+
 _TRAINERS: Mapping[str, Any] = {
     "sft": _sft,
     "preference": _dpo,
     "text_classification": _classifier,
+    "token_classification": _classifier,
     "embedding": _embedder,
+    "reranking": _reranker,
 }

@@ -9,9 +9,12 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
+from finetune.report.history import read_events
+
 from comparison.controller import Controller
 from comparison.results import Log, Spread
 from pretrained_runs.cases import Case, make
+from pretrained_runs.smollm2 import MINILM
 
 OURS, THEIRS = "pretrained ours", "pretrained theirs"
 WARM_UP = 1  # steps whose cost is not counted
@@ -40,6 +43,7 @@ def measure(case: Case, folder: Path, *, models: Path, data: Path, log: Log) -> 
         "peak_bytes": {"ours": ours.peak_bytes, "theirs": theirs.peak_bytes},
         "weights": weights_difference(case, folder),
         "rows": rows_compared(folder) if case.task == "sft" else {},
+        "figures": figures(folder) if case.model == MINILM else {},
     }
     log(f"  losses within {record['loss_difference']:.1e}, weights {record['weights']}, speed {speed}")
     return record
@@ -58,6 +62,14 @@ def rows_compared(folder: Path) -> dict[str, int]:
     same = [mine[1][:-1] == other[1][:-1] and (mine[1][-1], other[1][-1]) == (0, 1) for mine, other in pairs]
     ids = sum(mine[0] == other[0] for mine, other in pairs)
     return {"all": len(pairs), "equal ids": ids, "equal targets but for the newline": sum(same)}
+
+
+def figures(folder: Path) -> dict[str, dict[str, float]]:
+    """Return what both programs' own evaluations say of the held-out rows after training, by figure."""
+    theirs = json.loads((folder / "figures.json").read_text())
+    events = read_events(folder / "runs" / "ours" / "events.jsonl")
+    ours = [event["metrics"] for event in events if event["event"] == "Evaluated"][-1]
+    return {name: {"ours": ours[name], "theirs": theirs[name]} for name in theirs}
 
 
 def weights_difference(case: Case, folder: Path) -> dict[str, float]:

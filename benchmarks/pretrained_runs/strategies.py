@@ -1,6 +1,7 @@
-"""The quickstart's case on two processes: the losses of one process, under every strategy and after a kill."""
+"""The quickstart's case on several processes: the losses of one process, under every strategy and after a kill."""
 
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -9,16 +10,25 @@ from finetune.report.history import read_events
 
 from comparison.controller import CompetitorFailed, Controller
 from comparison.results import Log
-from pretrained_runs.contestants import KILLED, SAVED_STEP, STEPS_OF_TWO
+from pretrained_runs.contestants import KILLED, NEW_ADAPTER, SAVED_STEP, STEPS_OF_TWO
 from pretrained_runs.steps import OURS, relative_difference
 
 STRATEGIES = ("ddp", "zero2", "zero3")
+TENSOR_PARALLEL = {NEW_ADAPTER: 1, "tensor_parallel, groups of 3": 3, "fsdp2_tensor_parallel, groups of 3": 6}
+"""By strategy, its processes: SmolLM2's 9 heads, 3 of them for keys, are shared by 3 ranks and not by 2.
+
+An adapter that was trained before is not split, so that these runs begin one, and are compared with one process."""
 RESUMED, RESUMED_UNDER = "pretrained resumed", "zero3"
 WAITS_SECONDS = 120.0
 
 
 def measure(
-    folder: Path, *, reference: list[float], log: Log, strategies: tuple[str, ...] = STRATEGIES
+    folder: Path,
+    *,
+    reference: list[float],
+    log: Log,
+    strategies: tuple[str, ...] = STRATEGIES,
+    tensor_parallel: Mapping[str, int] = TENSOR_PARALLEL,
 ) -> dict[str, Any]:
     """Return the losses under each strategy, and their difference from those of one process."""
     folder = folder.resolve()
@@ -34,8 +44,14 @@ def measure(
         controller.start([RESUMED])
         left = STEPS_OF_TWO - SAVED_STEP
         controller.measure(folder, [RESUMED], rounds=left - 1, warm_up=0, strategy=RESUMED_UNDER)
-    losses = {name: losses_of(folder / "runs" / name) for name in (*strategies, KILLED)}
-    apart = {name: relative_difference(each, reference[:STEPS_OF_TWO]) for name, each in losses.items()}
+    for strategy, num_processes in tensor_parallel.items():
+        with Controller(folder, num_processes=num_processes) as controller:
+            controller.start([OURS])
+            controller.measure(folder, [OURS], rounds=STEPS_OF_TWO - 1, warm_up=0, strategy=strategy)
+    losses = {name: losses_of(folder / "runs" / name) for name in (*strategies, KILLED, *tensor_parallel)}
+    expected = dict.fromkeys((*strategies, KILLED), reference[:STEPS_OF_TWO])
+    expected |= {name: losses[NEW_ADAPTER] for name in tensor_parallel if name != NEW_ADAPTER}
+    apart = {name: relative_difference(losses[name], each) for name, each in expected.items()}
     log("strategies: " + ", ".join(f"{name} {most:.1e}" for name, most in apart.items()))
     killed = {"strategy": KILLED, "taken": taken, "resumed_from": SAVED_STEP, "resumed_under": RESUMED_UNDER}
     return {"losses": losses, "differences": apart, "killed": killed}

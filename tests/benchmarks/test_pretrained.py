@@ -20,6 +20,7 @@ def test_a_loss_a_weight_or_a_row_that_differs_is_named():
         {"loss_difference": float("nan")},
         {"weights": {"merged": 2e-4}},
         {"rows": {**SAME, "equal ids": 1}},
+        {"figures": {"accuracy": {"ours": 0.5, "theirs": 0.51}}},
     ):
         [line] = differences({"gsm8k": {**good, **changed}})
         assert line.startswith("gsm8k: ")
@@ -64,4 +65,4 @@ def test_without_the_real_rows_the_quickstarts_take_their_place(tmp_path):
         rows, held_out = make_rows(case, tmp_path / "absent")
         assert len(rows) > case.batch * case.steps
         assert not {json.dumps(row) for row in rows} & {json.dumps(row) for row in held_out}
-        assert bool(held_out) == (case.task == "sft")
+        assert bool(held_out) == (case.task != "preference")

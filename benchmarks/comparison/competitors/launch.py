@@ -21,9 +21,13 @@ RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "
 
 @contextmanager
 def environment_of(strategy: str) -> Iterator[None]:
-    """Set what the launcher would set for the strategy's file in accelerate_configs/; take it back afterwards."""
-    before = dict(os.environ)
-    os.environ.update(launch_variables(ROOT / "accelerate_configs" / f"{strategy}.yaml", world=before["WORLD_SIZE"]))
+    """Set what the launcher would set for the strategy's file in accelerate_configs/; take it back afterwards.
+
+    `NAME, groups of N` is the file NAME with tensor parallelism of N.
+    """
+    before, (name, _, size) = dict(os.environ), strategy.partition(", groups of ")
+    config = ROOT / "accelerate_configs" / f"{name}.yaml"
+    os.environ.update(launch_variables(config, world=before["WORLD_SIZE"], tensor_size=size))
     try:
         yield
     finally:
@@ -31,11 +35,12 @@ def environment_of(strategy: str) -> Iterator[None]:
         os.environ.update(before)
 
 
-def launch_variables(config: Path, *, world: str) -> Mapping[str, str]:
+def launch_variables(config: Path, *, world: str, tensor_size: str = "") -> Mapping[str, str]:
     """Return the variables that `accelerate launch` sets in a process for the config file."""
-    words = ["--config_file", str(config), "--num_processes", world, "--main_process_port", "0", "script.py"]
+    words = ["--config_file", str(config), "--num_processes", world, "--main_process_port", "0"]
+    words += ["--parallelism_config_tp_size", tensor_size] if tensor_size else []
     arguments: Namespace
-    arguments, defaults, _ = _validate_launch_command(launch_command_parser().parse_args(words))
+    arguments, defaults, _ = _validate_launch_command(launch_command_parser().parse_args([*words, "script.py"]))
     if arguments.use_deepspeed:
         arguments.deepspeed_fields_from_accelerate_config = ",".join(defaults.deepspeed_config)
         found = prepare_deepspeed_cmd_env(arguments)[1]
