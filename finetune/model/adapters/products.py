@@ -30,7 +30,7 @@ class MultiplyA(torch.autograd.Function):
     """`dropout(rows) A^T * scale` for each `A`, [rank, width]; keeps rows and the mask, but not their product.
 
     The rows are a part of the inputs, the first number of as many equal ones as the second; the mask is that of all.
-    `operands` are the factors, then their values in the dtype of the rows.
+    `casts` are those of the factors to the dtype of the rows if they have another one.
     """
 
     @staticmethod
@@ -40,8 +40,9 @@ class MultiplyA(torch.autograd.Function):
         scale: float,
         dropout: float,
         part: tuple[int, int],
+        casts: tuple[Tensor, ...] | None,
         input_gradient: InputGradient | None,
-        *operands: Tensor,
+        *factors: Tensor,
     ) -> tuple[Tensor, ...]:
         """Return the products, [rows, rank] each."""
         mask, ctx.scale = None, scale / (1 - dropout)
@@ -51,8 +52,8 @@ class MultiplyA(torch.autograd.Function):
             mask = mask.bernoulli_(1 - dropout)[:, part[0]].contiguous()
             kept = rows * mask
             mask = _pack(mask)
-        values = operands[len(operands) // 2 :]
-        ctx.input_gradient, ctx.dtype = input_gradient, operands[0].dtype
+        ctx.input_gradient, ctx.dtype = input_gradient, factors[0].dtype
+        values = factors if casts is None else casts
         ctx.save_for_backward(rows, mask, *values)
         products = _scaled_product(kept, _stack(values).T, ctx.scale)
         return tuple(products.split_with_sizes([len(each) for each in values], -1))
@@ -66,7 +67,7 @@ class MultiplyA(torch.autograd.Function):
         of_products = _stack(gradients, -1)
         of_rows: Tensor | None = None
         of_factors: Sequence[Tensor | None] = [None] * len(values)
-        if any(ctx.needs_input_grad[5:]):
+        if any(ctx.needs_input_grad[6:]):
             kept = rows if mask is None else rows * mask
             stacked = _scaled_product(of_products.T, kept, ctx.scale).to(ctx.dtype)
             of_factors = stacked.split_with_sizes([len(each) for each in values])
@@ -79,7 +80,7 @@ class MultiplyA(torch.autograd.Function):
                 of_adapters = _scaled_product(of_products, _stack(values), ctx.scale)
                 of_adapters = of_adapters if mask is None else of_adapters.mul_(mask)
                 of_rows = of_adapters if of_rows is None else of_rows.add_(of_adapters)
-        return of_rows, None, None, None, None, *of_factors, *([None] * len(values))
+        return of_rows, None, None, None, None, None, *of_factors
 
 
 def _linear_plus_product(rows: Tensor, weight: Tensor, bias: Tensor | None, hidden: Tensor, factor: Tensor) -> Tensor:
@@ -124,10 +125,11 @@ class LinearPlusProduct(torch.autograd.Function):
         bias: Tensor | None,
         hidden: Tensor,
         factor: Tensor,
-        values: Tensor,
+        cast: Tensor | None,
         input_gradient: InputGradient,
     ) -> Tensor:
-        """Return the sum; `values` are those of the factor in the dtype of the rows."""
+        """Return the sum; `cast` is that of the factor to the dtype of the rows if it has another one."""
+        values = factor if cast is None else cast
         ctx.save_for_backward(weight, hidden, values)
         ctx.input_gradient, ctx.dtype = input_gradient, factor.dtype
         result: Tensor = torch.ops.finetune.linear_plus_product(rows, weight, bias, hidden, values)
@@ -149,8 +151,11 @@ class AddProduct(torch.autograd.Function):
     """`output + hidden B^T` in the dtype of the output, [rows, outputs]."""
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, hidden: Tensor, factor: Tensor, values: Tensor, in_place: bool) -> Tensor:
-        """Return the sum, in place or not; `values` are those of the factor in the dtype of the product."""
+    def forward(
+        ctx: Any, output: Tensor, hidden: Tensor, factor: Tensor, cast: Tensor | None, in_place: bool
+    ) -> Tensor:
+        """Return the sum, in place or not; `cast` is that of the factor to the dtype of the product, if it has one."""
+        values = factor if cast is None else cast
         ctx.save_for_backward(hidden, values)
         ctx.dtype = factor.dtype
         if in_place:
@@ -178,18 +183,17 @@ def _gradient_of_b(gradient: Tensor, hidden: Tensor, dtype: torch.dtype) -> Tens
     return (gradient.T @ hidden).to(dtype)
 
 
-def _stack(tensors: Any, dimension: int = 0) -> Tensor:
+def _stack(tensors: Sequence[Tensor], dimension: int = 0) -> Tensor:
     """Return the tensors as one; as a view if they are rows that follow each other in one storage."""
+    if len(tensors) == 1:  # as in compiled code, which cannot read offsets
+        return tensors[0]
     first, end = tensors[0], tensors[0].storage_offset()
-    for tensor in tensors if dimension == 0 else ():
-        is_next = tensor.is_contiguous() and tensor.storage_offset() == end
+    for tensor in tensors:
+        is_next = dimension == 0 and tensor.is_contiguous() and tensor.storage_offset() == end
         if not is_next or tensor.untyped_storage()._cdata != first.untyped_storage()._cdata:
-            break
+            return torch.cat(list(tensors), dimension)
         end += tensor.numel()
-    else:
-        if dimension == 0 and len(tensors) > 1:
-            return first.as_strided((sum(map(len, tensors)), *first.shape[1:]), first.stride())
-    return first if len(tensors) == 1 else torch.cat(list(tensors), dimension)
+    return first.as_strided((sum(map(len, tensors)), *first.shape[1:]), first.stride())
 
 
 def _scaled_product(one: Tensor, other: Tensor, scale: float) -> Tensor:

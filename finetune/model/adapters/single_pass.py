@@ -98,8 +98,8 @@ class Factor(nn.Linear):
         """Return the product with the inputs; without inputs a copy of the weight."""
         return self.weight.clone() if inputs is None else super().forward(inputs)
 
-    def read(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return the weight, which gets the gradient, and its values in the dtype of the product.
+    def read(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        """Return the weight, which gets the gradient, and its cast to the dtype of the product if it has another one.
 
         Under ZeRO-3, whose hooks gather it only while this module runs, a copy.
         """
@@ -108,8 +108,7 @@ class Factor(nn.Linear):
             weight = weight.to_local()
         if weight is self.weight and weight.dtype != dtype and not torch.compiler.is_compiling():
             return weight, self.casts.read(self, dtype)
-        cast = weight.to(dtype)
-        return cast, cast
+        return weight.to(dtype), None
 
 
 class FactorCasts:
@@ -179,17 +178,17 @@ class SinglePassLayer:
             result = super().forward(x, *others, **named)  # type: ignore[misc]
             return result
         rows, hidden, input_gradient = self.common_input.take(self.position, x)
-        factor, values = self.lora_B[ADAPTER_NAME].read(hidden.dtype)
+        factor, cast = self.lora_B[ADAPTER_NAME].read(hidden.dtype)
         is_compiling = torch.compiler.is_compiling()  # compiled code decides itself what it changes in place
         if input_gradient is not None and rows.dtype == hidden.dtype and _is_frozen_product(self.base_layer):
             base = self.base_layer
-            result = LinearPlusProduct.apply(rows, base.weight, base.bias, hidden, factor, values, input_gradient)  # type: ignore[no-untyped-call]
+            result = LinearPlusProduct.apply(rows, base.weight, base.bias, hidden, factor, cast, input_gradient)  # type: ignore[no-untyped-call]
             return result.view(*x.shape[:-1], -1)
         # of two dimensions, since the result of more is a view, which is not changed in place; in their own dtype for
         # quantized layers, which return that of their inputs
         output = self.base_layer(rows if type(self.base_layer) is nn.Linear else x.reshape(-1, x.shape[-1]))
         is_in_place = self.in_place and not is_compiling and output.dtype == hidden.dtype and not output._is_view()
-        result = AddProduct.apply(output, hidden, factor, values, is_in_place)  # type: ignore[no-untyped-call]
+        result = AddProduct.apply(output, hidden, factor, cast, is_in_place)  # type: ignore[no-untyped-call]
         return result.view(*x.shape[:-1], -1)
 
 
@@ -257,8 +256,9 @@ class CommonInput:
         weight = modules[0].weight
         mesh = weight.device_mesh if isinstance(weight, DTensor) else None  # of the ranks that share the inputs
         part = (0, 1) if mesh is None else (mesh.get_local_rank(), mesh.size())
-        factors, values = zip(*(module.read(dtype) for module in modules), strict=True)
-        products = MultiplyA.apply(rows, *settings, part, input_gradient, *factors, *values)  # type: ignore[no-untyped-call]
+        factors, casts = zip(*(module.read(dtype) for module in modules), strict=True)
+        casts = None if casts[0] is None else casts
+        products = MultiplyA.apply(rows, *settings, part, casts, input_gradient, *factors)  # type: ignore[no-untyped-call]
         if mesh is not None:
             products = [gathered(product, mesh, Partial()) for product in products]
         return rows if is_autocast or dtype == inputs.dtype else None, products  # autocast would cast once per layer

@@ -88,7 +88,7 @@ def test_gradients_of_the_product_with_a_are_those_of_finite_differences(dropout
 
     def multiply(*tensors: Tensor) -> tuple[Tensor, ...]:
         torch.manual_seed(0)  # the same mask each time
-        products: tuple[Tensor, ...] = MultiplyA.apply(tensors[0], 1.7, dropout, (0, 1), None, *tensors[1:] * 2)
+        products: tuple[Tensor, ...] = MultiplyA.apply(tensors[0], 1.7, dropout, (0, 1), None, None, *tensors[1:])
         return products
 
     assert gradcheck(multiply, (rows, *factors))
@@ -101,7 +101,7 @@ def test_masks_of_the_parts_of_an_input_are_those_of_the_whole_one():
     def multiply(part: int, num_parts: int) -> tuple[Tensor, Tensor]:
         torch.manual_seed(0)
         own = slice(part * 6 // num_parts, (part + 1) * 6 // num_parts)
-        (product,) = MultiplyA.apply(rows[:, own], 1.7, 0.4, (part, num_parts), None, *[factor[:, own]] * 2)
+        (product,) = MultiplyA.apply(rows[:, own], 1.7, 0.4, (part, num_parts), None, None, factor[:, own])
         return product, torch.rand(1)
 
     whole, drawn = multiply(0, 1)
@@ -114,7 +114,7 @@ def test_masks_of_the_parts_of_an_input_are_those_of_the_whole_one():
 def test_gradients_of_the_sum_are_those_of_finite_differences(in_place):
     shapes = ((7, 5), (7, 2), (5, 2))
     tensors = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
-    assert gradcheck(lambda output, *others: AddProduct.apply(output.clone(), *others, others[-1], in_place), tensors)
+    assert gradcheck(lambda output, *others: AddProduct.apply(output.clone(), *others, None, in_place), tensors)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.4])
@@ -128,9 +128,9 @@ def test_layers_with_a_common_input_add_their_gradients_into_one(dropout):
     def layers(rows: Tensor, *factors: Tensor) -> tuple[Tensor, ...]:
         torch.manual_seed(0)
         common = InputGradient()
-        products = MultiplyA.apply(rows, 1.7, dropout, (0, 1), common, *factors[:2] * 2)
+        products = MultiplyA.apply(rows, 1.7, dropout, (0, 1), None, common, *factors[:2])
         return tuple(
-            LinearPlusProduct.apply(rows, weight, each_bias, product, factor, factor, common)
+            LinearPlusProduct.apply(rows, weight, each_bias, product, factor, None, common)
             for weight, each_bias, product, factor in zip(weights, (bias, None), products, factors[2:], strict=True)
         )
 
@@ -353,7 +353,8 @@ def test_selective_checkpointing_saves_one_output_per_layer(from_config, build, 
         sizes.append(live.now)
     widths = 32 + 16 + 16 + 32 + 64 + 64 + 32  # of queries, keys, values, their output, gate, up and down
     outputs = 2 * BATCH.numel() * widths * (2 if autocast else 4)  # of two layers
-    assert sizes[1] - sizes[0] >= outputs
+    casts = 2 * sum(p.numel() for p in model.parameters() if p.requires_grad) if autocast else 0  # for recomputation
+    assert sizes[1] - sizes[0] >= outputs - casts
     (loss, gradients), (expected, others) = results
     assert float(loss) == pytest.approx(float(expected), abs=1e-2 if autocast else 1e-6)
     assert largest_difference(gradients, others) < (0.1 if autocast else 1e-5)
