@@ -4,9 +4,11 @@ peft computes `base(x) + B(A(dropout(x))) * scale` per layer: with dropout it ke
 layer, and it creates the product with `B`, its multiple and the sum. Here layers with a common input (queries, keys and
 values; gate and up) share its dropout mask and one product with their stacked `A`; the product with `B` is added to the
 base's output in place, and the scale is part of a product. Only `x` itself is kept, and one bit of mask per element.
+In the backward pass the products of layers with a common input are added into one gradient. All factors are cast to the
+dtype of the products by one operation in each pass.
 
-The base's product is left to its layer, and weights are read where a strategy has gathered them, so the numbers are the
-same under every strategy and on quantized bases. No module or parameter is renamed.
+Weights are read where a strategy has gathered them, so the numbers are the same under every strategy and on quantized
+bases. No module or parameter is renamed.
 
 Of a layer that ranks share (`model/tensor_parallel.py`), one factor is a DTensor: `B` if they share the outputs, `A`
 if they share the inputs. They draw the mask of all inputs, as one process does.
@@ -19,12 +21,10 @@ from typing import Any
 import torch
 from peft.tuners import lora
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial
-from torch.nn import functional
-from torch.utils.flop_counter import register_flop_formula
 
 from finetune.model.adapters.context import ADAPTER_NAME
+from finetune.model.adapters.products import AddProduct, InputGradient, LinearPlusProduct, MultiplyA
 from finetune.runtime.parallel import gathered
 
 COMMON_INPUTS = (
@@ -51,6 +51,7 @@ def use_single_pass(model: nn.Module, *, in_place: bool) -> None:
 
     `in_place`: add to the base's output in place; not under selective checkpointing, which keeps one of both.
     """
+    casts = FactorCasts()
     for parent in list(model.modules()):
         layers: dict[str, Any] = {name: child for name, child in parent.named_children() if _is_plain(child)}
         for names in (*COMMON_INPUTS, *((name,) for name in tuple(layers))):
@@ -59,10 +60,19 @@ def use_single_pass(model: nn.Module, *, in_place: bool) -> None:
             for position, layer in enumerate(shared):
                 for factors in (layer.lora_A, layer.lora_B):
                     factors[ADAPTER_NAME].__class__ = Factor
+                    casts.add(factors[ADAPTER_NAME])
                 layer.__class__ = _single_pass_class(layer.__class__)
                 layer.common_input, layer.position, layer.in_place = common, position, in_place
             if len(shared) > 1:
                 parent.register_forward_hook(common.clear)
+    for module in _called_modules(model):
+        module.register_forward_pre_hook(casts.clear)
+
+
+def _called_modules(model: Any) -> list[nn.Module]:
+    """Return the modules of which at least one is called in every pass: peft calls the model's `forward` alone."""
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return list(dict.fromkeys([model, inner, getattr(inner, "base_model", inner)]))
 
 
 def _is_plain(layer: Any) -> bool:
@@ -81,13 +91,67 @@ def _single_pass_class(peft_class: Any) -> type:
 class Factor(nn.Linear):
     """The matrix `A` or `B` of an adapter."""
 
+    casts: "FactorCasts"
+    number: int  # of those that are cast together
+
     def forward(self, inputs: Tensor | None = None) -> Tensor:
         """Return the product with the inputs; without inputs a copy of the weight."""
         return self.weight.clone() if inputs is None else super().forward(inputs)
 
-    def read(self) -> Tensor:
-        """Return the weight; under ZeRO-3, whose hooks gather it only while this module runs, a copy."""
-        return self() if hasattr(self.weight, "ds_id") else self.weight
+    def read(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        """Return the weight, which gets the gradient, and its cast to the dtype of the product if it has another one.
+
+        Under ZeRO-3, whose hooks gather it only while this module runs, a copy.
+        """
+        weight: Tensor = self() if hasattr(self.weight, "ds_id") else self.weight
+        if isinstance(weight, DTensor):
+            weight = weight.to_local()
+        if weight is self.weight and weight.dtype != dtype and not torch.compiler.is_compiling():
+            return weight, self.casts.read(self, dtype)
+        return weight.to(dtype), None
+
+
+class FactorCasts:
+    """The factors of all adapters in the dtype of their products, cast together when a pass first needs one.
+
+    Recomputation reads those of its forward pass.
+    """
+
+    def __init__(self) -> None:
+        self._factors: list[Factor] = []
+        self.clear()
+
+    def add(self, factor: Factor) -> None:
+        """Cast this factor, too."""
+        factor.casts, factor.number = self, len(self._factors)
+        self._factors.append(factor)
+
+    def clear(self, *_: Any) -> None:
+        """Forget all casts: a new pass begins, before which the factors may have changed."""
+        self._casts: dict[int, tuple[Tensor, int]] = {}
+
+    def read(self, factor: Factor, dtype: torch.dtype) -> Tensor:
+        """Return the factor in this dtype, without its graph."""
+        cast, version = self._casts.get(factor.number, (factor.weight, -1))
+        if cast.dtype != dtype or version != factor.weight._version:
+            self._cast_all(factor.weight.device, dtype)
+            cast, _ = self._casts[factor.number]
+        return cast
+
+    @torch.no_grad()
+    def _cast_all(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Cast the factors that are whole; those of layers with a common input are next to each other."""
+        weights = {
+            number: weight
+            for number, weight in enumerate(factor.weight for factor in self._factors)
+            if weight.device == device and not isinstance(weight, DTensor) and not hasattr(weight, "ds_id")
+        }
+        whole = torch.empty(sum(weight.numel() for weight in weights.values()), dtype=dtype, device=device)
+        parts = whole.split_with_sizes([weight.numel() for weight in weights.values()])
+        casts = [part.view(weight.shape) for part, weight in zip(parts, weights.values(), strict=True)]
+        torch._foreach_copy_(casts, list(weights.values()))
+        for number, cast in zip(weights, casts, strict=True):
+            self._casts[number] = cast, weights[number]._version
 
 
 class SinglePassLayer:
@@ -113,21 +177,18 @@ class SinglePassLayer:
         if others or named or self.settings() is None:
             result = super().forward(x, *others, **named)  # type: ignore[misc]
             return result
-        rows, hidden = self.common_input.take(self.position, x)
+        rows, hidden, input_gradient = self.common_input.take(self.position, x)
+        factor, cast = self.lora_B[ADAPTER_NAME].read(hidden.dtype)
         is_compiling = torch.compiler.is_compiling()  # compiled code decides itself what it changes in place
-        saves_sum = not self.in_place and not is_compiling and rows.dtype == hidden.dtype
-        if saves_sum and _is_frozen_product(self.base_layer):
-            base, factor = self.base_layer, self.lora_B[ADAPTER_NAME].weight
-            result = LinearPlusProduct.apply(rows, base.weight, base.bias, hidden, factor.to(hidden.dtype))  # type: ignore[no-untyped-call]
+        if input_gradient is not None and rows.dtype == hidden.dtype and _is_frozen_product(self.base_layer):
+            base = self.base_layer
+            result = LinearPlusProduct.apply(rows, base.weight, base.bias, hidden, factor, cast, input_gradient)  # type: ignore[no-untyped-call]
             return result.view(*x.shape[:-1], -1)
         # of two dimensions, since the result of more is a view, which is not changed in place; in their own dtype for
         # quantized layers, which return that of their inputs
         output = self.base_layer(rows if type(self.base_layer) is nn.Linear else x.reshape(-1, x.shape[-1]))
         is_in_place = self.in_place and not is_compiling and output.dtype == hidden.dtype and not output._is_view()
-        factor = self.lora_B[ADAPTER_NAME].read()
-        if isinstance(factor, DTensor):
-            factor = factor.to_local()
-        result = AddProduct.apply(output, hidden, factor.to(hidden.dtype), is_in_place)  # type: ignore[no-untyped-call]
+        result = AddProduct.apply(output, hidden, factor, cast, is_in_place)  # type: ignore[no-untyped-call]
         return result.view(*x.shape[:-1], -1)
 
 
@@ -145,26 +206,29 @@ class CommonInput:
         self._inputs: Tensor | None = None
         self._rows: Tensor | None = None
         self._hidden: dict[int, Tensor] = {}
+        self._input_gradient: InputGradient | None = None
 
-    def take(self, position: int, inputs: Tensor) -> tuple[Tensor, Tensor]:
+    def take(self, position: int, inputs: Tensor) -> tuple[Tensor, Tensor, InputGradient | None]:
         """Return the inputs as the base reads them, [rows, width], and their product with `A`, [rows, rank].
 
-        Compiled code multiplies the factor of this layer alone: dynamo compiles no changes of an object within gradient
+        And the gradient to which the base's backward pass adds its own. In compiled code there is none, and it
+        multiplies the factor of this layer alone: dynamo compiles no changes of an object within gradient
         checkpointing.
         """
         if torch.compiler.is_compiling():
-            rows, (hidden,) = self._multiply([position], inputs)
-            return inputs.reshape(-1, inputs.shape[-1]) if rows is None else rows, hidden
+            rows, (hidden,) = self._multiply([position], inputs, None)
+            return inputs.reshape(-1, inputs.shape[-1]) if rows is None else rows, hidden, None
         if position not in self._hidden or not self._has(inputs):
             settings = self.layers[position].settings()
             positions = [index for index, layer in enumerate(self.layers) if layer.settings() == settings]
-            self._rows, products = self._multiply(positions, inputs)
+            self._input_gradient = InputGradient()
+            self._rows, products = self._multiply(positions, inputs, self._input_gradient)
             self._inputs, self._hidden = inputs, dict(zip(positions, products, strict=True))
-        hidden = self._hidden.pop(position)
+        hidden, input_gradient = self._hidden.pop(position), self._input_gradient
         rows = self._rows if inputs is self._inputs else None
         if not self._hidden:
             self.clear()
-        return inputs.reshape(-1, inputs.shape[-1]) if rows is None else rows, hidden
+        return inputs.reshape(-1, inputs.shape[-1]) if rows is None else rows, hidden, input_gradient
 
     def _has(self, inputs: Tensor) -> bool:
         """Return whether this is the tensor or, under ZeRO-3, whose hooks alias it for each layer, an alias of it."""
@@ -174,170 +238,35 @@ class CommonInput:
         one, other = inputs.untyped_storage(), self._inputs.untyped_storage()
         return is_zero3 and inputs.shape == self._inputs.shape and one._cdata == other._cdata
 
-    def _multiply(self, positions: list[int], inputs: Tensor) -> tuple[Tensor | None, Sequence[Tensor]]:
+    def _multiply(
+        self, positions: list[int], inputs: Tensor, input_gradient: InputGradient | None
+    ) -> tuple[Tensor | None, Sequence[Tensor]]:
         """Return the inputs as the base may read them, if not as they are, and their products with these layers' `A`.
 
-        All of these layers have the same settings.
+        All of these layers have the same settings. Products have the dtype of autocast, else that of inputs in half
+        precision: under ZeRO, which keeps factors in float32, as under other strategies.
         """
-        settings = self.layers[positions[0]].settings()
-        factors = [self.layers[index].lora_A[ADAPTER_NAME].read() for index in positions]
-        is_autocast = torch.is_autocast_enabled(inputs.device.type)
-        dtype = torch.get_autocast_dtype(inputs.device.type) if is_autocast else factors[0].dtype
+        settings, device_type = self.layers[positions[0]].settings(), inputs.device.type
+        modules = [self.layers[index].lora_A[ADAPTER_NAME] for index in positions]
+        if is_autocast := torch.is_autocast_enabled(device_type):
+            dtype = torch.get_autocast_dtype(device_type)
+        else:
+            dtype = inputs.dtype if inputs.dtype in (torch.bfloat16, torch.float16) else modules[0].weight.dtype
         rows = inputs.reshape(-1, inputs.shape[-1]).to(dtype)
-        mesh = factors[0].device_mesh if isinstance(factors[0], DTensor) else None  # of the ranks that share the inputs
+        weight = modules[0].weight
+        mesh = weight.device_mesh if isinstance(weight, DTensor) else None  # of the ranks that share the inputs
         part = (0, 1) if mesh is None else (mesh.get_local_rank(), mesh.size())
-        factors = [(factor if mesh is None else factor.to_local()).to(dtype) for factor in factors]
-        products = MultiplyA.apply(rows, *settings, part, *factors)  # type: ignore[no-untyped-call]
+        factors, casts = zip(*(module.read(dtype) for module in modules), strict=True)
+        casts = None if casts[0] is None else casts
+        products = MultiplyA.apply(rows, *settings, part, casts, input_gradient, *factors)  # type: ignore[no-untyped-call]
         if mesh is not None:
             products = [gathered(product, mesh, Partial()) for product in products]
         return rows if is_autocast or dtype == inputs.dtype else None, products  # autocast would cast once per layer
 
 
-class MultiplyA(torch.autograd.Function):
-    """`dropout(rows) A^T * scale` for each `A`, [rank, width]; keeps rows and the mask, but not their product.
-
-    The rows are a part of the inputs, the first number of as many equal ones as the second; the mask is that of all.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, scale: float, dropout: float, part: tuple[int, int], *factors: Tensor
-    ) -> tuple[Tensor, ...]:
-        """Return the products, [rows, rank] each."""
-        mask, ctx.scale = None, scale / (1 - dropout)
-        kept = rows
-        if dropout:
-            mask = torch.empty((len(rows), part[1], rows.shape[1]), dtype=torch.bool, device=rows.device)
-            mask = mask.bernoulli_(1 - dropout)[:, part[0]].contiguous()
-            kept = rows * mask
-            mask = _pack(mask)
-        ctx.save_for_backward(rows, mask, *factors)
-        products = _scaled_product(kept, _stack(factors).T, ctx.scale)
-        return tuple(products.split_with_sizes([len(factor) for factor in factors], -1))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of rows and factors."""
-        rows, mask, *factors = ctx.saved_tensors
-        mask = None if mask is None else _unpack(mask, rows)
-        of_products = _stack(gradients, -1)
-        of_rows: Tensor | None = None
-        of_factors: Sequence[Tensor | None] = [None] * len(factors)
-        if any(ctx.needs_input_grad[4:]):
-            kept = rows if mask is None else rows * mask
-            stacked = _scaled_product(of_products.T, kept, ctx.scale)
-            of_factors = stacked.split_with_sizes([len(factor) for factor in factors])
-            del kept
-        if ctx.needs_input_grad[0]:
-            of_rows = _scaled_product(of_products, _stack(factors), ctx.scale)
-            of_rows = of_rows if mask is None else of_rows.mul_(mask)
-        return of_rows, None, None, None, *of_factors
-
-
 def _is_frozen_product(base: Any) -> bool:
     """Return whether the layer is a product with a weight that is whole and frozen, and nothing else."""
-    if type(base) is not nn.Linear or "forward" in vars(base):
+    if type(base) is not nn.Linear or "forward" in vars(base) or base._forward_hooks or base._forward_pre_hooks:
         return False
     is_whole = not isinstance(base.weight, DTensor) and not hasattr(base.weight, "ds_id")
     return is_whole and not any(parameter.requires_grad for parameter in base.parameters())
-
-
-def _linear_plus_product(rows: Tensor, weight: Tensor, bias: Tensor | None, hidden: Tensor, factor: Tensor) -> Tensor:
-    output = functional.linear(rows, weight.to(rows.dtype), None if bias is None else bias.to(rows.dtype))
-    return output.addmm_(hidden, factor.T)
-
-
-def _plus_product(output: Tensor, hidden: Tensor, factor: Tensor) -> Tensor:
-    return torch.addmm(output.to(hidden.dtype), hidden, factor.T).to(output.dtype)
-
-
-# Selective checkpointing (`model/activations.py`) saves the output of the first operator, and recomputes the second.
-for schema, function in (
-    (
-        "linear_plus_product(Tensor rows, Tensor weight, Tensor? bias, Tensor hidden, Tensor factor)",
-        _linear_plus_product,
-    ),
-    ("plus_product(Tensor output, Tensor hidden, Tensor factor)", _plus_product),
-):
-    name, _, parameters = schema.partition("(")
-    torch.library.define(f"finetune::{name}", f"({parameters} -> Tensor")
-    torch.library.impl(f"finetune::{name}", "CompositeExplicitAutograd", function)
-
-
-@register_flop_formula(torch.ops.finetune.linear_plus_product)
-def _flops_of_sum(rows: Any, weight: Any, bias: Any, hidden: Any, factor: Any, **_: Any) -> int:
-    flops: int = 2 * rows[0] * (weight[0] * weight[1] + factor[0] * factor[1])
-    return flops
-
-
-class LinearPlusProduct(torch.autograd.Function):
-    """`rows W^T + bias + hidden B^T` by one operator, [rows, outputs]; weight and bias are frozen."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, hidden: Tensor, factor: Tensor) -> Tensor:
-        """Return the sum."""
-        ctx.save_for_backward(weight, hidden, factor)
-        result: Tensor = torch.ops.finetune.linear_plus_product(rows, weight, bias, hidden, factor)
-        return result
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of rows, product and factor."""
-        weight, hidden, factor = ctx.saved_tensors
-        of_rows = gradient @ weight.to(gradient.dtype) if ctx.needs_input_grad[0] else None
-        of_hidden = gradient @ factor if ctx.needs_input_grad[3] else None
-        of_factor = gradient.T @ hidden if ctx.needs_input_grad[4] else None
-        return of_rows, None, None, of_hidden, of_factor
-
-
-class AddProduct(torch.autograd.Function):
-    """`output + hidden B^T` in the dtype of the output, [rows, outputs]."""
-
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, hidden: Tensor, factor: Tensor, in_place: bool) -> Tensor:
-        """Return the sum, in place or not."""
-        ctx.save_for_backward(hidden, factor)
-        if in_place:
-            ctx.mark_dirty(output)
-            return output.addmm_(hidden, factor.T)
-        add = _plus_product if torch.compiler.is_compiling() else torch.ops.finetune.plus_product
-        result: Tensor = add(output, hidden, factor)
-        return result
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of output, product and factor."""
-        hidden, factor = ctx.saved_tensors
-        of_sum = gradient.to(hidden.dtype)
-        of_hidden = of_sum @ factor if ctx.needs_input_grad[1] else None
-        of_factor = of_sum.T @ hidden if ctx.needs_input_grad[2] else None
-        return gradient, of_hidden, of_factor, None
-
-
-def _stack(tensors: Any, dimension: int = 0) -> Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dimension)
-
-
-def _scaled_product(one: Tensor, other: Tensor, scale: float) -> Tensor:
-    """Return the product times the scale in one operation: with `beta=0` the first argument is not read."""
-    return torch.addmm(one.new_empty(()), one, other, beta=0, alpha=scale)
-
-
-def _pack(mask: Tensor) -> Tensor:
-    """Return the mask with 8 elements per byte, if there is a whole number of bytes.
-
-    Bit i of a byte's 8 elements, of one byte each, is moved to bit 56 + i of their product; there is no carry.
-    """
-    if mask.numel() % 8:
-        return mask
-    return (mask.view(-1).view(torch.int64) * 0x0102040810204080).view(torch.uint8)[7::8].clone()
-
-
-def _unpack(packed: Tensor, like: Tensor) -> Tensor:
-    if packed.dtype == torch.bool:
-        return packed
-    bits = (packed.to(torch.int64) * 0x0101010101010101).bitwise_and_(0x8040201008040201 - (1 << 64))
-    return bits.view(torch.uint8).ne(0).view(like.shape)

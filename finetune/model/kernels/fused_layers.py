@@ -3,6 +3,8 @@
 A layer gets a kernel only where a probe with random values shows that both compute the same, so the
 architecture need not be known. No module or parameter is replaced or renamed: a module gets another `forward`, which
 runs the kernel on a GPU and the model's own operations anywhere else. torch's LayerNorm is one kernel already.
+
+A gated MLP keeps its two projections, but not their product: the backward pass computes it again.
 """
 
 import copy
@@ -19,6 +21,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from finetune.config.sections.model import ModelSection
@@ -37,6 +41,9 @@ _ROTARY_FUNCTION = "apply_rotary_pos_emb"
 
 _GATED = ({"gate_proj", "up_proj", "down_proj"}, {"gate_up_proj", "down_proj"})
 """The linear layers of a gated MLP."""
+
+_OF_BOTH_HALVES = {"LigerSiLUMulFunction": "LigerFusedGateUpSiLUMulFunction"}
+"""Functions (liger-kernel 0.8.5) that read both projections from one tensor instead of copies of its halves."""
 
 _originals: dict[ModuleType, Forward] = {}
 """The rotary functions that were replaced, by their module."""
@@ -167,7 +174,43 @@ def _fused_mlp(module: nn.Module) -> tuple[str, Forward] | None:
 
 
 def _run_mlp(module: Any, rows: Tensor, functions: Any, *, kernel: str) -> Any:
-    return module.down_proj(getattr(functions, kernel).apply(*_gate_and_up(module, rows)))
+    of_both = getattr(functions, _OF_BOTH_HALVES.get(kernel, ""), None)
+    if hasattr(module, "gate_up_proj") and of_both is not None:
+        projections, others = [module.gate_up_proj(rows)], (True,)  # overwritten by its gradient, as halves are
+        multiply = of_both.apply
+    else:
+        projections, others, multiply = _gate_and_up(module, rows), (), getattr(functions, kernel).apply
+    flat = [each.reshape(-1, each.shape[-1]) for each in projections]  # as one of them returns its gradient
+    product = multiply(*flat, *others).view(*rows.shape[:-1], -1)
+    with _recomputed(product, partial(multiply, *(each.detach() for each in flat), *others)):
+        return module.down_proj(product)
+
+
+@contextmanager
+def _recomputed(result: Tensor, compute: Callable[[], Tensor]) -> Iterator[None]:
+    """Have the backward pass of this context compute the result again instead of keeping it.
+
+    Not where tensors are handled anyway: checkpointing keeps none of them, and offloading moves them.
+    """
+    has_hooks = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling() or has_hooks or isinstance(result, DTensor):
+        yield
+        return
+    storage = result.untyped_storage()._cdata  # the number alone, since torch keeps both functions
+
+    def pack(tensor: Tensor) -> Any:
+        if isinstance(tensor, DTensor) or tensor.untyped_storage()._cdata != storage:
+            return tensor
+        return tensor.shape, tensor.stride(), tensor.storage_offset()
+
+    def unpack(saved: Any) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        with torch.no_grad():
+            return compute().as_strided(*saved)
+
+    with saved_tensors_hooks(pack, unpack):
+        yield
 
 
 def _gate_and_up(module: Any, rows: Tensor) -> Sequence[Tensor]:

@@ -42,6 +42,7 @@ from finetune.runtime.gpus import find_gpu, lowest, prices_of
 from finetune.runtime.parameters import num_values
 from finetune.runtime.seeds import derive_seed
 from finetune.strategy.protocol import Strategy
+from finetune.task.lm_loss import chunked_loss
 from finetune.train.plan import StepPlan
 
 
@@ -134,6 +135,7 @@ def _why_not_compiled(config: RunConfig, strategy: Strategy, plan: StepPlan, *, 
 
 def _fuse_layers(model: Any, section: ModelSection, *, compiled: str, device_type: str, log: RunLog) -> None:
     """Use the fused kernels that the job names, and log where; raises UserError if there are none to use."""
+    chunked_loss.fuse_chunks(None)
     is_required, missing = section.kernels == "liger", fused_layers.missing_kernel_requirement(device_type)
     if is_required and missing is not None:
         raise UserError(f"model.kernels: `liger` needs {missing}. Write `auto`, or remove the key.")
@@ -144,8 +146,10 @@ def _fuse_layers(model: Any, section: ModelSection, *, compiled: str, device_typ
             log(f"warning: model.kernels: no fused kernels are used, which need {missing}")
         return
     counts = fused_layers.fuse_layers(model, fuses_rotary=section.gradient_checkpointing != "selective")
+    has_loss = chunked_loss.fuse_chunks(device_type)
     if counts:
-        log(f"kernels of liger-kernel: {', '.join(f'{name} ({count})' for name, count in counts.items())}")
+        names = [f"{name} ({count})" for name, count in counts.items()] + ["chunks of the loss"] * has_loss
+        log(f"kernels of liger-kernel: {', '.join(names)}")
     elif is_required:
         raise UserError(
             f"model.kernels: no layer of `{model.config.model_type}` computes what a kernel of liger-kernel computes. "

@@ -15,9 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from finetune.runtime.optional import lazily
 from finetune.runtime.parallel import VocabularyPart
 from finetune.task.lm_loss.logit_transform import LogitTransform
 from finetune.task.lm_loss.token_loss import TokenLoss
+
+with lazily():
+    from liger_kernel.ops import cross_entropy as liger
 
 CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 512_000_000}
 """Maximum bytes of a chunk's simultaneous tensors: logits, probabilities, gradients and their copies."""
@@ -53,6 +57,7 @@ class LossSpec:
     dtype: torch.dtype  # of the matrix products; sums and probabilities are float32
     rows: int  # per chunk
     part: VocabularyPart | None = None  # of the weights; None: they cover the whole vocabulary
+    is_fused: bool = False  # a summed loss runs liger's kernel on the logits
 
 
 def rows_per_chunk(vocabulary: int, device: torch.device, *, logit_bytes: int) -> int:
@@ -68,6 +73,72 @@ def bytes_per_logit(dtype: torch.dtype, transform: LogitTransform, device: torch
     if dtype == torch.float32:
         return FLOAT32_LOGIT_BYTES
     return HALF_LOGIT_BYTES[_device_type(device)] if transform.is_identity else TRANSFORMED_HALF_LOGIT_BYTES
+
+
+_KERNEL_SETTINGS: dict[str, Any] = {
+    "weight_ptr": None,
+    "z_loss_ptr": None,
+    "loss_stride": 1,
+    "token_accuracy_ptr": None,
+    "token_accuracy_stride": 0,
+    "predicted_tokens_ptr": None,
+    "predicted_tokens_stride": 0,
+    "n_non_ignore": 1,  # read by means
+    "sum_non_ignore_weight": 1,
+    "weight_sum": 0.0,
+    "ignore_index": -100,
+    "lse_square_scale": 0.0,
+    "label_smoothing": 0.0,
+    "reduction": "sum",
+    "softcap": None,
+    "RETURN_Z_LOSS": False,
+    "RETURN_TOKEN_ACCURACY": False,
+    "RETURN_PREDICTED_TOKENS": False,
+    "HAS_WEIGHT": False,
+    "HAS_SOFTCAPPING": False,
+}
+"""Arguments of liger's kernel (0.8.5) that are always the same. Its own function synchronizes with the device."""
+
+_KERNEL_INPUTS = {"X_ptr", "X_stride", "Y_ptr", "Y_stride", "loss_ptr", "n_cols", "BLOCK_SIZE", "HAS_GRADIENTS"}
+
+_fused_device: str | None = None
+
+
+def fuse_chunks(device_type: str | None) -> bool:
+    """Run liger's kernel on chunks on such devices, on none for None; return whether the installed version has it.
+
+    It reads the logits twice and overwrites them by their gradient, 6 bytes per logit in half precision; our own
+    operations read and write 34.
+    """
+    global _fused_device
+    _fused_device = device_type
+    if device_type and {*_KERNEL_SETTINGS, *_KERNEL_INPUTS} != set(liger.liger_cross_entropy_kernel.arg_names):
+        _fused_device = None
+    return _fused_device is not None
+
+
+def runs_fused(device: torch.device, loss: TokenLoss, transform: LogitTransform) -> bool:
+    """Return whether liger's kernel computes this loss."""
+    return device.type == _fused_device and loss.is_plain and transform.is_identity
+
+
+def _losses_and_gradient_(logits: Tensor, labels: Tensor, *, needs_gradient: bool) -> Tensor:
+    """Return the cross-entropy of each row, [chunk], float32; overwrites the logits by their gradient."""
+    losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+    vocabulary = logits.shape[1]
+    liger.liger_cross_entropy_kernel[(len(logits),)](
+        X_ptr=logits,
+        X_stride=logits.stride(0),
+        Y_ptr=labels,
+        Y_stride=labels.stride(0),
+        loss_ptr=losses,
+        n_cols=vocabulary,
+        BLOCK_SIZE=min(liger.MAX_FUSED_SIZE, 1 << (vocabulary - 1).bit_length()),
+        HAS_GRADIENTS=needs_gradient,
+        num_warps=32,
+        **_KERNEL_SETTINGS,
+    )
+    return losses
 
 
 _ASSUMED_DEVICE: ContextVar[str | None] = ContextVar("assumed device type", default=None)
@@ -151,7 +222,7 @@ def iterate_chunks(
     """Yield every chunk in order, with its slice of the rows."""
     size, vocabulary = min(spec.rows, len(rows)), len(weight)
     logits_buffer = rows.new_empty(size, vocabulary, dtype=spec.dtype)
-    fp32_buffer = rows.new_empty(size, vocabulary, dtype=torch.float32)
+    fp32_buffer = rows.new_empty(0 if spec.is_fused else size, vocabulary, dtype=torch.float32)
     is_in_place = spec.dtype == torch.float32 or spec.transform.is_identity
     buffers = logits_buffer, fp32_buffer, None if is_in_place else torch.empty_like(fp32_buffer)
     cast_weight, cast_bias = weight.to(spec.dtype), None if bias is None else bias.to(spec.dtype)
@@ -207,7 +278,7 @@ class LinearGradients:
             else:
                 self._weight.add_(torch.mm(cast.t(), chunk.rows))
         if self._bias is not None:
-            self._bias.add_(gradient.sum(dim=0))
+            self._bias.add_(gradient.sum(dim=0, dtype=torch.float32))
 
 
 def loss_sums(rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, spec: LossSpec) -> Tensor:
@@ -215,7 +286,8 @@ def loss_sums(rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor,
 
     `rows` are [targets, hidden], `weight` [vocabulary, hidden].
     """
-    if len(rows) <= spec.rows or spec.dtype == torch.float16:  # unscaled fp16 gradients underflow
+    is_single = len(rows) <= spec.rows and not spec.is_fused
+    if is_single or spec.dtype == torch.float16:  # unscaled fp16 gradients underflow
         losses, plain = row_losses(rows, weight, bias, labels, spec)
         return torch.stack([losses.sum(), plain.sum()])
     loss, plain = _SummedLoss.apply(rows, weight, bias, labels, spec)  # type: ignore[no-untyped-call]  # torch has no types for it
@@ -275,6 +347,11 @@ def _add_chunks(
     with torch.autocast(sums.device.type, enabled=False):
         for part, chunk in iterate_chunks(*inputs, spec):
             logits = chunk.logits()
+            if spec.is_fused:
+                sums += _losses_and_gradient_(logits, labels[part], needs_gradient=bool(gradients)).sum()
+                if gradients:
+                    gradients.add(logits, chunk, part)
+                continue
             softmax, denominators = chunk.softmax(logits)
             losses, plain = _losses(logits, denominators, labels[part], spec)
             sums += torch.stack([losses.sum(), plain.sum()])

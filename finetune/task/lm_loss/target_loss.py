@@ -212,7 +212,7 @@ def _training_loss(rows: Tensor, head: LmHead, *, labels: Tensor, loss: TokenLos
     """Return the loss and the cross-entropy, summed: [2]."""
     linear = head.linear_weights(rows)
     if linear is not None:
-        spec = _loss_spec(rows, head, linear[0], loss)
+        spec = _loss_spec(rows, head, linear[0], loss, is_summed=True)
         fused_kernel = None if spec.part is not None else fused_kernel_for(kernel, rows, linear[1])
         if fused_kernel is None:
             return chunked_loss.loss_sums(head.share(rows), *linear, labels, spec)
@@ -255,11 +255,14 @@ def _evaluation_sums(rows: Tensor, head: LmHead, *, labels: Tensor) -> Tensor:
     return torch.stack(map_chunks(chunk_sums, head, rows, labels)).sum(dim=0)
 
 
-def _loss_spec(rows: Tensor, head: LmHead, weight: Tensor, loss: TokenLoss) -> LossSpec:
+def _loss_spec(rows: Tensor, head: LmHead, weight: Tensor, loss: TokenLoss, *, is_summed: bool = False) -> LossSpec:
     assert head.transform is not None
     dtype = head.compute_dtype(rows)
-    size = rows_per_chunk(len(weight), rows.device, logit_bytes=bytes_per_logit(dtype, head.transform, rows.device))
-    return LossSpec(loss, head.transform, dtype, size, head.part)
+    is_fused = is_summed and dtype != torch.float16 and head.part is None
+    is_fused = is_fused and chunked_loss.runs_fused(rows.device, loss, head.transform)
+    logit_bytes = dtype.itemsize if is_fused else bytes_per_logit(dtype, head.transform, rows.device)
+    size = rows_per_chunk(len(weight), rows.device, logit_bytes=logit_bytes)
+    return LossSpec(loss, head.transform, dtype, size, head.part, is_fused)
 
 
 HEADS_OVER_VOCABULARY: tuple[ModelHead, ...] = ("causal_lm", "seq2seq_lm", "masked_lm", "image_text_to_text")

@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from finetune.config.sections.model import LoraSection, QuantizationSection
 from finetune.memory.tracer import LiveBytes
 from finetune.model.activations import enable_gradient_checkpointing
-from finetune.model.adapters.single_pass import AddProduct, MultiplyA, SinglePassLayer, use_single_pass
+from finetune.model.adapters.products import AddProduct, InputGradient, LinearPlusProduct, MultiplyA
+from finetune.model.adapters.single_pass import SinglePassLayer, use_single_pass
 from finetune.model.kernels import compilation
 from finetune.model.upstream import adapters_disabled
 from tests.devices import EVERY_DEVICE
@@ -87,7 +88,7 @@ def test_gradients_of_the_product_with_a_are_those_of_finite_differences(dropout
 
     def multiply(*tensors: Tensor) -> tuple[Tensor, ...]:
         torch.manual_seed(0)  # the same mask each time
-        products: tuple[Tensor, ...] = MultiplyA.apply(tensors[0], 1.7, dropout, (0, 1), *tensors[1:])
+        products: tuple[Tensor, ...] = MultiplyA.apply(tensors[0], 1.7, dropout, (0, 1), None, None, *tensors[1:])
         return products
 
     assert gradcheck(multiply, (rows, *factors))
@@ -100,7 +101,7 @@ def test_masks_of_the_parts_of_an_input_are_those_of_the_whole_one():
     def multiply(part: int, num_parts: int) -> tuple[Tensor, Tensor]:
         torch.manual_seed(0)
         own = slice(part * 6 // num_parts, (part + 1) * 6 // num_parts)
-        (product,) = MultiplyA.apply(rows[:, own], 1.7, 0.4, (part, num_parts), factor[:, own])
+        (product,) = MultiplyA.apply(rows[:, own], 1.7, 0.4, (part, num_parts), None, None, factor[:, own])
         return product, torch.rand(1)
 
     whole, drawn = multiply(0, 1)
@@ -113,7 +114,27 @@ def test_masks_of_the_parts_of_an_input_are_those_of_the_whole_one():
 def test_gradients_of_the_sum_are_those_of_finite_differences(in_place):
     shapes = ((7, 5), (7, 2), (5, 2))
     tensors = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
-    assert gradcheck(lambda output, *others: AddProduct.apply(output.clone(), *others, in_place), tensors)
+    assert gradcheck(lambda output, *others: AddProduct.apply(output.clone(), *others, None, in_place), tensors)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+def test_layers_with_a_common_input_add_their_gradients_into_one(dropout):
+    """The second layer gets no gradient for its input by itself."""
+    shapes = ((7, 8), (2, 8), (3, 8), (5, 2), (4, 3))
+    tensors = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    weights = torch.randn(5, 8, dtype=torch.float64), torch.randn(4, 8, dtype=torch.float64)
+    bias = torch.randn(5, dtype=torch.float64)
+
+    def layers(rows: Tensor, *factors: Tensor) -> tuple[Tensor, ...]:
+        torch.manual_seed(0)
+        common = InputGradient()
+        products = MultiplyA.apply(rows, 1.7, dropout, (0, 1), None, common, *factors[:2])
+        return tuple(
+            LinearPlusProduct.apply(rows, weight, each_bias, product, factor, None, common)
+            for weight, each_bias, product, factor in zip(weights, (bias, None), products, factors[2:], strict=True)
+        )
+
+    assert gradcheck(layers, tensors)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -269,17 +290,15 @@ def test_dropout_keeps_no_copy_of_the_inputs_and_one_bit_of_mask_per_element(fro
     assert sizes[0.2][1] > 1.4 * sizes[0.2][0]
 
 
-def test_frozen_weights_in_bfloat16_keep_no_casts_for_the_backward_pass(from_config, build, adapted):
-    """`model.dtype: auto`: autocast's casts of frozen float32 weights are kept until each layer's backward pass."""
-    kept = {}
-    for dtype in ("float32", "bfloat16"):
-        model = adapted(build(from_config(dtype=dtype)), SECTIONS["plain"], noise=0.1).train()
-        use_single_pass(model, in_place=True)
-        with torch.autocast("cpu", torch.bfloat16):
-            kept[dtype] = saved_bytes(model)
-        frozen = [module.base_layer.weight for module in model.modules() if isinstance(module, SinglePassLayer)]
-    casts = 2 * sum(weight.numel() for weight in frozen)
-    assert len(frozen) == 14 and kept["float32"] - kept["bfloat16"] >= casts
+def test_frozen_weights_keep_no_casts_for_the_backward_pass(from_config, build, adapted):
+    """With peft's layers, autocast's casts of frozen float32 weights are kept until each layer's backward pass."""
+    plain = adapted(build(from_config(dtype="float32")), SECTIONS["plain"], noise=0.1).train()
+    model = copy.deepcopy(plain)
+    use_single_pass(model, in_place=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        kept = [saved_bytes(each) for each in (plain, model)]
+    frozen = [module.base_layer.weight for module in model.modules() if isinstance(module, SinglePassLayer)]
+    assert len(frozen) == 14 and kept[0] - kept[1] >= 2 * sum(weight.numel() for weight in frozen)
 
 
 @pytest.mark.parametrize("mode", [True, "selective"])
@@ -334,7 +353,8 @@ def test_selective_checkpointing_saves_one_output_per_layer(from_config, build, 
         sizes.append(live.now)
     widths = 32 + 16 + 16 + 32 + 64 + 64 + 32  # of queries, keys, values, their output, gate, up and down
     outputs = 2 * BATCH.numel() * widths * (2 if autocast else 4)  # of two layers
-    assert sizes[1] - sizes[0] >= outputs
+    casts = 2 * sum(p.numel() for p in model.parameters() if p.requires_grad) if autocast else 0  # for recomputation
+    assert sizes[1] - sizes[0] >= outputs - casts
     (loss, gradients), (expected, others) = results
     assert float(loss) == pytest.approx(float(expected), abs=1e-2 if autocast else 1e-6)
     assert largest_difference(gradients, others) < (0.1 if autocast else 1e-5)
@@ -383,6 +403,10 @@ def calls(model: Any) -> tuple[Counter[str], Counter[str]]:
     return forward.counts, backward.counts
 
 
+def only_casts_of_factors(counts: Counter[str]) -> Counter[str]:
+    return Counter({name: number for name, number in counts.items() if name == "aten::_foreach_copy_"})
+
+
 @pytest.mark.parametrize("keys", [{"kind": "nf4"}, {"bits": 8}])
 def test_a_quantized_base_has_the_loss_and_gradients_it_has_with_peft(quantized, keys):
     """The product with `B` is added in place, and selective checkpointing saves the quantized products."""
@@ -401,6 +425,45 @@ def test_a_quantized_base_has_the_loss_and_gradients_it_has_with_peft(quantized,
         assert forward["aten::addmm_"] == (0 if is_selective else 14)
         assert forward["bitsandbytes::gemm_4bit"] == (0 if "bits" in keys else 14)  # on CPUs 8 bits have no operator
         assert backward["bitsandbytes::gemm_4bit"] == 0
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_factors_are_cast_by_one_operation_in_each_pass(from_config, build, adapted, checkpointing):
+    """Also where recomputation needs them again; after an update the next pass, or a layer alone, has new ones."""
+    model = adapted(build(from_config(dtype="bfloat16")), SECTIONS["plain"], noise=0.1).train()
+    use_single_pass(model, in_place=True)
+    if checkpointing:
+        enable_gradient_checkpointing(model.get_base_model(), True)
+    factors = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    assert len(factors) == 28 and {factor.dtype for factor in factors} == {torch.float32}
+    layer = model.get_base_model().model.layers[0].mlp.down_proj
+    with torch.autocast("cpu", torch.bfloat16):
+        counts = [sum(each.values()) for each in map(only_casts_of_factors, calls(model))]
+        assert counts == [1, 0]
+        rows = torch.randn(3, 64, dtype=torch.bfloat16)
+        before = layer(rows)
+        with torch.no_grad():
+            layer.lora_B["default"].weight.add_(1.0)
+        assert not torch.equal(layer(rows), before)
+        before = model(input_ids=BATCH).logits
+        for factor in factors:
+            factor.data.mul_(2.0)  # as DeepSpeed does, which counts no version
+        assert not torch.equal(model(input_ids=BATCH).logits, before)
+
+
+def test_without_autocast_products_have_the_dtype_of_half_precision_inputs(from_config, build, adapted):
+    """Under ZeRO in bf16, where factors are float32 and there is no autocast, as under other strategies."""
+    results = []
+    for autocast in (False, True):
+        model = adapted(build(from_config(dtype="bfloat16")), SECTIONS["plain"], noise=0.1).train()
+        use_single_pass(model, in_place=True)
+        with Calls() as seen, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            model.get_base_model().model(input_ids=BATCH)
+        results.append(step(model, autocast=autocast))
+        assert seen.counts["aten::_foreach_copy_"] == 1
+    (loss, gradients), (expected, others) = results
+    assert float(loss) == pytest.approx(float(expected), abs=1e-2)
+    assert largest_difference(gradients, others) < 0.1
 
 
 @EVERY_DEVICE

@@ -3,7 +3,10 @@
 import copy
 import json
 import sys
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +18,12 @@ from tests.model.kernels import triton_on_cpu  # noqa: F401  # before triton is 
 from liger_kernel import ops
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from finetune.memory.tracer import LiveBytes
 from finetune.model.kernels import fused_layers
+from finetune.task.lm_loss import chunked_loss, target_loss
+from finetune.task.lm_loss.head import LmHead
+from finetune.task.lm_loss.logit_transform import LogitTransform
+from finetune.task.lm_loss.token_loss import TokenLoss
 
 SIZE = {
     "hidden_size": 32,
@@ -45,7 +53,12 @@ def steps_of(model_type: str) -> dict[str, Any]:
     with fused_layers.restored_rotary_functions():
         counts = fused_layers.fuse_layers(fused)
         copied = copy.deepcopy(fused)
-        loss = fused(input_ids=ids, labels=ids).loss
+        with LiveBytes() as live:
+            loss = fused(input_ids=ids, labels=ids).loss
+        with LiveBytes() as keeping, patch.object(fused_layers, "_recomputed", lambda *_: nullcontext()):
+            loss_of_kept = fused(input_ids=ids, labels=ids).loss
+        assert torch.equal(loss, loss_of_kept)
+        recomputed_bytes = keeping.now - live.now
         loss.backward()
         with torch.no_grad():
             next(iter(copied.parameters())).zero_()
@@ -59,6 +72,7 @@ def steps_of(model_type: str) -> dict[str, Any]:
             float((one - other).abs().max() / one.abs().max().clamp(min=1e-9)) for one, other in gradients
         ),
         "is_own_copy": is_own_copy,
+        "recomputed_bytes": recomputed_bytes,
         "keeps_names": names == list(fused.state_dict()),
     }
 
@@ -83,6 +97,12 @@ def kernel_errors() -> dict[str, float]:
             errors[f"swiglu {rows}x{width} {dtype}"] = _error(
                 ops.LigerSiLUMulFunction.apply, lambda a, b: functional.silu(a) * b, (x, y), dtype
             )
+            errors[f"swiglu of halves {rows}x{width} {dtype}"] = _error(
+                lambda both: ops.LigerFusedGateUpSiLUMulFunction.apply(both.clone(), True),
+                lambda both: functional.silu(both.chunk(2, -1)[0]) * both.chunk(2, -1)[1],
+                (torch.cat((x, y), -1),),
+                dtype,
+            )
             errors[f"geglu {rows}x{width} {dtype}"] = _error(ops.LigerGELUMulFunction.apply, gelu, (x, y), dtype)
         for heads, others, length, width in ((1, 1, 1, 2), (6, 2, 5, 6), (3, 3, 7, 64)):
             q, k = torch.randn(2, heads, length, width), torch.randn(2, others, length, width)
@@ -103,6 +123,33 @@ def kernel_errors() -> dict[str, float]:
 
             errors[f"rotary {heads}/{others}x{length}x{width} {dtype}"] = _error(kernel, rotated, (q, k), dtype)
     return errors
+
+
+def loss_of_chunks() -> dict[str, float]:
+    """Return the relative differences between the chunked loss with liger's kernel and without, and in float64."""
+    torch.manual_seed(3)
+    head = LmHead(nn.Linear(16, 101, bias=True), LogitTransform(), is_rowwise=True)
+    labels, values = torch.randint(0, 101, (150,)), torch.randn(150, 16)
+    results = []
+    for is_fused, kind in ((True, torch.float32), (False, torch.float32), (False, torch.float64)):
+        chunked_loss.fuse_chunks("cpu" if is_fused else None)
+        rows, module = values.to(kind, copy=True).requires_grad_(), head.module.to(kind)
+        module.zero_grad()
+        if kind == torch.float64:
+            loss = functional.cross_entropy(module(rows), labels, reduction="sum")
+        else:
+            spec = target_loss._loss_spec(rows, head, module.weight, TokenLoss(), is_summed=True)
+            assert spec.is_fused == is_fused
+            chunked = replace(spec, rows=64)
+            loss = chunked_loss.loss_sums(rows, module.weight, module.bias, labels, chunked)[0]
+        (2 * loss).backward()
+        results.append([each.double() for each in (loss.detach(), rows.grad, module.weight.grad, module.bias.grad)])
+    chunked_loss.fuse_chunks(None)
+    return {
+        f"{name} against {other}": float((one - wanted).abs().max() / wanted.abs().max())
+        for other, found in (("ours", results[1]), ("float64", results[2]))
+        for name, one, wanted in zip(("loss", "rows", "weight", "bias"), results[0], found, strict=True)
+    }
 
 
 def _error(kernel: Any, reference: Any, values: tuple[Tensor, ...], dtype: torch.dtype) -> float:
@@ -137,6 +184,7 @@ if __name__ == "__main__":
             {
                 "models": {name: steps_of(name) for name in sys.argv[1:]},
                 "kernels": kernel_errors(),
+                "chunks": loss_of_chunks(),
                 "odd": dict(fused_layers.fuse_layers(Odd())),
             }
         )

@@ -47,12 +47,20 @@ def test_a_model_with_kernels_has_the_loss_and_gradients_of_the_model_without(fo
     assert model["counts"] == MODELS[name]
     assert model["loss"] < 1e-5 and model["gradients"] < 1e-5
     assert model["keeps_names"] and model["is_own_copy"]
+    num_mlps = MODELS[name].get(SWIGLU, 0) + MODELS[name].get(GEGLU, 0)
+    product_bytes = 18 * 48 * 4  # of 18 tokens, 48 wide, in float32
+    assert num_mlps * product_bytes <= model["recomputed_bytes"] < (num_mlps + 1) * product_bytes
 
 
 def test_every_kernel_agrees_with_float64_to_rounding(found: dict[str, Any]):
     """Errors are in units of the dtype's precision, over widths of 1 to 1,025 and odd numbers of heads."""
-    assert len(found["kernels"]) == 46
+    assert len(found["kernels"]) == 56
     assert {name: error for name, error in found["kernels"].items() if error > 4} == {}
+
+
+def test_chunks_of_the_loss_have_the_sums_and_gradients_of_our_own_operations(found: dict[str, Any]):
+    assert len(found["chunks"]) == 8
+    assert {name: error for name, error in found["chunks"].items() if error > 2e-6} == {}
 
 
 def test_a_layer_that_only_looks_like_a_gated_mlp_gets_no_kernel(found: dict[str, Any]):

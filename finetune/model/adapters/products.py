@@ -1,0 +1,218 @@
+"""The products of LoRA layers, with backward passes that keep and write little: used by `single_pass.py`."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+from torch.utils.flop_counter import register_flop_formula
+
+
+class InputGradient:
+    """The gradient of a common input, to which the backward pass of each layer adds its product in place."""
+
+    def __init__(self) -> None:
+        self._sum: Tensor | None = None
+
+    def add(self, gradient: Tensor, weight: Tensor) -> None:
+        """Add the product."""
+        self._sum = gradient @ weight if self._sum is None else self._sum.addmm_(gradient, weight)
+
+    def take(self) -> Tensor | None:
+        """Return the sum and forget it; None if no layer added to it."""
+        total, self._sum = self._sum, None
+        return total
+
+
+class MultiplyA(torch.autograd.Function):
+    """`dropout(rows) A^T * scale` for each `A`, [rank, width]; keeps rows and the mask, but not their product.
+
+    The rows are a part of the inputs, the first number of as many equal ones as the second; the mask is that of all.
+    `casts` are those of the factors to the dtype of the rows if they have another one.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        scale: float,
+        dropout: float,
+        part: tuple[int, int],
+        casts: tuple[Tensor, ...] | None,
+        input_gradient: InputGradient | None,
+        *factors: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """Return the products, [rows, rank] each."""
+        mask, ctx.scale = None, scale / (1 - dropout)
+        kept = rows
+        if dropout:
+            mask = torch.empty((len(rows), part[1], rows.shape[1]), dtype=torch.bool, device=rows.device)
+            mask = mask.bernoulli_(1 - dropout)[:, part[0]].contiguous()
+            kept = rows * mask
+            mask = _pack(mask)
+        ctx.input_gradient, ctx.dtype = input_gradient, factors[0].dtype
+        values = factors if casts is None else casts
+        ctx.save_for_backward(rows, mask, *values)
+        products = _scaled_product(kept, _stack(values).T, ctx.scale)
+        return tuple(products.split_with_sizes([len(each) for each in values], -1))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of rows and factors."""
+        rows, mask, *values = ctx.saved_tensors
+        mask = None if mask is None else _unpack(mask, rows)
+        of_products = _stack(gradients, -1)
+        of_rows: Tensor | None = None
+        of_factors: Sequence[Tensor | None] = [None] * len(values)
+        if any(ctx.needs_input_grad[6:]):
+            kept = rows if mask is None else rows * mask
+            stacked = _scaled_product(of_products.T, kept, ctx.scale).to(ctx.dtype)
+            of_factors = stacked.split_with_sizes([len(each) for each in values])
+            del kept
+        if ctx.needs_input_grad[0]:
+            of_rows = None if ctx.input_gradient is None else ctx.input_gradient.take()
+            if of_rows is not None and mask is None:
+                of_rows.addmm_(of_products, _stack(values), alpha=ctx.scale)
+            else:
+                of_adapters = _scaled_product(of_products, _stack(values), ctx.scale)
+                of_adapters = of_adapters if mask is None else of_adapters.mul_(mask)
+                of_rows = of_adapters if of_rows is None else of_rows.add_(of_adapters)
+        return of_rows, None, None, None, None, None, *of_factors
+
+
+def _linear_plus_product(rows: Tensor, weight: Tensor, bias: Tensor | None, hidden: Tensor, factor: Tensor) -> Tensor:
+    output = functional.linear(rows, weight.to(rows.dtype), None if bias is None else bias.to(rows.dtype))
+    return output.addmm_(hidden, factor.T)
+
+
+def _plus_product(output: Tensor, hidden: Tensor, factor: Tensor) -> Tensor:
+    return torch.addmm(output.to(hidden.dtype), hidden, factor.T).to(output.dtype)
+
+
+# Selective checkpointing (`model/activations.py`) saves the output of the first operator, and recomputes the second.
+for schema, function in (
+    (
+        "linear_plus_product(Tensor rows, Tensor weight, Tensor? bias, Tensor hidden, Tensor factor)",
+        _linear_plus_product,
+    ),
+    ("plus_product(Tensor output, Tensor hidden, Tensor factor)", _plus_product),
+):
+    name, _, parameters = schema.partition("(")
+    torch.library.define(f"finetune::{name}", f"({parameters} -> Tensor")
+    torch.library.impl(f"finetune::{name}", "CompositeExplicitAutograd", function)
+
+
+@register_flop_formula(torch.ops.finetune.linear_plus_product)
+def _flops_of_sum(rows: Any, weight: Any, bias: Any, hidden: Any, factor: Any, **_: Any) -> int:
+    flops: int = 2 * rows[0] * (weight[0] * weight[1] + factor[0] * factor[1])
+    return flops
+
+
+class LinearPlusProduct(torch.autograd.Function):
+    """`rows W^T + bias + hidden B^T` by one operator, [rows, outputs]; weight and bias are frozen.
+
+    The gradient of the rows is added to that of the common input, which `MultiplyA` returns.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        hidden: Tensor,
+        factor: Tensor,
+        cast: Tensor | None,
+        input_gradient: InputGradient,
+    ) -> Tensor:
+        """Return the sum; `cast` is that of the factor to the dtype of the rows if it has another one."""
+        values = factor if cast is None else cast
+        ctx.save_for_backward(weight, hidden, values)
+        ctx.input_gradient, ctx.dtype = input_gradient, factor.dtype
+        result: Tensor = torch.ops.finetune.linear_plus_product(rows, weight, bias, hidden, values)
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of product and factor."""
+        weight, hidden, values = ctx.saved_tensors
+        if ctx.needs_input_grad[0]:
+            ctx.input_gradient.add(gradient, weight.to(gradient.dtype))
+        of_hidden = gradient @ values if ctx.needs_input_grad[3] else None
+        of_factor = _gradient_of_b(gradient, hidden, ctx.dtype) if ctx.needs_input_grad[4] else None
+        return None, None, None, of_hidden, of_factor, None, None
+
+
+class AddProduct(torch.autograd.Function):
+    """`output + hidden B^T` in the dtype of the output, [rows, outputs]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, output: Tensor, hidden: Tensor, factor: Tensor, cast: Tensor | None, in_place: bool
+    ) -> Tensor:
+        """Return the sum, in place or not; `cast` is that of the factor to the dtype of the product, if it has one."""
+        values = factor if cast is None else cast
+        ctx.save_for_backward(hidden, values)
+        ctx.dtype = factor.dtype
+        if in_place:
+            ctx.mark_dirty(output)
+            return output.addmm_(hidden, values.T)
+        add = _plus_product if torch.compiler.is_compiling() else torch.ops.finetune.plus_product
+        result: Tensor = add(output, hidden, values)
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of output, product and factor."""
+        hidden, values = ctx.saved_tensors
+        of_sum = gradient.to(hidden.dtype)
+        of_hidden = of_sum @ values if ctx.needs_input_grad[1] else None
+        of_factor = _gradient_of_b(of_sum, hidden, ctx.dtype) if ctx.needs_input_grad[2] else None
+        return gradient, of_hidden, of_factor, None, None
+
+
+def _gradient_of_b(gradient: Tensor, hidden: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the product in the dtype of the factor, in which a GPU accumulates it anyway."""
+    if gradient.is_cuda and gradient.dtype != dtype == torch.float32:
+        return torch.mm(gradient.T, hidden, out_dtype=dtype)
+    return (gradient.T @ hidden).to(dtype)
+
+
+def _stack(tensors: Sequence[Tensor], dimension: int = 0) -> Tensor:
+    """Return the tensors as one; as a view if they are rows that follow each other in one storage."""
+    if len(tensors) == 1:  # as in compiled code, which cannot read offsets
+        return tensors[0]
+    first, end = tensors[0], tensors[0].storage_offset()
+    for tensor in tensors:
+        is_next = dimension == 0 and tensor.is_contiguous() and tensor.storage_offset() == end
+        if not is_next or tensor.untyped_storage()._cdata != first.untyped_storage()._cdata:
+            return torch.cat(list(tensors), dimension)
+        end += tensor.numel()
+    return first.as_strided((sum(map(len, tensors)), *first.shape[1:]), first.stride())
+
+
+def _scaled_product(one: Tensor, other: Tensor, scale: float) -> Tensor:
+    """Return the product times the scale in one operation: with `beta=0` the first argument is not read."""
+    return torch.addmm(one.new_empty(()), one, other, beta=0, alpha=scale)
+
+
+def _pack(mask: Tensor) -> Tensor:
+    """Return the mask with 8 elements per byte, if there is a whole number of bytes.
+
+    Bit i of a byte's 8 elements, of one byte each, is moved to bit 56 + i of their product; there is no carry.
+    """
+    if mask.numel() % 8:
+        return mask
+    return (mask.view(-1).view(torch.int64) * 0x0102040810204080).view(torch.uint8)[7::8].clone()
+
+
+def _unpack(packed: Tensor, like: Tensor) -> Tensor:
+    if packed.dtype == torch.bool:
+        return packed
+    bits = (packed.to(torch.int64) * 0x0101010101010101).bitwise_and_(0x8040201008040201 - (1 << 64))
+    return bits.view(torch.uint8).ne(0).view(like.shape)
