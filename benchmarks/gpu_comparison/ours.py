@@ -53,9 +53,8 @@ def train(case: Case, shape: Shape, rows: list[list[int]], timer: StepTimer, *, 
     """Train the case's steps."""
     write_text(folder / "rows.jsonl", rows)
     job = _write_job(case, shape, folder)
-    settings = {
-        key: value for key, value in {**case.workload.job, **case.variant.settings}.items() if value is not None
-    }
+    settings = {**case.workload.job, **case.variant.settings}
+    overrides = [f"{key}={json.dumps(value)}" for key, value in settings.items() if value is not None]
     with (
         _one_rank(case.variant.strategy) if case.variant.strategy else nullcontext(),
         _built_on(timer.device),
