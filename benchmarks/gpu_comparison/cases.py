@@ -1,166 +1,144 @@
-"""What is measured on the GPU, the most important cases first: when the time is up, the rest is left out."""
+"""What is measured on the GPU: three parts of four minutes each, the most telling cases first."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 WARM_UP, TIMED, PROFILED = 5, 12, 2
 """Steps of a case. Those that are profiled lie between two log points (every 10)."""
+STEPS = WARM_UP + TIMED + PROFILED + 1
+"""The duration of the last is unknown, because nothing follows it."""
 LOG_EVERY = 10
 TINY_LENGTH = 128
-UNFINISHED = "it ended before all steps were taken"
+PART_SECONDS = 240.0
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model and the documents of a step: `rows` of `length` tokens each, or of lengths up to that."""
+
+    shape: str
+    rows: int
+    length: int = 4096
+    varies: bool = False
+    dtype: str = "float32"  # of the weights; the arithmetic is bf16
+    lora_rank: int = 0  # 0: all weights are trained
+    lora_targets: str | tuple[str, ...] = "all-linear"
+    job: Mapping[str, Any] = field(default_factory=dict)  # keys of our job
+
+
+@dataclass(frozen=True)
+class Variant:
+    """The trainer of a case, with its settings: keys of our job (None removes one), or arguments of the others."""
+
+    competitor: str  # ours, bare, trainer, trl
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    strategy: str = ""  # a file of accelerate_configs, with one rank; none: one process alone
+    packages: tuple[str, ...] = ()  # that it needs in addition to those of every case
+
+    @property
+    def is_packed(self) -> bool:
+        """Return whether a step is one row of as many documents as fit."""
+        return "packing" in self.settings or self.settings.get("data.batching.by") == "packs"
 
 
 @dataclass(frozen=True)
 class Case:
-    """One competitor on one shape: `rows` documents a step, of `length` tokens each or of lengths up to that."""
+    """A variant on a workload; `seconds` is the time that it is expected to take."""
 
+    part: int
     name: str
-    competitor: str  # ours, bare, trainer, trl
-    shape: str
-    length: int = 4096
-    rows: int = 2
-    varies: bool = False
-    lora: bool = False
-    dtype: str = "float32"  # of the weights; the arithmetic is bf16
-    strategy: str = ""  # a file of accelerate_configs, with one rank; none: one process alone
-    seconds: float = 16.0  # that it is expected to take
-    least_gib: float = 0.0  # of GPU memory
-    needs: tuple[str, ...] = ()  # packages beside those that every case needs
-    rank: int = 16  # of LoRA, on the modules of `targets`
-    targets: str | tuple[str, ...] = "all-linear"
-    overrides: Mapping[str, Any] = field(default_factory=dict)  # ours: keys of the job; others: their settings
+    workload: Workload
+    variant: Variant
+    seconds: float
+    least_gib: float  # of GPU memory
 
-    @property
-    def steps(self) -> int:
-        """Return how many are taken; the cost of the last is unknown, because nothing follows it."""
-        return WARM_UP + TIMED + PROFILED + 1
-
-    @property
-    def is_packed(self) -> bool:
-        """Tell whether a step is one row of as many documents as fit."""
-        return "packing" in self.overrides or self.overrides.get("data.batching.by") == "packs"
-
-    @property
-    def required(self) -> tuple[str, ...]:
-        """Return the packages without which it cannot run."""
-        return (*(OURS_NEEDS if self.competitor == "ours" else ()), *self.needs)
-
-    def record(self) -> dict[str, Any]:
-        """Return it as JSON."""
-        return asdict(self)
+    def shortened(self) -> "Case":
+        """Return the case with short documents and emulated fp8: the same code, on a CPU."""
+        settings = {
+            key: TINY_LENGTH if key == "data.batching.tokens" else value for key, value in self.variant.settings.items()
+        }
+        if settings.get("train.precision") == "fp8":
+            settings["train.fp8.emulate"] = True
+        workload = replace(self.workload, length=TINY_LENGTH)
+        return replace(self, workload=workload, variant=replace(self.variant, settings=settings))
 
 
-OURS_NEEDS = ("pydantic", "ruamel.yaml")
-TRL_NEEDS = ("trl", "datasets")
-COMPILED = {"model.compile": "regional"}
-WHOLE_UPDATE = {"train.optimizer.stochastic_rounding": True, "train.optimizer.state_dtype": "bfloat16"}
-END_TO_END = {"data.batching.padding_free": True}
-PADDED = {"data.batching.padding_free": False}
-VARYING: dict[str, Any] = {"shape": "qwen3-0.6b", "varies": True, "rows": 8}
-LORA: dict[str, Any] = {"shape": "llama-8b", "rows": 1, "lora": True, "dtype": "bfloat16", "seconds": 22.0}
-QWEN: dict[str, Any] = {**LORA, "shape": "qwen2.5-7b"}
-SHORT_LORA: dict[str, Any] = {
-    **{"shape": "llama-3b", "length": 768, "rows": 4, "varies": True, "lora": True, "dtype": "bfloat16"},
-    **{"rank": 32, "targets": ("q_proj", "v_proj")},
+_PADDING_FREE = {"data.batching.padding_free": True}
+_ROUNDED = {"train.optimizer.stochastic_rounding": True, "train.optimizer.state_dtype": "bfloat16"}
+
+WORKLOADS = {
+    "8B LoRA": Workload("llama-8b", rows=1, dtype="bfloat16", lora_rank=16),
+    "7B LoRA": Workload("qwen2.5-7b", rows=1, dtype="bfloat16", lora_rank=16),
+    # the size of peft's comparison on MetaMathQA
+    "3B LoRA": Workload(
+        *("llama-3b", 4, 768, True, "bfloat16", 32, ("q_proj", "v_proj")),
+        job=_PADDING_FREE,
+    ),
+    "1B full": Workload("llama-1b", rows=4),
+    "3B full": Workload("llama-3b", rows=2),
+    "1B full bf16 weights": Workload("llama-1b", rows=4, dtype="bfloat16", job=_ROUNDED),
+    "3B full bf16 weights": Workload("llama-3b", rows=2, dtype="bfloat16", job=_ROUNDED),
+    "varying": Workload("qwen3-0.6b", rows=8, varies=True, job=_PADDING_FREE),
 }
-"""The size of peft's comparison on MetaMathQA."""
-ONE_B: dict[str, Any] = {"shape": "llama-1b", "rows": 4}
-THREE_B: dict[str, Any] = {"shape": "llama-3b", "seconds": 20.0}
-HALVES: dict[str, Any] = {"dtype": "bfloat16"}
 
+VARIANTS = {
+    "ours": Variant("ours"),
+    "ours fp8": Variant("ours", {"train.precision": "fp8"}, packages=("torchao",)),
+    "ours compiled": Variant("ours", {"model.compile": "regional"}),
+    "ours packs": Variant(
+        "ours", {"data.batching.by": "packs", "data.batching.tokens": 4096, "data.batching.padding_free": None}
+    ),
+    "ours under fsdp2": Variant("ours", strategy="fsdp2"),
+    "ours under zero2": Variant("ours", strategy="zero2", packages=("deepspeed",)),
+    "ours under zero3": Variant("ours", strategy="zero3", packages=("deepspeed",)),
+    "ours plain layers": Variant("ours", {"model.kernels": "none"}),
+    "ours padded": Variant("ours", {"data.batching.padding_free": False}),
+    "ours rows on flash": Variant("ours", {"model.attention": "flash_attention_2"}, packages=("flash_attn",)),
+    "ours plain loss": Variant("ours", {"train.loss_kernel": "plain"}),
+    "ours checkpointing": Variant("ours", {"model.gradient_checkpointing": True}),
+    "ours selective": Variant("ours", {"model.gradient_checkpointing": "selective"}),
+    "bare": Variant("bare"),
+    "Trainer": Variant("trainer"),
+    "TRL packing": Variant("trl", {"packing": True, "packing_strategy": "bfd"}, packages=("trl", "datasets")),
+}
 
-def cases() -> list[Case]:
-    """Return all cases, those with thresholds first."""
-    return [*_thresholds(), *_second_chances(), *_peers(), *_switches()]
-
-
-def one_of_each() -> list[Case]:
-    """Return a case for every path that the code has."""
-    return [case for case in cases() if case.name in ONE_OF_EACH]
-
-
-ONE_OF_EACH = frozenset(
-    {
-        *("8B LoRA, ours", "8B LoRA, bare", "8B LoRA, Trainer", "1B full, ours compiled", "varying, Trainer"),
-        *("varying, ours", "varying, ours packs", "varying, TRL packing", "varying, ours rows on flash"),
-        *("3B full bf16 weights, ours", "1B full, bare", "1B full, ours", "1B full, ours selective"),
-        *("1B full, ours under fsdp2", "1B full, ours under zero2", "1B full, ours under zero3"),
-    }
+_TABLE: tuple[tuple[int, str, str, float], ...] = (
+    # part, workload, variant, seconds
+    (1, "8B LoRA", "ours", 22),
+    (1, "8B LoRA", "ours fp8", 24),
+    (1, "7B LoRA", "ours", 22),
+    (1, "3B LoRA", "ours", 16),
+    (1, "1B full", "ours", 16),
+    (1, "3B full", "ours", 20),
+    (1, "varying", "Trainer", 16),
+    (1, "varying", "ours", 16),
+    (1, "varying", "TRL packing", 16),
+    (1, "varying", "ours packs", 16),
+    (1, "8B LoRA", "bare", 22),
+    (2, "1B full", "ours under fsdp2", 16),
+    (2, "1B full", "ours under zero2", 22),
+    (2, "1B full", "ours under zero3", 22),
+    (2, "1B full", "ours compiled", 40),
+    (2, "8B LoRA", "ours compiled", 45),
+    (2, "3B full", "ours compiled", 45),
+    (2, "3B full bf16 weights", "ours", 20),
+    (3, "8B LoRA", "Trainer", 22),
+    (3, "8B LoRA", "ours plain layers", 22),
+    (3, "7B LoRA", "ours fp8", 24),
+    (3, "1B full bf16 weights", "ours", 16),
+    (3, "1B full", "bare", 16),
+    (3, "1B full", "Trainer", 16),
+    (3, "1B full", "ours checkpointing", 16),
+    (3, "1B full", "ours selective", 16),
+    (3, "1B full", "ours plain loss", 16),
+    (3, "varying", "ours padded", 16),
+    (3, "varying", "ours rows on flash", 16),
+    (3, "varying", "bare", 16),
 )
+_LEAST_GIB = {"3B full": 100.0}
 
-
-def _thresholds() -> list[Case]:
-    packing = {"packing": True, "packing_strategy": "bfd"}
-    zero: dict[str, Any] = {**ONE_B, "needs": ("deepspeed",), "seconds": 22.0}
-    return [
-        Case("8B LoRA, ours", "ours", **LORA),
-        Case("7B LoRA, ours", "ours", **QWEN),
-        Case("3B LoRA, ours", "ours", **SHORT_LORA, overrides=END_TO_END),
-        Case("1B full, ours", "ours", **ONE_B),
-        Case("3B full, ours", "ours", **THREE_B, least_gib=100),
-        Case("varying, Trainer", "trainer", **VARYING),
-        Case("varying, ours", "ours", **VARYING, overrides=END_TO_END),
-        Case("varying, TRL packing", "trl", **VARYING, needs=TRL_NEEDS, overrides=packing),
-        Case("varying, ours packs", "ours", **VARYING, overrides=packs(4096)),
-        Case("1B full, ours under fsdp2", "ours", **ONE_B, strategy="fsdp2"),
-        Case("1B full, ours under zero2", "ours", **zero, strategy="zero2"),
-        Case("1B full, ours under zero3", "ours", **zero, strategy="zero3"),
-        Case("1B full, ours compiled", "ours", **ONE_B, overrides=COMPILED, seconds=40),
-        Case("3B full, ours compiled", "ours", **{**THREE_B, "seconds": 45}, overrides=COMPILED, least_gib=100),
-    ]
-
-
-def _second_chances() -> list[Case]:
-    """Return other ways to the same thresholds: weights in bf16, compiled layers."""
-    compiled_halves = {**COMPILED, **WHOLE_UPDATE}
-    return [
-        Case("3B full bf16 weights, ours", "ours", **THREE_B, **HALVES, overrides=WHOLE_UPDATE),
-        Case("1B full bf16 weights, ours", "ours", **ONE_B, **HALVES, overrides=WHOLE_UPDATE),
-        Case(
-            *("3B full bf16 weights, ours compiled", "ours"),
-            **{**THREE_B, **HALVES, "seconds": 45.0},
-            overrides=compiled_halves,
-        ),
-        Case(
-            *("1B full bf16 weights, ours compiled", "ours"), **ONE_B, **HALVES, overrides=compiled_halves, seconds=40
-        ),
-        Case("8B LoRA, ours compiled", "ours", **{**LORA, "seconds": 45.0}, overrides=COMPILED),
-        Case("7B LoRA, ours compiled", "ours", **{**QWEN, "seconds": 45.0}, overrides=COMPILED),
-    ]
-
-
-def _peers() -> list[Case]:
-    by_length = {"train_sampling_strategy": "group_by_length"}
-    return [
-        Case("1B full, bare", "bare", **ONE_B),
-        Case("1B full, Trainer", "trainer", **ONE_B),
-        Case("8B LoRA, bare", "bare", **LORA),
-        Case("8B LoRA, Trainer", "trainer", **LORA),
-        Case("varying, bare", "bare", **VARYING),
-        Case("varying, Trainer grouped", "trainer", **VARYING, overrides=by_length),
-    ]
-
-
-def _switches() -> list[Case]:
-    """Return ours with one setting changed at a time."""
-    flash = {**END_TO_END, "model.attention": "flash_attention_2"}
-    return [
-        Case("8B LoRA, ours plain layers", "ours", **LORA, overrides={"model.kernels": "none"}),
-        Case("varying, ours padded", "ours", **VARYING, overrides=PADDED),
-        Case("varying, ours rows on flash", "ours", **VARYING, needs=("flash_attn",), overrides=flash),
-        Case("1B full, ours plain loss", "ours", **ONE_B, overrides={"train.loss_kernel": "plain"}),
-        Case("1B full, ours checkpointing", "ours", **ONE_B, overrides={"model.gradient_checkpointing": True}),
-        Case("1B full, ours selective", "ours", **ONE_B, overrides={"model.gradient_checkpointing": "selective"}),
-    ]
-
-
-def packs(tokens: int) -> dict[str, Any]:
-    """Return what lays documents into packs of so many tokens."""
-    return {"data.batching.by": "packs", "data.batching.tokens": tokens}
-
-
-def shortened(case: Case) -> Case:
-    """Return the case with short documents: it then runs through the same code on a CPU."""
-    overrides = {key: TINY_LENGTH if key == "data.batching.tokens" else value for key, value in case.overrides.items()}
-    return replace(case, length=TINY_LENGTH, overrides=overrides)
+CASES = tuple(
+    Case(part, f"{workload}, {variant}", WORKLOADS[workload], VARIANTS[variant], seconds, _LEAST_GIB.get(workload, 0.0))
+    for part, workload, variant, seconds in _TABLE
+)

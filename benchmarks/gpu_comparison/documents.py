@@ -9,25 +9,23 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 SPECIAL = ("<unk>", "<pad>", "<end>")
+PAD = SPECIAL.index("<pad>")
 MEDIAN, SIGMA = 350, 0.9
 """Of lengths that vary: lognormal."""
 
 
 def write_tokenizer(folder: Path, *, vocabulary: int) -> Path:
-    """Write a tokenizer of so many words, `w3` being token 3, and return its folder, which has a name of its own."""
-    place = folder / f"tokenizer-{vocabulary}"
-    if not (place / "tokenizer.json").exists():
-        words = [*SPECIAL, *(f"w{number}" for number in range(len(SPECIAL), vocabulary))]
-        table = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-        table.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-        PreTrainedTokenizerFast(
-            tokenizer_object=table, unk_token="<unk>", pad_token="<pad>", eos_token="<end>"
-        ).save_pretrained(place)
-    return place
+    """Write a tokenizer of this number of words, `w3` being token 3, and return its folder."""
+    words = [*SPECIAL, *(f"w{number}" for number in range(len(SPECIAL), vocabulary))]
+    table = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    table.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = {"unk_token": "<unk>", "pad_token": "<pad>", "eos_token": "<end>"}
+    PreTrainedTokenizerFast(tokenizer_object=table, **special).save_pretrained(folder / "tokenizer")
+    return folder / "tokenizer"
 
 
 def documents(count: int, *, length: int, varies: bool, vocabulary: int) -> list[list[int]]:
-    """Return so many documents of tokens, the same at each call; each ends with the end-of-sequence token."""
+    """Return this number of documents, the same at each call; each ends with the end-of-sequence token."""
     draw = random.Random(7)
     median = min(MEDIAN, length // 2)
     rows = []

@@ -2,9 +2,10 @@
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -18,12 +19,11 @@ from finetune.strategy.choose import DataParallel, FullySharded, ZeroRedundancy
 
 from comparison.competitors import launch
 from comparison.product import observed
-from gpu_comparison.by_hand import LEARNING_RATE
-from gpu_comparison.cases import LOG_EVERY, Case
+from gpu_comparison.cases import LOG_EVERY, STEPS, Case
 from gpu_comparison.documents import write_text, write_tokenizer
 from gpu_comparison.shapes import Shape
 from gpu_comparison.step_timer import StepTimer
-from gpu_comparison.weights import LORA_ALPHA, created_on, draw
+from gpu_comparison.weights import LEARNING_RATE, LORA_ALPHA, created_on, draw
 
 JOB = """\
 run: {{folder: {folder}/run, seed: 1}}
@@ -51,13 +51,12 @@ report: {{console: plain, log_every_steps: {log_every}}}
 
 def train(case: Case, shape: Shape, rows: list[list[int]], timer: StepTimer, *, folder: Path) -> None:
     """Train the case's steps."""
-    place = folder / case.name.replace(" ", "-").replace(",", "")
-    place.mkdir(parents=True, exist_ok=True)
-    write_text(place / "rows.jsonl", rows)
-    job = _write_job(case, shape, place, tokenizer=write_tokenizer(folder, vocabulary=shape.vocabulary))
-    overrides = [f"{key}={json.dumps(value)}" for key, value in case.overrides.items()]
+    write_text(folder / "rows.jsonl", rows)
+    job = _write_job(case, shape, folder)
+    settings = {**case.workload.job, **case.variant.settings}
+    overrides = [f"{key}={json.dumps(value)}" for key, value in settings.items() if value is not None]
     with (
-        _one_rank(case.strategy) if case.strategy else nullcontext(),
+        _one_rank(case.variant.strategy) if case.variant.strategy else nullcontext(),
         _built_on(timer.device),
         observed(begin=timer.step, phase=timer.mark, end=lambda record: timer.count(record.num_tokens)),
     ):
@@ -77,41 +76,38 @@ def _one_rank(strategy: str) -> Iterator[None]:
 @contextmanager
 def _built_on(device: torch.device) -> Iterator[None]:
     """Have the model built on the device, with weights drawn there, under every strategy."""
-    plain = DataParallel.init_context, FullySharded.init_context, ZeroRedundancy.init_context
 
-    def on_device(build_context: object) -> object:
-        def init_context(strategy: object, device: torch.device) -> InitContext:
-            gather = build_context(strategy, device).gather  # type: ignore[operator]
-            return InitContext(context=lambda: created_on(device), gather=gather)
+    def on_device(build_context: Callable[..., InitContext]) -> Callable[..., InitContext]:
+        def init_context(strategy: Any, given: torch.device) -> InitContext:
+            return InitContext(context=lambda: created_on(device), gather=build_context(strategy, given).gather)
 
         return init_context
 
     with (
-        patch.object(DataParallel, "init_context", on_device(plain[0])),
-        patch.object(FullySharded, "init_context", on_device(plain[1])),
-        patch.object(ZeroRedundancy, "init_context", on_device(plain[2])),
+        patch.object(DataParallel, "init_context", on_device(DataParallel.init_context)),
+        patch.object(FullySharded, "init_context", on_device(FullySharded.init_context)),
+        patch.object(ZeroRedundancy, "init_context", on_device(ZeroRedundancy.init_context)),
         patch.object(load, "initialize_weights", lambda model, *, gather, **_: draw(model, gather)),
     ):
         yield
 
 
-def _write_job(case: Case, shape: Shape, place: Path, *, tokenizer: Path) -> Path:
-    rows = 1 if case.is_packed else case.rows
+def _write_job(case: Case, shape: Shape, folder: Path) -> Path:
+    workload = case.workload
+    lora = {"rank": workload.lora_rank, "alpha": LORA_ALPHA, "target_modules": workload.lora_targets}
+    path = folder / "job.yaml"
     text = JOB.format(
-        folder=place.resolve(),
+        folder=folder,
         model_type=shape.model_type,
         values=json.dumps(shape.values()),
-        tokenizer=tokenizer.resolve(),
-        dtype=case.dtype,
-        lora=f"\n  lora: {{rank: {case.rank}, alpha: {LORA_ALPHA}, target_modules: {json.dumps(case.targets)}}}"
-        if case.lora
-        else "",
-        length=case.length,
-        rows=rows,
-        steps=case.steps,
+        tokenizer=write_tokenizer(folder, vocabulary=shape.vocabulary),
+        dtype=workload.dtype,
+        lora=f"\n  lora: {json.dumps(lora)}" if workload.lora_rank else "",
+        length=workload.length,
+        rows=1 if case.variant.is_packed else workload.rows,
+        steps=STEPS,
         learning_rate=LEARNING_RATE,
         log_every=LOG_EVERY,
     )
-    path = place / "job.yaml"
     path.write_text(text)
     return path

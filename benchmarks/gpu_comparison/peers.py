@@ -1,6 +1,5 @@
 """transformers' Trainer and TRL's SFTTrainer on a GPU, in bf16 as their documentation sets it up."""
 
-from dataclasses import fields
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -21,18 +20,17 @@ from finetune.model.attention import implementation
 from finetune.runtime.parallel import SAMPLE_LENGTHS, SampleLengths
 
 from comparison.data import padded
-from gpu_comparison.by_hand import LEARNING_RATE, PAD
-from gpu_comparison.cases import LOG_EVERY, Case
-from gpu_comparison.documents import write_tokenizer
+from gpu_comparison.cases import LOG_EVERY, STEPS, Case
+from gpu_comparison.documents import PAD, write_tokenizer
 from gpu_comparison.shapes import Shape
 from gpu_comparison.step_timer import StepTimer
-from gpu_comparison.weights import build
+from gpu_comparison.weights import LEARNING_RATE, build
 
 
 def train(case: Case, shape: Shape, rows: list[list[int]], timer: StepTimer, *, folder: Path) -> None:
     """Train the case's steps."""
-    model = build(shape, dtype=case.dtype, device=timer.device, lora=case.lora)
-    make = _trl if case.competitor == "trl" else _trainer
+    model = build(shape, case.workload, timer.device)
+    make = _trl if case.variant.competitor == "trl" else _trainer
     trainer = make(case, model, rows, folder=folder, settings=_settings(case, timer.device))
     trainer.add_callback(Steps(timer))
     _count(trainer, timer)
@@ -70,22 +68,19 @@ def _settings(case: Case, device: torch.device) -> dict[str, Any]:
         "optim": "adamw_torch_fused",
         "learning_rate": LEARNING_RATE,
         "lr_scheduler_type": "constant",
-        "max_steps": case.steps,
-        "per_device_train_batch_size": case.rows,
+        "max_steps": STEPS,
+        "per_device_train_batch_size": case.workload.rows,
         "logging_steps": LOG_EVERY,
         "save_strategy": "no",
         "report_to": "none",
         "disable_tqdm": True,
         "use_cpu": device.type == "cpu",
-        **case.overrides,
+        **case.variant.settings,
     }
 
 
 def _trainer(case: Case, model: Any, rows: list[list[int]], *, folder: Path, settings: dict[str, Any]) -> Any:
     del case
-    known = {field.name for field in fields(TrainingArguments)}
-    if "train_sampling_strategy" not in known and settings.pop("train_sampling_strategy", None):
-        settings["group_by_length"] = True  # as transformers called it before
     arguments = TrainingArguments(output_dir=str(folder / "trainer"), **settings)
     return Trainer(model, arguments, train_dataset=Documents(rows), data_collator=partial(padded, pad_id=PAD))
 
@@ -97,7 +92,7 @@ def _trl(case: Case, model: Any, rows: list[list[int]], *, folder: Path, setting
         settings["per_device_train_batch_size"] = 1
         model.set_attn_implementation(packing_attention())
     configuration = trl.SFTConfig(
-        output_dir=str(folder / "trl"), max_length=case.length, gradient_checkpointing=False, **settings
+        output_dir=str(folder / "trl"), max_length=case.workload.length, gradient_checkpointing=False, **settings
     )
     return trl.SFTTrainer(
         model,

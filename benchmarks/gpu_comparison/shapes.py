@@ -1,6 +1,5 @@
-"""Models of the sizes that people train, with random weights, and what a step of them costs in arithmetic."""
+"""Models of the sizes that people train, with random weights, and the arithmetic of a step of them."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,7 +8,6 @@ from typing import Any
 class Shape:
     """The sizes of a decoder with gated layers and grouped queries."""
 
-    name: str
     model_type: str
     vocabulary: int
     width: int
@@ -21,7 +19,7 @@ class Shape:
     is_tied: bool
 
     def values(self) -> dict[str, Any]:
-        """Return them as transformers' config calls them."""
+        """Return them as transformers' config names them."""
         return {
             "vocab_size": self.vocabulary,
             "hidden_size": self.width,
@@ -43,6 +41,10 @@ class Shape:
         tables = self.vocabulary * self.width * (1 if self.is_tied else 2)
         return self.layers * layer + tables + self.width
 
+    def weight_flops(self, *, is_lora: bool) -> float:
+        """Return the operations of the weights per token: 6 N in full; 4 N where they are frozen."""
+        return (4.0 if is_lora else 6.0) * self.num_parameters
+
     def attention_flops(self, length: float) -> float:
         """Return the causal attention's operations per token of a sequence of this length, forward and backward.
 
@@ -51,48 +53,16 @@ class Shape:
         """
         return 3.0 * 2 * 2 * self.layers * self.heads * self.head_width * length / 2
 
+    def tiny(self) -> "Shape":
+        """Return a model of the same type for which a CPU needs milliseconds."""
+        return replace(self, vocabulary=512, width=64, inner=128, layers=2, heads=4, key_heads=2, head_width=16)
 
-SHAPES: Mapping[str, Shape] = {
-    shape.name: shape
-    for shape in (
-        Shape("qwen3-0.6b", "qwen3", 151936, 1024, 3072, 28, 16, 8, 128, True),
-        Shape("llama-1b", "llama", 128256, 2048, 8192, 16, 32, 8, 64, True),
-        Shape("llama-3b", "llama", 128256, 3072, 8192, 28, 24, 8, 128, True),
-        # as a Llama, without its few biases: transformers reads no tokenizer of whole words for Qwen2
-        Shape("qwen2.5-7b", "llama", 152064, 3584, 18944, 28, 28, 4, 128, False),
-        Shape("llama-8b", "llama", 128256, 4096, 14336, 32, 32, 8, 128, False),
-    )
+
+SHAPES = {
+    "qwen3-0.6b": Shape("qwen3", 151936, 1024, 3072, 28, 16, 8, 128, True),
+    "llama-1b": Shape("llama", 128256, 2048, 8192, 16, 32, 8, 64, True),
+    "llama-3b": Shape("llama", 128256, 3072, 8192, 28, 24, 8, 128, True),
+    # as a Llama, without its few biases: transformers reads no tokenizer of whole words for Qwen2
+    "qwen2.5-7b": Shape("llama", 152064, 3584, 18944, 28, 28, 4, 128, False),
+    "llama-8b": Shape("llama", 128256, 4096, 14336, 32, 32, 8, 128, False),
 }
-
-
-def tiny(shape: Shape) -> Shape:
-    """Return the same kind of model in a size for which a CPU needs milliseconds."""
-    return replace(shape, vocabulary=512, width=64, inner=128, layers=2, heads=4, key_heads=2, head_width=16)
-
-
-def weight_flops(num_parameters: int, *, is_lora: bool) -> float:
-    """Return the operations of the weights per token: 6 N in full; 4 N where they are frozen and get no gradient."""
-    return (4.0 if is_lora else 6.0) * num_parameters
-
-
-# Dense bf16 operations per second of the tensor cores, without sparsity, from the vendors' datasheets:
-# NVIDIA H100 and H200 (SXM: 989.4e12, H100 PCIe: 756e12), A100 (312e12), L40S (362e12), L4 (121e12), A10 (125e12),
-# B200 (2.25e15, HGX B200), GH200 (989.4e12); AMD MI300X (1307.4e12), MI250X (383e12, both dies).
-PEAKS = (
-    ("H100 PCIe", 756e12),
-    ("H100", 989.4e12),
-    ("H200", 989.4e12),
-    ("GH200", 989.4e12),
-    ("B200", 2.25e15),
-    ("A100", 312e12),
-    ("L40S", 362e12),
-    ("L4", 121e12),
-    ("A10", 125e12),
-    ("MI300X", 1307.4e12),
-    ("MI250X", 383e12),
-)
-
-
-def peak_flops(device_name: str) -> float | None:
-    """Return the device's dense bf16 peak by its name; None for a device that is not in the table."""
-    return next((peak for name, peak in PEAKS if name in device_name), None)

@@ -32,16 +32,14 @@ class StepTimer:
     def step(self) -> None:
         """Begin the next step: its data has come."""
         self._step += 1
-        if self._step == 1:
-            self._record["first_step_seconds"] = self._now() - self._started
         if self._step == WARM_UP:
             self._record["warm_up_seconds"] = self._now() - self._started
-            self._reset_memory()
-            self._started = self._now()
+            if self.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()
         self.mark("data")
         if self._step == WARM_UP + TIMED:
-            self._record["seconds"] = self._now() - self._started
-            self._record["peak_bytes"] = self._peak()
+            self._now()  # all kernels of the timed steps have ended
+            self._record["peak_bytes"] = torch.cuda.max_memory_allocated() if self.device.type == "cuda" else 0
             self._begin_profile()
         if self._step == WARM_UP + TIMED + PROFILED:
             self._end_profile()
@@ -84,13 +82,6 @@ class StepTimer:
             torch.cuda.synchronize()
         return time.perf_counter()
 
-    def _reset_memory(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-
-    def _peak(self) -> int:
-        return torch.cuda.max_memory_allocated() if self.device.type == "cuda" else 0
-
     def _begin_profile(self) -> None:
         kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.device.type == "cuda" else [])]
         self._profile = profile(activities=kinds)
@@ -103,7 +94,6 @@ class StepTimer:
         self._profile.stop()
         events = self._profile.profiler.kineto_results.events()
         found = read_profile(events, num_steps=PROFILED)
-        self._record["waits"] = found["waits"]
         self._record["waits_per_step"] = sum(found["waits"].values()) / PROFILED if self.device.type == "cuda" else None
         self._record["profile"] = found
         self._record["memory"] = self._memory()

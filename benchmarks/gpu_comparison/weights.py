@@ -9,21 +9,25 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from gpu_comparison.cases import Workload
 from gpu_comparison.shapes import Shape
 
 SCALE = 0.02
-LORA_RANK, LORA_ALPHA = 16, 32
+LORA_ALPHA = 32
+LEARNING_RATE = 1e-5
 
 
-def build(shape: Shape, *, dtype: str, device: torch.device, lora: bool) -> Any:
+def build(shape: Shape, workload: Workload, device: torch.device) -> Any:
     """Return the model for everybody but ours, in training mode; adapters are float32."""
     config = AutoConfig.for_model(shape.model_type, **shape.values())
+    dtype = getattr(torch, workload.dtype)
     with created_on(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
     draw(model)
     model.config.use_cache = False
-    if lora:
-        model = _adapted(model)
+    if workload.lora_rank:
+        settings = {"r": workload.lora_rank, "lora_alpha": LORA_ALPHA, "target_modules": workload.lora_targets}
+        model = get_peft_model(model, LoraConfig(**settings, task_type="CAUSAL_LM"))
     return model.to(device).train()
 
 
@@ -34,7 +38,7 @@ def created_on(device: torch.device) -> Iterator[None]:
     with torch.device(device) if device.type != "cpu" else nullcontext():
         originals = {name: getattr(nn.init, name) for name in skipped}
         for name in skipped:
-            setattr(nn.init, name, _unchanged)
+            setattr(nn.init, name, lambda tensor, *_, **__: tensor)
         try:
             yield
         finally:
@@ -46,24 +50,13 @@ def created_on(device: torch.device) -> Iterator[None]:
 def draw(
     model: nn.Module, gather: Callable[[Sequence[nn.Parameter]], AbstractContextManager[Any]] = nullcontext
 ) -> None:
-    """Fill the weights on their device; `gather` makes those whole that a strategy has split."""
-    for name, parameter in model.named_parameters():
-        with gather([parameter]):
-            fill(name, parameter)
+    """Fill matrices at random, scales of norms with ones, biases with zeros, on their device.
 
-
-def fill(name: str, weight: torch.Tensor) -> None:
-    """Fill a matrix at random, the scale of a norm with ones, a bias with zeros."""
-    if weight.dim() > 1:
-        weight.normal_(std=SCALE)
-    else:
-        weight.fill_(0.0 if name.endswith("bias") else 1.0)
-
-
-def _adapted(model: Any) -> Any:
-    settings = LoraConfig(r=LORA_RANK, lora_alpha=LORA_ALPHA, target_modules="all-linear", task_type="CAUSAL_LM")
-    return get_peft_model(model, settings)
-
-
-def _unchanged(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-    return tensor
+    `gather` makes those whole that a strategy has split.
+    """
+    for name, weight in model.named_parameters():
+        with gather([weight]):
+            if weight.dim() > 1:
+                weight.normal_(std=SCALE)
+            else:
+                weight.fill_(0.0 if name.endswith("bias") else 1.0)

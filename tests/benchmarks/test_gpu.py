@@ -1,8 +1,9 @@
-"""The suite for a GPU counts rightly and runs; in small, that is seen without one."""
+"""The suite for a GPU counts correctly and runs; on tiny models, that is seen without one."""
 
 import json
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import gpu as script
@@ -15,13 +16,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.devices import EVERY_DEVICE
 
 from comparison.report import machine
-from gpu_comparison.cases import TIMED, Case, cases, one_of_each
+from gpu_comparison import wheels
+from gpu_comparison.cases import CASES, PART_SECONDS, TIMED, VARIANTS, WORKLOADS
 from gpu_comparison.documents import documents, mean_length
+from gpu_comparison.judgment import THRESHOLDS, judged, page, rates, shares
 from gpu_comparison.kernels import RANGE, read_profile, table
-from gpu_comparison.rates import rates, shares
-from gpu_comparison.results import measured, page
-from gpu_comparison.shapes import SHAPES, peak_flops, tiny, weight_flops
-from gpu_comparison.thresholds import LORA_LIMITS, MFU_LIMITS, RATIOS, SHORT_LORA_CASE
+from gpu_comparison.shapes import SHAPES
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,19 +31,17 @@ def model_of(shape):
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(shape.model_type, **shape.values()))
 
 
-@pytest.mark.parametrize("shape", [*SHAPES.values(), tiny(SHAPES["qwen3-0.6b"])], ids=lambda shape: shape.name)
+@pytest.mark.parametrize("shape", [*SHAPES.values(), SHAPES["qwen3-0.6b"].tiny()], ids=str)
 def test_the_weights_of_a_shape_are_counted_as_they_are(shape):
     assert shape.num_parameters == sum(weight.numel() for weight in model_of(shape).parameters())
 
 
 def test_the_arithmetic_of_a_token():
-    assert weight_flops(100, is_lora=False) == 600
-    assert weight_flops(100, is_lora=True) == 400
+    shape = SHAPES["llama-8b"]
+    assert shape.weight_flops(is_lora=False) == 6 * shape.num_parameters
+    assert shape.weight_flops(is_lora=True) == 4 * shape.num_parameters
     # 32 layers, 32 heads of 128: at 4,096 tokens causal attention adds a ninth to the 6 N of 8 billion weights
-    assert SHAPES["llama-8b"].attention_flops(4096) == pytest.approx(6 * 32 * 4096 * 4096)
-    assert peak_flops("NVIDIA H200") == peak_flops("NVIDIA H100 80GB HBM3") == 989.4e12
-    assert peak_flops("NVIDIA H100 PCIe") == 756e12
-    assert peak_flops("something else") is None
+    assert shape.attention_flops(4096) == pytest.approx(6 * 32 * 4096 * 4096)
 
 
 def test_documents_are_the_same_for_everybody_and_end_with_the_end():
@@ -60,7 +58,13 @@ def record(rate, **more):
     spans = [100 / rate] * TIMED
     return {
         **{"step_tokens": [100] * TIMED, "step_seconds": spans, "phases": {"forward": 0.01}, "peak_bytes": 2**30},
-        **{"waits_per_step": 0.0, "mean_length": 4096.0, "lengths": "4096", "memory": {"allocated peak": 41.5}},
+        **{
+            "waits_per_step": 0.0,
+            "weight_flops": 6.0 * 1.24e9,
+            "attention_flops": 1e9,
+            "lengths": "4096",
+            "memory": {"allocated peak": 41.5},
+        },
         "profile": {
             **{"kernels_per_step": 900.0, "busy_seconds": 0.02, "idle_share": 0.31, "waits": {}},
             "top": [["nvjet_tst", 0.015, 64.0]],
@@ -69,8 +73,8 @@ def record(rate, **more):
     }
 
 
-def judged(known):
-    return measured(cases(), known, peak=989.4e12, is_tiny=False)
+NAMES = [case.name for case in CASES]
+H100 = 989.4e12
 
 
 def test_results_are_computed_from_records_and_missing_cases_are_listed():
@@ -81,36 +85,42 @@ def test_results_are_computed_from_records_and_missing_cases_are_listed():
         "1B full, ours": record(70_000),
         "1B full, ours under fsdp2": record(67_000),
         "1B full, ours under zero3": record(60_000),
-        "3B full bf16 weights, ours": record(24_000),
+        "3B full bf16 weights, ours": record(24_000, weight_flops=6.0 * 3.21e9),
         "varying, ours": record(90),
         "varying, Trainer": record(40),
     }
-    found = judged({**known, "3B full, ours": failed})
+    found = judged(NAMES, {**known, "3B full, ours": failed}, peak=H100)
     verdicts = {result.what: result.verdict for result in found.results}
     assert verdicts["8B LoRA at 4k"] == "met"
     assert verdicts["3B LoRA up to 768: memory"] == "met"
-    assert verdicts["3B LoRA up to 768"] == "MISSED"  # 10,868 on an L40S is 29,700 on an H100
+    assert verdicts["3B LoRA up to 768, scaled to an L40S"] == "MISSED"  # 10,868 on an L40S is 29,700 on an H100
     assert verdicts["1B full: MFU"] == "met"
     assert verdicts["3B full: MFU"] == "met"  # with weights in bf16
     assert verdicts["varying, ours / varying, Trainer: tokens/s"] == "met"
     assert verdicts["1B full, ours under fsdp2 / 1B full, ours: tokens/s"] == "met"
     assert verdicts["1B full, ours under zero3 / 1B full, ours: tokens/s"] == "MISSED"
     assert verdicts["waits for the device a step, between log points"] == "met"
+    assert "8B LoRA at 4k in fp8: 8B LoRA, ours fp8: not run" in found.missing
     assert any("varying, TRL packing: not run" in line for line in found.missing)
     assert any("under zero2: not run" in line for line in found.missing)
     assert {row[0] for row in found.tables[0].rows} == {*known, "3B full, ours"}
 
 
 def test_figures_outside_the_selected_cases_are_not_reported_as_missing():
-    (lora,) = (case for case in cases() if case.name == "8B LoRA, ours")
-    found = measured([lora], {lora.name: record(13_500)}, peak=989.4e12, is_tiny=False)
+    found = judged(["8B LoRA, ours"], {"8B LoRA, ours": record(13_500)}, peak=H100)
     assert len(found.results) == 2  # with the waits
     assert found.missing == []
 
 
+def test_without_the_peak_of_the_gpu_its_share_is_missing_and_speed_is_not():
+    found = judged(["1B full, ours", "8B LoRA, ours"], {name: record(13_500) for name in NAMES}, peak=None)
+    assert found.results[0].what == "8B LoRA at 4k"
+    assert [line.partition(": needs")[0] for line in found.missing] == ["1B full: MFU"]
+
+
 def test_the_page_explains_missed_thresholds_by_kernels_and_memory():
     known = {"8B LoRA, ours": record(12_000), "1B full, ours": record(70_000)}
-    text = page("one GPU", cases(), known, found=judged(known), peak=989.4e12, is_tiny=False)
+    text = page("one GPU", judged(NAMES, known, peak=H100))
     assert "### Profile of 8B LoRA, ours" in text
     assert "### Profile of 1B full, ours" not in text
     assert "idle 31.0%" in text and "allocated peak 41.5" in text
@@ -118,25 +128,28 @@ def test_the_page_explains_missed_thresholds_by_kernels_and_memory():
 
 
 def test_a_share_of_the_peak_is_tokens_times_arithmetic():
-    case = Case("full", "ours", "llama-1b")
-    share = shares(case, record(1000), peak=1e15, is_tiny=False, with_attention=False)
-    assert share == pytest.approx([1000 * 6 * SHAPES["llama-1b"].num_parameters / 1e15] * TIMED)
-    assert rates(record(1000)) == pytest.approx([1000.0] * TIMED)
+    one = record(1000)
+    assert rates(one) == pytest.approx([1000.0] * TIMED)
+    assert shares(one, peak=1e15) == pytest.approx([1000 * 6 * 1.24e9 / 1e15] * TIMED)
+    assert shares(one, peak=1e15, with_attention=True) == pytest.approx([1000 * (6 * 1.24e9 + 1e9) / 1e15] * TIMED)
 
 
-def test_every_case_has_a_name_of_its_own():
-    names = [case.name for case in cases()]
-    assert len(set(names)) == len(names) > 20
-    assert len(one_of_each()) == 16
+def test_every_case_has_a_name_of_its_own_and_every_workload_and_variant_a_case():
+    assert len(set(NAMES)) == len(NAMES) >= 30
+    assert {name.rpartition(", ")[0] for name in NAMES} == set(WORKLOADS)
+    assert {name.rpartition(", ")[2] for name in NAMES} == set(VARIANTS)
+    assert {name for each in THRESHOLDS for name in (*each.cases, each.divisor) if name} <= set(NAMES)
 
 
-def test_cases_with_a_threshold_fit_into_the_time_budget():
-    names = {SHORT_LORA_CASE, *(names[0] for names, _ in LORA_LIMITS.values())}
-    names |= {names[0] for names, _ in MFU_LIMITS.values()}
-    names |= {name for ours, other, _ in RATIOS for name in (ours, other)}
-    first = cases()[: len(names)]
-    assert {case.name for case in first} == names
-    assert sum(case.seconds for case in first) + RESERVE_SECONDS <= 480
+def test_each_part_fits_into_its_time_and_the_cases_with_a_threshold_come_before_the_others():
+    import_seconds = 20.0
+    seconds = Counter()
+    for case in CASES:
+        seconds[case.part] += case.seconds
+    assert max(seconds.values()) + import_seconds + RESERVE_SECONDS <= PART_SECONDS == 240
+    assert [case.part for case in CASES] == sorted(case.part for case in CASES)
+    judging = {name for each in THRESHOLDS if each.limit for name in (each.cases[0], each.divisor) if name}
+    assert judging <= {case.name for case in CASES if case.part < 3}
 
 
 def gpu(*words, check=True):
@@ -144,47 +157,56 @@ def gpu(*words, check=True):
     return subprocess.run(command, check=check, timeout=900, capture_output=True, text=True)
 
 
-def test_results_of_several_calls_are_merged_and_no_case_is_measured_twice(tmp_path):
-    file = tmp_path / "earlier.json"
-    earlier = {
-        "machine": machine(),
-        "cases": {case.name: record(100) for case in cases() if case.name != "1B full, bare"},
-    }
-    file.write_text(json.dumps(earlier))
-    words = ("--merge", file, "--budget-seconds", 0, "--peak-tflops", 1, "--out", tmp_path, "--device", "cpu")
-    done = gpu(*words, "--check", check=False)
+def test_a_report_needs_no_device_and_judges_what_the_folder_holds(tmp_path):
+    cases = {name: record(100) for name in NAMES if name != "1B full, ours"}
+    cases["8B LoRA, ours fp8"] = {"error": "left out: not installed: torchao"}
+    (tmp_path / "gpu.json").write_text(json.dumps({"machine": {**machine(), "peak_flops": 1e15}, "cases": cases}))
+    done = gpu("--report", "--check", "--out", tmp_path, check=False)
     assert done.returncode == 1, done.stderr
-    found = json.loads((tmp_path / "gpu.json").read_text())
-    assert found["cases"]["8B LoRA, ours"]["step_tokens"] == [100] * TIMED
-    assert found["cases"]["1B full, bare"]["error"].startswith("left out:")
+    assert "1B full, ours under fsdp2 / 1B full, ours: tokens/s: 1B full, ours: not run" in done.stdout
     assert (tmp_path / "gpu.md").read_text().startswith("## One GPU")
-    file.write_text(json.dumps({**earlier, "machine": {**machine(), "processor": "another"}}))
-    assert "was measured elsewhere: processor differ" in gpu(*words, check=False).stderr
 
 
-def test_a_package_that_every_case_needs_is_asked_for_at_the_start(monkeypatch, capsys, tmp_path):
+def test_a_package_that_every_case_needs_is_named_before_anything_is_measured(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(script, "_is_installed", lambda name: name not in ("pydantic", "deepspeed"))
     monkeypatch.setattr(sys, "argv", ["gpu.py", "--tiny", "--device", "cpu", "--out", str(tmp_path / "out")])
     assert script.main() == 2
-    assert capsys.readouterr().err.startswith("missing here: pydantic, without which none of our cases runs.")
+    assert capsys.readouterr().err.startswith("not installed: pydantic, which every case needs.")
     assert not (tmp_path / "out").exists()
 
 
-def test_cases_whose_package_is_not_there_are_left_out_and_not_asked_for(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(script, "_is_installed", lambda name: name != "deepspeed")
-    words = ["--only", "1B full, ours under zero2", "--device", "cpu", "--tiny", "--check", "--out", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", ["gpu.py", *words])
-    assert script.main() == 0
-    assert "left out: deepspeed (1B full, ours under zero2)" in capsys.readouterr().out
+def test_wheels_are_collected_in_their_order_until_the_folder_is_full(monkeypatch, capsys, tmp_path):
+    def download(name, folder, *, python):
+        if name == "flash_attn":
+            return "ERROR: No matching distribution found for flash_attn"
+        (folder / f"{name}-1-py3-none-any.whl").write_bytes(b"0" * (2**20 if name == "torchao" else 2**10))
+        return None
+
+    monkeypatch.setattr(wheels, "_collect", download)
+    wheels.collect(tmp_path / "wheels", python="3.12", limit_mib=0.5)
+    lines = capsys.readouterr().out.splitlines()
+    assert "torchao (fp8): the folder would have 1 MiB" in lines
+    assert "flash_attn (rows on flash): ERROR: No matching distribution found for flash_attn" in lines
+    assert len(list((tmp_path / "wheels").iterdir())) == len(wheels.NEEDED_FOR) - 2
+    monkeypatch.setattr(wheels, "_collect", lambda *_, **__: "ERROR: no network")
+    with pytest.raises(SystemExit, match="pydantic"):
+        wheels.collect(tmp_path / "none", python="3.12", limit_mib=0.5)
+
+
+QUICK = ("8B LoRA, ours", "8B LoRA, bare", "varying, T*", "varying, ours packs", "1B full, ours under fsdp2")
 
 
 @pytest.mark.slow
-def test_in_small_every_path_runs_without_a_gpu(tmp_path):
-    gpu("--tiny", "--device", "cpu", "--peak-tflops", 1, "--out", tmp_path)
+def test_tiny_cases_run_without_a_gpu_and_a_killed_run_resumes_where_it_was(tmp_path):
+    words = ("--tiny", "--device", "cpu", "--peak-tflops", 1, "--out", tmp_path)
+    gpu(*words, "--only", QUICK[0])
+    first = json.loads((tmp_path / "gpu.json").read_text())["cases"]
+    gpu(*words)
     found = json.loads((tmp_path / "gpu.json").read_text())["cases"]
+    assert first == {QUICK[0]: found[QUICK[0]]}
     errors = {name: each["error"] for name, each in found.items() if "error" in each}
     assert errors == {"varying, ours rows on flash": "left out: not installed: flash_attn"}
-    assert len(found) == 16
+    assert set(found) == set(NAMES)
 
 
 @EVERY_DEVICE

@@ -29,8 +29,8 @@ ELSEWHERE = {
 }
 """Scripts whose parts a test of their own runs, without their hours."""
 
-NOT_HERE = {"hosts.py", "wheels.py"}
-"""They run the tests of `tests/launch` as root, and download packages."""
+NOT_HERE = {"hosts.py"}
+"""It runs the tests of `tests/launch` as root."""
 
 
 def named_scripts() -> set[str]:
