@@ -14,7 +14,7 @@ import pytest
 from tests import verifier_server
 from tests.launching import ADDRESS, OWNER, SETTINGS
 
-pytest_plugins = ["tests.gpu", "tests.figures", "tests.browser"]
+pytest_plugins = ["tests.gpu", "tests.figures", "tests.browser", "tests.refusals"]
 
 ROOT = str(Path(__file__).parents[1])
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (ROOT, os.environ.get("PYTHONPATH"))))  # for started processes

@@ -9,6 +9,7 @@ import pytest
 from finetune.config.load import load_config, load_resolved
 from finetune.config.yaml import MAX_DEPTH, MAX_FILE_BYTES, MAX_LISTED, MAX_OVERRIDES, MAX_VALUES, read_yaml
 from finetune.errors import ConfigError, UserError
+from tests.refusals import refused
 
 SECONDS = 5.0
 DEEP = 500
@@ -139,13 +140,13 @@ def test_overrides_have_limits(complaints):
 @pytest.mark.parametrize("path", ["/dev/zero", "/dev/null", "fifo"])
 def test_only_a_regular_file_is_a_job(tmp_path, path):
     os.mkfifo(tmp_path / "fifo")
-    with pytest.raises(ConfigError, match="it is a pipe or a device, not a regular file"):
+    with refused(ConfigError):
         load_config(tmp_path / path)
 
 
 def test_a_large_file_is_not_read(job):
     job.write_text("# " + "x" * MAX_FILE_BYTES)
-    with pytest.raises(ConfigError, match="it is larger than 1 MiB"):
+    with refused(ConfigError):
         load_config(job)
 
 
@@ -153,5 +154,5 @@ def test_a_large_file_is_not_read(job):
 def test_a_damaged_resolved_config_is_reported_as_damaged(tmp_path, written):
     (tmp_path / "resolved.yaml").write_bytes(written)
     for overrides in ([], ["train.steps=1"]):
-        with pytest.raises(UserError, match="is damaged"):
+        with refused(UserError):
             load_resolved(tmp_path, overrides)

@@ -2,6 +2,7 @@ import pytest
 
 from finetune.config.overrides import apply_overrides
 from finetune.errors import ConfigError
+from tests.refusals import pinned, refused
 
 
 def test_an_override_replaces_one_key_and_leaves_the_argument_alone():
@@ -39,24 +40,24 @@ def test_an_item_of_a_list_can_be_replaced():
 
 
 @pytest.mark.parametrize(
-    ("written", "message"),
+    "written",
     [
-        ("train.steps", "`=` is missing"),
-        ("=5", "not a dotted name"),
-        ("train..steps=5", "not a dotted name"),
-        ("train .steps=5", "not a dotted name"),
-        ("train.steps=", "`train.steps=null` for none"),
-        ("train.steps=[1", "this is not YAML"),
-        ("train.steps=${STEPS}", "environment variables are not expanded"),
-        ("train.steps.x=5", "`train.steps` is a single value and has no keys"),
-        ("train.list.7=5", "`train.list` is a list with items 0 to 1"),
+        "train.steps",
+        "=5",
+        "train..steps=5",
+        "train .steps=5",
+        "train.steps=",
+        "train.steps=[1",
+        "train.steps=${STEPS}",
+        "train.steps.x=5",
+        "train.list.7=5",
     ],
 )
-def test_an_override_that_cannot_be_done_is_named(written, message):
+def test_an_override_that_cannot_be_done_is_named(written):
     result = apply_overrides({"train": {"steps": 1, "list": [1, 2]}}, [written])
     (problem,) = result.problems
     assert problem.source == f"--set {written}"
-    assert message in problem.message
+    pinned(problem)
     assert result.values == {"train": {"steps": 1, "list": [1, 2]}}
 
 
@@ -70,6 +71,6 @@ def test_an_override_that_cannot_be_done_is_named(written, message):
     ],
 )
 def test_a_problem_names_the_override_without_its_secret(load, text, named):
-    with pytest.raises(ConfigError) as caught:
+    with refused(ConfigError) as caught:
         load(text)
     assert caught.value.problems[0].source == named

@@ -6,6 +6,7 @@ import pytest
 
 from finetune.config.explain import format_summary
 from finetune.config.schema import Node, branches, items_of, keys_of, run_schema
+from tests.refusals import pinned
 
 MANY = 10**30
 
@@ -73,23 +74,24 @@ def test_the_extremes_themselves_are_checked_like_any_other_number(complaints, k
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    "override",
     [
-        ("num_hidden_layers=1000000000", "1,000,000,000 layers are too many to build"),
-        (f"hidden_size={10**40}", f"{10**40} does not fit into 64 bits."),
-        ("attention_dropout=2.0", "2 is not a probability. Write a number from 0 to 1."),
-        ("rope_theta=.nan", "Write a number"),
-        ("text_config={num_hidden_layers: 9999}", "9,999 layers are too many to build"),
+        "num_hidden_layers=1000000000",
+        f"hidden_size={10**40}",
+        "attention_dropout=2.0",
+        "rope_theta=.nan",
+        "text_config={num_hidden_layers: 9999}",
     ],
 )
-def test_values_of_a_models_config_have_bounds_too(complaints, override, said):
+def test_values_of_a_models_config_have_bounds_too(complaints, override):
     own = ["model.name=null", "model.tokenizer={train: {}}", "model.from_config={model_type: llama, values: {}}"]
-    assert said in "\n".join(complaints(*own, f"model.from_config.values.{override}"))
+    (said,) = [each for each in complaints(*own, f"model.from_config.values.{override}") if override in each]
+    pinned(said)
 
 
 def test_a_window_of_lengths_has_to_fit_into_memory(complaints):
     (said,) = complaints("data.batching.length_window_steps=100000000")
-    assert "100,000,000 steps of 8 samples are too many to sort at once. Write at most 12,500,000." in said
+    pinned(said, "100,000,000 steps of 8 samples", "12,500,000")
 
 
 def test_a_large_batch_is_summed_up_at_once(load):

@@ -1,6 +1,7 @@
 import pytest
 
 from finetune.config.yaml import read_yaml
+from tests.refusals import pinned
 
 
 @pytest.mark.parametrize(
@@ -41,28 +42,28 @@ def test_values_written_once_and_used_twice_are_read_twice():
 
 
 @pytest.mark.parametrize(
-    ("text", "line", "key", "message"),
+    ("text", "line", "key"),
     [
-        ("a:\n  b: 1\n  c: 2\n  b: 3\n", 4, "a.b", "the key already exists on line 2"),
-        ("a: 1\nb: 2\na: 3\n", 3, "a", "the key already exists on line 1"),
-        ("a: 1\nb: ${HOME}/x\n", 2, "b", "environment variables are not expanded"),
-        ("a:\nb: 1\n", 1, "a", "there is no value after the colon"),
-        ("a: b: c\n", 1, "", "Put text that contains a colon in quotes"),
-        ("a:\n\tb: 1\n", 2, "", "Indent with spaces"),
-        ("a: [1\nb: 2\n", 2, "", "this is not YAML"),
-        ("a: 1\n---\nb: 2\n", 2, "", "one document per file"),
-        ("a: *nowhere\n", 1, "", "undefined alias"),
-        ("a: &a {b: *a}\n", 1, "a.b", "this alias contains itself"),
-        ("1: a\n", 1, "1", "a key must be text"),
-        ("a: !!python/name:os.system x\n", 1, "a", "the tag `!!python/name:os.system` is not allowed"),
-        ("%YAML 1.1\n---\na: yes\n", 1, "", "read as YAML 1.2"),
-        ("a: 1\nb: \x07\n", 2, "", "a character that YAML does not allow"),
+        ("a:\n  b: 1\n  c: 2\n  b: 3\n", 4, "a.b"),
+        ("a: 1\nb: 2\na: 3\n", 3, "a"),
+        ("a: 1\nb: ${HOME}/x\n", 2, "b"),
+        ("a:\nb: 1\n", 1, "a"),
+        ("a: b: c\n", 1, ""),
+        ("a:\n\tb: 1\n", 2, ""),
+        ("a: [1\nb: 2\n", 2, ""),
+        ("a: 1\n---\nb: 2\n", 2, ""),
+        ("a: *nowhere\n", 1, ""),
+        ("a: &a {b: *a}\n", 1, "a.b"),
+        ("1: a\n", 1, "1"),
+        ("a: !!python/name:os.system x\n", 1, "a"),
+        ("%YAML 1.1\n---\na: yes\n", 1, ""),
+        ("a: 1\nb: \x07\n", 2, ""),
     ],
 )
-def test_a_yaml_error_is_reported_with_its_line(text, line, key, message):
+def test_a_yaml_error_is_reported_with_its_line(text, line, key):
     (problem,) = read_yaml(text).problems
     assert (problem.line, problem.key) == (line, key)
-    assert message in problem.message
+    pinned(problem)
 
 
 def test_two_yaml_errors_are_reported_at_once():

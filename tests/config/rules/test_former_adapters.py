@@ -10,6 +10,7 @@ from finetune.config.explain import resolved_yaml
 from finetune.config.load import load_config, load_resolved
 from finetune.config.resume_keys import keys_that_must_match
 from finetune.errors import CheckpointError, ConfigError
+from tests.refusals import refused
 from tests.small_job import JOB, write_job
 
 FORMER = {
@@ -40,7 +41,7 @@ def with_model_key(line):
 @pytest.mark.parametrize("line", FORMER)
 def test_the_error_of_an_old_job_has_the_line_that_is_accepted(tmp_path, line):
     key = f"model.{line.partition(':')[0]}"
-    with pytest.raises(ConfigError) as error:
+    with refused(ConfigError) as error:
         load_config(write_job(tmp_path, text=with_model_key(line)))
     (problem,) = error.value.problems
     text = with_model_key(line)
@@ -51,7 +52,7 @@ def test_the_error_of_an_old_job_has_the_line_that_is_accepted(tmp_path, line):
 
 
 def test_an_override_of_an_old_section_has_the_same_error(tmp_path):
-    with pytest.raises(ConfigError) as error:
+    with refused(ConfigError) as error:
         load_config(write_job(tmp_path), ["model.oft.block_size=8"])
     (problem,) = error.value.problems
     assert problem.key == "model.oft" and '"oft_block_size": 8' in problem.message
@@ -86,9 +87,9 @@ def test_an_old_checkpoint_resumes_under_the_new_key_and_no_other_adapter(tmp_pa
     saved = {**others, **RECORDED_NULL, "model.oft": "written", "model.oft.block_size": "8"}
     saved |= {"model.oft.dropout": "0.1", "model.oft.target_modules": '"all-linear"'}
     assert changes_since(saved, current) == []
-    with pytest.raises(CheckpointError, match=r"model\.peft\.values"):
+    with refused(CheckpointError, "model.peft.values"):
         changes_since({**saved, "model.oft.block_size": "16"}, current)
     without = keys_that_must_match(load_config(write_job(tmp_path)).config)
-    with pytest.raises(CheckpointError, match=r"model\.peft: written in the checkpoint, nothing in this run"):
+    with refused(CheckpointError, "model.peft"):
         changes_since(saved, without)
     assert changes_since({**without, **RECORDED_NULL}, without) == []

@@ -2,32 +2,30 @@
 
 import pytest
 
+from tests.refusals import pinned
+
 
 @pytest.mark.parametrize(
-    ("written", "key", "message"),
+    ("written", "key"),
     [
-        (["model.peft={type: lora}"], "model.peft.type", "it has a section of its own: write `model.lora`."),
-        (["model.peft={type: adalora}"], "model.peft.type", "its ranks are changed by a call after each step."),
-        (["model.peft={type: cpt}"], "model.peft.type", "it trains tokens, keys or routes of its own"),
-        (
-            ["model.peft={type: vera}", "export.merge=true"],
-            "export.merge",
-            "that of `ia3`, `oft`, `loha`",
-        ),
-        (["model.peft={type: prompt_tuning}"], "model.peft.values", "Write `num_virtual_tokens: 16`"),
+        (["model.peft={type: lora}"], "model.peft.type"),
+        (["model.peft={type: adalora}"], "model.peft.type"),
+        (["model.peft={type: cpt}"], "model.peft.type"),
+        (["model.peft={type: vera}", "export.merge=true"], "export.merge"),
+        (["model.peft={type: prompt_tuning}"], "model.peft.values"),
         (
             ["model.peft={type: prefix_tuning, values: {num_virtual_tokens: 4, prefix_projection: true}}"],
             "model.peft.values.prefix_projection",
-            "`prefix_tuning` is trained with `num_virtual_tokens` alone",
         ),
-        (["model.peft={type: new_type}", "export.merge=true"], "export.merge", "is not known to be exact"),
-        (["model.peft={type: loha, values: {task_type: SEQ_CLS}}"], "model.peft.values.task_type", "it is set by"),
-        (["model.peft={type: loha}", "model.lora={}"], "model.peft", "adapters are already configured by `model.lora`"),
+        (["model.peft={type: new_type}", "export.merge=true"], "export.merge"),
+        (["model.peft={type: loha, values: {task_type: SEQ_CLS}}"], "model.peft.values.task_type"),
+        (["model.peft={type: loha}", "model.lora={}"], "model.peft"),
     ],
 )
-def test_an_adapter_that_is_not_proven_is_refused(problems, written, key, message):
+def test_an_adapter_that_is_not_proven_is_refused(problems, written, key):
     (problem,) = problems(*written)
-    assert problem.key == key and message in problem.message
+    assert problem.key == key
+    pinned(problem)
 
 
 def test_a_proven_adapter_is_accepted(problems):

@@ -3,50 +3,48 @@
 import pytest
 
 from finetune.config.rules.train import step_problems
+from tests.refusals import pinned
 
 SCHEDULE_FREE = "train.optimizer={name: schedule_free_adamw}"
 IN_BACKWARD = "train.optimizer.in_backward=true"
 CONSTANT = "train.schedule={name: constant}"
 
 WRONG = [
-    ([SCHEDULE_FREE], "train.schedule.name", "a constant schedule, not `cosine`. Write `schedule: {name: constant}`"),
-    ([SCHEDULE_FREE, CONSTANT, "train.average={}"], "train.average", "already evaluates and exports an average"),
-    (["train.optimizer={name: schedule_free_adamw, betas: [0.0, 0.9]}"], "train.optimizer.betas", "cannot be 0"),
-    (["model.freeze=['a*']", "model.train_only=['b*']"], "model.train_only", "Keep only one of them"),
-    (
-        ["model.freeze=['a*']", "train.unfreeze=[{patterns: ['b*', 'a*'], after_steps: 1}]"],
-        "train.unfreeze.0.patterns",
-        "`a*` is never trained",
-    ),
-    (["train.unfreeze=[{patterns: ['b*'], after_steps: 100000}]"], "train.unfreeze.0.after_steps", "never be trained"),
-    (["train.average={after_steps: 100000}"], "train.average.after_steps", "would never start"),
-    (["train.optimizer.rates={'*': 0.0}"], "train.optimizer.rates.*", "Write a number above 0"),
-    (["train.optimizer.fused=true", "train.optimizer.name=sgd"], "train.optimizer.fused", "only AdamW has a fused"),
-    (["train.optimizer={state_dtype: int8, fused: true}"], "train.optimizer.fused", "without stochastic rounding"),
+    ([SCHEDULE_FREE], "train.schedule.name"),
+    ([SCHEDULE_FREE, CONSTANT, "train.average={}"], "train.average"),
+    (["train.optimizer={name: schedule_free_adamw, betas: [0.0, 0.9]}"], "train.optimizer.betas"),
+    (["model.freeze=['a*']", "model.train_only=['b*']"], "model.train_only"),
+    (["model.freeze=['a*']", "train.unfreeze=[{patterns: ['b*', 'a*'], after_steps: 1}]"], "train.unfreeze.0.patterns"),
+    (["train.unfreeze=[{patterns: ['b*'], after_steps: 100000}]"], "train.unfreeze.0.after_steps"),
+    (["train.average={after_steps: 100000}"], "train.average.after_steps"),
+    (["train.optimizer.rates={'*': 0.0}"], "train.optimizer.rates.*"),
+    (["train.optimizer.fused=true", "train.optimizer.name=sgd"], "train.optimizer.fused"),
+    (["train.optimizer={state_dtype: int8, fused: true}"], "train.optimizer.fused"),
     (
         ["train.optimizer.stochastic_rounding=true", "model.dtype=bfloat16", "model.lora={}"],
         "train.optimizer.stochastic_rounding",
-        "trained in bfloat16",
     ),
-    ([IN_BACKWARD], "train.optimizer.in_backward", "Write `train.max_gradient_norm: null`"),
-    ([IN_BACKWARD, "train.microbatch_size=2"], "train.optimizer.in_backward", "`train.microbatch_size: 8`, the global"),
-    ([IN_BACKWARD, "train.microbatch_size=auto"], "train.optimizer.in_backward", "`train.microbatch_size: 8`"),
-    (["train.microbatch_size=most"], "train.microbatch_size", ""),
-    (["train.try_longest_batch=sometimes"], "train.try_longest_batch", ""),
-    ([IN_BACKWARD, "train.nonfinite.action=skip"], "train.nonfinite.action", "before a NaN is found. Write `stop`"),
-    ([IN_BACKWARD, "train.precision=fp16"], "train.optimizer.in_backward", "Write `train.precision: bf16`"),
-    (["train.fp8={}"], "train.fp8", "no effect with `precision: fp32`"),
-    (["train.precision=fp8", "model.quantization={}", "model.lora={}"], "train.precision", "multiply in 8-bit floats"),
-    (["train.precision=fp8", "model.dtype=float16", "model.lora={}"], "train.precision", "Write `fp16`"),
-    (["model.gradient_checkpointing=1"], "model.gradient_checkpointing", ""),
-    (["train.optimizer={name: sgd, betas: [0.9, 0.9]}"], "train.optimizer.betas", "and `lion` have betas"),
+    ([IN_BACKWARD], "train.optimizer.in_backward"),
+    ([IN_BACKWARD, "train.microbatch_size=2"], "train.optimizer.in_backward"),
+    ([IN_BACKWARD, "train.microbatch_size=auto"], "train.optimizer.in_backward"),
+    (["train.microbatch_size=most"], "train.microbatch_size"),
+    (["train.try_longest_batch=sometimes"], "train.try_longest_batch"),
+    ([IN_BACKWARD, "train.nonfinite.action=skip"], "train.nonfinite.action"),
+    ([IN_BACKWARD, "train.precision=fp16"], "train.optimizer.in_backward"),
+    (["train.fp8={}"], "train.fp8"),
+    (["train.precision=fp8", "model.quantization={}", "model.lora={}"], "train.precision"),
+    (["train.precision=fp8", "model.dtype=float16", "model.lora={}"], "train.precision"),
+    (["model.gradient_checkpointing=1"], "model.gradient_checkpointing"),
+    (["train.optimizer={name: sgd, betas: [0.9, 0.9]}"], "train.optimizer.betas"),
 ]
 
 
-@pytest.mark.parametrize(("written", "key", "message"), WRONG, ids=[" ".join(row[0]) for row in WRONG])
-def test_invalid_training_settings_are_rejected(problems, written, key, message):
-    found = problems(*written)
-    assert any(problem.key == key and message in problem.message for problem in found), found
+@pytest.mark.parametrize(("written", "key"), WRONG, ids=[" ".join(row[0]) for row in WRONG])
+def test_invalid_training_settings_are_rejected(problems, written, key):
+    found = [problem for problem in problems(*written) if problem.key == key]
+    assert found
+    for problem in found:
+        pinned(problem)
 
 
 def test_valid_training_settings_are_accepted(problems):

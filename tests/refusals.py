@@ -1,0 +1,147 @@
+"""The product's messages: a test names the facts in one, and its whole sentence stands in a file of `tests/messages`.
+
+`pytest --update-golden` writes the sentences of the tests that it runs, and leaves those of other tests as they are.
+A test whose messages differ from its file's fails.
+"""
+
+import difflib
+import os
+import re
+import tempfile
+from collections import defaultdict
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from finetune.errors import FinetuneError
+
+ROOT = Path(__file__).parents[1]
+GOLDEN = Path(__file__).with_name("messages")
+
+Messages = dict[str, set[str]]
+"""The messages of each test, by its node id."""
+
+_current: set[str] = set()  # of the test that is running
+_updated: Messages = {}  # of the tests that this process has reports of
+
+_VARYING = {
+    rf"{tempfile.gettempdir()}/pytest-of-\w+/pytest-\d+(/popen-gw\d+)?/[\w-]+": "FOLDER",
+    re.escape(str(ROOT)): "REPOSITORY",
+    r"(?<=[\s`'(])/\S*/site-packages": "PACKAGES",
+    rf"{re.escape(str(Path.home()))}(?=/)": "HOME",
+    rf"{tempfile.gettempdir()}/tmp\w{{8}}": "TEMPORARY",
+    r"(?<=127\.0\.0\.1:)\d+|(?<=localhost:)\d+": "PORT",
+    r"(?<![\d.])\d+\.\d+\.\d+((\.|rc|a|b)\w+)?(\+\w+)?(?!\d|\.\d)": "VERSION",
+    r"\b0x[0-9a-f]{6,}\b": "ADDRESS",
+}
+
+
+@contextmanager
+def refused(
+    kind: type[FinetuneError], *facts: object, varies: bool = False
+) -> Iterator[pytest.ExceptionInfo[FinetuneError]]:
+    """Require an error of this kind whose message has these facts and is the golden one, as `pinned` does."""
+    with pytest.raises(kind) as caught:
+        yield caught
+    pinned(caught.value, *facts, varies=varies)
+
+
+def pinned(message: object, *facts: object, varies: bool = False) -> None:
+    """Require the facts (keys, files, lines, numbers, values) in the message, and its sentence in the golden file.
+
+    A message that `varies` with the machine or with a library's version is not compared with a file.
+    """
+    text = str(message)
+    for fact in facts:
+        assert str(fact) in text, f"not in the message: {fact}\n{text}"
+    if not varies:
+        for pattern, name in _VARYING.items():
+            text = re.sub(pattern, name, text)
+        _current.add(text)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="write the messages of the tests to tests/messages")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Forget the messages of tests that are gone, if whole files were collected; one process does this for all."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0")
+    if not config.getoption("--update-golden") or worker != "gw0" or any("::" in name for name in config.args):
+        return
+    tests = {item.nodeid for item in items}
+    files = {_file(test) for test in tests}
+    for path in GOLDEN.glob("*.txt"):
+        messages = _read(path)
+        others = {test for test in messages if _file(test) not in files and (ROOT / _file(test)).exists()}
+        _write(path, {test: found for test, found in messages.items() if test in tests | others})
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
+    """Compare the messages of a test that has passed with its golden ones, or report them to be written."""
+    _current.clear()
+    yield
+    if item.config.getoption("--update-golden"):
+        item.user_properties.append(("messages", sorted(_current)))
+        return
+    golden = sorted(_golden(_path(item.nodeid)).get(item.nodeid, ()))
+    if golden != sorted(_current):
+        lines = difflib.unified_diff(_lines(golden), _lines(sorted(_current)), "golden", "now", lineterm="", n=0)
+        advice = f"If the new messages are right: pytest --update-golden '{item.nodeid}'"
+        pytest.fail("\n".join(["The messages of this test have changed.", *lines, advice]), pytrace=False)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Collect the messages of a test that has passed; reports of workers come to the first process."""
+    properties = dict(report.user_properties)
+    if report.when == "call" and report.passed and "messages" in properties:
+        _updated[report.nodeid] = set(properties["messages"])
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if session.config.getoption("--update-golden") and not hasattr(session.config, "workerinput"):
+        for path in {_path(test) for test in _updated}:
+            _write(path, {**_read(path), **{test: found for test, found in _updated.items() if _path(test) == path}})
+
+
+def _file(test: str) -> str:
+    return test.partition("::")[0]
+
+
+def _path(test: str) -> Path:
+    """Return the golden file of a test: that of its folder in `tests`."""
+    return GOLDEN / f"{Path(_file(test)).parts[1]}.txt"
+
+
+def _lines(messages: Iterable[str]) -> list[str]:
+    return [line for message in messages for line in message.splitlines()]
+
+
+def _read(path: Path) -> Messages:
+    """Read a golden file: below each message stand the node ids of its tests, indented and after a `#`."""
+    messages: Messages = defaultdict(set)
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    for message, tests in re.findall(r"([^\0]*?)\n((?:    # .*\n)+)\n?", text):
+        for test in tests.splitlines():
+            messages[test.removeprefix("    # ")].add(message)
+    return messages
+
+
+_golden = cache(_read)
+
+
+def _write(path: Path, messages: Messages) -> None:
+    tests: dict[str, list[str]] = defaultdict(list)
+    for test in sorted(messages):
+        for message in messages[test]:
+            tests[message].append(test)
+    entries = ["\n".join([message, *(f"    # {test}" for test in tests[message])]) + "\n" for message in sorted(tests)]
+    path.unlink(missing_ok=True)
+    if entries:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("\n".join(entries), encoding="utf-8")
