@@ -7,8 +7,10 @@
 The run is the product's: `finetune train` on the quickstart's job, whose first step ends the drawing. A reader follows
 every call of the main thread into the functions of this package, each of them once, in the order in which they are
 first called: a function that was read is known. A return is a call from another file into one that was entered before.
-What runs while a module is imported, in a worker or in another thread is not drawn. Of `cli` and `run`, where a start
-is put together, the figures are also given alone: with what they call, and without what that calls in turn.
+Where a function calls several others of one file, as a table of checks does, a reader turns to that file once: that
+figure is given, too. What runs while a module is imported, in a worker or in another thread is not drawn. Of `cli` and
+`run`, where a start is put together, the figures are also given alone: with what they call, and without what that calls
+in turn.
 """
 
 import argparse

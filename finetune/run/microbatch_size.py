@@ -23,9 +23,8 @@ from finetune.memory.limits import (
 )
 from finetune.memory.trial import Trial, later_host_bytes, missing_state_bytes, zero_buffer_bytes
 from finetune.run.context import RunContext
-from finetune.run.setup.build import BuiltRun
+from finetune.run.setup.build import BuiltRun, RestoredRun
 from finetune.run.setup.padding_free import resolve_padding_free
-from finetune.run.state.resume import RestoredRun
 from finetune.runtime import distributed
 from finetune.runtime.files import atomic
 from finetune.runtime.files.read import read_regular

@@ -15,8 +15,8 @@ from finetune.report.events import Event, RunStarted, StepTaken
 from finetune.report.gpu import DeviceColumns
 from finetune.report.reporter import CallbackReporter, RunLog
 from finetune.report.timing import StartupTimer
+from finetune.run.setup.build import RestoredRun
 from finetune.run.setup.components import make_components
-from finetune.run.state.resume import RestoredRun
 from finetune.run.train import restore_for_steps, run_started, validate
 from finetune.runtime.supervision.signals import ReceivedSignals
 from finetune.strategy.environment import read_environment

@@ -30,14 +30,14 @@ from finetune.run.context import RunContext, make_context
 from finetune.run.final_export import export_final, push_final
 from finetune.run.microbatch_size import resolve_microbatch_size
 from finetune.run.setup.accelerator import make_accelerator
-from finetune.run.setup.build import build
+from finetune.run.setup.build import RestoredRun, build
 from finetune.run.setup.components import make_components
 from finetune.run.setup.model_checks import CheckedJob, Stage, changes_config, check_model
 from finetune.run.setup.patches import device_price, peak_flops
 from finetune.run.setup.strategy import launched_strategy
 from finetune.run.setup.training_data import prepare_data
 from finetune.run.state.finished import RunResult, result_of_run
-from finetune.run.state.resume import RestoredRun, describe_exported, find_finished, load_best, restore
+from finetune.run.state.resume import describe_exported, find_finished, load_best, restore
 from finetune.run.state.run_folder import fetch_run_folder, open_run_folder
 from finetune.run.state.upload import Uploader, make_uploader
 from finetune.run.supervision import Supervision, model_code_errors, supervised_run

@@ -19,7 +19,7 @@ from finetune.config.run_config import RunConfig
 from finetune.errors import UserError
 from finetune.report.history import EVENTS_FILE, read_events
 from finetune.run.replay import ReplayedSteps, active_dropout, replay_steps, replayed_job
-from finetune.run.state.resume import RestoredRun
+from finetune.run.setup.build import RestoredRun
 from finetune.runtime import distributed
 from finetune.runtime.environment import package_versions
 from finetune.runtime.files.read import read_json

@@ -15,8 +15,8 @@ from finetune.report.page.facts import InterruptionCosts
 from finetune.report.reporter import CallbackReporter, Reporter
 from finetune.report.timing import StartupTimer
 from finetune.run.context import RunContext
+from finetune.run.setup.build import RestoredRun
 from finetune.run.setup.components import make_components
-from finetune.run.state.resume import RestoredRun
 from finetune.run.state.run_folder import fetch_run_folder, open_run_folder
 from finetune.run.train import restore_for_steps, run_started, validate
 from finetune.runtime import distributed

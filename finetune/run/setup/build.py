@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
+from finetune.checkpoint.format.manifest import RunFingerprint
+from finetune.checkpoint.sharding.access import StateAccess
 from finetune.config.load import LoadedConfig
 from finetune.config.run_config import RunConfig
 from finetune.data.batch import Batch
@@ -34,6 +36,7 @@ from finetune.run.setup.training_data import VERIFY_TIMEOUT_SECONDS, PreparedDat
 from finetune.runtime import distributed
 from finetune.runtime.optional import lazily, no_op
 from finetune.runtime.parallel import tensor_group
+from finetune.runtime.progress import Progress
 from finetune.runtime.resources import available_bytes, resident_bytes
 from finetune.strategy.gradient_sync import Accumulation, GradientReduction, choose_accumulation
 from finetune.strategy.protocol import Strategy
@@ -63,6 +66,17 @@ class BuiltRun:
     plan: StepPlan
     prepared: PreparedModel
     step_task: StepTask
+
+
+@dataclass(frozen=True)
+class RestoredRun:
+    """The result of `restore`: the run with the weights and states of its checkpoint, if it has one."""
+
+    context: RunContext
+    built: BuiltRun
+    access: StateAccess  # to the saved state of the model and the optimizer
+    fingerprint: RunFingerprint
+    progress: Progress
 
 
 def build(

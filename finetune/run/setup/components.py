@@ -37,9 +37,8 @@ from finetune.report.gpu import DeviceColumns
 from finetune.report.reporter import CallbackReporter, Reporter
 from finetune.report.timing import StartupTimer
 from finetune.run.setup.accelerator import PreparedModel, own_batches
-from finetune.run.setup.build import BuiltRun
+from finetune.run.setup.build import BuiltRun, RestoredRun
 from finetune.run.setup.strategy import require_sliceable_model
-from finetune.run.state.resume import RestoredRun
 from finetune.runtime import distributed
 from finetune.runtime.files import atomic
 from finetune.runtime.optional import no_op

@@ -4,7 +4,6 @@ The same command on a finished run is a success that does nothing.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from finetune.checkpoint.format.manifest import RunFingerprint
 from finetune.checkpoint.read.changes import DATA, is_other_cache_version
 from finetune.checkpoint.read.checksum_prefetch import ChecksumPrefetch
 from finetune.checkpoint.read.load import find_checkpoint, resume_checkpoint, verify_checkpoint
-from finetune.checkpoint.sharding.access import StateAccess, build_access
+from finetune.checkpoint.sharding.access import build_access
 from finetune.checkpoint.write.retention import best_steps, checkpoint_metrics
 from finetune.config.resume_keys import keys_that_may_differ, keys_that_must_match
 from finetune.config.run_config import RunConfig
@@ -26,7 +25,7 @@ from finetune.model.frozen_models import base_digest
 from finetune.model.loading.pretrained import adapter_digest
 from finetune.report.reporter import RunLog
 from finetune.run.context import RunContext
-from finetune.run.setup.build import BuiltRun
+from finetune.run.setup.build import BuiltRun, RestoredRun
 from finetune.run.setup.padding_free import recorded_layout
 from finetune.run.setup.precompute import teacher_identity
 from finetune.run.setup.training_data import PreparedData, TrainingData, input_identity
@@ -38,17 +37,6 @@ from finetune.runtime.progress import Progress
 from finetune.runtime.run_folder import CHECKPOINTS_FOLDER, FINAL_FOLDER
 from finetune.strategy.protocol import Strategy
 from finetune.strategy.upstream import warm_up_ddp_buckets
-
-
-@dataclass(frozen=True)
-class RestoredRun:
-    """The result of `restore`: the run with the weights and states of its checkpoint, if it has one."""
-
-    context: RunContext
-    built: BuiltRun
-    access: StateAccess  # to the saved state of the model and the optimizer
-    fingerprint: RunFingerprint
-    progress: Progress
 
 
 def find_finished(config: RunConfig, strategy: Strategy, data: PreparedData, *, log: RunLog) -> FinishedRun | None:
