@@ -1,6 +1,7 @@
 """The commands for trained models and runs: export, evaluate, generate, chat, report, compare."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -69,22 +70,10 @@ def export(
     Merging is computed in float64 and rounded once. Runs on the CPU; a second process loads what was written and
     compares it. With --for, a finished run's `final/` is used as it is unless another option changes it.
     """
+    command: Callable[..., Path] = export_command.export
     if engine is not None:
-        serving_files_command.export_for(
-            source,
-            engine,
-            gguf_type=gguf,
-            step=step,
-            to=to,
-            dtype=dtype,
-            merge=merge,
-            push_to_hub=push_to_hub,
-            public=public,
-            trust_remote_code=trust_remote_code,
-            verify=None if verify else False,
-        )
-        return
-    export_command.export(
+        command = partial(serving_files_command.export_for, engine_name=engine, gguf_type=gguf)
+    command(
         source,
         step=step,
         to=to,

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import LostContact, UserError
-from finetune.runtime.files.read import parse_json
+from finetune.runtime.files.read import FILE_TYPES, parse_json
 
 CHECKPOINTS_FOLDER = "checkpoints"
 FINAL_FOLDER = "final"
@@ -54,14 +54,7 @@ FILES = (
     "final.json",
 )
 
-_FILE_TYPES = {
-    stat.S_IFDIR: "a folder",
-    stat.S_IFREG: "a file",
-    stat.S_IFIFO: "a named pipe",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-}
+_FILE_TYPES = {**FILE_TYPES, stat.S_IFREG: "a file", stat.S_IFIFO: "a named pipe"}
 
 
 def require_free_names(folder: Path) -> None:

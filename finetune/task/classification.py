@@ -100,10 +100,8 @@ class TextClassificationTask(BaseTask):
             head_values = self.classification.head_values
             problem_type = f"{self.kind}_classification"
         self.head_values = {**head_values, "problem_type": problem_type, **self.padding.head_values}
-        is_cut = data.over_length == "truncate"
-        cut = Truncation(data.longest, data.truncate_side) if is_cut else None
         self._encoder = LabelledTextEncoder(
-            context.tokenizer, labels, cut=cut, allow_special_tokens=data.allow_special_tokens
+            context.tokenizer, labels, cut=Truncation.of(data), allow_special_tokens=data.allow_special_tokens
         )
         identity = {name: value for name, value in self.data_facts.values.items() if name != "class_weights"}
         self._identity = {"kind": RECORDED_KINDS[self.kind], **identity}

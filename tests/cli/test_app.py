@@ -196,8 +196,13 @@ def test_chat_is_given_the_folder(typed, calls):
 def test_an_export_for_an_engine_passes_its_options_on(typed, calls):
     assert typed("export", "runs/first", "--for", "ollama", "--gguf", "q8_0", "--no-verify")[0] == 0
     ((place, arguments, options),) = calls.made
-    assert (place, arguments) == ("finetune.commands.serving_files:export_for", (Path("runs/first"), "ollama"))
-    assert (options["gguf_type"], options["verify"], options["merge"]) == ("q8_0", False, False)
+    assert (place, arguments) == ("finetune.commands.serving_files:export_for", (Path("runs/first"),))
+    assert (options["engine_name"], options["gguf_type"], options["verify"], options["merge"]) == (
+        "ollama",
+        "q8_0",
+        False,
+        False,
+    )
 
 
 def test_evaluate_generate_and_export_commands_pass_their_options_on(typed, calls):

@@ -1,7 +1,7 @@
 """Keys that have no effect given the other keys of the job, its task or its sources: setting one is an error."""
 
 import glob
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,16 +13,7 @@ from finetune.config.rules.sources import is_split_of_training_rows, source_sect
 from finetune.config.run_config import RunConfig
 from finetune.config.section import Section, has_key, is_written
 from finetune.config.sections.data import ImagesSection, SourceSection, TrainedSourceSection
-from finetune.config.sections.task import (
-    ClassificationSection,
-    EmbeddingSection,
-    MaskedLmSection,
-    PreferenceSection,
-    PromptsSection,
-    RerankingSection,
-    RewardSection,
-    Seq2SeqSection,
-)
+from finetune.config.sections.task import TaskSection
 from finetune.errors import Problem
 from finetune.registry.losses import EMBEDDING_LOSSES, PREFERENCE_LOSSES, PairLossEntry, PreferenceLossEntry
 from finetune.registry.observers import TRACKERS
@@ -108,23 +99,21 @@ _LENGTH_KEYS = (
     "data.audit.max_unknown_tokens",
 )
 
-_TASK_SECTIONS: Mapping[str, type[Section]] = {
-    "classification": ClassificationSection,
-    "preference": PreferenceSection,
-    "reward": RewardSection,
-    "seq2seq": Seq2SeqSection,
-    "masked_lm": MaskedLmSection,
-    "embedding": EmbeddingSection,
-    "embedding.prompts": PromptsSection,
-    "reranking": RerankingSection,
-}
+
+def _sections_in(section: type[Section], *, prefix: str = "") -> Iterator[tuple[str, type[Section]]]:
+    """Yield the sections that are always there, at any depth, by dotted name."""
+    for name, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            yield f"{prefix}{name}", field.annotation
+            yield from _sections_in(field.annotation, prefix=f"{prefix}{name}.")
 
 
 def conditional_task_keys() -> Iterator[ConditionalKey]:
     """Yield the keys that only some tasks or losses use; plugins may add more of both."""
-    for name, section in _TASK_SECTIONS.items():
+    sections = dict(_sections_in(TaskSection))
+    for name, section in sections.items():
         names = tuple(task.name for task in TASKS if task.section == name.partition(".")[0])
-        keys = [key for key in section.model_fields if f"{name}.{key}" not in _TASK_SECTIONS]
+        keys = [key for key in section.model_fields if f"{name}.{key}" not in sections]
         yield from (_only(f"task.{name}.{key}", names) for key in keys)
     yield _only("task.distillation", ("distillation",))
     of_losses: tuple[tuple[str, Sequence[PreferenceLossEntry | PairLossEntry]], ...] = (

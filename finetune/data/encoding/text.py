@@ -16,6 +16,7 @@ import numpy as np
 from tokenizers import processors
 from transformers import PreTrainedTokenizerBase
 
+from finetune.config.sections.data import DataSection
 from finetune.data.encoding.control_tokens import ControlTokens, texts_in
 from finetune.data.encoding.tokenizer import TextTokenizer, has_double_bos, require_eos_id
 from finetune.data.features import CONTROL_NAMES, LENGTHS_OF_SEQUENCES, Features, Findings, Outcome, result_or_error
@@ -248,6 +249,11 @@ class Truncation:
 
     max_length: int  # in tokens
     side: Literal["end", "start"]
+
+    @classmethod
+    def of(cls, section: DataSection) -> Self | None:
+        """Return how a job truncates texts; None if it does not."""
+        return cls(section.longest, section.truncate_side) if section.over_length == "truncate" else None
 
     def require_room(self, tokenizer: PreTrainedTokenizerBase, *, pair: bool) -> None:
         """Raise DataError if there is no room between the special tokens."""

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from finetune.errors import NotAFile
 
-_FILE_TYPES = {
+FILE_TYPES = {
     stat.S_IFIFO: "a FIFO",
     stat.S_IFSOCK: "a socket",
     stat.S_IFCHR: "a device",
@@ -42,7 +42,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 def _regular(state: os.stat_result, path: Path) -> os.stat_result:
     if not stat.S_ISREG(state.st_mode):
-        file_type = _FILE_TYPES.get(stat.S_IFMT(state.st_mode), "of an unknown type")
+        file_type = FILE_TYPES.get(stat.S_IFMT(state.st_mode), "of an unknown type")
         raise NotAFile(0, f"it is {file_type}, not a regular file", str(path))
     return state
 

@@ -124,7 +124,6 @@ class EmbeddingTask(BaseTask):
         if entry.compares_rows:
             self.loss = EMBEDDING_LOSSES.resolve(entry.name)(self.similarity, self.section)
         contents: Contents = "scores" if self._is_scored else "passages"
-        is_cut = self.data.over_length == "truncate"
         prompts = self.section.prompts
         self._encoder = TextGroupsEncoder(
             context.tokenizer,
@@ -132,7 +131,7 @@ class EmbeddingTask(BaseTask):
             task="task `embedding`",
             prompts=Prompts(prompts.query, prompts.passage),
             scores=entry.scores,
-            cut=Truncation(self.data.longest, self.data.truncate_side) if is_cut else None,
+            cut=Truncation.of(self.data),
             allow_special_tokens=self.data.allow_special_tokens,
         )
         self._length_limit = TextsLengthLimit(self.data.longest, self.data.over_length, self.data.truncate_side)

@@ -38,14 +38,13 @@ class RerankingTask(BaseTask):
         self._activation = f"torch.nn.modules.{'activation.Sigmoid' if loss.is_logit else 'linear.Identity'}"
         activation = {"activation_fn": self._activation}
         self.head_values = {"num_labels": 1, "sentence_transformers": activation, **self.padding.head_values}
-        is_cut = self.data.over_length == "truncate"
         self._encoder = TextGroupsEncoder(
             context.tokenizer,
             contents="scores" if self._is_scored else "passages",
             task="task `reranking`",
             joint=True,
             scores=loss.scores,
-            cut=Truncation(self.data.longest, self.data.truncate_side) if is_cut else None,
+            cut=Truncation.of(self.data),
             allow_special_tokens=self.data.allow_special_tokens,
         )
 
