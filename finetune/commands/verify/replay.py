@@ -212,8 +212,10 @@ def layer_differences(recorded: EventFields, now: EventFields, tolerance: Replay
         if here is None:
             yield f"output of {name}: recorded, and the model has no such module now"
         elif there["positions"] == here["positions"]:
-            norms = (_difference(norm, there[norm], here[norm], limit=tolerance.layer_norm) for norm in NORMS)
-            yield from (f"output of {name}: {text}" for of_norm in norms for text in of_norm)
+            limit = tolerance.layer_norm
+            texts = (text for norm in NORMS for text in _difference(norm, there[norm], here[norm], limit=limit))
+            if (text := next(texts, None)) is not None:
+                yield f"output of {name}: {text}"
 
 
 def _difference(name: str, recorded: Any, now: Any, *, limit: float, floor: float = 0.0) -> Iterator[str]:

@@ -250,7 +250,7 @@ def test_more_processes_of_another_strategy_give_the_same(run, strategy, process
     ]
     done = capture(accelerate_command(strategy, *words, processes=processes), timeout_seconds=300.0)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"now: {strategy} on {processes} processes" in done.stdout
+    assert f"now: {strategy.replace('tensor_parallel', 'tp')} on {processes} processes" in done.stdout
     assert f"equal: {2 if start else 5} steps" in done.stdout
     assert start or "outputs of 4 of 4 modules compared at step 1" in done.stdout
 
