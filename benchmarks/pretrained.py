@@ -6,7 +6,8 @@ The models come from the package index (`pretrained_runs/smollm2.py`; needs pip'
 the cases of `pretrained_runs/cases.py` (quickstart, gsm8k, dpo, full, text_classification, token_classification,
 embedding, reranking), `cost` (all of those, for their speed and memory), `strategies` and `answers`, which go on with
 what `quickstart` has trained. A part's figures replace its former ones in results.json. `--page` measures nothing and
-writes the tables and the picture of docs/proof/pretrained.md from that file. Exits with 1 where something differs by more than it may.
+writes the tables and the picture of docs/proof/pretrained.md from that file. Exits with 1 where
+something differs by more than it may.
 """
 
 import argparse

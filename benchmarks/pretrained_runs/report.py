@@ -19,7 +19,7 @@ Results = Mapping[str, Any]
 LOSSES, WEIGHTS, STRATEGIES, TENSOR_PARALLEL, FIGURES = 1e-4, 1e-4, 1e-5, 2e-5, 1e-5
 """Of a step's loss, of the trained weights (both against the other program), and between strategies; relative.
 
-Tensor parallelism adds up in another order in every layer. Figures of evaluation from 0 to 1: absolute. Correlations of scores move with the weights, shares and ranks do not.
+Tensor parallelism adds up in another order in every layer. Figures of evaluation: absolute.
 """
 
 EXPORTS = {"merged, transformers": 0, "GGUF f16, read by transformers": 1, "GGUF f16, llama.cpp": 1}
@@ -38,11 +38,8 @@ def differences(results: Results) -> list[str]:
 
 def _of_part(record: Results) -> Iterator[str]:
     strategies, rows = record.get("differences", {}), record.get("rows", {})
-    limits = {
-        "losses": LOSSES,
-        "weights": WEIGHTS,
-        **{name: TENSOR_PARALLEL if "tensor_parallel" in name else STRATEGIES for name in strategies},
-    }
+    limits = {name: TENSOR_PARALLEL if "tensor_parallel" in name else STRATEGIES for name in strategies}
+    limits |= {"losses": LOSSES, "weights": WEIGHTS}
     merged = record.get("weights", {}).get("merged", 0.0)
     for what, most in {"losses": record.get("loss_difference", 0.0), "weights": merged, **strategies}.items():
         if not most <= limits[what]:  # NaN is too much
@@ -74,7 +71,7 @@ def page_tables(results: Results) -> Mapping[str, str]:
     answers, two = results["answers"], results["strategies"]
     within = ("losses within", "weights within", "their change within")
     spent = ("tokens a step", "CPU-seconds a step", "times as fast (quartiles)", "peak MB", "memory")
-    strategies = [(_strategy(name, two["killed"]), f"{most:.0e}") for name, most in two["differences"].items()]
+    strategies = [(_strategy(name, two["killed"]), f"{most:.1e}") for name, most in two["differences"].items()]
     exports = [(name, f"{alike} of {answers['prompts']}") for name, alike in answers["exports"].items()]
     return {
         "rows": table(("case", "rows", *MUST_BE_EQUAL), [_rows_row(each) for each in cases if each["rows"]]),
