@@ -98,7 +98,7 @@ def test_losses_norms_and_export_equal_one_process(launch, straight, job, strate
 
 @full
 @pytest.mark.distributed
-@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-5), ("bf16", 1e-2)])
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-5), ("bf16", 1e-3)])
 def test_adapters_with_dropout_have_the_same_losses_under_every_strategy(launch, precision, tolerance):
     """Each rank draws its own masks, one for the layers that read the same tensor."""
     short = ["model.lora={rank: 4, alpha: 8, dropout: 0.2}", "train.steps=4", f"train.precision={precision}"]
@@ -106,7 +106,6 @@ def test_adapters_with_dropout_have_the_same_losses_under_every_strategy(launch,
     runs = {name: launch(name, name=f"{name}-dropout-{precision}", overrides=short) for name in names}
     for run in runs.values():
         assert run.code == 0, run.output
-        print(precision, run.losses(), run.norms())
         assert run.losses() == pytest.approx(runs["ddp"].losses(), abs=tolerance)
         assert run.norms() == pytest.approx(runs["ddp"].norms(), rel=10 * tolerance)
     assert len(runs["ddp"].losses()) == 4
