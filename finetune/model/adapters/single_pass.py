@@ -257,8 +257,8 @@ class CommonInput:
         mesh = weight.device_mesh if isinstance(weight, DTensor) else None  # of the ranks that share the inputs
         part = (0, 1) if mesh is None else (mesh.get_local_rank(), mesh.size())
         factors, casts = zip(*(module.read(dtype) for module in modules), strict=True)
-        casts = None if casts[0] is None else casts
-        products = MultiplyA.apply(rows, *settings, part, casts, input_gradient, *factors)  # type: ignore[no-untyped-call]
+        of_casts = None if casts[0] is None else casts
+        products = MultiplyA.apply(rows, *settings, part, of_casts, input_gradient, *factors)  # type: ignore[no-untyped-call]
         if mesh is not None:
             products = [gathered(product, mesh, Partial()) for product in products]
         return rows if is_autocast or dtype == inputs.dtype else None, products  # autocast would cast once per layer

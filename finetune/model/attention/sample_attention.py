@@ -13,11 +13,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import dropout, pad, scaled_dot_product_attention, softmax
+from torch.utils.checkpoint import checkpoint
 
 from finetune.runtime.optional import require
 
 MAX_QUERY_BLOCK = 512
-"""Maximum number of queries per block of sliding-window attention."""
+"""Maximum number of queries per block of sliding-window and of soft-capped attention."""
+
+MAX_CAPPED_LENGTH = 2048
+"""Longer samples are computed in blocks with soft caps, whose scores are kept otherwise: 4 numbers per pair."""
 
 
 class QueryKeyValue(NamedTuple):
@@ -65,12 +69,27 @@ def causal_attention(qkv: QueryKeyValue, settings: AttentionSettings) -> Tensor:
     """Return causal attention within each row of a batch, [batch, length, heads, width]."""
     query, length = qkv.query, qkv.query.shape[2]
     if settings.softcap is not None:
-        is_seen = _band_mask(length, length, back=settings.window or length, device=query.device)
-        added = torch.zeros_like(is_seen, dtype=query.dtype).masked_fill(~is_seen, torch.finfo(query.dtype).min)
-        return softcapped_attention(qkv, added, settings)
+        window = settings.window or length
+        if length <= MAX_CAPPED_LENGTH:
+            return _last_queries_capped(qkv, settings, window)
+        outputs = []  # the backward pass computes each block again, so that memory grows with the length
+        for number, block in enumerate(torch.split(query, MAX_QUERY_BLOCK, dim=2)):
+            start, end = number * MAX_QUERY_BLOCK, number * MAX_QUERY_BLOCK + block.shape[2]
+            first = max(0, start - window + 1)
+            seen = QueryKeyValue(block, *(tensor.narrow(2, first, end - first) for tensor in qkv[1:]))
+            outputs.append(checkpoint(_last_queries_capped, seen, settings, window, use_reentrant=False))
+        return torch.cat(outputs, dim=1)
     if settings.window is None or length <= settings.window:
         return _causal_with_sinks(qkv, settings) if settings.sinks is not None else _sdpa(qkv, None, settings)
     return _sliding_window_attention(qkv, settings, window=settings.window)
+
+
+def _last_queries_capped(qkv: QueryKeyValue, settings: AttentionSettings, window: int) -> Tensor:
+    """Return causal attention with soft-capped scores of queries of which the last is at the last key."""
+    query = qkv.query
+    is_seen = _band_mask(query.shape[2], qkv.key.shape[2], back=window, device=query.device)
+    added = torch.zeros_like(is_seen, dtype=query.dtype).masked_fill(~is_seen, torch.finfo(query.dtype).min)
+    return softcapped_attention(qkv, added, settings)
 
 
 def softcapped_attention(qkv: QueryKeyValue, mask: Tensor | None, settings: AttentionSettings) -> Tensor:
@@ -287,8 +306,8 @@ def missing_kernel_warning(*, is_half: bool, has_sinks: bool = False, of_flash_a
         return "attention: packed rows are computed sample by sample: no varlen kernel supports attention sinks."
     if of_flash_alone and _available.flash is None:
         return (
-            "attention: packed rows are computed sample by sample, with memory that grows with the square of the "
-            f"length: torch's varlen kernel has no {of_flash_alone}. Install `flash-attn`, or lower data.max_length."
+            "attention: packed rows are computed sample by sample, which is slow: torch's varlen kernel has no "
+            f"{of_flash_alone}. Install `flash-attn`."
         )
     return None
 

@@ -175,14 +175,13 @@ def _fused_mlp(module: nn.Module) -> tuple[str, Forward] | None:
 
 def _run_mlp(module: Any, rows: Tensor, functions: Any, *, kernel: str) -> Any:
     of_both = getattr(functions, _OF_BOTH_HALVES.get(kernel, ""), None)
-    if hasattr(module, "gate_up_proj") and of_both is not None:
-        projections, others = [module.gate_up_proj(rows)], (True,)  # overwritten by its gradient, as halves are
-        multiply = of_both.apply
-    else:
-        projections, others, multiply = _gate_and_up(module, rows), (), getattr(functions, kernel).apply
-    flat = [each.reshape(-1, each.shape[-1]) for each in projections]  # as one of them returns its gradient
-    product = multiply(*flat, *others).view(*rows.shape[:-1], -1)
-    with _recomputed(product, partial(multiply, *(each.detach() for each in flat), *others)):
+    is_whole = hasattr(module, "gate_up_proj") and of_both is not None
+    projections = [module.gate_up_proj(rows)] if is_whole else _gate_and_up(module, rows)
+    flat = [each.reshape(-1, each.shape[-1]) for each in projections]  # in which one function returns the gradient
+    in_place = [True] if is_whole else []  # the gradient overwrites the projection, as it does with two
+    multiply = (of_both if is_whole else getattr(functions, kernel)).apply
+    product = multiply(*flat, *in_place).view(*rows.shape[:-1], -1)
+    with _recomputed(product, partial(multiply, *(each.detach() for each in flat), *in_place)):
         return module.down_proj(product)
 
 

@@ -10,6 +10,8 @@ from transformers.masking_utils import sliding_window_bidirectional_mask_functio
 
 from finetune.data.features import Features
 from finetune.errors import ModelError
+from finetune.memory.tracer import LiveBytes
+from finetune.model.attention import sample_attention as sample_attention_module
 from finetune.model.attention.implementation import (
     attend_sample_by_sample,
     check_isolation,
@@ -21,6 +23,7 @@ from finetune.model.attention.sample_attention import (
     AttentionSettings,
     QueryKeyValue,
     bidirectional_attention,
+    causal_attention,
     is_bidirectional,
     padded_attention,
 )
@@ -200,6 +203,26 @@ def test_a_bidirectional_window_reaches_to_both_sides(length, window, softcap):
     scores = scores if softcap is None else torch.tanh(scores / softcap) * softcap
     expected = scores.masked_fill(~mask, -torch.inf).softmax(dim=-1) @ qkv.repeated.value
     assert torch.allclose(found, expected.transpose(1, 2), atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_soft_capped_blocks_are_the_whole_and_keep_memory_in_proportion_to_the_length(monkeypatch, window):
+    settings, kept = AttentionSettings(softcap=2.0, window=window), {}
+    monkeypatch.setattr(sample_attention_module, "MAX_QUERY_BLOCK", 8)
+    for length in (64, 128):
+        chance = torch.Generator().manual_seed(length)
+        qkv = QueryKeyValue(*(torch.randn(1, heads, length, 4, generator=chance) for heads in (4, 2, 2)))
+        found = []
+        for limit in (length, 8):  # whole, in blocks
+            monkeypatch.setattr(sample_attention_module, "MAX_CAPPED_LENGTH", limit)
+            inputs = QueryKeyValue(*(tensor.clone().requires_grad_() for tensor in qkv))
+            with LiveBytes() as live:
+                output = causal_attention(inputs, settings)
+            kept[length, limit == 8] = live.now
+            found.append((output, *torch.autograd.grad(output.square().sum(), inputs)))
+        for whole, in_blocks in zip(*found, strict=True):
+            torch.testing.assert_close(in_blocks, whole)
+    assert kept[128, False] > 3.5 * kept[64, False] and kept[128, True] < 2.2 * kept[64, True]
 
 
 @pytest.mark.parametrize("window", [None, 4])

@@ -98,14 +98,16 @@ def test_losses_norms_and_export_equal_one_process(launch, straight, job, strate
 
 @full
 @pytest.mark.distributed
-def test_adapters_with_dropout_have_the_same_losses_under_every_strategy(launch):
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-5), ("bf16", 1e-3)])
+def test_adapters_with_dropout_have_the_same_losses_under_every_strategy(launch, precision, tolerance):
     """Each rank draws its own masks, one for the layers that read the same tensor."""
-    short = ["model.lora={rank: 4, alpha: 8, dropout: 0.2}", "train.steps=4"]
-    runs = {name: launch(name, name=f"{name}-dropout", overrides=short) for name in ("ddp", "fsdp2", "zero2", "zero3")}
+    short = ["model.lora={rank: 4, alpha: 8, dropout: 0.2}", "train.steps=4", f"train.precision={precision}"]
+    names = ("ddp", "fsdp2", "zero2", "zero3")
+    runs = {name: launch(name, name=f"{name}-dropout-{precision}", overrides=short) for name in names}
     for run in runs.values():
         assert run.code == 0, run.output
-        assert run.losses() == pytest.approx(runs["ddp"].losses(), abs=1e-5)
-        assert run.norms() == pytest.approx(runs["ddp"].norms(), rel=1e-4)
+        assert run.losses() == pytest.approx(runs["ddp"].losses(), abs=tolerance)
+        assert run.norms() == pytest.approx(runs["ddp"].norms(), rel=10 * tolerance)
     assert len(runs["ddp"].losses()) == 4
 
 
