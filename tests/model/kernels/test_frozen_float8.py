@@ -8,7 +8,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from finetune.config.sections.model import LoraSection
-from finetune.config.sections.train import Fp8Section
+from finetune.config.sections.train import Fp8Section, TrainSection
 from finetune.model.adapters.build import add_adapter
 from finetune.model.adapters.context import AdapterContext
 from finetune.model.adapters.single_pass import use_single_pass
@@ -93,21 +93,33 @@ def test_frozen_layers_of_adapted_models_need_no_torchao_and_train_as_in_bf16():
         assert torch.equal(model.eval()(input_ids=IDS).logits, plain.eval()(input_ids=IDS).logits)
 
 
-def test_the_kernel_is_given_operands_as_it_reads_them(monkeypatch):
-    """By rows and by columns, with a scale per row and per column; torch's kernel runs on a GPU."""
+def test_the_kernel_computes_the_emulated_numbers(monkeypatch):
+    """Torch has it for CPUs, too; on a GPU it needs operands by rows and by columns."""
+    kernel, calls = torch._scaled_mm, []
 
-    def scaled_mm(one, other, *, scale_a, scale_b, out_dtype, use_fast_accum):
+    def scaled_mm(one, other, **options):
         assert one.is_contiguous() and other.t().is_contiguous()
-        assert (scale_a.shape, scale_b.shape) == ((len(one), 1), (1, other.shape[1]))
-        assert scale_a.is_contiguous() and scale_b.is_contiguous()
-        return ((one.float() * scale_a) @ (other.float() * scale_b)).to(out_dtype)
+        calls.append((options["scale_a"].shape, options["scale_b"].shape))
+        return kernel(one, other, **options)
 
     monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
-    layer, rows = frozen_layer(), torch.randn(5, 48, requires_grad=True)
-    emulated = layer(rows)
-    emulated.sum().backward()
-    gradient, rows.grad = rows.grad, None
-    frozen_float8.multiply_in_8_bits(layer, emulate=False)
-    assert torch.equal(layer(rows), emulated)
-    layer(rows).sum().backward()
-    assert torch.allclose(rows.grad, gradient)
+    layer = frozen_layer().bfloat16()
+    rows = torch.randn(5, 48, dtype=torch.bfloat16, requires_grad=True)
+    results = []
+    for emulate in (True, False):
+        frozen_float8.multiply_in_8_bits(layer, emulate=emulate)
+        output = layer(rows)
+        results.append((output, *torch.autograd.grad(output.square().sum(), rows)))
+    assert calls == [((5, 1), (1, 32)), ((5, 1), (1, 48))]
+    for one, other in zip(*results, strict=True):
+        assert one.dtype == torch.bfloat16
+        assert torch.allclose(one, other, rtol=0.01)
+
+
+def test_frozen_weights_are_cast_once_only_where_they_are_whole_and_stay_frozen():
+    train = TrainSection(global_batch_size=1, microbatch_size=1, steps=1, learning_rate=0.1, precision="fp8")
+    assert frozen_float8.casts_frozen_weights(train, strategy="ddp", compiled="off")
+    assert not frozen_float8.casts_frozen_weights(train, strategy="fsdp2", compiled="off")
+    assert not frozen_float8.casts_frozen_weights(train, strategy="ddp", compiled="regional")
+    half = train.model_copy(update={"precision": "bf16"})
+    assert not frozen_float8.casts_frozen_weights(half, strategy="ddp", compiled="off")
