@@ -84,7 +84,7 @@ WORKLOADS = {
 
 VARIANTS = {
     "ours": Variant("ours"),
-    "ours fp8": Variant("ours", {"train.precision": "fp8"}, packages=("torchao",)),
+    "ours fp8": Variant("ours", {"train.precision": "fp8"}),
     "ours compiled": Variant("ours", {"model.compile": "regional"}),
     "ours packs": Variant(
         "ours", {"data.batching.by": "packs", "data.batching.tokens": 4096, "data.batching.padding_free": None}

@@ -19,7 +19,7 @@ NEEDED_FOR = {
     "datasets": "TRL",
     "dill": "TRL",
     "multiprocess": "TRL",
-    "torchao": "fp8",
+    "torchao": "tests of fp8",
     "schedulefree": "tests of its optimizers",
     "flash_attn": "rows on flash",
     "bitsandbytes": "tests of QLoRA",

@@ -41,6 +41,7 @@ from finetune.memory.trace import (
     traced_parts,
     zero_parts,
 )
+from finetune.model.kernels.frozen_float8 import casts_frozen_weights
 from finetune.model.kernels.fused_layers import fuse_layers
 from finetune.model.layers import (
     KeptLayers,
@@ -96,6 +97,9 @@ class MemoryPredictor:
         parts = zero_parts(self._config, layout, step) if is_zero else traced_parts(layout, step)
         if layout.tensor_size > 1:
             parts = tensor_parallel_parts(parts, layout, read_shapes(step.config))
+        compiled = "off" if self._config.model.compile == "auto" else self._config.model.compile
+        if casts_frozen_weights(train, strategy=strategy, compiled=compiled):
+            parts["8-bit copies of frozen weights"] = step.values["num_frozen_products",]
         # Outside the step there are libraries on a GPU, and checkpoints being written on a CPU.
         num_trained = round(step.values["num_trained",])
         if layout.device == "cuda":

@@ -92,6 +92,8 @@ def trace_step(
     with fake_mesh(sharding) as mesh, FakeTensorMode(allow_non_fake_inputs=True), tracer, assume_device(device):
         parameters, modules = list(model.parameters()), list(model.modules())
         sizes = [parameter.numel() for parameter in parameters]
+        inner = unwrap_model(model)
+        head = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
         packed = [module for module in modules if isinstance(module, QuantizedLinear)]
         bases = [getattr(module, "base_layer", None) for module in modules]  # as peft's layers call it
         adapted = [base for base in bases if isinstance(base, nn.Linear)]
@@ -99,6 +101,11 @@ def trace_step(
             ("num_parameters",): sum(sizes) + sum(module.num_values - module.weight.numel() for module in packed),
             ("num_trained",): sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
             ("num_adapted_features",): sum(base.in_features + base.out_features for base in adapted),
+            ("num_frozen_products",): sum(
+                module.weight.numel()
+                for module in modules
+                if type(module) is nn.Linear and not module.weight.requires_grad and module is not head
+            ),
             ("largest",): max(sizes),
         }
         keep_experts_in_graph(model)

@@ -159,7 +159,7 @@ def gpu(*words, check=True):
 
 def test_a_report_needs_no_device_and_judges_what_the_folder_holds(tmp_path):
     cases = {name: record(100) for name in NAMES if name != "1B full, ours"}
-    cases["8B LoRA, ours fp8"] = {"error": "left out: not installed: torchao"}
+    cases["8B LoRA, ours fp8"] = {"error": "MemoryError: a small GPU"}
     (tmp_path / "gpu.json").write_text(json.dumps({"machine": {**machine(), "peak_flops": 1e15}, "cases": cases}))
     done = gpu("--report", "--check", "--out", tmp_path, check=False)
     assert done.returncode == 1, done.stderr
@@ -185,7 +185,7 @@ def test_wheels_are_collected_in_their_order_until_the_folder_is_full(monkeypatc
     monkeypatch.setattr(wheels, "_collect", download)
     wheels.collect(tmp_path / "wheels", python="3.12", limit_mib=0.5)
     lines = capsys.readouterr().out.splitlines()
-    assert "torchao (fp8): the folder would have 1 MiB" in lines
+    assert "torchao (tests of fp8): the folder would have 1 MiB" in lines
     assert "flash_attn (rows on flash): ERROR: No matching distribution found for flash_attn" in lines
     assert len(list((tmp_path / "wheels").iterdir())) == len(wheels.NEEDED_FOR) - 2
     monkeypatch.setattr(wheels, "_collect", lambda *_, **__: "ERROR: no network")

@@ -100,6 +100,13 @@ def test_the_inputs_and_outputs_of_adapted_layers_are_counted(tmp_path):
     assert found.num_adapted_features == 8 * (64 + 64 + 128 + 64)
 
 
+def test_frozen_weights_that_are_cast_once_are_counted_in_8_bits_as_well(tmp_path):
+    config = config_of(tmp_path, overrides=["model.lora={rank: 4}", "train.precision=fp8"])
+    alone, sharded = (predict(config, layout(strategy, "lora")).parts for strategy in ("single", "fsdp2"))
+    assert alone["8-bit copies of frozen weights"] == 8 * (PARAMETERS_OF_A_LAYER - 2 * 64)
+    assert "8-bit copies of frozen weights" not in sharded
+
+
 def test_a_strategy_divides_the_parts_that_it_shards(tmp_path):
     predictor = predictor_of(config_of(tmp_path))
     single, ddp, zero3 = (predictor.predict(layout(name, ranks=4)) for name in ("single", "ddp", "zero3"))

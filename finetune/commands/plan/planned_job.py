@@ -9,6 +9,7 @@ from finetune.data.token_cache.cache import NotPrepared
 from finetune.errors import FinetuneError
 from finetune.memory.state import Method, method_of
 from finetune.model.activations import CheckpointingMode
+from finetune.model.kernels.frozen_float8 import casts_frozen_weights
 from finetune.model.size import Shapes
 from finetune.registry.model_choices import ARITHMETIC
 from finetune.report.reporter import RunLog
@@ -66,10 +67,10 @@ class PlannedJob:
         """Return whether autocast rounds float32 weights in each forward pass, unless the strategy stores others."""
         return self.config.model.dtype == "float32" and self.train.precision != "fp32"
 
-    def fp8_share(self, flops_per_token: float) -> float:
+    def fp8_share(self, flops_per_token: float, *, strategy: str) -> float:
         """Return the share of the FLOPs that 8 bits speed up: all but head and attention; 0 for another precision.
 
-        Of frozen weights torchao 0.18 computes the gradient, too: there is a quarter of the gain.
+        If frozen weights are not cast once, torchao 0.18 computes their gradient, too: a quarter of the gain is left.
         """
         if self.train.precision != "fp8" or self.shapes is None:
             return 0.0
@@ -77,7 +78,9 @@ class PlannedJob:
         head = 6 * shapes.hidden * shapes.vocabulary
         attention = 12 * shapes.layers * shapes.queries * self.counts.tokens_per_position
         share = max(0.0, 1 - (head + attention) / flops_per_token)
-        return share if self.method == "full" else share / 4
+        compiled = "off" if self.config.model.compile == "auto" else self.config.model.compile
+        is_fast = self.method == "full" or casts_frozen_weights(self.train, strategy=strategy, compiled=compiled)
+        return share if is_fast else share / 4
 
     def peak_dtype(self, *, has_tf32: bool) -> str:
         """Return the data type whose peak FLOP/s apply."""

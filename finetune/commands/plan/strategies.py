@@ -243,7 +243,7 @@ def timed(job: PlannedJob, hardware: Hardware, layout: TrainingLayout, fit: Fit)
     num_microbatches = job.train.global_batch_size // (layout.num_groups * fit.microbatch_size)
     compilation = _estimated_compilation(job, hardware, layout)
     work = step_work(job, layout, fit.largest, num_microbatches=num_microbatches, compilation=compilation)
-    fp8_share = job.fp8_share(fit.largest.flops_per_token)
+    fp8_share = job.fp8_share(fit.largest.flops_per_token, strategy=layout.strategy)
     device = hardware.device(job.peak_dtype(has_tf32="tf32" in hardware.gpu.flops), fp8_share=fp8_share)
     cluster = hardware.with_gpus(ranks).cluster if ranks != hardware.num_gpus else hardware.cluster
     time = step_time(layout.strategy, work, device=device, cluster=cluster)

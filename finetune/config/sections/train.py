@@ -128,10 +128,11 @@ class UnfreezeSection(Section):
 
 
 class Fp8Section(Section):
-    """8-bit products of linear layers (Micikevicius et al., 2022, arXiv:2209.05433), by torchao."""
+    """8-bit products of linear layers (Micikevicius et al., 2022, arXiv:2209.05433)."""
 
     recipe: Literal["tensorwise", "rowwise"] = key(
-        "One scale per tensor, with which FSDP2 gathers weights in 8 bits; or one per row: more exact, less fast.",
+        "One scale per tensor, with which FSDP2 gathers weights in 8 bits; or one per row: more exact, less fast. "
+        "Frozen weights that are cast once have one per row in any case.",
         "tensorwise",
     )
     emulate: bool = key(
@@ -194,7 +195,8 @@ class TrainSection(Section):
     )
     precision: Literal["fp32", "bf16", "fp16", "fp8"] = key(
         "Arithmetic of forward and backward passes. fp16 scales the loss and needs a GPU. fp8 is bf16 with linear "
-        "layers that multiply in 8 bits while they train; it needs torchao and a GPU of compute capability 8.9.",
+        "layers that multiply in 8 bits while they train; it needs a GPU of compute capability 8.9, and torchao unless "
+        "all of these layers are frozen, under one process or DDP and not compiled.",
         "fp32",
     )
     fp8: Fp8Section | None = key("How linear layers multiply with `precision: fp8`; unset: its defaults.", None)

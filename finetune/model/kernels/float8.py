@@ -1,4 +1,4 @@
-"""Products of linear layers in 8-bit floats, by torchao (Micikevicius et al., 2022, arXiv:2209.05433).
+"""Products of linear layers in 8-bit floats (Micikevicius et al., 2022, arXiv:2209.05433), of trained ones by torchao.
 
 Weights, gradients and the optimizer's state keep their dtypes, so checkpoints and exports are as in bf16: inputs,
 weights and output gradients are rounded to 8 bits for each product, with scales computed from their largest values. No
@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
 
 from finetune.config.sections.train import Fp8Section
+from finetune.model.kernels.frozen_float8 import multiply_in_8_bits
 from finetune.runtime.optional import lazily, require
 
 with lazily():
@@ -41,30 +42,39 @@ def missing_fp8_requirement(device: torch.device, section: Fp8Section) -> str | 
     return "a GPU that multiplies 8-bit floats: of compute capability 8.9 (Ada, Hopper) or newer"
 
 
-def convert_linear_layers(model: Any, section: Fp8Section) -> int:
+def convert_linear_layers(model: Any, section: Fp8Section, *, casts_frozen: bool = False) -> int:
     """Make the linear layers of the model's body multiply in 8 bits while they train; return their number.
 
-    Left out: the head, adapters, routers, and layers whose sides are not multiples of 16. Raises MissingPackage without
-    torchao.
+    Left out: the head, adapters, routers, and layers whose sides are not multiples of 16. With `casts_frozen`, frozen
+    weights are cast once (`frozen_float8`). Raises MissingPackage if others need torchao and it is not installed.
     """
-    torchao = require("torchao.float8", extra="torchao", purpose="`train.precision: fp8`")
-    recipe = torchao.Float8LinearConfig.from_recipe_name(section.recipe)
-    fields = {name: getattr(recipe, name) for name in recipe.__dataclass_fields__}
-    # rows of any number of tokens: the weight's gradient sums over them
-    config = torchao.Float8LinearConfig(**{**fields, "emulate": section.emulate, "pad_inner_dim": True})
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    frozen: list[nn.Linear] = []
     layers: list[Any] = []
     for name, module in model.base_model.named_modules():
         is_kept = ".lora_" in name or "modules_to_save" in name or name.rpartition(".")[2] in _IN_BF16
         if is_kept or module is head or type(module) is not nn.Linear:
             continue
         if module.in_features % _MULTIPLE == 0 and module.out_features % _MULTIPLE == 0:
-            layers.append(module)
+            is_frozen = casts_frozen and not any(weight.requires_grad for weight in module.parameters())
+            (frozen if is_frozen else layers).append(module)
+    for layer in frozen:
+        multiply_in_8_bits(layer, emulate=section.emulate)
+    if layers:
+        _convert_by_torchao(layers, section)
+    return len(frozen) + len(layers)
+
+
+def _convert_by_torchao(layers: list[Any], section: Fp8Section) -> None:
+    torchao = require("torchao.float8", extra="torchao", purpose="`train.precision: fp8`")
+    recipe = torchao.Float8LinearConfig.from_recipe_name(section.recipe)
+    fields = {name: getattr(recipe, name) for name in recipe.__dataclass_fields__}
+    # rows of any number of tokens: the weight's gradient sums over them
+    config = torchao.Float8LinearConfig(**{**fields, "emulate": section.emulate, "pad_inner_dim": True})
     for layer in layers:
         converted: Any = torchao.convert_to_float8_training(layer, config=config)  # another module, the same parameters
         layer.config, layer.linear_mm_config = converted.config, converted.linear_mm_config
         layer.forward = partial(_forward, layer, type(converted).forward)
-    return len(layers)
 
 
 def _forward(layer: Any, multiply: Any, inputs: Tensor) -> Tensor:

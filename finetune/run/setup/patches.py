@@ -33,6 +33,7 @@ from finetune.model.kernels.compilation import (
     repeated_layers,
     why_not_compilable,
 )
+from finetune.model.kernels.frozen_float8 import casts_frozen_weights
 from finetune.model.size import read_shapes
 from finetune.model.upstream import is_grouped, missing_grouped_kernel
 from finetune.registry.model_choices import ARITHMETIC
@@ -69,7 +70,8 @@ def replace_forwards(
         return  # the config's rules refuse keys that would replace a forward pass
     compiled = _chosen_compilation(config, model, strategy, training, plan, log=log)
     _fuse_layers(model, config.model, compiled=compiled, device_type=device.type, log=log)
-    _convert_to_float8(model, config.train, device=device, log=log)
+    casts_frozen = casts_frozen_weights(config.train, strategy=strategy.name, compiled=compiled)
+    _convert_to_float8(model, config.train, casts_frozen=casts_frozen, device=device, log=log)
     if compiled != "off" and strategy.name == "zero3":
         log(
             f"warning: model.compile: {compiled} has no effect under ZeRO-3, which gathers parameters in hooks of "
@@ -157,14 +159,16 @@ def _fuse_layers(model: Any, section: ModelSection, *, compiled: str, device_typ
         )
 
 
-def _convert_to_float8(model: Any, train: TrainSection, *, device: torch.device, log: RunLog) -> None:
+def _convert_to_float8(
+    model: Any, train: TrainSection, *, casts_frozen: bool, device: torch.device, log: RunLog
+) -> None:
     """Make linear layers multiply in 8 bits where the job says so; raises UserError where the device cannot."""
     if train.precision != "fp8":
         return
     section = train.fp8 or Fp8Section()
     if (missing := float8.missing_fp8_requirement(device, section)) is not None:
         raise UserError(f"train.precision: `fp8` needs {missing}. Write `bf16`.")
-    count = float8.convert_linear_layers(model, section)
+    count = float8.convert_linear_layers(model, section, casts_frozen=casts_frozen)
     if not count:
         raise UserError(
             f"train.precision: `fp8` finds no linear layer in the body of `{model.config.model_type}` whose sides are "

@@ -56,6 +56,18 @@ def test_products_in_8_bits_are_faster_under_the_strategies_that_have_them(plann
     assert any("A100-80GB has no fp8 units: a run is refused there" in sentence for sentence in old.assumptions)
 
 
+def test_lora_in_8_bits_gains_most_where_frozen_weights_are_cast_once(planned: Planned):
+    lora = ("model.lora={rank: 16}", "model.dtype=bfloat16", "train.precision=fp8")
+    once, each_pass = (
+        by_name(planned("8b", *lora, f"model.compile={mode}", gpus="1xH100-80GB"))["single"].time
+        for mode in ("off", "regional")
+    )
+    half = by_name(planned("8b", *lora[:2], "train.precision=bf16", gpus="1xH100-80GB"))["single"].time
+    assert once is not None and each_pass is not None and half is not None
+    assert 0.7 < once.seconds / half.seconds < 0.85
+    assert once.seconds < each_pass.seconds
+
+
 @pytest.mark.parametrize(("length", "largest"), [(1_000_000, 2), (4_000_000, 1)])
 def test_a_microbatch_of_several_million_tokens_is_never_traced(planned: Planned, length: int, largest: int):
     sizes = []
