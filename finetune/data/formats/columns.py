@@ -102,7 +102,7 @@ class Columns:
         if truth is None:
             raise DataError(
                 f"{self.title(column)} must be true or false, but is {describe(value)}. Convert other values with a "
-                f"`template`: `label: '{{ label == \"good\" }}'`."
+                "`template`: `label: '{{ label == \"good\" }}'`."
             )
         return truth
 
