@@ -76,7 +76,8 @@ def test_a_file_that_is_not_a_template_is_rejected_unread(tokenizer, tmp_path):
 )
 def test_a_chat_template_reaches_nothing_but_the_conversation(tokenizer, template):
     tokenizer.chat_template = template
-    with refused(ConversationRefused) as caught:
+    depends_on_stack = "macro" in template or "((((" in template
+    with refused(ConversationRefused, "(user)", varies=depends_on_stack) as caught:
         render_chat(tokenizer, [{"role": "user", "content": "a"}])
     assert caught.value.num_turns == 1
 

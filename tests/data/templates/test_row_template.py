@@ -89,7 +89,8 @@ BAD = [
 
 @pytest.mark.parametrize(("template", "message"), BAD)
 def test_a_template_that_fails_is_named_with_its_line(template, message):
-    with refused(DataError, message):
+    depends_on_stack = "macro" in str(template) or "((((" in str(template)
+    with refused(DataError, message, varies=depends_on_stack):
         read(template)
 
 
