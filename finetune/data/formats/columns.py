@@ -91,7 +91,7 @@ class Columns:
         except (ValueError, OverflowError):
             number = math.nan
         if not math.isfinite(number):
-            raise DataError(f"{self.title(column)} must be a number, but is {describe(value)}.")
+            raise DataError(f"{self.title(column)} must be a finite number, but is {describe(value)}.")
         return number
 
     def truth(self, column: str) -> bool:

@@ -69,7 +69,7 @@ def test_an_undecodable_byte_is_named_with_line_and_offset(tmp_path, monkeypatch
 
 def test_a_file_that_ends_in_half_a_character_is_refused(tmp_path):
     for encoding in ("utf-16-le", "utf-16"):
-        with refused(DataError, "line 2", "0x..", "16"):
+        with refused(DataError, "line 2: byte 0x", "utf-16"):
             list(opened(tmp_path, "rows.txt", "a\nb".encode(encoding)[:-1], "utf-16-le").rows())
 
 
