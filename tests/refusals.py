@@ -33,6 +33,7 @@ _VARYING = {
     r"(?<=127\.0\.0\.1:)\d+|(?<=localhost:)\d+": "PORT",
     r"(?<![\d.])\d+\.\d+\.\d+((\.|rc|a|b)\w+)?(\+\w+)?(?!\d|\.\d)": "VERSION",
     r"\b0x[0-9a-f]{6,}\b": "ADDRESS",
+    r"\b[0-9a-f]{32}\b": "DIGEST",
 }
 
 
