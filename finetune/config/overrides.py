@@ -113,7 +113,7 @@ def _assign(result: OverrideResult, key: str, *, value: Any, source: KeyLocation
     elif _child(container, name) is not None:
         container[int(name)] = value
     else:
-        message = f"`{'.'.join(path)}` is a list with items 0 to {len(container) - 1}."
+        message = f"`{'.'.join(path)}` is a list with items 0 to {len(container) - 1}. Write one of these."
         result.problems.append(Problem(key, message, source=source.where))
         return
     result.replaced.append(key)

@@ -162,7 +162,8 @@ def _describe_one(node: Node) -> str:
             count = f"{low} " if low == high else f"{low} to {high} " if high is not None else f"at least {low} "
             return f"a list of {count if low is not None else ''}{plural}{_describe_bounds(items)}"
         case "string":
-            text = f"text such as `{node['examples'][0]}`" if node.get("examples") else "text"
+            text = "one character" if node.get("maxLength") == 1 else "text"
+            text += f" such as `{node['examples'][0]}`" if node.get("examples") else ""
             formats = {
                 "path": "a path",
                 "name or path": "a name or a path",

@@ -203,7 +203,7 @@ def _unknown_key(key: str) -> str:
     elsewhere = [KEYS_OF_OTHER_TOOLS[name]] if name in KEYS_OF_OTHER_TOOLS else by_name.get(near or "", [])
     if elsewhere and len(elsewhere) <= _MAX_PLACES:  # a name in more places means something else in each
         return f"there is no such key. There is {format_list(elsewhere, last='and')}."
-    where = f"`{here}`" if here else "the file"
+    where = f"`{here}`" if here else "A job"
     return f"there is no such key. {where} has {format_list(keys_of(node_at(here) or {}))}."
 
 

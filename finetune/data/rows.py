@@ -49,8 +49,8 @@ class RawRow:
             raise DataError(f"{self.origin}, line {self.number}: {not_utf8(error)}") from error
         except json.JSONDecodeError as error:
             raise DataError(
-                f"{self.origin}, line {self.number}: not valid JSON: {error.msg} at column {error.colno}. "
-                "Each line must be one JSON object."
+                f"{self.origin}, line {self.number}: not valid JSON: {error.msg.removesuffix(' at')} at column "
+                f"{error.colno}. Each line must be one JSON object."
             ) from error
         except DataError as error:
             raise DataError(f"{self.origin}, line {self.number}: {error}") from error

@@ -104,10 +104,7 @@ def test_a_key_written_twice_is_an_error_with_both_lines(job, complaints):
     pinned(said, "line 16, train.steps: ", "line 14")
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["", "- a\n", "just text\n"],
-)
+@pytest.mark.parametrize("text", ["", "- a\n", "just text\n"])
 def test_a_file_that_is_not_a_job_is_rejected_with_the_required_sections(complaints, text):
     (said,) = complaints(text=text)
     pinned(said, "`run`, `model`, `data`, `task` and `train`")

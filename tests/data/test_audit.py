@@ -23,6 +23,7 @@ from finetune.data.features import Features
 from finetune.data.order.order import DatasetView, SetOrder
 from finetune.data.token_cache.counts import Counts, num_duplicates, shares
 from finetune.errors import DataError
+from tests.refusals import refused
 
 
 def test_short_lengths_have_a_bar_each():
@@ -130,7 +131,7 @@ def test_a_limit_that_is_crossed_is_named_with_by_how_much():
 
 def test_samples_that_stand_in_two_sources_stop_a_run_too():
     sources = {"data.train.mix.0": counted("ab"), "data.train.mix.1": counted("bc")}
-    with pytest.raises(DataError, match=r"data\.train\.mix\.1: 1 of 2 samples are duplicates"):
+    with refused(DataError, "data.train.mix.1: 1 of 2 samples"):
         refuse_exceeded(sources, AuditSection(max_duplicate_samples=0.0))
     refuse_exceeded(sources, AuditSection())
 

@@ -10,6 +10,7 @@ from finetune.data.loader import slice_batch
 from finetune.errors import StrategyError
 from finetune.runtime.distributed import RankGroup
 from finetune.task.model_inputs import collate_padded, collate_padding_free
+from tests.refusals import refused
 
 
 def features(*lengths):
@@ -61,5 +62,5 @@ def test_one_rank_alone_has_the_row_itself():
 
 
 def test_slicing_a_padded_batch_is_rejected_with_the_setting_to_write():
-    with pytest.raises(StrategyError, match="by: packs"):
+    with refused(StrategyError):
         slice_batch(collate_padded(features(5, 1), pad_id=0), RankGroup(2, 0))

@@ -100,7 +100,7 @@ def kept_checkpoints_are_written(config: RunConfig) -> Iterator[Problem]:
     elif kept is not None and every is not None and kept % every:
         message = (
             f"{kept} is not a multiple of `checkpoint.every_steps` ({every}), so most of these are never saved. "
-            f"Nearest that are: {closest_multiples(kept, every)}."
+            f"Nearest multiples: {closest_multiples(kept, every)}."
         )
         yield Problem("checkpoint.keep_every_steps", message)
     if best is None:

@@ -35,7 +35,7 @@ def chat_template_is_usable(config: RunConfig) -> Iterator[Problem]:
     template = config.data.chat_template
     known = (*BUILT_IN_TEMPLATES, *TEMPLATES.choices)
     if template is not None and template not in known and not is_path(template):
-        hint = did_you_mean(template, known) or f"Write {format_list(known)}."
+        hint = did_you_mean(template, known) or f"Write {format_list(known, last='or')}."
         message = (
             f"the template `{template}` does not exist. {hint} For a file, begin with `.`, `/` or `~`: `./{template}`."
         )
@@ -118,7 +118,7 @@ def _template_problems(key: str, written: Any, *, column: str) -> Iterator[Probl
     if isinstance(written, str):
         yield from _syntax_problems(key, written)
     elif column not in _CHAT_COLUMNS:
-        yield Problem(key, "the template of this column must be one text.")
+        yield Problem(key, "the template of this column must be one text. Write a text instead of a list.")
     elif not isinstance(written, list) or not all(isinstance(turn, dict) for turn in written):
         yield Problem(
             key,

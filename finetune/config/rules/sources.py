@@ -120,10 +120,12 @@ def stream_window_holds_a_step(config: RunConfig) -> Iterator[Problem]:
     for key, source in stream_sources(config):
         assert source.stream is not None
         if source.stream.window_rows < steps * batch:
-            what = f"{steps} steps of {batch}, sorted by length together," if steps > 1 else f"a step of {batch}"
-            message = (
-                f"{source.stream.window_rows:,} rows are fewer than {what} needs. Write at least {steps * batch:,}."
+            what = (
+                f"{steps} steps of {batch}, sorted by length together, need"
+                if steps > 1
+                else f"a step of {batch} needs"
             )
+            message = f"{source.stream.window_rows:,} rows are fewer than {what}. Write at least {steps * batch:,}."
             yield Problem(f"{key}.stream.window_rows", message)
 
 
@@ -158,7 +160,7 @@ def text_can_be_read(config: RunConfig) -> Iterator[Problem]:
             if is_text and codec.name.replace("-", "_") not in _NOT_OF_TEXTS:
                 continue
         hint = did_you_mean(source.encoding, _COMMON_ENCODINGS)
-        hint = hint or f"Write one such as {format_list(_COMMON_ENCODINGS[:6])}."
+        hint = hint or f"Write one such as {format_list(_COMMON_ENCODINGS[:6], last='or')}."
         yield Problem(f"{key}.encoding", f"the encoding `{source.encoding}` does not exist. {hint}")
 
 

@@ -19,7 +19,7 @@ def batch_is_whole_microbatches(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             "train.global_batch_size",
             f"{batch} is not a multiple of `train.microbatch_size` ({microbatch}). "
-            f"Nearest that are: {closest_multiples(batch, microbatch)}.",
+            f"Nearest multiples: {closest_multiples(batch, microbatch)}.",
         )
 
 

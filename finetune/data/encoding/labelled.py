@@ -252,7 +252,8 @@ def _number(value: Any) -> float:
     if not abs(number) <= _LARGEST:
         limit = f" of at most {_LARGEST:g}" if type(value) is int or math.isfinite(number) else ""
         actual = f"`{shortened(value)}`" if isinstance(value, str) else describe(value)
-        raise DataError(f"the label must be a number{limit}, but is {actual}. Fix it, or write another `kind`.")
+        kind = "finite number" if isinstance(value, float) and not math.isfinite(value) else "number"
+        raise DataError(f"the label must be a {kind}{limit}, but is {actual}. Fix it, or write another `kind`.")
     return number
 
 

@@ -91,7 +91,7 @@ class Columns:
         except (ValueError, OverflowError):
             number = math.nan
         if not math.isfinite(number):
-            raise DataError(f"{self.title(column)} must be a number, but is {describe(value)}.")
+            raise DataError(f"{self.title(column)} must be a finite number, but is {describe(value)}.")
         return number
 
     def truth(self, column: str) -> bool:
@@ -102,7 +102,7 @@ class Columns:
         if truth is None:
             raise DataError(
                 f"{self.title(column)} must be true or false, but is {describe(value)}. Convert other values with a "
-                f"`template`: `label: '{{ label == \"good\" }}'`."
+                "`template`: `label: '{{ label == \"good\" }}'`."
             )
         return truth
 

@@ -45,8 +45,8 @@ def read_options(section: SourceSection, endings: Iterable[str], *, key: str) ->
         limited = {"columns": (KINDS_WITH_POSITIONS, "columns by position are"), **limited}
     for name, (allowed, what) in limited.items():
         if others := sorted(set(endings) - set(allowed)):
-            kinds = " and ".join(allowed)
-            raise DataError(f"{key}.{name}: {what} read of {kinds} files only, not of {others[0]}. Remove it.")
+            kinds = ", ".join(allowed)
+            raise DataError(f"{key}.{name}: {what} read in {kinds} files only, not in {others[0]} files. Remove it.")
     return ReadOptions(
         section.delimiter,
         section.quotes,

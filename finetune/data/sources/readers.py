@@ -174,7 +174,7 @@ def _parsed(content: bytes, origin: str) -> Any:
 
 def _not_valid(error: json.JSONDecodeError, origin: str) -> DataError:
     return DataError(
-        f"{origin}, line {error.lineno}: not valid JSON: {error.msg} at column {error.colno}. "
+        f"{origin}, line {error.lineno}: not valid JSON: {error.msg.removesuffix(' at')} at column {error.colno}. "
         "The file must be an array of objects, or one object per line."
     )
 

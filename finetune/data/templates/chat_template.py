@@ -67,8 +67,9 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | N
             tokenizer.chat_template = content.decode("utf-8")
         setattr(tokenizer, TEMPLATE_FILE, None if is_named else chat_template)
     except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
         raise DataError(
-            f"data.chat_template: {chat_template} cannot be read: {error}. "
+            f"data.chat_template: {chat_template} cannot be read: {reason}. "
             f"Give a Jinja file (beginning with `.`, `/` or `~`) or a built-in name: {', '.join(BUILT_IN)}."
         ) from error
     try:

@@ -210,7 +210,8 @@ def render_chat(
         file = f" ({name})" if name else ""
         calls = any(turn.get("tool_calls") or turn["role"] == "tool" for turn in turns)
         hint = ". It may not support tool calls: set data.chat_template to one that writes them" if calls else ""
-        refusal = ConversationRefused(f"the chat template{file} refuses the conversation ({roles}): {error}{hint}")
+        reason = str(error) or type(error).__name__
+        refusal = ConversationRefused(f"the chat template{file} refuses the conversation ({roles}): {reason}{hint}")
         refusal.num_turns = len(turns)
         raise refusal from error
     require_length_limit(text, template=name or "of the model")

@@ -56,8 +56,8 @@ def render_template(template: Any, row: Row, *, column: str) -> Any:
             text = _compiled(template).render({WHOLE_ROW: row, **row})
         except TEMPLATE_FAILURES as error:
             columns = ", ".join(f"`{name}`" for name in row)
-            message = f"template of `{column}`, line {_line(error)}: {error}. The row's columns are {columns}."
-            raise DataError(message) from error
+            where, reason = f"template of `{column}`, line {_line(error)}", str(error).rstrip(".")
+            raise DataError(f"{where}: {reason}. The row's columns are {columns}.") from error
         return require_length_limit(text, template=f"of `{column}`")
     if isinstance(template, Mapping):
         return {name: render_template(inner, row, column=column) for name, inner in template.items()}

@@ -164,8 +164,8 @@ def prepare_set(
             )
         except OSError as error:
             raise DataError(
-                f"data.cache_folder: writing to {folder.parent} failed: {error}. Free disk space or set another "
-                "folder. Progress is saved. Run the same command to resume."
+                f"data.cache_folder: writing to {folder.parent} failed: {error.strerror or error}. Free disk space "
+                "or set another folder. Progress is saved. Run the same command to resume."
             ) from error
 
     prepared, is_new = open_verified(folder, build, identity=identity, key=source.key, log=log)

@@ -19,7 +19,6 @@ from tests.refusals import pinned
         ),
         (["model.peft={type: new_type}", "export.merge=true"], "export.merge"),
         (["model.peft={type: loha, values: {task_type: SEQ_CLS}}"], "model.peft.values.task_type"),
-        (["model.peft={type: loha}", "model.lora={}"], "model.peft"),
     ],
 )
 def test_an_adapter_that_is_not_proven_is_refused(problems, written, key):

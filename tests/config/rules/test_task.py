@@ -125,7 +125,6 @@ WRONG = [
     (["train.router_aux_loss=auto", "model.compile=full"], "train.router_aux_loss"),
     (["report.expert_load=true", "model.compile=regional"], "report.expert_load"),
     (["task.z_loss=0.1", "train.loss_kernel=liger"], "train.loss_kernel"),
-    (["data.max_length=null"], "data.max_length"),
     (["task.name=distillation"], "task.distillation"),
     (["task.name=distillation", "task.distillation={teacher: ./teacher, cache: true}"], "task.distillation.cache"),
     (
@@ -157,7 +156,6 @@ WRONG = [
     ),
     (["task.name=text_classification", "task.classification.labels=[a]"], "task.classification.labels"),
     (["task.name=text_classification", "data.over_length=split"], "data.over_length"),
-    (["task.name=preference", "data.batching={by: packs}"], "data.batching.by"),
     (["task.name=seq2seq", "data.batching={padding_free: true}"], "data.batching.padding_free"),
     ([*IMAGES, "data.images={crop_scale: [0.1, 1.0], crop_padding: 4}"], "data.images.crop_padding"),
     ([*IMAGES, "data.images.crop_scale=[1.0, 0.1]"], "data.images.crop_scale"),
@@ -169,8 +167,6 @@ WRONG = [
     (["task.name=vision_language_sft", "data.over_length=truncate"], "data.over_length"),
     (["task.name=vision_language_sft", "data.over_length=split"], "data.over_length"),
     (["task.name=vision_language_sft", "model.tokenizer={train: {}}"], "model.tokenizer.train"),
-    (["model.lora={}", "model.peft={type: ia3}"], "model.peft"),
-    (["model.quantization={}"], "model.quantization"),
     (["model.compile=full", "train.embedding_noise=5.0"], "model.compile"),
     ([*IMAGES, "model.compile=regional", "model.batch_norm=4"], "model.compile"),
 ]

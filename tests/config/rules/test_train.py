@@ -35,7 +35,6 @@ WRONG = [
     (["train.precision=fp8", "model.quantization={}", "model.lora={}"], "train.precision"),
     (["train.precision=fp8", "model.dtype=float16", "model.lora={}"], "train.precision"),
     (["model.gradient_checkpointing=1"], "model.gradient_checkpointing"),
-    (["train.optimizer={name: sgd, betas: [0.9, 0.9]}"], "train.optimizer.betas"),
 ]
 
 

@@ -87,15 +87,7 @@ def test_version_1_may_be_written(tmp_path):
     )
 
 
-@pytest.mark.parametrize(
-    "written",
-    [
-        "2",
-        "0",
-        "'1'",
-        "true",
-    ],
-)
+@pytest.mark.parametrize("written", ["2", "0", "'1'", "true"])
 def test_another_version_is_refused_with_what_to_do(tmp_path, written):
     path = write_job(tmp_path, text=f"version: {written}\n{JOB}")
     with refused(ConfigError) as error:

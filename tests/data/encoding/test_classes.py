@@ -4,6 +4,7 @@ import pytest
 
 from finetune.data.encoding.labelled import Classes, balanced_weights, label_name, positive_weights, sort_names
 from finetune.errors import DataError
+from tests.refusals import refused
 
 
 @pytest.mark.parametrize(
@@ -13,26 +14,21 @@ def test_a_label_has_a_name(label, name):
     assert label_name(label) == name
 
 
-@pytest.mark.parametrize(
-    ("label", "message"),
-    [(0.5, r"must be text or an integer, but is a number \(0.5\)"), (" ", "the label is empty"), (None, "null")],
-)
-def test_a_value_that_is_not_a_label_is_rejected(label, message):
-    with pytest.raises(DataError, match=message):
+@pytest.mark.parametrize("label", [0.5, " ", None])
+def test_a_value_that_is_not_a_label_is_rejected(label):
+    with refused(DataError):
         label_name(label)
 
 
 def test_an_unknown_label_is_named_with_the_known_ones():
     classes = Classes(("negative", "positive"))
     assert classes.index("positive") == 1
-    with pytest.raises(
-        DataError, match=r"no class `postive`; the classes are `negative`, `positive`\. Did you mean `positive`"
-    ):
+    with refused(DataError, "`postive`", "`negative`, `positive`", "`positive`"):
         classes.index("postive")
 
 
 def test_an_unknown_label_lists_only_the_first_of_many_classes():
-    with pytest.raises(DataError, match=r"`19` and 80 more\. Fix the label"):
+    with refused(DataError, "`19`", "80 more"):
         Classes(tuple(map(str, range(100)))).index("x")
 
 

@@ -15,6 +15,7 @@ from finetune.data.templates.chat_template import set_chat_template, stop_ids, t
 from finetune.errors import DataError, RegistryError
 from finetune.registry.turns import ROLES, RoleEntry
 from tests.data.template_tokenizers import targets
+from tests.refusals import refused
 
 
 def turn(role, content, **more):
@@ -110,9 +111,7 @@ def test_the_template_writes_the_only_beginning_of_sequence(make_tokenizer):
 
 def test_a_template_that_rewrites_earlier_turns_is_rejected(tokenizer):
     tokenizer.chat_template = "{% for m in messages %}{{ loop.length }}{{ m.content }}<|im_end|>{% endfor %}"
-    with pytest.raises(
-        DataError, match=r"prompt of turn 2 differently .*\('1What.* when it continues .*\('2What.*`chatml`"
-    ):
+    with refused(DataError, "turn 2", "1What", "2What", "`chatml`"):
         encode_turns([ASKED, ANSWERED], tokenizer)
 
 
@@ -121,13 +120,13 @@ def test_a_token_across_the_edge_of_the_prompt_is_refused(tokenizer):
         "{% for m in messages %}{{ m.content }}<|im_end|>{% if m.role == 'user' %}T{% endif %}{% endfor %}"
     )
     assert len(tokenize(tokenizer, "Two")) < len(tokenize(tokenizer, "T")) + len(tokenize(tokenizer, "wo"))
-    with pytest.raises(DataError, match=r"a token crosses the boundary of turn 2 .*'wo and two i'"):
+    with refused(DataError, "turn 2", "'wo and two i'"):
         encode_turns([ASKED, turn("assistant", "wo and two is four.")], tokenizer)
 
 
 def test_an_error_raised_by_a_template_is_reported_with_its_message(tokenizer):
     tokenizer.chat_template = "{{ raise_exception('System role not supported') }}"
-    with pytest.raises(DataError, match=r"refuses the conversation \(user, assistant\): System role not supported"):
+    with refused(DataError):
         encode_turns([ASKED, ANSWERED], tokenizer)
 
 
@@ -157,7 +156,7 @@ def test_half_a_character_is_named_and_spoils_no_other_row(tokenizer):
         str(wrong) == "contains half of a surrogate pair (\\ud800) after 'Two ', which is not valid Unicode. Remove it."
     )
     assert well.num_targets == well.length - 1
-    with pytest.raises(DataError, match="contains half of a surrogate pair"):
+    with refused(DataError):
         encode_turns([ASKED, turn("assistant", half)], tokenizer)
 
 
@@ -169,7 +168,7 @@ def test_a_byte_level_tokenizer_knows_every_text(tokenizer, make_tokenizer):
 
 
 def test_a_tokenizer_without_end_of_sequence_is_rejected_for_plain_text(make_tokenizer):
-    with pytest.raises(DataError, match="no end-of-sequence token"):
+    with refused(DataError):
         encode_text("Two", make_tokenizer(eos_token=None))
 
 
@@ -230,10 +229,10 @@ def test_roles_of_the_template_itself_stay_as_they_are(tokenizer):
 
 def test_an_unknown_role_is_refused_with_its_turn_and_the_roles_that_are_known(tokenizer):
     talk = [ASKED, turn("critic", "Good."), ANSWERED]
-    with pytest.raises(DataError, match=r"turn 2 has the role `critic`.* `human`.* `tool_response`"):
+    with refused(DataError, "turn 2", "`critic`", "`human`", "`tool_response`"):
         encode_turns(talk, tokenizer)
     prompt = read_prompt(RawRow("rows.jsonl", 1, {"messages": talk[:2]}))
-    with pytest.raises(DataError, match="turn 2 has the role `critic`"):
+    with refused(DataError, "turn 2", "`critic`"):
         prompt_ids(tokenizer, prompt)
 
 
@@ -258,7 +257,7 @@ def test_a_role_that_a_plugin_adds_is_known(tokenizer):
     finally:
         ROLES.remove_plugin(__name__)
     assert "<|im_start|>user\nWhy?<|im_end|>" in text_of(found, tokenizer)
-    with pytest.raises(RegistryError, match="role `critic`: `judge` is not one of system, developer"):
+    with refused(RegistryError, "`critic`: `judge`"):
         RoleEntry(name="critic", role="judge")
 
 
@@ -286,14 +285,14 @@ def test_a_template_that_writes_whole_turns_reads_their_keys(tokenizer):
 
 def test_a_template_without_tool_calls_or_texts_in_parts_is_named(tokenizer):
     call = {"type": "function", "function": {"name": "add", "arguments": {}}}
-    with pytest.raises(DataError, match=r"refuses .*It does not write the tool calls of turn 2"):
+    with refused(DataError, "turn 2"):
         encode_turns([ASKED, turn("assistant", None, tool_calls=[call])], tokenizer)
     texts = [{"type": "text", "text": "Two"}, {"type": "text", "text": " and two?"}]
-    with pytest.raises(DataError, match=r"refuses .*Turn 1 has 2 texts, .*join them in the rows"):
+    with refused(DataError, "1 has 2 texts"):
         encode_turns([turn("user", texts), ANSWERED], tokenizer)
     joined = "{% for part in m.content %}{{ part.text }}{% endfor %}"
     tokenizer.chat_template = WITH_OWN_ROLE.replace("<|user|>{{ m.content }}", f"<|user|>{joined}")
     assert "<|user|>Two and two?" in text_of(encode_turns([turn("user", texts), ANSWERED], tokenizer), tokenizer)
     tokenizer.chat_template = WITH_OWN_ROLE.replace("<|user|>{{ m.content }}", "<|user|>{{ m.content[0].text }}")
-    with pytest.raises(DataError, match=r"drops ' and two.', one of the texts of turn 1"):
+    with refused(DataError, "' and two?'", "turn 1"):
         encode_turns([turn("user", texts), ANSWERED], tokenizer)

@@ -12,6 +12,7 @@ from finetune.data.images import StoredImage
 from finetune.errors import DataError
 from tests.data.picture_processors import llava, picture, qwen, smolvlm
 from tests.data.template_tokenizers import targets
+from tests.refusals import refused
 
 PROCESSORS = {"llava": llava, "qwen": qwen, "smolvlm": smolvlm}
 IMAGE = {"type": "image"}
@@ -127,19 +128,19 @@ def test_a_mark_in_a_text_is_text(name):
 def test_a_template_that_drops_images_is_refused():
     processor = llava()
     processor.tokenizer.chat_template = processor.tokenizer.chat_template.replace("<image>", "")
-    with pytest.raises(DataError, match=r"has 1 images, but .*, 0 times"):
+    with refused(DataError, "1 images", "0 times"):
         encoded(processor, row([IMAGE, said("what?")], "one", images=[picture()]))
 
 
 def test_an_image_that_is_broken_is_named_by_its_number():
-    with pytest.raises(DataError, match="image 2: it is not an image of a known format"):
+    with refused(DataError, "image 2"):
         encoded(llava(), row([IMAGE, IMAGE], "one", images=[picture(), b"hello"]))
 
 
 def test_a_processor_without_an_image_token_is_refused():
     processor = llava()
     processor.image_token = None
-    with pytest.raises(DataError, match="LlavaProcessor has no image token"):
+    with refused(DataError, "LlavaProcessor"):
         ImageConversationEncoder(processor)
 
 

@@ -8,6 +8,7 @@ from finetune.data.formats.row_format import choose_format
 from finetune.data.rows import RawRow
 from finetune.errors import DataError
 from tests.data.formats.test_row_format import KEY, read
+from tests.refusals import refused
 
 OPTIONAL = {
     "input": ({"instruction": "a", "ctx": "b", "output": "c"}, "ctx"),
@@ -29,7 +30,7 @@ def test_a_renamed_optional_column_may_be_missing_in_a_row(column):
 
 
 def test_a_missing_required_column_that_is_mapped_does_not_ask_for_the_mapping():
-    with pytest.raises(DataError, match=r"has no column `question`; .* `data.train.columns.prompt` names it") as caught:
+    with refused(DataError, "`question`", "`data.train.columns.prompt`") as caught:
         read({"completion": "a", "q": "b"}, format="prompt_completion", columns={"prompt": "question"})
     assert "NAME OF YOUR COLUMN" not in str(caught.value)
 
@@ -37,7 +38,7 @@ def test_a_missing_required_column_that_is_mapped_does_not_ask_for_the_mapping()
 def test_a_delimited_file_without_a_mapped_optional_column_is_refused_at_its_first_row():
     section = SourceSection(path="rows.csv", columns={"input": "ctx"})
     row = RawRow("rows.csv", 1, {"instruction": "a", "output": "b"})
-    with pytest.raises(DataError, match=r"rows.csv, row 1: has no column `ctx` for format `instruction`"):
+    with refused(DataError, "rows.csv, row 1", "`ctx`", "`instruction`"):
         require_columns(section, "instruction", row, key=KEY, suffix=".csv")
 
 
@@ -54,9 +55,7 @@ def test_a_positive_may_be_a_list_of_one_text():
     columns = {"positive": "pos", "negatives": "neg"}
     assert read({"query": "a", "pos": ["b"], "neg": ["c"]}, columns=columns)["positive"] == "b"
     for wrong in ([], ["b", "d"], [1]):
-        with pytest.raises(
-            DataError, match=r"column `pos` is a list of \d values; .* `positive: '\{\{ pos\[0\] \}\}'`"
-        ):
+        with refused(DataError, "`pos`", "`positive: '{{ pos[0] }}'`"):
             read({"query": "a", "pos": wrong, "neg": ["c"]}, columns=columns)
 
 
@@ -66,7 +65,7 @@ def test_one_column_for_each_class_is_a_label():
     columns = {"text": "comment", "label": ["toxic", "insult"]}
     assert read(row, said, columns=columns) == {"text": "a", "label": {"toxic": 1, "insult": 0}}
     assert said[-1] == f"{KEY}: unused columns: `id`"
-    with pytest.raises(DataError, match="has no column `insult`"):
+    with refused(DataError, "`insult`"):
         read({"comment": "a", "toxic": 1}, format="labelled", columns=columns)
 
 

@@ -7,66 +7,57 @@ import pytest
 from finetune.config.sections.data import SourceSection
 from finetune.data.sources.source import open_source
 from finetune.errors import DataError
+from tests.refusals import refused
 
 CONLL = b"EU B-ORG\nrejects O\n\nPeter B-PER\n"
 JSONL = b'{"text": "a"}\n{"text": "b"}\n'
 CSV = b"label,text\n1,a\n2,b\n"
 
 HINTS = {
-    "no header": ("rows.csv", b"3,Wall Street\n4,bears\n", {}, r"no header.*`columns: \{label: 0, text: 1\}`"),
+    "no header": ("rows.csv", b"3,Wall Street\n4,bears\n", {}, "`columns: {label: 0, text: 1}`"),
     "no header, known format": (
         "rows.csv",
         b"3,Wall Street\n4,bears\n",
         {"format": "prompt_completion"},
-        r"no column `prompt`, `completion`.*`columns: \{prompt: 0, completion: 1\}`",
+        "`prompt`, `completion`",
     ),
-    "semicolons": ("rows.csv", b"label;text\n1;a\n", {}, r'single column that contains `;`.*`delimiter: ";"`'),
-    "pipes": ("rows.csv", b"label|text\n1|a\n", {"format": "labelled"}, r'`delimiter: "\|"`'),
-    "tabs in a csv": ("rows.csv", b"label\ttext\n1\ta\n", {}, r'single column that contains tabs.*`delimiter: "\\t"`'),
-    "commas in a tsv": ("rows.tsv", b"label,text\n1,a\n", {}, r'`delimiter: ","`'),
-    "a position too far": (
-        "rows.csv",
-        b"3,a\n",
-        {"columns": {"text": 2}},
-        "no column at position 2 .* it has 2 columns, 0",
-    ),
-    "positions in json": ("rows.jsonl", JSONL, {"columns": {"text": 0}}, r"data.train.columns: .*not of \.jsonl"),
-    "a delimiter in json": ("rows.json", b"[]", {"delimiter": ";"}, r"data.train.delimiter: .*not of \.json"),
-    "records of a csv": ("rows.csv", CSV, {"records": "data"}, r"data.train.records: .*not of \.csv"),
-    "an encoding of a table": ("rows.parquet", b"", {"encoding": "cp1252"}, r"data.train.encoding: .*not of \.parquet"),
+    "semicolons": ("rows.csv", b"label;text\n1;a\n", {}, "`;`"),
+    "pipes": ("rows.csv", b"label|text\n1|a\n", {"format": "labelled"}, '`delimiter: "|"`'),
+    "tabs in a csv": ("rows.csv", b"label\ttext\n1\ta\n", {}, '`delimiter: "\\t"`'),
+    "commas in a tsv": ("rows.tsv", b"label,text\n1,a\n", {}, '`delimiter: ","`'),
+    "a position too far": ("rows.csv", b"3,a\n", {"columns": {"text": 2}}, "position 2"),
+    "positions in json": ("rows.jsonl", JSONL, {"columns": {"text": 0}}, "data.train.columns"),
+    "a delimiter in json": ("rows.json", b"[]", {"delimiter": ";"}, "data.train.delimiter"),
+    "records of a csv": ("rows.csv", CSV, {"records": "data"}, "data.train.records"),
+    "an encoding of a table": ("rows.parquet", b"", {"encoding": "cp1252"}, "data.train.encoding"),
 }
 DAMAGE = {
-    "half a line": ("rows.jsonl", JSONL[:-6], {}, r"rows\.jsonl, line 2: not valid JSON"),
-    "half a row": ("rows.csv", CSV[:-3], {}, r"rows\.csv, row 2 \(line 3\): has 1 fields, but the header has 2"),
-    "a row too long": ("rows.csv", CSV + b"3,c,d\n", {}, r"row 3 \(line 4\): has 3 fields, but .* has 2. A comma"),
-    "mixed delimiters": ("rows.csv", CSV + b"3;c\n", {}, r"row 3 \(line 4\): has 1 fields, but .* has 2"),
-    "never closed": (
-        "rows.csv",
-        CSV + b'3,"c\n4,d\n',
-        {},
-        r"line 4: .*not closed before the end of the file \(line 5\)",
-    ),
-    "text behind quotes": ("rows.csv", CSV + b'3,"c"d\n', {}, r"line 4: not valid CSV.*`quotes: false`"),
-    "latin-1": ("rows.csv", CSV + b"3,caf\xe9\n", {}, r"line 4: not UTF-8 text: byte 0xe9 .*`encoding: cp1252`"),
-    "a gap of zeros": ("rows.txt", b"a\n" + bytes(64), {}, r"rows\.txt, line 2: has only zero bytes"),
-    "zeros in json": ("rows.jsonl", JSONL + bytes(64), {}, r"rows\.jsonl, line 3: not valid JSON"),
-    "gz cut off": ("rows.csv.gz", gzip.compress(CSV * 99)[:-20], {}, r"rows\.csv\.gz: cannot be read: Truncated"),
-    "conll.gz cut off": ("rows.conll.gz", gzip.compress(CONLL * 99)[:-20], {}, "cannot be read: Truncated"),
-    "gz that is none": ("rows.csv.gz", CSV, {}, r"rows\.csv\.gz: cannot be read"),
-    "empty": ("rows.csv", b"", {}, "has no rows"),
-    "a header alone": ("rows.csv", b"label,text\n", {}, "has no rows"),
-    "blank lines alone": ("rows.bio", b"\n\r\n \n", {}, "has no rows"),
-    "half a sentence": ("rows.conll", CONLL + b"\nlast\n", {}, r"rows\.conll, line 6: has 1 column"),
-    "half an array": ("rows.json", b'[{"text": "a"},\n{"te', {}, r"rows\.json, line 2: not valid JSON"),
-    "half an object": ("rows.json", b'{"data": [\n{"te', {"records": "data"}, r"rows\.json, line 2: not valid JSON"),
+    "half a line": ("rows.jsonl", JSONL[:-6], {}, "rows.jsonl, line 2"),
+    "half a row": ("rows.csv", CSV[:-3], {}, "rows.csv, row 2"),
+    "a row too long": ("rows.csv", CSV + b"3,c,d\n", {}, "row 3"),
+    "mixed delimiters": ("rows.csv", CSV + b"3;c\n", {}, "row 3"),
+    "never closed": ("rows.csv", CSV + b'3,"c\n4,d\n', {}, "line 4"),
+    "text behind quotes": ("rows.csv", CSV + b'3,"c"d\n', {}, "line 4"),
+    "latin-1": ("rows.csv", CSV + b"3,caf\xe9\n", {}, "line 4"),
+    "a gap of zeros": ("rows.txt", b"a\n" + bytes(64), {}, "rows.txt, line 2"),
+    "zeros in json": ("rows.jsonl", JSONL + bytes(64), {}, "rows.jsonl, line 3"),
+    "gz cut off": ("rows.csv.gz", gzip.compress(CSV * 99)[:-20], {}, "rows.csv.gz"),
+    "conll.gz cut off": ("rows.conll.gz", gzip.compress(CONLL * 99)[:-20], {}, ""),
+    "gz that is none": ("rows.csv.gz", CSV, {}, "rows.csv.gz"),
+    "empty": ("rows.csv", b"", {}, ""),
+    "a header alone": ("rows.csv", b"label,text\n", {}, ""),
+    "blank lines alone": ("rows.bio", b"\n\r\n \n", {}, ""),
+    "half a sentence": ("rows.conll", CONLL + b"\nlast\n", {}, "rows.conll, line 6"),
+    "half an array": ("rows.json", b'[{"text": "a"},\n{"te', {}, "rows.json, line 2"),
+    "half an object": ("rows.json", b'{"data": [\n{"te', {"records": "data"}, "rows.json, line 2"),
 }
 
 
 @pytest.mark.parametrize("name", [*HINTS, *DAMAGE])
 def test_each_unreadable_file_gives_one_message(tmp_path, name):
-    file, content, keys, message = (HINTS | DAMAGE)[name]
+    file, content, keys, fact = (HINTS | DAMAGE)[name]
     (tmp_path / file).write_bytes(content)
-    with pytest.raises(DataError, match=message) as error:
+    with refused(DataError, fact) as error:
         source = open_source(SourceSection(path=str(tmp_path / file), **keys), key="data.train", log=lambda _: None)
         [source.format.read(raw) for raw in source.rows()]
     assert len(str(error.value)) < 1200
@@ -76,7 +67,7 @@ def test_each_unreadable_file_gives_one_message(tmp_path, name):
 @pytest.mark.full
 def test_a_hundred_thousand_columns_are_one_short_message(tmp_path):
     (tmp_path / "wide.csv").write_bytes(b",".join(b"c%d" % n for n in range(10**5)) + b"\n" + b"," * (10**5 - 1))
-    with pytest.raises(DataError, match=r"wide\.csv, row 1: cannot tell the format.*and 99,960 more") as error:
+    with refused(DataError, "wide.csv, row 1", "99,960 more") as error:
         open_source(SourceSection(path=str(tmp_path / "wide.csv")), key="data.train", log=lambda _: None)
     assert len(str(error.value)) < 1500
 

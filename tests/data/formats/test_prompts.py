@@ -8,6 +8,7 @@ from finetune.data.formats.columns import NOTES
 from finetune.data.formats.prompts import OWN_PROMPT
 from finetune.errors import DataError
 from tests.data.formats.test_row_format import read
+from tests.refusals import refused
 
 ASKED = "What is two plus two?"
 
@@ -119,7 +120,7 @@ def test_the_rows_system_message_is_the_first_turn_in_every_format_of_turns(form
 def test_two_different_system_messages_are_refused():
     row = {"messages": [SYSTEM, user("Hi."), assistant("Hello.")]}
     assert read({**row, "system": "Be brief."}) == row
-    with pytest.raises(DataError, match="row 1: has a system message in column `system` and another one in its turns"):
+    with refused(DataError, "row 1", "`system`"):
         read({**row, "system": "Be long."})
 
 

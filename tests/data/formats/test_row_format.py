@@ -8,6 +8,7 @@ from finetune.config.sections.data import SourceSection
 from finetune.data.formats.row_format import choose_format
 from finetune.data.rows import RawRow
 from finetune.errors import DataError
+from tests.refusals import refused
 
 KEY = "data.train"
 USER, ASSISTANT = {"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello."}
@@ -114,8 +115,8 @@ def test_a_rows_own_arguments_of_the_chat_template_are_read_in_every_format_of_t
         }
     for value in (None, {}, "{}"):
         assert read({**row, "chat_template_kwargs": value}, **keys) == plain
-    for wrong, reason in (([1], "must be an object"), ("{", "is text that is not JSON"), ("[1]", "must be an object")):
-        with pytest.raises(DataError, match=reason):
+    for wrong in ([1], "{", "[1]"):
+        with refused(DataError, "`chat_template_kwargs`"):
             read({**row, "chat_template_kwargs": wrong}, **keys)
 
 
@@ -181,27 +182,24 @@ def test_unusual_keys_of_turns_are_logged_once():
 
 
 BAD_ROWS = [
-    (
-        {"prompt": {"a": 1}, "completion": "b"},
-        "column `prompt` must be text, a turn or a list of turns, but is an obj.* `a`",
-    ),
-    ({"prompt": "a", "completion": 42}, r"column `completion` must be text .* but is a number \(42\)"),
-    ({"prompt": "a", "completion": None}, "column `completion` .* but is null"),
-    ({"messages": "hello"}, "column `messages` is text that is not JSON: .* at line 1 column 1 \\('hello'\\)"),
-    ({"messages": []}, "column `messages` must be a list of turns .* but is an empty list"),
-    ({"messages": [USER], "tools": [1]}, "column `tools` must be a list of tools as JSON schemas"),
-    ({"chosen": "a", "rejected": "b"}, "has no `prompt`, and column `chosen` is text without one"),
-    ({"text": "a", "label": ["b", {}]}, "column `label` must be .* or a list of texts or numbers, but is a list"),
-    ({"tokens": "a b", "tags": ["O", "O"]}, "column `tokens` must be a list of texts, but is text"),
-    ({"tokens": ["a"], "tags": [0.5]}, "column `tags` must be a list of texts or numbers, but is a list"),
-    ({"tokens": ["a", "b"], "tags": ["O"]}, "column `tokens` has 2 words and column `tags` 1 tags"),
-    ({"a": 1}, "cannot tell the format from its columns `a`. Set data.train.format"),
+    {"prompt": {"a": 1}, "completion": "b"},
+    {"prompt": "a", "completion": 42},
+    {"prompt": "a", "completion": None},
+    {"messages": "hello"},
+    {"messages": []},
+    {"messages": [USER], "tools": [1]},
+    {"chosen": "a", "rejected": "b"},
+    {"text": "a", "label": ["b", {}]},
+    {"tokens": "a b", "tags": ["O", "O"]},
+    {"tokens": ["a"], "tags": [0.5]},
+    {"tokens": ["a", "b"], "tags": ["O"]},
+    {"a": 1},
 ]
 
 
-@pytest.mark.parametrize(("row", "message"), BAD_ROWS)
-def test_a_value_of_the_wrong_type_is_named(row, message):
-    with pytest.raises(DataError, match=f"rows.jsonl, row 1: {message}"):
+@pytest.mark.parametrize("row", BAD_ROWS)
+def test_a_value_of_the_wrong_type_is_named(row):
+    with refused(DataError, "rows.jsonl, row 1"):
         read(row)
 
 
@@ -209,18 +207,12 @@ def test_the_row_without_the_column_is_named_with_the_remedy():
     form = choose_format(
         SourceSection(path="x"), RawRow("f", 1, {"prompt": "a", "completion": "b"}), key=KEY, log=lambda _: None
     )
-    with pytest.raises(
-        DataError,
-        match=r"rows.jsonl, row 17: has no column `completion`; its columns are `prompt`, `answer`. "
-        r"Map it with data.train.columns: \{completion: NAME OF YOUR COLUMN\}",
-    ):
+    with refused(DataError, "rows.jsonl, row 17", "`completion`", "`prompt`, `answer`", "data.train.columns"):
         form.read(RawRow("rows.jsonl", 17, {"prompt": "a", "answer": "b"}))
 
 
 def test_a_mapping_the_wrong_way_round_is_refused():
-    with pytest.raises(
-        DataError, match="format `prompt_completion` has no column `question`; it has `prompt`, `completion`"
-    ):
+    with refused(DataError, "`prompt_completion`", "`question`", "`prompt`, `completion`"):
         read({"prompt": "a", "completion": "b"}, format="prompt_completion", columns={"question": "prompt"})
 
 
@@ -247,7 +239,7 @@ def test_a_label_that_has_no_name_in_the_dataset_is_none_or_refused(none):
     names = {"label": ("bad", "good"), "tags": ("O", "B-PER")}
     assert with_class_names({"text": "a", "label": none}, names) == {"text": "a", "label": None}
     assert with_class_names({"tokens": ["a", "b"], "tags": [1, none]}, names)["tags"] == ["B-PER", None]
-    with pytest.raises(DataError, match="row 1: column `label` is -2, but there are 2 classes"):
+    with refused(DataError, "row 1", "`label`", "2,", "2 classes"):
         with_class_names({"text": "a", "label": -2}, names)
 
 

@@ -4,6 +4,7 @@ import pytest
 
 from finetune.errors import DataError
 from tests.data.formats.test_row_format import read
+from tests.refusals import refused
 
 GROUP = {"anchor": "a", "positive": "p", "negatives": []}
 ROWS = {
@@ -39,14 +40,14 @@ def test_other_names_are_mapped():
 
 
 @pytest.mark.parametrize(
-    ("row", "message"),
+    "row",
     [
-        ({"anchor": "a", "positive": "p", "negatives": [1]}, "column `negatives` must be a list of texts"),
-        ({"anchor": "a", "positive": "p", "negatives": {"a": 1}}, "is an object"),
-        ({"anchor": "a", "positive": 3}, "column `positive` must be text"),
-        ({"sentence1": "a", "sentence2": "b", "score": "high"}, "column `score` must be a number"),
+        {"anchor": "a", "positive": "p", "negatives": [1]},
+        {"anchor": "a", "positive": "p", "negatives": {"a": 1}},
+        {"anchor": "a", "positive": 3},
+        {"sentence1": "a", "sentence2": "b", "score": "high"},
     ],
 )
-def test_an_invalid_text_pair_is_rejected_with_the_reason(row, message):
-    with pytest.raises(DataError, match=message):
+def test_an_invalid_text_pair_is_rejected_with_the_reason(row):
+    with refused(DataError):
         read(row)

@@ -12,6 +12,7 @@ from finetune.data.formats.unlabeled import (
     read_unlabeled_words,
 )
 from finetune.errors import DataError
+from tests.refusals import refused
 
 
 def columns(row, form="labelled", *, template=None, **names):
@@ -32,14 +33,14 @@ def test_a_text_is_read_without_its_label(row, names, template, expected):
 
 
 def test_a_text_without_its_column_is_refused_by_the_name_of_the_column():
-    with pytest.raises(DataError, match=r"no column `review`; its columns are `text`"):
+    with refused(DataError, "`review`", "`text`"):
         read_unlabeled_text(columns({"text": "Hi."}, text="review"))
 
 
 def test_words_are_those_of_the_row_or_of_its_text():
     assert read_unlabeled_words(columns({"tokens": ["New", "York"]}, "tagged")) == {"tokens": ["New", "York"]}
     assert read_unlabeled_words(columns({"text": "In York!"}, "spans")) == {"tokens": ["In", "York", "!"]}
-    with pytest.raises(DataError, match="`tokens` must be a list of texts, but is text"):
+    with refused(DataError, "`tokens`"):
         read_unlabeled_words(columns({"tokens": "New York"}, "tagged"))
 
 
@@ -60,7 +61,7 @@ def test_every_text_to_embed_is_a_query_or_a_passage():
         "passages": ["p", "n", "m"],
         "texts": {"query": "q", "positive": "p", "negatives": ["n", "m"]},
     }
-    with pytest.raises(DataError, match=r"none of the columns `anchor`, .*; its columns are `id`"):
+    with refused(DataError, "`anchor`", "`id`"):
         read_texts_to_embed(columns({"id": 3}, "pairs"))
 
 
@@ -77,16 +78,9 @@ def test_passages_of_a_query_are_read_in_order(row, passages):
     assert read_passages_to_rank(columns(row, "retrieval")) == {"queries": ["q"], "passages": passages}
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"passages": ["a"]}, "none of the columns `anchor`, `query`"),
-        ({"query": "q"}, "none of the columns `passages`, `positive`"),
-        ({"query": "q", "passages": "a"}, "`passages` must be a list of texts, but is text"),
-    ],
-)
-def test_a_query_without_passages_is_refused(row, message):
-    with pytest.raises(DataError, match=message):
+@pytest.mark.parametrize("row", [{"passages": ["a"]}, {"query": "q"}, {"query": "q", "passages": "a"}])
+def test_a_query_without_passages_is_refused(row):
+    with refused(DataError):
         read_passages_to_rank(columns(row, "retrieval"))
 
 
@@ -98,5 +92,5 @@ def test_answers_to_score_are_conversations_by_their_column():
     single = read_answers_to_score(columns({"messages": [question, good], "system": "Be kind."}, "preference"))
     system = {"role": "system", "content": "Be kind."}
     assert single == {"conversations": {"messages": [system, question, good]}}
-    with pytest.raises(DataError, match="none of the columns `messages`"):
+    with refused(DataError, "`messages`"):
         read_answers_to_score(columns({"prompt": "Hi."}, "preference"))

@@ -5,6 +5,7 @@ import pytest
 from finetune.config.sections.data import SourceSection
 from finetune.data.sources.source import open_source
 from finetune.errors import DataError
+from tests.refusals import refused
 
 SENTENCES = [(["EU", "rejects", "#"], ["B-ORG", "O", "O"]), (["Peter"], ["B-PER"])]
 CONLL_2003 = "-DOCSTART- -X- -X- O\n\nEU NNP B-NP B-ORG\nrejects VBZ B-VP O\n# NN B-NP O\n\n\nPeter NNP B-NP B-PER\n"
@@ -35,17 +36,17 @@ def test_sentences_are_skipped_taken_and_counted(tmp_path):
 
 
 BAD = {
-    "another width": ("a O\nb X O\n", r"line 2: has 3 columns, but the lines before it have 2"),
-    "no tag": ("a O\n\nb\n", r"line 3: has 1 column, but the lines before it have 2"),
-    "words only": ("a\nb\n", r"line 1: has one column, but each line needs a word and its tag"),
-    "nothing": ("\n\n# comment here\n", r"has no rows"),
-    "a position too far": ("a O\n", r"columns: there is no column at position 4 in .*rows\.conll: it has 2"),
+    "another width": ("a O\nb X O\n", "line 2"),
+    "no tag": ("a O\n\nb\n", "line 3"),
+    "words only": ("a\nb\n", "line 1"),
+    "nothing": ("\n\n# comment here\n", ""),
+    "a position too far": ("a O\n", "position 4"),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_an_invalid_conll_line_is_named(tmp_path, name):
-    text, message = BAD[name]
+    text, fact = BAD[name]
     keys = {"columns": {"tokens": 0, "tags": 4}} if "position" in name else {}
-    with pytest.raises(DataError, match=message):
+    with refused(DataError, fact):
         rows(tmp_path, text, **keys)

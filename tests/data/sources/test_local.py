@@ -12,6 +12,7 @@ from finetune.data.sources.local import find_local
 from finetune.data.sources.source import open_sources
 from finetune.errors import DataError
 from finetune.runtime.files import digests
+from tests.refusals import refused
 
 
 def png(grey: int) -> bytes:
@@ -97,10 +98,10 @@ def test_a_folder_is_read_once_while_nothing_in_it_is_written(photos, monkeypatc
 
 def test_images_without_a_class_and_splits_are_refused(photos, tmp_path):
     photos.rename(tmp_path / "train")
-    with pytest.raises(DataError, match=r"are splits, not classes. Name one of them: .*train\."):
+    with refused(DataError):
         opened(tmp_path)
     (tmp_path / "train" / "stray.png").write_bytes(png(1))
-    with pytest.raises(DataError, match="1 images outside of subfolders"):
+    with refused(DataError, "1 images"):
         opened(tmp_path / "train")
 
 
@@ -116,7 +117,7 @@ def test_files_referenced_by_rows_are_part_of_the_source_identity(photos):
     (photos / "dog" / "1.png").write_bytes(png(9))
     assert identity() != before
     (photos / "dog" / "1.png").unlink()
-    with pytest.raises(DataError, match=r"rows\.jsonl, row 2: .*dog/1\.png does not exist"):
+    with refused(DataError, "rows.jsonl, row 2", "dog/1.png"):
         identity()
 
 
@@ -148,17 +149,15 @@ def test_a_source_folder_reads_all_row_files_and_logs_what_it_skips(folder):
 
 def test_a_folder_holds_files_of_one_kind(folder):
     (folder / "d.csv").touch()
-    with pytest.raises(DataError, match=r"several formats \(1 .csv, 2 .jsonl\). Select one: .*/\*.csv"):
+    with refused(DataError, "1 .csv, 2 .jsonl", "/*.csv"):
         found(folder)
 
 
 def test_a_folder_without_row_files_is_rejected_with_its_content(tmp_path):
-    with pytest.raises(
-        DataError, match=r"contains no data files, and no other files. For its subfolders, write .*/\*\*/\*.jsonl"
-    ):
+    with refused(DataError, "/**/*.jsonl"):
         found(tmp_path)
     (tmp_path / "notes.md").touch()
-    with pytest.raises(DataError, match=r"no data files, only .*notes\.md"):
+    with refused(DataError, "notes.md"):
         found(tmp_path)
 
 
@@ -174,16 +173,16 @@ def test_a_name_that_looks_like_a_glob_is_a_file_where_there_is_one(folder):
 
 @pytest.mark.parametrize("name", ["nothing.jsonl", "nothing/*.jsonl"])
 def test_a_missing_source_file_is_named(folder, name):
-    with pytest.raises(DataError, match=r"nothing.*: there is no such file"):
+    with refused(DataError):
         found(folder / name)
 
 
 def test_a_kind_that_cannot_be_read_is_named_with_those_that_can(folder):
     (folder / "rows.xlsx").touch()
-    with pytest.raises(DataError, match=r"rows.xlsx: unknown file type. Known extensions: .jsonl, .json, .csv"):
+    with refused(DataError, "rows.xlsx", "jsonl, .json, .csv"):
         found(folder / "rows.xlsx")
     (folder / "rows.parquet.gz").touch()
-    with pytest.raises(DataError, match=r"text formats also with \.gz or \.zst"):
+    with refused(DataError, "gz", "zst"):
         found(folder / "rows.parquet.gz")
 
 
@@ -192,7 +191,7 @@ def test_a_link_out_of_a_folder_is_followed_only_knowingly(folder, tmp_path, pat
     (tmp_path / "secret.jsonl").touch()
     (folder / "link.jsonl").symlink_to(tmp_path / "secret.jsonl")
     path = f"{folder}/{pattern}".rstrip("/")
-    with pytest.raises(DataError, match=r"link.jsonl is a link to .*secret.jsonl, outside of"):
+    with refused(DataError, "link.jsonl", "secret.jsonl"):
         found(path)
     assert "link.jsonl" in found(path, follow_links=True)
 

@@ -16,6 +16,7 @@ from finetune.data.sources import readers
 from finetune.data.sources.local import LocalFile
 from finetune.data.sources.readers import rows_of
 from finetune.errors import DataError
+from tests.refusals import refused
 
 ROWS = [{"prompt": f"question {n}", "completion": f"answer, {n}"} for n in range(1, 6)]
 
@@ -104,35 +105,35 @@ def arrow_twice():
 
 
 BAD = {
-    "broken.jsonl": (b'{"text": "a"}\n{"text": \n', r"line 2: not valid JSON: Expecting value at column \d+"),
-    "list.jsonl": (b"[1, 2]\n", "line 1: a row must be a JSON object with columns, not a list"),
-    "latin.jsonl": (b'{"text": "caf\xe9"}\n', "line 1: not UTF-8"),
-    "latin.txt": (b"a\ncaf\xe9\n", "line 2: not UTF-8"),
-    "broken.json": (b'[{"text": "a"},\n{"text"]', "line 2: not valid JSON"),
-    "cut.json": (b'[{"text": "a"},\n{"text": "b"}', r"line 2: not valid JSON: Expecting ',' or '\]' at column 14"),
-    "twice.json": (b'[{"text": "a"}]\n[]', "there is text after the end of the array"),
-    "numbers.json": (b"[1]", "row 1: each element of the array must be an object"),
-    "nested.json": (b'{\n"version": 1,\n"data": [{"text": "a"}]\n}', "is one object.*`data`.*`records: data`"),
-    "wide.csv": (b"text\na,b\n", r"row 1 \(line 2\): has 2 fields, but the header has 1. A comma"),
-    "narrow.tsv": (b"text\tlabel\na\n", "has 1 fields, but the header has 2. A tab"),
-    "twice.csv": (b"text,text\na,b\n", "the header has the column `text` twice"),
-    "quote.csv": (b'text\n"a', r"line 2: not valid CSV: a quotation mark .* not closed before the end .*\(line 2\)"),
-    "broken.parquet": (b"not parquet", "not readable as Parquet"),
-    "broken.arrow": (b"not arrow", "not readable as Arrow"),
-    "twice.parquet": (parquet_twice(), "has the column `text` twice"),
-    "twice.arrow": (arrow_twice(), "has the column `text` twice"),
-    "blanks.json.gz": (gzip.compress(b"[" + b" " * 50_000_000), "row 1: more than 4,194,304 blank characters"),
-    "later_blanks.json": (b'[{"text": "a"}, ' + b"\n" * 9_000_000, "row 2: more than 4,194,304 blank characters"),
-    "broken.jsonl.gz": (b"not gzip", "cannot be read: zlib"),
-    "half.jsonl.gz": (gzip.compress(LINES)[:-9], "cannot be read: Truncated"),
-    "half.jsonl.zst": (CONTENTS["rows.jsonl.zst"][:-9], "cannot be read"),
+    "broken.jsonl": (b'{"text": "a"}\n{"text": \n', "line 2"),
+    "list.jsonl": (b"[1, 2]\n", "line 1"),
+    "latin.jsonl": (b'{"text": "caf\xe9"}\n', "line 1"),
+    "latin.txt": (b"a\ncaf\xe9\n", "line 2"),
+    "broken.json": (b'[{"text": "a"},\n{"text"]', "line 2"),
+    "cut.json": (b'[{"text": "a"},\n{"text": "b"}', "line 2"),
+    "twice.json": (b'[{"text": "a"}]\n[]', ""),
+    "numbers.json": (b"[1]", "row 1"),
+    "nested.json": (b'{\n"version": 1,\n"data": [{"text": "a"}]\n}', "`data`"),
+    "wide.csv": (b"text\na,b\n", "row 1"),
+    "narrow.tsv": (b"text\tlabel\na\n", "1 fields"),
+    "twice.csv": (b"text,text\na,b\n", "`text`"),
+    "quote.csv": (b'text\n"a', "line 2"),
+    "broken.parquet": (b"not parquet", ""),
+    "broken.arrow": (b"not arrow", ""),
+    "twice.parquet": (parquet_twice(), "`text`"),
+    "twice.arrow": (arrow_twice(), "`text`"),
+    "blanks.json.gz": (gzip.compress(b"[" + b" " * 50_000_000), "row 1"),
+    "later_blanks.json": (b'[{"text": "a"}, ' + b"\n" * 9_000_000, "row 2"),
+    "broken.jsonl.gz": (b"not gzip", ""),
+    "half.jsonl.gz": (gzip.compress(LINES)[:-9], ""),
+    "half.jsonl.zst": (CONTENTS["rows.jsonl.zst"][:-9], ""),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_a_bad_file_is_named_with_the_place(tmp_path, name):
-    content, message = BAD[name]
-    with pytest.raises(DataError, match=f"{name}.*{message}"):
+    content, fact = BAD[name]
+    with refused(DataError, name, fact):
         [raw.parse() for raw in opened(tmp_path, name, content).rows()]
 
 

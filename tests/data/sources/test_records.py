@@ -8,6 +8,7 @@ from finetune.config.sections.data import SourceSection
 from finetune.data.rows import record_paths
 from finetune.data.sources.source import open_source
 from finetune.errors import DataError
+from tests.refusals import refused
 
 ITEMS = [{"text": "a"}, {"text": "b"}]
 SQUAD = {
@@ -39,32 +40,26 @@ def test_lists_on_the_way_are_joined_and_their_other_values_added(tmp_path):
     assert found[5] == {"title": "T", "context": "x", "q": "Tx2"}
 
 
-REFUSED = {
-    "is one object.*seem to be in `data.items`. Write `records: data.items`": ({"data": {"items": ITEMS}}, {}),
-    "it contains no list of objects": ({"a": 1, "b": [1, 2]}, {}),
-    "there is no `dta` in the file. Lists of objects are in `data`": ({"data": ITEMS}, {"records": "dta"}),
-    "`records: data` is not a list of objects. Lists of objects are in `data.items`": (
-        {"data": {"items": ITEMS}},
-        {"records": "data"},
-    ),
-    "element 2 of `data` is not an object": ({"data": [{"text": "a"}, 3]}, {"records": "data"}),
-    "there is no `qas` in `data` of element 2": ({"data": [{"qas": ITEMS}, {"x": 1}]}, {"records": "data.qas"}),
-    "is already an array": (ITEMS, {"records": "data"}),
-    "data.train: .*has no rows": ({"data": []}, {"records": "data"}),
-}
+REFUSED = [
+    ({"data": {"items": ITEMS}}, None, "`records: data.items`"),
+    ({"a": 1, "b": [1, 2]}, None, ""),
+    ({"data": ITEMS}, "dta", "`data`"),
+    ({"data": {"items": ITEMS}}, "data", "`data.items`"),
+    ({"data": [{"text": "a"}, 3]}, "data", "element 2"),
+    ({"data": [{"qas": ITEMS}, {"x": 1}]}, "data.qas", "element 2"),
+    (ITEMS, "data", ""),
+    ({"data": []}, "data", "data.train: "),
+]
 
 
-@pytest.mark.parametrize("message", REFUSED)
-def test_a_missing_records_key_is_named_with_the_existing_ones(tmp_path, message):
-    value, keys = REFUSED[message]
-    with pytest.raises(DataError, match=message):
-        rows(tmp_path, value, 1, **keys)
+@pytest.mark.parametrize(("value", "records", "fact"), REFUSED)
+def test_a_missing_records_key_is_named_with_the_existing_ones(tmp_path, value, records, fact):
+    with refused(DataError, "rows.json", fact):
+        rows(tmp_path, value, 1, **({"records": records} if records else {}))
 
 
 def test_a_json_object_on_one_line_is_rejected_with_its_list_of_rows(tmp_path):
-    with pytest.raises(
-        DataError, match=r"cannot tell the format.*If the file's rows are in `data`, write `records: data`"
-    ):
+    with refused(DataError, "`data`", "`records: data`"):
         rows(tmp_path, {"version": 1, "data": ITEMS})
 
 

@@ -14,6 +14,7 @@ from finetune.config.sections.data import (
 )
 from finetune.data.sources.source import open_source, open_sources, texts
 from finetune.errors import DataError
+from tests.refusals import refused
 
 ROWS = [{"prompt": f"question {n}", "completion": f"answer {n}"} for n in range(1, 6)]
 KEY = "data.train"
@@ -49,12 +50,12 @@ def test_texts_are_all_that_the_format_reads(write_rows):
 
 def test_a_place_that_cannot_be_read_is_named_with_its_key(tmp_path):
     for path in (f"{tmp_path}/nothing.jsonl", f"memory://{tmp_path.name}/nothing.jsonl"):
-        with pytest.raises(DataError, match=r"^data\.train\.path: .*nothing\.jsonl: there is no such file"):
+        with refused(DataError, "data.train.path", "nothing.jsonl"):
             opened(SourceSection(path=path))
 
 
 def test_skipping_every_row_is_an_error(write_rows):
-    with pytest.raises(DataError, match="has no rows after skip: 5"):
+    with refused(DataError):
         read(write_rows(ROWS, skip=5))
 
 
@@ -165,7 +166,7 @@ def test_a_row_leaves_the_held_out_rows_only_for_an_appended_one(write_rows):
 
 
 def test_a_fraction_of_a_single_row_is_refused(write_rows):
-    with pytest.raises(DataError, match=r"data\.validation\.fraction: .* 2"):
+    with refused(DataError, "data.validation.fraction"):
         open_job(write_rows(stories(range(1))), fraction=0.5)
 
 
@@ -174,7 +175,7 @@ def test_a_hash_fraction_of_few_rows_holds_out_one_and_never_all(write_rows):
     (held_out,) = told(job.validation)
     assert sorted([held_out, *told(job.train[0])]) == sorted(f"story {number}" for number in range(5))
     assert told(open_job(write_rows(stories(range(5))), hash_fraction=0.001).validation) == [held_out]
-    with pytest.raises(DataError, match=r"data.validation: all training rows .* Decrease it"):
+    with refused(DataError, "data.validation"):
         open_job(write_rows(stories(range(5))), hash_fraction=0.999)
 
 

@@ -21,6 +21,7 @@ from finetune.data.sources.local import find_local
 from finetune.data.sources.source import open_source
 from finetune.data.sources.tables import arrow_rows, class_names, class_names_in, parquet_rows
 from finetune.errors import DataError
+from tests.refusals import refused
 
 LABEL = {"names": ["bad", "good"], "_type": "ClassLabel"}
 FEATURES = {"text": {"dtype": "string", "_type": "Value"}, "label": LABEL}
@@ -127,7 +128,7 @@ def write_table(path, column):
 def test_a_parquet_whose_rows_share_one_long_text_is_refused_before_its_rows_are_made(tmp_path, is_nested):
     path = write_table(tmp_path / "rows.parquet", repeated(3000, is_nested=is_nested))
     assert path.stat().st_size < 2000
-    with pytest.raises(DataError, match=r"rows.parquet: .* bytes decompress to more than .* over 300 times as much"):
+    with refused(DataError, "rows.parquet", "300 times", varies=True):
         rows_of(path)
 
 
@@ -138,14 +139,14 @@ def test_texts_that_stay_in_their_dictionary_are_the_same_rows(tmp_path, monkeyp
     monkeypatch.setattr(tables, "_MAX_BATCH_BYTES", 0)
     assert rows_of(path) == expected and len(expected) == 7
     monkeypatch.setattr(tables, "MAX_ROW_BYTES", 2)
-    with pytest.raises(DataError, match="a row has more than 0 MB"):
+    with refused(DataError):
         rows_of(path)
 
 
 def test_a_parquet_of_rows_without_values_is_refused(tmp_path):
     path = tmp_path / "rows.parquet"
     pq.write_table(pa.table({"text": pa.nulls(20_000_000, pa.string())}), path, compression="zstd")
-    with pytest.raises(DataError, match="over 300 times as much"):
+    with refused(DataError, "300 times", varies=True):
         rows_of(path)
 
 
@@ -153,7 +154,7 @@ def test_a_gz_of_one_repeated_row_is_refused_and_one_of_different_rows_is_read(t
     monkeypatch.setattr(tables, "FREE_BYTES", 1 << 20)
     path = tmp_path / "rows.json.gz"
     path.write_bytes(gzip.compress(b"[" + b'{"text": "a"},' * 1_000_000 + b'{"text": "a"}]'))
-    with pytest.raises(DataError, match=r"rows.json.gz: .* bytes decompress to more than"):
+    with refused(DataError, "rows.json.gz", "300 times", varies=True):
         rows_of(path)
     path = tmp_path / "rows.jsonl.gz"
     path.write_bytes(gzip.compress(b"".join(b'{"text": "number %d"}\n' % n for n in range(100_000))))
@@ -163,12 +164,12 @@ def test_a_gz_of_one_repeated_row_is_refused_and_one_of_different_rows_is_read(t
 def test_blank_lines_without_end_and_objects_too_large_for_memory_are_refused(tmp_path, monkeypatch):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'{"text": "a"}\n' + b"\n" * 1_000_002)
-    with pytest.raises(DataError, match=r"rows.jsonl, line 2: more than 1,000,000 blank lines start here"):
+    with refused(DataError, "rows.jsonl, line 2", "1,000,000 blank"):
         rows_of(path)
     monkeypatch.setattr(readers, "MAX_JSON_BYTES", 10)
     path = tmp_path / "rows.json"
     path.write_text(json.dumps({"data": [{"text": "a"}]}, indent=1))
-    with pytest.raises(DataError, match="Write one object per line"):
+    with refused(DataError):
         rows_of(path)
 
 
@@ -185,7 +186,7 @@ def test_an_array_is_read_in_the_memory_of_a_few_rows(tmp_path, monkeypatch):
     monkeypatch.setattr(readers, "MAX_ROW_BYTES", 10_000)
     path = tmp_path / "rows.json"
     path.write_text(json.dumps([{"text": "a"}, {"text": "b" * 50_000}]))
-    with pytest.raises(DataError, match=r"rows.json, row 2: has more than .* this is not a row"):
+    with refused(DataError, "rows.json, row 2"):
         rows_of(path)
 
 
@@ -193,5 +194,5 @@ def test_a_file_that_was_never_written_to_its_end_is_refused_at_once(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'{"text": "a"}\n' * 1000)
     os.truncate(path, 1 << 40)
-    with pytest.raises(DataError, match=r"has only zero bytes from byte .* on: the file was not written completely"):
+    with refused(DataError):
         rows_of(path)

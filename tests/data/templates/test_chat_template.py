@@ -17,10 +17,11 @@ from finetune.data.templates.chat_template import (
 )
 from finetune.data.templates.rendering import ConversationRefused, render_chat
 from finetune.errors import DataError
+from tests.refusals import refused
 
 
 def test_a_tokenizer_without_a_chat_template_is_rejected_with_the_setting_to_write(make_tokenizer):
-    with pytest.raises(DataError, match=r"has no chat template.*data\.chat_template: chatml"):
+    with refused(DataError, "data.chat_template"):
         require_chat_template(make_tokenizer())
 
 
@@ -39,14 +40,14 @@ def test_a_chat_template_file_is_used_unchanged(tokenizer, tmp_path):
 
 
 def test_a_file_that_is_not_there_is_named(tokenizer):
-    with pytest.raises(DataError, match=r"/nowhere/own\.jinja cannot be read.*chatml"):
+    with refused(DataError, "/nowhere/own.jinja"):
         set_chat_template(tokenizer, "/nowhere/own.jinja")
 
 
 def test_a_file_that_is_not_jinja_is_named_with_its_line(tokenizer, tmp_path):
     file = tmp_path / "own.jinja"
     file.write_text("\n{% for %}", encoding="utf-8")
-    with pytest.raises(DataError, match=r"own\.jinja, line 2: not valid Jinja"):
+    with refused(DataError, "own.jinja, line 2"):
         set_chat_template(tokenizer, str(file))
 
 
@@ -54,30 +55,31 @@ def test_a_file_that_is_not_a_template_is_rejected_unread(tokenizer, tmp_path):
     large, fifo = tmp_path / "large.jinja", tmp_path / "fifo.jinja"
     large.write_text("a" * (MAX_TEMPLATE_BYTES + 1))
     os.mkfifo(fifo)
-    for file, reason in ((large, "has more than 1 MB"), (fifo, "it is a FIFO")):
-        with pytest.raises(DataError, match=reason):
+    for file in (large, fifo):
+        with refused(DataError, file.name):
             set_chat_template(tokenizer, str(file))
 
 
 @pytest.mark.parametrize(
-    ("template", "reason"),
+    "template",
     [
-        ("{{ messages.__class__.__mro__ }}", "unsafe"),
-        ("{{ ''.__class__.__base__.__subclasses__() }}", "unsafe"),
-        ("{{ messages.append('more') }}", "unsafe"),
-        ("{% include '/etc/passwd' %}", "no loader"),
-        ("{% for a in range(10**9) %}{% endfor %}", "Range too big"),
-        ("{% macro m(n) %}{{ m(n) }}{% endmacro %}{{ m(1) }}", "recursion"),
-        ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "recursion"),
-        ("{% for a in [1] %}" * 40 + "{% endfor %}" * 40, "nested blocks"),
-        ("{{ 1 / 0 }}", "division by zero"),
+        "{{ messages.__class__.__mro__ }}",
+        "{{ ''.__class__.__base__.__subclasses__() }}",
+        "{{ messages.append('more') }}",
+        "{% include '/etc/passwd' %}",
+        "{% for a in range(10**9) %}{% endfor %}",
+        "{% macro m(n) %}{{ m(n) }}{% endmacro %}{{ m(1) }}",
+        "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
+        "{% for a in [1] %}" * 40 + "{% endfor %}" * 40,
+        "{{ 1 / 0 }}",
     ],
 )
-def test_a_chat_template_reaches_nothing_but_the_conversation(tokenizer, template, reason):
+def test_a_chat_template_reaches_nothing_but_the_conversation(tokenizer, template):
     tokenizer.chat_template = template
-    with pytest.raises(ConversationRefused, match=rf"\(user\): .*{reason}") as refused:
+    depends_on_stack = "macro" in template or "((((" in template
+    with refused(ConversationRefused, "(user)", varies=depends_on_stack) as caught:
         render_chat(tokenizer, [{"role": "user", "content": "a"}])
-    assert refused.value.num_turns == 1
+    assert caught.value.num_turns == 1
 
 
 def test_a_chat_template_that_writes_too_much_is_named(tokenizer, tmp_path, monkeypatch):
@@ -85,10 +87,10 @@ def test_a_chat_template_that_writes_too_much_is_named(tokenizer, tmp_path, monk
     file = tmp_path / "own.jinja"
     file.write_text("{{ messages[0].content * 99 }}")
     set_chat_template(tokenizer, str(file))
-    with pytest.raises(DataError, match=r"own\.jinja.* 198 characters.* 99\."):
+    with refused(DataError, "own.jinja", "198 characters", "99"):
         render_chat(tokenizer, [{"role": "user", "content": "ab"}])
     file.write_text("{{ messages[0].content * 100 }}")
-    with pytest.raises(DataError, match=r"data\.chat_template: .*own\.jinja.* 100 characters"):
+    with refused(DataError, "data.chat_template", "own.jinja", "100 characters"):
         set_chat_template(tokenizer, str(file))
 
 
@@ -98,8 +100,7 @@ def test_every_template_name_of_the_config_has_a_template_and_required_tokens():
 
 def test_a_named_template_whose_tokens_the_tokenizer_does_not_know_is_refused_with_the_list(make_tokenizer):
     tokenizer = make_tokenizer(special=["<|endoftext|>", "<|eot_id|>"])
-    said = r"llama3 requires the tokens <\|start_header_id\|>, <\|end_header_id\|>.*`chatml`"
-    with pytest.raises(DataError, match=said):
+    with refused(DataError, "llama3", "<|start_header_id|>, <|end_header_id|>", "`chatml`"):
         set_chat_template(tokenizer, "llama3")
     assert tokenizer.chat_template is None
     for name in ("chatml", "zephyr"):  # plain text will do

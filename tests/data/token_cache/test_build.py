@@ -18,6 +18,7 @@ from finetune.errors import DataError
 from finetune.runtime.files.atomic import temporary_path
 from finetune.runtime.supervision.heartbeat import VARIABLE
 from tests.data.byte_encoding import encode_bytes
+from tests.refusals import refused
 
 NUM_ROWS = 53
 MADE_OF = Identity("f1", {})
@@ -189,7 +190,7 @@ def test_files_of_another_identity_are_not_resumed_from(build_here, tmp_path, mo
 def test_a_source_with_fewer_rows_than_were_tokenized_is_refused(build_here, tmp_path, monkeypatch):
     cut_off_after(30, tmp_path / "set", build_here, monkeypatch)
     monkeypatch.setattr(build_here.source, "rows", lambda: iter(()))
-    with pytest.raises(DataError, match="fewer than the 30 rows that were already tokenized"):
+    with refused(DataError, "30 rows"):
         build_here(tmp_path / "set")
 
 

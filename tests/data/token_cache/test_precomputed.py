@@ -9,6 +9,7 @@ from finetune.data.token_cache.chunks import EncodedChunk
 from finetune.data.token_cache.counts import Counts
 from finetune.data.token_cache.store import Identity, PrecomputedArrays, PrecomputedWriter, TokenCache
 from finetune.errors import DataError
+from tests.refusals import refused
 
 VALUES = [np.array([1.0, 2.0], np.float32), np.array([], np.float32), np.array([3.0], np.float32)]
 
@@ -61,7 +62,7 @@ def test_precomputed_arrays_are_read_by_sample_index(folder):
 
 def test_a_damaged_folder_of_precomputed_arrays_is_reported(folder):
     (folder / "known.json").write_text("{")
-    with pytest.raises(DataError, match=r"is damaged: known\.json cannot be trusted"):
+    with refused(DataError, "known.json"):
         PrecomputedArrays(folder)
 
 
@@ -77,5 +78,5 @@ def test_precomputed_arrays_are_appended_to_the_arrays_of_a_sample(folder, prepa
 
 
 def test_precomputed_arrays_of_another_number_of_samples_are_rejected(folder, prepared_of):
-    with pytest.raises(DataError, match="has 3 samples"):
+    with refused(DataError, "3 samples"):
         TokenCache(prepared_of(2).folder, PrecomputedArrays(folder))
