@@ -33,6 +33,6 @@ def test_a_run_that_took_fewer_steps_is_not_equal():
 
 
 @pytest.mark.parametrize(("loss", "norm"), [(float("nan"), 1.0), (4.0, float("nan"))])
-def test_what_is_no_number_is_never_equal(loss, norm):
+def test_a_nan_loss_or_norm_is_never_equal(loss, norm):
     expected, actual = steps((4.0,), (1.0,)), steps((loss,), (norm,))
     assert compare_steps(DDP, expected=expected, actual=actual, tolerance=1e-4).first_bad_step == 1
