@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 from finetune.cli.app import app
 from finetune.commands.launch.torchrun import make_job, print_commands
 from finetune.errors import UserError
+from tests.refusals import refused
 
 ROOT = Path(__file__).parents[3]
 RECIPE = next(iter(sorted((ROOT / "finetune" / "recipes").glob("sft*.yaml"))))
@@ -44,7 +45,7 @@ def test_hsdp_whose_rows_are_shared_has_fewer_shards_on_a_host(
     print_commands(job, loaded, num_hosts=3)
     found = capsys.readouterr().out
     assert found.count("--parallelism_config_dp_replicate_size 3 --parallelism_config_dp_shard_size 2") == 3
-    with pytest.raises(UserError, match="parallelism_config_sp_size: 2 does not divide the 3 ranks of a host"):
+    with refused(UserError, "parallelism_config_sp_size: 2", "3 ranks"):
         make_job(RECIPE, [], ranks_per_host=3, **options)
 
 
@@ -54,7 +55,7 @@ def test_ranks_are_several_whole_tensor_parallel_groups(capsys: pytest.CaptureFi
     print_commands(job, loaded, num_hosts=2)
     assert capsys.readouterr().out.count("accelerate launch") == 2
     job, loaded = make_job(RECIPE, ["train.global_batch_size=4"], ranks_per_host=3, **options)
-    with pytest.raises(UserError, match="parallelism_config_tp_size: 2 on 3 ranks: tensor parallelism"):
+    with refused(UserError, "parallelism_config_tp_size: 2 on 3 ranks"):
         print_commands(job, loaded, num_hosts=1)
 
 
@@ -66,6 +67,6 @@ def test_supervise_names_the_command_that_replaces_it() -> None:
 
 def test_an_invalid_accelerate_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "list.yaml").write_text("[1, 2]")
-    for name, words in (("none.yaml", "it cannot be read: No such file"), ("list.yaml", "it has no keys")):
-        with pytest.raises(UserError, match=words):
+    for name in ("none.yaml", "list.yaml"):
+        with refused(UserError, name):
             make_job(RECIPE, [], accelerate_file=tmp_path / name, ranks_per_host=1)
