@@ -151,10 +151,10 @@ def _accelerate_variables(file: Path, *, world: int, name: str) -> tuple[Any, di
         if defaults.mpirun_config:
             raise ValueError("mpirun_config is for `accelerate launch`. Remove it, and start with mpirun itself.")
         if not isinstance(defaults.num_processes, int) or not isinstance(defaults.num_machines, int):
-            raise ValueError("num_processes and num_machines are numbers.")
+            raise ValueError("num_processes and num_machines must be whole numbers. Write numbers.")
         for section in ("fsdp_config", "deepspeed_config", "parallelism_config", "dynamo_config", "fp8_config"):
             if not isinstance(getattr(defaults, section), dict):
-                raise ValueError(f"{section} has keys of its own.")
+                raise ValueError(f"{section} must be a section. Write keys with values.")
         variables: dict[str, str]
         if options.use_deepspeed:
             fields = [*defaults.deepspeed_config, *(["mixed_precision"] if has_precision else [])]
@@ -167,7 +167,9 @@ def _accelerate_variables(file: Path, *, world: int, name: str) -> tuple[Any, di
         if (options.use_deepspeed or options.use_fsdp or options.multi_gpu) and not check_cuda_p2p_ib_support():
             variables = {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"} | variables
     except Exception as error:  # any error of a damaged file
-        raise StrategyError(f"{name}: {error or type(error).__name__}") from error
+        has_keys = not isinstance(error, AttributeError)
+        reason = str(error) if has_keys else "it has no keys. `accelerate config` writes such a file."
+        raise StrategyError(f"{name}: {reason or type(error).__name__}") from error
     set_here = {key: value for key, value in variables.items() if os.environ.get(key) != value and key not in _ADDRESS}
     if str(Path.cwd()) in os.environ.get(_PATH, "").split(os.pathsep):
         set_here.pop(_PATH, None)

@@ -6,6 +6,7 @@ import pytest
 
 from finetune.commands.source import new_folder
 from finetune.errors import UserError
+from tests.refusals import refused
 
 
 @pytest.fixture
@@ -34,7 +35,7 @@ def run(tmp_path):
     ],
 )
 def test_a_place_within_a_checkpoint_or_a_model_is_refused(run, name):
-    with pytest.raises(UserError, match="which this would damage"):
+    with refused(UserError):
         new_folder(run / name)
 
 
@@ -46,5 +47,5 @@ def test_any_other_new_place_is_taken(run, name):
 def test_a_folder_that_exists_is_refused_and_a_relative_one_is_made_absolute(run, monkeypatch):
     monkeypatch.chdir(run)
     assert os.fspath(new_folder(run / "x")) == os.fspath(new_folder(run.joinpath("x").relative_to(run)))
-    with pytest.raises(UserError, match="already exists"):
+    with refused(UserError):
         new_folder(run / "final")

@@ -11,6 +11,7 @@ import pytest
 from finetune.errors import StrategyError
 from finetune.strategy.launch_file import is_set_by_accelerate, require_parallelism_fits, use_launch_file
 from tests import launching
+from tests.refusals import refused
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
@@ -123,14 +124,13 @@ def test_an_environment_that_contradicts_the_file_is_refused_and_left_alone(clea
     start_two(clean)
     clean.setenv(variable, value)
     before = dict(os.environ)
-    with pytest.raises(StrategyError, match="contradicts the environment") as refused:
+    with refused(StrategyError, told):
         use_launch_file(write(tmp_path / "fsdp.yaml", FSDP2))
-    assert told in str(refused.value)
     assert dict(os.environ) == before
 
 
 def test_a_file_for_several_processes_without_a_launcher_is_refused(clean, tmp_path):
-    with pytest.raises(StrategyError, match="num_processes is 2, and no launcher has started this process"):
+    with refused(StrategyError, "num_processes", "2,"):
         use_launch_file(write(tmp_path / "fsdp.yaml", FSDP2))
 
 
@@ -142,7 +142,7 @@ def test_a_file_for_one_process_makes_a_group_of_one(clean, tmp_path):
 
 def test_a_file_for_one_process_is_refused_for_two(clean):
     start_two(clean)
-    with pytest.raises(StrategyError, match="distributed_type NO is for one process, and 2 were started"):
+    with refused(StrategyError, "distributed_type"):
         use_launch_file(ROOT / "accelerate_configs" / "single.yaml")
 
 
@@ -173,7 +173,7 @@ def test_a_file_that_accelerate_cannot_use_is_refused_in_one_message(clean, tmp_
     file = tmp_path / "bad.yaml"
     file.write_text(text)
     before = dict(os.environ)
-    with pytest.raises(StrategyError, match=f"--accelerate {file}: .+"):
+    with refused(StrategyError, f"--accelerate {file}: "):
         use_launch_file(file)
     assert dict(os.environ) == before
 
@@ -193,5 +193,5 @@ def test_the_sizes_of_the_mesh_multiply_to_the_world(sizes, world, fits):
     if fits:
         require_parallelism_fits(variables)
     else:
-        with pytest.raises(StrategyError, match=f"{world} were started"):
+        with refused(StrategyError, world):
             require_parallelism_fits(variables)

@@ -16,6 +16,7 @@ from finetune.commands.launch.job_files import make_job
 from finetune.commands.rehearse.accelerate_file import read_accelerate_file
 from finetune.errors import StrategyError
 from finetune.strategy.environment import unsupported_by_environment, unsupported_in_file
+from tests.refusals import refused
 
 LOCAL = {"compute_environment": "LOCAL_MACHINE", "num_processes": 4, "num_machines": 1, "use_cpu": False}
 FSDP2 = {**LOCAL, "distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}}
@@ -137,11 +138,11 @@ def test_a_file_is_refused_before_it_is_launched(tmp_path, name):
     content = YAML(typ="safe").load(file.read_text())
     ((_, message),) = unsupported_in_file(content)
     assert "is not supported" in message and instead in message
-    with pytest.raises(StrategyError, match=r"accelerate\.yaml, line \d+, .*is not supported"):
+    with refused(StrategyError, "accelerate.yaml"):
         read_accelerate_file(file)
     (tmp_path / "job.yaml").write_text(JOB)
     (tmp_path / "rows.txt").write_text("one row\n")
-    with pytest.raises(StrategyError, match="is not supported"):
+    with refused(StrategyError):
         make_job(tmp_path / "job.yaml", [], accelerate_file=file, ranks_per_host=2)
 
 

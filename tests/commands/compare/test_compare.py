@@ -17,6 +17,7 @@ from finetune.commands.compare.compare import (
 from finetune.commands.compare.runs import short_names
 from finetune.errors import UserError
 from finetune.report.history import Steps
+from tests.refusals import refused
 from tests.report.page.events import evaluated, started, taken, whole_run, write_run
 
 
@@ -116,11 +117,9 @@ def test_steps_taken_again_after_a_restart_replace_the_earlier_ones(tmp_path: Pa
     assert comparison.results[1].last == {}
 
 
-@pytest.mark.parametrize(
-    "metric, message", [("bleu", "The runs have: loss, exact_match."), (None, "name two or more run folders")]
-)
-def test_wrong_options_are_a_user_error(runs: list[Path], metric: str | None, message: str):
-    with pytest.raises(UserError, match=message):
+@pytest.mark.parametrize("metric", ["bleu", None])
+def test_wrong_options_are_a_user_error(runs: list[Path], metric: str | None):
+    with refused(UserError):
         compare_runs(runs if metric else runs[:1], metric=metric)
 
 
@@ -135,7 +134,7 @@ def test_a_diverged_run_does_not_reach_a_level_by_nan_losses(tmp_path: Path):
 
 
 def test_a_folder_without_events_is_a_user_error(tmp_path: Path):
-    with pytest.raises(UserError, match=r"has no events.jsonl"):
+    with refused(UserError, "events.jsonl"):
         write_comparison([tmp_path, tmp_path], tmp_path / "page.html")
 
 

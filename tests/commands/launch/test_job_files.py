@@ -20,6 +20,7 @@ from finetune.commands.launch.slurm import SlurmArguments, launch_slurm
 from finetune.commands.launch.torchrun import print_commands
 from finetune.errors import UserError
 from tests.commands.doctor.recorded import FOLDER, host_of
+from tests.refusals import refused
 
 SECRET = "canary77"
 HIDDEN = ("\u202e", "\u2066", "\x1b", "\x07", "\r", "\u200b", "\u2028", "\x9b")
@@ -90,7 +91,7 @@ CASES = [(name, what, options) for name in ADVICE for what, options in {**SHARED
 
 @pytest.mark.parametrize(("scheduler", "options"), [(name, options) for name, _, options in CASES])
 def test_a_literal_secret_is_refused_with_the_way_of_the_scheduler(launch, scheduler, options, capsys):
-    with pytest.raises(UserError, match="this is a secret") as caught:
+    with refused(UserError) as caught:
         launch(scheduler, **options)
     message = str(caught.value)
     assert SECRET not in message and "12345" not in message and ADVICE[scheduler] in message
@@ -113,7 +114,7 @@ def test_a_secret_in_a_file_of_a_config_map_is_refused_with_its_line(launch, pro
 def test_allow_secrets_writes_a_private_file_and_prints_no_secret(launch, scheduler, capsys):
     text = launch(scheduler, env=(f"API_KEY={SECRET}",), destination=Destination(Path("out"), allow_secrets=True))
     assert SECRET in text and stat.S_IMODE(Path("out").stat().st_mode) == 0o600
-    with pytest.raises(UserError, match="--output FILE"):
+    with refused(UserError, "--output FILE"):
         launch(scheduler, env=(f"API_KEY={SECRET}",), destination=Destination(allow_secrets=True))
     assert SECRET not in capsys.readouterr().out
     launch(scheduler)
@@ -143,13 +144,13 @@ def test_invisible_characters_are_refused_in_options_and_folders(launch, project
     job = project / f"job{hidden}.yaml"
     job.write_text((project / "job.yaml").read_text())
     for options in ({"env": (f"A=b{hidden}c",)}, {own: f"a{hidden}b"}, {"config": job}):
-        with pytest.raises(UserError, match="a control character or an invisible one"):
+        with refused(UserError):
             launch(scheduler, **options)
     folder = project / f"in{hidden}side"
     folder.mkdir()
     monkeypatch.chdir(folder)
     if scheduler == "slurm":
-        with pytest.raises(UserError, match=r"the job file, line [0-9]+: it has a control character|cannot contain"):
+        with refused(UserError):
             launch(scheduler)
 
 
@@ -160,17 +161,17 @@ def test_the_printed_job_file_is_byte_identical_to_the_written_one(launch, words
 
 
 def test_commands_of_hosts_hold_no_secret_and_no_invisible_character(words, capsys):
-    for override, message in (
-        (f'run.on_end="push --password {SECRET}"', "this is a secret"),
-        ('run.on_end="echo \\u202e"', ""),
-        ('run.on_end="echo \u202e"', "a control character or an invisible one"),
+    for override, is_refused in (
+        (f'run.on_end="push --password {SECRET}"', True),
+        ('run.on_end="echo \\u202e"', False),
+        ('run.on_end="echo \u202e"', True),
     ):
         made = words("ddp", override=(override,))
         job, loaded = make_job(made.config, made.override, accelerate_file=made.accelerate, ranks_per_host=2)
-        if not message:
+        if not is_refused:
             print_commands(job, loaded, num_hosts=2)
             continue
-        with pytest.raises(UserError, match=message) as caught:
+        with refused(UserError) as caught:
             print_commands(job, loaded, num_hosts=2)
         assert SECRET not in str(caught.value)
 
@@ -178,7 +179,7 @@ def test_commands_of_hosts_hold_no_secret_and_no_invisible_character(words, caps
 def test_secrets_have_a_way_of_their_own(launch):
     file = Path("variables")
     file.write_text(f"API_KEY={SECRET}\n")
-    with pytest.raises(UserError, match="chmod 600 variables"):
+    with refused(UserError, "600 variables"):
         launch("slurm", env_file=file)
     file.chmod(0o600)
     assert f"set -a\n# shellcheck disable=SC1090,SC1091\n. {file.absolute()} || exit 2\nset +a\n" in launch(
@@ -192,7 +193,7 @@ def test_secrets_have_a_way_of_their_own(launch):
     task = YAML(typ="safe").load(launch("skypilot", secret=("API_KEY",)))
     assert task["secrets"] == {"API_KEY": None}
     for scheduler, secret in (("kubernetes", "API_KEY=wandb"), ("skypilot", f"API_KEY={SECRET}")):
-        with pytest.raises(UserError, match="--secret") as caught:
+        with refused(UserError, "--secret") as caught:
             launch(scheduler, secret=(secret,))
         assert SECRET not in str(caught.value)
 

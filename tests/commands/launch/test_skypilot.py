@@ -16,6 +16,7 @@ from finetune.errors import UserError
 from tests.commands.launch.conftest import CONFIGS, fits
 from tests.launch.checkers import shellcheck
 from tests.launch.hostile import HIDDEN, HOSTILE, NAMES
+from tests.refusals import refused
 
 PYTHON = os.environ.get("FINETUNE_TEST_SKYPILOT_PYTHON")
 """An interpreter with SkyPilot, which needs another version of click than huggingface_hub; `.ci/run` makes one."""
@@ -92,7 +93,7 @@ def test_every_strategy_gives_a_script_that_shellcheck_takes_or_is_refused(words
             if fits(strategy, nodes=nodes, gpus_per_node=gpus):
                 scripts.add(task(wanted)["run"])
             else:
-                with pytest.raises(UserError, match="accelerate_configs"):
+                with refused(UserError, "accelerate_configs"):
                     task(wanted)
     assert len(scripts) >= 15
     for script in (sorted(scripts)[0], sorted(scripts)[-1]):
@@ -112,7 +113,7 @@ def test_hostile_names_and_values_are_quoted_or_refused(words, project, hostile)
     job.write_text((project / "job.yaml").read_text())
     wanted = replace(words("ddp", env=(f"HOSTILE={hostile}",)), config=job)
     if hostile in HIDDEN:
-        with pytest.raises(UserError, match="a control character or an invisible one"):
+        with refused(UserError):
             task(wanted)
         return
     found = task(wanted)
@@ -130,17 +131,17 @@ def test_the_job_is_found_in_the_folder_that_is_copied(words, project):
 @pytest.mark.parametrize(
     ("override", "sky", "message"),
     [
-        ((), {"gpu": None}, "--gpu: name the GPU"),
-        ((), {"bucket": ("/data",)}, "--bucket /data: write a new absolute path"),
+        ((), {"gpu": None}, "--gpu"),
+        ((), {"bucket": ("/data",)}, "--bucket /data"),
         ((), {"bucket": ("data=s3://bucket",)}, "--bucket"),
         ((), {"bucket": ("/d=s3://a", "/d=s3://b")}, "--bucket"),
         ((), {"volume": ("/shared=a b",)}, "--volume"),
-        ((), {"volume": ()}, r"run.local_folder: /shared/run exists only on the host"),
+        ((), {"volume": ()}, "run.local_folder"),
         (("model.name=/models/llama", "model.from_config=null", "model.tokenizer=null"), {}, "model.name"),
     ],
 )
 def test_mistakes_are_named(words, override, sky, message):
-    with pytest.raises(UserError, match=message):
+    with refused(UserError, message):
         task(words("ddp", override=override), **sky)
 
 
@@ -148,5 +149,5 @@ def test_a_job_elsewhere_is_refused(words, tmp_path_factory):
     other = tmp_path_factory.mktemp("other") / "job.yaml"
     wanted = words("ddp")
     other.write_text(wanted.config.read_text().replace("rows.jsonl", str(wanted.config.with_name("rows.jsonl"))))
-    with pytest.raises(UserError, match="the folder that SkyPilot copies"):
+    with refused(UserError, "SkyPilot"):
         task(replace(wanted, config=other))

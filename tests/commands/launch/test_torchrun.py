@@ -7,6 +7,7 @@ import pytest
 from finetune.commands.launch.job_files import make_job
 from finetune.commands.launch.torchrun import print_commands
 from finetune.errors import UserError
+from tests.refusals import refused
 
 ROOT = Path(__file__).parents[3]
 RECIPE = next(iter(sorted((ROOT / "finetune" / "recipes").glob("sft*.yaml"))))
@@ -43,7 +44,7 @@ def test_hsdp_whose_rows_are_shared_has_fewer_shards_on_a_host(
     print_commands(job, loaded, num_hosts=3)
     found = capsys.readouterr().out
     assert found.count("--parallelism_config_dp_replicate_size 3 --parallelism_config_dp_shard_size 2") == 3
-    with pytest.raises(UserError, match="parallelism_config_sp_size: 2 does not divide the 3 ranks of a host"):
+    with refused(UserError, "parallelism_config_sp_size: 2", "3 ranks"):
         make_job(RECIPE, [], ranks_per_host=3, **options)
 
 
@@ -53,12 +54,12 @@ def test_ranks_are_several_whole_tensor_parallel_groups(capsys: pytest.CaptureFi
     print_commands(job, loaded, num_hosts=2)
     assert capsys.readouterr().out.count("accelerate launch") == 2
     job, loaded = make_job(RECIPE, ["train.global_batch_size=4"], ranks_per_host=3, **options)
-    with pytest.raises(UserError, match="parallelism_config_tp_size: `2` on 3 processes is not supported"):
+    with refused(UserError, "parallelism_config_tp_size", "`2` on 3 processes"):
         print_commands(job, loaded, num_hosts=1)
 
 
 def test_an_invalid_accelerate_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "list.yaml").write_text("[1, 2]")
-    for name, words in (("none.yaml", "it cannot be read: No such file"), ("list.yaml", "it has no keys")):
-        with pytest.raises(UserError, match=words):
+    for name in ("none.yaml", "list.yaml"):
+        with refused(UserError, name):
             make_job(RECIPE, [], accelerate_file=tmp_path / name, ranks_per_host=1)

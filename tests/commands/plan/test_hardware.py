@@ -7,6 +7,7 @@ import pytest
 from finetune.commands.plan.hardware import COMMON_HARDWARE, own_hardware, parse_hardware
 from finetune.commands.plan.plan import PlanOptions, _hardware
 from finetune.errors import UserError
+from tests.refusals import refused
 
 
 @pytest.mark.parametrize(
@@ -25,18 +26,9 @@ def test_a_text_names_hardware(text: str, nodes: int | None, name: str, per_node
     assert (found.gpu.name, found.gpus_per_node, found.num_nodes) == (name, per_node, num_nodes)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("0xT4", "is not of the form NxGPU"),
-        ("", "is not of the form NxGPU"),
-        ("99999999999xT4", "is not of the form NxGPU with 1 to 65,536 GPUs"),
-        ("12xH100", "12 GPUs cannot be divided among machines with 8 each"),
-        ("8xH100-82GB", "there is no GPU `H100-82GB` in the table. Nearest: H100-80GB"),
-    ],
-)
-def test_a_text_that_is_not_a_machine_is_refused_with_one_message(text: str, message: str):
-    with pytest.raises(UserError, match=message):
+@pytest.mark.parametrize("text", ["0xT4", "", "99999999999xT4", "12xH100", "8xH100-82GB"])
+def test_a_text_that_is_not_a_machine_is_refused_with_one_message(text: str):
+    with refused(UserError):
         parse_hardware(text, num_nodes=None)
 
 
@@ -62,10 +54,10 @@ def test_the_gpus_of_this_machine_are_taken_with_their_own_memory(gpus: Callable
 
 def test_gpus_that_are_in_no_table_or_of_several_kinds_are_refused(gpus: Callable[..., None]):
     gpus("NVIDIA GeForce GT 710")
-    with pytest.raises(UserError, match=r"GT 710, is not in the table. Write --gpus"):
+    with refused(UserError, "710,", "--gpus"):
         own_hardware(num_nodes=None, gpu_table=None)
     gpus("Tesla T4", "NVIDIA L4")
-    with pytest.raises(UserError, match="several models"):
+    with refused(UserError):
         own_hardware(num_nodes=None, gpu_table=None)
 
 

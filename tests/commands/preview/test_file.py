@@ -13,6 +13,7 @@ from finetune.config.load import load_config
 from finetune.data.sources.source import open_source
 from finetune.errors import DataError, UserError
 from finetune.model.tokenizer import train_or_load_tokenizer
+from tests.refusals import refused
 from tests.small_models import byte_tokenizer
 
 REVIEWS = [("good", "a long walk in the rain, and back"), ("bad", "nothing was there; nobody came"), ("good", "tea")]
@@ -87,7 +88,7 @@ def test_tokens_are_counted_with_a_tokenizer(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "tokens          median 3, 99% 70, longest 70, total 73" in printed
     assert "max_length: 128  # the longest row has 70 tokens" in printed
-    with pytest.raises(UserError, match=r"--tokenizer: .*contains no tokenizer"):
+    with refused(UserError, "--tokenizer"):
         preview_file(str(tmp_path / "rows.txt"), num_rows=1, tokenizer=str(tmp_path))
 
 
@@ -127,7 +128,7 @@ def test_rows_that_are_no_training_rows_get_no_lines_but_what_to_make_of_them(tm
 
 def test_an_unreadable_row_is_reported_after_the_readable_rows_before_it(tmp_path, capsys):
     (tmp_path / "rows.csv").write_text("label,text\n" + "1,a\n" * 200 + "2\n")
-    with pytest.raises(DataError, match=r"rows\.csv, row 201 \(line 202\)"):
+    with refused(DataError, "rows.csv, row 201", "line 202"):
         preview_file(str(tmp_path / "rows.csv"), num_rows=1, tokenizer=None)
     printed = capsys.readouterr().out
     assert "200, up to one that cannot be read" in printed
@@ -151,29 +152,29 @@ def test_a_conll_file_with_another_extension_is_recognized(tmp_path, capsys):
 
 
 REFUSED = {
-    "nothing.csv": (None, "there is no such file"),
-    "rows.xlsx": (b"PK", "unknown file type"),
-    "empty.csv": (b"", "has no rows"),
-    "half.jsonl": (b'{"text": "a"}\n{"te', "line 2: not valid JSON"),
-    "zeros.txt": (bytes(100), "line 1: has only zero bytes"),
-    "cut.csv.gz": (gzip.compress(CSV.format(d=",").encode())[:-9], "cannot be read: Truncated"),
-    "never.csv": (b'text\n"a\nb\n', "line 2: .*not closed"),
+    "nothing.csv": (None, ""),
+    "rows.xlsx": (b"PK", ""),
+    "empty.csv": (b"", ""),
+    "half.jsonl": (b'{"text": "a"}\n{"te', "line 2"),
+    "zeros.txt": (bytes(100), "line 1"),
+    "cut.csv.gz": (gzip.compress(CSV.format(d=",").encode())[:-9], ""),
+    "never.csv": (b'text\n"a\nb\n', "line 2"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_preview_reports_a_bad_file_with_the_message_of_training(tmp_path, name):
-    content, message = REFUSED[name]
+    content, fact = REFUSED[name]
     if content is not None:
         (tmp_path / name).write_bytes(content)
-    with pytest.raises(DataError, match=f"{name}.*{message}"):
+    with refused(DataError, name, fact):
         preview_file(str(tmp_path / name), num_rows=1, tokenizer=None)
 
 
 def test_a_folder_of_mixed_kinds_names_them(tmp_path):
     for name in ("a.csv", "b.jsonl"):
         (tmp_path / name).write_text("x\n")
-    with pytest.raises(DataError, match=r"contains files of several formats \(1 \.csv, 1 \.jsonl\)"):
+    with refused(DataError, "1 .csv, 1 .jsonl"):
         preview_file(str(tmp_path), num_rows=1, tokenizer=None)
 
 

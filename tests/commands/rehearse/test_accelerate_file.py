@@ -6,6 +6,7 @@ import pytest
 
 from finetune.commands.rehearse.accelerate_file import for_this_machine, read_accelerate_file
 from finetune.errors import StrategyError, UserError
+from tests.refusals import refused
 
 CONFIGS = Path(__file__).parents[3] / "accelerate_configs"
 
@@ -45,7 +46,7 @@ def test_hsdp_is_rehearsed_with_two_copies_of_two_shards(tmp_path):
     sizes = launch.values["parallelism_config"]
     assert (sizes["parallelism_config_dp_replicate_size"], sizes["parallelism_config_dp_shard_size"]) == (2, 2)
     assert any(change.key.endswith("shard_size") and (change.was, change.now) == (8, 2) for change in changes)
-    with pytest.raises(UserError, match="Write --processes 4"):
+    with refused(UserError, "--processes 4"):
         local_file(CONFIGS / "multi_node_hsdp.yaml", tmp_path, processes=3)
 
 
@@ -55,7 +56,7 @@ def test_sequence_parallelism_is_rehearsed_with_two_processes(tmp_path):
     launch, changes = for_this_machine(file, processes=4, is_fp16=False, folder=tmp_path)
     assert (file.data_parallel_size, launch.data_parallel_size) == (2, 2)
     assert "parallelism_config.parallelism_config_sp_size: 8 -> 2" in " ".join(map(str, changes))
-    with pytest.raises(StrategyError, match="3 does not divide the 16 processes"):
+    with refused(StrategyError, "16 processes"):
         read_accelerate_file(written(tmp_path, text.replace("size: 8", "size: 3")))
 
 
@@ -72,38 +73,38 @@ def test_fp16_in_job_and_file_is_replaced_by_bf16(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("distributed_type: XLA\n", "line 1, distributed_type: `XLA`: .* is not supported"),
-        ("num_processes: 8\n", "distributed_type: `None` is not supported"),
-        ("distributed_type: FSDP\nnum_machines: 3\nnum_processes: 8\n", "line 3, num_processes: 8 cannot be shared"),
-        ("distributed_type: FSDP\nnum_processes: none\n", "line 2, num_processes: `none` is not a number"),
-        ("distributed_type: FSDP\nnum_processes: 8\nuse_cpu: true\n", "line 3, use_cpu: with `true`"),
+        ("distributed_type: XLA\n", "line 1, distributed_type: `XLA`"),
+        ("num_processes: 8\n", "distributed_type: `None`"),
+        ("distributed_type: FSDP\nnum_machines: 3\nnum_processes: 8\n", "line 3, num_processes: 8"),
+        ("distributed_type: FSDP\nnum_processes: none\n", "line 2, num_processes: `none`"),
+        ("distributed_type: FSDP\nnum_processes: 8\nuse_cpu: true\n", "line 3, use_cpu"),
         (
             "distributed_type: FSDP\nnum_processes: 16\nparallelism_config:\n"
             "  parallelism_config_dp_replicate_size: 2\n  parallelism_config_dp_shard_size: 4\n",
-            "2 copies x 4 shards are 8 processes, and num_processes is 16",
+            "2 copies",
         ),
-        ("distributed_type: FSDP\nnum_processes: true\n", "line 2, num_processes: `True` is not a number"),
-        ("distributed_type: FSDP\nnum_processes: 1000000000\n", "line 2, num_processes: `1000000000` is not a number"),
-        ("distributed_type: FSDP\nfsdp_config: [1]\n", r"line 2, fsdp_config: `\[1\]` is not a section"),
-        ("distributed_type: FSDP\nparallelism_config: x\n", "line 2, parallelism_config: `x` is not a section"),
-        ("distributed_type: DEEPSPEED\ndeepspeed_config: 1\n", "line 2, deepspeed_config: `1` is not a section"),
+        ("distributed_type: FSDP\nnum_processes: true\n", "line 2, num_processes: `True`"),
+        ("distributed_type: FSDP\nnum_processes: 1000000000\n", "line 2, num_processes: `1000000000`"),
+        ("distributed_type: FSDP\nfsdp_config: [1]\n", "line 2, fsdp_config: `[1]`"),
+        ("distributed_type: FSDP\nparallelism_config: x\n", "line 2, parallelism_config: `x`"),
+        ("distributed_type: DEEPSPEED\ndeepspeed_config: 1\n", "line 2, deepspeed_config: `1`"),
         (
             "distributed_type: FSDP\nparallelism_config: {parallelism_config_dp_shard_size: x}\n",
-            "parallelism_config_dp_shard_size: `x` is not a number of processes",
+            "parallelism_config_dp_shard_size: `x`",
         ),
         (
             "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: [1]}\n",
-            r"deepspeed_config_file: `\[1\]` is not the name of a file",
+            "deepspeed_config_file: `[1]`",
         ),
     ],
 )
 def test_a_file_that_fails_on_the_real_machines_is_refused_with_its_line(tmp_path, text, message):
-    with pytest.raises(StrategyError, match=message):
+    with refused(StrategyError, message):
         read_accelerate_file(written(tmp_path, text))
 
 
 def test_a_missing_file_is_one_message(tmp_path):
-    with pytest.raises(UserError, match=r"--accelerate .*gone\.yaml: it cannot be read"):
+    with refused(UserError, "--accelerate", "gone.yaml"):
         read_accelerate_file(tmp_path / "gone.yaml")
 
 
@@ -113,7 +114,7 @@ def test_a_damaged_deepspeed_config_is_refused_or_left_as_it_is(tmp_path, conten
     section = f"deepspeed_config: {{deepspeed_config_file: {tmp_path / 'ds.json'}}}\n"
     file = read_accelerate_file(written(tmp_path, f"distributed_type: DEEPSPEED\n{section}"))
     if content == "{":
-        with pytest.raises(StrategyError, match=r"ds\.json is not valid JSON"):
+        with refused(StrategyError, "ds.json"):
             for_this_machine(file, processes=2, is_fp16=True, folder=tmp_path)
     else:
         assert for_this_machine(file, processes=2, is_fp16=True, folder=tmp_path)[0].num_processes == 2

@@ -23,6 +23,7 @@ from finetune.config.overrides import override_text
 from finetune.config.sections.model import FromConfigSection, ModelSection
 from finetune.errors import ModelError
 from finetune.model.layers import LayerStack
+from tests.refusals import refused
 
 
 def changes_of(job, *overrides):
@@ -154,17 +155,17 @@ def test_a_target_module_of_one_layer_is_mapped(job, architecture):
 
 
 @pytest.mark.parametrize(
-    ("override", "message"),
+    "override",
     [
-        ("model.lora.layers=[40]", "layer 40 does not exist in the real model, which has 32"),
-        ('model.lora.target_modules=["q_prj"]', "no module is named `q_prj`. Did you mean `q_proj`"),
-        ('model.freeze=["model.layers.32.*"]', "model.freeze: no parameter matches `model.layers.32"),
-        ('train.unfreeze=[{"patterns": ["head.*"], "after_steps": 2}]', "train.unfreeze.0.patterns: no parameter"),
-        ("train.optimizer.rates={'*embeds*': 0.1}", "train.optimizer.rates: no parameter"),
+        "model.lora.layers=[40]",
+        'model.lora.target_modules=["q_prj"]',
+        'model.freeze=["model.layers.32.*"]',
+        'train.unfreeze=[{"patterns": ["head.*"], "after_steps": 2}]',
+        "train.optimizer.rates={'*embeds*': 0.1}",
     ],
 )
-def test_a_name_that_matches_nothing_in_the_real_model_is_refused(job, architecture, override, message):
-    with pytest.raises(ModelError, match=message.replace(".", r"\.").replace("*", r"\*")):
+def test_a_name_that_matches_nothing_in_the_real_model_is_refused(job, architecture, override):
+    with refused(ModelError):
         matched(job, architecture, override)
 
 

@@ -17,6 +17,7 @@ from finetune.commands.sweep.axes import (
 from finetune.config.overrides import override_text
 from finetune.config.yaml import read_yaml
 from finetune.errors import ConfigError, UserError
+from tests.refusals import refused
 
 
 @pytest.mark.parametrize(
@@ -59,13 +60,12 @@ def test_a_run_is_given_exactly_the_value(value):
     ],
 )
 def test_each_mistake_in_the_options_is_reported(texts, message):
-    with pytest.raises(ConfigError) as error:
+    with refused(ConfigError, message):
         parse_axes(texts)
-    assert message in str(error.value)
 
 
 def test_all_mistakes_in_the_options_are_reported_at_once():
-    with pytest.raises(ConfigError) as error:
+    with refused(ConfigError) as error:
         parse_axes(["train.steps=1,1", "train.learning_rate=", "run.folder=x"])
     assert len(error.value.problems) == 3
 
@@ -156,22 +156,14 @@ def test_a_range_is_read(text, wanted):
     assert space == {"train.key": wanted}
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("1e-3..1e-5", "Write the smaller number first"),
-        ("log:0..1", "cannot begin at 0"),
-        ("../rows.jsonl", "nothing varies"),
-        ("1..x", "nothing varies"),
-    ],
-)
-def test_an_invalid_range_is_refused(text, message):
-    with pytest.raises(UserError, match=message):
+@pytest.mark.parametrize("text", ["1e-3..1e-5", "log:0..1", "../rows.jsonl", "1..x"])
+def test_an_invalid_range_is_refused(text):
+    with refused(UserError):
         parse_space(parse_axes([f"train.key={text}"]), is_search=True)
 
 
 def test_a_range_without_a_search_is_refused():
-    with pytest.raises(UserError, match="a range needs --search N"):
+    with refused(UserError, "--search N"):
         parse_space(parse_axes(["train.learning_rate=1e-5..1e-3"]), is_search=False)
     parse_space(parse_axes(["data.train.path=../rows.jsonl,a..b"]), is_search=False)
 

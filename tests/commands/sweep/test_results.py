@@ -23,6 +23,7 @@ from finetune.commands.sweep.results import (
 from finetune.commands.sweep.runs import FAILED, FINISHED, STOPPED, RunOutcome, SweepRun
 from finetune.config.load import load_config
 from finetune.errors import UserError
+from tests.refusals import refused
 
 EVALUATED = ["data.validation.fraction=0.5", "evaluate={every_steps: 2}"]
 LOSS, ACCURACY = Objective("loss", True), Objective("accuracy", False)
@@ -70,16 +71,10 @@ def test_the_default_metric_is_that_of_the_job(job, written, overrides, objectiv
 
 
 @pytest.mark.parametrize(
-    ("written", "overrides", "message"),
-    [
-        ("loss", [], "the job has no `evaluate`"),
-        ("rouge", EVALUATED, "no evaluation measures it"),
-        ("loss:maximize", EVALUATED, "loss is better when it is smaller"),
-        ("loss:up", EVALUATED, "write minimize or maximize"),
-    ],
+    ("written", "overrides"), [("loss", []), ("rouge", EVALUATED), ("loss:maximize", EVALUATED), ("loss:up", EVALUATED)]
 )
-def test_an_unmeasured_metric_or_a_wrong_direction_is_refused(job, written, overrides, message):
-    with pytest.raises(UserError, match=message):
+def test_an_unmeasured_metric_or_a_wrong_direction_is_refused(job, written, overrides):
+    with refused(UserError):
         choose_objective(written, load_config(job, overrides).config)
 
 

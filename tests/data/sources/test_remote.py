@@ -16,7 +16,6 @@ from fsspec.implementations.memory import MemoryFileSystem
 from finetune.config.sections.data import SourceSection
 from finetune.data.sources.source import open_source
 from finetune.errors import DataError
-from tests.refusals import refused
 
 ROWS = [{"text": f"story {n}"} for n in range(6)]
 LINES = [json.dumps(row).encode() + b"\n" for row in ROWS]
@@ -72,15 +71,15 @@ def test_the_identity_changes_with_the_content(folder):
 
 def test_a_missing_remote_file_is_named(folder):
     for url in (f"{folder}/nothing.jsonl", f"{folder}/rows/*.csv"):
-        with refused(DataError):
+        with pytest.raises(DataError, match=r"(nothing\.jsonl|\*\.csv): there is no such file"):
             opened(url)
     put(f"{folder}/rows/c.csv", b"text\nd\n")
-    with refused(DataError, "1 .csv, 2 .jsonl"):
+    with pytest.raises(DataError, match=r"/rows contains files of several formats \(1 .csv, 2 .jsonl\)"):
         opened(f"{folder}/rows")
 
 
 def test_a_bucket_that_is_not_there_is_named(bucket):
-    with refused(DataError, "//no-such-bucket/a.jsonl"):
+    with pytest.raises(DataError, match=r"s3://no-such-bucket/a.jsonl: there is no such file, folder or bucket"):
         opened("s3://no-such-bucket/a.jsonl")
 
 
@@ -89,18 +88,18 @@ def test_a_storage_without_credentials_is_reported(monkeypatch):
         raise RuntimeError("Unable to locate credentials")
 
     monkeypatch.setattr(MemoryFileSystem, "info", refuse)
-    with refused(DataError, "a.jsonl"):
+    with pytest.raises(DataError, match=r"a.jsonl cannot be loaded: Unable to locate credentials. Check the URL, and"):
         opened("memory://private/a.jsonl")
 
 
 def test_an_unknown_storage_protocol_is_named():
-    with refused(DataError, "//bucket/a.jsonl"):
+    with pytest.raises(DataError, match=r"s9://bucket/a.jsonl cannot be loaded: Protocol not known: s9"):
         opened("s9://bucket/a.jsonl")
 
 
 def test_a_bad_file_is_named_with_its_url(folder):
     put(f"{folder}/bad.jsonl.gz", b"not gzip")
-    with refused(DataError, "bad.jsonl.gz"):
+    with pytest.raises(DataError, match=r"://.*bad\.jsonl\.gz: cannot be read"):
         opened(f"{folder}/bad.jsonl.gz")
 
 
@@ -129,5 +128,5 @@ def test_a_source_url_with_a_new_signature_has_the_same_identity(site):
 
 
 def test_an_address_that_was_written_down_without_its_secret_is_refused():
-    with refused(DataError):
+    with pytest.raises(DataError, match=r"the secret in this URL was removed .* Pass the URL again"):
         opened("https://h/rows.jsonl?sig=[redacted]")

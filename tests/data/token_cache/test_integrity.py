@@ -31,7 +31,6 @@ from finetune.data.token_cache.samples import ArrayFile
 from finetune.data.token_cache.store import PrecomputedArrays, PrecomputedWriter, TokenCache
 from finetune.errors import DataError
 from tests.data.byte_encoding import encode_bytes
-from tests.refusals import refused
 
 
 @dataclass(frozen=True)
@@ -202,7 +201,7 @@ def test_damage_in_the_memory_of_a_process_sets_nothing_aside(prepare, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(TokenCache, "__getitem__", with_a_flipped_bit)
         (batch, *_) = batches(pool_of_delivery(prepared), section)
-    with refused(DataError):
+    with pytest.raises(DataError, match="the copy on disk is intact: it was corrupted in the memory of a process"):
         require_intact(prepared, batch.sample_ids, batch.checksums)
     assert asides(prepared.folder) == []
 
@@ -223,7 +222,7 @@ def test_damage_that_makes_collation_fail_is_reported_as_damage(prepare):
         num_steps=1,
         section=section,
     )
-    with refused(DataError, "rows.jsonl"):
+    with pytest.raises(DataError, match=r"rows\.jsonl, row \d+; .*differs from the prepared sample"):
         list(loader)
 
 
@@ -245,7 +244,7 @@ def test_only_the_damaged_source_of_a_mix_is_named_and_set_aside(prepare):
     batch = train_batch(samples, ids)
     delivery = SampleVerifier(DatasetView(samples, SetOrder(1, 1), "f"), 1).received([batch])
     assert delivery.damaged == (source_offset(1) + 5,)
-    with refused(DataError, "second.jsonl, row 6"):
+    with pytest.raises(DataError, match=r"second\.jsonl, row 6"):
         require_intact(samples, batch.sample_ids, batch.checksums)
     assert asides(first.folder) == [f".damaged-{second.folder.name}-1"]
 
@@ -265,7 +264,7 @@ def test_precomputed_arrays_are_verified_and_not_part_of_the_digest_of_consumed_
     assert delivery.checksum == SampleVerifier(pool_of_delivery(prepared), STEP).expected(0)
     flip(tmp_path / "known" / "chunk-000000.bin", start=0)
     damaged = batches(pool, section)[0]
-    with refused(DataError, "damaged-known-1"):
+    with pytest.raises(DataError, match=r"known is damaged and was renamed to \.damaged-known-1"):
         require_intact(known, damaged.sample_ids, damaged.checksums)
     assert asides(prepared.folder) == []
 
