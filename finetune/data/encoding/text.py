@@ -13,7 +13,6 @@ from itertools import pairwise
 from typing import Any, Literal, Self
 
 import numpy as np
-from tokenizers import processors
 from transformers import PreTrainedTokenizerBase
 
 from finetune.config.sections.data import DataSection
@@ -22,7 +21,7 @@ from finetune.data.encoding.tokenizer import TextTokenizer, has_double_bos, requ
 from finetune.data.features import CONTROL_NAMES, LENGTHS_OF_SEQUENCES, Features, Findings, Outcome, result_or_error
 from finetune.data.rows import Row, require_valid_unicode
 from finetune.data.token_cache.lengths import SequencesLengthLimit
-from finetune.data.upstream import fast_backend, truncating
+from finetune.data.upstream import truncating
 from finetune.errors import DataError
 from finetune.registry.turns import WEIGHTS, standard_word
 
@@ -423,35 +422,3 @@ def _joined(sequences: Sequence[tuple[Mapping[str, np.ndarray], int]], score: fl
     return Features(
         {**joined, LENGTHS_OF_SEQUENCES: lengths, **score_array}, cut_tokens=sum(lost for _, lost in sequences)
     )
-
-
-def append_eos(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Make the tokenizer append end-of-sequence to every text, also when it is saved and loaded again.
-
-    Raises DataError for a tokenizer without such a token, or one that cannot be changed.
-    """
-    eos = require_eos_id(tokenizer)
-    if ends_with_eos(tokenizer):
-        return
-    backend, settings = fast_backend(tokenizer), tokenizer.init_kwargs
-    if "add_bos_token" in settings or "add_eos_token" in settings:  # then loading rebuilds the post-processor
-        settings["add_eos_token"] = True
-        tokenizer.add_eos_token = True
-    elif backend is not None:
-        name = str(tokenizer.eos_token)
-        last = processors.TemplateProcessing(
-            single=f"$A:0 {name}:0", pair=f"$A:0 $B:1 {name}:1", special_tokens=[(name, eos)]
-        )
-        before = backend.post_processor
-        backend.post_processor = last if before is None else processors.Sequence([before, last])
-    if not ends_with_eos(tokenizer):
-        raise DataError(
-            f"task.embedding.pooling: `last_token` reads the end-of-sequence token, and this tokenizer "
-            f"({type(tokenizer).__name__}) cannot be made to append it. Use one with a tokenizer.json, or `mean`."
-        )
-
-
-def ends_with_eos(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return whether the tokenizer appends end-of-sequence to every text."""
-    ids = list(tokenizer("a b", verbose=False)["input_ids"])
-    return bool(ids) and ids[-1] == tokenizer.eos_token_id

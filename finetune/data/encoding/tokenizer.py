@@ -10,13 +10,14 @@ from itertools import islice, takewhile
 from typing import Any
 
 import numpy as np
+from tokenizers import processors
 from transformers import PreTrainedTokenizerBase
 
 from finetune.config.section import KeyLocations
 from finetune.config.sections.data import DataSection
 from finetune.data.templates.chat_template import set_chat_template
 from finetune.data.templates.rendering import RECORDED_AS, arguments_of, use_arguments
-from finetune.data.upstream import unrestricted_backend
+from finetune.data.upstream import fast_backend, unrestricted_backend
 from finetune.errors import DataError
 
 _PROBE = "a b"
@@ -235,3 +236,35 @@ class EncodedText:
                 positions.append(position)
                 starts.append(start)
         return positions, starts
+
+
+def append_eos(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Make the tokenizer append end-of-sequence to every text, also when it is saved and loaded again.
+
+    Raises DataError for a tokenizer without such a token, or one that cannot be changed.
+    """
+    eos = require_eos_id(tokenizer)
+    if ends_with_eos(tokenizer):
+        return
+    backend, settings = fast_backend(tokenizer), tokenizer.init_kwargs
+    if "add_bos_token" in settings or "add_eos_token" in settings:  # then loading rebuilds the post-processor
+        settings["add_eos_token"] = True
+        tokenizer.add_eos_token = True
+    elif backend is not None:
+        name = str(tokenizer.eos_token)
+        last = processors.TemplateProcessing(
+            single=f"$A:0 {name}:0", pair=f"$A:0 $B:1 {name}:1", special_tokens=[(name, eos)]
+        )
+        before = backend.post_processor
+        backend.post_processor = last if before is None else processors.Sequence([before, last])
+    if not ends_with_eos(tokenizer):
+        raise DataError(
+            f"task.embedding.pooling: `last_token` reads the end-of-sequence token, and this tokenizer "
+            f"({type(tokenizer).__name__}) cannot be made to append it. Use one with a tokenizer.json, or `mean`."
+        )
+
+
+def ends_with_eos(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether the tokenizer appends end-of-sequence to every text."""
+    ids = list(tokenizer("a b", verbose=False)["input_ids"])
+    return bool(ids) and ids[-1] == tokenizer.eos_token_id

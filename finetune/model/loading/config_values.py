@@ -40,19 +40,17 @@ def known_names(config_class: type[Any]) -> frozenset[str]:
         names.update(name for name, parameter in parameters.items() if parameter.kind != parameter.VAR_KEYWORD)
     names |= ROPE_VALUES if "rope_parameters" in names else frozenset()
     names |= {DECODER_START_TOKEN} if getattr(config_class, "is_encoder_decoder", False) is True else frozenset()
-    return frozenset(names - {"self"} | _looked_up(config_class))
+    if looked_up := _looked_up(inspect.getfile(config_class)) - names:
+        own = inspect.getsource(config_class)  # may compute a value itself
+        names |= {name for name in looked_up if not hasattr(config_class, name) and f"self.{name} = " not in own}
+    return frozenset(names - {"self"})
 
 
 @cache
-def _looked_up(config_class: type[Any]) -> frozenset[str]:
-    """Return the values that the model next to the config's file looks up, and that the config does not compute."""
-    file = Path(inspect.getfile(config_class))
-    model_file = file.with_name(file.name.replace("configuration_", "modeling_"))
-    if model_file == file or not model_file.is_file():
-        return frozenset()
-    own = file.read_text(encoding="utf-8")
-    names = set(_LOOKED_UP.findall(model_file.read_text(encoding="utf-8")))
-    return frozenset(name for name in names if not hasattr(config_class, name) and f"self.{name} = " not in own)
+def _looked_up(config_file: str) -> frozenset[str]:
+    """Return the values that the model next to the config's file looks up."""
+    model_file = Path(config_file).with_name(Path(config_file).name.replace("configuration_", "modeling_"))
+    return frozenset(_LOOKED_UP.findall(model_file.read_text(encoding="utf-8")) if model_file.is_file() else ())
 
 
 def suggestion(name: str, names: list[str]) -> str:

@@ -24,8 +24,8 @@ from finetune.data.encoding.text import (
     TextGroupsEncoder,
     TextsLengthLimit,
     Truncation,
-    append_eos,
 )
+from finetune.data.encoding.tokenizer import append_eos
 from finetune.data.features import LENGTHS_OF_SEQUENCES, Features
 from finetune.data.formats.unlabeled import read_texts_to_embed
 from finetune.data.rows import Row

@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import cross_entropy, normalize
 from transformers import AutoTokenizer
 
-from finetune.data.encoding.text import append_eos, ends_with_eos
+from finetune.data.encoding.tokenizer import append_eos, ends_with_eos
 from finetune.errors import DataError
 from finetune.model.activations import enable_gradient_checkpointing
 from finetune.runtime import seeds
