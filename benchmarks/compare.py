@@ -3,9 +3,9 @@
     python benchmarks/compare.py [--quick | --tiny] [--check] [--only PART,PART] [--out FOLDER] [--data FOLDER]
 
 `--quick` takes about 8 minutes on two idle cores; `--check` exits with 1 where a threshold is missed by more than the
-measured spread, or could not be measured. `--tiny` runs every part once on the smallest models, in forks of one process:
-its figures say nothing, and its exit code is 1 where anything could not be measured. A part is `steps`, one of its
-workloads (lognormal, gsm8k, fixed, tiny), startup, strategies, saving, evaluation or growth. Thresholds:
+measured spread, or could not be measured. `--tiny` runs every part once on the smallest models, in forks of one
+process: its figures say nothing, and its exit code is 1 where anything could not be measured. A part is `steps`, one of
+its workloads (lognormal, gsm8k, fixed, tiny), startup, strategies, saving, evaluation or growth. Thresholds:
 benchmarks/README.md.
 """
 

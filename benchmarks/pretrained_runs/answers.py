@@ -126,7 +126,7 @@ def num_equal(given: Sequence[str], others: Sequence[str]) -> int:
 
 def _llama_cpp_answers(file: Path, rows: Sequence[Row]) -> list[str]:
     """Return the greedy answers of llama.cpp, by the template in the file."""
-    model = import_module("llama_cpp").Llama(str(file), n_ctx=512, n_threads=1, verbose=False)
+    model = import_module("llama_cpp").Llama(str(file), n_ctx=512, n_threads=1, n_threads_batch=1, verbose=False)
     settings = {"temperature": 0.0, "max_tokens": MAX_NEW_TOKENS}
     given = [model.create_chat_completion(row["messages"][:-1], **settings) for row in rows]
     return [answer["choices"][0]["message"]["content"] for answer in given]

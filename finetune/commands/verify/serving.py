@@ -246,8 +246,9 @@ class LlamaCppModel:
         return ServedAnswer(text, len(answer) < max_tokens, len(ids), tuple(scores))
 
     def _load(self, **options: Any) -> Any:
+        threads = dict.fromkeys(("n_threads", "n_threads_batch"), torch.get_num_threads())
         try:
-            return self._library.Llama(str(self._path), verbose=False, n_threads=torch.get_num_threads(), **options)
+            return self._library.Llama(str(self._path), verbose=False, **threads, **options)
         except (ValueError, AssertionError) as error:
             raise ServingError(f"llama.cpp cannot load {self._path}: {error}. Export it again.") from error
 
