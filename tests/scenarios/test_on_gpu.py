@@ -79,6 +79,15 @@ def test_the_loss_of_liger_is_ours(losses):
 
 @pytest.mark.gpu
 @ON_GPU[1]
+@pytest.mark.skipif(find_spec("liger_kernel") is None, reason="liger-kernel is not installed")
+@pytest.mark.parametrize("method", [[], LORA], ids=["full", "lora"])
+def test_layers_and_chunks_with_kernels_of_liger_have_the_losses_of_those_without(losses, method):
+    plain, fused = (losses("cuda", [*BF16, *method, f"model.kernels={kernels}"]) for kernels in ("none", "liger"))
+    assert fused == pytest.approx(plain, rel=2e-2)
+
+
+@pytest.mark.gpu
+@ON_GPU[1]
 @pytest.mark.skipif(find_spec("flash_attn") is None, reason="flash-attn is not installed")
 def test_flash_attention_of_rows_is_ours(losses):
     flash = [*END_TO_END, "model.attention=flash_attention_2"]

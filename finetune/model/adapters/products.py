@@ -54,7 +54,8 @@ class MultiplyA(torch.autograd.Function):
             mask = _pack(mask)
         ctx.input_gradient, ctx.dtype = input_gradient, factors[0].dtype
         values = factors if casts is None else casts
-        ctx.save_for_backward(rows, mask, *values)
+        ctx.casts = casts  # which offloading would take for activations
+        ctx.save_for_backward(rows, mask, *(factors if casts is None else ()))
         products = _scaled_product(kept, _stack(values).T, ctx.scale)
         return tuple(products.split_with_sizes([len(each) for each in values], -1))
 
@@ -62,7 +63,8 @@ class MultiplyA(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of rows and factors."""
-        rows, mask, *values = ctx.saved_tensors
+        rows, mask, *factors = ctx.saved_tensors
+        values = factors if ctx.casts is None else ctx.casts
         mask = None if mask is None else _unpack(mask, rows)
         of_products = _stack(gradients, -1)
         of_rows: Tensor | None = None
@@ -130,7 +132,8 @@ class LinearPlusProduct(torch.autograd.Function):
     ) -> Tensor:
         """Return the sum; `cast` is that of the factor to the dtype of the rows if it has another one."""
         values = factor if cast is None else cast
-        ctx.save_for_backward(weight, hidden, values)
+        ctx.cast = cast
+        ctx.save_for_backward(weight, hidden, factor if cast is None else None)
         ctx.input_gradient, ctx.dtype = input_gradient, factor.dtype
         result: Tensor = torch.ops.finetune.linear_plus_product(rows, weight, bias, hidden, values)
         return result
@@ -139,7 +142,8 @@ class LinearPlusProduct(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of product and factor."""
-        weight, hidden, values = ctx.saved_tensors
+        weight, hidden, factor = ctx.saved_tensors
+        values = factor if ctx.cast is None else ctx.cast
         if ctx.needs_input_grad[0]:
             ctx.input_gradient.add(gradient, weight.to(gradient.dtype))
         of_hidden = gradient @ values if ctx.needs_input_grad[3] else None
@@ -156,7 +160,8 @@ class AddProduct(torch.autograd.Function):
     ) -> Tensor:
         """Return the sum, in place or not; `cast` is that of the factor to the dtype of the product, if it has one."""
         values = factor if cast is None else cast
-        ctx.save_for_backward(hidden, values)
+        ctx.cast = cast
+        ctx.save_for_backward(hidden, factor if cast is None else None)
         ctx.dtype = factor.dtype
         if in_place:
             ctx.mark_dirty(output)
@@ -169,7 +174,8 @@ class AddProduct(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of output, product and factor."""
-        hidden, values = ctx.saved_tensors
+        hidden, factor = ctx.saved_tensors
+        values = factor if ctx.cast is None else ctx.cast
         of_sum = gradient.to(hidden.dtype)
         of_hidden = of_sum @ values if ctx.needs_input_grad[1] else None
         of_factor = _gradient_of_b(of_sum, hidden, ctx.dtype) if ctx.needs_input_grad[2] else None

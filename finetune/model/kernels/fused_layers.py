@@ -174,7 +174,7 @@ def _fused_mlp(module: nn.Module) -> tuple[str, Forward] | None:
 
 
 def _run_mlp(module: Any, rows: Tensor, functions: Any, *, kernel: str) -> Any:
-    of_both = getattr(functions, _OF_BOTH_HALVES.get(kernel, ""), None)
+    of_both: Any = getattr(functions, _OF_BOTH_HALVES.get(kernel, ""), None)
     is_whole = hasattr(module, "gate_up_proj") and of_both is not None
     projections = [module.gate_up_proj(rows)] if is_whole else _gate_and_up(module, rows)
     flat = [each.reshape(-1, each.shape[-1]) for each in projections]  # in which one function returns the gradient
