@@ -92,7 +92,7 @@ def trace_step(
     with fake_mesh(sharding) as mesh, FakeTensorMode(allow_non_fake_inputs=True), tracer, assume_device(device):
         parameters, modules = list(model.parameters()), list(model.modules())
         sizes = [parameter.numel() for parameter in parameters]
-        inner = unwrap_model(model)
+        inner: Any = unwrap_model(model)
         head = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
         packed = [module for module in modules if isinstance(module, QuantizedLinear)]
         bases = [getattr(module, "base_layer", None) for module in modules]  # as peft's layers call it
