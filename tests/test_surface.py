@@ -49,7 +49,8 @@ def test_the_whole_schema_was_walked():
 
 def test_every_key_is_read_by_something():
     read = attributes_read()
-    unread = [key for key in KEYS if key.rpartition(".")[2] not in read]
+    by_name = ("data.audit.max_",)  # exceeded_shares in finetune/data/token_cache/counts.py
+    unread = [key for key in KEYS if key.rpartition(".")[2] not in read and not key.startswith(by_name)]
     assert unread == [], "these keys are declared and never read: use them or take them out of their section"
 
 

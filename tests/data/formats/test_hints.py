@@ -64,10 +64,9 @@ def test_each_unreadable_file_gives_one_message(tmp_path, name):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.full
-def test_a_hundred_thousand_columns_are_one_short_message(tmp_path):
-    (tmp_path / "wide.csv").write_bytes(b",".join(b"c%d" % n for n in range(10**5)) + b"\n" + b"," * (10**5 - 1))
-    with refused(DataError, "wide.csv, row 1", "99,960 more") as error:
+def test_ten_thousand_columns_are_one_short_message(tmp_path):
+    (tmp_path / "wide.csv").write_bytes(b",".join(b"c%d" % n for n in range(10**4)) + b"\n" + b"," * (10**4 - 1))
+    with refused(DataError, "wide.csv, row 1", "9,960 more") as error:
         open_source(SourceSection(path=str(tmp_path / "wide.csv")), key="data.train", log=lambda _: None)
     assert len(str(error.value)) < 1500
 

@@ -107,11 +107,10 @@ def test_a_line_without_end_is_not_read_whole(tmp_path, tokenizer, monkeypatch, 
         encode(path, tokenizer)
 
 
-@pytest.mark.full
 def test_a_wide_table_is_read_soon_and_its_columns_are_not_all_listed(tmp_path, tokenizer):
-    names = [f"c{n}" for n in range(100_000)]
+    names = [f"c{n}" for n in range(10_000)]
     (tmp_path / "wide.csv").write_text(",".join(names) + "\n" + ",".join("x" for _ in names) + "\n")
-    with pytest.raises(DataError, match=r"`c39`, and 99,960 more") as caught:
+    with pytest.raises(DataError, match=r"`c39`, and 9,960 more") as caught:
         encode(tmp_path / "wide.csv", tokenizer)
     assert len(str(caught.value)) < 2000
     (tmp_path / "twice.csv").write_text(",".join([*names, "c7"]) + "\n")
