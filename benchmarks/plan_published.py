@@ -143,7 +143,7 @@ class Planned:
     def tokens_per_second(self, *, training: float = 1.0, attention: float = 1.0) -> float:
         """Return the planned tokens per second of one GPU, with both shares multiplied by factors."""
         row, hardware = self.row, self.row.hardware
-        fp8_share = self.job.fp8_share(self.prediction.flops_per_token)
+        fp8_share = self.job.fp8_share(self.prediction.flops_per_token, strategy=self.layout.strategy)
         device = hardware.device("bf16", fp8_share=fp8_share)
         device = replace(
             device, flops=device.flops * training, attention_share=device.attention_share * attention / training

@@ -131,5 +131,8 @@ def _write(path: Path, messages: dict[str, set[str]]) -> None:
     for test in sorted(messages):
         for message in messages[test]:
             tests[message] += f"    # {test}\n"
+    if not tests:
+        path.unlink(missing_ok=True)
+        return
     path.parent.mkdir(exist_ok=True)
     path.write_text("\n".join(f"{message}\n{tests[message]}" for message in sorted(tests)), encoding="utf-8")

@@ -160,9 +160,15 @@ def test_verify_replay_passes_steps_checkpoint_and_layers_and_exits_1_when_the_s
     calls.answer = 1
     words = ("verify", "replay", tmp_path, "--steps", 3, "--from", 400, "--layers", "--set", "train.microbatch_size=2")
     assert typed(*words)[0] == 1
-    (_, request, _), (place, _, _) = calls.made
-    assert place == "finetune.commands.verify.replay:run_replay"
-    assert request == (tmp_path, 3, 400, True, False, ("train.microbatch_size=2",))
+    ((place, arguments, named),) = calls.made
+    assert (place, arguments) == ("finetune.commands.verify.replay:run_replay", (tmp_path,))
+    assert named == {
+        "num_steps": 3,
+        "start": 400,
+        "layers": True,
+        "overrides": ["train.microbatch_size=2"],
+        "trust_remote_code": False,
+    }
 
 
 def test_verify_serving_passes_engine_and_limits_and_exits_1_when_the_models_differ(typed, calls, tmp_path):

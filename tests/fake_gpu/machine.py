@@ -11,6 +11,7 @@ from unittest.mock import patch
 import torch
 
 from finetune.model.kernels import fused_layers
+from finetune.task.lm_loss import chunked_loss
 from tests.fake_gpu.device import FakeGpu
 from tests.fake_gpu.streams import DEFAULT, HOST, FakeEvent, FakeStream, Timeline
 
@@ -132,6 +133,7 @@ def on_machine(gpu: FakeGpu, machine: Machine, *, num_gpus: int = 1) -> Iterator
         # fused layers are chosen where liger-kernel is installed, and compute with the model's own operations
         stack.enter_context(patch.object(fused_layers, "missing_kernel_requirement", lambda device_type: None))
         stack.enter_context(patch.object(fused_layers, "runs_kernels", lambda device_type: False))
+        stack.enter_context(patch.object(chunked_loss, "runs_fused", lambda *_: False))
         stack.enter_context(patch.object(os, "cpu_count", lambda: machine.cores_per_gpu * num_gpus))
         yield timeline
 
