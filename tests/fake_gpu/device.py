@@ -302,8 +302,15 @@ def _histc(values: Tensor, *given: Any, **named: Any) -> Tensor:
     return counts.to(values.dtype)
 
 
+def _mm(one: Tensor, other: Tensor, out_dtype: torch.dtype | None = None, **named: Any) -> Tensor:
+    """Return the product, of the given dtype, which the CPU's alone cannot have."""
+    product: Tensor = torch.ops.aten.mm(one, other, **named)
+    return product if out_dtype is None else product.to(out_dtype)
+
+
 _STAND_INS: dict[str, Callable[..., Any]] = {
     "aten::histc": _histc,
+    "aten::mm": _mm,
     "torch_attn::_varlen_attn": _attention_of_samples,
     "torch_attn::_varlen_attn_backward": _zeros_of_gradients,
 }
