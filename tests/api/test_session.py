@@ -105,6 +105,7 @@ def test_a_checkpoint_of_a_session_under_zero3_is_resumed_by_one_process(session
     assert rest["closed"] == "save: the session is closed. Make another one."
 
 
+@pytest.mark.full
 @pytest.mark.distributed
 def test_ranks_follow_the_calls_of_rank_0_until_it_leaves(trained, tmp_path):
     job = write_job(tmp_path, text=SESSION_JOB)

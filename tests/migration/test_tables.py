@@ -55,6 +55,7 @@ def merged(one, other):
     }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", PEERS)
 def test_configs_of_random_keys_and_values_lose_none(name, tmp_path):
     chance = random.Random(name)

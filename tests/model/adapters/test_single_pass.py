@@ -312,7 +312,9 @@ def test_recomputation_changes_no_number(from_config, build, adapted, mode):
     assert largest_difference(gradients, others) < 1e-5
 
 
-@pytest.mark.parametrize("checkpointing", [False, True, "selective"])
+@pytest.mark.parametrize(
+    "checkpointing", [*(pytest.param(each, marks=pytest.mark.full) for each in (False, True)), "selective"]
+)
 def test_layers_compile_into_as_many_graphs_as_with_peft(from_config, build, adapted, monkeypatch, checkpointing):
     monkeypatch.setattr(compilation, "BACKEND", "aot_eager")
     plain = adapted(build(from_config()), SECTIONS["plain"], noise=0.1).train()
