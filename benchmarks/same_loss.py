@@ -63,7 +63,8 @@ def train(job: Path, strategy: str, *, steps: int) -> np.ndarray:
         command += ["--config_file", str(ROOT / "accelerate_configs" / f"{strategy}.yaml")]
         command += ["--num_processes", "1" if strategy == "single" else "2"]
         command += ["-m", "finetune", "--config", str(job)]
-        for override in (f"run.folder={run}", f"train.steps={steps}", "evaluate=null", "data.validation=null"):
+        length = (f"train.steps={steps}", f"train.schedule.warmup_steps={steps // 3}")
+        for override in (f"run.folder={run}", *length, "evaluate=null", "data.validation=null"):
             command += ["--set", override]
         _run(command)
     return np.array([event["loss"] for event in read_events(run / "events.jsonl") if event["event"] == "StepTaken"])
