@@ -186,6 +186,12 @@ def capture(
     return subprocess.CompletedProcess(list(command), code, *texts)
 
 
+def start_warm_server() -> None:
+    """Start the server, which otherwise the first program starts, unless every program gets a fresh interpreter."""
+    if os.environ.get(ADDRESS):
+        _server()
+
+
 def _print_stacks(pid: int) -> None:
     """Have a process and all that it has started print the stacks of their threads, one after the other, and end."""
     with contextlib.suppress(psutil.NoSuchProcess):

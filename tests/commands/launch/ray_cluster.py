@@ -62,6 +62,7 @@ def two_raylets(
     }
     before = {name: os.environ.get(name) for name in settings}
     os.environ.update(settings)
+    launching.start_warm_server()  # which is not to end with the cluster
     started = {child.pid for child in psutil.Process().children()}
     head: dict[str, Any] = {"num_cpus": 1, "num_gpus": 0, "_system_config": HEAD_SETTINGS}
     if dashboard_port is not None:
