@@ -265,7 +265,7 @@ def _differences(architecture: GGUFArchitecture, config: Any) -> Iterator[str]:
     window = getattr(config, "sliding_window", None)
     types = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * layers
     if list(types) != expected and (window or 0) < config.max_position_embeddings:
-        yield f"its layers have a sliding window of {window} otherwise than llama.cpp's `{architecture.name}`"
+        yield f"its sliding window of {window} is on other layers than in llama.cpp's `{architecture.name}`"
     if getattr(config, "use_bidirectional_attention", False):
         yield "its attention is bidirectional"
 

@@ -47,7 +47,7 @@ def set_batch_norm(model: nn.Module, mode: Literal["frozen"] | int | None, *, is
             module.train = MethodType(_stay_in_evaluation, module)
         elif type(module) not in SUPPORTED_NORMS or module.running_mean is None:
             raise ModelError(
-                f"model.batch_norm: {name} is a {type(module).__name__}, which supports only `frozen`. Write `frozen`."
+                f"model.batch_norm: `{name}` is a {type(module).__name__}, which can only be frozen. Write `frozen`."
             )
         else:
             ghost_norm = GhostBatchNorm(module, group_size=mode)

@@ -39,9 +39,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
     for name in frozen:
         parameters[name].requires_grad_(False)
     if patterns and not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ModelError(
-            f"{KEY}: {', '.join(patterns)} freeze every parameter, so nothing would be trained. Remove some."
-        )
+        raise ModelError(f"{KEY}: every parameter is frozen, so nothing would be trained. Remove some patterns.")
     return tuple(dict.fromkeys(frozen))
 
 

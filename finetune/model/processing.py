@@ -28,7 +28,7 @@ def build_image_processor(section: ImageProcessorSection) -> Any:
     """Return an image processor that resizes to the section's size and normalizes each channel by its values."""
     if len(section.mean) != len(section.std):
         raise ModelError(
-            f"model.image_processor: `mean` has {len(section.mean)} numbers and `std` {len(section.std)}. "
+            f"model.image_processor: `mean` has the length {len(section.mean)} and `std` {len(section.std)}. "
             "Both need one number per channel."
         )
     with without_warnings():  # about torchvision, which is not needed
@@ -88,18 +88,19 @@ def check_image_shape(config: PreTrainedConfig, processor: Any) -> None:
     num_channels, model_channels = len(mean), getattr(config, "num_channels", None)
     if model_channels not in (None, num_channels):
         raise ModelError(
-            f"the model expects {model_channels} channels, but `mean` and `std` of the image processor have "
-            f"{num_channels}. Write `num_channels: {num_channels}` in `model.from_config.values`, or "
-            f"{model_channels} numbers in `model.image_processor.mean` and `std`."
+            f"data.images: the model expects {model_channels} channels, but `mean` and `std` of the image processor "
+            f"have {num_channels}. Write `num_channels: {num_channels}` in `model.from_config.values`, or one number "
+            "per channel in `model.image_processor.mean` and `std`."
         )
     expected = getattr(config, "image_size", None)
     if expected is None or not hasattr(config, "patch_size"):  # models without patches accept any size
         return
     height, width = processed_image_size(processor, num_channels=num_channels)
-    if (height, width) != (tuple(expected) if isinstance(expected, list | tuple) else (expected, expected)):
+    rows, columns = expected if isinstance(expected, list | tuple) else (expected, expected)
+    if (height, width) != (rows, columns):
         raise ModelError(
-            f"the model expects images of {expected} x {expected} pixels, but gets {height} x {width}. Write "
-            f"`image_size: {height}` in `model.from_config.values`, or `data.images.size: {expected}`."
+            f"data.images: the model expects images of {rows} x {columns} pixels, but gets {height} x {width}. "
+            f"Write `image_size: {height}` in `model.from_config.values`, or `data.images.size: {rows}`."
         )
 
 

@@ -135,7 +135,7 @@ def find_classes(context: TaskContext, labels_of: LabelsOf) -> WeightedClasses:
         raise DataError(
             f"the training rows contain {len(names)} class{'es' if not names else ''}"
             f"{f' (`{names[0]}`)' if names else ''}: there is nothing to classify. "
-            f"Write `task.classification.labels` if there are others. {' '.join(lines)}"
+            + " ".join(["Write `task.classification.labels` if there are others.", *lines])
         )
     if not section.labels and len(names) > _MAX_CLASSES:
         some = ", ".join(f"`{name}`" for name in islice(counts, 3))

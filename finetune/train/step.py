@@ -274,7 +274,7 @@ def record_skipped_step(components: TrainingComponents, progress: Progress, reco
             )
         if progress.num_nonfinite_skips >= components.nonfinite.max_skips:
             limit = f"{components.nonfinite.max_skips} steps have already been skipped (train.nonfinite.max_skips)"
-            raise NonFiniteError(f"{problem} {limit}.")
+            raise NonFiniteError(f"{problem} {limit}. Inspect these rows, or lower train.learning_rate.")
         progress.num_nonfinite_skips += 1
     components.reporter(StepSkipped(record.number, reason, sample_ids, rows))
 

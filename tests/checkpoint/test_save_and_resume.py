@@ -10,6 +10,7 @@ from finetune.checkpoint.format.manifest import read_manifest
 from finetune.errors import CheckpointError
 from finetune.runtime.progress import Progress
 from tests.checkpoint.small_run import Run, forge
+from tests.refusals import refused
 
 
 def names(folder):
@@ -110,7 +111,7 @@ def test_a_run_with_only_bad_checkpoints_fails_instead_of_starting_over(folder):
     Run(folder).train(range(1))
     truncate(folder / "step-000001")
     for _ in range(2):  # also the second time, when a scheduler has started it again
-        with pytest.raises(CheckpointError, match=r"no valid checkpoint.*\.bad-step-000001.*Delete them"):
+        with refused(CheckpointError, ".bad-step-000001"):
             Run(folder).find()
 
 
@@ -126,7 +127,7 @@ def test_the_staging_folder_of_a_killed_save_is_never_loaded_and_removed_by_the_
 
 
 def test_a_checkpoint_that_cannot_fit_is_refused_before_anything_is_written(folder):
-    with patch("shutil.disk_usage") as usage, pytest.raises(CheckpointError, match="Free disk space"):
+    with patch("shutil.disk_usage") as usage, refused(CheckpointError, "1.0 kB"):
         usage.return_value.free = 1000
         Run(folder).train(range(1))
     assert names(folder) == []
@@ -135,7 +136,7 @@ def test_a_checkpoint_that_cannot_fit_is_refused_before_anything_is_written(fold
 def test_never_refuses_a_folder_with_checkpoints(folder):
     assert Run(folder, resume="never").find() is None
     Run(folder).train(range(1))
-    with pytest.raises(CheckpointError, match="Write `auto` to resume"):
+    with refused(CheckpointError, "`auto`"):
         Run(folder, resume="never").find()
 
 
@@ -151,36 +152,34 @@ def test_a_path_of_another_run_is_refused_where_this_one_has_checkpoints(folder,
     path = str(tmp_path / "other" / "step-000001")
     assert Run(folder, resume=path).resume()["step"] == 1
     Run(folder).train(range(1))
-    with pytest.raises(CheckpointError, match="belongs to another run"):
+    with refused(CheckpointError, path):
         Run(folder, resume=path).find()
 
 
-@pytest.mark.parametrize(
-    ("path", "message"), [("checkpoints", "write one of them: step-000001"), ("nowhere", "no such folder")]
-)
-def test_a_resume_path_that_is_not_a_checkpoint_is_an_error(folder, tmp_path, path, message):
+@pytest.mark.parametrize("path", ["checkpoints", "nowhere"])
+def test_a_resume_path_that_is_not_a_checkpoint_is_an_error(folder, tmp_path, path):
     Run(folder).train(range(1))
-    with pytest.raises(CheckpointError, match=message):
+    with refused(CheckpointError, "checkpoint.resume: ", tmp_path / path):
         Run(folder, resume=str(tmp_path / path)).find()
 
 
 def test_a_damaged_checkpoint_asked_for_by_path_is_an_error_and_stays_where_it_is(folder):
     Run(folder).train(range(2))
     flip(folder / "step-000002")
-    with pytest.raises(CheckpointError, match=r"checkpoint.resume: .*digest"):
+    with refused(CheckpointError, "checkpoint.resume: ", "step-000002"):
         Run(folder, resume=str(folder / "step-000002")).find()
     assert names(folder) == ["step-000001", "step-000002"]
 
 
 def test_another_runs_identity_is_refused_by_name(folder):
     Run(folder).train(range(1))
-    with pytest.raises(CheckpointError, match=r"data: abc in the checkpoint, xyz in this run\n  extra: nothing in"):
+    with refused(CheckpointError, "data: abc", "xyz", "extra: "):
         Run(folder, identity={"model": "small", "data": "xyz", "extra": "1"}).resume()
 
 
 def test_another_shape_is_refused_by_name(folder):
     Run(folder).train(range(1))
-    with pytest.raises(CheckpointError, match=r"shape: 0.weight \(\[4, 3\] in the checkpoint, \[5, 3\] in this run\)"):
+    with refused(CheckpointError, "0.weight", "[4, 3]", "[5, 3]"):
         Run(folder, width=5).resume()
 
 
@@ -188,7 +187,7 @@ def test_another_optimizer_is_rejected_with_the_missing_state(folder):
     Run(folder).train(range(1))
     run = Run(folder)
     run.access._optimizer = torch.optim.SGD(run.model.parameters(), lr=0.1, momentum=0.9)
-    with pytest.raises(CheckpointError, match=r"missing from .*: 0.weight/momentum_buffer.*\n.*0.weight/exp_avg"):
+    with refused(CheckpointError, "0.weight/momentum_buffer", "0.weight/exp_avg"):
         run.resume()
 
 
@@ -209,7 +208,7 @@ def test_a_manifest_that_points_elsewhere_is_not_trusted(folder, name):
     Run(folder).train(range(1))
     stranger = {name: {"size_bytes": 1, "sha256": "0" * 64}}
     forge(folder / "step-000001", "manifest.json", lambda value: value | {"files": value["files"] | stranger})
-    with pytest.raises(CheckpointError, match="Do not trust this checkpoint"):
+    with refused(CheckpointError, repr(name)):
         read_manifest(folder / "step-000001")
 
 
@@ -218,7 +217,7 @@ def test_a_link_in_place_of_a_file_is_not_followed(folder, tmp_path):
     path = a_tensor_file(folder / "step-000001")
     path.rename(tmp_path / "elsewhere")
     path.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(CheckpointError, match="no valid checkpoint"):
+    with refused(CheckpointError, ".bad-step-000001"):
         Run(folder).find()
 
 
@@ -231,7 +230,7 @@ def test_a_checkpoint_of_a_newer_format_is_refused_and_stays_where_it_is(folder,
     Run(folder, keep_last=3).train(range(3))
     newer(folder / "step-000003")
     section = {} if resume == "auto" else {"resume": str(folder / "step-000003")}
-    with pytest.raises(CheckpointError, match=r"format 3, written by finetune 9\.1\.0.*reads format 2.*Install"):
+    with refused(CheckpointError, "format 3", "9.1.0", "format 2"):
         Run(folder, **section).find()
     assert names(folder) == ["step-000001", "step-000002", "step-000003"]
 
@@ -294,7 +293,7 @@ def test_a_checkpoint_with_valid_digests_and_invalid_content_is_set_aside(folder
 def test_a_progress_file_of_another_version_is_not_treated_as_damage(folder):
     Run(folder, keep_last=3).train(range(2))
     forge(folder / "step-000002", "progress.json", lambda value: value | {"version": 99})
-    with pytest.raises(CheckpointError, match=r"version 99.*Nothing was changed. Install finetune"):
+    with refused(CheckpointError, "version 99"):
         Run(folder).find()
     assert names(folder) == ["step-000001", "step-000002"]
 

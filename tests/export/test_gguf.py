@@ -26,6 +26,7 @@ from finetune.export.gguf import (
     rope_divisors,
     write_gguf,
 )
+from tests.refusals import refused
 from tests.serving_folders import FAMILIES, SIZES, make_model, make_sentencepiece_tokenizer, make_tokenizer, save
 
 LLAMA3 = {
@@ -61,21 +62,17 @@ def test_scaled_positions_are_in_the_metadata():
 
 
 @pytest.mark.parametrize(
-    ("model_type", "values", "reason"),
+    ("model_type", "values", "fact"),
     [
-        (
-            "llama",
-            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
-            "scaled by `dynamic`",
-        ),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "`dynamic`"),
         ("gemma2", {"query_pre_attn_scalar": 24}, "`query_pre_attn_scalar` is 24"),
-        ("gemma2", {"layer_types": ["full_attention"] * 2}, "sliding window of 64 otherwise"),
-        ("mistral", {"sliding_window": 128}, "sliding window of 128 otherwise"),
-        ("bert", {}, "`bert` is not a model type"),
+        ("gemma2", {"layer_types": ["full_attention"] * 2}, "64"),
+        ("mistral", {"sliding_window": 128}, "128"),
+        ("bert", {}, "`bert`"),
     ],
 )
-def test_a_model_that_llama_cpp_computes_otherwise_is_refused(model_type, values, reason):
-    with pytest.raises(ModelError, match=reason):
+def test_a_model_that_llama_cpp_computes_otherwise_is_refused(model_type, values, fact):
+    with refused(ModelError, fact):
         find_architecture(config_of(model_type, **values))
 
 
@@ -126,7 +123,7 @@ def test_whole_words_that_skip_the_merges_are_llama_3s():
 
 @pytest.mark.parametrize("pre_tokenizer", [split_by(r"\d+"), pre_tokenizers.Whitespace()])
 def test_an_unknown_pre_tokenizer_is_refused(pre_tokenizer):
-    with pytest.raises(ModelError, match="no equivalent of this pre-tokenizer"):
+    with refused(ModelError):
         converted(with_pre_tokenizer(pre_tokenizer))
 
 
@@ -158,18 +155,18 @@ def test_pieces_without_all_of_their_merges_are_refused():
     backend = Tokenizer(model)
     backend.normalizer = normalizers.Replace(" ", "▁")
     backend.decoder = decoders.ByteFallback()
-    with pytest.raises(ModelError, match=r"without all of their merges \(a \+ bc\)"):
+    with refused(ModelError, "(a + bc)"):
         converted(PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>"), vocabulary_size=7)
 
 
 def test_a_word_piece_tokenizer_is_refused():
     backend = Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1}, unk_token="[UNK]"))
-    with pytest.raises(ModelError, match="a tokenizer of the type WordPiece"):
+    with refused(ModelError, "WordPiece"):
         converted(PreTrainedTokenizerFast(tokenizer_object=backend))
 
 
 def test_more_ends_than_llama_cpp_has_keys_for_are_refused():
-    with pytest.raises(ModelError, match="4 tokens that end an answer"):
+    with refused(ModelError, "4 tokens"):
         convert_tokenizer(make_tokenizer(), stop_ids={0, 2, 5, 6}, vocabulary_size=402)
 
 
@@ -259,6 +256,6 @@ def test_tokens_template_and_ends_of_answers_are_in_the_file(tmp_path):
 
 
 def test_an_unknown_model_is_refused_with_the_converters_command_and_leaves_no_file(tmp_path):
-    with pytest.raises(ModelError, match=r"(?s)`gpt2` is not a model type .*convert_hf_to_gguf\.py"):
+    with refused(ModelError, "`gpt2`", "convert_hf_to_gguf.py"):
         written(tmp_path, "gpt2")
     assert list(tmp_path.glob("*.gguf*")) == []

@@ -33,6 +33,7 @@ from transformers import (
 from finetune.errors import ModelError, TrainingError
 from finetune.export import merge as merging
 from finetune.export.merge import merge
+from tests.refusals import refused
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`"),
@@ -184,10 +185,10 @@ def test_a_merged_model_is_cut_into_files_and_written_in_the_type_asked_for(buil
 
 def test_an_adapter_that_cannot_be_merged_is_rejected_with_the_reason(build, export, tmp_path):
     prompts = get_peft_model(build(), PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"))
-    with pytest.raises(ModelError, match="trains virtual tokens or keys and does not change weights"):
+    with refused(ModelError):
         export(prompts, merge=True)
     vera = get_peft_model(build(), VeraConfig(r=4, target_modules=["q_proj"]))
-    with pytest.raises(ModelError, match=r"of type VERA cannot be merged\. Supported: ADALORA, IA3"):
+    with refused(ModelError, "VERA"):
         export(vera, merge=True)
     assert list(tmp_path.iterdir()) == []
 
@@ -196,14 +197,11 @@ def test_a_missing_ungathered_or_broken_value_is_an_error(build, export, tmp_pat
     model = adapted(build(), KINDS["LoRA"])
     weights = {name: each.detach().clone() for name, each in model.named_parameters()}
     factor = next(name for name in weights if "lora_B" in name)
-    for value, message in (
-        (torch.empty(0), r"has the shape \(0,\) instead of"),
-        (torch.full_like(weights[factor], torch.nan), "is not finite after merging"),
-    ):
-        with pytest.raises(TrainingError, match=message):
+    for value in (torch.empty(0), torch.full_like(weights[factor], torch.nan)):
+        with refused(TrainingError, factor.rpartition(".lora_B")[0].rpartition(".")[2]):
             export(model, {**weights, factor: value}, merge=True)
     del weights[factor]
-    with pytest.raises(TrainingError, match=r"lora_B\.default\.weight` is missing"):
+    with refused(TrainingError, "lora_B.default.weight"):
         export(model, weights, merge=True)
     assert list(tmp_path.iterdir()) == []
 

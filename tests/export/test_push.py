@@ -11,6 +11,7 @@ from huggingface_hub import constants
 from finetune.errors import HubError
 from finetune.export import save
 from finetune.export.save import push_folder
+from tests.refusals import refused
 
 TOKEN = "hf_" + "a" * 34
 
@@ -87,29 +88,27 @@ def test_a_folder_becomes_a_commit_in_a_private_repository(hub, folder):
 
 def test_a_hub_token_without_permission_is_one_message_without_the_token(hub, folder, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_" + "b" * 34)
-    with pytest.raises(HubError) as told:
+    again = f"finetune export {folder} --push-to-hub me/model"
+    with refused(HubError, "`me/model`", "HF_TOKEN", "`hf auth login`", again, varies=True) as told:
         push_folder(folder, "me/model", private=True)
-    assert "`me/model` was not uploaded: " in str(told.value)
-    assert "Set HF_TOKEN to a token with write access, or log in with `hf auth login`." in str(told.value)
-    assert f"finetune export {folder} --push-to-hub me/model" in str(told.value)
     assert "hf_b" not in str(told.value) and "\n" not in str(told.value)
 
 
 def test_a_missing_hub_token_is_reported(hub, folder, monkeypatch, tmp_path):
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
-    with pytest.raises(HubError, match="Set HF_TOKEN to a token"):
+    with refused(HubError, "HF_TOKEN", varies=True):
         push_folder(folder, "me/model", private=True)
 
 
 def test_an_invalid_repository_name_is_rejected(hub, folder):
-    with pytest.raises(HubError, match="this is not a repository name"):
+    with refused(HubError, "`me/my/model`"):
         push_folder(folder, "me/my/model", private=True)
 
 
 def test_an_unreachable_hub_is_reported_before_uploading(folder, monkeypatch):
     monkeypatch.setattr(save, "is_offline", lambda: True)
-    with pytest.raises(HubError, match=r"the hub cannot be reached\. The model is in"):
+    with refused(HubError, folder):
         push_folder(folder, "me/model", private=True)
 
 
@@ -118,5 +117,5 @@ def test_a_hub_that_closes_the_connection_is_reported(folder, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    with pytest.raises(HubError, match="was not uploaded"):
+    with refused(HubError, "`me/model`", varies=True):
         push_folder(folder, "me/model", private=True)

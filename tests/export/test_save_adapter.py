@@ -11,6 +11,7 @@ from finetune.config.sections.model import LoraSection
 from finetune.errors import ModelError, TrainingError
 from finetune.model.adapters.build import add_adapter
 from finetune.model.adapters.context import AdapterContext
+from tests.refusals import refused
 
 pytestmark = pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
 
@@ -43,7 +44,7 @@ KINDS = [{}, {"rslora": True}, {"dora": True}, SAVED, ADAPTED]
 def test_base_and_adapter_loaded_by_peft_alone_give_the_same_logits(architecture_name, build, export, batch, keys):
     is_tied = architecture_name.endswith(" tied")
     if is_tied and (keys == ADAPTED or (keys == SAVED and architecture_name == "gpt2 tied")):
-        with pytest.raises(ModelError, match="are tied"):
+        with refused(ModelError, "`lm_head`"):
             adapted(build(architecture_name), **keys)
         return
     model = adapted(build(architecture_name), **keys)
@@ -110,10 +111,10 @@ def test_an_adapter_with_an_empty_or_missing_factor_is_refused(build, export, tm
     model = adapted(build())
     weights = values_of(model)
     factor = next(name for name in weights if "lora_B" in name)
-    with pytest.raises(TrainingError, match=r"lora_B\.default\.weight` has the shape"):
+    with refused(TrainingError, "lora_B.default.weight"):
         export(model, {**weights, factor: torch.empty(0)})
     del weights[factor]
-    with pytest.raises(TrainingError, match="1 of 28 weights are missing"):
+    with refused(TrainingError, "1 of 28 weights"):
         export(model, weights)
     assert list(tmp_path.iterdir()) == []
 
@@ -121,5 +122,5 @@ def test_an_adapter_with_an_empty_or_missing_factor_is_refused(build, export, tm
 def test_a_base_made_from_its_config_must_be_given_too(build, export):
     model = adapted(build())
     weights = {name: value for name, value in values_of(model).items() if ".lora_" in name}
-    with pytest.raises(TrainingError, match="21 of 21 weights are missing"):
+    with refused(TrainingError, "21 of 21 weights"):
         export(model, weights)

@@ -12,6 +12,7 @@ from finetune.config.sections.model import LoraSection, PeftSection
 from finetune.errors import TrainingError
 from finetune.model.adapters.build import add_adapter
 from finetune.model.adapters.context import AdapterContext
+from tests.refusals import refused
 
 pytestmark = pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
 
@@ -90,7 +91,7 @@ def test_an_adapter_of_any_kind_is_whole_or_refused(build, load_folder, export, 
     assert len(written) == len(weights) == report.num_tensors
     assert all(tensor.numel() for tensor in written.values())
     first = next(iter(weights))
-    with pytest.raises(TrainingError, match="has the shape"):
+    with refused(TrainingError, first):
         export(model, {**weights, first: torch.empty(0)})
-    with pytest.raises(TrainingError, match=f"1 of {len(weights)} weights are missing"):
+    with refused(TrainingError, f"1 of {len(weights)} weights"):
         export(model, {name: value for name, value in weights.items() if name != first})

@@ -10,6 +10,7 @@ from finetune.config.sections.model import LoraSection
 from finetune.errors import TrainingError
 from finetune.model.adapters.build import add_adapter
 from finetune.model.adapters.context import AdapterContext
+from tests.refusals import refused
 
 
 def logits_of(model, batch):
@@ -110,20 +111,20 @@ def test_a_model_exported_again_replaces_the_older_one_whole(build, export, tmp_
 
 
 @pytest.mark.parametrize(
-    ("spoil", "message"),
+    "spoil",
     [
-        (lambda weights: weights.pop("model.norm.weight"), r"1 of 21 weights are missing, the first is `model\.norm"),
-        (lambda weights: weights.clear(), "21 of 21 weights are missing"),
-        (lambda weights: weights.update({"model.norm.weight": torch.empty(0)}), r"shape \(0,\) instead of \(32,\)"),
-        (lambda weights: weights.update({"model.norm.weight": torch.ones(16)}), r"shape \(16,\) instead of \(32,\)"),
+        lambda weights: weights.pop("model.norm.weight"),
+        lambda weights: weights.clear(),
+        lambda weights: weights.update({"model.norm.weight": torch.empty(0)}),
+        lambda weights: weights.update({"model.norm.weight": torch.ones(16)}),
     ],
 )
-def test_a_missing_or_ungathered_weight_is_an_error_and_the_older_export_stays(build, export, tmp_path, spoil, message):
+def test_a_missing_or_ungathered_weight_is_an_error_and_the_older_export_stays(build, export, tmp_path, spoil):
     model = build()
     before = export(model).files
     weights = values_of(model)
     spoil(weights)
-    with pytest.raises(TrainingError, match=message):
+    with refused(TrainingError, "model.norm.weight" if weights else "21 of 21 weights"):
         export(model, weights)
     assert [path.name for path in tmp_path.iterdir()] == ["final"]
     assert {str(path.relative_to(tmp_path / "final")) for path in (tmp_path / "final").rglob("*.*")} == set(before)
@@ -133,7 +134,7 @@ def test_tied_weights_that_have_parted_are_an_error(build, export):
     model = build("qwen3 tied")
     weights = values_of(model)
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"] + 1
-    with pytest.raises(TrainingError, match="have different values"):
+    with refused(TrainingError, "lm_head.weight"):
         export(model, weights)
 
 
@@ -143,7 +144,7 @@ def test_a_file_that_came_out_short_is_found(build, export, monkeypatch, tmp_pat
 
     model = build()
     monkeypatch.setattr(type(model), "save_pretrained", write_short)
-    with pytest.raises(TrainingError, match="elements instead of"):
+    with refused(TrainingError, "26,912", "35,232", varies=True):
         export(model)
     assert list(tmp_path.iterdir()) == []
 

@@ -3,6 +3,7 @@ import pytest
 from finetune.config.sections.model import FromConfigSection
 from finetune.errors import ModelError
 from finetune.model.loading.architecture import SpecialTokenIds, build_model_config
+from tests.refusals import refused
 
 
 def config_of(model_type="llama", **values):
@@ -18,7 +19,7 @@ def test_the_vocabulary_and_special_tokens_are_the_tokenizer_s():
 
 def test_a_padded_vocabulary_is_accepted_and_a_smaller_one_is_rejected():
     assert config_of(vocab_size=320).vocab_size == 320
-    with pytest.raises(ModelError, match=r"values\.vocab_size: 299 is smaller than the tokenizer's 300 tokens"):
+    with refused(ModelError, "values.vocab_size: 299", "300 tokens"):
         config_of(vocab_size=299)
 
 
@@ -29,17 +30,17 @@ def test_values_have_the_names_that_the_model_type_or_transformers_gives_them():
 
 
 @pytest.mark.parametrize(
-    ("model_type", "values", "message"),
+    ("model_type", "values", "fact"),
     [
-        ("lama", {}, r"model_type: transformers has no model type `lama`\. Did you mean `llama`\?"),
-        ("llama", {"hiden_size": 64}, r"values\.hiden_size: .* no such value\. Did you mean `hidden_size`\?"),
-        ("llama", {"dtype": "bfloat16"}, r"values\.dtype: write `model\.dtype` instead"),
-        ("llama", {"hidden_size": "64"}, r"expected int, got str"),
-        ("llama", {"hidden_size": 65, "num_attention_heads": 4}, r"not a multiple of the number of attention heads"),
+        ("lama", {}, "`llama`"),
+        ("llama", {"hiden_size": 64}, "`hidden_size`"),
+        ("llama", {"dtype": "bfloat16"}, "values.dtype"),
+        ("llama", {"hidden_size": "64"}, "'hidden_size'"),
+        ("llama", {"hidden_size": 65, "num_attention_heads": 4}, "(65)"),
     ],
 )
-def test_config_values_that_transformers_ignores_or_fails_on_are_one_message(model_type, values, message):
-    with pytest.raises(ModelError, match=message):
+def test_config_values_that_transformers_ignores_or_fails_on_are_one_message(model_type, values, fact):
+    with refused(ModelError, "model.from_config", fact):
         config_of(model_type, **values)
 
 

@@ -9,6 +9,7 @@ from torch import nn
 from finetune.errors import ModelError
 from finetune.model import batch_norm
 from finetune.model.batch_norm import set_batch_norm, sync_batch_norm, update_running_statistics
+from tests.refusals import refused
 
 
 def small_model() -> nn.Module:
@@ -116,15 +117,11 @@ def test_a_batch_with_an_incomplete_group_is_normalized_as_in_evaluation():
 
 
 @pytest.mark.parametrize(
-    ("model", "how", "is_new", "message"),
-    [
-        (small_model(), None, True, "the number of samples to normalize over"),
-        (nn.Linear(2, 2), "frozen", False, "has no batch norm. Remove the key"),
-        (nn.SyncBatchNorm(2), 4, True, "supports only `frozen`"),
-    ],
+    ("model", "how", "is_new"),
+    [(small_model(), None, True), (nn.Linear(2, 2), "frozen", False), (nn.Sequential(nn.SyncBatchNorm(2)), 4, True)],
 )
-def test_invalid_batch_norm_settings_are_rejected(model, how, is_new, message):
-    with pytest.raises(ModelError, match=message):
+def test_invalid_batch_norm_settings_are_rejected(model, how, is_new):
+    with refused(ModelError):
         set_batch_norm(model, how, is_new=is_new)
 
 

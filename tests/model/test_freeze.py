@@ -12,6 +12,7 @@ from finetune.model.adapters.build import add_adapter
 from finetune.model.adapters.context import AdapterContext
 from finetune.model.freeze import freeze, peft_exclude_pattern, train_only, unused_modules
 from finetune.model.upstream import expose_hidden_size, keep_own_no_split_modules
+from tests.refusals import refused
 
 
 class Tied(nn.Module):
@@ -50,7 +51,7 @@ def test_matching_parameters_are_frozen():
 
 @pytest.mark.parametrize(("change", "key"), [(freeze, "model.freeze"), (train_only, "model.train_only")])
 def test_a_pattern_without_a_match_names_existing_parameters(change, key):
-    with pytest.raises(ModelError, match=f"{key}: no parameter matches `layers.*`.*`layer.weight`"):
+    with refused(ModelError, f"{key}: ", "`layers.*`", "`layer.weight`"):
         change(Tied(), ("layers.*",))
 
 

@@ -13,6 +13,7 @@ from finetune.config.sections.task import DistillationSection
 from finetune.errors import ModelError
 from finetune.model import frozen_models
 from finetune.model.frozen_models import base_digest, check_teacher_tokenizer, load_teacher, weights_digest
+from tests.refusals import refused
 
 
 @pytest.fixture
@@ -100,7 +101,7 @@ def test_hashing_weights_is_logged_if_it_takes_long(folder, monkeypatch):
 def test_a_file_that_cannot_be_read_is_named(folder):
     (folder / "model-1.safetensors").unlink()
     (folder / "model-1.safetensors").symlink_to(folder / "nowhere")
-    with pytest.raises(ModelError, match=r"model-1.safetensors cannot be read: No such file"):
+    with refused(ModelError, "model-1.safetensors"):
         digest(folder)
 
 
@@ -134,11 +135,11 @@ def test_a_teacher_is_frozen_and_has_no_dropout(teacher_folder):
 def test_a_teacher_with_another_vocabulary_is_rejected_with_one_sentence(teacher_folder):
     section = DistillationSection(teacher=str(teacher_folder))
     check_teacher_tokenizer(section, model=MODEL, tokenizer=tokenizer("red", "green"))
-    with pytest.raises(ModelError, match="differs from the student's in 2 tokens, such as 'green'"):
+    with refused(ModelError, "2 tokens", "'green'"):
         check_teacher_tokenizer(section, model=MODEL, tokenizer=tokenizer("green", "red"))
-    with pytest.raises(ModelError, match="has a vocabulary of 3, but the student's tokenizer has 4"):
+    with refused(ModelError, "vocabulary of 3", "tokenizer has 4"):
         load_teacher(section, model=MODEL, vocabulary_size=4, device=torch.device("cpu"))
-    with pytest.raises(ModelError, match=r"task\.distillation\.teacher: the folder"):
+    with refused(ModelError, "task.distillation.teacher"):
         check_teacher_tokenizer(DistillationSection(teacher="./none"), model=MODEL, tokenizer=tokenizer("red"))
 
 

@@ -16,6 +16,7 @@ from finetune.model.processing import (
     with_pixel_limits,
 )
 from tests.data.picture_processors import qwen, smolvlm
+from tests.refusals import refused
 
 
 def test_a_built_processor_has_one_channel_or_three_and_can_be_loaded_again(tmp_path):
@@ -23,7 +24,7 @@ def test_a_built_processor_has_one_channel_or_three_and_can_be_loaded_again(tmp_
     assert processed_image_size(processor, num_channels=1) == (8, 8)
     processor.save_pretrained(tmp_path)
     assert AutoImageProcessor.from_pretrained(tmp_path).to_dict() == processor.to_dict()
-    with pytest.raises(ModelError, match="`mean` has 1 numbers and `std` 3"):
+    with refused(ModelError, "`mean`", "1", "`std` 3"):
         build_image_processor(ImageProcessorSection(size=8, mean=(0.3,)))
 
 
@@ -58,9 +59,9 @@ def test_pixel_limits_bound_the_tokens_of_an_image_and_are_saved_with_the_proces
 
 
 def test_pixel_limits_of_a_processor_without_any_are_refused_by_name():
-    with pytest.raises(ModelError, match=r"Idefics3ImageProcessor\w* has no limits of pixels.*'longest_edge': 32"):
+    with refused(ModelError, "Idefics3ImageProcessor", "'longest_edge': 32", varies=True):
         with_pixel_limits(smolvlm().image_processor, ImagesSection(max_pixels=1000))
-    with pytest.raises(ModelError, match="become 784 to 100 pixels"):
+    with refused(ModelError, "784 to 100 pixels"):
         with_pixel_limits(qwen().image_processor, ImagesSection(max_pixels=100))
 
 
@@ -69,10 +70,7 @@ def test_image_size_and_channels_must_match_the_model():
     check_image_shape(ViTConfig(image_size=32), processor)
     check_image_shape(ResNetConfig(), processor)
     check_image_shape(ViTConfig(), None)
-    with pytest.raises(ModelError, match=r"expects images of 224 x 224 .* gets 32 x 32. Write `image_size: 32`"):
+    with refused(ModelError, "224 x 224", "32 x 32", "`image_size: 32`"):
         check_image_shape(ViTConfig(), processor)
-    with pytest.raises(
-        ModelError,
-        match=r"expects 1 channels, but `mean` and `std` of the image processor have 3.*Write `num_channels: 3`",
-    ):
+    with refused(ModelError, "1 channels", "`mean`", "`std`", "`num_channels: 3`"):
         check_image_shape(ResNetConfig(num_channels=1), processor)

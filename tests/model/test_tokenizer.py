@@ -20,6 +20,7 @@ from finetune.model.adapters.build import add_adapter
 from finetune.model.adapters.context import AdapterContext
 from finetune.model.tokenizer import add_embedding_rows, add_tokens, load_tokenizer, new_token_ids
 from finetune.runtime.parameters import InitContext
+from tests.refusals import refused
 from tests.small_models import byte_tokenizer
 
 TEXTS = ["the cat sat on the mat while another dog slept", "the dog ate the cat's hat", "naïve café\n\n\t漢字 🙂"]
@@ -113,7 +114,7 @@ def test_the_digest_sees_the_chat_template_and_the_special_tokens_and_not_paddin
 
 
 def test_training_a_tokenizer_needs_a_text(trained):
-    with pytest.raises(ModelError, match="there are no texts"):
+    with refused(ModelError):
         trained([])
 
 
@@ -133,17 +134,17 @@ def test_torch_extensions_dir_sets_the_folder_of_build_locks(load, said, tmp_pat
 
 def test_a_tokenizer_without_padding_and_end_tokens_is_rejected(load, tmp_path):
     word_tokenizer(unk_token="a").save_pretrained(tmp_path / "model")
-    with pytest.raises(ModelError, match="neither a padding nor an end-of-text token"):
+    with refused(ModelError, "model.tokenizer: "):
         load(name=str(tmp_path / "model"))
 
 
 def test_a_folder_without_a_tokenizer_is_rejected_with_the_key_to_write(load, tmp_path):
-    with pytest.raises(ModelError, match=r"contains no tokenizer .* Write `model\.tokenizer\.name`"):
+    with refused(ModelError, "`model.tokenizer.name`"):
         load(name=str(tmp_path))
 
 
 def test_a_model_from_its_config_needs_a_tokenizer(load):
-    with pytest.raises(ModelError, match="has no tokenizer"):
+    with refused(ModelError):
         load()
 
 
@@ -176,24 +177,16 @@ def test_new_tokens_are_one_token_each_and_special_ones_are_special(plain_tokeni
     assert tokenizer("a quokka<|tool|>")["input_ids"][-2:] == [OLDER, OLDER + 1]
     assert tokenizer.decode([OLDER, OLDER + 1], skip_special_tokens=True) == "quokka"
     assert len(plain_tokenizer("quokka")["input_ids"]) > 1
-    with pytest.raises(ModelError, match="the run's tokenizer does not have `quokka`"):
+    with refused(ModelError, "`quokka`"):
         new_token_ids(plain_tokenizer, SECTION)
 
 
 @pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"tokens": ("tool",)}, r"model\.new_tokens\.tokens: `tool` is already in the vocabulary"),
-        (
-            {"special": ("<|endoftext|>",)},
-            r"model\.new_tokens\.special: `<\|endoftext\|>` is already in the vocabulary",
-        ),
-        ({"tokens": ("quokka", "quokka")}, "listed twice"),
-        ({"tokens": ("  ",)}, "whitespace only"),
-    ],
+    "keys",
+    [{"tokens": ("tool",)}, {"special": ("<|endoftext|>",)}, {"tokens": ("quokka", "quokka")}, {"tokens": ("  ",)}],
 )
-def test_an_invalid_new_token_is_rejected_by_name(plain_tokenizer, keys, message):
-    with pytest.raises(ModelError, match=message):
+def test_an_invalid_new_token_is_rejected_by_name(plain_tokenizer, keys):
+    with refused(ModelError, "model.new_tokens"):
         add_tokens(copy.deepcopy(plain_tokenizer), NewTokensSection(**keys))
 
 

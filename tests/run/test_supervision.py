@@ -5,6 +5,7 @@ import torch
 
 from finetune.errors import ModelError
 from finetune.run.supervision import model_code_errors
+from tests.refusals import refused
 
 CODE = """
 import torch
@@ -30,11 +31,11 @@ def model_code(tmp_path):
 
 def test_an_error_raised_by_model_code_is_one_message_with_its_line(model_code):
     with (
-        pytest.raises(ModelError, match=r"ValueError: Each example .* \(modeling_t5\.py, line 6\)"),
+        refused(ModelError, "ValueError", "modeling_t5.py, line 6"),
         model_code_errors(),
     ):
         model_code.forward()
-    with pytest.raises(ModelError, match=r"RuntimeError: .*cannot be multiplied.*line 8"), model_code_errors():
+    with refused(ModelError, "RuntimeError", "line 8"), model_code_errors():
         model_code.short()
 
 

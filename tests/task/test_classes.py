@@ -9,6 +9,7 @@ from finetune.data.encoding.labelled import label_name
 from finetune.errors import DataError
 from finetune.task.classes import class_loss_sum, find_classes, multi_label_loss_sum, regression_loss_sum
 from finetune.task.protocol import TaskContext
+from tests.refusals import refused
 
 RESULTS = torch.tensor([[2.0, 0.0, -1.0], [0.5, 1.5, 0.0], [0.0, 0.0, 3.0]], dtype=torch.float64)
 
@@ -59,15 +60,10 @@ def test_recorded_classes_rebuild_the_encoder_without_rows(data):
 
 
 @pytest.mark.parametrize(
-    ("labels", "message"),
-    [
-        (["a", "a"], r"the training rows contain 1 class \(`a`\): there is nothing to classify"),
-        ([0.5, 0.25], "data.train: no row has a valid label; the first error: a label must be text or an integer"),
-        (range(10_001), r"the training rows contain 10,001 classes \(.*\): is the column a class label"),
-    ],
+    ("labels", "fact"), [(["a", "a"], "1 class (`a`)"), ([0.5, 0.25], "(0.5)"), (range(10_001), "10,001")]
 )
-def test_labels_that_do_not_form_classes_are_rejected(data, labels, message):
-    with pytest.raises(DataError, match=message):
+def test_labels_that_do_not_form_classes_are_rejected(data, labels, fact):
+    with refused(DataError, fact):
         find_classes(materials(labels, data), of_row)
 
 
@@ -166,7 +162,7 @@ def test_minus_one_is_a_class_if_it_is_written(data):
 
 
 def test_rows_without_any_label_are_refused(data):
-    with pytest.raises(DataError, match=r"contain 0 classes: .* `-1` \(2 times\) means that there is no label"):
+    with refused(DataError, "0 classes", "`-1`", "2 times"):
         find_classes(materials([-1, -1, None], data), of_row)
 
 

@@ -24,6 +24,7 @@ from finetune.data.token_cache.chunks import Encoding
 from finetune.errors import DataError
 from finetune.task.protocol import TaskContext, build_task
 from tests.data.encoding.word_pieces import bert_tokenizer
+from tests.refusals import refused
 from tests.small_models import TINY
 
 SIZES = {**TINY, "intermediate_size": 16}
@@ -210,9 +211,7 @@ def test_facts_build_the_task_without_rows(data):
 
 
 def test_regression_rows_without_a_numeric_label_are_rejected(data):
-    with pytest.raises(
-        DataError, match=r"no row has a number as its label; the first error: the label must be a number, but is `x`"
-    ):
+    with refused(DataError, "`x`"):
         task_of("regression", bert_tokenizer(), data, found=list("xyxzy"))
 
 
@@ -239,7 +238,7 @@ def test_unlabeled_rows_are_left_out_and_counted_and_none_is_no_target_of_the_au
     assert [sample.arrays["labels"].tolist() for sample in prepared] == [[0], [1]]
     assert (prepared.counts.unlabeled_rows, prepared.counts.rows_without_target) == (2, 0)
     assert "data.train: left out without a label: 2 rows" in said
-    with pytest.raises(DataError, match=r"data\.train: 2 of 4 rows were dropped"):
+    with refused(DataError, "data.train: 2 of 4 rows"):
         strict = section.model_copy(update={"audit": AuditSection(max_dropped_rows=0.0)})
         prepare_set(source, Encoding(task.samples.encode, strict, identity={}), log=said.append)
 
@@ -252,5 +251,5 @@ def test_vectors_of_classes_are_evaluated_with_the_classes_of_the_training_rows(
     assert [task.label_text(sample) for sample in samples[:3]] == ["0, 2", "1", "none"]
     again = build_task(TaskContext(task_section("multi_label"), data, bert_tokenizer(), facts=task.data_facts.values))
     assert again.encode_row({"text": "a", "label": [0, 1, 1]}).arrays["labels"].tolist() == [0, 1, 1]
-    with pytest.raises(DataError, match="the label has 2 numbers, but there are 3 classes"):
+    with refused(DataError, "2 numbers", "3 classes"):
         again.encode_row({"text": "a", "label": [0, 1]})

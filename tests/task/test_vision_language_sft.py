@@ -14,6 +14,7 @@ from finetune.errors import DataError
 from finetune.task.generation import generate_tokens
 from finetune.task.protocol import TaskContext, build_task
 from tests.data.picture_processors import llava, picture, qwen, smolvlm
+from tests.refusals import pinned, refused
 
 PROCESSORS = {"llava": llava, "qwen": qwen, "smolvlm": smolvlm}
 TEXT = {
@@ -196,25 +197,23 @@ def test_a_vision_prompt_ends_before_the_last_answer_and_has_it_as_reference(tas
 
 
 def test_a_row_without_turns_is_refused(task):
-    with pytest.raises(DataError, match="the row has no turns"):
+    with refused(DataError, "turns"):
         task.encode_row({"text": "hello"})
 
 
 def test_text_alone_does_not_learn_from_images(tokenizer, data):
     sft = build_task(TaskContext(TaskSection(name="sft"), data, tokenizer))
-    with pytest.raises(DataError, match=r"task\.name: vision_language_sft"):
+    with refused(DataError, "task.name: vision_language_sft"):
         sft.encode_row(ONE)
 
 
 @pytest.mark.parametrize("text", ["<image>\nwhat?", "what is an <image>?"])
 def test_a_placeholder_in_the_text_of_a_row_without_images_is_refused(task, text):
-    with pytest.raises(
-        DataError, match=r"has no images, but a text with the placeholder .*`columns: \{images: NAME\}`"
-    ):
+    with refused(DataError, "`columns: {images: NAME}`"):
         task.encode_row(row(asked=text))
 
 
 def test_images_that_are_not_read_are_refused_with_the_line_to_write_and_other_rows_are_encoded(task):
     outcomes = task.samples.encode([{**NONE, UNREAD_IMAGE: "photo"}, ONE])
-    assert "has images in the column `photo`, which are not read. Write `columns: {images: photo}`" in str(outcomes[0])
+    pinned(outcomes[0], "`columns: {images: photo}`")
     assert outcomes[1].num_targets > 0

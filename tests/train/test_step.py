@@ -28,6 +28,7 @@ from finetune.train.plan import make_step_plan
 from finetune.train.step import PrefetchedSteps, StepCounts, TrainingComponents
 from finetune.train.stopping import EarlyStopping, StopRequest, StopSources
 from finetune.train.update import Update
+from tests.refusals import refused
 from tests.train.deferred_checks import defer_finite_checks
 
 NUM_SAMPLES, LENGTH = 8, 6
@@ -168,7 +169,7 @@ def test_the_loss_is_the_mean_over_all_targets_of_the_step():
 def test_a_nan_stops_the_run_names_its_samples_and_changes_no_weight():
     components = parts_of(2, task=RegressionTask(poisoned=5))
     before = components.model.weight.detach().clone()
-    with pytest.raises(NonFiniteError, match=r"step 1 is not finite.*Training rows: rows.jsonl, row 5; .* 6\."):
+    with refused(NonFiniteError, "step 1 ", "rows.jsonl, row 5", "6."):
         run_training_loop(components, Progress())
     assert torch.equal(components.model.weight.detach(), before)
 
@@ -179,7 +180,7 @@ def test_a_skipped_step_changes_nothing_and_is_counted():
         2, task=RegressionTask(poisoned=5), nonfinite=NonFiniteSection(action="skip", max_skips=2), events=events
     )
     progress = Progress()
-    with pytest.raises(NonFiniteError, match="2 steps have already been skipped"):
+    with refused(NonFiniteError, "2 steps"):
         run_training_loop(components, progress)
     assert progress.num_nonfinite_skips == 2
     assert [(event.step, event.sample_ids) for event in events if isinstance(event, StepSkipped)] == [
@@ -295,7 +296,7 @@ def test_a_skipped_step_changes_neither_weights_nor_moments_whenever_it_is_detec
 
 def test_a_run_that_stops_has_the_weights_from_before_the_step(reads_later):
     components, events = run_of(3, action="stop")
-    with pytest.raises(NonFiniteError, match="step 3 is not finite"):
+    with refused(NonFiniteError, "step 3"):
         run_training_loop(components, Progress())
     others, _ = run_of(num_steps=2)
     run_training_loop(others, Progress())
@@ -306,7 +307,7 @@ def test_a_run_that_stops_has_the_weights_from_before_the_step(reads_later):
 def test_exceeding_the_skip_limit_stops_the_run_without_changing_weights(reads_later):
     components, _ = run_of(1, 2, 3, max_skips=2)
     progress = Progress()
-    with pytest.raises(NonFiniteError, match=r"step 3 .* 2 steps have already been skipped"):
+    with refused(NonFiniteError, "step 3", "2 steps"):
         run_training_loop(components, progress)
     assert progress.num_nonfinite_skips == 2
     assert torch.equal(components.model.weight, parts_of(NUM_SAMPLES).model.weight)
@@ -323,7 +324,7 @@ def test_a_checkpoint_counts_all_skipped_steps_before_it(reads_later):
 def test_a_nonfinite_step_ends_the_run_before_the_next_log_point(monkeypatch):
     defer_finite_checks(monkeypatch)
     components, _ = run_of(1, action="stop", log_every=8)
-    with pytest.raises(NonFiniteError, match="step 1 is"):
+    with refused(NonFiniteError, "step 1"):
         run_training_loop(components, Progress())
     assert components.task.num_calls == 1  # the second step's count has brought the news
 
@@ -349,9 +350,8 @@ def test_damaged_samples_stop_the_run_before_its_weights_change(damaged, problem
     handed = Handed(damaged=damaged, problem=problem)
     components = parts_of(2, sample_verifier=handed)
     before = components.model.weight.detach().clone()
-    with pytest.raises(TrainingError, match="step 1 is not taken because its data is damaged") as caught:
+    with refused(TrainingError, "step 1", problem or "rows (3, 5)"):
         run_training_loop(components, Progress())
-    assert (problem or "rows (3, 5) are not what was prepared") in str(caught.value)
     assert handed.explained == [damaged]
     assert torch.equal(components.model.weight, before)
 
@@ -359,7 +359,7 @@ def test_damaged_samples_stop_the_run_before_its_weights_change(damaged, problem
 def test_samples_of_another_step_stop_the_run():
     handed = Handed()
     handed.expected = lambda step: samples_checksum([0], [0])
-    with pytest.raises(TrainingError, match="differ from the data order's"):
+    with refused(TrainingError):
         run_training_loop(parts_of(2, sample_verifier=handed), Progress())
 
 

@@ -20,6 +20,7 @@ from finetune.train.stopping import (
     remove_stop_file,
     stop_request_of,
 )
+from tests.refusals import refused
 
 
 def test_a_signal_on_one_rank_is_the_stop_reason_of_all_ranks():
@@ -86,7 +87,7 @@ def test_early_stopping_continues_counting_after_a_resume():
 
 def test_an_early_stopping_metric_that_is_not_measured_is_rejected():
     section = EarlyStoppingSection(metric="entity_f1", goal="maximize", patience=2)
-    with pytest.raises(UserError, match=r"the evaluation has no `entity_f1`\. It measures loss, accuracy"):
+    with refused(UserError, "`entity_f1`", "loss, accuracy"):
         EarlyStopping(section).update({"loss": 1.0, "accuracy": 0.5}, Progress())
 
 

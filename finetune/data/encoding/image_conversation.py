@@ -177,10 +177,10 @@ class ImageConversationEncoder(ConversationEncoder):
     def _rendered_chat(self, row: Row, drops: DroppedContentCheck) -> RenderedChat | None:
         mark = self.pictures.mark
         texts = () if row.get("images") else texts_in(row["messages"])
-        if any(name in text for text in texts for name in (mark, PLACEHOLDER)):
+        if found := [name for name in (mark, PLACEHOLDER) if any(name in text for text in texts)]:
             raise DataError(
-                f"has no images, but a text with the placeholder of one (`{mark}` or `{PLACEHOLDER}`). Name the column "
-                "of its images with `columns: {images: NAME}`, or remove the placeholder."
+                f"has no images, but a text with the placeholder of one, `{found[0]}`. Name the column of its images "
+                "with `columns: {images: NAME}`, or remove the placeholder."
             )
         chat = super()._rendered_chat(row, drops)
         if chat is None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -204,7 +205,9 @@ def add_adapter(model: PreTrainedModel, adapter: AdapterConfig, context: Adapter
             torch.default_generator.manual_seed(derive_seed(context.seed, "adapters", method.key))
             adapted = get_peft_model(model, config, adapter_name=ADAPTER_NAME, revision=context.revision)
     except (ValueError, TypeError) as error:  # from peft, for layers that this method does not support
-        raise ModelError(f"model.{method.key}: {error_summary(error)} {format_candidates(model)}") from error
+        unsupported = re.match(r"Target module (\w+)\(.*\) is not supported", str(error), re.DOTALL)
+        reason = f"peft has no such adapter for a {unsupported[1]}." if unsupported else error_summary(error)
+        raise ModelError(f"model.{method.key}: {reason} {format_candidates(model)}") from error
     require_ties(adapted, tied, key=f"model.{method.key}")
     method.fill(adapted, adapter, context)
     group_expert_adapters(adapted)

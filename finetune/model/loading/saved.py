@@ -186,9 +186,9 @@ def attach_adapters(model: Any, folders: Mapping[str, Path], *, key: str) -> Any
     for name, adapter_values in values.items() if any(values.values()) else ():
         changed = sorted(field for field, value in adapter_values.items() if field in own and own[field] != value)
         if changed or not adapter_values:
-            difference = f"other values of {', '.join(changed[:5])}" if changed else "the base's own config"
+            other = f"other values of {', '.join(changed[:5])}" if changed else "fewer changes of its base's config"
             raise ModelError(
-                f"{key}: the adapter {folders[name]} was trained with {difference} than this model. Load it separately."
+                f"{key}: the adapter {folders[name]} was trained with {other} than this model has. Load it separately."
             )
     return _attach(model, folders, key=key)
 

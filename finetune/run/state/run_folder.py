@@ -142,8 +142,8 @@ def _require_undamaged(folder: Path) -> None:
     recorded = digests_file(folder)
     if recorded is not None and (damage := find_folder_damage(folder)) is not None:
         raise UserError(
-            f"{folder}: {damage}: damaged, or changed since the run wrote it. Start the job again, which writes it "
-            f"again, or delete {recorded.name} to use the files as they are."
+            f"{folder}: {damage}. The files were damaged or changed after the run wrote them. Start the job again, "
+            f"which writes them again, or delete {recorded.name} to use them as they are."
         )
 
 

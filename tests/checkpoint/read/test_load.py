@@ -3,7 +3,6 @@
 import json
 from dataclasses import replace
 
-import pytest
 import torch
 
 from finetune.checkpoint.format.manifest import file_checksum, read_manifest, write_manifest
@@ -11,6 +10,7 @@ from finetune.checkpoint.format.tensor_file import PARAMETER
 from finetune.checkpoint.read.load import open_checkpoint
 from finetune.errors import CheckpointError
 from tests.checkpoint.small_run import Run
+from tests.refusals import refused
 
 
 def rewritten(checkpoint, name, change):
@@ -39,12 +39,12 @@ def test_a_damaged_checkpoint_is_not_opened(folder):
     Run(folder).train(range(1))
     path = folder / "step-000001" / "model" / "00000.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"\x07")
-    with pytest.raises(CheckpointError, match=r"model/00000\.safetensors does not match its digest"):
+    with refused(CheckpointError, "model/00000.safetensors"):
         open_checkpoint(folder / "step-000001")
 
 
 def test_a_file_that_the_manifest_does_not_name_is_never_opened(folder):
     Run(folder).train(range(1))
     rewritten(folder / "step-000001", "index.json", lambda index: index["0.weight"].update(file="../../other"))
-    with pytest.raises(CheckpointError, match=r"lists the file '\.\./\.\./other'"):
+    with refused(CheckpointError, "'../../other'"):
         open_checkpoint(folder / "step-000001")

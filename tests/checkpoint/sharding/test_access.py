@@ -7,6 +7,7 @@ from finetune.checkpoint.format.tensor_file import TensorRecord
 from finetune.checkpoint.sharding.access import LossScale, StateAccess
 from finetune.checkpoint.sharding.state_layout import ShardView, StateLayout
 from finetune.errors import CheckpointError
+from tests.refusals import refused
 
 
 @pytest.fixture
@@ -89,7 +90,7 @@ def test_a_parameter_that_was_never_updated_has_zero_moments_in_a_shared_flat_te
 
 
 def test_two_counts_for_one_place_are_refused_by_name(state):
-    with pytest.raises(CheckpointError, match=r"a and b have different update counts.*Resume under ddp"):
+    with refused(CheckpointError, "a and b"):
         state.write_scalars({"a": {"step": 3.0}, "b": {"step": 2.0}})
 
 

@@ -19,6 +19,7 @@ from finetune.errors import CheckpointError, NonFiniteError
 from finetune.runtime.progress import Progress
 from finetune.runtime.resources import available_bytes
 from tests.checkpoint.small_run import Run
+from tests.refusals import refused
 
 BOTH_WAYS = pytest.mark.parametrize("asynchronous", [True, False])
 FULL = "save.write step=2 do=no_space"
@@ -90,7 +91,7 @@ def test_a_failed_write_is_logged_and_retried(folder, fail, asynchronous):
 @BOTH_WAYS
 def test_a_save_that_fails_three_times_is_an_error_and_leaves_only_the_old_checkpoints(folder, fail, asynchronous):
     fail(FULL, FULL, FULL)
-    with pytest.raises(CheckpointError, match=r"step 2 could not be written, 3 times: .*No space.*Free disk space"):
+    with refused(CheckpointError, "step 2", "3 times", varies=True):
         Run(folder, asynchronous=asynchronous).train(range(2))
     assert names(folder) == ["step-000001"]
 
@@ -126,7 +127,7 @@ def test_a_state_that_is_not_finite_is_not_saved(folder, asynchronous, key):
     with torch.no_grad():
         bad[0, 1] = float("inf")
     name = "2.weight" if key == "parameter" else "2.weight/exp_avg_sq"
-    with pytest.raises(NonFiniteError, match=rf"step 3: {name} is not finite.*last valid one is .*step-000002"):
+    with refused(NonFiniteError, f"step 3: {name}", "step-000002"):
         run.save(Progress(3))
     assert names(folder) == ["step-000001", "step-000002"]
 
@@ -196,7 +197,7 @@ def test_a_failed_save_in_the_background_is_noticed_at_the_next_step_and_ends_th
     assert run.saver.has_failed
     run.saver.report_written()
     assert len(run.said) == 2 and all("retrying in" in message for message in run.said)
-    with pytest.raises(CheckpointError, match=r"step 2 could not be written, 3 times"):
+    with refused(CheckpointError, "step 2", "3 times", varies=True):
         run.saver.wait_for_writes()
     assert names(folder) == ["step-000001"]
 
@@ -205,7 +206,7 @@ def test_a_failed_save_in_the_background_is_noticed_at_the_next_step_and_ends_th
 def test_a_failed_save_is_also_raised_by_the_save_after_it(folder, fail, asynchronous):
     fail(FULL, FULL, FULL)
     run = Run(folder, asynchronous=asynchronous)
-    with pytest.raises(CheckpointError, match="step 2 could not be written, 3 times"):
+    with refused(CheckpointError, "step 2", "3 times", varies=True):
         for step in (1, 2, 3):
             train_and_save(run, step)
 
@@ -234,7 +235,7 @@ def test_a_state_that_is_not_finite_ends_the_run_even_if_it_continues_after_fail
     train_and_save(run, 1)
     with torch.no_grad():
         run.model[0].bias[2] = float("nan")
-    with pytest.raises(NonFiniteError, match=r"0\.bias is not finite.*step-000001"):
+    with refused(NonFiniteError, "0.bias", "step-000001"):
         run.saver(Progress(step=2))
         wait_on_this_rank(run)
         assert run.saver.has_failed
@@ -261,7 +262,7 @@ def test_the_save_preflight_can_be_disabled(folder):
 
 def test_a_file_in_place_of_the_folder_is_found_before_the_first_step(folder):
     folder.write_text("not a folder")
-    with pytest.raises(CheckpointError, match=r"cannot write .*checkpoints"):
+    with refused(CheckpointError, folder, varies=True):
         Run(folder).saver.rehearse(num_saves=5)
 
 
@@ -270,10 +271,10 @@ def test_space_is_needed_for_all_that_are_kept_and_the_one_being_written(folder)
     with patch("finetune.checkpoint.write.saver.shutil.disk_usage") as usage:
         usage.return_value.free = 3 * GB
         require_space_for_saves(folder, size_bytes=GB, section=CheckpointSection(keep_last=2), num_saves=9)
-        with pytest.raises(CheckpointError, match=r"3 more .* of 1.0 GB need 3.1 GB.*3.0 GB are free.*keep_last"):
+        with refused(CheckpointError, "3 more", "1.0 GB", "3.1 GB", "3.0 GB", "keep_last"):
             require_space_for_saves(folder, size_bytes=GB, section=CheckpointSection(keep_last=3), num_saves=9)
         require_space_for_saves(folder, size_bytes=GB, section=CheckpointSection(keep_last=50), num_saves=2)
-        with pytest.raises(CheckpointError, match=r"3 more checkpoints"):
+        with refused(CheckpointError, "3 more"):
             require_space_for_saves(
                 folder, size_bytes=GB, section=CheckpointSection(keep_best={"metric": "loss"}), num_saves=9
             )
@@ -316,13 +317,13 @@ def test_optimizer_state_is_predicted_before_the_first_step(optimizer):
 def test_memory_is_counted_machine_by_machine():
     shares = [("a", 3 * GB, 10 * GB), ("a", 4 * GB, 9 * GB), ("b", 3 * GB, 20 * GB)]
     require_host_memory(shares)
-    with pytest.raises(CheckpointError, match=r"2 processes on a need 11.0 GB .*9.0 GB are.*asynchronous: false"):
+    with refused(CheckpointError, "2 processes on a", "11.0 GB", "9.0 GB"):
         require_host_memory([*shares[:1], ("a", 8 * GB, 9 * GB), *shares[2:]])
 
 
 def test_copies_that_have_no_room_are_refused_and_streaming_is_not(folder):
     with patch("finetune.checkpoint.write.saver.available_bytes", return_value=100):
-        with pytest.raises(CheckpointError, match=r"checkpoint\.asynchronous: the copies of 1 process"):
+        with refused(CheckpointError, "checkpoint.asynchronous: ", "1 process", varies=True):
             Run(folder).saver.rehearse(num_saves=5)
         Run(folder, asynchronous=False).saver.rehearse(num_saves=5)
 
@@ -356,14 +357,14 @@ def test_a_disk_that_is_full_for_real_ends_in_a_clear_error_with_the_old_checkpo
         patch("finetune.checkpoint.write.saver.SLACK_BYTES", 0),
     ):
         run = Run(folder, width=16384).train(range(1))  # 1.5 MB, so the next does not fit beside it
-        with pytest.raises(CheckpointError, match=r"needs 1\.\d MB, but \d+\.\d kB are free .*Free disk space"):
+        with refused(CheckpointError, "1.5 MB", varies=True):
             run.train(range(1, 2))
         with (
             patch("finetune.checkpoint.write.writer.require_disk_space"),
-            pytest.raises(CheckpointError, match=r"No space left.*Free disk space"),
+            refused(CheckpointError, "No space left", varies=True),
         ):
             run.train(range(1, 2))
-        with pytest.raises(CheckpointError, match="2 more checkpoints"):
+        with refused(CheckpointError, "2 more", varies=True):
             run.saver.rehearse(num_saves=5)
     assert [path.name for path in folder.iterdir()] == ["step-000001"]
     assert Run(folder, width=16384).find().step == 1

@@ -25,6 +25,7 @@ from finetune.export.verify import verifier
 from finetune.export.verify.rows import expected_tokens, logits_of, synthetic_rows
 from finetune.export.verify.verifier import ExpectedOutputs, ExportVerifier, failed_folder, model_facts
 from tests.export.conftest import FACTS, GATED, load_from, make_tokenizer, values_of
+from tests.refusals import refused
 
 CPU = torch.device("cpu")
 
@@ -208,16 +209,14 @@ def test_a_verification_that_hangs_is_killed_at_its_time_limit(verify, build, mo
     monkeypatch.setattr(verifier, "_LIMIT_SECONDS", 0.2)
     hanging = lambda words, log: subprocess.Popen(["sleep", "300"], stdin=subprocess.PIPE)  # noqa: E731
     monkeypatch.setattr(verifier, "start_program", hanging)
-    with pytest.raises(ExportError, match="the process that loads it exited with no answer after 0 minutes"):
+    with refused(ExportError, "0 minutes"):
         verify(build("llama untied"))
 
 
 def test_a_folder_whose_process_is_killed_is_not_called_another_model(verify, build, monkeypatch):
     killed = lambda words, log: subprocess.Popen(["sh", "-c", "kill -9 $$"], stdin=subprocess.PIPE)  # noqa: E731
     monkeypatch.setattr(verifier, "start_program", killed)
-    with pytest.raises(
-        ExportError, match=r"(?s)could not be verified when loaded.* It was renamed .* exited with signal 9"
-    ) as raised:
+    with refused(ExportError, "signal 9") as raised:
         verify(build("llama untied"))
     assert "differs from the trained model" not in str(raised.value)
 
@@ -236,7 +235,7 @@ def test_a_merge_rule_that_no_text_needs_is_missed(verify, change):
     sizes = FromConfigSection(model_type="llama", values=GATED)
     model = load_from(ModelSection(from_config=sizes), vocabulary_size=len(tokenizer))
     damage = rewritten("tokenizer.json", lambda values: change(values["model"]["merges"]))
-    with pytest.raises(ExportError, match=r"tokenizer.json: `model.merges` is \d+ entries .* instead of"):
+    with refused(ExportError, "tokenizer.json: `model.merges`", varies=True):
         verify(model, damage=damage, tokenizer=tokenizer)
 
 
@@ -258,13 +257,13 @@ def test_the_tolerance_of_a_model_that_amplifies_rounding_is_its_own_rounding_er
 @pytest.mark.full
 def test_a_wrong_value_exceeds_the_tolerance_of_rounding(verify, deep_mixture):
     damage = rewritten("config.json", lambda values: values.update(logits_scaling=8.0))
-    with pytest.raises(ExportError, match=r"config.json: `logits_scaling` is 8.0 instead of 1.0"):
+    with refused(ExportError, "config.json: `logits_scaling` is 8.0 instead of 1.0", varies=True):
         verify(deep_mixture, dtype_trained="bfloat16", damage=damage)
 
 
 @pytest.mark.full
 def test_a_later_correct_export_removes_the_failed_one(verify, build, tmp_path):
-    with pytest.raises(ExportError):
+    with refused(ExportError, varies=True):
         verify(build(), damage=truncated)
     assert verify(build())
     assert not failed_folder(tmp_path / "final").exists()
@@ -309,15 +308,13 @@ def test_a_merge_is_compared_with_the_adapter(verify, mixture):
 
 
 def test_a_merge_that_lacks_the_adapter_of_one_expert_is_found(verify, mixture, merge_without_one_expert):
-    with pytest.raises(ExportError, match=r"(?s)its logits differ from the trained model's by .*\(merging"):
+    with refused(ExportError, "(merging", varies=True):
         verify(mixture, merge=True)
 
 
 @pytest.mark.full
 def test_rounding_does_not_hide_a_merge_without_the_adapter_of_one_expert(verify, mixture, merge_without_one_expert):
-    with pytest.raises(
-        ExportError, match=r"merged tensors differ from peft's own merge.*layers.1.mlp.experts.down_proj"
-    ):
+    with refused(ExportError, "layers.1.mlp.experts.down_proj", varies=True):
         verify(mixture, merge=True, dtype="bfloat16")
 
 

@@ -11,6 +11,7 @@ from finetune.model.adapters.build import add_adapter
 from finetune.model.adapters.context import AdapterContext
 from finetune.model.loading.pretrained import adapter_digest, base_mismatch_warning
 from finetune.model.size import measure_model
+from tests.refusals import refused
 
 
 def peft(kind, **values):
@@ -58,24 +59,22 @@ def test_a_loaded_adapter_keeps_its_weights_and_gets_gradients(from_config, buil
 def test_an_adapter_of_another_model_is_refused(from_config, build, adapted, saved, tmp_path):
     saved("dora")
     folder = tmp_path / "first"
-    with pytest.raises(
-        ModelError, match=r"model\.adapter: Target modules .*model\.layers\.[01]\..* Available modules: c_attn"
-    ):
+    with refused(ModelError, "model.adapter: ", "model.layers", "c_attn", varies=True):
         adapted(build(from_config("gpt2 tied")), folder)
     tensors = load_file(folder / "adapter_model.safetensors")
     name = next(name for name in tensors if "lora_A" in name)
     save_file({**tensors, name: torch.zeros(2, 16)}, folder / "adapter_model.safetensors")
-    with pytest.raises(ModelError, match=r"has the shape \(2, 16\).* and \(2, 64\) in this model"):
+    with refused(ModelError, "(2, 16)", "(2, 64)"):
         adapted(build(from_config()), folder)
     save_file({name: tensors[name]}, folder / "adapter_model.safetensors")
-    with pytest.raises(ModelError, match=r"lacks 41 tensors"):
+    with refused(ModelError, "41 tensors"):
         adapted(build(from_config()), folder)
 
 
 def test_a_folder_without_an_adapter_is_rejected(from_config, build, adapted, tmp_path):
-    with pytest.raises(ModelError, match=r"contains no adapter: adapter_config\.json is missing"):
+    with refused(ModelError, tmp_path, "adapter_config.json"):
         adapted(build(from_config()), tmp_path)
-    with pytest.raises(ModelError, match=r"adapter_model\.safetensors cannot be read"):
+    with refused(ModelError, "adapter_model.safetensors"):
         adapter_digest(str(tmp_path))
 
 
@@ -83,7 +82,7 @@ def test_an_adapter_of_another_base_is_warned_about_or_rejected(tmp_path):
     (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "org/one"}))
     assert base_mismatch_warning(str(tmp_path), name="org/one") is None
     assert "Are they the same weights?" in base_mismatch_warning(str(tmp_path), name="./copy-of-one")
-    with pytest.raises(ModelError, match=r"was trained on `org/one`, and model.name is `org/other`"):
+    with refused(ModelError, "`org/one`", "model.name", "`org/other`"):
         base_mismatch_warning(str(tmp_path), name="org/other")
 
 
@@ -175,40 +174,24 @@ def test_pissa_takes_the_largest_parts_out_of_the_base(from_config, build, adapt
 
 
 REFUSED = [
-    (
-        "gpt2 tied",
-        peft("oft", target_modules="all-linear"),
-        r"model\.peft: Target module Conv1D",
-    ),
-    ("gpt2 tied", LoraSection(init="olora"), r"model\.lora\.init: peft's `olora`"),
-    (
-        "llama untied",
-        peft("oft", oft_block_size=24, target_modules="all-linear"),
-        r"blocks of 24 do not divide the 32 inputs of `model\.layers\.0",
-    ),
-    (
-        "llama untied",
-        peft("ia3", target_modules=["k_prj"]),
-        r"no module is named `k_prj`\. Did you mean `k_proj`",
-    ),
-    ("llama untied", LoraSection(layers=(1, 2)), r"model\.lora\.layers: there is no adapter on layer 2"),
-    (
-        "llama untied",
-        LoraSection(rank_pattern={"q_prj": 2}),
-        r"rank_pattern: no module with an adapter has a name that ends with `q_prj`",
-    ),
+    ("gpt2 tied", peft("oft", target_modules="all-linear")),
+    ("gpt2 tied", LoraSection(init="olora")),
+    ("llama untied", peft("oft", oft_block_size=24, target_modules="all-linear")),
+    ("llama untied", peft("ia3", target_modules=["k_prj"])),
+    ("llama untied", LoraSection(layers=(1, 2))),
+    ("llama untied", LoraSection(rank_pattern={"q_prj": 2})),
 ]
 
 
-@pytest.mark.parametrize(("name", "wish", "message"), REFUSED, ids=[message for _, _, message in REFUSED])
-def test_an_adapter_that_the_model_does_not_support_is_rejected(from_config, build, adapted, name, wish, message):
-    with pytest.raises(ModelError, match=message):
+@pytest.mark.parametrize(("name", "wish"), REFUSED, ids=range(len(REFUSED)))
+def test_an_adapter_that_the_model_does_not_support_is_rejected(from_config, build, adapted, name, wish):
+    with refused(ModelError):
         adapted(build(from_config(name)), wish)
 
 
 @pytest.mark.parametrize("wish", BEFORE_THE_TEXT.values(), ids=list(BEFORE_THE_TEXT))
 def test_a_head_that_reads_one_position_gets_no_padding_before_its_text(from_config, build, wish):
-    with pytest.raises(ModelError, match="with the head `token_classification`"):
+    with refused(ModelError, "`token_classification`"):
         add_adapter(build(from_config()), wish, AdapterContext(seed=1, head="token_classification", tokenizer=[]))
 
 
@@ -234,8 +217,7 @@ def test_layers_are_those_of_encoder_and_decoder_and_no_other_numbers(
     )
     section = LoraSection(rank=2, layers=layers, target_modules=target_modules)
     if adapted_blocks is None:
-        message = rf"model\.lora\.layers: there is no adapter on layer {layers[-1]}\..*`encoder\.block` 2, `decoder"
-        with pytest.raises(ModelError, match=message):
+        with refused(ModelError, "model.lora.layers: ", f"layer {layers[-1]}.", "`encoder.block` 2, `decoder"):
             add_adapter(model, section, AdapterContext(seed=1, head="seq2seq_lm"))
         return
     made = add_adapter(model, section, AdapterContext(seed=1, head="seq2seq_lm"))
@@ -258,7 +240,7 @@ def test_a_layer_that_a_mixture_of_experts_does_not_have_is_named(keys):
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_experts": 2, "moe_intermediate_size": 8, "vocab_size": 40}
     sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", **sizes))
-    with pytest.raises(ModelError, match=r"no adapter on layer 3\..*from 0 \(`model\.layers` 2\)"):
+    with refused(ModelError, "layer 3.", "`model.layers` 2"):
         add_adapter(model, LoraSection(rank=2, layers=(0, 3), **keys), AdapterContext(seed=1))
 
 

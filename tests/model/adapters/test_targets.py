@@ -15,6 +15,7 @@ from finetune.model.adapters.targets import find_experts, rewritten_names, route
 from finetune.model.loading.dry_run import meta_model
 from finetune.run.setup.model_problems import expert_target_problems
 from tests.model.moe_models import HYBRID_MODELS, MOE_MODELS
+from tests.refusals import refused
 
 MODELS = {**MOE_MODELS, **HYBRID_MODELS}
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -126,22 +127,22 @@ def test_a_checkpoint_of_this_version_keeps_its_targets(adapt, model_type):
 
 
 REFUSED = [
-    ("mixtral", {"dora": True}, "model.lora.dora", "Write `experts: false`, or `dora: false`"),
-    ("gpt_oss", {"init": "pissa"}, "model.lora.init", "does not support `pissa`. Write `experts: false`"),
-    ("qwen3_moe", {"init": "olora"}, "model.lora.init", "does not support `olora`"),
-    ("olmoe", {"experts": False, "router": True, "dora": True}, "model.lora.dora", "Write `router: false`"),
-    ("mamba2", {"experts": False}, "model.lora.experts", "this model has no routed experts. Remove the key"),
-    ("mamba2", {"router": True}, "model.lora.router", "this model has no routed experts. Remove the key"),
+    ("mixtral", {"dora": True}, "model.lora.dora"),
+    ("gpt_oss", {"init": "pissa"}, "model.lora.init"),
+    ("qwen3_moe", {"init": "olora"}, "model.lora.init"),
+    ("olmoe", {"experts": False, "router": True, "dora": True}, "model.lora.dora"),
+    ("mamba2", {"experts": False}, "model.lora.experts"),
+    ("mamba2", {"router": True}, "model.lora.router"),
 ]
 
 
-@pytest.mark.parametrize(("model_type", "keys", "key", "message"), REFUSED)
-def test_unsupported_adapter_settings_of_experts_are_found_without_weights(adapt, model_type, keys, key, message):
+@pytest.mark.parametrize(("model_type", "keys", "key"), REFUSED)
+def test_unsupported_adapter_settings_of_experts_are_found_without_weights(adapt, model_type, keys, key):
     model = meta_model(section_of(model_type), head="causal_lm")
     assert next(model.parameters()).is_meta
     (problem,) = target_problems(model, LoraSection(**keys))
-    assert problem.key == key and message in problem.message
-    with pytest.raises(ModelError, match=key):
+    assert problem.key == key
+    with refused(ModelError, key):
         adapt(model_type, **keys)
 
 
@@ -161,7 +162,7 @@ train: {{global_batch_size: 2, microbatch_size: 1, steps: 1, learning_rate: 1e-3
     (tmp_path / "job.yaml").write_text(job)
     (tmp_path / "absent.jsonl").write_text("")
     loaded = load_config(tmp_path / "job.yaml")
-    with pytest.raises(ConfigError, match=r"line 8, model\.lora\.dora: peft adapts the matrices"):
+    with refused(ConfigError, "line 8, model.lora.dora: "):
         loaded.refuse(expert_target_problems(loaded.config))
     plain = load_config(tmp_path / "job.yaml", ["model.lora.dora=false"]).config
     without_experts = load_config(tmp_path / "job.yaml", ["model.lora.experts=false"]).config
@@ -170,7 +171,7 @@ train: {{global_batch_size: 2, microbatch_size: 1, steps: 1, learning_rate: 1e-3
 
 
 def test_names_of_expert_matrices_are_hinted_at(adapt):
-    with pytest.raises(ModelError, match=r"no module is named `gate_proj`.*Write `model\.lora\.experts: true`"):
+    with refused(ModelError, "`gate_proj`", "`model.lora.experts: true`"):
         adapt("qwen3_moe", target_modules=("q_proj", "gate_proj"))
 
 

@@ -9,6 +9,7 @@ from finetune.errors import ModelError
 from finetune.export.merge import merge
 from finetune.model.adapters.build import add_adapter
 from finetune.model.adapters.context import AdapterContext
+from tests.refusals import refused
 
 SIZE, WIDTH = 40, 16
 SIZES = {"hidden_size": WIDTH, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -160,7 +161,7 @@ OTHERS = {
 @pytest.mark.parametrize("kind", OTHERS)
 @pytest.mark.filterwarnings("ignore")
 def test_other_adapters_of_a_tied_weight_are_refused_and_of_an_untied_head_accepted(kind):
-    with pytest.raises(ModelError, match=r"model\.\w+: the weights of `model.embed_tokens`, `lm_head` are tied"):
+    with refused(ModelError, "`model.embed_tokens`, `lm_head`"):
         add_adapter(build("qwen3"), OTHERS[kind], AdapterContext(seed=1))
     assert add_adapter(build("qwen3", tie_word_embeddings=False), OTHERS[kind], AdapterContext(seed=1))
 
@@ -170,7 +171,7 @@ def test_a_saved_adapter_that_unties_is_refused_and_one_that_ties_is_continued(t
     section = LoraSection(rank=2, target_modules=("q_proj",), modules_to_save=("lm_head",))
     untied = add_adapter(build("qwen3", tie_word_embeddings=False), section, AdapterContext(seed=1))
     untied.save_pretrained(tmp_path / "untied")
-    with pytest.raises(ModelError, match=r"model\.adapter: .*adapting `lm_head` would untie"):
+    with refused(ModelError, "model.adapter", "`lm_head`"):
         add_adapter(build("qwen3"), tmp_path / "untied", AdapterContext(seed=1))
     tied = add_adapter(build("qwen3"), section, AdapterContext(seed=1))
     train(tied)
@@ -188,5 +189,5 @@ def test_a_module_is_not_adapted_and_trained_in_full_whether_tied_or_not():
         "lora": LoraSection(rank=2, **{name: tuple(names) for name, names in values.items()}),
         "peft.values": PeftSection(type="loha", values=values),
     }.items():
-        with pytest.raises(ModelError, match=rf"model\.{key}\.modules_to_save: `lm_head` is in `target_modules`, too"):
+        with refused(ModelError, f"model.{key}.modules_to_save: `lm_head`"):
             add_adapter(build("qwen3", tie_word_embeddings=False), section, AdapterContext(seed=1))

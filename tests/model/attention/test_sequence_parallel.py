@@ -15,6 +15,7 @@ from finetune.model.attention.sample_attention import AttentionSettings, QueryKe
 from finetune.model.attention.supported_models import PLAIN_MODEL_TYPES, SINK_MODEL_TYPES
 from finetune.runtime.distributed import RankGroup
 from tests.model.attention.small_models import tiny_config
+from tests.refusals import refused
 
 WIDTH, VALUE_WIDTH, TOKENS = 3, 2, 2
 
@@ -87,7 +88,7 @@ def test_queries_in_a_wider_dtype_are_exchanged_on_their_own(monkeypatch):
 
 
 def test_heads_that_ranks_cannot_share_are_refused_with_the_degrees_that_work():
-    with pytest.raises(StrategyError, match=r"5 ranks cannot share 12 attention heads\. .*: 1, 2, 3, 4, 6, 12"):
+    with refused(StrategyError, "5 ranks", "12 attention heads", "1, 2, 3, 4, 6, 12"):
         require_divisible_heads(12, 5)
 
 
@@ -116,5 +117,5 @@ def test_other_logits_than_those_of_the_whole_row_are_refused():
     whole = torch.randn(7, 5)
     require_equal_logits(whole, whole + 1e-6, config=tiny_config("llama"), size=2)
     for other in (whole + 1e-2, whole * torch.nan):
-        with pytest.raises(StrategyError, match="`llama` gives different logits for slices"):
+        with refused(StrategyError, "`llama`", varies=True):
             require_equal_logits(whole, other, config=tiny_config("llama"), size=2)

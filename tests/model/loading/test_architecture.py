@@ -24,6 +24,7 @@ from finetune.model.loading.architecture import (
     set_config_values,
 )
 from finetune.task.model_inputs import decoder_input_ids
+from tests.refusals import refused
 
 SMALL = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 16}
 DISTIL = {"dim": 8, "hidden_dim": 8, "n_layers": 1, "n_heads": 2, "vocab_size": 16}
@@ -78,21 +79,18 @@ def test_a_default_text_config_gets_the_tokenizer_s_vocabulary():
 
 
 WRONG = {
-    "text_config.vocab_size: 200 is smaller": {"text_config": {**TEXT, "vocab_size": 200}},
-    "text_config.hiden_size: the config of `llama` has no such value. Did you mean `hidden_size`": {
-        "text_config": {"model_type": "llama", "hiden_size": 32}
-    },
-    "vision_config.pach_size: the config of `clip_vision_model`": {"vision_config": {**VISION, "pach_size": 8}},
-    "vision_config.dtype: write `model.dtype` instead": {"vision_config": {**VISION, "dtype": "float32"}},
-    "values.vocab_size: the config of `llava` has no such value": {"vocab_size": 300},
+    "text_config.vocab_size": {"text_config": {**TEXT, "vocab_size": 200}},
+    "text_config.hiden_size": {"text_config": {"model_type": "llama", "hiden_size": 32}},
+    "vision_config.pach_size": {"vision_config": {**VISION, "pach_size": 8}},
+    "vision_config.dtype": {"vision_config": {**VISION, "dtype": "float32"}},
+    "values.vocab_size": {"vocab_size": 300},
 }
 
 
-@pytest.mark.parametrize("message", WRONG)
-def test_a_value_that_a_part_does_not_know_is_refused(message):
-    with pytest.raises(ModelError) as raised:
-        built(**WRONG[message])
-    assert message in str(raised.value)
+@pytest.mark.parametrize("key", WRONG)
+def test_a_value_that_a_part_does_not_know_is_refused(key):
+    with refused(ModelError, f"{key}: "):
+        built(**WRONG[key])
 
 
 TINY_SEQ2SEQ = {
@@ -127,5 +125,5 @@ def test_decoder_inputs_equal_those_that_the_model_derives_from_labels(model_typ
 
 @pytest.mark.parametrize("model_type", ["longt5", "switch_transformers", "m2m_100"])
 def test_a_decoder_whose_first_token_is_not_known_is_refused(model_type: str):
-    with pytest.raises(ModelError, match="`decoder_start_token_id`"):
+    with refused(ModelError, "`decoder_start_token_id`"):
         check_decoder_start(seq2seq_model(model_type, decoder_start_token_id=None))

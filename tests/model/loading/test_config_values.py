@@ -19,6 +19,7 @@ from finetune.model.loading.dry_run import dry_run_model
 from finetune.model.loading.load import load_model
 from finetune.model.loading.saved import attach_adapters, inspect_model_folder, load_saved_base, load_saved_model
 from finetune.runtime.parameters import InitContext
+from tests.refusals import refused
 
 SIZES = {
     **{"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64},
@@ -122,7 +123,7 @@ def test_a_model_of_several_kinds_of_layers_scales_one_of_them(bases):
     config = load_pretrained_config(section(bases, "gemma3", **scaled))
     assert config.rope_parameters["full_attention"]["factor"] == 4.0
     assert config.rope_parameters["sliding_attention"] == CONFIGS["gemma3"].rope_parameters["sliding_attention"]
-    with pytest.raises(ModelError, match=r"model\.config\.rope_scaling: .*Write full_attention, sliding_attention"):
+    with refused(ModelError, "model.config.rope_scaling", "full_attention, sliding_attention"):
         load_pretrained_config(section(bases, "gemma3", rope_scaling=SCALING["linear"]))
 
 
@@ -153,12 +154,12 @@ def test_adapters_of_other_configs_are_not_put_on_one_base(tmp_path, bases):
         model = add_adapter(loaded(written), LoraSection(rank=2), AdapterContext(seed=1))
         folders[name] = exported(tmp_path / name, model, written)
     bare = load_saved_base(inspect_model_folder(folders["scaled"], key="chat"), key="chat")
-    with pytest.raises(ModelError, match=r"chat: the adapter .*plain was trained with the base's own config"):
+    with refused(ModelError):
         attach_adapters(bare, {"one": folders["scaled"], "two": folders["plain"]}, key="chat")
     both = attach_adapters(bare, {"one": folders["scaled"], "two": folders["again"]}, key="chat")
     assert sorted(both.peft_config) == ["one", "two"]
     plain = load_saved_base(inspect_model_folder(folders["plain"], key="chat"), key="chat")
-    with pytest.raises(ModelError, match=r"scaled was trained with other values of rope_parameters"):
+    with refused(ModelError, "rope_parameters"):
         attach_adapters(plain, {"one": folders["scaled"]}, key="chat")
 
 
@@ -171,36 +172,30 @@ def test_an_adapter_of_an_unchanged_base_brings_no_config(tmp_path, bases):
 
 
 REFUSED = [
-    (
-        {"atention_dropout": 0.1},
-        r"atention_dropout: the config of `llama` has no such value. Did you mean `attention_d",
-    ),
-    ({"attention_dropout": "a lot"}, r"attention_dropout: the value is invalid for `llama`: .*'a lot'"),
-    ({"hidden_act": "gellu"}, r"'gellu'"),
-    ({"hidden_size": 64}, r"hidden_size: it changes the number or the shapes of the weights"),
-    ({"num_hidden_layers": 1}, r"num_hidden_layers: it changes the number or the shapes"),
-    ({"num_key_value_heads": 4}, r"num_key_value_heads: it changes the number or the shapes"),
-    ({"head_dim": 16, "rms_norm_eps": 1e-3}, r"head_dim: it changes the number or the shapes"),
-    ({"tie_word_embeddings": True}, r"tie_word_embeddings: it changes the number or the shapes"),
-    ({"attention_bias": True}, r"attention_bias: it changes the number or the shapes"),
-    ({"vocab_size": 65}, r"vocab_size: write `model.new_tokens` instead"),
-    ({"dtype": "bfloat16"}, r"dtype: write `model.dtype` instead"),
-    ({"use_cache": True}, r"use_cache: it does not affect the model.s computation"),
-    ({"num_labels": 3}, r"num_labels: write `task.classification` instead"),
-    ({"rope_scaling": {"factor": 2.0}}, r"rope_scaling: `rope_type` is missing"),
-    (
-        {"rope_scaling": {"rope_type": "yarm", "factor": 2.0}},
-        r"rope_scaling: .*no `rope_type: yarm`. Did you mean `yarn`",
-    ),
-    ({"rope_scaling": {"rope_type": "yarn"}}, r"rope_scaling: the value is invalid for `llama`: .*'factor'"),
-    ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "facto": 1}}, r"rope_scaling: Unrecognized keys.*'facto'"),
-    ({"rope_scaling": {"rope_type": "linear", "factor": "x"}}, r"rope_scaling: .*must be a float or int >= 1, got x"),
-    ({"rope_scaling": "yarn"}, r"rope_scaling: must be a mapping"),
-    ({"rope_scaling": SCALING["yarn"], "rope_parameters": SCALING["yarn"]}, r"Keep only one of them"),
+    ({"atention_dropout": 0.1}, "`attention_dropout`"),
+    ({"attention_dropout": "a lot"}, "attention_dropout"),
+    ({"hidden_act": "gellu"}, "'gellu'"),
+    ({"hidden_size": 64}, "hidden_size"),
+    ({"num_hidden_layers": 1}, "num_hidden_layers"),
+    ({"num_key_value_heads": 4}, "num_key_value_heads"),
+    ({"head_dim": 16, "rms_norm_eps": 1e-3}, "head_dim"),
+    ({"tie_word_embeddings": True}, "tie_word_embeddings"),
+    ({"attention_bias": True}, "attention_bias"),
+    ({"vocab_size": 65}, "vocab_size"),
+    ({"dtype": "bfloat16"}, "`model.dtype`"),
+    ({"use_cache": True}, "use_cache"),
+    ({"num_labels": 3}, "num_labels"),
+    ({"rope_scaling": {"factor": 2.0}}, "rope_scaling: `rope_type`"),
+    ({"rope_scaling": {"rope_type": "yarm", "factor": 2.0}}, "`yarn`"),
+    ({"rope_scaling": {"rope_type": "yarn"}}, "'factor'"),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "facto": 1}}, "'facto'"),
+    ({"rope_scaling": {"rope_type": "linear", "factor": "x"}}, ">= 1, got x"),
+    ({"rope_scaling": "yarn"}, "rope_scaling"),
+    ({"rope_scaling": SCALING["yarn"], "rope_parameters": SCALING["yarn"]}, "rope_parameters"),
 ]
 
 
-@pytest.mark.parametrize(("values", "message"), REFUSED)
-def test_config_values_that_are_unused_or_do_not_fit_the_weights_are_rejected(bases, values, message):
-    with pytest.raises(ModelError, match=rf"^model\.config.*{message}"):
+@pytest.mark.parametrize(("values", "fact"), REFUSED)
+def test_config_values_that_are_unused_or_do_not_fit_the_weights_are_rejected(bases, values, fact):
+    with refused(ModelError, "model.config", fact):
         dry_run_model(section(bases, "llama", **values), head="causal_lm")

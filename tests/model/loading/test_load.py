@@ -14,6 +14,7 @@ from finetune.model.loading.load import load_model
 from finetune.runtime import upstream
 from finetune.runtime.parameters import InitContext
 from finetune.runtime.processes import free_loopback_port
+from tests.refusals import refused
 
 HOLLOW = InitContext(context=lambda: init_empty_weights(include_buffers=False), on_meta_device=True)
 
@@ -43,7 +44,7 @@ def test_a_model_on_the_meta_device_reads_only_the_config_of_its_folder(tmp_path
     (tmp_path / "model.safetensors").unlink()
     hollow = build(ModelSection(name=str(tmp_path)), construction=HOLLOW)
     assert hollow.num_parameters() > 0
-    with pytest.raises(ModelError, match=r"model\.name: .*cannot be loaded"):
+    with refused(ModelError, "model.name"):
         build(ModelSection(name=str(tmp_path)))
 
 
@@ -75,7 +76,7 @@ def test_a_saved_model_is_loaded_in_the_requested_dtype(tmp_path, from_config, b
 def test_weights_without_the_head_are_refused_instead_of_drawn_at_random(tmp_path, from_config, build):
     build(from_config()).model.save_pretrained(tmp_path)
     assert AutoModel.from_pretrained(tmp_path) is not None
-    with pytest.raises(ModelError, match=r"lack 1 of the model's parameters \(lm_head.weight"):
+    with refused(ModelError, "lm_head.weight"):
         build(ModelSection(name=str(tmp_path)))
 
 
@@ -84,7 +85,7 @@ def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path, from_config, bui
     small = build(section)
     small.resize_token_embeddings(200)
     small.save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="300 tokens, but the model only 200"):
+    with refused(ModelError, "300 tokens", "200"):
         build(ModelSection(name=str(tmp_path)))
 
 
@@ -96,26 +97,26 @@ def test_training_keeps_no_cache_and_generation_still_does(from_config, build):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_flash_attention_without_a_gpu_is_refused_before_anything_is_loaded():
-    with pytest.raises(ModelError, match="needs a CUDA GPU"):
+    with refused(ModelError, "model.attention: "):
         requested_attention("flash_attention_2")
     assert requested_attention("auto") is None
 
 
 def test_a_missing_model_folder_is_named_in_the_error(build):
-    with pytest.raises(ModelError, match="the folder /nowhere"):
+    with refused(ModelError, "/nowhere"):
         build(ModelSection(name="/nowhere"))
 
 
 def test_an_adapter_s_folder_is_rejected_as_model_name(tmp_path, build):
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(ModelError, match="contains an adapter, not a model"):
+    with refused(ModelError, "model.name: "):
         build(ModelSection(name=str(tmp_path)))
 
 
 def test_an_unknown_hub_name_without_a_network_is_reported_with_a_remedy(build, monkeypatch, tmp_path):
     monkeypatch.setitem(os.environ, "HF_HUB_OFFLINE", "1")
     upstream.is_offline.cache_clear()
-    with pytest.raises(ModelError, match="cannot be reached and the name is not in the local cache"):
+    with refused(ModelError, "nobody/nothing"):
         build(ModelSection(name="nobody/nothing", cache_folder=str(tmp_path)))
     upstream.is_offline.cache_clear()
 

@@ -8,12 +8,13 @@ from transformers import PreTrainedTokenizerFast
 
 from finetune.errors import ModelError
 from finetune.model.loading.hub import check_model_files, check_tokenizer
+from tests.refusals import refused
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "generation_config.json", "x.jinja"])
 def test_a_fifo_in_a_model_folder_is_refused_at_once(tmp_path, name):
     os.mkfifo(tmp_path / name)
-    with pytest.raises(ModelError, match=f"{name}: it is a FIFO"):
+    with refused(ModelError, f"{name}: "):
         check_model_files(tmp_path)
 
 
@@ -22,7 +23,7 @@ def test_a_folder_in_the_place_of_a_file_is_refused_and_a_link_to_a_file_is_not(
     (tmp_path / "config.json").symlink_to("blob")
     check_model_files(tmp_path)
     (tmp_path / "tokenizer.json").mkdir()
-    with pytest.raises(ModelError, match=r"tokenizer\.json: it is a folder"):
+    with refused(ModelError, "tokenizer.json"):
         check_model_files(tmp_path)
 
 
@@ -37,28 +38,28 @@ def tokenizer(normalizer: object = None, post_processor: object = None) -> PreTr
 
 
 @pytest.mark.parametrize(
-    ("normalizer", "problem"),
+    "normalizer",
     [
-        (normalizers.Replace("", "x" * 1_000_000), "matches the empty text"),
-        (normalizers.Replace(Regex("a*"), "x"), "matches the empty text"),
-        (normalizers.Replace(Regex(r"[[:punct:]]*"), "x"), "matches the empty text"),
-        (normalizers.Sequence([normalizers.NFC(), normalizers.Replace(Regex(r"\b"), "x")]), "matches the empty text"),
-        (normalizers.Replace(Regex("(?=h)"), "x"), "matches the empty text"),
-        (normalizers.Replace("a", "x" * 1_000_000), "inserts 1,000,000 characters"),
-        (normalizers.Prepend("x" * 100_000), "inserts 100,000 characters"),
-        (normalizers.Sequence([normalizers.Replace("a", "aaaa")] * 40), "64 times as long"),
-        (normalizers.Sequence([normalizers.Sequence([normalizers.Replace("a", "a" * 200)] * 3)]), "64 times as long"),
+        normalizers.Replace("", "x" * 1_000_000),
+        normalizers.Replace(Regex("a*"), "x"),
+        normalizers.Replace(Regex(r"[[:punct:]]*"), "x"),
+        normalizers.Sequence([normalizers.NFC(), normalizers.Replace(Regex(r"\b"), "x")]),
+        normalizers.Replace(Regex("(?=h)"), "x"),
+        normalizers.Replace("a", "x" * 1_000_000),
+        normalizers.Prepend("x" * 100_000),
+        normalizers.Sequence([normalizers.Replace("a", "aaaa")] * 40),
+        normalizers.Sequence([normalizers.Sequence([normalizers.Replace("a", "a" * 200)] * 3)]),
     ],
 )
-def test_a_normalizer_without_bounds_is_refused(normalizer: object, problem: str):
-    with pytest.raises(ModelError, match=problem):
+def test_a_normalizer_without_bounds_is_refused(normalizer: object):
+    with refused(ModelError):
         check_tokenizer(tokenizer(normalizer), "folder")
 
 
 def test_a_post_processor_that_adds_thousands_of_tokens_is_refused():
     template = " ".join(["[CLS]"] * 2000) + " $A"
     processor = processors.TemplateProcessing(single=template, special_tokens=[("[CLS]", 1)])
-    with pytest.raises(ModelError, match="special tokens"):
+    with refused(ModelError):
         check_tokenizer(tokenizer(post_processor=processor), "folder")
 
 

@@ -13,6 +13,7 @@ from finetune.model.loading.hub import check_matrix_sizes, loading_errors, read_
 from finetune.model.loading.pretrained import load_auto_class
 from finetune.model.loading.saved import inspect_model_folder, load_saved_base
 from finetune.model.upstream import data_only_loading, loading_patches
+from tests.refusals import refused
 
 PACKAGE = Path(__file__).parents[3] / "finetune"
 ONE_PLACE = "model/loading/pretrained.py"
@@ -69,11 +70,11 @@ def test_loading_functions_are_restricted_only_inside_the_context(tmp_path):
     (tmp_path / "evil.py").write_text("")
     torch.save({"a": torch.ones(1)}, tmp_path / "a.bin")
     with data_only_loading(trust_remote_code=False):
-        with pytest.raises(ModelError, match=r"model\.trust_remote_code: true"):
+        with refused(ModelError, "model.trust_remote_code"):
             dynamic_module_utils.get_class_from_dynamic_module("evil.A", str(tmp_path), local_files_only=True)
-        with pytest.raises(ModelError, match="pickles"):
+        with refused(ModelError, "pickles"):
             torch.load(tmp_path / "a.bin")
-        with pytest.raises(ModelError, match="pickles"):
+        with refused(ModelError, "pickles"):
             torch.load(tmp_path / "a.bin", weights_only=False)
     with data_only_loading(trust_remote_code=True):
         assert torch.load(tmp_path / "a.bin")["a"] == 1
@@ -85,20 +86,20 @@ def test_an_adapter_in_the_folder_of_a_full_model_is_rejected_even_if_trusted(tm
     LlamaForCausalLM(LlamaConfig(num_attention_heads=1, **config)).save_pretrained(tmp_path)
     (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "other"}))
     for trusts in (False, True):
-        with data_only_loading(trust_remote_code=trusts), pytest.raises(ModelError, match="contains an adapter"):
+        with data_only_loading(trust_remote_code=trusts), refused(ModelError):
             LlamaForCausalLM.from_pretrained(tmp_path)
 
 
 def test_a_tokenizer_class_that_is_not_a_tokenizer_is_rejected(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "RagRetriever"}')
-    with pytest.raises(ModelError, match=r"'RagRetriever', which is not a PreTrainedTokenizerBase"):
+    with refused(ModelError, "'RagRetriever'", "PreTrainedTokenizerBase"):
         load_auto_class(AutoTokenizer, tmp_path, trust_remote_code=False)
 
 
 def test_a_panic_of_rust_becomes_an_error_and_ctrl_c_stays():
     panic = type("PanicException", (BaseException,), {})
     with (
-        pytest.raises(ModelError, match=r"k: `\./folder` cannot be loaded: index out of bounds\."),
+        refused(ModelError, "k: ", "`./folder`", "index out of bounds"),
         loading_errors("./folder", key="k"),
     ):
         raise panic("index out of bounds")
@@ -113,14 +114,14 @@ def test_settings_files_are_one_object_of_limited_depth(tmp_path):
     path.write_text('{"a": ' + "[" * 63 + "]" * 63 + "}")
     assert len(read_json_settings(path)) == 1
     path.write_text('{"a": ' + "[" * 64 + "]" * 64 + "}")
-    with pytest.raises(ModelError, match=r"config\.json: the file is damaged: it is nested more than 64 deep"):
+    with refused(ModelError, "config.json", "64 deep"):
         read_json_settings(path)
 
 
 def test_matrices_beyond_the_weights_are_refused(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(bytes(1000))
     check_matrix_sizes(tmp_path, LlamaConfig(hidden_size=4096, intermediate_size=16_384, vocab_size=65_000))
-    with pytest.raises(ModelError, match=r"config\.json: `hidden_size` 8,000,000, .* do not match the weights"):
+    with refused(ModelError, "config.json: `hidden_size` 8,000,000"):
         check_matrix_sizes(tmp_path, LlamaConfig(hidden_size=8_000_000, vocab_size=257))
 
 
@@ -133,5 +134,5 @@ def test_heads_beyond_the_weights_are_refused_before_a_model_is_built(tmp_path, 
     (tmp_path / "config.json").write_text(json.dumps(values))
     monkeypatch.setattr(LlamaForCausalLM, "from_pretrained", None)
     saved = inspect_model_folder(tmp_path, key="chat")
-    with pytest.raises(ModelError, match=r"config\.json: .*`num_key_value_heads` 1,000,000"):
+    with refused(ModelError, "config.json", "`num_key_value_heads` 1,000,000"):
         load_saved_base(saved, key="chat")

@@ -36,6 +36,7 @@ from finetune.model.loading.rope import rope_names, uses_scaling
 from finetune.model.loading.saved import inspect_model_folder, load_saved_model
 from finetune.model.upstream import written_head_size
 from finetune.runtime.parameters import InitContext
+from tests.refusals import refused
 
 SIZES = {
     **{"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64},
@@ -158,18 +159,18 @@ def test_a_written_pre_training_length_takes_precedence(bases):
 
 
 REFUSED = {
-    "gpt2": ({}, r"^model\.rope_scaling: `gpt2` has no rotary position embedding"),
-    "recurrent_gemma": ({}, r"^model\.rope_scaling: `recurrent_gemma` has no `max_position_embeddings`"),
-    "gemma4_text": ({}, r"^model\.rope_scaling: `gemma4_text` rotates only a part of each head .*has no `yarn`"),
-    "phi3": ({}, r"^model\.rope_scaling: .*Missing required keys .*`phi3` treats `rope_type: yarn` as `longrope`"),
-    "trained_with_yarn": ({"factor": 2.0}, r"^model\.rope_scaling: 64 positions x 2 = 128, but the model already has"),
+    "gpt2": ({}, "`gpt2`"),
+    "recurrent_gemma": ({}, "`recurrent_gemma`"),
+    "gemma4_text": ({}, "`gemma4_text`"),
+    "phi3": ({}, "`longrope`"),
+    "trained_with_yarn": ({"factor": 2.0}, "64 positions x 2 = 128"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_scaling_that_the_model_cannot_have_is_refused(bases, name):
-    values, message = REFUSED[name]
-    with pytest.raises(ModelError, match=message):
+    values, fact = REFUSED[name]
+    with refused(ModelError, "model.rope_scaling: ", fact, varies=name == "phi3"):
         scaled(bases, name, **values)
 
 
@@ -177,7 +178,7 @@ def test_a_scaling_that_the_code_does_not_read_is_refused(bases):
     section = ModelSection(
         name=str(bases / "recurrent_gemma"), config={"rope_scaling": {"rope_type": "linear", "factor": 2.0}}
     )
-    with pytest.raises(ModelError, match=r"^model\.config\.rope_scaling: it has no effect on `recurrent_gemma`"):
+    with refused(ModelError, "model.config.rope_scaling", "`recurrent_gemma`"):
         dry_run_model(section, head="causal_lm")
 
 
@@ -186,9 +187,7 @@ def test_a_length_of_pre_training_that_another_value_overrides_is_refused(bases)
         **{"rope_type": "longrope", "factor": 2.0, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4},
         "original_max_position_embeddings": 32,
     }
-    with pytest.raises(
-        ModelError, match=r"would use `original_max_position_embeddings: 64` .* `model\.config\.original"
-    ):
+    with refused(ModelError, "`original_max_position_embeddings: 64`", "model.config.original"):
         changed(bases, "phi3", config={"rope_scaling": scaling})
 
 

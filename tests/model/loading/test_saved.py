@@ -20,6 +20,7 @@ from transformers import (
 
 from finetune.errors import ModelError
 from finetune.model.loading.saved import attach_adapters, inspect_model_folder, load_saved_base, load_saved_model
+from tests.refusals import refused
 
 LLAMA = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 BERT = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -125,12 +126,12 @@ def test_several_adapters_share_one_base(tmp_path, llama):
 
 
 def test_a_folder_that_is_not_a_model_is_rejected(tmp_path, llama):
-    with pytest.raises(ModelError, match="does not exist"):
+    with refused(ModelError, tmp_path / "nothing"):
         inspect_model_folder(tmp_path / "nothing", key="chat")
-    with pytest.raises(ModelError, match="contains no model"):
+    with refused(ModelError, tmp_path):
         inspect_model_folder(tmp_path, key="chat")
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
-    with pytest.raises(ModelError, match=r"chat: .* names no base model"):
+    with refused(ModelError, "chat: ", tmp_path):
         inspect_model_folder(tmp_path, key="chat")
-    with pytest.raises(ModelError, match=r"--adapter: .* it has no adapter_config\.json"):
+    with refused(ModelError, "--adapter", "adapter_config.json"):
         attach_adapters(load_saved_base(inspect_model_folder(llama, key="k"), key="k"), {"one": llama}, key="--adapter")

@@ -6,6 +6,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from finetune.config.load import load_config
 from finetune.errors import ConfigError
 from finetune.run.setup.model_problems import require_buildable
+from tests.refusals import refused
 
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 32}
 JOB = """\
@@ -20,9 +21,9 @@ task: {name: sft}
 train: {global_batch_size: 1, microbatch_size: 1, steps: 1, learning_rate: 1e-3}
 """
 WRONG = {
-    "atention_dropout: 0.2": ("model.config.atention_dropout", "Did you mean `attention_dropout`?"),
-    "num_hidden_layers: 2": ("model.config.num_hidden_layers", "changes the number or the shapes"),
-    "rope_scaling: {rope_type: yarn}": ("model.config.rope_scaling", "Missing required keys"),
+    "atention_dropout: 0.2": "`attention_dropout`?",
+    "num_hidden_layers: 2": "",
+    "rope_scaling: {rope_type: yarn}": "'factor'",
 }
 
 
@@ -36,13 +37,9 @@ def folder(tmp_path_factory):
 
 @pytest.mark.parametrize("change", WRONG)
 def test_a_problem_found_by_building_the_model_is_reported_with_its_line(folder, change):
-    key, message = WRONG[change]
     (folder / "job.yaml").write_text(JOB.replace("CHANGE", change))
-    with pytest.raises(ConfigError) as error:
+    with refused(ConfigError, f"line 6, model.config.{change.partition(':')[0]}: ", WRONG[change]):
         require_buildable(load_config(folder / "job.yaml"))
-    (problem,) = error.value.problems
-    assert (problem.key, problem.line) == (key, 6)
-    assert message in problem.message
 
 
 def test_a_valid_rope_scaling_is_built(folder):
@@ -55,8 +52,5 @@ def test_an_invalid_value_of_a_new_model_is_reported_with_its_line(folder):
     values = "{attention_dropout: 0.1, hiden_size: 8}}"
     text = text.replace(" values:\n    attention_dropout: 0.1\n    CHANGE", f" values: {values}")
     (folder / "job.yaml").write_text(text)
-    with pytest.raises(ConfigError) as error:
+    with refused(ConfigError, "line 4, model.from_config.values.hiden_size: ", "`hidden_size`?"):
         require_buildable(load_config(folder / "job.yaml"))
-    (problem,) = error.value.problems
-    assert (problem.key, problem.line) == ("model.from_config.values.hiden_size", 4)
-    assert "Did you mean `hidden_size`?" in problem.message

@@ -11,6 +11,7 @@ from finetune.errors import ConfigError, ModelError, StrategyError
 from finetune.registry.accelerate_files import SHIPPED
 from finetune.run.setup.model_checks import MODEL_CHECKS, CheckedJob, Stage, check_model
 from finetune.run.setup.strategy import strategy_of_file
+from tests.refusals import refused
 
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 32}
 JOB = """\
@@ -95,7 +96,7 @@ def test_an_accelerate_file_adds_the_checks_of_its_strategy(job):
     zero2, zero3 = (strategy_of_file(loaded, SHIPPED / f"{name}.yaml", num_processes=2) for name in ("zero2", "zero3"))
     assert (zero2.name, zero2.expected.num_processes) == ("zero2", 2)
     check_model(CheckedJob(loaded, zero2))
-    with pytest.raises(StrategyError, match=r"model\.new_tokens with model\.lora does not work under zero3"):
+    with refused(StrategyError, "model.new_tokens", "model.lora"):
         check_model(CheckedJob(loaded, zero3))
 
 

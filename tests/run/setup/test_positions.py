@@ -6,6 +6,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrain
 from finetune.config.load import load_config
 from finetune.errors import ConfigError
 from finetune.run.setup.model_problems import require_model_positions
+from tests.refusals import pinned, refused
 
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 32}
 BASES: dict[str, PreTrainedConfig] = {
@@ -66,27 +67,20 @@ def test_lengths_beyond_the_positions_of_the_model_are_warned_about_with_the_set
     folder, change, length, positions, factor
 ):
     warning = checked(folder, "llama", change, length)
-    assert f"data.max_length is {length}, and the model was made for {positions} positions" in warning
-    assert (
-        f"Write {positions}, or scale its positions: `model.rope_scaling: {{rope_type: yarn, factor: {factor}.0}}`"
-        in warning
-    )
+    pinned(warning, f"data.max_length is {length}", f"{positions} positions", f"factor: {factor}.0}}`")
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "message"),
+    ("name", "change", "fact"),
     [
-        ("gpt2", "", "the model has only 64 positions. Write at most 64"),
-        ("llama", DYNAMIC, "with `rope_type: dynamic`, a sample of more than 64 tokens changes"),
-        ("llama", LONGROPE, "Write at most 64; or write `data.batching.by: samples` with 1 for `microbatch_size`"),
+        ("gpt2", "", "64 positions"),
+        ("llama", DYNAMIC, "`rope_type: dynamic`"),
+        ("llama", LONGROPE, "`data.batching.by: samples`"),
     ],
 )
-def test_lengths_that_fail_or_depend_on_the_batch_are_rejected_with_their_line(folder, name, change, message):
-    with pytest.raises(ConfigError) as error:
+def test_lengths_that_fail_or_depend_on_the_batch_are_rejected_with_their_line(folder, name, change, fact):
+    with refused(ConfigError, "line 7, data.max_length: ", "64", fact):
         checked(folder, name, change, 65)
-    (problem,) = error.value.problems
-    assert (problem.key, problem.line) == ("data.max_length", 7)
-    assert message in problem.message
 
 
 def test_longrope_is_exact_where_each_sample_is_alone(folder):
@@ -96,7 +90,7 @@ def test_longrope_is_exact_where_each_sample_is_alone(folder):
         ("data.batching.by=packs",),
         ("evaluate={every_steps: 1, microbatch_size: 2}", "data.validation={fraction: 0.5}"),
     ):
-        with pytest.raises(ConfigError, match="changes the rotary"):
+        with refused(ConfigError, "line 7, data.max_length: "):
             checked(folder, "llama", LONGROPE, 200, *alone, *others)
-    with pytest.raises(ConfigError, match="changes the rotary"):
+    with refused(ConfigError, "line 7, data.max_length: "):
         checked(folder, "llama", DYNAMIC, 200, *alone)

@@ -10,6 +10,7 @@ from finetune.config.load import load_config
 from finetune.errors import ConfigError, DataError
 from finetune.report.history import read_events
 from finetune.run.setup.precompute import _StagedWriter
+from tests.refusals import refused
 from tests.scenarios.trained import train_here
 from tests.small_job import WORDS, write_job, write_rows
 
@@ -116,7 +117,7 @@ def test_a_loss_without_a_reference_precomputes_nothing(job, run):
 
 
 def test_streams_are_refused_before_anything_is_built(job):
-    with pytest.raises(ConfigError, match=r"data\.train\.stream.*computed before the first step"):
+    with refused(ConfigError, "data.train.stream"):
         load_config(job, [*PREFERENCES, "data.train={path: train.jsonl, format: preference, stream: {}}"])
 
 
@@ -124,5 +125,5 @@ def test_an_unwritable_precompute_cache_is_an_error(tmp_path):
     (tmp_path / "file").write_text("")
     writing = _StagedWriter(tmp_path / "file" / "known" / "key")
     writing.append([])
-    with pytest.raises(DataError, match=r"data\.cache_folder: .* cannot be written"):
+    with refused(DataError, "data.cache_folder: "):
         writing.finish({})

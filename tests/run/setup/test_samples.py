@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 
 from finetune.data.batch import Batch
@@ -15,6 +14,7 @@ from finetune.errors import CheckpointError
 from finetune.run.setup.components import open_sample_record
 from finetune.run.state.resume import require_same_samples
 from finetune.runtime.progress import Progress
+from tests.refusals import refused
 from tests.sample_records import read_samples
 
 
@@ -67,13 +67,13 @@ PATH = Path("runs/a/checkpoints/step-000004")
 def test_a_checkpoint_that_has_seen_other_rows_is_refused():
     progress = Progress(step=4, samples_sha256=digest_of_steps(pool_of(), 4, global_batch_size=4))
     require_same_samples(PATH, progress, pool=pool_of(), global_batch_size=4)
-    with pytest.raises(CheckpointError, match=r"step-000004 was trained for 4 steps on other samples"):
+    with refused(CheckpointError, "step-000004", "4 steps"):
         require_same_samples(PATH, progress, pool=pool_of(seed=2), global_batch_size=4)
 
 
 def test_a_checkpoint_that_has_seen_the_same_rows_with_other_content_is_refused():
     progress = Progress(step=4, samples_sha256=digest_of_steps(pool_of(), 4, global_batch_size=4))
-    with pytest.raises(CheckpointError, match="would resume on other data"):
+    with refused(CheckpointError, "step-000004"):
         require_same_samples(PATH, progress, pool=pool_of(first_mark=2), global_batch_size=4)
 
 
@@ -86,7 +86,7 @@ def test_a_checkpoint_of_before_contents_were_known_continues_and_knows_them_fro
     require_same_samples(PATH, progress, pool=pool, global_batch_size=4)
     assert progress.samples_sha256 == digest_of_steps(pool, 4, global_batch_size=4)
     assert progress.state_dict()["version"] == 3
-    with pytest.raises(CheckpointError, match="on other samples than"):
+    with refused(CheckpointError, "step-000004"):
         require_same_samples(PATH, Progress.from_state_dict(state), pool=pool_of(seed=2), global_batch_size=4)
 
 

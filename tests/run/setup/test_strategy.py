@@ -15,6 +15,7 @@ from finetune.run.setup.strategy import (
     require_supported_by_strategy,
 )
 from finetune.run.train import train_from_config
+from tests.refusals import refused
 from tests.scenarios.trained import forget
 
 TOKENS = "model.new_tokens={tokens: [quokka]}"
@@ -23,16 +24,16 @@ FOUR, EIGHT = (f"model={{name: org/base, lora: {{}}, quantization: {{bits: {bits
 
 
 @pytest.mark.parametrize(
-    ("written", "strategy", "reason"),
+    ("written", "strategy", "fact"),
     [
-        ([TOKENS, LORA], "zero3", "model.new_tokens with model.lora does not work under zero3: peft trains rows"),
-        ([TOKENS, LORA], "fsdp2", "Accelerate ties weights again by the base's names"),
-        ([FOUR], "zero3", r"bitsandbytes/issues/1249\). Launch with"),
-        ([EIGHT], "fsdp2", "FSDP shards only floating-point tensors"),
+        ([TOKENS, LORA], "zero3", "model.new_tokens"),
+        ([TOKENS, LORA], "fsdp2", "model.new_tokens"),
+        ([FOUR], "zero3", "bitsandbytes/issues/1249"),
+        ([EIGHT], "fsdp2", "model.quantization"),
     ],
 )
-def test_a_job_that_a_strategy_does_not_support_is_refused_with_the_reason(job, written, strategy, reason):
-    with pytest.raises(StrategyError, match=reason):
+def test_a_job_that_a_strategy_does_not_support_is_refused_with_the_reason(job, written, strategy, fact):
+    with refused(StrategyError, strategy, fact):
         require_supported_by_strategy(load_config(job, written).config, strategy)
 
 
@@ -55,9 +56,9 @@ def test_a_job_that_the_strategy_supports_is_accepted(job, written, strategy):
     ("written", "key"),
     [
         (["task.name=reward"], "task.name"),
-        (["model.peft={type: ia3}"], "model: quantized weights and adapters other than `lora`"),
-        (["model.lora={init: pissa}"], "model.lora: adapters are split without `modules_to_save`"),
-        ([TOKENS, LORA], "model.lora: adapters are split without `modules_to_save`"),
+        (["model.peft={type: ia3}"], "model"),
+        (["model.lora={init: pissa}"], "model.lora"),
+        ([TOKENS, LORA], "model.lora"),
         (["model.compile=regional"], "model.compile, model.kernels"),
         (["model.kernels=liger"], "model.compile, model.kernels"),
         (["model.gradient_checkpointing=selective"], "model.gradient_checkpointing"),
@@ -70,21 +71,17 @@ def test_unsupported_jobs_are_refused_under_tensor_parallelism_with_the_reason(j
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "2")
     assert launched_strategy(load_config(job)).expected.data_parallel_size == 1
-    with pytest.raises(StrategyError) as refused:
+    with refused(StrategyError, key, varies=key == "train.precision"):  # of the machine's GPU
         launched_strategy(load_config(job, written))
-    assert key in str(refused.value)
 
 
 def test_models_that_ranks_cannot_split_are_refused_with_the_reason(job):
     require_splittable_model(load_config(job).config, size=2)
-    for written, reason in (
-        ("model.from_config.model_type=olmo", "`olmo` was not compared with one process"),
-        (
-            "model.from_config.values={hidden_size: 48, num_attention_heads: 3, num_key_value_heads: 1}",
-            "num_attention_heads is 3",
-        ),
+    for written in (
+        "model.from_config.model_type=olmo",
+        "model.from_config.values={hidden_size: 48, num_attention_heads: 3, num_key_value_heads: 1}",
     ):
-        with pytest.raises(StrategyError, match=f"parallelism_config_tp_size: 2: {reason}"):
+        with refused(StrategyError, "parallelism_config_tp_size: 2: "):
             require_splittable_model(load_config(job, [written]).config, size=2)
 
 
@@ -93,26 +90,24 @@ def test_all_settings_that_are_not_exact_where_ranks_share_rows_are_refused_at_o
     monkeypatch.setenv("PARALLELISM_CONFIG_SP_SIZE", "2")
     assert launched_strategy(load_config(job)).expected.data_parallel_size == 2
     written = ["model.attention=sdpa", "train.embedding_noise=5.0", "model.compile=regional"]
-    with pytest.raises(StrategyError) as refused:
+    with refused(StrategyError, "\n  model.attention:", "\n  model.compile:", "\n  train.embedding_noise:"):
         launched_strategy(load_config(job, written))
-    with pytest.raises(StrategyError, match=r"task\.name: only `pretrain` and `sft`"):
+    with refused(StrategyError, "task.name", "`pretrain`", "`sft`"):
         launched_strategy(load_config(job, ["task.name=reward"]))
-    for key in ("model.attention:", "model.compile:", "train.embedding_noise:"):
-        assert f"\n  {key}" in str(refused.value)
 
 
 @pytest.mark.parametrize(
-    ("written", "message"),
+    "written",
     [
-        ("data.batching.padding_free=false", "samples are padded here: the job writes so"),
-        ("model.from_config.model_type=lfm2", "`lfm2` has, or may have, layers that mix the tokens of a row"),
-        ("model.from_config.values.num_attention_heads=2", "4 ranks cannot share 2 attention heads"),
+        "data.batching.padding_free=false",
+        "model.from_config.model_type=lfm2",
+        "model.from_config.values.num_attention_heads=2",
     ],
 )
-def test_models_and_batches_that_ranks_cannot_share_are_refused(job, written, message):
+def test_models_and_batches_that_ranks_cannot_share_are_refused(job, written):
     config = load_config(job, [written]).config
     require_sliceable_model(config, size=1)
-    with pytest.raises(StrategyError, match=message):
+    with refused(StrategyError, "parallelism_config_sp_size: 4"):
         require_sliceable_model(config, size=4)
 
 

@@ -10,6 +10,7 @@ from finetune.config.load import LoadedConfig, load_config, with_local_folder
 from finetune.errors import CheckpointError
 from finetune.run.state.run_folder import download_run
 from finetune.runtime.files.remote import RemoteFolder
+from tests.refusals import refused
 from tests.run.state.staging import checkpoint
 
 
@@ -124,7 +125,7 @@ def test_downloading_from_an_empty_storage_leaves_it_empty(machine):
 
 def test_storage_that_takes_nothing_is_an_error_now_and_not_at_the_first_checkpoint(machine, bucket):
     nowhere = machine("first", url=f"{bucket}-that-is-not-there/runs/first")
-    with pytest.raises(CheckpointError, match=r"cannot be used: .*bucket does not exist.*Check the bucket"):
+    with refused(CheckpointError, "that-is-not-there", varies=True):
         nowhere.fetch()
 
 
@@ -137,7 +138,7 @@ def test_a_checkpoint_of_a_newer_format_is_refused_and_no_older_one_fetched(mach
     marker.write_text(json.dumps(value | {"sha256": manifest_digest(value)}))
     first.upload()
     second = machine("second")
-    with pytest.raises(CheckpointError, match=r"format 3, written by finetune 9\.1\.0"):
+    with refused(CheckpointError, "format 3", "9.1.0"):
         second.fetch()
     assert list((second.stage / "checkpoints").glob("*")) == []
 

@@ -15,6 +15,7 @@ from finetune.errors import CheckpointError
 from finetune.model.processing import Processing
 from finetune.run.state.resume import make_fingerprint
 from finetune.task.protocol import Precomputed
+from tests.refusals import refused
 
 
 def training_data(*, words=("a", "b"), rows="f1", precomputed=None):
@@ -71,7 +72,7 @@ def test_a_run_that_trained_tied_embeddings_under_a_frozen_head_is_not_resumed(f
     tied = LoraConfig(modules_to_save=["embed_tokens"], ensure_weight_tying=True)
     now = facts(*keys, peft_config={"default": tied})
     assert check_changes(Path("step-4"), now, current=now, allowed=()) == []
-    with pytest.raises(CheckpointError, match=r"tied weights: nothing in the checkpoint, .*\n.*frozen head"):
+    with refused(CheckpointError, "tied weights: "):
         check_changes(Path("step-4"), older, current=now, allowed=())
 
 
@@ -79,7 +80,7 @@ def test_the_reason_for_other_held_out_rows_is_named(facts):
     now = facts("data.validation={fraction: 0.5}", "evaluate={}", rows="f2")
     settings = {**now.settings, "data.validation.fraction": "0.5"}  # as version 0.2 has recorded it
     older = RunFingerprint({**now.identity, "training data": "f1"}, settings, now.origin)
-    with pytest.raises(CheckpointError, match=r"data\.validation\.fraction: 0\.5 in the checkpoint, 0\.5, "):
+    with refused(CheckpointError, "data.validation.fraction: 0.5 in the checkpoint, 0.5, "):
         check_changes(Path("step-4"), older, current=now, allowed=())
 
 

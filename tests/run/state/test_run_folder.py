@@ -5,6 +5,7 @@ import pytest
 from finetune.errors import UserError
 from finetune.run.state.run_folder import _require_undamaged
 from finetune.runtime.files.digests import DIGESTS_FILE, write_folder_digests
+from tests.refusals import refused
 
 
 @pytest.fixture
@@ -28,8 +29,7 @@ def test_a_file_that_is_not_as_it_was_written_is_named(inputs):
     (inputs / "tokenizer.json").write_text('{"model": "bqe"}')
     (inputs / "task_facts.json").unlink()
     (inputs / "additional_chat_templates" / "tools.jinja").write_text("{{ evil }}")
-    names = r"additional_chat_templates/tools\.jinja, task_facts\.json, tokenizer\.json: not as written"
-    with pytest.raises(UserError, match=rf"{names}.*digests\.json"):
+    with refused(UserError, "additional_chat_templates/tools.jinja, task_facts.json, tokenizer.json", "digests.json"):
         _require_undamaged(inputs)
 
 
@@ -37,7 +37,7 @@ def test_a_folder_with_the_digests_of_an_earlier_version_is_checked(inputs):
     (inputs / DIGESTS_FILE).rename(inputs / "seal.json")
     _require_undamaged(inputs)
     (inputs / "tokenizer.json").write_text('{"model": "bqe"}')
-    with pytest.raises(UserError, match=r"tokenizer\.json: not as written.*seal\.json"):
+    with refused(UserError, "tokenizer.json", "seal.json"):
         _require_undamaged(inputs)
     write_folder_digests(inputs)
     assert not (inputs / "seal.json").exists()
@@ -47,5 +47,5 @@ def test_a_folder_with_the_digests_of_an_earlier_version_is_checked(inputs):
 @pytest.mark.parametrize("content", ["[]", "{", '{"tokenizer.json": 3}', "[" * 100_000])
 def test_digests_that_are_damaged_are_named(inputs, content):
     (inputs / DIGESTS_FILE).write_text(content)
-    with pytest.raises(UserError, match=r"digests\.json cannot be trusted"):
+    with refused(UserError, "digests.json"):
         _require_undamaged(inputs)

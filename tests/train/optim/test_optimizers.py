@@ -8,6 +8,7 @@ from finetune.config.sections.train import OptimizerSection
 from finetune.errors import ModelError
 from finetune.train.optim.optimizers import begin_step, build_optimizer
 from finetune.train.optim.parameter_groups import list_parameters
+from tests.refusals import refused
 
 
 def model():
@@ -30,5 +31,5 @@ def test_each_optimizer_takes_a_step(name, kind):
 
 
 def test_a_frozen_model_is_refused():
-    with pytest.raises(ModelError, match="no parameter is trained"):
+    with refused(ModelError):
         build_optimizer(list_parameters(model().requires_grad_(False)), OptimizerSection(), learning_rate=0.1)
