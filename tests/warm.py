@@ -71,6 +71,7 @@ def serve(address: Path, owner: int) -> None:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     _fork_ranks()
+    _fork_children()
     start_server()
     use_server(importlib.import_module("finetune.export.verify.verifier"))
     gc.collect()
@@ -268,6 +269,19 @@ def _fork_ranks() -> None:
     assert callable(SubprocessHandler._popen), "torchelastic starts its ranks elsewhere now"
     SubprocessContext._start = start_together
     SubprocessHandler._popen = fork
+
+
+def _fork_children() -> None:
+    """Have the server start what a program starts as its child, such as the runs of `finetune verify`."""
+    from finetune.launch import child
+    from tests import launching
+
+    def start(command: Sequence[str], *, stdout: Any, env: Mapping[str, str], **others: Any) -> Any:
+        if stdout is None:  # a terminal's
+            return subprocess.Popen(command, stdout=stdout, env=env, **others)
+        return launching.begin(command, output=stdout, environment=env, folder=Path.cwd())
+
+    child.subprocess = types.SimpleNamespace(**{**vars(subprocess), "Popen": start})  # type: ignore[assignment]
 
 
 if __name__ == "__main__":
