@@ -19,11 +19,8 @@ pytestmark = pytest.mark.distributed
 full = pytest.mark.full
 
 SETTINGS = ("train.steps=8", "train.microbatch_size=4", "report.sample_ids=true")
-SHORT = (
-    *("data.train.take=8", "train.steps=3", "train.schedule.warmup_steps=0"),
-    *("checkpoint.every_steps=null", "train.try_longest_batch=never"),
-)
-"""Three steps with the same rows, whose loss falls."""
+SHORT = ("data.train.take=8", "train.steps=4", "checkpoint.every_steps=null", "train.try_longest_batch=never")
+"""Four steps with the same rows, whose loss falls."""
 
 
 def assert_equal(run, wanted):
@@ -125,7 +122,7 @@ def test_every_model_type_has_the_losses_and_the_export_of_one_process(job, tmp_
     for name, run in compared:
         alone = alone_runs[name]
         assert_equal(run, alone)
-        assert run.losses()[-1] < run.losses()[0] - 0.01, f"{name} is trained"
+        assert run.losses()[-1] < run.losses()[0] - 0.005, f"{name} is trained"
         assert_same_export(run, alone, tolerance=2e-4)
 
 
@@ -177,7 +174,7 @@ def test_dropout_noise_dora_and_router_losses_are_those_of_the_same_data_ranks_w
     """Two ranks with parts of layers against one process, two groups of two against FSDP2 on two ranks."""
     compared = []
     for plain, split, size in (("alone", "split", 4), ("data", "sharded", 2)):
-        settings = (*SHORT, f"train.microbatch_size={size}", "train.learning_rate=1e-2")
+        settings = (*SHORT, f"train.microbatch_size={size}", "train.learning_rate=1e-2", "data.train.take=null")
         left_out = ON_TWO_RANKS if split == "sharded" else ()
         jobs = {name: [*settings, *words] for name, words in RANDOM_JOBS.items() if name not in left_out}
         wanted, runs = (train_all(job, jobs, launched, tmp_path) for launched in (plain, split))
@@ -212,7 +209,7 @@ def test_every_preference_loss_has_the_values_of_one_process(job, tmp_path):
         f"data.train={{path: {tmp_path}/pairs.jsonl}}",
         f"data.validation={{path: {tmp_path}/held_out_pairs.jsonl}}",
     )
-    settings = (*SHORT, "train.microbatch_size=2", "task={name: preference}")
+    settings = (*SHORT, "train.steps=3", "train.microbatch_size=2", "task={name: preference}")
     noisy = {"robust": ["task.preference.label_smoothing=0.1"]}
     jobs = {
         f"{loss}-{method}": [*settings, *data, f"task.preference.loss={loss}", *noisy.get(loss, []), *words]
