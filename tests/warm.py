@@ -53,7 +53,10 @@ MODULES = (
 )
 """What is imported before the first fork; what a machine lacks is left out."""
 
-FIXED = ("PYTHON", "HF_", "TRANSFORMERS_", "LC_", "LANG", "TORCH_", "TORCHDYNAMO_", "OMP_", "PYTORCH_", "CUDA_VISIBLE_")
+FIXED = (
+    *("PYTHON", "HF_", "TRANSFORMERS_", "LC_", "LANG", "TORCH_", "TORCHDYNAMO_", "OMP_", "PYTORCH_"),
+    *(("CUDA_VISIBLE_",) if Path("/dev/nvidiactl").exists() else ()),
+)
 """How the names of variables begin that are read when the interpreter starts or a library is imported."""
 
 _HEADER_BYTES = 1 << 20
@@ -61,8 +64,10 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def fixed(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that a program cannot have otherwise than the server has them."""
-    return {name: value for name, value in sorted(environment.items()) if name.startswith(FIXED)}
+    """Return the variables that a program cannot have otherwise than the server has them; it may add to PYTHONPATH."""
+    found = {name: value for name, value in sorted(environment.items()) if name.startswith(FIXED)}
+    found.pop("PYTHONPATH", None)
+    return found
 
 
 def serve(address: Path, owner: int) -> None:
@@ -148,6 +153,8 @@ def become(
         os.environ.clear()
         os.environ.update(environment)
         os.chdir(folder)
+        added = environment.get("PYTHONPATH", "").split(os.pathsep)
+        sys.path[1:1] = [path for path in added if path and path not in sys.path]
         if is_cold or _has_lost_its_device():
             os.execvpe(command[0], list(command), dict(environment))
         code = _run(list(command[1:]))
