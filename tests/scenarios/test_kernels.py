@@ -8,7 +8,14 @@ pytest.importorskip("liger_kernel", reason="liger-kernel is not installed")
 pytest.importorskip("triton", reason="triton is not installed")
 
 INTERPRETER = Path(__file__).parents[1] / "model/kernels/triton_on_cpu.py"
-ALONE = ["train.steps=2", "checkpoint.every_steps=null", "evaluate=null", "data.validation=null", "export.verify=false"]
+ALONE = [
+    "train.steps=2",
+    "train.schedule.warmup_steps=1",
+    "checkpoint.every_steps=null",
+    "evaluate=null",
+    "data.validation=null",
+    "export.verify=false",
+]
 FEW = [*ALONE, "train.global_batch_size=4", "train.microbatch_size=1"]
 LORA = "model.lora={rank: 4, alpha: 8, dropout: 0.1}"
 
