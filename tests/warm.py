@@ -53,7 +53,10 @@ MODULES = (
 )
 """What is imported before the first fork; what a machine lacks is left out."""
 
-FIXED = ("PYTHON", "HF_", "TRANSFORMERS_", "LC_", "LANG", "TORCH_", "TORCHDYNAMO_", "OMP_", "PYTORCH_", "CUDA_VISIBLE_")
+FIXED = (
+    *("PYTHON", "HF_", "TRANSFORMERS_", "LC_", "LANG", "TORCH_", "TORCHDYNAMO_", "OMP_", "PYTORCH_"),
+    *(("CUDA_VISIBLE_",) if Path("/dev/nvidiactl").exists() else ()),
+)
 """How the names of variables begin that are read when the interpreter starts or a library is imported."""
 
 _HEADER_BYTES = 1 << 20
@@ -61,8 +64,10 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def fixed(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that a program cannot have otherwise than the server has them."""
-    return {name: value for name, value in sorted(environment.items()) if name.startswith(FIXED)}
+    """Return the variables that a program cannot have otherwise than the server has them; it may add to PYTHONPATH."""
+    found = {name: value for name, value in sorted(environment.items()) if name.startswith(FIXED)}
+    found.pop("PYTHONPATH", None)
+    return found
 
 
 def serve(address: Path, owner: int) -> None:
@@ -71,6 +76,7 @@ def serve(address: Path, owner: int) -> None:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     _fork_ranks()
+    _fork_children()
     start_server()
     use_server(importlib.import_module("finetune.export.verify.verifier"))
     gc.collect()
@@ -147,6 +153,8 @@ def become(
         os.environ.clear()
         os.environ.update(environment)
         os.chdir(folder)
+        added = environment.get("PYTHONPATH", "").split(os.pathsep)
+        sys.path[1:1] = [path for path in added if path and path not in sys.path]
         if is_cold or _has_lost_its_device():
             os.execvpe(command[0], list(command), dict(environment))
         code = _run(list(command[1:]))
@@ -268,6 +276,19 @@ def _fork_ranks() -> None:
     assert callable(SubprocessHandler._popen), "torchelastic starts its ranks elsewhere now"
     SubprocessContext._start = start_together
     SubprocessHandler._popen = fork
+
+
+def _fork_children() -> None:
+    """Have the server start what a program starts as its child, such as the runs of `finetune verify`."""
+    from finetune.launch import child
+    from tests import launching
+
+    def start(command: Sequence[str], *, stdout: Any, env: Mapping[str, str], **others: Any) -> Any:
+        if stdout is None:  # a terminal's
+            return subprocess.Popen(command, stdout=stdout, env=env, **others)
+        return launching.begin(command, output=stdout, environment=env, folder=Path.cwd())
+
+    child.subprocess = types.SimpleNamespace(**{**vars(subprocess), "Popen": start})  # type: ignore[assignment]
 
 
 if __name__ == "__main__":

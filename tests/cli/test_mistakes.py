@@ -2,15 +2,16 @@
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 
-TIMEOUT_SECONDS = 120
+from tests.launching import capture
+
 ROW = {"messages": [{"role": "user", "content": "one two"}, {"role": "assistant", "content": "two one"}]}
 JOB = """\
 run: {folder: runs/job}
@@ -111,23 +112,17 @@ LAUNCH = (
 )
 
 
-def ended(folder: Path, mistake: Mistake) -> subprocess.CompletedProcess[str]:
+def ended(folder: Path, mistake: Mistake) -> CompletedProcess[str]:
     """Write a good job, spoil it, and run it."""
     (folder / "train.jsonl").write_text((GOOD + "\n") * 8)
     if mistake.name != "no config":
         job()(folder)
     mistake.make(folder)
-    return subprocess.run(
-        [sys.executable, "-m", "finetune", "--config", str(folder / "job.yaml")],
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_SECONDS,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **dict(mistake.variables)},
-        check=False,
-    )
+    command = [sys.executable, "-m", "finetune", "--config", str(folder / "job.yaml")]
+    return capture(command, environment=dict(mistake.variables))
 
 
-def assert_told(run: subprocess.CompletedProcess[str], folder: Path, mistake: Mistake) -> None:
+def assert_told(run: CompletedProcess[str], folder: Path, mistake: Mistake) -> None:
     assert run.returncode == 2, run.stdout + run.stderr
     assert "Traceback" not in run.stderr
     assert run.stderr.count("error: ") == 1

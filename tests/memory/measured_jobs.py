@@ -1,15 +1,12 @@
 """Jobs whose peak memory is predicted and measured: live bytes in real processes on CPUs over gloo."""
 
 import json
-import os
-import subprocess
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-from tests.launching import accelerate_command
+from tests.launching import accelerate_command, capture
 
-ROOT = Path(__file__).parents[2]
 STRATEGIES = ("single", "ddp", "fsdp2", "zero2", "zero3")
 METHODS = {"full": (), "lora": ("model.lora={rank: 8, alpha: 16}",)}
 LLAMA = "tie_word_embeddings: false, num_attention_heads: 8, num_key_value_heads: 4"
@@ -85,8 +82,7 @@ def measure_peak(combination: Combination, job: Path) -> int:
     words = [word for setting in combination.overrides for word in ("--set", setting)]
     program = ("-m", "tests.memory.live_program", str(job.parent), "--config", str(job), *words)
     command = accelerate_command(combination.strategy, *program, processes=combination.num_ranks)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    done = capture(command, timeout_seconds=600)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     peaks = [json.loads((job.parent / f"{rank}.json").read_text()) for rank in range(combination.num_ranks)]
     return max(peak for of_rank in peaks for peak in of_rank[1:])

@@ -1,7 +1,6 @@
 """What a plugin returns against its contract is one message that names it, on one process and on several."""
 
 import json
-import subprocess
 import sys
 
 import pytest
@@ -76,7 +75,7 @@ def train(tmp_path):
         words += [word for override in (*OF[head], *overrides) for word in ("--set", override)]
         if strategy is not None:
             return capture(accelerate_command(strategy, "-m", "finetune", *words), timeout_seconds=600)
-        return subprocess.run([sys.executable, "-m", "finetune", *words], capture_output=True, text=True, timeout=600)
+        return capture([sys.executable, "-m", "finetune", *words], timeout_seconds=600)
 
     return run
 
@@ -108,7 +107,7 @@ def test_ranks_that_end_without_an_error_before_the_run_does_are_a_failure(train
     (tmp_path / "mine.py").write_text(HEAD + LOSS + "os._exit(0)\n")
     words = [sys.executable, "-m", "finetune", "train", "--config", str(tmp_path / "job.yaml"), "--processes", "2"]
     words += ["--set", "plugins=[./mine.py]", "--set", "task.loss=mine"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=600)
+    done = capture(words, timeout_seconds=600)
     assert done.returncode == 1
     assert "ended with exit code 0 before the run did" in done.stderr
 

@@ -15,7 +15,10 @@ from tests.devices import needs
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ("pyproject.toml", "README.md", "LICENSE", "finetune", "accelerate_configs", "ds_configs")
-FAST = ("train.steps=60", "checkpoint.every_steps=60", "evaluate.every_steps=60", "export.verify=false")
+FAST = (
+    *("train.steps=20", "train.schedule.warmup_steps=2", "checkpoint.every_steps=20", "evaluate.every_steps=20"),
+    *("evaluate.generate=null", "export.verify=false"),
+)
 
 pytestmark = [pytest.mark.distributed, pytest.mark.full]
 
@@ -104,7 +107,7 @@ def test_init_check_train_and_chat_work_from_an_empty_folder(python, tmp_path, s
     overrides = [word for each in FAST for word in ("--set", each)]
     words = ("-m", "finetune", "train", "--config", job, "--accelerate", strategy, "--processes", "2", *overrides)
     trained = run(python, tmp_path, *words).stdout
-    assert f"{strategy} on 2 processes" in trained and "finished at step 60" in trained
+    assert f"{strategy} on 2 processes" in trained and "finished at step 20" in trained
     assert "ds_configs/zero2.json is not in" in trained  # where it was found is logged
     launched = (
         "-m",

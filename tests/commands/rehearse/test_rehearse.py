@@ -20,9 +20,7 @@ def rehearsed(job, capsys, *overrides, **changes):
 
 
 def launched(job, *words, **environment):
-    ended = launching.capture(
-        [sys.executable, *command(job, *words)], timeout_seconds=SECONDS, environment=environment, is_cold=True
-    )
+    ended = launching.capture([sys.executable, *command(job, *words)], timeout_seconds=SECONDS, environment=environment)
     return ended.returncode, ended.stdout + ended.stderr
 
 

@@ -21,7 +21,8 @@ from tests import launching
 from tests.scenarios.conftest import job  # noqa: F401  # the tiny job, which trains in a second
 
 RATES = "train.learning_rate=1e-2,2e-2"
-LONG = ("train.steps=400", "checkpoint.every_steps=50", "evaluate.every_steps=200")
+STEPS = 160
+LONG = (f"train.steps={STEPS}", "checkpoint.every_steps=20", "evaluate.every_steps=80")
 ROOT = Path(__file__).parents[3]
 WAIT_SECONDS = 300.0
 
@@ -123,7 +124,7 @@ def until(is_so):
 def is_in_the_middle(run_folder):
     path = run_folder / "events.jsonl"
     return (
-        path.exists() and is_locked(run_folder) and any(event["step"] > 60 for event in events(run_folder, "StepTaken"))
+        path.exists() and is_locked(run_folder) and any(event["step"] > 25 for event in events(run_folder, "StepTaken"))
     )
 
 
@@ -164,7 +165,7 @@ def test_a_killed_sweep_leaves_no_orphan_and_ends_as_an_undisturbed_one(job, tmp
     for name in names:
         same, other = read_completed_run(straight / "runs" / name), read_completed_run(folder / "runs" / name)
         assert list(run_differences(same, other, stop_at=other.starts[-1], tolerance=None)) == []
-        assert len(other.steps) == 400
+        assert len(other.steps) == STEPS
     taken = [event["step"] for event in events(first, "StepTaken")]
-    assert taken == list(range(1, 401))  # saved when the sweep was killed: no step was taken twice
+    assert taken == list(range(1, STEPS + 1))  # saved when the sweep was killed: no step was taken twice
     assert len(events(first, "RunStarted")) == len(events(second, "RunStarted")) == 2

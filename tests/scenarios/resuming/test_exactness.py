@@ -5,19 +5,17 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
 from finetune.checkpoint.format.layout import steps
 from finetune.checkpoint.format.manifest import read_manifest
 from finetune.report.history import read_events
+from tests.launching import capture
 from tests.sample_records import read_samples
 
-ROOT = Path(__file__).parents[3]
 KINDS = {"full": [], "lora": ["model.lora={rank: 4, alpha: 8, dropout: 0.1}"]}
 NOTHING_ELSE = ["evaluate=null", "data.validation=null"]
 EPOCHS = [*NOTHING_ELSE, "data.train.take=22", "data.num_workers=1"]
@@ -84,7 +82,7 @@ def test_verify_resume_confirms_exact_resume_on_a_job(job, source, target, verdi
     command += ["--steps", "5", "--from", source, "--to", target]
     for override in (*EPOCHS, *KINDS["lora"]):
         command += ["--set", override]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    ended = capture(command, timeout_seconds=600)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert f"equal: samples exactly, {verdict}" in ended.stdout
     assert ("dropout off" in ended.stdout) == (source != target)

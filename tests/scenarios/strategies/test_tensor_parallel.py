@@ -19,6 +19,8 @@ pytestmark = pytest.mark.distributed
 full = pytest.mark.full
 
 SETTINGS = ("train.steps=8", "train.microbatch_size=4", "report.sample_ids=true")
+SHORT = ("data.train.take=8", "train.steps=4", "checkpoint.every_steps=null", "train.try_longest_batch=never")
+"""Four steps with the same rows, whose loss falls."""
 
 
 def assert_equal(run, wanted):
@@ -77,9 +79,13 @@ def jobs_of_every_type():
     for model_type in sorted(TENSOR_PARALLEL_TYPES):
         model = settings_of(model_type)
         for name, method in (("full", ()), ("lora", (LORA[0], "train.learning_rate=5e-3", "export.merge=true"))):
-            settings = ("train.steps=8", "checkpoint.every_steps=8", "evaluate.every_steps=8")
-            jobs[f"{model_type}-{name}"] = [*settings, *model, *method]
+            jobs[f"{model_type}-{name}"] = [*SHORT, *model, *method]
     return jobs
+
+
+def alternating(jobs):
+    """Return the first of two jobs, the second of the next two, and so on: one of each kind, each method for half."""
+    return dict(pair for number, pair in enumerate(jobs.items()) if number % 4 in (0, 3))
 
 
 LAUNCHES = {
@@ -107,15 +113,16 @@ def train_all(job, jobs, launched, folder):
 
 @full
 def test_every_model_type_has_the_losses_and_the_export_of_one_process(job, tmp_path):
-    """All jobs in one process after the other, on two ranks, and on four under FSDP2."""
+    """In full and with LoRA in one process and on two ranks, and one of both on four under FSDP2."""
     jobs = jobs_of_every_type()
     alone_runs = train_all(job, jobs, "alone", tmp_path)
-    compared = [pair for split in ("split", "sharded") for pair in train_all(job, jobs, split, tmp_path).items()]
-    assert len(compared) == 4 * len(TENSOR_PARALLEL_TYPES) >= 64
+    in_turn = alternating(jobs)
+    compared = [*train_all(job, jobs, "split", tmp_path).items(), *train_all(job, in_turn, "sharded", tmp_path).items()]
+    assert len(compared) == 3 * len(TENSOR_PARALLEL_TYPES) >= 48
     for name, run in compared:
         alone = alone_runs[name]
         assert_equal(run, alone)
-        assert run.losses()[-1] < run.losses()[0] - 0.02, f"{name} is trained"
+        assert run.losses()[-1] < run.losses()[0] - 0.005, f"{name} is trained"
         assert_same_export(run, alone, tolerance=2e-4)
 
 
@@ -158,17 +165,21 @@ RANDOM_JOBS = {
 }
 """Jobs that draw random numbers in every step, DoRA, and the loss of routers."""
 
+ON_TWO_RANKS = ("llama", "dora-without-dropout", "phi3")
+"""Jobs of which the others have everything, which four ranks need not train, too."""
+
 
 @full
 def test_dropout_noise_dora_and_router_losses_are_those_of_the_same_data_ranks_without_split_layers(job, tmp_path):
     """Two ranks with parts of layers against one process, two groups of two against FSDP2 on two ranks."""
     compared = []
     for plain, split, size in (("alone", "split", 4), ("data", "sharded", 2)):
-        settings = (*SETTINGS, f"train.microbatch_size={size}", "evaluate.every_steps=8", "train.learning_rate=1e-2")
-        jobs = {name: [*settings, *words] for name, words in RANDOM_JOBS.items()}
+        settings = (*SHORT, f"train.microbatch_size={size}", "train.learning_rate=1e-2", "data.train.take=null")
+        left_out = ON_TWO_RANKS if split == "sharded" else ()
+        jobs = {name: [*settings, *words] for name, words in RANDOM_JOBS.items() if name not in left_out}
         wanted, runs = (train_all(job, jobs, launched, tmp_path) for launched in (plain, split))
         compared += [(name, run, wanted[name]) for name, run in runs.items()]
-    assert len(compared) == 2 * len(RANDOM_JOBS)
+    assert len(compared) == 2 * len(RANDOM_JOBS) - len(ON_TWO_RANKS)
     for name, run, wanted in compared:
         assert_equal(run, wanted)
         assert run.losses()[-1] < run.losses()[0] - 0.02, f"{name} is trained"
@@ -180,7 +191,10 @@ def test_dropout_noise_dora_and_router_losses_are_those_of_the_same_data_ranks_w
 
 @full
 def test_every_preference_loss_has_the_values_of_one_process(job, tmp_path):
-    """All weights and LoRA, whose reference is the model without adapters, on two ranks; LoRA on two groups of two."""
+    """All weights on two ranks and LoRA, whose reference is the model without adapters, on two groups of two.
+
+    For every other loss, the other way round.
+    """
     chance = random.Random(3)
     for name, count in (("pairs.jsonl", 48), ("held_out_pairs.jsonl", 7)):
         rows = [reversal(chance)["messages"] for _ in range(count)]
@@ -195,7 +209,7 @@ def test_every_preference_loss_has_the_values_of_one_process(job, tmp_path):
         f"data.train={{path: {tmp_path}/pairs.jsonl}}",
         f"data.validation={{path: {tmp_path}/held_out_pairs.jsonl}}",
     )
-    settings = ("train.steps=4", "train.microbatch_size=2", "evaluate.every_steps=4", "task={name: preference}")
+    settings = (*SHORT, "train.steps=3", "train.microbatch_size=2", "task={name: preference}")
     noisy = {"robust": ["task.preference.label_smoothing=0.1"]}
     jobs = {
         f"{loss}-{method}": [*settings, *data, f"task.preference.loss={loss}", *noisy.get(loss, []), *words]
@@ -204,8 +218,9 @@ def test_every_preference_loss_has_the_values_of_one_process(job, tmp_path):
     }
     assert len(jobs) == 2 * len(PREFERENCE_LOSSES.choices) >= 18
     alone = train_all(job, jobs, "alone", tmp_path)
-    adapters = {name: words for name, words in jobs.items() if name.endswith("lora")}
-    for runs in (train_all(job, jobs, "split", tmp_path), train_all(job, adapters, "sharded", tmp_path)):
+    split = alternating(jobs)
+    sharded = {name: words for name, words in jobs.items() if name not in split}
+    for runs in (train_all(job, split, "split", tmp_path), train_all(job, sharded, "sharded", tmp_path)):
         for name, run in runs.items():
             assert_equal(run, alone[name])
             for metric, value in alone[name].last_metrics().items():
