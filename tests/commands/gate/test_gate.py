@@ -129,3 +129,12 @@ def test_at_most_5_percent_of_models_without_a_difference_are_called_better_or_w
             sums = [losses[drawn] * num_targets[drawn] for losses in (baseline, tuned)]
             verdicts.append(loss_difference(*sums, num_targets[drawn]).verdict(0.01))
     assert len(verdicts) == 200 and sum(verdict in ("better", "worse") for verdict in verdicts) <= 10
+
+
+@pytest.mark.slow
+def test_models_that_have_not_trained_raise_no_alarm_with_20_seeds(planted, gate: Gate):
+    verdicts = []
+    for seed in range(20):
+        run = planted.run("untrained") if seed == 0 else planted.again("untrained", seed=seed)
+        verdicts.append(gate(run)[1]["verdict"])
+    assert verdicts == ["no difference"] * 20
