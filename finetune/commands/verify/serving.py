@@ -23,6 +23,7 @@ from finetune.data.templates.rendering import Arguments
 from finetune.errors import UserError
 from finetune.export.engines import find_engine
 from finetune.model.loading.saved import SavedModel, inspect_model_folder
+from finetune.report.reporter import RunLog
 from finetune.runtime.files import atomic
 from finetune.runtime.optional import require
 from finetune.runtime.run_folder import FINAL_FOLDER
@@ -51,6 +52,7 @@ def run_serving(folder: Path, options: ServingOptions) -> bool:
     for a folder that cannot be compared.
     """
     quiet_libraries(is_main=True)
+    log = RunLog(is_main=True)
     saved = inspect_model_folder(folder, key="folder", trust_remote_code=options.trust_remote_code)
     served = _open(saved, options)
     expected = compute_expected(
@@ -59,7 +61,9 @@ def run_serving(folder: Path, options: ServingOptions) -> bool:
         rows=options.rows,
         dtype=options.dtype or served.dtype,
         trust_remote_code=options.trust_remote_code,
+        log=log,
     )
+    log(f"comparing with {served.title}")
     comparison = compare_served(served, expected)
     report = {
         "engine": served.title,
