@@ -212,7 +212,7 @@ def evaluate(
 
 
 def find_report_files(*options: Path | None) -> list[Path]:
-    """Return the files that are given; raises OSError on rank 0 if one cannot be written, before the model is loaded."""
+    """Return the files that are given; raises OSError on rank 0 if one cannot be written."""
     files = [path for path in options if path is not None]
     for path in files if distributed.is_main() else ():
         atomic.require_writable(path)

@@ -135,11 +135,16 @@ def compute_expected(
     rows: Path | None,
     dtype: str | None,
     trust_remote_code: bool,
+    check: Callable[[Inputs], None] = no_op,
     log: Callable[[str], None] = no_op,
 ) -> ExpectedResults:
-    """Return the results; raises UserError for a folder without a tokenizer or a model that does not continue text."""
+    """Return the results; raises UserError for a folder without a tokenizer or a model that does not continue text.
+
+    `check` may refuse the inputs before anything is computed, which can take minutes.
+    """
     model = ExpectedModel(saved, base=base, trust_remote_code=trust_remote_code)
     inputs = model.inputs(rows)
+    check(inputs)
     dtype = dtype or model.dtype
     num_tokens = sum(map(len, inputs.rows))
     log(f"computing {num_tokens:,} tokens in {len(inputs.rows)} rows with transformers ({inputs.origin})")

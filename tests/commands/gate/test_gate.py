@@ -63,7 +63,7 @@ def test_a_run_that_has_not_trained_is_no_different_from_its_base(planted, gate:
 
 def test_a_report_that_cannot_be_written_is_noticed_before_the_model_is_loaded(gate: Gate, tmp_path):
     (tmp_path / "gate.html").mkdir()
-    with pytest.raises(OSError, match="Is a directory: '.*gate.html'"):
+    with pytest.raises(OSError, match=r"Is a directory: '.*gate\.html'"):
         gate(tmp_path / "no run")
 
 

@@ -86,6 +86,21 @@ def test_a_server_that_only_chats_is_compared_by_its_answers(full, tmp_path):
         assert "has the log-probability" in "\n".join(compare_served(model, expected).problems)
 
 
+def test_a_server_without_log_probabilities_is_refused_before_anything_is_computed(full, capsys):
+    """As `transformers serve` is: it answers, and its answers show no weights."""
+    served = ServedFolder(full)
+
+    def answer(path: str, body: dict[str, Any]) -> Any:
+        result = served(path, body)
+        for choice in result.get("choices", ()):
+            choice["logprobs"] = None
+        return result
+
+    with running(answer) as url, pytest.raises(ServingError, match="reports no log-probabilities"):
+        run_serving(full, ServingOptions(f"openai:{url}"))
+    assert "computing" not in capsys.readouterr().out
+
+
 def test_rows_and_prompts_are_those_of_the_run(full, tmp_path):
     run = shutil.copytree(full.parent, tmp_path / "run")
     (run / "resolved.yaml").write_text(resolved_yaml(load_config(write_job(tmp_path))))
