@@ -25,6 +25,7 @@ from tests.serving_server import ServedFolder, running
 from tests.small_job import conversation, write_job, write_rows
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("model_type", list(FAMILIES))
 def test_a_clean_family_has_no_problem(model_type, tmp_path, tokenizer, verify):
     model = make_model(model_type, vocabulary_size=len(tokenizer))
