@@ -346,6 +346,7 @@ def evaluate_with_harness(
         raise UserError("--lm-eval: run it in one process, without `accelerate launch`.")
     harness = require("lm_eval", extra="lm-eval", purpose="--lm-eval")
     quiet_libraries(is_main=True)
+    find_report_files(json)
     if not is_run(source):
         results = _results(harness, source, tasks=tasks, trusts=trust_remote_code)
     else:
