@@ -2,7 +2,7 @@
 
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ from finetune.runtime import distributed
 from finetune.runtime.files import atomic
 from finetune.runtime.optional import no_op, require
 from finetune.runtime.parameters import InitContext
+from finetune.runtime.resources import disk_errors
 from finetune.runtime.text.redact import redact_known_values
 from finetune.runtime.text.terminal import format_json, quiet_libraries
 from finetune.strategy.upstream import unsharded
@@ -192,18 +193,43 @@ def evaluate(
     Collective over all launched processes; each of them holds the whole model.
     """
     quiet_libraries(is_main=distributed.is_main())
+    files = find_report_files(json)
     job, trusts = None if config is None else load_config(config, overrides), trust_remote_code
     target = find_evaluation_target(source, step=step, job=job, overrides=overrides, trust_remote_code=trusts)
     measured = measure_metrics(target)
-    if distributed.is_main():
-        if json is not None:
-            about = {"source": str(target.source), "step": target.step, "rows": measured.num_rows}
-            atomic.write_json(json, {**about, "metrics": measured.metrics})
+
+    def report() -> None:
         print(f"{target.source}: {measured.num_rows:,} rows")
         width = max(map(len, measured.metrics), default=0)
         for name, value in measured.metrics.items():
             print(f"  {name:<{width}}  {value:.6g}")
+        if json is not None:
+            about = {"source": str(target.source), "step": target.step, "rows": measured.num_rows}
+            atomic.write_json(json, {**about, "metrics": measured.metrics})
+
+    report_on_rank_0(report, files=files)
     return distributed.shut_down(0)
+
+
+def find_report_files(*options: Path | None) -> list[Path]:
+    """Return the files that are given; raises OSError on rank 0 if one cannot be written."""
+    files = [path for path in options if path is not None]
+    for path in files if distributed.is_main() else ():
+        atomic.require_writable(path)
+    return files
+
+
+def report_on_rank_0(report: Callable[[], None], *, files: Sequence[Path]) -> None:
+    """Call `report` on rank 0, which prints and writes the files; raises UserError on all ranks if that fails.
+
+    Collective.
+    """
+
+    def write() -> None:
+        with disk_errors([path.parent for path in files], UserError):
+            report()
+
+    distributed.run_on_rank_0(write)
 
 
 def evaluate_model(
@@ -320,6 +346,7 @@ def evaluate_with_harness(
         raise UserError("--lm-eval: run it in one process, without `accelerate launch`.")
     harness = require("lm_eval", extra="lm-eval", purpose="--lm-eval")
     quiet_libraries(is_main=True)
+    find_report_files(json)
     if not is_run(source):
         results = _results(harness, source, tasks=tasks, trusts=trust_remote_code)
     else:

@@ -10,7 +10,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from finetune.commands.evaluate import find_evaluation_target, prepare_evaluation
+from finetune.commands.evaluate import (
+    find_evaluation_target,
+    find_report_files,
+    prepare_evaluation,
+    report_on_rank_0,
+)
 from finetune.commands.gate.comparison import ComparedModels, Comparison, compare_models
 from finetune.commands.printing import print_facts, print_rows
 from finetune.config.load import load_config
@@ -55,6 +60,7 @@ def evaluate_against(
     holds a whole model.
     """
     quiet_libraries(is_main=distributed.is_main())
+    files = find_report_files(options.json, options.html)
     job, trusts = None if config is None else load_config(config, overrides), trust_remote_code
     tuned = find_evaluation_target(source, step=step, job=job, overrides=overrides, trust_remote_code=trusts)
     entry = TASKS[tuned.config.task.name]
@@ -70,9 +76,8 @@ def evaluate_against(
     models = ComparedModels(prepare_evaluation(tuned), tuned, baseline, is_base=against == BASE)
     comparison = compare_models(models, general_rows=options.general, trust_remote_code=trusts)
     failures = _failures(comparison, options)
-    if distributed.is_main():
-        baseline_title = "its base" if models.is_base else baseline.source
-        _report(comparison, failures, options, title=f"{tuned.source} against {baseline_title}")
+    title = f"{tuned.source} against {'its base' if models.is_base else baseline.source}"
+    report_on_rank_0(lambda: _report(comparison, failures, options, title=title), files=files)
     return distributed.shut_down(int(bool(failures)))
 
 

@@ -1,6 +1,6 @@
 """The served model and its expected results: tokens, log-probabilities and greedy answers under transformers."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
@@ -129,14 +129,31 @@ class ExpectedResults:
 
 
 def compute_expected(
-    saved: SavedModel, *, base: Path | None, rows: Path | None, dtype: str | None, trust_remote_code: bool
+    saved: SavedModel,
+    *,
+    base: Path | None,
+    rows: Path | None,
+    dtype: str | None,
+    trust_remote_code: bool,
+    check: Callable[[Inputs], None] = no_op,
+    log: Callable[[str], None] = no_op,
 ) -> ExpectedResults:
-    """Return the results; raises UserError for a folder without a tokenizer or a model that does not continue text."""
+    """Return the results; raises UserError for a folder without a tokenizer or a model that does not continue text.
+
+    `check` may refuse the inputs before anything is computed, which can take minutes.
+    """
     model = ExpectedModel(saved, base=base, trust_remote_code=trust_remote_code)
     inputs = model.inputs(rows)
+    check(inputs)
     dtype = dtype or model.dtype
+    num_tokens = sum(map(len, inputs.rows))
+    log(f"computing {num_tokens:,} tokens in {len(inputs.rows)} rows with transformers ({inputs.origin})")
     answers, scores = model.answers(inputs.prompt_ids), model.scores(inputs.rows)
+    if base is not None or saved.adapter is not None:
+        log("computing them with the base model")
     base_scores, merged = model.base_scores(inputs.rows), model.merged_scores(inputs.rows)  # merged from here on
+    if dtype != "float32":
+        log(f"computing them in {dtype}")
     return ExpectedResults(
         inputs=inputs,
         stops={token: str(model.tokenizer.convert_ids_to_tokens(token)) for token in sorted(model.stop_ids)},

@@ -12,6 +12,7 @@ from finetune.commands.verify.comparison import EngineComparison, limits_of
 from finetune.commands.verify.expected import (
     ANSWER_TOKENS,
     ExpectedResults,
+    Inputs,
     Prompt,
     ServedAnswer,
     ServedModel,
@@ -23,6 +24,7 @@ from finetune.data.templates.rendering import Arguments
 from finetune.errors import UserError
 from finetune.export.engines import find_engine
 from finetune.model.loading.saved import SavedModel, inspect_model_folder
+from finetune.report.reporter import RunLog
 from finetune.runtime.files import atomic
 from finetune.runtime.optional import require
 from finetune.runtime.run_folder import FINAL_FOLDER
@@ -51,6 +53,7 @@ def run_serving(folder: Path, options: ServingOptions) -> bool:
     for a folder that cannot be compared.
     """
     quiet_libraries(is_main=True)
+    log = RunLog(is_main=True)
     saved = inspect_model_folder(folder, key="folder", trust_remote_code=options.trust_remote_code)
     served = _open(saved, options)
     expected = compute_expected(
@@ -59,7 +62,10 @@ def run_serving(folder: Path, options: ServingOptions) -> bool:
         rows=options.rows,
         dtype=options.dtype or served.dtype,
         trust_remote_code=options.trust_remote_code,
+        check=lambda inputs: _require_log_probabilities(served, inputs),
+        log=log,
     )
+    log(f"comparing with {served.title}")
     comparison = compare_served(served, expected)
     report = {
         "engine": served.title,
@@ -91,8 +97,19 @@ def _open(saved: SavedModel, options: ServingOptions) -> ServedModel:
     return served
 
 
+def _require_log_probabilities(served: ServedModel, inputs: Inputs) -> None:
+    """Raise ServingError if nothing shows which weights are served."""
+    if isinstance(served, LlamaCppModel) or served.log_probabilities(inputs.rows[0]) is not None:
+        return
+    if not any(served.answer(prompt, max_tokens=2).log_probabilities for prompt in inputs.prompts):
+        raise ServingError(
+            f"{served.title} reports no log-probabilities, neither of rows nor of answers, so its weights cannot be "
+            "compared. Use a version that does, or verify the same files with another engine."
+        )
+
+
 def compare_served(served: ServedModel, expected: ExpectedResults) -> EngineComparison:
-    """Return the equal and the differing results; raises ServingError if nothing shows which weights are served."""
+    """Return the equal and the differing results."""
     comparison, inputs = EngineComparison(), expected.inputs
     longest = max(map(len, (*inputs.rows, *inputs.prompt_ids)))
     served.prepare(expected.template_arguments, num_tokens=longest + ANSWER_TOKENS)
@@ -119,11 +136,6 @@ def compare_served(served: ServedModel, expected: ExpectedResults) -> EngineComp
     answers = [served.answer(prompt, max_tokens=ANSWER_TOKENS) for prompt in inputs.prompts]
     lengths = [len(ids) for ids in inputs.prompt_ids]
     comparison.compare_answers(expected.answers, answers, num_tokens=lengths, limits=limits)
-    if scores[0] is None and not any(answer.log_probabilities for answer in answers):
-        raise ServingError(
-            f"{served.title} reports no log-probabilities, neither of rows nor of answers, so its weights cannot be "
-            "compared. Use a version that does, or verify the same files with another engine."
-        )
     comparison.not_compared += [f"{title} ({reason})" for title, reason in served.not_supported.items()]
     return comparison
 

@@ -8,6 +8,7 @@ It holds the host (a digest of its name), the process and a random part, so that
 the writer is still alive. Nothing with any other name is ever removed.
 """
 
+import errno
 import hashlib
 import os
 import platform
@@ -15,6 +16,7 @@ import re
 import secrets
 import shutil
 import stat
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -102,6 +104,18 @@ def _is_stale(path: Path, match: re.Match[str], seconds: float) -> bool:
 
 def _host() -> str:
     return hashlib.blake2b(platform.node().encode(), digest_size=4).hexdigest()
+
+
+def require_writable(path: Path) -> None:
+    """Raise OSError unless a file can be written there, before a result takes long to compute."""
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        error.filename = str(path)
+        raise
 
 
 def write_text(path: Path, text: str) -> None:

@@ -1,18 +1,22 @@
 """The release gate on small models whose faults are known: the verdict, its reasons, the page and the JSON file."""
 
 import json
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
 
 from finetune.commands.evaluate import evaluate
 from finetune.commands.export import export
+from finetune.commands.gate import gate as release_gate
+from finetune.commands.gate.comparison import compare_models
 from finetune.commands.gate.differences import loss_difference
 from finetune.errors import UserError
 from finetune.runtime import distributed
 from tests.commands.gate.conftest import Gate
 from tests.commands.gate.planted import FROM_CONFIG, read_result
 from tests.launching import accelerate_command, capture
+from tests.runtime.test_resources import no_file_larger_than
 from tests.scenarios.trained import forget, stay
 
 
@@ -55,6 +59,29 @@ def test_a_run_that_has_not_trained_is_no_different_from_its_base(planted, gate:
     assert (code, found["verdict"]) == (1, "no difference")
     assert (found["loss"]["low"], found["loss"]["high"]) == pytest.approx((0.0, 0.0), abs=1e-6)
     assert (found["forgetting"]["answers_changed"], found["forgetting"]["tokens_changed"]) == (0.0, 0.0)
+
+
+def test_a_report_that_cannot_be_written_is_noticed_before_the_model_is_loaded(gate: Gate, tmp_path):
+    (tmp_path / "gate.html").mkdir()
+    with pytest.raises(OSError, match=r"Is a directory: '.*gate\.html'"):
+        gate(tmp_path / "no run")
+
+
+def test_a_full_disk_costs_the_report_only(planted, gate: Gate, tmp_path, monkeypatch, capsys):
+    (tmp_path / "gate.json").write_text("older")
+    with ExitStack() as full_disk:
+
+        def compare_and_fill_the_disk(*arguments, **options):
+            comparison = compare_models(*arguments, **options)
+            full_disk.enter_context(no_file_larger_than(1000))
+            return comparison
+
+        monkeypatch.setattr(release_gate, "compare_models", compare_and_fill_the_disk)
+        with pytest.raises(UserError, match=f"may not grow further.*{tmp_path} has .* free"):
+            gate(planted.run("untrained"))
+    assert "No difference: the losses differ by less than 0.01." in capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir()] == ["gate.json"]
+    assert (tmp_path / "gate.json").read_text() == "older"
 
 
 @pytest.mark.parametrize("override", ["data.chat_template=zephyr", "data.train_on=all"])

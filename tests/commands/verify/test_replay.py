@@ -212,6 +212,15 @@ def test_the_steps_after_a_checkpoint_are_the_same(run, judge):
 
 
 @pytest.mark.full
+def test_compiled_layers_give_the_same_as_eager_ones(run, judge):
+    counters = torch._dynamo.utils.counters["frames"]
+    counters.clear()
+    code, output = judge(run, layers=False, overrides=("model.compile=regional",))
+    assert code == 0 and "equal: 3 steps" in output, output
+    assert counters["ok"] > 0, "layers were compiled"
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("size", [1, 2, 8])
 def test_other_microbatches_of_bf16_differ_by_rounding_alone(bf16_run, judge, size):
     code, output = judge(bf16_run, overrides=(f"train.microbatch_size={size}",))

@@ -1,6 +1,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from tests.serving_server import ServedFolder, running
 from tests.small_job import conversation, write_job, write_rows
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("model_type", list(FAMILIES))
 def test_a_clean_family_has_no_problem(model_type, tmp_path, tokenizer, verify):
     model = make_model(model_type, vocabulary_size=len(tokenizer))
@@ -86,6 +88,23 @@ def test_a_server_that_only_chats_is_compared_by_its_answers(full, tmp_path):
         assert "has the log-probability" in "\n".join(compare_served(model, expected).problems)
 
 
+def test_a_server_without_log_probabilities_is_refused_before_anything_is_computed(full, capsys):
+    """As `transformers serve` is: it takes no token ids, and its answers show no weights."""
+    served = ServedFolder(full)
+
+    def answer(path: str, body: dict[str, Any]) -> Any:
+        result = 422 if path == "/v1/completions" else served(path, body)
+        if result == 422:
+            return result
+        for choice in result.get("choices", ()):
+            choice["logprobs"] = None
+        return result
+
+    with running(answer) as url, pytest.raises(ServingError, match="reports no log-probabilities"):
+        run_serving(full, ServingOptions(f"openai:{url}"))
+    assert "computing" not in capsys.readouterr().out
+
+
 def test_rows_and_prompts_are_those_of_the_run(full, tmp_path):
     run = shutil.copytree(full.parent, tmp_path / "run")
     (run / "resolved.yaml").write_text(resolved_yaml(load_config(write_job(tmp_path))))
@@ -109,8 +128,9 @@ def test_rows_of_a_file_come_first(full, tmp_path):
     assert (len(inputs.rows), len(inputs.prompts)) == (64, 6)
 
 
-pytest.importorskip("gguf", reason="the extra `gguf` writes these files")
-pytest.importorskip("llama_cpp", reason="the extra `gguf` compiles llama.cpp, which CI does not")
+needs_llama_cpp = pytest.mark.skipif(
+    find_spec("llama_cpp") is None, reason="the extra `gguf` compiles llama.cpp, which CI does not"
+)
 
 OTHERS: dict[str, dict[str, Any]] = {
     "gemma": {**SIZES, "head_dim": 16},
@@ -166,6 +186,7 @@ def num_greedy_tokens_that_agree(folder: Path) -> tuple[int, float]:
     return int((logits.argmax(-1) == chosen).sum()), float(error)
 
 
+@needs_llama_cpp
 @pytest.mark.parametrize("model_type", sorted(ARCHITECTURES))
 def test_llama_cpp_serves_the_folder_in_float16(model_type, tmp_path, record_property):
     tokenizer = make_tokenizer()
@@ -181,6 +202,7 @@ def test_llama_cpp_serves_the_folder_in_float16(model_type, tmp_path, record_pro
     assert num_equal >= NUM_GREEDY - 2  # of two tokens that are nearly as likely, rounding may choose the other one
 
 
+@needs_llama_cpp
 @pytest.mark.parametrize("name", list(SCALED))
 def test_scaled_positions_are_served_as_trained(name, tmp_path):
     tokenizer = make_tokenizer()
@@ -190,6 +212,7 @@ def test_scaled_positions_are_served_as_trained(name, tmp_path):
     assert report_of(written(tmp_path / "final", model, tokenizer))["problems"] == []
 
 
+@needs_llama_cpp
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "qwen3_moe"])
 def test_llama_cpp_serves_the_folder_in_8_bits(model_type, tmp_path):
     tokenizer = make_tokenizer()
@@ -214,6 +237,7 @@ def qwen_2() -> Any:
     return made
 
 
+@needs_llama_cpp
 @pytest.mark.parametrize("make", [sentencepiece, llama_3, qwen_2])
 def test_texts_and_prompts_have_the_same_tokens(make: Callable[[], Any], tmp_path):
     tokenizer = make()
@@ -222,6 +246,7 @@ def test_texts_and_prompts_have_the_same_tokens(make: Callable[[], Any], tmp_pat
     assert report["texts"] == {"compared": 32, "different": 0}
 
 
+@needs_llama_cpp
 def test_another_model_in_the_file_is_reported(tmp_path):
     tokenizer = make_tokenizer()
     folder = written(tmp_path / "final", make_model("llama", vocabulary_size=len(tokenizer)), tokenizer)
@@ -230,6 +255,7 @@ def test_another_model_in_the_file_is_reported(tmp_path):
     assert "exceeded in 64 of 64 rows" in "\n".join(report_of(folder)["problems"])
 
 
+@needs_llama_cpp
 def test_a_folder_without_or_with_several_files_is_one_message(tmp_path):
     with pytest.raises(ServingError, match=r"reads one GGUF file, but .* has none"):
         LlamaCppModel(tmp_path)
@@ -241,6 +267,7 @@ def test_a_folder_without_or_with_several_files_is_one_message(tmp_path):
         LlamaCppModel(tmp_path)
 
 
+@needs_llama_cpp
 def test_an_export_for_ollama_has_a_modelfile_for_its_weights(full, tmp_path):
     folder = shutil.copytree(full, tmp_path / "support" / "final")
     files = write_serving_files(folder, ENGINES["ollama"], gguf_type="f16", trust_remote_code=False)

@@ -9,8 +9,17 @@ import time
 
 import pytest
 
+from finetune.errors import disk_text
 from finetune.runtime.files import atomic
-from finetune.runtime.files.atomic import REPLACED_SUFFIX, SUFFIX, build_once, remove_stale, temporary_path, write_json
+from finetune.runtime.files.atomic import (
+    REPLACED_SUFFIX,
+    SUFFIX,
+    build_once,
+    remove_stale,
+    require_writable,
+    temporary_path,
+    write_json,
+)
 
 KILLED_WHILE_IT_WRITES = """
 import os, signal, sys
@@ -144,3 +153,20 @@ def test_json_is_redacted_when_written_unless_exact_values_are_requested(tmp_pat
     write_json(tmp_path / "exact.json", value, exact=True)
     read = [json.loads((tmp_path / f"{name}.json").read_text()) for name in ("record", "exact")]
     assert read == [value | {"url": "https://h/?token=[redacted]"}, value]
+
+
+@pytest.mark.parametrize("name", ["folder", "file/report.json"])
+def test_a_path_that_cannot_be_written_is_refused_by_its_name(tmp_path, name):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError) as refused:
+        require_writable(tmp_path / name)
+    assert refused.value.filename == str(tmp_path / name) and disk_text(refused.value) is not None
+
+
+def test_a_path_that_can_be_written_is_left_as_it_was(tmp_path):
+    (tmp_path / "old.json").write_text("old")
+    for name in ("old.json", "new.json", "folder/new.json"):
+        require_writable(tmp_path / name)
+    assert names(tmp_path) == ["folder", "old.json"] and names(tmp_path / "folder") == []
+    assert (tmp_path / "old.json").read_text() == "old"
