@@ -37,6 +37,7 @@ from typing import Any, NoReturn
 
 import psutil
 
+from finetune.runtime.upstream import extensions_folder
 from tests.present_stream import log_to_present_stream
 from tests.verifier_server import start_server, use_server
 
@@ -60,6 +61,7 @@ FIXED = (
 """How the names of variables begin that are read when the interpreter starts or a library is imported."""
 
 _HEADER_BYTES = 1 << 20
+_PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -90,12 +92,29 @@ def serve(address: Path, owner: int) -> None:
         written = address.with_suffix(".new")
         written.write_text(json.dumps(fixed(os.environ)))
         written.rename(address.with_suffix(".json"))  # clients see a whole file
+        _compile_kernels()
         while owner_handle not in select.select([listening, owner_handle], [], [])[0]:
             client, _ = listening.accept()
             if _fork() == 0:
                 listening.close()
                 _attend(client)
             client.close()
+
+
+def _compile_kernels() -> None:
+    """Have a child compile what DeepSpeed does on a fresh machine, beside the first tests; it ends with this process.
+
+    Whoever needs it first would wait for it for minutes, and both workers of pytest need it early.
+    """
+    is_built = any(extensions_folder().glob("*/deepspeed_shm_comm/*.so"))
+    if is_built or "deepspeed" not in sys.modules or _fork() != 0:
+        return
+    try:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        importlib.import_module("deepspeed.comm.torch").build_shm_op()
+    finally:
+        os._exit(0)
 
 
 def _attend(client: socket.socket) -> NoReturn:
