@@ -1,6 +1,6 @@
 """Trains the quickstart under six strategies and draws the six losses: they lie on one curve.
 
-    python benchmarks/same_loss.py [--steps 120] [--out docs/same-loss.png]
+    python benchmarks/same_loss.py [--steps 120] [--strategies ddp ...] [--out docs/same-loss.png]
 
 One process, and two gloo processes under DDP, FSDP2 and ZeRO-1, -2, -3; the job file is the same, only the accelerate
 file changes. The lower panel shows by how much each loss differs from that of one process. About ten minutes on two
@@ -45,7 +45,7 @@ def main() -> int:
         job = folder / "job.yaml"
         if not job.exists():
             _run([sys.executable, "-m", "finetune", "init", "quickstart", "--into", str(folder)])
-        losses = {name: train(job, name, steps=options.steps) for name in STRATEGIES}
+        losses = {name: train(job, name, steps=options.steps) for name in ("single", *options.strategies)}
     apart = {name: differences(each, losses["single"]) for name, each in losses.items() if name != "single"}
     for name, each in apart.items():
         print(f"{STRATEGIES[name]:<8} differs from one process by at most {each.max():.1e} (relative)")
@@ -91,7 +91,7 @@ def draw(losses: Mapping[str, np.ndarray], apart: Mapping[str, np.ndarray], path
     legend = above.legend(frameon=False, ncols=2, fontsize=9, handlelength=3)
     for handle in legend.get_lines()[1:]:
         handle.set_linestyle("-")
-    above.set_title("One job, six strategies: one loss", loc="left", fontsize=11, fontweight="bold")
+    above.set_title(f"One job, {len(losses)} strategies: one loss", loc="left", fontsize=11, fontweight="bold")
     below.set_yscale("log")
     below.set_ylim(5e-10, 1e-3)
     below.set_yticks([1e-9, 1e-6, 1e-3], ["0", "1e-6", "1e-3"])
@@ -116,6 +116,8 @@ def _run(command: list[str]) -> None:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=120)
+    others = [name for name in STRATEGIES if name != "single"]
+    parser.add_argument("--strategies", nargs="+", choices=others, default=others, help="those beside one process")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "same-loss.png")
     parser.add_argument("--folder", type=Path, help="where the runs are kept; unset, a folder that is removed")
     return parser.parse_args()

@@ -16,7 +16,7 @@ SMALLEST = {
     "compare.py": ["--tiny", "--out", "{folder}"],
     "gpu.py": ["--tiny", "--device", "cpu", "--peak-tflops", "1", "--only", "1B full, ours", "--out", "{folder}"],
     "migration_table.py": ["{folder}"],
-    "same_loss.py": ["--steps", "5", "--out", "{folder}/loss.png"],
+    "same_loss.py": ["--steps", "5", "--strategies", "fsdp2", "--out", "{folder}/loss.png"],
     "scaling.py": [],
 }
 
