@@ -193,7 +193,7 @@ def evaluate(
     Collective over all launched processes; each of them holds the whole model.
     """
     quiet_libraries(is_main=distributed.is_main())
-    files = find_report_files(json)
+    files = require_writable_files(json)
     job, trusts = None if config is None else load_config(config, overrides), trust_remote_code
     target = find_evaluation_target(source, step=step, job=job, overrides=overrides, trust_remote_code=trusts)
     measured = measure_metrics(target)
@@ -211,8 +211,8 @@ def evaluate(
     return distributed.shut_down(0)
 
 
-def find_report_files(*options: Path | None) -> list[Path]:
-    """Return the files that are given; raises OSError on rank 0 if one cannot be written."""
+def require_writable_files(*options: Path | None) -> list[Path]:
+    """Return the given files; raises OSError on rank 0 if one cannot be written."""
     files = [path for path in options if path is not None]
     for path in files if distributed.is_main() else ():
         atomic.require_writable(path)
@@ -346,7 +346,7 @@ def evaluate_with_harness(
         raise UserError("--lm-eval: run it in one process, without `accelerate launch`.")
     harness = require("lm_eval", extra="lm-eval", purpose="--lm-eval")
     quiet_libraries(is_main=True)
-    find_report_files(json)
+    require_writable_files(json)
     if not is_run(source):
         results = _results(harness, source, tasks=tasks, trusts=trust_remote_code)
     else:

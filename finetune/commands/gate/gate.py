@@ -12,9 +12,9 @@ from pathlib import Path
 
 from finetune.commands.evaluate import (
     find_evaluation_target,
-    find_report_files,
     prepare_evaluation,
     report_on_rank_0,
+    require_writable_files,
 )
 from finetune.commands.gate.comparison import ComparedModels, Comparison, compare_models
 from finetune.commands.printing import print_facts, print_rows
@@ -60,7 +60,7 @@ def evaluate_against(
     holds a whole model.
     """
     quiet_libraries(is_main=distributed.is_main())
-    files = find_report_files(options.json, options.html)
+    files = require_writable_files(options.json, options.html)
     job, trusts = None if config is None else load_config(config, overrides), trust_remote_code
     tuned = find_evaluation_target(source, step=step, job=job, overrides=overrides, trust_remote_code=trusts)
     entry = TASKS[tuned.config.task.name]

@@ -77,8 +77,8 @@ def run_replay(
 ) -> int:
     """Take the steps again, print the comparison and return the exit code: 1 where something differs. Collective.
 
-    They are those after the checkpoint of step `start`, else the run's first ones. Raises UserError for a run without a
-    record of these steps, or one whose dropout masks are others here.
+    The steps follow the checkpoint of step `start`, or are the run's first ones. Raises UserError if the run has no
+    record of these steps, or if dropout would draw other masks here than in the run.
     """
     run = run.expanduser().absolute()
     checkpoint = None if start is None else select_checkpoint(locate_run(run), step=start)

@@ -59,7 +59,7 @@ class PluginRows(Origin):
         return digest.hexdigest()
 
     def listing(self) -> Any:
-        """Return the same: only reading the rows shows whether they have changed."""
+        """Return the source with the digest of its rows: only reading them shows whether they have changed."""
         return [self.source, self.digest]
 
 

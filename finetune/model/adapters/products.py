@@ -29,8 +29,8 @@ class InputGradient:
 class MultiplyA(torch.autograd.Function):
     """`dropout(rows) A^T * scale` for each `A`, [rank, width]; keeps rows and the mask, but not their product.
 
-    The rows are a part of the inputs, the first number of as many equal ones as the second; the mask is that of all.
-    `casts` are those of the factors to the dtype of the rows if they have another one.
+    `part` is (rank, size) of the tensor-parallel group: the mask is drawn for the rows of all its ranks, and each takes
+    its own. `casts` holds the factors in the dtype of the rows, if theirs is another.
     """
 
     @staticmethod

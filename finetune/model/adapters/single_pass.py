@@ -70,7 +70,7 @@ def use_single_pass(model: nn.Module, *, in_place: bool) -> None:
 
 
 def _called_modules(model: Any) -> list[nn.Module]:
-    """Return the modules of which at least one is called in every pass: peft calls the model's `forward` alone."""
+    """Return the model and the modules it wraps; every pass calls at least one, as peft may call `forward` alone."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     return list(dict.fromkeys([model, inner, getattr(inner, "base_model", inner)]))
 
