@@ -5,8 +5,7 @@
 `--quick` takes about 8 minutes on two idle cores; `--check` exits with 1 where a threshold is missed by more than the
 measured spread, or could not be measured. `--tiny` runs every part once on the smallest models, in forks of one
 process: its figures say nothing, and its exit code is 1 where anything could not be measured. A part is `steps`, one of
-its workloads (lognormal, gsm8k, fixed, tiny), startup, strategies, saving, evaluation or growth. Thresholds:
-benchmarks/README.md.
+its workloads (lognormal, gsm8k, fixed, tiny), or `strategies`. Thresholds: benchmarks/README.md.
 """
 
 import argparse
@@ -20,7 +19,7 @@ from pathlib import Path
 
 from finetune.errors import FinetuneError
 
-from comparison import evaluation, growth, report, saving, startup, steps, strategies
+from comparison import report, steps, strategies
 from comparison.controller import CompetitorFailed, preload
 from comparison.results import PartResults
 from comparison.workloads import Form, workloads
@@ -65,11 +64,7 @@ def chosen_parts(options: argparse.Namespace) -> Mapping[str, Callable[..., Part
     timed = {each.name for each in workloads(options.form)}
     parts: Mapping[str, Callable[..., PartResults]] = {
         "steps": partial(steps.measure, data=options.data, only=wanted & timed),
-        "startup": startup.measure,
         "strategies": strategies.measure,
-        "saving": saving.measure,
-        "evaluation": partial(evaluation.measure, data=options.data),
-        "growth": growth.measure,
     }
     if unknown := wanted - set(parts) - timed:
         sys.exit(f"error: --only {', '.join(sorted(unknown))}: there are {', '.join((*parts, *timed))}")

@@ -37,11 +37,11 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402  # found by the line above
 import transformers  # noqa: E402
+from benchmarks.architectures import ARCHITECTURES  # noqa: E402
 from transformers import AutoTokenizer  # noqa: E402
 from transformers.models.auto import modeling_auto  # noqa: E402
 from transformers.pytorch_utils import Conv1D  # noqa: E402
 
-from benchmarks.architectures import ARCHITECTURES  # noqa: E402
 from finetune.commands.rehearse.small_model import from_config_values, shrink_architecture  # noqa: E402
 from finetune.commands.rehearse.widths import Sizes  # noqa: E402
 from finetune.config.sections.model import (  # noqa: E402

@@ -10,7 +10,7 @@ from comparison.results import PartResults, Result, Spread, Table, threshold_tab
 from gpu_comparison.cases import CASES
 from gpu_comparison.kernels import table as profile_table
 
-TOPIC = 8
+TOPIC = 5
 Records = Mapping[str, dict[str, Any]]
 """What the cases have measured, by name; one that failed or was left out has an `error` only."""
 

@@ -21,7 +21,6 @@ SMALLEST = {
 }
 
 ELSEWHERE = {
-    "architectures.py": "test_architectures.py",
     "model_table.py": "test_model_table.py",
     "peer_defaults.py": "test_peer_defaults.py",
     "plan_published.py": "test_plan_published.py",
@@ -61,4 +60,4 @@ def test_a_script_runs_to_its_end_in_its_smallest_form(tmp_path, name):
     if name == "compare.py":
         record = json.loads((tmp_path / "results.json").read_text())
         assert record["missing"] == []
-        assert set(record["parts"]) == {"steps", "startup", "strategies", "saving", "evaluation", "growth"}
+        assert set(record["parts"]) == {"steps", "strategies"}
