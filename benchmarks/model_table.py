@@ -37,7 +37,6 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402  # found by the line above
 import transformers  # noqa: E402
-from benchmarks.architectures import ARCHITECTURES  # noqa: E402
 from transformers import AutoTokenizer  # noqa: E402
 from transformers.models.auto import modeling_auto  # noqa: E402
 from transformers.pytorch_utils import Conv1D  # noqa: E402
@@ -98,7 +97,14 @@ COLUMNS: Mapping[str, Column] = {
 _SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 _GROUPED = {**_SMALL, "num_key_value_heads": 2}
 _LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
-_SHARED_LAYERS = dict(ARCHITECTURES["gemma4"].config()["values"])
+_TINY = {**_GROUPED, "hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": 512}
+_SHARED_LAYERS = {
+    **_TINY,
+    **{"num_hidden_layers": 4, "head_dim": 8, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    **{"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "sliding_window": 64},
+    "vocab_size_per_layer_input": 320,
+}
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_chunk_size": 16}
 
 VALUES: Mapping[str, Mapping[str, Any]] = {
     "bailing_hybrid": {**_SMALL, "num_key_value_heads": 4, "n_group": 2, "topk_group": 1},
@@ -106,13 +112,20 @@ VALUES: Mapping[str, Mapping[str, Any]] = {
     "cohere_compass_text": {**_GROUPED, "rope_parameters": {"full_attention": None}},
     "deepseek_v2": {"topk_method": "greedy", "num_experts_per_tok": 2, "n_routed_experts": 8},
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
-    "gemma3n_text": ARCHITECTURES["gemma3n"].config()["values"],
+    "gemma3n_text": {
+        **_SHARED_LAYERS,
+        **{"intermediate_size": [64] * 4, "activation_sparsity_pattern": [0.0] * 4},
+        **{"laurel_rank": 8, "altup_num_inputs": 2},
+    },
     "gemma4": {"text_config": _SHARED_LAYERS},
     "gemma4_text": _SHARED_LAYERS,
-    "granitemoehybrid": ARCHITECTURES["granitemoehybrid"].config()["values"],
+    "granitemoehybrid": {
+        **{**_TINY, **_MAMBA, "num_local_experts": 4, "num_experts_per_tok": 2},
+        **{"layer_types": ["mamba", "attention"], "shared_intermediate_size": 32},
+    },
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16, "num_experts": 4, "moe_topk": 2},
-    "lfm2": ARCHITECTURES["lfm2"].config()["values"],
+    "lfm2": {**_TINY, "layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
     "longcat_flash": {"expert_ffn_hidden_size": 64},
     "reformer": {
         "axial_pos_embds": False,
