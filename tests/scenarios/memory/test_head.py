@@ -39,7 +39,7 @@ report: {{console: plain}}
 """
 
 GLOBAL_BATCH = 24
-"""Samples of a step: 1, 2, 3 and 4 processes take whole microbatches of 2, 4 and 6 of it."""
+"""Samples of a step: 1, 2 and 4 processes take whole microbatches of 2, 4 and 6 of it."""
 
 SMALL = {"hidden": 32, "inner": 64, "layers": 2, "heads": 4, "head": 8, "length": 128, "microbatch": 2}
 MODELS = {
@@ -59,7 +59,7 @@ ON_ONE_GPU = {"hidden": 512, "inner": 1024, "layers": 4, "heads": 8, "head": 64,
 
 STRATEGIES = [
     ("cpu", "fsdp2", 2),
-    *(pytest.param("cpu", *each, marks=full) for each in (("zero3", 2), ("hsdp", 4), ("zero2", 3))),
+    *(pytest.param("cpu", *each, marks=full) for each in (("zero3", 2), ("hsdp", 4))),
     *(pytest.param("cuda", name, 1, marks=ON_GPU) for name in ("single", "ddp", "fsdp2", "zero3")),
 ]
 """With the device and the number of processes: NCCL takes one of a GPU."""
@@ -126,15 +126,14 @@ TASKS = {
 
 
 @full
-@pytest.mark.parametrize(("strategy", "processes"), [("fsdp2", 2), ("zero3", 2)])
-def test_only_targets_of_any_task_reach_the_head(strategy, processes, tmp_path):
-    _skip_without(strategy)
+def test_only_targets_of_any_task_reach_the_head(tmp_path):
+    _skip_without("zero3")
     prepare([TASK_CASES[name] for name in TASKS], tmp_path / "cases")
     spec = Spec(tmp_path / "runs")
     spec.folder.mkdir()
     for name, saved in TASKS.items():
         spec.add(name, tmp_path / "cases" / name / "job.yaml", _with_large_vocabulary(name, saved))
-    records = spec.launch(strategy, processes=processes)
+    records = spec.launch("zero3", processes=2)
     assert records.keys() == TASKS.keys()
     for name, of_ranks in records.items():
         for calls in (each["calls"] for each in of_ranks):
