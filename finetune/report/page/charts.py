@@ -51,13 +51,6 @@ DEVICE = (
     ChartKind("GPU power", {"device/gpu_power_watts": "power"}, unit="W", starts_at_zero=True),
     ChartKind("GPU temperature", {"device/gpu_temperature_celsius": "temperature"}, unit="°C"),
     ChartKind("GPU memory in use", {"device/gpu_memory_used_bytes": "memory"}, 1 / GB, "GB", starts_at_zero=True),
-    ChartKind(
-        "Link traffic",
-        {"device/pcie_bytes_per_second": "PCIe", "device/nvlink_bytes_per_second": "NVLink"},
-        1e-9,
-        "GB/s",
-        starts_at_zero=True,
-    ),
 )
 POINTS = ("evaluation/", "save_seconds", "stall_seconds")
 """Curves of few points, which are drawn with markers and not smoothed."""
