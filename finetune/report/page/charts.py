@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from finetune.report.curves import Curve
-from finetune.report.history import RunHistory
+from finetune.report.history import Curve, RunHistory
 
 GB = 1e9
 """Bytes per GB in all sizes of the page."""
