@@ -85,18 +85,13 @@ class EngineComparison:
         parts = differences.abs() / limits.worst
         median = float(differences.abs().median())
         position = int(parts.argmax())
-        self.measurements["log-probabilities"] = {
-            "rows": len(expected),
-            "tokens": len(values),
-            "median": median,
-            "worst": float(differences.abs()[position]),
-            "allowed": float(limits.worst.max()),
-            "allowed median": limits.median,
-            "dtype": limits.dtype,
-        }
+        worst, allowed = float(differences.abs()[position]), float(limits.worst.max())
+        counts = {"rows": len(expected), "tokens": len(values)}
+        sizes = {"median": median, "worst": worst, "allowed": allowed, "allowed median": limits.median}
+        self.measurements["log-probabilities"] = {**counts, **sizes, "dtype": limits.dtype}
         self.lines.append(
             f"log-probabilities of {len(values):,} tokens in {len(expected)} rows: {median:.1e} in the median, "
-            f"{float(differences.abs()[position]):.1e} at worst ({float(limits.worst.max()):.1e} allowed, {limits.dtype})"
+            f"{worst:.1e} at worst ({allowed:.1e} allowed, {limits.dtype})"
         )
         if float(parts.max()) > 1 or median > limits.median:
             hint = ""
