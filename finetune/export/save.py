@@ -298,7 +298,7 @@ def push_folder(folder: Path, repository: str, *, private: bool) -> str:
     except (HTTPError, OSError, ValueError) as error:  # the other errors of the hub are among these
         reason = redact_known(str(error)).strip().partition("\n")[0] or type(error).__name__
         raise HubError(
-            f"{failed} {reason.rstrip('.')}. An upload needs a token with write access, from HF_TOKEN or `hf auth login`. "
+            f"{failed} {reason.rstrip('.')}. An upload needs a token with write access: HF_TOKEN or `hf auth login`. "
             f"{retry}"
         ) from error
     return str(address)
