@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from finetune.export.engines import Engine, find_engine, serving_problems
 from finetune.export.gguf import GGUFType, write_gguf
 from finetune.export.save import push_folder
 from finetune.export.upstream import write_generation_config
-from finetune.model.loading.saved import find_model_folder, inspect_model_folder
+from finetune.model.loading.saved import SavedModel, find_model_folder, inspect_model_folder
 from finetune.runtime.files import atomic
 from finetune.runtime.files.read import parse_as, read_regular
 from finetune.runtime.run_folder import FINAL_FOLDER
@@ -106,25 +106,7 @@ def write_serving_files(folder: Path, engine: Engine, *, gguf_type: GGUFType, tr
         lines += [f"PARAMETER stop {json.dumps(tokenizer.convert_ids_to_tokens(token))}" for token in sorted(stops)]
         files.append(saved.folder / "Modelfile")
         atomic.write_text(files[-1], "\n".join(lines) + "\n")
-    template = saved.folder / "chat_template.jinja"
-    commands = engine.commands if saved.adapter is None else engine.adapter_commands
-    values = {
-        "folder": saved.folder,
-        "base": saved.base,
-        "weights": weights,
-        "quantized": weights.with_name(f"{name}-Q4_K_M.gguf"),
-        "stops": json.dumps({"eos_token_id": ends}),
-    }
-    lines = [
-        commands.format(
-            **{key: shlex.quote(str(value)) for key, value in values.items()},
-            name=name,
-            dtype=str(saved.config.dtype or "auto").removeprefix("torch."),
-            template=f" --chat-template {shlex.quote(str(template))}" if template.is_file() else "",
-            rank=next((limit for limit in engine.max_lora_ranks if limit >= (saved.adapter or {}).get("r", 0)), 0),
-            context=context,
-        )
-    ]
+    lines = [_commands(saved, engine, name=name, weights=weights, ends=ends, context=context)]
     if arguments := arguments_of(tokenizer):
         lines.append(f"# Send with every conversation: {json.dumps({'chat_template_kwargs': dict(arguments)})}")
     lines.append("# Compare what it serves with this folder:")
@@ -132,6 +114,25 @@ def write_serving_files(folder: Path, engine: Engine, *, gguf_type: GGUFType, tr
     files.append(saved.folder / f"serve-{engine.name}.txt")
     atomic.write_text(files[-1], "\n".join(lines) + "\n")
     return files
+
+
+def _commands(saved: SavedModel, engine: Engine, *, name: str, weights: Path, ends: Sequence[int], context: int) -> str:
+    template = saved.folder / "chat_template.jinja"
+    values = {
+        "folder": saved.folder,
+        "base": saved.base,
+        "weights": weights,
+        "quantized": weights.with_name(f"{name}-Q4_K_M.gguf"),
+        "stops": json.dumps({"eos_token_id": ends}),
+    }
+    return (engine.commands if saved.adapter is None else engine.adapter_commands).format(
+        **{key: shlex.quote(str(value)) for key, value in values.items()},
+        name=name,
+        dtype=str(saved.config.dtype or "auto").removeprefix("torch."),
+        template=f" --chat-template {shlex.quote(str(template))}" if template.is_file() else "",
+        rank=next((limit for limit in engine.max_lora_ranks if limit >= (saved.adapter or {}).get("r", 0)), 0),
+        context=context,
+    )
 
 
 def _complete_generation_config(folder: Path, stops: Collection[int]) -> tuple[list[int], list[Path]]:

@@ -71,8 +71,8 @@ def write_card(
 
     No license is stated: it depends on base and data.
     """
-    is_adapter = base is not None and base.relation == "adapter"
-    metadata: dict[str, Any] = {"library_name": "peft" if is_adapter else "transformers"}
+    adapter = base if base is not None and base.relation == "adapter" else None
+    metadata: dict[str, Any] = {"library_name": "transformers" if adapter is None else "peft"}
     metadata |= {"pipeline_tag": PIPELINES[facts.head], "tags": ["finetune", facts.task.replace("_", "-")]}
     if base is not None and base.hub_name is not None:
         metadata |= {"base_model": base.hub_name, "base_model_relation": base.relation}
@@ -89,12 +89,12 @@ def write_card(
     return environment.get_template("card.md.jinja").render(
         facts=facts,
         base=base,
-        is_adapter=is_adapter,
+        is_adapter=adapter is not None,
         metadata=ModelCardData(**metadata).to_yaml().strip(),
         auto=auto,
         variable=variable,
         reader=reader,
-        imports=sorted([auto, reader, *(["AutoConfig"] if is_adapter and base.has_own_config else [])]),
+        imports=sorted([auto, reader, *(["AutoConfig"] if adapter is not None and adapter.has_own_config else [])]),
         has_new_head=auto in {HEADS[head].__name__ for head in NEW_HEADS},
         template_arguments=template_arguments,
         keywords=", ".join(f"{name}={value!r}" for name, value in template_arguments.items()),

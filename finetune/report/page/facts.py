@@ -16,6 +16,7 @@ from pydantic import BaseModel, TypeAdapter
 
 from finetune.registry.tasks import METRICS
 from finetune.report.history import RunHistory
+from finetune.report.restarts import Restart, RestartTotals
 from finetune.runtime.files.read import parse_as, read_regular
 from finetune.runtime.supervision.checkpoint_interval import IntervalAdvice, advise_interval
 from finetune.runtime.text.redact import redact_foreign
@@ -323,11 +324,11 @@ def restart_rows(history: RunHistory) -> list[list[str]]:
     if not restarts:
         return []
     head = ["start, after", "resumed from step", "steps again", "waiting", "start-up", "steps again took", "cost"]
-    rows = [
+    rows: list[tuple[str, str, Restart | RestartTotals]] = [
         (f"{restart.number:,}, {restart.reason[:_LONGEST_REASON]}", f"{restart.step:,}", restart)
         for restart in restarts[-_SHOWN_RESTARTS:]
     ]
-    table = [*rows, (f"all, {totals.interruptions:,} of them interruptions", "", totals)]
+    rows.append((f"all, {totals.interruptions:,} of them interruptions", "", totals))
     return [head] + [
         [
             name,
@@ -336,7 +337,7 @@ def restart_rows(history: RunHistory) -> list[list[str]]:
             *map(_minutes, (costs.down_seconds, costs.startup_seconds, costs.redone_seconds)),
             "-" if costs.usd is None else f"${costs.usd:,.2f}",
         ]
-        for name, step, costs in table
+        for name, step, costs in rows
     ]
 
 
