@@ -83,7 +83,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
 
 THROUGH_OPTIONAL = (
     *("sklearn", "deepspeed", "tensorboard", "wandb", "mlflow", "trackio", "bitsandbytes", "s3fs", "gcsfs", "adlfs"),
-    *("lm_eval", "prometheus_client", "gguf", "llama_cpp", "ray"),
+    *("prometheus_client", "gguf", "llama_cpp", "ray"),
 )
 """Packages that may be missing: only `runtime/optional.py` imports them, by name."""
 

@@ -1,9 +1,9 @@
 """The commands for trained models and runs: export, evaluate, generate, chat, report, compare."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -112,7 +112,6 @@ General = Annotated[
         metavar="FILE", help="With --against: general rows, each with `text` or `messages`. Default: 40 of our own."
     ),
 ]
-GatePage = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="With --against: also write a page.")]
 
 
 @handle_errors
@@ -128,14 +127,10 @@ def evaluate(
     json: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Also write the metrics to this JSON file.")
     ] = None,
-    lm_eval: Annotated[
-        str | None, typer.Option("--lm-eval", metavar="TASKS", help="Run these tasks of lm-eval instead (a,b,c).")
-    ] = None,
     against: Against = None,
     margin: Margin = None,
     max_forgetting: MaxForgetting = None,
     general: General = None,
-    html: GatePage = None,
     trust_remote_code: Trust = False,
 ) -> int:
     """Evaluate a checkpoint, a `final/` or any model folder on the validation data of a job.
@@ -145,20 +140,12 @@ def evaluate(
     On several processes, each evaluates a share of the samples with a full copy of the model:
     accelerate launch --config_file ACCELERATE.yaml -m finetune evaluate RUN
     """
-    if lm_eval is not None:
-        _refuse({"against": against})
-        if config is not None or override:
-            raise UserError("--lm-eval: its tasks come with their own data. Leave --config and --set out.")
-        evaluate_command.evaluate_with_harness(
-            source, step=step, tasks=lm_eval, json=json, trust_remote_code=trust_remote_code
-        )
-        return 0
     if against is not None:
         limits = {
             "margin": 0.01 if margin is None else margin,
             "max_forgetting": 0.3 if max_forgetting is None else max_forgetting,
         }
-        options = gate_command.GateOptions(**limits, general=general, html=html, json=json)
+        options = gate_command.GateOptions(**limits, general=general, json=json)
         return gate_command.evaluate_against(
             source,
             against=against,
@@ -168,7 +155,9 @@ def evaluate(
             options=options,
             trust_remote_code=trust_remote_code,
         )
-    _refuse({"margin": margin, "max-forgetting": max_forgetting, "general": general, "html": html})
+    for name, value in {"margin": margin, "max-forgetting": max_forgetting, "general": general}.items():
+        if value is not None:
+            raise UserError(f"--{name} belongs to a comparison: add --against, or leave it out.")
     return evaluate_command.evaluate(
         source,
         step=step,
@@ -177,13 +166,6 @@ def evaluate(
         json=json,
         trust_remote_code=trust_remote_code,
     )
-
-
-def _refuse(given: Mapping[str, Any]) -> None:
-    """Raise UserError if one of the options of the release gate is given to another evaluation."""
-    for name, value in given.items():
-        if value is not None:
-            raise UserError(f"--{name}: this evaluation is not a comparison by --against alone. Leave it out.")
 
 
 @handle_errors
@@ -274,9 +256,6 @@ def chat(
 
 
 Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders; the first is the reference.")]
-Png = Annotated[
-    Path | None, typer.Option("--png", metavar="FOLDER", help="Also write each chart as a PNG file (extra `plots`).")
-]
 Price = Annotated[
     float | None,
     typer.Option("--price", min=0.0, metavar="USD_PER_GPU_HOUR", help="Price of one device for an hour, in USD."),
@@ -286,21 +265,19 @@ Price = Annotated[
 @handle_errors
 def report(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run, finished or not.")],
-    png: Png = None,
     price: Price = None,
 ) -> None:
     """Write report.html of a run again: one page with its curves, answers, data and config.
 
     Training writes it, too, while it runs. See docs/how-to/reports.md.
     """
-    compare_command.report(run, png=png, price=price)
+    compare_command.report(run, price=price)
 
 
 @handle_errors
 def compare(
     runs: Runs,
     html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Also write a page with curves.")] = None,
-    png: Png = None,
     json: Annotated[bool, typer.Option("--json", help="Print the comparison as JSON.")] = False,
     metric: Annotated[
         str | None,
@@ -315,4 +292,4 @@ def compare(
 
     Works on unfinished runs, too. See docs/how-to/reports.md.
     """
-    compare_command.compare_runs(runs, html=html, png=png, json=json, metric=metric, level=level, price=price)
+    compare_command.compare_runs(runs, html=html, json=json, metric=metric, level=level, price=price)

@@ -29,7 +29,7 @@ ForEngine = Annotated[
     typer.Option(
         "--for",
         metavar="ENGINE",
-        help="Also write what vllm, sglang, llama.cpp, ollama or trl needs: a GGUF file, a Modelfile, the command.",
+        help="Also write what vllm, sglang, llama.cpp or ollama needs: a GGUF file, a Modelfile, the command.",
     ),
 ]
 GGUFType = Annotated[

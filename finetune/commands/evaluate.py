@@ -1,7 +1,5 @@
 """`finetune evaluate`: measure a run, a checkpoint or a model on validation samples, as a run evaluates itself."""
 
-import os
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +11,7 @@ from finetune.checkpoint.format import layout
 from finetune.checkpoint.read.inventory import locate_run, select_checkpoint
 from finetune.checkpoint.read.load import open_checkpoint
 from finetune.checkpoint.sharding.state_layout import named_buffers, named_parameters
-from finetune.commands.export import export_checkpoint, exported_weights, is_run, processing_in
+from finetune.commands.export import exported_weights, is_run, processing_in
 from finetune.commands.source import require_trusted_metrics, with_trust
 from finetune.config.load import RESOLVED_NAME, LoadedConfig, load_config, load_resolved
 from finetune.config.run_config import RunConfig
@@ -25,9 +23,7 @@ from finetune.data.token_cache.store import TokenCache
 from finetune.errors import UserError
 from finetune.model.build import build_model
 from finetune.model.loading.architecture import NEW_HEADS
-from finetune.model.loading.pretrained import check_loadable
 from finetune.model.loading.saved import SavedModel, inspect_model_folder, load_saved_model
-from finetune.model.upstream import data_only_loading
 from finetune.report.reporter import RunLog
 from finetune.run.setup.accelerator import PreparedModel, make_accelerator
 from finetune.run.setup.components import make_evaluator
@@ -39,11 +35,10 @@ from finetune.run.setup.training_data import make_encoding
 from finetune.run.state.run_folder import RunInputs, load_run_inputs
 from finetune.runtime import distributed
 from finetune.runtime.files import atomic
-from finetune.runtime.optional import no_op, require
+from finetune.runtime.optional import no_op
 from finetune.runtime.parameters import InitContext
 from finetune.runtime.resources import disk_errors
-from finetune.runtime.text.redact import redact_known_values
-from finetune.runtime.text.terminal import format_json, quiet_libraries
+from finetune.runtime.text.terminal import quiet_libraries
 from finetune.strategy.upstream import unsharded
 from finetune.task.generation import resolve_metrics
 from finetune.task.protocol import Task
@@ -193,41 +188,40 @@ def evaluate(
     Collective over all launched processes; each of them holds the whole model.
     """
     quiet_libraries(is_main=distributed.is_main())
-    files = require_writable_files(json)
+    require_writable(json)
     job, trusts = None if config is None else load_config(config, overrides), trust_remote_code
     target = find_evaluation_target(source, step=step, job=job, overrides=overrides, trust_remote_code=trusts)
     measured = measure_metrics(target)
 
-    def report() -> None:
+    def report() -> Mapping[str, Any]:
         print(f"{target.source}: {measured.num_rows:,} rows")
         width = max(map(len, measured.metrics), default=0)
         for name, value in measured.metrics.items():
             print(f"  {name:<{width}}  {value:.6g}")
-        if json is not None:
-            about = {"source": str(target.source), "step": target.step, "rows": measured.num_rows}
-            atomic.write_json(json, {**about, "metrics": measured.metrics})
+        about = {"source": str(target.source), "step": target.step, "rows": measured.num_rows}
+        return {**about, "metrics": measured.metrics}
 
-    report_on_rank_0(report, files=files)
+    report_on_rank_0(report, json=json)
     return distributed.shut_down(0)
 
 
-def require_writable_files(*options: Path | None) -> list[Path]:
-    """Return the given files; raises OSError on rank 0 if one cannot be written."""
-    files = [path for path in options if path is not None]
-    for path in files if distributed.is_main() else ():
-        atomic.require_writable(path)
-    return files
+def require_writable(json: Path | None) -> None:
+    """Raise OSError on rank 0 if there is to be a file, and it cannot be written."""
+    if json is not None and distributed.is_main():
+        atomic.require_writable(json)
 
 
-def report_on_rank_0(report: Callable[[], None], *, files: Sequence[Path]) -> None:
-    """Call `report` on rank 0, which prints and writes the files; raises UserError on all ranks if that fails.
+def report_on_rank_0(report: Callable[[], Mapping[str, Any]], *, json: Path | None) -> None:
+    """Call `report` on rank 0, which prints, and write what it returns to the file if there is to be one. Collective.
 
-    Collective.
+    Raises UserError on all ranks if that fails.
     """
 
     def write() -> None:
-        with disk_errors([path.parent for path in files], UserError):
-            report()
+        result = report()
+        if json is not None:
+            with disk_errors([json.parent], UserError):
+                atomic.write_json(json, result)
 
     distributed.run_on_rank_0(write)
 
@@ -332,51 +326,3 @@ def _source(config: RunConfig, *, log: RunLog) -> Source:
     validation = open_sources(config.data, seed=config.run.seed, log=log).validation
     assert validation is not None, "a section without a source of its own is split off from the training rows"
     return validation
-
-
-def evaluate_with_harness(
-    source: Path, *, step: int | None, tasks: str, json: Path | None, trust_remote_code: bool = False
-) -> None:
-    """Measure the tasks (names, separated by commas), print their metrics and write all results to the file.
-
-    A checkpoint of a run is exported for it, to a folder that is removed afterwards. In one process; raises UserError
-    for several, and for a model without a causal LM head, MissingPackage without lm-eval.
-    """
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UserError("--lm-eval: run it in one process, without `accelerate launch`.")
-    harness = require("lm_eval", extra="lm-eval", purpose="--lm-eval")
-    quiet_libraries(is_main=True)
-    require_writable_files(json)
-    if not is_run(source):
-        results = _results(harness, source, tasks=tasks, trusts=trust_remote_code)
-    else:
-        with tempfile.TemporaryDirectory(prefix="finetune-lm-eval-") as scratch:
-            to, trusts = Path(scratch) / "model", trust_remote_code
-            folder = export_checkpoint(source, step=step, to=to, dtype=None, trust_remote_code=trusts, verify=False)
-            results = _results(harness, folder, tasks=tasks, trusts=trusts)
-    if json is not None:
-        atomic.write_text(json, format_json(redact_known_values(results), indent=2, default=str) + "\n")
-    for task, metrics in results["results"].items():
-        for name, value in metrics.items():
-            if isinstance(value, int | float):
-                print(f"{task:<32}{name:<28}{value:.6g}")
-
-
-def _results(harness: Any, folder: Path, *, tasks: str, trusts: bool) -> Mapping[str, Any]:
-    saved = inspect_model_folder(folder, key="evaluate", trust_remote_code=trusts)
-    if saved.head != "causal_lm":
-        raise UserError(f"--lm-eval: {saved.folder} holds a model of `{saved.head}`; the harness asks causal ones.")
-    check_loadable(Path(saved.base), trust_remote_code=trusts)
-    arguments = {"pretrained": saved.base, "tokenizer": str(saved.folder), "trust_remote_code": trusts}
-    if saved.adapter is not None:
-        arguments["peft"] = str(saved.folder)
-    with data_only_loading(trust_remote_code=trusts):
-        results: Mapping[str, Any] | None = harness.simple_evaluate(
-            model="hf",
-            model_args=arguments,
-            tasks=[task.strip() for task in tasks.split(",") if task.strip()],
-            device=str(distributed.local_device()),
-            log_samples=False,
-        )
-    assert results is not None, "it is None on other ranks only"
-    return results

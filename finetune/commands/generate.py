@@ -9,17 +9,17 @@ import json
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from finetune.commands.export import is_run, processing_in
 from finetune.commands.predict import RowAnswers, find_predictions
 from finetune.commands.source import use_written_arguments
-from finetune.config.sections.data import SourceSection
-from finetune.data.encoding.conversation import ChatPrompt, prompt_ids, read_prompt
-from finetune.data.rows import RawRow, Row
+from finetune.config.sections.data import NO_LIMIT, SourceSection
+from finetune.data.encoding.conversation import prompt_ids, read_prompt
+from finetune.data.rows import Row
 from finetune.data.sources.local import find_local
 from finetune.data.templates.chat_template import stop_ids
 from finetune.errors import DataError, UserError
@@ -109,14 +109,6 @@ def _read_settings(note: Path) -> Any:
 
 _SECONDS_BETWEEN_LOG_LINES = 20.0
 _BATCHES_SORTED_TOGETHER = 32
-
-
-@dataclass(frozen=True)
-class TokenizedPrompt:
-    """The tokenized prompt of a row to answer."""
-
-    number: int  # in the file, from 0
-    tokens: Sequence[int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,8 +241,8 @@ def _text_answers(saved: SavedModel, rows: Path, options: GenerationOptions) -> 
     origin = find_local(SourceSection(path=str(rows)), key="--input", log=no_op)
     # An invalid file is refused before the whole of it is hashed.
     raw = [row for shard in origin.shards() for row in shard.rows()]
-    system, seed, sampling = options.system, options.seed, options.sampling
-    settings: dict[str, Any] = {"rows": origin.digest, "sampling": asdict(sampling), "seed": seed, "system": system}
+    settings: dict[str, Any] = {"rows": origin.digest, "sampling": asdict(options.sampling), "seed": options.seed}
+    settings |= {"system": options.system}
     if options.template_arguments:
         settings["template_arguments"] = list(options.template_arguments)
 
@@ -258,10 +250,48 @@ def _text_answers(saved: SavedModel, rows: Path, options: GenerationOptions) -> 
         trusts = options.trust_remote_code
         tokenizer = _tokenizer(saved, options.template_arguments, trust_remote_code=trusts)
         model = _load(saved, options.adapter, trust_remote_code=trusts)
-        generator = _Generator(model, tokenizer, sampling=sampling, batch_size=options.batch_size, seed=seed)
-        yield from generator.answers([read_prompt(row, system=system) for row in raw], raw, numbers)
+        prompts = [read_prompt(row, system=options.system) for row in raw]
+        tokens = {number: prompt_ids(tokenizer, prompts[number]) for number in numbers}
+        limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        if not limit or getattr(model.config, "is_encoder_decoder", False):
+            limit = NO_LIMIT
+        for number in numbers:
+            if len(tokens[number]) >= limit:
+                raise DataError(
+                    f"{raw[number].location}: the prompt has {len(tokens[number]):,} tokens, but the model reads at "
+                    f"most {limit:,}."
+                )
+        yield from _generate(model, tokenizer, tokens, options, limit=limit)
 
     return RowAnswers(ANSWER, raw, settings, compute)
+
+
+def _generate(
+    model: Any, tokenizer: Any, prompts: Mapping[int, Sequence[int]], options: GenerationOptions, *, limit: int
+) -> Iterator[tuple[int, str]]:
+    """Yield the number of each prompt and its answer, in batches of similar length.
+
+    A prompt that leaves no room for a full answer is answered alone.
+    """
+    numbers, size = list(prompts), options.batch_size
+    num_free = {number: min(options.max_new_tokens, limit - len(prompts[number])) for number in numbers}
+    for start in range(0, len(numbers), size * _BATCHES_SORTED_TOGETHER):
+        window = numbers[start : start + size * _BATCHES_SORTED_TOGETHER]
+        by_length = sorted(window, key=lambda number: len(prompts[number]), reverse=True)
+        roomy = [number for number in by_length if num_free[number] == options.max_new_tokens]
+        batches = [[number] for number in by_length if num_free[number] < options.max_new_tokens]
+        batches += [roomy[first : first + size] for first in range(0, len(roomy), size)]
+        for batch in batches:
+            generated = generate_batch(
+                model,
+                [prompts[number] for number in batch],
+                [derive_seed(options.seed, "generate", number) for number in batch],
+                sampling=replace(options.sampling, max_new_tokens=num_free[batch[0]]),
+                pad_id=pad_id(tokenizer),
+                stop_ids=stop_ids(tokenizer),
+            )
+            for number, tokens in zip(batch, generated, strict=True):
+                yield number, str(tokenizer.decode(tokens, skip_special_tokens=True)).strip()
 
 
 def _tokenizer(saved: SavedModel, template_arguments: Sequence[str], *, trust_remote_code: bool) -> Any:
@@ -282,63 +312,3 @@ def _load(saved: SavedModel, adapter: Path | None, *, trust_remote_code: bool) -
         base = load_saved_base(saved, key="generate", trust_remote_code=trust_remote_code)
         model = attach_adapters(base, {"default": adapter}, key="--adapter")
     return model.to(device)
-
-
-@dataclass(frozen=True)
-class _Generator:
-    model: Any
-    tokenizer: Any
-    sampling: SamplingParams
-    batch_size: int
-    seed: int
-
-    def answers(
-        self, prompts: Sequence[ChatPrompt], raw: Sequence[RawRow], numbers: Sequence[int]
-    ) -> Iterator[tuple[int, str]]:
-        """Yield the number and the answer of each of these rows, batch by batch."""
-        own = [TokenizedPrompt(number, self._tokens(prompts[number], raw[number])) for number in numbers]
-        for batch in self._batches(own):
-            for answered_prompt, text in zip(batch, self._answers(batch), strict=True):
-                yield answered_prompt.number, text
-
-    def _tokens(self, prompt: ChatPrompt, raw: RawRow) -> list[int]:
-        tokens = prompt_ids(self.tokenizer, prompt)
-        limit = self._limit()
-        if limit is not None and len(tokens) >= limit:
-            raise DataError(
-                f"{raw.location}: the prompt has {len(tokens):,} tokens, but the model reads at most {limit:,}."
-            )
-        return tokens
-
-    def _limit(self) -> int | None:
-        if getattr(self.model.config, "is_encoder_decoder", False):
-            return None
-        limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        return int(limit) if limit else None
-
-    def _batches(self, prompts: Sequence[TokenizedPrompt]) -> Iterator[Sequence[TokenizedPrompt]]:
-        """Yield batches of prompts of similar length; one that leaves no room for a full answer is batched alone."""
-        window = self.batch_size * _BATCHES_SORTED_TOGETHER
-        for start in range(0, len(prompts), window):
-            by_length = sorted(prompts[start : start + window], key=lambda prompt: len(prompt.tokens), reverse=True)
-            roomy = [prompt for prompt in by_length if self._answer_limit(prompt) == self.sampling.max_new_tokens]
-            yield from ([prompt] for prompt in by_length if self._answer_limit(prompt) < self.sampling.max_new_tokens)
-            for first in range(0, len(roomy), self.batch_size):
-                yield roomy[first : first + self.batch_size]
-
-    def _answer_limit(self, prompt: TokenizedPrompt) -> int:
-        limit = self._limit()
-        max_new_tokens = self.sampling.max_new_tokens
-        return max_new_tokens if limit is None else min(max_new_tokens, limit - len(prompt.tokens))
-
-    def _answers(self, batch: Sequence[TokenizedPrompt]) -> list[str]:
-        sampling = SamplingParams(self._answer_limit(batch[0]), self.sampling.temperature, self.sampling.top_p)
-        generated = generate_batch(
-            self.model,
-            [prompt.tokens for prompt in batch],
-            [derive_seed(self.seed, "generate", prompt.number) for prompt in batch],
-            sampling=sampling,
-            pad_id=pad_id(self.tokenizer),
-            stop_ids=stop_ids(self.tokenizer),
-        )
-        return [str(self.tokenizer.decode(tokens, skip_special_tokens=True)).strip() for tokens in generated]

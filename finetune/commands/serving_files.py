@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,9 +87,10 @@ def write_serving_files(folder: Path, engine: Engine, *, gguf_type: GGUFType, tr
     if tokenizer is None:
         raise UserError(f"{option}: {saved.folder} has no tokenizer. Copy tokenizer files into it.")
     stops = stop_ids(tokenizer)
-    files = list(_complete_generation_config(saved.folder, stops))
+    ends, files = _complete_generation_config(saved.folder, stops)
     name = saved.folder.parent.name if saved.folder.name == FINAL_FOLDER else saved.folder.name
     weights = saved.folder / f"{name}-{gguf_type}.gguf"
+    context = min(_OLLAMA_CONTEXT, int(getattr(saved.config, "max_position_embeddings", 0) or _OLLAMA_CONTEXT))
     if engine.reads_gguf:
         write_gguf(
             saved.folder,
@@ -101,23 +102,41 @@ def write_serving_files(folder: Path, engine: Engine, *, gguf_type: GGUFType, tr
         )
         files.append(weights)
     if engine.name == "ollama":
-        lines = [f"FROM ./{weights.name}", f"PARAMETER num_ctx {min(_OLLAMA_CONTEXT, _max_tokens(saved))}"]
+        lines = [f"FROM ./{weights.name}", f"PARAMETER num_ctx {context}"]
         lines += [f"PARAMETER stop {json.dumps(tokenizer.convert_ids_to_tokens(token))}" for token in sorted(stops)]
         files.append(saved.folder / "Modelfile")
         atomic.write_text(files[-1], "\n".join(lines) + "\n")
-    commands = list(_commands(saved, engine, name=name, weights=weights))
+    lines = [_commands(saved, engine, name=name, weights=weights, ends=ends, context=context)]
     if arguments := arguments_of(tokenizer):
-        commands.append(f"# Send with every conversation: {json.dumps({'chat_template_kwargs': dict(arguments)})}")
-    if engine.verifies:
-        commands.append("# Compare what it serves with this folder:")
-        commands.append(f"finetune verify serving {_quoted(saved.folder)} --engine {engine.name}")
+        lines.append(f"# Send with every conversation: {json.dumps({'chat_template_kwargs': dict(arguments)})}")
+    lines.append("# Compare what it serves with this folder:")
+    lines.append(f"finetune verify serving {shlex.quote(str(saved.folder))} --engine {engine.name}")
     files.append(saved.folder / f"serve-{engine.name}.txt")
-    atomic.write_text(files[-1], "\n".join(commands) + "\n")
+    atomic.write_text(files[-1], "\n".join(lines) + "\n")
     return files
 
 
-def _complete_generation_config(folder: Path, stops: Collection[int]) -> Iterator[Path]:
-    """Write the tokens that end an answer to the generation config, if it lacks one; yield its path then."""
+def _commands(saved: SavedModel, engine: Engine, *, name: str, weights: Path, ends: Sequence[int], context: int) -> str:
+    template = saved.folder / "chat_template.jinja"
+    values = {
+        "folder": saved.folder,
+        "base": saved.base,
+        "weights": weights,
+        "quantized": weights.with_name(f"{name}-Q4_K_M.gguf"),
+        "stops": json.dumps({"eos_token_id": ends}),
+    }
+    return (engine.commands if saved.adapter is None else engine.adapter_commands).format(
+        **{key: shlex.quote(str(value)) for key, value in values.items()},
+        name=name,
+        dtype=str(saved.config.dtype or "auto").removeprefix("torch."),
+        template=f" --chat-template {shlex.quote(str(template))}" if template.is_file() else "",
+        rank=next((limit for limit in engine.max_lora_ranks if limit >= (saved.adapter or {}).get("r", 0)), 0),
+        context=context,
+    )
+
+
+def _complete_generation_config(folder: Path, stops: Collection[int]) -> tuple[list[int], list[Path]]:
+    """Return the tokens that end an answer, and the path of the generation config if it lacked one and was written."""
     path = folder / GENERATION_CONFIG_NAME
     try:
         settings = parse_as(_SETTINGS, read_regular(path)) if path.is_file() else {}
@@ -126,57 +145,9 @@ def _complete_generation_config(folder: Path, stops: Collection[int]) -> Iterato
     config = GenerationConfig.from_dict(settings)
     own = config.eos_token_id
     known = set(own if isinstance(own, list) else [] if own is None else [own])
-    if not known.issuperset(stops):
-        config.eos_token_id = sorted(known | set(stops))
-        write_generation_config(config, folder)
-        yield path
-
-
-def _commands(saved: SavedModel, engine: Engine, *, name: str, weights: Path) -> Iterator[str]:
-    folder, dtype = _quoted(saved.folder), str(saved.config.dtype or "auto").removeprefix("torch.")
-    template = saved.folder / "chat_template.jinja"
-    chat = f" --chat-template {_quoted(template)}" if template.is_file() else ""
-    if engine.name == "vllm" and saved.adapter is None:
-        yield f"vllm serve {folder} --served-model-name {name} --dtype {dtype}"
-    elif engine.name == "vllm":
-        yield "# Tokenizer, template and generation config are the adapter's: the base's end answers elsewhere."
-        yield (
-            f"vllm serve {_quoted(saved.base)} --tokenizer {folder}{chat} --generation-config {folder} --dtype {dtype} "
-            f"--enable-lora --max-lora-rank {_rank_limit(saved, engine)} --lora-modules {name}={folder}"
-        )
-    elif engine.name == "sglang" and saved.adapter is None:
-        yield f"python -m sglang.launch_server --model-path {folder} --served-model-name {name} --dtype {dtype}"
-    elif engine.name == "sglang":
-        stops = json.loads((saved.folder / GENERATION_CONFIG_NAME).read_text(encoding="utf-8"))["eos_token_id"]
-        yield "# Tokenizer, template and the tokens that end answers are the adapter's, not the base's."
-        yield (
-            f"python -m sglang.launch_server --model-path {_quoted(saved.base)} --tokenizer-path {folder}{chat} "
-            f"--json-model-override-args {shlex.quote(json.dumps({'eos_token_id': stops}))} --dtype {dtype} "
-            f"--enable-lora --max-lora-rank {_rank_limit(saved, engine)} --lora-paths {name}={folder}"
-        )
-    elif engine.name == "llama.cpp":
-        yield f"llama-server -m {_quoted(weights)} --jinja -c {min(_OLLAMA_CONTEXT, _max_tokens(saved))}"
-        yield "# Smaller, and less exact:"
-        yield f"llama-quantize {_quoted(weights)} {_quoted(weights.with_name(f'{name}-Q4_K_M.gguf'))} Q4_K_M"
-    elif engine.name == "ollama":
-        yield f"cd {folder} && ollama create {name} -f Modelfile && ollama run {name}"
-        yield "# Ollama guesses the template from that in the file: the command below finds a wrong guess."
-    else:
-        yield f"trl sft --model_name_or_path {folder} --dtype {dtype} --dataset_name YOUR_DATA"
-        if saved.adapter is None:
-            yield f"trl vllm-serve --model {folder} --dtype {dtype}"
-
-
-def _rank_limit(saved: SavedModel, engine: Engine) -> int:
-    """Return the smallest limit of the engine that is not below the adapter's rank."""
-    assert saved.adapter is not None
-    rank: int = saved.adapter["r"]
-    return next(limit for limit in engine.max_lora_ranks if limit >= rank)
-
-
-def _max_tokens(saved: SavedModel) -> int:
-    return int(getattr(saved.config, "max_position_embeddings", 0) or _OLLAMA_CONTEXT)
-
-
-def _quoted(value: Any) -> str:
-    return shlex.quote(str(value))
+    ends = sorted(known | set(stops))
+    if known.issuperset(stops):
+        return ends, []
+    config.eos_token_id = ends
+    write_generation_config(config, folder)
+    return ends, [path]

@@ -18,8 +18,9 @@ class Engine:
     max_lora_ranks: tuple[int, ...] = ()  # the limits that it can be started with; empty: it serves no adapters
     tokenize_path: str | None = None  # of its own endpoint that renders and tokenizes
     takes_token_ids: bool = True  # as prompts; otherwise only text
-    verifies: bool = True  # it is an engine of `verify serving`
     exports: bool = True  # `export --for` writes files for it
+    commands: str = ""  # that serve a full model, filled with its facts
+    adapter_commands: str = ""  # that serve an adapter
 
 
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
@@ -33,6 +34,11 @@ ENGINES: Mapping[str, Engine] = {
             url="http://localhost:8000/v1",
             max_lora_ranks=_RANKS,
             tokenize_path="/tokenize",
+            commands="vllm serve {folder} --served-model-name {name} --dtype {dtype}",
+            adapter_commands="""\
+# Tokenizer, template and generation config are the adapter's: the base's end answers elsewhere.
+vllm serve {base} --tokenizer {folder}{template} --generation-config {folder} --dtype {dtype} \
+--enable-lora --max-lora-rank {rank} --lora-modules {name}={folder}""",
         ),
         Engine(
             name="sglang",
@@ -40,10 +46,32 @@ ENGINES: Mapping[str, Engine] = {
             url="http://localhost:30000/v1",
             max_lora_ranks=_RANKS,
             tokenize_path="/tokenize",
+            commands="python -m sglang.launch_server --model-path {folder} --served-model-name {name} --dtype {dtype}",
+            adapter_commands="""\
+# Tokenizer, template and the tokens that end answers are the adapter's, not the base's.
+python -m sglang.launch_server --model-path {base} --tokenizer-path {folder}{template} \
+--json-model-override-args {stops} --dtype {dtype} \
+--enable-lora --max-lora-rank {rank} --lora-paths {name}={folder}""",
         ),
-        Engine(name="llama.cpp", title="llama.cpp", reads_gguf=True),
-        Engine(name="ollama", title="Ollama", url="http://localhost:11434/v1", reads_gguf=True, takes_token_ids=False),
-        Engine(name="trl", title="TRL", verifies=False, max_lora_ranks=(1 << 30,)),
+        Engine(
+            name="llama.cpp",
+            title="llama.cpp",
+            reads_gguf=True,
+            commands="""\
+llama-server -m {weights} --jinja -c {context}
+# Smaller, and less exact:
+llama-quantize {weights} {quantized} Q4_K_M""",
+        ),
+        Engine(
+            name="ollama",
+            title="Ollama",
+            url="http://localhost:11434/v1",
+            reads_gguf=True,
+            takes_token_ids=False,
+            commands="""\
+cd {folder} && ollama create {name} -f Modelfile && ollama run {name}
+# Ollama guesses the template from that in the file: the command below finds a wrong guess.""",
+        ),
         Engine(name="openai", title="the server", tokenize_path="/tokenize", exports=False),
     )
 }
@@ -60,8 +88,6 @@ def serving_problems(config: Mapping[str, Any], engine: Engine) -> list[str]:
     """Return why the engine would not serve this adapter as it was trained; nothing for one that it serves."""
     if not engine.max_lora_ranks:
         return [f"{engine.title} serves full models"]
-    if engine.name == "trl":  # reads it with peft
-        return []
     if config.get("peft_type") != "LORA":
         return [f"{engine.title} does not serve adapters of the type {config.get('peft_type')}"]
     problems = [f"{engine.title} silently ignores `{key}`" for key in IGNORED_KEYS if config.get(key)]
@@ -76,7 +102,7 @@ def serving_problems(config: Mapping[str, Any], engine: Engine) -> list[str]:
 def find_engine(name: str, *, option: str) -> Engine:
     """Return the engine; raises UserError with the engines that the option accepts."""
     engine = ENGINES.get(name)
-    accepted = [each.name for each in ENGINES.values() if (each.exports if option == "--for" else each.verifies)]
+    accepted = [each.name for each in ENGINES.values() if each.exports or option != "--for"]
     if engine is None or name not in accepted:
         raise UserError(f"{option} {name}: there is no such engine. Write one of: {', '.join(accepted)}.")
     return engine

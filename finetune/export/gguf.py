@@ -38,24 +38,13 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 _LOWEST_SCORE = -1e6
 
 
-@dataclass(frozen=True)
-class GGUFTokenizer:
-    """The tokens in order, and the metadata; of a SentencePiece model scores instead of merges."""
-
-    model: str
-    pre: str
-    tokens: tuple[str, ...]
-    types: tuple[int, ...]
-    merges: tuple[str, ...]
-    scores: tuple[float, ...]
-    ids: Mapping[str, int]  # of special tokens by key
-    flags: Mapping[str, bool]
-
-
 def convert_tokenizer(
     tokenizer: PreTrainedTokenizerBase, *, stop_ids: Collection[int], vocabulary_size: int
-) -> GGUFTokenizer:
-    """Return the tokenizer for that number of embeddings; raises ModelError for one that llama.cpp lacks."""
+) -> dict[str, Any]:
+    """Return the file's `tokenizer.ggml` values for that number of embeddings.
+
+    Of a SentencePiece model there are scores instead of merges. Raises ModelError for a tokenizer that llama.cpp lacks.
+    """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     content: dict[str, Any] = {} if backend is None else json.loads(backend.to_str())
     model = content.get("model", {})
@@ -63,7 +52,7 @@ def convert_tokenizer(
         raise _unknown(f"a tokenizer of the type {model.get('type', type(tokenizer).__name__)}")
     added = {token["id"]: token for token in content["added_tokens"]}
     by_id = {number: text for text, number in model["vocab"].items()} | {n: added[n]["content"] for n in added}
-    tokens = tuple(by_id.get(number, f"[PAD{number}]") for number in range(vocabulary_size))
+    tokens = [by_id.get(number, f"[PAD{number}]") for number in range(vocabulary_size)]
     is_spm = bool(model.get("byte_fallback"))
 
     def type_of(number: int) -> int:
@@ -78,25 +67,23 @@ def convert_tokenizer(
 
     merges = [" ".join(pair) if isinstance(pair, list) else pair for pair in model["merges"]]
     begins = tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
-    flags = {"add_bos_token": begins, "add_eos_token": False}
-    scores: tuple[float, ...] = ()
-    if is_spm:
-        scores = _scores(tokens, merges)
-        normalizer, steps = content.get("normalizer") or {}, content.get("pre_tokenizer") or {}
-        parts = [*normalizer.get("normalizers", [normalizer]), *steps.get("pretokenizers", [steps])]
-        flags["add_space_prefix"] = any(
-            part.get("type") == "Prepend" or part.get("prepend_scheme") in ("first", "always") for part in parts
-        )
-    return GGUFTokenizer(
-        model="llama" if is_spm else "gpt2",
-        pre="default" if is_spm else _pre_tokenizer(content),
-        tokens=tokens,
-        types=tuple(map(type_of, range(vocabulary_size))),
-        merges=() if is_spm else tuple(merges),
-        scores=scores,
-        ids=_special_ids(tokenizer, stop_ids),
-        flags=flags,
+    values: dict[str, Any] = {
+        "model": "llama" if is_spm else "gpt2",
+        "pre": "default" if is_spm else _pre_tokenizer(content),
+        "tokens": tokens,
+        "token_type": list(map(type_of, range(vocabulary_size))),
+        **_special_ids(tokenizer, stop_ids),
+        "add_bos_token": begins,
+        "add_eos_token": False,
+    }
+    if not is_spm:
+        return {**values, "merges": merges}
+    normalizer, steps = content.get("normalizer") or {}, content.get("pre_tokenizer") or {}
+    parts = [*normalizer.get("normalizers", [normalizer]), *steps.get("pretokenizers", [steps])]
+    adds_prefix = any(
+        part.get("type") == "Prepend" or part.get("prepend_scheme") in ("first", "always") for part in parts
     )
+    return {**values, "scores": _scores(tokens, merges), "add_space_prefix": adds_prefix}
 
 
 def _pre_tokenizer(content: Mapping[str, Any]) -> str:
@@ -114,7 +101,7 @@ def _pre_tokenizer(content: Mapping[str, Any]) -> str:
     return name
 
 
-def _scores(tokens: tuple[str, ...], merges: list[str]) -> tuple[float, ...]:
+def _scores(tokens: list[str], merges: list[str]) -> list[float]:
     """Return a score for each piece, the higher the earlier it is merged.
 
     llama.cpp merges any two neighbors whose text is a piece; raises ModelError if the tokenizer merges only some.
@@ -129,7 +116,7 @@ def _scores(tokens: tuple[str, ...], merges: list[str]) -> tuple[float, ...]:
         missing = next((split for split in splits if pieces.issuperset(split) and split not in pairs), None)
         if missing is not None:
             raise _unknown(f"a tokenizer with pieces but without all of their merges ({' + '.join(missing)})")
-    return tuple(-float(rank_of[token]) if token in rank_of else _LOWEST_SCORE for token in tokens)
+    return [-float(rank_of[token]) if token in rank_of else _LOWEST_SCORE for token in tokens]
 
 
 def _special_ids(tokenizer: PreTrainedTokenizerBase, stop_ids: Collection[int]) -> dict[str, int]:
@@ -138,10 +125,9 @@ def _special_ids(tokenizer: PreTrainedTokenizerBase, stop_ids: Collection[int]) 
     if len(stops) > 3:
         raise _unknown(f"{len(stops)} tokens that end an answer ({stops}); it has keys for three")
     ids = dict(zip(("eos", "eot", "eom"), stops, strict=False))
-    for key in ("bos", "unk", "pad"):
-        number = getattr(tokenizer, f"{key}_token_id")
-        ids |= {} if number is None else {"unknown" if key == "unk" else "padding" if key == "pad" else key: number}
-    return ids
+    others = {"bos": tokenizer.bos_token_id, "unknown": tokenizer.unk_token_id, "padding": tokenizer.pad_token_id}
+    ids |= {name: number for name, number in others.items() if number is not None}
+    return {f"{name}_token_id": number for name, number in ids.items()}
 
 
 def _unknown(what: str) -> ModelError:
@@ -313,11 +299,19 @@ def write_gguf(
     writer = gguf.GGUFWriter(partial, architecture.name)
     writer.add_name(path.stem)
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16 if dtype == "f16" else gguf.LlamaFileType.MOSTLY_Q8_0)
-    for key, value in metadata(architecture, config).items():
-        name = f"{architecture.name}.{key}"
-        add = writer.add_string if isinstance(value, str) else writer.add_float32
-        (writer.add_uint32 if isinstance(value, int) else add)(name, value)
-    _add_tokenizer(writer, tokenizer, stop_ids=stop_ids, vocabulary_size=config.vocab_size)
+    converted = convert_tokenizer(tokenizer, stop_ids=stop_ids, vocabulary_size=config.vocab_size)
+    add_by_type = {
+        bool: writer.add_bool,
+        int: writer.add_uint32,
+        float: writer.add_float32,
+        str: writer.add_string,
+        list: writer.add_array,
+    }
+    for group, values in ((architecture.name, metadata(architecture, config)), ("tokenizer.ggml", converted)):
+        for key, value in values.items():
+            add_by_type[type(value)](f"{group}.{key}", value)
+    if tokenizer.chat_template:
+        writer.add_chat_template(tokenizer.chat_template)
     try:
         for name, tensor in _tensors(folder, architecture, config):
             known = names.get_name(name, try_suffixes=(".weight", ".bias"))
@@ -340,26 +334,6 @@ def write_gguf(
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
-
-
-def _add_tokenizer(
-    writer: Any, tokenizer: PreTrainedTokenizerBase, *, stop_ids: Collection[int], vocabulary_size: int
-) -> None:
-    converted = convert_tokenizer(tokenizer, stop_ids=stop_ids, vocabulary_size=vocabulary_size)
-    writer.add_tokenizer_model(converted.model)
-    writer.add_tokenizer_pre(converted.pre)
-    writer.add_token_list(converted.tokens)
-    writer.add_token_types(converted.types)
-    if converted.scores:
-        writer.add_token_scores(converted.scores)
-    if converted.merges:
-        writer.add_token_merges(converted.merges)
-    for key, number in converted.ids.items():
-        writer.add_uint32(f"tokenizer.ggml.{key}_token_id", number)
-    for key, flag in converted.flags.items():
-        writer.add_bool(f"tokenizer.ggml.{key}", flag)
-    if tokenizer.chat_template:
-        writer.add_chat_template(tokenizer.chat_template)
 
 
 def _tensors(folder: Path, architecture: GGUFArchitecture, config: Any) -> Iterator[tuple[str, Tensor]]:

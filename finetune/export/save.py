@@ -10,12 +10,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import HfApi
-from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError: of whichever client it is built on
-    HfHubHTTPError,
-    HFValidationError,
-    HTTPError,
-    LocalTokenNotFoundError,
-)
+from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # of whichever client it is built on
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -287,9 +282,6 @@ def _dtype(weights: Mapping[str, Tensor]) -> torch.dtype:
     return max(sizes, key=lambda dtype: sizes[dtype], default=torch.float32)
 
 
-_FORBIDDEN = (401, 403)
-
-
 def push_folder(folder: Path, repository: str, *, private: bool) -> str:
     """Upload the folder as one commit and return the repository's URL; the repository is created if it does not exist.
 
@@ -304,17 +296,11 @@ def push_folder(folder: Path, repository: str, *, private: bool) -> str:
         address = hub.create_repo(repository, private=private, exist_ok=True)
         hub.upload_folder(repo_id=address.repo_id, folder_path=folder, commit_message="Upload model")
     except (HTTPError, OSError, ValueError) as error:  # the other errors of the hub are among these
-        lines = [line.strip() for line in redact_known(str(error)).splitlines() if line.strip()]
-        reason = lines[0] if lines else type(error).__name__
-        reason = reason if reason.endswith((".", "!", "?")) else f"{reason}."
-        log_in = "Set HF_TOKEN to a token with write access, or log in with `hf auth login`."
-        if isinstance(error, HFValidationError):
-            reason = f"this is not a repository name ({reason}). Write `name` or `organization/name`."
-        elif isinstance(error, LocalTokenNotFoundError):
-            reason = log_in
-        elif isinstance(error, HfHubHTTPError) and error.response is not None:
-            reason = f"{reason} {log_in}" if error.response.status_code in _FORBIDDEN else reason
-        raise HubError(f"{failed} {reason} {retry}") from error
+        reason = redact_known(str(error)).strip().partition("\n")[0] or type(error).__name__
+        raise HubError(
+            f"{failed} {reason.rstrip('.')}. An upload needs a token with write access: HF_TOKEN or `hf auth login`. "
+            f"{retry}"
+        ) from error
     return str(address)
 
 

@@ -13,14 +13,12 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from finetune.report.console import throughput_unit
-from finetune.report.curves import Curve
 from finetune.report.events import is_event
 from finetune.report.restarts import RestartHistory
 from finetune.runtime.files.read import open_regular, parse_json, read_regular, require_regular
@@ -35,6 +33,9 @@ _CURVES = ("loss", "gradient_norm", "learning_rate", "data_share", "memory_bytes
 _WORLD = re.compile(r"\b(\d+) process(?:es)?\b")
 _STEP_VALUES = ("loss", "gradient_norm", "num_targets", "num_tokens", "seconds", "data_seconds")
 _CHUNK_BYTES = 4 << 20
+
+MAX_BUCKETS = 1024
+"""A long curve is drawn by at most this many buckets of consecutive points: two points and a mean of each."""
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
@@ -57,6 +58,63 @@ def parse_events(content: bytes) -> tuple[list[dict[str, Any]], int]:
                 values.append(parse_json(line))
     events = [value for value in values if is_event(value)]
     return events, len(lines) - len(events)
+
+
+@dataclass(frozen=True)
+class Points:
+    """The points to draw: measured extremes in order, and the means of groups of `width` consecutive points."""
+
+    steps: np.ndarray
+    values: np.ndarray
+    mean_steps: np.ndarray
+    means: np.ndarray
+    width: int  # 1: every point is drawn
+
+
+class Curve:
+    """A value by step."""
+
+    def __init__(self) -> None:
+        self._steps = array("d")
+        self._values = array("d")
+
+    def add(self, step: float, value: float) -> None:
+        """Add a point, removing earlier ones from its step on."""
+        if self._steps and step <= self._steps[-1]:
+            self.cut_after(step - 1)
+        self._steps.append(step)
+        self._values.append(value)
+
+    def cut_after(self, step: float) -> None:
+        """Remove the points after the step, which will be repeated."""
+        count = bisect_right(self._steps, step)
+        del self._steps[count:], self._values[count:]
+
+    @property
+    def last(self) -> float:
+        """Return the last value; 0 without one."""
+        return self._values[-1] if self._values else 0.0
+
+    @property
+    def num_not_finite(self) -> int:
+        """Return the number of values that cannot be drawn."""
+        return int((~np.isfinite(np.array(self._values))).sum())
+
+    def points(self) -> Points:
+        """Return the points to draw: all of a short curve, the extremes of each bucket of a long one."""
+        steps, values = np.array(self._steps), np.array(self._values)
+        is_finite = np.isfinite(values)
+        steps, values, width = steps[is_finite], values[is_finite], 1
+        while len(values) > width * MAX_BUCKETS:
+            width *= 2
+        if width == 1:
+            return Points(steps, values, steps, values, width)
+        padding = np.full(-len(values) % width, np.nan)
+        buckets = np.concatenate([values, padding]).reshape(-1, width)
+        lows, highs = np.nanargmin(buckets, axis=1), np.nanargmax(buckets, axis=1)
+        extremes = np.unique(np.concatenate([lows, highs]) + np.tile(np.arange(len(buckets)) * width, 2))
+        middles = np.nanmean(np.concatenate([steps, padding]).reshape(-1, width), axis=1)
+        return Points(steps[extremes], values[extremes], middles, np.nanmean(buckets, axis=1), width)
 
 
 @dataclass(frozen=True)
@@ -147,11 +205,9 @@ class RunHistory:
     start-up and the time between two starts. `device_seconds` is the same, multiplied by the number of processes.
     """
 
-    def __init__(self, *, keep_steps: bool = False) -> None:
-        """Without `keep_steps` the memory is bounded, and `steps` and `evaluations` stay empty."""
+    def __init__(self) -> None:
         self.steps = Steps()
         self.evaluations: list[Evaluation] = []
-        self._keep_steps = keep_steps
         self.curves: dict[str, Curve] = {}
         self.starts: list[EventFields] = []
         self.ended: EventFields | None = None  # RunEnded of the last start
@@ -175,17 +231,12 @@ class RunHistory:
     def add(self, events: Sequence[EventFields], *, num_damaged: int = 0) -> None:
         """Add events in the order of the file, and the number of damaged lines among them."""
         self.num_damaged_lines += num_damaged
-        for name, group in groupby(events, key=lambda event: event["event"]):
-            batch = list(group)
-            self.updated = max(self.updated, _number(batch[-1].get("time", 0)))
-            if name == "StepTaken":
-                self._add_steps(batch)
-                continue
-            for event in batch:
-                try:
-                    self._add_event(event)
-                except KeyError:  # a field is missing
-                    self.num_damaged_lines += 1
+        for event in events:
+            self.updated = max(self.updated, _number(event.get("time", 0)))
+            try:
+                self._add_event(event)
+            except KeyError:  # a field is missing
+                self.num_damaged_lines += 1
 
     @property
     def step(self) -> int:
@@ -208,8 +259,10 @@ class RunHistory:
         return (f"{self.num_damaged_lines:,} lines of events.jsonl (skipped)",) if self.num_damaged_lines else ()
 
     def _add_event(self, event: EventFields) -> None:
-        """Add an event that is not a step; unknown events of later versions are ignored."""
+        """Add an event; unknown events of later versions are ignored."""
         match event["event"]:
+            case "StepTaken":
+                self._add_step(event)
             case "RunStarted":
                 self._start(event)
             case "StartedUp":
@@ -221,18 +274,17 @@ class RunHistory:
                 self.num_skipped += 1
             case "Evaluated":
                 self._spend(event["seconds"])
-                if self._keep_steps:
-                    metrics = {name: _number(value) for name, value in event["metrics"].items()}
-                    self.evaluations.append(Evaluation(event["step"], metrics))
-                for name, value in event["metrics"].items():
-                    self._set(f"evaluation/{name}", event["step"], value)
+                metrics = {name: _number(value) for name, value in event["metrics"].items()}
+                self.evaluations.append(Evaluation(event["step"], metrics))
+                self._add_values(event["step"], {f"evaluation/{name}": value for name, value in metrics.items()})
             case "Answered":
                 self._add_answer(event)
             case "CheckpointSaved":
                 self._spend(event["stall_seconds"])
                 self.checkpoints.append(event)
-                self._set("stall_seconds", event["step"], event["stall_seconds"])
-                self._set("save_seconds", event["step"], event["seconds"])
+                self._add_values(
+                    event["step"], {"stall_seconds": event["stall_seconds"], "save_seconds": event["seconds"]}
+                )
             case "Profiled":
                 self.profiles.append(event)
             case "Noted" | "Warned":
@@ -258,71 +310,48 @@ class RunHistory:
         """Remove everything after the step."""
         for curve in self.curves.values():
             curve.cut_after(step)
-        counted = self.curves["tokens"].points() if "tokens" in self.curves else None
-        self.tokens = float(np.interp(step, counted.steps, counted.values)) if counted and len(counted.steps) else 0.0
+        self.tokens = self.curves["tokens"].last if "tokens" in self.curves else 0.0
         self.last_step = {**self.last_step, "step": step}
         self.recent.clear()
+        self.num_skipped -= sum(row["step"] > step for row in self.skipped)
         for rows in (self.skipped, self.checkpoints, self.profiles):
-            later = [row for row in rows if row["step"] > step]
-            self.num_skipped -= len(later) if rows is self.skipped else 0
-            for row in later:
+            for row in [row for row in rows if row["step"] > step]:
                 rows.remove(row)
         for answers in self.answers.values():
             answers.by_step = {at: text for at, text in answers.by_step.items() if at <= step}
 
-    def _add_steps(self, batch: Sequence[EventFields]) -> None:
-        self.restarts.steps_taken(batch)
-        if self._keep_steps:
-            for event in batch:
-                self.steps.add(event)
-        while batch:
-            if batch[0]["step"] <= self.step and self.last_step:
-                self._go_back(batch[0]["step"] - 1)
-            count = next((i for i in range(1, len(batch)) if batch[i]["step"] <= batch[i - 1]["step"]), len(batch))
-            self._add_rising(batch[:count])
-            batch = batch[count:]
-
-    def _add_rising(self, batch: Sequence[EventFields]) -> None:
-        steps = [event["step"] for event in batch]
-        for name in _CURVES:
-            self._extend(name, steps, [event.get(name) for event in batch])
-        seconds, tokens = _numbers(batch, "seconds"), _numbers(batch, "num_tokens")
-        rates = np.divide(tokens, seconds, out=np.full(len(batch), np.nan), where=seconds > 0)
-        self._extend("tokens_per_second", steps, rates.tolist())
-        self._extend("seconds_per_step", steps, seconds.tolist())
+    def _add_step(self, event: EventFields) -> None:
+        if self.last_step and event["step"] <= self.step:
+            self._go_back(event["step"] - 1)
+        self.restarts.step_taken(event)
+        self.steps.add(event)
+        self.last_step = event
+        if all(name in event for name in ("loss", "seconds", "num_tokens")):
+            self.recent.append(event)
+        seconds, tokens = _number(event.get("seconds")), _number(event.get("num_tokens"))
+        self._spend(seconds)
+        self.tokens += tokens if math.isfinite(tokens) else 0.0
+        rate = tokens / seconds if seconds > 0 else math.nan
         start = self.starts[-1] if self.starts else {}
-        per_token, peak = start.get("flops_per_token"), start.get("peak_flops_per_second")
-        if per_token and peak:
-            self._extend("mfu", steps, (rates * (per_token / peak)).tolist())
+        values = {name: event.get(name) for name in _CURVES}
+        values |= {"tokens_per_second": rate, "seconds_per_step": seconds}
+        if (per_token := start.get("flops_per_token")) and (peak := start.get("peak_flops_per_second")):
+            values["mfu"] = rate * _number(per_token) / _number(peak)
         for group in ("metrics", "device"):
-            for name in {name for event in batch for name in event.get(group) or ()}:
-                self._extend(f"{group}/{name}", steps, [(event.get(group) or {}).get(name) for event in batch])
-        self._count("tokens", steps, tokens)
-        self._count("seconds", steps, seconds)
-        self._count("device_seconds", steps, seconds * self.num_processes)
-        self.last_step = batch[-1]
-        self.recent.extend(event for event in batch if all(name in event for name in ("loss", "seconds", "num_tokens")))
+            values |= {f"{group}/{name}": value for name, value in (event.get(group) or {}).items()}
+        values |= {"tokens": self.tokens, "seconds": self.seconds, "device_seconds": self.device_seconds}
+        self._add_values(event["step"], values)
 
-    def _count(self, name: str, steps: Sequence[float], amounts: np.ndarray) -> None:
-        sums = getattr(self, name) + np.cumsum(np.nan_to_num(amounts))
-        self._extend(name, steps, sums.tolist())
-        setattr(self, name, float(sums[-1]))
-
-    def _extend(self, name: str, steps: Sequence[float], values: Sequence[Any]) -> None:
-        pairs = [(step, value) for step, value in zip(steps, values, strict=True) if value is not None]
-        if pairs:
-            numbers = [_number(value) for _, value in pairs]
-            self.curves.setdefault(name, Curve()).extend([step for step, _ in pairs], numbers)
-
-    def _set(self, name: str, step: int, value: Any) -> None:
-        """Add a point, replacing that of an earlier start at the same step."""
-        curve = self.curves.setdefault(name, Curve())
-        curve.cut_after(step - 1)
-        self._extend(name, [step], [value])
+    def _add_values(self, step: int, values: EventFields) -> None:
+        """Add a point to each curve, replacing that of an earlier start at the same step."""
+        for name, value in values.items():
+            if value is not None:
+                self.curves.setdefault(name, Curve()).add(step, _number(value))
 
     def _spend(self, seconds: Any) -> None:
-        self.seconds += _number(seconds)
-        self.device_seconds += _number(seconds) * self.num_processes
+        spent = _number(seconds)
+        self.seconds += spent if math.isfinite(spent) else 0.0
+        self.device_seconds += spent * self.num_processes if math.isfinite(spent) else 0.0
 
     def _add_answer(self, event: EventFields) -> None:
         prompt, reference, answer = (str(event[name])[:MAX_CHARACTERS] for name in ("prompt", "reference", "answer"))
@@ -348,10 +377,9 @@ class RunHistory:
 class HistoryReader:
     """Adds the new lines of an events.jsonl to a history; every line is parsed only once."""
 
-    def __init__(self, path: Path, *, keep_steps: bool = False) -> None:
-        self.history = RunHistory(keep_steps=keep_steps)
+    def __init__(self, path: Path) -> None:
+        self.history = RunHistory()
         self._path = path
-        self._keep_steps = keep_steps
         self._offset = 0
 
     def read_new(self, *, after_chunk: Callable[[], object] = no_op) -> None:
@@ -362,7 +390,7 @@ class HistoryReader:
         """
         with suppress(FileNotFoundError), open_regular(self._path) as file:
             if file.seek(0, 2) < self._offset:
-                self.history, self._offset = RunHistory(keep_steps=self._keep_steps), 0
+                self.history, self._offset = RunHistory(), 0
             file.seek(self._offset)
             rest = b""
             while chunk := file.read(_CHUNK_BYTES):
@@ -378,13 +406,9 @@ def read_history(run_folder: Path) -> RunHistory:
     """Return the history of the run in the folder, every step included; raises OSError without an events.jsonl."""
     path = run_folder / EVENTS_FILE
     require_regular(path)
-    reader = HistoryReader(path, keep_steps=True)
+    reader = HistoryReader(path)
     reader.read_new()
     return reader.history
-
-
-def _numbers(batch: Sequence[EventFields], name: str) -> np.ndarray:
-    return np.array([_number(event.get(name)) for event in batch], float)
 
 
 def _number(value: Any) -> float:

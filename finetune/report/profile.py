@@ -1,26 +1,25 @@
 """Profiles a window of steps; a step outside the window costs only one attribute check."""
 
+import os
+import pickle
+import shutil
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from finetune.config.sections.report import ProfileSection
 from finetune.report.events import Noted, Profiled, Warned
-from finetune.report.phases import (
-    CudaMoments,
-    Moments,
-    PhaseClock,
-    PhaseSeconds,
-    TraceRecorder,
-    phase_seconds,
-    spread_over_ranks,
-)
+from finetune.report.phases import PhaseClock, PhaseSeconds, phase_seconds, read_trace, spread_over_ranks
 from finetune.report.reporter import Reporter
 from finetune.runtime import distributed
+from finetune.runtime.files import atomic
+
+_QUIET = "6"  # Kineto's level above all that it logs; it would print a line at the start and the end of a trace
 
 Attach = Callable[["StepProfile"], AbstractContextManager[None]]
 """Counts calls of a library as phases while the window is open."""
@@ -43,6 +42,51 @@ class Profile:
 
     def end_training(self, step: int) -> None:
         """End training after `step` steps."""
+
+
+class TraceRecorder:
+    """Records a trace, and the memory, until it is stopped."""
+
+    def __init__(self, section: ProfileSection, *, has_cuda: bool) -> None:
+        os.environ.setdefault("KINETO_LOG_LEVEL", _QUIET)
+        kinds = torch.profiler.ProfilerActivity
+        self._snapshot: Any = None
+        self._takes_snapshot = section.memory and has_cuda
+        self._profiler = torch.profiler.profile(
+            activities=[kinds.CPU, *([kinds.CUDA] if has_cuda else [])],
+            profile_memory=section.memory and not has_cuda,
+            with_stack=section.stacks,
+        )
+        if self._takes_snapshot:
+            torch.cuda.memory._record_memory_history(max_entries=100_000)
+        self._profiler.start()
+
+    def stop(self) -> None:
+        """Stop recording."""
+        self._profiler.stop()
+        if self._takes_snapshot:
+            self._snapshot = torch.cuda.memory._snapshot()
+            torch.cuda.memory._record_memory_history(enabled=None)
+
+    def events(self) -> Any:
+        """Return Kineto's events."""
+        profiler: Any = self._profiler.profiler
+        return profiler.kineto_results.events()
+
+    def write(self, folder: Path, name: str) -> Path:
+        """Write the trace, compressed, and torch's snapshot of a GPU's memory; raises OSError."""
+        trace = folder / f"{name}.pt.trace.json.gz"
+        folder.mkdir(parents=True, exist_ok=True)
+        staging = atomic.temporary_path(trace)  # a folder, as torch compresses files named `.gz`
+        staging.mkdir()
+        try:
+            self._profiler.export_chrome_trace(str(staging / trace.name))
+            (staging / trace.name).replace(trace)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+        if self._snapshot is not None:
+            atomic.write_bytes(folder / f"{name}.memory.pickle", pickle.dumps(self._snapshot))
+        return trace
 
 
 @dataclass(frozen=True)
@@ -85,11 +129,6 @@ class StepProfile(Profile):
         """Return a context whose time counts for the phase while the window is open."""
         return _NOTHING if self._clock is None else self._clock.phase(name)
 
-    @property
-    def is_open(self) -> bool:
-        """Return whether phases are being timed."""
-        return self._clock is not None
-
     def begin(self, step: int) -> None:
         """Open the window if it contains the next step; log if it is over."""
         first, last = self._section.start, self._last_step
@@ -125,10 +164,9 @@ class StepProfile(Profile):
         if not self._section.start - 1 <= step < self._last_step:
             return
         self._first_step = step + 1
-        has_cuda = self._device.type == "cuda"
         try:
-            self._recorder = TraceRecorder(has_cuda=has_cuda, memory=self._section.memory, stacks=self._section.stacks)
-            clock = PhaseClock(CudaMoments() if has_cuda else Moments(), has_nvtx=has_cuda)
+            self._recorder = TraceRecorder(self._section, has_cuda=self._device.type == "cuda")
+            clock = PhaseClock(self._device)
             self._stack.enter_context(self._attach(self))
         except Exception as error:  # another profiler may use the device
             self._problem = f"{type(error).__name__}: {error}"
@@ -168,20 +206,13 @@ class StepProfile(Profile):
         if clock is None or recorder is None:
             return _Outcome(None, "", self._problem)
         try:
-            clock.stop()
-            segments = clock.segments()
-            wall = time.monotonic() - self._began
+            changes, wall = clock.stop(), time.monotonic() - self._began
             recorder.stop()
-            traced = recorder.read()
-            spent = phase_seconds(segments, traced, wall=wall)
+            spent = phase_seconds(changes, read_trace(recorder.events()), wall=wall)
         except Exception as error:
             return _Outcome(None, "", f"{type(error).__name__}: {error}")
-        folder = self._folder / f"steps-{first:06}-{last:06}"
-        name = f"rank-{distributed.rank()}"
-        trace = folder / f"{name}.pt.trace.json.gz"
         try:
-            recorder.write(trace)
-            recorder.write_memory(folder, name, segments, traced)
+            trace = recorder.write(self._folder / f"steps-{first:06}-{last:06}", f"rank-{distributed.rank()}")
         except Exception as error:  # a full disk
             return _Outcome(spent, "", f"the trace could not be written: {type(error).__name__}: {error}")
         return _Outcome(spent, str(trace), None)

@@ -1,7 +1,7 @@
 """The cost of restarts, from the events of a run: the reason, repeated steps, time and money."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,14 +110,13 @@ class RestartHistory:
             restart.startup_seconds = sum(seconds.values()) - seconds.get(FIRST_STEP, 0.0)
             restart.began = _finite(event.get("time")) - sum(seconds.values())
 
-    def steps_taken(self, events: Sequence[Mapping[str, Any]]) -> None:
-        """Add steps of one start."""
-        if self.listed and events[0]["step"] <= self.listed[-1].last_step:
-            again = [event for event in events if event["step"] <= self.listed[-1].last_step]
-            self.listed[-1].steps_redone += len(again)
-            self.listed[-1].redone_seconds += sum(_finite(event.get("seconds")) for event in again)
-        self._highest_step = max(self._highest_step, events[-1]["step"])
-        self._record_time(_finite(events[-1].get("time")))
+    def step_taken(self, event: Mapping[str, Any]) -> None:
+        """Add a step."""
+        if self.listed and event["step"] <= self.listed[-1].last_step:
+            self.listed[-1].steps_redone += 1
+            self.listed[-1].redone_seconds += _finite(event.get("seconds"))
+        self._highest_step = max(self._highest_step, event["step"])
+        self._record_time(_finite(event.get("time")))
 
     def end(self, event: Mapping[str, Any]) -> None:
         """Add the end of the current start."""

@@ -112,8 +112,8 @@ class Meters:
         return [step for group in alike for step in self._read(group)]
 
     def warning(self) -> str | None:
-        """Return a warning, once each, if too much time was spent waiting for batches, or if the GPU is lost."""
-        return self._wait.warning() or self._device.warning()
+        """Return a warning, once, if too much time was spent waiting for batches."""
+        return self._wait.warning()
 
     def _read(self, records: Sequence[StepRecord]) -> list[tuple[StepRecord, StepTaken]]:
         losses = distributed.sum_in_rank_order(torch.stack([record.losses.sum() for record in records]))

@@ -214,9 +214,8 @@ def test_an_export_for_an_engine_passes_its_options_on(typed, calls):
 def test_evaluate_generate_and_export_commands_pass_their_options_on(typed, calls):
     typed("export", "runs/first", "--merge", "--step", "4", "--dtype", "bfloat16", "--push-to-hub", "me/model")
     typed("evaluate", "runs/first", "--set", "data.validation.path=a.jsonl", "--json", "m.json")
-    typed("evaluate", "runs/first", "--lm-eval", "hellaswag")
     typed("generate", "runs/first", "--input", "p.jsonl", "--output", "a.jsonl", "--temperature", "0.5")
-    exported, measured, asked, chosen, answered = calls.made
+    exported, measured, chosen, answered = calls.made
     assert exported[0] == "finetune.commands.export:export"
     assert (exported[2]["merge"], exported[2]["step"], exported[2]["push_to_hub"]) == (True, 4, "me/model")
     assert measured[2] == {
@@ -226,35 +225,19 @@ def test_evaluate_generate_and_export_commands_pass_their_options_on(typed, call
         "json": Path("m.json"),
         "trust_remote_code": False,
     }
-    assert (asked[0], asked[2]["tasks"]) == ("finetune.commands.evaluate:evaluate_with_harness", "hellaswag")
     assert (answered[2]["rows"], chosen[2]["temperature"]) == (Path("p.jsonl"), 0.5)
 
 
-def test_the_harness_brings_its_own_data(typed, calls):
-    code, _, told = typed("evaluate", "runs/first", "--lm-eval", "hellaswag", "--set", "data.max_length=9")
-    assert (code, calls.made) == (2, [])
-    assert "Leave --config and --set out" in told
-
-
 def test_the_release_gate_gets_its_options(typed, calls):
-    typed("evaluate", "runs/first", "--against", "base", "--margin", "0.1", "--html", "a.html", "--json", "a.json")
+    typed("evaluate", "runs/first", "--against", "base", "--margin", "0.1", "--json", "a.json")
     limits, compared = calls.made
-    assert limits[2] == {
-        "margin": 0.1,
-        "max_forgetting": 0.3,
-        "general": None,
-        "html": Path("a.html"),
-        "json": Path("a.json"),
-    }
+    assert limits[2] == {"margin": 0.1, "max_forgetting": 0.3, "general": None, "json": Path("a.json")}
     assert compared[:2] == ("finetune.commands.gate.gate:evaluate_against", (Path("runs/first"),))
     assert compared[2]["against"] == "base"
 
 
-@pytest.mark.parametrize(
-    "words", [["--html", "a.html"], ["--margin", "0"], ["--against", "base", "--lm-eval", "hellaswag"]]
-)
-def test_options_that_have_no_effect_on_an_evaluation_are_refused(typed, calls, words):
-    code, _, printed = typed("evaluate", "runs/first", *words)
+def test_options_that_have_no_effect_on_an_evaluation_are_refused(typed, calls):
+    code, _, printed = typed("evaluate", "runs/first", "--margin", "0")
     assert (code, calls.made) == (2, [])
     assert "--against" in printed
 

@@ -13,7 +13,7 @@ from transformers import GenerationConfig
 
 from finetune.commands.serving_files import export_for, write_serving_files
 from finetune.errors import ModelError, UserError
-from finetune.export.engines import ENGINES, Engine, find_engine, serving_problems
+from finetune.export.engines import ENGINES, Engine, find_engine
 from finetune.export.upstream import write_generation_config
 from tests.serving_folders import make_model, make_tokenizer, save
 
@@ -61,15 +61,9 @@ def test_the_final_folder_of_a_run_is_used_as_it_is(copy, capsys):
     assert f"finetune verify serving {copy} --engine vllm\n" in printed
 
 
-@pytest.mark.parametrize(
-    ("engine", "command"),
-    [
-        ("sglang", "python -m sglang.launch_server --model-path {0} --served-model-name support --dtype float32"),
-        ("trl", "trl vllm-serve --model {0} --dtype float32"),
-    ],
-)
-def test_every_engine_gets_its_command(copy, engine, command):
-    assert command.format(copy) in write(copy, engine)
+def test_sglang_gets_its_command(copy):
+    command = "python -m sglang.launch_server --model-path {} --served-model-name support --dtype float32"
+    assert command.format(copy) in write(copy, "sglang")
 
 
 def test_an_adapter_is_served_with_its_own_tokenizer_template_and_stops(adapter, full):
@@ -119,7 +113,6 @@ def test_llama_cpp_and_ollama_need_a_merged_model(adapter):
     for engine in ("llama.cpp", "ollama"):
         with pytest.raises(UserError, match="serves full models"):
             write(adapter, engine)
-    assert serving_problems({"peft_type": "IA3"}, ENGINES["trl"]) == []
 
 
 def test_merging_for_an_engine_writes_a_full_model_with_its_files(adapter, full, tmp_path):
@@ -139,6 +132,6 @@ def test_a_model_that_cannot_be_written_as_gguf_is_one_message(tmp_path):
 
 
 def test_an_unknown_engine_lists_those_of_the_option():
-    with pytest.raises(UserError, match=r"--for openai: .* vllm, sglang, llama\.cpp, ollama, trl"):
+    with pytest.raises(UserError, match=r"--for openai: .* vllm, sglang, llama\.cpp, ollama"):
         find_engine("openai", option="--for")
     assert isinstance(find_engine("openai", option="--engine"), Engine)

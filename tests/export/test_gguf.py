@@ -110,7 +110,7 @@ def converted(tokenizer: PreTrainedTokenizerFast, *, vocabulary_size: int = 402)
     ],
 )
 def test_a_known_pre_tokenizer_has_llama_cpps_name(pre_tokenizer, name):
-    assert converted(with_pre_tokenizer(pre_tokenizer)).pre == name
+    assert converted(with_pre_tokenizer(pre_tokenizer))["pre"] == name
 
 
 def test_whole_words_that_skip_the_merges_are_llama_3s():
@@ -118,7 +118,7 @@ def test_whole_words_that_skip_the_merges_are_llama_3s():
     content = json.loads(made.backend_tokenizer.to_str())
     content["model"]["ignore_merges"] = True
     made._tokenizer = Tokenizer.from_str(json.dumps(content))
-    assert converted(made).pre == "llama-bpe"
+    assert converted(made)["pre"] == "llama-bpe"
 
 
 @pytest.mark.parametrize("pre_tokenizer", [split_by(r"\d+"), pre_tokenizers.Whitespace()])
@@ -129,18 +129,18 @@ def test_an_unknown_pre_tokenizer_is_refused(pre_tokenizer):
 
 def test_embeddings_without_a_token_are_unused():
     made = converted(make_tokenizer(), vocabulary_size=410)
-    assert made.types[-1] == UNUSED
-    assert made.tokens[-1] == "[PAD409]"
-    assert (made.types[0], made.types[4], made.types[6]) == (CONTROL, CONTROL, NORMAL)
+    types = made["token_type"]
+    assert (types[-1], made["tokens"][-1]) == (UNUSED, "[PAD409]")
+    assert (types[0], types[4], types[6]) == (CONTROL, CONTROL, NORMAL)
 
 
 def test_pieces_of_sentencepiece_have_scores_in_the_order_of_their_merges():
     tokenizer = make_sentencepiece_tokenizer()
     made = converted(tokenizer, vocabulary_size=len(tokenizer))
-    assert (made.model, made.merges, made.flags["add_space_prefix"]) == ("llama", (), True)
-    assert made.types[made.tokens.index("<0x0A>")] == BYTE
-    assert made.types[made.tokens.index("<unk>")] == UNKNOWN
-    score = dict(zip(made.tokens, made.scores, strict=True))
+    assert (made["model"], "merges" in made, made["add_space_prefix"]) == ("llama", False, True)
+    types = dict(zip(made["tokens"], made["token_type"], strict=True))
+    assert (types["<0x0A>"], types["<unk>"]) == (BYTE, UNKNOWN)
+    score = dict(zip(made["tokens"], made["scores"], strict=True))
     merges = [tuple(merge) for merge in json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]]
     first, last = "".join(merges[0]), "".join(merges[-1])
     assert score[first] > score[last] > score["<unk>"]

@@ -40,7 +40,7 @@ TYPED = {
     "doctor": [()],
     "plan": [(*JOB, "--gpus", "1xH100-80GB")],
     "rehearse": [(*JOB, "--accelerate", "missing.yaml")],
-    "report": [("runs/job",), ("runs/job", "--png", "/proc/x")],
+    "report": [("runs/job",)],
     "compare": [("runs/job", "runs/job")],
     "sweep": [(*JOB, "--set", "run.seed=1,2", "--dry-run")],
     "verify parity": [("--config", "missing.yaml")],

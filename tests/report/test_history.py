@@ -4,9 +4,19 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from finetune.report.history import MAX_ANSWERS, MAX_PROMPTS, HistoryReader, RunHistory, Steps, read_history
+from finetune.report.history import (
+    MAX_ANSWERS,
+    MAX_BUCKETS,
+    MAX_PROMPTS,
+    Curve,
+    HistoryReader,
+    RunHistory,
+    Steps,
+    read_history,
+)
 from tests.report.page.events import answered, ended, evaluated, started, taken, write_run
 
 
@@ -151,3 +161,37 @@ def test_rates_leave_out_the_first_steps_and_the_wait_for_data():
 def test_a_history_without_steps_needs_an_events_file(tmp_path: Path):
     with pytest.raises(FileNotFoundError):
         read_history(tmp_path)
+
+
+def curve_of(numbers: np.ndarray) -> Curve:
+    curve = Curve()
+    for step, value in enumerate(numbers.tolist()):
+        curve.add(step, value)
+    return curve
+
+
+def test_a_short_curve_is_drawn_point_by_point_without_what_is_not_finite():
+    curve = curve_of(np.array([5.0, math.nan, 4.0, math.inf, 6.0]))
+    points = curve.points()
+    assert points.steps.tolist() == [0, 2, 4]
+    assert points.values.tolist() == points.means.tolist() == [5.0, 4.0, 6.0]
+    assert (points.width, curve.num_not_finite) == (1, 2)
+
+
+def test_a_long_curve_keeps_its_spikes_and_its_mean_and_every_drawn_point_was_measured():
+    numbers = np.random.default_rng(0).normal(2.0, 0.1, 300_000)
+    numbers[[12_345, 299_999]] = 50.0, -50.0
+    points = curve_of(numbers).points()
+    assert MAX_BUCKETS / 2 < len(points.means) <= MAX_BUCKETS
+    assert points.steps[points.values.argmax()] == 12_345
+    assert points.steps[points.values.argmin()] == 299_999
+    assert (np.diff(points.steps) > 0).all() and (numbers[points.steps.astype(int)] == points.values).all()
+    assert np.average(points.means[:-1]) == pytest.approx(numbers[: points.width * (len(points.means) - 1)].mean())
+
+
+def test_steps_of_a_curve_that_are_taken_again_are_forgotten():
+    curve = curve_of(np.ones(10))
+    curve.cut_after(6)
+    curve.add(7, 2.0)
+    curve.add(5, 3.0)
+    assert curve.points().values.tolist() == [1.0] * 5 + [3.0] and curve.last == 3.0

@@ -52,13 +52,8 @@ def test_only_the_window_counts(take_step):
     assert meter.tokens_per_second == pytest.approx(10.0)
 
 
-def test_a_resumed_run_counts_only_the_steps_that_are_left(take_step):
-    meter = ThroughputMeter(100)
-    meter.add(take_step(91, seconds=2.0))
-    assert meter.seconds_left == pytest.approx(9 * 2.0)
-
-
-def test_a_finished_run_has_no_time_left(take_step):
-    meter = ThroughputMeter(20)
-    meter.add(take_step(20))
-    assert meter.seconds_left == 0.0
+@pytest.mark.parametrize(("num_steps", "step", "seconds_left"), [(100, 91, 9 * 2.0), (20, 20, 0.0)])
+def test_only_the_steps_that_are_left_take_time(take_step, num_steps, step, seconds_left):
+    meter = ThroughputMeter(num_steps)
+    meter.add(take_step(step, seconds=2.0))
+    assert meter.seconds_left == pytest.approx(seconds_left)

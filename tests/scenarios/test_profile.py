@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 import urllib.request
 
 import pytest
@@ -59,8 +60,7 @@ def test_a_run_that_stops_inside_the_window_profiles_the_rest_when_it_resumes(tr
     ]
     written = {path.relative_to(folder / "profile").as_posix() for path in folder.glob("profile/*/*.json*")}
     traces = {f"steps-{window}/rank-0.pt.trace.json.gz" for window in ("000003-000004", "000005-000005")}
-    memory = {f"steps-{window}/rank-0.memory.json" for window in ("000003-000004", "000005-000005")}
-    assert written == traces | memory
+    assert written == traces
     assert weights(folder) == weights(plain)
 
 
@@ -82,7 +82,7 @@ def test_the_phases_of_two_ranks_add_up_and_change_nothing(strategy, launch):
     assert sum(steps) < event["wall_seconds"]
     assert event["ranks"]["busy"]["slowest_rank"] == 1
     assert event["seconds"]["communication"] > 0.9 * SECONDS_LATE  # rank 0 waited for it
-    assert f"slowest: rank 1, {1000 * event['ranks']['busy']['max'] / 3:.2f} ms" in profiled.output
+    assert re.search(rf"\n  busy .* {1000 * event['ranks']['busy']['max'] / 3:.2f}  rank 1\n", profiled.output)
     assert "profile of steps 3 to 5" in profiled.output
     for rank in (0, 1):
         path = profiled.folder / "profile" / "steps-000003-000005" / f"rank-{rank}.pt.trace.json.gz"

@@ -35,7 +35,7 @@ from finetune.commands.compare.runs import (
 from finetune.commands.printing import print_facts, print_json, print_table
 from finetune.errors import UserError
 from finetune.report.history import EVENTS_FILE, HistoryReader, Steps, read_history
-from finetune.report.page.charts import chart_kinds, charts_of, format_chart, in_unit, step_scales, write_pngs
+from finetune.report.page.charts import chart_kinds, format_chart, in_unit, step_scales
 from finetune.report.page.facts import (
     format_count,
     format_duration,
@@ -49,15 +49,12 @@ from finetune.report.page.page import SMOOTHING, render_page, write_report
 from finetune.runtime.files import atomic
 
 
-def report(run: Path, *, png: Path | None = None, price: float | None = None) -> None:
-    """Write the page of the run, and its charts as PNG files if a folder is given."""
+def report(run: Path, *, price: float | None = None) -> None:
+    """Write the page of the run."""
     require_events(run)
     reader = HistoryReader(run / EVENTS_FILE)
     reader.read_new()
     print(f"wrote {write_report(run, reader.history, price=price)}")
-    if png is not None:
-        paths = write_pngs(charts_of(reader.history), png)
-        print(f"wrote {len(paths)} PNG files to {png}")
 
 
 def require_events(run: Path) -> None:
@@ -279,30 +276,24 @@ def compare_runs(
     runs: Sequence[Path],
     *,
     html: Path | None = None,
-    png: Path | None = None,
     json: bool = False,
     metric: str | None = None,
     level: float | None = None,
     price: float | None = None,
 ) -> None:
-    """Print the comparison, and write the page and PNG files on request; with `json`, print only JSON.
+    """Print the comparison, and write the page on request; with `json`, print only JSON.
 
     Raises UserError for a folder that is not that of a run, and for a metric that no run has.
     """
     comparison = build_comparison(runs, metric=metric, level=level, price=price)
-    written = []
     if html is not None:
         write_comparison_page(comparison, html)
-        written.append(f"wrote {html}")
-    if png is not None:
-        paths = write_pngs(comparison.charts(), png, num_runs=len(runs))
-        written.append(f"wrote {len(paths)} PNG files to {png}")
     if json:
         print_json(comparison.as_json())
         return
     print_comparison(comparison)
-    for line in written:
-        print(line)
+    if html is not None:
+        print(f"wrote {html}")
 
 
 def write_comparison(runs: Sequence[Path], target: Path) -> None:

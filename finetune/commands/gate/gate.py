@@ -5,32 +5,26 @@ passes if the whole 95% interval of the gain in loss is above the margin, if no 
 of the baseline's own answers to general rows has changed, and if the models see the rows as in their training.
 """
 
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from finetune.commands.evaluate import (
     find_evaluation_target,
     prepare_evaluation,
     report_on_rank_0,
-    require_writable_files,
+    require_writable,
 )
 from finetune.commands.gate.comparison import ComparedModels, Comparison, compare_models
 from finetune.commands.printing import print_facts, print_rows
 from finetune.config.load import load_config
 from finetune.errors import UserError
 from finetune.registry.tasks import TASKS
-from finetune.report.page.facts import format_time
-from finetune.report.page.page import render_page
 from finetune.runtime import distributed
-from finetune.runtime.files import atomic
-from finetune.runtime.text.redact import redact_known_values
 from finetune.runtime.text.terminal import quiet_libraries
 
 BASE = "base"
-TEMPLATES = Path(__file__).parent / "templates"
-NUM_SHOWN = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +34,6 @@ class GateOptions:
     margin: float  # of the loss, in nats per target
     max_forgetting: float  # share of the tokens of the baseline's answers to general rows
     general: Path | None
-    html: Path | None
     json: Path | None
 
 
@@ -54,13 +47,13 @@ def evaluate_against(
     options: GateOptions,
     trust_remote_code: bool = False,
 ) -> int:
-    """Compare, print the result, write the page and the JSON file, and return 0 if the gate passes, else 1.
+    """Compare, print the result, write the JSON file, and return 0 if the gate passes, else 1.
 
     Raises UserError for a task whose loss is not a sum over rows. Collective: ranks share the rows, and each of them
     holds a whole model.
     """
     quiet_libraries(is_main=distributed.is_main())
-    files = require_writable_files(options.json, options.html)
+    require_writable(options.json)
     job, trusts = None if config is None else load_config(config, overrides), trust_remote_code
     tuned = find_evaluation_target(source, step=step, job=job, overrides=overrides, trust_remote_code=trusts)
     entry = TASKS[tuned.config.task.name]
@@ -77,39 +70,19 @@ def evaluate_against(
     comparison = compare_models(models, general_rows=options.general, trust_remote_code=trusts)
     failures = _failures(comparison, options)
     title = f"{tuned.source} against {'its base' if models.is_base else baseline.source}"
-    report_on_rank_0(lambda: _report(comparison, failures, options, title=title), files=files)
+    report_on_rank_0(lambda: _report(comparison, failures, options, title=title), json=options.json)
     return distributed.shut_down(int(bool(failures)))
 
 
-def _report(comparison: Comparison, failures: Sequence[str], options: GateOptions, *, title: str) -> None:
-    """Print the result, and write the JSON file and the page."""
+def _report(comparison: Comparison, failures: Sequence[str], options: GateOptions, *, title: str) -> dict[str, Any]:
+    """Print the result, and return it with every row."""
     verdict = failures or [f"Better: the loss is lower by more than {options.margin:g}."]
-    notes, figures = _notes(comparison), _figures(comparison)
     print(f"{title}: {len(comparison.rows):,} rows")
-    print_rows(*figures)
-    print_facts([("", text) for text in (*notes, *verdict)], indent=0)
-    if options.json is not None:
-        name = "not comparable" if comparison.seen_differently else comparison.loss.verdict(options.margin)
-        facts = {"title": title, "passes": not failures, "verdict": name, "failures": failures}
-        limits = {"margin": options.margin, "max_forgetting": options.max_forgetting}
-        atomic.write_json(options.json, redact_known_values({**facts, **limits, **asdict(comparison)}))
-    if options.html is not None:
-        page = render_page(
-            "gate.html.jinja",
-            folder=TEMPLATES,
-            data={},
-            title=title,
-            written=format_time(time.time()),
-            passes=not failures,
-            verdict=verdict,
-            figures=figures,
-            notes=notes,
-            num_rows=len(comparison.rows),
-            worst=[row for row in comparison.rows[:NUM_SHOWN] if row.gain < 0],
-            best=[row for row in comparison.rows[: -NUM_SHOWN - 1 : -1] if row.gain > 0],
-        )
-        atomic.write_bytes(options.html, page.encode("utf-8", errors="backslashreplace"))
-        print(f"wrote {options.html}")
+    print_rows(*_figures(comparison))
+    print_facts([("", text) for text in (*_notes(comparison), *verdict)], indent=0)
+    name = "not comparable" if comparison.seen_differently else comparison.loss.verdict(options.margin)
+    facts = {"title": title, "passes": not failures, "verdict": name, "failures": failures}
+    return {**facts, "margin": options.margin, "max_forgetting": options.max_forgetting, **asdict(comparison)}
 
 
 _NOT_BETTER = {

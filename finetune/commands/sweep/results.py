@@ -98,7 +98,7 @@ def history_so_far(run_folder: Path) -> RunHistory:
     try:
         return read_history(run_folder)
     except OSError:
-        return RunHistory(keep_steps=True)
+        return RunHistory()
 
 
 def measurements(history: RunHistory, metric: str) -> list[tuple[int, float]]:

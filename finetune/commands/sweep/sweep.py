@@ -304,7 +304,7 @@ class SweepSession:
 
     def _start_run(self, run: SweepRun, screen: SweepScreen) -> None:
         slot = min(set(range(self.plan.at_once)) - {active.slot for active in self.active})
-        reader = HistoryReader(run.folder / EVENTS_FILE, keep_steps=True)
+        reader = HistoryReader(run.folder / EVENTS_FILE)
         self.study.add(run)
         self.study.start(run, now=time.time())
         try:

@@ -28,10 +28,11 @@ _EFFECT = 0.05
 
 @dataclass
 class EngineComparison:
-    """The results so far: problems, and the facts that the report shows."""
+    """The results so far: problems, the measurements of the JSON file, and their lines on the screen."""
 
     problems: list[str] = field(default_factory=list)
     measurements: dict[str, Any] = field(default_factory=dict)
+    lines: list[str] = field(default_factory=list)
     not_compared: list[str] = field(default_factory=list)
 
     def compare_ids(
@@ -45,10 +46,12 @@ class EngineComparison:
             for text, wanted, actual in zip(inputs, expected, served, strict=True)
             if list(wanted) != list(actual)
         ]
-        self.measurements[title] = {"compared": len(inputs), "different": len(differences)}
+        num_inputs = len(inputs)
+        self.measurements[title] = {"compared": num_inputs, "different": len(differences)}
+        self.lines.append(f"{title}: {num_inputs - len(differences)} of {num_inputs} with the same tokens")
         if differences:
             self.problems.append(
-                f"it tokenizes {len(differences)} of {len(inputs)} {title} differently:\n    "
+                f"it tokenizes {len(differences)} of {num_inputs} {title} differently:\n    "
                 + "\n    ".join(differences[:_MAX_NAMED])
             )
 
@@ -56,9 +59,10 @@ class EngineComparison:
         """Compare the tokens that end an answer; `names` are the expected ones."""
         if None in served.values():
             return
+        ids = [f"{name} ({token})" for token, name in names.items()]
         missing = [f"{name} ({token})" for token, name in names.items() if not served[token]]
         extra = [str(token) for token, ends in served.items() if ends and token not in names]
-        ids = [f"{name} ({token})" for token, name in names.items()]
+        self.lines.append(f"answers end at {', '.join(name for name in ids if name not in missing) or 'no such token'}")
         self.measurements["stop ids"] = {"expected": ids, "missing": missing, "not expected": extra}
         if missing:
             self.problems.append(
@@ -81,15 +85,14 @@ class EngineComparison:
         parts = differences.abs() / limits.worst
         median = float(differences.abs().median())
         position = int(parts.argmax())
-        self.measurements["log-probabilities"] = {
-            "rows": len(expected),
-            "tokens": len(values),
-            "median": median,
-            "worst": float(differences.abs()[position]),
-            "allowed": float(limits.worst.max()),
-            "allowed median": limits.median,
-            "dtype": limits.dtype,
-        }
+        worst, allowed = float(differences.abs()[position]), float(limits.worst.max())
+        counts = {"rows": len(expected), "tokens": len(values)}
+        sizes = {"median": median, "worst": worst, "allowed": allowed, "allowed median": limits.median}
+        self.measurements["log-probabilities"] = {**counts, **sizes, "dtype": limits.dtype}
+        self.lines.append(
+            f"log-probabilities of {len(values):,} tokens in {len(expected)} rows: {median:.1e} in the median, "
+            f"{worst:.1e} at worst ({allowed:.1e} allowed, {limits.dtype})"
+        )
         if float(parts.max()) > 1 or median > limits.median:
             hint = ""
             if limits.half and limits.median < median <= limits.half["bfloat16"]:
@@ -105,17 +108,6 @@ class EngineComparison:
             )
         return differences
 
-    def compare_merged(self, expected: Sequence[RowScores], merged: Sequence[RowScores], *, limits: "Limits") -> None:
-        """Compare the adapter with itself merged, both in float32 under transformers: what a merge would serve."""
-        pairs = zip(expected, merged, strict=True)
-        errors = torch.cat([(row.log_probabilities - other.log_probabilities).abs() for row, other in pairs])
-        self.measurements["merged"] = {"worst": float(errors.max())}
-        if bool((errors > limits.worst).any()):
-            self.problems.append(
-                f"the adapter merged into its base differs from the adapter by up to {float(errors.max()):.2g}: peft "
-                "cannot merge it exactly, so serve it unmerged."
-            )
-
     def compare_effect(
         self, expected: Sequence[RowScores], base: Sequence[RowScores], differences: Tensor, *, limits: "Limits"
     ) -> None:
@@ -129,6 +121,7 @@ class EngineComparison:
             return
         part = 1 + float((differences * effect).mean()) / size**2
         self.measurements["effect of training"] = {"size": size, "served part": part}
+        self.lines.append(f"effect of training: {part:.3f} of {size:.2g}")
         if abs(part - 1) > _EFFECT + limits.median / size:
             self.problems.append(
                 f"it changes the base's log-probabilities by {part:.2f} of what training changed"
@@ -169,6 +162,7 @@ class EngineComparison:
                     f"{actual.log_probabilities[position]:.4f} instead of {answer.log_probabilities[position]:.4f}"
                 )
         self.measurements["answers"] = counts
+        self.lines.append("greedy answers: " + ", ".join(f"{number} {name}" for name, number in counts.items()))
         if differences:
             self.problems.append("greedy answers differ:\n    " + "\n    ".join(differences[: 2 * _MAX_NAMED]))
 

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from unicodedata import is_normalized
 
 import torch
@@ -44,33 +44,6 @@ class ServedAnswer:
     log_probabilities: tuple[float, ...] = ()  # of its tokens, as far as the engine reports them
 
 
-class ServedModel(Protocol):
-    """A model in a serving engine; None marks a value that the engine does not return."""
-
-    title: str
-    name: str
-    dtype: str | None  # in which it computes; None: that of the folder
-    not_supported: dict[str, str]  # by feature, the reason why the engine does not offer it
-
-    def prepare(self, arguments: Arguments, *, num_tokens: int) -> None:
-        """Render prompts with these template arguments; rows and prompts have at most this number of tokens."""
-
-    def prompt_ids(self, prompt: Prompt) -> Sequence[int] | None:
-        """Return the tokens of the rendered prompt."""
-
-    def text_ids(self, text: str) -> Sequence[int] | None:
-        """Return the tokens of a text, with the special tokens that the engine adds."""
-
-    def log_probabilities(self, ids: Sequence[int]) -> Sequence[float] | None:
-        """Return the log-probability of each token but the first, given those before it."""
-
-    def ends_answer(self, token: int, *, ids: Sequence[int]) -> bool | None:
-        """Return whether an answer to `ids` ends at this token."""
-
-    def answer(self, prompt: Prompt, *, max_tokens: int) -> ServedAnswer:
-        """Return the greedy answer."""
-
-
 NUM_ROWS = 64
 MAX_ROW_TOKENS = 256
 NUM_PROMPTS = 8
@@ -105,7 +78,6 @@ class ExpectedAnswer:
     """A greedy answer, and how clearly each of its tokens was chosen."""
 
     tokens: tuple[int, ...]
-    text: str
     is_complete: bool
     log_probabilities: tuple[float, ...]
     margins: tuple[float, ...]  # between the likeliest token and the next one
@@ -121,7 +93,6 @@ class ExpectedResults:
     answers: tuple[ExpectedAnswer, ...]
     scores: tuple[RowScores, ...]
     rounded: tuple[RowScores, ...] | None  # in a lower dtype, if the engine computes in it
-    merged: tuple[RowScores, ...] | None  # of an adapter, merged
     base: tuple[RowScores, ...] | None  # before training
     dtype: str
     num_layers: int
@@ -151,7 +122,7 @@ def compute_expected(
     answers, scores = model.answers(inputs.prompt_ids), model.scores(inputs.rows)
     if base is not None or saved.adapter is not None:
         log("computing them with the base model")
-    base_scores, merged = model.base_scores(inputs.rows), model.merged_scores(inputs.rows)  # merged from here on
+    base_scores = model.base_scores(inputs.rows)
     if dtype != "float32":
         log(f"computing them in {dtype}")
     return ExpectedResults(
@@ -160,7 +131,6 @@ def compute_expected(
         answers=tuple(answers),
         scores=scores,
         rounded=None if dtype == "float32" else model.rounded_scores(inputs.rows, dtype=dtype),
-        merged=merged,
         base=base_scores,
         dtype=dtype,
         num_layers=int(saved.config.get_text_config().num_hidden_layers),
@@ -207,13 +177,6 @@ class ExpectedModel:
         with self._model.disable_adapter():
             return self.scores(rows)
 
-    def merged_scores(self, rows: Sequence[Sequence[int]]) -> tuple[RowScores, ...] | None:
-        """Merge the adapter in float32 and return the scores; None where there is nothing to merge."""
-        if self.saved.adapter is None or not hasattr(self._model.base_model, "merge_and_unload"):
-            return None
-        self._model = self._model.merge_and_unload()
-        return self.scores(rows)
-
     def rounded_scores(self, rows: Sequence[Sequence[int]], *, dtype: str) -> tuple[RowScores, ...]:
         """Round the model and return its scores, computed in this dtype; with q8_0, in float32."""
         if dtype != "q8_0":
@@ -246,7 +209,6 @@ class ExpectedModel:
         texts = [str(self.tokenizer.decode(tokens[:n], skip_special_tokens=True)) for n in range(len(tokens) + 1)]
         return ExpectedAnswer(
             tokens=tuple(tokens),
-            text=texts[-1],
             is_complete=bool(tokens) and tokens[-1] in self.stop_ids,
             log_probabilities=tuple(logits[torch.arange(len(tokens)), torch.tensor(tokens)].tolist()),
             margins=tuple((best[:, 0] - best[:, 1]).tolist()),

@@ -2,13 +2,12 @@
 
 import json
 import os
-import socket
+import time
 from collections.abc import Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from http import HTTPStatus
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from pathlib import Path
-from threading import Event, Timer
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -66,12 +65,11 @@ class OpenAIModel:
             raise ServingError(f"{self.title} does not list its models at {self._url}/models: {_shortened(listed)}.")
         names = [str(model["id"]) for model in models]
         own = {str(folder), folder.name, folder.parent.name}
-        matches = [
-            str(model["id"])
-            for model in models
-            if own & {str(model["id"]).removesuffix(":latest"), str(model.get("root"))}  # Ollama's tag; vLLM's folder
-        ]
-        candidates = [name] if name is not None else names if len(names) == 1 else matches
+        if name is None and len(names) > 1:  # by Ollama's tag or vLLM's folder
+            roots = {str(model["id"]): str(model.get("root")) for model in models}
+            candidates = [each for each in names if own & {each.removesuffix(":latest"), roots[each]}]
+        else:
+            candidates = names if name is None else [name]
         if len(candidates) != 1 or candidates[0] not in names:
             requested = f"`{name}`" if name is not None else f"the model in {folder}"
             served = ", ".join(f"`{each}`" for each in names[:_MAX_NAMED]) or "no model"
@@ -238,37 +236,21 @@ class OpenAIModel:
             ) from error
 
     def _exchange(self, target: str, body: bytes | None) -> tuple[HTTPResponse, bytes]:
-        """Return response and content of one request, without a proxy; raises TimeoutError, HTTPException, OSError.
-
-        The connection is cut at the deadline, also if the server sends byte after byte.
-        """
+        """Return response and content of one request, without a proxy; raises TimeoutError, HTTPException, OSError."""
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get("OPENAI_API_KEY"):
             headers["Authorization"] = f"Bearer {key}"
         connect = HTTPSConnection if self._origin.scheme == "https" else HTTPConnection
+        ends_at, content = time.monotonic() + self._timeout, b""
         with closing(connect(self._origin.hostname or "", self._origin.port, timeout=self._timeout)) as connection:
-            connection.connect()
-            opened, is_late = connection.sock, Event()
-
-            def cut() -> None:
-                is_late.set()
-                with suppress(OSError):  # closed already
-                    socket.socket.shutdown(opened, socket.SHUT_RDWR)
-
-            deadline = Timer(self._timeout, cut)
-            deadline.start()
-            try:
-                connection.request("GET" if body is None else "POST", target, body, headers)
-                response = connection.getresponse()
-                content = response.read(_MAX_BYTES + 1)
-            except (HTTPException, OSError) as error:
-                raise TimeoutError if is_late.is_set() else error from error
-            finally:
-                deadline.cancel()
-        if is_late.is_set():
-            raise TimeoutError
-        if len(content) > _MAX_BYTES:
-            raise ServingError(f"{self.title} sends more than {_MAX_BYTES >> 20} MB in one answer.")
+            connection.request("GET" if body is None else "POST", target, body, headers)
+            response = connection.getresponse()
+            while chunk := response.read1():  # a server may send byte after byte, and many of them
+                content += chunk
+                if time.monotonic() > ends_at:
+                    raise TimeoutError
+                if len(content) > _MAX_BYTES:
+                    raise ServingError(f"{self.title} sends more than {_MAX_BYTES >> 20} MB in one answer.")
         return response, content
 
     def _part(self, answer: Any, *path: str | int) -> Any:

@@ -271,9 +271,9 @@ class ParityResult:
     first_bad_step: int | None  # counted from 1
 
     @property
-    def is_equal(self) -> bool:
-        """Return whether every step was within the tolerance."""
-        return self.first_bad_step is None
+    def verdict(self) -> str:
+        """Return whether every step was within the tolerance, or the first one that was not."""
+        return "equal" if self.first_bad_step is None else f"differs from step {self.first_bad_step}"
 
 
 def run_parity(
@@ -313,9 +313,19 @@ def run_parity(
         for setup in setups:
             actual = _take_steps(setup, tested)
             compared.append(compare_steps(setup, expected=expected, actual=actual, tolerance=tolerance))
-            print(f"{setup.label}: {_verdict(compared[-1])}", file=sys.stderr, flush=True)
-    _print_losses(compared, steps=len(expected), tolerance=tolerance)
-    return all(comparison.is_equal for comparison in compared)
+            print(f"{setup.label}: {compared[-1].verdict}", file=sys.stderr, flush=True)
+    print(f"largest relative difference from one process over {len(expected)} steps (tolerance {tolerance:g})")
+    print_rows(
+        ("strategy", "processes", "accumulation", "loss", "gradient norm", "verdict"),
+        *(
+            (
+                *(result.setup.name, str(result.setup.processes), str(result.setup.accumulation)),
+                *(f"{result.loss_difference:.1e}", f"{result.norm_difference:.1e}", result.verdict),
+            )
+            for result in compared
+        ),
+    )
+    return all(result.first_bad_step is None for result in compared)
 
 
 def compare_steps(setup: LaunchSetup, *, expected: Steps, actual: Steps, tolerance: float) -> ParityResult:
@@ -338,25 +348,3 @@ def _take_steps(setup: LaunchSetup, tested: TestedJob) -> Steps:
     steps = read_history(folder).steps
     shutil.rmtree(folder)  # its checkpoint may be large
     return steps
-
-
-def _verdict(comparison: ParityResult) -> str:
-    return "equal" if comparison.is_equal else f"differs from step {comparison.first_bad_step}"
-
-
-def _print_losses(compared: Sequence[ParityResult], *, steps: int, tolerance: float) -> None:
-    print(f"largest relative difference from one process over {steps} steps (tolerance {tolerance:g})")
-    print_rows(
-        ("strategy", "processes", "accumulation", "loss", "gradient norm", "verdict"),
-        *(
-            (
-                result.setup.name,
-                str(result.setup.processes),
-                str(result.setup.accumulation),
-                f"{result.loss_difference:.1e}",
-                f"{result.norm_difference:.1e}",
-                _verdict(result),
-            )
-            for result in compared
-        ),
-    )

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ from finetune.commands.verify.expected import (
     Inputs,
     Prompt,
     ServedAnswer,
-    ServedModel,
     ServingError,
     compute_expected,
 )
@@ -31,6 +30,9 @@ from finetune.runtime.run_folder import FINAL_FOLDER
 from finetune.runtime.text.terminal import quiet_libraries
 
 REPORT_NAME = "serving.json"
+
+ServedModel: TypeAlias = "OpenAIModel | LlamaCppModel"
+"""A model in a serving engine; its methods return None for a value that the engine does not return."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,12 @@ def run_serving(folder: Path, options: ServingOptions) -> bool:
     is_final = saved.folder.name == FINAL_FOLDER
     path = saved.folder.with_name(REPORT_NAME if is_final else f"{saved.folder.name}.{REPORT_NAME}")
     atomic.write_json(path, report)
-    _print(comparison, title=f"{served.title} serves `{served.name}`", path=path)
+    print(f"{served.title} serves `{served.name}`, compared with transformers:")
+    for line in (*comparison.lines, *(f"not compared: {text}" for text in comparison.not_compared)):
+        print(f"  {line}")
+    if comparison.problems:
+        print("It differs from the folder:\n" + "\n".join(f"  - {problem}" for problem in comparison.problems))
+    print(f"{'differs' if comparison.problems else 'verified'}; details in {path}")
     return not comparison.problems
 
 
@@ -126,9 +133,6 @@ def compare_served(served: ServedModel, expected: ExpectedResults) -> EngineComp
     scores = _until_none(served.log_probabilities(row) for row in inputs.rows)
     if scores[0] is not None:
         differences = comparison.compare_scores(expected.scores, scores, limits=limits)
-        if expected.merged is not None:
-            exact = limits_of(expected.scores, None, dtype="float32", depth=expected.num_layers)
-            comparison.compare_merged(expected.scores, expected.merged, limits=exact)
         if expected.base is None:
             comparison.not_compared.append("the effect of training (give the base model's folder with --base)")
         else:
@@ -148,34 +152,6 @@ def _until_none(values: Any) -> list[Any]:
         if value is None:
             return [None]
     return listed
-
-
-def _print(comparison: EngineComparison, *, title: str, path: Path) -> None:
-    facts = comparison.measurements
-    lines = [
-        f"  {name}: {counts['compared'] - counts['different']} of {counts['compared']} with the same tokens"
-        for name in ("prompts", "texts")
-        if (counts := facts.get(name))
-    ]
-    if stops := facts.get("stop ids"):
-        ids = [name for name in stops["expected"] if name not in stops["missing"]]
-        lines.append(f"  answers end at {', '.join(ids) or 'none of the expected tokens'}")
-    if scores := facts.get("log-probabilities"):
-        lines.append(
-            f"  log-probabilities of {scores['tokens']:,} tokens in {scores['rows']} rows: {scores['median']:.1e} in "
-            f"the median, {scores['worst']:.1e} at worst ({scores['allowed']:.1e} allowed, {scores['dtype']})"
-        )
-    if merged := facts.get("merged"):
-        lines.append(f"  adapter against merged: {merged['worst']:.1e} at worst")
-    if effect := facts.get("effect of training"):
-        lines.append(f"  effect of training: {effect['served part']:.3f} of {effect['size']:.2g}")
-    lines.append("  greedy answers: " + ", ".join(f"{number} {name}" for name, number in facts["answers"].items()))
-    lines += [f"  not compared: {text}" for text in comparison.not_compared]
-    print("\n".join([f"{title}, compared with transformers:", *lines]))
-    if comparison.problems:
-        print("It differs from the folder:\n" + "\n".join(f"  - {problem}" for problem in comparison.problems))
-    verdict = "differs" if comparison.problems else "verified"
-    print(f"{verdict}; details in {path}")
 
 
 _DTYPES: Mapping[str, str] = {"0": "float16", "1": "float16", "7": "q8_0", "32": "bfloat16"}

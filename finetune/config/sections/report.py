@@ -16,7 +16,8 @@ class ProfileSection(Section):
     start: Positive = key("The first step that is profiled; steps before it warm up.", 10)
     steps: Positive = key("How many steps are profiled. Each one adds to the trace: a few are enough.", 3)
     memory: bool = key(
-        "Also write what is in memory: torch's snapshot of a GPU, or the live bytes by phase on a CPU.", True
+        "Also record what is in memory: torch's snapshot of a GPU in a file, or the allocations on a CPU in the trace.",
+        True,
     )
     stacks: bool = key("Record the Python stack of every operator: slower, and a larger trace.", False)
 

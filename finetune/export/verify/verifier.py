@@ -8,11 +8,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from threading import Timer
 from typing import Any, Literal
 
 import torch
@@ -185,20 +184,17 @@ class ExportVerifier:
         return f"verified in a fresh process in {time.monotonic() - start:.1f} s: {', '.join(parts or ['it loads'])}"
 
     def _answer(self, request: Path, *, limit_seconds: float) -> dict[str, Any]:
-        timer = Timer(limit_seconds, self._process.kill)
-        timer.daemon = True
-        timer.start()
-        with suppress(BrokenPipeError):  # the process has exited; its log has the reason
-            self._process.communicate(f"{request}\n".encode())
+        reason = ""
+        try:
+            self._process.communicate(f"{request}\n".encode(), timeout=limit_seconds)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            reason = f"no answer after {limit_seconds / 60:.0f} minutes"
         code = self._process.wait()
-        has_timed_out = timer.finished.is_set()
-        timer.cancel()
         answer = request.with_name(program.ANSWER)
         if not answer.is_file():
             lines = self._log.read_text(errors="replace").strip().splitlines()
-            reason = f"signal {-code}" if code < 0 else f"exit code {code}"
-            if has_timed_out:
-                reason = f"no answer after {limit_seconds / 60:.0f} minutes"
+            reason = reason or (f"signal {-code}" if code < 0 else f"exit code {code}")
             last_line = lines[-1][:300] if lines else "no output"
             return {"problems": [f"the process that loads it exited with {reason}: {last_line}"], "is_complete": False}
         values: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))

@@ -1,13 +1,13 @@
 """The texts and tables of a page, from the history of a run and the other files in its folder.
 
-With them belong the cost of interruptions and the best interval of checkpoints, also as facts for status.json.
+The cost of interruptions and the best interval of checkpoints are also facts for status.json.
 """
 
 import math
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -16,8 +16,8 @@ from pydantic import BaseModel, TypeAdapter
 
 from finetune.registry.tasks import METRICS
 from finetune.report.history import RunHistory
+from finetune.report.restarts import Restart, RestartTotals
 from finetune.runtime.files.read import parse_as, read_regular
-from finetune.runtime.resources import format_size
 from finetune.runtime.supervision.checkpoint_interval import IntervalAdvice, advise_interval
 from finetune.runtime.text.redact import redact_foreign
 
@@ -29,7 +29,7 @@ STALE_SECONDS = 120.0
 
 
 class AuditCounts(BaseModel):
-    """Counts of a source in audit.json."""
+    """Counts of a source in audit.json, in the order of the page's table."""
 
     rows: int = 0
     samples: int = 0
@@ -54,6 +54,16 @@ class AuditSummary(BaseModel):
 
     sources: tuple[AuditedSource, ...] = ()
     validation: AuditedSource | None = None
+
+    def rows(self) -> list[list[str]]:
+        """Return a table: a row of names, then one for each source and the validation data; empty without any."""
+        sources = [*self.sources, *([self.validation] if self.validation else ())]
+        head = ["source", *(name.replace("_", " ") for name in AuditCounts.model_fields), "duplicates"]
+        table = [
+            [source.key, *(f"{count:,}" for _, count in source.counts), str(source.duplicates or "")]
+            for source in sources
+        ]
+        return [head, *table] if table else []
 
 
 @dataclass(frozen=True)
@@ -154,11 +164,6 @@ def tiles(history: RunHistory) -> Iterator[Tile]:
         yield Tile(
             f"{history.unit} per second", f"{rates[len(rates) // 2]:,.0f}", f"median of the last {len(rates)} steps"
         )
-    yield Tile(history.unit, format_count(history.tokens), "without padding" if history.unit == "tokens" else "")
-    if "mfu" in history.curves and len(means := history.curves["mfu"].points().means):
-        yield Tile("MFU", f"{means[-1]:.1%}", "of the devices' peak")
-    if "memory_bytes" in history.curves and len(peaks := history.curves["memory_bytes"].points().values):
-        yield Tile("peak memory", format_size(int(peaks.max())), "of rank 0")
     counts = {"resume": max(len(history.starts) - 1, 0), "skipped step": history.num_skipped}
     notes = [f"{count:,} {noun}{'' if count == 1 else 's'}" for noun, count in counts.items()]
     warnings = sum(message.is_warning for message in history.messages.values())
@@ -181,44 +186,6 @@ def config_lines(text: str) -> list[ConfigLine]:
         is_comment = line.lstrip().startswith("#")
         value, source = (value.rstrip(), source) if mark and not is_comment else (line, "")
         rows.append(ConfigLine(value, source, is_set=bool(source) and source != "default"))
-    return rows
-
-
-def audit_summary_rows(audit: AuditSummary) -> list[list[str]]:
-    """Return the table of the data: a row of names, then a row for each source and the validation data."""
-    columns = {"rows": "rows", "samples": "samples", "tokens": "tokens", "targets": "targets"}
-    more = {"truncated_rows": "cut", "long_rows": "too long", "rows_without_target": "no target", "longest": "longest"}
-    sources = [*audit.sources, *([audit.validation] if audit.validation else ())]
-    shown = columns | {
-        key: name for key, name in more.items() if any(getattr(source.counts, key) for source in sources)
-    }
-    head = ["source", *shown.values(), "duplicates"]
-    rows = []
-    for source in sources:
-        counts = [f"{getattr(source.counts, name):,}" for name in shown]
-        rows.append([source.key, *counts, "" if source.duplicates is None else f"{source.duplicates:,}"])
-    return [head, *rows] if rows else []
-
-
-def phase_rows(profiles: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the profiled windows: each phase with its seconds per step and its share of the wall time."""
-    rows = []
-    for profile in profiles:
-        wall, steps = float(profile["wall_seconds"]), int(profile["num_steps"])
-        phases = [
-            {
-                "name": name,
-                "milliseconds": 1000 * seconds / max(steps, 1),
-                "percent": 100 * seconds / wall if wall else 0,
-            }
-            for name, seconds in sorted(profile["seconds"].items(), key=lambda item: -item[1])
-            if seconds > 0
-        ]
-        first = int(profile["first_step"])
-        rows.append(
-            {"first": first, "last": first + steps - 1, "phases": phases, "milliseconds": 1000 * wall / max(steps, 1)}
-            | {"trace": str(profile.get("trace") or "")}
-        )
     return rows
 
 
@@ -260,21 +227,6 @@ def format_time(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
 
 
-def fact_text(value: Any) -> str:
-    """Return a fact of the environment as text without secrets; empty if it is absent."""
-    if isinstance(value, Mapping):
-        return "\n".join(f"{name}: {fact_text(item)}" for name, item in value.items() if item not in (None, "", {}, []))
-    if isinstance(value, list):
-        if all(isinstance(item, str | int | float) for item in value):
-            return redact_foreign(" ".join(map(str, value)))
-        lines = [
-            ", ".join(f"{name} {each}" for name, each in item.items()) if isinstance(item, Mapping) else str(item)
-            for item in value
-        ]
-        return "\n".join(map(redact_foreign, lines))
-    return "" if value is None else redact_foreign(str(value))
-
-
 _LONGEST_REASON, _SHOWN_RESTARTS = 60, 100
 
 
@@ -290,17 +242,10 @@ class InterruptionCosts:
     def __call__(self, history: RunHistory) -> None:
         """Update from the current history."""
         advice = interval_advice(history, hours_stated=self._hours_stated)
-        interval = (
-            None
-            if advice is None
-            else {
-                "save_seconds": round(advice.save_seconds, 3),
-                "hours_between_interruptions": round(advice.hours_between_interruptions, 3),
-                "is_stated": advice.is_stated,
-                "every_steps": advice.every_steps,
-                "best_steps": advice.best_steps,
-            }
-        )
+        interval: dict[str, Any] | None = None
+        if advice is not None:
+            values = {name: value for name, value in asdict(advice).items() if name != "step_seconds"}
+            interval = {name: round(value, 3) if isinstance(value, float) else value for name, value in values.items()}
         facts = {"restarts": restart_facts(history), "checkpoint_interval": interval}
         self.lines = tuple(line for line in (restart_line(history), advice_line(advice)) if line)
         if facts != self._written:
@@ -332,14 +277,10 @@ def interval_advice(history: RunHistory, *, hours_stated: float | None) -> Inter
 def restart_facts(history: RunHistory) -> dict[str, Any]:
     """Return the sums as plain values."""
     totals = history.restarts.totals()
-    counts = {name: getattr(totals, name) for name in ("restarts", "interruptions", "steps_redone")}
-    names = ("lost_seconds", "down_seconds", "startup_seconds", "redone_seconds")
-    return {
-        **counts,
-        **{name: round(getattr(totals, name), 1) for name in names},
-        "usd": None if totals.usd is None else round(totals.usd, 4),
-        "price": history.restarts.price_source or None,
-    }
+    sums = {**asdict(totals), "lost_seconds": totals.lost_seconds}
+    rounded = {name: round(value, 1) if isinstance(value, float) else value for name, value in sums.items()}
+    usd = None if totals.usd is None else round(totals.usd, 4)
+    return {**rounded, "usd": usd, "price": history.restarts.price_source or None}
 
 
 def restart_line(history: RunHistory) -> str:
@@ -361,48 +302,42 @@ def advice_line(advice: IntervalAdvice | None) -> str:
     """Return the advice in one line; empty if there is none."""
     if advice is None:
         return ""
-    source = "stated" if advice.is_stated else "observed"
-    hours = advice.hours_between_interruptions
-    every = f"an interruption every {f'{hours * 60:.3g} min' if hours < 1 else f'{hours:.3g} h'} ({source})"
-    cost = f"a save costs {advice.save_seconds:.2g} s"
+    hours, best, every = advice.hours_between_interruptions, advice.best_steps, advice.every_steps
+    interval = f"{hours * 60:.3g} min" if hours < 1 else f"{hours:.3g} h"
+    measured = (
+        f"a save costs {advice.save_seconds:.2g} s; with an interruption every {interval} "
+        f"({'stated' if advice.is_stated else 'observed'})"
+    )
     if advice.is_right:
-        return f"{cost}; with {every}, checkpoint.every_steps: {advice.every_steps} is right"
-    best = f"with {every}, save every {advice.best_steps:,} steps"
-    then = _minutes(advice.lost_seconds(advice.best_steps))
-    if advice.every_steps is None:
-        now = f"now only at the end: an interruption loses everything, then {then}"
-    elif advice.every_steps > advice.best_steps:
-        lost = f"an interruption loses {_minutes(advice.lost_seconds(advice.every_steps))} of steps on average"
-        now = f"now {advice.every_steps:,}: {lost}, then {then}"
-    else:
-        shares = (advice.save_share(advice.every_steps), advice.save_share(advice.best_steps))
-        now = f"now {advice.every_steps:,}: saving adds {shares[0]:.1%}, then {shares[1]:.1%}"
-    return f"{cost}; {best} ({now})"
+        return f"{measured}, checkpoint.every_steps: {every} is right"
+    now = "only at the end" if every is None else f"{every:,}"
+    lost = _minutes(advice.lost_seconds(best))
+    return (
+        f"{measured}, save every {best:,} steps (now {now}): saving then adds {advice.save_share(best):.1%}, an "
+        f"interruption loses {lost} of steps on average"
+    )
 
 
 def restart_rows(history: RunHistory) -> list[list[str]]:
     """Return a table: a row of names, then one for each restart, and their sums."""
-    totals = history.restarts.totals()
-    if not totals.restarts:
+    restarts, totals = history.restarts.listed, history.restarts.totals()
+    if not restarts:
         return []
-    shown = history.restarts.listed[-_SHOWN_RESTARTS:]
-    head = ["start, after", "resumed from step", "steps again", "waiting", "start-up", "steps again took"]
-    rows = []
-    for restart in shown:
-        reason = restart.reason if len(restart.reason) <= _LONGEST_REASON else f"{restart.reason[:_LONGEST_REASON]}..."
-        times = map(_minutes, (restart.down_seconds, restart.startup_seconds, restart.redone_seconds))
-        rows.append([f"{restart.number:,}, {reason}", f"{restart.step:,}", f"{restart.steps_redone:,}", *times])
-    total = [
-        *(f"all, {totals.interruptions:,} of them interruptions", "", f"{totals.steps_redone:,}"),
-        *map(_minutes, (totals.down_seconds, totals.startup_seconds, totals.redone_seconds)),
+    head = ["start, after", "resumed from step", "steps again", "waiting", "start-up", "steps again took", "cost"]
+    rows: list[tuple[str, str, Restart | RestartTotals]] = [
+        (f"{restart.number:,}, {restart.reason[:_LONGEST_REASON]}", f"{restart.step:,}", restart)
+        for restart in restarts[-_SHOWN_RESTARTS:]
     ]
-    if totals.usd is None:
-        return [head, *rows, total]
-    paid = [*("-" if restart.usd is None else f"${restart.usd:,.2f}" for restart in shown)]
-    return [
-        [*head, "cost"],
-        *([*row, usd] for row, usd in zip(rows, paid, strict=True)),
-        [*total, f"${totals.usd:,.2f}"],
+    rows.append((f"all, {totals.interruptions:,} of them interruptions", "", totals))
+    return [head] + [
+        [
+            name,
+            step,
+            f"{costs.steps_redone:,}",
+            *map(_minutes, (costs.down_seconds, costs.startup_seconds, costs.redone_seconds)),
+            "-" if costs.usd is None else f"${costs.usd:,.2f}",
+        ]
+        for name, step, costs in rows
     ]
 
 

@@ -21,20 +21,18 @@ from finetune.report.history import HistoryReader, RunHistory
 from finetune.report.page.charts import charts_of, step_scales
 from finetune.report.page.facts import (
     advice_line,
-    audit_summary_rows,
     config_lines,
-    fact_text,
     format_duration,
     format_time,
     interval_advice,
-    phase_rows,
     read_run_files,
     restart_rows,
     run_state,
     tiles,
 )
 from finetune.runtime.files import atomic
-from finetune.runtime.text.terminal import escape_controls
+from finetune.runtime.text.redact import redact_foreign
+from finetune.runtime.text.terminal import escape_controls, format_json
 
 TEMPLATES = Path(__file__).parent / "templates"
 
@@ -150,7 +148,7 @@ def report_page(folder: Path, history: RunHistory, *, price: float | None = None
         price=price,
         smoothing=SMOOTHING,
         reload_seconds=RELOAD_SECONDS if state in ("starting", "running") else None,
-        phases=phase_rows(history.profiles),
+        profiles=list(history.profiles),
         restarts=restart_rows(history),
         restart_note=f"Waiting is the time in which no process of the run existed.{cost}",
         advice=advice_line(interval_advice(history, hours_stated=hours)),
@@ -161,8 +159,8 @@ def report_page(folder: Path, history: RunHistory, *, price: float | None = None
         num_prompts_left_out=history.num_prompts_left_out,
         messages=list(history.messages.values()),
         startup=(history.startup or {}).get("seconds", {}),
-        audit=audit_summary_rows(files.audit),
-        environment=[(name, text) for name, value in files.environment.items() if (text := fact_text(value))],
+        audit=files.audit.rows(),
+        environment=redact_foreign(format_json(files.environment, indent=2)) if files.environment else "",
         config=config_lines(files.config),
         missing=(*files.missing, *history.damaged),
         duration=format_duration,

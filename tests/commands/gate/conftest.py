@@ -39,7 +39,6 @@ def gate(tmp_path: Path, planted: PlantedRuns) -> Iterator[Gate]:
                 margin=margin,
                 max_forgetting=0.3,
                 general=general,
-                html=tmp_path / "gate.html",
                 json=tmp_path / "gate.json",
             ),
         )

@@ -1,4 +1,4 @@
-"""The release gate on small models whose faults are known: the verdict, its reasons, the page and the JSON file."""
+"""The release gate on small models whose faults are known: the verdict, its reasons and the JSON file."""
 
 import json
 from contextlib import ExitStack
@@ -20,7 +20,7 @@ from tests.runtime.test_resources import no_file_larger_than
 from tests.scenarios.trained import forget, stay
 
 
-def test_a_well_trained_run_passes_with_its_figures_rows_and_page(planted, gate: Gate, tmp_path, monkeypatch, capsys):
+def test_a_well_trained_run_passes_with_its_figures_and_rows(planted, gate: Gate, tmp_path, monkeypatch, capsys):
     run = planted.run("good")
     code, found = gate(run)
     assert (code, found["passes"], found["verdict"], found["failures"]) == (0, True, "better", [])
@@ -37,8 +37,6 @@ def test_a_well_trained_run_passes_with_its_figures_rows_and_page(planted, gate:
     assert json.loads((tmp_path / "metrics.json").read_text())["metrics"]["loss"] == pytest.approx(loss["tuned"], 1e-5)
     gains = [row["baseline_loss"] - row["tuned_loss"] for row in found["rows"]]
     assert gains == sorted(gains)
-    page = (tmp_path / "gate.html").read_text()
-    assert "passes" in page and found["rows"][-1]["location"] in page and "<script" not in page
     assert "Better: the loss is lower by more than 0.01." in capsys.readouterr().out
 
 
@@ -62,8 +60,8 @@ def test_a_run_that_has_not_trained_is_no_different_from_its_base(planted, gate:
 
 
 def test_a_report_that_cannot_be_written_is_noticed_before_the_model_is_loaded(gate: Gate, tmp_path):
-    (tmp_path / "gate.html").mkdir()
-    with pytest.raises(OSError, match=r"Is a directory: '.*gate\.html'"):
+    (tmp_path / "gate.json").mkdir()
+    with pytest.raises(OSError, match=r"Is a directory: '.*gate\.json'"):
         gate(tmp_path / "no run")
 
 

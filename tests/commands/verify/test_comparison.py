@@ -19,7 +19,6 @@ def problems_of(
     length = len(expected)
     answer = ExpectedAnswer(
         tokens=tuple(range(length)),
-        text=expected[-1],
         is_complete=ends,
         log_probabilities=(-1.0,) * length,
         margins=margins or (1.0,) * length,

@@ -80,25 +80,6 @@ def test_log_probabilities_that_are_not_numbers_are_refused(scores, tmp_path):
     assert "log-probabilities that are not numbers" in message_of({CHAT: {"choices": [choice]}}, tmp_path)
 
 
-def test_a_body_that_never_ends_is_cut_off_at_the_time_limit():
-    """The server sends a byte now and then, which no time limit of the socket notices."""
-    listener = socket.create_server(("127.0.0.1", 0))
-
-    def drip() -> None:
-        connection, _ = listener.accept()
-        connection.recv(4096)
-        connection.sendall(b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 1000\r\n\r\n")
-        with contextlib.suppress(OSError):
-            for _ in range(100):
-                connection.sendall(b" ")
-                time.sleep(0.05)
-
-    thread = threading.Thread(target=drip, daemon=True)
-    thread.start()
-    with listener, pytest.raises(ServingError, match=r"did not answer /models within 0\.5 s"):
-        client(f"http://127.0.0.1:{listener.getsockname()[1]}/v1", seconds=0.5).choose(None, folder=Path("final"))
-
-
 def test_an_answer_of_another_model_is_refused(tmp_path):
     text = message_of({CHAT: {"model": "other", "choices": []}}, tmp_path)
     assert "answered with the model `other`, although `model` was requested" in text
@@ -186,13 +167,12 @@ def test_a_redirect_is_not_followed_and_the_key_goes_to_the_given_server_alone(m
     assert "Bearer my-key" in received[0] and stolen == []
 
 
-def test_headers_that_drip_are_cut_off_at_the_time_limit():
-    started = time.monotonic()
+def test_a_body_that_never_ends_is_cut_off_at_the_time_limit():
+    """The server sends a byte now and then, which no time limit of the socket notices."""
+    drip = b"HTTP/1.1 500 E\r\n\r\n" + b" " * 100
     late = r"did not answer /models within 0\.5 s"
-    headers = b"HTTP/1.1 200 OK\r\n" + b"x: y\r\n" * 100
-    with answering(headers, seconds_per_byte=0.05) as (url, _), pytest.raises(ServingError, match=late):
+    with answering(drip, seconds_per_byte=0.02) as (url, _), pytest.raises(ServingError, match=late):
         client(url, seconds=0.5).choose(None, folder=Path("final"))
-    assert time.monotonic() - started < 5
 
 
 def test_an_answer_of_200_mb_is_refused_by_its_size_at_once():

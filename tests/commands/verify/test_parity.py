@@ -17,7 +17,7 @@ def steps(losses, norms):
 
 def test_equal_traces_are_equal():
     trace = steps((4.0, 3.0), (1.0, 0.5))
-    assert compare_steps(DDP, expected=trace, actual=trace, tolerance=1e-4).is_equal
+    assert compare_steps(DDP, expected=trace, actual=trace, tolerance=1e-4).verdict == "equal"
 
 
 def test_the_first_step_beyond_the_tolerance_is_reported():

@@ -41,7 +41,6 @@ def test_a_clean_adapter_changes_the_base_as_training_did(adapter, verify):
     assert comparison.problems == []
     assert comparison.measurements["effect of training"]["served part"] == pytest.approx(1, abs=1e-3)
     assert comparison.measurements["effect of training"]["size"] > 0.1
-    assert comparison.measurements["merged"]["worst"] < 1e-4
 
 
 def test_an_engine_in_bfloat16_is_allowed_the_rounding_of_bfloat16(full, verify):

@@ -166,4 +166,4 @@ def test_a_million_points_are_drawn_with_their_spike(browser: Browser, tmp_path:
     assert 1000 < count == len(loss["series"][0]["x"]) < 5000
     unsmoothed, smoothed = browser.run(DRAWN, "#chart-loss")
     assert unsmoothed > 500
-    assert smoothed > 20  # nearly straight
+    assert smoothed > 5  # nearly straight
