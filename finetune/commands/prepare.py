@@ -97,7 +97,7 @@ def print_audit(audit: Audit) -> None:
     else:
         facts = ((row[0], ", ".join(map(" ".join, zip(head[1:], row[1:], strict=True)))) for row in rows)
         print_facts(facts, indent=max(len(row[0]) for row in rows) + _GAP)
-    for line in (*audit_lines(audit), *(audit.template.lines() if audit.template else ())):
+    for line in (*_audit_lines(audit), *(audit.template.lines() if audit.template else ())):
         print(line)
 
 
@@ -116,8 +116,8 @@ def audit_rows(audit: Audit) -> list[tuple[str, ...]]:
     return [tuple(row[column] for column in columns) for row in rows]
 
 
-def audit_lines(audit: Audit, *, draws: bool = True) -> Iterator[str]:
-    """Yield the notes below the table, with text histograms if `draws`; nothing for counts of 0."""
+def _audit_lines(audit: Audit) -> Iterator[str]:
+    """Yield the notes below the table, with text histograms; nothing for counts of 0."""
     total, classes, padding = audit.total, audit.classes, audit.padding
     for source in _shown(audit):
         if source.key != "total":
@@ -133,7 +133,7 @@ def audit_lines(audit: Audit, *, draws: bool = True) -> Iterator[str]:
     if audit.num_sequences:
         per_sample = audit.num_sequences / max(1, total.counts.samples)
         yield f"texts that the model reads: {audit.num_sequences:,}, {per_sample:.1f} per sample"
-    if draws and total.counts.has_tokens:
+    if total.counts.has_tokens:
         if total.lengths is not None and total.length_quantiles:
             yield "lengths: " + ", ".join(f"{name} {value:,}" for name, value in total.length_quantiles.items())
             yield f"         0 |{sparkline(total.lengths)}| {total.lengths.edges[-1]:,.0f} tokens"
@@ -147,23 +147,6 @@ def audit_lines(audit: Audit, *, draws: bool = True) -> Iterator[str]:
         if padding.filled is not None:
             yield f"filled: {padding.filled:.1%} of {padding.budget:,} tokens per position, on average"
     yield from (f"LIMIT {limit}" for limit in audit.exceeded)
-
-
-def headline_numbers(audit: Audit) -> Iterator[tuple[str, str, str]]:
-    """Yield the headline numbers: name, value and note."""
-    counts, padding = audit.total.counts, audit.padding
-    share = counts.targets / counts.tokens if counts.tokens else 0.0
-    yield "samples", f"{counts.samples:,}", f"from {counts.rows:,} rows"
-    if counts.has_tokens:
-        yield "tokens", f"{counts.tokens:,}", f"{counts.tokens / max(1, counts.samples):,.0f} per sample"
-        yield "targets", f"{share:.1%}", f"{counts.targets:,} tokens count in the loss"
-        yield "longest row", f"{counts.longest:,}", "tokens, before truncation"
-    if padding is not None:
-        yield "padding", f"{padding.share:.1%}", f"of the computed positions; plain batches {padding.plain_share:.1%}"
-        if padding.filled is not None:
-            yield "filled", f"{padding.filled:.1%}", f"of {padding.budget:,} tokens, on average"
-    if audit.total.duplicates is not None:
-        yield "duplicates", f"{audit.total.duplicates:,}", "samples equal to an earlier one"
 
 
 def sparkline(histogram: Histogram) -> str:
