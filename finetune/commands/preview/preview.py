@@ -109,7 +109,7 @@ def _print_samples(config: RunConfig, data: TrainingData, *, start: int, num_sam
             f"{OPEN}target{CLOSE}, everything else is context; {BETWEEN} between tokens, · a space, ↵ a newline"
         )
     console.print(legend)
-    view, unit, size = data.training, POSITION_UNITS[config.data.batching.by], config.train.known_microbatch_size
+    view, size = data.training, config.train.known_microbatch_size
     while num_samples > 0:
         first = start // size * size
         shown: dict[int, list[int]] = {}  # sample ids by position
@@ -127,38 +127,43 @@ def _print_samples(config: RunConfig, data: TrainingData, *, start: int, num_sam
         )
         console.print(Text(f"\n{title}", style="bold"))
         for position, sample_ids in shown.items():
-            if not sample_ids:
-                break
-            if unit != "sample":
-                of_position = view.order.samples(position, position + 1)
-                num_tokens = int(view.samples.lengths_of(of_position).sum())
-                counts = f"{_counted(len(sample_ids), len(of_position))}, {num_tokens:,} tokens"
-                console.print(Text(f"\n┏━ {unit} at position {position}: {counts}", style="bold cyan"))
-            for sample_id in sample_ids:
-                head = _sample_head(data, sample_id)
-                console.print(
-                    Text(f"\nposition {position}  {head}" if unit == "sample" else f"┣━ {head}", style="cyan")
-                )
-                pieces = tuple(pieces_of(view.samples[sample_id], data.tokenizer))
-                console.print(_colored(pieces) if has_colors else Text(plain_text(pieces).rstrip()))
-            if unit != "sample":
-                console.print(Text("┗━", style="cyan"))
+            if sample_ids:
+                _print_position(console, config, data, position=position, sample_ids=sample_ids, has_colors=has_colors)
         start = first + size
     sys.stdout.flush()
 
 
+def _print_position(
+    console: SafeConsole,
+    config: RunConfig,
+    data: TrainingData,
+    *,
+    position: int,
+    sample_ids: Sequence[int],
+    has_colors: bool,
+) -> None:
+    """Print a sample, or the shown ones of a pack or batch with a frame around them."""
+    view, unit = data.training, POSITION_UNITS[config.data.batching.by]
+    is_group = unit != "sample"
+    if is_group:
+        ids = view.order.samples(position, position + 1)
+        counts = f"{_counted(len(sample_ids), len(ids))}, {int(view.samples.lengths_of(ids).sum()):,} tokens"
+        console.print(Text(f"\n┏━ {unit} at position {position}: {counts}", style="bold cyan"))
+    for sample_id in sample_ids:
+        features = view.samples[sample_id]
+        answer = data.task.label_text(features)
+        share = features.num_targets / features.length if features.length else 0.0
+        counts = f"{features.length:,} tokens, {features.num_targets:,} targets ({share:.0%})"
+        head = f"sample {sample_id}  {view.samples.location(sample_id)}  {counts}{f' → {answer}' if answer else ''}"
+        console.print(Text(f"┣━ {head}" if is_group else f"\nposition {position}  {head}", style="cyan"))
+        pieces = tuple(pieces_of(features, data.tokenizer))
+        console.print(_colored(pieces) if has_colors else Text(plain_text(pieces).rstrip()))
+    if is_group:
+        console.print(Text("┗━", style="cyan"))
+
+
 def _counted(num_shown: int, number: int) -> str:
     return f"{number} samples{f' ({num_shown} shown)' if num_shown < number else ''}"
-
-
-def _sample_head(data: TrainingData, sample_id: int) -> str:
-    """Return id, row and numbers of a sample, and its target as text if that is not a token."""
-    features = data.training.samples[sample_id]
-    answer = data.task.label_text(features)
-    share = features.num_targets / features.length if features.length else 0.0
-    counts = f"{features.length:,} tokens, {features.num_targets:,} targets ({share:.0%})"
-    location = data.training.samples.location(sample_id)
-    return f"sample {sample_id}  {location}  {counts}{f' → {answer}' if answer else ''}"
 
 
 @dataclass(frozen=True)
