@@ -270,4 +270,4 @@ def _files(migration: Migration, folder: Path) -> Files:
     launch = launch_files(
         draft.strategy, folder, num_processes=max(1, draft.gpus), offload=bool(draft.get("fsdp_offload", False))
     )
-    return {JOB_FILE: migration.job, **draft.files, **launch}
+    return {JOB_FILE: migration.job, **launch}

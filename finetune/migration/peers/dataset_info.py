@@ -12,7 +12,7 @@ from typing import Any
 from finetune.config.formatting import did_you_mean
 from finetune.config.paths import absolute_path, is_url
 from finetune.errors import UserError
-from finetune.migration.complete import put_source, source_of
+from finetune.migration.complete import put_source, renamed, source_of
 from finetune.migration.draft import Draft
 from finetune.migration.source import Leaf, PeerFile, is_present, read_peer_file
 from finetune.registry.formats import FORMATS
@@ -27,9 +27,9 @@ _TAGS: Mapping[str, tuple[str, ...]] = {
     **{"user_tag": ("human", "user"), "assistant_tag": ("gpt", "assistant"), "system_tag": ("system",)},
     **{"observation_tag": ("observation", "tool"), "function_tag": ("function_call",)},
 }
-"""The words in turns that are read here: first the default of LLaMA-Factory, last what templates write."""
+"""The words in turns that are read here; the first is the default of LLaMA-Factory."""
 
-_ADDRESSES = ("name", "ms", "om", "script", "path")
+_ADDRESSES = ("name", "path")
 """The facts of where rows are; LLaMA-Factory takes the first."""
 
 
@@ -88,16 +88,11 @@ class Dataset:
             values: dict[str, Any] = {"path": file if is_url(file) else absolute_path(file, self.folder)}
         else:
             values = source_of(file, self.folder)
-            if "name" not in self.used:
-                self._refuse("it is not read here: download the rows, and write their `path`.", *_ADDRESSES)
-            self._refuse(f"write `path: hf://datasets/{file}/FOLDER/*` in place of `name`.", "folder")
         if "name" in values:
             values |= {"config": self._get("config"), "split": self._get("split")}
         elif draft.get(f"split.{self.position}", "train") != "train":
             self._refuse("a file has no splits: write `skip` and `take`.", "split")
         values |= self._reading()
-        if self._get("take"):
-            draft.note("`num_samples` draws rows in LLaMA-Factory; here the first ones are taken.")
         takes = [take for take in (draft.get("take"), self._get("take")) if take]
         own = [name for used in self.used if not draft.is_named(name := f"{used}.{self.position}")]
         put_source(draft, key, values | {"take": min(takes, default=None)}, *facts, "take", *own, comment=comment)
@@ -131,8 +126,6 @@ class Dataset:
         form, cells = self._alpaca(form) if self._get("formatting") in (None, "alpaca") else self._chat(form)
         if form == "judged":
             cells["label"] = self._column("kto_tag")
-        elif form != "text":
-            self._refuse("LLaMA-Factory leaves out rows with it: `stage: kto` reads it.", "columns.kto_tag")
         if missing := [name for name, cell in cells.items() if not cell]:
             self._refuse(
                 f"it names no column for `{missing[0]}`: LLaMA-Factory leaves the rows out.", "ranking", *_ADDRESSES
@@ -143,80 +136,46 @@ class Dataset:
             else:
                 self._refuse(f"format `{form}` has no `{name}`: leave out the rows with it.", f"columns.{name}")
         template = {name: cell for name, cell in cells.items() if "{{" in cell}
-        columns = {name: cell for name, cell in cells.items() if cell not in ("", name) and name not in template}
-        return {"format": form, "columns": columns, "template": template}
+        columns = {name: cell for name, cell in cells.items() if name not in template}
+        return {"format": form, "columns": renamed(columns), "template": template}
 
     def _alpaca(self, form: str) -> tuple[str, dict[str, str]]:
-        """Return the format and its columns: a line end joins prompt and query; answers in `history` are trained."""
+        """Return the format and its columns; a line end joins prompt and query."""
         asked = [name for key in ("prompt", "query") if (name := self._column(key))]
         question = asked[0] if asked else ""
-        spoken = _variable(question)
         if len(asked) == 2:
-            spoken = f"[{spoken}, {_variable(asked[1])} | default('')] | select | join('\\n')"
-            question = f"{{{{ {spoken} }}}}"
+            parts = f"{_variable(question)}, {_variable(asked[1])} | default('')"
+            question = f"{{{{ [{parts}] | select | join('\\n') }}}}"
+        self._refuse("write a `template` of `messages` with the turns before.", "columns.history")
         if form == "text":
-            self._refuse("stage pt of LLaMA-Factory reads its first question: write a template.", "columns.history")
             return form, {"text": question}
-        history = self._column("history")
-        if history and question:
-            pair = f"{_turn('user', 'question')}, {_turn('assistant', 'answer')}, "
-            loop = f"{{% for question, answer in {_variable(history)} | default([], true) %}}{pair}{{% endfor %}}"
-            question = f"[{loop}{_turn('user', spoken)}]"
         if form == "preference":
             return form, {"prompt": question, "chosen": self._column("chosen"), "rejected": self._column("rejected")}
-        response = self._column("response")
-        if form == "sft" and history and question and response:
-            return "messages", {"messages": f"{question[:-1]}, {_turn('assistant', _variable(response))}]"}
-        return "prompt_completion" if form == "sft" else form, {"prompt": question, "completion": response}
+        cells = {"prompt": question, "completion": self._column("response")}
+        return "prompt_completion" if form == "sft" else form, cells
 
     def _chat(self, form: str) -> tuple[str, dict[str, str]]:
-        """Return the format and its columns: turns in other words than usual get the usual ones by a template."""
-        turns, is_openai = self._column("messages"), self._get("formatting") == "openai"
+        """Return the format and its columns; other words in turns than the usual ones are refused."""
+        turns = self._column("messages")
         if form == "text":
             self._refuse("stage pt of LLaMA-Factory reads the first turn: write a template of `text`.", "formatting")
             return form, {"text": turns}
         tags = {tag: self._get(f"tags.{tag}") if "tags" in self.values else usual[0] for tag, usual in _TAGS.items()}
-        keys = (tags.pop("role_tag") or "from", tags.pop("content_tag") or "value")
-        if is_openai:
-            tags.pop("function_tag")  # calls are in `tool_calls`
-        is_usual = keys in (("from", "value"), ("role", "content"))
-        is_usual = is_usual and all(name in (None, "", *_TAGS[tag]) for tag, name in tags.items())
         self.draft.note("conversations whose turns do not alternate are left out in LLaMA-Factory, and read here.")
-        if is_openai:
-            self.draft.note(
-                "LLaMA-Factory writes `detailed thinking off` into the system turn of `formatting: openai`."
-            )
-        if is_openai and not is_usual:
-            advice = "write `tool_calls` and the usual roles in the rows, whose turns have no template then."
-            self._refuse(advice, *(f"tags.{tag}" for tag in _TAGS))
-            is_usual = True
-
-        def cell(rows: str) -> str:
-            if is_usual:
-                return f"{{{{ {rows} | tojson }}}}"
-            role, roles = f"turn[{keys[0]!r}]", {name: _TAGS[tag][-1] for tag, name in tags.items() if name}
-            turn = _turn(f"{roles}.get({role}, {role})", f"turn[{keys[1]!r}]")
-            return f"[{{% for turn in {rows} %}}{turn}{{{{ '' if loop.last else ', ' }}}}{{% endfor %}}]"
-
-        rows = _variable(turns)
+        for tag, word in tags.items():
+            if word not in (None, "", *_TAGS[tag]):
+                self._refuse("write a `template` of `messages` with the usual words.", f"tags.{tag}")
         if form == "judged":
-            return form, {"prompt": turns and cell(f"{rows}[:-1]"), "completion": cell(f"{rows}[-1:]")}
-        whole = turns if is_usual or not turns else cell(rows)
+            rows = _variable(turns)
+            return form, {"prompt": f"{{{{ {rows}[:-1] | tojson }}}}", "completion": f"{{{{ {rows}[-1:] | tojson }}}}"}
         if form == "preference":  # each answer is one turn
-            answers = {name: self._column(name) for name in ("chosen", "rejected")}
-            renamed = {} if is_usual else {name: cell(f"[{_variable(side)}]") for name, side in answers.items() if side}
-            return form, {"prompt": whole, **answers, **renamed}
+            return form, {"prompt": turns, **{name: self._column(name) for name in ("chosen", "rejected")}}
+        is_openai = self._get("formatting") == "openai"  # calls are in `tool_calls`
         has_text_calls = not is_openai and (tags["observation_tag"] or tags["function_tag"])
-        form = "messages" if is_usual and keys[0] == "role" and not has_text_calls else "conversations"
-        return form, {form: whole}
+        form = "messages" if tags["role_tag"] == "role" and not has_text_calls else "conversations"
+        return form, {form: turns}
 
 
 def _variable(column: str) -> str:
     is_name = column.isidentifier() and not keyword.iskeyword(column) and column not in ("true", "false", "none", "row")
     return column if is_name else f"row[{column!r}]"
-
-
-def _turn(role: str, content: str) -> str:
-    """Return a turn as JSON in a template; the role is an expression, too, or one of the usual words."""
-    role = f"'{role}'" if role.isalpha() else role
-    return f"{{{{ {{'role': {role}, 'content': {content}}} | tojson }}}}"

@@ -24,10 +24,6 @@ per_device_train_batch_size: 1
 learning_rate: 1e-5
 """
 SHAREGPT = {"file_name": "rows.json", "formatting": "sharegpt"}
-WHO = {
-    **{"role_tag": "who", "content_tag": "what", "user_tag": "customer", "assistant_tag": "agent"},
-    **{"observation_tag": "result", "function_tag": "call", "system_tag": "rules"},
-}
 
 
 @pytest.fixture
@@ -70,46 +66,16 @@ def test_columns_that_are_not_named_are_not_read_once_some_are(convert):
     assert spoken(read(migration)["messages"]) == [("user", "add"), ("assistant", "4")]
 
 
-def test_history_is_turns_before_the_question(convert):
-    columns = {"prompt": "instruction", "query": "my input", "response": "output", "history": "history"}
-    row = {"instruction": 'say "b"', "my input": "é", "output": "b\n", "history": [["one", "a"], ["two", None]]}
-    migration = convert({"file_name": "rows.json", "columns": columns}, [{**row, "history": [["one", "a"]]}])
-    turns = [("user", "one"), ("assistant", "a"), ("user", 'say "b"\né'), ("assistant", "b\n")]
-    assert spoken(read(migration)["messages"]) == turns
-    for empty in ([], None):
-        migration = convert({"file_name": "rows.json", "columns": columns}, [{**row, "history": empty}])
-        assert spoken(read(migration)["messages"]) == turns[2:]
-    assert fate_of(migration, "dataset_info.json:mine.columns.history") == ("mapped", "data.train.format")
-
-
-def test_turns_in_words_of_their_own_get_the_usual_ones(convert):
-    turns = [
-        {"who": "rules", "what": "be kind"},
-        {"who": "customer", "what": "2+2?"},
-        {"who": "call", "what": '{"name": "add", "arguments": {"x": 2}}'},
-        {"who": "result", "what": "4"},
-        {"who": "agent", "what": "four"},
-    ]
-    migration = convert({**SHAREGPT, "columns": {"messages": "talk"}, "tags": WHO}, [{"talk": turns}])
-    row = read(migration)["messages"]
-    assert [turn["role"] for turn in row] == ["system", "user", "assistant", "tool", "assistant"]
-    assert row[2]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"x": 2}}
-    assert row[-1]["content"] == "four" and not is_lost(migration)
-    fates = [fate_of(migration, f"dataset_info.json:mine.tags.{tag}")[0] for tag in WHO]
-    assert fates == ["mapped"] * 7
-
-
 @pytest.mark.parametrize(
     ("tags", "form"),
     [
         (None, "conversations"),
         ({"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}, "messages"),
-        ({"role_tag": "role", "content_tag": "content", "user_tag": "user", "function_tag": "function"}, "template"),
     ],
 )
 def test_turns_in_usual_words_are_read_as_they_are(convert, tags, form):
     train = job_of(convert({**SHAREGPT, **({"tags": tags} if tags else {})}))["data"]["train"]
-    assert form in (train["format"], *train) and ("template" in train) is (form == "template")
+    assert train["format"] == form and "template" not in train
 
 
 def test_openai_turns_are_messages(convert):
@@ -118,8 +84,6 @@ def test_openai_turns_are_messages(convert):
     turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
     migration = convert(entry, [{"messages": turns}])
     assert spoken(read(migration)["messages"]) == [("user", "hi"), ("assistant", "hello")]
-    assert "detailed thinking off" in migration.job
-    assert fate_of(convert({**entry, "tags": WHO}), "dataset_info.json:mine.tags.role_tag")[0] == "not_possible"
 
 
 def test_pairs_of_texts(convert):
@@ -154,11 +118,8 @@ def test_judged_answers_are_the_last_turns(convert):
 
 
 TALK = [{"from": "human", "value": "one"}, {"from": "gpt", "value": "two"}]
-OWN_TALK = [{"who": "customer", "what": "one"}, {"who": "agent", "what": "two"}]
 JUDGED = {**SHAREGPT, "columns": {"messages": "talk", "kto_tag": "ok", "system": "rules"}}
 PAIRED = {**SHAREGPT, "ranking": True, "columns": {"messages": "talk", "chosen": "good", "rejected": "bad"}}
-SIDES = ("chosen", "rejected")
-HISTORY = {"prompt": "q", "history": "before", "chosen": "good", "rejected": "bad"}
 
 
 @pytest.mark.skipif("system" not in FORMATS["judged"].optional, reason="templates of prompts are not read as turns yet")
@@ -173,27 +134,12 @@ HISTORY = {"prompt": "q", "history": "before", "chosen": "good", "rejected": "ba
             ["be", "one", "two", "one"],
             {"completion": "two"},
         ),
-        ({**JUDGED, "tags": WHO}, "kto", {"talk": OWN_TALK, "ok": True, "rules": None}, ["one"], {"completion": "two"}),
         (
             PAIRED,
             "dpo",
             {"talk": TALK[:1], "good": TALK[1], "bad": TALK[1]},
             ["one"],
             {"chosen": "two", "rejected": "two"},
-        ),
-        (
-            {**PAIRED, "tags": WHO},
-            "rm",
-            {"talk": OWN_TALK[:1], "good": OWN_TALK[1], "bad": {"who": "agent", "what": "no"}},
-            ["one"],
-            {"chosen": "two", "rejected": "no"},
-        ),
-        (
-            {"file_name": "rows.json", "ranking": True, "columns": HISTORY},
-            "dpo",
-            {"q": "three", "before": [["one", "two"]], "good": "four", "bad": "five"},
-            ["one", "two", "three"],
-            {"chosen": "four", "rejected": "five"},
         ),
     ],
 )
@@ -213,15 +159,15 @@ def test_pairs_and_judged_answers_are_read_with_the_turns_before_them(convert, e
         ({"file_name": "rows.json"}, "dpo", "file_name", "with `ranking`"),
         ({"file_name": "rows.json", "columns": {"prompt": "q"}}, "sft", "file_name", "`completion`"),
         ({"file_name": "rows.json"}, "kto", "file_name", "`label`"),
-        ({"file_name": "rows.json", "columns": {"kto_tag": "ok"}}, "sft", "columns.kto_tag", "stage: kto"),
+        ({"file_name": "rows.json", "columns": {"prompt": "q", "history": "h"}}, "sft", "columns.history", "template"),
+        ({**SHAREGPT, "tags": {"role_tag": "who"}}, "sft", "tags.role_tag", "usual words"),
         ({**SHAREGPT, "columns": {"messages": "m", "videos": "v"}}, "sft", "columns.videos", "not read here"),
         ({"file_name": "rows.json", "formatting": "alpacca"}, "sft", "formatting", "refuses it, too"),
         ({"file_name": "rows.json", "formatting": "sharegpt"}, "pt", "formatting", "reads the first turn"),
         ({"file_name": "rows.json", "split": "test"}, "sft", "split", "no splits"),
-        ({"hf_hub_url": "org/rows", "folder": "en"}, "sft", "folder", "hf://datasets/org/rows"),
-        ({"ms_hub_url": "org/rows"}, "sft", "ms_hub_url", "download"),
-        ({"script_url": "script"}, "sft", "script_url", "download"),
-        ({"file_name": "rows.json", "num_samples": "many"}, "sft", "num_samples", "not a number"),
+        ({"hf_hub_url": "org/rows", "folder": "en"}, "sft", "folder", "hf://datasets/"),
+        ({"hf_hub_url": "org/rows", "script_url": "script"}, "sft", "script_url", "download"),
+        ({"file_name": "rows.json", "num_samples": "many"}, "sft", "num_samples", "whole number"),
         ({"file_name": "rows.json", "columns": {"prompt": ["q"]}}, "sft", "columns.prompt", "not a text"),
     ],
 )
@@ -287,18 +233,10 @@ def test_datasets_named_alike_do_not_share_keys(migrate, tmp_path):
     assert {key for key in migration.draft.outcomes if "num_samples" in key} == {"dataset_info.json:v1.5.num_samples"}
 
 
-@pytest.mark.parametrize(
-    ("strategy", "keys"),
-    [
-        ("", {"epochs": 1}),
-        ("mix_strategy: interleave_under\n", {"weight": 1.0}),
-        ("mix_strategy: interleave_over\ninterleave_probs: 0.3,0.7\n", {"weight": 0.3}),
-        ("mix_strategy: interleave_under\ninterleave_probs: 0.3,0.3,0.4\n", {"epochs": 1}),
-    ],
-)
-def test_several_datasets_are_mixed_as_there(migrate, tmp_path, strategy, keys):
+@pytest.mark.parametrize("strategy", ["concat", "interleave_under"])
+def test_all_rows_of_several_datasets_are_mixed(migrate, tmp_path, strategy):
     (tmp_path / "rows.json").write_text("[]")
     (tmp_path / "dataset_info.json").write_text(json.dumps({name: {"file_name": "rows.json"} for name in "ab"}))
-    train = job_of(migrate(CONFIG.format(stage="sft", names="a, b") + strategy))["data"]["train"]
-    assert keys.items() <= train["mix"][0].items() and len(train["mix"]) == 2
-    assert train.get("until") == ("all" if "over" in strategy else None)
+    migration = migrate(f"{CONFIG.format(stage='sft', names='a, b')}mix_strategy: {strategy}\n")
+    assert [source["epochs"] for source in job_of(migration)["data"]["train"]["mix"]] == [1, 1]
+    assert fate_of(migration, "mix_strategy")[0] == ("not_needed" if strategy == "concat" else "not_possible")

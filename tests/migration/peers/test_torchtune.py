@@ -125,7 +125,7 @@ def test_quantization_aware_training_is_out_of_scope(migrate):
     migration = migrate(
         LORA + "quantizer:\n  _component_: torchtune.training.quantization.Int8DynActInt4WeightQATQuantizer\n"
     )
-    assert migration.draft.out_of_scope == "quantization-aware training"
+    assert migration.draft.out_of_scope == "QAT"
 
 
 def test_an_unknown_dataset_builder_is_named(migrate):

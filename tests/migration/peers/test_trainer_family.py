@@ -179,7 +179,6 @@ def test_gkd_samples_from_the_student_unless_lmbda_is_0(migrate):
     assert "of the steps in TRL" not in off.job and fate_of(off, "lmbda")[0] == "not_needed"
     written = migrate(GKD + "lmbda: 1.0\n")
     assert fate_of(written, "lmbda")[0] == "not_possible"
-    assert written.draft.out_of_scope == "on-policy distillation"
 
 
 def test_data_files_of_a_builder_are_the_file(migrate, tmp_path):
