@@ -135,7 +135,7 @@ def test_patterns_that_select_no_layers_are_unchanged(job, architecture):
         ("model.train_only", "model.layers.31.*", "model.layers.1.*"),
         ("model.freeze", "model.layers.20.self_attn.*", "model.layers.1.self_attn.*"),
         ("model.freeze", "*.layers.15.*", "*.layers.0.*"),
-        ("model.freeze", "*.layers.3[01].*", "*.layers.*.*"),
+        ("model.train_only", "*.layers.3[01].*", "*.layers.*.*"),
     ],
 )
 def test_a_layer_is_mapped_by_its_depth(job, architecture, key, pattern, mapped):
