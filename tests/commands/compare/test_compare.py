@@ -40,24 +40,6 @@ def runs(tmp_path: Path) -> list[Path]:
     return [first, second]
 
 
-def test_speed_up_efficiency_and_cost_of_four_processes_compared_with_one(runs: list[Path]):
-    comparison = build_comparison(runs, price=2.0)
-    one, four = comparison.time_to_metric.reached
-    assert comparison.time_to_metric.metric == "evaluation/loss"
-    assert one.step == four.step
-    assert one.seconds == one.step * 0.5 + 2.0 * (one.step // 20 - 1)  # its own evaluation comes after it
-    assert four.speedup == pytest.approx(one.seconds / four.seconds)
-    assert four.efficiency == pytest.approx(four.speedup / 4)
-    assert four.cost == pytest.approx(2.0 * 4 * four.seconds / 3600)
-
-
-def test_the_first_step_at_the_level_or_better_counts(runs: list[Path]):
-    one, _ = build_comparison(runs, metric="exact_match", level=0.5).time_to_metric.reached
-    assert one.step == 60  # 0.2, 0.4, 0.6
-    never, _ = build_comparison(runs, metric="exact_match", level=1.5).time_to_metric.reached
-    assert never.step is None
-
-
 def test_only_differing_settings_are_listed(runs: list[Path]):
     comparison = build_comparison(runs)
     assert [(difference.key, difference.values) for difference in comparison.config] == [
@@ -75,25 +57,22 @@ def test_compare_with_json_prints_only_json(runs: list[Path], capsys: pytest.Cap
 
 
 def test_the_terminal_shows_results_and_verdict(runs: list[Path], capsys: pytest.CaptureFixture):
-    compare_runs(runs, price=2.0)
+    compare_runs(runs)
     printed = " ".join(capsys.readouterr().out.split())
     assert "every loss is bitwise equal at all 100 common steps. Sample order: the same." in printed
-    assert "first at evaluation/loss" in printed
     assert "packages.torch" in printed
 
 
-def test_pages_and_pngs_are_written(runs: list[Path], tmp_path: Path):
-    pytest.importorskip("matplotlib")
-    compare_runs(runs, html=tmp_path / "page.html", png=tmp_path / "png")
+def test_a_page_is_written(runs: list[Path], tmp_path: Path):
+    compare_runs(runs, html=tmp_path / "page.html")
     assert "every loss is bitwise equal" in (tmp_path / "page.html").read_text()
-    assert len(list((tmp_path / "png").glob("*.png"))) >= 8
-    assert (tmp_path / "png" / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_run_is_reported_with_pngs(runs: list[Path], tmp_path: Path):
     pytest.importorskip("matplotlib")
     report(runs[0], png=tmp_path / "png")
     assert (runs[0] / "report.html").stat().st_size > 1_000_000
+    assert (tmp_path / "png" / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "png" / "evaluation-exact_match.png").is_file()
 
 
@@ -117,20 +96,9 @@ def test_steps_taken_again_after_a_restart_replace_the_earlier_ones(tmp_path: Pa
     assert comparison.results[1].last == {}
 
 
-@pytest.mark.parametrize("metric", ["bleu", None])
-def test_wrong_options_are_a_user_error(runs: list[Path], metric: str | None):
+def test_a_single_run_is_a_user_error(runs: list[Path]):
     with refused(UserError):
-        compare_runs(runs if metric else runs[:1], metric=metric)
-
-
-def test_a_diverged_run_does_not_reach_a_level_by_nan_losses(tmp_path: Path):
-    good = write_run(tmp_path / "good", [started(), *(taken(step, 3 - step / 50) for step in range(1, 101))])
-    losses = [3 - step / 50 if step < 50 else "nan" for step in range(1, 101)]
-    bad = write_run(tmp_path / "bad", [started(), *(taken(step, loss) for step, loss in enumerate(losses, start=1))])
-    comparison = build_comparison([good, bad])
-    assert comparison.results[1].training_loss is None
-    assert [time.step for time in comparison.time_to_metric.reached] == [49, 49]
-    assert build_comparison([good, bad], level=1.5).time_to_metric.reached[1].step is None
+        compare_runs(runs[:1])
 
 
 def test_a_folder_without_events_is_a_user_error(tmp_path: Path):
