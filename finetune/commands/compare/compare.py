@@ -301,6 +301,7 @@ def write_comparison(folders: Sequence[Path], target: Path) -> None:
             if result.missing
         ],
         others=list(zip(runs[1:], comparison.agreements, strict=True)),
+        price=None,
         smoothing=SMOOTHING,
         reload_seconds=None,
     )
