@@ -86,9 +86,6 @@ def check(
         int | None, typer.Option(min=1, max=1 << 24, help="Also check that N processes can divide the global batch.")
     ] = None,
     accelerate: OptionalAccelerateFile = None,
-    against: Annotated[
-        Path | None, typer.Option(metavar="RUN", help="Also list the defaults that have changed since this run.")
-    ] = None,
     model: Annotated[
         bool,
         typer.Option("--model", help="Also build the model from its config, without weights or memory. Imports torch."),
@@ -98,9 +95,7 @@ def check(
 
     Loads no weights and no data.
     """
-    check_command.check(
-        job, override or [], num_processes=processes, accelerate_file=accelerate, run=against, tries_model=model
-    )
+    check_command.check(job, override or [], num_processes=processes, accelerate_file=accelerate, tries_model=model)
 
 
 @app.command()

@@ -49,7 +49,7 @@ class Difference:
 
 def config_differences(runs: Sequence[ComparedRun]) -> list[Difference]:
     """Return the keys of resolved.yaml that differ, each value with its source; the run's own folder is left out."""
-    configs = [dict(config_values(run.files.config)) for run in runs]
+    configs = [dict(_config_values(run.files.config)) for run in runs]
     plain = [{key: value for key, (value, _) in config.items()} for config in configs]
     sourced = [
         {key: f"{value}  ({source})" if source else value for key, (value, source) in config.items()}
@@ -78,7 +78,7 @@ def _differing(values: Sequence[Mapping[str, str]]) -> list[str]:
     return [key for key in keys if len({run.get(key) for run in known}) > 1]
 
 
-def config_values(text: str) -> Iterator[tuple[str, tuple[str, str]]]:
+def _config_values(text: str) -> Iterator[tuple[str, tuple[str, str]]]:
     """Yield dotted keys with value and source; keys without effect are comments and left out."""
     path: list[str] = []
     for line in config_lines(text):
