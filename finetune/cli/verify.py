@@ -228,5 +228,7 @@ def test(
     Without a job, on the recipe `quickstart` with the plugin in it. Exit code 1 unless everything passes.
     """
     names = tuple(word.strip() for word in strategies.split(",") if word.strip())
-    request = plugins_command.PluginTest(names, processes, steps, tolerance)
-    return 0 if plugins_command.test_plugin(name, config, override or [], request) else 1
+    passes = plugins_command.test_plugin(
+        name, config, override or [], strategies=names, processes=processes, steps=steps, tolerance=tolerance
+    )
+    return 0 if passes else 1
