@@ -1,12 +1,10 @@
 """`finetune plugins list` shows what is installed; `finetune plugins test` runs audit, parity and resume with one."""
 
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from finetune.commands.init.init import make_recipe
 from finetune.commands.printing import print_facts
 from finetune.config.load import load_config
 from finetune.config.plugins import used_entries
@@ -17,19 +15,6 @@ from finetune.runtime.optional import lazily
 with lazily(freeze=True):  # torch
     from finetune.commands import prepare
     from finetune.commands.verify import runs
-
-RECIPE = "quickstart"
-OVERRIDES = {
-    "tasks": "task={{name: {name}}}",
-    "losses": "task.loss={name}",
-    "optimizers": "train.optimizer={{name: {name}}}",
-    "schedules": "train.schedule={{name: {name}}}",
-    "metrics": "evaluate.generate={{metrics: [{name}]}}",
-    "templates": "data.chat_template={name}",
-    "reporters": "report.reporters=[{name}]",
-    "callbacks": "train.callbacks=[{name}]",
-}
-"""By group, what makes the recipe use an entry; rows of a source or a format need a job of their own."""
 
 
 def list_plugins(config: Path | None, overrides: Sequence[str]) -> None:
@@ -63,7 +48,7 @@ def list_plugins(config: Path | None, overrides: Sequence[str]) -> None:
 
 def test_plugin(
     name: str,
-    config: Path | None,
+    config: Path,
     overrides: Sequence[str],
     *,
     strategies: Sequence[str],
@@ -71,41 +56,26 @@ def test_plugin(
     steps: int,
     tolerance: float,
 ) -> bool:
-    """Run audit, parity and resume on a job that uses the plugin, print a table and return whether all passed.
+    """Run audit, parity and resume on a job that uses the plugin, print their verdicts and return whether all passed.
 
-    Without a job it is a recipe of the package, changed so that it uses the entry of an installed plugin. Raises
-    UserError where the job does not use it.
+    Raises UserError where the job does not use it.
     """
-    with tempfile.TemporaryDirectory(prefix="finetune-plugin-") as folder:
-        if config is None:
-            groups = [group for group in TABLES if entry_points(group, name)]
-            if not groups:
-                raise UserError(
-                    f"no installed plugin has `{name}`: see `finetune plugins list`, or give a job with --config."
-                )
-            if groups[0] not in OVERRIDES:
-                raise UserError(f"`{name}` is in {groups[0]}, which need rows of their own: give a job with --config.")
-            overrides = [*overrides, OVERRIDES[groups[0]].format(name=name)]
-            config = make_recipe(RECIPE, Path(folder))[0]
-        loaded = load_config(config, overrides)
-        used = [(group, entry) for group, entry in used_entries(loaded.config) if entry.name == name]
-        if not used:
-            names = ", ".join(entry.name for _, entry in used_entries(loaded.config)) or "no plugin"
-            raise UserError(f"{config.name} does not use `{name}`; it uses {names}.")
-        stop_at = max(1, steps // 2)
-        parity = partial(runs.run_parity, strategies=strategies, processes=processes)
-        resume = partial(
-            runs.run_resume,
-            stop_at=stop_at,
-            source=f"{strategies[0]}:{processes}",
-            target=f"{strategies[-1]}:{processes}",
-        )
-        results = {"audit": _passes(lambda: prepare.prepare(config, overrides) is None)}
-        for title, check in {
-            f"parity on {processes} processes": parity,
-            f"resume after step {stop_at}": resume,
-        }.items():
-            results[title] = _passes(partial(check, config, overrides=overrides, steps=steps, tolerance=tolerance))
+    loaded = load_config(config, overrides)
+    used = [(group, entry) for group, entry in used_entries(loaded.config) if entry.name == name]
+    if not used:
+        names = ", ".join(entry.name for _, entry in used_entries(loaded.config)) or "no plugin"
+        raise UserError(f"{config.name} does not use `{name}`; it uses {names}.")
+    stop_at = max(1, steps // 2)
+    parity = partial(runs.run_parity, strategies=strategies, processes=processes)
+    resume = partial(
+        runs.run_resume,
+        stop_at=stop_at,
+        source=f"{strategies[0]}:{processes}",
+        target=f"{strategies[-1]}:{processes}",
+    )
+    results = {"audit": _passes(lambda: prepare.prepare(config, overrides) is None)}
+    for title, check in {f"parity on {processes} processes": parity, f"resume after step {stop_at}": resume}.items():
+        results[title] = _passes(partial(check, config, overrides=overrides, steps=steps, tolerance=tolerance))
     print(f"{used[0][0]} {name}, from {used[0][1].plugin}")
     print_facts(((title, "passed" if is_passed else "FAILED") for title, is_passed in results.items()), indent=28)
     return all(results.values())

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rich.table import Table
@@ -189,30 +189,27 @@ def _row(audit: SourceAudit) -> tuple[str, ...]:
     )
 
 
+_NOTES: Mapping[str, str] = {
+    "truncated_rows": "truncated {0.truncated_rows:,} rows: {0.truncated_tokens:,} tokens cut off, "
+    "{0.truncated_targets:,} of them targets",
+    "split_rows": "split {0.split_rows:,} rows into windows; {0.dropped_tokens:,} tokens were in windows without "
+    "a target",
+    "long_rows": "dropped {0.long_rows:,} rows as too long: {0.dropped_tokens:,} tokens, {0.dropped_targets:,} of them "
+    "targets",
+    "rows_without_target": "{0.rows_without_target:,} rows have no target, {0.empty_rows:,} of them empty; the first: "
+    "{0.first_without_target}",
+    "excluded_rows": "excluded {0.excluded_rows:,} rows that are also in data.validation",
+    "unknown_tokens": "{0.unknown_tokens:,} tokens represent text unknown to the tokenizer",
+}
+"""Sentences on a source by the count that they need."""
+
+
 def _source_lines(audit: SourceAudit) -> Iterator[str]:
     counts = audit.counts
     if counts.has_tokens:
         yield f"{audit.key}: longest row {counts.longest:,} tokens: {counts.longest_place}"
-    if counts.truncated_rows:
-        lost = f"{counts.truncated_tokens:,} tokens cut off, {counts.truncated_targets:,} of them targets"
-        yield f"{audit.key}: truncated {counts.truncated_rows:,} rows: {lost}"
-        yield from (f"{audit.key}: {line}" for line in counts.answer_lines)
-    if counts.split_rows:
-        dropped = f"; {counts.dropped_tokens:,} tokens were in windows without a target" * bool(counts.dropped_tokens)
-        yield f"{audit.key}: split {counts.split_rows:,} rows into windows{dropped}"
-    if counts.long_rows:
-        lost = f"{counts.dropped_tokens:,} tokens, {counts.dropped_targets:,} of them targets"
-        yield f"{audit.key}: dropped {counts.long_rows:,} rows as too long: {lost}"
-    if counts.rows_without_target:
-        empty = f", {counts.empty_rows:,} of them empty" if counts.empty_rows else ""
-        yield (
-            f"{audit.key}: {counts.rows_without_target:,} rows have no target{empty}; "
-            f"the first: {counts.first_without_target}"
-        )
-    if counts.excluded_rows:
-        yield f"{audit.key}: excluded {counts.excluded_rows:,} rows that are also in data.validation"
-    if counts.unknown_tokens:
-        yield f"{audit.key}: {counts.unknown_tokens:,} tokens represent text unknown to the tokenizer"
+    yield from (f"{audit.key}: {note.format(counts)}" for name, note in _NOTES.items() if getattr(counts, name))
+    yield from (f"{audit.key}: {line}" for line in counts.answer_lines if counts.truncated_rows)
     if audit.in_validation:
         yield f"{audit.key}: {audit.in_validation:,} samples are also in the validation data"
 

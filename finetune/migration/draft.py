@@ -29,6 +29,7 @@ _SPEED_ALONE = (
     *("data.num_workers", "data.pin_memory", "data.persistent_workers", "data.prefetch_factor", "train.tf32"),
     "data.batching.padding_free",
 )
+"""Keys that change speed alone: a peer's unwritten defaults of these are not taken."""
 
 
 @dataclass(frozen=True)
@@ -113,21 +114,16 @@ class Draft:
 
     def write_unwritten(self) -> None:
         """Write the peer's defaults that are others than ours, of the sections that the job has."""
-        speed = []
         for key, (value, origin) in self.unwritten.items():
             section = key.rpartition(".")[0]
             is_optional = section in ("model.lora", "model.quantization", "evaluate", "export")
             is_of_task = section.startswith("task.") and section != f"task.{self.value('task.name')}"
-            if is_default(key, value) or key in self.entries or key in self.defaults:
+            if is_default(key, value) or key in self.entries or key in self.defaults or key in _SPEED_ALONE:
                 continue
-            if key in _SPEED_ALONE:
-                speed.append(origin.rpartition(", ")[2].partition(": ")[2])
-            elif not is_of_task and (not is_optional or self.has(section)):
+            if not is_of_task and (not is_optional or self.has(section)):
                 whole = self.entries.pop(section, DraftEntry({}))  # a section without keys gets one
                 self.outcomes |= dict.fromkeys(whole.leaves, KeyOutcome("mapped", f"the section `{section}`"))
                 self.put(key, value, comment=f"the default of {origin}")
-        if speed:
-            self.note(f"what changes speed alone keeps our default, not the trainer's: {'; '.join(speed)}.")
 
     def _apply(self, leaf: Leaf, rule: Rule) -> None:
         if rule.kind == "not_needed":

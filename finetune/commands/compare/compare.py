@@ -13,7 +13,7 @@ another seed's luck.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -327,17 +327,20 @@ def print_comparison(comparison: RunComparison) -> None:
             print_facts(facts, indent=max(map(len, names)) + 4)
 
 
+_RESULTS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+    ("state", "state", str),
+    ("processes", "num_processes", str),
+    ("steps", "steps", "{:,}".format),
+    ("tokens", "tokens", format_count),
+    ("training time", "seconds", format_duration),
+)
+
+
 def result_rows(comparison: RunComparison) -> list[tuple[str, ...]]:
     """Return the results as rows: a name, then a text for each run."""
     results = comparison.results
-    rows = [
-        ("state", *(result.state for result in results)),
-        ("processes", *(str(result.num_processes) for result in results)),
-        ("steps", *(f"{result.steps:,}" for result in results)),
-        ("tokens", *(format_count(result.tokens) for result in results)),
-        ("training time", *(format_duration(result.seconds) for result in results)),
-        ("training loss", *(_value(result.training_loss) for result in results)),
-    ]
+    rows = [(title, *(show(getattr(result, name)) for result in results)) for title, name, show in _RESULTS]
+    rows.append(("training loss", *(_value(result.training_loss) for result in results)))
     for metric in sorted({name for result in results for name in result.last}):
         rows.append((f"{metric}, last", *(_value(result.last.get(metric)) for result in results)))
         rows.append((f"{metric}, best", *(_value(result.best.get(metric)) for result in results)))

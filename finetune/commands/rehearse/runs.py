@@ -203,7 +203,7 @@ _MAX_LINES = 4
 
 
 def template_evidence(section: DataSection, data: TrainingData) -> Iterator[str]:
-    """Yield the numbers of samples, tokens and targets of the rows, and of long rows."""
+    """Yield the numbers of samples, tokens and targets of the rows."""
     for key, source in data.sources.items():
         counts = source.counts
         if not counts.rows:
@@ -213,11 +213,6 @@ def template_evidence(section: DataSection, data: TrainingData) -> Iterator[str]
             f"{key}: {counts.rows:,} rows gave {counts.samples:,} samples of {counts.tokens:,} tokens, "
             f"{counts.targets:,} of them targets"
         )
-        if section.max_length is not None and counts.longest > section.max_length:
-            yield (
-                f"{key}: max_length {section.max_length:,}, longest row {counts.longest:,} tokens: "
-                f"{counts.truncated_rows:,} rows truncated, {counts.split_rows:,} split, {counts.long_rows:,} dropped"
-            )
     if section.batching.by == "packs" and data.training.order.num_positions:
         yield f"{data.training.order.num_positions:,} packs"
 

@@ -59,9 +59,8 @@ def _assume(draft: Draft, builder: str, *, is_vision: bool) -> None:
 
 
 def _model(draft: Draft, family: str) -> None:
-    for fact, key in (("folder", "model.name"), ("teacher_folder", "task.distillation.teacher")):
-        if fact in draft.facts:
-            draft.put(key, _hub_name(draft.get(fact), family), fact)
+    if "folder" in draft.facts:
+        draft.put("model.name", _hub_name(draft.get("folder"), family), "folder")
     if draft.has("model.name") and not str(draft.value("model.name")).startswith("/"):
         draft.note(
             f"the weights lie in {draft.get('folder')} there; here they are read from the hub under the name of that "
@@ -112,22 +111,11 @@ def _task(draft: Draft, *, is_vision: bool) -> None:
         for name, key in zip(preference, ("beta", "target_margin", "label_smoothing"), strict=True):
             if name in draft.facts:
                 draft.put(f"task.preference.{key}", draft.get(name), name)
-    elif draft.has("task.distillation.teacher"):
-        draft.put("task.name", "distillation", comment="a teacher's checkpoint in torchtune")
-        _distillation(draft)
     else:
         name = "vision_language_sft" if is_vision else "pretrain" if "text" in reads else "sft"
         draft.put("task.name", name, comment="by model, dataset and loss in torchtune")
     if loss and loss not in (*_TASKS, *_CROSS_ENTROPIES):
         draft.refuse(OWN_LOSS, "loss")
-
-
-def _distillation(draft: Draft) -> None:
-    kind = draft.get("kd_loss", "ForwardKLLoss").lower()
-    divergence = "reverse_kl" if "reverse" in kind else "jsd" if "symmetric" in kind else "forward_kl"
-    draft.put("task.distillation.divergence", divergence, "kd_loss")
-    if draft.get("kd_ratio") is not None:
-        draft.put("task.distillation.cross_entropy_weight", 1 - draft.get("kd_ratio"), "kd_ratio")
 
 
 def _data(draft: Draft) -> None:
@@ -191,14 +179,7 @@ def _reading(draft: Draft, reads: dict[str, Any]) -> dict[str, Any]:
 
 
 def _template(draft: Draft, family: str) -> None:
-    written = str(draft.get("prompt_template", "")).lower()
     name = str(draft.value("model.name", ""))
-    for word, template in (("chatml", "chatml"), ("llama2", "mistral"), ("mistral", "mistral"), ("gemma", "gemma")):
-        if word in written:
-            draft.put("data.chat_template", template, "prompt_template")
-            return
-    if written:
-        draft.refuse("write a Jinja file, and its path in `data.chat_template`.", "prompt_template")
     key = next((key for key in _TEMPLATES if family.startswith(key)), None)
     if draft.value("task.name") in ("pretrain",) or key is None or CHAT_NAMES.search(name.partition("/")[2]):
         return
