@@ -73,7 +73,7 @@ def test_plugin(
         source=f"{strategies[0]}:{processes}",
         target=f"{strategies[-1]}:{processes}",
     )
-    results = {"audit": _passes(lambda: prepare.prepare(config, overrides) is None)}
+    results = {"audit": _passes(lambda: prepare.tokenize_data(loaded) is not None)}
     for title, check in {f"parity on {processes} processes": parity, f"resume after step {stop_at}": resume}.items():
         results[title] = _passes(partial(check, config, overrides=overrides, steps=steps, tolerance=tolerance))
     print(f"{used[0][0]} {name}, from {used[0][1].plugin}")
