@@ -279,17 +279,9 @@ def compare(
     runs: Runs,
     html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Also write a page with curves.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the comparison as JSON.")] = False,
-    metric: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Metric whose level is to be reached: `loss` or another of the evaluation."),
-    ] = None,
-    level: Annotated[
-        float | None, typer.Option(metavar="VALUE", help="The level. Default: the best that all runs reach.")
-    ] = None,
-    price: Price = None,
 ) -> None:
-    """Compare runs: results, time and money to a level, config and environment, and whether their losses are the same.
+    """Compare runs: results, config and environment, and whether their losses are the same.
 
     Works on unfinished runs, too. See docs/how-to/reports.md.
     """
-    compare_command.compare_runs(runs, html=html, json=json, metric=metric, level=level, price=price)
+    compare_command.compare_runs(runs, html=html, json=json)

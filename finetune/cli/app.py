@@ -86,9 +86,6 @@ def check(
         int | None, typer.Option(min=1, max=1 << 24, help="Also check that N processes can divide the global batch.")
     ] = None,
     accelerate: OptionalAccelerateFile = None,
-    against: Annotated[
-        Path | None, typer.Option(metavar="RUN", help="Also list the defaults that have changed since this run.")
-    ] = None,
     model: Annotated[
         bool,
         typer.Option("--model", help="Also build the model from its config, without weights or memory. Imports torch."),
@@ -98,9 +95,7 @@ def check(
 
     Loads no weights and no data.
     """
-    check_command.check(
-        job, override or [], num_processes=processes, accelerate_file=accelerate, run=against, tries_model=model
-    )
+    check_command.check(job, override or [], num_processes=processes, accelerate_file=accelerate, tries_model=model)
 
 
 @app.command()
@@ -123,9 +118,6 @@ def preview(
     config: Annotated[Path | None, typer.Option("--config", metavar="JOB.yaml", help="The job file.")] = None,
     override: Overrides = None,
     rows: Annotated[int, typer.Option("--rows", min=1, metavar="N", help="Number of samples to show.")] = 8,
-    html: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="Also write samples and audit to one HTML page.")
-    ] = None,
     start: Annotated[
         int, typer.Option("--from", min=0, metavar="POSITION", help="Start at this position of the data order.")
     ] = 0,
@@ -140,15 +132,15 @@ def preview(
     instead of a job: columns and rows of any file, how it would be read, and the lines of a job that read it.
     """
     if file is not None:
-        if config is not None or override or html is not None or start:
-            raise UserError("preview: --config, --set, --html and --from are for a job. Leave them out, or FILE.")
+        if config is not None or override or start:
+            raise UserError("preview: --config, --set and --from are for a job. Leave them out, or FILE.")
         preview_file_command.preview_file(file, num_rows=rows, tokenizer=tokenizer)
     elif config is None:
         raise UserError("preview: write --config JOB.yaml, or a FILE of rows.")
     elif tokenizer is not None:
         raise UserError("--tokenizer: the job names its tokenizer. Leave it out.")
     else:
-        preview_command.preview(config, override or [], num_rows=rows, html=html, start=start)
+        preview_command.preview(config, override or [], num_rows=rows, start=start)
 
 
 @app.command()

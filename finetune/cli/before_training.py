@@ -70,9 +70,6 @@ def init(
     lora: Annotated[
         bool | None, typer.Option("--lora/--full", help="Without a recipe: train LoRA adapters, or all weights.")
     ] = None,
-    prove: Annotated[
-        bool, typer.Option("--prove", help="With --from: print the learning rates of both next to each other.")
-    ] = False,
     strict: Annotated[bool, typer.Option("--strict", help="With --from: exit code 2 if keys are unknown.")] = False,
 ) -> int:
     """Write a recipe, a commented job file, to a folder. Without a name, ask five questions, or list the recipes.
@@ -87,9 +84,9 @@ def init(
     if peer_file is not None:
         if name is not None or strategy is not None:
             raise UserError("--from: leave out the recipe and --strategy; the accelerate file follows from the config.")
-        return init_command.init_from(peer_file, into, peer=peer, gpus=gpus, is_strict=strict, proves=prove)
-    if peer is not None or strict or prove:
-        raise UserError("--peer, --strict, --prove: they need --from FILE.")
+        return init_command.init_from(peer_file, into, peer=peer, gpus=gpus, is_strict=strict)
+    if peer is not None or strict:
+        raise UserError("--peer, --strict: they need --from FILE.")
     has_answers = answers != questions_command.InitAnswers()
     if name is None and (has_answers or strategy is None) and questions_command.is_asked(answers):
         questions_command.init_by_answers(answers, into, strategy=strategy)

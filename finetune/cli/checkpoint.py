@@ -52,13 +52,13 @@ def ls(
 
 @app.command()
 @handle_errors
-def show(run: Run, step: Step = None, json: Json = False) -> None:
+def show(run: Run, step: Step = None) -> None:
     """Show the details of one checkpoint.
 
     The state digest covers parameters, optimizer state, step and samples. It is equal for equal training states,
     whatever strategy wrote them.
     """
-    checkpoint_command.show_checkpoint(run, step=step, as_json=json)
+    checkpoint_command.show_checkpoint(run, step=step)
 
 
 @app.command("verify")

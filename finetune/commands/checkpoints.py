@@ -16,7 +16,6 @@ from finetune.checkpoint.format.manifest import Manifest
 from finetune.checkpoint.read.inventory import (
     BadFile,
     CheckpointEntry,
-    TensorCount,
     count_tensors,
     find_leftovers,
     find_problems,
@@ -91,13 +90,9 @@ def list_checkpoints(run: Path, *, verifies: bool, as_json: bool) -> None:
         print(f"  {left.path.name} ({format_size(left.size_bytes)}) {left.meaning}")
 
 
-def show_checkpoint(run: Path, *, step: int | None, as_json: bool) -> None:
+def show_checkpoint(run: Path, *, step: int | None) -> None:
     """Print all facts about one checkpoint: of the step, the newest, or the given folder."""
-    checkpoint = _checked(read_entry(select_checkpoint(locate_run(run), step=step)), read_all=False)
-    if as_json:
-        print_json(_facts(checkpoint) | _contents(checkpoint.entry))
-        return
-    print_facts(checkpoint_facts(checkpoint, counts=count_tensors(checkpoint.entry), now=time.time()))
+    print_facts(_details(_checked(read_entry(select_checkpoint(locate_run(run), step=step)), read_all=False)))
 
 
 def verify_checkpoints(run: Path, *, step: int | None) -> bool:
@@ -128,9 +123,7 @@ def verify_checkpoints(run: Path, *, step: int | None) -> bool:
     return are_good
 
 
-def checkpoint_facts(
-    checkpoint: CheckedCheckpoint, *, counts: Sequence[TensorCount], now: float
-) -> Iterator[tuple[str, str]]:
+def _details(checkpoint: CheckedCheckpoint) -> Iterator[tuple[str, str]]:
     """Yield the facts about one checkpoint, as names and texts."""
     entry, manifest = checkpoint.entry, checkpoint.entry.manifest
     yield "step", str(entry.step)
@@ -143,20 +136,17 @@ def checkpoint_facts(
     yield "state digest", manifest.state_sha256 or ABSENT
     yield "samples digest", str(progress.get("samples_sha256") or ABSENT)
     date = datetime.fromtimestamp(manifest.created, UTC).astimezone().strftime("%Y-%m-%d %H:%M")
-    yield "written", f"{date}, {age_text(now - manifest.created)} ago, by {_origin(manifest)}"
+    yield "written", f"{date}, {age_text(time.time() - manifest.created)} ago, by {_origin(manifest)}"
     yield "metrics", _metrics(manifest.metrics)
     yield "progress", _progress(progress)
-    for count in counts:
+    for count in count_tensors(entry):
         tensors = f"{count.num_tensors} tensor{'' if count.num_tensors == 1 else 's'}"
         yield count.kind, f"{tensors}, {count.num_elements:,} elements, {', '.join(count.dtypes)}"
     yield "versions", ", ".join(f"{name} {number}" for name, number in manifest.versions.items())
     sizes = {name: f"{format_size(file.size_bytes)}, sha256 {file.sha256}" for name, file in manifest.files.items()}
     yield from _mapping(f"{len(sizes)} files", sizes)
-    yield from _mapping(
-        "identity", {name: value for name, value in manifest.run.identity.items() if value not in UNUSED_VALUES}
-    )
-    if manifest.run.settings:
-        yield "settings", f"{len(manifest.run.settings)} others, which may change on resume: see --json"
+    for title, values in (("identity", manifest.run.identity), ("settings", manifest.run.settings)):
+        yield from _mapping(title, {name: value for name, value in values.items() if value not in UNUSED_VALUES})
 
 
 def age_text(seconds: float) -> str:
@@ -186,8 +176,7 @@ def _cells(entry: CheckpointEntry) -> tuple[str | Text, ...]:
     manifest = entry.manifest
     if manifest is None:
         return (str(entry.step), ABSENT, ABSENT, ABSENT)
-    shown = 1 if width() < 70 else 2 if width() < 90 else 3
-    metrics = dict(list(manifest.metrics.items())[:shown])
+    metrics = dict(list(manifest.metrics.items())[: max(1, width() // 30 - 1)])
     size, age = format_size(manifest.size_bytes), age_text(time.time() - manifest.created)
     return (str(entry.step), size, age, Text(_metrics(metrics)))
 
@@ -208,11 +197,8 @@ def _origin(manifest: Manifest | None) -> str:
 
 def _progress(progress: Mapping[str, object]) -> str:
     shown = {name: value for name, value in progress.items() if isinstance(value, int | float) and name != "version"}
-    return ", ".join(f"{name.removeprefix('num_')} {_number(value)}" for name, value in shown.items()) or ABSENT
-
-
-def _number(value: float) -> str:
-    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+    texts = {name: f"{value:,}" if isinstance(value, int) else f"{value:.4g}" for name, value in shown.items()}
+    return ", ".join(f"{name.removeprefix('num_')} {text}" for name, text in texts.items()) or ABSENT
 
 
 _MAX_LISTED = 4
@@ -234,26 +220,6 @@ def _facts(checkpoint: CheckedCheckpoint) -> dict[str, Any]:
             "state_sha256": manifest.state_sha256,
         }
     return known | {"is_good": checkpoint.is_good, "problems": list(checkpoint.problems)}
-
-
-def _contents(entry: CheckpointEntry) -> dict[str, Any]:
-    manifest = entry.manifest
-    if manifest is None:
-        return {}
-    files = {name: {"size_bytes": file.size_bytes, "sha256": file.sha256} for name, file in manifest.files.items()}
-    counts = [
-        {"kind": count.kind, "tensors": count.num_tensors, "numbers": count.num_elements, "dtypes": list(count.dtypes)}
-        for count in count_tensors(entry)
-    ]
-    return {
-        "progress": dict(entry.progress),
-        "identity": dict(manifest.run.identity),
-        "settings": dict(manifest.run.settings),
-        "versions": dict(manifest.versions),
-        "format_version": manifest.format_version,
-        "tensors": counts,
-        "files": files,
-    }
 
 
 GOALS = ("minimize", "maximize")

@@ -2,11 +2,9 @@
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from rich.progress import BarColumn, Progress, TaskID
 from rich.table import Table
 
 from finetune.commands.printing import print_facts, print_table, width
@@ -18,7 +16,6 @@ from finetune.data.token_cache.counts import REMEDY
 from finetune.errors import DataError
 from finetune.report.reporter import RunLog, print_line
 from finetune.run.setup.training_data import audit_training_data, make_run_plan, make_training_data, verify_sets
-from finetune.runtime.text import rich_console
 from finetune.runtime.text.terminal import quiet_libraries
 
 HEAD = (
@@ -58,14 +55,13 @@ def tokenize_data(loaded: LoadedConfig) -> Audit:
     quiet_libraries(is_main=True)
     config = loaded.config
     try:
-        with show_progress() as (log, on_progress):
-            training_data = make_training_data(
-                without_audit_limits(config),
-                RunLog(is_main=True, write=log),
-                on_progress=on_progress,
-                locations=loaded.sources,
-            )
-            verify_sets(training_data)
+        training_data = make_training_data(
+            without_audit_limits(config),
+            RunLog(is_main=True),
+            on_progress=ProgressLines(),
+            locations=loaded.sources,
+        )
+        verify_sets(training_data)
     except KeyboardInterrupt:
         print("Progress is saved. Run the same command to resume.", file=sys.stderr)
         raise
@@ -97,7 +93,7 @@ def print_audit(audit: Audit) -> None:
     else:
         facts = ((row[0], ", ".join(map(" ".join, zip(head[1:], row[1:], strict=True)))) for row in rows)
         print_facts(facts, indent=max(len(row[0]) for row in rows) + _GAP)
-    for line in (*audit_lines(audit), *(audit.template.lines() if audit.template else ())):
+    for line in (*_audit_lines(audit), *(audit.template.lines() if audit.template else ())):
         print(line)
 
 
@@ -116,8 +112,8 @@ def audit_rows(audit: Audit) -> list[tuple[str, ...]]:
     return [tuple(row[column] for column in columns) for row in rows]
 
 
-def audit_lines(audit: Audit, *, draws: bool = True) -> Iterator[str]:
-    """Yield the notes below the table, with text histograms if `draws`; nothing for counts of 0."""
+def _audit_lines(audit: Audit) -> Iterator[str]:
+    """Yield the notes below the table, with text histograms; nothing for counts of 0."""
     total, classes, padding = audit.total, audit.classes, audit.padding
     for source in _shown(audit):
         if source.key != "total":
@@ -133,7 +129,7 @@ def audit_lines(audit: Audit, *, draws: bool = True) -> Iterator[str]:
     if audit.num_sequences:
         per_sample = audit.num_sequences / max(1, total.counts.samples)
         yield f"texts that the model reads: {audit.num_sequences:,}, {per_sample:.1f} per sample"
-    if draws and total.counts.has_tokens:
+    if total.counts.has_tokens:
         if total.lengths is not None and total.length_quantiles:
             yield "lengths: " + ", ".join(f"{name} {value:,}" for name, value in total.length_quantiles.items())
             yield f"         0 |{sparkline(total.lengths)}| {total.lengths.edges[-1]:,.0f} tokens"
@@ -147,23 +143,6 @@ def audit_lines(audit: Audit, *, draws: bool = True) -> Iterator[str]:
         if padding.filled is not None:
             yield f"filled: {padding.filled:.1%} of {padding.budget:,} tokens per position, on average"
     yield from (f"LIMIT {limit}" for limit in audit.exceeded)
-
-
-def headline_numbers(audit: Audit) -> Iterator[tuple[str, str, str]]:
-    """Yield the headline numbers: name, value and note."""
-    counts, padding = audit.total.counts, audit.padding
-    share = counts.targets / counts.tokens if counts.tokens else 0.0
-    yield "samples", f"{counts.samples:,}", f"from {counts.rows:,} rows"
-    if counts.has_tokens:
-        yield "tokens", f"{counts.tokens:,}", f"{counts.tokens / max(1, counts.samples):,.0f} per sample"
-        yield "targets", f"{share:.1%}", f"{counts.targets:,} tokens count in the loss"
-        yield "longest row", f"{counts.longest:,}", "tokens, before truncation"
-    if padding is not None:
-        yield "padding", f"{padding.share:.1%}", f"of the computed positions; plain batches {padding.plain_share:.1%}"
-        if padding.filled is not None:
-            yield "filled", f"{padding.filled:.1%}", f"of {padding.budget:,} tokens, on average"
-    if audit.total.duplicates is not None:
-        yield "duplicates", f"{audit.total.duplicates:,}", "samples equal to an earlier one"
 
 
 def sparkline(histogram: Histogram) -> str:
@@ -210,30 +189,27 @@ def _row(audit: SourceAudit) -> tuple[str, ...]:
     )
 
 
+_NOTES: Mapping[str, str] = {
+    "truncated_rows": "truncated {0.truncated_rows:,} rows: {0.truncated_tokens:,} tokens cut off, "
+    "{0.truncated_targets:,} of them targets",
+    "split_rows": "split {0.split_rows:,} rows into windows; {0.dropped_tokens:,} tokens were in windows without "
+    "a target",
+    "long_rows": "dropped {0.long_rows:,} rows as too long: {0.dropped_tokens:,} tokens, {0.dropped_targets:,} of them "
+    "targets",
+    "rows_without_target": "{0.rows_without_target:,} rows have no target, {0.empty_rows:,} of them empty; the first: "
+    "{0.first_without_target}",
+    "excluded_rows": "excluded {0.excluded_rows:,} rows that are also in data.validation",
+    "unknown_tokens": "{0.unknown_tokens:,} tokens represent text unknown to the tokenizer",
+}
+"""Sentences on a source by the count that they need."""
+
+
 def _source_lines(audit: SourceAudit) -> Iterator[str]:
     counts = audit.counts
     if counts.has_tokens:
         yield f"{audit.key}: longest row {counts.longest:,} tokens: {counts.longest_place}"
-    if counts.truncated_rows:
-        lost = f"{counts.truncated_tokens:,} tokens cut off, {counts.truncated_targets:,} of them targets"
-        yield f"{audit.key}: truncated {counts.truncated_rows:,} rows: {lost}"
-        yield from (f"{audit.key}: {line}" for line in counts.answer_lines)
-    if counts.split_rows:
-        dropped = f"; {counts.dropped_tokens:,} tokens were in windows without a target" * bool(counts.dropped_tokens)
-        yield f"{audit.key}: split {counts.split_rows:,} rows into windows{dropped}"
-    if counts.long_rows:
-        lost = f"{counts.dropped_tokens:,} tokens, {counts.dropped_targets:,} of them targets"
-        yield f"{audit.key}: dropped {counts.long_rows:,} rows as too long: {lost}"
-    if counts.rows_without_target:
-        empty = f", {counts.empty_rows:,} of them empty" if counts.empty_rows else ""
-        yield (
-            f"{audit.key}: {counts.rows_without_target:,} rows have no target{empty}; "
-            f"the first: {counts.first_without_target}"
-        )
-    if counts.excluded_rows:
-        yield f"{audit.key}: excluded {counts.excluded_rows:,} rows that are also in data.validation"
-    if counts.unknown_tokens:
-        yield f"{audit.key}: {counts.unknown_tokens:,} tokens represent text unknown to the tokenizer"
+    yield from (f"{audit.key}: {note.format(counts)}" for name, note in _NOTES.items() if getattr(counts, name))
+    yield from (f"{audit.key}: {line}" for line in counts.answer_lines if counts.truncated_rows)
     if audit.in_validation:
         yield f"{audit.key}: {audit.in_validation:,} samples are also in the validation data"
 
@@ -244,74 +220,26 @@ def _with_share(number: int, whole: int) -> str:
 
 SECONDS_BETWEEN_LINES = 10.0
 
-Clock = Callable[[], float]
-Log = Callable[[str], None]
-OnProgress = Callable[[str, int, int | None], None]
-
-
-@contextmanager
-def show_progress() -> Iterator[tuple[Log, OnProgress]]:
-    """Yield a log function and a progress callback `(key, rows done, rows in total)`."""
-    if not sys.stdout.isatty():
-        yield print_line, ProgressLines(log=print_line)
-        return
-    console, text = rich_console.SafeConsole(), rich_console.SafeTextColumn
-    columns = (text("{task.description}"), BarColumn(), text("{task.fields[progress]}"))
-    with rich_console.SafeProgress(*columns, console=console, transient=True) as progress:
-        yield lambda line: console.print(line, markup=False, soft_wrap=True), ProgressBars(progress)
-
 
 class ProgressLines:
-    """Logs a line of progress for each source every few seconds."""
+    """Logs a line of progress for each source every few seconds; rows that were already done do not count as fast."""
 
-    def __init__(self, *, log: Log, clock: Clock = time.monotonic) -> None:
+    def __init__(self, *, log: Callable[[str], None] = print_line, clock: Callable[[], float] = time.monotonic) -> None:
         self._log = log
         self._clock = clock
-        self._paces: dict[str, Pace] = {}
+        self._starts: dict[str, tuple[int, float]] = {}  # rows that were there, and when
         self._logged_at: dict[str, float] = {}
 
     def __call__(self, key: str, rows: int, num_rows: int | None) -> None:
         """Log the progress of the source if enough time has passed since its last line."""
         now = self._clock()
-        pace = self._paces.setdefault(key, Pace(rows, now))
-        if now - self._logged_at.setdefault(key, now) >= SECONDS_BETWEEN_LINES:
-            self._logged_at[key] = now
-            self._log(f"{key}: {pace.format_progress(rows, num_rows, now=now)}")
-
-
-class ProgressBars:
-    """Shows a progress bar for each source."""
-
-    def __init__(self, progress: Progress, *, clock: Clock = time.monotonic) -> None:
-        self._progress = progress
-        self._clock = clock
-        self._bars: dict[str, tuple[TaskID, Pace]] = {}
-
-    def __call__(self, key: str, rows: int, num_rows: int | None) -> None:
-        """Update the bar of the source."""
-        now = self._clock()
-        if key not in self._bars:
-            self._bars[key] = self._progress.add_task(key, total=num_rows, progress=""), Pace(rows, now)
-        bar, pace = self._bars[key]
-        self._progress.update(bar, completed=rows, progress=pace.format_progress(rows, num_rows, now=now))
-
-
-class Pace:
-    """Rows per second since the display started; rows that were already done do not count."""
-
-    def __init__(self, rows: int, now: float) -> None:
-        self._first_rows = rows
-        self._first_seconds = now
-
-    def format_progress(self, rows: int, num_rows: int | None, *, now: float) -> str:
-        """Return the progress as text, with the remaining time if the number of rows is known.
-
-        >>> Pace(0, 10.0).format_progress(2_000, 10_000, now=14.0)
-        '2,000 of 10,000 rows (20%), 500 rows/s, 16 s left'
-        """
-        seconds = now - self._first_seconds
-        per_second = (rows - self._first_rows) / seconds if seconds > 0 else 0.0
+        first_rows, start = self._starts.setdefault(key, (rows, now))
+        if now - self._logged_at.setdefault(key, now) < SECONDS_BETWEEN_LINES:
+            return
+        self._logged_at[key] = now
+        per_second = (rows - first_rows) / (now - start)
         if not num_rows:
-            return f"{rows:,} rows, {per_second:,.0f} rows/s"
+            self._log(f"{key}: {rows:,} rows, {per_second:,.0f} rows/s")
+            return
         left = f", {(num_rows - rows) / per_second:,.0f} s left" if per_second else ""
-        return f"{rows:,} of {num_rows:,} rows ({rows / num_rows:.0%}), {per_second:,.0f} rows/s{left}"
+        self._log(f"{key}: {rows:,} of {num_rows:,} rows ({rows / num_rows:.0%}), {per_second:,.0f} rows/s{left}")

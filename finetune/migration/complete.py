@@ -5,6 +5,7 @@ The facts have the same names, whatever the peer calls its keys.
 
 import json
 import re
+from collections.abc import Mapping
 from glob import has_magic
 from pathlib import Path
 from typing import Any
@@ -12,25 +13,16 @@ from typing import Any
 from finetune.config.paths import absolute_path, is_path, is_url
 from finetune.config.rules.files import first_matches
 from finetune.config.schema import branches, node_at
-from finetune.migration.draft import Draft, KeyOutcome
-from finetune.migration.rules import is_off, read_file
+from finetune.migration.draft import OFF, Draft, KeyOutcome
+from finetune.migration.rules import is_off
 from finetune.migration.rules import path as path_of
 from finetune.migration.source import is_present
 from finetune.registry.observers import TRACKERS
 
 _USED = ("wandb", "trackio", "swanlab", "mlflow", "tensorboard", "comet_ml")
-LEFT_OVER = {name: why for why, names in read_file("left_over").items() for name in names.split()}
-"""Why a fact that no key was written from is not needed."""
-
 ADDRESS_FACTS = ("path", "name", "config", "revision", "split", "data_files", "files", "dataset", "take")
 SOURCE_KEYS = ("name", "path", "config", "revision", "split", "format", "columns", "template", "take")
 
-_SCHEDULES = {
-    **dict.fromkeys(("linear", "linear_with_warmup"), "linear"),
-    **dict.fromkeys(("cosine", "cosine_with_warmup", "cosine_with_min_lr"), "cosine"),
-    **dict.fromkeys(("constant", "constant_with_warmup"), "constant"),
-    **dict.fromkeys(("warmup_stable_decay", "wsd"), "warmup_stable_decay"),
-}
 _ADAPT = "there: adapt it to the steps of your data"
 
 
@@ -64,11 +56,17 @@ def complete(draft: Draft) -> None:
         for key in ("project", "entity", "group", "tags", "run_name"):
             draft.withdraw(f"report.{key}", KeyOutcome("not_needed", "there is no tracker"))
     _strategy(draft)
-    for name, (_, leaf) in draft.facts.items():
-        if (reason := LEFT_OVER.get(name.partition(".")[0])) is not None:
-            draft.outcomes.setdefault(leaf.key, KeyOutcome("not_needed", reason))
+    for name, (value, _) in draft.facts.items():
+        reason = draft.peer.table.left_over.get(name.partition(".")[0], OFF if is_off(value) else None)
+        if reason is not None:
+            draft.drop(reason, name)
     advice = "it has no effect next to the other keys: look for it in docs/reference/job/."
     draft.refuse(advice, *draft.facts)
+
+
+def renamed(columns: Mapping[str, str | None]) -> dict[str, str]:
+    """Return the columns that have another name in the rows."""
+    return {name: theirs for name, theirs in columns.items() if theirs not in (None, "", name)}
 
 
 def source_of(text: str, folder: Path) -> dict[str, Any]:
@@ -86,21 +84,19 @@ def locate(address: str, folder: Path) -> str:
         return address
     texts = (address, address.replace("\\", "/"))
     candidates = [absolute_path(text, base) for text in texts for base in (Path.cwd(), folder)]
-    found = next((path for path in candidates if _exists(Path(path))), None)
-    return found or (candidates[1] if is_path(address) else address)
-
-
-def _exists(path: Path) -> bool:
     try:
-        return path.exists() or (has_magic(str(path)) and bool(first_matches(path)))
+        for path in candidates:
+            if Path(path).exists() or (has_magic(path) and first_matches(Path(path))):
+                return path
     except OSError:  # a name that is too long for a file system
-        return False
+        pass
+    return candidates[1] if is_path(address) else address
 
 
 def locate_inputs(draft: Draft) -> None:
     """Make the paths of what the job reads absolute, as the job is in another folder; what it writes stays with it."""
     for key, entry in draft.entries.items():
-        if not isinstance(entry.value, str) or key.endswith("folder") or entry.value.removeprefix("./") in draft.files:
+        if not isinstance(entry.value, str) or key.endswith("folder"):
             continue
         kinds = {branch.get("format") for branch in branches(node_at(key) or {})}
         may_be_bare = "name or path" in kinds and key != "data.chat_template"
@@ -157,7 +153,7 @@ def _adapter(draft: Draft) -> None:
     elif bits is not None:
         draft.put("model.quantization.bits", bits, "is_4bit", "is_8bit", "bits")
     if not draft.has("model.quantization.bits"):
-        draft.withdraw("model.quantization", KeyOutcome("not_needed", LEFT_OVER["bits"]))
+        draft.withdraw("model.quantization", KeyOutcome("not_needed", draft.peer.table.left_over["bits"]))
     if draft.get("adapter_path"):
         draft.withdraw("model.lora", KeyOutcome("not_needed", "the config of the adapter in `model.adapter` has it"))
         draft.put("model.adapter", path_of(draft.get("adapter_path")), "adapter_path", "adapter")
@@ -228,10 +224,8 @@ def _budget(draft: Draft) -> None:
 def _schedule(draft: Draft) -> None:
     written = draft.get("schedule")
     warmup = next((name for name in ("warmup_steps", "warmup_ratio") if draft.get(name)), None)
-    if written is not None and written not in _SCHEDULES:
-        draft.refuse("choose linear, cosine, constant or warmup_stable_decay in `train.schedule.name`.", "schedule")
-    elif written is not None:
-        draft.put("train.schedule.name", _SCHEDULES[written], "schedule")
+    if written is not None:
+        draft.put("train.schedule.name", written.removesuffix("_with_warmup"), "schedule")
     if written == "constant" and warmup is not None:
         draft.drop("the trainer's `constant` has no warmup: `constant_with_warmup` has one", warmup)
         draft.note("the trainer's `constant` ignores the warmup, and none is written here.")
@@ -311,19 +305,14 @@ def zero_stage(config: Any, folder: Path) -> tuple[int | None, bool]:
     settings = config
     if isinstance(config, str):
         path = next((path for path in (Path(config), folder / config) if is_present(path)), None)
-        if path is None:
-            words = (
-                Path(config).stem.lower().replace("_", "").replace("-", "").replace("zero", "z").replace("stage", "z")
-            )
-            stages = [stage for stage in (0, 1, 2, 3) if f"z{stage}" in words]
-            return (stages[0] if len(stages) == 1 else None), "offload" in config.lower()
+        if path is None:  # `zero2_offload.json`, `ds_z3_config.json`, `zero_stage1.json`
+            stage = re.search(r"z(?:ero)?[_-]?(?:stage)?[_-]?([0-3])", Path(config).stem.lower())
+            return (None if stage is None else int(stage[1])), "offload" in config.lower()
         try:
             settings = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return None, False
-    if not isinstance(settings, dict):
+    zero = settings.get("zero_optimization", {"stage": 0}) if isinstance(settings, dict) else None
+    if not isinstance(zero, dict) or zero.get("stage", 0) not in (0, 1, 2, 3):
         return None, False
-    zero = settings.get("zero_optimization", {"stage": 0})
-    stage = zero.get("stage", 0) if isinstance(zero, dict) else None
-    is_offloaded = isinstance(zero, dict) and bool(zero.keys() & {"offload_optimizer", "offload_param"})
-    return (stage if stage in (0, 1, 2, 3) else None), is_offloaded
+    return zero.get("stage", 0), bool(zero.keys() & {"offload_optimizer", "offload_param"})

@@ -1,29 +1,35 @@
 """A job while it is put together: our keys, the peer's keys that each is from, and what becomes of the others.
 
-And what is known of each trainer whose configs can be read, and what their rows and prompts have in common.
+And what the peers' rows and prompts have in common.
 """
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from pathlib import Path
 from typing import Any, Literal
 
 from finetune.config.formatting import did_you_mean
 from finetune.config.schema import node_at
-from finetune.migration.rules import Header, NoCounterpart, Rule, Table, is_off, read_header, read_key_table
+from finetune.migration.rules import (
+    OUT_OF_SCOPE,
+    NoCounterpart,
+    PeerTable,
+    Rule,
+    is_off,
+    read_defaults,
+    read_table,
+)
 from finetune.migration.source import Leaf, PeerFile
 from finetune.runtime.text.terminal import format_json
 
 Fate = Literal["mapped", "not_needed", "not_possible", "unknown"]
 UNSET = "it is unset in the file, too"
+OFF = "it is off in the file, too"
 _SPEED_ALONE = (
     *("data.num_workers", "data.pin_memory", "data.persistent_workers", "data.prefetch_factor", "train.tf32"),
     "data.batching.padding_free",
 )
-_DEFAULTS = Path(__file__).with_name("defaults.json")
+"""Keys that change speed alone: a peer's unwritten defaults of these are not taken."""
 
 
 @dataclass(frozen=True)
@@ -57,33 +63,34 @@ class Draft:
     unwritten: dict[str, tuple[Any, str]] = field(default_factory=dict)  # our keys by the peer's unwritten defaults
     defaults: set[str] = field(default_factory=set)  # keys that the peer's file gives our default
     notes: list[str] = field(default_factory=list)  # what meant something else there
-    files: dict[str, str] = field(default_factory=dict)  # to be written next to the job
     strategy: str = "single"
     is_sharded: bool = False  # by FSDP, whatever its keys say
     loads_bf16: bool = False  # the peer loads weights in bf16 if it computes in it
-    out_of_scope: str = ""  # the objective that is not one of ours
+
+    @property
+    def out_of_scope(self) -> str:
+        """Return the objective of the file that is not one of ours, empty for others."""
+        reasons = {self.outcomes[key].text for key in self.keys_of("not_possible")}
+        return next((name for reason, name in OUT_OF_SCOPE.items() if reason in reasons), "")
 
     def apply(self) -> None:
         """Look up every leaf in the peer's table: write its key, keep its fact, or name it."""
         for leaf in self.file.leaves.values():
-            rule = find_rule(self.peer.table, leaf.pattern)
+            rule = self.peer.table.find(leaf.pattern)
             if rule is None:
-                self.outcomes[leaf.key] = KeyOutcome("unknown", self._unknown(leaf.pattern))
+                hint = did_you_mean(leaf.pattern, self.peer.table.known_keys) or "Look for it in docs/reference/job/."
+                self.outcomes[leaf.key] = KeyOutcome("unknown", f"{self.peer.table.title} has no such key. {hint}")
             elif leaf.value is None:
                 self.outcomes[leaf.key] = KeyOutcome("not_needed", UNSET)
             else:
                 self._apply(leaf, rule)
-
-    def _unknown(self, pattern: str) -> str:
-        hint = did_you_mean(pattern, self.peer.known_keys) or "Look for it in docs/reference/job/."
-        return f"{self.peer.header.title} has no such key. {hint}"
 
     def assume(self, *groups: str) -> None:
         """Take the peer's defaults of these groups of its keys for what the file does not say; later groups win."""
         written = {leaf.pattern for leaf in self.file.leaves.values() if leaf.value is not None}
         for group in groups:
             for key, value in read_defaults()["defaults"][group].items():
-                rule = find_rule(self.peer.table, key)
+                rule = self.peer.table.find(key)
                 if rule is None or key in written:
                     continue
                 if value is None:  # whatever an earlier group has: it follows from other keys
@@ -107,21 +114,16 @@ class Draft:
 
     def write_unwritten(self) -> None:
         """Write the peer's defaults that are others than ours, of the sections that the job has."""
-        speed = []
         for key, (value, origin) in self.unwritten.items():
             section = key.rpartition(".")[0]
             is_optional = section in ("model.lora", "model.quantization", "evaluate", "export")
             is_of_task = section.startswith("task.") and section != f"task.{self.value('task.name')}"
-            if is_default(key, value) or key in self.entries or key in self.defaults:
+            if is_default(key, value) or key in self.entries or key in self.defaults or key in _SPEED_ALONE:
                 continue
-            if key in _SPEED_ALONE:
-                speed.append(origin.rpartition(", ")[2].partition(": ")[2])
-            elif not is_of_task and (not is_optional or self.has(section)):
+            if not is_of_task and (not is_optional or self.has(section)):
                 whole = self.entries.pop(section, DraftEntry({}))  # a section without keys gets one
                 self.outcomes |= dict.fromkeys(whole.leaves, KeyOutcome("mapped", f"the section `{section}`"))
                 self.put(key, value, comment=f"the default of {origin}")
-        if speed:
-            self.note(f"what changes speed alone keeps our default, not the trainer's: {'; '.join(speed)}.")
 
     def _apply(self, leaf: Leaf, rule: Rule) -> None:
         if rule.kind == "not_needed":
@@ -130,7 +132,7 @@ class Draft:
         if rule.kind == "not_possible":
             is_harmless = is_off(leaf.value)
             fate: Fate = "not_needed" if is_harmless else "not_possible"
-            self.outcomes[leaf.key] = KeyOutcome(fate, "it is off in the file, too" if is_harmless else rule.why)
+            self.outcomes[leaf.key] = KeyOutcome(fate, OFF if is_harmless else rule.why)
             return
         try:
             value = rule.convert(leaf.value)
@@ -207,7 +209,7 @@ class Draft:
             self.put(key, value, comment=comment)
 
     def mapped(self, text: str, *facts: str) -> None:
-        """Record that the facts are in the accelerate file, or in another file next to the job."""
+        """Record that the facts are in the accelerate file, or in a section without keys of its own."""
         self._record(KeyOutcome("mapped", text), facts)
 
     def drop(self, reason: str, *facts: str) -> None:
@@ -251,23 +253,6 @@ class Draft:
         assert written <= mapped, f"keys in the job that are not mapped: {sorted(written - mapped)}"
         unwritten = [key for key in mapped - written if " " not in self.outcomes[key].text]
         assert not unwritten, f"mapped keys that are nowhere: {sorted(unwritten)}"
-
-
-_EMPTY = Rule("not_needed", why="nothing is set in it")
-
-
-def find_rule(table: Table, pattern: str) -> Rule | None:
-    """Return the rule of a key, or that of the nearest section in it with a rule for all of its keys."""
-    if pattern in table:
-        return table[pattern]
-    if any(key.startswith((f"{pattern}.", f"{pattern}[]")) for key in table):
-        return _EMPTY
-    parts = re.split(r"\.", pattern)
-    for length in range(len(parts) - 1, 0, -1):
-        rule = table.get(f"{'.'.join(parts[:length])}.*")
-        if rule is not None:
-            return rule
-    return None
 
 
 def is_default(key: str, value: Any) -> bool:
@@ -333,32 +318,9 @@ class PeerTrainer:
     finish: Callable[[Draft], None]  # what follows from others there; after the common part
 
     @property
-    def header(self) -> Header:
-        """Return its title, the keys that tell its configs from others', and where its unwritten defaults are."""
-        return read_header(self.name)
-
-    @property
-    def table(self) -> Table:
+    def table(self) -> PeerTable:
         """Return what becomes of each of its keys."""
-        return read_key_table(self.name)
-
-    @property
-    def known_keys(self) -> frozenset[str]:
-        """Return all its keys: from the table and from its packages."""
-        groups, packages = read_defaults()["defaults"], self.header.packages
-        named = [group for group in groups if group.partition(" ")[0] in packages and " _" not in group]
-        own = {key for group in named for key in groups[group]}
-        return frozenset(own | {key for key in self.table if not key.endswith(".*")})
-
-
-@cache
-def read_defaults() -> dict[str, dict[str, Any]]:
-    """Return `versions` of the peers' packages, and `defaults` of their keys by group.
-
-    `benchmarks/peer_defaults.py` reads them from the packages.
-    """
-    found: dict[str, dict[str, Any]] = json.loads(_DEFAULTS.read_text(encoding="utf-8"))
-    return found
+        return read_table(self.name)
 
 
 def version_of(group: str) -> str:

@@ -10,12 +10,11 @@ from typing import Any
 from finetune.config.load import load_config
 from finetune.errors import ConfigError, Problem, UserError
 from finetune.migration.complete import complete, locate_inputs
-from finetune.migration.draft import Draft, DraftEntry, Fate, KeyOutcome, PeerTrainer, find_rule, nested, yaml_value
+from finetune.migration.draft import Draft, DraftEntry, Fate, KeyOutcome, PeerTrainer, nested, yaml_value
 from finetune.migration.peers.axolotl import AXOLOTL
 from finetune.migration.peers.llama_factory import LLAMA_FACTORY
 from finetune.migration.peers.torchtune import TORCHTUNE
 from finetune.migration.peers.trainer import TRAINER, TRL
-from finetune.migration.rules import QAT
 from finetune.migration.source import PeerFile, read_peer_file
 from finetune.runtime.text.redact import redact_known, redacted_config
 from finetune.runtime.text.terminal import escape_controls, format_json
@@ -109,33 +108,20 @@ def _origin(draft: Draft, entry: DraftEntry) -> str:
 
 PEERS: dict[str, PeerTrainer] = {peer.name: peer for peer in (AXOLOTL, LLAMA_FACTORY, TRL, TORCHTUNE, TRAINER)}
 
-_NOT_READ = {
-    "ms-swift": "attn_impl dataset_shuffle freeze_vit lazy_tokenize lorap_lr_ratio quant_bits rlhf_type sft_type "
-    "split_dataset_ratio target_regex template_backend train_type truncation_strategy tuner_backend tuner_type "
-    "val_dataset"
-}
-"""Trainers whose configs look like another's and are not read, and the keys that only they have."""
-
 
 def detect(file: PeerFile, name: str | None = None) -> PeerTrainer:
     """Return the peer of this name, or the one that knows most keys of the file; raises UserError if none is clear."""
     if name is not None:
-        if name.lower().replace("-", "_") not in PEERS:
+        if name not in PEERS:
             raise UserError(f"--peer {name}: choose one of {', '.join(PEERS)}.")
-        return PEERS[name.lower().replace("-", "_")]
-    for trainer, own_keys in _NOT_READ.items():
-        if own := [key for key in file.leaves if key.partition(".")[0] in own_keys.split()]:
-            raise UserError(
-                f"--from {file.path}: `{own[0]}` is a key of {trainer}, whose configs are not supported. "
-                f"Supported: {', '.join(PEERS)}; another one's config is read with --peer."
-            )
+        return PEERS[name]
     patterns = {leaf.pattern for leaf in file.leaves.values()}
     keys = patterns | {key.partition(".")[0].removesuffix("[]") for key in patterns}
     keys |= {key.rpartition(".")[2] for key in patterns}
     scores = {
-        peer.name: (-sum(find_rule(peer.table, key) is None for key in patterns), len(peer.header.signs & keys))
+        peer.name: (-sum(peer.table.find(key) is None for key in patterns), len(peer.table.signs & keys))
         for peer in PEERS.values()
-        if peer.header.signs & keys
+        if peer.table.signs & keys
     }
     likely = [name for name, score in scores.items() if score == max(scores.values())]
     if len(likely) > 1 and TRAINER.name in likely:
@@ -170,25 +156,23 @@ def migrate_file(path: Path, *, peer: str | None = None, gpus: int | None = None
     source = detect(file, peer)
     draft = Draft(file, gpus or 0, source)
     draft.apply()
-    draft.assume(*source.header.defaults)
+    draft.assume(*source.table.defaults)
     source.prepare(draft)
     complete(draft)
     source.finish(draft)
     draft.write_unwritten()
     draft.default("run.folder", f"./runs/{path.stem}", "the file has no output folder")
     locate_inputs(draft)
-    problems = _check(draft, source.header.title)
+    problems = _check(draft, source.table.title)
     for _ in range(_MAX_REPAIRS):
         refused = [problem for problem in problems if _is_given_up(draft, problem)]
         if not refused:
             break
-        problems = _check(draft, source.header.title)
-    if not draft.out_of_scope and any(draft.outcomes[key].text == QAT for key in draft.keys_of("not_possible")):
-        draft.out_of_scope = "quantization-aware training"
+        problems = _check(draft, source.table.title)
     if draft.out_of_scope:
         draft.note(f"the task of the file does not exist here ({draft.out_of_scope}): this job trains something else.")
     draft.require_complete()
-    return Migration(source.header.title, draft, job_text(draft, title=source.header.title), problems)
+    return Migration(source.table.title, draft, job_text(draft, title=source.table.title), problems)
 
 
 def _is_given_up(draft: Draft, problem: Problem) -> bool:
@@ -219,8 +203,6 @@ def _check(draft: Draft, title: str) -> Sequence[Problem]:
     with tempfile.TemporaryDirectory() as folder:
         job = Path(folder) / "job.yaml"
         job.write_text(job_text(draft, title=title), encoding="utf-8")
-        for name, text in draft.files.items():
-            (Path(folder) / name).write_text(text, encoding="utf-8")
         try:
             load_config(job, [])
         except ConfigError as error:

@@ -1,5 +1,6 @@
 """The peers' tables: what becomes of each of their keys, and how its value is converted."""
 
+import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -7,10 +8,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import FiniteFloat, PositiveInt, TypeAdapter
 from ruamel.yaml import YAML
 
 Convert = Callable[[Any], Any]
 Kind = Literal["key", "fact", "not_needed", "not_possible"]
+
+_TABLES = Path(__file__).parent / "tables"
+_DEFAULTS = Path(__file__).with_name("defaults.json")
 
 
 class NoCounterpart(Exception):
@@ -27,12 +32,102 @@ class Rule:
     convert: Convert = lambda value: value
 
 
-Table = Mapping[str, Rule]
-"""From the peer's keys, with `[]` for positions; `section.*` stands for every key in a section that is not listed."""
+@dataclass(frozen=True)
+class PeerTable:
+    """The file of a peer: what tells its configs from others', where its defaults are, and a rule for each key.
+
+    Keys have `[]` for positions; `section.*` stands for every key in a section that is not listed.
+    """
+
+    title: str
+    signs: frozenset[str]  # keys that only it has
+    packages: tuple[str, ...]
+    defaults: tuple[str, ...]  # groups of defaults.json
+    rules: Mapping[str, Rule]
+    left_over: Mapping[str, str]  # why a fact that no key was written from is not needed
+
+    @property
+    def known_keys(self) -> frozenset[str]:
+        """Return all keys of the peer: from the table and from its packages."""
+        groups = read_defaults()["defaults"]
+        named = [group for group in groups if group.partition(" ")[0] in self.packages and " _" not in group]
+        own = {key for group in named for key in groups[group]}
+        return frozenset(own | {key for key in self.rules if not key.endswith(".*")})
+
+    def find(self, pattern: str) -> Rule | None:
+        """Return the rule of a key, or that of the nearest section in it with a rule for all of its keys."""
+        if pattern in self.rules:
+            return self.rules[pattern]
+        if any(key.startswith((f"{pattern}.", f"{pattern}[]")) for key in self.rules):
+            return Rule("not_needed", why="nothing is set in it")
+        parts = pattern.split(".")
+        sections = (f"{'.'.join(parts[:length])}.*" for length in range(len(parts) - 1, 0, -1))
+        return next((self.rules[section] for section in sections if section in self.rules), None)
 
 
-QAT = "quantization-aware training has no counterpart: train in bf16, then quantize the export."
-_TABLES = Path(__file__).parent / "tables"
+@cache
+def read_file(name: str) -> dict[str, Any]:
+    """Return the file of a peer as plain values."""
+    sections: dict[str, Any] = YAML(typ="safe").load(_TABLES / f"{name}.yaml")
+    return sections
+
+
+@cache
+def read_table(name: str) -> PeerTable:
+    """Return the table of a peer from its file, which extends the one that it names as `base`.
+
+    A line of `keys` and `facts` is `theirs: ours transform`, one of the other sections a reason and the keys with it.
+    """
+    file = read_file(name)
+    base = read_table(file["base"]) if "base" in file else None
+    rules: dict[str, Rule] = {**base.rules} if base else {}
+    names: tuple[tuple[Kind, str], ...] = (("key", "keys"), ("fact", "facts"))
+    for kind, section in names:
+        for theirs, written in file[section].items():
+            ours, _, transform = written.partition(" ")
+            rules[theirs] = Rule(kind, ours, convert=_transform(transform))
+    reasons: tuple[Kind, ...] = ("not_needed", "not_possible")
+    for kind in reasons:
+        for why, keys in file[kind].items():
+            rules |= dict.fromkeys(keys.split(), Rule(kind, why=why))
+    left_over = dict(base.left_over) if base else by_name(read_file("left_over"))
+    left_over |= by_name(file["left_over"])
+    signs, packages = frozenset(file["signs"].split()), tuple(file["packages"].split())
+    return PeerTable(file["title"], signs, packages, tuple(file["defaults"]), rules, left_over)
+
+
+def by_name(reasons: Mapping[str, str]) -> dict[str, str]:
+    """Return the reason of each name in a section from reasons to names."""
+    return {name: why for why, names in reasons.items() for name in names.split()}
+
+
+def _transform(written: str) -> Convert:
+    """Return the transform of this name; `flag:sdpa` is a switch that stands for `sdpa` when it is on."""
+    name, _, value = written.partition(":")
+    if name == "flag":
+        return lambda switch: value if truth(switch) else "auto"
+    return TRANSFORMS[name] if name else lambda anything: anything
+
+
+ONLINE = "reinforcement learning is not a task here: use the Session API (docs/how-to/session.md)."
+OWN_LOSS = "a plugin adds a loss of tokens as `task.loss` (docs/how-to/plugins.md)."
+OUT_OF_SCOPE = {
+    ONLINE: "reinforcement learning",
+    OWN_LOSS: "a loss of its own",
+    "quantization-aware training has no counterpart: train in bf16, then quantize the export.": "QAT",
+    "diffusion is not a task here; `task.name: masked_lm` is nearest.": "a diffusion language model",
+}
+"""Reasons of keys that are not possible because the objective of the file does not exist here, and its name."""
+
+
+@cache
+def read_defaults() -> dict[str, dict[str, Any]]:
+    """Return `versions` of the peers' packages, and `defaults` of their keys by group.
+
+    `benchmarks/peer_defaults.py` reads them from the packages.
+    """
+    found: dict[str, dict[str, Any]] = json.loads(_DEFAULTS.read_text(encoding="utf-8"))
+    return found
 
 
 def is_off(value: Any) -> bool:
@@ -42,39 +137,30 @@ def is_off(value: Any) -> bool:
     return value in (None, False, 0, [], {})
 
 
+def _typed(kind: Any, what: str) -> Convert:
+    """Return a converter to a type, also of a text such as `1e-4`, which YAML 1.1 does not read as a number."""
+    adapter = TypeAdapter(kind)
+
+    def convert(value: Any) -> Any:
+        try:
+            if isinstance(value, bool) and kind is not bool:
+                raise ValueError
+            return adapter.validate_python(value)
+        except ValueError:
+            raise NoCounterpart(f"this is not {what}. Correct it and run this again.") from None
+
+    return convert
+
+
+number = _typed(FiniteFloat, "a finite number")
+whole = _typed(int, "a whole number")
+positive = _typed(PositiveInt, "a whole number of at least 1")
+_boolean = _typed(bool, "`true` or `false`")
+
+
 def truth(value: Any) -> bool:
     """Return a truth value, also of the words that YAML 1.1 reads as one; `auto` is true."""
-    words = {"true": True, "yes": True, "on": True, "auto": True, "false": False, "no": False, "off": False}
-    found = words.get(str(value).lower(), {0: False, 1: True}.get(value) if isinstance(value, int) else None)
-    if found is None:
-        raise NoCounterpart("this is not `true` or `false`. Correct it and run this again.")
-    return found
-
-
-def number(value: Any) -> float:
-    """Return a number, also of a text such as `1e-4`, which YAML 1.1 does not read as one."""
-    try:
-        result = float(value)
-    except (TypeError, ValueError):
-        raise NoCounterpart("this is not a number. Correct it and run this again.") from None
-    if isinstance(value, bool) or result != result or abs(result) == float("inf"):
-        raise NoCounterpart("this is not a finite number. Correct it and run this again.")
-    return result
-
-
-def whole(value: Any) -> int:
-    """Return a whole number."""
-    result = number(value)
-    if result != int(result):
-        raise NoCounterpart("this is not a whole number. Correct it and run this again.")
-    return int(result)
-
-
-def positive(value: Any) -> int:
-    """Return a whole number of at least 1."""
-    if (result := whole(value)) < 1:
-        raise NoCounterpart("this is not at least 1. Correct it and run this again.")
-    return result
+    return value == "auto" or bool(_boolean(value))
 
 
 def text(value: Any) -> str:
@@ -93,16 +179,14 @@ def words(value: Any) -> list[str]:
     return [text(item) for item in value]
 
 
-def optional_number(value: Any) -> float | None:
-    """Return a number, or None for a word that switches off."""
-    return None if is_off(value) and not isinstance(value, int | float) else number(value)
-
-
 def numbers(value: Any) -> list[float]:
     """Return a list of numbers, also of a text with commas or blanks between them."""
-    if not isinstance(value, list | str):
-        raise NoCounterpart("this is not a list of numbers. Correct it and run this again.")
-    return [number(item) for item in (words(value) if isinstance(value, str) else value)]
+    return [number(item) for item in words(value)]
+
+
+def optional_number(value: Any) -> float | None:
+    """Return a number, or None for a word that switches off."""
+    return None if is_off(value) and not isinstance(value, int | float) else float(number(value))
 
 
 def first(value: Any) -> str:
@@ -123,11 +207,6 @@ def revision(value: Any) -> str | None:
     return None if value == "main" else text(value)
 
 
-def side(value: Any) -> str:
-    """Return the side of a row that is cut off."""
-    return "start" if value in ("left", "keep_end") else "end"
-
-
 def negated(value: Any) -> bool:
     """Return the opposite of a truth value."""
     return not truth(value)
@@ -136,11 +215,6 @@ def negated(value: Any) -> bool:
 def unless_auto(value: Any) -> Any:
     """Return a truth value, or `auto`."""
     return "auto" if value == "auto" else truth(value)
-
-
-def switches(value: Any) -> str:
-    """Return the switches of FSDP as text, empty if it is off."""
-    return "" if is_off(value) else str(value)
 
 
 def component(value: Any) -> str:
@@ -175,17 +249,12 @@ def path(value: Any) -> str:
     return written if written.startswith((".", "/", "~")) or "://" in written else f"./{written}"
 
 
-def address(value: Any) -> str:
-    """Return the address of a host."""
-    return "127.0.0.1" if value == "localhost" else text(value)
-
-
 def _words_of(values: Mapping[Any, str]) -> Convert:
-    """Return a converter of the words that a section of values.yaml lists, whatever their case."""
+    """Return a converter of the words that a section of values.yaml lists, whatever their case and module."""
     choices = {word: ours for ours, theirs in values.items() if ours != "instead" for word in theirs.split()}
 
     def convert(value: Any) -> Any:
-        word = str(value).lower() or "none"
+        word = str(value).rpartition(".")[2].lower() or "none"
         if word not in choices:
             raise NoCounterpart(values["instead"])
         return choices[word]
@@ -194,70 +263,15 @@ def _words_of(values: Mapping[Any, str]) -> Convert:
 
 
 _VALUES: Mapping[str, Mapping[Any, str]] = YAML(typ="safe").load(_TABLES / "values.yaml")
-_CHOICES = {name: _words_of(values) for name, values in _VALUES.items()}
-
-
-def component_optimizer(value: Any) -> str:
-    """Return the optimizer of a class by its dotted name."""
-    found: str = _CHOICES["optimizer"](component(value).rpartition(".")[2].lower())
-    return found
 
 
 _FUNCTIONS: tuple[Convert, ...] = (
-    *(truth, unless_auto, negated, number, numbers, optional_number, whole, positive, text, words, word, first),
-    *(component, component_name, component_optimizer, modules, path, address, revision, side, switches),
+    *(truth, unless_auto, negated, numbers, optional_number, text, words, word, first),
+    *(component, component_name, modules, path, revision),
 )
-TRANSFORMS: Mapping[str, Convert] = {**_CHOICES, **{function.__name__: function for function in _FUNCTIONS}}
+TRANSFORMS: Mapping[str, Convert] = {
+    **{name: _words_of(values) for name, values in _VALUES.items()},
+    **{function.__name__: function for function in _FUNCTIONS},
+    **{"number": number, "whole": whole, "positive": positive},
+}
 """The functions above, and the words of values.yaml, by the names that the tables call them."""
-
-
-@dataclass(frozen=True)
-class Header:
-    """Facts about a peer: keys that only it has, the packages with its keys, groups of defaults."""
-
-    title: str
-    signs: frozenset[str]
-    packages: tuple[str, ...]
-    defaults: tuple[str, ...]
-
-
-@cache
-def read_file(name: str) -> dict[str, Any]:
-    """Return the file of a peer as plain values."""
-    sections: dict[str, Any] = YAML(typ="safe").load(_TABLES / f"{name}.yaml")
-    return sections
-
-
-def read_header(name: str) -> Header:
-    """Return what the file of a peer says of the peer itself."""
-    file = read_file(name)
-    signs, packages = frozenset(file["signs"].split()), tuple(file["packages"].split())
-    return Header(file["title"], signs, packages, tuple(file["defaults"]))
-
-
-@cache
-def read_key_table(name: str) -> Table:
-    """Return the table of a peer from its file, which extends the one that it names as `base`.
-
-    A line of `keys` and `facts` is `theirs: ours transform`, one of the other sections a reason and the keys with it.
-    """
-    sections = read_file(name)
-    table = dict(read_key_table(sections["base"])) if "base" in sections else {}
-    names: tuple[tuple[Kind, str], ...] = (("key", "keys"), ("fact", "facts"))
-    for kind, section in names:
-        for theirs, written in sections[section].items():
-            ours, _, transform = written.partition(" ")
-            table[theirs] = Rule(kind, ours, convert=_transform(transform))
-    reasons: tuple[Kind, ...] = ("not_needed", "not_possible")
-    for kind in reasons:
-        for why, keys in sections[kind].items():
-            table |= dict.fromkeys(keys.split(), Rule(kind, why=why))
-    return table
-
-
-def _transform(written: str) -> Convert:
-    """Return the transform of this name; `flag:sdpa` is a switch that stands for `sdpa` when it is on."""
-    name, _, value = written.partition(":")
-    if name == "flag":
-        return lambda switch: value if truth(switch) else "auto"
-    return TRANSFORMS[name] if name else lambda anything: anything

@@ -72,16 +72,9 @@ def read_peer_file(path: Path) -> PeerFile:
     merges = ((key, line) for key, line in document.lines.items() if key.rpartition(".")[2] == "<<")
     problems += [Problem(key, "merge keys are not read. Write the merged keys out.", line=line) for key, line in merges]
     if problems:
-        braces = (
-            "a key in braces, such as Jinja's {{ name }}, is not read. Write the value itself, in quotes if needed."
-        )
-        for number, problem in enumerate(problems):
-            if "a key must be text, not a list" in problem.message:
-                problems[number] = Problem(problem.key, braces, line=problem.line)
         raise ConfigError(problems, path.name)
     if not isinstance(document.values, dict) or not document.values:
-        what = {type(None): "empty", dict: "empty", list: "a list"}.get(type(document.values), "a single value")
-        raise UserError(f"--from {path}: the file is {what}. A config is a mapping of keys to values.")
+        raise UserError(f"--from {path}: the file has no keys. A config is a mapping of keys to values.")
     leaves = {leaf.key: leaf for leaf in _leaves(document.values, "", document.lines)}
     resolved, problems = {}, []
     for key, leaf in leaves.items():

@@ -31,7 +31,7 @@ def test_every_command_explains_itself(typed, command):
             "commands.checkpoints:list_checkpoints",
             {"verifies": True, "as_json": True},
         ),
-        (("show", "--step", 4), "commands.checkpoints:show_checkpoint", {"step": 4, "as_json": False}),
+        (("show", "--step", 4), "commands.checkpoints:show_checkpoint", {"step": 4}),
         (
             ("export", "--dtype", "bfloat16", "--to", "out"),
             "commands.export:export_checkpoint",

@@ -6,8 +6,8 @@ import pytest
 
 
 def test_a_preview_is_asked_for(typed, calls, job):
-    assert typed("preview", "--config", job, "--rows", 3, "--from", 40, "--html", "page.html")[0] == 0
-    named = {"num_rows": 3, "html": Path("page.html"), "start": 40}
+    assert typed("preview", "--config", job, "--rows", 3, "--from", 40)[0] == 0
+    named = {"num_rows": 3, "start": 40}
     assert calls.made == [("finetune.commands.preview.preview:preview", (job, []), named)]
 
 
@@ -23,9 +23,7 @@ def test_a_file_is_previewed_without_a_job(typed, calls):
     assert calls.made == [("finetune.commands.preview.file:preview_file", ("s3://bucket/rows.csv",), named)]
 
 
-@pytest.mark.parametrize(
-    "words", [(), ("rows.csv", "--from", 3), ("rows.csv", "--html", "x.html"), ("rows.csv", "--set", "a=1")]
-)
+@pytest.mark.parametrize("words", [(), ("rows.csv", "--from", 3), ("rows.csv", "--set", "a=1")])
 def test_a_preview_is_of_a_job_or_of_a_file(typed, calls, words):
     code, _, error = typed("preview", *words)
     assert (code, calls.made) == (2, [])

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from finetune.commands.prepare import SECONDS_BETWEEN_LINES, Pace, ProgressBars, ProgressLines, prepare
+from finetune.commands.prepare import SECONDS_BETWEEN_LINES, ProgressLines, prepare
 from finetune.config.load import load_config
 from finetune.data.token_cache import cache, chunks
 from finetune.errors import ConfigError, DataError
@@ -131,7 +131,7 @@ class Clock:
         return self.now
 
 
-def test_without_a_terminal_a_line_comes_every_few_seconds():
+def test_a_line_comes_every_few_seconds():
     clock, said = Clock(), []
     lines = ProgressLines(log=said.append, clock=clock)
     for second in range(0, 25):
@@ -145,26 +145,9 @@ def test_without_a_terminal_a_line_comes_every_few_seconds():
 
 
 def test_rows_that_were_there_before_do_not_count_as_fast():
-    pace = Pace(1000, 5.0)
-    assert pace.format_progress(1000, None, now=5.0) == "1,000 rows, 0 rows/s"
-    assert pace.format_progress(1100, None, now=7.0) == "1,100 rows, 50 rows/s"
-
-
-def test_on_a_terminal_each_source_has_a_bar():
-    class Seen:
-        made, moved = [], []
-
-        def add_task(self, key, **facts):
-            self.made.append((key, facts["total"]))
-            return len(self.made) - 1
-
-        def update(self, bar, **facts):
-            self.moved.append((bar, facts["completed"]))
-
-    seen = Seen()
-    bars = ProgressBars(seen, clock=Clock())
-    bars("data.train", 0, 10)
-    bars("data.validation", 0, None)
-    bars("data.train", 5, 10)
-    assert seen.made == [("data.train", 10), ("data.validation", None)]
-    assert seen.moved == [(0, 0), (1, 0), (0, 5)]
+    clock, said = Clock(), []
+    lines = ProgressLines(log=said.append, clock=clock)
+    for seconds, rows in ((5.0, 1000), (25.0, 2000)):
+        clock.now = seconds
+        lines("data.train", rows, None)
+    assert said == ["data.train: 2,000 rows, 50 rows/s"]

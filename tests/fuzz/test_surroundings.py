@@ -23,7 +23,7 @@ TYPED = {
     "train": [(*JOB, "--set", "run.folder=runs/again"), ("--config", "missing.yaml")],
     "check": [("job.yaml",), ("missing.yaml",)],
     "prepare": [JOB],
-    "preview": [JOB, ("train.jsonl",), (*JOB, "--html", "/proc/x.html")],
+    "preview": [JOB, ("train.jsonl",)],
     "reference": [(), JOB],
     "agents": [()],
     "plugins list": [(), JOB],

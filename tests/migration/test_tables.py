@@ -7,9 +7,6 @@ import pytest
 from ruamel.yaml import YAML
 
 from finetune.config.schema import node_at
-from finetune.errors import UserError
-from finetune.migration.complete import LEFT_OVER
-from finetune.migration.draft import find_rule
 from finetune.migration.migrate import PEERS, migrate_file
 from finetune.migration.rules import NoCounterpart
 
@@ -22,8 +19,8 @@ VALUES = (
 
 @pytest.mark.parametrize("name", PEERS)
 def test_each_key_of_a_table_names_a_key_of_ours_or_a_reason(name):
-    assert len(PEERS[name].table) > 60
-    for key, rule in PEERS[name].table.items():
+    assert len(PEERS[name].table.rules) > 60
+    for key, rule in PEERS[name].table.rules.items():
         if rule.kind == "key":
             assert node_at(rule.name) is not None, f"{key}: there is no key {rule.name}"
         elif rule.kind != "fact":
@@ -32,9 +29,9 @@ def test_each_key_of_a_table_names_a_key_of_ours_or_a_reason(name):
 
 @pytest.mark.parametrize("name", PEERS)
 def test_each_key_that_a_trainer_s_own_package_has_is_in_its_table(name):
-    peer = PEERS[name]
-    assert len(peer.known_keys) > 100
-    assert [key for key in sorted(peer.known_keys) if find_rule(peer.table, key) is None] == []
+    table = PEERS[name].table
+    assert len(table.known_keys) > 100
+    assert [key for key in sorted(table.known_keys) if table.find(key) is None] == []
 
 
 def nested(key, value):
@@ -59,7 +56,7 @@ def merged(one, other):
 @pytest.mark.parametrize("name", PEERS)
 def test_configs_of_random_keys_and_values_lose_none(name, tmp_path):
     chance = random.Random(name)
-    keys = [key.replace(".*", ".other") for key in PEERS[name].table]
+    keys = [key.replace(".*", ".other") for key in PEERS[name].table.rules]
     path = tmp_path / "theirs.yaml"
     num_leaves = 0
     for _ in range(60):
@@ -80,7 +77,7 @@ def test_configs_of_random_keys_and_values_lose_none(name, tmp_path):
 
 def test_converters_refuse_values_of_other_types_with_a_message():
     for peer in PEERS.values():
-        for key, rule in peer.table.items():
+        for key, rule in peer.table.rules.items():
             for value in ("text that is no value", [1, {}], {"a": 1}, True, -5):
                 try:
                     rule.convert(value)
@@ -89,7 +86,8 @@ def test_converters_refuse_values_of_other_types_with_a_message():
 
 
 def test_reasons_of_facts_without_a_key_are_sentences_without_an_end():
-    assert all(reason and not reason.endswith(".") for reason in LEFT_OVER.values())
+    for peer in PEERS.values():
+        assert all(reason and not reason.endswith(".") for reason in peer.table.left_over.values())
 
 
 def test_a_section_that_lacks_keys_keeps_those_that_it_has(tmp_path):
@@ -98,15 +96,6 @@ def test_a_section_that_lacks_keys_keeps_those_that_it_has(tmp_path):
     migration = migrate_file(path)
     assert {problem.key for problem in migration.problems} >= {"data.train", "model"}
     assert migration.draft.entries["train.microbatch_size"].value == 2
-
-
-def test_a_config_of_ms_swift_is_named_as_not_supported(tmp_path):
-    path = tmp_path / "theirs.yaml"
-    path.write_text("model: org/base\ntuner_type: lora\nper_device_train_batch_size: 1\ntemplate: qwen\n")
-    with pytest.raises(UserError, match="`tuner_type` is a key of ms-swift, whose configs are not supported"):
-        migrate_file(path)
-    with pytest.raises(UserError, match="--peer ms_swift: choose one of axolotl, llama_factory, trl"):
-        migrate_file(path, peer="ms_swift")
 
 
 def test_characters_that_end_a_line_stay_within_their_comment(tmp_path):

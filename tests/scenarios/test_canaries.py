@@ -125,7 +125,7 @@ def _train_and_look(session: Session, address: str, patch: pytest.MonkeyPatch) -
     job = session.job
     session.type("check", "check", job)
     session.type("prepare", "prepare", "--config", job)
-    session.type("preview", "preview", "--config", job, "--rows", 2, "--html", session.folder / "preview.html")
+    session.type("preview", "preview", "--config", job, "--rows", 2)
     session.type("train", "train", "--config", job, "--set", "train.stop_after_steps=1")
     _write_job(job, address, date="20270707")
     session.type("resume", "train", "--config", job)
@@ -258,7 +258,6 @@ def test_nothing_printed_holds_a_secret(session):
 def test_nothing_written_down_holds_a_secret(session):
     folders = [session.folder / "runs", session.folder / "cache", session.folder / "exported"]
     written = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
-    written.append(session.folder / "preview.html")
     names = {path.name for path in written}
     assert {"config.yaml", "resolved.yaml", "environment.json", "events.jsonl", "status.json", "audit.json"} <= names
     assert {"final.json", "manifest.json", "counts.json", "README.md"} <= names
@@ -289,7 +288,6 @@ def test_files_in_the_run_folder_contain_no_control_sequences(session):
     ):
         text = (session.run / name).read_text(encoding="utf-8")
         assert ACTING.search(text) is None, name
-    assert ACTING.search((session.folder / "preview.html").read_text(encoding="utf-8")) is None
 
 
 def test_the_copy_of_the_job_reports_redacted_values(session):

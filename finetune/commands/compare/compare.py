@@ -12,9 +12,8 @@ fluctuation within a window of steps; a difference that lasts for a window count
 another seed's luck.
 """
 
-import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -25,11 +24,8 @@ from rich.table import Table
 from finetune.commands.compare.runs import (
     ComparedRun,
     Difference,
-    TimeToMetric,
-    choose_metric,
     config_differences,
     environment_differences,
-    measure_time_to_metric,
     short_names,
 )
 from finetune.commands.printing import print_facts, print_json, print_table
@@ -70,6 +66,7 @@ ROUNDING = 1e-4
 LEVEL = 0.05
 MIN_STEPS, MIN_WINDOW, MAX_WINDOWS, MAX_GROUPS = 40, 20, 20, 4000
 _NUM_SERIES, _SEED = 1000, 0
+_SMOOTHED_STEPS = 20
 _LARGEST_COEFFICIENT = 0.99
 
 Verdict = Literal["bitwise equal", "equal within rounding", "same within noise", "different", "unknown"]
@@ -168,8 +165,6 @@ class Result:
     steps: int
     tokens: float
     seconds: float
-    device_hours: float
-    cost: float | None
     training_loss: float | None  # mean of the last 20 steps
     last: dict[str, float]
     best: dict[str, float]
@@ -183,15 +178,8 @@ class RunComparison:
     runs: tuple[ComparedRun, ...]
     results: tuple[Result, ...]
     agreements: tuple[Agreement, ...]
-    time_to_metric: TimeToMetric | None
     config: tuple[Difference, ...]
     environment: tuple[Difference, ...]
-    price: float | None
-
-    @property
-    def metrics(self) -> list[str]:
-        """Return the evaluation metrics of any run, by name."""
-        return sorted({name for result in self.results for name in result.last})
 
     def as_json(self) -> dict[str, Any]:
         """Return the comparison as plain values, without curves."""
@@ -201,7 +189,6 @@ class RunComparison:
             "agreement_with_first": {
                 name: asdict(agreement) for name, agreement in zip(names[1:], self.agreements, strict=True)
             },
-            "time_to_level": asdict(self.time_to_metric) if self.time_to_metric else None,
         }
         tables = {"config_differences": self.config, "environment_differences": self.environment}
         return values | {
@@ -217,13 +204,8 @@ class RunComparison:
         return [format_chart(in_unit(chart, unit), curves) for chart in chart_kinds(names)]
 
 
-def build_comparison(
-    runs: Sequence[Path], *, metric: str | None = None, level: float | None = None, price: float | None = None
-) -> RunComparison:
-    """Return the runs compared with the first one.
-
-    Raises UserError for a folder that is not that of a run, and for a metric that no run has.
-    """
+def build_comparison(runs: Sequence[Path]) -> RunComparison:
+    """Return the runs compared with the first one; raises UserError for a folder that is not that of a run."""
     if len(runs) < 2:
         raise UserError("compare: name two or more run folders. `finetune report RUN` shows a single one.")
     for run in runs:
@@ -235,20 +217,18 @@ def build_comparison(
     first, *others = compared
     return RunComparison(
         runs=tuple(compared),
-        results=tuple(_result(run, price=price) for run in compared),
+        results=tuple(map(_result, compared)),
         agreements=tuple(compare_losses(first.history.steps, other.history.steps) for other in others),
-        time_to_metric=measure_time_to_metric(compared, choose_metric(compared, metric), level=level, price=price),
         config=tuple(config_differences(compared)),
         environment=tuple(environment_differences(compared)),
-        price=price,
     )
 
 
-def _result(run: ComparedRun, *, price: float | None) -> Result:
+def _result(run: ComparedRun) -> Result:
     history = run.history
     state, _ = run_state(history, run.files.status, now=time.time())
-    _, losses = run.metric_points("loss")
-    hours = history.device_seconds / 3600
+    losses = history.steps.losses[-_SMOOTHED_STEPS:]
+    is_known = len(losses) == _SMOOTHED_STEPS and bool(np.isfinite(losses).all())
     last, best = {}, {}
     for curve_name, curve in history.curves.items():
         values = curve.points().values.tolist()
@@ -263,31 +243,21 @@ def _result(run: ComparedRun, *, price: float | None) -> Result:
         steps=history.step,
         tokens=history.tokens,
         seconds=history.seconds,
-        device_hours=hours,
-        cost=None if price is None else price * hours,
-        training_loss=float(losses[-1]) if len(losses) and math.isfinite(losses[-1]) else None,
+        training_loss=float(losses.mean()) if is_known else None,
         last=last,
         best=best,
         missing=(*run.files.missing, *run.history.damaged),
     )
 
 
-def compare_runs(
-    runs: Sequence[Path],
-    *,
-    html: Path | None = None,
-    json: bool = False,
-    metric: str | None = None,
-    level: float | None = None,
-    price: float | None = None,
-) -> None:
+def compare_runs(runs: Sequence[Path], *, html: Path | None = None, json: bool = False) -> None:
     """Print the comparison, and write the page on request; with `json`, print only JSON.
 
-    Raises UserError for a folder that is not that of a run, and for a metric that no run has.
+    Raises UserError for a folder that is not that of a run.
     """
-    comparison = build_comparison(runs, metric=metric, level=level, price=price)
     if html is not None:
-        write_comparison_page(comparison, html)
+        write_comparison(runs, html)
+    comparison = build_comparison(runs)
     if json:
         print_json(comparison.as_json())
         return
@@ -296,19 +266,15 @@ def compare_runs(
         print(f"wrote {html}")
 
 
-def write_comparison(runs: Sequence[Path], target: Path) -> None:
-    """Write the page that compares the runs, whole or not at all; raises UserError as `compare_runs` does."""
-    write_comparison_page(build_comparison(runs), target)
-
-
 TEMPLATES = Path(__file__).parent / "templates"
 MAX_COLUMNS = 5
 """Runs that are shown as columns; more are shown as rows."""
 
 
-def write_comparison_page(comparison: RunComparison, target: Path) -> None:
-    """Write the page, whole or not at all."""
-    runs, times = comparison.runs, comparison.time_to_metric
+def write_comparison(folders: Sequence[Path], target: Path) -> None:
+    """Write the page that compares the runs, whole or not at all; raises UserError as `compare_runs` does."""
+    comparison = build_comparison(folders)
+    runs = comparison.runs
     results = [("run", *(run.name for run in runs)), *result_rows(comparison)]
     page = render_page(
         "compare.html.jinja",
@@ -332,10 +298,7 @@ def write_comparison_page(comparison: RunComparison, target: Path) -> None:
             if result.missing
         ],
         others=list(zip(runs[1:], comparison.agreements, strict=True)),
-        times=[TIME_HEAD, *time_rows(times)] if times else [],
-        metric=times.metric if times else "",
-        level=format_metric(times.level) if times else "",
-        price=comparison.price,
+        price=None,
         smoothing=SMOOTHING,
         reload_seconds=None,
     )
@@ -343,7 +306,7 @@ def write_comparison_page(comparison: RunComparison, target: Path) -> None:
 
 
 def print_comparison(comparison: RunComparison) -> None:
-    """Print results, agreement, the time to the level, and differences of config and environment."""
+    """Print results, agreement, and differences of config and environment."""
     names = [run.name for run in comparison.runs]
     missing = ("missing files", *(", ".join(result.missing) for result in comparison.results))
     _print_table(["", *names], [*result_rows(comparison), *([missing] if any(missing[1:]) else [])])
@@ -353,10 +316,6 @@ def print_comparison(comparison: RunComparison) -> None:
             order = f"differs from step {agreement.order_differs_at:,} on"
         text = f"{agreement.verdict}: {agreement.sentence}. Sample order: {order}."
         print_facts([(name, text)], indent=len(name) + 2)
-    times = comparison.time_to_metric
-    if times is not None:
-        print(f"\nfirst at {times.metric} {format_metric(times.level)} or better")
-        _print_table(TIME_HEAD, time_rows(times))
     for title, rows in (("config", comparison.config), ("environment", comparison.environment)):
         print(f"\n{title}: {'differences' if rows else 'no difference'}")
         for row in rows:
@@ -365,45 +324,27 @@ def print_comparison(comparison: RunComparison) -> None:
             print_facts(facts, indent=max(map(len, names)) + 4)
 
 
-TIME_HEAD = ("run", "processes", "step", "tokens", "time", "cost", "speed-up", "efficiency")
-
-
-def time_rows(times: TimeToMetric) -> Iterator[tuple[str, ...]]:
-    """Yield a row of texts for each run."""
-    for run in times.reached:
-        cells = ("never", "", "", "", "", "")
-        if run.step is not None:
-            cells = (
-                f"{run.step:,}",
-                format_count(run.tokens or 0),
-                format_duration(run.seconds or 0),
-                _cost(run.cost),
-                "" if run.speedup is None else f"{run.speedup:.2f}x",
-                "" if run.efficiency is None else f"{run.efficiency:.0%}",
-            )
-        yield run.run, str(run.num_processes), *cells
+_RESULTS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+    ("state", "state", str),
+    ("processes", "num_processes", str),
+    ("steps", "steps", "{:,}".format),
+    ("tokens", "tokens", format_count),
+    ("training time", "seconds", format_duration),
+)
 
 
 def result_rows(comparison: RunComparison) -> list[tuple[str, ...]]:
     """Return the results as rows: a name, then a text for each run."""
     results = comparison.results
-    rows = [
-        ("state", *(result.state for result in results)),
-        ("processes", *(str(result.num_processes) for result in results)),
-        ("steps", *(f"{result.steps:,}" for result in results)),
-        ("tokens", *(format_count(result.tokens) for result in results)),
-        ("training time", *(format_duration(result.seconds) for result in results)),
-        ("training loss", *(_value(result.training_loss) for result in results)),
-    ]
-    if comparison.price is not None:
-        rows.append(("cost", *(_cost(result.cost) for result in results)))
-    for metric in comparison.metrics:
+    rows = [(title, *(show(getattr(result, name)) for result in results)) for title, name, show in _RESULTS]
+    rows.append(("training loss", *(_value(result.training_loss) for result in results)))
+    for metric in sorted({name for result in results for name in result.last}):
         rows.append((f"{metric}, last", *(_value(result.last.get(metric)) for result in results)))
         rows.append((f"{metric}, best", *(_value(result.best.get(metric)) for result in results)))
     return rows
 
 
-def _print_table(head: Sequence[str], rows: Sequence[Sequence[str]] | Iterator[tuple[str, ...]]) -> None:
+def _print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     table = Table(box=None, pad_edge=False)
     for number, name in enumerate(head):
         table.add_column(name, justify="right" if number else "left", overflow="fold")
@@ -414,7 +355,3 @@ def _print_table(head: Sequence[str], rows: Sequence[Sequence[str]] | Iterator[t
 
 def _value(value: float | None) -> str:
     return "" if value is None else format_metric(value)
-
-
-def _cost(cost: float | None) -> str:
-    return "" if cost is None else f"${cost:,.2f}" if cost >= 0.1 else f"${cost:.4f}"

@@ -8,7 +8,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from finetune.commands.printing import print_facts
-from finetune.config.load import load_config, load_values, read_text_file, require_divisible_batch
+from finetune.config.load import load_values, read_text_file, require_divisible_batch
 from finetune.config.sections.model import ModelSection
 from finetune.config.yaml import read_yaml
 from finetune.errors import ConfigError, ModelError, UserError
@@ -27,7 +27,6 @@ from finetune.runtime.text.terminal import quiet_libraries
 with lazily(freeze=True):  # torch
     import torch
 
-    from finetune.commands.init import samples
     from finetune.model import tokenizer as tokenizers
     from finetune.model.loading import architecture
 
@@ -225,13 +224,7 @@ _TITLES: tuple[tuple[Fate, str], ...] = (("not_possible", "not possible here"), 
 
 
 def init_from(
-    path: Path,
-    into: Path | None,
-    *,
-    peer: str | None = None,
-    gpus: int | None = None,
-    is_strict: bool = False,
-    proves: bool = False,
+    path: Path, into: Path | None, *, peer: str | None = None, gpus: int | None = None, is_strict: bool = False
 ) -> int:
     """Write the job and its files, and print how each key was converted and the report of the job's check.
 
@@ -268,16 +261,6 @@ def init_from(
         print(f"{JOB_FILE} is not complete: write names in place of {' and '.join(placeholders)}, then check it.")
     else:
         print(f"{JOB_FILE} is ready. `finetune check --model` looks up its model and datasets of the hub.")
-    if proves:
-        loaded = load_config(folder / JOB_FILE, [])
-        for line in samples.format_rates(draft, loaded.config, title=migration.title):
-            print(line)
-        if migration.title == "TRL":
-            quiet_libraries(is_main=True)
-            for line in samples.format_samples(draft, loaded.config):
-                print(line)
-        else:
-            print("Token ids and labels are compared for TRL alone. Look at them with `finetune preview --config`.")
     print(f"start with: {launch_line(folder, draft.strategy, num_processes=num_processes)}")
     return 2 if is_strict and draft.keys_of("unknown") else 0
 
@@ -287,4 +270,4 @@ def _files(migration: Migration, folder: Path) -> Files:
     launch = launch_files(
         draft.strategy, folder, num_processes=max(1, draft.gpus), offload=bool(draft.get("fsdp_offload", False))
     )
-    return {JOB_FILE: migration.job, **draft.files, **launch}
+    return {JOB_FILE: migration.job, **launch}

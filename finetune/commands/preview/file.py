@@ -5,14 +5,14 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from finetune.commands.printing import print_facts
 from finetune.config.paths import is_url
-from finetune.config.section import CONLL_KINDS, DELIMITED_KINDS, TEXT_KINDS
+from finetune.config.section import DELIMITED_KINDS, TEXT_KINDS
 from finetune.config.sections.data import TrainingSourceSection
 from finetune.config.sections.model import ModelSection, TokenizerSection
 from finetune.data.formats.columns import DELIMITERS, quoted_list
@@ -105,9 +105,6 @@ def look_into(path: str, *, num_rows: int, task: str | None = None) -> FileConte
     if isinstance(origin, Files):
         shards: Sequence[DataFile] = origin.shards()
         keys |= guess_keys(shards[0])
-        if looks_like_conll(shards[0]):
-            name, ending = shards[0].name, kind_of(shards[0].name)[0]
-            print(f"{name} looks like a CoNLL file: rename it from {ending} to .conll to read words and tags")
         names = ", ".join(shard.name for shard in shards[:3]) + (", ..." if len(shards) > 3 else "")
         kind, files = origin.kind, f"{len(shards):,} of kind {origin.kind}: {names}"
     guessed = [(name, f"{format_json(keys[name])}, guessed: {why}") for name, why in _REASONS.items() if name in keys]
@@ -147,8 +144,8 @@ def _opened(contents: FileContents) -> FileContents:
         for raw in islice(source.rows(), _GUESSED_ROWS):
             source.format.read(raw)
     except DataError as error:
-        return FileContents(contents.keys, contents.rows, contents.layout, contents.readings, error=error)
-    return FileContents(contents.keys, contents.rows, contents.layout, contents.readings, source)
+        return replace(contents, error=error)
+    return replace(contents, source=source)
 
 
 def job_lines(contents: FileContents, *, longest: int | None) -> str:
@@ -275,23 +272,12 @@ def _without_reading(contents: FileContents) -> str:
     if layout is not None:
         return f"Each row is {layout.entry.description}. {layout.entry.remedy}"
     formats = "\n".join(f"  {form.name}: {quoted_list(form.required)}" for form in FORMATS)
-    inner = nested_records(row)
-    records = ".".join([keys["records"], *inner]) if "records" in keys and inner else None
-    deeper = f"`records: {records}` makes rows of the nested lists.\n" if records is not None else ""
     return (
-        f"{deeper}No format has the columns {quoted_list(row)}. Map the columns with `columns`, or build them "
+        f"No format has the columns {quoted_list(row)}. Map the columns with `columns`, or build them "
         "with a `template`:\n\n"
         f"data:\n  train:\n{block}\n    format: FORMAT\n    columns: {{COLUMN OF THE FORMAT: YOURS}}\n\n"
         f"Formats and their columns:\n{formats}"
     )
-
-
-def nested_records(row: Row) -> list[str]:
-    """Return the keys that lead to the innermost list of objects in a row: `[paragraphs, qas]` in SQuAD."""
-    for name, value in row.items():
-        if isinstance(value, list) and value and isinstance(value[0], dict):
-            return [name, *nested_records(value[0])]
-    return []
 
 
 def _quoted(text: str) -> str:
@@ -329,18 +315,10 @@ def guess_encoding(content: bytes) -> str | None:
     """Return the encoding of a text that is not UTF-8 and has no byte order mark; None for UTF-8 or if unknown."""
     if content.startswith((b"\xff\xfe", b"\xfe\xff")):
         return None
-    half = len(content) // 2
-    for first, name in ((1, "utf-16-le"), (0, "utf-16-be")):
-        if half and content[first::2].count(0) > 0.8 * half and not content[1 - first :: 2].count(0):
-            return name
     readable = content[: content.rfind(b"\n") + 1] or content
     text = readable.decode("utf-8", "replace")
     if "\ufffd" not in text or any(not character.isascii() and character != "\ufffd" for character in text):
         return None  # UTF-8, or damaged UTF-8, which reading reports
-    try:
-        readable.decode("cp1252")
-    except UnicodeDecodeError:
-        return "latin-1"
     return "cp1252"
 
 
@@ -417,14 +395,3 @@ def guess_positions(rows: Sequence[Row], *, kind: str) -> Iterator[tuple[Mapping
             yield {"label": label, "text": prose[0], "text_pair": prose[1]}, "labelled"
         yield {"label": label, "text": text}, "labelled"
     yield {"text": text}, "text"
-
-
-def looks_like_conll(file: DataFile) -> bool:
-    """Return whether a file of another type has a word and its tag per line, and blank lines between sentences."""
-    kind, _ = kind_of(file.name)
-    if kind in CONLL_KINDS or kind not in TEXT_KINDS:
-        return False
-    lines = _text(file.beginning(_SAMPLE_BYTES), None).splitlines()[:200]
-    widths = {len(line.split()) for line in lines[:-1] if line.strip() and not line.startswith(("#", "-DOCSTART-"))}
-    has_tags = any(line.split()[-1] == "O" for line in lines if line.strip())
-    return len(widths) == 1 and widths.pop() > 1 and has_tags

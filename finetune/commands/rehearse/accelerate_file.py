@@ -23,23 +23,10 @@ from finetune.strategy.environment import (
 
 DISTRIBUTED_TYPES = ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED")
 
-_MACHINE_KEYS = (
-    "main_process_ip",
-    "main_process_port",
-    "rdzv_backend",
-    "rdzv_conf",
-    "gpu_ids",
-    "enable_cpu_affinity",
-    "same_network",
-    "tpu_name",
-    "tpu_zone",
-)
-_DEEPSPEED_MACHINE_KEYS = (
-    "deepspeed_hostfile",
-    "deepspeed_multinode_launcher",
-    "deepspeed_exclusion_filter",
-    "deepspeed_inclusion_filter",
-)
+_MACHINE_PREFIXES = ("main_process_", "rdzv_", "gpu_ids", "enable_cpu_affinity", "same_network", "tpu_")
+_DEEPSPEED_PREFIXES = tuple(f"deepspeed_{name}" for name in ("hostfile", "multinode", "exclusion", "inclusion"))
+"""Beginnings of the keys that hold for the real machines alone."""
+
 _COPIES, _SHARDS = "parallelism_config_dp_replicate_size", "parallelism_config_dp_shard_size"
 _SEQUENCE, _TENSOR = "parallelism_config_sp_size", "parallelism_config_tp_size"
 _SECTIONS = ("parallelism_config", "fsdp_config", "deepspeed_config")
@@ -230,13 +217,11 @@ def _parallelism(values: dict[str, Any]) -> dict[str, int]:
     return {name: written.get(name) or 1 for name in (_COPIES, _SHARDS, _SEQUENCE, _TENSOR)}
 
 
-def for_this_machine(
-    file: AccelerateFile, *, processes: int, is_fp16: bool, folder: Path
-) -> tuple[AccelerateFile, list[Change]]:
+def for_this_machine(file: AccelerateFile, *, processes: int, is_fp16: bool) -> tuple[AccelerateFile, list[Change]]:
     """Return the file for this number of processes on this machine, and the changes.
 
-    A changed DeepSpeed config is written to `folder`. `is_fp16`: the job trains in fp16, which CPUs do not support.
-    Raises UserError for a number of processes that cannot represent the real one.
+    `is_fp16`: the job trains in fp16, which CPUs do not support. Raises UserError for a number of processes that cannot
+    represent the real one.
     """
     values = json.loads(json.dumps(file.values))
     is_single = file.distributed_type == "NO"
@@ -253,21 +238,18 @@ def for_this_machine(
         "distributed_type": file.distributed_type,
         "use_cpu": is_single,
     }
-    deepspeed = values.get("deepspeed_config") or {}
-    for prefix, section, keys in (
-        ("", values, _MACHINE_KEYS),
-        ("deepspeed_config.", deepspeed, _DEEPSPEED_MACHINE_KEYS),
-    ):
-        for key in keys:
-            was = section.pop(key, None)
-            if was not in (None, True, False, "static", "standard"):
-                changes.append(Change(f"{prefix}{key}", was, None, "only for the real machines"))
+    for name, prefixes in (("", _MACHINE_PREFIXES), ("deepspeed_config", _DEEPSPEED_PREFIXES)):
+        section = (values.get(name) or {}) if name else values
+        for key in [key for key in section if key.startswith(prefixes)]:
+            if (was := section.pop(key)) not in (None, True, False, "static", "standard"):
+                changes.append(Change(f"{name}.{key}".lstrip("."), was, None, "only for the real machines"))
     changes += _share_processes(values, processes, was=file.num_processes)
     if (values.get("fsdp_config") or {}).get("fsdp_offload_params") is True:
         values["fsdp_config"]["fsdp_offload_params"] = False
         changes.append(Change("fsdp_config.fsdp_offload_params", True, False, "a CPU cannot offload"))
-    if is_fp16:
-        changes += _without_fp16(values, folder)
+    if is_fp16 and values.get("mixed_precision") == "fp16":
+        values["mixed_precision"] = "bf16"
+        changes.append(Change("mixed_precision", "fp16", "bf16", "a CPU does not train in fp16"))
     local = replace(file, values=values, num_processes=processes, num_machines=1)
     return local, [change for change in changes if change.was != change.now]
 
@@ -301,23 +283,3 @@ def _share_processes(values: dict[str, Any], processes: int, *, was: int) -> Ite
     for name, now in small.items():
         yield Change(f"parallelism_config.{name}", sizes[name], now, "processes on this machine")
         values["parallelism_config"][name] = now
-
-
-def _without_fp16(values: dict[str, Any], folder: Path) -> Iterator[Change]:
-    """Replace the fp16 of the job by bf16 in the file itself and in the DeepSpeed config that it names."""
-    if values.get("mixed_precision") == "fp16":
-        values["mixed_precision"] = "bf16"
-        yield Change("mixed_precision", "fp16", "bf16", "a CPU does not train in fp16")
-    named = (values.get("deepspeed_config") or {}).get("deepspeed_config_file")
-    if named is None or not Path(named).is_file():
-        return
-    try:
-        deepspeed = json.loads(Path(named).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise StrategyError(f"deepspeed_config_file: {named} is not valid JSON: {error}.") from error
-    fp16 = deepspeed.pop("fp16", None) if isinstance(deepspeed, dict) else None
-    if isinstance(fp16, dict) and fp16.get("enabled") is True:
-        written = folder / "deepspeed.json"
-        written.write_text(json.dumps(deepspeed), encoding="utf-8")
-        values["deepspeed_config"]["deepspeed_config_file"] = str(written)
-        yield Change(f"{named}: fp16.enabled", True, "auto", "a CPU does not train in fp16")

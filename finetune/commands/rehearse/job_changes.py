@@ -1,8 +1,7 @@
 """Overrides of the job file for a few steps on a CPU, each with the reason.
 
 Names in the job (adapters, frozen and trained parameters, layers) are matched with the real model. The small model has
-fewer layers. Each of them represents a real one, and a pattern that selects layers is replaced by the names of the
-layers that represent its matches.
+fewer layers, so the number of a layer is replaced by that of the layer at the same relative depth.
 """
 
 import importlib.util
@@ -27,7 +26,6 @@ from finetune.config.run_config import RunConfig, smallest_microbatch_size
 from finetune.errors import ModelError
 from finetune.model.adapters.context import check_module_names
 from finetune.model.freeze import freeze, matched_parameters, train_only
-from finetune.model.layers import LayerStack
 from finetune.registry.losses import LOSS_KERNELS
 from finetune.registry.optimizers import OPTIMIZERS
 from finetune.registry.tasks import TASKS
@@ -156,16 +154,14 @@ def job_changes(config: RunConfig, schedule: RehearsalSteps, *, folder: Path) ->
             values[problem.key] = int(is_room), _FEW_STEPS
     if train.early_stopping is not None and train.early_stopping.patience <= schedule.steps:
         values["train.early_stopping.patience"] = schedule.steps + 1, _FEW_STEPS
-    if LOSS_KERNELS[train.loss_kernel].module is not None:
-        values["train.loss_kernel"] = "auto", _GPU_ONLY
-    if model.attention.startswith("flash"):
-        values["model.attention"] = "auto", _GPU_ONLY
-    if model.kernels == "liger":
-        values["model.kernels"] = "none", _GPU_ONLY
-    if OPTIMIZERS[train.optimizer.name].needs_cuda:
-        values["train.optimizer.name"] = "adamw", _GPU_ONLY
-    if config.data.pin_memory is True:
-        values["data.pin_memory"] = "auto", _GPU_ONLY
+    on_a_gpu: tuple[tuple[str, bool, str], ...] = (
+        ("train.loss_kernel", LOSS_KERNELS[train.loss_kernel].module is not None, "auto"),
+        ("train.optimizer.name", OPTIMIZERS[train.optimizer.name].needs_cuda, "adamw"),
+        ("model.attention", model.attention.startswith("flash"), "auto"),
+        ("model.kernels", model.kernels == "liger", "none"),
+        ("data.pin_memory", config.data.pin_memory is True, "auto"),
+    )
+    values |= {key: (now, _GPU_ONLY) for key, needs_gpu, now in on_a_gpu if needs_gpu}
     if train.precision == "fp8":
         values["train.precision"] = "bf16", _GPU_ONLY
         values["train.fp8"] = None, _GPU_ONLY
@@ -213,33 +209,57 @@ def not_verified(changes: Iterable[Change]) -> Iterator[str]:
             yield _UNVERIFIED[change.key]
 
 
-_WHY = "mapped to the layers of the small model"
-
 Matches = Callable[[str, str], bool]
 """Whether a name matches a pattern."""
 
 
 def match_targets(config: RunConfig, architecture: Architecture) -> list[Change]:
-    """Return a change for each key of the job whose names are others in the small model."""
-    names = _Names(architecture)
-    changes = []
+    """Return a change for each key of the job whose layers are others in the small model."""
+    small = {stack.name: len(stack.kinds) for stack in architecture.small_stacks}
+    sizes = [(stack.name, len(stack.kinds), small.get(stack.name, 0)) for stack in architecture.real_stacks]
+    stacks = [stack for stack in sizes if 0 < stack[2] < stack[1]]
+    parameters = [name for name, _ in architecture.small.named_parameters(remove_duplicate=False)]
+    modules = [name for name, _ in architecture.small.named_modules()]
+    lora = config.model.lora
     patterns = [*_parameter_patterns(config), *_module_patterns(config)]
-    if config.model.lora is not None:
-        patterns.append(("model.lora.rank_pattern", config.model.lora.rank_pattern, _ends_with))
-        patterns.append(("model.lora.alpha_pattern", config.model.lora.alpha_pattern, _ends_with))
+    if lora is not None:
+        patterns.append(("model.lora.rank_pattern", lora.rank_pattern, _ends_with))
+        patterns.append(("model.lora.alpha_pattern", lora.alpha_pattern, _ends_with))
+    values: dict[str, tuple[Any, Any]] = {}
     for key, written, matches in patterns:
+        names = parameters if matches is fnmatchcase else modules
+        small_names = {pattern: _for_small(pattern, names, matches, stacks) for pattern in written}
         if isinstance(written, Mapping):
-            was: Any = dict(written)
-            now: Any = {name: value for pattern, value in was.items() for name in names.for_small([pattern], matches)}
+            values[key] = dict(written), {small_names[pattern]: value for pattern, value in written.items()}
         else:
-            was, now = list(written), names.for_small(written, matches)
-        if list(now) != list(was):
-            changes.append(Change(key, was, now, _WHY))
-    layers = config.model.lora.layers if config.model.lora is not None else ()
-    small_layers = names.small_layers(layers)
-    if small_layers != list(layers):
-        changes.append(Change("model.lora.layers", list(layers), small_layers, _WHY))
-    return changes
+            values[key] = list(written), list(dict.fromkeys(small_names.values()))
+    if lora is not None and stacks:
+        _, num_real, num_small = max(stacks, key=lambda stack: stack[1])
+        values["model.lora.layers"] = (
+            list(lora.layers),
+            sorted({layer * num_small // num_real for layer in lora.layers}),
+        )
+    why = "mapped to the layers of the small model"
+    return [Change(key, was, now, why) for key, (was, now) in values.items() if was != now]
+
+
+def _for_small(pattern: str, names: Sequence[str], matches: Matches, stacks: Sequence[tuple[str, int, int]]) -> str:
+    """Return the pattern with the number of the small model's layer at the same relative depth in place of its own.
+
+    Where that layer has no such name, as it is of another type, the next one that has is taken.
+    """
+    segments = pattern.split(".")
+    for place, segment in enumerate(segments):
+        for stack, num_real, num_small in stacks:
+            layers = [segment, "*"] if set("[?") & set(segment) else []  # `layers.3[01].*`
+            if segment.isdigit():
+                depth = int(segment) * num_small // num_real
+                layers = [str(layer) for layer in sorted(range(num_small), key=lambda layer: abs(layer - depth))]
+            for layer in layers if fnmatchcase(stack, f"*{'.'.join(segments[:place])}") else ():
+                candidate = ".".join([*segments[:place], layer, *segments[place + 1 :]])
+                if any(matches(name, candidate) for name in names):
+                    return candidate
+    return pattern
 
 
 def check_targets(config: RunConfig, architecture: Architecture) -> Iterator[str]:
@@ -300,59 +320,3 @@ def _is_module(name: str, target: str) -> bool:
 
 def _ends_with(name: str, pattern: str) -> bool:
     return re.match(rf"(.*\.)?({pattern})$", name) is not None
-
-
-class _Names:
-    """The names in both models, and which layer of the real one a layer of the small one stands for."""
-
-    def __init__(self, architecture: Architecture) -> None:
-        models = (architecture.real, architecture.small)
-        self._parameters = [[name for name, _ in model.named_parameters(remove_duplicate=False)] for model in models]
-        self._modules = [[name for name, _ in model.named_modules()] for model in models]
-        small = {stack.name: stack for stack in architecture.small_stacks}
-        self._stacks = [(stack, small[stack.name]) for stack in architecture.real_stacks if stack.name in small]
-
-    def for_small(self, patterns: Iterable[str], matches: Matches) -> list[str]:
-        """Return the names for the small model; a pattern with the same matches there is kept."""
-        real, small = self._parameters if matches is fnmatchcase else self._modules
-        names: list[str] = []
-        for pattern in patterns:
-            selected = {name for name in small if matches(self._renamed(name, to_real=True), pattern)}
-            direct = {name for name in small if matches(name, pattern)}
-            if not selected:  # its layers were removed: use their representatives
-                selected = {self._renamed(name, to_real=False) for name in real if matches(name, pattern)} & set(small)
-            names += [name for name in small if name in selected] if selected and selected != direct else [pattern]
-        return list(dict.fromkeys(names))
-
-    def small_layers(self, layers: Sequence[int]) -> list[int]:
-        """Return the layers of the small model that represent these."""
-        if not self._stacks or not layers:
-            return list(layers)
-        real, small = max(self._stacks, key=lambda stacks: len(stacks[0].kinds))
-        kept = [index for index in range(len(small.kinds)) if real_layer(index, real=real, small=small) in layers]
-        return kept or sorted({small_layer(index, real=real, small=small) for index in layers})
-
-    def _renamed(self, name: str, *, to_real: bool) -> str:
-        """Return the name with the index of the corresponding real or small layer."""
-        for real, small in self._stacks:
-            index, dot, rest = name.removeprefix(f"{real.name}.").partition(".")
-            if name.startswith(f"{real.name}.") and index.isdigit():
-                stands_for = real_layer if to_real else small_layer
-                return f"{real.name}.{stands_for(int(index), real=real, small=small)}{dot}{rest}"
-        return name
-
-
-def real_layer(index: int, *, real: LayerStack, small: LayerStack) -> int:
-    """Return the real layer that a small one represents: of the same type, at the same relative depth."""
-    depth = index * (len(real.kinds) - 1) / max(len(small.kinds) - 1, 1)
-    return _nearest(depth, small.kinds[index], real)
-
-
-def small_layer(index: int, *, real: LayerStack, small: LayerStack) -> int:
-    """Return the small layer that represents a real one: of the same type, at the same relative depth."""
-    return _nearest(int(index * len(small.kinds) / len(real.kinds)), real.kinds[index], small)
-
-
-def _nearest(depth: float, kind: Any, stack: LayerStack) -> int:
-    same = [index for index, own in enumerate(stack.kinds) if own == kind] or range(len(stack.kinds))
-    return min(same, key=lambda index: abs(index - depth))

@@ -173,7 +173,7 @@ class _Phases:
             )
         train, world = loaded.config.train, file.data_parallel_size
         is_fp16 = train.precision == "fp16"
-        local_file, changes = for_this_machine(file, processes=processes, is_fp16=is_fp16, folder=self._folder)
+        local_file, changes = for_this_machine(file, processes=processes, is_fp16=is_fp16)
         self._report.replaced += changes
         batch = f"global batch {train.global_batch_size}"
         if isinstance(train.microbatch_size, int):

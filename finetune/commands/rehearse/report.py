@@ -1,7 +1,7 @@
 """The report of a rehearsal: its phases as they pass, then lists of changes, verified and unverified points."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from finetune.commands.printing import print_json
@@ -75,17 +75,10 @@ class Rehearsal:
             print(printable(text), flush=True)
 
     def _print_json(self, *, failed: dict[str, Any] | None) -> None:
-        replaced = [
-            {"key": change.key, "was": _plain(change.was), "now": _plain(change.now), "why": change.why}
-            for change in self.replaced
-        ]
+        replaced = [asdict(change) for change in self.replaced]
         verified = [{"phase": phase, "evidence": text} for phase, text in self.verified]
         lists = {"replaced": replaced, "proved": verified, "unproved": self.unverified}
-        print_json({"ok": failed is None, "failed": failed, **lists})
-
-
-def _plain(value: Any) -> Any:
-    return value if isinstance(value, bool | int | float | str | list | dict | None) else _shown(value)
+        print_json({"ok": failed is None, "failed": failed, **lists}, default=_shown)
 
 
 def _print_list(title: str, lines: Iterable[str]) -> None:

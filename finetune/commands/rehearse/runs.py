@@ -10,13 +10,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from finetune.checkpoint.format import layout
 from finetune.checkpoint.read.inventory import find_problems, read_entry
 from finetune.commands.rehearse.job_changes import RehearsalSteps
 from finetune.commands.rehearse.report import Rehearsal
-from finetune.commands.verify.runs import CompletedRun, read_completed_run, run_differences, short_digest
+from finetune.commands.verify.runs import read_completed_run, run_differences
 from finetune.config.sections.data import DataSection
 from finetune.errors import CheckpointError, FinetuneError, UserError
 from finetune.launch.child import child_process, train_command
@@ -116,11 +114,14 @@ def launch_and_resume(launch: Launch, schedule: RehearsalSteps, *, merges: bool,
         raise _failure(launch, log, phase="resume")
     if ("RunStarted", step) not in reached:
         raise PhaseError("resume", f"the run did not resume from step {step}.", exit_code=1, log=log)
-    resumed = read_completed_run(run)
-    found = list(run_differences(read_completed_run(uninterrupted), resumed, stop_at=step, tolerance=None))
-    if found:
-        raise PhaseError("resume", f"the resumed run differs: {'; '.join(found)}.", exit_code=1, log=log)
-    report.passed("resume", *_resume_evidence(resumed, step=step))
+    expected, resumed = read_completed_run(uninterrupted), read_completed_run(run)
+    if differences := list(run_differences(expected, resumed, stop_at=step, tolerance=None)):
+        raise PhaseError("resume", f"the resumed run differs: {'; '.join(differences)}.", exit_code=1, log=log)
+    report.passed(
+        "resume",
+        f"killed, resumed from step {step}: samples, losses and the last checkpoint are bitwise equal to those of the "
+        "uninterrupted run",
+    )
     if not has_ended:
         raise _failure(launch, log, phase="export")
     names = sorted(path.name for path in (run / FINAL_FOLDER).iterdir())
@@ -173,11 +174,8 @@ def _failure(launch: Launch, log: Path, *, phase: str) -> PhaseError:
     status = read_status(launch.run)
     own = status.get("exit_code")
     message = error_in(text) or (status.get("error") or {}).get("message")
-    if not message:  # the end of the first traceback, else the last lines
-        _, traceback, first = text.partition("Traceback (most recent call last)")
-        lines = [line for line in (traceback + first if traceback else text).splitlines() if line.strip()]
-        last = next((n for n, line in enumerate(lines) if n > 0 and not line[0].isspace()), len(lines) - 1)
-        message = "\n".join(lines[max(last - 4, 0) : last + 1] if traceback else lines[-8:])
+    if not message:
+        message = "\n".join([line for line in text.splitlines() if line.strip()][-8:])
     is_user_error = own == UserError.exit_code or (own is None and error_in(text) is not None)
     return PhaseError(phase, message, exit_code=UserError.exit_code if is_user_error else 1, log=log)
 
@@ -205,7 +203,7 @@ _MAX_LINES = 4
 
 
 def template_evidence(section: DataSection, data: TrainingData) -> Iterator[str]:
-    """Yield the numbers of samples, tokens and targets of the rows, and of long rows."""
+    """Yield the numbers of samples, tokens and targets of the rows."""
     for key, source in data.sources.items():
         counts = source.counts
         if not counts.rows:
@@ -215,11 +213,6 @@ def template_evidence(section: DataSection, data: TrainingData) -> Iterator[str]
             f"{key}: {counts.rows:,} rows gave {counts.samples:,} samples of {counts.tokens:,} tokens, "
             f"{counts.targets:,} of them targets"
         )
-        if section.max_length is not None and counts.longest > section.max_length:
-            yield (
-                f"{key}: max_length {section.max_length:,}, longest row {counts.longest:,} tokens: "
-                f"{counts.truncated_rows:,} rows truncated, {counts.split_rows:,} split, {counts.long_rows:,} dropped"
-            )
     if section.batching.by == "packs" and data.training.order.num_positions:
         yield f"{data.training.order.num_positions:,} packs"
 
@@ -236,16 +229,3 @@ def _steps_evidence(events: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     answers = sum(event["event"] == "Answered" for event in events)
     if answers:
         yield f"{answers} answers generated"
-
-
-def _resume_evidence(resumed: CompletedRun, *, step: int) -> Iterator[str]:
-    steps = resumed.steps
-    first = int(np.searchsorted(steps.numbers, step, side="right"))
-    yield (
-        f"killed, resumed from step {step}: samples, losses and the last checkpoint are bitwise equal to "
-        "those of the uninterrupted run"
-    )
-    samples = short_digest(steps.samples[first])
-    yield f"samples of step {steps.numbers[first]}: {samples}, loss {steps.losses[first]:.6f}"
-    if resumed.state_sha256:
-        yield f"state after step {steps.numbers[-1]}: {resumed.state_sha256[: len(samples)]}"

@@ -2,30 +2,16 @@
 
 from typing import Any
 
-from finetune.migration.complete import put_source, source_of, source_with_files
-from finetune.migration.draft import ALPACA_ROWS, Draft, KeyOutcome, PeerTrainer, read_defaults, version_of
-from finetune.migration.rules import read_file
+from finetune.migration.complete import put_source, renamed, source_of, source_with_files
+from finetune.migration.draft import ALPACA_ROWS, Draft, KeyOutcome, PeerTrainer, version_of
+from finetune.migration.rules import ONLINE, read_defaults, read_file
 
 _TEMPLATES = {"mistral_v1": "mistral", **{name: name for name in ("chatml", "llama3", "gemma", "zephyr", "mistral")}}
 _LOSSES = {"dpo": "sigmoid", **{name: name for name in ("ipo", "orpo", "simpo", "kto")}}
-_JEOPARDY = {
-    "prompt": "Category: {{ category }}\nClue: {{ question }}\nResponse: ",
-    "completion": "what is {{ answer }}",
-}
 _CHATS = ("chat_template", "sharegpt", "sharegpt_simple", "chat", "messages")
-_SYSTEM = "{% if system is defined and system %}### System:\n{{ system }}\n\n{% endif %}"
-_ROW_REASONS = {
-    **dict.fromkeys(("roles_assistant", "roles_user", "roles_system"), "rows of this type have no speakers"),
-    "field_thinking": "a turn's `thinking` or `reasoning_content` is its reasoning",
-    "roles_to_train": "the assistant's turns are the targets: `data.train_on`",
-    "drop_system": "system turns stay in axolotl, too",
-    "train_on_eos": "the end of each target turn is a target, as here",
-    "split_thinking": "reasoning stays in the content in axolotl, too",
-}
-_CHOICES = ("roles_assistant", "roles_user", "roles_system", "roles_to_train")
-_NOT_OF_ROWS = ("train_on_eot", "type_keys", "row_system", "roles", "row_template", "training_detail", "token")
+_OF_CHATS = ("roles_assistant", "roles_user", "roles_system", "roles_to_train", "drop_system")
+_PROMPTS = ("alpaca", "alpaca_instruct", "alpaca.load")
 _KNOWN_TOKENS = ("<s>", "</s>", "<|endoftext|>", "<|end_of_text|>", "<|begin_of_text|>", "<|eot_id|>", "<bos>", "<eos>")
-_WARMUP = "axolotl _configure_warmup_and_logging"
 
 
 def _prepare(draft: Draft) -> None:
@@ -35,13 +21,8 @@ def _prepare(draft: Draft) -> None:
     for key, tracker in read_file("axolotl")["projects"].items():
         leaf = draft.file.leaves.get(key)
         if leaf is not None and leaf.value:
-            if f"uses_{tracker}" in draft.facts:
-                draft.drop(f"`{key}` turns the tracker on", f"uses_{tracker}")
+            draft.drop(f"`{key}` turns the tracker on", f"uses_{tracker}")
             draft.facts[f"uses_{tracker}"] = (True, leaf)
-    if draft.get("serves_metrics"):
-        draft.put("report.prometheus", draft.get("metrics_port"), "metrics_port", "serves_metrics")
-        draft.put("report.prometheus_address", draft.get("metrics_host"), "metrics_host")
-    draft.drop("no metrics are served in axolotl", "serves_metrics", "metrics_port", "metrics_host")
     _task(draft)
     positions = sorted({int(name.rpartition(".")[2]) for name in draft.facts if name.startswith("path.")})
     for index, position in enumerate(positions):
@@ -53,11 +34,11 @@ def _prepare(draft: Draft) -> None:
         values = source_of(draft.get("test_path.0"), draft.file.path.parent) | {"split": draft.get("test_split.0")}
         put_source(draft, "data.validation", values, "test_path.0", "test_split.0", "test_type.0")
     _template(draft, positions)
-    if draft.get("packing") and draft.value("task.name") in ("sft", "pretrain"):
+    task = draft.value("task.name")
+    if draft.get("packing") and task in ("sft", "pretrain"):
         draft.put("data.batching.by", "packs", "packing")
         draft.note("packed samples do not attend to each other here; in axolotl, only flash attention isolates them.")
-    is_chosen = draft.has("data.train_on")
-    if draft.get("train_on_inputs") and not is_chosen and draft.value("task.name") in ("sft", "vision_language_sft"):
+    if draft.get("train_on_inputs") and task in ("sft", "vision_language_sft"):
         draft.put("data.train_on", "all", "train_on_inputs")
         if any(str(draft.get(f"type.{position}", "chat_template")).startswith(_CHATS) for position in positions):
             draft.note(
@@ -66,7 +47,6 @@ def _prepare(draft: Draft) -> None:
             )
     if draft.get("streaming"):
         draft.put("data.train.stream.window_rows", draft.get("window_rows", 10_000), "window_rows", "streaming")
-    draft.drop("rows are not streamed", *(() if draft.has("data.train.stream") else ("streaming", "window_rows")))
     _adapters(draft)
     _tokens(draft)
     names = [name.rpartition(".")[2] for name in draft.get("plugins", [])]
@@ -74,9 +54,8 @@ def _prepare(draft: Draft) -> None:
         draft.refuse(
             f"`{unknown[0]}` has no counterpart: a plugin of ours may do it (docs/how-to/plugins.md).", "plugins"
         )
-    elif "CutCrossEntropyPlugin" in names and draft.value("task.name") in ("sft", "pretrain", "vision_language_sft"):
+    elif "CutCrossEntropyPlugin" in names and task in ("sft", "pretrain", "vision_language_sft"):
         draft.put("train.loss_kernel", "cce", "plugins")
-    draft.drop("their settings are converted or listed at their own keys", "plugins")
 
 
 def _unwritten(draft: Draft) -> None:
@@ -84,17 +63,7 @@ def _unwritten(draft: Draft) -> None:
     if "warmup_steps" in draft.facts:
         draft.assumed.pop("warmup_ratio", None)
     elif "warmup_ratio" in draft.assumed:
-        share, origin = draft.assumed["warmup_ratio"]
-        limit, steps = read_defaults()["defaults"][_WARMUP]["warmup_steps_limit"], draft.get("max_steps", 0)
-        if steps > 0:
-            num_steps = min(int(share * steps), limit)
-            draft.assumed["warmup_steps"] = (2 if num_steps == 1 else num_steps, f"{origin}, at most {limit} steps")
-            del draft.assumed["warmup_ratio"]
-        else:
-            draft.assumed["warmup_ratio"] = (share, f"{origin}, at most {limit} steps")
-            draft.note(
-                f"the warmup is at most {limit} steps in axolotl, where none is written; here it is {share:.0%} of all."
-            )
+        draft.note("the warmup is at most 100 steps in axolotl, where none is written; here it is 3% of all.")
     if {"save_steps", "saves_per_epoch"} & draft.facts.keys():
         draft.assumed.pop("save_strategy", None)
         draft.drop("`save_steps` decides", "save_strategy")
@@ -121,8 +90,7 @@ def _task(draft: Draft) -> None:
     else:
         draft.put("task.name", "sft", comment="the default in axolotl")
     if rl not in _LOSSES and rl != "none":
-        draft.out_of_scope = f"rl: {rl}"
-        draft.refuse("reinforcement learning is not a task here: use the Session API (docs/how-to/session.md).", "rl")
+        draft.refuse(ONLINE, "rl")
     if rl == "simpo" and "sft_weight" not in draft.facts:
         weight = read_defaults()["defaults"]["trl CPOConfig"]["cpo_alpha"]
         draft.assumed["sft_weight"] = (weight, f"trl {version_of('trl')}, CPOConfig: cpo_alpha: {weight}")
@@ -130,19 +98,6 @@ def _task(draft: Draft) -> None:
     for name in ("beta", "sft_weight"):
         if draft.value("task.name") == "preference" and name in draft.facts:
             draft.put(f"task.preference.{name}", draft.get(name), name)
-    unused = [name for name in ("is_reward", "processor", "beta", "sft_weight") if not draft.is_named(name)]
-    draft.drop("another task is trained", *unused)
-    own_loss = ("own_loss", "own_loss_alpha", "own_loss_k")
-    if draft.get("own_loss"):
-        draft.out_of_scope = "a loss of its own (EAFT)"
-        draft.refuse("a plugin adds a loss of tokens as `task.loss` (docs/how-to/plugins.md).", *own_loss)
-    else:
-        draft.drop("it is off in axolotl, too", *own_loss)
-    for key in (key for key in draft.file.leaves if key.startswith("diffusion.")):
-        draft.out_of_scope = "a diffusion language model"
-        draft.outcomes[key] = KeyOutcome(
-            "not_possible", "diffusion is not a task here; `task.name: masked_lm` is nearest."
-        )
 
 
 def _source(draft: Draft, position: int, key: str) -> None:
@@ -151,53 +106,35 @@ def _source(draft: Draft, position: int, key: str) -> None:
     def get(name: str, default: Any = None) -> Any:
         return draft.get(f"{name}.{position}", default)
 
-    task = draft.value("task.name")
+    task, kind = draft.value("task.name"), str(get("type", "chat_template"))
     values = source_with_files(get("path"), get("data_files"), draft.file.path.parent)
     values |= {"config": get("config"), "revision": get("revision"), "split": get("split")}
-    kind, _, style = str(get("type", "chat_template")).partition(".")
     if task == "pretrain":
-        values |= {"format": "text", "columns": _renamed({"text": get("field", "text")})}
+        values |= {"format": "text", "columns": renamed({"text": get("field", "text")})}
     elif task in ("preference", "reward"):
-        values |= _answers(draft, position, kind, style)
+        values |= _answers(draft, position, kind)
     elif _is_prompt(draft, position):
-        values |= {
-            "format": "prompt_completion",
-            "template": _prompt(draft, position, _INSTRUCTIONS.get((kind, style))),
-        }
-    elif kind == "jeopardy":
-        values |= {"format": "prompt_completion", "template": dict(_JEOPARDY)}
-    elif kind in _CHATS:
+        values |= {"format": "prompt_completion", "template": _prompt(draft, position, kind)}
+    elif kind.partition(".")[0] in _CHATS:
         values |= _chat(draft, position, is_sharegpt=kind.startswith("sharegpt"))
     else:
         advice = "write `format`, and `columns` or a `template` (`finetune preview` proposes them)."
         draft.refuse(advice, f"type.{position}")
-    named = {name for name in (*_ROW_REASONS, *_NOT_OF_ROWS) if name not in _CHOICES or kind not in _CHATS}
-    named -= {"drop_system"} if get("drop_system") else set()
+    unread = {"turn_ends", "turn_ends_too"}
+    unread |= set(_OF_CHATS) - ({"drop_system"} if get("drop_system") else set())
+    unread -= set(_OF_CHATS[:3]) if kind.partition(".")[0] in _CHATS else set()
     own = [name for name in draft.facts if name.endswith(f".{position}") and not name.startswith("test_")]
-    facts = [name for name in own if name.partition(".")[0] not in named]
-    put_source(draft, key, values, *(name for name in facts if not draft.is_named(name)))
-    for name in ("train_on_eos", "train_on_eot"):
-        if get(name, "turn") != "turn":
-            draft.refuse("the end of each target turn is a target, and of no other.", f"{name}.{position}")
-    draft.drop(_ROW_REASONS["train_on_eos"], f"train_on_eot.{position}")
-    if get("split_thinking"):
-        advice = "move it to `reasoning_content` of the turn, in the rows or with the source's `template`."
-        draft.refuse(f"reasoning stays in the content: {advice}", f"split_thinking.{position}")
-    draft.refuse(
-        "write it in the source's `template`.", *(f"{name}.{position}" for name in ("type_keys", "row_system", "roles"))
-    )
-    draft.refuse("one template holds for all sources: write `data.chat_template`.", f"row_template.{position}")
-    for name, reason in _ROW_REASONS.items():
-        if not draft.is_named(f"{name}.{position}"):
-            draft.drop(reason, f"{name}.{position}")
+    facts = [name for name in own if name.partition(".")[0] not in unread and not draft.is_named(name)]
+    put_source(draft, key, values, *facts)
 
 
-def _answers(draft: Draft, position: int, kind: str, style: str) -> dict[str, Any]:
+def _answers(draft: Draft, position: int, written: str) -> dict[str, Any]:
     """Return format and columns of pairs, or of answers that are judged one by one."""
 
     def get(name: str) -> Any:
         return draft.get(f"{name}.{position}")
 
+    kind, _, style = written.partition(".")
     is_judged = draft.value("task.preference.loss") == "kto"
     known = read_file("axolotl")["judged_columns" if is_judged else "pair_columns"]
     columns: dict[str, Any] = dict(known.get(style, {}))
@@ -211,85 +148,55 @@ def _answers(draft: Draft, position: int, kind: str, style: str) -> dict[str, An
         draft.put("data.chat_template", kind, comment=f"`type: {kind}.{style}` writes these marks")
     names = ("prompt", "completion", "label") if is_judged else ("prompt", "chosen", "rejected")
     columns |= {name: get(f"field_{name}") for name in names if get(f"field_{name}")}
-    return {"format": "judged" if is_judged else "preference", "columns": _renamed(columns)}
+    return {"format": "judged" if is_judged else "preference", "columns": renamed(columns)}
 
 
-def _renamed(columns: dict[str, str | None]) -> dict[str, str]:
-    return {name: yours for name, yours in columns.items() if yours not in (None, name)}
+_USUAL = {"human": "user", "gpt": "assistant"}
 
 
 def _chat(draft: Draft, position: int, *, is_sharegpt: bool) -> dict[str, Any]:
-    """Return format and columns of turns; a template where their keys, speakers or targets are not the usual ones."""
+    """Return format and columns of turns; a template where their keys or speakers are not the usual ones."""
 
     def get(name: str, default: Any = None) -> Any:
         return draft.get(f"{name}.{position}", default)
 
-    role, content = (
-        get("role_key", "from" if is_sharegpt else "role"),
-        get("content_key", "value" if is_sharegpt else "content"),
-    )
+    role = get("role_key", "from" if is_sharegpt else "role")
+    content = get("content_key", "value" if is_sharegpt else "content")
     form = "conversations" if (role, content) == ("from", "value") else "messages"
     field = draft.facts.get(f"field_messages.{position}", ("conversations" if is_sharegpt else "messages",))[0]
     speakers = {name: target for target in ("assistant", "user", "system") for name in get(f"roles_{target}", ())}
     speakers = {**_USUAL, **{name: target for name, target in speakers.items() if name != target}}
-    flag, trained = get("field_training"), {speakers.get(name, name) for name in get("roles_to_train")}
-    draft.refuse("a turn is a target whole, or not at all.", f"training_detail.{position}")
+    if {speakers.get(name, name) for name in get("roles_to_train")} != {"assistant"}:
+        advice = "write `weight` of 1 or 0 in the turns, and `data.train_on: per_message`."
+        draft.refuse(advice, f"roles_to_train.{position}")
     is_usual = (role, content) in (("role", "content"), ("from", "value")) and speakers == _USUAL
-    has_choice = flag is not None or trained != {"assistant"}
-    if is_usual and not has_choice and not get("drop_system"):
-        return {"format": form, "columns": _renamed({form: field, "tools": get("field_tools")})}
-    turns, speaker = f"row['{field}']", f"{speakers}.get(turn['{role}'], turn['{role}'])"
-    turns += f" | rejectattr('{role}', 'equalto', 'system')" if get("drop_system") else ""
-    parts = [f"role={speaker}", f"content=turn['{content}']"]
-    if has_choice:
-        weight = "true" if draft.get("train_on_inputs") else f"{speaker} in {sorted(trained)}"
-        if flag is not None:
-            weight = f"(turn['{flag}'] if turn['{flag}'] is defined and turn['{flag}'] is not none else {weight})"
-        parts.append(f"weight=1 if {weight} else 0")
-        used = () if not draft.get("train_on_inputs") else ("train_on_inputs",)
-        draft.put("data.train_on", "per_message", *used, comment="turns that are targets in axolotl have `weight: 1`")
-    others = f"turn.items() | rejectattr(0, 'in', {[role, content, *([flag] if flag else [])]})"
-    turn = f"{{{{ ', ' if not loop.first }}}}{{{{ dict({others}, {', '.join(parts)}) | tojson }}}}"
+    if is_usual and not get("drop_system"):
+        return {"format": form, "columns": renamed({form: field, "tools": get("field_tools")})}
+    turns = f"row['{field}']" + (f" | rejectattr('{role}', 'equalto', 'system')" if get("drop_system") else "")
+    others = f"turn.items() | rejectattr(0, 'in', {[role, content]})"
+    parts = f"role={speakers}.get(turn['{role}'], turn['{role}']), content=turn['{content}']"
+    turn = f"{{{{ ', ' if not loop.first }}}}{{{{ dict({others}, {parts}) | tojson }}}}"
     return {"format": "messages", "template": {"messages": f"[{{% for turn in {turns} %}}{turn}{{% endfor %}}]"}}
 
 
-_USUAL = {"human": "user", "gpt": "assistant"}
-_INPUT = "{% if input is defined and input %}"
-_CHAT_TEXT = (
-    f"SYSTEM: {ALPACA_ROWS['prompt'].partition('###')[0].rstrip()}\nUSER: {{{{ instruction }}}}\n"
-    f"{_INPUT}{{{{ input }}}}\n{{% endif %}}ASSISTANT:"
-)
-_INSTRUCTIONS: dict[tuple[str, str], str] = {
-    **dict.fromkeys((("alpaca", ""), ("alpaca_instruct", ""), ("alpaca", "load")), ALPACA_ROWS["prompt"]),
-    ("alpaca_chat", ""): _CHAT_TEXT,
-    (
-        "alpaca_w_system",
-        "",
-    ): f"{_SYSTEM.replace('### System:', 'SYSTEM:').replace(':{{ ', ': {{ ')}{_CHAT_TEXT.partition(chr(10))[2]}",
-    ("alpaca_w_system", "load_instruct"): f"{_SYSTEM}### {ALPACA_ROWS['prompt'].partition('### ')[2]}",
-}
-"""The prompts of types of one instruction with its answer."""
-
-
 def _is_prompt(draft: Draft, position: int) -> bool:
-    kind, _, style = str(draft.get(f"type.{position}", "chat_template")).partition(".")
     has_format = any(f"{name}.{position}" in draft.facts for name in ("prompt_format", "field_instruction"))
-    return has_format or (kind, style) in _INSTRUCTIONS or kind == "jeopardy"
+    return has_format or draft.get(f"type.{position}", "chat_template") in _PROMPTS
 
 
-def _prompt(draft: Draft, position: int, prompt: str | None) -> dict[str, str]:
-    """Return the prompt of the type, or of the file's own format, with the file's columns."""
-    if prompt is None:
+def _prompt(draft: Draft, position: int, kind: str) -> dict[str, str]:
+    """Return the prompt of Alpaca, or of the file's own format, with the file's columns."""
+    template = dict(ALPACA_ROWS)
+    if kind not in _PROMPTS:
         written = _braces(draft.get(f"prompt_format.{position}", "{instruction} {input} "))
         short = _braces(draft.get(f"prompt_no_input.{position}", "{instruction} "))
-        prompt = f"{_INPUT}{written}{{% else %}}{short}{{% endif %}}"
-    completion = ALPACA_ROWS["completion"]
+        template["prompt"] = f"{{% if input is defined and input %}}{written}{{% else %}}{short}{{% endif %}}"
     for part in ("instruction", "input", "output"):
         name = draft.get(f"field_{part}.{position}", part)
-        prompt = prompt.replace(f"{{{{ {part} }}}}", f"{{{{ {name} }}}}")
-        prompt = prompt.replace(f"if {part} is defined and {part} %", f"if {name} is defined and {name} %")
-        completion = completion.replace(f"{{{{ {part} }}}}", f"{{{{ {name} }}}}")
-    return {"prompt": prompt, "completion": completion}
+        for key, text in template.items():
+            text = text.replace(f"{{{{ {part} }}}}", f"{{{{ {name} }}}}")
+            template[key] = text.replace(f"if {part} is defined and {part} %", f"if {name} is defined and {name} %")
+    return template
 
 
 def _braces(written: str) -> str:
@@ -299,39 +206,27 @@ def _braces(written: str) -> str:
 
 
 def _template(draft: Draft, positions: list[int]) -> None:
-    name, jinja = str(draft.get("chat_template", "")), draft.get("chat_template_jinja")
-    task = draft.value("task.name")
+    name, task = str(draft.get("chat_template", "")), draft.value("task.name")
     prompts = [_is_prompt(draft, position) for position in positions] if task == "sft" else []
     if any(prompts) and all(prompts):
         draft.put("data.chat_template", "plain", comment="prompts are text in axolotl")
-        draft.drop(
-            "prompts of this type are text, which no chat template renders", "chat_template", "chat_template_jinja"
-        )
+        draft.drop("prompts of this type are text, which no chat template renders", "chat_template")
         draft.note(
             "prompts of `type: alpaca` and the like are plain text in axolotl, and with `plain`. For a chat "
             "template, remove `data.chat_template`, and write `format: instruction` without `template`."
         )
-        return
-    if any(prompts):
+    elif any(prompts):
         draft.note("the prompts of one source are plain text in axolotl; here the chat template renders all sources.")
-    if jinja is not None and task != "pretrain":
-        draft.files["chat_template.jinja"] = jinja
-        draft.put("data.chat_template", "./chat_template.jinja", comment="written next to this file")
-        draft.mapped("file chat_template.jinja", "chat_template", "chat_template_jinja")
     elif name in _TEMPLATES and task != "pretrain":
         draft.put("data.chat_template", _TEMPLATES[name], "chat_template")
     elif name and not name.startswith("tokenizer_default") and task != "pretrain":
         draft.note(f"`chat_template: {name}` is axolotl's own; here it is the tokenizer's: see `finetune preview`.")
-    draft.drop("the tokenizer's own chat template is used: look with `finetune preview`", "chat_template")
-    draft.drop("texts have no turns", "chat_template_jinja")
 
 
 def _adapters(draft: Draft) -> None:
     if draft.get("all_linear"):
         draft.withdraw("model.lora.target_modules", KeyOutcome("not_needed", "`lora_target_linear` covers them"))
         draft.put("model.lora.target_modules", "all-linear", "all_linear")
-    else:
-        draft.drop("it is off in axolotl, too", "all_linear")
     names = draft.get("target_parameters", [])
     if names and all("expert" in name for name in names):
         draft.put("model.lora.experts", True, "target_parameters")
@@ -352,11 +247,6 @@ def _tokens(draft: Draft) -> None:
     if draft.get("chat_template") == "chatml" and any("im_" in token for token in added):
         draft.put("model.new_tokens.special", list(dict.fromkeys(added)), *names)
         draft.note("a token that the vocabulary has already must not be in `model.new_tokens`: remove it there.")
-    else:
-        draft.drop("the tokenizer's own token, or the one that the chat template writes, is used", *names)
-    for key, leaf in draft.file.leaves.items():
-        if leaf.pattern.startswith("tokens."):
-            draft.outcomes[key] = KeyOutcome("not_needed", "the tokenizer's own token is used")
 
 
 def _finish(draft: Draft) -> None:
@@ -368,8 +258,4 @@ def _finish(draft: Draft) -> None:
         draft.note(f"rows longer than `max_length` are {what} in axolotl, which logs a line; here they are counted.")
 
 
-AXOLOTL = PeerTrainer(
-    name="axolotl",
-    prepare=_prepare,
-    finish=_finish,
-)
+AXOLOTL = PeerTrainer(name="axolotl", prepare=_prepare, finish=_finish)

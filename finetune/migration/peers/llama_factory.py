@@ -1,56 +1,47 @@
-"""LLaMA-Factory: its keys and stages, the datasets of dataset_info.json, its templates and defaults."""
+"""LLaMA-Factory: its keys and stages, the files that dataset_info.json names, its templates and defaults."""
 
-from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
+from finetune.config.formatting import did_you_mean
+from finetune.config.paths import absolute_path
+from finetune.errors import UserError
 from finetune.migration.complete import put_source, source_of
 from finetune.migration.draft import BUILT_IN, CHAT_NAMES, Draft, PeerTrainer
-from finetune.migration.peers import dataset_info
-from finetune.migration.peers.dataset_info import Dataset
 from finetune.migration.peers.trainer import finish_arguments, prepare_arguments
-from finetune.migration.rules import path
-from finetune.migration.source import PeerFile
+from finetune.migration.rules import ONLINE, path
+from finetune.migration.source import is_present, read_peer_file
 from finetune.registry.losses import PREFERENCE_LOSSES
 
 _STAGES = {"sft": "sft", "pt": "pretrain", "dpo": "preference", "kto": "preference", "rm": "reward"}
-_OWN_LOSSES = ("own_loss_dft", "own_loss_asft", "own_loss_eaft")
 _OFT = ("oft_block_size", "oft_target", "module_dropout")
-_PREFERENCE = ("beta", "loss", "sft_weight", "target_margin")
 
 
 def _prepare(draft: Draft) -> None:
     """Write the task, the adapter, the rows and the template."""
     prepare_arguments(draft)
-    names = list(dict.fromkeys([*draft.get("dataset", []), *draft.get("eval_dataset", [])]))
-    info = dataset_info.read_info(draft, names)
     _task(draft)
     _adapter(draft)
-    _rows(draft, names, info)
+    _rows(draft)
     _targets(draft)
     if draft.get("uses_muon"):
         draft.entries.pop("train.optimizer.name", None)
         draft.put("train.optimizer.name", "muon", "uses_muon")
-    draft.drop("another optimizer is chosen in LLaMA-Factory", "uses_muon")
     if draft.get("pure_bf16"):
         draft.put("model.dtype", "bfloat16", "pure_bf16")
         draft.put("train.precision", "bf16", "pure_bf16")
         draft.drop("`pure_bf16` is set", "bf16")
-    draft.drop("weights are kept in float32", "pure_bf16")
     if "disable_gradient_checkpointing" not in draft.file.leaves:
         draft.default("model.gradient_checkpointing", True, "LLaMA-Factory's default")
 
 
 def _task(draft: Draft) -> None:
     stage = str(draft.get("stage", "sft")).lower()
-    signs = ("media_dir", "freezes_vision", "columns.images")
-    sees = any(name.startswith(signs) and draft.get(name) != "" for name in draft.facts)
-    is_vision = sees or draft.has("data.images")
+    is_vision = bool({"media_dir", "freezes_vision"} & draft.facts.keys()) or draft.has("data.images")
     task = "vision_language_sft" if is_vision and stage == "sft" else _STAGES.get(stage, "sft")
     draft.put("task.name", task, *(("stage",) if stage in _STAGES else ()))
     if stage not in _STAGES:
-        draft.out_of_scope = f"stage: {stage}"
-        draft.refuse(
-            "reinforcement learning is not a task here: use the Session API (docs/how-to/session.md).", "stage"
-        )
+        draft.refuse(ONLINE, "stage")
     if task == "preference":
         loss = "kto" if stage == "kto" else str(draft.get("loss", "sigmoid")).replace("kto_pair", "kto")
         if loss in PREFERENCE_LOSSES:
@@ -61,17 +52,11 @@ def _task(draft: Draft) -> None:
         if loss == "kto" and draft.facts.get("sft_weight", (0,))[0]:
             draft.refuse("`kto` has no further term here: choose another `task.preference.loss`.", "sft_weight")
             draft.facts.pop("sft_weight")
-        for name, key in (("beta", "beta"), ("sft_weight", "sft_weight")):
+        for name in ("beta", "sft_weight"):
             if name in draft.facts and (name == "beta" or draft.get(name)):
-                draft.put(f"task.preference.{key}", draft.get(name), name)
+                draft.put(f"task.preference.{name}", draft.get(name), name)
         if loss == "simpo" and "target_margin" in draft.facts:
             draft.put("task.preference.target_margin", draft.get("target_margin"), "target_margin")
-    draft.drop("another task is trained, or without it", *_PREFERENCE)
-    used = [name for name in _OWN_LOSSES if draft.get(name)]
-    if used:
-        draft.out_of_scope = f"a loss of its own ({used[0].rpartition('_')[2].upper()})"
-        draft.refuse("a plugin adds a loss of tokens as `task.loss` (docs/how-to/plugins.md).", *used, "own_loss_value")
-    draft.drop("it is off in LLaMA-Factory, too", *_OWN_LOSSES, "own_loss_value")
 
 
 def _adapter(draft: Draft) -> None:
@@ -88,13 +73,11 @@ def _adapter(draft: Draft) -> None:
         draft.facts["adapter"] = (kind, leaf)
     else:
         draft.refuse("choose `model.lora`, `model.peft`, or none for full fine-tuning.", "adapter_type")
-    draft.drop("every layer is trained, or has adapters", "layers", "layer_modules")
     if kind == "oft" and not draft.get("adapter_path"):
         values = {"oft_block_size": draft.get("oft_block_size", 32), "target_modules": draft.get("oft_target")}
         if draft.get("module_dropout"):
             values["module_dropout"] = draft.get("module_dropout")
         draft.put("model.peft", {"type": "oft", "values": values}, "adapter", *_OFT)
-    draft.drop("no OFT is trained in LLaMA-Factory", *_OFT)
     if kind == "lora":
         draft.put("model.lora.target_modules", draft.get("lora_target", "all-linear"), "lora_target")
         draft.default("model.lora.rank", 8, "the default in LLaMA-Factory")
@@ -103,10 +86,8 @@ def _adapter(draft: Draft) -> None:
         if draft.get("pissa"):
             draft.put("model.lora.init", "pissa", "pissa")
             draft.put("model.dtype", "float32", comment="as `init: pissa` needs")
-    draft.drop("no LoRA is trained in LLaMA-Factory", "lora_target", "pissa")
     if draft.get("quantization_method", "bnb").lower() not in ("bnb", "bitsandbytes"):
         draft.refuse("name the model in 16 bits, and write `model.quantization`.", "quantization_method", "bits")
-    draft.drop("bitsandbytes, as here", "quantization_method")
     name = str(draft.value("model.name", "")).lower()
     if draft.value("task.name") == "vision_language_sft":
         frozen = ["*visual*" if "qwen" in name else "*vision*"] if draft.get("freezes_vision", True) else []
@@ -116,49 +97,58 @@ def _adapter(draft: Draft) -> None:
             draft.put("model.freeze", frozen, "freezes_vision", "freezes_language", comment=comment)
         elif frozen:
             draft.note("LLaMA-Factory adapts the language model alone; `all-linear` here includes the image encoder.")
-    draft.drop("the part is trained, or has no weights of its own", "freezes_vision", "freezes_language")
-    draft.drop("the projector belongs to the image encoder's parameters", "freezes_projector")
 
 
-def _rows(draft: Draft, names: Sequence[str], info: PeerFile | None) -> None:
+def _rows(draft: Draft) -> None:
     trained, evaluated = draft.get("dataset", []), draft.get("eval_dataset", [])
-    strategy, weights = draft.get("mix_strategy"), draft.get("probabilities", [1.0] * len(trained))
-    is_weighted = strategy in ("interleave_under", "interleave_over") and len(weights) == len(trained)
     keys = [f"data.train.mix.{index}" for index in range(len(trained))] if len(trained) > 1 else ["data.train"]
-    for index, (key, name) in enumerate(zip(keys, trained, strict=False)):
-        _put_source(draft, key, name, names, info, "dataset")
-        if len(trained) > 1 and is_weighted:
-            draft.put(f"{key}.weight", weights[index], "probabilities", "mix_strategy")
-        elif len(trained) > 1:
-            draft.put(f"{key}.epochs", 1, comment="all rows of every source, as in LLaMA-Factory")
+    for key, name in zip(keys, trained, strict=False):
+        _put_source(draft, key, name, "dataset")
+        if len(trained) > 1:
+            draft.put(f"{key}.epochs", 1, comment="all rows of every source")
         if draft.get("streaming"):
             draft.put(f"{key}.stream.window_rows", draft.get("window_rows", 10_000), "window_rows", "streaming")
-    if strategy == "interleave_over" and len(trained) > 1:
-        draft.put("data.train.until", "all", "mix_strategy")
+    if draft.get("mix_strategy", "concat") != "concat" and len(trained) > 1:
+        draft.refuse("write `weight` in place of `epochs` at each source.", "mix_strategy", "probabilities")
     for name in evaluated[:1]:
-        _put_source(draft, "data.validation", name, names, info, *(["eval_dataset"] if len(evaluated) == 1 else []))
+        _put_source(draft, "data.validation", name, *(["eval_dataset"] if len(evaluated) == 1 else []))
     draft.refuse("validation rows are one source: the first is written. Join the files.", "eval_dataset")
-    if info is None and names and draft.get("dataset_dir") != "ONLINE":
-        draft.note(
-            f"{', '.join(names)}: names of dataset_info.json in {draft.get('dataset_dir', 'data')}, which is not here: "
-            "write the names on the hub, or paths. With that folder next to the file, they are looked up."
-        )
-    draft.drop("dataset_info.json was looked for there", "dataset_dir")
-    draft.drop("sources are mixed in full", "mix_strategy", "probabilities")
-    draft.drop("rows are not streamed", "streaming", "window_rows")
-    draft.drop("rows of this task have no images", "media_dir")
 
 
-def _put_source(draft: Draft, key: str, name: str, names: Sequence[str], info: PeerFile | None, *facts: str) -> None:
-    comment = f"`{name}` of dataset_info.json"
-    if info is None:
-        values = source_of(name, draft.file.path.parent) | {"take": draft.get("take")}
-        put_source(draft, key, values, *facts, "take", comment=comment)
-    else:
-        dataset = Dataset(draft, info.path.parent.absolute(), info.values[name], names.index(name))
-        dataset.put(key, *facts, comment=comment)
+def _put_source(draft: Draft, key: str, name: str, *facts: str) -> None:
+    values = _location(draft, name) | {"take": draft.get("take")}
+    put_source(draft, key, values, *facts, "take", comment=f"`{name}` of dataset_info.json")
     if draft.get("media_dir") and draft.value("task.name") == "vision_language_sft":
         draft.put(f"{key}.image_root", path(draft.get("media_dir")), "media_dir")
+
+
+def _location(draft: Draft, name: str) -> dict[str, Any]:
+    """Return where the rows of a dataset are by dataset_info.json; without that file, its own name.
+
+    Raises UserError for a dataset that is not in the file, and ConfigError for a file that cannot be read.
+    """
+    folder = draft.get("dataset_dir", "data")
+    for place in (Path(folder) / "dataset_info.json", draft.file.path.parent / folder / "dataset_info.json"):
+        if is_present(place):
+            break
+    else:
+        if folder != "ONLINE":
+            draft.note(
+                f"{name}: a name of dataset_info.json in {folder}, which is not here: write the name on the hub, or a "
+                "path. With that folder next to the file, it is looked up."
+            )
+        return source_of(name, draft.file.path.parent)
+    datasets = read_peer_file(place).values
+    entry = datasets.get(name)
+    if not isinstance(entry, dict) or not (entry.get("hf_hub_url") or entry.get("file_name")):
+        near = did_you_mean(name, datasets.keys() - {name})
+        raise UserError(f"{place}: there is no dataset `{name}` with a `file_name` or `hf_hub_url`. {near}".rstrip())
+    draft.note(
+        f"the columns of {name} in dataset_info.json are not read: `finetune preview` prints the lines for them."
+    )
+    if entry.get("hf_hub_url"):
+        return {"name": entry["hf_hub_url"], "config": entry.get("subset"), "split": entry.get("split")}
+    return {"path": absolute_path(str(entry["file_name"]), place.parent.absolute())}
 
 
 def _targets(draft: Draft) -> None:
@@ -166,15 +156,12 @@ def _targets(draft: Draft) -> None:
     name = str(draft.value("model.name", "")).rpartition("/")[2]
     if template in BUILT_IN and task != "pretrain" and not CHAT_NAMES.search(name):
         draft.put("data.chat_template", BUILT_IN[template], "template")
-    draft.drop("the tokenizer's own chat template is used: look with `finetune preview`", "template")
     if "thinking" in draft.facts and task in ("sft", "preference", "reward"):
         draft.put("data.chat_template_arguments", {"enable_thinking": draft.get("thinking")}, "thinking")
-    draft.drop("the chat template decides", "thinking")
     if draft.get("mask_history") and task == "sft":
         draft.put("data.train_on", "last_assistant", "mask_history")
     elif draft.get("train_on_inputs") and task == "sft":
         draft.put("data.train_on", "all", "train_on_inputs")
-    draft.drop("every answer of a conversation is a target", "mask_history")
     packs = (
         draft.get("packing") or draft.get("neat_packing") or (task == "pretrain" and draft.get("packing") is not False)
     )
@@ -183,7 +170,6 @@ def _targets(draft: Draft) -> None:
         draft.put("data.batching.by", "packs", "packing", "neat_packing", comment=comment)
         if not draft.get("neat_packing"):
             draft.note("samples in a pack see each other in LLaMA-Factory without `neat_packing`; here they never do.")
-    draft.drop("samples are not packed", "neat_packing")
 
 
 def _finish(draft: Draft) -> None:
@@ -198,8 +184,4 @@ def _finish(draft: Draft) -> None:
         draft.note("`trust_remote_code: true` runs Python code of the model's repository; most models do not need it.")
 
 
-LLAMA_FACTORY = PeerTrainer(
-    name="llama_factory",
-    prepare=_prepare,
-    finish=_finish,
-)
+LLAMA_FACTORY = PeerTrainer(name="llama_factory", prepare=_prepare, finish=_finish)

@@ -4,9 +4,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-from finetune.migration.complete import put_source, source_of, source_with_files
-from finetune.migration.draft import ALPACA_ROWS, CHAT_NAMES, Draft, PeerTrainer, read_defaults
-from finetune.migration.rules import read_file
+from finetune.migration.complete import put_source, renamed, source_of, source_with_files
+from finetune.migration.draft import ALPACA_ROWS, CHAT_NAMES, Draft, PeerTrainer
+from finetune.migration.rules import OWN_LOSS, read_defaults, read_file
 from finetune.migration.source import is_present
 
 _OWNERS = {
@@ -47,7 +47,7 @@ def _prepare(draft: Draft) -> None:
 
 def _assume(draft: Draft, builder: str, *, is_vision: bool) -> None:
     """Take the defaults of the components that the file names."""
-    names = [str(draft.get(name, "")).rpartition(".")[2] for name in ("dataset_builder", "loss", "scheduler")]
+    names = [draft.get(name, "") for name in ("dataset_builder", "loss")]
     if builder.startswith(("lora_", "qlora_")):
         names.append("lora_llama3_2_vision_11b" if is_vision else "lora_llama3_1_8b")
     if draft.value("train.optimizer.name", "adamw") == "adamw":
@@ -59,10 +59,8 @@ def _assume(draft: Draft, builder: str, *, is_vision: bool) -> None:
 
 
 def _model(draft: Draft, family: str) -> None:
-    for fact, key in (("folder", "model.name"), ("teacher_folder", "task.distillation.teacher")):
-        if fact in draft.facts:
-            draft.put(key, _hub_name(draft.get(fact), family), fact)
-    draft.drop("the model is named by its folder, or its name on the hub", "builder", "teacher_builder", "tokenizer")
+    if "folder" in draft.facts:
+        draft.put("model.name", _hub_name(draft.get("folder"), family), "folder")
     if draft.has("model.name") and not str(draft.value("model.name")).startswith("/"):
         draft.note(
             f"the weights lie in {draft.get('folder')} there; here they are read from the hub under the name of that "
@@ -82,7 +80,6 @@ def _hub_name(folder: str, family: str) -> str:
 def _adapter(draft: Draft, builder: str, family: str) -> None:
     kind = builder.partition("_")[0]
     if kind not in ("lora", "qlora", "dora"):
-        draft.drop("no adapter is trained in torchtune", "attention_modules", "mlp", "output")
         return
     leaf = draft.facts["builder"][1]
     draft.facts["adapter"] = ("lora", leaf)
@@ -102,12 +99,11 @@ def _adapter(draft: Draft, builder: str, family: str) -> None:
     draft.put("model.lora.target_modules", names, "attention_modules", "mlp", "output")
     advice = "name the modules of the other parts alone in `model.lora.target_modules`."
     draft.refuse(advice, *(name for name in ("decoder", "encoder", "fusion") if draft.get(name) != "lora"))
-    draft.drop("adapters are on every part with modules of these names", "decoder", "encoder", "fusion")
 
 
 def _task(draft: Draft, *, is_vision: bool) -> None:
-    loss = str(draft.get("loss", "")).rpartition(".")[2]
-    reads = read_file("torchtune")["datasets"].get(str(draft.get("dataset_builder", "")).rpartition(".")[2], {})
+    loss = draft.get("loss", "")
+    reads = read_file("torchtune")["datasets"].get(draft.get("dataset_builder", ""), {})
     preference = ("beta", "target_margin", "preference_smoothing")
     if loss in _TASKS:
         draft.put("task.name", "preference", "loss")
@@ -115,29 +111,15 @@ def _task(draft: Draft, *, is_vision: bool) -> None:
         for name, key in zip(preference, ("beta", "target_margin", "label_smoothing"), strict=True):
             if name in draft.facts:
                 draft.put(f"task.preference.{key}", draft.get(name), name)
-    elif draft.has("task.distillation.teacher"):
-        draft.put("task.name", "distillation", comment="a teacher's checkpoint in torchtune")
-        _distillation(draft)
     else:
         name = "vision_language_sft" if is_vision else "pretrain" if "text" in reads else "sft"
         draft.put("task.name", name, comment="by model, dataset and loss in torchtune")
     if loss and loss not in (*_TASKS, *_CROSS_ENTROPIES):
-        draft.out_of_scope = f"the loss {loss}"
-        draft.refuse("a plugin adds a loss of tokens as `task.loss` (docs/how-to/plugins.md).", "loss")
-    draft.drop("the cross-entropy over the targets, in chunks if there are many", "loss")
-    draft.drop("another task is trained", *preference, "kd_ratio", "kd_loss")
-
-
-def _distillation(draft: Draft) -> None:
-    kind = str(draft.get("kd_loss", "ForwardKLLoss")).rpartition(".")[2].lower()
-    divergence = "reverse_kl" if "reverse" in kind else "jsd" if "symmetric" in kind else "forward_kl"
-    draft.put("task.distillation.divergence", divergence, "kd_loss")
-    if draft.get("kd_ratio") is not None:
-        draft.put("task.distillation.cross_entropy_weight", 1 - draft.get("kd_ratio"), "kd_ratio")
+        draft.refuse(OWN_LOSS, "loss")
 
 
 def _data(draft: Draft) -> None:
-    builder = str(draft.get("dataset_builder", "")).rpartition(".")[2]
+    builder = draft.get("dataset_builder", "")
     reads = read_file("torchtune")["datasets"].get(builder)
     if reads is None:
         advice = "write `data.train`: name or path, and `format` with `columns` or a `template`."
@@ -149,12 +131,16 @@ def _data(draft: Draft) -> None:
     if source:
         values = source_with_files(source, draft.get("data_files"), draft.file.path.parent)
         values |= {"config": draft.get("config", reads.get("config")) if "name" in values else None}
-        values["split"] = _partition(draft) or draft.get("split")
+        values["split"] = draft.get("split")
     values |= _reading(draft, reads)
     of_rows = [name for name, (_, leaf) in draft.facts.items() if leaf.key.startswith("dataset.")]
     facts = [name for name in of_rows if name not in _NOT_OF_ROWS]
     put_source(draft, "data.train", values, *(name for name in facts if not draft.is_named(name)))
-    _validation(draft, values)
+    if "validation_builder" in draft.facts:
+        own = read_defaults()["defaults"].get(f"torchtune {draft.get('validation_builder')}", {})
+        source = draft.get("validation_source", own.get("dataset.source", ""))
+        validation = {**values, **source_of(source, draft.file.path.parent), "split": draft.get("validation_split")}
+        put_source(draft, "data.validation", validation, "validation_builder", "validation_source", "validation_split")
     masking = draft.get("masking")
     trains_prompts = draft.get("train_on_inputs") if masking is None else masking == "train_on_all"
     if trains_prompts and draft.value("task.name") in ("sft", "vision_language_sft"):
@@ -163,38 +149,23 @@ def _data(draft: Draft) -> None:
         draft.note(f"prompts are targets in torchtune, too{by_default}: `train_on: all`.")
     elif draft.get("masking") == "train_on_last":
         draft.put("data.train_on", "last_assistant", "masking")
-    draft.drop("the assistant's turns are the targets", "masking", "train_on_inputs")
     if draft.get("packing") and draft.value("task.name") in ("sft", "pretrain"):
         draft.put("data.batching.by", "packs", "packing")
         draft.note("packs do not split samples and no sample attends to another, as in torchtune with `packed: True`.")
-
-
-def _partition(draft: Draft) -> str | None:
-    """Return the part of the split that a range such as `0-2/10` stands for."""
-    match = re.fullmatch(r"(\d+)-(\d+)/(\d+)", draft.get("partition", ""))
-    if match is None:
-        return None
-    first, last, total = (int(part) for part in match.groups())
-    return f"{draft.get('split', 'train')}[{100 * first // total}%:{100 * (last + 1) // total}%]"
 
 
 def _reading(draft: Draft, reads: dict[str, Any]) -> dict[str, Any]:
     """Return format, columns and template of a dataset builder's rows."""
     if "text" in reads:
         column = draft.get("column", reads["text"])
-        return {"format": "text", "columns": {"text": column} if column != "text" else {}}
+        return {"format": "text", "columns": renamed({"text": column})}
     if "pairs" in reads:
-        columns = dict(reads["pairs"])
-        written = {name: draft.get(f"column_{name}") for name in ("prompt", "chosen", "rejected")}
-        columns |= {name: yours for name, yours in written.items() if yours not in (None, name)}
-        return {
-            "format": "preference",
-            "columns": {name: yours for name, yours in columns.items() if yours not in (None, name)},
-        }
+        written = renamed({name: draft.get(f"column_{name}") for name in ("prompt", "chosen", "rejected")})
+        return {"format": "preference", "columns": {**reads["pairs"], **written}}
     if "chat" in reads:
         form = "messages" if draft.get("conversation_style") == "openai" else "conversations"
         column = draft.get("conversation_column", form)
-        return {"format": form, "columns": {form: column} if column != form else {}}
+        return {"format": form, "columns": renamed({form: column})}
     if "template" in reads:
         template = ALPACA_ROWS if reads["template"] == "alpaca" else reads["template"]
         for part in ("instruction", "input", "output"):
@@ -202,36 +173,13 @@ def _reading(draft: Draft, reads: dict[str, Any]) -> dict[str, Any]:
             template = {key: re.sub(rf"\b{part}\b(?= (%|\}}|is|and))", name, text) for key, text in template.items()}
         return {"format": "prompt_completion", "template": template}
     if "columns" in reads:
-        columns = {"prompt": draft.get("column_input"), "completion": draft.get("column_output")}
-        return {
-            "format": "prompt_completion",
-            "columns": {key: columns.get(key) or own for key, own in reads["columns"].items()},
-        }
+        written = renamed({"prompt": draft.get("column_input"), "completion": draft.get("column_output")})
+        return {"format": "prompt_completion", "columns": {**reads["columns"], **written}}
     return {}
 
 
-def _validation(draft: Draft, train: dict[str, Any]) -> None:
-    if "validation_builder" not in draft.facts:
-        return
-    builder = str(draft.get("validation_builder")).rpartition(".")[2]
-    own = read_defaults()["defaults"].get(f"torchtune {builder}", {})
-    source = draft.get("validation_source", own.get("dataset.source"))
-    if source is None:
-        draft.refuse("write `data.validation`, as `data.train`.", "validation_builder", "validation_split")
-        return
-    values = {**train, **source_of(source, draft.file.path.parent), "split": draft.get("validation_split")}
-    put_source(draft, "data.validation", values, "validation_builder", "validation_source", "validation_split")
-
-
 def _template(draft: Draft, family: str) -> None:
-    written = str(draft.get("prompt_template", "")).lower()
     name = str(draft.value("model.name", ""))
-    for word, template in (("chatml", "chatml"), ("llama2", "mistral"), ("mistral", "mistral"), ("gemma", "gemma")):
-        if word in written:
-            draft.put("data.chat_template", template, "prompt_template")
-            return
-    if written:
-        draft.refuse("write a Jinja file, and its path in `data.chat_template`.", "prompt_template")
     key = next((key for key in _TEMPLATES if family.startswith(key)), None)
     if draft.value("task.name") in ("pretrain",) or key is None or CHAT_NAMES.search(name.partition("/")[2]):
         return
@@ -239,36 +187,14 @@ def _template(draft: Draft, family: str) -> None:
 
 
 def _training(draft: Draft) -> None:
-    scheduler = str(draft.get("scheduler", "")).rpartition(".")[2]
-    if "cosine" in scheduler:
-        draft.put("train.schedule.name", "cosine", "scheduler")
-    elif scheduler:
-        draft.refuse("choose linear, cosine, constant or warmup_stable_decay in `train.schedule.name`.", "scheduler")
-    if draft.get("num_cycles", 0.5) != 0.5:
-        draft.refuse("the cosine has half a cycle: leave it out.", "num_cycles")
-    draft.drop("half a cycle, as here", "num_cycles")
-    if draft.value("model.gradient_checkpointing") is not False and draft.get("checkpointing_mode") == "selective":
-        option = draft.get("checkpointing_option", 2)
-        draft.put(
-            "model.gradient_checkpointing", option if option > 1 else True, "checkpointing_mode", "checkpointing_option"
-        )
-    draft.drop("`enable_activation_checkpointing` decides", "checkpointing_mode", "checkpointing_option")
+    if draft.value("model.gradient_checkpointing") is not False and draft.get("checkpointing_option", 1) > 1:
+        draft.put("model.gradient_checkpointing", draft.get("checkpointing_option"), "checkpointing_option")
     if "max_length" in draft.facts:
         draft.put("data.max_length", draft.get("max_length"), "max_length")
-    logger = str(draft.get("logger", "")).rpartition(".")[2]
-    trackers = {"WandBLogger": "wandb", "TensorBoardLogger": "tensorboard", "CometLogger": "comet_ml"}
-    if logger in trackers:
-        draft.put("report.trackers", [trackers[logger]], "logger")
-    draft.drop("every run writes events.jsonl and report.html", "logger")
-    profile = ("profiles", "profile_steps", "profile_wait", "profile_warmup")
-    if draft.get("profiles"):
-        start = 1 + draft.get("profile_wait", 5) + draft.get("profile_warmup", 5)
-        draft.put("report.profile.start", start, "profiles", "profile_wait", "profile_warmup")
-        draft.put("report.profile.steps", draft.get("profile_steps", 2), "profile_steps")
-    draft.drop("the profiler is off in torchtune", *(() if draft.get("profiles") else profile))
+    if draft.get("logger"):
+        draft.put("report.trackers", [draft.get("logger")], "logger")
     if draft.get("replicas", 1) > 1:
         draft.facts["fsdp_sharding"] = ("hybrid", draft.facts["replicas"][1])
-    draft.drop("every process has its share of the weights: fsdp2.yaml", "replicas")
 
 
 def _finish(draft: Draft) -> None:
@@ -291,8 +217,4 @@ def _finish(draft: Draft) -> None:
         )
 
 
-TORCHTUNE = PeerTrainer(
-    name="torchtune",
-    prepare=_prepare,
-    finish=_finish,
-)
+TORCHTUNE = PeerTrainer(name="torchtune", prepare=_prepare, finish=_finish)

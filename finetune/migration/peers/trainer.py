@@ -6,7 +6,7 @@ from typing import Any
 
 from finetune.migration.complete import put_source, source_of, source_with_files
 from finetune.migration.draft import Draft, KeyOutcome, PeerTrainer
-from finetune.migration.rules import path, read_file
+from finetune.migration.rules import OWN_LOSS, path, read_file
 from finetune.migration.source import is_present
 from finetune.registry.losses import PREFERENCE_LOSSES
 
@@ -16,31 +16,26 @@ ARGUMENTS = "transformers TrainingArguments"
 
 def prepare_arguments(draft: Draft) -> None:
     """Write what only Trainer's arguments have; run it before the common part."""
-    draft.drop("`train.microbatch_size: auto` finds one", *(() if draft.get("finds_batch") else ("finds_batch",)))
     if draft.get("finds_batch"):
         draft.refuse("write `train.microbatch_size: auto`, which keeps the batch of a step.", "finds_batch")
     if draft.get("sampling") == "group_by_length":
         draft.put("data.batching.length_window_steps", 16, "sampling")
     elif draft.get("sampling") == "sequential":
         draft.put("data.shuffle", False, "sampling")
-    draft.drop("rows are shuffled in every epoch", "sampling")
     if (draft.get("beta1", 0.9), draft.get("beta2", 0.999)) != (0.9, 0.999):
         draft.put("train.optimizer.betas", [draft.get("beta1", 0.9), draft.get("beta2", 0.999)], "beta1", "beta2")
-    draft.drop("this is the default here, too", "beta1", "beta2")
     steps = draft.get("logging_steps", 500)
     if steps >= 1 and "logging_steps" in draft.facts:
         draft.put("report.log_every_steps", int(steps), "logging_steps")
     if draft.get("eval_strategy") == "steps" and draft.get("eval_steps") is None and steps >= 1:
         comment = "as often as `logging_steps`, since `eval_steps` is unset"
         draft.put("evaluate.every_steps", int(steps), "eval_strategy", comment=comment)
-    draft.drop("`events.jsonl` has every step", "logging_steps")
     if draft.get("pushes") and draft.get("hub_name"):
         draft.put("export.push_to_hub", draft.get("hub_name"), "hub_name", "pushes")
         if draft.get("hub_private") is False:
             draft.put("export.private", False, "hub_private")
     elif draft.get("pushes"):
         draft.refuse("write the repository's name in `export.push_to_hub`.", "pushes")
-    draft.drop("nothing is uploaded, or privately as here", "pushes", "hub_name", "hub_private")
     settings = {key: leaf for key, leaf in draft.file.leaves.items() if key.startswith("deepspeed.")}
     if settings:
         draft.facts["deepspeed"] = (draft.file.values["deepspeed"], next(iter(settings.values())))
@@ -50,7 +45,6 @@ def prepare_arguments(draft: Draft) -> None:
             )
     if draft.get("trackers") and draft.get("project"):
         draft.put("report.project", draft.get("project"), "project")
-    draft.drop("there is no tracker", "project")
 
 
 def finish_arguments(draft: Draft) -> None:
@@ -80,16 +74,10 @@ def name_placeholders(draft: Draft) -> None:
         draft.note("the model or the rows are in a script: write their names in place of MODEL and DATASET.")
 
 
-TRAINER = PeerTrainer(
-    name="trainer",
-    prepare=_prepare_trainer,
-    finish=finish_arguments,
-)
+TRAINER = PeerTrainer(name="trainer", prepare=_prepare_trainer, finish=finish_arguments)
 
 
-_ONLINE = ("num_generations", "reward_funcs", "num_iterations", "epsilon", "reward_model_path", "use_vllm")
 _MAX_ROW = 1 << 20
-_OTHER_TASKS = ("beta", "preference_smoothing", "sft_weight", "target_margin", "on_policy", "teacher")
 
 
 def _prepare_trl(draft: Draft) -> None:
@@ -101,16 +89,12 @@ def _prepare_trl(draft: Draft) -> None:
     command = [*by_name, *by_keys, commands[-1]][0]
     draft.assume(f"trl {command['config']}")
     prepare_arguments(draft)
-    if keys & set(_ONLINE):
-        draft.out_of_scope = "reinforcement learning"
     _task(draft, command)
     _rows(draft)
     name_placeholders(draft)
     if draft.get("uses_peft"):
         draft.facts["adapter"] = ("lora", draft.facts["uses_peft"][1])
         draft.default("model.lora.target_modules", ["q_proj", "v_proj"], "peft's default for most models")
-    else:
-        draft.drop("every parameter is trained, as here by default", "uses_peft")
     template = draft.get("template_path")
     if template is not None and is_present(Path(template)):
         draft.put("data.chat_template", path(template), "template_path")
@@ -133,15 +117,9 @@ def _task(draft: Draft, command: dict[str, str]) -> None:
     else:
         draft.put("task.name", command["task"], comment=comment)
     if command["task"] == "sft" and losses and losses[0] not in ("nll", "chunked_nll"):
-        draft.out_of_scope = draft.out_of_scope or f"the loss {losses[0]}"
-        draft.refuse("a plugin adds a loss of tokens as `task.loss` (docs/how-to/plugins.md).", "loss")
-    draft.drop("the cross-entropy over the targets, in chunks if there are many", "loss", "loss_weights")
+        draft.refuse(OWN_LOSS, "loss")
     if draft.get("divergence", "reverse_kl") != "reverse_kl":
         draft.refuse("only the reverse KL divergence of DPO has a counterpart: leave it out.", "divergence")
-    of_another_loss = "the default in TRL and here, or of a loss that is not chosen"
-    draft.drop(of_another_loss, "divergence", "divergence_alpha", "discopop")
-    draft.drop("of the sampling of texts, which are not generated in training: the loss uses 1.0", "temperature")
-    draft.drop("another task is trained", *_OTHER_TASKS)
 
 
 def _preference(draft: Draft, losses: list[str]) -> None:
@@ -186,9 +164,6 @@ def _distillation(draft: Draft) -> None:
                 f"{what} ({draft.assumed['on_policy'][1]} is unwritten): that is not possible here, and the rows' "
                 "answers are trained on in every step. `lmbda: 0` is the same in TRL."
             )
-    if share == 1:
-        draft.out_of_scope = "on-policy distillation"
-    draft.drop("no texts of the student are trained on, as here", "on_policy")
 
 
 def _rows(draft: Draft) -> None:
@@ -199,7 +174,6 @@ def _rows(draft: Draft) -> None:
         draft.put("data.train.columns", {"text": field}, "text_field")
         draft.put("data.train.format", "text", "text_field")
         task = "pretrain"
-    draft.drop("the first row's columns decide", "text_field")
     if isinstance(row.get("prompt"), str):
         draft.put("data.chat_template", "plain", comment="texts in `prompt` are not put into the chat template in TRL")
     elif not row and task != "pretrain":
@@ -219,7 +193,6 @@ def _rows(draft: Draft) -> None:
         values = source_with_files(parts["path"], parts["files"], folder)
         values |= {"config": parts["config"], "split": parts["split"]} | ({"format": "judged"} if is_judged else {})
         put_source(draft, key, values, *(f"mix_{name}.{position}" for name in (*parts, "columns")))
-        draft.drop("columns that the format does not read are ignored", f"mix_columns.{position}")
         if len(positions) > 1:
             draft.put(f"{key}.epochs", 1, comment="all rows of every source, as in TRL")
     if is_judged and not row:
@@ -229,13 +202,10 @@ def _rows(draft: Draft) -> None:
         values = source_of(draft.get("dataset"), folder) | {"config": draft.get("config"), "split": split}
         values |= {"format": "judged"} if is_judged else {}
         put_source(draft, "data.validation", values, "test_split")
-    draft.drop("nothing is evaluated in TRL", "test_split")
     if draft.get("streaming"):
         draft.put("data.train.stream.window_rows", 10_000, "streaming")
-    draft.drop("rows are not streamed", "streaming")
     if task == "sft":
         _targets(draft, row)
-    draft.drop("answers are the targets of this task", "completion_only", "assistant_only")
     if draft.get("packing") and task in ("sft", "pretrain"):
         draft.put("data.batching.by", "packs", "packing")
         if draft.get("packing_strategy") == "wrapped":
@@ -244,7 +214,6 @@ def _rows(draft: Draft) -> None:
             )
         else:
             draft.note("packed samples do not attend to each other here; in TRL, only flash attention isolates them.")
-    draft.drop("packs hold whole samples, best fit first", "packing_strategy")
 
 
 def _first_row(draft: Draft) -> dict[str, Any]:
@@ -288,8 +257,4 @@ def _finish_trl(draft: Draft) -> None:
     draft.note(f"rows longer than `max_length` are {what} in TRL without a message; here they are counted.")
 
 
-TRL = PeerTrainer(
-    name="trl",
-    prepare=_prepare_trl,
-    finish=_finish_trl,
-)
+TRL = PeerTrainer(name="trl", prepare=_prepare_trl, finish=_finish_trl)

@@ -73,15 +73,17 @@ def _readable(value: Any) -> Any:
     return escape_controls(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
-def html_environment(*folders: Path, **options: Any) -> Environment:
-    """Return an environment for pages from the templates in the folders, which escapes foreign text."""
-    loader = FileSystemLoader(folders)
-    return Environment(loader=loader, autoescape=True, undefined=StrictUndefined, finalize=_readable, **options)
-
-
 @cache
 def _environment(folder: Path) -> Environment:
-    environment = html_environment(folder, TEMPLATES, trim_blocks=True, lstrip_blocks=True)
+    """Return an environment for pages from the templates in the folder, which escapes foreign text."""
+    environment = Environment(
+        loader=FileSystemLoader([folder, TEMPLATES]),
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=_readable,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
     environment.filters["count"] = "{:,}".format
     return environment
 

@@ -157,30 +157,3 @@ def test_a_config_that_is_no_peers_is_one_message(tmp_path):
 def test_options_of_from_are_refused_without_it():
     result = init("--strict")
     assert result.exit_code == 2 and "they need --from FILE" in result.output
-
-
-@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant_with_warmup", "constant"])
-def test_learning_rates_are_those_of_transformers_one_step_earlier_in_the_warmup(tmp_path, theirs, schedule):
-    theirs.write_text(f"{THEIRS}lr_scheduler: {schedule}\nwarmup_steps: 10\nmax_steps: 50\n")
-    result = init("--from", str(theirs), "--into", str(tmp_path / "ours"), "--gpus", "1", "--prove")
-    assert result.exit_code == 0, result.output
-    lines = [line.split() for line in result.output.splitlines() if line[:8].strip().isdecimal()]
-    rates = {int(step): (float(there), float(here)) for step, there, here in lines}
-    assert {1, 2, 5, 6, 50} <= rates.keys()
-    if schedule == "constant":
-        assert rates[1] == rates[50] == (2e-5, 2e-5)
-    else:
-        assert rates[1] == (0.0, 2e-6) and rates[2] == (2e-6, 4e-6)
-    assert rates[26][0] == pytest.approx(rates[26][1], rel=1e-3)
-    assert rates[50][0] == pytest.approx(rates[50][1], rel=1e-3)
-
-
-def test_a_peer_that_is_not_installed_cannot_be_compared(tmp_path):
-    path = tmp_path / "theirs.yaml"
-    path.write_text(
-        "checkpointer: {checkpoint_dir: /nowhere/Qwen3-8B}\nmodel: {_component_: torchtune.models.qwen3.qwen3_8b}\n"
-        "dataset: {_component_: torchtune.datasets.alpaca_dataset}\nbatch_size: 2\n"
-        "optimizer: {_component_: torch.optim.AdamW, lr: 1e-4}\n"
-    )
-    result = init("--from", str(path), "--into", str(tmp_path / "ours"), "--prove")
-    assert result.exit_code == 2 and "torchtune is not installed here" in result.output

@@ -35,7 +35,6 @@ FILES = {
     "comma.tsv": (CSV.format(d=",").encode(), LABELLED),
     "windows.csv": (CSV.format(d=";").replace("tea", "thé").encode("cp1252"), None),
     "utf16.csv": (CSV.format(d=",").encode("utf-16"), LABELLED),
-    "unmarked.csv": (CSV.format(d=",").encode("utf-16-le"), LABELLED),
     "no_header.csv": ("".join(f'{n},"{text}"\n' for n, (_, text) in enumerate(REVIEWS)).encode(), None),
     "other_names.csv": (CSV.format(d=",").replace("label,text", "Sentiment,Review").encode(), LABELLED),
     "lines.jsonl": ("".join(json.dumps(row) + "\n" for row in ITEMS).encode(), LABELLED),
@@ -141,14 +140,7 @@ def test_columns_that_match_no_format_are_shown_with_the_available_formats(tmp_p
     preview_file(str(tmp_path / "squad.json"), num_rows=1, tokenizer=None)
     printed = capsys.readouterr().out
     assert "No format has the columns `title`, `paragraphs`" in printed
-    assert "`records: data.paragraphs.qas` makes rows of the nested lists." in printed
     assert "prompt_completion: `prompt`, `completion`" in printed
-
-
-def test_a_conll_file_with_another_extension_is_recognized(tmp_path, capsys):
-    (tmp_path / "train.txt").write_text("EU B-ORG\nrejects O\n\nPeter B-PER\n")
-    preview_file(str(tmp_path / "train.txt"), num_rows=1, tokenizer=None)
-    assert "looks like a CoNLL file: rename it from .txt to .conll" in capsys.readouterr().out
 
 
 REFUSED = {

@@ -32,14 +32,12 @@ def job(tmp_path, monkeypatch):
 
 
 def test_the_preview_lists_files_sizes_and_classes(job, capsys):
-    preview(job, ["data.shuffle=false"], num_rows=3, html=None, start=1)
+    preview(job, ["data.shuffle=false"], num_rows=3, start=1)
     said = capsys.readouterr().out
     assert "━━ step 1, microbatch 1 of 2\nposition 1  cat/1.png  7 x 5 PNG" in said
     assert "━━ step 1, microbatch 2 of 2\nposition 2  cat/2.png" in said
     assert f"class `dog`  ({job.parent / 'photos'}, row 4)" in said
     assert "the model sees 1 x 12 x 12 (channels, height, width)" in said
-    with pytest.raises(UserError, match="not available for images"):
-        preview(job, [], num_rows=3, html=job.parent / "page.html", start=0)
 
 
 def test_the_audit_of_images_reports_classes_and_no_tokens(job, capsys):

@@ -2,15 +2,12 @@
 
 import json
 import re
-from html.parser import HTMLParser
 
 import numpy as np
 import pytest
 
-from finetune.commands.preview.batches import Piece, PreviewBatch, PreviewPosition, PreviewSample, pieces_of, visible
-from finetune.commands.preview.preview import forward_rows, plain_text, preview
+from finetune.commands.preview.preview import Piece, pieces_of, plain_text, preview, visible
 from finetune.data.features import Features
-from finetune.errors import UserError
 from finetune.model.tokenizer import train_or_load_tokenizer
 
 JOB = """
@@ -45,33 +42,11 @@ def shown(job, capsys, monkeypatch):
     """Return a function that previews the job and returns what was printed."""
     monkeypatch.setenv("COLUMNS", "160")
 
-    def show(*overrides, num_rows=6, html=None, start=0):
-        preview(job, overrides, num_rows=num_rows, html=html, start=start)
+    def show(*overrides, num_rows=6, start=0):
+        preview(job, overrides, num_rows=num_rows, start=start)
         return capsys.readouterr().out
 
     return show
-
-
-class Page(HTMLParser):
-    """What a browser would make of the page: its tags, and the text of tokens by what they are in."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.tags, self.open, self.target, self.read = [], [], "", ""
-        self.feed(text)
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-        self.open.append(dict(attrs).get("class", ""))
-
-    def handle_endtag(self, tag):
-        self.open.pop()
-
-    def handle_data(self, data):
-        if "target" in self.open and "legend" not in self.open:
-            self.target += data
-        elif "context" in self.open and "legend" not in self.open:
-            self.read += data
 
 
 @pytest.fixture(scope="module")
@@ -81,29 +56,29 @@ def tokenizer(tmp_path_factory):
     return train_or_load_tokenizer(lambda: texts, vocabulary_size=300, cache_folder=folder, log=lambda _: None)
 
 
-def sample_of(text, tokenizer, *, target_from):
+def pieces(text, tokenizer, *, target_from):
     ids = tokenizer(text)["input_ids"]
     is_target = [place >= target_from for place in range(len(ids))]
     features = Features({"input_ids": np.array(ids, np.uint32), "is_target": np.array(is_target)})
-    pieces = tuple(pieces_of(features, tokenizer))
-    return PreviewSample(0, "rows.jsonl, row 1", pieces, features.length, features.num_targets)
+    return list(pieces_of(features, tokenizer))
 
 
 def test_the_pieces_together_are_the_text_and_the_tokens(tokenizer):
     text = "say  moon\tand ☕ «star»\n"
-    sample = sample_of(text, tokenizer, target_from=4)
-    assert "".join(piece.text for piece in sample.pieces) == text
-    assert [i for piece in sample.pieces for i in piece.ids] == tokenizer(text)["input_ids"]
-    assert sum(len(piece.ids) for piece in sample.pieces if piece.is_target) == sample.num_targets
+    parts = pieces(text, tokenizer, target_from=4)
+    ids = tokenizer(text)["input_ids"]
+    assert "".join(piece.text for piece in parts) == text
+    assert [i for piece in parts for i in piece.ids] == ids
+    assert sum(len(piece.ids) for piece in parts if piece.is_target) == len(ids) - 4
 
 
 def test_bytes_that_only_together_are_a_character_are_one_piece(tokenizer):
-    (cup,) = [piece for piece in sample_of("☕", tokenizer, target_from=9).pieces if piece.text == "☕"]
+    (cup,) = [piece for piece in pieces("☕", tokenizer, target_from=9) if piece.text == "☕"]
     assert len(cup.ids) == 3
 
 
 def test_tokens_of_one_character_with_different_target_flags_are_previewed_separately(tokenizer):
-    first, *others = sample_of("☕", tokenizer, target_from=1).pieces
+    first, *others = pieces("☕", tokenizer, target_from=1)
     assert not first.is_target and len(first.ids) == 1
     assert all(piece.is_target for piece in others) and sum(len(piece.ids) for piece in others) == 2
 
@@ -114,9 +89,8 @@ def test_blanks_and_control_characters_are_seen():
 
 
 def test_targets_stand_in_brackets_without_colors():
-    pieces = [Piece((1,), "Hi", False, False), Piece((2,), " you", True, False), Piece((3,), "\n", True, False)]
-    sample = PreviewSample(0, "row 1", (*pieces, Piece((4,), "end", True, True)), 4, 3)
-    assert plain_text(sample) == "Hi⟦·you┊↵\nend⟧"
+    parts = [Piece((1,), "Hi", False, False), Piece((2,), " you", True, False), Piece((3,), "\n", True, False)]
+    assert plain_text([*parts, Piece((4,), "end", True, True)]) == "Hi⟦·you┊↵\nend⟧"
 
 
 def test_the_terminal_shows_rows_in_the_order_of_training(shown):
@@ -149,40 +123,3 @@ def test_the_audit_follows(shown):
     assert row.split()[1:3] == ["6", "6"] and "1 (16.7%)" in row
     assert "LIMIT data.train: 1 of 6 rows were cut or split (16.67%): data.audit.max_truncated_rows allows" in said
     assert "padding: " in said and "lengths: " in said
-
-
-def test_the_page_shows_the_same_and_runs_nothing(shown, tmp_path):
-    shown("data.shuffle=false", html=tmp_path / "page.html")
-    text = (tmp_path / "page.html").read_text()
-    page = Page(text)
-    assert not {"script", "link", "img", "iframe"} & set(page.tags)
-    assert "<script" not in text and "&lt;script&gt;" not in page.read
-    assert "<script>alert('x')</script>·&·⟨1B⟩[31mred" in page.read  # as text: a browser shows it
-    assert "moon<|im_end|>" in page.target and "tee·☕<|im_end|>" in page.target
-    assert "http" not in text.replace("http-equiv", "")
-    assert "prefers-color-scheme: dark" in text
-
-
-def test_a_page_has_charts_tiles_and_the_audit(shown, tmp_path):
-    shown("data.batching.by=packs", "data.batching.tokens=256", html=tmp_path / "page.html")
-    text = (tmp_path / "page.html").read_text()
-    for part in ("Length of samples", "Share of targets in a sample", "Pack at position 0", "filled", "duplicates"):
-        assert part in text
-
-
-def test_a_page_needs_a_file_to_be_written_to(job, tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"is a folder\. Pass a file: .*preview\.html"):
-        preview(job, [], num_rows=1, html=tmp_path, start=0)
-    with pytest.raises(UserError, match="cannot be written"):
-        preview(job, [], num_rows=1, html=tmp_path / "file" / "page.html", start=0)
-
-
-def test_lanes_are_in_proportion():
-    pieces = (Piece((1, 2), "a", False, False), Piece((3,), "b", True, False))
-    position = PreviewPosition(0, (PreviewSample(0, "row 1", pieces, 3, 1),), num_samples=2, num_tokens=7)
-    numbers = {"step": 1, "number": 1, "of": 1, "first_position": 0, "last_position": 1, "positions": (position,)}
-    padded = PreviewBatch(**numbers, num_samples=2, num_tokens=7, num_targets=1, num_lanes=2, num_computed=8)
-    assert forward_rows(padded) == [("row 1: 3 tokens", [("context first", 50.0), ("target", 25.0), ("padding", 25.0)])]
-    packed = PreviewBatch(**numbers, num_samples=2, num_tokens=7, num_targets=1, num_lanes=1, num_computed=7)
-    assert [role for role, _ in forward_rows(packed)[0][1]] == ["context first", "target", "hidden"]

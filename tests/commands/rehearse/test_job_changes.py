@@ -11,9 +11,7 @@ from finetune.commands.rehearse.job_changes import (
     match_targets,
     not_verified,
     plan_schedule,
-    real_layer,
     required_sizes,
-    small_layer,
 )
 from finetune.commands.rehearse.runs import error_in
 from finetune.commands.rehearse.small_model import shrink_architecture
@@ -22,7 +20,6 @@ from finetune.config.load import load_config
 from finetune.config.overrides import override_text
 from finetune.config.sections.model import FromConfigSection, ModelSection
 from finetune.errors import ModelError
-from finetune.model.layers import LayerStack
 from tests.refusals import refused
 
 
@@ -132,14 +129,17 @@ def test_patterns_that_select_no_layers_are_unchanged(job, architecture):
     assert changed == {} and "parameters of the real model are trained" in lines[0]
 
 
-def test_the_last_real_layer_is_mapped_to_the_last_small_one(job, architecture):
-    names = matched(job, architecture, 'model.train_only=["model.layers.31.*"]')[0]["model.train_only"]
-    assert names and all(name.startswith("model.layers.1.") for name in names)
-
-
-def test_a_middle_layer_is_mapped_by_its_depth(job, architecture):
-    names = matched(job, architecture, 'model.freeze=["model.layers.20.self_attn.*"]')[0]["model.freeze"]
-    assert all(name.startswith("model.layers.1.self_attn.") for name in names) and len(names) == 4
+@pytest.mark.parametrize(
+    ("key", "pattern", "mapped"),
+    [
+        ("model.train_only", "model.layers.31.*", "model.layers.1.*"),
+        ("model.freeze", "model.layers.20.self_attn.*", "model.layers.1.self_attn.*"),
+        ("model.freeze", "*.layers.15.*", "*.layers.0.*"),
+        ("model.train_only", "*.layers.3[01].*", "*.layers.*.*"),
+    ],
+)
+def test_a_layer_is_mapped_by_its_depth(job, architecture, key, pattern, mapped):
+    assert matched(job, architecture, f'{key}=["{pattern}"]')[0] == {key: [mapped]}
 
 
 def test_layers_of_lora_are_mapped_to_the_small_model(job, architecture):
@@ -151,7 +151,7 @@ def test_layers_of_lora_are_mapped_to_the_small_model(job, architecture):
 
 def test_a_target_module_of_one_layer_is_mapped(job, architecture):
     found, _ = matched(job, architecture, 'model.lora.target_modules=["layers.31.self_attn.q_proj", "v_proj"]')
-    assert found == {"model.lora.target_modules": ["model.layers.1.self_attn.q_proj", "v_proj"]}
+    assert found == {"model.lora.target_modules": ["layers.1.self_attn.q_proj", "v_proj"]}
 
 
 @pytest.mark.parametrize(
@@ -167,9 +167,3 @@ def test_a_target_module_of_one_layer_is_mapped(job, architecture):
 def test_a_name_that_matches_nothing_in_the_real_model_is_refused(job, architecture, override):
     with refused(ModelError):
         matched(job, architecture, override)
-
-
-def test_a_layer_is_mapped_to_one_of_its_kind_and_depth():
-    real, small = LayerStack("layers", ("a", "b") * 8), LayerStack("layers", ("a", "b"))
-    assert [small_layer(index, real=real, small=small) for index in (0, 14, 1, 15)] == [0, 0, 1, 1]
-    assert [real_layer(index, real=real, small=small) for index in (0, 1)] == [0, 15]

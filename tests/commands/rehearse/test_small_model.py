@@ -3,7 +3,7 @@
 import pytest
 
 from finetune.commands.rehearse.small_model import from_config_values, kept_layers, shrink_architecture
-from finetune.commands.rehearse.widths import Sizes, changed_values, shrunk_values
+from finetune.commands.rehearse.widths import Sizes, shrunk_values
 from finetune.config.sections.model import FromConfigSection, ModelSection
 from finetune.errors import ModelError
 from finetune.model.loading.architecture import SpecialTokenIds, build_model_config
@@ -102,11 +102,6 @@ def test_every_changed_value_is_listed_and_builds_the_small_config():
     assert (config.n_embd, config.n_layer, config.n_head) == (found.config.n_embd, 2, found.config.n_head)
 
 
-def test_changed_values_are_found_in_nested_configs():
-    (change,) = changed_values({"a": {"b": 1, "c": 2}}, {"a": {"b": 1, "c": 3}})
-    assert (change.key, change.was, change.now) == ("a.c", 2, 3)
-
-
 def test_a_model_that_cannot_be_made_small_is_refused_with_the_reason():
     with pytest.raises(ModelError, match=r"cannot be reduced .*--set model\.name=FOLDER"):
         small("zamba2")
@@ -131,7 +126,4 @@ def test_every_kind_of_layer_is_kept_at_least_once():
     late = [*["global"] * 30, "local"]
     assert kept_layers(late, can_pick=True) == (0, 30)
     assert kept_layers(late, can_pick=False) == tuple(range(31))
-
-
-def test_a_model_of_one_layer_keeps_it():
     assert kept_layers(["only"], can_pick=False) == (0,)

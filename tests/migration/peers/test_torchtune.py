@@ -85,22 +85,6 @@ def test_a_preference_recipe_is_a_preference_task(migrate):
     assert job["data"]["train"]["columns"]["chosen"] == "response_j"
 
 
-def test_a_teacher_makes_a_distillation(migrate):
-    teacher = """
-teacher_model:
-  _component_: torchtune.models.llama3_1.llama3_1_70b
-teacher_checkpointer:
-  checkpoint_dir: /nowhere/Meta-Llama-3.1-70B-Instruct
-kd_loss:
-  _component_: torchtune.modules.loss.ForwardKLWithChunkedOutputLoss
-kd_ratio: 0.75
-"""
-    job = job_of(migrate(LORA.replace("  packed: True\n", "") + teacher))
-    assert job["task"]["name"] == "distillation"
-    assert job["task"]["distillation"]["teacher"] == "meta-llama/Meta-Llama-3.1-70B-Instruct"
-    assert job["task"]["distillation"]["cross_entropy_weight"] == 0.25
-
-
 @pytest.mark.parametrize(
     ("folder", "builder", "name", "template"),
     [
@@ -125,7 +109,7 @@ def test_quantization_aware_training_is_out_of_scope(migrate):
     migration = migrate(
         LORA + "quantizer:\n  _component_: torchtune.training.quantization.Int8DynActInt4WeightQATQuantizer\n"
     )
-    assert migration.draft.out_of_scope == "quantization-aware training"
+    assert migration.draft.out_of_scope == "QAT"
 
 
 def test_an_unknown_dataset_builder_is_named(migrate):

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from finetune.errors import UserError
 from tests.migration.conftest import fate_of, job_of
 
 TRL_DPO = """
@@ -108,21 +109,22 @@ def test_llama_factory_trains_oft_as_a_type_of_peft(migrate):
 def test_llama_factory_names_are_looked_up_in_its_dataset_info(migrate, tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "mine.json").write_text('[{"q": "a", "a": "b"}]')
-    info = {
-        "mine": {"file_name": "mine.json", "columns": {"prompt": "q", "response": "a"}},
-        "other": {"hf_hub_url": "org/other", "formatting": "sharegpt", "columns": {"messages": "talk"}},
-    }
+    info = {"mine": {"file_name": "mine.json"}, "other": {"hf_hub_url": "org/other", "subset": "en"}}
     (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(info))
     migration = migrate(LLAMA_FACTORY)
     mine, other = job_of(migration)["data"]["train"]["mix"]
     assert mine["path"] == str(tmp_path / "data" / "mine.json") and mine["take"] == 500
-    assert mine["columns"] == {"prompt": "q", "completion": "a"}
-    assert (other["name"], other["format"], other["columns"]) == (
-        "org/other",
-        "conversations",
-        {"conversations": "talk"},
-    )
+    assert (other["name"], other["config"]) == ("org/other", "en")
     assert migration.draft.strategy == "zero2" and migration.draft.keys_of("not_possible") == []
+    with pytest.raises(UserError, match=r"dataset_info\.json: there is no dataset `min` .* Did you mean `mine`"):
+        migrate(f"{LLAMA_FACTORY}eval_dataset: min\n")
+
+
+@pytest.mark.parametrize("strategy", ["concat", "interleave_under"])
+def test_all_rows_of_several_datasets_are_mixed(migrate, strategy):
+    migration = migrate(f"{LLAMA_FACTORY}mix_strategy: {strategy}\n")
+    assert [source["epochs"] for source in job_of(migration)["data"]["train"]["mix"]] == [1, 1]
+    assert fate_of(migration, "mix_strategy")[0] == ("not_needed" if strategy == "concat" else "not_possible")
 
 
 def test_packs_whose_samples_see_each_other_are_noted(migrate):
@@ -179,7 +181,6 @@ def test_gkd_samples_from_the_student_unless_lmbda_is_0(migrate):
     assert "of the steps in TRL" not in off.job and fate_of(off, "lmbda")[0] == "not_needed"
     written = migrate(GKD + "lmbda: 1.0\n")
     assert fate_of(written, "lmbda")[0] == "not_possible"
-    assert written.draft.out_of_scope == "on-policy distillation"
 
 
 def test_data_files_of_a_builder_are_the_file(migrate, tmp_path):

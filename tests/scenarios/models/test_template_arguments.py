@@ -179,7 +179,7 @@ def test_a_mix_with_a_stream_holds_the_same_answers(job, capsys):
 
 
 def test_a_preview_shows_each_answer_and_a_wrong_argument_its_line(job, capsys):
-    preview(job, ["data.batching={by: samples}", "data.shuffle=false"], num_rows=2, html=None, start=0)
+    preview(job, ["data.batching={by: samples}", "data.shuffle=false"], num_rows=2, start=0)
     said = capsys.readouterr().out.replace("┊", "")
     assert "rows.jsonl, row 1 " in said
     assert said.count("row 1 ") >= 2
@@ -192,15 +192,15 @@ def test_a_preview_shows_each_answer_and_a_wrong_argument_its_line(job, capsys):
     with pytest.raises(
         DataError, match=rf"^line {line}, data\.chat_template_arguments\.efort: the chat template does not read it"
     ):
-        preview(job.parent / "wrong.yaml", [], num_rows=2, html=None, start=0)
+        preview(job.parent / "wrong.yaml", [], num_rows=2, start=0)
 
 
 def test_template_arguments_of_the_base_model_are_kept_and_logged(job, capsys):
     final = trained(job) / "final"
     base = f"model={{name: {final}}}"
     own = ["data.chat_template=null", "data.chat_template_arguments=null", base]
-    preview(job, own, num_rows=1, html=None, start=0)
+    preview(job, own, num_rows=1, start=0)
     said = capsys.readouterr().out
     assert 'the tokenizer comes with chat template arguments, which are used: {"effort": "low"}.' in said
-    preview(job, [*own[::2], "data.chat_template_arguments={}"], num_rows=1, html=None, start=0)
+    preview(job, [*own[::2], "data.chat_template_arguments={}"], num_rows=1, start=0)
     assert "brings arguments" not in capsys.readouterr().out
