@@ -134,7 +134,8 @@ def read_links() -> dict[str, str]:
 
 def parse_links(text: str) -> dict[str, str]:
     """Return the links of `nvidia-smi topo -m`, whose first columns and rows are the GPUs."""
-    links, columns = {}, []
+    links: dict[str, str] = {}
+    columns: list[str] = []
     for line in re.sub(r"\x1b\[[\d;]*m", "", text).splitlines():
         words = line.split()
         if not columns:

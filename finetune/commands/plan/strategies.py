@@ -1,6 +1,5 @@
 """The strategies on one machine: memory, largest microbatch and time of a step, and the choice among them."""
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,80 +31,49 @@ from finetune.strategy.reconcile import find_conflicts
 
 Predict = Callable[[TrainingLayout], Prediction]
 
-_SHARDED_PARTS = ("weights", "gradients", "optimizer")
-
-
-@dataclass(frozen=True)
-class Fit:
-    """The largest microbatch that fits, with its prediction; 0 if not even one sample fits.
-
-    `smallest` is the prediction with one sample.
-    """
-
-    microbatch_size: int
-    smallest: Prediction
-    largest: Prediction | None = None
-
 
 class PlannedMemory:
     """The cached predictions of a job."""
 
-    def __init__(self, predict: Predict, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, predict: Predict) -> None:
         self._predict = predict
-        self._clock = clock
         self._predictions: dict[TrainingLayout, Prediction] = {}
-        self.seconds = 0.0
 
     def at(self, layout: TrainingLayout) -> Prediction:
         """Return the prediction for the layout; raises ModelError if it cannot be predicted."""
         if layout not in self._predictions:
-            started = self._clock()
             self._predictions[layout] = self._predict(layout)
-            self.seconds += self._clock() - started
         return self._predictions[layout]
 
     def peaks(self) -> Iterator[tuple[TrainingLayout, int]]:
         """Yield the predicted layouts with their peaks in bytes."""
         yield from ((layout, prediction.peak_bytes) for layout, prediction in self._predictions.items())
 
-    def largest_fit(self, layout: TrainingLayout, *, usable_bytes: int, sizes: Sequence[int]) -> Fit:
-        """Return the largest of the microbatch sizes (ascending, from 1) that fits, confirmed by a prediction at it.
+    def largest_fit(self, layout: TrainingLayout, *, usable_bytes: int, sizes: Sequence[int]) -> int | None:
+        """Return the largest of the microbatch sizes (ascending) that fits, confirmed by a prediction at it.
 
-        Above some size, memory grows linearly, so interpolation between a size that fits and one that does not finds
-        the next size to try.
+        None if not even the smallest fits. Above some size, memory grows linearly, so interpolation between a size that
+        fits and one that does not finds the next size to try.
         """
 
-        def at(size: int) -> Prediction:
-            return self.at(replace(layout, microbatch_size=size))
+        def peak(index: int) -> int:
+            return self.at(replace(layout, microbatch_size=sizes[index])).peak_bytes
 
-        one, fits, fails = at(1), 0, len(sizes) - 1
-        if one.peak_bytes > usable_bytes:
-            return Fit(0, one)
-        if at(sizes[fails]).peak_bytes <= usable_bytes:
-            return Fit(sizes[fails], one, at(sizes[fails]))
+        fits, fails = 0, len(sizes) - 1
+        if peak(fits) > usable_bytes:
+            return None
+        if peak(fails) <= usable_bytes:
+            return sizes[fails]
         while fails - fits > 1:
-            low, high = at(sizes[fits]).peak_bytes, at(sizes[fails]).peak_bytes
-            estimate = sizes[fits] + (usable_bytes - low) / (high - low) * (sizes[fails] - sizes[fits])
+            share = (usable_bytes - peak(fits)) / (peak(fails) - peak(fits))
+            estimate = sizes[fits] + share * (sizes[fails] - sizes[fits])
             between = range(fits + 1, fails)
             tried = max((index for index in between if sizes[index] <= estimate), default=between[0])
-            if at(sizes[tried]).peak_bytes <= usable_bytes:
+            if peak(tried) <= usable_bytes:
                 fits = tried
             else:
                 fails = tried
-        return Fit(sizes[fits], one, at(sizes[fits]))
-
-
-def rescale_to_ranks(prediction: Prediction, *, old_ranks: int, new_ranks: int) -> Prediction:
-    """Return the prediction for a rank under FSDP with `new_ranks` ranks, given that with `old_ranks`.
-
-    >>> rescale_to_ranks(Prediction(11, {"weights": 8, "activations": 3}), old_ranks=2, new_ranks=8).peak_bytes
-    5
-    """
-    parts = {
-        name: round(size * old_ranks / new_ranks) if name in _SHARDED_PARTS else size
-        for name, size in prediction.parts.items()
-    }
-    return replace(prediction, peak_bytes=sum(parts.values()), parts=parts)
+        return sizes[fits]
 
 
 NEARLY_FASTEST = 1.07
@@ -114,19 +82,7 @@ NEARLY_FASTEST = 1.07
 MAX_MICROBATCH_TOKENS = 1 << 21
 """No larger microbatch is planned, unless it is one sample: it is no faster, and takes minutes to trace."""
 
-_SIMPLEST_FIRST: tuple[StrategyName, ...] = (
-    "single",
-    "ddp",
-    "fsdp2",
-    "hsdp",
-    "zero1",
-    "zero2",
-    "zero3",
-    "zero2_offload",
-    "zero3_offload",
-    "tensor_parallel",
-    "fsdp2_tensor_parallel",
-)
+_SIMPLEST_FIRST: tuple[StrategyName, ...] = (*STRATEGIES, *get_args(TensorParallelName))
 
 MULTI_NODE_FILES: Mapping[str, str] = {
     name: f"accelerate_configs/multi_node_{name}.yaml" for name in ("ddp", "fsdp2", "hsdp", "zero3")
@@ -137,12 +93,13 @@ MULTI_NODE_FILES: Mapping[str, str] = {
 class StrategyPlan:
     """The plan of one strategy for the job on a machine.
 
-    `reason` says why it cannot be used, or does not fit with any microbatch; `fit` is None if nothing was predicted.
+    `reason` says why it cannot be used, or does not fit with any microbatch. `prediction` is the memory with the
+    largest microbatch that fits, or with one sample if not even that does; None if nothing was predicted.
     """
 
     strategy: StrategyName
     layout: TrainingLayout
-    fit: Fit | None = None
+    prediction: Prediction | None = None
     num_microbatches: int = 0
     time: StepTime | None = None
     reason: str | None = None
@@ -152,13 +109,6 @@ class StrategyPlan:
     def fits(self) -> bool:
         """Return whether the job can run with this strategy."""
         return self.time is not None and self.reason is None
-
-    @property
-    def prediction(self) -> Prediction | None:
-        """Return the memory at the microbatch of the plan, or with one sample if not even that fits."""
-        if self.fit is None:
-            return None
-        return self.fit.largest or self.fit.smallest
 
 
 def accelerate_file(strategy: str, hardware: Hardware) -> str:
@@ -227,32 +177,21 @@ def plan_strategy(
     try:
         max_size = max(1, MAX_MICROBATCH_TOKENS // job.max_position_tokens)
         sizes = [size for size in range(1, min(share, max_size) + 1) if share % size == 0]
-        fit = memory.largest_fit(layout, usable_bytes=hardware.usable_bytes, sizes=sizes)
+        size = memory.largest_fit(layout, usable_bytes=hardware.usable_bytes, sizes=sizes)
     except ModelError as error:
         return StrategyPlan(strategy, layout, reason=str(error).splitlines()[0])
-    if fit.largest is None:
-        return StrategyPlan(strategy, layout, fit, reason="out of memory with one sample")
-    return timed(job, hardware, layout, fit)
-
-
-def timed(job: PlannedJob, hardware: Hardware, layout: TrainingLayout, fit: Fit) -> StrategyPlan:
-    """Return the plan with the time of a step at the fit's microbatch."""
-    assert fit.largest is not None
-    ranks = layout.num_ranks
-    layout = with_microbatch(layout, fit.microbatch_size)
-    num_microbatches = job.train.global_batch_size // (layout.num_groups * fit.microbatch_size)
+    if size is None:
+        return StrategyPlan(strategy, layout, memory.at(layout), reason="out of memory with one sample")
+    # The time of a step at that microbatch.
+    layout = replace(layout, microbatch_size=size)
+    prediction, num_microbatches = memory.at(layout), share // size
     compilation = _estimated_compilation(job, hardware, layout)
-    work = step_work(job, layout, fit.largest, num_microbatches=num_microbatches, compilation=compilation)
-    fp8_share = job.fp8_share(fit.largest.flops_per_token, strategy=layout.strategy)
+    work = step_work(job, layout, prediction, num_microbatches=num_microbatches, compilation=compilation)
+    fp8_share = job.fp8_share(prediction.flops_per_token, strategy=strategy)
     device = hardware.device(job.peak_dtype(has_tf32="tf32" in hardware.gpu.flops), fp8_share=fp8_share)
     cluster = hardware.with_gpus(ranks).cluster if ranks != hardware.num_gpus else hardware.cluster
-    time = step_time(layout.strategy, work, device=device, cluster=cluster)
-    return StrategyPlan(layout.strategy, layout, fit, num_microbatches, time, compilation=compilation)
-
-
-def with_microbatch(layout: TrainingLayout, size: int) -> TrainingLayout:
-    """Return the layout with another microbatch."""
-    return replace(layout, microbatch_size=size)
+    time = step_time(strategy, work, device=device, cluster=cluster)
+    return StrategyPlan(strategy, layout, prediction, num_microbatches, time, compilation=compilation)
 
 
 def _why_not(config: RunConfig, layout: TrainingLayout) -> str | None:
@@ -374,9 +313,3 @@ def step_work(
     return work.shared(
         layout.tensor_size, hidden=shapes.hidden, intermediate=shapes.intermediate, item_bytes=item_bytes
     )
-
-
-def checkpoint_bytes(job: PlannedJob, prediction: Prediction, *, optimizer_bytes: int) -> int:
-    """Return the size of a checkpoint: the trained weights and the optimizer's state."""
-    item_bytes = 4 if job.config.model.dtype == "float32" or prediction.num_trained < prediction.num_parameters else 2
-    return prediction.num_trained * item_bytes + optimizer_bytes
