@@ -29,7 +29,7 @@ from finetune.commands.plan.strategies import (
 from finetune.commands.printing import print_json
 from finetune.config.load import LoadedConfig, load_config
 from finetune.memory.predict import MemoryPredictor
-from finetune.memory.state import STRATEGIES, Method, write_planned
+from finetune.memory.state import STRATEGIES, Method
 from finetune.model.loading.architecture import load_model_config
 from finetune.model.size import read_shapes
 from finetune.run.setup.model_checks import CheckedJob, Stage, changes_config, check_model
@@ -65,10 +65,7 @@ def plan(path: Path, overrides: Sequence[str], options: PlanOptions, *, as_json:
 
 
 def make_plan(loaded: LoadedConfig, options: PlanOptions, *, predict: Predict | None = None) -> Plan:
-    """Return the plan, and store its memory peaks for the start of the run.
-
-    Raises UserError for invalid machines and tables, ModelError for a model that cannot be read.
-    """
+    """Return the plan; raises UserError for invalid machines and tables, ModelError for a model that cannot be read."""
     started = time.monotonic()
     machines, sentences = choose_machines(options)
     for hardware in machines:  # report errors in a table before the slow part
@@ -78,7 +75,6 @@ def make_plan(loaded: LoadedConfig, options: PlanOptions, *, predict: Predict | 
     planned = [
         _plan_hardware(job, hardware, memory, options, tries_methods=len(machines) == 1) for hardware in machines
     ]
-    write_planned(loaded.config, memory.peaks())
     dtype = job.train.precision
     lacking = dict.fromkeys(hardware.gpu.name for hardware in machines if dtype not in hardware.gpu.flops)
     failures = f"GPUs fail once in {FAILURE_GPU_HOURS:,.0f} hours. `--time-between-preemptions HOURS`: spot machines."

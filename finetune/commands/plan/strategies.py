@@ -1,6 +1,6 @@
 """The strategies on one machine: memory, largest microbatch and time of a step, and the choice among them."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
@@ -44,10 +44,6 @@ class PlannedMemory:
         if layout not in self._predictions:
             self._predictions[layout] = self._predict(layout)
         return self._predictions[layout]
-
-    def peaks(self) -> Iterator[tuple[TrainingLayout, int]]:
-        """Yield the predicted layouts with their peaks in bytes."""
-        yield from ((layout, prediction.peak_bytes) for layout, prediction in self._predictions.items())
 
     def largest_fit(self, layout: TrainingLayout, *, usable_bytes: int, sizes: Sequence[int]) -> int | None:
         """Return the largest of the microbatch sizes (ascending) that fits, confirmed by a prediction at it.
