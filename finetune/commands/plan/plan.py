@@ -19,7 +19,6 @@ from finetune.commands.plan.outlook import make_outlook
 from finetune.commands.plan.output import HardwarePlan, Plan, plan_json, print_plan
 from finetune.commands.plan.planned_job import PlannedJob, count_data
 from finetune.commands.plan.strategies import (
-    PlannedMemory,
     Predict,
     StrategyPlan,
     choose_strategy_plan,
@@ -71,9 +70,9 @@ def make_plan(loaded: LoadedConfig, options: PlanOptions, *, predict: Predict | 
     for hardware in machines:  # report errors in a table before the slow part
         prices_of(hardware.gpu.name, table=options.prices, gpu_table=options.gpu_table)
     job = PlannedJob(loaded.config, read_shapes(load_model_config(loaded.config.model)), count_data(loaded))
-    memory = PlannedMemory(predict or MemoryPredictor(loaded.config, resolve_padding_free(loaded.config)).predict)
+    predict = predict or MemoryPredictor(loaded.config, resolve_padding_free(loaded.config)).predict
     planned = [
-        _plan_hardware(job, hardware, memory, options, tries_methods=len(machines) == 1) for hardware in machines
+        _plan_hardware(job, hardware, predict, options, tries_methods=len(machines) == 1) for hardware in machines
     ]
     dtype = job.train.precision
     lacking = dict.fromkeys(hardware.gpu.name for hardware in machines if dtype not in hardware.gpu.flops)
@@ -130,11 +129,11 @@ def choose_machines(options: PlanOptions) -> tuple[list[Hardware], list[str]]:
 
 
 def _plan_hardware(
-    job: PlannedJob, hardware: Hardware, memory: PlannedMemory, options: PlanOptions, *, tries_methods: bool
+    job: PlannedJob, hardware: Hardware, predict: Predict, options: PlanOptions, *, tries_methods: bool
 ) -> HardwarePlan:
     print(f"planning for {hardware} ...", file=sys.stderr, flush=True)
     prices = prices_of(hardware.gpu.name, table=options.prices, gpu_table=options.gpu_table)
-    plans = plan_strategies(job, hardware, memory)
+    plans = plan_strategies(job, hardware, predict)
     best = choose_strategy_plan(plans)
     # The chosen strategy with the other recomputation, and with the other methods.
     strategy = best.strategy if best is not None else ("fsdp2" if hardware.num_gpus > 1 else "single")
@@ -153,7 +152,7 @@ def _plan_hardware(
         ),
         variants=[
             plan_strategy(
-                strategy, job, hardware, memory, method=method, checkpointing=recomputes, tensor_size=tensor_size
+                strategy, job, hardware, predict, method=method, checkpointing=recomputes, tensor_size=tensor_size
             )
             for method, recomputes in (variants if tries_methods else ())
         ],

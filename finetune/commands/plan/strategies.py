@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import get_args
 
@@ -32,44 +33,32 @@ from finetune.strategy.reconcile import find_conflicts
 Predict = Callable[[TrainingLayout], Prediction]
 
 
-class PlannedMemory:
-    """The cached predictions of a job."""
+def largest_fit(predict: Predict, layout: TrainingLayout, *, usable_bytes: int, sizes: Sequence[int]) -> int | None:
+    """Return the largest of the microbatch sizes (ascending) that fits, confirmed by a prediction at it.
 
-    def __init__(self, predict: Predict) -> None:
-        self._predict = predict
-        self._predictions: dict[TrainingLayout, Prediction] = {}
+    None if not even the smallest fits. Above some size, memory grows linearly, so interpolation between a size that
+    fits and one that does not finds the next size to try. Raises ModelError if it cannot be predicted.
+    """
 
-    def at(self, layout: TrainingLayout) -> Prediction:
-        """Return the prediction for the layout; raises ModelError if it cannot be predicted."""
-        if layout not in self._predictions:
-            self._predictions[layout] = self._predict(layout)
-        return self._predictions[layout]
+    @cache
+    def peak(index: int) -> int:
+        return predict(replace(layout, microbatch_size=sizes[index])).peak_bytes
 
-    def largest_fit(self, layout: TrainingLayout, *, usable_bytes: int, sizes: Sequence[int]) -> int | None:
-        """Return the largest of the microbatch sizes (ascending) that fits, confirmed by a prediction at it.
-
-        None if not even the smallest fits. Above some size, memory grows linearly, so interpolation between a size that
-        fits and one that does not finds the next size to try.
-        """
-
-        def peak(index: int) -> int:
-            return self.at(replace(layout, microbatch_size=sizes[index])).peak_bytes
-
-        fits, fails = 0, len(sizes) - 1
-        if peak(fits) > usable_bytes:
-            return None
-        if peak(fails) <= usable_bytes:
-            return sizes[fails]
-        while fails - fits > 1:
-            share = (usable_bytes - peak(fits)) / (peak(fails) - peak(fits))
-            estimate = sizes[fits] + share * (sizes[fails] - sizes[fits])
-            between = range(fits + 1, fails)
-            tried = max((index for index in between if sizes[index] <= estimate), default=between[0])
-            if peak(tried) <= usable_bytes:
-                fits = tried
-            else:
-                fails = tried
-        return sizes[fits]
+    fits, fails = 0, len(sizes) - 1
+    if peak(fits) > usable_bytes:
+        return None
+    if peak(fails) <= usable_bytes:
+        return sizes[fails]
+    while fails - fits > 1:
+        share = (usable_bytes - peak(fits)) / (peak(fails) - peak(fits))
+        estimate = sizes[fits] + share * (sizes[fails] - sizes[fits])
+        between = range(fits + 1, fails)
+        tried = max((index for index in between if sizes[index] <= estimate), default=between[0])
+        if peak(tried) <= usable_bytes:
+            fits = tried
+        else:
+            fails = tried
+    return sizes[fits]
 
 
 NEARLY_FASTEST = 1.07
@@ -114,17 +103,17 @@ def accelerate_file(strategy: str, hardware: Hardware) -> str:
     return path if Path(path).is_file() else str(SHIPPED / Path(path).name)
 
 
-def plan_strategies(job: PlannedJob, hardware: Hardware, memory: PlannedMemory) -> list[StrategyPlan]:
+def plan_strategies(job: PlannedJob, hardware: Hardware, predict: Predict) -> list[StrategyPlan]:
     """Return a plan for every strategy, in their usual order.
 
     Where none can run the job on all GPUs (fewer samples than GPUs, too little memory), also for tensor parallelism.
     """
-    plans = [plan_strategy(name, job, hardware, memory) for name in STRATEGIES]
+    plans = [plan_strategy(name, job, hardware, predict) for name in STRATEGIES]
     if choose_strategy_plan(plans) is None and hardware.num_gpus > 1:
         per_node = hardware.gpus_per_node
         for name in get_args(TensorParallelName):  # with the groups of ranks of one machine that make it fastest
             sizes = [per_node] if name == "tensor_parallel" else [size for size in (2, 4, 8) if per_node % size == 0]
-            grouped = [plan_strategy(name, job, hardware, memory, tensor_size=size) for size in sizes or [1]]
+            grouped = [plan_strategy(name, job, hardware, predict, tensor_size=size) for size in sizes or [1]]
             plans.append(
                 min(grouped, key=lambda plan: (not plan.fits, 0.0 if plan.time is None else plan.time.seconds))
             )
@@ -146,7 +135,7 @@ def plan_strategy(
     strategy: StrategyName,
     job: PlannedJob,
     hardware: Hardware,
-    memory: PlannedMemory,
+    predict: Predict,
     *,
     method: Method | None = None,
     checkpointing: bool | None = None,
@@ -173,14 +162,14 @@ def plan_strategy(
     try:
         max_size = max(1, MAX_MICROBATCH_TOKENS // job.max_position_tokens)
         sizes = [size for size in range(1, min(share, max_size) + 1) if share % size == 0]
-        size = memory.largest_fit(layout, usable_bytes=hardware.usable_bytes, sizes=sizes)
+        size = largest_fit(predict, layout, usable_bytes=hardware.usable_bytes, sizes=sizes)
     except ModelError as error:
         return StrategyPlan(strategy, layout, reason=str(error).splitlines()[0])
     if size is None:
-        return StrategyPlan(strategy, layout, memory.at(layout), reason="out of memory with one sample")
+        return StrategyPlan(strategy, layout, predict(layout), reason="out of memory with one sample")
     # The time of a step at that microbatch.
     layout = replace(layout, microbatch_size=size)
-    prediction, num_microbatches = memory.at(layout), share // size
+    prediction, num_microbatches = predict(layout), share // size
     compilation = _estimated_compilation(job, hardware, layout)
     work = step_work(job, layout, prediction, num_microbatches=num_microbatches, compilation=compilation)
     fp8_share = job.fp8_share(prediction.flops_per_token, strategy=strategy)

@@ -6,7 +6,7 @@ import pytest
 
 from finetune.commands.plan.hardware import parse_hardware
 from finetune.commands.plan.output import Plan
-from finetune.commands.plan.strategies import PlannedMemory, StrategyPlan, accelerate_file
+from finetune.commands.plan.strategies import StrategyPlan, accelerate_file, largest_fit
 from finetune.memory.state import Prediction, TrainingLayout
 from tests.commands.plan.estimates import LlamaEstimate
 
@@ -175,13 +175,13 @@ SIZES = (1, 2, 4, 8, 16, 32, 64)
 def test_the_largest_fitting_size_is_searched_by_linear_interpolation():
     """10 + 3 n <= 40: 10 samples, of the sizes 8; one step above it is tried, too."""
     predict = Counted(each=3)
-    assert PlannedMemory(predict).largest_fit(LAYOUT, usable_bytes=40, sizes=SIZES) == 8
+    assert largest_fit(predict, LAYOUT, usable_bytes=40, sizes=SIZES) == 8
     assert predict.asked == [1, 64, 8, 16]
 
 
 def test_the_largest_fitting_size_is_found_for_superlinear_memory():
     """10 + n + n^2 / 4 <= 40: 9 samples, of the sizes 8."""
-    assert PlannedMemory(Counted(each=1, bend=0.25)).largest_fit(LAYOUT, usable_bytes=40, sizes=SIZES) == 8
+    assert largest_fit(Counted(each=1, bend=0.25), LAYOUT, usable_bytes=40, sizes=SIZES) == 8
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_the_largest_fitting_size_is_found_for_superlinear_memory():
 )
 def test_the_ends_take_fewer_predictions(usable: int, sizes: tuple[int, ...], size: int | None, asked: list[int]):
     predict = Counted(each=3)
-    assert PlannedMemory(predict).largest_fit(LAYOUT, usable_bytes=usable, sizes=sizes) == size
+    assert largest_fit(predict, LAYOUT, usable_bytes=usable, sizes=sizes) == size
     assert predict.asked == asked
 
 
