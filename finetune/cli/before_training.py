@@ -15,7 +15,6 @@ with lazily(freeze=True):  # torch
     from finetune.commands.doctor import loader_speed as doctor_data
     from finetune.commands.init import init as init_command
     from finetune.commands.init import questions as questions_command
-    from finetune.commands.plan import outlook as plan_outlook
     from finetune.commands.plan import plan as plan_command
     from finetune.commands.rehearse import rehearse as rehearse_command
 
@@ -31,11 +30,9 @@ GpuTable = Annotated[
     Path | None, typer.Option(metavar="FILE", help="YAML file of further GPU models, in the same form.")
 ]
 Network = Annotated[float | None, typer.Option(min=0.001, metavar="GBIT", help="Network of each machine in Gbit/s.")]
-Disk = Annotated[float, typer.Option(min=0.001, metavar="GB", help="GB/s that checkpoints are written with.")]
 Preemptions = Annotated[
-    float | None, typer.Option(min=0.001, metavar="HOURS", help="Mean time between two preemptions of the job.")
+    float | None, typer.Option(min=0.001, metavar="HOURS", help="Plan for spot machines, preempted this often.")
 ]
-Restart = Annotated[float, typer.Option(min=0.0, metavar="MINUTES", help="From a preemption to the next step.")]
 
 
 def add_before_training(app: typer.Typer) -> None:
@@ -147,9 +144,7 @@ def plan(
     prices: Prices = None,
     gpu_table: GpuTable = None,
     network_gbit: Network = None,
-    disk: Disk = 1.0,
     time_between_preemptions: Preemptions = None,
-    restart_minutes: Restart = 10.0,
 ) -> int:
     """Plan a job before paying for GPUs: what fits, how long a step and the job take, and what they cost.
 
@@ -162,11 +157,7 @@ def plan(
         prices=prices,
         gpu_table=gpu_table,
         network_gbit=network_gbit,
-        assumed=plan_outlook.Assumed(
-            hours_between_preemptions=time_between_preemptions,
-            disk_bandwidth=disk * 1e9,
-            restart_seconds=restart_minutes * 60,
-        ),
+        hours_between_preemptions=time_between_preemptions,
     )
     return plan_command.plan(config, override or [], options, as_json=json)
 

@@ -1,31 +1,20 @@
 """The distribution of a job over ranks, and the prediction of a rank's memory at the start.
 
-Weights, gradients and optimizer state are counted, activations are not. If `finetune plan` has traced the job's
-symbolic step, the prediction is the peak of that step.
+Weights, gradients and optimizer state are counted, activations are not: `finetune plan` traces the job's symbolic step.
 """
 
-import hashlib
-import json
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, Literal, get_args
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, get_args
 
 import torch
-from accelerate import Accelerator
 
-from finetune import __version__
 from finetune.config.rules.model import adapter_of
 from finetune.config.run_config import RunConfig
-from finetune.data.token_cache.cache import cache_folder
 from finetune.model.activations import CheckpointingMode
 from finetune.model.size import AVERAGE_BYTES, ModelSize, optimizer_state_bytes
-from finetune.runtime.files import atomic
-from finetune.runtime.files.read import parse_json, read_regular
 from finetune.runtime.resources import format_size
 from finetune.strategy.protocol import Sharded, Strategy
-from finetune.strategy.reconcile import offloads_optimizer
 from finetune.train.meters import peak_memory_bytes
 from finetune.train.plan import StepPlan
 
@@ -80,56 +69,6 @@ def method_of(config: RunConfig) -> Method:
     return "full" if adapter_of(config) is None else "lora"
 
 
-_FOLDER = "plans"
-_IGNORED_KEYS = ("microbatch_size", "global_batch_size", "steps", "epochs", "tokens", "learning_rate", "schedule")
-"""Keys of `train` that do not change the memory of a step, or are in the layout."""
-
-
-def write_planned(config: RunConfig, predicted: Iterable[tuple[TrainingLayout, int]]) -> None:
-    """Cache the peaks, in bytes, of the layouts of the unchanged job; a full disk is ignored."""
-    own = (method_of(config), config.model.gradient_checkpointing)
-    peaks = {
-        _key(
-            layout.strategy,
-            layout.num_ranks,
-            min(layout.num_ranks, layout.ranks_per_node),
-            layout.microbatch_size,
-            layout.device,
-        ): peak
-        for layout, peak in predicted
-        if (layout.method, layout.gradient_checkpointing) == own
-    }
-    with suppress(OSError):
-        atomic.write_json(_file(config), {"peak_bytes": peaks}, exact=True)
-
-
-def read_planned(
-    config: RunConfig, *, strategy: str, num_ranks: int, num_shards: int, microbatch_size: int, device: str
-) -> int | None:
-    """Return the peak, in bytes, that a plan of this job predicted for a rank; None without a prediction."""
-    try:
-        peaks = parse_json(read_regular(_file(config)))["peak_bytes"]
-        peak = peaks.get(_key(strategy, num_ranks, num_shards, microbatch_size, device))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
-    return peak if isinstance(peak, int) else None
-
-
-def _key(strategy: str, num_ranks: int, num_shards: int, microbatch_size: int, device: str) -> str:
-    """Return the key of a peak; only for HSDP the number of shards does not follow from the ranks."""
-    shards = f"/{num_shards}" if strategy == "hsdp" else ""
-    return f"{strategy}{shards} on {num_ranks} x {device}, {microbatch_size} per microbatch"
-
-
-def _file(config: RunConfig) -> Path:
-    """Return the file of the plans of all jobs with the same memory."""
-    train = {key: value for key, value in config.train.model_dump(mode="json").items() if key not in _IGNORED_KEYS}
-    data = config.data.model_dump(mode="json", exclude={"cache_folder"})
-    parts: Any = [__version__, config.model.model_dump(mode="json"), config.task.model_dump(mode="json"), data, train]
-    digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
-    return cache_folder(config.data) / _FOLDER / f"{digest}.json"
-
-
 _CPU_STATE_FACTOR, _CPU_MIN_BYTES = 4, 1 << 30
 
 
@@ -144,7 +83,6 @@ class RankMemory:
     unsharded_gradient_bytes: int = 0  # kept between the microbatches of a step in addition to the shard
     copy_bytes: int = 0  # of checkpoints that are written in the background; on a CPU, where it is resident memory
     has_teacher: bool = False  # whose size is reported separately
-    planned_bytes: int | None = None  # the peak that `finetune plan` predicted for this run
 
     @property
     def state_bytes(self) -> int:
@@ -165,9 +103,6 @@ class RankMemory:
         always = ("weights", "gradients", "optimizer state")
         counted = " + ".join(f"{name} {format_size(size)}" for name, size in parts.items() if size or name in always)
         advice = "; `checkpoint.asynchronous: false` needs no copy" if self.copy_bytes else ""
-        if self.planned_bytes is not None:
-            total, rest = format_size(self.planned_bytes), " + activations and buffers"
-            return f"memory: {total} per rank, as planned = {counted}{rest}{advice}"
         excluded = "the teacher and activations" if self.has_teacher else "activations"
         total = format_size(self.state_bytes + self.process_bytes + self.copy_bytes)
         return f"memory: {total} per rank = {counted}, without {excluded} (`finetune plan` predicts the peak){advice}"
@@ -175,19 +110,16 @@ class RankMemory:
     @property
     def peak_line(self) -> str:
         """Return a line with the prediction and this rank's peak so far."""
-        predicted = f"planned {format_size(self.planned_bytes)}" if self.planned_bytes is not None else ""
-        counted = f"weights, gradients and optimizer state {format_size(self.state_bytes)}"
         peak = peak_memory_bytes()
         if torch.cuda.is_available():  # with the memory in use outside torch's allocator
             free, total = torch.cuda.mem_get_info()
             peak += max(0, total - free - torch.cuda.memory_reserved())
-        return f"memory: {predicted or counted}, measured peak {format_size(peak)}"
+        counted = f"weights, gradients and optimizer state {format_size(self.state_bytes)}"
+        return f"memory: {counted}, measured peak {format_size(peak)}"
 
     @property
     def ample_cpu_bytes(self) -> int:
         """Return the free memory with which a step on a CPU is assumed to fit with any activations."""
-        if self.planned_bytes is not None:
-            return _CPU_STATE_FACTOR * self.planned_bytes
         return _CPU_STATE_FACTOR * (_CPU_STATE_FACTOR * self.state_bytes + _CPU_MIN_BYTES)
 
 
@@ -239,37 +171,16 @@ PredictMemory = Callable[[StepPlan | None], RankMemory]
 
 
 def predict_memory(
-    config: RunConfig,
-    strategy: Strategy,
-    *,
-    size: ModelSize,
-    process_bytes: int,
-    accelerator: Accelerator,
-    unsharded_gradient_bytes: int = 0,
+    config: RunConfig, strategy: Strategy, *, size: ModelSize, process_bytes: int, unsharded_gradient_bytes: int = 0
 ) -> PredictMemory:
-    """Return a function that predicts a rank's memory for a plan, with the peak that `finetune plan` predicted.
+    """Return a function that counts a rank's memory for a plan.
 
-    `unsharded_gradient_bytes` count the accumulated gradients.
+    `unsharded_gradient_bytes` are those of accumulated gradients.
     """
-    expected, deepspeed = strategy.expected, accelerator.state.deepspeed_plugin
-    is_offloaded = deepspeed is not None and offloads_optimizer(deepspeed.deepspeed_config)
 
     def predict(plan: StepPlan | None) -> RankMemory:
         accumulates = plan is not None and plan.num_batches > 1
         unsharded = unsharded_gradient_bytes if accumulates else 0
-        state = count_state(
-            config, strategy, size=size, process_bytes=process_bytes, unsharded_gradient_bytes=unsharded
-        )
-        if plan is None or expected.sequence_size * expected.tensor_size > 1:  # `finetune plan` splits neither
-            return state
-        peak_bytes = read_planned(
-            config,
-            strategy=f"{strategy.name}_offload" if is_offloaded else strategy.name,
-            num_ranks=expected.num_processes,
-            num_shards=expected.num_shards,
-            microbatch_size=plan.microbatch_size,
-            device=accelerator.device.type,
-        )
-        return replace(state, planned_bytes=peak_bytes)
+        return count_state(config, strategy, size=size, process_bytes=process_bytes, unsharded_gradient_bytes=unsharded)
 
     return predict

@@ -515,7 +515,7 @@ def plans(draw: st.DrawFn) -> Case:
     words = ["plan", "--config", "job.yaml"]
     if draw(st.integers(0, 3)):
         words += ["--gpus", draw(_GPUS)]
-    for option in draw(st.lists(st.sampled_from(("nodes", "network-gbit", "disk", "restart-minutes")), max_size=2)):
+    for option in draw(st.lists(st.sampled_from(("nodes", "network-gbit", "time-between-preemptions")), max_size=2)):
         words += [f"--{option}", str(draw(_COUNTS))]
     for key in draw(st.lists(st.sampled_from(_EXTREME_KEYS), max_size=2, unique=True)):
         words += ["--set", f"{key}={draw(_COUNTS)}"]

@@ -1,22 +1,12 @@
-"""Weights, gradients and optimizer state of a rank are counted, and a planned peak is the prediction."""
+"""Weights, gradients and optimizer state of a rank are counted."""
 
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from finetune.config.load import load_config
-from finetune.config.run_config import RunConfig
-from finetune.memory.state import (
-    RankMemory,
-    TrainingLayout,
-    count_state,
-    method_of,
-    predict_memory,
-    read_planned,
-    write_planned,
-)
+from finetune.memory.state import RankMemory, count_state, predict_memory
 from finetune.model.size import ModelSize
 from finetune.strategy.protocol import Sharded
 
@@ -97,79 +87,14 @@ def test_the_copy_of_a_checkpoint_counts_where_it_takes_the_memory_of_the_rank(
     assert ("checkpoint.asynchronous: false" in memory.line) == bool(copied)
 
 
-def test_a_planned_peak_is_the_prediction():
-    memory = RankMemory(BILLION, BILLION, BILLION, planned_bytes=7 * BILLION)
-    assert memory.line.startswith("memory: 7.0 GB per rank, as planned = weights 1.0 GB + ")
-    assert memory.line.endswith(" + optimizer state 1.0 GB + activations and buffers")
-    assert memory.peak_line.startswith("memory: planned 7.0 GB, measured peak ")
-
-
-def test_the_free_memory_that_is_ample_on_a_cpu_follows_the_state_or_the_plan():
+def test_the_free_memory_that_is_ample_on_a_cpu_follows_the_state():
     memory = RankMemory(BILLION, BILLION, BILLION)
     assert memory.ample_cpu_bytes == 4 * (4 * 3 * BILLION + (1 << 30))
-    assert replace(memory, planned_bytes=BILLION).ample_cpu_bytes == 4 * BILLION
 
 
-@pytest.mark.parametrize(("microbatch_size", "planned"), [(4, 10), (8, None)])
-def test_the_peak_of_a_planned_run_is_read_at_its_start(job, tmp_path, microbatch_size, planned):
-    config = load_config(job, [f"data.cache_folder={tmp_path / 'cache'}"]).config
-    write_planned(config, [(TrainingLayout("fsdp2", 4, "full", False, 4, device="cuda"), 10)])
-    device = SimpleNamespace(type="cuda")
-    accelerator = SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=None), device=device)
-    predict = predict_memory(
-        config, strategy_of(*ALL), size=SIZE, process_bytes=0, accelerator=accelerator, unsharded_gradient_bytes=BILLION
-    )
-    plan = SimpleNamespace(num_batches=1, microbatch_size=microbatch_size)
-    assert predict(plan).planned_bytes == planned
-    assert predict(plan).unsharded_gradient_bytes == 0
-    assert predict(SimpleNamespace(num_batches=2, microbatch_size=4)).unsharded_gradient_bytes == BILLION
-    assert predict(None).planned_bytes is None
-
-
-OWN = TrainingLayout("fsdp2", 8, "full", False, 4, ranks_per_node=8)
-HSDP = TrainingLayout("hsdp", 16, "full", False, 4, ranks_per_node=8)
-WHERE = {"strategy": "fsdp2", "num_ranks": 8, "num_shards": 8, "microbatch_size": 4, "device": "cuda"}
-
-
-@pytest.fixture
-def config(job: Path, tmp_path: Path) -> RunConfig:
-    return load_config(job, [f"data.cache_folder={tmp_path / 'cache'}"]).config
-
-
-def changed(config: RunConfig, job: Path, *overrides: str) -> RunConfig:
-    return load_config(job, [f"data.cache_folder={config.data.cache_folder}", *overrides]).config
-
-
-def test_the_peak_of_a_planned_layout_is_read(config: RunConfig) -> None:
-    assert read_planned(config, **WHERE) is None
-    write_planned(config, [(OWN, 10), (HSDP, 20)])
-    assert read_planned(config, **WHERE) == 10
-    assert read_planned(config, **{**WHERE, "microbatch_size": 8}) is None
-    assert read_planned(config, **{**WHERE, "device": "cpu"}) is None
-    hybrid = {**WHERE, "strategy": "hsdp", "num_ranks": 16}
-    assert read_planned(config, **hybrid) == 20
-    assert read_planned(config, **{**hybrid, "num_shards": 4}) is None
-
-
-def test_peaks_of_other_methods_than_the_jobs_are_not_written(config: RunConfig, job: Path) -> None:
-    lora = changed(config, job, "model.lora={rank: 4}")
-    assert (method_of(config), method_of(lora)) == ("full", "lora")
-    write_planned(config, [(replace(OWN, method="lora"), 1), (replace(OWN, gradient_checkpointing=True), 2)])
-    assert read_planned(config, **WHERE) is None
-    assert read_planned(lora, **WHERE) is None
-
-
-def test_only_settings_that_change_memory_separate_the_plans_of_jobs(config: RunConfig, job: Path) -> None:
-    write_planned(config, [(OWN, 10)])
-    for override in ("train.learning_rate=1e-5", "train.microbatch_size=2", "run.seed=3", "train.steps=99"):
-        assert read_planned(changed(config, job, override), **WHERE) == 10, override
-    for override in ("data.max_length=32", "train.precision=bf16", "train.optimizer.name=sgd"):
-        assert read_planned(changed(config, job, override), **WHERE) is None, override
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"peak_bytes": 3}', '{"peak_bytes": {"x": "y"}}'])
-def test_a_damaged_file_is_ignored(config: RunConfig, text: str) -> None:
-    write_planned(config, [(OWN, 10)])
-    (path,) = Path(str(config.data.cache_folder)).glob("plans/*.json")
-    path.write_text(text)
-    assert read_planned(config, **WHERE) is None
+def test_the_unsharded_gradient_counts_only_where_gradients_are_accumulated(job):
+    config = load_config(job, []).config
+    predict = predict_memory(config, strategy_of(*ALL), size=SIZE, process_bytes=0, unsharded_gradient_bytes=BILLION)
+    assert predict(SimpleNamespace(num_batches=1)).unsharded_gradient_bytes == 0
+    assert predict(SimpleNamespace(num_batches=2)).unsharded_gradient_bytes == BILLION
+    assert predict(None).unsharded_gradient_bytes == 0

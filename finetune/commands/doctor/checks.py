@@ -1,116 +1,32 @@
-"""The facts of all machines, ranks and a job: gathered, checked, and the communication that each strategy needs."""
+"""The checks of the facts: for each finding of `findings.toml`, a function and a row of a table."""
 
-import math
-import platform
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
-from pathlib import Path
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from statistics import median
+from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
-
-from finetune.commands.doctor import gpus, network, ranks, software, system
-from finetune.commands.doctor.findings import Finding, finding, gather_all
-from finetune.commands.doctor.gpus import P2P_OFF, GpuFacts, pair_links
-from finetune.commands.doctor.job_facts import JobFacts
-from finetune.commands.doctor.network import NetworkFacts
-from finetune.commands.doctor.ranks import LinkFacts, RankFacts
-from finetune.commands.doctor.software import SoftwareFacts
-from finetune.commands.doctor.system import StorageFacts, SystemFacts
-from finetune.config.load import LoadedConfig
-from finetune.data.token_cache.cache import DEFAULT_FOLDER, cache_folder
-from finetune.errors import UserError
-from finetune.runtime.files.read import first_problem, read_json
-
-
-@dataclass(frozen=True)
-class HostFacts:
-    """One machine; missing facts are None or empty."""
-
-    hostname: str
-    system: SystemFacts = field(default_factory=SystemFacts)
-    gpus: GpuFacts = field(default_factory=GpuFacts)
-    network: NetworkFacts = field(default_factory=NetworkFacts)
-    storage: StorageFacts = field(default_factory=StorageFacts)
-    software: SoftwareFacts = field(default_factory=SoftwareFacts)
-    variables: Mapping[str, str] = field(default_factory=dict)
-    unread: tuple[str, ...] = ()  # gatherers that failed, with the reason
-
-
-@dataclass(frozen=True)
-class Facts:
-    """All machines and ranks of a launch; without a launch, this machine."""
-
-    hosts: tuple[HostFacts, ...]
-    ranks: tuple[RankFacts, ...] = ()
-    link: LinkFacts | None = None
-    job: JobFacts | None = None
-
-    @property
-    def world(self) -> int:
-        """Return the number of ranks, 1 without a launch."""
-        return max(1, len(self.ranks))
-
-
-_FACTS: TypeAdapter[Facts] = TypeAdapter(Facts)
-
-
-def read_facts(path: Path) -> Facts:
-    """Return the facts that `doctor --json` printed; raises UserError for any other file."""
-    try:
-        content = read_json(path)
-        return _FACTS.validate_python(content.get("facts", content) if isinstance(content, dict) else content)
-    except (OSError, ValueError) as error:
-        reason = first_problem(error) if isinstance(error, ValidationError) else f"it cannot be read ({error})"
-        raise UserError(f"--facts {path}: {reason}. Give a file that `doctor --json` wrote.") from error
-
-
-SECONDS = 30.0
-"""Time limit of a gatherer: a driver that hangs never answers."""
-
-
-def gather_host(loaded: LoadedConfig | None, variables: Mapping[str, str]) -> HostFacts:
-    """Return the facts of this machine, with the disks of the folders to which a run of the job would write.
-
-    `variables` is the initial environment of the process.
-    """
-    folders = {"cache": Path(DEFAULT_FOLDER).expanduser(), "run": Path.cwd()}
-    if loaded is not None:
-        folders = {"cache": cache_folder(loaded.config.data), "run": Path(loaded.config.run.folder)}
-    parts, unread = gather_all(
-        {
-            "system": system.gather_system,
-            "gpus": gpus.gather_gpus,
-            "network": network.gather_network,
-            "hub": partial(network.gather_hub, variables),
-            "storage": partial(system.gather_storage, folders),
-            "software": software.gather_software,
-        },
-        seconds=SECONDS,
-    )
-    hub = parts.pop("hub", None)
-    facts = HostFacts(platform.node(), variables=software.gather_variables(variables), **parts)
-    facts = replace(facts, network=replace(facts.network, hub=hub))
-    if len(facts.gpus.gpus) > 1:
-        topology, late = gather_all({"topology": gpus.read_topology}, seconds=SECONDS)
-        facts = replace(facts, gpus=replace(facts.gpus, **topology))
-        unread += late
-    return replace(facts, unread=tuple(unread))
+from finetune.commands.doctor.facts import Facts, HostFacts
+from finetune.commands.doctor.findings import Finding, make_finding
+from finetune.commands.doctor.gpus import GpuFacts
+from finetune.commands.doctor.job_facts import HubName
+from finetune.commands.doctor.network import Interface
+from finetune.commands.doctor.ranks import AllReduceSpeed
+from finetune.runtime.resources import files_needed
 
 
 def check_facts(facts: Facts) -> list[Finding]:
     """Return the findings, the most severe first; a finding of several machines is listed once, with their names."""
     hosts_by_finding: dict[Finding, list[str]] = {}
     for host in facts.hosts:
-        for each in _check_host(host, facts):
-            hosts_by_finding.setdefault(each, []).append(host.hostname)
+        for key, check in HOST_CHECKS.items():
+            for values in check(host, facts):
+                hosts_by_finding.setdefault(make_finding(key, values), []).append(host.hostname)
     hostnames = [host.hostname for host in facts.hosts]
-    for each in (*ranks.check_ranks(facts.ranks), *check_pairs(facts), *check_speed(facts)):
-        hosts_by_finding.setdefault(each, []).extend(hostnames)
-    job = facts.job
-    if job is not None and job.problem is not None:
-        hosts_by_finding[finding("job", job=job)] = hostnames
+    for key, check_launch in LAUNCH_CHECKS.items():
+        for values in check_launch(facts) if facts.world > 1 else ():
+            hosts_by_finding[make_finding(key, values)] = hostnames
     merged = [
         replace(each, hosts=() if len(set(names)) == len(hostnames) else tuple(dict.fromkeys(names)))
         for each, names in hosts_by_finding.items()
@@ -118,104 +34,239 @@ def check_facts(facts: Facts) -> list[Finding]:
     return sorted(merged, key=lambda each: each.severity)
 
 
-def _check_host(host: HostFacts, facts: Facts) -> Iterator[Finding]:
-    variables, job, is_wsl = host.variables, facts.job, host.system.is_wsl
-    num_gpus = len(host.gpus.gpus)
-    num_launched = sum(rank.hostname == host.hostname for rank in facts.ranks)
-    has_other_hosts = variables.get("WORLD_SIZE", "1") != variables.get("LOCAL_WORLD_SIZE", "1")
-    is_multi_host = has_other_hosts or len(facts.hosts) > 1
-    is_hidden = variables.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    yield from software.check_drivers(host.gpus, host.software, is_hidden=is_hidden)
-    yield from gpus.check_gpus(host.gpus, is_wsl=is_wsl, num_ranks=num_launched)
-    has_infiniband = any(port.state == "ACTIVE" for port in host.network.infiniband)
-    yield from gpus.check_links(host.gpus, host.system, variables, has_infiniband=has_infiniband)
-    yield from network.check_interfaces(host.network, variables, is_multi_host=is_multi_host)
-    yield from network.check_infiniband(
-        host.network,
-        variables,
-        is_multi_host=is_multi_host,
-        has_gpu=num_gpus > 0,
-        locked_bytes=host.system.locked_memory_bytes,
-    )
-    if host.network.hub is not None:
-        yield from network.check_hub(host.network.hub, () if job is None else job.names)
-    yield from system.check_system(
-        host.system,
-        variables,
-        num_gpus=num_gpus,
-        num_ranks=max(1, num_launched or num_gpus),
-        world=facts.world,
-        num_parameters=0 if job is None else job.num_parameters,
-    )
-    yield from system.check_storage(host.storage, job, is_wsl=is_wsl, has_many_gpus=num_gpus > 1)
-    yield from software.check_software(host.software, num_gpus=num_gpus)
-    yield from software.check_variables(variables, host.gpus)
+Values = Mapping[str, Any]
+"""What the texts of a finding are filled with."""
+
+# Drivers and GPUs
 
 
-EFFICIENCY = 0.5
-"""Share of the speed of a large matrix product that a training step reaches."""
-
-HIDDEN_SHARE = 0.3
-"""Share of the computing time up to which communication mostly overlaps with the backward pass."""
-
-NOMINAL = JobFacts("a model of 1 billion parameters", num_parameters=10**9, num_trained=10**9, item_bytes=2)
-"""The assumed model, without a job."""
+def _torch_build(host: HostFacts, _: Facts) -> Iterator[Values]:
+    if (host.gpus.gpus or host.gpus.has_driver) and host.software.torch_cuda is None:
+        yield {"torch": host.software.packages.get("torch", ""), "wheel": _wheel(host.gpus)}
 
 
-@dataclass(frozen=True)
-class StrategyCost:
-    """The communication of a strategy in a step."""
-
-    name: str
-    num_bytes: float  # sent by each rank
-    seconds: float
-    share: float | None  # of the computing time; None if that is unknown
-
-    @property
-    def verdict(self) -> str:
-        """Return in a few words whether the strategy suits the link."""
-        if self.share is None:
-            return ""
-        if self.share <= HIDDEN_SHARE:
-            return "suits this link"
-        return "slowed by this link" if self.share <= 1 else "bound by this link"
+def _driver_too_old(host: HostFacts, _: Facts) -> Iterator[Values]:
+    built, driver = host.software.torch_cuda, host.gpus.driver_cuda
+    is_older = built is not None and driver is not None and _numbers(built)[0] > _numbers(driver)[0]
+    if is_older and host.software.num_torch_devices == 0:  # cuda-compat makes it work
+        yield {"torch_cuda": built, "gpus": host.gpus, "wheel": _wheel(host.gpus)}
 
 
-def bus_bandwidth(link: LinkFacts, *, world: int) -> float:
-    """Return the bytes per second that each rank sends in the largest all-reduce, which sends 2 (n-1)/n of its size."""
-    largest = link.all_reduce[-1]
-    return 2 * (world - 1) / world * largest.num_bytes / largest.seconds
+_WHEELS = ((13, 0), (12, 8), (12, 6))
+"""Versions of CUDA for which download.pytorch.org has builds of torch, the newest first."""
 
 
-def compute_seconds(facts: Facts) -> float | None:
-    """Return the time that a rank computes in a step: 6 operations per parameter and token, 4 with adapters."""
-    job, speeds = facts.job, [rank.flops_per_second for rank in facts.ranks if rank.flops_per_second > 0]
-    if job is None or not job.num_parameters or not job.tokens_per_step or not speeds:
-        return None
-    operations = 4 * job.num_parameters + 2 * job.num_trained
-    return operations * job.tokens_per_step / facts.world / (EFFICIENCY * min(speeds))
+def _wheel(gpus: GpuFacts) -> str:
+    """Return the newest build of torch that the driver runs."""
+    offered = _numbers(gpus.driver_cuda or "13.0")
+    major, minor = next((version for version in _WHEELS if version <= offered), _WHEELS[-1])
+    return f"cu{major}{minor}"
 
 
-def strategy_costs(facts: Facts) -> Sequence[StrategyCost]:
-    """Return the costs of DDP, ZeRO-1/2 and FSDP/ZeRO-3 in a step of the job, or of a model of 1 billion parameters."""
-    if facts.link is None or facts.world < 2:
-        return ()
-    job = facts.job if facts.job is not None and facts.job.num_parameters else NOMINAL
-    computed, speed = compute_seconds(facts), bus_bandwidth(facts.link, world=facts.world)
-    part = (facts.world - 1) / facts.world
-    gradients = job.num_trained * job.gradient_bytes
-    trained, weights = job.num_trained * job.item_bytes, job.num_parameters * job.item_bytes
-    num_microbatches = max(1, job.global_batch_size // (job.microbatch_size * facts.world))
-    sent = {
-        "ddp": 2 * part * gradients,
-        "zero1, zero2": 2 * part * gradients + part * trained,
-        "fsdp2, zero3": part * (2 * num_microbatches * weights + gradients),
-    }
-    return [
-        StrategyCost(name, size, size / speed, None if computed is None else size / speed / computed)
-        for name, size in sent.items()
-    ]
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version))
 
+
+def _torch_sees_no_gpu(host: HostFacts, facts: Facts) -> Iterator[Values]:
+    is_explained = any((*_torch_build(host, facts), *_driver_too_old(host, facts), *_hidden_gpus(host, facts)))
+    if host.gpus.gpus and host.software.num_torch_devices == 0 and not is_explained:
+        yield {"num_gpus": len(host.gpus.gpus)}
+
+
+def _hidden_gpus(host: HostFacts, _: Facts) -> Iterator[Values]:
+    visible = host.variables.get("CUDA_VISIBLE_DEVICES", "all").strip()
+    if host.gpus.gpus and (visible == "" or visible.startswith("-")):
+        yield {"visible": visible, "num_gpus": len(host.gpus.gpus)}
+
+
+BUSY_SHARE = 0.05  # of the memory: more than drivers and a desktop need
+
+
+def _gpu_in_use(host: HostFacts, _: Facts) -> Iterator[Values]:
+    for gpu in host.gpus.gpus:
+        if gpu.memory_used_bytes > BUSY_SHARE * gpu.memory_bytes:
+            processes = [f"{name} (pid {number})" for number, name in gpu.processes.items()]
+            yield {"gpu": gpu, "processes": processes or ["unknown"]}
+
+
+# Links between the GPUs of a machine
+
+_ADA_DRIVER = (550, 40, 7)
+"""The first driver that reports that the RTX 40 series has no P2P (accelerate: `check_cuda_p2p_ib_support`)."""
+
+
+def _no_p2p(host: HostFacts, _: Facts) -> Iterator[Values]:
+    driver, gpus = host.gpus.driver, host.gpus.gpus
+    is_ada = len(gpus) > 1 and any("RTX 40" in gpu.name for gpu in gpus)
+    if is_ada and driver is not None and _numbers(driver) < _ADA_DRIVER and not _is_p2p_off(host):
+        yield {"driver": driver}
+
+
+def _is_p2p_off(host: HostFacts) -> bool:
+    return host.variables.get("NCCL_P2P_DISABLE") == "1"
+
+
+def _p2p_pairs(host: HostFacts, facts: Facts, *, links: Sequence[str]) -> list[str]:
+    """Return the pairs of GPUs with such links between which NCCL may use P2P."""
+    if _is_p2p_off(host) or any(_no_p2p(host, facts)):
+        return []
+    return [pair for pair, link in host.gpus.links.items() if link in links and pair not in host.gpus.without_p2p]
+
+
+def _p2p_across_sockets(host: HostFacts, facts: Facts) -> Iterator[Values]:
+    if pairs := _p2p_pairs(host, facts, links=("SYS",)):
+        yield {"pairs": pairs}
+
+
+def _p2p_iommu(host: HostFacts, facts: Facts) -> Iterator[Values]:
+    pairs = _p2p_pairs(host, facts, links=("PIX", "PXB", "PHB", "NODE"))
+    if pairs and host.system.translates_addresses and not host.system.is_virtual:
+        yield {"pairs": pairs}
+
+
+def _p2p_off(host: HostFacts, _: Facts) -> Iterator[Values]:
+    if _is_p2p_off(host) and any(link.startswith("NV") for link in host.gpus.links.values()):
+        yield {}
+
+
+# The network
+
+_VIRTUAL = ("docker", "lo", "veth", "br-", "virbr", "cni", "flannel", "cali", "podman")
+
+
+def chosen_interfaces(value: str, interfaces: Sequence[Interface]) -> list[Interface]:
+    """Return the interfaces that NCCL uses for a value: a list of prefixes, `=` before whole names, `^` to exclude."""
+    words = [word for word in value.lstrip("^=").split(",") if word]
+    is_exact = value.lstrip("^").startswith("=")
+
+    def matches(interface: Interface) -> bool:
+        return any(interface.name == word if is_exact else interface.name.startswith(word) for word in words)
+
+    return [interface for interface in interfaces if matches(interface) != value.startswith("^")]
+
+
+def _usable_interfaces(host: HostFacts) -> list[str]:
+    """Return the interfaces that other machines may reach, the one of the default route first."""
+    default, interfaces = host.network.default_interface, host.network.interfaces
+    usable = [link.name for link in interfaces if link.is_up and not link.name.startswith(_VIRTUAL)]
+    return list(dict.fromkeys([*([default] if default else []), *usable])) or ["eth0"]
+
+
+def _socket_interface(host: HostFacts, _: Facts) -> Iterator[Values]:
+    usable, interfaces = _usable_interfaces(host), host.network.interfaces
+    for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        value = host.variables.get(variable)
+        if value and interfaces:
+            chosen = [interface.name for interface in chosen_interfaces(value, interfaces)]
+            if not set(chosen) & set(usable):
+                yield {
+                    "variable": variable,
+                    "value": value,
+                    "chosen": chosen or ["no interface"],
+                    "existing": [interface.name for interface in interfaces],
+                    "better": usable[0],
+                }
+
+
+def _gloo_loopback(host: HostFacts, facts: Facts) -> Iterator[Values]:
+    address, variables = host.network.host_address or "", host.variables
+    is_launched_on_several = variables.get("WORLD_SIZE", "1") != variables.get("LOCAL_WORLD_SIZE", "1")
+    is_loopback = address.startswith("127.") and "GLOO_SOCKET_IFNAME" not in variables
+    if is_loopback and (is_launched_on_several or len(facts.hosts) > 1):
+        yield {"address": address, "better": _usable_interfaces(host)[0]}
+
+
+def _infiniband_down(host: HostFacts, facts: Facts) -> Iterator[Values]:
+    down = [port for port in host.network.infiniband if port.state != "ACTIVE"]
+    if down and (len(facts.hosts) > 1 or len(down) < len(host.network.infiniband)):
+        yield {"ports": down}
+
+
+def _infiniband_off(host: HostFacts, _: Facts) -> Iterator[Values]:
+    active = [port for port in host.network.infiniband if port.state == "ACTIVE"]
+    if active and host.variables.get("NCCL_IB_DISABLE") == "1":
+        yield {"num_active": len(active), "rate": active[0].rate}
+
+
+def _absent_names(host: HostFacts, facts: Facts) -> list[HubName]:
+    """Return what the job would load from a hub that does not answer."""
+    if host.hub is None or host.hub.problem is None:
+        return []
+    return [name for name in facts.job.names if not name.is_cached]
+
+
+def _not_cached(host: HostFacts, facts: Facts) -> Iterator[Values]:
+    if host.hub is not None and (absent := _absent_names(host, facts)):
+        yield {"hub": host.hub, "problem": host.hub.problem, "absent": absent}
+
+
+def _hub(host: HostFacts, facts: Facts) -> Iterator[Values]:
+    hub = host.hub
+    if hub is not None and hub.problem is not None and not hub.is_offline_wanted and not _absent_names(host, facts):
+        yield {"hub": hub}
+
+
+# Limits, disks, software and variables
+
+SMALL_SHARED_BYTES = 1_000_000_000
+"""Shared memory below which loader processes may fail to pass on batches; a container's default is 64 MB."""
+
+FULL_BYTES = 1_000_000_000
+"""Free space below which a disk counts as full."""
+
+
+def _open_files(host: HostFacts, facts: Facts) -> Iterator[Values]:
+    limit, needed = host.system.max_open_files, files_needed(facts.world)
+    if limit < needed:
+        yield {"limit": limit, "needed": needed, "world": facts.world}
+
+
+def _shared_memory(host: HostFacts, _: Facts) -> Iterator[Values]:
+    size = host.system.shared_memory_bytes
+    if size is not None and size < SMALL_SHARED_BYTES:
+        yield {"size": size}
+
+
+def _disk_room(host: HostFacts, facts: Facts) -> Iterator[Values]:
+    for disk in host.disks:
+        if disk.key == "run.folder" and facts.job.bytes_to_write > disk.free_bytes:
+            yield {"disk": disk, "needed": facts.job.bytes_to_write}
+
+
+_ON, _OFF, _ANY = ("1", "true", "yes", "on"), ("0", "false", "no", "off"), ()
+
+VARIABLES: Mapping[str, tuple[tuple[str, ...], str]] = {
+    "CUDA_LAUNCH_BLOCKING": (_ON, "each kernel waits for the previous one: training is much slower"),
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": (_ON, "each tensor is allocated by the driver: much slower"),
+    "TORCH_DISTRIBUTED_DEBUG": (("detail",), "every collective is checked first"),
+    "TORCH_NCCL_BLOCKING_WAIT": (_ON, "the host waits for every collective"),
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": (_OFF, "a rank that has failed leaves the others hanging"),
+    "NCCL_SHM_DISABLE": (_ON, "GPUs without P2P then communicate over TCP"),
+    "NCCL_ALGO": (_ANY, "NCCL no longer chooses the algorithm by size and topology"),
+    "NCCL_PROTO": (_ANY, "NCCL no longer chooses the protocol by size and topology"),
+    "NCCL_P2P_LEVEL": (_ANY, "NCCL no longer decides by the platform where P2P is used"),
+    "NVIDIA_TF32_OVERRIDE": (_OFF, "fp32 matrix products do not use TF32, regardless of train.tf32"),
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": (_ON, "TF32 is used regardless of train.tf32: losses change"),
+    "TORCHDYNAMO_DISABLE": (_ON, "model.compile has no effect"),
+    "TORCH_COMPILE_DISABLE": (_ON, "model.compile has no effect"),
+    "LD_PRELOAD": (_ANY, "its libraries may replace malloc or CUDA"),
+}
+"""Variables, the values that change a run (in lower case; `_ANY`: all but an empty one), and how."""
+
+
+def _variable(host: HostFacts, _: Facts) -> Iterator[Values]:
+    for name, (values, why) in VARIABLES.items():
+        value = host.variables.get(name, "")
+        if value.lower() in values or (values == _ANY and value):
+            yield {"variable": name, "value": value, "why": why}
+
+
+# Ranks and the links between them
+
+MAX_CLOCK_SECONDS = 1.0
+
+SLOW_RANK = 0.7
+"""Share of the median speed below which a rank slows down the others."""
 
 SLOW_PAIR = 0.5
 """Share of the median speed of pairs within a machine, or across machines."""
@@ -224,60 +275,110 @@ _NVLINK_BYTES_PER_SECOND = 20e9
 """A lower speed means that NVLink is not used: PCIe 4 reaches this one, and NVLink is several times faster."""
 
 
-def check_pairs(facts: Facts) -> Iterator[Finding]:
-    """Yield the pairs of ranks whose connection is slower than that of others."""
+def _versions(facts: Facts) -> Iterator[Values]:
+    for name in sorted({name for rank in facts.ranks for name in rank.versions}):
+        versions = {rank.rank: rank.versions.get(name, "missing") for rank in facts.ranks}
+        if len(set(versions.values())) > 1:
+            yield {"name": name, "ranks_by_value": _ranks_by_value(versions)}
+
+
+def _ranks_by_value(values: Mapping[int, str]) -> str:
+    ranks: dict[str, list[int]] = defaultdict(list)
+    for rank, value in values.items():
+        ranks[value].append(rank)
+    return "; ".join(f"{value} on rank {', '.join(map(str, numbers))}" for value, numbers in ranks.items())
+
+
+def _clock(facts: Facts) -> Iterator[Values]:
+    for hostname, seconds in {rank.hostname: rank.clock_offset_seconds for rank in facts.ranks}.items():
+        if abs(seconds) > MAX_CLOCK_SECONDS:
+            yield {"hostname": hostname, "seconds": seconds}
+
+
+def _rank_devices(facts: Facts) -> Iterator[Values]:
+    devices = {rank.rank: rank.device for rank in facts.ranks}
+    if len(set(devices.values())) > 1:
+        yield {"ranks_by_value": _ranks_by_value(devices)}
+
+
+def _slow_rank(facts: Facts) -> Iterator[Values]:
+    speeds: dict[str, float] = {}
+    for rank in facts.ranks:  # ranks on one CPU share its time: the fastest of a machine counts
+        name = rank.hostname if rank.device == "cpu" else f"rank {rank.rank} ({rank.hostname})"
+        speeds[name] = max(speeds.get(name, 0.0), rank.flops_per_second)
+    typical = median(speeds.values())
+    for name, speed in speeds.items():
+        if speed < SLOW_RANK * typical:
+            yield {"name": name, "share": speed / typical}
+
+
+def _slow_pair(facts: Facts) -> Iterator[Values]:
+    """Yield the pairs that are slower than others within a machine, or than others across machines."""
     if facts.link is None:
         return
     by_number = {rank.rank: rank for rank in facts.ranks}
-    topology = {host.hostname: pair_links(host.gpus.topology) for host in facts.hosts}
-    has_links = facts.link.backend == "nccl"  # processes of one CPU have no link
-    for is_within in (True, False) if has_links else (False,):
-        pairs = [
-            pair
-            for pair in facts.link.pairs
-            if (by_number[pair.first].hostname == by_number[pair.second].hostname) == is_within
-        ]
-        typical = median(pair.bytes_per_second for pair in pairs) if pairs else 0.0
-        for pair in pairs:
-            if pair.bytes_per_second >= SLOW_PAIR * typical:
-                continue
-            one, other = by_number[pair.first], by_number[pair.second]
-            link = topology.get(one.hostname, {}).get(f"{one.local_rank}-{other.local_rank}", "") if is_within else ""
-            fix = "check cable, port (`ethtool`, `ibstat`) and switch of these machines"
-            if is_within:
-                is_pcie = link in ("SYS", "PHB", "NODE")
-                fix = f"{P2P_OFF}, and measure again" if is_pcie else "check the load of that machine"
-            yield finding(
-                "slow-pair",
-                one=one,
-                other=other,
-                pair=pair,
-                over=f" over {link}" if link else "",
-                typical=typical,
-                fix=fix,
-            )
+    links = {host.hostname: host.gpus.links for host in facts.hosts}
+    pairs = [(by_number[pair.first], by_number[pair.second], pair) for pair in facts.link.pairs]
+    within = [entry for entry in pairs if entry[0].hostname == entry[1].hostname]
+    across = [entry for entry in pairs if entry[0].hostname != entry[1].hostname]
+    for group in (within if facts.link.backend == "nccl" else [], across):  # processes of one CPU have no link
+        typical = median(pair.bytes_per_second for _, _, pair in group) if group else 0.0
+        for first, second, pair in group:
+            if pair.bytes_per_second < SLOW_PAIR * typical:
+                link = links[first.hostname].get(f"{first.local_rank}-{second.local_rank}", "an unknown link")
+                shown = link if group is within else "the network"
+                yield {"first": first, "second": second, "pair": pair, "link": shown, "typical": typical}
 
 
-def check_speed(facts: Facts) -> Iterator[Finding]:
-    """Yield whether NVLink is unused, and the strategies that suit the link between the ranks of a launch."""
-    if facts.link is None or facts.world < 2:
-        return
-    speed = bus_bandwidth(facts.link, world=facts.world)
-    links = [link for host in facts.hosts for link in pair_links(host.gpus.topology).values()]
+def _nvlink_unused(facts: Facts) -> Iterator[Values]:
+    links = [link for host in facts.hosts for link in host.gpus.links.values()]
     is_nvlinked = bool(links) and len(facts.hosts) == 1 and all(link.startswith("NV") for link in links)
-    if is_nvlinked and facts.link.backend == "nccl" and speed < _NVLINK_BYTES_PER_SECOND:
-        yield finding("nvlink-unused", speed=speed)
-    computed, costs = compute_seconds(facts), strategy_costs(facts)
-    job = facts.job
-    if computed is None or job is None or not costs:
+    if facts.link is None or facts.link.backend != "nccl" or not is_nvlinked:
         return
-    fit = [cost for cost in costs if (cost.share or 0.0) <= HIDDEN_SHARE]
-    ddp, sharded = costs[0], costs[-1]
-    if fit:
-        names = ", ".join(cost.name for cost in fit)
-        yield finding("strategy", names=names, computed=computed, ddp=ddp, sharded=sharded)
-        return
-    microbatches = facts.world * job.microbatch_size
-    batch_size = job.global_batch_size * (ddp.share or 0.0) / HIDDEN_SHARE
-    batch_size = math.ceil(batch_size / microbatches) * microbatches
-    yield finding("link-bound", ddp=ddp, sharded=sharded, computed=computed, batch_size=batch_size)
+    speed = bus_bandwidth(facts.link.all_reduce[-1], world=facts.world)
+    if speed < _NVLINK_BYTES_PER_SECOND:
+        yield {"speed": speed}
+
+
+def bus_bandwidth(speed: AllReduceSpeed, *, world: int) -> float:
+    """Return the bytes per second that each rank sends in an all-reduce: 2 (n-1)/n of its size."""
+    return 2 * (world - 1) / world * speed.num_bytes / speed.seconds
+
+
+HOST_CHECKS: Mapping[str, Callable[[HostFacts, Facts], Iterable[Values]]] = {
+    "driver": lambda host, _: [{"problem": host.gpus.problem}] if host.gpus.problem is not None else [],
+    "torch-build": _torch_build,
+    "driver-too-old": _driver_too_old,
+    "torch-sees-no-gpu": _torch_sees_no_gpu,
+    "hidden-gpus": _hidden_gpus,
+    "ecc": lambda host, _: ({"gpu": gpu} for gpu in host.gpus.gpus if gpu.has_bad_memory),
+    "throttled": lambda host, _: ({"gpu": gpu} for gpu in host.gpus.gpus if gpu.throttle_reasons),
+    "gpu-in-use": _gpu_in_use,
+    "no-p2p": _no_p2p,
+    "p2p-across-sockets": _p2p_across_sockets,
+    "p2p-iommu": _p2p_iommu,
+    "p2p-off": _p2p_off,
+    "socket-interface": _socket_interface,
+    "gloo-loopback": _gloo_loopback,
+    "infiniband-down": _infiniband_down,
+    "infiniband-off": _infiniband_off,
+    "not-cached": _not_cached,
+    "hub": _hub,
+    "open-files": _open_files,
+    "shared-memory": _shared_memory,
+    "disk-full": lambda host, _: ({"disk": disk} for disk in host.disks if disk.free_bytes < FULL_BYTES),
+    "disk-room": _disk_room,
+    "build-lock": lambda host, _: ({"lock": lock} for lock in host.software.locks),
+    "variable": _variable,
+}
+"""The findings about a machine, each with the function that yields the values of its texts, once per finding."""
+
+LAUNCH_CHECKS: Mapping[str, Callable[[Facts], Iterable[Values]]] = {
+    "versions": _versions,
+    "clock": _clock,
+    "rank-devices": _rank_devices,
+    "slow-rank": _slow_rank,
+    "slow-pair": _slow_pair,
+    "nvlink-unused": _nvlink_unused,
+}
+"""The same about several ranks."""

@@ -1,6 +1,5 @@
-"""`finetune doctor --data`: measure the job's data loader with several numbers of workers, and recommend settings."""
+"""`finetune doctor --data`: measure the job's data loader with several numbers of workers, and recommend one."""
 
-import json
 import random
 import sys
 import time
@@ -12,7 +11,6 @@ from statistics import median
 from typing import Any
 
 import torch
-from rich.table import Table
 from torch.utils.data import DataLoader
 
 from finetune.commands.printing import number_table, print_table
@@ -20,7 +18,7 @@ from finetune.config.load import load_config
 from finetune.config.run_config import RunConfig
 from finetune.data.batch import Batch
 from finetune.data.loader import train_loader
-from finetune.data.workers import LoaderSettings, MachineResources, machine_resources
+from finetune.data.workers import machine_resources
 from finetune.report.history import EVENTS_FILE, read_history
 from finetune.report.reporter import RunLog
 from finetune.run.setup.training_data import TrainingData, make_training_data
@@ -36,22 +34,21 @@ NEARLY_FASTEST = 0.9
 WARM_UP_STEPS, MIN_BATCHES = 2, 4
 
 MakeLoader = Callable[..., "DataLoader[Batch]"]
-"""From settings and `first_step` to a loader of one rank's batches, endless unless `num_steps` is given."""
+"""From a number of workers and `first_step` to an endless loader of one rank's batches."""
 
 
 @dataclass(frozen=True)
 class LoaderMeasurement:
-    """The medians of all rounds of one setting."""
+    """The medians of all rounds with one number of workers."""
 
-    settings: LoaderSettings
+    num_workers: int
     first_seconds: float  # until the first batch
     samples_per_second: float
     tokens_per_second: float
-    spread: float = 0.0  # difference of the fastest and the slowest round, as a share of the median
 
 
 def examine_loader(path: Path, overrides: Sequence[str], *, num_rounds: int, seconds: float) -> None:
-    """Print samples and tokens per second of the job's loader for a range of settings, and the keys to write.
+    """Print samples and tokens per second of the job's loader by number of workers, and the key to write.
 
     Tokenizes first, as training does. Where the job's run folder has events of an earlier run, the answer is based on
     the rate at which that run consumed tokens. Raises ConfigError and DataError as training does.
@@ -60,70 +57,39 @@ def examine_loader(path: Path, overrides: Sequence[str], *, num_rounds: int, sec
     loaded = load_config(path, overrides)
     config, resources = loaded.config, machine_resources()
     training_data = make_training_data(config, RunLog(is_main=True), locations=loaded.sources)
+    numbers = numbers_to_try(resources.cores_per_rank)
     make_loader = partial(_loader, config, training_data)
-    settings = settings_to_try(resources)
     log = partial(print, file=sys.stderr, flush=True)
-    measurements = measure_loaders(make_loader, settings, num_rounds=num_rounds, seconds=seconds, log=log)
+    measurements = measure_loaders(make_loader, numbers, num_rounds=num_rounds, seconds=seconds, log=log)
     consumed = tokens_per_second_of_a_rank(Path(config.run.folder))
     device = "copied to the GPU" if resources.has_device else "no GPU"
-    print(f"one rank's loader alone, {resources.num_cores} cores, {device}; medians; spread: (max - min) / median")
-    print_table(loading_table(measurements, consumed))
-    best = choose_settings(measurements, consumed)
-    number, run_folder = best.settings.num_workers, config.run.folder
+    print(f"one rank's loader alone, {resources.num_cores} cores, {device}; medians")
+    table = number_table("num_workers", "samples/s", "tokens/s", "first batch", "a step waits")
+    for measured in measurements:
+        table.add_row(
+            str(measured.num_workers),
+            f"{measured.samples_per_second:,.0f}",
+            f"{measured.tokens_per_second:,.0f}",
+            f"{measured.first_seconds:.2f} s",
+            "" if consumed is None else f"{waiting_share(measured, consumed):.1%}",
+        )
+    print_table(table)
+    best = choose_measurement(measurements, consumed)
     if consumed is None:
         print(
-            f"num_workers: {number} is the smallest number that is about as fast as the fastest. {run_folder} has no "
-            "run that shows the speed of the model: train a few steps and repeat this command for a better answer."
+            f"num_workers: {best.num_workers} is the smallest number that is about as fast as the fastest. "
+            f"{config.run.folder} has no run that shows the speed of the model: train a few steps and repeat this "
+            "command for a better answer."
         )
     else:
         print(
-            f"a rank of the run in {run_folder} consumes {consumed:,.0f} tokens/s while it computes: with num_workers: "
-            f"{number} a step waits {waiting_share(best, consumed):.1%} of its time"
+            f"a rank of the run in {config.run.folder} consumes {consumed:,.0f} tokens/s while it computes: with "
+            f"num_workers: {best.num_workers} a step waits {waiting_share(best, consumed):.1%} of its time"
         )
-    print(f"\nWrite in {path.name}:\n\ndata:\n{yaml_lines(best.settings)}")
+    print(f"\nWrite in {path.name}:\n\ndata:\n  num_workers: {best.num_workers}")
 
 
-def loading_table(measurements: Sequence[LoaderMeasurement], consumed: float | None) -> Table:
-    """Return a row for each setting, with the share of a step spent waiting if the rate of a run is known."""
-    names = ["num_workers", "prefetch_factor", "pin_memory", "samples/s", "spread", "tokens/s", "first batch"]
-    table = number_table(*names, *(() if consumed is None else ("a step waits",)))
-    for measured in measurements:
-        settings = measured.settings
-        waits = () if consumed is None else (f"{waiting_share(measured, consumed):.1%}",)
-        table.add_row(
-            str(settings.num_workers),
-            str(settings.prefetch_factor or "-"),
-            json.dumps(settings.pin_memory),
-            f"{measured.samples_per_second:,.0f}",
-            f"{measured.spread:.0%}",
-            f"{measured.tokens_per_second:,.0f}",
-            f"{measured.first_seconds:.2f} s",
-            *waits,
-        )
-    return table
-
-
-def yaml_lines(settings: LoaderSettings) -> str:
-    """Return the keys of `data:` for these settings."""
-    keys: dict[str, Any] = {"num_workers": settings.num_workers, "pin_memory": settings.pin_memory}
-    if settings.num_workers:
-        keys |= {"persistent_workers": True, "prefetch_factor": settings.prefetch_factor}
-    return "\n".join(f"  {name}: {json.dumps(value)}" for name, value in keys.items())
-
-
-def _loader(
-    config: RunConfig,
-    training_data: TrainingData,
-    settings: LoaderSettings,
-    *,
-    first_step: int,
-) -> Any:
-    keys = {
-        "num_workers": settings.num_workers,
-        "pin_memory": settings.pin_memory,
-        "persistent_workers": settings.persistent_workers,
-        "prefetch_factor": settings.prefetch_factor,
-    }
+def _loader(config: RunConfig, training_data: TrainingData, num_workers: int, *, first_step: int) -> Any:
     return train_loader(
         training_data.training,
         training_data.task.collate,
@@ -131,44 +97,34 @@ def _loader(
         microbatch_size=config.train.known_microbatch_size,
         first_step=first_step,
         num_steps=1 << 40,  # only the first are used
-        section=config.data.model_copy(update=keys),
+        section=config.data.model_copy(update={"num_workers": num_workers, "persistent_workers": False}),
         seed=config.run.seed,
         has_partners=training_data.task.samples.has_partners,
     )
 
 
-def settings_to_try(resources: MachineResources) -> list[LoaderSettings]:
-    """Return the settings to measure on this machine: 0, 1, 2, 4, ... workers, up to its cores per rank."""
-    numbers = [number for number in (1, 2, 4, 8, 16, 32) if number <= max(2, resources.cores_per_rank)]
-    pins = (False, True) if resources.has_device else (False,)
-    settings = [LoaderSettings(0, pin, False, None) for pin in pins]
-    for number in numbers:
-        settings += [LoaderSettings(number, pin, False, 2) for pin in pins]
-        settings.append(LoaderSettings(number, resources.has_device, False, 4))
-    return settings
+def numbers_to_try(cores_per_rank: int) -> list[int]:
+    """Return the numbers of workers to measure.
+
+    >>> numbers_to_try(1), numbers_to_try(10)
+    ([0, 1, 2], [0, 1, 2, 4, 8])
+    """
+    return [0, *(number for number in (1, 2, 4, 8, 16, 32) if number <= max(2, cores_per_rank))]
 
 
 def measure_loaders(
-    make_loader: MakeLoader,
-    settings: Sequence[LoaderSettings],
-    *,
-    num_rounds: int,
-    seconds: float,
-    log: Callable[[str], None],
+    make_loader: MakeLoader, numbers: Sequence[int], *, num_rounds: int, seconds: float, log: Callable[[str], None]
 ) -> list[LoaderMeasurement]:
-    """Return the measurements of the settings; each round measures all of them in a new order."""
-    runs: Mapping[LoaderSettings, list[tuple[float, float, float]]] = {setting: [] for setting in settings}
-    for number in range(num_rounds):
-        log(f"round {number + 1} of {num_rounds}")
-        for setting in random.Random(number).sample(list(settings), len(settings)):
-            runs[setting].append(_measure_once(make_loader(setting, first_step=number), seconds=seconds))
-    measurements = []
-    for setting, passes in runs.items():
-        first, samples, tokens = (median(values) for values in zip(*passes, strict=True))
-        rates = [rate for _, rate, _ in passes]
-        spread = (max(rates) - min(rates)) / samples if samples else 0.0
-        measurements.append(LoaderMeasurement(setting, first, samples, tokens, spread))
-    return measurements
+    """Return the measurements of the numbers of workers; each round measures all of them in a new order."""
+    runs: Mapping[int, list[tuple[float, float, float]]] = {number: [] for number in numbers}
+    for round_number in range(num_rounds):
+        log(f"round {round_number + 1} of {num_rounds}")
+        for number in random.Random(round_number).sample(list(numbers), len(numbers)):
+            runs[number].append(_measure_once(make_loader(number, first_step=round_number), seconds=seconds))
+    return [
+        LoaderMeasurement(number, *(median(values) for values in zip(*passes, strict=True)))
+        for number, passes in runs.items()
+    ]
 
 
 def _measure_once(loader: "DataLoader[Batch]", *, seconds: float) -> tuple[float, float, float]:
@@ -195,27 +151,21 @@ def waiting_share(measured: LoaderMeasurement, consumed_per_second: float) -> fl
     Without workers a batch is loaded before it is used; with workers, during the computation of the previous one.
     """
     loaded = measured.tokens_per_second
-    if measured.settings.num_workers == 0:
+    if measured.num_workers == 0:
         return consumed_per_second / (consumed_per_second + loaded)
     return max(0.0, 1.0 - loaded / consumed_per_second)
 
 
-def choose_settings(measurements: Sequence[LoaderMeasurement], consumed_per_second: float | None) -> LoaderMeasurement:
-    """Return the fastest setting among those with the fewest workers that are fast enough, else the fastest of all."""
+def choose_measurement(
+    measurements: Sequence[LoaderMeasurement], consumed_per_second: float | None
+) -> LoaderMeasurement:
+    """Return the one with the fewest workers that are fast enough; if none are, the one that waits least."""
     if consumed_per_second is None:
         best = max(measured.tokens_per_second for measured in measurements)
         enough = [measured for measured in measurements if measured.tokens_per_second >= NEARLY_FASTEST * best]
-    else:
-        waiting = {measured: waiting_share(measured, consumed_per_second) for measured in measurements}
-        enough = [measured for measured in measurements if waiting[measured] <= MAX_WAITING_SHARE]
-        if not enough:
-            return min(
-                measurements,
-                key=lambda own: (waiting[own], own.settings.num_workers, own.settings.prefetch_factor or 0),
-            )
-    fewest = min(measured.settings.num_workers for measured in enough)
-    candidates = [measured for measured in enough if measured.settings.num_workers == fewest]
-    return max(candidates, key=lambda own: (own.tokens_per_second, -(own.settings.prefetch_factor or 0)))
+        return min(enough, key=lambda measured: measured.num_workers)
+    shares = {measured: waiting_share(measured, consumed_per_second) for measured in measurements}
+    return min(measurements, key=lambda measured: (max(MAX_WAITING_SHARE, shares[measured]), measured.num_workers))
 
 
 def tokens_per_second_of_a_rank(run_folder: Path) -> float | None:

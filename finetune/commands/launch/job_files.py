@@ -25,6 +25,7 @@ from finetune.runtime.text.terminal import escape_controls, write_file_to_stdout
 
 with lazily():  # torch, only for --doctor FILE
     from finetune.commands.doctor import checks as doctor_checks
+    from finetune.commands.doctor import facts as doctor_facts
     from finetune.commands.doctor import network as doctor_network
 
 _LOCAL_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm", "/run", "/scratch/local")
@@ -70,7 +71,7 @@ def check_job(arguments: JobFileArguments) -> tuple[JobRequest, LoadedConfig]:
     require_shared_batch(loaded, file, world=arguments.world, num_nodes=arguments.nodes)
     variables = {}
     if arguments.doctor is not None:
-        variables = network_variables(doctor_checks.read_facts(arguments.doctor), num_nodes=arguments.nodes)
+        variables = network_variables(doctor_facts.read_facts(arguments.doctor), num_nodes=arguments.nodes)
     run, name = loaded.config.run, arguments.name
     if name is not None and not re.fullmatch(rf"[a-z]([a-z0-9-]{{0,{_MAX_NAME - 2}}}[a-z0-9])?", name):
         raise UserError(
@@ -277,7 +278,7 @@ _WITHOUT_P2P = ("no-p2p", "p2p-iommu")
 T = TypeVar("T")
 
 
-def network_variables(facts: "doctor_checks.Facts", *, num_nodes: int) -> dict[str, str]:
+def network_variables(facts: "doctor_facts.Facts", *, num_nodes: int) -> dict[str, str]:
     """Return the variables that the ranks of such hosts need; empty where the defaults of NCCL and gloo are right."""
     variables: dict[str, str] = {}
     if num_nodes > 1:
@@ -290,7 +291,7 @@ def network_variables(facts: "doctor_checks.Facts", *, num_nodes: int) -> dict[s
     return variables
 
 
-def _adapters(facts: "doctor_checks.Facts") -> dict[str, str]:
+def _adapters(facts: "doctor_facts.Facts") -> dict[str, str]:
     """Return the setting that limits NCCL to usable InfiniBand ports; by default it uses all of them."""
     if any(port.device.startswith(_ELASTIC_FABRIC) for host in facts.hosts for port in host.network.infiniband):
         return {"FI_PROVIDER": "efa"}
@@ -310,6 +311,6 @@ def _usable(ports: "Iterable[doctor_network.InfinibandPort]") -> tuple[str, ...]
     return tuple(f"{port.device}:{port.port}" for port in fast)
 
 
-def _same_everywhere(facts: "doctor_checks.Facts", of: "Callable[[doctor_checks.HostFacts], T | None]") -> T | None:
+def _same_everywhere(facts: "doctor_facts.Facts", of: "Callable[[doctor_facts.HostFacts], T | None]") -> T | None:
     values = {of(host) for host in facts.hosts}
     return values.pop() if len(values) == 1 else None

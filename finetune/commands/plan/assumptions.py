@@ -79,11 +79,8 @@ GPUS_PER_NODE = 8
 USABLE_SHARE = 0.95
 """Share of the device's memory; the rest is lost to fragmentation in torch's allocator."""
 
-SPOT_HOURS_PER_MACHINE = 24.0
-"""Time between two preemptions of a spot machine; differs by cloud, zone, model and hour."""
-
 FAILURE_GPU_HOURS = 50_000.0
-"""GPU time between two failures without preemptions: 419 in 54 days on 16,384 GPUs (Llama Team, 2024, "The Llama 3
+"""GPU time between two failures: 419 in 54 days on 16,384 GPUs (Llama Team, 2024, "The Llama 3
 herd of models", table 5) are one in 50,700 GPU-hours."""
 
 DISK_BANDWIDTH = 1e9
@@ -91,6 +88,3 @@ DISK_BANDWIDTH = 1e9
 
 RESTART_SECONDS = 600.0
 """Time until a run that lost a machine trains again: a new machine, the weights, the checkpoint."""
-
-MIN_EFFICIENCY = 0.75
-"""A number of GPUs pays if each has at least this share of the throughput at the most efficient number."""

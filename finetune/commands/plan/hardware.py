@@ -33,7 +33,6 @@ class Hardware:
     gpu: GpuModel
     gpus_per_node: int
     num_nodes: int = 1
-    slowdown: float = 1.0  # of an earlier run of the job, relative to the cost model
 
     @property
     def num_gpus(self) -> int:
@@ -61,11 +60,9 @@ class Hardware:
         """Return the effective speed of one GPU in this data type, and in 8 bits for this share of the FLOPs."""
         gpu = self.gpu
         saved = fp8_share * FP8_SAVED_SHARE if "fp8" in gpu.flops else 0.0
-        flops = gpu.peak_flops(dtype) * gpu.matmul_share * TRAINING_SHARE / self.slowdown / (1 - saved)
-        memory = gpu.memory_bandwidth / self.slowdown
         return Device(
-            flops=flops,
-            memory_bandwidth=memory,
+            flops=gpu.peak_flops(dtype) * gpu.matmul_share * TRAINING_SHARE / (1 - saved),
+            memory_bandwidth=gpu.memory_bandwidth,
             pcie_bandwidth=gpu.pcie_bandwidth,
             attention_share=gpu.attention_share,
         )
@@ -78,7 +75,7 @@ class Hardware:
         return replace(self, gpus_per_node=per_node, num_nodes=-(-num_gpus // per_node))
 
     def __str__(self) -> str:
-        several = f"{self.num_nodes} machines with " if self.num_nodes > 1 else ""
+        several = f"{self.num_nodes} x " if self.num_nodes > 1 else ""
         return f"{several}{self.gpus_per_node}x {self.gpu.name}"
 
 

@@ -53,6 +53,11 @@ class PlannedJob:
         return self.config.model.gradient_checkpointing
 
     @property
+    def tokens_per_step(self) -> float:
+        """Return the tokens of a step."""
+        return self.train.global_batch_size * self.counts.tokens_per_position
+
+    @property
     def max_position_tokens(self) -> int:
         """Return the maximum number of tokens of a position: of a sample, or of a pack."""
         return _max_position_tokens(self.config)

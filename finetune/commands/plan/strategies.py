@@ -1,8 +1,8 @@
 """The strategies on one machine: memory, largest microbatch and time of a step, and the choice among them."""
 
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import get_args
 
@@ -32,80 +32,33 @@ from finetune.strategy.reconcile import find_conflicts
 
 Predict = Callable[[TrainingLayout], Prediction]
 
-_SHARDED_PARTS = ("weights", "gradients", "optimizer")
 
+def largest_fit(predict: Predict, layout: TrainingLayout, *, usable_bytes: int, sizes: Sequence[int]) -> int | None:
+    """Return the largest of the microbatch sizes (ascending) that fits, confirmed by a prediction at it.
 
-@dataclass(frozen=True)
-class Fit:
-    """The largest microbatch that fits, with its prediction; 0 if not even one sample fits.
-
-    `smallest` is the prediction with one sample.
+    None if not even the smallest fits. Above some size, memory grows linearly, so interpolation between a size that
+    fits and one that does not finds the next size to try. Raises ModelError if it cannot be predicted.
     """
 
-    microbatch_size: int
-    smallest: Prediction
-    largest: Prediction | None = None
+    @cache
+    def peak(index: int) -> int:
+        return predict(replace(layout, microbatch_size=sizes[index])).peak_bytes
 
-
-class PlannedMemory:
-    """The cached predictions of a job."""
-
-    def __init__(self, predict: Predict, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._predict = predict
-        self._clock = clock
-        self._predictions: dict[TrainingLayout, Prediction] = {}
-        self.seconds = 0.0
-
-    def at(self, layout: TrainingLayout) -> Prediction:
-        """Return the prediction for the layout; raises ModelError if it cannot be predicted."""
-        if layout not in self._predictions:
-            started = self._clock()
-            self._predictions[layout] = self._predict(layout)
-            self.seconds += self._clock() - started
-        return self._predictions[layout]
-
-    def peaks(self) -> Iterator[tuple[TrainingLayout, int]]:
-        """Yield the predicted layouts with their peaks in bytes."""
-        yield from ((layout, prediction.peak_bytes) for layout, prediction in self._predictions.items())
-
-    def largest_fit(self, layout: TrainingLayout, *, usable_bytes: int, sizes: Sequence[int]) -> Fit:
-        """Return the largest of the microbatch sizes (ascending, from 1) that fits, confirmed by a prediction at it.
-
-        Above some size, memory grows linearly, so interpolation between a size that fits and one that does not finds
-        the next size to try.
-        """
-
-        def at(size: int) -> Prediction:
-            return self.at(replace(layout, microbatch_size=size))
-
-        one, fits, fails = at(1), 0, len(sizes) - 1
-        if one.peak_bytes > usable_bytes:
-            return Fit(0, one)
-        if at(sizes[fails]).peak_bytes <= usable_bytes:
-            return Fit(sizes[fails], one, at(sizes[fails]))
-        while fails - fits > 1:
-            low, high = at(sizes[fits]).peak_bytes, at(sizes[fails]).peak_bytes
-            estimate = sizes[fits] + (usable_bytes - low) / (high - low) * (sizes[fails] - sizes[fits])
-            between = range(fits + 1, fails)
-            tried = max((index for index in between if sizes[index] <= estimate), default=between[0])
-            if at(sizes[tried]).peak_bytes <= usable_bytes:
-                fits = tried
-            else:
-                fails = tried
-        return Fit(sizes[fits], one, at(sizes[fits]))
-
-
-def rescale_to_ranks(prediction: Prediction, *, old_ranks: int, new_ranks: int) -> Prediction:
-    """Return the prediction for a rank under FSDP with `new_ranks` ranks, given that with `old_ranks`.
-
-    >>> rescale_to_ranks(Prediction(11, {"weights": 8, "activations": 3}), old_ranks=2, new_ranks=8).peak_bytes
-    5
-    """
-    parts = {
-        name: round(size * old_ranks / new_ranks) if name in _SHARDED_PARTS else size
-        for name, size in prediction.parts.items()
-    }
-    return replace(prediction, peak_bytes=sum(parts.values()), parts=parts)
+    fits, fails = 0, len(sizes) - 1
+    if peak(fits) > usable_bytes:
+        return None
+    if peak(fails) <= usable_bytes:
+        return sizes[fails]
+    while fails - fits > 1:
+        share = (usable_bytes - peak(fits)) / (peak(fails) - peak(fits))
+        estimate = sizes[fits] + share * (sizes[fails] - sizes[fits])
+        between = range(fits + 1, fails)
+        tried = max((index for index in between if sizes[index] <= estimate), default=between[0])
+        if peak(tried) <= usable_bytes:
+            fits = tried
+        else:
+            fails = tried
+    return sizes[fits]
 
 
 NEARLY_FASTEST = 1.07
@@ -114,19 +67,7 @@ NEARLY_FASTEST = 1.07
 MAX_MICROBATCH_TOKENS = 1 << 21
 """No larger microbatch is planned, unless it is one sample: it is no faster, and takes minutes to trace."""
 
-_SIMPLEST_FIRST: tuple[StrategyName, ...] = (
-    "single",
-    "ddp",
-    "fsdp2",
-    "hsdp",
-    "zero1",
-    "zero2",
-    "zero3",
-    "zero2_offload",
-    "zero3_offload",
-    "tensor_parallel",
-    "fsdp2_tensor_parallel",
-)
+_SIMPLEST_FIRST: tuple[StrategyName, ...] = (*STRATEGIES, *get_args(TensorParallelName))
 
 MULTI_NODE_FILES: Mapping[str, str] = {
     name: f"accelerate_configs/multi_node_{name}.yaml" for name in ("ddp", "fsdp2", "hsdp", "zero3")
@@ -137,12 +78,13 @@ MULTI_NODE_FILES: Mapping[str, str] = {
 class StrategyPlan:
     """The plan of one strategy for the job on a machine.
 
-    `reason` says why it cannot be used, or does not fit with any microbatch; `fit` is None if nothing was predicted.
+    `reason` says why it cannot be used, or does not fit with any microbatch. `prediction` is the memory with the
+    largest microbatch that fits, or with one sample if not even that does; None if nothing was predicted.
     """
 
     strategy: StrategyName
     layout: TrainingLayout
-    fit: Fit | None = None
+    prediction: Prediction | None = None
     num_microbatches: int = 0
     time: StepTime | None = None
     reason: str | None = None
@@ -153,13 +95,6 @@ class StrategyPlan:
         """Return whether the job can run with this strategy."""
         return self.time is not None and self.reason is None
 
-    @property
-    def prediction(self) -> Prediction | None:
-        """Return the memory at the microbatch of the plan, or with one sample if not even that fits."""
-        if self.fit is None:
-            return None
-        return self.fit.largest or self.fit.smallest
-
 
 def accelerate_file(strategy: str, hardware: Hardware) -> str:
     """Return the accelerate config to launch with: that of the current folder, or else that of the package."""
@@ -168,17 +103,17 @@ def accelerate_file(strategy: str, hardware: Hardware) -> str:
     return path if Path(path).is_file() else str(SHIPPED / Path(path).name)
 
 
-def plan_strategies(job: PlannedJob, hardware: Hardware, memory: PlannedMemory) -> list[StrategyPlan]:
+def plan_strategies(job: PlannedJob, hardware: Hardware, predict: Predict) -> list[StrategyPlan]:
     """Return a plan for every strategy, in their usual order.
 
     Where none can run the job on all GPUs (fewer samples than GPUs, too little memory), also for tensor parallelism.
     """
-    plans = [plan_strategy(name, job, hardware, memory) for name in STRATEGIES]
+    plans = [plan_strategy(name, job, hardware, predict) for name in STRATEGIES]
     if choose_strategy_plan(plans) is None and hardware.num_gpus > 1:
         per_node = hardware.gpus_per_node
         for name in get_args(TensorParallelName):  # with the groups of ranks of one machine that make it fastest
             sizes = [per_node] if name == "tensor_parallel" else [size for size in (2, 4, 8) if per_node % size == 0]
-            grouped = [plan_strategy(name, job, hardware, memory, tensor_size=size) for size in sizes or [1]]
+            grouped = [plan_strategy(name, job, hardware, predict, tensor_size=size) for size in sizes or [1]]
             plans.append(
                 min(grouped, key=lambda plan: (not plan.fits, 0.0 if plan.time is None else plan.time.seconds))
             )
@@ -200,7 +135,7 @@ def plan_strategy(
     strategy: StrategyName,
     job: PlannedJob,
     hardware: Hardware,
-    memory: PlannedMemory,
+    predict: Predict,
     *,
     method: Method | None = None,
     checkpointing: bool | None = None,
@@ -227,32 +162,21 @@ def plan_strategy(
     try:
         max_size = max(1, MAX_MICROBATCH_TOKENS // job.max_position_tokens)
         sizes = [size for size in range(1, min(share, max_size) + 1) if share % size == 0]
-        fit = memory.largest_fit(layout, usable_bytes=hardware.usable_bytes, sizes=sizes)
+        size = largest_fit(predict, layout, usable_bytes=hardware.usable_bytes, sizes=sizes)
     except ModelError as error:
         return StrategyPlan(strategy, layout, reason=str(error).splitlines()[0])
-    if fit.largest is None:
-        return StrategyPlan(strategy, layout, fit, reason="out of memory with one sample")
-    return timed(job, hardware, layout, fit)
-
-
-def timed(job: PlannedJob, hardware: Hardware, layout: TrainingLayout, fit: Fit) -> StrategyPlan:
-    """Return the plan with the time of a step at the fit's microbatch."""
-    assert fit.largest is not None
-    ranks = layout.num_ranks
-    layout = with_microbatch(layout, fit.microbatch_size)
-    num_microbatches = job.train.global_batch_size // (layout.num_groups * fit.microbatch_size)
+    if size is None:
+        return StrategyPlan(strategy, layout, predict(layout), reason="out of memory with one sample")
+    # The time of a step at that microbatch.
+    layout = replace(layout, microbatch_size=size)
+    prediction, num_microbatches = predict(layout), share // size
     compilation = _estimated_compilation(job, hardware, layout)
-    work = step_work(job, layout, fit.largest, num_microbatches=num_microbatches, compilation=compilation)
-    fp8_share = job.fp8_share(fit.largest.flops_per_token, strategy=layout.strategy)
+    work = step_work(job, layout, prediction, num_microbatches=num_microbatches, compilation=compilation)
+    fp8_share = job.fp8_share(prediction.flops_per_token, strategy=strategy)
     device = hardware.device(job.peak_dtype(has_tf32="tf32" in hardware.gpu.flops), fp8_share=fp8_share)
     cluster = hardware.with_gpus(ranks).cluster if ranks != hardware.num_gpus else hardware.cluster
-    time = step_time(layout.strategy, work, device=device, cluster=cluster)
-    return StrategyPlan(layout.strategy, layout, fit, num_microbatches, time, compilation=compilation)
-
-
-def with_microbatch(layout: TrainingLayout, size: int) -> TrainingLayout:
-    """Return the layout with another microbatch."""
-    return replace(layout, microbatch_size=size)
+    time = step_time(strategy, work, device=device, cluster=cluster)
+    return StrategyPlan(strategy, layout, prediction, num_microbatches, time, compilation=compilation)
 
 
 def _why_not(config: RunConfig, layout: TrainingLayout) -> str | None:
@@ -374,9 +298,3 @@ def step_work(
     return work.shared(
         layout.tensor_size, hidden=shapes.hidden, intermediate=shapes.intermediate, item_bytes=item_bytes
     )
-
-
-def checkpoint_bytes(job: PlannedJob, prediction: Prediction, *, optimizer_bytes: int) -> int:
-    """Return the size of a checkpoint: the trained weights and the optimizer's state."""
-    item_bytes = 4 if job.config.model.dtype == "float32" or prediction.num_trained < prediction.num_parameters else 2
-    return prediction.num_trained * item_bytes + optimizer_bytes

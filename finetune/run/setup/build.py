@@ -199,7 +199,6 @@ def _plan_memory(draft: _Draft) -> None:
         draft.strategy,
         size=size,
         process_bytes=draft.process_bytes,
-        accelerator=draft.accelerator,
     )
     accumulation = plan_accumulation(
         config,

@@ -4,12 +4,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from finetune.commands.doctor.checks import Facts, HostFacts, check_facts, read_facts
+from finetune.commands.doctor.checks import check_facts
+from finetune.commands.doctor.facts import Facts, HostFacts, read_facts
 from finetune.commands.doctor.findings import Finding
 from finetune.commands.doctor.ranks import RankFacts
 
 FOLDER = Path(__file__).parent / "machines"
-NAMES = ("h100_nvswitch", "a10_two_sockets", "rtx4090_pair", "wsl2", "laptop_4060", "cpu_node")
+NAMES = ("h100_nvswitch", "a10_two_sockets", "rtx4090_pair", "laptop_4060", "cpu_node")
 
 
 def host_of(name: str, **changes: Any) -> HostFacts:
@@ -23,20 +24,13 @@ def host_of(name: str, **changes: Any) -> HostFacts:
 
 
 def findings_of(*hosts: HostFacts, **facts: Any) -> dict[str, Finding]:
-    """Return the findings by key; the most severe of several with one key."""
-    findings: dict[str, Finding] = {}
-    for finding in check_facts(Facts(hosts, **facts)):
-        findings.setdefault(finding.key, finding)
-    return findings
+    """Return the findings by key."""
+    return {finding.key: finding for finding in check_facts(Facts(hosts, **facts))}
 
 
 def ranks_of(*hosts: str, **values: Any) -> tuple[RankFacts, ...]:
     """Return a rank for each name of a machine."""
-    local_ranks: dict[str, int] = {}
-    ranks = []
-    for number, host in enumerate(hosts):
-        local_ranks[host] = local_ranks.get(host, -1) + 1
-        ranks.append(
-            RankFacts(number, host, local_ranks[host], packages={"torch": "2.13.0"}, python="3.11.7", **values)
-        )
-    return tuple(ranks)
+    return tuple(
+        RankFacts(number, host, hosts[:number].count(host), versions={"torch": "2.13.0", "NCCL": "2.27.5"}, **values)
+        for number, host in enumerate(hosts)
+    )

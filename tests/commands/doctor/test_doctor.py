@@ -1,4 +1,4 @@
-"""Faults set up on this machine are reported with their fixes. All but the GPUs and `/dev/shm` are real."""
+"""Faults set up on this machine are reported with their fixes. All but the GPUs are real."""
 
 import json
 import os
@@ -11,12 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from finetune.commands.doctor import gpus, system
+from finetune.commands.doctor import gpus
 from finetune.commands.doctor.doctor import examine, time_limit
 from finetune.runtime.processes import free_loopback_port
 from tests.commands.doctor.recorded import FOLDER
-from tests.commands.doctor.test_facts import ANSWERS, FakeNvml, write_job
-from tests.commands.doctor.test_gpus import program
+from tests.commands.doctor.test_facts import ANSWERS, FakeNvml, program, write_job
 from tests.launching import accelerate_command, begin, capture, run
 
 Sabotage = Callable[[Path, pytest.MonkeyPatch], Path | None]
@@ -26,11 +25,6 @@ def leave_a_lock(folder, patch):
     patch.setenv("TORCH_EXTENSIONS_DIR", str(folder))
     patch.setattr("finetune.runtime.upstream.torch_waits_for_locks", lambda: True)  # torch 2.14 does not
     (folder / "lock").touch()
-
-
-def hide_the_compilers(folder, patch):
-    patch.setenv("TORCH_EXTENSIONS_DIR", str(folder))
-    patch.setenv("PATH", str(folder))
 
 
 def close_the_hub(folder, patch):
@@ -59,12 +53,6 @@ def choose_the_loopback_interface(folder, patch):
     patch.setenv("NCCL_SOCKET_IFNAME", "lo")
 
 
-def leave_an_accelerate_config(folder, patch):
-    patch.setenv("HF_HOME", str(folder))
-    (folder / "accelerate").mkdir()
-    (folder / "accelerate" / "default_config.yaml").write_text("mixed_precision: fp16\nnum_processes: 1\n")
-
-
 def put_in_two_cards(folder, patch):
     """Two RTX 4090 under a driver that claims P2P, and an `nvidia-smi` that prints their matrix."""
     patch.setattr(gpus, "pynvml", FakeNvml())
@@ -76,27 +64,18 @@ def put_in_two_cards(folder, patch):
 
 SABOTAGED: tuple[tuple[Sabotage, str, str, str], ...] = (
     (leave_a_lock, "build-lock", "must_fix", "rm "),
-    (hide_the_compilers, "compiler", "should_fix", "install"),
     (close_the_hub, "hub", "note", "HF_HUB_OFFLINE=1"),
-    (name_a_model_that_is_not_cached, "hub-offline", "must_fix", "hf download nobody/has-this-model"),
+    (name_a_model_that_is_not_cached, "not-cached", "must_fix", "hf download nobody/has-this-model"),
     (name_a_model_that_fills_the_disk, "disk-room", "must_fix", "checkpoint.keep_last"),
-    (choose_the_loopback_interface, "socket-interface", "should_fix", "export NCCL_SOCKET_IFNAME="),
-    (leave_an_accelerate_config, "accelerate-config", "should_fix", "--config_file"),
+    (choose_the_loopback_interface, "socket-interface", "must_fix", "export NCCL_SOCKET_IFNAME="),
     (put_in_two_cards, "no-p2p", "must_fix", "export NCCL_P2P_DISABLE=1 NCCL_IB_DISABLE=1"),
 )
-
-
-@pytest.fixture
-def small_probe(monkeypatch):
-    monkeypatch.setattr(system, "_PROBE_BYTES", 1 << 20)
 
 
 @pytest.mark.parametrize(
     ("sabotage", "key", "severity", "fix"), SABOTAGED, ids=[case[0].__name__ for case in SABOTAGED]
 )
-def test_each_fault_of_a_machine_is_reported_with_its_fix(
-    tmp_path, monkeypatch, capsys, small_probe, sabotage, key, severity, fix
-):
+def test_each_fault_of_a_machine_is_reported_with_its_fix(tmp_path, monkeypatch, capsys, sabotage, key, severity, fix):
     job = sabotage(tmp_path, monkeypatch)
     code = examine(job, [], as_json=True)
     findings = {finding["key"]: finding for finding in json.loads(capsys.readouterr().out)["findings"]}
@@ -104,9 +83,7 @@ def test_each_fault_of_a_machine_is_reported_with_its_fix(
     assert code == int(any(finding["severity"] == "must_fix" for finding in findings.values()))
 
 
-def test_the_report_describes_the_machine_and_prints_reason_and_fix_of_a_finding(
-    tmp_path, monkeypatch, capsys, small_probe
-):
+def test_the_report_describes_the_machine_and_prints_reason_and_fix_of_a_finding(tmp_path, monkeypatch, capsys):
     leave_a_lock(tmp_path, monkeypatch)
     assert examine(None, []) == 1
     printed = capsys.readouterr().out
@@ -116,7 +93,7 @@ def test_the_report_describes_the_machine_and_prints_reason_and_fix_of_a_finding
     assert lines[start + 1].startswith("    why: ") and lines[start + 2].startswith(f"    fix: rm {tmp_path}/lock")
 
 
-def test_facts_printed_as_json_can_be_checked_on_another_machine(tmp_path, monkeypatch, capsys, small_probe):
+def test_facts_printed_as_json_can_be_checked_on_another_machine(tmp_path, monkeypatch, capsys):
     leave_a_lock(tmp_path, monkeypatch)
     examine(None, [], as_json=True)
     (tmp_path / "facts.json").write_text(capsys.readouterr().out)
@@ -141,20 +118,14 @@ pytestmark = pytest.mark.distributed
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("processes", [2, 4])
-def test_all_reduces_of_gloo_ranks_are_measured_and_printed_once(tmp_path, processes):
-    command = accelerate_command("ddp", "-m", "finetune", "doctor", processes=processes)
+def test_all_reduces_of_gloo_ranks_are_measured_and_printed_once(tmp_path):
+    command = accelerate_command("ddp", "-m", "finetune", "doctor", processes=2)
     code = run(command, log=tmp_path / "log", timeout_seconds=240, environment={"TORCH_EXTENSIONS_DIR": str(tmp_path)})
     printed = (tmp_path / "log").read_text()
     assert code == 0, printed
-    assert printed.count(f"all-reduce over {processes} ranks on 1 host, gloo") == 1
-    rows = re.findall(r"^ *([\d.]+ [kM]B) +[\d.]+ \w+ +([\d.]+ [kMG]?B/s) +[\d.]+ [kMG]?B/s$", printed, re.MULTILINE)
+    assert printed.count("all-reduce over 2 ranks on 1 host, gloo") == 1
+    rows = re.findall(r"^ *([\d.]+ [kM]B) +[\d.]+ ms +([\d.]+ [kMG]?B/s) +[\d.]+ [kMG]?B/s$", printed, re.MULTILINE)
     assert [size for size, _ in rows] == ["4.1 kB", "65.5 kB", "1.0 MB", "16.8 MB"]
-    pairs = re.findall(r"^ +(\d-\d) ", printed, re.MULTILINE)
-    assert len(pairs) == (0 if processes == 2 else 6)
-    assert [
-        name for name in ("ddp", "zero1, zero2", "fsdp2, zero3") if not re.search(rf"{name} +[\d.]+ GB", printed)
-    ] == []
 
 
 @pytest.mark.full
@@ -177,7 +148,7 @@ def test_ranks_exit_with_a_message_when_one_never_starts(tmp_path):
         codes = [process.wait(timeout=120) for process in ranks]
         printed = [os.pread(file.fileno(), 1 << 16, 0).decode() for file in files]
     assert codes == [1, 1]
-    assert all("of 3 ranks, rank 2 did not arrive within 15 s" in each for each in printed), printed
+    assert all("has not met the other ranks within 15 s" in each for each in printed), printed
     assert "Traceback" not in "".join(printed)
 
 

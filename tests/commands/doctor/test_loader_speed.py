@@ -1,4 +1,4 @@
-"""Recommended data loader settings for measured speeds."""
+"""The recommended number of loader processes for measured speeds."""
 
 import json
 
@@ -6,21 +6,15 @@ import pytest
 
 from finetune.commands.doctor.loader_speed import (
     LoaderMeasurement,
-    choose_settings,
+    choose_measurement,
     examine_loader,
-    loading_table,
-    settings_to_try,
     tokens_per_second_of_a_rank,
     waiting_share,
-    yaml_lines,
 )
-from finetune.config.sections.data import DataSection, TrainingSourceSection
-from finetune.data.workers import LoaderSettings, MachineResources
 
 
-def measured(num_workers, tokens_per_second, *, prefetch_factor=2, pin_memory=False):
-    settings = LoaderSettings(num_workers, pin_memory, False, prefetch_factor if num_workers else None)
-    return LoaderMeasurement(settings, 0.1, tokens_per_second / 100, tokens_per_second)
+def measured(num_workers, tokens_per_second):
+    return LoaderMeasurement(num_workers, 0.1, tokens_per_second / 100, tokens_per_second)
 
 
 def test_loading_adds_to_computing_without_workers_and_overlaps_it_with_workers():
@@ -29,23 +23,14 @@ def test_loading_adds_to_computing_without_workers_and_overlaps_it_with_workers(
     assert waiting_share(measured(1, 500), 1000) == pytest.approx(0.5)
 
 
-def test_the_smallest_sufficient_number_of_workers_is_chosen():
+@pytest.mark.parametrize(
+    ("consumed", "num_workers"), [(100.0, 0), (3_000.0, 1), (7_000.0, 2), (90_000.0, 4), (None, 4)]
+)
+def test_the_smallest_sufficient_number_of_workers_is_chosen(consumed, num_workers):
+    """At 100 tokens/s one step in a hundred is spent loading; for 90,000 none is enough: the least waiting."""
     measurements = [measured(0, 10_000), measured(1, 4_000), measured(2, 8_000), measured(4, 16_000)]
-    assert choose_settings(measurements, 100.0).settings.num_workers == 0  # one step in a hundred is spent loading
-    assert choose_settings(measurements, 3_000.0).settings.num_workers == 1
-    assert choose_settings(measurements, 7_000.0).settings.num_workers == 2
-    assert choose_settings(measurements, 90_000.0).settings.num_workers == 4  # none is enough: the least waiting
-
-
-def test_without_a_run_the_fewest_workers_that_are_nearly_fastest_are_chosen():
-    assert (
-        choose_settings([measured(0, 1_000), measured(2, 9_500), measured(4, 10_000)], None).settings.num_workers == 2
-    )
-
-
-def test_among_settings_with_equal_workers_the_fastest_is_chosen():
-    measurements = [measured(1, 9_000, prefetch_factor=2), measured(1, 9_900, prefetch_factor=4)]
-    assert choose_settings(measurements, 1_000.0).settings.prefetch_factor == 4
+    assert choose_measurement(measurements, consumed).num_workers == num_workers
+    assert choose_measurement([*measurements, measured(8, 17_000)], None).num_workers == 4  # nearly the fastest
 
 
 def test_the_token_rate_of_a_rank_is_read_from_the_events_of_a_run(tmp_path):
@@ -58,28 +43,6 @@ def test_the_token_rate_of_a_rank_is_read_from_the_events_of_a_run(tmp_path):
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
     (tmp_path / "environment.json").write_text(json.dumps({"launcher": {"WORLD_SIZE": "2"}}))
     assert tokens_per_second_of_a_rank(tmp_path) == pytest.approx(1000.0)  # of two ranks, each half of 4000 in 2 s
-
-
-def test_settings_up_to_the_number_of_cores_are_tried_with_pinning_only_on_a_gpu():
-    plain = settings_to_try(MachineResources(num_cores=2, local_world=1, has_device=False))
-    assert {each.num_workers for each in plain} == {0, 1, 2} and not any(each.pin_memory for each in plain)
-    pinned = settings_to_try(MachineResources(num_cores=16, local_world=1, has_device=True))
-    assert {each.num_workers for each in pinned} == {0, 1, 2, 4, 8, 16}
-    assert {each.pin_memory for each in pinned} == {False, True}
-
-
-def test_the_printed_keys_are_valid_in_a_job():
-    written = yaml_lines(measured(4, 1.0, pin_memory=True).settings)
-    keys = dict(line.strip().split(": ") for line in written.splitlines())
-    values = {name: json.loads(value) for name, value in keys.items()}
-    section = DataSection(train=TrainingSourceSection(path="rows.jsonl"), max_length=8, **values)
-    assert (section.num_workers, section.pin_memory, section.prefetch_factor) == (4, True, 2)
-    assert section.persistent_workers is True
-
-
-def test_the_table_shows_the_waiting_share_where_a_run_is_known():
-    rows = [measured(0, 9_000), measured(1, 500)]
-    assert [len(loading_table(rows, consumed).columns) for consumed in (None, 1_000.0)] == [7, 8]
 
 
 def test_the_loader_of_a_job_is_measured_and_settings_are_recommended(tmp_path, capsys):
@@ -99,6 +62,6 @@ train: {global_batch_size: 4, microbatch_size: 2, steps: 2, learning_rate: 1e-3}
     examine_loader(tmp_path / "job.yaml", [], num_rounds=1, seconds=0.01)
     printed = capsys.readouterr().out
     lines = printed.splitlines()
-    assert next(line for line in lines if "num_workers" in line).split()[:2] == ["num_workers", "prefetch_factor"]
+    assert next(line for line in lines if "num_workers" in line).split()[:2] == ["num_workers", "samples/s"]
     assert "has no run that shows the speed" in printed
     assert "Write in job.yaml:\n\ndata:\n  num_workers: " in printed

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
-from finetune.commands.doctor.checks import Facts, HostFacts
+from finetune.commands.doctor.facts import Facts, HostFacts
 from finetune.commands.doctor.gpus import GpuFacts
 from finetune.commands.doctor.network import InfinibandPort, NetworkFacts
 from finetune.commands.launch.job_files import Destination, JobFileArguments, check_job, make_job, network_variables

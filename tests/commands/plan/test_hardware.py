@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from finetune.commands.plan.hardware import COMMON_HARDWARE, own_hardware, parse_hardware
-from finetune.commands.plan.plan import PlanOptions, _hardware
+from finetune.commands.plan.plan import PlanOptions, choose_machines
 from finetune.errors import UserError
 from tests.refusals import refused
 
@@ -63,6 +63,6 @@ def test_gpus_that_are_in_no_table_or_of_several_kinds_are_refused(gpus: Callabl
 
 @pytest.mark.usefixtures("no_gpu")
 def test_plan_without_a_gpu_uses_common_hardware_and_reports_it():
-    found, sentences = _hardware(PlanOptions())
+    found, sentences = choose_machines(PlanOptions())
     assert [f"{each.gpus_per_node}x{each.gpu.name}" for each in found] == list(COMMON_HARDWARE)
     assert "has no GPU" in sentences[0] and "--gpus" in sentences[0]

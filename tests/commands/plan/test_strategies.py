@@ -6,7 +6,7 @@ import pytest
 
 from finetune.commands.plan.hardware import parse_hardware
 from finetune.commands.plan.output import Plan
-from finetune.commands.plan.strategies import PlannedMemory, StrategyPlan, accelerate_file, rescale_to_ranks
+from finetune.commands.plan.strategies import StrategyPlan, accelerate_file, largest_fit
 from finetune.memory.state import Prediction, TrainingLayout
 from tests.commands.plan.estimates import LlamaEstimate
 
@@ -125,7 +125,7 @@ def test_a_batch_that_cannot_be_shared_is_the_reason(planned: Planned):
 
 def test_a_strategy_set_in_the_job_limits_the_plan(planned: Planned):
     found = by_name(planned("8b", "train.optimizer.name=muon", gpus="8xH100"))
-    assert found["zero3"].fit is None and "muon needs whole matrices" in str(found["zero3"].reason)
+    assert found["zero3"].prediction is None and "muon needs whole matrices" in str(found["zero3"].reason)
     assert found["fsdp2"].fits
     only = by_name(planned("8b", "run.strategy=zero2", gpus="8xH100"))
     assert [name for name, each in only.items() if each.fits] == ["zero2", "zero2_offload"]
@@ -175,30 +175,23 @@ SIZES = (1, 2, 4, 8, 16, 32, 64)
 def test_the_largest_fitting_size_is_searched_by_linear_interpolation():
     """10 + 3 n <= 40: 10 samples, of the sizes 8; one step above it is tried, too."""
     predict = Counted(each=3)
-    fit = PlannedMemory(predict).largest_fit(LAYOUT, usable_bytes=40, sizes=SIZES)
-    assert fit.microbatch_size == 8 and fit.largest is not None and fit.largest.peak_bytes == 34
+    assert largest_fit(predict, LAYOUT, usable_bytes=40, sizes=SIZES) == 8
     assert predict.asked == [1, 64, 8, 16]
 
 
 def test_the_largest_fitting_size_is_found_for_superlinear_memory():
     """10 + n + n^2 / 4 <= 40: 9 samples, of the sizes 8."""
-    fit = PlannedMemory(Counted(each=1, bend=0.25)).largest_fit(LAYOUT, usable_bytes=40, sizes=SIZES)
-    assert fit.microbatch_size == 8
+    assert largest_fit(Counted(each=1, bend=0.25), LAYOUT, usable_bytes=40, sizes=SIZES) == 8
 
 
 @pytest.mark.parametrize(
     ("usable", "sizes", "size", "asked"),
-    [(5, SIZES, 0, [1]), (999, SIZES, 64, [1, 64]), (14, (1, 2), 1, [1, 2]), (99, (1,), 1, [1])],
+    [(5, SIZES, None, [1]), (999, SIZES, 64, [1, 64]), (14, (1, 2), 1, [1, 2]), (99, (1,), 1, [1])],
 )
-def test_the_ends_take_fewer_predictions(usable: int, sizes: tuple[int, ...], size: int, asked: list[int]):
+def test_the_ends_take_fewer_predictions(usable: int, sizes: tuple[int, ...], size: int | None, asked: list[int]):
     predict = Counted(each=3)
-    assert PlannedMemory(predict).largest_fit(LAYOUT, usable_bytes=usable, sizes=sizes).microbatch_size == size
+    assert largest_fit(predict, LAYOUT, usable_bytes=usable, sizes=sizes) == size
     assert predict.asked == asked
-
-
-def test_sharded_parts_of_a_prediction_scale_with_the_number_of_ranks():
-    own = Prediction(16, {"weights": 8, "gradients": 4, "optimizer": 2, "activations": 2})
-    assert rescale_to_ranks(own, old_ranks=2, new_ranks=4).peak_bytes == 4 + 2 + 1 + 2
 
 
 def test_where_there_are_fewer_samples_than_gpus_groups_of_gpus_share_layers(planned: Planned):
