@@ -1,17 +1,11 @@
-"""`check --against` lists defaults that have changed; the use of an old name of a key is one line."""
-
-import subprocess
-import sys
-from pathlib import Path
+"""`check --against` lists defaults that have changed."""
 
 from typer.testing import CliRunner
 
 from finetune.cli.app import app
 from finetune.config.explain import resolved_yaml
 from finetune.config.load import load_config
-from tests.small_job import JOB, write_job
-
-ROOT = Path(__file__).parents[2]
+from tests.small_job import write_job
 
 
 def run(*words: str):
@@ -36,19 +30,3 @@ def test_check_against_a_run_lists_the_defaults_that_have_changed(tmp_path):
 def test_check_against_a_folder_without_a_run_is_one_message(tmp_path):
     result = run("check", str(write_job(tmp_path)), "--against", str(tmp_path))
     assert result.exit_code == 2 and "resolved.yaml" in result.output
-
-
-def test_the_command_line_prints_the_use_of_an_old_name_as_one_line(tmp_path):
-    path = write_job(tmp_path, text=JOB.replace("  steps: 8", "  num_steps: 8"))
-    program = (
-        "from finetune.config.rules import versions\n"
-        "versions.RENAMED_KEYS = (versions.RenamedKey('train.num_steps', 'train.steps', since='0.3'),)\n"
-        "from finetune.cli.program import main\nmain()\n"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", program, "check", str(path)], capture_output=True, text=True, check=False, cwd=ROOT
-    )
-    assert result.returncode == 0, result.stderr
-    (line,) = result.stderr.splitlines()
-    assert line.startswith("warning[renamed-key]: job.yaml line ")
-    assert "train.num_steps: is now train.steps; the old name works until 0.5" in line

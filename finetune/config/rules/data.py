@@ -1,6 +1,6 @@
 """Rules of `data:` other than its sources: formats, columns, templates, images, batching and mixes."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from finetune.config.formatting import did_you_mean, format_list
@@ -8,7 +8,6 @@ from finetune.config.paths import is_path
 from finetune.config.rules.model import adapter_of
 from finetune.config.rules.sources import row_sources, source_sections
 from finetune.config.run_config import RunConfig
-from finetune.config.section import is_written
 from finetune.config.sections.data import TrainedSourceSection
 from finetune.errors import Problem
 from finetune.registry.formats import FORMATS, TEMPLATES
@@ -57,12 +56,6 @@ def reasoning_is_a_choice(config: RunConfig) -> Iterator[Problem]:
 _CHAT_COLUMNS = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")
 """The columns whose template may be a list of turns."""
 
-_FORMAT_ADVICE: Mapping[str, str] = {
-    "preference": "To train on the chosen answer: `prompt_completion`, `columns: {completion: chosen}`",
-    "labelled": "To train the model to write the label: `prompt_completion`, `template: {prompt: '{{ text }}', "
-    "completion: '{{ label }}'}`",
-}
-
 
 def format_fits_task(config: RunConfig) -> Iterator[Problem]:
     """Each task reads the formats that fit it."""
@@ -75,8 +68,7 @@ def format_fits_task(config: RunConfig) -> Iterator[Problem]:
         others = [entry.name for entry in TASKS if form in entry.formats]
         what = "`text` has no turns for" if form == "text" else f"`{form}` does not fit"
         instead = [f"Write {format_list(fitting, last='or')}", *(f"`task.name: {name}`" for name in others)]
-        hint = _FORMAT_ADVICE.get(form) if task == "sft" else None
-        yield Problem(f"{key}.format", f"{what} `task.name: {task}`. {hint or ', or '.join(instead)}.")
+        yield Problem(f"{key}.format", f"{what} `task.name: {task}`. {', or '.join(instead)}.")
 
 
 def columns_are_known(config: RunConfig) -> Iterator[Problem]:
@@ -94,11 +86,7 @@ def columns_are_known(config: RunConfig) -> Iterator[Problem]:
                         hint = f"The format's name goes first: `{yours}: {column}`."
                     yield Problem(f"{key}.{where}.{column}", f"the column `{column}` does not exist in {who}. {hint}")
                 elif isinstance(yours, tuple) and column not in [form.joined for form in forms]:
-                    message = "To join columns, write a `template`."
-                    if config.task.name == "text_classification" and column == "text" and len(yours) == 2:
-                        both = f"{{text: {yours[0]}, text_pair: {yours[1]}}}"
-                        message = f"The second of two texts is `text_pair`: `{both}`."
-                    message = f"`[{', '.join(map(str, yours))}]` is a list. {message}"
+                    message = f"`[{', '.join(map(str, yours))}]` is a list. To join columns, write a `template`."
                     yield Problem(f"{key}.columns.{column}", message)
 
 
@@ -108,9 +96,8 @@ def templates_can_be_read(config: RunConfig) -> Iterator[Problem]:
         for column, written in source.template.items():
             template_key = f"{key}.template.{column}"
             if column in source.columns:
-                yield Problem(
-                    template_key, f"the column is already mapped by `{key}.columns.{column}`. Keep only one of them."
-                )
+                message = f"the column is already mapped by `{key}.columns.{column}`. Keep only one of them."
+                yield Problem(template_key, message)
             yield from _template_problems(template_key, written, column=column)
 
 
@@ -120,10 +107,8 @@ def _template_problems(key: str, written: Any, *, column: str) -> Iterator[Probl
     elif column not in _CHAT_COLUMNS:
         yield Problem(key, "the template of this column must be one text. Write a text instead of a list.")
     elif not isinstance(written, list) or not all(isinstance(turn, dict) for turn in written):
-        yield Problem(
-            key,
-            "a template of turns must be a list of `{role: ..., content: ...}`, or one text that renders to JSON.",
-        )
+        message = "a template of turns must be a list of `{role: ..., content: ...}`, or one text that renders to JSON."
+        yield Problem(key, message)
     else:
         texts = ((number, name, text) for number, turn in enumerate(written) for name, text in turn.items())
         for number, name, text in texts:
@@ -138,15 +123,9 @@ def _syntax_problems(key: str, text: str) -> Iterator[Problem]:
         yield Problem(key, f"not valid Jinja in line {error.lineno} of the text: {error.message}")
 
 
-def image_keys_fit(config: RunConfig) -> Iterator[Problem]:
-    """The image size is set once, images are cropped in one way, and ranges are ascending."""
+def image_ranges_ascend(config: RunConfig) -> Iterator[Problem]:
+    """Ranges are ascending."""
     images = config.data.images
-    if images.size is not None and is_written(config, "model.image_processor.size"):
-        message = "the size is already set by `model.image_processor.size`. Keep only one of them."
-        yield Problem("data.images.size", message)
-    if images.crop_scale and images.crop_padding:
-        message = "the crop is already set by `data.images.crop_scale`. Keep only one of them."
-        yield Problem("data.images.crop_padding", message)
     if images.crop_scale and images.crop_scale[0] > images.crop_scale[1]:
         low, high = sorted(images.crop_scale)
         yield Problem("data.images.crop_scale", f"the range is descending. Write `[{low}, {high}]`.")
@@ -193,10 +172,10 @@ def longest_sample_fits_the_batch(config: RunConfig) -> Iterator[Problem]:
     """A pack or batch can hold the longest sample, and a batch by tokens a source and its target."""
     tokens, longest = config.data.batching.tokens, config.data.max_length
     if tokens is not None and longest is not None and tokens < longest:
-        yield Problem(
-            "data.batching.tokens",
-            f"a sample of `data.max_length` ({longest}) tokens does not fit into {tokens}. Write at least {longest}.",
+        message = (
+            f"a sample of `data.max_length` ({longest}) tokens does not fit into {tokens}. Write at least {longest}."
         )
+        yield Problem("data.batching.tokens", message)
     has_targets = TASKS[config.task.name].sample == "source_and_target"
     if not has_targets or longest is None or config.data.batching.by != "tokens":
         return
@@ -218,32 +197,22 @@ def batch_by_tokens_is_a_microbatch(config: RunConfig) -> Iterator[Problem]:
 
 
 def mix_is_consistent(config: RunConfig) -> Iterator[Problem]:
-    """A mix replaces a single source, and all of its sources give their amount by the same key.
-
-    `rows` needs batches in which one position is one row.
-    """
-    train, first = config.data.train, None
-    for name in ("path", "name"):
-        if train.mix and getattr(train, name) is not None:
-            yield Problem(
-                f"data.train.{name}", "the rows are already given by `data.train.mix`. Keep only one of them."
-            )
-    for number, source in enumerate(train.mix):
+    """All sources of a mix give their amount by the same key; `rows` needs positions of one row each."""
+    first = None
+    for number, source in enumerate(config.data.train.mix):
         key = f"data.train.mix.{number}"
         written = [name for name in MIX_MEASURES if getattr(source, name) is not None]
         first = first or (written[0] if written else None)
         if not written:
-            yield Problem(
-                key, f"the amount in the mix is missing. Write one of {format_list(MIX_MEASURES, last='or')}."
-            )
+            message = f"the amount in the mix is missing. Write one of {format_list(MIX_MEASURES, last='or')}."
+            yield Problem(key, message)
         for name in written:
             if name != first:
                 message = f"the other sources of `data.train.mix` use `{first}`. Use the same key in every source."
                 yield Problem(f"{key}.{name}", message)
-    for number, source in enumerate(train.mix):
         if source.rows is not None and (by := config.data.batching.by) != "samples":
             message = f"with `data.batching.by: {by}` one position holds several rows. Use `epochs` or `weight`."
-            yield Problem(f"data.train.mix.{number}.rows", message)
+            yield Problem(f"{key}.rows", message)
 
 
 def window_can_be_sorted(config: RunConfig) -> Iterator[Problem]:
@@ -265,7 +234,7 @@ RULES = (
     longest_sample_fits_the_batch,
     batch_by_tokens_is_a_microbatch,
     mix_is_consistent,
-    image_keys_fit,
+    image_ranges_ascend,
     mixup_needs_stored_images,
     microbatch_holds_whole_batch_norm_groups,
 )

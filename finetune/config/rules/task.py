@@ -26,9 +26,7 @@ def distillation_has_a_teacher(config: RunConfig) -> Iterator[Problem]:
     if config.task.name == "distillation" and section is None:
         yield Problem("task.distillation", "there is no teacher. Write `distillation: {teacher: NAME OR FOLDER}`.")
     if section is not None and section.cache and section.top_k is None:
-        message = (
-            "caching the whole vocabulary for every target would fill the disk. Set `task.distillation.top_k: 64`."
-        )
+        message = "caching the whole vocabulary for every target would fill the disk. Set `top_k: 64`."
         yield Problem("task.distillation.cache", message)
 
 
@@ -58,9 +56,7 @@ def task_allows_packing(config: RunConfig) -> Iterator[Problem]:
     """Some tasks pad their samples, and only causal language models train on packs."""
     batching, task = config.data.batching, TASKS[config.task.name]
     if batching.padding_free is True and not task.may_share_rows:
-        message = (
-            f"`task.name: {task.name}` pads its samples. Remove the key: they are sorted by length within each step."
-        )
+        message = f"`task.name: {task.name}` pads its samples. Remove the key."
         yield Problem("data.batching.padding_free", message)
     if batching.by == "packs" and not task.may_be_packed:
         message = f"`task.name: {task.name}` is not trained on packs. Write `by: samples`"
@@ -150,9 +146,8 @@ def embedding_keys_fit(config: RunConfig) -> Iterator[Problem]:
     if config.task.name != "embedding":
         return
     if loss.scores is not None and not section.normalize:
-        yield Problem(
-            "task.embedding.normalize", f"`loss: {section.loss}` compares cosines. Remove it, or write `true`."
-        )
+        message = f"`loss: {section.loss}` compares cosines. Remove it, or write `true`."
+        yield Problem("task.embedding.normalize", message)
     if loss.compares_rows and config.train.global_batch_size < 2:
         message = "the loss compares the rows of a step, but a step has only one. Write at least 2."
         yield Problem("train.global_batch_size", message)
