@@ -87,12 +87,12 @@ def did_you_mean(name: str, choices: Iterable[str]) -> str:
     return f"Did you mean `{near}`?" if near else ""
 
 
-def closest(name: str, choices: Iterable[str]) -> str | None:
+def closest(name: str, choices: Iterable[str], *, cutoff: float = 0.65) -> str | None:
     """Return the closest known name, ignoring case; None if no name is close."""
     if len(name) > _MAX_NAME_CHARACTERS:
         return None
     by_lower = {name.lower(): name for name in choices}
-    matches = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.65)
+    matches = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=cutoff)
     return by_lower[matches[0]] if matches else None
 
 

@@ -3,7 +3,6 @@
 The valid part of such a config is kept as a draft, so that the rules can still check it.
 """
 
-import re
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import groupby
@@ -189,8 +188,11 @@ def _unknown_key(key: str) -> str:
         return f"there is no such key. Did you mean `{meant.rpartition('.')[2]}`?"
     if name in UNSUPPORTED_KEYS:
         return f"there is no such key; {UNSUPPORTED_KEYS[name]}."
-    elsewhere = [KEYS_OF_OTHER_TOOLS[name]] if name in KEYS_OF_OTHER_TOOLS else []
-    elsewhere = elsewhere or [other for other, _ in all_keys() if other.rpartition(".")[2] == name]
+    by_name: dict[str, list[str]] = {}  # elsewhere in the job
+    for other, _ in all_keys():
+        by_name.setdefault(other.rpartition(".")[2], []).append(other)
+    near = name if name in by_name else closest(name, by_name, cutoff=0.85)
+    elsewhere = [KEYS_OF_OTHER_TOOLS[name]] if name in KEYS_OF_OTHER_TOOLS else by_name.get(near or "", [])
     if elsewhere and len(elsewhere) <= _MAX_PLACES:  # a name in more places means something else in each
         return f"there is no such key. There is {format_list(elsewhere, last='and')}."
     where = f"`{here}`" if here else "A job"
@@ -231,13 +233,15 @@ def _likely_value(key: str, value: Any) -> str:
     near = closest(str(value).strip(), choices)
     readings = [] if near is None else [choices[near]]
     if isinstance(value, str):
-        readings += [read_yaml(value.strip()).values, re.split(r"\s*,\s*", value.strip())]  # `"4"`, `a, b`
+        readings += [read_yaml(text).values for text in (value, f"[{value}]")]  # `"4"`, `a, b`
     elif isinstance(value, list) and len(value) == 1:
         readings += value
     elif isinstance(value, float) and value.is_integer():
         readings.append(int(value))
     for reading in readings:
-        text = value.strip() if isinstance(reading, int | float) and isinstance(value, str) else format_json(reading)
+        text = reading if isinstance(reading, str) else format_json(reading)
+        if isinstance(reading, int | float) and isinstance(value, str):
+            text = value.strip()
         is_shown = len(text) <= MAX_SHOWN_CHARACTERS and redacted_config(reading) == reading
         if is_shown and repr(reading) != repr(value) and _is_valid(key, reading):
             return text

@@ -46,13 +46,13 @@ def first_matches(pattern: Path) -> list[Path] | None:
 
 
 class _Use(Enum):
-    """What a path of the job is."""
+    """What a path of the job is for, and what it has to be."""
 
-    ROWS = "rows"
-    MODEL = "model"  # or the name of one
-    TEMPLATE = "template"
+    ROWS = "file"
+    MODEL = "folder"  # or the name of a model
+    TEMPLATE = "template file"
     CHECKPOINT = "checkpoint"
-    RUN = "run"
+    RUN = "run folder"
 
 
 def file_problems(
@@ -134,7 +134,9 @@ def _path_problem(use: _Use, written: str, *, folder: Path) -> str:
         return advice
     if use is _Use.MODEL and not is_path(written):
         is_folder = (folder / written).is_dir()
-        means = f"`{written}` means a hub model, but a folder with that name exists. For the folder write `./{written}`."
+        means = (
+            f"`{written}` means a hub model, but a folder with that name exists. For the folder write `./{written}`."
+        )
         return means if is_folder else ""
     files = [path]
     if use is _Use.ROWS and glob.has_magic(written) and not path.exists():
@@ -144,9 +146,9 @@ def _path_problem(use: _Use, written: str, *, folder: Path) -> str:
         files = matches or []
     for file in files:
         if not file.exists():
-            return f"{file} does not exist. {_RELATIVE_PATH_HINT}"
+            return f"the {use.value} {file} does not exist. {_RELATIVE_PATH_HINT}"
         if use in (_Use.MODEL, _Use.CHECKPOINT) and not file.is_dir():
-            return f"{file} is a file. Give the folder of the {use.value}."
+            return f"{file} is a file. Give the folder of the {use.name.lower()}."
         if use is _Use.TEMPLATE and not file.is_file():
             return f"{file} is a folder. Give a file."
         if not os.access(file, os.R_OK):

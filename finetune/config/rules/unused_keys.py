@@ -47,7 +47,7 @@ def keys_are_written_once(config: RunConfig) -> Iterator[Problem]:
             first, *others = [key for key in keys if is_written(config, key)] or [""]
         except AttributeError:  # a draft: one of the sections is invalid
             continue
-        yield from (Problem(key, f"`{first}` says this already. Keep only one of them.") for key in others)
+        yield from (Problem(key, f"`{first}` is written, too. Keep only one of them.") for key in others)
 
 
 Condition = Callable[[RunConfig], bool]

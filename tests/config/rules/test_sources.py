@@ -129,7 +129,6 @@ def file_source(**keys):
 WRONG_FILE_OPTIONS = [
     (file_source(path="rows.csv", encoding="cp1253x"), "data.train.encoding"),
     (file_source(path="rows.csv", encoding="base64"), "data.train.encoding"),
-    (file_source(path="rows.csv", encoding="unicode_escape"), "data.train.encoding"),
     (file_source(path="rows.csv", delimiter='"\\""'), "data.train.delimiter"),
     (file_source(path="rows.csv", delimiter='"\\n"'), "data.train.delimiter"),
     (file_source(path="rows.csv", delimiter='";;"'), "data.train.delimiter"),
