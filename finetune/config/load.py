@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from finetune.config.formatting import closest, format_list, job_yaml
+from finetune.config.formatting import format_list, job_yaml
 from finetune.config.overrides import OverrideResult, apply_overrides, override_label
 from finetune.config.paths import is_url, local_run_folder, path_problems, with_absolute_paths
 from finetune.config.plugins import activate_options, load_plugins, missing_options, untrusted_plugins
@@ -54,8 +54,8 @@ def read_text_file(path: pathlib.Path, *, max_bytes: int = MAX_FILE_BYTES) -> st
     return content.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
 
 
-_MAX_SUGGESTED_FILES = 100
-"""Maximum number of files in a folder that are compared with a misspelled name."""
+_MAX_SUGGESTED_FILES = 20
+"""Maximum number of files in a folder that are listed where another one was named."""
 
 
 @dataclass(frozen=True)
@@ -226,11 +226,8 @@ def _read(path: pathlib.Path) -> str:
         folder = path.absolute().parent
         hint = f"The folder {folder} does not exist either."
         if folder.is_dir():
-            names = sorted(file.name for file in islice(folder.glob("*.y*ml"), _MAX_SUGGESTED_FILES))
-            near = closest(path.name, names)
-            hint = (
-                f"Did you mean `{path.with_name(near)}`?" if near else f"YAML files in {folder}: {format_list(names)}."
-            )
+            names = format_list(sorted(file.name for file in islice(folder.glob("*.y*ml"), _MAX_SUGGESTED_FILES)))
+            hint = f"YAML files in {folder}: {names}."
         fault = f"there is no such file. {hint}"
     except IsADirectoryError:
         fault = "this is a folder. Give the path of the job file in it."

@@ -230,7 +230,7 @@ def _likely_value(key: str, value: Any) -> str:
         for kind in branches(node_at(key) or {})
         for choice in kind.get("enum", [kind["const"]] if "const" in kind else [])
     }
-    near = closest(str(value).strip(), choices)
+    near = closest(str(value).strip(), choices) if isinstance(value, str | int) else None
     readings = [] if near is None else [choices[near]]
     if isinstance(value, str):
         readings += [read_yaml(text).values for text in (value, f"[{value}]")]  # `"4"`, `a, b`
