@@ -288,9 +288,7 @@ def unsupported_by_environment(variables: Mapping[str, str], deepspeed: Mapping[
         "ACCELERATE_USE_SAGEMAKER": ("compute_environment: AMAZON_SAGEMAKER", SAGEMAKER),
         "ACCELERATE_IN_TPU_POD": ("distributed_type: XLA", TPU),
     }
-    for name, (written, feature) in flags.items():
-        if variables.get(name, "false").lower() in ("1", "true", "yes"):
-            problems.append(feature.sentence(written))
+    problems += [feature.sentence(written) for name, (written, feature) in flags.items() if is_true(variables, name)]
     if variables.get("PJRT_DEVICE", "").upper() == "TPU":
         problems.append(TPU.sentence("PJRT_DEVICE: TPU"))
     backend = variables.get("ACCELERATE_DYNAMO_BACKEND", "no")
@@ -309,17 +307,6 @@ def _in_deepspeed(config: Mapping[str, Any]) -> Iterator[tuple[str, Unsupported]
     for name in _OFFLOADS:
         if _section(_section(config, "zero_optimization"), name).get("device") == "nvme":
             yield f"the DeepSpeed config's `zero_optimization.{name}.device: nvme`", NVME
-
-
-def uneven_groups(size: int, world: int) -> str:
-    """Return the message for groups of a size that does not divide the processes.
-
-    >>> uneven_groups(2, 3)
-    '`2` on 3 processes is not supported: it does not divide them. Write a divisor of 3 (see tensor_parallel.yaml).'
-    """
-    processes = f"{world} process{'es' * (world > 1)}"
-    divisor = f"Write a divisor of {world} (see tensor_parallel.yaml)"
-    return f"`{size}` on {processes} is not supported: it does not divide them. {divisor}."
 
 
 def may_split_layers(size: int, *, world: int, copies: int, rows: int, engine: str | None) -> bool:
@@ -352,14 +339,6 @@ def unsupported_in_file(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         name = str(key).removeprefix(_PREFIX).removesuffix("_size")
         if str(key).endswith("_size") and name not in _KNOWN_SIZES and size not in (None, 1):
             yield f"parallelism_config.{key}", _SIZES.get(name, UNKNOWN).sentence(f"`{size}`")
-    sizes = _section(values, "parallelism_config")
-    tensor_size, copies, rows = (sizes.get(f"{_PREFIX}{name}_size") or 1 for name in ("tp", "dp_replicate", "sp"))
-    world, engine = values.get("num_processes", 1), engine_in_file(values)
-    are_counts = all(isinstance(count, int) for count in (tensor_size, copies, rows, world))
-    if are_counts and tensor_size > 0 and world % tensor_size:
-        yield f"parallelism_config.{_PREFIX}tp_size", uneven_groups(tensor_size, world)
-    elif are_counts and not may_split_layers(tensor_size, world=world, copies=copies, rows=rows, engine=engine):
-        yield f"parallelism_config.{_PREFIX}tp_size", TENSOR.sentence(f"`{tensor_size}`")
     for key, backend in _section(values, "dynamo_config").items():
         if str(key).removeprefix("dynamo_") == "backend" and str(backend).lower() not in ("no", "false", "none"):
             yield f"dynamo_config.{key}", DYNAMO.sentence(f"`{backend}`")
