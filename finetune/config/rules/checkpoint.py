@@ -36,28 +36,20 @@ def evaluation_metrics(config: RunConfig) -> tuple[str, ...]:
     return task.metrics
 
 
-def evaluation_has_rows(config: RunConfig) -> Iterator[Problem]:
-    """`evaluate` and `data.validation` require each other."""
+def evaluation_fits(config: RunConfig) -> Iterator[Problem]:
+    """There are rows to evaluate, metrics of answers exist, and that of early stopping is measured."""
     validation = config.data.validation
     if config.evaluate is not None and validation is None:
         yield Problem("evaluate", "there are no validation rows. Add `data.validation`, or remove `evaluate`.")
     if config.evaluate is None and validation is not None:
         message = "these rows are never evaluated. Add `evaluate: {}` to evaluate at the end, or remove them."
         yield Problem("data.validation", message)
-
-
-def generation_metrics_are_known(config: RunConfig) -> Iterator[Problem]:
-    """A generation metric is built in or a function."""
     generate = config.evaluate.generate if config.evaluate else None
     for index, name in enumerate(generate.metrics if generate else ()):
         known = [entry.name for entry in METRICS if entry.is_of_answers]
         if name not in known and not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", name):
             hint = did_you_mean(name, known) or f"Write {format_list(known)} or `package.module:function`."
             yield Problem(f"evaluate.generate.metrics.{index}", f"the metric `{name}` does not exist. {hint}")
-
-
-def early_stopping_has_its_metric(config: RunConfig) -> Iterator[Problem]:
-    """Early stopping has evaluations during training that measure its metric, and the right goal."""
     stopping = config.train.early_stopping
     if stopping is not None:
         key = "train.early_stopping"
@@ -150,9 +142,7 @@ def run_url_is_supported(config: RunConfig) -> Iterator[Problem]:
 
 
 RULES = (
-    evaluation_has_rows,
-    generation_metrics_are_known,
-    early_stopping_has_its_metric,
+    evaluation_fits,
     kept_checkpoints_are_written,
     allow_changes_names_refused_keys,
     run_url_is_supported,

@@ -25,7 +25,7 @@ RESERVED_TEMPLATE_ARGUMENTS = ("messages", "conversations", "tools", "add_genera
 
 
 def chat_template_is_usable(config: RunConfig) -> Iterator[Problem]:
-    """A chat template is built in or a file, and its arguments do not replace those from the row."""
+    """A chat template is built in or a file, with arguments of its own; only some tasks choose among turns."""
     for name in config.data.chat_template_arguments or {}:
         if name in RESERVED_TEMPLATE_ARGUMENTS:
             instead = "Rows have a column `tools`." if name == "tools" else "Remove it."
@@ -39,10 +39,6 @@ def chat_template_is_usable(config: RunConfig) -> Iterator[Problem]:
             f"the template `{template}` does not exist. {hint} For a file, begin with `.`, `/` or `~`: `./{template}`."
         )
         yield Problem("data.chat_template", message)
-
-
-def reasoning_is_a_choice(config: RunConfig) -> Iterator[Problem]:
-    """Reasoning can be excluded from the targets only by tasks that choose their targets among turns."""
     key, data = "data.train_on_reasoning", config.data
     if data.train_on_reasoning:
         return
@@ -123,18 +119,14 @@ def _syntax_problems(key: str, text: str) -> Iterator[Problem]:
         yield Problem(key, f"not valid Jinja in line {error.lineno} of the text: {error.message}")
 
 
-def image_ranges_ascend(config: RunConfig) -> Iterator[Problem]:
-    """Ranges are ascending."""
+def images_fit(config: RunConfig) -> Iterator[Problem]:
+    """Ranges ascend, and mixup and CutMix have random access to other images, which a stream does not have."""
     images = config.data.images
     if images.crop_scale and images.crop_scale[0] > images.crop_scale[1]:
         low, high = sorted(images.crop_scale)
         yield Problem("data.images.crop_scale", f"the range is descending. Write `[{low}, {high}]`.")
     if images.min_pixels and images.max_pixels and images.min_pixels > images.max_pixels:
         yield Problem("data.images.min_pixels", "it is greater than `data.images.max_pixels`. Swap them.")
-
-
-def mixup_needs_stored_images(config: RunConfig) -> Iterator[Problem]:
-    """Mixup and CutMix need random access to other images, which a stream does not have."""
     images = config.data.images
     for key, source in source_sections(config):
         if isinstance(source, TrainedSourceSection) and source.stream is not None:
@@ -168,34 +160,6 @@ MIX_MEASURES = ("weight", "rows", "epochs")
 """Ways to give the amount of a source in a mix."""
 
 
-def longest_sample_fits_the_batch(config: RunConfig) -> Iterator[Problem]:
-    """A pack or batch can hold the longest sample, and a batch by tokens a source and its target."""
-    tokens, longest = config.data.batching.tokens, config.data.max_length
-    if tokens is not None and longest is not None and tokens < longest:
-        message = (
-            f"a sample of `data.max_length` ({longest}) tokens does not fit into {tokens}. Write at least {longest}."
-        )
-        yield Problem("data.batching.tokens", message)
-    has_targets = TASKS[config.task.name].sample == "source_and_target"
-    if not has_targets or longest is None or config.data.batching.by != "tokens":
-        return
-    both = longest + (config.task.seq2seq.max_target_length or longest)
-    if (tokens or 0) < both:
-        message = f"the longest source and the longest target have {both} tokens together. Write at least that many."
-        yield Problem("data.batching.tokens", message)
-
-
-def batch_by_tokens_is_a_microbatch(config: RunConfig) -> Iterator[Problem]:
-    """With batches by tokens, a microbatch is one batch: two would be padded to the longer one."""
-    if config.data.batching.by != "tokens":
-        return
-    evaluated = config.evaluate.microbatch_size if config.evaluate else None
-    for section, size in (("train", config.train.microbatch_size), ("evaluate", evaluated)):
-        if size not in (None, 1):
-            message = "with `data.batching.by: tokens` one position is a whole batch. Write 1."
-            yield Problem(f"{section}.microbatch_size", message)
-
-
 def mix_is_consistent(config: RunConfig) -> Iterator[Problem]:
     """All sources of a mix give their amount by the same key; `rows` needs positions of one row each."""
     first = None
@@ -215,13 +179,29 @@ def mix_is_consistent(config: RunConfig) -> Iterator[Problem]:
             yield Problem(f"{key}.rows", message)
 
 
-def window_can_be_sorted(config: RunConfig) -> Iterator[Problem]:
-    """The lengths of a window are sorted in memory."""
+def batches_hold_samples(config: RunConfig) -> Iterator[Problem]:
+    """A pack or batch holds the longest sample, and a microbatch one batch by tokens; a window is sorted in memory."""
     steps, batch = config.data.batching.num_sorted_steps, config.train.global_batch_size
     if steps > 1 and steps * batch > MAX_WINDOW:
         most = max(1, MAX_WINDOW // batch)
         message = f"{steps:,} steps of {batch:,} samples are too many to sort at once. Write at most {most:,}."
         yield Problem("data.batching.length_window_steps", message)
+    tokens, longest = config.data.batching.tokens, config.data.max_length
+    if tokens is not None and longest is not None and tokens < longest:
+        message = f"a sample of `data.max_length` ({longest}) tokens does not fit. Write at least {longest}."
+        yield Problem("data.batching.tokens", message)
+    if config.data.batching.by != "tokens":
+        return
+    evaluated = config.evaluate.microbatch_size if config.evaluate else None
+    for section, size in (("train", config.train.microbatch_size), ("evaluate", evaluated)):
+        if size not in (None, 1):
+            message = "with `data.batching.by: tokens` one position is a whole batch. Write 1."
+            yield Problem(f"{section}.microbatch_size", message)
+    if TASKS[config.task.name].sample == "source_and_target" and longest is not None:
+        both = longest + (config.task.seq2seq.max_target_length or longest)
+        if (tokens or 0) < both:
+            message = f"the longest source and the longest target have {both} tokens. Write at least that many."
+            yield Problem("data.batching.tokens", message)
 
 
 RULES = (
@@ -229,12 +209,8 @@ RULES = (
     columns_are_known,
     templates_can_be_read,
     chat_template_is_usable,
-    reasoning_is_a_choice,
-    window_can_be_sorted,
-    longest_sample_fits_the_batch,
-    batch_by_tokens_is_a_microbatch,
+    batches_hold_samples,
     mix_is_consistent,
-    image_ranges_ascend,
-    mixup_needs_stored_images,
+    images_fit,
     microbatch_holds_whole_batch_norm_groups,
 )

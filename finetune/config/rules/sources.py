@@ -41,8 +41,8 @@ def is_split_of_training_rows(source: SourceSection) -> bool:
     return isinstance(source, ValidationSourceSection) and any(getattr(source, name) is not None for name in SPLIT_KEYS)
 
 
-def source_is_written(config: RunConfig) -> Iterator[Problem]:
-    """Each source has an origin."""
+def source_has_an_address(config: RunConfig) -> Iterator[Problem]:
+    """Each source has an origin: files, storage that is supported, without a secret in its URL, or a hub dataset."""
     more = {
         "data.train": ", or `mix` (several of these)",
         "data.validation": ", or split the training rows (`fraction` or `hash_fraction`)",
@@ -51,6 +51,11 @@ def source_is_written(config: RunConfig) -> Iterator[Problem]:
         if source.path is None and source.name is None and source.source is None:
             message = f"no rows are given. Write `path` (files) or `name` (a hub dataset){more.get(key, '')}."
             yield Problem(key, message)
+    for key, source in row_sources(config):
+        if source.name is not None and is_path(source.name):
+            yield Problem(f"{key}.name", f"`{source.name}` is a path, not a hub dataset. Write it as `path`.")
+        if source.path is not None and is_url(source.path):
+            yield from storage_problems(f"{key}.path", source.path, schemes=SCHEMES)
 
 
 def storage_problems(key: str, url: str, *, schemes: Sequence[str]) -> Iterator[Problem]:
@@ -63,15 +68,6 @@ def storage_problems(key: str, url: str, *, schemes: Sequence[str]) -> Iterator[
         yield Problem(key, "secrets do not belong in a job file. Use the storage's environment variables.")
 
 
-def address_is_supported(config: RunConfig) -> Iterator[Problem]:
-    """A hub dataset is not a path; rows at a URL are in supported storage, and the URL contains no secret."""
-    for key, source in row_sources(config):
-        if source.name is not None and is_path(source.name):
-            yield Problem(f"{key}.name", f"`{source.name}` is a path, not a hub dataset. Write it as `path`.")
-        if source.path is not None and is_url(source.path):
-            yield from storage_problems(f"{key}.path", source.path, schemes=SCHEMES)
-
-
 def stream_sources(config: RunConfig) -> Iterator[tuple[str, TrainedSourceSection]]:
     """Yield each source that is streamed with its dotted key."""
     train = config.data.train
@@ -82,8 +78,8 @@ def stream_sources(config: RunConfig) -> Iterator[tuple[str, TrainedSourceSectio
         yield "data.train", train
 
 
-def streams_are_in_steps_and_whole(config: RunConfig) -> Iterator[Problem]:
-    """A stream cannot be sliced, since its rows are not counted, and has no known length."""
+def streams_fit(config: RunConfig) -> Iterator[Problem]:
+    """A stream is read in steps, as a whole, in windows that hold what is sorted or trained on at once."""
     for key, source in stream_sources(config):
         if source.name is not None and "[" in source.split:
             whole = source.split.partition("[")[0]
@@ -94,10 +90,6 @@ def streams_are_in_steps_and_whole(config: RunConfig) -> Iterator[Problem]:
             if getattr(config.train, name) is not None:
                 message = f"the length of the stream `{key}` is unknown. Use `train.steps`."
                 yield Problem(f"train.{name}", message)
-
-
-def stream_has_no_split(config: RunConfig) -> Iterator[Problem]:
-    """A validation split of the training rows is prepared before the first step, for which a stream is too large."""
     validation = config.data.validation
     for key, _ in stream_sources(config):
         for name in SPLIT_KEYS:
@@ -106,10 +98,6 @@ def stream_has_no_split(config: RunConfig) -> Iterator[Problem]:
                     f"splitting it off would read the whole stream `{key}` first. Give a `path` of validation rows."
                 )
                 yield Problem(f"data.validation.{name}", message)
-
-
-def stream_window_holds_a_step(config: RunConfig) -> Iterator[Problem]:
-    """A window holds at least the rows that are sorted by length or trained on at once."""
     steps, batch = max(1, config.data.batching.num_sorted_steps), config.train.global_batch_size
     for key, source in stream_sources(config):
         assert source.stream is not None
@@ -187,12 +175,9 @@ def _kind(source: SourceSection) -> str:
 
 
 RULES = (
-    source_is_written,
-    address_is_supported,
+    source_has_an_address,
     text_can_be_read,
     positions_have_names,
     file_keys_fit_the_kind,
-    streams_are_in_steps_and_whole,
-    stream_has_no_split,
-    stream_window_holds_a_step,
+    streams_fit,
 )

@@ -12,19 +12,17 @@ from finetune.registry.optimizers import OPTIMIZERS, SCHEDULES
 BUDGETS = ("steps", "epochs", "tokens")
 
 
-def batch_is_whole_microbatches(config: RunConfig) -> Iterator[Problem]:
-    """The global batch is a multiple of the microbatch, for any number of processes."""
+def batch_and_budget_fit(config: RunConfig) -> Iterator[Problem]:
+    """The global batch is a multiple of the microbatch for any number of processes; a budget is set, and fits."""
     batch, microbatch = config.train.global_batch_size, config.train.known_microbatch_size
     if batch % microbatch:
         nearest = closest_multiples(batch, microbatch)
         message = f"{batch} is not a multiple of `train.microbatch_size` ({microbatch}). Nearest multiples: {nearest}."
         yield Problem("train.global_batch_size", message)
-
-
-def budget_is_written(config: RunConfig) -> Iterator[Problem]:
-    """A budget is set."""
     if all(getattr(config.train, name) is None for name in BUDGETS):
         yield Problem("train", f"no budget is set. Set one of {format_list(BUDGETS, last='or')}.")
+    if config.train.steps is not None:
+        yield from step_problems(config, num_steps=config.train.steps)
 
 
 def schedule_fractions_fit(config: RunConfig) -> Iterator[Problem]:
@@ -90,12 +88,6 @@ def unfrozen_parameters_are_trained(config: RunConfig) -> Iterator[Problem]:
                 yield Problem(f"train.unfreeze.{index}.patterns", message)
 
 
-def step_counts_fit_the_budget(config: RunConfig) -> Iterator[Problem]:
-    """Numbers of steps fit into `train.steps`; other budgets become steps once the data is known."""
-    if config.train.steps is not None:
-        yield from step_problems(config, num_steps=config.train.steps)
-
-
 def step_problems(config: RunConfig, *, num_steps: int) -> Iterator[Problem]:
     """Yield a problem per key that counts steps and has no effect, or another one, in a run of that many.
 
@@ -139,17 +131,13 @@ def in_backward_fits_the_step(config: RunConfig) -> Iterator[Problem]:
         yield Problem(key, message)
 
 
-def loss_kernel_supports_the_loss(config: RunConfig) -> Iterator[Problem]:
-    """Third-party loss kernels compute only the plain cross-entropy."""
+def loss_fits_its_kernel(config: RunConfig) -> Iterator[Problem]:
+    """Third-party kernels compute the plain cross-entropy; router losses need hooks, which compiled code skips."""
     kernel, task = config.train.loss_kernel, config.task
     for name in ("label_smoothing", "z_loss"):
         if not LOSS_KERNELS[kernel].adapts_loss and getattr(task, name):
             message = f"`{kernel}` does not support `task.{name}`. Write `chunked`, or remove `task.{name}`."
             yield Problem("train.loss_kernel", message)
-
-
-def router_loss_fits_the_model(config: RunConfig) -> Iterator[Problem]:
-    """Router losses are computed by hooks, which compiled code does not call."""
     for key, is_set in (
         ("train.router_aux_loss", config.train.router_aux_loss is not None),
         ("report.expert_load", config.report.expert_load),
@@ -160,15 +148,12 @@ def router_loss_fits_the_model(config: RunConfig) -> Iterator[Problem]:
 
 
 RULES = (
-    batch_is_whole_microbatches,
-    budget_is_written,
+    batch_and_budget_fit,
     schedule_fractions_fit,
     dtype_fits_precision,
     fp8_is_supported,
     schedule_free_needs_a_constant_schedule,
     unfrozen_parameters_are_trained,
-    step_counts_fit_the_budget,
     in_backward_fits_the_step,
-    loss_kernel_supports_the_loss,
-    router_loss_fits_the_model,
+    loss_fits_its_kernel,
 )
