@@ -53,13 +53,20 @@ def _position_keys(values: dict[str, Any], *, key: str) -> Iterator[str]:
 
 
 def compile_fits_the_model(config: RunConfig) -> Iterator[Problem]:
-    """A compiled forward pass keeps no state between batches and has no hooks."""
+    """A compiled forward pass keeps no state between batches and has no hooks, by which router losses are read."""
     if config.model.compile == "full" and config.train.embedding_noise:
         message = "embedding noise is added by a hook, which `full` would also compile. Write `regional`."
         yield Problem("model.compile", message)
     if config.model.compile in ("regional", "full") and isinstance(config.model.batch_norm, int):
         message = "batch norms over groups of samples keep sums between batches. Write `off`, or `batch_norm: frozen`."
         yield Problem("model.compile", message)
+    for key, is_set in (
+        ("train.router_aux_loss", config.train.router_aux_loss is not None),
+        ("report.expert_load", config.report.expert_load),
+    ):
+        if is_set and config.model.compile in ("regional", "full"):
+            message = f"router outputs cannot be read in a compiled model (`model.compile: {config.model.compile}`)."
+            yield Problem(key, f"{message} Remove this key, or write `model.compile: off`.")
 
 
 def model_and_tokenizer_are_given(config: RunConfig) -> Iterator[Problem]:

@@ -132,19 +132,12 @@ def in_backward_fits_the_step(config: RunConfig) -> Iterator[Problem]:
 
 
 def loss_fits_its_kernel(config: RunConfig) -> Iterator[Problem]:
-    """Third-party kernels compute the plain cross-entropy; router losses need hooks, which compiled code skips."""
+    """Third-party kernels compute only the plain cross-entropy."""
     kernel, task = config.train.loss_kernel, config.task
     for name in ("label_smoothing", "z_loss"):
         if not LOSS_KERNELS[kernel].adapts_loss and getattr(task, name):
             message = f"`{kernel}` does not support `task.{name}`. Write `chunked`, or remove `task.{name}`."
             yield Problem("train.loss_kernel", message)
-    for key, is_set in (
-        ("train.router_aux_loss", config.train.router_aux_loss is not None),
-        ("report.expert_load", config.report.expert_load),
-    ):
-        if is_set and config.model.compile in ("regional", "full"):
-            message = f"router outputs cannot be read in a compiled model (`model.compile: {config.model.compile}`)."
-            yield Problem(key, f"{message} Remove this key, or write `model.compile: off`.")
 
 
 RULES = (
