@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from finetune.config.formatting import format_list, job_yaml
+from finetune.config.formatting import closest_multiples, format_list, job_yaml
 from finetune.config.overrides import OverrideResult, apply_overrides, override_label
 from finetune.config.paths import is_url, local_run_folder, path_problems, with_absolute_paths
 from finetune.config.plugins import activate_options, load_plugins, missing_options, untrusted_plugins
@@ -26,7 +26,7 @@ from finetune.config.rules import sources as source_rules
 from finetune.config.rules.files import file_problems
 from finetune.config.rules.unused_keys import keys_are_written_once, no_unused_keys
 from finetune.config.rules.versions import rename_recorded_values, replace_former_adapters, version_problem
-from finetune.config.run_config import RunConfig, with_run_folder, world_size_problems
+from finetune.config.run_config import RunConfig, smallest_microbatch_size, with_run_folder
 from finetune.config.section import KeyLocation, KeyLocations, expand_names, join_key, parent_keys, with_location
 from finetune.config.validation import InvalidKey, draft_section, read_validation_errors
 from finetune.config.yaml import MAX_FILE_BYTES, MAX_LISTED, MAX_RESOLVED_VALUES, invalid_characters, read_yaml
@@ -214,9 +214,13 @@ def _rule_problems(config: RunConfig, *, is_draft: bool) -> list[Problem]:
 
 def require_divisible_batch(loaded: LoadedConfig, *, num_processes: int) -> None:
     """Raise ConfigError when the global batch cannot be divided among the processes."""
-    problems = world_size_problems(loaded.config, num_processes=num_processes, sources=loaded.sources)
-    if problems:
-        raise ConfigError(problems, loaded.path.name)
+    batch, microbatch = loaded.config.train.global_batch_size, smallest_microbatch_size(loaded.config)
+    share = num_processes * microbatch
+    if batch % share:
+        processes = f"{num_processes} process{'es' if num_processes > 1 else ''} x {microbatch} per microbatch"
+        nearest = closest_multiples(batch, share)
+        message = f"{batch} cannot be shared by {processes}. Nearest that can: {nearest}."
+        loaded.refuse([Problem("train.global_batch_size", message)])
 
 
 def _read(path: pathlib.Path) -> str:

@@ -115,13 +115,6 @@ _RESHARDS: Mapping[str, bool] = {
 }
 """FSDP1's sharding strategies, and whether FSDP2 frees what it gathered after a forward pass."""
 
-_NUMBERS = {str(number): name for number, name in enumerate(_RESHARDS, start=1)}
-_COPIES = "; copies are `parallelism_config_dp_replicate_size` (hsdp.yaml)"
-_NOT_THE_SAME: Mapping[str, str] = {
-    "NO_SHARD": ", which shards (ddp.yaml does not)",
-    "HYBRID_SHARD": _COPIES,
-    "HYBRID_SHARD_ZERO2": _COPIES,
-}
 _STRATEGY, _RESHARD = "fsdp_sharding_strategy", "fsdp_reshard_after_forward"
 _WITHOUT_EFFECT = ("fsdp_backward_prefetch", "fsdp_sync_module_states", "fsdp_use_orig_params")
 """FSDP2 always prefetches in the backward pass, sends weights where one rank loads them, and keeps parameters."""
@@ -146,17 +139,15 @@ class Translation:
 def to_fsdp2(settings: Mapping[str, Any]) -> Translation:
     """Return the translation of FSDP1's settings, by the keys of `fsdp_config`.
 
-    >>> print(to_fsdp2({"fsdp_sharding_strategy": 2, "fsdp_use_orig_params": True}).sentence)
+    >>> print(to_fsdp2({"fsdp_sharding_strategy": "SHARD_GRAD_OP", "fsdp_use_orig_params": True}).sentence)
     fsdp_version: 1 runs under FSDP2, with the same losses. fsdp_sharding_strategy: SHARD_GRAD_OP is \
 fsdp_reshard_after_forward: false. Without effect: fsdp_use_orig_params. `accelerate to-fsdp2` rewrites the file.
     """
     reshards, changes, problems = True, [], []
     for key in (_STRATEGY, _RESHARD):  # the launcher sets both, one of them by default
-        written = str(settings.get(key, True)).upper()
-        name = _NUMBERS.get(written, written)
+        name = str(settings.get(key, True)).upper()
         if name in _RESHARDS:
-            becomes = f"{_RESHARD}: {str(_RESHARDS[name]).lower()}{_NOT_THE_SAME.get(name, '')}"
-            changes.append(f"{key}: {name} is {becomes}.")
+            changes.append(f"{key}: {name} is {_RESHARD}: {str(_RESHARDS[name]).lower()}.")
         elif name not in ("TRUE", "FALSE"):
             problems.append((key, f"FSDP2 does not support `{settings[key]}`. Write `{_RESHARD}: true`, or `false`."))
         reshards = reshards and _RESHARDS.get(name, name == "TRUE")

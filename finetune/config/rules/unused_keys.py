@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from finetune.config.formatting import format_list
 from finetune.config.paths import is_path, is_url
@@ -135,7 +136,7 @@ def conditional_task_keys() -> Iterator[ConditionalKey]:
             _only(f"task.{name}.{key}", names) for key in section.model_fields if f"{name}.{key}" not in sections
         )
     yield _only("task.distillation", ["distillation"])
-    losses: dict[str, Table] = {"embedding": EMBEDDING_LOSSES, "preference": PREFERENCE_LOSSES}
+    losses: dict[str, Table[Any]] = {"embedding": EMBEDDING_LOSSES, "preference": PREFERENCE_LOSSES}
     for task_name, table in losses.items():
         for key in dict.fromkeys(key for loss in table for key in sorted(loss.reads)):
             names = [loss.name for loss in table if key in loss.reads]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from finetune.config.sections.train import AverageSection, OptimizerSection
+from finetune.config.sections.train import OptimizerSection
 from finetune.train.optim import low_bit
 from finetune.train.optim.low_bit import (
     SIGNED_8BIT,
@@ -183,14 +183,6 @@ def test_rounding_depends_on_seed_and_not_on_chunks(monkeypatch):
     monkeypatch.setitem(low_bit._CHUNK, "cpu", 100)
     assert torch.equal(weights(1), once)
     assert not torch.equal(weights(2), once)
-
-
-def test_low_bit_adamw_keeps_a_float32_average():
-    model = net()
-    section = OptimizerSection(state_dtype="int8")
-    built = build_optimizer(list_parameters(model), section, learning_rate=0.1, average=AverageSection(decay=0.5))
-    trained(model, built, steps=3)
-    assert built.state[model[0].weight]["average"].dtype == torch.float32
 
 
 def test_weights_with_another_memory_order_are_updated_equally():
