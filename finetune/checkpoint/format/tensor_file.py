@@ -130,6 +130,18 @@ def read_range(file: Any, record: TensorRecord, *, start: int, stop: int) -> Ten
     return rows.reshape(-1)[start - first * row : stop - first * row]
 
 
+def parse_safetensors(content: Tensor) -> dict[str, Tensor]:
+    """Return the tensors in the bytes of a safetensors file, flat and without copying."""
+    size = int.from_bytes(bytes(content[:8].tolist()), "little")
+    entries = json.loads(bytes(content[8 : 8 + size].tolist()))
+    values = content[8 + size :]
+    return {
+        name: values[slice(*entry["data_offsets"])].view(DTYPES[entry["dtype"]])
+        for name, entry in entries.items()
+        if name != "__metadata__"
+    }
+
+
 def _header(records: Sequence[TensorRecord]) -> bytes:
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0

@@ -12,6 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+import torch
 from safetensors import safe_open
 from torch import Tensor
 
@@ -28,7 +30,7 @@ from finetune.checkpoint.format.manifest import (
     read_manifest_of_step,
     read_metadata,
 )
-from finetune.checkpoint.format.tensor_file import MODEL_KEYS, PARAMETER, TensorRecord, read_range
+from finetune.checkpoint.format.tensor_file import MODEL_KEYS, PARAMETER, TensorRecord, parse_safetensors, read_range
 from finetune.checkpoint.read.changes import check_changes, refuse_existing_checkpoint
 from finetune.checkpoint.read.checksum_prefetch import ChecksumOf, ChecksumPrefetch
 from finetune.checkpoint.sharding.access import StateAccess
@@ -176,6 +178,9 @@ def _read_on_rank_0(function: Callable[[], T], *, group: Group) -> T:
 _MAX_LISTED = 8
 _MAX_THREADS = 4
 
+CachedBytes = Callable[[Path], np.ndarray | None]
+"""Returns the content of a file that is already in memory; None for any other."""
+
 
 @dataclass(frozen=True)
 class OpenCheckpoint:
@@ -244,12 +249,14 @@ def resume_checkpoint(
     check = partial(check_changes, checkpoint.path, saved, current=run, allowed=allow_changes)
     for message in run_on_rank_0(check):
         log(message)
-    progress = load_checkpoint(checkpoint, access=access)
+    progress = load_checkpoint(checkpoint, access=access, cached_bytes=checksums.cached_bytes)
     checksums.clear()
     return progress
 
 
-def load_checkpoint(verified: VerifiedCheckpoint, *, access: StateAccess) -> dict[str, Any]:
+def load_checkpoint(
+    verified: VerifiedCheckpoint, *, access: StateAccess, cached_bytes: CachedBytes = lambda path: None
+) -> dict[str, Any]:
     """Load the verified checkpoint and return its progress; raises CheckpointError for differences. Collective."""
     path = verified.path
     fault_point("load.begin", step=verified.step)
@@ -288,7 +295,9 @@ def load_checkpoint(verified: VerifiedCheckpoint, *, access: StateAccess) -> dic
         )
     # `finish_writing` is collective: no rank may enter it before all have read their shards without an error.
     run_on_all_ranks(
-        lambda: _load_tensors(saved, scalars, step=verified.step, without_state=without_state, access=access)
+        lambda: _load_tensors(
+            saved, scalars, step=verified.step, without_state=without_state, access=access, cached_bytes=cached_bytes
+        )
     )
     access.finish_writing()
     fault_point("load.done", step=verified.step)
@@ -302,9 +311,15 @@ def _load_tensors(
     step: int,
     without_state: set[str],
     access: StateAccess,
+    cached_bytes: CachedBytes,
 ) -> None:
     access.discard_state(without_state)
     paths = {path for path, _ in saved.values()}
+    cached = {
+        path: parse_safetensors(torch.from_numpy(content))
+        for path in paths
+        if (content := cached_bytes(path)) is not None
+    }
     with ExitStack() as stack:
         files: dict[Path, Any] = {
             path: stack.enter_context(safe_open(path, framework="pt", device="cpu")) for path in paths
@@ -314,6 +329,9 @@ def _load_tensors(
             path, record = location
             fault_point("load.read", step=step, path=path)
             own = access.local_range(record)
+            values = cached.get(path, {}).get(record.stored_name)
+            if values is not None and access.adopt(record, values):
+                return
             rows = read_range(files[path], record, start=own.start * own.width, stop=own.stop * own.width)
             access.write(record, own.of(rows))
 

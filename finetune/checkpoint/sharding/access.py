@@ -167,6 +167,20 @@ class StateAccess:
         else:
             self._shards[record.name].local_view(target).copy_(values)
 
+    def adopt(self, record: TensorRecord, values: Tensor) -> bool:
+        """Use the full tensor, given flat, as the optimizer's state without copying, if dtype, device and layout match.
+
+        Returns whether that was possible; if it was, the caller must not write to it any more.
+        """
+        if record.part != "optimizer" or not self.is_replicated(record):
+            return False
+        target = self._tensor(record)
+        has_same_layout = (values.dtype, values.device) == (target.dtype, target.device) and target.is_contiguous()
+        if has_same_layout and type(target) is Tensor and record.key in self._state(self._shards[record.name]):
+            self._state(self._shards[record.name])[record.key] = values.view(target.shape)
+            return True
+        return False
+
     def read_scalars(self) -> Scalars:
         """Return the numbers in the optimizer's state of the parameters in which this rank has elements."""
         scalars: Scalars = {}

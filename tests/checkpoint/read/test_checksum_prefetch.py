@@ -95,7 +95,36 @@ def test_an_optimizer_with_hooks_makes_its_state_itself():
     assert "average" in optimizer.state[parameter]
 
 
-def test_a_bad_file_that_was_prefetched_is_passed_over(folder):
+def test_prefetched_tensors_become_the_optimizer_state_without_a_copy(folder):
+    straight = Run(folder, width=300).train(range(2)).train(range(2, 4), save=False)
+    resumed = Run(folder, width=300)
+    resumed.checksums = prefetch = start_checksum_prefetch(folder, resume="auto")
+    resumed.resume()
+    moments = [state["exp_avg"] for state in resumed.optimizer.state.values()]
+    assert len({moment.untyped_storage().data_ptr() for moment in moments}) == 1  # the file's bytes
+    assert not prefetch._cached
+    resumed.train(range(2, 4), save=False)
+    for name, value in straight.everything().items():
+        assert torch.equal(resumed.everything()[name], value), name
+
+
+def test_state_that_is_laid_out_otherwise_is_copied(folder):
+    def transposed(run):
+        weight = run.model[0].weight
+        weight.data = weight.data.t().contiguous().t()
+        return run
+
+    straight = transposed(Run(folder)).train(range(2))
+    resumed = transposed(Run(folder))
+    resumed.checksums = start_checksum_prefetch(folder, resume="auto")
+    resumed.resume()
+    moment = resumed.optimizer.state[resumed.model[0].weight]["exp_avg"]
+    assert moment.stride() == resumed.model[0].weight.stride()
+    for name, value in straight.everything().items():
+        assert torch.equal(resumed.everything()[name], value), name
+
+
+def test_a_bad_file_that_is_kept_is_passed_over(folder):
     Run(folder).train(range(2))
     file = folder / "step-000002" / "optimizer" / "00000.safetensors"
     content = bytearray(file.read_bytes())
