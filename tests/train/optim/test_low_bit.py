@@ -246,16 +246,6 @@ def test_a_gradient_that_a_scaler_has_not_divided_is_divided():
     assert all(map(torch.equal, plain.parameters(), scaled.parameters()))
 
 
-def test_a_step_count_saved_as_a_plain_number_is_resumed():
-    model, other = net(), net()
-    built, resumed = optimizer_of(model, state_dtype="int8"), optimizer_of(other, state_dtype="int8")
-    trained(model, built, steps=2)
-    other.load_state_dict(model.state_dict())
-    for one, two in zip(model.parameters(), other.parameters(), strict=True):
-        resumed.state[two] = {key: value.clone() for key, value in built.state[one].items()} | {"step": 2}
-    assert trained(model, built, first=2, steps=4) == trained(other, resumed, first=2, steps=4)
-
-
 def test_rounding_follows_the_step_of_the_run_so_a_skipped_one_makes_no_difference_between_devices():
     model = net(torch.bfloat16)
     built = optimizer_of(model, stochastic_rounding=True)
