@@ -41,7 +41,7 @@ def test_another_version_is_refused_with_what_to_do(tmp_path, written):
         "run.on_end.command=sudo shutdown -h now",
     ],
 )
-def test_what_is_not_a_command_at_the_end_is_one_problem(problems, written):
+def test_an_invalid_command_at_the_end_is_one_problem(problems, written):
     (problem,) = problems(written)
     assert problem.key == "run.on_end"
     pinned(problem)
