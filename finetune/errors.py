@@ -149,15 +149,6 @@ class NotAFile(OSError):
     """A path leads to a device, a FIFO or a folder where a regular file is expected; the message names its type."""
 
 
-class RenamedKeyWarning(FutureWarning):
-    """A job uses the old name of a key, at `where`: a line of its file, or an override."""
-
-    def __init__(self, *, old: str, new: str, since: str, until: str, where: str) -> None:
-        """`since` is the version that renamed the key, `until` the one that no longer reads the old name."""
-        self.old, self.new, self.since, self.until, self.where = old, new, since, until, where
-        super().__init__(f"{where}, {old}: is now {new}; the old name works until {until}. Write the new one.")
-
-
 def disk_text(error: OSError) -> str | None:
     """Return what a disk has refused, in a sentence; None for an error that is of another kind."""
     path = f"{error.filename}: " if error.filename else ""

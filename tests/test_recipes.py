@@ -7,8 +7,7 @@ from ruamel.yaml import YAML
 
 import finetune.recipes
 from finetune.commands.init.init import make_recipe, recipes
-from finetune.config.load import load_config
-from finetune.config.run_config import world_size_problems
+from finetune.config.load import load_config, require_divisible_batch
 
 FOLDER = Path(finetune.recipes.__file__).parent
 NAMES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
@@ -61,7 +60,7 @@ def test_a_recipe_loads(tmp_path, name):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_recipe_can_be_shared_by_processes(tmp_path, name, world):
     loaded = load_config(with_its_data(name, tmp_path))
-    assert world_size_problems(loaded.config, num_processes=world, sources=loaded.sources) == []
+    require_divisible_batch(loaded, num_processes=world)
 
 
 @pytest.mark.parametrize("name", NAMES)

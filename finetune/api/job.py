@@ -10,21 +10,20 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
-from finetune.config.formatting import did_you_mean, format_list, job_yaml
+from finetune.config.formatting import job_yaml
 from finetune.config.load import PYTHON_JOB, LoadedConfig, load_config, load_values
 from finetune.config.overrides import override_text
 from finetune.config.paths import local_run_folder
 from finetune.config.run_config import RunConfig
 from finetune.config.section import Section, join_key
 from finetune.config.yaml import invalid_characters
-from finetune.errors import ConfigError, FinetuneError, Problem, UserError, refused_exits
+from finetune.errors import ConfigError, Problem, UserError, refused_exits
 from finetune.runtime.optional import lazily
 from finetune.runtime.processes import restored_environment
 
@@ -39,36 +38,21 @@ Overrides = Mapping[str, Any]
 
 
 def api_function(function: Callable[P, R]) -> Callable[P, R]:
-    """Return the function, which restores os.environ and raises errors of `finetune` alone, in the caller's form.
-
-    It raises UserError for an argument that it does not have, and for one of another type than its annotation's.
-    """
-    signature = inspect.signature(function)
-    names = list(signature.parameters)
+    """Return the function, which restores os.environ, and raises UserError for an argument of a wrong name or type."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        for name in kwargs:
-            if name not in names:
-                hint = did_you_mean(name, names) or f"It takes {format_list(names)}."
-                raise UserError(f"{function.__name__}: there is no argument `{name}`. {hint}")
         with restored_environment(), refused_exits():
-            try:
-                _require_types(signature, function, args, kwargs)
-                return function(*args, **kwargs)
-            except FinetuneError as error:
-                _use_python_form(error, arguments=frozenset(names))
-                raise
+            _require_types(function, args, kwargs)
+            return function(*args, **kwargs)
 
     return call
 
 
-def _require_types(
-    signature: inspect.Signature, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
+def _require_types(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise UserError for a missing argument, or one of another type than annotated; jobs have their own messages."""
     try:
-        given = signature.bind(*args, **kwargs).arguments
+        given = inspect.signature(function).bind(*args, **kwargs).arguments
     except TypeError as error:
         raise UserError(f"{function.__name__}: {error}.") from None
     annotations = get_type_hints(function, include_extras=True)
@@ -86,34 +70,6 @@ def _require_types(
 
 GIVEN_JOB = "job-in-python.yaml"
 """The name of the file of a job without one, which other processes read."""
-
-_OVERRIDE = re.compile(r"--set (?P<key>[\w.]+)=.*?(?=, (?P=key)\b)|--set\b")
-_JOB_LINE = re.compile(rf"\b{GIVEN_JOB}(?= has \d)|(?<=\n  )line \d+, ")
-_OPTION = re.compile(r"--([a-z]+(?:-[a-z]+)*)")
-_ARGUMENTS = {"config": "job", "processes": "num_processes"}
-
-
-def _use_python_form(error: FinetuneError, *, arguments: frozenset[str]) -> None:
-    """Have the error name what was written in Python: arguments and keys, not options and lines of a written file."""
-
-    def python_form(text: str) -> str:
-        def argument(option: re.Match[str]) -> str:
-            name = _ARGUMENTS.get(option[1], option[1].replace("-", "_"))
-            return name if name in arguments else option[0]
-
-        return _OPTION.sub(argument, _OVERRIDE.sub("overrides", text))
-
-    if isinstance(error, ConfigError):
-        error.problems = tuple(
-            replace(problem, message=python_form(problem.message), source=problem.source and "overrides")
-            for problem in error.problems
-        )
-    elif error.args and isinstance(text := error.args[0], str):
-        is_given = text.startswith(f"{GIVEN_JOB} has ")
-        text = python_form(
-            _JOB_LINE.sub(lambda at: PYTHON_JOB.name if at[0] == GIVEN_JOB else "", text) if is_given else text
-        )
-        error.args = (text, *error.args[1:])
 
 
 class Job:
@@ -243,7 +199,7 @@ class Job:
         if paths is not None:
             plain, values = with_paths(plain, paths), with_paths(values, paths)
         texts = [override_text(key, value) for key, value in plain.items()]
-        elsewhere = [Path(folder) for folder in PENDING_FOLDERS]
+        elsewhere = [Path(_PENDING)]
         if self._file is not None:
             return load_config(self._file, texts, elsewhere=elsewhere)
         return load_values(values, texts, folder=self._folder, elsewhere=elsewhere)
@@ -282,8 +238,6 @@ _PRETRAINED = re.compile(r"model(\.tokenizer)?(\.name)?")
 
 _PENDING = "/given-in-python"
 """The folder of paths whose files are not written yet."""
-
-PENDING_FOLDERS = (_PENDING,)
 
 
 def take_objects(value: Any, *, key: str = "") -> tuple[Any, dict[str, Any], list[Problem]]:

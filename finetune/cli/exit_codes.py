@@ -5,18 +5,16 @@ import functools
 import os
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any, ParamSpec, TextIO, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import typer
 
 from finetune.errors import (
     FinetuneError,
     NotAFile,
-    RenamedKeyWarning,
     UserError,
     disk_text,
     refused_exits,
@@ -89,22 +87,6 @@ def with_ranks(command: Callable[P, R]) -> Callable[P, R]:
             return command(*args, **kwargs)
 
     return run
-
-
-def show_warning(
-    message: Warning | str,
-    category: type[Warning],
-    filename: str,
-    lineno: int,
-    file: TextIO | None = None,
-    line: str | None = None,
-) -> None:
-    """Print the use of a renamed key as one line that a program can read, on rank 0; other warnings as Python does."""
-    if not issubclass(category, RenamedKeyWarning):
-        text = warnings.formatwarning(message, category, filename, lineno, line)
-        print(text, end="", file=file or sys.stderr, flush=True)
-    elif _rank() == 0:
-        print(f"warning[renamed-key]: {message}", file=file or sys.stderr, flush=True)
 
 
 @contextmanager

@@ -1,7 +1,6 @@
 """The whole program, from the words typed to the exit code."""
 
 import sys
-import warnings
 
 from finetune.runtime.optional import lazily
 from finetune.runtime.text import standard_streams
@@ -20,6 +19,5 @@ def main() -> None:
     words = sys.argv[1:]
     if words and words[0].startswith("--") and words[0] not in NOT_TRAIN:
         words = ["train", *words]
-    warnings.showwarning = exit_codes.show_warning
     with exit_codes.guarded_command_line():
         command_line.app(words)

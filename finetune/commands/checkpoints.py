@@ -14,7 +14,6 @@ from rich.text import Text
 
 from finetune.checkpoint.format.manifest import Manifest
 from finetune.checkpoint.read.inventory import (
-    BadFile,
     CheckpointEntry,
     count_tensors,
     find_leftovers,
@@ -44,7 +43,6 @@ class CheckedCheckpoint:
 
     entry: CheckpointEntry
     problems: tuple[str, ...]
-    bad_files: tuple[BadFile, ...]
 
     @property
     def is_good(self) -> bool:
@@ -96,10 +94,7 @@ def show_checkpoint(run: Path, *, step: int | None) -> None:
 
 
 def verify_checkpoints(run: Path, *, step: int | None) -> bool:
-    """Read and hash one checkpoint or all, print whether each is good, and return whether all are.
-
-    For a bad checkpoint, prints the bad files and the damaged tensors in them.
-    """
+    """Read and hash one checkpoint or all, print whether each is good or what its problems are; return if all are."""
     location = locate_run(run)
     paths = [select_checkpoint(location, step=step)]  # raises CheckpointError if there is none
     if location.chosen is None and step is None:
@@ -114,12 +109,8 @@ def verify_checkpoints(run: Path, *, step: int | None) -> bool:
             continue
         are_good = False
         print(f"{path.name}: BAD", flush=True)
-        damaged = {file.problem: file.tensors for file in checkpoint.bad_files}
         for problem in checkpoint.problems:
             print(f"  {problem}")
-            if tensors := damaged.get(problem):
-                more = f" and {len(tensors) - _MAX_LISTED} more" if len(tensors) > _MAX_LISTED else ""
-                print(f"    damaged: {', '.join(tensors[:_MAX_LISTED])}{more}")
     return are_good
 
 
@@ -201,11 +192,8 @@ def _progress(progress: Mapping[str, object]) -> str:
     return ", ".join(f"{name.removeprefix('num_')} {text}" for name, text in texts.items()) or ABSENT
 
 
-_MAX_LISTED = 4
-
-
 def _checked(entry: CheckpointEntry, *, read_all: bool) -> CheckedCheckpoint:
-    return CheckedCheckpoint(entry, *find_problems(entry, read_all=read_all))
+    return CheckedCheckpoint(entry, find_problems(entry, read_all=read_all))
 
 
 def _facts(checkpoint: CheckedCheckpoint) -> dict[str, Any]:
@@ -334,4 +322,4 @@ def reasons_to_keep(
 
 
 def _is_bad(entry: CheckpointEntry, *, read_all: bool) -> bool:
-    return bool(find_problems(entry, read_all=read_all)[0])
+    return bool(find_problems(entry, read_all=read_all))

@@ -9,7 +9,7 @@ from finetune.commands.printing import print_facts
 from finetune.config.load import load_config
 from finetune.config.plugins import used_entries
 from finetune.errors import FinetuneError, UserError
-from finetune.registry.plugins import TABLES, distribution_text, entries_of, entry_points, loaded_plugins
+from finetune.registry.plugins import TABLES, distribution_text, entry_points, loaded_plugins, plugin_entries
 from finetune.runtime.optional import lazily
 
 with lazily(freeze=True):  # torch
@@ -42,7 +42,7 @@ def list_plugins(config: Path | None, overrides: Sequence[str]) -> None:
         print(f"{loaded.path.name} uses no plugin")
     for plugin in plugins:
         print(f"{plugin.name}: {plugin.identity}")
-        for group, entry in entries_of(plugin.module):
+        for group, entry in plugin_entries(plugin.module):
             print(f"  {group} {entry.name}{'' if (group, entry.name) in used else '  (not used by this job)'}")
 
 

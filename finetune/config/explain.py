@@ -1,7 +1,6 @@
 """Formats a config: as `resolved.yaml`, with the source of every value, and as the lines that `check` prints."""
 
 import json
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -62,8 +61,8 @@ def _format_yaml_value(name: str, value: Any) -> str:
     return escape_controls(escape_variables(json.dumps(redacted_config(plain, name=name), ensure_ascii=False)))
 
 
-_MAX_LISTED_WORLD_SIZES = 50
-"""Maximum number of listed world sizes."""
+_MAX_WORLD_SIZE = 1_024
+"""The largest number of processes that is listed as one on which the job fits."""
 
 
 def format_summary(config: RunConfig, *, num_processes: int | None) -> tuple[str, ...]:
@@ -88,13 +87,8 @@ def format_summary(config: RunConfig, *, num_processes: int | None) -> tuple[str
         parts.append(f"{_format_dataset(part)} ({shares})")
     rows = f"a mix of {', '.join(parts)}" if parts else _format_dataset(data)
     if validation is not None:
-        excluded = ", whose rows are excluded from training" if validation.exclude_from_train else ""
-        if validation.fraction is not None:
-            rows += f", evaluated on {validation.fraction:.3g} of its rows{excluded}"
-        elif validation.hash_fraction is not None:
-            rows += f", evaluated on {validation.hash_fraction:.3g} of its rows, split by content"
-        else:
-            rows += f", evaluated on {_format_dataset(validation)}{excluded}"
+        share = validation.fraction or validation.hash_fraction
+        rows += f", evaluated on {f'{share:.3g} of its rows' if share else _format_dataset(validation)}"
     local = f", written first to {local_run_folder(folder, config.run.local_folder)}" if is_url(folder) else ""
     return (
         f"task     {config.task.name}, from {rows}",
@@ -121,10 +115,8 @@ def _format_batch(config: RunConfig, num_processes: int | None) -> str:
         accumulated = batch // (num_processes * microbatch)
         return f"{batch} per step = {processes} x {microbatch} per microbatch x {accumulated} accumulated"
     share = batch // microbatch
-    small = [divisor for divisor in range(1, math.isqrt(share) + 1) if share % divisor == 0]
-    fitting = sorted({*small, *(share // divisor for divisor in small)})
-    shown = ", ".join(map(str, fitting[:_MAX_LISTED_WORLD_SIZES]))
-    shown += ", ..." if len(fitting) > _MAX_LISTED_WORLD_SIZES else ""
+    fitting = [size for size in range(1, _MAX_WORLD_SIZE + 1) if share % size == 0]
+    shown = ", ".join(map(str, fitting))
     size = "as many as fit" if is_auto else str(microbatch)
     of = "the rest" if is_auto else str(share)
     return f"{batch} per step = {size} per microbatch x {of}; fits on {shown} process{'es' * (fitting != [1])}"

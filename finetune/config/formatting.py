@@ -25,9 +25,9 @@ def format_value(value: Any) -> str:
     return f"`{truncate(format_json(redacted_config(value), default=str))}`"
 
 
-def truncate(text: str) -> str:
+def truncate(text: str, *, most: int = MAX_SHOWN_CHARACTERS) -> str:
     """Return the text, truncated if it is long."""
-    return text if len(text) <= MAX_SHOWN_CHARACTERS else f"{text[: MAX_SHOWN_CHARACTERS - 3]}..."
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def escape_variables(text: str) -> str:

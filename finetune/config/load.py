@@ -10,7 +10,6 @@ import os
 import pathlib
 import stat
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -18,26 +17,20 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from finetune.config.formatting import closest, format_list, job_yaml
+from finetune.config.formatting import closest_multiples, format_list, job_yaml
 from finetune.config.overrides import OverrideResult, apply_overrides, override_label
 from finetune.config.paths import is_url, local_run_folder, path_problems, with_absolute_paths
 from finetune.config.plugins import activate_options, load_plugins, missing_options, untrusted_plugins
 from finetune.config.rules import checkpoint, data, model, task, train
 from finetune.config.rules import sources as source_rules
 from finetune.config.rules.files import file_problems
-from finetune.config.rules.unused_keys import no_unused_keys
-from finetune.config.rules.versions import (
-    rename_keys,
-    rename_overrides,
-    rename_recorded_values,
-    replace_former_adapters,
-    version_problem,
-)
-from finetune.config.run_config import RunConfig, with_run_folder, world_size_problems
+from finetune.config.rules.unused_keys import keys_are_written_once, no_unused_keys
+from finetune.config.rules.versions import rename_recorded_values, replace_former_adapters, version_problem
+from finetune.config.run_config import RunConfig, smallest_microbatch_size, with_run_folder
 from finetune.config.section import KeyLocation, KeyLocations, expand_names, join_key, parent_keys, with_location
 from finetune.config.validation import InvalidKey, draft_section, read_validation_errors
 from finetune.config.yaml import MAX_FILE_BYTES, MAX_LISTED, MAX_RESOLVED_VALUES, invalid_characters, read_yaml
-from finetune.errors import ConfigError, Problem, RenamedKeyWarning, UserError
+from finetune.errors import ConfigError, Problem, UserError
 from finetune.runtime.text.redact import register_secrets
 
 
@@ -61,8 +54,8 @@ def read_text_file(path: pathlib.Path, *, max_bytes: int = MAX_FILE_BYTES) -> st
     return content.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
 
 
-_MAX_SUGGESTED_FILES = 100
-"""Maximum number of files in a folder that are compared with a misspelled name."""
+_MAX_SUGGESTED_FILES = 20
+"""Maximum number of files in a folder that are listed where another one was named."""
 
 
 @dataclass(frozen=True)
@@ -102,8 +95,6 @@ def load_config(
         advice = f"A job needs the sections {sections}; `finetune init quickstart --into .` writes an example."
         raise ConfigError(document.problems or [Problem("", f"{what}. {advice}")], path.name)
     expand_names(document.values, document.lines)
-    document.problems += rename_keys(document.values, document.lines, file=path.name)
-    overrides = rename_overrides(overrides)
     overridden = apply_overrides(document.values, overrides)
     replaced = frozenset(overridden.replaced)
     lines = {key: line for key, line in document.lines.items() if not _is_inside(key, replaced)}
@@ -134,10 +125,7 @@ def load_values(
     """
     values = copy.deepcopy(values)
     expand_names(values, {})
-    faults = rename_keys(values, {}, file=PYTHON_JOB.name)
-    overrides = rename_overrides(overrides)
     overridden = apply_overrides(values, overrides)
-    overridden.problems[:0] = faults
     config = _load_overridden(
         overridden, PYTHON_JOB, folder=folder, sources=overridden.sources, overrides=overrides, elsewhere=elsewhere
     )
@@ -207,6 +195,7 @@ RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     *data.RULES,
     *checkpoint.RULES,
     *task.RULES,
+    keys_are_written_once,
     no_unused_keys,
 )
 
@@ -225,9 +214,13 @@ def _rule_problems(config: RunConfig, *, is_draft: bool) -> list[Problem]:
 
 def require_divisible_batch(loaded: LoadedConfig, *, num_processes: int) -> None:
     """Raise ConfigError when the global batch cannot be divided among the processes."""
-    problems = world_size_problems(loaded.config, num_processes=num_processes, sources=loaded.sources)
-    if problems:
-        raise ConfigError(problems, loaded.path.name)
+    batch, microbatch = loaded.config.train.global_batch_size, smallest_microbatch_size(loaded.config)
+    share = num_processes * microbatch
+    if batch % share:
+        processes = f"{num_processes} process{'es' if num_processes > 1 else ''} x {microbatch} per microbatch"
+        nearest = closest_multiples(batch, share)
+        message = f"{batch} cannot be shared by {processes}. Nearest that can: {nearest}."
+        loaded.refuse([Problem("train.global_batch_size", message)])
 
 
 def _read(path: pathlib.Path) -> str:
@@ -237,11 +230,8 @@ def _read(path: pathlib.Path) -> str:
         folder = path.absolute().parent
         hint = f"The folder {folder} does not exist either."
         if folder.is_dir():
-            names = sorted(file.name for file in islice(folder.glob("*.y*ml"), _MAX_SUGGESTED_FILES))
-            near = closest(path.name, names)
-            hint = (
-                f"Did you mean `{path.with_name(near)}`?" if near else f"YAML files in {folder}: {format_list(names)}."
-            )
+            names = format_list(sorted(file.name for file in islice(folder.glob("*.y*ml"), _MAX_SUGGESTED_FILES)))
+            hint = f"YAML files in {folder}: {names}."
         fault = f"there is no such file. {hint}"
     except IsADirectoryError:
         fault = "this is a folder. Give the path of the job file in it."
@@ -301,12 +291,9 @@ def load_resolved(run: pathlib.Path, overrides: Sequence[str] = ()) -> LoadedCon
     if document.problems or not isinstance(document.values, dict):
         fault = document.problems[0] if document.problems else "it has no sections."
         raise UserError(f"{path}: the file is damaged: {fault} {_REWRITE_ADVICE}")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RenamedKeyWarning)  # the next start writes the file with the new names
-        rename_keys(document.values, document.lines, file=path.name)
     rename_recorded_values(document.values)
     replace_former_adapters(document.values)
-    overridden = apply_overrides(document.values, rename_overrides(overrides))
+    overridden = apply_overrides(document.values, overrides)
     if overridden.problems:
         raise ConfigError(overridden.problems, path.name)
     untrusted = [] if "plugins" in overridden.sources else untrusted_plugins(overridden.values)

@@ -5,16 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from finetune.config.formatting import escape_variables
+from finetune.config.formatting import escape_variables, truncate
 from finetune.config.section import KeyLocation, expand_names
-from finetune.config.yaml import (
-    MAX_DEPTH,
-    MAX_KEY_LENGTH,
-    MAX_OVERRIDES,
-    MAX_OVERRIDES_LENGTH,
-    invalid_characters,
-    read_yaml,
-)
+from finetune.config.yaml import MAX_DEPTH, MAX_KEY_LENGTH, invalid_characters, read_yaml
 from finetune.errors import Problem
 from finetune.runtime.text.redact import redacted_command
 from finetune.runtime.text.terminal import format_json
@@ -43,14 +36,6 @@ def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> Overrid
     The value is read as YAML 1.2, so `null`, `[1, 2]` and `{a: 1}` work. The argument is not changed.
     """
     result = OverrideResult(copy.deepcopy(values))
-    length = sum(map(len, overrides))
-    if len(overrides) > MAX_OVERRIDES or length > MAX_OVERRIDES_LENGTH:
-        too_many = (
-            f"there are {len(overrides):,} overrides of {length:,} characters. At most {MAX_OVERRIDES:,} with "
-            f"{MAX_OVERRIDES_LENGTH:,} are allowed: put the others into the file."
-        )
-        result.problems.append(Problem("", too_many, source="--set"))
-        return result
     for text in overrides:
         key, equals, written = text.partition("=")
         source = KeyLocation(override_label(text))
@@ -88,8 +73,7 @@ def override_text(key: str, value: Any) -> str:
 
 def override_label(override: str) -> str:
     """Return how messages name the override: as it was typed, without secrets, truncated if it is long."""
-    shown = redacted_command([override])[0]
-    return f"--set {shown if len(shown) <= _MAX_SHOWN_CHARACTERS else f'{shown[: _MAX_SHOWN_CHARACTERS - 3]}...'}"
+    return f"--set {truncate(redacted_command([override])[0], most=_MAX_SHOWN_CHARACTERS)}"
 
 
 def _assign(result: OverrideResult, key: str, *, value: Any, source: KeyLocation) -> None:

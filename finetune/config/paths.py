@@ -43,20 +43,16 @@ def with_absolute_paths(section: S, folder: pathlib.Path) -> S:
 
 
 def path_problems(section: Section, folder: pathlib.Path, *, prefix: str = "") -> list[Problem]:
-    """Return the problems of paths that cannot be resolved or are too long for a file system; they need not exist.
-
-    Works on a draft, too.
-    """
+    """Return the problems of paths that cannot be resolved or are too long for a file system; works on a draft, too."""
     problems: list[Problem] = []
     for name, value in section.__dict__.items():
-        key = join_key(prefix, name)
-        if isinstance(value, Section):
-            problems += path_problems(value, folder, prefix=key)
-        elif isinstance(value, tuple) and any(isinstance(item, Section) for item in value):
-            for number, item in enumerate(value):
-                problems += path_problems(item, folder, prefix=join_key(key, number))
-        elif fault := _path_error(value, type(section).model_fields[name], folder=folder):
-            problems.append(Problem(key, fault))
+        inner = value if isinstance(value, tuple) else (value,)
+        for number, item in enumerate(inner):
+            key = join_key(prefix, name, number if isinstance(value, tuple) else "")
+            if isinstance(item, Section):
+                problems += path_problems(item, folder, prefix=key)
+            elif fault := _path_error(item, type(section).model_fields[name], folder=folder):
+                problems.append(Problem(key, fault))
     return problems
 
 
@@ -93,7 +89,7 @@ def absolute_path(path: str, folder: pathlib.Path) -> str:
 
 
 def _resolved(value: Any, field: FieldInfo, *, folder: pathlib.Path) -> Any:
-    mark = next(_path_marks(field, RelativeToConfig), None)
+    mark = next(_path_marks(field), None)
     if mark is not None and isinstance(value, tuple):
         return tuple(_resolved(item, field, folder=folder) for item in value)
     literals = (part for part in get_args(field.annotation) if get_origin(part) is Literal)
@@ -106,7 +102,7 @@ def _resolved(value: Any, field: FieldInfo, *, folder: pathlib.Path) -> Any:
 
 
 def _path_error(value: Any, field: FieldInfo, *, folder: pathlib.Path) -> str | None:
-    if not isinstance(value, str) or next(_path_marks(field, RelativeToConfig), None) is None:
+    if not isinstance(value, str) or next(_path_marks(field), None) is None:
         return None
     if is_url(value):
         is_long = len(value.encode()) > _MAX_PATH_BYTES
@@ -123,11 +119,11 @@ def _path_error(value: Any, field: FieldInfo, *, folder: pathlib.Path) -> str | 
     return None
 
 
-def _path_marks(field: FieldInfo, kind: type[RelativeToConfig]) -> Iterator[RelativeToConfig]:
+def _path_marks(field: FieldInfo) -> Iterator[RelativeToConfig]:
     """Yield the path markers of the field and of the members of its union."""
     pending: list[Any] = [*field.metadata, field.annotation]
     while pending:
         part = pending.pop()
-        if isinstance(part, kind):
+        if isinstance(part, RelativeToConfig):
             yield part
         pending += [*get_args(part)] if get_origin(part) is not Literal else []

@@ -7,7 +7,7 @@ from typing import Any
 
 from finetune.config.formatting import format_list
 from finetune.config.run_config import RunConfig
-from finetune.config.schema import clear_schemas
+from finetune.config.schema import run_schema
 from finetune.config.section import Section, join_key
 from finetune.errors import Problem, RegistryError
 from finetune.registry import plugins
@@ -80,7 +80,7 @@ def load_plugins(values: Mapping[str, Any], folder: pathlib.Path) -> list[Proble
             plugin_name = plugins.plugin_of(table[name]).name
             message = f"it is from a plugin that this job does not name. Add `plugins: [{plugin_name}]`."
             problems.append(Problem(key, message))
-    clear_schemas()
+    run_schema.cache_clear()
     return problems
 
 

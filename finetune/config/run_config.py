@@ -1,11 +1,10 @@
-"""RunConfig: the whole job YAML, and whether its batch can be divided among the processes."""
+"""RunConfig: the whole job YAML, and the microbatches that its batch allows."""
 
 from typing import Any, Literal
 
 from pydantic import model_validator
 
-from finetune.config.formatting import closest_multiples
-from finetune.config.section import KeyLocations, Section, key, with_location
+from finetune.config.section import Section, key
 from finetune.config.sections.checkpoint import CheckpointSection
 from finetune.config.sections.data import DataSection
 from finetune.config.sections.evaluate import EvaluateSection
@@ -16,7 +15,6 @@ from finetune.config.sections.report import ReportSection
 from finetune.config.sections.run import RunSection
 from finetune.config.sections.task import TaskSection
 from finetune.config.sections.train import TrainSection
-from finetune.errors import Problem
 from finetune.registry.tasks import TASKS
 
 
@@ -91,16 +89,3 @@ def possible_microbatch_sizes(config: RunConfig, *, num_processes: int) -> tuple
     """Return the possible sizes of `train.microbatch_size: auto`, ascending: the divisors of a process's share."""
     share, unit = config.train.global_batch_size // num_processes, _batch_norm_group(config)
     return tuple(size for size in range(unit, share + 1, unit) if share % size == 0)
-
-
-def world_size_problems(config: RunConfig, *, num_processes: int, sources: KeyLocations) -> list[Problem]:
-    """Return a problem if the global batch cannot be divided among this number of processes."""
-    batch, microbatch = config.train.global_batch_size, smallest_microbatch_size(config)
-    share = num_processes * microbatch
-    if batch % share == 0:
-        return []
-    message = (
-        f"{batch} cannot be shared by {num_processes} process{'es' if num_processes > 1 else ''} x {microbatch} per "
-        f"microbatch. Nearest that can: {closest_multiples(batch, share)}."
-    )
-    return [with_location(Problem("train.global_batch_size", message), sources)]

@@ -7,8 +7,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, create_model
-
 from finetune.config.formatting import format_list
 from finetune.config.run_config import RunConfig
 from finetune.config.yaml import MAX_DEPTH, MAX_VALUES
@@ -21,37 +19,22 @@ Node = Mapping[str, Any]
 
 @cache
 def run_schema() -> dict[str, Any]:
-    """Return the JSON schema of the whole job YAML."""
+    """Return the JSON schema of the whole job YAML; plugins add names and options, after which its cache is cleared."""
     return RunConfig.model_json_schema()
-
-
-def clear_schemas() -> None:
-    """Clear the cached schemas after plugins have added names and options."""
-    for computed in (run_schema, _schema_alone):
-        computed.cache_clear()
-    _definitions.clear()
 
 
 def node_at(key: str) -> Node | None:
     """Return the schema of a dotted key, None if the key does not exist; the empty key is the whole file."""
-    if not key:
-        return run_schema()
-    first, *further = key.split(".")
-    nodes = [node] if (node := _schema_alone(first)) is not None else []
-    if not nodes:
-        return None
-    for part in further:
+    nodes: list[Node] = [run_schema()]
+    for part in key.split(".") if key else ():
         nodes = [inner for node in nodes for branch in branches(node) if (inner := _inside(branch, part)) is not None]
-        if not nodes:
-            return None
-    return nodes[0]
+    return nodes[0] if nodes else None
 
 
 def branches(node: Node) -> list[Node]:
     """Return the alternatives that a key may hold, with references resolved."""
     if "$ref" in node:
-        name = node["$ref"].rsplit("/", 1)[1]
-        return branches(_definitions[name] if name in _definitions else run_schema()["$defs"][name])
+        return branches(run_schema()["$defs"][node["$ref"].rsplit("/", 1)[1]])
     if "anyOf" in node or "oneOf" in node:
         return [branch for inner in node.get("anyOf", node.get("oneOf", ())) for branch in branches(inner)]
     return [node]
@@ -97,23 +80,6 @@ def describe_values(node: Node, *, in_full: bool = False) -> str:
     texts = list(dict.fromkeys(_describe_one(each) for each in kinds if each.get("type") != "null"))
     optional = any(each.get("type") == "null" for each in kinds)
     return " or ".join(texts) + (", or `null`" if optional else "")
-
-
-_definitions: dict[str, Node] = {}  # of the top-level keys looked up so far
-
-
-@cache
-def _schema_alone(name: str) -> Node | None:
-    """Return the schema of one top-level key: building all of them would delay the error message."""
-    if name not in RunConfig.model_fields:
-        return None
-    field = RunConfig.model_fields[name]
-    fields: dict[str, Any] = {name: (field.annotation, field)}
-    alone: type[BaseModel] = create_model("Alone", **fields)
-    schema = alone.model_json_schema()
-    _definitions.update(schema.get("$defs", {}))
-    node: Node = schema["properties"][name]
-    return node
 
 
 def _inside(node: Node, part: str) -> Node | None:

@@ -3,11 +3,9 @@
 The valid part of such a config is kept as a draft, so that the rules can still check it.
 """
 
-import math
-import re
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from itertools import groupby, islice
+from itertools import groupby
 from typing import Any, TypeVar, cast, get_args
 
 from pydantic import ValidationError
@@ -15,7 +13,6 @@ from pydantic import ValidationError
 from finetune.config.formatting import (
     MAX_SHOWN_CHARACTERS,
     closest,
-    escape_variables,
     format_list,
     format_value,
     type_name,
@@ -108,8 +105,8 @@ class InvalidKey:
         if self.type == "extra_forbidden":
             return Problem(self.key, _unknown_key(self.key))
         node, value = node_at(self.key) or {}, self.value
-        if self.key == "run.on_end" and isinstance(value, dict) and "command" in value:
-            return Problem(self.key, f"it is a command now, not a section. Write `{_end_command(value)}`.")
+        if self.key == "run.on_end" and isinstance(value, dict):
+            return Problem(self.key, _END_IS_A_COMMAND)
         if self.type == "missing":
             what = description_of(node).rstrip(".")
             what = what[:1].lower() + what[1:] if what[1:2].islower() else what
@@ -133,15 +130,10 @@ class InvalidKey:
         return Problem(self.key, " ".join(part for part in (complaint, hint, fits) if part))
 
 
-def _end_command(section: Mapping[str, Any]) -> str:
-    """Return the line for the former section `run.on_end`, which ran its command after some outcomes alone."""
-    when = section.get("when")
-    outcomes = "|".join(str(outcome) for outcome in when if outcome != "idle") if isinstance(when, list) else _WAS_RUN
-    text = f'case "$FINETUNE_OUTCOME" in {outcomes or "*"}) {section["command"]} ;; esac'
-    return f"on_end: {escape_variables(format_json(redacted_config(text)))}"
-
-
-_WAS_RUN = "finished|failed"
+_END_IS_A_COMMAND = (
+    "it is a command now, not a section. Write `on_end: COMMAND`, which runs however the run ends; test "
+    "`$FINETUNE_OUTCOME` in it."
+)
 
 
 def _keys_in(section: Node) -> str:
@@ -199,16 +191,13 @@ def _unknown_key(key: str) -> str:
     by_name: dict[str, list[str]] = {}  # elsewhere in the job
     for other, _ in all_keys():
         by_name.setdefault(other.rpartition(".")[2], []).append(other)
-    near = name if name in by_name else closest(name, by_name, cutoff=_SAME_NAME)
+    near = name if name in by_name else closest(name, by_name, cutoff=0.85)
     elsewhere = [KEYS_OF_OTHER_TOOLS[name]] if name in KEYS_OF_OTHER_TOOLS else by_name.get(near or "", [])
     if elsewhere and len(elsewhere) <= _MAX_PLACES:  # a name in more places means something else in each
         return f"there is no such key. There is {format_list(elsewhere, last='and')}."
     where = f"`{here}`" if here else "A job"
     return f"there is no such key. {where} has {format_list(keys_of(node_at(here) or {}))}."
 
-
-_SAME_NAME = 0.85
-"""Similarity of a misspelled name to the one that was meant, where keys of all sections are compared."""
 
 _MAX_PLACES = 3
 
@@ -234,29 +223,29 @@ _TYPE_NAMES: Mapping[str, tuple[str, ...]] = {
 """The Python types of each type of JSON schema."""
 
 
-_MAX_READINGS = 100
-_MAX_NESTING = 3
-
-_TRUTH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
-_ABSENT = ("", "null", "none", "~")
-
-
 def _likely_value(key: str, value: Any) -> str:
     """Return the valid value that the key's invalid one probably means, as YAML; an empty text if there is none."""
-    if len(format_json(value, default=str)) > MAX_SHOWN_CHARACTERS + len('""'):
-        return ""
-    for reading in islice(_readings(value, node_at(key) or {}), _MAX_READINGS):
-        text = _yaml(reading)
-        is_written = isinstance(value, str) and _is_written(value.strip(), reading)
+    choices = {
+        str(choice).lower(): choice
+        for kind in branches(node_at(key) or {})
+        for choice in kind.get("enum", [kind["const"]] if "const" in kind else [])
+    }
+    near = closest(str(value).strip(), choices) if isinstance(value, str | int) else None
+    readings = [] if near is None else [choices[near]]
+    if isinstance(value, str):
+        readings += [read_yaml(text).values for text in (value, f"[{value}]")]  # `"4"`, `a, b`
+    elif isinstance(value, list) and len(value) == 1:
+        readings += value
+    elif isinstance(value, float) and value.is_integer():
+        readings.append(int(value))
+    for reading in readings:
+        text = reading if isinstance(reading, str) else format_json(reading)
+        if isinstance(reading, int | float) and isinstance(value, str):
+            text = value.strip()
         is_shown = len(text) <= MAX_SHOWN_CHARACTERS and redacted_config(reading) == reading
         if is_shown and repr(reading) != repr(value) and _is_valid(key, reading):
-            return str(value).strip() if is_written else text
+            return text
     return ""
-
-
-def _is_written(text: str, value: Any) -> bool:
-    """Return whether the text without quotes is this number or truth value."""
-    return isinstance(value, int | float) and read_yaml(text).values == value
 
 
 def _is_valid(key: str, value: Any) -> bool:
@@ -272,66 +261,6 @@ def _is_valid(key: str, value: Any) -> bool:
         located = (_dotted_key(each["loc"], job, is_missing=each["type"] == "missing") for each in faults)
         return not any(key in (other, *parent_keys(other)) for other in located)
     return True
-
-
-def _readings(value: Any, node: Node, *, depth: int = 0) -> Iterator[Any]:
-    """Yield the values of the node's types that the value may stand for; they may be invalid."""
-    if isinstance(value, list) and len(value) == 1 and depth < _MAX_NESTING:
-        yield from (value[0], *_readings(value[0], node, depth=depth + 1))
-    text = str(value).strip()
-    is_number = isinstance(value, int | float) and math.isfinite(value)
-    is_single = isinstance(value, str) or (is_number and not isinstance(value, bool))
-    choices = {
-        str(choice).lower(): choice
-        for kind in branches(node)
-        for choice in kind.get("enum", [kind["const"]] if "const" in kind else [])
-    }
-    near = closest(text, choices) if is_single else None
-    yield from () if near is None else (choices[near],)
-    for kind in branches(node):
-        match kind.get("type"):
-            case "boolean":
-                yield from (_TRUTH[text.lower()],) if text.lower() in _TRUTH else ()
-            case "integer" | "number" if is_single:
-                number = _number(text)
-                yield from () if number is None else (int(number), number) if number.is_integer() else (number,)
-            case "string" if is_single and "enum" not in kind:
-                yield from (text, "".join(text.split()))
-            case "array" if is_single and depth < _MAX_NESTING:
-                parts = re.split(r"\s*,\s*", text.strip("[], ")) if text else []
-                yield [next(_readings(part, kind.get("items", {}), depth=depth + 1), part) for part in parts]
-            case "object" if "properties" in kind and depth < _MAX_NESTING and not isinstance(value, list | dict):
-                yield from ({},) if value is True else (None,) if value is False else ()
-                for name, inner in kind["properties"].items():
-                    yield from ({name: reading} for reading in islice(_readings(value, inner, depth=depth + 1), 2))
-    if text.lower() in _ABSENT:
-        yield None
-    if isinstance(value, dict) and "name" in value:
-        yield value["name"]
-
-
-def _number(text: str) -> float | None:
-    """Return the finite number that the text is."""
-    try:
-        number = float(text.replace(",", "").replace("_", ""))
-    except ValueError:
-        return None
-    return number if abs(number) < _EXACT else None  # also of nan
-
-
-def _yaml(value: Any) -> str:
-    """Return the value as YAML on one line, with quotes only if they are needed."""
-    if isinstance(value, dict):
-        return f"{{{', '.join(f'{name}: {_yaml(each)}' for name, each in value.items())}}}"
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_yaml, value))}]"
-    if isinstance(value, str) and re.fullmatch(r"[\w./@+*:-]+", value) and read_yaml(f"[{value}]").values == [value]:
-        return value
-    return format_json(value)
-
-
-_EXACT = 2.0**53
-"""Floats represent whole numbers exactly up to this value."""
 
 
 S = TypeVar("S", bound=Section)

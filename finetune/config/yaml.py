@@ -41,12 +41,6 @@ MAX_KEY_LENGTH = 1_000
 MAX_DIGITS = 100
 """Characters of a number."""
 
-MAX_OVERRIDES = 1_000
-"""Number of `--set` options of one command."""
-
-MAX_OVERRIDES_LENGTH = 1 << 18
-"""Characters of all overrides together."""
-
 MAX_LISTED = 50
 """Maximum number of listed problems; the others are only counted."""
 
@@ -73,8 +67,6 @@ _UNWRITABLE = re.compile("[\0\ud800-\udfff]")
 
 TAG = "tag:yaml.org,2002:"
 TEXT_TAGS = frozenset(TAG + name for name in ("str", "timestamp", "merge", "value"))
-SCALARS = {"int": "a whole number", "float": "a number", "bool": "`true` or `false`", "null": "`null`"}
-"""Types of single values other than text, and their names."""
 
 
 @dataclass
@@ -173,26 +165,16 @@ class NodeReader:
         return values
 
     def _scalar(self, node: ScalarNode, key: str) -> Any:
+        is_plain = node.style is None
+        if node.tag != self._resolver.resolve(ScalarNode, node.value, (is_plain, not is_plain)):
+            self._complain(node, key, _tag_error(node))
+            return None
         if node.tag in TEXT_TAGS:
             fault = NOT_EXPANDED if _VARIABLE.search(node.value) else invalid_characters(node.value)
             if fault is not None:
                 self._complain(node, key, fault)
             return str(node.value).replace("$${", "${")
         kind = str(node.tag).removeprefix(TAG)
-        if kind not in SCALARS:
-            self._complain(node, key, _tag_error(node))
-            return None
-        try:
-            return self._plain(node, kind, key)
-        except (ValueError, IndexError):
-            self._complain(node, key, f"this is not {SCALARS[kind]}, although tagged `!!{kind}`. Remove the tag.")
-            return None
-
-    def _plain(self, node: ScalarNode, kind: str, key: str) -> Any:
-        """Return a null, boolean or number; raises ValueError where an explicit tag does not match."""
-        resolved = str(self._resolver.resolve(ScalarNode, node.value, (True, False))).removeprefix(TAG)
-        if resolved != kind and (kind, resolved) != ("float", "int"):
-            raise ValueError
         if kind == "null":
             if node.value == "" and key:
                 self._complain(node, key, EMPTY)
@@ -226,6 +208,12 @@ NOT_EXPANDED = (
 )
 
 
+_ADVICE = {
+    "'\\t'": "Indent with spaces, not with tabs.",
+    "mapping values are not allowed": "Put text that contains a colon in quotes.",
+    "single document": "Write one document per file: remove the `---` line.",
+}
+_CHECK = "Check indentation, quotes and brackets on this line and the one above."
 _MAX_COMPLAINT_CHARACTERS = 200  # characters: the parser quotes parts of the text
 
 
@@ -278,14 +266,7 @@ def read_yaml(text: str, *, max_values: int = MAX_VALUES) -> Document:
         mark = error.problem_mark or error.context_mark
         what = " ".join(part for part in (error.context, error.problem) if part)
         what = what if len(what) <= _MAX_COMPLAINT_CHARACTERS else f"{what[:_MAX_COMPLAINT_CHARACTERS]}..."
-        if "'\\t'" in what:
-            advice = "Indent with spaces, not with tabs."
-        elif "mapping values are not allowed" in what:
-            advice = "Put text that contains a colon in quotes."
-        elif "single document" in what:
-            advice = "Write one document per file: remove the `---` line."
-        else:
-            advice = "Check indentation, quotes and brackets on this line and the one above."
+        advice = next((text for sign, text in _ADVICE.items() if sign in what), _CHECK)
         message = f"this is not YAML: {what}. {advice}"
         document.problems.append(Problem("", message, line=None if mark is None else mark.line + 1))
     except ReaderError as error:

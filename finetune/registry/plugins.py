@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib import metadata
+from itertools import chain
 from typing import Any
 
 from finetune.errors import RegistryError
@@ -85,11 +86,11 @@ def importing_module(default: str) -> str:
     return _importing[-1] if _importing else default
 
 
-def entries_of(module: str) -> Iterator[tuple[str, Entry]]:
-    """Yield the entries that a module has added, each with its group."""
+def plugin_entries(module: str | None = None) -> Iterator[tuple[str, Entry]]:
+    """Yield the entries that plugins, or the plugin of this module, have added, each with its group."""
     for group, tables in TABLES.items():
-        for table in tables:
-            yield from ((group, entry) for entry in table if entry.plugin == module)
+        of_plugins = (entry for table in tables for entry in table if entry.plugin)
+        yield from ((group, entry) for entry in of_plugins if module in (None, entry.plugin))
 
 
 def code_identity(entry: Entry) -> list[str]:
@@ -98,12 +99,6 @@ def code_identity(entry: Entry) -> list[str]:
         return []
     options = "" if entry.options is None else options_of(entry).model_dump_json()
     return [plugin_of(entry).digest, options]
-
-
-def plugin_entries() -> Iterator[tuple[str, Entry]]:
-    """Yield the entries of all plugins, each with its group."""
-    for group, tables in TABLES.items():
-        yield from ((group, entry) for table in tables for entry in table if entry.plugin)
 
 
 def load_plugin(name: str, folder: pathlib.Path) -> tuple[Plugin, ...]:
@@ -203,21 +198,22 @@ def _describe(module: str, *, name: str, distribution: str = "") -> Plugin:
 @contextmanager
 def _adding_entries(module: str, title: str) -> Iterator[None]:
     """Import a plugin: its entries are the module's; if it fails, none of them stays."""
-    for tables in TABLES.values():
-        for table in tables:
-            table.remove_plugin(module)
+    _remove_entries(module)
     _importing.append(module)
     try:
         yield
     except (Exception, SystemExit) as error:
         sys.modules.pop(module, None)
         _loaded.pop(module, None)
-        for tables in TABLES.values():
-            for table in tables:
-                table.remove_plugin(module)
+        _remove_entries(module)
         raise RegistryError(f"`{title}` cannot be imported: {_reason(error)} Correct it, or remove it.") from error
     finally:
         _importing.pop()
+
+
+def _remove_entries(module: str) -> None:
+    for table in chain.from_iterable(TABLES.values()):
+        table.remove_plugin(module)
 
 
 def _reason(error: BaseException) -> str:
@@ -236,7 +232,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _enter(plugin: Plugin) -> Plugin:
-    entries = tuple((group, entry.name) for group, entry in entries_of(plugin.module))
+    entries = tuple((group, entry.name) for group, entry in plugin_entries(plugin.module))
     _loaded[plugin.module] = replace(plugin, entries=entries)
     return _loaded[plugin.module]
 

@@ -317,36 +317,21 @@ class MetricEntry(Entry):
         return bool(self.implementation)
 
 
+_MINIMIZED = ("loss", "perplexity", "mse", "cross_entropy", "divergence")
+_OF_TASKS = (
+    *_MINIMIZED,
+    *("token_accuracy", "masked_accuracy", "accuracy", "subset_accuracy", "top5_accuracy", "macro_f1", "micro_f1"),
+    *("mcc", "pearson", "spearman", "entity_f1", "entity_precision", "entity_recall"),
+    *("preference_accuracy", "reward_margin"),
+    *("recall_at_1", "recall_at_5", "recall_at_10", "ndcg_at_10", "mrr_at_10"),
+)
+
 METRICS = Table(
     "metric",
     MetricEntry,
     (
-        MetricEntry(name="loss", goal="minimize"),
-        MetricEntry(name="perplexity", goal="minimize"),
-        MetricEntry(name="mse", goal="minimize"),
-        MetricEntry(name="cross_entropy", goal="minimize"),
-        MetricEntry(name="divergence", goal="minimize"),
-        MetricEntry(name="token_accuracy"),
         MetricEntry(name="exact_match", implementation="finetune.task.generation:exact_match"),
-        MetricEntry(name="accuracy"),
-        MetricEntry(name="subset_accuracy"),
-        MetricEntry(name="top5_accuracy"),
-        MetricEntry(name="macro_f1"),
-        MetricEntry(name="micro_f1"),
-        MetricEntry(name="mcc"),
-        MetricEntry(name="pearson"),
-        MetricEntry(name="spearman"),
-        MetricEntry(name="entity_f1"),
-        MetricEntry(name="entity_precision"),
-        MetricEntry(name="entity_recall"),
-        MetricEntry(name="masked_accuracy"),
-        MetricEntry(name="preference_accuracy"),
-        MetricEntry(name="reward_margin"),
-        MetricEntry(name="recall_at_1"),
-        MetricEntry(name="recall_at_5"),
-        MetricEntry(name="recall_at_10"),
-        MetricEntry(name="ndcg_at_10"),
-        MetricEntry(name="mrr_at_10"),
+        *(MetricEntry(name=name, goal="minimize" if name in _MINIMIZED else "maximize") for name in _OF_TASKS),
     ),
 )
 """Metrics that are not here, such as a mean reward, can be minimized or maximized."""

@@ -7,7 +7,7 @@ DeepSpeed compiles its CPU Adam in the first run on a machine, after loading mod
 import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -28,7 +28,7 @@ from finetune.runtime.parameters import InitContext
 from finetune.runtime.upstream import BuildLockWatcher, clear_build_locks, extensions_folder
 from finetune.strategy.environment import LaunchEnvironment
 from finetune.strategy.gradient_sync import GradientReduction
-from finetune.strategy.protocol import ExpectedSetup, PluginSettings, Sharded, Strategy, empty_weights
+from finetune.strategy.protocol import ExpectedSetup, Sharded, Strategy, empty_weights
 from finetune.strategy.reconcile import JobSettings, complete_deepspeed_config, offloads_optimizer, refuse_conflicts
 from finetune.strategy.upstream import gloo_bridge, use_cpu_devices
 
@@ -92,10 +92,10 @@ class DataParallel:
         """Return a null context."""
         return nullcontext()
 
-    def plugin(self) -> PluginSettings:
+    def plugin(self) -> dict[str, Any]:
         """Return DDP's settings: gradients are views of its buckets, which saves a copy of them."""
         handler = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
-        return PluginSettings({"cpu": not self._environment.has_device, "kwargs_handlers": [handler]})
+        return {"cpu": not self._environment.has_device, "kwargs_handlers": [handler]}
 
     def init_context(self, device: torch.device) -> InitContext:
         """Return construction directly on the device: DDP needs the whole model on every rank.
@@ -123,9 +123,9 @@ class TensorParallel(DataParallel):
             tensor_size=environment.tensor_size,
         )
 
-    def plugin(self) -> PluginSettings:
+    def plugin(self) -> dict[str, Any]:
         """Return no settings: Accelerate gets a model whose layers are split."""
-        return PluginSettings({"cpu": not self._environment.has_device})
+        return {"cpu": not self._environment.has_device}
 
     def init_context(self, device: torch.device) -> InitContext:
         """Return construction in host memory by rank 0, which sends the others their parts of the layers."""
@@ -154,7 +154,7 @@ class FullySharded:
         """Return the gloo bridge on a machine without an accelerator."""
         return nullcontext() if self._environment.has_device else gloo_bridge(timeout)
 
-    def plugin(self) -> PluginSettings:
+    def plugin(self) -> dict[str, Any]:
         """Return Accelerate's plugin with gradients reduced in fp32, so that precision does not depend on the world."""
         plugin = FullyShardedDataParallelPlugin()
         if self._environment.tensor_size > 1:
@@ -171,7 +171,7 @@ class FullySharded:
             shards = self._environment.world // (copies * tensor)
             sizes = ParallelismConfig(dp_replicate_size=copies, dp_shard_size=shards, tp_size=tensor)
             arguments["parallelism_config"] = sizes
-        return PluginSettings(arguments)
+        return arguments
 
     def init_context(self, device: torch.device) -> InitContext:
         """Return the meta device on every rank but the first, if rank 0's weights will be broadcast."""
@@ -218,7 +218,7 @@ class ZeroRedundancy:
             raise StrategyError(f"{self.name} with an offloaded optimizer cannot start on this machine: {missing}")
         return nullcontext() if self._environment.has_device else gloo_bridge(timeout)
 
-    def plugin(self) -> PluginSettings:
+    def plugin(self) -> dict[str, Any]:
         """Return Accelerate's plugin, with its DeepSpeed config completed by the job's settings."""
         try:
             plugin = DeepSpeedPlugin()
@@ -226,7 +226,7 @@ class ZeroRedundancy:
             raise StrategyError(f"Accelerate rejects the DeepSpeed part of the accelerate config: {error}") from error
         filled = complete_deepspeed_config(plugin.deepspeed_config, world=self._environment.world, job=self._job)
         plugin.deepspeed_config.update(filled)
-        return PluginSettings({"deepspeed_plugin": plugin})
+        return {"deepspeed_plugin": plugin}
 
     def init_context(self, device: torch.device) -> InitContext:
         """Return a context in which stage 3 partitions each parameter when it is created (zero.Init)."""
@@ -253,9 +253,6 @@ def _gather(parameters: Sequence[nn.Parameter]) -> AbstractContextManager[Any]:
     return context
 
 
-Which = Callable[[str], str | None]
-
-
 @dataclass(frozen=True)
 class BuildTools:
     """The tools that compile an extension."""
@@ -265,52 +262,24 @@ class BuildTools:
     nvcc: str | None
 
 
-def build_tools(variables: Mapping[str, str] = os.environ, *, which: Which = shutil.which) -> BuildTools:
+def build_tools() -> BuildTools:
     """Return the tools that torch would compile with."""
     home = cpp_extension.CUDA_HOME
-    nvcc = None if home is None else which(str(Path(home, "bin", "nvcc")))
-    return BuildTools(which("ninja") is not None, which(variables.get("CXX", "c++")), nvcc)
+    nvcc = None if home is None else shutil.which(str(Path(home, "bin", "nvcc")))
+    return BuildTools(shutil.which("ninja") is not None, shutil.which(os.environ.get("CXX", "c++")), nvcc)
 
 
 def missing_for_cpu_adam() -> str | None:
     """Return the missing tool for DeepSpeed's CPU Adam, and the command that installs it; None if all exist.
 
-    Raises MissingPackage without DeepSpeed.
+    DeepSpeed asks for ninja even where the extension is compiled. Its builder needs no nvcc (0.19).
     """
-    tools, is_compiled = build_tools(), any(extensions_folder().glob("*/cpu_adam/*.so"))
-    if missing_tool(tools, needs_nvcc=torch.cuda.is_available(), is_compiled=is_compiled) is None:
-        return None  # saves the seconds of importing DeepSpeed
-    installed: Any = _part_of_deepspeed("git_version_info")
-    if installed.installed_ops.get("cpu_adam", False):  # a precompiled wheel
-        return None
-    builders, base = _part_of_deepspeed("ops.op_builder"), _part_of_deepspeed("ops.op_builder.builder")
-    needs_nvcc = torch.cuda.is_available() and issubclass(builders.CPUAdamBuilder, base.CUDAOpBuilder)
-    return missing_tool(tools, needs_nvcc=needs_nvcc, is_compiled=is_compiled)
-
-
-def _part_of_deepspeed(name: str) -> Any:
-    return require(f"deepspeed.{name}", extra="deepspeed", purpose="DeepSpeed ZeRO")
-
-
-def missing_tool(tools: BuildTools, *, needs_nvcc: bool, is_compiled: bool) -> str | None:
-    """Return the first missing tool with the command that installs it; None if all exist.
-
-    A compiled extension needs no compiler, but DeepSpeed still requires ninja. DeepSpeed 0.19.8 uses only the C++
-    compiler; if its builder is a CUDA builder, it also runs nvcc.
-    """
+    tools, missing = build_tools(), None
     if not tools.has_ninja:
-        return "ninja, with which DeepSpeed compiles its CPU Adam, is not on the PATH. Run `pip install ninja`."
-    if is_compiled:
-        return None
-    if tools.compiler is None:
-        return (
-            "DeepSpeed compiles its CPU Adam with a C++ compiler (`c++`, or that of CXX), and none is installed. Run "
-            "`apt-get install g++`."
-        )
-    if needs_nvcc and tools.nvcc is None:
-        toolkit = str(torch.version.cuda or "").replace(".", "-")
-        return (
-            "this DeepSpeed compiles its CPU Adam with nvcc (`$CUDA_HOME/bin/nvcc`) on a machine with a GPU, and nvcc "
-            f"is not installed. Run `apt-get install cuda-toolkit-{toolkit} && export CUDA_HOME=/usr/local/cuda`."
-        )
-    return None
+        missing = "ninja, with which DeepSpeed compiles its CPU Adam, is not on the PATH. Run `pip install ninja`."
+    elif tools.compiler is None and not any(extensions_folder().glob("*/cpu_adam/*.so")):
+        missing = "no C++ compiler (`c++`, or that of CXX) for DeepSpeed's CPU Adam. Run `apt-get install g++`."
+    if missing is None:
+        return None  # saves the seconds of importing DeepSpeed
+    installed: Any = require("deepspeed.git_version_info", extra="deepspeed", purpose="DeepSpeed ZeRO")
+    return None if installed.installed_ops.get("cpu_adam", False) else missing  # a precompiled wheel has it

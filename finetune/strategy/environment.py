@@ -115,13 +115,6 @@ _RESHARDS: Mapping[str, bool] = {
 }
 """FSDP1's sharding strategies, and whether FSDP2 frees what it gathered after a forward pass."""
 
-_NUMBERS = {str(number): name for number, name in enumerate(_RESHARDS, start=1)}
-_COPIES = "; copies are `parallelism_config_dp_replicate_size` (hsdp.yaml)"
-_NOT_THE_SAME: Mapping[str, str] = {
-    "NO_SHARD": ", which shards (ddp.yaml does not)",
-    "HYBRID_SHARD": _COPIES,
-    "HYBRID_SHARD_ZERO2": _COPIES,
-}
 _STRATEGY, _RESHARD = "fsdp_sharding_strategy", "fsdp_reshard_after_forward"
 _WITHOUT_EFFECT = ("fsdp_backward_prefetch", "fsdp_sync_module_states", "fsdp_use_orig_params")
 """FSDP2 always prefetches in the backward pass, sends weights where one rank loads them, and keeps parameters."""
@@ -146,17 +139,15 @@ class Translation:
 def to_fsdp2(settings: Mapping[str, Any]) -> Translation:
     """Return the translation of FSDP1's settings, by the keys of `fsdp_config`.
 
-    >>> print(to_fsdp2({"fsdp_sharding_strategy": 2, "fsdp_use_orig_params": True}).sentence)
+    >>> print(to_fsdp2({"fsdp_sharding_strategy": "SHARD_GRAD_OP", "fsdp_use_orig_params": True}).sentence)
     fsdp_version: 1 runs under FSDP2, with the same losses. fsdp_sharding_strategy: SHARD_GRAD_OP is \
 fsdp_reshard_after_forward: false. Without effect: fsdp_use_orig_params. `accelerate to-fsdp2` rewrites the file.
     """
     reshards, changes, problems = True, [], []
     for key in (_STRATEGY, _RESHARD):  # the launcher sets both, one of them by default
-        written = str(settings.get(key, True)).upper()
-        name = _NUMBERS.get(written, written)
+        name = str(settings.get(key, True)).upper()
         if name in _RESHARDS:
-            becomes = f"{_RESHARD}: {str(_RESHARDS[name]).lower()}{_NOT_THE_SAME.get(name, '')}"
-            changes.append(f"{key}: {name} is {becomes}.")
+            changes.append(f"{key}: {name} is {_RESHARD}: {str(_RESHARDS[name]).lower()}.")
         elif name not in ("TRUE", "FALSE"):
             problems.append((key, f"FSDP2 does not support `{settings[key]}`. Write `{_RESHARD}: true`, or `false`."))
         reshards = reshards and _RESHARDS.get(name, name == "TRUE")
@@ -288,9 +279,7 @@ def unsupported_by_environment(variables: Mapping[str, str], deepspeed: Mapping[
         "ACCELERATE_USE_SAGEMAKER": ("compute_environment: AMAZON_SAGEMAKER", SAGEMAKER),
         "ACCELERATE_IN_TPU_POD": ("distributed_type: XLA", TPU),
     }
-    for name, (written, feature) in flags.items():
-        if variables.get(name, "false").lower() in ("1", "true", "yes"):
-            problems.append(feature.sentence(written))
+    problems += [feature.sentence(written) for name, (written, feature) in flags.items() if is_true(variables, name)]
     if variables.get("PJRT_DEVICE", "").upper() == "TPU":
         problems.append(TPU.sentence("PJRT_DEVICE: TPU"))
     backend = variables.get("ACCELERATE_DYNAMO_BACKEND", "no")
@@ -309,17 +298,6 @@ def _in_deepspeed(config: Mapping[str, Any]) -> Iterator[tuple[str, Unsupported]
     for name in _OFFLOADS:
         if _section(_section(config, "zero_optimization"), name).get("device") == "nvme":
             yield f"the DeepSpeed config's `zero_optimization.{name}.device: nvme`", NVME
-
-
-def uneven_groups(size: int, world: int) -> str:
-    """Return the message for groups of a size that does not divide the processes.
-
-    >>> uneven_groups(2, 3)
-    '`2` on 3 processes is not supported: it does not divide them. Write a divisor of 3 (see tensor_parallel.yaml).'
-    """
-    processes = f"{world} process{'es' * (world > 1)}"
-    divisor = f"Write a divisor of {world} (see tensor_parallel.yaml)"
-    return f"`{size}` on {processes} is not supported: it does not divide them. {divisor}."
 
 
 def may_split_layers(size: int, *, world: int, copies: int, rows: int, engine: str | None) -> bool:
@@ -352,14 +330,6 @@ def unsupported_in_file(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         name = str(key).removeprefix(_PREFIX).removesuffix("_size")
         if str(key).endswith("_size") and name not in _KNOWN_SIZES and size not in (None, 1):
             yield f"parallelism_config.{key}", _SIZES.get(name, UNKNOWN).sentence(f"`{size}`")
-    sizes = _section(values, "parallelism_config")
-    tensor_size, copies, rows = (sizes.get(f"{_PREFIX}{name}_size") or 1 for name in ("tp", "dp_replicate", "sp"))
-    world, engine = values.get("num_processes", 1), engine_in_file(values)
-    are_counts = all(isinstance(count, int) for count in (tensor_size, copies, rows, world))
-    if are_counts and tensor_size > 0 and world % tensor_size:
-        yield f"parallelism_config.{_PREFIX}tp_size", uneven_groups(tensor_size, world)
-    elif are_counts and not may_split_layers(tensor_size, world=world, copies=copies, rows=rows, engine=engine):
-        yield f"parallelism_config.{_PREFIX}tp_size", TENSOR.sentence(f"`{tensor_size}`")
     for key, backend in _section(values, "dynamo_config").items():
         if str(key).removeprefix("dynamo_") == "backend" and str(backend).lower() not in ("no", "false", "none"):
             yield f"dynamo_config.{key}", DYNAMO.sentence(f"`{backend}`")

@@ -4,7 +4,6 @@ So torchrun, `srun` or `mpirun` starts the processes, and the file says how the 
 Accelerate (`commands/launch.py` and `utils/launch.py` of 1.15) make the variables; only their choice is repeated here.
 """
 
-import math
 import os
 from collections.abc import Mapping
 from contextlib import suppress
@@ -29,9 +28,6 @@ _FOR_SINGLE = "ACCELERATE_USE_CPU"
 _ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
 _DEEPSPEED_FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
 _THREADS, _PATH = "OMP_NUM_THREADS", "PYTHONPATH"
-
-_SIZES = tuple(f"PARALLELISM_CONFIG_{name}_SIZE" for name in ("DP_REPLICATE", "DP_SHARD", "TP", "CP", "SP"))
-_TENSOR, _SEQUENCE = _SIZES[2], _SIZES[-1]
 
 _NO_GROUP, _SUPPORTED = "NO", ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "FSDP", "DEEPSPEED")
 
@@ -119,21 +115,6 @@ def use_deepspeed_file(file: Path | None = None) -> list[str]:
 def is_set_by_accelerate(variables: Mapping[str, str]) -> bool:
     """Return whether `accelerate launch` or `--accelerate` has chosen the strategy."""
     return "ACCELERATE_MIXED_PRECISION" in variables
-
-
-def require_parallelism_fits(variables: Mapping[str, str]) -> None:
-    """Raise StrategyError where the sizes of `parallelism_config` do not multiply to the number of processes."""
-    world = int(variables.get("WORLD_SIZE", "1"))
-    sizes = {name: int(variables[name]) for name in _SIZES if variables.get(name, "1") != "1"}
-    product = math.prod(sizes.values())
-    groups = {int(variables.get(name, "1")) for name in (_TENSOR, _SEQUENCE)}
-    is_divided = product in groups and world % product == 0  # the rest is data parallel
-    if product != world and not is_divided:
-        listed = [f"{name.removeprefix('PARALLELISM_CONFIG_').lower()}: {size}" for name, size in sizes.items()]
-        raise StrategyError(
-            f"parallelism_config: {' x '.join(listed)} is for {product} processes, and {world} were started. Change "
-            "the sizes in the accelerate file."
-        )
 
 
 def _accelerate_variables(file: Path, *, world: int, name: str) -> tuple[Any, dict[str, str]]:

@@ -1,7 +1,7 @@
 """The interface of strategies, which distribute a run over processes."""
 
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
 from typing import Any, Protocol
@@ -19,13 +19,6 @@ class Sharded(Enum):
     PARAMETERS = "parameters"
     GRADIENTS = "gradients"
     OPTIMIZER = "optimizer state"
-
-
-@dataclass(frozen=True)
-class PluginSettings:
-    """The arguments of `Accelerator()` in addition to the precision."""
-
-    arguments: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -67,8 +60,8 @@ class Strategy(Protocol):
     def accelerator_context(self, *, timeout: timedelta) -> AbstractContextManager[None]:
         """Return the context in which the Accelerator is built; process groups created there get the timeout."""
 
-    def plugin(self) -> PluginSettings:
-        """Return the arguments of `Accelerator()`."""
+    def plugin(self) -> dict[str, Any]:
+        """Return the arguments of `Accelerator()` in addition to the precision."""
 
     def init_context(self, device: torch.device) -> InitContext:
         """Return how the model is created on this rank, which computes on the device."""

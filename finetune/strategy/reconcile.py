@@ -1,5 +1,6 @@
 """Refuses contradictions between the job and the accelerate config."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 from finetune.errors import StrategyError
 from finetune.registry.model_choices import ARITHMETIC
 from finetune.registry.optimizers import OPTIMIZERS
-from finetune.strategy.environment import TENSOR, LaunchEnvironment, may_split_layers, uneven_groups
+from finetune.strategy.environment import TENSOR, LaunchEnvironment, may_split_layers
 
 
 @dataclass(frozen=True)
@@ -64,32 +65,27 @@ def find_conflicts(environment: LaunchEnvironment, job: JobSettings) -> list[str
 
 
 def _size_conflicts(environment: LaunchEnvironment) -> list[str]:
-    """Return a sentence for each size of sequence or tensor parallelism that the processes cannot have."""
-    conflicts = []
-    rows, layers, world = environment.sequence_size, environment.tensor_size, environment.world
+    """Return a sentence for sizes of `parallelism_config` that the processes cannot have."""
+    world, rows, layers = environment.world, environment.sequence_size, environment.tensor_size
     copies, shards = environment.replicate_size, environment.shard_size
-    processes = f"{world} process{'es' if world > 1 else ''}"
-    if rows < 1 or world % rows:
-        conflicts.append(
-            f"parallelism_config_sp_size: {rows} does not divide the {processes}. Start a multiple of it, or write a "
-            f"divisor of {world}."
-        )
-    elif rows > 1 and max(copies, shards) > 1 and copies * shards * rows != world:
-        conflicts.append(
-            f"parallelism_config_dp_replicate_size {copies} x dp_shard_size {shards} x sp_size {rows} are "
-            f"{copies * shards * rows} processes, and {world} were started. Write sizes whose product is {world}."
-        )
+    sizes = {"dp_replicate_size": copies, "dp_shard_size": shards, "sp_size": rows, "tp_size": layers}
+    product = math.prod(sizes.values())
+    is_divided = product in (rows, layers) and product > 0 and world % product == 0  # the rest is data parallel
+    if product != world and not is_divided:
+        listed = " x ".join(f"{name}: {size}" for name, size in sizes.items() if size != 1)
+        return [
+            f"parallelism_config: {listed} is for {product} processes, and {world} were started. Change the sizes in "
+            "the accelerate file."
+        ]
     engine = "fsdp" if environment.is_fsdp else None if environment.zero_stage is None else "zero"
-    if layers > 1 and world % layers:
-        conflicts.append(f"parallelism_config_tp_size: {uneven_groups(layers, world)}")
-    elif not may_split_layers(layers, world=world, copies=copies, rows=rows, engine=engine):
-        conflicts.append(TENSOR.sentence(f"parallelism_config_tp_size: {layers} on {processes}"))
-    elif layers > 1 and environment.fsdp_offload_params:
-        conflicts.append(
-            f"fsdp_offload_params: true is not supported with parallelism_config_tp_size: {layers}: layers are split "
+    if not may_split_layers(layers, world=world, copies=copies, rows=rows, engine=engine):
+        return [TENSOR.sentence(f"parallelism_config: tp_size: {layers} on {world} processes")]
+    if layers > 1 and environment.fsdp_offload_params:
+        return [
+            f"fsdp_offload_params: true is not supported with parallelism_config: tp_size: {layers}: layers are split "
             "on the device. Set it to false."
-        )
-    return conflicts
+        ]
+    return []
 
 
 def _optimizer_conflicts(environment: LaunchEnvironment, job: JobSettings) -> list[str]:

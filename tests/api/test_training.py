@@ -107,9 +107,8 @@ def test_a_plain_process_starts_ranks_of_its_own(tmp_path, trained, capfd):
     output = capfd.readouterr().out
     assert "ddp on 2 processes" in output
     bad = {"run.folder": str(tmp_path / "bad"), "train.global_batch_size": 9, "train.microbatch_size": 3}
-    with pytest.raises(UserError, match=r"9 cannot be shared by 2 processes") as error:
+    with pytest.raises(UserError, match=r"9 cannot be shared by 2 processes"):
         finetune.train(job, overrides=bad, num_processes=2)
-    assert not [word for word in ("line ", "yaml", "--") if word in str(error.value)]  # nobody has written a file
     captured = capfd.readouterr()
     assert "error:" not in captured.out + captured.err
 

@@ -112,7 +112,7 @@ def good(tmp_path_factory):
 def outcome_of(folder, everything):
     """Return what has become of the newest checkpoint: `used`, `aside` or `refused`; all else fails."""
     newest = folder / "step-000003"
-    is_good = not find_problems(read_entry(newest), read_all=True)[0]
+    is_good = not find_problems(read_entry(newest), read_all=True)
     run, started = Run(folder), time.monotonic()
     try:
         step = run.resume()["step"]

@@ -51,10 +51,10 @@ ROWS = [
     ([MIX_summary], "a mix of FOLDER/rows.jsonl (weight 1.5), squad as a stream (weight 2)"),
     ([EVALUATED, "data.validation={name: squad, split: dev}"], "FOLDER/rows.jsonl, evaluated on squad"),
     ([EVALUATED, "data.validation={fraction: 0.05}"], "FOLDER/rows.jsonl, evaluated on 0.05 of its rows"),
-    ([EVALUATED, "data.validation={hash_fraction: 0.1}"], "evaluated on 0.1 of its rows, split by content"),
+    ([EVALUATED, "data.validation={hash_fraction: 0.1}"], "evaluated on 0.1 of its rows"),
     (
         [EVALUATED, "data.validation={path: rows.jsonl, exclude_from_train: true}"],
-        "evaluated on FOLDER/rows.jsonl, whose rows are excluded from training",
+        "evaluated on FOLDER/rows.jsonl",
     ),
 ]
 

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from finetune.config.load import load_config, load_resolved
-from finetune.config.yaml import MAX_DEPTH, MAX_FILE_BYTES, MAX_LISTED, MAX_OVERRIDES, MAX_VALUES, read_yaml
+from finetune.config.yaml import MAX_DEPTH, MAX_FILE_BYTES, MAX_LISTED, MAX_VALUES, read_yaml
 from finetune.errors import ConfigError, UserError
 from tests.refusals import refused
 
@@ -34,11 +34,7 @@ def bomb(levels: int) -> str:
         ("x: &x '" + "y" * 20_000 + "'\nz: [" + ",".join(["*x"] * 20_000) + "]\n", "characters of text"),
         (f"{'a' * 600}:\n  {'b' * 600}: 1\n", "the dotted key has 1,201 characters"),
         ("x: &x [*x]\n", "contains itself"),
-        ("x: !!int abc\n", "this is not a whole number, although tagged `!!int`"),
-        ("x: !!int 1:30\n", "this is not a whole number"),
-        ("x: !!float x\n", "this is not a number"),
-        ("x: !!bool perhaps\n", "this is not `true` or `false`"),
-        ("x: !!null perhaps\n", "this is not `null`"),
+        ("x: !!int abc\n", "the tag `!!int` is not allowed"),
         ("x: !!set {a, b}\n", "the tag `!!set` is not allowed"),
         ("x: !!python/object/apply:os.system ['id']\n", "is not allowed"),
         (f"x: {'9' * 5_000}\n", "more than 100 digits"),
@@ -49,7 +45,7 @@ def bomb(levels: int) -> str:
         ('"a\\uD800": 1\n', "this text contains an unpaired surrogate, which UTF-8 cannot encode"),
         ("? [a, b]\n: 1\n", "a key must be text, not a list or a section"),
     ],
-    ids=range(24),
+    ids=range(20),
 )
 def test_a_hostile_text_is_refused_in_a_sentence(text, said):
     started = time.process_time()
@@ -129,7 +125,6 @@ def test_many_wrong_items_of_a_list_are_found_in_no_time(problems):
 
 
 def test_overrides_have_limits(complaints):
-    assert "At most 1,000 with 262,144 are allowed:" in complaints(*["train.steps=1"] * (MAX_OVERRIDES + 1))[0]
     assert "the key is too long" in complaints(".".join(["a"] * 5_000) + "=1")[0]
     assert "more than 100 digits" in complaints(f"train.steps={'9' * 5_000}")[0]
     assert f"nested deeper than {MAX_DEPTH}" in complaints(f"train.steps={'[' * DEEP}")[0]

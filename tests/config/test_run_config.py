@@ -1,28 +1,28 @@
+from contextlib import nullcontext
+
 import pytest
 
 from finetune.config.explain import format_summary
-from finetune.config.run_config import world_size_problems
+from finetune.config.load import require_divisible_batch
+from finetune.errors import ConfigError
+from tests.refusals import refused
 
 
 def test_a_batch_that_the_processes_cannot_share_names_the_nearest_that_they_can(load, job):
     loaded = load("train.steps=10", text=job.read_text().replace("batch_size: 8", "batch_size: 28"))
-    (problem,) = world_size_problems(loaded.config, num_processes=4, sources=loaded.sources)
-    assert str(problem) == (
-        "line 12, train.global_batch_size: 28 cannot be shared by 4 processes x 4 per microbatch. "
-        "Nearest that can: 16, 32."
-    )
+    with refused(ConfigError, "line 12, train.global_batch_size: 28 ", "4 processes x 4 per microbatch", "16, 32"):
+        require_divisible_batch(loaded, num_processes=4)
 
 
 @pytest.mark.parametrize(("processes", "fits"), [(1, True), (2, True), (3, False), (4, False)])
 def test_a_batch_of_8_in_microbatches_of_4_fits_one_or_two_processes(load, processes, fits):
-    loaded = load()
-    assert (world_size_problems(loaded.config, num_processes=processes, sources=loaded.sources) == []) is fits
+    with nullcontext() if fits else refused(ConfigError, "train.global_batch_size: 8"):
+        require_divisible_batch(load(), num_processes=processes)
 
 
 def test_an_override_is_blamed_where_it_wrote_the_batch(load):
-    loaded = load("train.global_batch_size=12")
-    (problem,) = world_size_problems(loaded.config, num_processes=2, sources=loaded.sources)
-    assert problem.source == "--set train.global_batch_size=12"
+    with refused(ConfigError, "--set train.global_batch_size=12, "):
+        require_divisible_batch(load("train.global_batch_size=12"), num_processes=2)
 
 
 def test_a_config_is_frozen(load):

@@ -66,12 +66,6 @@ def test_a_missing_key_is_reported_with_its_meaning(job, complaints):
     pinned(said, "train.learning_rate: ")
 
 
-def test_two_columns_of_a_task_of_texts_are_text_and_text_pair(complaints):
-    said = complaints("task.name=text_classification", "data.train.columns={text: [1, 2], label: 0}")
-    (found,) = [each for each in said if "`[1, 2]`" in each]
-    pinned(found, "`{text: 1, text_pair: 2}`")
-
-
 def test_the_tag_of_a_union_is_not_taken_for_a_key(complaints):
     (said,) = complaints("model.lora={target_modules: [q_proj, 3]}")
     assert "model.lora.target_modules" in said

@@ -109,7 +109,7 @@ def test_check_shows_the_line_and_the_option_that_was_meant(installed, job):
     [
         ("{focal: {gamma: high}}", "plugin_options.focal.gamma", '`"high"` is text. Write a number from 0 to 10.'),
         ("{focal: {gamma: 11.0}}", "plugin_options.focal.gamma", "`11.0` is not allowed. Write a number from 0 to 10."),
-        ("{focal: 3}", "plugin_options.focal", "`3` is a whole number. Did you mean `{gamma: 3}`? Write a section."),
+        ("{focal: 3}", "plugin_options.focal", "`3` is a whole number. Its keys are `gamma`. Write a section."),
         ("{fokal: {gamma: 1.0}}", "plugin_options.fokal", "there is no such key. Did you mean `focal`?"),
         ("{other: {}}", "plugin_options.other", "no plugin of this job has options under this name; known: `focal`"),
     ],

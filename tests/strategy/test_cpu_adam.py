@@ -4,78 +4,39 @@ from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from finetune.errors import StrategyError
 from finetune.strategy import choose
-from finetune.strategy.choose import BuildTools, ZeroRedundancy, build_tools, missing_for_cpu_adam, missing_tool
+from finetune.strategy.choose import BuildTools, ZeroRedundancy, missing_for_cpu_adam
 from finetune.strategy.environment import LaunchEnvironment
 from finetune.strategy.reconcile import JobSettings
 
-ALL = BuildTools(has_ninja=True, compiler="/usr/bin/c++", nvcc="/usr/local/cuda/bin/nvcc")
-NONE = BuildTools(has_ninja=False, compiler=None, nvcc=None)
-
-
-def test_with_all_tools_nothing_is_missing():
-    assert missing_tool(ALL, needs_nvcc=True, is_compiled=False) is None
-
 
 @pytest.mark.parametrize(
-    ("tools", "command"),
+    ("has_ninja", "compiler", "is_compiled", "command"),
     [
-        (NONE, "pip install ninja"),
-        (BuildTools(has_ninja=True, compiler=None, nvcc=None), "apt-get install g++"),
-        (BuildTools(has_ninja=True, compiler="c++", nvcc=None), "export CUDA_HOME="),
+        (True, "/usr/bin/c++", False, None),
+        (True, None, True, None),  # compiled already
+        (False, "/usr/bin/c++", True, "pip install ninja"),
+        (True, None, False, "apt-get install g++"),
     ],
 )
-def test_the_first_missing_tool_comes_with_the_command_that_installs_it(tools, command):
-    missing = missing_tool(tools, needs_nvcc=True, is_compiled=False)
-    assert command in missing
-    assert "\n" not in missing
-
-
-def test_nvcc_is_needed_only_by_a_builder_for_cuda_and_a_compiler_only_once():
-    without_nvcc = BuildTools(has_ninja=True, compiler="c++", nvcc=None)
-    assert missing_tool(without_nvcc, needs_nvcc=False, is_compiled=False) is None
-    assert missing_tool(BuildTools(True, None, None), needs_nvcc=True, is_compiled=True) is None
-    assert "ninja" in missing_tool(NONE, needs_nvcc=False, is_compiled=True)
-
-
-def test_tools_are_looked_for_where_torch_looks():
-    asked = []
-
-    def which(name):
-        asked.append(name)
-        return name if name == "my-c++" else None
-
-    assert build_tools({"CXX": "my-c++"}, which=which).compiler == "my-c++"
-    assert {"ninja", "my-c++"} <= set(asked)
-
-
-class CudaBuilder:
-    """What DeepSpeed calls CUDAOpBuilder."""
-
-
-@pytest.mark.parametrize(("is_of_cuda", "is_missing"), [(True, True), (False, False)])
-def test_on_a_gpu_deepspeeds_own_builder_decides_whether_nvcc_is_needed(monkeypatch, tmp_path, is_of_cuda, is_missing):
-    builder = type("CPUAdamBuilder", (CudaBuilder,) if is_of_cuda else (), {})
-    parts = {
-        "git_version_info": SimpleNamespace(installed_ops={}),
-        "ops.op_builder": SimpleNamespace(CPUAdamBuilder=builder),
-        "ops.op_builder.builder": SimpleNamespace(CUDAOpBuilder=CudaBuilder),
-    }
-    monkeypatch.setattr(choose, "_part_of_deepspeed", parts.__getitem__)
-    monkeypatch.setattr(choose, "build_tools", lambda: BuildTools(has_ninja=True, compiler="c++", nvcc=None))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+@pytest.mark.parametrize("is_precompiled", [False, True])
+def test_a_missing_tool_comes_with_the_command_that_installs_it(
+    monkeypatch, tmp_path, has_ninja, compiler, is_compiled, command, is_precompiled
+):
+    monkeypatch.setattr(choose, "build_tools", lambda: BuildTools(has_ninja, compiler, nvcc=None))
+    installed = SimpleNamespace(installed_ops={"cpu_adam": is_precompiled})
+    monkeypatch.setattr(choose, "require", lambda *_, **__: installed)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    assert (missing_for_cpu_adam() is not None) == is_missing
-
-
-def test_an_adam_that_came_compiled_needs_nothing(monkeypatch, tmp_path):
-    monkeypatch.setattr(choose, "_part_of_deepspeed", lambda _: SimpleNamespace(installed_ops={"cpu_adam": True}))
-    monkeypatch.setattr(choose, "build_tools", lambda: NONE)
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    assert missing_for_cpu_adam() is None
+    if is_compiled:
+        (tmp_path / "py311_cpu" / "cpu_adam").mkdir(parents=True)
+        (tmp_path / "py311_cpu" / "cpu_adam" / "cpu_adam.so").touch()
+    missing = missing_for_cpu_adam()
+    if command is None or is_precompiled:
+        assert missing is None
+    else:
+        assert command in missing and "\n" not in missing
 
 
 def test_deepspeed_still_builds_its_cpu_adam_without_nvcc():

@@ -79,13 +79,6 @@ def test_a_sharding_strategy_is_translated_as_accelerate_does(tmp_path, key, str
     variables, (sentence,) = fsdp2_variables(file)
     assert variables["FSDP_RESHARD_AFTER_FORWARD"] == reshards
     assert f"fsdp_{key}: {strategy} is fsdp_reshard_after_forward: {reshards}" in sentence
-    assert ("hsdp.yaml" in sentence, "ddp.yaml" in sentence) == ("HYBRID" in strategy, strategy == "NO_SHARD")
-
-
-@pytest.mark.parametrize(("number", "reshards"), [(1, "true"), (2, "false"), (3, "false"), (4, "true"), (5, "false")])
-def test_older_files_number_their_sharding_strategies(tmp_path, number, reshards):
-    file = written(tmp_path, without=("version", "reshard_after_forward"), sharding_strategy=number)
-    assert fsdp2_variables(file)[0]["FSDP_RESHARD_AFTER_FORWARD"] == reshards
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from finetune.errors import StrategyError
-from finetune.strategy.launch_file import is_set_by_accelerate, require_parallelism_fits, use_launch_file
+from finetune.strategy.launch_file import is_set_by_accelerate, use_launch_file
 from tests import launching
 from tests.refusals import refused
 
@@ -176,22 +176,3 @@ def test_a_file_that_accelerate_cannot_use_is_refused_in_one_message(clean, tmp_
     with refused(StrategyError, f"--accelerate {file}: "):
         use_launch_file(file)
     assert dict(os.environ) == before
-
-
-@pytest.mark.parametrize(
-    ("sizes", "world", "fits"),
-    [
-        ({}, 3, True),
-        ({"DP_REPLICATE": "2", "DP_SHARD": "2"}, 4, True),
-        ({"DP_REPLICATE": "2", "DP_SHARD": "2"}, 6, False),
-        ({"DP_SHARD": "2", "SP": "2"}, 4, True),
-        ({"SP": "3"}, 2, False),
-    ],
-)
-def test_the_sizes_of_the_mesh_multiply_to_the_world(sizes, world, fits):
-    variables = {f"PARALLELISM_CONFIG_{name}_SIZE": size for name, size in sizes.items()} | {"WORLD_SIZE": str(world)}
-    if fits:
-        require_parallelism_fits(variables)
-    else:
-        with refused(StrategyError, world):
-            require_parallelism_fits(variables)

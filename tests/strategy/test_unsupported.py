@@ -69,17 +69,6 @@ REFUSED = {
     ),
 }
 BEFORE_ACCELERATE = {
-    "tensor next to FSDP": (sized("tp", 4), "parallelism_config_tp_size: `4`: tensor parallelism", "torchtitan"),
-    "tensor and rows": (
-        {**DDP, "parallelism_config": {"parallelism_config_tp_size": 4, "parallelism_config_sp_size": 2}},
-        "parallelism_config_tp_size: `4`: tensor parallelism",
-        "fsdp2_tensor_parallel.yaml",
-    ),
-    "tensor of some of the processes": (
-        {**DDP, "parallelism_config": {"parallelism_config_tp_size": 3}},
-        "parallelism_config_tp_size: `3` on 4 processes is not supported",
-        "tensor_parallel.yaml",
-    ),
     "pipeline": (sized("pp"), "parallelism_config.parallelism_config_pp_size: `2`: pipeline parallelism", "nanotron"),
     "expert": (sized("ep"), "parallelism_config.parallelism_config_ep_size: `2`: expert parallelism", "DeepSpeed-MoE"),
     "no such size": (sized("xp"), "`2`: such a size is not supported: Accelerate does not know it", "Remove it"),

@@ -82,9 +82,34 @@ def test_accelerate_still_runs_nothing_distributed_on_cpus_but_ddp(group, no_sta
     assert "MULTI_CPU" not in sharded.partition("]")[0]
 
 
-def plugin_of(**settings) -> SimpleNamespace:
-    plugin = SimpleNamespace(fsdp_version=2, **settings)
-    return SimpleNamespace(is_fsdp2=True, state=SimpleNamespace(fsdp_plugin=plugin, _mixed_precision="bf16"))
+def fsdp2(*, precision: str = "bf16", **settings) -> SimpleNamespace:
+    """Return an accelerator under FSDP2 with these settings of its plugin."""
+    state = SimpleNamespace(fsdp_plugin=SimpleNamespace(**settings), _mixed_precision=precision)
+    return SimpleNamespace(is_fsdp2=True, mixed_precision=precision, state=state)
+
+
+def deepspeed(zero: dict) -> SimpleNamespace:
+    """Return an accelerator under DeepSpeed with this section of its config."""
+    plugin = SimpleNamespace(deepspeed_config={"zero_optimization": zero})
+    return SimpleNamespace(is_fsdp2=False, state=SimpleNamespace(deepspeed_plugin=plugin))
+
+
+ELSEWHERE = SimpleNamespace(is_fsdp2=False, mixed_precision="bf16", state=SimpleNamespace())
+
+
+@pytest.mark.parametrize("accelerator", [ELSEWHERE, fsdp2(precision="no", forward_prefetch=False)])
+def test_models_that_need_no_workaround_are_left_alone(accelerator):
+    model = towers().to(torch.bfloat16)
+    before = dict(model.__dict__)
+    widen_unfilled_parameters(accelerator, model)
+    prefetch_fsdp2_layers(accelerator, model)
+    complete_zero_config(accelerator, model)
+    reduce_zero_buckets_in_place(accelerator)
+    drop_not_yet_unfrozen_from_zero_norm(model)
+    keep_ddp_buffers_local(model)
+    assert model.__dict__ == before
+    assert {each.dtype for each in model.parameters()} == {torch.bfloat16}
+    assert not any(unit.asks_for for unit in model.modules() if isinstance(unit, Unit))
 
 
 def test_accelerate_still_takes_a_buffer_for_a_dtensor(group):
@@ -97,7 +122,7 @@ def test_accelerate_still_takes_a_buffer_for_a_dtensor(group):
 
 def test_saved_buffers_are_hidden_from_accelerate_only_meanwhile(group):
     model = nn.BatchNorm1d(2)
-    with broadcast_rank_0_buffers(plugin_of(cpu_ram_efficient_loading=True), model):
+    with broadcast_rank_0_buffers(fsdp2(cpu_ram_efficient_loading=True), model):
         assert sorted(model.state_dict()) == ["bias", "weight"]
     assert sorted(model.state_dict()) == ["bias", "num_batches_tracked", "running_mean", "running_var", "weight"]
     assert model.track_running_stats
@@ -109,7 +134,7 @@ def test_accelerate_still_makes_float32_copies_under_mixed_precision():
 
 
 def test_mixed_precision_is_off_only_while_a_model_is_prepared():
-    accelerator = plugin_of()
+    accelerator = fsdp2()
     with keep_bf16_parameters(accelerator, is_wanted=False):
         assert accelerator.state._mixed_precision == "bf16"
     with pytest.raises(OSError), keep_bf16_parameters(accelerator, is_wanted=True):
@@ -119,7 +144,7 @@ def test_mixed_precision_is_off_only_while_a_model_is_prepared():
 
 
 def test_a_package_without_the_internals_is_refused_by_its_version():
-    accelerator = plugin_of()
+    accelerator = fsdp2()
     del accelerator.state._mixed_precision
     with pytest.raises(StrategyError, match=r"accelerate .* is not supported yet: .*_mixed_precision is missing"):
         keep_bf16_parameters(accelerator, is_wanted=True).__enter__()
@@ -172,34 +197,13 @@ def test_ddp_still_sends_buffers_before_every_forward_pass_and_is_kept_from_it(g
     assert num_sent_buffers(model, monkeypatch) == 0
 
 
-def test_the_buffers_of_other_models_are_left_alone():
-    model = nn.Linear(1, 1)
-    keep_ddp_buffers_local(model)
-    assert not hasattr(model, "broadcast_buffers")
-
-
-def accelerator_with(precision: str, *, fsdp_version: int = 2) -> SimpleNamespace:
-    plugin = SimpleNamespace(fsdp_version=fsdp_version)
-    state = SimpleNamespace(fsdp_plugin=plugin)
-    return SimpleNamespace(is_fsdp2=fsdp_version == 2, mixed_precision=precision, state=state)
-
-
 def test_trained_parameters_without_values_are_float32_before_accelerate_casts_them():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).to(torch.bfloat16)
     model[0].requires_grad_(False)
     parameters = list(model.parameters())
-    widen_unfilled_parameters(accelerator_with("bf16"), model)
+    widen_unfilled_parameters(fsdp2(), model)
     assert [each.dtype for each in model.parameters()] == [torch.bfloat16] * 2 + [torch.float32] * 2
-    assert all(
-        one is other for one, other in zip(parameters, model.parameters(), strict=True)
-    )  # the optimizer has them
-
-
-@pytest.mark.parametrize(("precision", "fsdp_version"), [("no", 2), ("bf16", 1)])
-def test_parameters_are_not_widened_if_accelerate_does_not_cast(precision, fsdp_version):
-    model = nn.Linear(2, 2).to(torch.bfloat16)
-    widen_unfilled_parameters(accelerator_with(precision, fsdp_version=fsdp_version), model)
-    assert {each.dtype for each in model.parameters()} == {torch.bfloat16}
+    assert all(map(lambda one, other: one is other, parameters, model.parameters()))  # the optimizer has them
 
 
 def test_transformers_still_reads_from_global_state_how_to_load():
@@ -263,29 +267,12 @@ def towers():
     return model
 
 
-def told(*, is_fsdp2, prefetches):
-    plugin = None if prefetches is None else SimpleNamespace(forward_prefetch=prefetches)
-    return SimpleNamespace(is_fsdp2=is_fsdp2, state=SimpleNamespace(fsdp_plugin=plugin))
-
-
 def test_each_layer_asks_for_the_next_of_its_list():
     model = towers()
-    prefetch_fsdp2_layers(told(is_fsdp2=True, prefetches=True), model)
+    prefetch_fsdp2_layers(fsdp2(forward_prefetch=True), model)
     assert model.vision[0].asks_for == [id(model.vision[1])]
     assert model.layers[0].asks_for == [id(model.layers[2])]
     assert not any(unit.asks_for for unit in (model.vision[1], model.layers[2], model.head))
-
-
-@pytest.mark.parametrize(("is_fsdp2", "prefetches"), [(True, False), (True, None), (False, True), (False, None)])
-def test_fsdp2_layers_prefetch_nothing_unless_enabled(is_fsdp2, prefetches):
-    model = towers()
-    prefetch_fsdp2_layers(told(is_fsdp2=is_fsdp2, prefetches=prefetches), model)
-    assert not any(unit.asks_for for unit in model.modules() if isinstance(unit, Unit))
-
-
-def accelerator_of(zero: dict | None) -> SimpleNamespace:
-    plugin = None if zero is None else SimpleNamespace(deepspeed_config={"zero_optimization": zero})
-    return SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin))
 
 
 def model_of(width: int) -> nn.Module:
@@ -310,7 +297,7 @@ def test_stage_3_prefetches_nearly_a_bucket_and_keeps_vectors_unsharded():
 
 def test_missing_and_auto_settings_are_set_and_written_ones_kept():
     zero = {"stage": 3, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": 7}
-    complete_zero_config(accelerator_of(zero), model_of(4))
+    complete_zero_config(deepspeed(zero), model_of(4))
     assert zero == {
         "stage": 3,
         "overlap_comm": True,
@@ -324,17 +311,13 @@ def test_missing_and_auto_settings_are_set_and_written_ones_kept():
 @pytest.mark.parametrize("written", [{}, {"overlap_comm": False}])
 def test_zero_reduces_during_the_backward_pass_unless_the_config_turns_it_off(stage, written):
     zero = {"stage": stage, **written}
-    complete_zero_config(accelerator_of(zero), model_of(4))
+    complete_zero_config(deepspeed(zero), model_of(4))
     assert zero["overlap_comm"] is not bool(written)
-
-
-def test_without_deepspeed_nothing_is_filled_in():
-    complete_zero_config(accelerator_of(None), model_of(4))
 
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_zero_reduces_its_buckets_in_place(stage):
-    accelerator = accelerator_of({"stage": stage, "overlap_comm": True, "contiguous_gradients": True})
+    accelerator = deepspeed({"stage": stage, "overlap_comm": True, "contiguous_gradients": True})
     reduce_zero_buckets_in_place(accelerator)
     config = accelerator.state.deepspeed_plugin.deepspeed_config
     assert (config["zero_optimization"]["reduce_scatter"], config["prescale_gradients"]) == (False, True)
@@ -351,7 +334,7 @@ def test_zero_reduces_its_buckets_in_place(stage):
     ],
 )
 def test_a_config_with_its_own_gradient_reduction_is_unchanged(zero):
-    accelerator = accelerator_of(dict(zero))
+    accelerator = deepspeed(dict(zero))
     reduce_zero_buckets_in_place(accelerator)
     assert accelerator.state.deepspeed_plugin.deepspeed_config == {"zero_optimization": zero}
 
@@ -376,10 +359,6 @@ def test_a_waiting_groups_gradients_are_zero_before_the_norm_is_taken(others, no
     engine = Engine(**others)
     drop_not_yet_unfrozen_from_zero_norm(engine)
     assert engine.optimizer.step() == norm
-
-
-def test_other_models_are_left_alone():
-    drop_not_yet_unfrozen_from_zero_norm(nn.Linear(1, 1))
 
 
 def test_gradients_that_lie_elsewhere_are_refused():

@@ -83,24 +83,21 @@ def rates(section, num_steps):
     return [round(schedule.learning_rate(step), 4) for step in range(num_steps)]
 
 
-def test_the_linear_schedule_rises_and_falls_in_straight_lines():
-    assert rates(ScheduleSection(name="linear", warmup_steps=2), 6) == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
+WARM = "warmup_stable_decay"
 
 
-def test_the_cosine_schedule_is_at_half_in_the_middle():
-    falling = rates(ScheduleSection(name="cosine"), 8)
-    assert falling[0] == 1.0
-    assert falling[4] == 0.5
-    assert falling[6] == pytest.approx(0.5 * (1 + math.cos(math.pi * 6 / 8)), abs=1e-4)
-
-
-def test_warmup_stable_decay_holds_the_peak_until_the_last_fifth():
-    section = ScheduleSection(name="warmup_stable_decay", warmup_fraction=0.1, decay_fraction=0.2)
-    assert rates(section, 10) == [1.0] * 9 + [0.5]
-
-
-def test_constant_stays_after_its_warmup():
-    assert rates(ScheduleSection(name="constant", warmup_steps=4), 6) == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [
+        ({"name": "linear", "warmup_steps": 2}, [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]),
+        ({"name": "cosine"}, [round(0.5 * (1 + math.cos(math.pi * step / 8)), 4) for step in range(8)]),
+        ({"name": WARM, "warmup_fraction": 0.1, "decay_fraction": 0.2}, [1.0] * 9 + [0.5]),
+        ({"name": "constant", "warmup_steps": 4}, [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]),
+    ],
+    ids=["linear", "cosine", WARM, "constant"],
+)
+def test_a_schedule_has_its_shape(section, expected):
+    assert rates(ScheduleSection(**section), len(expected)) == expected
 
 
 def test_the_schedule_ends_at_its_final_fraction():

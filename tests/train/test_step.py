@@ -420,20 +420,6 @@ def test_no_count_is_started_that_may_never_be_awaited(log):
     assert "count 8" not in log
 
 
-@pytest.mark.parametrize("settings", [{"stop_after_steps": 3}, {"evaluate_due": Cadence(3, 8)}, {"num_steps": 4}])
-def test_saves_and_evaluations_come_before_the_count_of_the_next_step(log, settings):
-    run(log, **settings)
-    assert log.index("count 2") < log.index("backward 1")
-    assert log.index("backward 3") == len(log) - 1
-    if "num_steps" not in settings:
-        assert log.index("backward 2") < log.index("count 3")
-
-
-def test_the_next_step_is_not_counted_early_after_a_request_that_ends_the_step(log):
-    run(log, counts_ahead=False)
-    assert log[5:10] == ["fetch 1", "count 1", "wait 1", "forward 1", "backward 1"]
-
-
 def test_slow_steps_are_counted_at_their_start_so_that_a_stop_takes_effect_immediately(log, monkeypatch):
     monkeypatch.setattr(steps, "SLOW_SECONDS", -1.0)
     run(log, counts=SLOW)

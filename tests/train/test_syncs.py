@@ -206,7 +206,7 @@ def accelerator_of(device: str, kind: str, *, precision: str = "fp32") -> Iterat
         )
         try:
             with strategy.accelerator_context(timeout=timedelta(minutes=1)):
-                yield Accelerator(mixed_precision=ARITHMETIC[precision].mixed_precision, **strategy.plugin().arguments)
+                yield Accelerator(mixed_precision=ARITHMETIC[precision].mixed_precision, **strategy.plugin())
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()

@@ -1,6 +1,5 @@
-"""Lists a run's checkpoints and their problems, down to damaged tensors. Needs neither torch nor ranks."""
+"""Lists a run's checkpoints and their problems. Needs neither torch nor ranks."""
 
-import hashlib
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,38 +18,9 @@ from finetune.checkpoint.format.manifest import (
     read_metadata,
 )
 from finetune.errors import CheckpointError, UserError
-from finetune.runtime.files.read import open_regular, parse_json, read_regular
+from finetune.runtime.files.read import read_regular
 from finetune.runtime.progress import parse_progress
 from finetune.runtime.run_folder import CHECKPOINTS_FOLDER
-
-_BLOCK_BYTES = 8 << 20
-_MAX_HEADER_BYTES = 100_000_000  # of the safetensors format
-
-
-def damaged_tensors(path: Path, entries: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Return the names of the tensors whose values differ from the saved ones.
-
-    `entries` are the index entries of the tensors in the file. All count as damaged if the file cannot be read as
-    safetensors, none if only the text of the header differs.
-    """
-    try:
-        with open_regular(path) as file:
-            header_bytes = int.from_bytes(file.read(8), "little")
-            header: dict[str, Any] = parse_json(file.read(min(header_bytes, _MAX_HEADER_BYTES)))
-            damaged = []
-            for name, entry in entries.items():
-                first, last = header[name]["data_offsets"]
-                digest, missing = hashlib.sha256(), last - first
-                file.seek(8 + header_bytes + first)
-                while missing > 0 and (block := file.read(min(missing, _BLOCK_BYTES))):
-                    digest.update(block)
-                    missing -= len(block)
-                if digest.hexdigest() != entry["sha256"]:
-                    damaged.append(name)
-            return damaged
-    except (OSError, ValueError, KeyError, TypeError, OverflowError, MemoryError):
-        return list(entries)
-
 
 LEFTOVERS = {
     ".bad-": "failed verification and was renamed",
@@ -71,15 +41,6 @@ class RunLocation:
     run: Path
     checkpoints: Path
     chosen: Path | None
-
-
-@dataclass(frozen=True)
-class BadFile:
-    """A file of a checkpoint that does not match its manifest, and the tensors in it that are damaged."""
-
-    name: str  # relative to the checkpoint
-    problem: str  # a sentence that names the file
-    tensors: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -112,12 +73,12 @@ class CheckpointEntry:
         except (OSError, ValueError):
             return {}
 
-    def bad_files(self, *, read_all: bool) -> tuple[BadFile, ...]:
+    def file_problems(self, *, read_all: bool) -> list[str]:
         """Return the files that are missing or have another size, and with `read_all` those with another digest.
 
         The JSON files are small and always read.
         """
-        bad = []
+        problems = []
         expected = self.manifest.files if self.manifest else {}
         for name in sorted(expected):
             path, reads = self.path / name, read_all or name in layout.METADATA_FILES
@@ -126,10 +87,8 @@ class CheckpointEntry:
                 problem = first_file_problem(self.path, expected, [name]) if reads or not has_size else None
             except OSError as error:
                 problem = f"{name} cannot be read: {error.strerror}"
-            if problem:
-                inside = {stored: each for stored, each in self.index.items() if each.get("file") == name}
-                bad.append(BadFile(name, problem, tuple(damaged_tensors(path, inside))))
-        return tuple(bad)
+            problems += [problem] if problem else []
+        return problems
 
 
 @dataclass(frozen=True)
@@ -200,13 +159,9 @@ def read_entry(path: Path) -> CheckpointEntry:
     return CheckpointEntry(path, manifest, None)
 
 
-def find_problems(entry: CheckpointEntry, *, read_all: bool) -> tuple[tuple[str, ...], tuple[BadFile, ...]]:
-    """Return all problems of a checkpoint, as sentences, and its bad files.
-
-    Reads every file with `read_all`, else only the JSON files.
-    """
-    bad = entry.bad_files(read_all=read_all)
-    problems = [entry.problem, *(file.problem for file in bad)]
+def find_problems(entry: CheckpointEntry, *, read_all: bool) -> tuple[str, ...]:
+    """Return all problems of a checkpoint, as sentences; reads every file with `read_all`, else only the JSON files."""
+    problems = [entry.problem, *entry.file_problems(read_all=read_all)]
     if not any(problems) and entry.manifest is not None:
         try:
             index = read_metadata(entry.path, entry.manifest).index
@@ -214,7 +169,7 @@ def find_problems(entry: CheckpointEntry, *, read_all: bool) -> tuple[tuple[str,
             problems.append(next(filter(None, headers), None))
         except CheckpointError as error:
             problems.append(str(error).removeprefix(f"{entry.path}: "))
-    return tuple(problem for problem in problems if problem), bad
+    return tuple(problem for problem in problems if problem)
 
 
 def read_entries(checkpoints: Path) -> list[CheckpointEntry]:

@@ -17,7 +17,6 @@ from finetune.strategy.environment import (
     engine_in_file,
     fsdp1_in_file,
     may_split_layers,
-    uneven_groups,
     unsupported_in_file,
 )
 
@@ -205,7 +204,7 @@ def _problems(file: AccelerateFile) -> Iterator[tuple[str, str]]:
     if total % rows:
         yield f"parallelism_config.{_SEQUENCE}", f"{rows} does not divide the {total} processes. Write a divisor."
     if total % layers:
-        yield f"parallelism_config.{_TENSOR}", uneven_groups(layers, total)
+        yield f"parallelism_config.{_TENSOR}", f"{layers} does not divide the {total} processes. Write a divisor."
     elif not may_split_layers(
         layers, world=total, copies=sizes[_COPIES], rows=rows, engine=engine_in_file(file.values)
     ):

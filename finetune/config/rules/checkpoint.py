@@ -7,8 +7,8 @@ from finetune.config.formatting import closest_multiples, did_you_mean, format_l
 from finetune.config.paths import is_url
 from finetune.config.plugins import PLUGIN_PREFIX
 from finetune.config.resume_keys import all_keys_to_match
+from finetune.config.rules.sources import storage_problems
 from finetune.config.run_config import RunConfig
-from finetune.config.schema import node_at
 from finetune.config.sections.checkpoint import NEVER_ALLOWED
 from finetune.errors import Problem
 from finetune.registry.losses import EMBEDDING_LOSSES, PREFERENCE_LOSSES, RERANKING_LOSSES
@@ -36,28 +36,20 @@ def evaluation_metrics(config: RunConfig) -> tuple[str, ...]:
     return task.metrics
 
 
-def evaluation_has_rows(config: RunConfig) -> Iterator[Problem]:
-    """`evaluate` and `data.validation` require each other."""
+def evaluation_fits(config: RunConfig) -> Iterator[Problem]:
+    """There are rows to evaluate, metrics of answers exist, and that of early stopping is measured."""
     validation = config.data.validation
     if config.evaluate is not None and validation is None:
         yield Problem("evaluate", "there are no validation rows. Add `data.validation`, or remove `evaluate`.")
     if config.evaluate is None and validation is not None:
         message = "these rows are never evaluated. Add `evaluate: {}` to evaluate at the end, or remove them."
         yield Problem("data.validation", message)
-
-
-def generation_metrics_are_known(config: RunConfig) -> Iterator[Problem]:
-    """A generation metric is built in or a function."""
     generate = config.evaluate.generate if config.evaluate else None
     for index, name in enumerate(generate.metrics if generate else ()):
         known = [entry.name for entry in METRICS if entry.is_of_answers]
         if name not in known and not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", name):
             hint = did_you_mean(name, known) or f"Write {format_list(known)} or `package.module:function`."
             yield Problem(f"evaluate.generate.metrics.{index}", f"the metric `{name}` does not exist. {hint}")
-
-
-def early_stopping_has_its_metric(config: RunConfig) -> Iterator[Problem]:
-    """Early stopping has evaluations during training that measure its metric, and the right goal."""
     stopping = config.train.early_stopping
     if stopping is not None:
         key = "train.early_stopping"
@@ -105,9 +97,7 @@ def kept_checkpoints_are_written(config: RunConfig) -> Iterator[Problem]:
         yield Problem("checkpoint.keep_every_steps", message)
     if best is None:
         if config.export.checkpoint == "best":
-            message = (
-                "no checkpoint is kept for being the best. Add `checkpoint.keep_best`, with the metric that decides."
-            )
+            message = "no checkpoint is kept for being the best. Add `checkpoint.keep_best` with its metric."
             yield Problem("export.checkpoint", message)
         return
     if every is None:
@@ -129,14 +119,12 @@ def allow_changes_names_refused_keys(config: RunConfig) -> Iterator[Problem]:
         key = f"checkpoint.allow_changes.{index}"
         if name in NEVER_ALLOWED:
             yield Problem(key, f"`{name}` cannot be allowed: {NEVER_ALLOWED[name]}. Remove it.")
-        elif name.startswith(PLUGIN_PREFIX):  # the digest of a plugin, perhaps of one that the job no longer has
-            continue
-        elif name not in can and node_at(name) is None:
-            hint = did_you_mean(name, can) or "Use dotted keys, such as `train.learning_rate`."
-            yield Problem(key, f"the key `{name}` does not exist. {hint}")
-        elif name not in can:
+        elif name not in can and not name.startswith(PLUGIN_PREFIX):  # perhaps of a plugin that the job no longer has
             inside = [other for other in can if other.startswith(f"{name}.")]
-            hint = f"List its keys one by one: {format_list(inside)}." if inside else "It may differ anyway. Remove it."
+            hint = (
+                did_you_mean(name, can) or "Only keys that a resume refuses are listed, such as `train.learning_rate`."
+            )
+            hint = f"List its keys one by one: {format_list(inside)}." if inside else hint
             yield Problem(key, f"`{name}` is not a key that a resume refuses. {hint}")
 
 
@@ -145,27 +133,16 @@ def run_url_is_supported(config: RunConfig) -> Iterator[Problem]:
     folder, resume = config.run.folder, config.checkpoint.resume
     if is_url(folder):
         scheme, _, rest = folder.partition("://")
-        if scheme == "file":
-            yield Problem("run.folder", f"write a folder on this machine without `file://`: `{rest}`.")
-        elif scheme not in SCHEMES:
-            hint = did_you_mean(scheme, SCHEMES) or f"Supported: {format_list(SCHEMES[:-1])}."
-            yield Problem("run.folder", f"the storage `{scheme}://` is not supported. {hint}")
-        elif "/" not in rest.strip("/"):
+        yield from storage_problems("run.folder", folder, schemes=SCHEMES)
+        if scheme in SCHEMES and "/" not in rest.strip("/"):
             yield Problem("run.folder", f"`{folder}` is a whole bucket. Name a folder in it: `{scheme}://BUCKET/NAME`.")
-        elif "@" in rest:
-            yield Problem("run.folder", "secrets do not belong in a job file. Use the storage's environment variables.")
     if is_url(resume):
-        message = (
-            "a checkpoint at a URL cannot be resumed directly. Copy it to a folder, or set `run.folder` to "
-            "its run's URL."
-        )
+        message = "a checkpoint at a URL cannot be resumed. Copy it to a folder, or set `run.folder` to its run's URL."
         yield Problem("checkpoint.resume", message)
 
 
 RULES = (
-    evaluation_has_rows,
-    generation_metrics_are_known,
-    early_stopping_has_its_metric,
+    evaluation_fits,
     kept_checkpoints_are_written,
     allow_changes_names_refused_keys,
     run_url_is_supported,

@@ -1,6 +1,6 @@
 """Rules of `data:` other than its sources: formats, columns, templates, images, batching and mixes."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from finetune.config.formatting import did_you_mean, format_list
@@ -8,7 +8,6 @@ from finetune.config.paths import is_path
 from finetune.config.rules.model import adapter_of
 from finetune.config.rules.sources import row_sources, source_sections
 from finetune.config.run_config import RunConfig
-from finetune.config.section import is_written
 from finetune.config.sections.data import TrainedSourceSection
 from finetune.errors import Problem
 from finetune.registry.formats import FORMATS, TEMPLATES
@@ -26,7 +25,7 @@ RESERVED_TEMPLATE_ARGUMENTS = ("messages", "conversations", "tools", "add_genera
 
 
 def chat_template_is_usable(config: RunConfig) -> Iterator[Problem]:
-    """A chat template is built in or a file, and its arguments do not replace those from the row."""
+    """A chat template is built in or a file, with arguments of its own; only some tasks choose among turns."""
     for name in config.data.chat_template_arguments or {}:
         if name in RESERVED_TEMPLATE_ARGUMENTS:
             instead = "Rows have a column `tools`." if name == "tools" else "Remove it."
@@ -40,10 +39,6 @@ def chat_template_is_usable(config: RunConfig) -> Iterator[Problem]:
             f"the template `{template}` does not exist. {hint} For a file, begin with `.`, `/` or `~`: `./{template}`."
         )
         yield Problem("data.chat_template", message)
-
-
-def reasoning_is_a_choice(config: RunConfig) -> Iterator[Problem]:
-    """Reasoning can be excluded from the targets only by tasks that choose their targets among turns."""
     key, data = "data.train_on_reasoning", config.data
     if data.train_on_reasoning:
         return
@@ -57,12 +52,6 @@ def reasoning_is_a_choice(config: RunConfig) -> Iterator[Problem]:
 _CHAT_COLUMNS = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")
 """The columns whose template may be a list of turns."""
 
-_FORMAT_ADVICE: Mapping[str, str] = {
-    "preference": "To train on the chosen answer: `prompt_completion`, `columns: {completion: chosen}`",
-    "labelled": "To train the model to write the label: `prompt_completion`, `template: {prompt: '{{ text }}', "
-    "completion: '{{ label }}'}`",
-}
-
 
 def format_fits_task(config: RunConfig) -> Iterator[Problem]:
     """Each task reads the formats that fit it."""
@@ -75,8 +64,7 @@ def format_fits_task(config: RunConfig) -> Iterator[Problem]:
         others = [entry.name for entry in TASKS if form in entry.formats]
         what = "`text` has no turns for" if form == "text" else f"`{form}` does not fit"
         instead = [f"Write {format_list(fitting, last='or')}", *(f"`task.name: {name}`" for name in others)]
-        hint = _FORMAT_ADVICE.get(form) if task == "sft" else None
-        yield Problem(f"{key}.format", f"{what} `task.name: {task}`. {hint or ', or '.join(instead)}.")
+        yield Problem(f"{key}.format", f"{what} `task.name: {task}`. {', or '.join(instead)}.")
 
 
 def columns_are_known(config: RunConfig) -> Iterator[Problem]:
@@ -94,11 +82,7 @@ def columns_are_known(config: RunConfig) -> Iterator[Problem]:
                         hint = f"The format's name goes first: `{yours}: {column}`."
                     yield Problem(f"{key}.{where}.{column}", f"the column `{column}` does not exist in {who}. {hint}")
                 elif isinstance(yours, tuple) and column not in [form.joined for form in forms]:
-                    message = "To join columns, write a `template`."
-                    if config.task.name == "text_classification" and column == "text" and len(yours) == 2:
-                        both = f"{{text: {yours[0]}, text_pair: {yours[1]}}}"
-                        message = f"The second of two texts is `text_pair`: `{both}`."
-                    message = f"`[{', '.join(map(str, yours))}]` is a list. {message}"
+                    message = f"`[{', '.join(map(str, yours))}]` is a list. To join columns, write a `template`."
                     yield Problem(f"{key}.columns.{column}", message)
 
 
@@ -108,9 +92,8 @@ def templates_can_be_read(config: RunConfig) -> Iterator[Problem]:
         for column, written in source.template.items():
             template_key = f"{key}.template.{column}"
             if column in source.columns:
-                yield Problem(
-                    template_key, f"the column is already mapped by `{key}.columns.{column}`. Keep only one of them."
-                )
+                message = f"the column is already mapped by `{key}.columns.{column}`. Keep only one of them."
+                yield Problem(template_key, message)
             yield from _template_problems(template_key, written, column=column)
 
 
@@ -120,10 +103,8 @@ def _template_problems(key: str, written: Any, *, column: str) -> Iterator[Probl
     elif column not in _CHAT_COLUMNS:
         yield Problem(key, "the template of this column must be one text. Write a text instead of a list.")
     elif not isinstance(written, list) or not all(isinstance(turn, dict) for turn in written):
-        yield Problem(
-            key,
-            "a template of turns must be a list of `{role: ..., content: ...}`, or one text that renders to JSON.",
-        )
+        message = "a template of turns must be a list of `{role: ..., content: ...}`, or one text that renders to JSON."
+        yield Problem(key, message)
     else:
         texts = ((number, name, text) for number, turn in enumerate(written) for name, text in turn.items())
         for number, name, text in texts:
@@ -138,24 +119,14 @@ def _syntax_problems(key: str, text: str) -> Iterator[Problem]:
         yield Problem(key, f"not valid Jinja in line {error.lineno} of the text: {error.message}")
 
 
-def image_keys_fit(config: RunConfig) -> Iterator[Problem]:
-    """The image size is set once, images are cropped in one way, and ranges are ascending."""
+def images_fit(config: RunConfig) -> Iterator[Problem]:
+    """Ranges ascend, and mixup and CutMix have random access to other images, which a stream does not have."""
     images = config.data.images
-    if images.size is not None and is_written(config, "model.image_processor.size"):
-        message = "the size is already set by `model.image_processor.size`. Keep only one of them."
-        yield Problem("data.images.size", message)
-    if images.crop_scale and images.crop_padding:
-        message = "the crop is already set by `data.images.crop_scale`. Keep only one of them."
-        yield Problem("data.images.crop_padding", message)
     if images.crop_scale and images.crop_scale[0] > images.crop_scale[1]:
         low, high = sorted(images.crop_scale)
         yield Problem("data.images.crop_scale", f"the range is descending. Write `[{low}, {high}]`.")
     if images.min_pixels and images.max_pixels and images.min_pixels > images.max_pixels:
         yield Problem("data.images.min_pixels", "it is greater than `data.images.max_pixels`. Swap them.")
-
-
-def mixup_needs_stored_images(config: RunConfig) -> Iterator[Problem]:
-    """Mixup and CutMix need random access to other images, which a stream does not have."""
     images = config.data.images
     for key, source in source_sections(config):
         if isinstance(source, TrainedSourceSection) and source.stream is not None:
@@ -189,25 +160,36 @@ MIX_MEASURES = ("weight", "rows", "epochs")
 """Ways to give the amount of a source in a mix."""
 
 
-def longest_sample_fits_the_batch(config: RunConfig) -> Iterator[Problem]:
-    """A pack or batch can hold the longest sample, and a batch by tokens a source and its target."""
+def mix_is_consistent(config: RunConfig) -> Iterator[Problem]:
+    """All sources of a mix give their amount by the same key; `rows` needs positions of one row each."""
+    first = None
+    for number, source in enumerate(config.data.train.mix):
+        key = f"data.train.mix.{number}"
+        written = [name for name in MIX_MEASURES if getattr(source, name) is not None]
+        first = first or (written[0] if written else None)
+        if not written:
+            message = f"the amount in the mix is missing. Write one of {format_list(MIX_MEASURES, last='or')}."
+            yield Problem(key, message)
+        for name in written:
+            if name != first:
+                message = f"the other sources of `data.train.mix` use `{first}`. Use the same key in every source."
+                yield Problem(f"{key}.{name}", message)
+        if source.rows is not None and (by := config.data.batching.by) != "samples":
+            message = f"with `data.batching.by: {by}` one position holds several rows. Use `epochs` or `weight`."
+            yield Problem(f"{key}.rows", message)
+
+
+def batches_hold_samples(config: RunConfig) -> Iterator[Problem]:
+    """A pack or batch holds the longest sample, and a microbatch one batch by tokens; a window is sorted in memory."""
+    steps, batch = config.data.batching.num_sorted_steps, config.train.global_batch_size
+    if steps > 1 and steps * batch > MAX_WINDOW:
+        most = max(1, MAX_WINDOW // batch)
+        message = f"{steps:,} steps of {batch:,} samples are too many to sort at once. Write at most {most:,}."
+        yield Problem("data.batching.length_window_steps", message)
     tokens, longest = config.data.batching.tokens, config.data.max_length
     if tokens is not None and longest is not None and tokens < longest:
-        yield Problem(
-            "data.batching.tokens",
-            f"a sample of `data.max_length` ({longest}) tokens does not fit into {tokens}. Write at least {longest}.",
-        )
-    has_targets = TASKS[config.task.name].sample == "source_and_target"
-    if not has_targets or longest is None or config.data.batching.by != "tokens":
-        return
-    both = longest + (config.task.seq2seq.max_target_length or longest)
-    if (tokens or 0) < both:
-        message = f"the longest source and the longest target have {both} tokens together. Write at least that many."
+        message = f"a sample of `data.max_length` ({longest}) tokens does not fit. Write at least {longest}."
         yield Problem("data.batching.tokens", message)
-
-
-def batch_by_tokens_is_a_microbatch(config: RunConfig) -> Iterator[Problem]:
-    """With batches by tokens, a microbatch is one batch: two would be padded to the longer one."""
     if config.data.batching.by != "tokens":
         return
     evaluated = config.evaluate.microbatch_size if config.evaluate else None
@@ -215,44 +197,11 @@ def batch_by_tokens_is_a_microbatch(config: RunConfig) -> Iterator[Problem]:
         if size not in (None, 1):
             message = "with `data.batching.by: tokens` one position is a whole batch. Write 1."
             yield Problem(f"{section}.microbatch_size", message)
-
-
-def mix_is_consistent(config: RunConfig) -> Iterator[Problem]:
-    """A mix replaces a single source, and all of its sources give their amount by the same key.
-
-    `rows` needs batches in which one position is one row.
-    """
-    train, first = config.data.train, None
-    for name in ("path", "name"):
-        if train.mix and getattr(train, name) is not None:
-            yield Problem(
-                f"data.train.{name}", "the rows are already given by `data.train.mix`. Keep only one of them."
-            )
-    for number, source in enumerate(train.mix):
-        key = f"data.train.mix.{number}"
-        written = [name for name in MIX_MEASURES if getattr(source, name) is not None]
-        first = first or (written[0] if written else None)
-        if not written:
-            yield Problem(
-                key, f"the amount in the mix is missing. Write one of {format_list(MIX_MEASURES, last='or')}."
-            )
-        for name in written:
-            if name != first:
-                message = f"the other sources of `data.train.mix` use `{first}`. Use the same key in every source."
-                yield Problem(f"{key}.{name}", message)
-    for number, source in enumerate(train.mix):
-        if source.rows is not None and (by := config.data.batching.by) != "samples":
-            message = f"with `data.batching.by: {by}` one position holds several rows. Use `epochs` or `weight`."
-            yield Problem(f"data.train.mix.{number}.rows", message)
-
-
-def window_can_be_sorted(config: RunConfig) -> Iterator[Problem]:
-    """The lengths of a window are sorted in memory."""
-    steps, batch = config.data.batching.num_sorted_steps, config.train.global_batch_size
-    if steps > 1 and steps * batch > MAX_WINDOW:
-        most = max(1, MAX_WINDOW // batch)
-        message = f"{steps:,} steps of {batch:,} samples are too many to sort at once. Write at most {most:,}."
-        yield Problem("data.batching.length_window_steps", message)
+    if TASKS[config.task.name].sample == "source_and_target" and longest is not None:
+        both = longest + (config.task.seq2seq.max_target_length or longest)
+        if (tokens or 0) < both:
+            message = f"the longest source and the longest target have {both} tokens. Write at least that many."
+            yield Problem("data.batching.tokens", message)
 
 
 RULES = (
@@ -260,12 +209,8 @@ RULES = (
     columns_are_known,
     templates_can_be_read,
     chat_template_is_usable,
-    reasoning_is_a_choice,
-    window_can_be_sorted,
-    longest_sample_fits_the_batch,
-    batch_by_tokens_is_a_microbatch,
+    batches_hold_samples,
     mix_is_consistent,
-    image_keys_fit,
-    mixup_needs_stored_images,
+    images_fit,
     microbatch_holds_whole_batch_norm_groups,
 )

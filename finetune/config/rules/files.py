@@ -9,7 +9,7 @@ import os
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from enum import Enum
 from itertools import islice
 from pathlib import Path
 
@@ -45,8 +45,14 @@ def first_matches(pattern: Path) -> list[Path] | None:
     return found[0] if found else None
 
 
-Named = Iterator[tuple[str, str]]
-"""Keys, with the path that each names."""
+class _Use(Enum):
+    """What a path of the job is for, and what it has to be."""
+
+    ROWS = "file"
+    MODEL = "folder"  # or the name of a model
+    TEMPLATE = "template file"
+    CHECKPOINT = "checkpoint"
+    RUN = "run folder"
 
 
 def file_problems(
@@ -58,127 +64,109 @@ def file_problems(
     another machine and are not checked.
     """
     problems: list[Problem] = []
-    checks: tuple[tuple[Callable[[RunConfig], Named], Callable[[str, str], Iterator[Problem]]], ...] = (
-        (_row_files, _row_file_problems),
-        (_model_names, partial(_model_folder_problems, folder=folder)),
-        (_template_file, _template_problems),
-        (_checkpoint_folder, _checkpoint_problems),
-        (_run_folder, _run_folder_problems),
-    )
-    for named, check in checks:
+    for named in _NAMED:
         try:
-            for key, path in named(config):
+            for use, key, path in named(config):
                 if any(Path(path).is_relative_to(other) for other in elsewhere):
                     continue
                 try:
-                    problems.extend(check(key, path))
+                    found = _path_problem(use, path, folder=folder)
                 except OSError as error:
-                    message = f"{error.filename or 'it'} cannot be accessed: {error.strerror}."
-                    problems.append(Problem(key, message))
+                    found = f"{error.filename or 'it'} cannot be accessed: {error.strerror}."
+                problems += [Problem(key, found)] if found else []
         except AttributeError:
             if not is_draft:
                 raise
     return problems
 
 
-def read_paths(config: RunConfig) -> Named:
+def read_paths(config: RunConfig) -> Iterator[tuple[str, str]]:
     """Yield the local files and folders that the job reads, with their keys."""
-    yield from (*_row_files(config), *_template_file(config), *_checkpoint_folder(config))
-    yield from ((key, name) for key, name in _model_names(config) if is_path(name))
+    for named in _NAMED:
+        for use, key, path in named(config):
+            if use is not _Use.RUN and (use is not _Use.MODEL or is_path(path)):
+                yield key, path
 
 
-def _row_files(config: RunConfig) -> Named:
+Named = Iterator[tuple[_Use, str, str]]
+"""What is named, by which key, and the path."""
+
+
+def _rows(config: RunConfig) -> Named:
     for key, source in row_sources(config):
         if source.path is not None and not is_url(source.path):
-            yield f"{key}.path", source.path
+            yield _Use.ROWS, f"{key}.path", source.path
 
 
-def _row_file_problems(key: str, written: str) -> Iterator[Problem]:
-    path = Path(written)
-    if path.exists():
-        yield from _permission_problems(key, path)
-    elif glob.has_magic(written):
-        matches = first_matches(path)
-        if matches == []:
-            yield Problem(key, f"no file matches {path}. {_RELATIVE_PATH_HINT}")
-        for match in matches or ():
-            yield from _permission_problems(key, match)
-    else:
-        yield Problem(key, f"the file {path} does not exist. {_RELATIVE_PATH_HINT}")
-
-
-def _model_names(config: RunConfig) -> Named:
+def _model(config: RunConfig) -> Named:
     tokenizer = config.model.tokenizer
     named = {"model.name": config.model.name, "model.tokenizer.name": tokenizer.name if tokenizer else None}
-    yield from ((key, name) for key, name in named.items() if name is not None)
+    yield from ((_Use.MODEL, key, name) for key, name in named.items() if name is not None)
 
 
-def _model_folder_problems(key: str, name: str, *, folder: Path) -> Iterator[Problem]:
-    if advice := gguf_advice(folder / name):
-        yield Problem(key, advice)
-    elif not is_path(name):
-        if (folder / name).is_dir():
-            yield Problem(
-                key, f"`{name}` means a hub model, but a folder with that name exists. For the folder write `./{name}`."
-            )
-    elif not Path(name).exists():
-        yield Problem(key, f"the folder {name} does not exist. {_RELATIVE_PATH_HINT}")
-    elif not Path(name).is_dir():
-        yield Problem(key, f"{name} is a file. Give the folder that contains the model and its config.json.")
-    elif not os.access(name, os.R_OK | os.X_OK):
-        yield Problem(key, f"{name} cannot be read. Check its permissions.")
-
-
-def _template_file(config: RunConfig) -> Named:
+def _template(config: RunConfig) -> Named:
     template = config.data.chat_template
     if template is not None and is_path(template):
-        yield "data.chat_template", template
+        yield _Use.TEMPLATE, "data.chat_template", template
 
 
-def _template_problems(key: str, path: str) -> Iterator[Problem]:
-    if not Path(path).is_file():
-        yield Problem(key, f"the file {path} does not exist. {_RELATIVE_PATH_HINT}")
-    else:
-        yield from _permission_problems(key, Path(path))
-
-
-def _checkpoint_folder(config: RunConfig) -> Named:
+def _checkpoint(config: RunConfig) -> Named:
     resume = config.checkpoint.resume
     if resume not in ("auto", "never") and not is_url(resume):
-        yield "checkpoint.resume", resume
+        yield _Use.CHECKPOINT, "checkpoint.resume", resume
 
 
-def _checkpoint_problems(key: str, folder: str) -> Iterator[Problem]:
-    if not Path(folder).is_dir():
-        message = f"the checkpoint {folder} does not exist. Write `auto`, `never` or the folder of a checkpoint."
-        yield Problem(key, f"{message} {_RELATIVE_PATH_HINT}")
-
-
-def _run_folder(config: RunConfig) -> Named:
+def _run(config: RunConfig) -> Named:
     key = "run.local_folder" if is_url(config.run.folder) else "run.folder"
-    yield key, str(local_run_folder(config.run.folder, config.run.local_folder))
+    yield _Use.RUN, key, str(local_run_folder(config.run.folder, config.run.local_folder))
 
 
-def _run_folder_problems(key: str, written: str) -> Iterator[Problem]:
-    """Yield why the run folder cannot be written on this machine; a URL is checked when the run starts."""
-    folder = Path(written)
+_NAMED: tuple[Callable[[RunConfig], Named], ...] = (_rows, _model, _template, _checkpoint, _run)
+_RELATIVE_PATH_HINT = "A relative path is resolved against the config file's folder."
+
+
+def _path_problem(use: _Use, written: str, *, folder: Path) -> str:
+    """Return why the path cannot be used as it is to be; an empty text if it can."""
+    path = Path(written)
+    if use is _Use.RUN:
+        return _run_folder_problem(path)
+    if use is _Use.MODEL and (advice := gguf_advice(folder / written)):
+        return advice
+    if use is _Use.MODEL and not is_path(written):
+        is_folder = (folder / written).is_dir()
+        means = (
+            f"`{written}` means a hub model, but a folder with that name exists. For the folder write `./{written}`."
+        )
+        return means if is_folder else ""
+    files = [path]
+    if use is _Use.ROWS and glob.has_magic(written) and not path.exists():
+        matches = first_matches(path)
+        if matches == []:
+            return f"no file matches {path}. {_RELATIVE_PATH_HINT}"
+        files = matches or []
+    for file in files:
+        if not file.exists():
+            return f"the {use.value} {file} does not exist. {_RELATIVE_PATH_HINT}"
+        if use in (_Use.MODEL, _Use.CHECKPOINT) and not file.is_dir():
+            return f"{file} is a file. Give the folder of the {use.name.lower()}."
+        if use is _Use.TEMPLATE and not file.is_file():
+            return f"{file} is a folder. Give a file."
+        if not os.access(file, os.R_OK):
+            return f"{file} cannot be read. Check its permissions."
+    return ""
+
+
+def _run_folder_problem(folder: Path) -> str:
+    """Return why the run folder cannot be written on this machine; a URL is checked when the run starts."""
     parent = next(path for path in (folder, *folder.parents) if path.exists() or path.is_symlink())
     if not parent.exists():
-        yield Problem(key, f"{parent} is a broken link. Remove it, or choose another folder.")
-    elif not parent.is_dir():
-        yield Problem(key, f"{parent} is a file. Choose another folder.")
-    else:
-        try:  # os.access alone is true for root in /proc and on read-only disks
-            if not os.access(parent, os.W_OK | os.X_OK):
-                raise PermissionError
-            tempfile.TemporaryFile(dir=parent).close()
-        except OSError:
-            yield Problem(key, f"{parent} is not writable. Choose another folder, or change its permissions.")
-
-
-def _permission_problems(key: str, path: Path) -> Iterator[Problem]:
-    if not os.access(path, os.R_OK):
-        yield Problem(key, f"{path} cannot be read. Check its permissions.")
-
-
-_RELATIVE_PATH_HINT = "A relative path is resolved against the config file's folder."
+        return f"{parent} is a broken link. Remove it, or choose another folder."
+    if not parent.is_dir():
+        return f"{parent} is a file. Choose another folder."
+    try:  # os.access alone is true for root in /proc and on read-only disks
+        if not os.access(parent, os.W_OK | os.X_OK):
+            raise PermissionError
+        tempfile.TemporaryFile(dir=parent).close()
+    except OSError:
+        return f"{parent} is not writable. Choose another folder, or change its permissions."
+    return ""

@@ -36,15 +36,6 @@ def trained_dtypes(config: RunConfig) -> frozenset[str]:
     return frozenset({"float32", *([config.model.dtype] if lora and lora.modules_to_save else [])})
 
 
-def adapters_are_one_kind(config: RunConfig) -> Iterator[Problem]:
-    """At most one kind of adapter is trained."""
-    written = [name for name in ADAPTER_KEYS if getattr(config.model, name) is not None]
-    for name in written[1:]:
-        yield Problem(
-            f"model.{name}", f"adapters are already configured by `model.{written[0]}`. Keep only one of them."
-        )
-
-
 def positions_are_scaled_once(config: RunConfig) -> Iterator[Problem]:
     """The values that `model.rope_scaling` sets are not also in `model.config`."""
     if config.model.rope_scaling is None:
@@ -62,38 +53,35 @@ def _position_keys(values: dict[str, Any], *, key: str) -> Iterator[str]:
 
 
 def compile_fits_the_model(config: RunConfig) -> Iterator[Problem]:
-    """A compiled forward pass keeps no state between batches and has no hooks."""
+    """A compiled forward pass keeps no state between batches and has no hooks, by which router losses are read."""
     if config.model.compile == "full" and config.train.embedding_noise:
         message = "embedding noise is added by a hook, which `full` would also compile. Write `regional`."
         yield Problem("model.compile", message)
     if config.model.compile in ("regional", "full") and isinstance(config.model.batch_norm, int):
         message = "batch norms over groups of samples keep sums between batches. Write `off`, or `batch_norm: frozen`."
         yield Problem("model.compile", message)
+    for key, is_set in (
+        ("train.router_aux_loss", config.train.router_aux_loss is not None),
+        ("report.expert_load", config.report.expert_load),
+    ):
+        if is_set and config.model.compile in ("regional", "full"):
+            message = f"router outputs cannot be read in a compiled model (`model.compile: {config.model.compile}`)."
+            yield Problem(key, f"{message} Remove this key, or write `model.compile: off`.")
 
 
-def model_and_tokenizer_are_one(config: RunConfig) -> Iterator[Problem]:
-    """Model and tokenizer have exactly one origin each, and a model built from a config has no tokenizer.
-
-    A vision-language model uses a processor, which a trained tokenizer does not have.
-    """
-    has_name, has_config = config.model.name is not None, config.model.from_config is not None
-    if has_name and has_config:
-        yield Problem("model.from_config", "the model is already given by `model.name`. Keep only one of them.")
-    if not has_name and not has_config:
-        yield Problem(
-            "model", "no model is given. Write `name` (hub name or folder) or `from_config` (random weights)."
-        )
-    tokenizer = config.model.tokenizer
+def model_and_tokenizer_are_given(config: RunConfig) -> Iterator[Problem]:
+    """Model and tokenizer have an origin. A model from a config has no tokenizer, and a trained one no processor."""
+    if config.model.name is None and config.model.from_config is None:
+        message = "no model is given. Write `name` (hub name or folder) or `from_config` (random weights)."
+        yield Problem("model", message)
+    tokenizer, task = config.model.tokenizer, TASKS[config.task.name]
     if tokenizer is None:
-        if has_config and TASKS[config.task.name].has_tokens:
+        if config.model.from_config is not None and task.has_tokens:
             message = "a model built from its config has no tokenizer. Add `model.tokenizer` with `name` or `train`."
             yield Problem("model.from_config", message)
-    elif tokenizer.name is not None and tokenizer.train is not None:
-        message = "the tokenizer is already given by `model.tokenizer.name`. Keep only one of them."
-        yield Problem("model.tokenizer.train", message)
     elif tokenizer.name is None and tokenizer.train is None:
         yield Problem("model.tokenizer", "no tokenizer is given. Write `name` or `train`.")
-    if tokenizer is not None and tokenizer.train is not None and TASKS[config.task.name].reads == "both":
+    elif tokenizer.train is not None and task.reads == "both":
         message = "a tokenizer alone cannot process images. Write `name`: a model, or a folder with its processor."
         yield Problem("model.tokenizer.train", message)
 
@@ -168,20 +156,14 @@ def lora_init_fits(config: RunConfig) -> Iterator[Problem]:
         if quantization is not None:
             yield Problem("model.lora.init", f"{changed} which are quantized. Write `loftq`, or `default`.")
         if config.model.dtype != "float32":
-            yield Problem(
-                "model.lora.init", f"{changed} which `{config.model.dtype}` would round. Write `dtype: float32`."
-            )
-        if lora.dora:
-            yield Problem(
-                "model.lora.dora", f"{changed} and DoRA's magnitudes would not match them. Write `init: default`."
-            )
+            message = f"{changed} which `{config.model.dtype}` would round. Write `dtype: float32`."
+            yield Problem("model.lora.init", message)
+    if lora.dora and lora.init in (*INITS_FROM_BASE, "loftq"):
+        message = f"its magnitudes would not match the weights after `{lora.init}`. Write `init: default`."
+        yield Problem("model.lora.dora", message)
     if lora.init == "loftq" and (quantization is None or quantization.method != "bitsandbytes"):
         message = "`loftq` needs a base quantized by bitsandbytes. Add `model.quantization`, or write `init: default`."
         yield Problem("model.lora.init", message)
-    if lora.init == "loftq" and lora.dora:
-        yield Problem(
-            "model.lora.dora", "its magnitudes would not match the adapters after `loftq`. Write `init: default`."
-        )
 
 
 def quantization_is_supported(config: RunConfig) -> Iterator[Problem]:
@@ -217,10 +199,8 @@ def peft_type_can_be_trained(config: RunConfig) -> Iterator[Problem]:
         if name in _SET_BY_FINETUNE:
             yield Problem(f"model.peft.values.{name}", "it is set by finetune. Remove it.")
         elif entry is not None and entry.arguments and name not in entry.arguments:
-            yield Problem(
-                f"model.peft.values.{name}",
-                f"`{section.type}` is trained with {format_list(entry.arguments)} alone. Remove it.",
-            )
+            message = f"`{section.type}` is trained with {format_list(entry.arguments)} alone. Remove it."
+            yield Problem(f"model.peft.values.{name}", message)
 
 
 _SET_BY_FINETUNE = ("task_type", "inference_mode", "peft_type", "base_model_name_or_path", "revision", "auto_mapping")
@@ -242,8 +222,7 @@ def new_tokens_are_trained(config: RunConfig) -> Iterator[Problem]:
 RULES = (
     positions_are_scaled_once,
     config_values_are_in_range,
-    model_and_tokenizer_are_one,
-    adapters_are_one_kind,
+    model_and_tokenizer_are_given,
     compile_fits_the_model,
     trackers_are_known,
     prompt_adapters_fit,

@@ -2,8 +2,7 @@
 
 import codecs
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 
 from finetune.config.formatting import did_you_mean, format_list
 from finetune.config.paths import is_path, is_url
@@ -42,39 +41,31 @@ def is_split_of_training_rows(source: SourceSection) -> bool:
     return isinstance(source, ValidationSourceSection) and any(getattr(source, name) is not None for name in SPLIT_KEYS)
 
 
-def source_is_written_once(config: RunConfig) -> Iterator[Problem]:
-    """Each source has exactly one origin."""
+def source_has_an_address(config: RunConfig) -> Iterator[Problem]:
+    """Each source has an origin: files, storage that is supported, without a secret in its URL, or a hub dataset."""
     more = {
         "data.train": ", or `mix` (several of these)",
         "data.validation": ", or split the training rows (`fraction` or `hash_fraction`)",
     }
-    for key, source in source_sections(config):
-        names = ("path", "name", "source", *(SPLIT_KEYS if isinstance(source, ValidationSourceSection) else ()))
-        written = [name for name in names if getattr(source, name) is not None]
-        if not written:
+    for key, source in row_sources(config):
+        if source.path is None and source.name is None and source.source is None:
             message = f"no rows are given. Write `path` (files) or `name` (a hub dataset){more.get(key, '')}."
             yield Problem(key, message)
-        for name in written[1:]:
-            yield Problem(
-                f"{key}.{name}", f"the rows are already given by `{key}.{written[0]}`. Keep only one of them."
-            )
-
-
-def address_is_supported(config: RunConfig) -> Iterator[Problem]:
-    """A hub dataset is not a path; rows at a URL are in supported storage, and the URL contains no secret."""
     for key, source in row_sources(config):
         if source.name is not None and is_path(source.name):
             yield Problem(f"{key}.name", f"`{source.name}` is a path, not a hub dataset. Write it as `path`.")
-        if source.path is None or not is_url(source.path):
-            continue
-        scheme, _, rest = source.path.partition("://")
-        if scheme not in SCHEMES:
-            hint = did_you_mean(scheme, SCHEMES) or f"Supported: {format_list(SCHEMES[:-1])}."
-            yield Problem(f"{key}.path", f"the storage `{scheme}://` is not supported. {hint}")
-        elif "@" in rest.partition("/")[0]:
-            yield Problem(
-                f"{key}.path", "secrets do not belong in a job file. Use the storage's environment variables."
-            )
+        if source.path is not None and is_url(source.path):
+            yield from storage_problems(f"{key}.path", source.path, schemes=SCHEMES)
+
+
+def storage_problems(key: str, url: str, *, schemes: Sequence[str]) -> Iterator[Problem]:
+    """Yield why the URL is not one of this storage, or contains a secret; the last of `schemes` is for tests."""
+    scheme, _, rest = url.partition("://")
+    if scheme not in schemes:
+        hint = did_you_mean(scheme, schemes) or f"Supported: {format_list(schemes[:-1])}."
+        yield Problem(key, f"the storage `{scheme}://` is not supported. {hint}")
+    elif "@" in rest.partition("/")[0]:
+        yield Problem(key, "secrets do not belong in a job file. Use the storage's environment variables.")
 
 
 def stream_sources(config: RunConfig) -> Iterator[tuple[str, TrainedSourceSection]]:
@@ -87,8 +78,8 @@ def stream_sources(config: RunConfig) -> Iterator[tuple[str, TrainedSourceSectio
         yield "data.train", train
 
 
-def streams_are_in_steps_and_whole(config: RunConfig) -> Iterator[Problem]:
-    """A stream cannot be sliced, since its rows are not counted, and has no known length."""
+def streams_fit(config: RunConfig) -> Iterator[Problem]:
+    """A stream is read in steps, as a whole, in windows that hold what is sorted or trained on at once."""
     for key, source in stream_sources(config):
         if source.name is not None and "[" in source.split:
             whole = source.split.partition("[")[0]
@@ -99,23 +90,14 @@ def streams_are_in_steps_and_whole(config: RunConfig) -> Iterator[Problem]:
             if getattr(config.train, name) is not None:
                 message = f"the length of the stream `{key}` is unknown. Use `train.steps`."
                 yield Problem(f"train.{name}", message)
-
-
-def stream_has_no_split(config: RunConfig) -> Iterator[Problem]:
-    """A validation split of the training rows is prepared before the first step, for which a stream is too large."""
     validation = config.data.validation
     for key, _ in stream_sources(config):
         for name in SPLIT_KEYS:
             if validation is not None and getattr(validation, name) is not None:
-                yield Problem(
-                    f"data.validation.{name}",
-                    f"splitting it off would read the whole stream `{key}` before the first step. Give a `path` "
-                    "of validation rows; `exclude_from_train: true` leaves them out of the stream.",
+                message = (
+                    f"splitting it off would read the whole stream `{key}` first. Give a `path` of validation rows."
                 )
-
-
-def stream_window_holds_a_step(config: RunConfig) -> Iterator[Problem]:
-    """A window holds at least the rows that are sorted by length or trained on at once."""
+                yield Problem(f"data.validation.{name}", message)
     steps, batch = max(1, config.data.batching.num_sorted_steps), config.train.global_batch_size
     for key, source in stream_sources(config):
         assert source.stream is not None
@@ -129,21 +111,8 @@ def stream_window_holds_a_step(config: RunConfig) -> Iterator[Problem]:
             yield Problem(f"{key}.stream.window_rows", message)
 
 
-_NOT_OF_TEXTS = ("idna", "punycode", "raw_unicode_escape", "undefined", "unicode_escape", "mbcs", "oem")
-"""Python codecs that are not encodings of text files."""
-
-_COMMON_ENCODINGS = (
-    "utf-8",
-    "utf-16",
-    "utf-16-le",
-    "utf-16-be",
-    "latin-1",
-    "cp1252",
-    "cp1251",
-    "shift_jis",
-    "gb18030",
-    "big5",
-)
+_ENCODINGS = ("utf-8", "utf-16", "utf-16-le", "utf-16-be", "latin-1", "cp1252", "shift_jis", "gb18030", "big5")
+"""Common ones, for the hint."""
 
 
 def text_can_be_read(config: RunConfig) -> Iterator[Problem]:
@@ -154,14 +123,16 @@ def text_can_be_read(config: RunConfig) -> Iterator[Problem]:
             yield Problem(f"{key}.delimiter", message)
         if source.encoding is None:
             continue
-        with suppress(LookupError, ValueError):  # ValueError: an embedded zero, for one
-            codec = codecs.lookup(source.encoding)
-            is_text = getattr(codec, "_is_text_encoding", True) and codec.incrementaldecoder is not None
-            if is_text and codec.name.replace("-", "_") not in _NOT_OF_TEXTS:
-                continue
-        hint = did_you_mean(source.encoding, _COMMON_ENCODINGS)
-        hint = hint or f"Write one such as {format_list(_COMMON_ENCODINGS[:6], last='or')}."
-        yield Problem(f"{key}.encoding", f"the encoding `{source.encoding}` does not exist. {hint}")
+        try:
+            "".encode(source.encoding)  # refuses codecs that are not of texts
+            is_known = codecs.lookup(source.encoding).incrementaldecoder is not None
+        except (LookupError, ValueError):  # ValueError: an embedded zero, for one
+            is_known = False
+        if not is_known:
+            hint = (
+                did_you_mean(source.encoding, _ENCODINGS) or f"Write one such as {format_list(_ENCODINGS, last='or')}."
+            )
+            yield Problem(f"{key}.encoding", f"the encoding `{source.encoding}` does not exist. {hint}")
 
 
 def positions_have_names(config: RunConfig) -> Iterator[Problem]:
@@ -204,12 +175,9 @@ def _kind(source: SourceSection) -> str:
 
 
 RULES = (
-    source_is_written_once,
-    address_is_supported,
+    source_has_an_address,
     text_can_be_read,
     positions_have_names,
     file_keys_fit_the_kind,
-    streams_are_in_steps_and_whole,
-    stream_has_no_split,
-    stream_window_holds_a_step,
+    streams_fit,
 )

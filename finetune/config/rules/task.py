@@ -11,25 +11,41 @@ from finetune.registry.table import Table
 from finetune.registry.tasks import TASKS
 
 
-def max_length_is_written(config: RunConfig) -> Iterator[Problem]:
-    """`data.max_length` is an explicit choice for every task that reads tokens."""
+def samples_fit_the_task(config: RunConfig) -> Iterator[Problem]:
+    """The length is an explicit choice for tasks that read tokens; some tasks pad their samples, or need whole rows."""
     if config.data.max_length is None and TASKS[config.task.name].has_tokens:
         message = (
             "the key is missing: the maximum length of a sample in tokens; `data.over_length` handles longer rows."
         )
         yield Problem("data.max_length", message)
+    batching, task = config.data.batching, TASKS[config.task.name]
+    if batching.padding_free is True and not task.may_share_rows:
+        message = f"`task.name: {task.name}` pads its samples. Remove the key."
+        yield Problem("data.batching.padding_free", message)
+    if batching.by == "packs" and not task.may_be_packed:
+        message = f"`task.name: {task.name}` is not trained on packs. Write `by: samples`"
+        instead = "; `padding_free` avoids padding." if task.may_share_rows else "."
+        yield Problem("data.batching.by", f"{message}{instead}")
+    if batching.by == "tokens" and not task.has_tokens:
+        yield Problem("data.batching.by", f"`task.name: {task.name}` has no tokens. Write `by: samples`.")
+    over_length = config.data.over_length
+    if task.reads != "images" and over_length not in ("refuse", *task.over_length):
+        reason = "this could cut through an image" if task.has_images else f"`task.name: {task.name}` needs whole rows"
+        instead = format_list(task.over_length, last="or")
+        yield Problem("data.over_length", f"{reason}. Write {instead}, or a larger `data.max_length`.")
 
 
-def distillation_has_a_teacher(config: RunConfig) -> Iterator[Problem]:
-    """Distillation has a teacher; only its top-k probabilities are cached."""
+def sections_of_tasks_fit(config: RunConfig) -> Iterator[Problem]:
+    """Distillation has a teacher, whose top-k probabilities alone are cached; fractions add up to at most 1."""
     section = config.task.distillation
     if config.task.name == "distillation" and section is None:
         yield Problem("task.distillation", "there is no teacher. Write `distillation: {teacher: NAME OR FOLDER}`.")
     if section is not None and section.cache and section.top_k is None:
-        message = (
-            "caching the whole vocabulary for every target would fill the disk. Set `task.distillation.top_k: 64`."
-        )
+        message = "caching the whole vocabulary for every target would fill the disk. Set `top_k: 64`."
         yield Problem("task.distillation.cache", message)
+    if config.task.masked_lm.random_fraction + config.task.masked_lm.kept_fraction > 1:
+        message = "together with `kept_fraction` it exceeds 1. Reduce one of them."
+        yield Problem("task.masked_lm.random_fraction", message)
 
 
 def class_weights_fit_labels(config: RunConfig) -> Iterator[Problem]:
@@ -52,39 +68,6 @@ def class_weights_fit_labels(config: RunConfig) -> Iterator[Problem]:
     elif len(weights) != len(section.labels):
         message = f"there are {len(weights)} weights for {len(section.labels)} labels. Write one weight per label."
         yield Problem("task.classification.class_weights", message)
-
-
-def task_allows_packing(config: RunConfig) -> Iterator[Problem]:
-    """Some tasks pad their samples, and only causal language models train on packs."""
-    batching, task = config.data.batching, TASKS[config.task.name]
-    if batching.padding_free is True and not task.may_share_rows:
-        message = (
-            f"`task.name: {task.name}` pads its samples. Remove the key: they are sorted by length within each step."
-        )
-        yield Problem("data.batching.padding_free", message)
-    if batching.by == "packs" and not task.may_be_packed:
-        message = f"`task.name: {task.name}` is not trained on packs. Write `by: samples`"
-        instead = "; `padding_free` avoids padding." if task.may_share_rows else "."
-        yield Problem("data.batching.by", f"{message}{instead}")
-    if batching.by == "tokens" and not task.has_tokens:
-        yield Problem("data.batching.by", f"`task.name: {task.name}` has no tokens. Write `by: samples`.")
-
-
-def task_allows_cut_rows(config: RunConfig) -> Iterator[Problem]:
-    """Tasks that need whole rows do not split them; a cut could go through the tokens of an image."""
-    task, over_length = TASKS[config.task.name], config.data.over_length
-    if task.reads != "images" and over_length not in ("refuse", *task.over_length):
-        reason = "this could cut through an image" if task.has_images else f"`task.name: {task.name}` needs whole rows"
-        instead = format_list(task.over_length, last="or")
-        yield Problem("data.over_length", f"{reason}. Write {instead}, or a larger `data.max_length`.")
-
-
-def masked_lm_masks_tokens(config: RunConfig) -> Iterator[Problem]:
-    """The fractions of random and kept tokens do not exceed 1."""
-    section = config.task.masked_lm
-    if section.random_fraction + section.kept_fraction > 1:
-        message = "together with `kept_fraction` it exceeds 1."
-        yield Problem("task.masked_lm.random_fraction", f"{message} Reduce one of them.")
 
 
 def preference_loss_fits(config: RunConfig) -> Iterator[Problem]:
@@ -150,9 +133,8 @@ def embedding_keys_fit(config: RunConfig) -> Iterator[Problem]:
     if config.task.name != "embedding":
         return
     if loss.scores is not None and not section.normalize:
-        yield Problem(
-            "task.embedding.normalize", f"`loss: {section.loss}` compares cosines. Remove it, or write `true`."
-        )
+        message = f"`loss: {section.loss}` compares cosines. Remove it, or write `true`."
+        yield Problem("task.embedding.normalize", message)
     if loss.compares_rows and config.train.global_batch_size < 2:
         message = "the loss compares the rows of a step, but a step has only one. Write at least 2."
         yield Problem("train.global_batch_size", message)
@@ -168,12 +150,9 @@ def texts_are_read_without_virtual_tokens(config: RunConfig) -> Iterator[Problem
 
 
 RULES = (
-    max_length_is_written,
-    distillation_has_a_teacher,
+    samples_fit_the_task,
+    sections_of_tasks_fit,
     class_weights_fit_labels,
-    task_allows_packing,
-    task_allows_cut_rows,
-    masked_lm_masks_tokens,
     preference_loss_fits,
     precomputed_needs_stored_rows,
     pair_format_fits_the_loss,

@@ -12,32 +12,22 @@ from finetune.registry.optimizers import OPTIMIZERS, SCHEDULES
 BUDGETS = ("steps", "epochs", "tokens")
 
 
-def batch_is_whole_microbatches(config: RunConfig) -> Iterator[Problem]:
-    """The global batch is a multiple of the microbatch, for any number of processes."""
+def batch_and_budget_fit(config: RunConfig) -> Iterator[Problem]:
+    """The global batch is a multiple of the microbatch for any number of processes; a budget is set, and fits."""
     batch, microbatch = config.train.global_batch_size, config.train.known_microbatch_size
     if batch % microbatch:
-        yield Problem(
-            "train.global_batch_size",
-            f"{batch} is not a multiple of `train.microbatch_size` ({microbatch}). "
-            f"Nearest multiples: {closest_multiples(batch, microbatch)}.",
-        )
-
-
-def budget_is_written_once(config: RunConfig) -> Iterator[Problem]:
-    """Exactly one budget is set."""
-    written = [name for name in BUDGETS if getattr(config.train, name) is not None]
-    if not written:
+        nearest = closest_multiples(batch, microbatch)
+        message = f"{batch} is not a multiple of `train.microbatch_size` ({microbatch}). Nearest multiples: {nearest}."
+        yield Problem("train.global_batch_size", message)
+    if all(getattr(config.train, name) is None for name in BUDGETS):
         yield Problem("train", f"no budget is set. Set one of {format_list(BUDGETS, last='or')}.")
-    for name in written[1:]:
-        yield Problem(f"train.{name}", f"the budget is already set by `train.{written[0]}`. Keep only one of them.")
+    if config.train.steps is not None:
+        yield from step_problems(config, num_steps=config.train.steps)
 
 
 def schedule_fractions_fit(config: RunConfig) -> Iterator[Problem]:
-    """At most one warmup is set; the fractions of warmup and decay together are at most 1."""
+    """The fractions of warmup and decay together are at most 1."""
     schedule = config.train.schedule
-    if schedule.warmup_steps is not None and schedule.warmup_fraction is not None:
-        message = "the warmup is already set by `train.schedule.warmup_steps`. Keep only one of them."
-        yield Problem("train.schedule.warmup_fraction", message)
     fraction = schedule.warmup_fraction or 0.0
     if fraction >= 1.0:
         message = "a warmup over all steps leaves no step at the full learning rate. Write a smaller fraction."
@@ -54,31 +44,21 @@ def dtype_fits_precision(config: RunConfig) -> Iterator[Problem]:
     if half is None:
         return
     if adapter_of(config) is None and dtype == "float16":
-        yield Problem(
-            "model.dtype",
-            "full fine-tuning in `float16` loses small updates and overflows. "
-            "Use `float32` (with `train.precision: fp16` for speed), or train adapters with `model.lora`.",
-        )
+        message = "full fine-tuning in `float16` loses small updates and overflows. Use `float32`, or `model.lora`."
+        yield Problem("model.dtype", message)
     elif adapter_of(config) is None and precision == "fp32":
-        yield Problem(
-            "train.precision",
-            f"weights in `{dtype}` are multiplied in `{dtype}`, not in fp32. "
-            f"Write `precision: {half}`, or `model.dtype: float32`.",
+        message = (
+            f"weights in `{dtype}` are multiplied in `{dtype}`. Write `precision: {half}`, or `model.dtype: float32`."
         )
+        yield Problem("train.precision", message)
     elif precision not in (half, "fp32") and (half, precision) != ("bf16", "fp8"):
-        yield Problem(
-            "train.precision",
-            f"`{precision}` does not fit weights in `{dtype}`. Write `{half}`, or change `model.dtype`.",
-        )
+        message = f"`{precision}` does not fit weights in `{dtype}`. Write `{half}`, or change `model.dtype`."
+        yield Problem("train.precision", message)
 
 
 def fp8_is_supported(config: RunConfig) -> Iterator[Problem]:
     """Only linear layers that are not quantized multiply in 8 bits."""
-    is_used = config.train.precision == "fp8"
-    if config.train.fp8 is not None and not is_used:
-        message = f"it has no effect with `precision: {config.train.precision}`. Remove it, or write `precision: fp8`."
-        yield Problem("train.fp8", message)
-    if is_used and config.model.quantization is not None:
+    if config.train.precision == "fp8" and config.model.quantization is not None:
         message = "quantized layers do not multiply in 8-bit floats. Write `bf16`, or remove `model.quantization`."
         yield Problem("train.precision", message)
 
@@ -99,24 +79,13 @@ def schedule_free_needs_a_constant_schedule(config: RunConfig) -> Iterator[Probl
         yield Problem("train.optimizer.betas", message)
 
 
-def trained_parameters_are_chosen_once(config: RunConfig) -> Iterator[Problem]:
-    """The trained parameters are chosen in one way."""
-    model, unfreeze = config.model, config.train.unfreeze
-    if model.freeze and model.train_only:
-        yield Problem(
-            "model.train_only", "the trained parameters are already chosen by `model.freeze`. Keep only one of them."
-        )
-    for index, section in enumerate(unfreeze):
+def unfrozen_parameters_are_trained(config: RunConfig) -> Iterator[Problem]:
+    """What is unfrozen later is not frozen for good."""
+    for index, section in enumerate(config.train.unfreeze):
         for pattern in section.patterns:
-            if pattern in model.freeze:
+            if pattern in config.model.freeze:
                 message = f"`{pattern}` is never trained: it is in `model.freeze`, too. Remove it from one of them."
                 yield Problem(f"train.unfreeze.{index}.patterns", message)
-
-
-def step_counts_fit_the_budget(config: RunConfig) -> Iterator[Problem]:
-    """Numbers of steps fit into `train.steps`; other budgets become steps once the data is known."""
-    if config.train.steps is not None:
-        yield from step_problems(config, num_steps=config.train.steps)
 
 
 def step_problems(config: RunConfig, *, num_steps: int) -> Iterator[Problem]:
@@ -162,38 +131,22 @@ def in_backward_fits_the_step(config: RunConfig) -> Iterator[Problem]:
         yield Problem(key, message)
 
 
-def loss_kernel_supports_the_loss(config: RunConfig) -> Iterator[Problem]:
-    """Third-party loss kernels compute only the plain cross-entropy."""
+def loss_fits_its_kernel(config: RunConfig) -> Iterator[Problem]:
+    """Third-party kernels compute only the plain cross-entropy."""
     kernel, task = config.train.loss_kernel, config.task
     for name in ("label_smoothing", "z_loss"):
         if not LOSS_KERNELS[kernel].adapts_loss and getattr(task, name):
-            yield Problem(
-                "train.loss_kernel",
-                f"`{kernel}` does not support `task.{name}`. Write `chunked`, or remove `task.{name}`.",
-            )
-
-
-def router_loss_fits_the_model(config: RunConfig) -> Iterator[Problem]:
-    """Router losses are computed by hooks, which compiled code does not call."""
-    for key, is_set in (
-        ("train.router_aux_loss", config.train.router_aux_loss is not None),
-        ("report.expert_load", config.report.expert_load),
-    ):
-        if is_set and config.model.compile in ("regional", "full"):
-            message = f"router outputs cannot be read in a compiled model (`model.compile: {config.model.compile}`)."
-            yield Problem(key, f"{message} Remove this key, or write `model.compile: off`.")
+            message = f"`{kernel}` does not support `task.{name}`. Write `chunked`, or remove `task.{name}`."
+            yield Problem("train.loss_kernel", message)
 
 
 RULES = (
-    batch_is_whole_microbatches,
-    budget_is_written_once,
+    batch_and_budget_fit,
     schedule_fractions_fit,
     dtype_fits_precision,
     fp8_is_supported,
     schedule_free_needs_a_constant_schedule,
-    trained_parameters_are_chosen_once,
-    step_counts_fit_the_budget,
+    unfrozen_parameters_are_trained,
     in_backward_fits_the_step,
-    loss_kernel_supports_the_loss,
-    router_loss_fits_the_model,
+    loss_fits_its_kernel,
 )

@@ -56,7 +56,7 @@ def build_accelerator(strategy: Strategy, *, precision: str, timeout: timedelta)
         strategy.accelerator_context(timeout=timeout),
         without_accelerate_parallelism(),
     ):
-        plugin = dict(strategy.plugin().arguments)
+        plugin = strategy.plugin()
         handlers = [InitProcessGroupKwargs(timeout=timeout), *plugin.pop("kwargs_handlers", ())]
         accelerator = Accelerator(
             mixed_precision=ARITHMETIC[precision].mixed_precision,

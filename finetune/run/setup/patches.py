@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from finetune.config.rules.model import compile_fits_the_model
-from finetune.config.rules.train import router_loss_fits_the_model
 from finetune.config.run_config import RunConfig
 from finetune.config.sections.model import ModelSection
 from finetune.config.sections.train import Fp8Section, TrainSection
@@ -126,7 +125,7 @@ def _why_not_compiled(config: RunConfig, strategy: Strategy, plan: StepPlan, *, 
     if strategy.name == "zero3" or plan.sequence_size > 1:
         return f"{strategy.name if plan.sequence_size == 1 else 'splitting rows over ranks'} breaks the compiled graph"
     compiled = config.model_copy(update={"model": config.model.model_copy(update={"compile": "regional"})})
-    problems = [*compile_fits_the_model(compiled), *router_loss_fits_the_model(compiled)]
+    problems = list(compile_fits_the_model(compiled))
     if problems:
         return f"of another key: {problems[0].key}: {problems[0].message}"
     is_wanted = fused_layers.are_wanted(config.model, compiled="off")

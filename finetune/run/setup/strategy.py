@@ -28,7 +28,7 @@ from finetune.runtime import distributed
 from finetune.runtime.parallel import sequence_group
 from finetune.strategy.choose import choose_strategy
 from finetune.strategy.environment import read_environment, require_launcher, use_fsdp2
-from finetune.strategy.launch_file import launch_variables, require_parallelism_fits, use_deepspeed_file
+from finetune.strategy.launch_file import launch_variables, use_deepspeed_file
 from finetune.strategy.protocol import Strategy
 from finetune.strategy.reconcile import JobSettings
 from finetune.task.model_inputs import collate_row, forward_logits, is_padding_free
@@ -56,7 +56,6 @@ def strategy_of_file(loaded: LoadedConfig, accelerate_file: Path, *, num_process
 def _strategy(loaded: LoadedConfig, variables: Mapping[str, str], *, has_device: bool) -> Strategy:
     config = loaded.config
     environment = read_environment(variables, has_device=has_device)
-    require_parallelism_fits(variables)
     strategy = choose_strategy(environment, job_settings(config))
     require_divisible_batch(loaded, num_processes=strategy.expected.data_parallel_size)
     if environment.sequence_size > 1:

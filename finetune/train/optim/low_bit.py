@@ -180,10 +180,8 @@ class LowBitAdamW(torch.optim.Optimizer):
         # Each parameter counts its updates; a skipped one is not counted.
         by_device: dict[torch.device, list[Tensor]] = {}
         for parameter, _, _ in updates:
-            state = self.state[parameter]
-            if not isinstance(state["step"], Tensor):  # in older `torch.save` checkpoints
-                state["step"] = torch.tensor(float(state["step"]), device=parameter.device)
-            by_device.setdefault(state["step"].device, []).append(state["step"])
+            count = self.state[parameter]["step"]
+            by_device.setdefault(count.device, []).append(count)
         for device, counts in by_device.items():
             if skip is None:
                 torch._foreach_add_(counts, 1.0)

@@ -54,7 +54,7 @@ def test_ranks_are_several_whole_tensor_parallel_groups(capsys: pytest.CaptureFi
     print_commands(job, loaded, num_hosts=2)
     assert capsys.readouterr().out.count("accelerate launch") == 2
     job, loaded = make_job(RECIPE, ["train.global_batch_size=4"], ranks_per_host=3, **options)
-    with refused(UserError, "parallelism_config_tp_size", "`2` on 3 processes"):
+    with refused(UserError, "parallelism_config_tp_size: 2", "3 processes"):
         print_commands(job, loaded, num_hosts=1)
 
 

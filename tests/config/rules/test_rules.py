@@ -2,11 +2,22 @@
 
 import pytest
 
-from finetune.config.rules.unused_keys import CONDITIONAL_KEYS, optimizer_keys, tracker_keys
+from finetune.config.rules.train import step_problems
+from finetune.config.rules.unused_keys import conditional_keys
 from tests.refusals import pinned
 
 VALIDATION = "data.validation.path=rows.jsonl"
 EVALUATION = (VALIDATION, "evaluate.every_steps=5")
+SCHEDULE_FREE = "train.optimizer={name: schedule_free_adamw}"
+IN_BACKWARD = (
+    *("train.optimizer.in_backward=true", "train.max_gradient_norm=null"),
+    *("train.microbatch_size=8", "train.global_batch_size=8"),
+)
+CONSTANT = "train.schedule={name: constant}"
+PROMPT = "model.peft={type: prompt_tuning, values: {num_virtual_tokens: 4}}"
+PREFIX = "model.peft={type: prefix_tuning, values: {num_virtual_tokens: 4}}"
+BITS = "model.quantization={}"
+ROPE = "model.rope_scaling={rope_type: yarn, factor: 2.0}"
 
 BATCH = [
     (["train.global_batch_size=30"], "train.global_batch_size"),
@@ -26,6 +37,33 @@ BATCH = [
     (["model.dtype=bfloat16", "model.lora={}", "train.precision=fp16"], "train.precision"),
 ]
 
+TRAIN = [
+    ([SCHEDULE_FREE], "train.schedule.name"),
+    ([SCHEDULE_FREE, CONSTANT, "train.average={}"], "train.average"),
+    ([CONSTANT, "train.optimizer={name: schedule_free_adamw, betas: [0.0, 0.9]}"], "train.optimizer.betas"),
+    (["model.freeze=['a*']", "model.train_only=['b*']"], "model.train_only"),
+    (["model.freeze=['a*']", "train.unfreeze=[{patterns: ['b*', 'a*'], after_steps: 1}]"], "train.unfreeze.0.patterns"),
+    (["train.unfreeze=[{patterns: ['b*'], after_steps: 100000}]"], "train.unfreeze.0.after_steps"),
+    (["train.average={after_steps: 100000}"], "train.average.after_steps"),
+    (["train.optimizer.rates={'*': 0.0}"], "train.optimizer.rates.*"),
+    (["train.optimizer.fused=true", "train.optimizer.name=sgd"], "train.optimizer.fused"),
+    (["train.optimizer={state_dtype: int8, fused: true}"], "train.optimizer.fused"),
+    (
+        ["train.optimizer.stochastic_rounding=true", "model.dtype=bfloat16", "model.lora={}"],
+        "train.optimizer.stochastic_rounding",
+    ),
+    ([*IN_BACKWARD, "train.max_gradient_norm=1.0"], "train.optimizer.in_backward"),
+    ([*IN_BACKWARD, "train.microbatch_size=2"], "train.optimizer.in_backward"),
+    ([*IN_BACKWARD, "train.microbatch_size=auto"], "train.optimizer.in_backward"),
+    (["train.microbatch_size=most"], "train.microbatch_size"),
+    (["train.try_longest_batch=sometimes"], "train.try_longest_batch"),
+    ([*IN_BACKWARD, "train.nonfinite.action=skip"], "train.nonfinite.action"),
+    ([*IN_BACKWARD, "train.precision=fp16"], "train.optimizer.in_backward"),
+    (["train.precision=fp8", "model.quantization={}", "model.lora={}"], "train.precision"),
+    (["train.precision=fp8", "model.dtype=float16", "model.lora={}"], "train.precision"),
+    (["model.gradient_checkpointing=1"], "model.gradient_checkpointing"),
+]
+
 MODEL = [
     (["model.name=null"], "model"),
     (["model.from_config={model_type: llama}", "model.tokenizer.name=gpt2"], "model.from_config"),
@@ -33,6 +71,46 @@ MODEL = [
     (["model.tokenizer={}"], "model.tokenizer"),
     (["model.tokenizer={name: gpt2, train: {}}"], "model.tokenizer.train"),
     (["report.trackers=[wandb, tensorbord]"], "report.trackers.1"),
+    ([PROMPT, "data.batching={by: packs, tokens: 64}"], "data.batching.by"),
+    ([PREFIX, "data.batching={padding_free: true}"], "data.batching.padding_free"),
+    ([PREFIX, "model.gradient_checkpointing=true"], "model.gradient_checkpointing"),
+    (["model.lora={init: pissa}", "model.dtype=bfloat16"], "model.lora.init"),
+    (["model.lora={init: olora}", BITS], "model.lora.init"),
+    (["model.lora={init: pissa, dora: true}"], "model.lora.dora"),
+    (["model.lora={init: loftq}"], "model.lora.init"),
+    (["model.lora={init: loftq, dora: true}", BITS], "model.lora.dora"),
+    ([BITS], "model.quantization"),
+    (
+        ["model={from_config: {model_type: llama}, tokenizer: {train: {}}, lora: {}, quantization: {}}"],
+        "model.quantization",
+    ),
+    (["model.peft={type: ia3}", "model.quantization={method: torchao, bits: 8}"], "model.peft"),
+    (["model.lora={}", "model.quantization={method: torchao}"], "model.quantization.bits"),
+    (["model.new_tokens={}"], "model.new_tokens"),
+    (["model.new_tokens={tokens: [a]}", "model.peft={type: oft}"], "model.new_tokens"),
+    (
+        [ROPE, "model.config={max_position_embeddings: 64}"],
+        "model.config.max_position_embeddings",
+    ),
+    (
+        [
+            ROPE,
+            "model.config={text_config: {rope_parameters: {rope_type: linear, factor: 2.0}}}",
+        ],
+        "model.config.text_config.rope_parameters",
+    ),
+    (["model.lora={}", "model.peft={type: oft}"], "model.peft"),
+    (["model.peft={type: lora}"], "model.peft.type"),
+    (["model.peft={type: adalora}"], "model.peft.type"),
+    (["model.peft={type: cpt}"], "model.peft.type"),
+    (["model.peft={type: vera}", "export.merge=true"], "export.merge"),
+    (["model.peft={type: prompt_tuning}"], "model.peft.values"),
+    (
+        ["model.peft={type: prefix_tuning, values: {num_virtual_tokens: 4, prefix_projection: true}}"],
+        "model.peft.values.prefix_projection",
+    ),
+    (["model.peft={type: new_type}", "export.merge=true"], "export.merge"),
+    (["model.peft={type: loha, values: {task_type: SEQ_CLS}}"], "model.peft.values.task_type"),
 ]
 
 STREAM = ["data.train={path: rows.jsonl, stream: {window_rows: 8}}"]
@@ -121,6 +199,7 @@ IDLE = [
     (["train.schedule.decay_fraction=0.2"], "train.schedule.decay_fraction"),
     (["train.schedule={name: constant, final_fraction: 0.1}"], "train.schedule.final_fraction"),
     (["train.nonfinite.max_skips=3"], "train.nonfinite.max_skips"),
+    (["train.fp8={}"], "train.fp8"),
     (["data.num_workers=0", "data.persistent_workers=true"], "data.persistent_workers"),
     (["data.num_workers=0", "data.prefetch_factor=2"], "data.prefetch_factor"),
     (["train.optimizer.lora_plus_ratio=4.0"], "train.optimizer.lora_plus_ratio"),
@@ -156,9 +235,27 @@ IDLE = [
     (["report.prometheus_address=0.0.0.0"], "report.prometheus_address"),
 ]
 
-TABLE = [*BATCH, *MODEL, *DATA, *BATCHING, *STREAMS, *EVALUATE, *CHECKPOINT, *IDLE]
+TABLE = [*BATCH, *TRAIN, *MODEL, *DATA, *BATCHING, *STREAMS, *EVALUATE, *CHECKPOINT, *IDLE]
 
 RIGHT = [
+    [SCHEDULE_FREE, CONSTANT],
+    ["train.optimizer={name: muon, momentum: 0.9, betas: [0.9, 0.95]}", "train.average={}"],
+    [*IN_BACKWARD],
+    ["train.optimizer={stochastic_rounding: true, state_dtype: int8}", "model.dtype=bfloat16", "train.precision=bf16"],
+    ["model.gradient_checkpointing=selective"],
+    ["train.precision=fp8", "train.fp8={recipe: rowwise}", "model.dtype=bfloat16", "model.lora={}"],
+    ["train.unfreeze=[{patterns: ['b*'], after_steps: 1}]", "train.embedding_noise=5.0"],
+    [PROMPT],
+    [PREFIX],
+    ["model.lora={init: pissa}"],
+    ["model.lora={init: loftq}", BITS],
+    ["model.new_tokens={special: ['<|tool|>'], init: pieces}", "model.lora={}"],
+    ["model.adapter=./first"],
+    [ROPE, "model.config={attention_dropout: 0.1, rope_theta: 1e6}"],
+    ["model.peft={type: oft}", "model.dtype=bfloat16"],
+    ["model.peft={type: loha, values: {r: 4}}"],
+    ["model.peft={type: lokr}", "export.merge=true"],
+    ["model.peft={type: IA3}"],
     ["data.batching={by: packs, tokens: 64}"],
     ["data.batching={by: tokens, padding_free: true}", "train.microbatch_size=1"],
     ["data.batching={length_window_steps: 4, padding_free: true}"],
@@ -213,5 +310,41 @@ def test_a_combination_that_can_be_meant_is_let_through(complaints, written):
 
 
 def test_every_key_that_can_be_idle_has_a_row_in_the_table():
-    from_rules = {effect.key for effect in (*CONDITIONAL_KEYS, *optimizer_keys(), *tracker_keys())}
+    from_rules = {effect.key for effect in conditional_keys()}
     assert from_rules == {key for _, key in IDLE}
+
+
+def test_a_task_whose_head_picks_a_position_has_nothing_before_its_text(problems):
+    written = ("task.name=token_classification", "data.train.format=tagged", PROMPT)
+    assert "model.peft.type" in {problem.key for problem in problems(*written)}
+
+
+WSD = "name: warmup_stable_decay, decay_fraction: 0.5"
+UNFREEZE = "train.unfreeze=[{patterns: ['a*'], after_steps: 2}, {patterns: ['b*'], after_steps: %d}]"
+STEPS = [  # what is written, its key, the fewest steps of a run that it fits
+    ("train.schedule={warmup_steps: 100}", "train.schedule.warmup_steps", 101),
+    (f"train.schedule={{warmup_steps: 5, {WSD}}}", "train.schedule.warmup_steps", 9),
+    ("train.average={after_steps: 500}", "train.average.after_steps", 501),
+    (UNFREEZE % 500, "train.unfreeze.1.after_steps", 501),
+    ("report.profile={start: 7}", "report.profile.start", 7),
+    ("train.stop_after_steps=500", None, 1),  # an upper limit: a shorter run keeps it, and is due at its last step
+    ("checkpoint={every_steps: 500, keep_every_steps: 1000}", None, 1),
+    ("report.log_every_steps=500", None, 1),
+    ("train.schedule={warmup_steps: 0}", None, 1),
+    ("train.average={after_steps: 0}", None, 1),
+]
+
+
+@pytest.mark.parametrize(("written", "key", "fewest"), STEPS, ids=[row[0] for row in STEPS])
+@pytest.mark.parametrize("budget", ["steps", "epochs", "tokens"])
+def test_a_key_that_counts_steps_fits_the_run_under_every_budget(load, problems, budget, written, key, fewest):
+    """A budget in epochs or tokens has no problem before its number of steps is known, and then the same one."""
+    for num_steps in {max(1, fewest - 1), fewest}:
+        if budget == "steps":
+            found = problems(written, f"train.steps={num_steps}")
+        else:
+            config = load(written, "train.steps=null", f"train.{budget}=100").config
+            found = list(step_problems(config, num_steps=num_steps))
+        keys = [problem.key for problem in found if problem.key != "train.unfreeze.0.after_steps"]
+        assert keys == ([key] if num_steps < fewest else [])
+        assert all(f"the run has {num_steps} steps" in problem.message for problem in found)

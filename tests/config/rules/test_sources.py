@@ -10,6 +10,17 @@ MIX = "data.train={mix: [{path: rows.jsonl, weight: 1.0}, {path: rows.jsonl, wei
 EVALUATED = "evaluate={}"
 
 
+@pytest.fixture(autouse=True)
+def files_of_rows(job):
+    for name in ("rows.csv", "rows.json", "rows.conll", "rows.csv.gz", "rows.txt"):
+        (job.parent / name).write_text("")
+
+
+def file_source(**keys):
+    written = ", ".join(f"{name}: {value}" for name, value in keys.items())
+    return [f"data.train={{{written}}}"]
+
+
 def mixed(in_second="", beside=""):
     return MIX % (in_second, beside)
 
@@ -64,6 +75,13 @@ IDLE = [
 ]
 
 RIGHT = [
+    file_source(
+        path="rows.csv", encoding="ISO-8859-15", delimiter='"\t"', quotes="false", columns="{prompt: 0, completion: 1}"
+    ),
+    file_source(path="rows.csv.gz", encoding="shift_jis", columns="{0: prompt, 1: completion, 2: note}"),
+    file_source(path="rows.json", encoding="utf-16", records="data.items"),
+    file_source(path="'*.csv'", columns="{0: label, 1: name, prompt: name, completion: 0}"),
+    file_source(path=".", delimiter='";"'),  # a folder: its files are looked at when they are read
     ["data.train={name: squad, split: dev, config: en, revision: main}"],
     ["data.train.columns={prompt: question, completion: answer}"],
     ["data.train.template={prompt: 'Q: {{ question }}'}", "data.train.columns={completion: answer}"],
@@ -76,7 +94,27 @@ RIGHT = [
     validated("path: rows.jsonl, exclude_from_train: true"),
 ]
 
-TABLE = [*SOURCES, *FORMATS, *IDLE]
+FILES = [
+    (file_source(path="rows.csv", encoding="cp1253x"), "data.train.encoding"),
+    (file_source(path="rows.csv", encoding="base64"), "data.train.encoding"),
+    (file_source(path="rows.csv", delimiter='"\\""'), "data.train.delimiter"),
+    (file_source(path="rows.csv", delimiter='"\\n"'), "data.train.delimiter"),
+    (file_source(path="rows.csv", delimiter='";;"'), "data.train.delimiter"),
+    (file_source(path="rows.csv", columns="{0: 1}"), "data.train.columns.0"),
+    (file_source(path="rows.csv", columns="{0: '1'}"), "data.train.columns.0"),
+    (file_source(path="rows.csv", columns="{'01': label}"), "data.train.columns.01"),
+    (file_source(path="rows.csv", columns="{0: label, 1: label}"), "data.train.columns"),
+    (file_source(path="rows.csv", columns="{text: -1}"), "data.train.columns.text"),
+    (file_source(path="rows.csv", records="data"), "data.train.records"),
+    (file_source(path="rows.csv.gz", records="data"), "data.train.records"),
+    (file_source(path="rows.jsonl", delimiter='";"'), "data.train.delimiter"),
+    (file_source(path="rows.conll", quotes="false"), "data.train.quotes"),
+    (file_source(path="rows.json", columns="{text: 0}"), "data.train.columns"),
+    (file_source(name="me/rows", encoding="cp1252"), "data.train.encoding"),
+    (file_source(name="me/rows", columns="{text: 0}"), "data.train.columns"),
+]
+
+TABLE = [*SOURCES, *FORMATS, *FILES, *IDLE]
 
 
 @pytest.mark.parametrize(("written", "key"), TABLE, ids=[" ".join(row[0]) for row in TABLE])
@@ -115,64 +153,6 @@ def test_a_resolved_mix_equals_the_written_one(load, tmp_path):
     assert again.config.data.train.mix[1].path == str(tmp_path / "rows.jsonl")
 
 
-@pytest.fixture
-def files_of_rows(job):
-    for name in ("rows.csv", "rows.json", "rows.conll", "rows.csv.gz", "rows.txt"):
-        (job.parent / name).write_text("")
-
-
-def file_source(**keys):
-    written = ", ".join(f"{name}: {value}" for name, value in keys.items())
-    return [f"data.train={{{written}}}"]
-
-
-WRONG_FILE_OPTIONS = [
-    (file_source(path="rows.csv", encoding="cp1253x"), "data.train.encoding"),
-    (file_source(path="rows.csv", encoding="base64"), "data.train.encoding"),
-    (file_source(path="rows.csv", encoding="unicode_escape"), "data.train.encoding"),
-    (file_source(path="rows.csv", delimiter='"\\""'), "data.train.delimiter"),
-    (file_source(path="rows.csv", delimiter='"\\n"'), "data.train.delimiter"),
-    (file_source(path="rows.csv", delimiter='";;"'), "data.train.delimiter"),
-    (file_source(path="rows.csv", columns="{0: 1}"), "data.train.columns.0"),
-    (file_source(path="rows.csv", columns="{0: '1'}"), "data.train.columns.0"),
-    (file_source(path="rows.csv", columns="{'01': label}"), "data.train.columns.01"),
-    (file_source(path="rows.csv", columns="{0: label, 1: label}"), "data.train.columns"),
-    (file_source(path="rows.csv", columns="{text: -1}"), "data.train.columns.text"),
-    (file_source(path="rows.csv", records="data"), "data.train.records"),
-    (file_source(path="rows.csv.gz", records="data"), "data.train.records"),
-    (file_source(path="rows.jsonl", delimiter='";"'), "data.train.delimiter"),
-    (file_source(path="rows.conll", quotes="false"), "data.train.quotes"),
-    (file_source(path="rows.json", columns="{text: 0}"), "data.train.columns"),
-    (file_source(name="me/rows", encoding="cp1252"), "data.train.encoding"),
-    (file_source(name="me/rows", columns="{text: 0}"), "data.train.columns"),
-]
-
-
-@pytest.mark.usefixtures("files_of_rows")
-@pytest.mark.parametrize(("overrides", "key"), WRONG_FILE_OPTIONS)
-def test_the_key_is_blamed(problems, overrides, key):
-    (problem,) = [each for each in problems(*overrides) if each.key == key]
-    pinned(problem)
-
-
-RIGHT_FILE_OPTIONS = [
-    file_source(
-        path="rows.csv", encoding="ISO-8859-15", delimiter='"\\t"', quotes="false", columns="{prompt: 0, completion: 1}"
-    ),
-    file_source(path="rows.csv.gz", encoding="shift_jis", columns="{0: prompt, 1: completion, 2: note}"),
-    file_source(path="rows.json", encoding="utf-16", records="data.items"),
-    file_source(path="'*.csv'", columns="{0: label, 1: name, prompt: name, completion: 0}"),
-    file_source(path=".", delimiter='";"'),  # a folder: its files are looked at when they are read
-]
-
-
-@pytest.mark.usefixtures("files_of_rows")
-@pytest.mark.parametrize("overrides", RIGHT_FILE_OPTIONS)
-def test_compatible_file_options_are_accepted(problems, overrides):
-    assert problems(*overrides) == []
-
-
-@pytest.mark.usefixtures("files_of_rows")
 def test_positions_are_plain_numbers_in_the_file(load, job):
     text = job.read_text().replace("path: rows.jsonl", "path: rows.csv\n    columns: {0: prompt, 1: completion}")
     assert "columns: {0:" in text
@@ -181,7 +161,6 @@ def test_positions_are_plain_numbers_in_the_file(load, job):
     assert section.has_positions
 
 
-@pytest.mark.usefixtures("files_of_rows")
 def test_a_mix_recorded_before_these_keys_existed_is_the_same_mix(load):
     mix = "data.train={mix: [{path: rows.csv, weight: 1.0}, {path: rows.jsonl, weight: 2.0}]}"
     recorded = keys_that_may_differ(load(mix).config)

@@ -1,82 +1,18 @@
-"""A job names the version of its keys; a renamed key works for two minor versions, with a warning."""
+"""What older versions wrote: a job is refused with the line to write instead, a recorded run is read."""
 
-import warnings
+import json
 
 import pytest
 
+from finetune.checkpoint.format.manifest import RunFingerprint
+from finetune.checkpoint.read.changes import check_changes
 from finetune.config.explain import resolved_yaml
 from finetune.config.load import load_config, load_resolved
-from finetune.config.rules import versions
-from finetune.config.rules.versions import RenamedKey
-from finetune.config.schema import all_keys
+from finetune.config.resume_keys import keys_that_must_match
 from finetune.config.section import has_key
-from finetune.errors import ConfigError, RenamedKeyWarning
-from tests.refusals import refused
+from finetune.errors import CheckpointError, ConfigError
+from tests.refusals import pinned, refused
 from tests.small_job import JOB, write_job
-
-OLD_STEPS = RenamedKey("train.num_steps", "train.steps", since="0.3")
-OLD_LENGTH = RenamedKey("task.longest", "data.max_length", since="0.3")
-OLD_SECTION = RenamedKey("saving", "checkpoint", since="0.3")
-
-
-@pytest.fixture
-def renamed(monkeypatch):
-    """Three planted entries: within a section, from one section to another, and a section with its keys."""
-    monkeypatch.setattr(versions, "RENAMED_KEYS", (OLD_STEPS, OLD_LENGTH, OLD_SECTION))
-
-
-OLD_JOB = (
-    JOB.replace("  steps: 8", "  num_steps: 8")
-    .replace("  max_length: 128\n", "")
-    .replace("task: {name: sft}", "task: {name: sft, longest: 128}")
-    .replace("checkpoint: {", "saving: {")
-)
-
-
-def test_every_entry_of_the_table_names_an_existing_key_and_no_old_one():
-    keys = {key for key, _ in all_keys()}
-    for entry in versions.RENAMED_KEYS:
-        assert entry.new in keys and entry.old not in keys
-
-
-def test_an_old_name_works_for_two_minor_versions():
-    assert OLD_STEPS.until == "0.5"
-
-
-def test_an_old_job_is_read_as_the_new_one_with_a_warning_for_each_key(tmp_path, renamed):
-    new = load_config(write_job(tmp_path))
-    old = write_job(tmp_path, text=OLD_JOB)
-    with pytest.warns(RenamedKeyWarning) as caught:
-        loaded = load_config(old)
-    assert loaded.config == new.config
-    facts = [(each.message.old, each.message.new, each.message.since, each.message.until) for each in caught]
-    assert facts == [(key.old, key.new, "0.3", "0.5") for key in (OLD_STEPS, OLD_LENGTH, OLD_SECTION)]
-    line = OLD_JOB.splitlines().index("  num_steps: 8") + 1
-    assert caught[0].message.where == f"job.yaml line {line}"
-    assert str(loaded.sources["train.steps"]) == f"job.yaml line {line}"
-    assert str(loaded.sources["checkpoint.every_steps"]).startswith("job.yaml line ")
-
-
-def test_an_override_may_use_the_old_name(tmp_path, renamed):
-    with pytest.warns(RenamedKeyWarning) as caught:
-        loaded = load_config(write_job(tmp_path), ["train.num_steps=4", "saving.keep_last=3"])
-    assert (loaded.config.train.steps, loaded.config.checkpoint.keep_last) == (4, 3)
-    assert [each.message.where for each in caught] == ["--set train.num_steps", "--set saving"]
-
-
-def test_a_key_under_both_names_is_refused_with_its_line(tmp_path, renamed):
-    path = write_job(tmp_path, text=JOB.replace("  steps: 8", "  steps: 8\n  num_steps: 9"))
-    with refused(ConfigError, "train.num_steps", "`train.steps`"):
-        load_config(path)
-
-
-def test_the_config_of_an_old_run_is_read_without_warnings(tmp_path, monkeypatch):
-    text = resolved_yaml(load_config(write_job(tmp_path)))
-    (tmp_path / "resolved.yaml").write_text(text.replace("  steps: 8 ", "  num_steps: 8 "))
-    monkeypatch.setattr(versions, "RENAMED_KEYS", (OLD_STEPS,))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert load_resolved(tmp_path).config.train.steps == 8
 
 
 def test_version_1_may_be_written(tmp_path):
@@ -93,3 +29,101 @@ def test_another_version_is_refused_with_what_to_do(tmp_path, written):
     with refused(ConfigError) as error:
         load_config(path)
     assert "line 1, version: " in str(error.value) and len(str(error.value).splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        'run.on_end="  "',
+        'run.on_end="a\\0b"',
+        "run.on_end=[a]",
+        "run.on_end={command: a, when: [finished]}",
+        "run.on_end.command=sudo shutdown -h now",
+    ],
+)
+def test_an_invalid_command_at_the_end_is_one_problem(problems, written):
+    (problem,) = problems(written)
+    assert problem.key == "run.on_end"
+    pinned(problem)
+
+
+FORMER = {
+    "ia3: {target_modules: [k_proj], feedforward_modules: [k_proj]}": {
+        "type": "ia3",
+        "values": {"target_modules": ["k_proj"], "feedforward_modules": ["k_proj"]},
+    },
+    "ia3: {}": {"type": "ia3", "values": {}},
+    "oft: {block_size: 8, dropout: 0.1}": {
+        "type": "oft",
+        "values": {"oft_block_size": 8, "module_dropout": 0.1, "target_modules": "all-linear"},
+    },
+    "prompt_tuning: {num_tokens: 4, init_text: two words}": {
+        "type": "prompt_tuning",
+        "values": {"num_virtual_tokens": 4, "prompt_tuning_init_text": "two words"},
+    },
+    "prefix_tuning: {}": {"type": "prefix_tuning", "values": {"num_virtual_tokens": 16}},
+}
+RECORDED_NULL = {f"model.{name}": "null" for name in ("ia3", "oft", "prompt_tuning", "prefix_tuning")}
+"""What older versions recorded of a run without these adapters."""
+
+
+def with_model_key(line):
+    assert "model:\n" in JOB
+    return JOB.replace("model:\n", f"model:\n  {line}\n")
+
+
+@pytest.mark.parametrize("line", FORMER)
+def test_the_error_of_an_old_job_has_the_line_that_is_accepted(tmp_path, line):
+    key = f"model.{line.partition(':')[0]}"
+    with refused(ConfigError) as error:
+        load_config(write_job(tmp_path, text=with_model_key(line)))
+    (problem,) = error.value.problems
+    text = with_model_key(line)
+    assert (problem.key, problem.line) == (key, text.splitlines().index(f"  {line}") + 1)
+    advised = problem.message.partition("Write `")[2].partition("` in its place")[0]
+    config = load_config(write_job(tmp_path, text=with_model_key(advised))).config
+    assert config.model.peft.model_dump() == FORMER[line]
+
+
+def test_an_override_of_an_old_section_has_the_same_error(tmp_path):
+    with refused(ConfigError) as error:
+        load_config(write_job(tmp_path), ["model.oft.block_size=8"])
+    (problem,) = error.value.problems
+    assert problem.key == "model.oft" and '"oft_block_size": 8' in problem.message
+    assert "--set" in str(error.value)
+
+
+@pytest.mark.parametrize("line", FORMER)
+def test_the_config_of_an_old_run_is_read_as_the_new_one(tmp_path, line):
+    resolved = resolved_yaml(load_config(write_job(tmp_path)))
+    old = [f"  {name}: null" for name in ("ia3", "oft", "prompt_tuning", "prefix_tuning") if not line.startswith(name)]
+    assert resolved.count("model:\n") == 1
+    (tmp_path / "resolved.yaml").write_text(resolved.replace("model:\n", "\n".join(["model:", f"  {line}", *old, ""])))
+    assert "  peft: null" in resolved
+    assert load_resolved(tmp_path).config.model.peft.model_dump() == FORMER[line]
+
+
+def changes_since(saved, current):
+    no_settings = {"settings": {}, "origin": {}}
+    return check_changes(
+        "step-000004",
+        RunFingerprint(identity=saved, **no_settings),
+        current=RunFingerprint(identity=current, **no_settings),
+        allowed=(),
+    )
+
+
+def test_an_old_checkpoint_resumes_under_the_new_key_and_no_other_adapter(tmp_path):
+    line = "oft: {block_size: 8, dropout: 0.1}"
+    adapter = json.dumps(FORMER[line])
+    current = keys_that_must_match(load_config(write_job(tmp_path), [f"model.peft={adapter}"]).config)
+    others = {key: text for key, text in current.items() if not key.startswith("model.peft")}
+    saved = {**others, **RECORDED_NULL, "model.oft": "written", "model.oft.block_size": "8"}
+    saved |= {"model.oft.dropout": "0.1", "model.oft.target_modules": '"all-linear"'}
+    assert changes_since(saved, current) == []
+    with refused(CheckpointError, "model.peft.values"):
+        changes_since({**saved, "model.oft.block_size": "16"}, current)
+    without = keys_that_must_match(load_config(write_job(tmp_path)).config)
+    with refused(CheckpointError, "model.peft"):
+        changes_since(saved, without)
+    assert changes_since({**without, **RECORDED_NULL}, without) == []

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from finetune.config.sections.train import AverageSection, OptimizerSection
+from finetune.config.sections.train import OptimizerSection
 from finetune.train.optim import low_bit
 from finetune.train.optim.low_bit import (
     SIGNED_8BIT,
@@ -185,14 +185,6 @@ def test_rounding_depends_on_seed_and_not_on_chunks(monkeypatch):
     assert not torch.equal(weights(2), once)
 
 
-def test_low_bit_adamw_keeps_a_float32_average():
-    model = net()
-    section = OptimizerSection(state_dtype="int8")
-    built = build_optimizer(list_parameters(model), section, learning_rate=0.1, average=AverageSection(decay=0.5))
-    trained(model, built, steps=3)
-    assert built.state[model[0].weight]["average"].dtype == torch.float32
-
-
 def test_weights_with_another_memory_order_are_updated_equally():
     plain, ours = net(), net()
     ours[0].weight.data = ours[0].weight.data.t().contiguous().t()
@@ -252,16 +244,6 @@ def test_a_gradient_that_a_scaler_has_not_divided_is_divided():
         (factor * model(ROWS).square().mean()).backward()
         optimizer.step()
     assert all(map(torch.equal, plain.parameters(), scaled.parameters()))
-
-
-def test_a_step_count_saved_as_a_plain_number_is_resumed():
-    model, other = net(), net()
-    built, resumed = optimizer_of(model, state_dtype="int8"), optimizer_of(other, state_dtype="int8")
-    trained(model, built, steps=2)
-    other.load_state_dict(model.state_dict())
-    for one, two in zip(model.parameters(), other.parameters(), strict=True):
-        resumed.state[two] = {key: value.clone() for key, value in built.state[one].items()} | {"step": 2}
-    assert trained(model, built, first=2, steps=4) == trained(other, resumed, first=2, steps=4)
 
 
 def test_rounding_follows_the_step_of_the_run_so_a_skipped_one_makes_no_difference_between_devices():

@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 from importlib.util import find_spec
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from finetune.config.sections.train import OptimizerSection
-from finetune.model.kernels import compilation
 from finetune.train.optim import low_bit, optimizers
 from finetune.train.optim.optimizers import begin_step, build_optimizer, slow_update_warning
 from finetune.train.optim.parameter_groups import list_parameters
@@ -100,22 +98,6 @@ def test_the_kernel_computes_the_cpus_numbers_in_tritons_interpreter():
     assert done.stdout == "compared\n", done.stderr[-2000:]
 
 
-def test_a_parameter_takes_one_launch_and_no_waiting(monkeypatch):
-    launched = []
-    fake = SimpleNamespace(
-        launch_update=lambda weights, gradient, **named: launched.append((weights.numel(), named)),
-        KernelUpdate=SimpleNamespace,
-    )
-    monkeypatch.setattr(low_bit, "kernel", fake)
-    monkeypatch.setattr(low_bit, "has_kernel", lambda device: True)
-    after_steps("cpu", "both", num_steps=1)
-    assert sorted(size for size, _ in launched) == sorted(torch.Size(shape).numel() for shape in SHAPES)
-    for size, named in launched:
-        assert ("exp_avg_scale" in named["state"]) == (size != 37)
-        assert named["update"].rounds_weights
-        assert abs(named["update"].moments_key) <= 2**31
-
-
 def test_plain_operators_on_a_gpu_are_warned_about(monkeypatch):
     optimizer = build_optimizer(
         list_parameters(nn.Linear(64, 4)), OptimizerSection(state_dtype="int8"), learning_rate=0.1
@@ -180,8 +162,3 @@ def timed(optimizer):
         optimizer.step()
         torch.cuda.synchronize()
     return sorted(found[2:])[2], sum(each.device_type == DeviceType.CUDA for each in seen.events())
-
-
-def test_the_low_bit_kernel_is_available_only_with_the_triton_toolchain():
-    assert compilation.missing_triton_toolchain() is None or not low_bit.has_kernel(torch.device("cuda"))
-    assert not low_bit.has_kernel(torch.device("cpu"))
