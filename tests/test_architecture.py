@@ -45,7 +45,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "finetune.run.state.finished",
     },  # the names of the API
     "__main__": {"cli"},
-    "cli": {*DOORS, "finetune.runtime.supervision.start_watch"},  # begins before torch is imported
+    "cli": set(DOORS),
     "api": {*DOORS, "finetune.runtime.processes"},
     "commands": {"run", "launch", "recipes", "migration", *BELOW_RUN},
     "migration": {"config", "registry", "runtime", "errors"},

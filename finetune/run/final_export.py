@@ -13,7 +13,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 from torch import Tensor
 
@@ -53,7 +52,7 @@ from finetune.run.setup.build import BuiltRun
 from finetune.run.setup.components import make_weights
 from finetune.run.setup.model_problems import is_merged
 from finetune.run.setup.training_data import TrainingData
-from finetune.run.state.finished import FINAL_RECORD, input_stamps, is_exported, read_final_record
+from finetune.run.state.finished import FINAL_RECORD, is_exported, read_final_record
 from finetune.runtime import distributed
 from finetune.runtime.environment import package_versions
 from finetune.runtime.files import atomic
@@ -213,7 +212,6 @@ def _write_final(
             verified = verifier.check(report, expected, final=final)
     sizes = {name: (final / name).stat().st_size for name in report.files}
     facts = {"step": progress.step, **ended, "export": loaded.config.export.model_dump(), "files": sizes}
-    facts |= {"inputs": input_stamps(loaded.config, before=psutil.Process().create_time())}
     atomic.write_json(run_folder / FINAL_RECORD, facts)
     exported = f"exported {report.num_tensors} tensors, {format_size(report.size_bytes)}, to {final}"
     for text in filter(None, (exported, verified, vllm_hint(final))):

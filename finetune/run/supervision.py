@@ -30,7 +30,6 @@ from finetune.runtime.supervision.exit import (
 )
 from finetune.runtime.supervision.on_end import EndCommand
 from finetune.runtime.supervision.signals import ReceivedSignals, record_signals
-from finetune.runtime.supervision.start_watch import report_losses
 from finetune.runtime.supervision.status import StatusFile, exit_from_error, open_status_file, record_finished
 from finetune.runtime.supervision.watchdog import Watchdog, keep_previous_reports, running_watchdog
 from finetune.train.stopping import FAILED_SAVE, FINAL_REASONS, SPOT_NOTICE
@@ -151,7 +150,6 @@ def supervised_run(
             leave: ProcessExit = RaisedExit(file, rank=rank, world=distributed.world())
         else:
             leave = ProcessExit(file, rank=rank, before_exit=on_end.run)
-        report_losses(lambda error: leave.after(exit_from_error(error, rank=rank)))
         watchdog = Watchdog(folder, status=file, ending=leave, note=received, rank=rank, world=distributed.world())
         folders = (folder, cache_folder(config.data))
         supervision = Supervision(received, file, leave, watchdog, startup, folders=folders, on_end=on_end)

@@ -19,7 +19,6 @@ from torch.distributed import distributed_c10d
 
 from finetune.errors import CheckpointError, FinetuneError, StrategyError
 from finetune.runtime.processes import exit_process
-from finetune.runtime.supervision.start_watch import end_start_watch
 
 T = TypeVar("T")
 
@@ -124,7 +123,6 @@ def reported_wait(*, seconds: float = 10.0) -> Iterator[None]:
     timer.start()
     try:
         yield
-        end_start_watch()
     except dist.DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
             raise

@@ -18,7 +18,7 @@ from finetune.commands.doctor.gpus import GpuFacts
 from finetune.config.yaml import read_yaml
 from finetune.runtime.environment import default_config, launcher_variables, nccl_version, package_versions
 from finetune.runtime.text.redact import redacted_variables
-from finetune.runtime.upstream import ABANDONED, BUILDING, build_locks, extensions_folder
+from finetune.runtime.upstream import BUILDING, build_locks, extensions_folder
 from finetune.strategy.choose import build_tools, missing_for_cpu_adam
 
 
@@ -170,13 +170,12 @@ def _numbers(version: str) -> tuple[int, ...]:
 def check_software(software: SoftwareFacts, *, num_gpus: int) -> Iterator[Finding]:
     """Yield the problems that keep DeepSpeed from compiling, and a default accelerate config."""
     for lock in software.locks:
-        remedy = f"rm {lock.path}" + ("   # or launch under DeepSpeed, which removes it" * (lock.state == ABANDONED))
         severity = Severity.NOTE if lock.state == BUILDING else Severity.MUST_FIX
         yield finding(
             "build-lock",
             severity=severity,
             what=lock.text.rstrip("."),
-            fix="wait until it has compiled" if lock.state == BUILDING else remedy,
+            fix="wait until it has compiled" if lock.state == BUILDING else f"rm {lock.path}",
         )
     if software.missing_for_cpu_adam is not None:
         yield finding(

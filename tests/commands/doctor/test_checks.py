@@ -10,7 +10,7 @@ from finetune.commands.doctor.job_facts import HubName, JobFacts
 from finetune.commands.doctor.network import HubFacts, InfinibandPort, chosen_interfaces
 from finetune.commands.doctor.ranks import AllReduceSpeed, LinkFacts, pairs_to_measure
 from finetune.commands.doctor.software import Lock
-from finetune.runtime.upstream import BUILDING, UNKNOWN
+from finetune.runtime.upstream import ABANDONED, BUILDING
 from tests.commands.doctor.recorded import findings_of, host_of, ranks_of
 
 H100, CPU = "h100_nvswitch", "cpu_node"
@@ -123,10 +123,10 @@ def test_ranks_that_load_more_than_the_container_limit_are_reported():
     assert "64.0 GB" in finding.what and "fsdp_cpu_ram_efficient_loading" in finding.fix
 
 
-def test_a_build_lock_in_use_is_a_note_and_an_unknown_one_must_be_removed():
-    locks = {state: (Lock("/x/lock", state, f"/x/lock is {state}."),) for state in (BUILDING, UNKNOWN)}
+def test_a_build_lock_in_use_is_a_note_and_an_abandoned_one_must_be_removed():
+    locks = {state: (Lock("/x/lock", state, f"/x/lock is {state}."),) for state in (BUILDING, ABANDONED)}
     assert findings_of(host_of(CPU, software={"locks": locks[BUILDING]}))["build-lock"].severity is NOTE
-    assert findings_of(host_of(CPU, software={"locks": locks[UNKNOWN]}))["build-lock"].fix == "rm /x/lock"
+    assert findings_of(host_of(CPU, software={"locks": locks[ABANDONED]}))["build-lock"].fix == "rm /x/lock"
 
 
 def test_a_default_accelerate_config_is_more_severe_when_it_contradicts_the_machine():
