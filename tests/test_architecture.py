@@ -26,7 +26,6 @@ WINGS = ("data", "model", "strategy", "checkpoint", "report")
 PRINTING = {
     "finetune.runtime.text.redact",
     "finetune.runtime.text.standard_streams",
-    "finetune.runtime.text.secret_patterns",
     "finetune.runtime.text.terminal",
 }
 """What makes text fit to be printed and written down; it imports nothing slow."""

@@ -277,6 +277,6 @@ def format_late_ranks(reports: Sequence[HangReport], *, world: int) -> str:
     furthest = max(report.progress for report in reports)
     outside = [report for report in reports if not any(code in report.where for code in _WAITING)]
     late = [report for report in reports if report.progress < furthest] or outside
-    if len(late) < len(reports):
+    if 0 < len(late) < len(reports):
         return f"Behind the others: {'; and '.join(map(str, late))}."
     return f"Last seen: {reports[0]}{', as all others at this point' if world > 1 else ''}."

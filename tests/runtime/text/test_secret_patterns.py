@@ -1,6 +1,6 @@
 import pytest
 
-from finetune.runtime.text.secret_patterns import (
+from finetune.runtime.text.redact import (
     is_secret_parameter,
     redacted_urls,
     secrets_in_urls,
@@ -44,10 +44,6 @@ def test_parameters_of_other_urls_are_kept(name):
         ("https://h/?a=1&amp;token=abc", "https://h/?a=1&amp;token=[redacted]"),
         ("https://h/x#access_token=abc&b=1", "https://h/x#access_token=[redacted]&b=1"),
         ("https://h/x?X%2DAmz%2DSignature=abc", "https://h/x?X%2DAmz%2DSignature=[redacted]"),
-        (
-            "next=https%3A%2F%2Fme%3Aword%40h%2Fx%3Fsig%3Dabc%26a%3D1",
-            "next=https%3A%2F%2F[redacted]%40h%2Fx%3Fsig%3D[redacted]%26a%3D1",
-        ),
     ],
 )
 def test_users_and_parameters_of_urls_are_redacted_anywhere_in_a_text(text, cleaned):
