@@ -55,7 +55,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "export": {"model", *BASE},
     **dict.fromkeys(WINGS, BASE),  # and so no wing another one
     "recipes": {"runtime", "errors"},
-    "config": {"registry", "errors", "finetune.runtime.optional", "finetune.runtime.files.gguf", *PRINTING},
+    "config": {"registry", "errors", "finetune.runtime.optional", "finetune.runtime.files.read", *PRINTING},
     "registry": {"errors"},
     "register": {"registry", "finetune.config.section", "errors"},
     "runtime": {"errors"},

@@ -24,7 +24,7 @@ from finetune.memory.limits import (
 from finetune.memory.trial import Trial, later_host_bytes, missing_state_bytes, zero_buffer_bytes
 from finetune.run.context import RunContext
 from finetune.run.setup.build import BuiltRun, RestoredRun
-from finetune.run.setup.padding_free import resolve_padding_free
+from finetune.run.setup.model_problems import resolve_padding_free
 from finetune.runtime import distributed
 from finetune.runtime.files import atomic
 from finetune.runtime.files.read import read_regular
@@ -206,7 +206,7 @@ def _choose(context: RunContext, built: BuiltRun, tries: _Tries, *, is_resumed: 
         device = built.prepared.accelerator.device.type
         raise UserError(f"{KEY}: auto needs to measure memory, which is not supported on `{device}`. Write a number.")
     sizes: Sequence[int] = _sizes(context.config)
-    record = distributed.run_on_rank_0(lambda: read_microbatch_record(context.paths.folder)) if is_resumed else None
+    record = distributed.run_on_rank_0(lambda: read_microbatch_record(context.folder)) if is_resumed else None
     if record is not None:
         size, names = record.microbatch_size, [memory.name for memory in tries.memories]
         if record.still_holds(context.strategy.name, tries.limits, memories=names, sizes=sizes):
@@ -237,7 +237,7 @@ def _choose(context: RunContext, built: BuiltRun, tries: _Tries, *, is_resumed: 
         processes=distributed.world(),
         peaks=tries.by_name(peaks),
     )
-    path = context.paths.folder / MICROBATCH_FILE
+    path = context.folder / MICROBATCH_FILE
     distributed.run_on_rank_0(lambda: atomic.write_json(path, found.model_dump()))
     return best
 

@@ -189,7 +189,7 @@ class StepEngine:
         self._require_no_gradient("save")
         self.components.save(self.progress)
         self.components.save.wait_for_writes()
-        return layout.step_folder(self._opened.restored.context.paths.checkpoints, self.progress.step)
+        return layout.step_folder(self._opened.restored.context.checkpoints, self.progress.step)
 
     def load(self, checkpoint: str | Path | None = None) -> int:
         """Load the newest checkpoint of the run, or that in the folder, and return its step."""
@@ -200,9 +200,9 @@ class StepEngine:
         config = context.config.model_copy(update={"checkpoint": section})
         if (
             checkpoint is None
-            and distributed.run_on_rank_0(partial(layout.newest_checkpoint, context.paths.checkpoints)) is None
+            and distributed.run_on_rank_0(partial(layout.newest_checkpoint, context.checkpoints)) is None
         ):
-            raise CheckpointError(f"load: there is no checkpoint in {context.paths.checkpoints}. Call `save` first.")
+            raise CheckpointError(f"load: there is no checkpoint in {context.checkpoints}. Call `save` first.")
         changed = replace(context, loaded=replace(context.loaded, config=config))
         fingerprint = self._opened.restored.fingerprint
         with self._changing():
@@ -216,7 +216,7 @@ class StepEngine:
         self._require_no_gradient("export")
         context, reporter = self._opened.restored.context, self._opened.reporter
         export_final(context.loaded, self._built, reporter, progress=self.progress, reason=SESSION_CLOSED)
-        return context.paths.final
+        return context.final
 
     def _group(self, rows: JobBatch | Rows) -> "_Group":
         if isinstance(rows, JobBatch):

@@ -40,10 +40,10 @@ from finetune.run.setup.model_problems import (
     require_buildable,
     require_model_positions,
     require_valid_merge,
+    resolve_padding_free,
     router_problems,
     stored_method_note,
 )
-from finetune.run.setup.padding_free import resolve_padding_free
 from finetune.run.setup.patches import require_input_embeddings
 from finetune.run.setup.strategy import (
     require_exact_slices,

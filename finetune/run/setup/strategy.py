@@ -23,7 +23,7 @@ from finetune.model.tensor_parallel import splitting_problem
 from finetune.registry.model_choices import PEFT_TYPES, trainable_types
 from finetune.registry.tasks import TASKS
 from finetune.report.reporter import RunLog
-from finetune.run.setup.padding_free import resolve_padding_free, why_padded
+from finetune.run.setup.model_problems import resolve_padding_free, why_padded
 from finetune.runtime import distributed
 from finetune.runtime.parallel import sequence_group
 from finetune.strategy.choose import choose_strategy

@@ -12,12 +12,10 @@ from finetune.checkpoint.format import layout
 from finetune.checkpoint.format.manifest import (
     Manifest,
     OtherFormatError,
-    RunFingerprint,
     first_file_problem,
     read_manifest_of_step,
     read_metadata,
 )
-from finetune.checkpoint.read.changes import check_changes
 from finetune.config.run_config import RunConfig
 from finetune.config.sections.export import ExportSection
 from finetune.errors import CheckpointError, FinetuneError, TrainingError, error_of_type
@@ -45,9 +43,6 @@ class _Record(TypedDict):
 
 
 _RECORD: TypeAdapter[Any] = TypeAdapter(_Record)
-
-BEST_METRIC_KEYS = ("train.early_stopping", "train.early_stopping.metric", "train.early_stopping.goal")
-"""The state of early stopping is invalid once one of these keys has changed."""
 
 
 @dataclass(frozen=True)
@@ -79,23 +74,6 @@ def read_finished_run(config: RunConfig, *, num_steps: int) -> tuple[FinishedRun
     if reason is None or not is_exported(folder, step=progress.step, section=config.export):
         return None
     return FinishedRun(path, progress, reason), manifest
-
-
-def format_finished(
-    config: RunConfig, finished: FinishedRun, saved: RunFingerprint, *, current: RunFingerprint
-) -> list[str] | None:
-    """Return what to log about a finished run; None if it is not finished: its best is of another metric.
-
-    Raises CheckpointError where the config is no longer the one it was trained with.
-    """
-    if finished.reason == EARLY_STOPPING and any(
-        current.settings.get(key) != saved.settings.get(key) for key in BEST_METRIC_KEYS
-    ):
-        return None
-    sentences = check_changes(finished.checkpoint, saved, current=current, allowed=config.checkpoint.allow_changes)
-    final = Path(config.run.folder) / FINAL_FOLDER
-    step = finished.progress.step
-    return [*sentences, f"nothing to do: {finished.reason} at step {step}, and the model is in {final}"]
 
 
 def is_exported(run_folder: Path, *, step: int, section: ExportSection) -> bool:

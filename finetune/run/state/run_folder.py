@@ -35,7 +35,7 @@ from finetune.report.prometheus import PrometheusReporter, require_client
 from finetune.report.reporter import FanOut, Reporter, RunLog
 from finetune.report.trackers import TrackerReporter, check_trackers
 from finetune.run.setup.build import BuiltRun
-from finetune.run.setup.padding_free import resolve_padding_free
+from finetune.run.setup.model_problems import resolve_padding_free
 from finetune.run.setup.training_data import write_audit
 from finetune.run.state.finished import read_final_record
 from finetune.runtime import distributed

@@ -2,8 +2,7 @@
 
 It checks every second, and ends the process even if the main thread is blocked in a collective forever.
 Rank 0 may work alone without heartbeats while all others wait for it: writing a large model takes longer than the limit
-of a step. Rank 0 then checks the CPU time of its main thread; the others check the status file, which rank 0 refreshes
-until it ends or detects that it hangs.
+of a step. Then all check the status file instead, which rank 0's watchdog refreshes, on the disk of the run.
 
 In a hang every rank writes a report, so that the ranks behind the others can be named:
 
@@ -36,17 +35,6 @@ from finetune.runtime.supervision.heartbeat import POINTS
 from finetune.runtime.supervision.signals import EXIT_CODES, ReceivedSignals
 from finetune.runtime.supervision.status import STOPPED, RankExit, StatusFile, exit_from_error
 
-LEAST_CPU_SECONDS = 0.01
-"""CPU time of a working main thread, also while writing to disk; waiting for a dead disk or a lock takes none."""
-
-
-def main_thread_seconds() -> float:
-    """Return the CPU time of the main thread; without a clock for it, the current time, as if it worked."""
-    if not hasattr(time, "pthread_getcpuclockid"):
-        return time.monotonic()
-    return time.clock_gettime(time.pthread_getcpuclockid(threading.main_thread().ident or 0))
-
-
 _TICK_SECONDS = 1.0
 _QUIET_SECONDS = 3.0  # without progress, after which the other ranks are checked
 _OWN_EXIT_SECONDS = 8.0  # for the main thread to end by itself after an error
@@ -74,7 +62,7 @@ class Watchdog:
         self._armed_at = float("-inf")
         self._checked_at = time.monotonic()
         self._is_training = False
-        self._rank_0_seen = main_thread_seconds() if rank == 0 else None
+        self._rank_0_seen: float | None = None
         self._is_over = threading.Event()
 
     def detect_hangs(self, limit_seconds: float | None) -> None:
@@ -126,7 +114,7 @@ class Watchdog:
         if self._rank == 0:
             self._end_if_replaced()
         self._status.refresh()
-        if distributed.is_rank_0_alone and self.has_rank_0_worked():
+        if distributed.is_rank_0_alone and self.is_rank_0_alive():
             heartbeat.keep_alive()
         silent = now - max(heartbeat.last_heartbeat_at, self._watched_since)
         if silent > _QUIET_SECONDS or self._note.received:
@@ -141,16 +129,10 @@ class Watchdog:
             if silent > self._limit or (silent > _QUIET_SECONDS and (self._folder / HANG_FOLDER).exists()):
                 self._end_hang(silent)
 
-    def has_rank_0_worked(self) -> bool:
-        """Return whether rank 0 was active since the last call that returned True.
-
-        On rank 0 that is CPU time of the main thread; the others see that rank 0 refreshes the status file.
-        """
-        before, now = self._rank_0_seen, main_thread_seconds() if self._rank == 0 else self._status.refreshed_at()
-        if now is None or (before is not None and abs(now - before) < LEAST_CPU_SECONDS):
-            return False
-        self._rank_0_seen = now
-        return True
+    def is_rank_0_alive(self) -> bool:
+        """Return whether rank 0's watchdog has written the status file since the last call that returned True."""
+        before, self._rank_0_seen = self._rank_0_seen, self._status.refreshed_at()
+        return self._rank_0_seen not in (None, before)
 
     def _end_if_replaced(self) -> None:
         """End this process if a newer attempt has begun, whose ranks need its device."""
