@@ -84,10 +84,7 @@ class _Tries:
     tried: dict[int, _Tried] = field(default_factory=dict)
 
     def run(self, size: int) -> _Tried:
-        """Try the longest batch of this size. Collective.
-
-        Raises UserError if it does not fit and parameters are sharded.
-        """
+        """Try the longest batch of this size. Collective."""
         longest = find_longest_batch(
             self.context.config,
             self.built.training_data.training,

@@ -21,10 +21,7 @@ with lazily(freeze=True):  # torch
 
 
 def start(path: Path, overrides: Sequence[str], *, accelerate_file: Path | None = None) -> int:
-    """Train the job, distributed as the accelerate file says if one is given, and return the exit code.
-
-    The checksums of the checkpoint that the run will resume from are computed while torch is being imported.
-    """
+    """Train the job, distributed as the accelerate file says if one is given, and return the exit code."""
     loaded = load_config(path, overrides)
     use_expandable_segments()
     checksums = prefetch_checksums(loaded)

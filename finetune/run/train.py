@@ -56,10 +56,7 @@ from finetune.train.upstream import replace_engine_step, without_accelerate_wrap
 
 
 def train_from_config(loaded: LoadedConfig, checksums: ChecksumPrefetch | None = None) -> int:
-    """Train as the config says and return the exit code. Collective over all launched processes.
-
-    `checksums` is what `prefetch_checksums` has started.
-    """
+    """Train as the config says and return the exit code. Collective over all launched processes."""
     startup = StartupTimer.from_process_start()
     activate_options(loaded.config.plugin_options)
     context = validate(loaded)

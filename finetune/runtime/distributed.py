@@ -34,10 +34,7 @@ class RankGroup:
 
 
 class Group(Enum):
-    """A process group of all ranks, in addition to torch's default one, which sends the tensors of training.
-
-    The collectives of different groups are independent.
-    """
+    """A process group of all ranks, in addition to torch's default one, which sends the tensors of training."""
 
     HOST = "host"  # gloo, for objects, counts and barriers: no host-device synchronization, its own timeout
     BACKGROUND = "background"  # for work in the background: gloo, with its own timeout
@@ -163,10 +160,7 @@ def sum_in_rank_order(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def gather_rows(tensor: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
-    """Return every rank's tensor, in rank order; `sizes` are their first dimensions, the others are equal. Collective.
-
-    Gradients do not flow through it.
-    """
+    """Return every rank's tensor, in rank order, without gradients; `sizes` are their first dimensions. Collective."""
     own = tensor.detach()
     if not is_distributed():
         return [own]
@@ -387,10 +381,7 @@ def run_on_all_ranks(function: Callable[[], T], *, group: Group = Group.HOST) ->
 
 
 def run_on_rank_0(function: Callable[[], T], *, group: Group = Group.HOST) -> T:
-    """Call `function` on rank 0 and return its value on all ranks; if it fails, raise its error on all. Collective.
-
-    No rank returns before rank 0 is done.
-    """
+    """Call `function` on rank 0 and return its value on all ranks; if it fails, raise its error on all. Collective."""
     with _watched_by_rank_0() if group is Group.HOST else nullcontext():
         value, failure = _attempt(function) if is_main() else (None, None)
         value, error = broadcast_object((value, error_text(failure) if failure is not None else None), group=group)

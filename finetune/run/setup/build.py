@@ -187,10 +187,7 @@ def _split_layers(draft: _Draft) -> None:
 
 
 def _plan_memory(draft: _Draft) -> None:
-    """Log the model's size and the memory that a rank needs; decide how it accumulates gradients. Collective.
-
-    With `train.microbatch_size: auto`, the memory is logged once the size is known.
-    """
+    """Log the model's size and the memory that a rank needs; decide how it accumulates gradients. Collective."""
     config, plan, size = draft.config, draft.plan, measure_model(draft.unwrapped_model)
     predict = partial(
         predict_memory,
@@ -288,10 +285,7 @@ BUILD_STEPS: tuple[tuple[Callable[[_Draft], None], str], ...] = (
 
 
 def make_step_task(config: RunConfig, task: Task, prepared: PreparedModel) -> StepTask:
-    """Return the task, or with it what `train.router_aux_loss` adds to its loss and `report.expert_load` to the log.
-
-    With `run.record_layers`, its sums include the layers' outputs.
-    """
+    """Return the task, or with it what `train.router_aux_loss` adds to its loss and `report.expert_load` to the log."""
     step_task: StepTask = task
     inner = unwrap_model(prepared.unwrapped_model)
     if prepared.routers:

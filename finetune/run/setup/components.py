@@ -71,10 +71,7 @@ def make_components(
     gpu: DeviceColumns,
     on_path: Callable[[str], None] = no_op,
 ) -> TrainingComponents:
-    """Return the loop's components; the first step reports the duration of the start. Collective.
-
-    `on_path` is called with the path of each checkpoint.
-    """
+    """Return the loop's components; the first step reports the duration of the start. Collective."""
     config, built = restored.context.config, restored.built
     _require_same_on_all_ranks(config, built)
     save = _make_saver(restored, reporter=reporter, on_path=on_path)
@@ -260,10 +257,7 @@ def make_evaluation(config: RunConfig, built: BuiltRun, *, reporter: Reporter) -
 
 
 def make_weights(train: TrainSection, prepared: PreparedModel) -> Callable[[], AbstractContextManager[None]]:
-    """Return a function whose context swaps in the weights to evaluate and export. Collective.
-
-    They are the average where the optimizer keeps one, else the trained.
-    """
+    """Return a function whose context swaps in the weights to evaluate and export. Collective."""
     average = average_formula(train)
     if average is None:
         return nullcontext

@@ -113,10 +113,7 @@ class CheckedJob:
 
     @cached_property
     def model(self) -> Any:
-        """Return the model with its adapters and frozen parameters, the run's or one on the meta device.
-
-        Raises ModelError if it cannot be built.
-        """
+        """Return the model with its adapters and frozen parameters, the run's or one on the meta device."""
         if self.unwrapped_model is not None:
             return self.unwrapped_model
         section, head = self.config.model, TASKS[self.config.task.name].head

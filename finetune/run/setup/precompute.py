@@ -225,10 +225,7 @@ class _Precomputation:
         return time.monotonic() - started
 
     def _score_samples(self, key: str, source: TokenCache, *, writer: PrecomputedWriter | None) -> None:
-        """Share the samples among the ranks, round by round, and have rank 0 write their values. Collective.
-
-        Ranks that share layers score the same samples.
-        """
+        """Share the samples among the ranks, round by round, and have rank 0 write their values. Collective."""
         size, logged_at, group = self._microbatch_size(source), time.monotonic(), tensor_group()
         for start in range(0, len(source), size * group.num_groups):
             first = start + group.number * size
@@ -245,10 +242,7 @@ class _Precomputation:
                 self.log(f"{key}: {self.precomputed.title}: {done:,} of {len(source):,} samples")
 
     def _microbatch_size(self, source: TokenCache) -> int:
-        """Return the samples of a forward pass: as many as in an evaluation, at least two.
-
-        What `train.microbatch_size: auto` comes to is found later, when a checkpoint may be loaded.
-        """
+        """Return the samples of a forward pass: as many as in an evaluation, at least two."""
         evaluate, train = self.config.evaluate, self.config.train
         written = evaluate.microbatch_size if evaluate is not None else None
         if written is None and train.microbatch_size == "auto":
@@ -271,10 +265,7 @@ def _damage(folder: Path) -> DamagedSet | None:
 
 @contextmanager
 def _write_on_rank_0(folder: Path, made_of: Mapping[str, Any]) -> Iterator[PrecomputedWriter | None]:
-    """Yield the writer of a hidden folder, on rank 0, which is moved into place at the end. Collective.
-
-    Another job may have written the same one meanwhile.
-    """
+    """Yield the writer of a hidden folder, on rank 0, which is moved into place at the end. Collective."""
     staging, writer = temporary_path(folder), None
     try:
         if distributed.is_main():

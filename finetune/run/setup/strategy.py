@@ -44,10 +44,7 @@ def launched_strategy(loaded: LoadedConfig) -> Strategy:
 
 
 def strategy_of_file(loaded: LoadedConfig, accelerate_file: Path, *, num_processes: int | None) -> Strategy:
-    """Return the strategy of a launch with the accelerate file, by default on its own number of processes.
-
-    Raises ConfigError or StrategyError if it does not fit the job.
-    """
+    """Return the strategy of a launch with the accelerate file, by default on its own number of processes."""
     variables = launch_variables(accelerate_file, world=num_processes)
     use_fsdp2(variables)
     return _strategy(loaded, variables, has_device=variables.get("ACCELERATE_USE_CPU", "false").lower() != "true")

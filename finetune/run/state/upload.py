@@ -108,10 +108,7 @@ class FolderSync:
 
     @contextmanager
     def _linked(self, path: Path) -> Iterator[Path | None]:
-        """Hand out the checkpoint's files under names that stay while it is uploaded; None if it is gone already.
-
-        Retention continues meanwhile. Where the file system has no links, the files themselves are handed out.
-        """
+        """Hand out the checkpoint's files under names that stay while it is uploaded; None if it is gone already."""
         links = self._folder / _LINKS / path.name
         shutil.rmtree(links, ignore_errors=True)
         try:
@@ -125,10 +122,7 @@ class FolderSync:
             shutil.rmtree(self._folder / _LINKS, ignore_errors=True)
 
     def _delete_gone(self, local: dict[int, Path], sizes: dict[str, int]) -> None:
-        """Delete checkpoints that the folder has let go of, that were never finished, or that are of an abandoned end.
-
-        Checkpoints of an earlier machine that were never fetched are judged like the folder's own.
-        """
+        """Delete checkpoints that retention has removed, that were never finished, or that are of an abandoned end."""
         there = {step for name in sizes if (step := step_of_file(name)) is not None} - local.keys()
         marked = set(marked_steps(sizes))
         newest = max(local, default=-1)

@@ -41,10 +41,7 @@ def sha256_digest(path: Path) -> str:
 
 
 def files_digest(paths: Sequence[Path]) -> str:
-    """Return a digest of the files' contents in this order; that of large files is cached in the same way.
-
-    Raises OSError for a file that cannot be read.
-    """
+    """Return a digest of the files' contents in this order; that of large files is cached in the same way."""
     return _cached(
         paths, lambda: _BLAKE2B("\n".join(map(_read, paths)).encode()).hexdigest(), name="\n".join(map(str, paths))
     )
@@ -86,9 +83,6 @@ def _read(path: Path, *, algorithm: Any = _BLAKE2B) -> str:
 
 
 DIGESTS_FILE = "digests.json"
-_EARLIER_DIGESTS_FILE = "seal.json"
-"""The name of the same file in folders that were written before December 2026."""
-
 _DIGEST = "digest"
 
 
@@ -134,33 +128,24 @@ def require_undamaged_file(path: Path) -> None:
 
 def write_folder_digests(folder: Path) -> None:
     """Write the digests of all files of the folder into it."""
-    (folder / _EARLIER_DIGESTS_FILE).unlink(missing_ok=True)
     write_json_with_digest(folder / DIGESTS_FILE, {"files": _digests(folder)})
-
-
-def digests_file(folder: Path) -> Path | None:
-    """Return the file with the folder's digests, also of an earlier version; None without one."""
-    paths = (folder / DIGESTS_FILE, folder / _EARLIER_DIGESTS_FILE)
-    return next((path for path in paths if path.is_file()), None)
 
 
 def find_folder_damage(folder: Path) -> str | None:
     """Return a message with the damaged files of the folder; None if all match their digests."""
-    digests = digests_file(folder) or folder / DIGESTS_FILE
     try:
-        files = read_json_with_digest(digests).get("files")
+        files = read_json_with_digest(folder / DIGESTS_FILE).get("files")
         now = _digests(folder)
     except (OSError, ValueError) as error:
         return str(error)
     if not isinstance(files, dict):
-        return f"{digests.name} names no files"
+        return f"{DIGESTS_FILE} names no files"
     damaged = sorted(name for name in {*files, *now} if files.get(name) != now.get(name))
     return f"{', '.join(damaged)}: not as written" if damaged else None
 
 
 def _digests(folder: Path) -> dict[str, str]:
-    names = (DIGESTS_FILE, _EARLIER_DIGESTS_FILE)
-    paths = sorted(path for path in folder.rglob("*") if path.name not in names and not path.is_dir())
+    paths = sorted(path for path in folder.rglob("*") if path.name != DIGESTS_FILE and not path.is_dir())
     for path in paths:
         require_undamaged_file(path)
     return {path.relative_to(folder).as_posix(): xxhash.xxh3_128_hexdigest(path.read_bytes()) for path in paths}

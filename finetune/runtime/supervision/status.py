@@ -261,10 +261,7 @@ class StatusFile:
 
 
 def previous_end(status: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the end of the launch with these facts; if it never trained, that of the launch before it.
-
-    A launch without an end was killed.
-    """
+    """Return the end of the launch with these facts; if it never trained, that of the launch before it."""
     if status.get("num_steps") is None:
         before = status.get("previous")
         return dict(before) if isinstance(before, dict) else None

@@ -202,10 +202,7 @@ def _lacks(part: str, record: logging.LogRecord) -> bool:
 
 
 def quiet_libraries(*, is_main: bool) -> None:
-    """Keep the libraries' warnings on the main rank and only errors on the others; progress bars only at a terminal.
-
-    Also affects libraries that are imported later, but not the output of this package.
-    """
+    """Keep the libraries' warnings on the main rank and only errors on the others; progress bars only at a terminal."""
     level = logging.WARNING if is_main else logging.ERROR
     for library in QUIETED_LIBRARIES:
         logging.getLogger(library).setLevel(level)
