@@ -1,18 +1,9 @@
-"""Workarounds for torch, huggingface_hub and glibc that any part of a run needs. Imports no torch.
+"""Workarounds for torch, oneDNN, huggingface_hub and glibc that any part of a run needs. Imports no torch.
 
 **Locks of extensions.** torch waits for the lock of an extension that DeepSpeed compiles silently and forever, even if
 its owner is dead (pytorch#189245; fixed after 2.13 by pytorch#190543). It (`torch/utils/file_baton.py`) creates a file
 `lock` in the folder of a build, keeps it open while it compiles and removes it afterwards. A thread reports the lock
 that the run waits for. From torch 2.14 on, the file remains after every build and blocks nobody.
-
-**Retries of the hub.** huggingface_hub retries for most of a minute before it gives up on an unreachable hub.
-
-**Freed memory.** On CPUs torch allocates each tensor by `malloc`, and glibc returns large blocks to the kernel when
-they are freed, so every step pays for its pages again.
-
-**Dead loader processes.** torch's first DataLoader with workers in a process handles SIGCHLD from then on.
-
-**oneDNN's primitives.** On CPUs torch compiles a primitive for each new shape, and oneDNN keeps 1,024 of them.
 """
 
 import ctypes

@@ -3,7 +3,6 @@
 Batches are padding-free where the model is known to keep samples apart that share one row.
 """
 
-import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -292,12 +291,9 @@ def require_model_positions(loaded: LoadedConfig) -> str | None:
             loaded.refuse([Problem(key, f"the model has only {table:,} positions. Write at most {table:,}.")])
     if not positions.is_rotary or longest <= positions.number or rope_type is not None:
         return None
-    values = f"rope_scaling: {{rope_type: yarn, factor: {math.ceil(longest / positions.trained)}.0}}"
-    is_new = config.model.from_config is not None
-    scaling = f"`{values}` in `model.from_config.values`" if is_new else f"`model.{values}`"
     return (
         f"{key} is {longest:,}, and the model was made for {positions.number:,} positions: longer samples are beyond "
-        f"what it has seen. Write {positions.number:,}, or scale its positions: {scaling}."
+        f"what it has seen. Write {positions.number:,}, or scale its positions with `model.rope_scaling`."
     )
 
 

@@ -49,7 +49,7 @@ def files_digest(paths: Sequence[Path]) -> str:
 
 def _cached(paths: Sequence[Path], read: Callable[[], str], *, name: str) -> str:
     states = [_state(path) for path in paths]
-    if sum(state["size"] for state in states) < LARGE_BYTES:
+    if sum(size for _, _, size, _, _ in states) < LARGE_BYTES:
         return read()
     cache_digest = _BLAKE2B(name.encode("utf-8", "surrogateescape")).hexdigest()
     cache_file = Path(CACHE_FOLDER).expanduser() / f"{cache_digest}.json"
@@ -59,22 +59,17 @@ def _cached(paths: Sequence[Path], read: Callable[[], str], *, name: str) -> str
         if isinstance(known, dict) and known.get("state") == state and isinstance(known.get("digest"), str):
             return str(known["digest"])
     digest = read()
-    is_old_enough = time.time() - max(state["changed"] for state in states) / 1e9 > _MIN_AGE_SECONDS
+    is_old_enough = time.time() - max(changed for *_, changed in states) / 1e9 > _MIN_AGE_SECONDS
     if is_old_enough and [_state(path) for path in paths] == states:
         with suppress(OSError):  # the cache is optional
             write_json(cache_file, {"path": str(paths[0]), "state": state, "digest": digest}, exact=True)
     return digest
 
 
-def _state(path: Path) -> dict[str, int]:
+def _state(path: Path) -> tuple[int, ...]:
+    """Return device, inode, size, and the times in nanoseconds when the file was written and changed."""
     facts = path.stat()
-    return {
-        "device": facts.st_dev,
-        "inode": facts.st_ino,
-        "size": facts.st_size,
-        "written": facts.st_mtime_ns,
-        "changed": facts.st_ctime_ns,
-    }
+    return facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns
 
 
 def _read(path: Path, *, algorithm: Any = _BLAKE2B) -> str:
