@@ -112,9 +112,7 @@ def reported_wait(*, seconds: float = 10.0) -> Iterator[None]:
     own, address = rank(), f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
     variables = f"RANK={own} and WORLD_SIZE={world()}"
     advice = "are set in the environment: unset them where no launcher has started this process"
-    others = [f"rank {other}" for other in range(world()) if other != own]
-    named = ", ".join(others if len(others) <= _MAX_NAMED_RANKS else [*others[:_MAX_NAMED_RANKS], "..."])
-    text = f"rank {own} has waited {seconds:g} s at {address} for {len(others)} of {world()} processes ({named})"
+    text = f"rank {own} has waited {seconds:g} s at {address} for the others of {world()} processes"
     timer = threading.Timer(seconds, lambda: print(f"{text}. {variables} {advice}.", file=sys.stderr, flush=True))
     timer.daemon = True
     timer.start()
@@ -129,9 +127,6 @@ def reported_wait(*, seconds: float = 10.0) -> Iterator[None]:
         ) from None  # not a lost contact
     finally:
         timer.cancel()
-
-
-_MAX_NAMED_RANKS = 8
 
 
 def barrier(group: Group = Group.HOST) -> None:
