@@ -205,16 +205,16 @@ def _choose(context: RunContext, built: BuiltRun, tries: _Tries, *, is_resumed: 
     sizes: Sequence[int] = _sizes(context.config)
     record = distributed.run_on_rank_0(lambda: read_microbatch_record(context.folder)) if is_resumed else None
     if record is not None:
-        size, names = record.microbatch_size, [memory.name for memory in tries.memories]
+        recorded, names = record.microbatch_size, [memory.name for memory in tries.memories]
         if record.still_holds(context.strategy.name, tries.limits, memories=names, sizes=sizes):
-            context.log(f"{KEY}: auto: {size}, as at the start of this run")
-            if (tried := tries.run(size)).peaks is None:
-                tries.refuse(size, tried.longest)
-            return size
-        is_possible = size in sizes
-        sizes = [other for other in sizes if other <= size] if is_possible else sizes
+            context.log(f"{KEY}: auto: {recorded}, as at the start of this run")
+            if (tried := tries.run(recorded)).peaks is None:
+                tries.refuse(recorded, tried.longest)
+            return recorded
+        is_possible = recorded in sizes
+        sizes = [other for other in sizes if other <= recorded] if is_possible else sizes
         context.log(
-            f"{KEY}: auto: {size} was found on {record.processes} processes under {record.strategy}; "
+            f"{KEY}: auto: {recorded} was found on {record.processes} processes under {record.strategy}; "
             f"{'sizes up to it are' if is_possible else 'it cannot be used now, so all others are'} tried"
         )
     measured: dict[int, Peaks | None] = {}  # of all ranks

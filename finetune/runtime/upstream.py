@@ -2,13 +2,15 @@
 
 **Locks of extensions.** torch waits for the lock of an extension that DeepSpeed compiles silently and forever, even if
 its owner is dead (pytorch#189245; fixed after 2.13 by pytorch#190543). It (`torch/utils/file_baton.py`) creates a file
-`lock` in the folder of a build, keeps it open while it compiles and removes it afterwards. A thread reports the lock
-that the run waits for. From torch 2.14 on, the file remains after every build and blocks nobody.
+`lock` in the folder of a build, keeps it open while it compiles and removes it afterwards. A lock that no
+process of this machine has open was left by a killed build, unless a shared file system or a container hides its owner:
+it is removed. A thread reports the lock that the run waits for. From torch 2.14 on, the file blocks nobody.
 """
 
 import ctypes
 import functools
 import os
+import re
 import signal
 import socket
 import sys
@@ -27,6 +29,14 @@ from huggingface_hub import constants
 
 BUILDING, ABANDONED = "building", "abandoned"
 
+_SHARED_FILE_SYSTEM = re.compile(
+    "nfs|cifs|smb|lustre|gpfs|beegfs|ceph|fuse|9p|afs|pvfs|weka|panfs|virtiofs|gfs|ocfs|orangefs|glusterfs"
+)
+"""Beginnings of the names of file systems that other machines may write to."""
+
+_CONTAINER_MARKS = (Path("/.dockerenv"), Path("/run/.containerenv"), Path("/var/run/secrets/kubernetes.io"))
+
+_MIN_AGE_SECONDS = 10.0  # of a lock that is removed: its owner may just be about to open it
 _CHECK_SECONDS = 5.0
 _LOG_SECONDS = 30.0
 
@@ -82,6 +92,24 @@ def inspect_lock(path: Path) -> BuildLock:
     return BuildLock(path, None)
 
 
+def remove_abandoned_lock(lock: BuildLock, *, log: Log) -> bool:
+    """Remove the lock if its owner is dead for certain, log that, and return whether it was removed."""
+    path = lock.path.resolve()
+    mounts = [mount for mount in psutil.disk_partitions(all=True) if path.is_relative_to(mount.mountpoint)]
+    mount = max(mounts, key=lambda mount: len(mount.mountpoint), default=None)
+    if lock.owner is not None or mount is None or _SHARED_FILE_SYSTEM.match(mount.fstype):
+        return False
+    if mount.mountpoint != "/" and any(mark.exists() for mark in _CONTAINER_MARKS):
+        return False
+    with suppress(OSError):
+        facts, uid = path.stat(), os.geteuid()  # processes of other users cannot be inspected
+        if time.time() - facts.st_mtime > _MIN_AGE_SECONDS and uid in (0, facts.st_uid):
+            path.unlink()
+            log(f"removed {lock.path}, which was left by a build that was killed")
+            return True
+    return False
+
+
 def awaited_lock(frame: FrameType | None) -> Path | None:
     """Return the lock that a thread waits for, according to its innermost frame; None if it waits for none."""
     while frame is not None:
@@ -115,11 +143,13 @@ class BuildLockWatcher(threading.Thread):
         if path is None:
             self._since.clear()
             return
-        now = self._clock()
+        lock, now = inspect_lock(path), self._clock()
+        if remove_abandoned_lock(lock, log=self._log):
+            return
         waited = now - self._since.setdefault(path, now)
         if now - self._logged.get(path, float("-inf")) >= _LOG_SECONDS:
             self._logged[path] = now
-            self._log(f"waiting for an extension to be compiled, for {waited:.0f} s so far: {inspect_lock(path)}")
+            self._log(f"waiting for an extension to be compiled, for {waited:.0f} s so far: {lock}")
 
 
 @contextmanager

@@ -1,11 +1,13 @@
-"""Locks of builds are reported, an unreachable hub is not retried, and freed memory is reused."""
+"""Locks of killed builds are removed, an unreachable hub is not retried, and freed memory is reused."""
 
 import inspect
+import os
 import platform
 import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from huggingface_hub import constants
@@ -29,8 +31,9 @@ sys.stdin.read()
 
 
 @pytest.fixture
-def lock(tmp_path):
-    """Return the path of a build's lock."""
+def lock(tmp_path, monkeypatch):
+    """Return the path of a build's lock on a local disk."""
+    monkeypatch.setattr(upstream, "_CONTAINER_MARKS", ())
     (tmp_path / "cpu_adam").mkdir()
     return tmp_path / "cpu_adam" / "lock"
 
@@ -56,10 +59,20 @@ def test_a_thread_that_waits_for_a_lock_is_logged_with_its_owner_or_how_to_end_t
         owner.wait()
     now[0] = 90.0
     watch.look()
-    assert "delete it" in messages[2] and str(lock) in messages[2]
-    lock.unlink()
+    assert "delete it" in messages[2] and str(lock) in messages[2] and lock.exists(), "it may just have been made"
+    os.utime(lock, (0, 0))
+    watch.look()
     waiting.join(timeout=10)
-    assert not waiting.is_alive()
+    assert not waiting.is_alive() and not lock.exists() and messages[-1].startswith(f"removed {lock}")
+
+
+@pytest.mark.parametrize("file_system", ["nfs4", "fuse.juicefs", "lustre"])
+def test_a_lock_that_another_machine_may_hold_is_kept(lock, monkeypatch, file_system):
+    lock.touch()
+    os.utime(lock, (0, 0))
+    mount = SimpleNamespace(mountpoint=str(lock.parent), fstype=file_system)
+    monkeypatch.setattr(upstream.psutil, "disk_partitions", lambda **_: [mount])
+    assert not upstream.remove_abandoned_lock(upstream.inspect_lock(lock), log=print) and lock.exists()
 
 
 def until(is_so):
