@@ -22,7 +22,8 @@ from finetune.checkpoint.write.saver import SavedCheckpoint, Saver
 from finetune.config.load import LoadedConfig, load_config
 from finetune.config.sections.checkpoint import CheckpointSection
 from finetune.data.loader import train_loader
-from finetune.run.context import RunContext, make_context
+from finetune.report.reporter import RunLog
+from finetune.run.context import RunContext
 from finetune.run.setup.accelerator import PreparedModel, make_accelerator
 from finetune.run.setup.build import prepare_model
 from finetune.run.setup.components import make_evaluator
@@ -167,7 +168,7 @@ def build(job: Path, overrides: Sequence[str] = ()) -> Built:
 def make_context_of(job: Path, overrides: Sequence[str] = ()) -> RunContext:
     """Return the context of the job under the launched strategy."""
     loaded = load_config(job, overrides)
-    return make_context(loaded, launched_strategy(loaded))
+    return RunContext(loaded, launched_strategy(loaded), RunLog(is_main=distributed.is_main()))
 
 
 def samples_of(job: Path) -> Any:
