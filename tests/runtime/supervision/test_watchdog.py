@@ -102,19 +102,6 @@ def test_a_process_that_a_newer_attempt_has_replaced_ends_and_leaves_the_status_
     assert (tmp_path / "status.json").read_bytes() == before
 
 
-def test_a_rank_that_waits_for_a_replaced_rank_0_ends_too(watched, tmp_path, monkeypatch, capsys):
-    """No launcher kills it where its host was lost to the others, and the newer attempt needs its device."""
-    ending = ProcessExit(watched.others, rank=1, leave=leave)
-    dog = Watchdog(tmp_path, status=watched.others, ending=ending, note=ReceivedSignals(), rank=1, world=2)
-    for name, value in mark_attempt(tmp_path, 3).items():
-        monkeypatch.setenv(name, value)
-    dog.check()
-    mark_attempt(tmp_path, 4)
-    with pytest.raises(Left):
-        dog.check()
-    assert "attempt 4 of the run has started without this host" in capsys.readouterr().err
-
-
 def test_no_progress_within_the_timeout_is_a_hang_with_stacks(watched, tmp_path, capsys):
     heartbeat.fault_point("forward", step=4)
     watched.dog.detect_hangs(1e-9)
