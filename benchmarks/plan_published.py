@@ -37,7 +37,7 @@ from finetune.memory.predict import MemoryPredictor  # noqa: E402
 from finetune.memory.state import Prediction, StrategyName, TrainingLayout  # noqa: E402
 from finetune.model.loading.architecture import load_model_config  # noqa: E402
 from finetune.model.size import read_shapes  # noqa: E402
-from finetune.run.setup.padding_free import resolve_padding_free  # noqa: E402
+from finetune.run.setup.model_problems import resolve_padding_free  # noqa: E402
 
 TARGET = ROOT / "benchmarks" / "experiments" / "plan_published.md"
 

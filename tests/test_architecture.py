@@ -26,7 +26,6 @@ WINGS = ("data", "model", "strategy", "checkpoint", "report")
 PRINTING = {
     "finetune.runtime.text.redact",
     "finetune.runtime.text.standard_streams",
-    "finetune.runtime.text.secret_patterns",
     "finetune.runtime.text.terminal",
 }
 """What makes text fit to be printed and written down; it imports nothing slow."""
@@ -45,7 +44,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "finetune.run.state.finished",
     },  # the names of the API
     "__main__": {"cli"},
-    "cli": {*DOORS, "finetune.runtime.supervision.start_watch"},  # begins before torch is imported
+    "cli": set(DOORS),
     "api": {*DOORS, "finetune.runtime.processes"},
     "commands": {"run", "launch", "recipes", "migration", *BELOW_RUN},
     "migration": {"config", "registry", "runtime", "errors"},
@@ -56,7 +55,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "export": {"model", *BASE},
     **dict.fromkeys(WINGS, BASE),  # and so no wing another one
     "recipes": {"runtime", "errors"},
-    "config": {"registry", "errors", "finetune.runtime.optional", "finetune.runtime.files.gguf", *PRINTING},
+    "config": {"registry", "errors", "finetune.runtime.optional", "finetune.runtime.files.read", *PRINTING},
     "registry": {"errors"},
     "register": {"registry", "finetune.config.section", "errors"},
     "runtime": {"errors"},

@@ -116,7 +116,7 @@ WRITTEN = [
     (PromptMismatch, "case prompt trained prompt_tokens trained_tokens"),
     (Histogram, "edges bars"),
     (Padding, "num_batches num_samples tokens computed plain_computed num_positions budget"),
-    (HangReport, "rank host pid point step silent_seconds where called"),
+    (HangReport, "rank host pid point step silent_seconds where"),
     (RankProcess, "rank host pid"),
     (LoaderSettings, "num_workers pin_memory persistent_workers prefetch_factor"),
     (SamplingParams, "max_new_tokens temperature top_p"),

@@ -13,7 +13,8 @@ import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
 from finetune.config.load import load_config
-from finetune.run.context import make_context
+from finetune.report.reporter import RunLog
+from finetune.run.context import RunContext
 from finetune.run.setup.strategy import launched_strategy
 from finetune.run.setup.training_data import prepare_data
 from finetune.run.train import train_from_config
@@ -78,7 +79,8 @@ def _stay(code: int, **_: object) -> int:
 def samples_of(job: Path) -> Any:
     """Return the job's training samples, tokenized and in the order of its file."""
     loaded = load_config(job)
-    return prepare_data(make_context(loaded, launched_strategy(loaded))).training_data.training.samples
+    context = RunContext(loaded, launched_strategy(loaded), RunLog(is_main=distributed.is_main()))
+    return prepare_data(context).training_data.training.samples
 
 
 def run_folder(folder: Path) -> str:

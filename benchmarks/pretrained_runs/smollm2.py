@@ -14,7 +14,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from finetune.runtime.files.gguf import CONVERSION
+from finetune.runtime.files.read import CONVERSION
 
 SMOLLM2 = "SmolLM2-135M-Instruct"
 MINILM = "all-MiniLM-L6-v2"

@@ -178,7 +178,7 @@ class Session:
             agreed, has_leader = engine.agree(_FOLLOW, {})
             if not has_leader:
                 raise UserError("follow: rank 0 must lead. Call `follow` on the other ranks only.")
-            if agreed.method == _CLOSE:
+            if agreed == _CLOSE:
                 self._state = "is closed by rank 0. Make another one"
                 return
             try:

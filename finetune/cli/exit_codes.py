@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -21,7 +21,6 @@ from finetune.errors import (
     system_error,
 )
 from finetune.launch.ranks import OWN_RUN_ID, adopt_ranks
-from finetune.runtime.optional import lazily
 from finetune.runtime.text.redact import redacted_command, register_command
 from finetune.runtime.text.standard_streams import (
     CLOSED_PIPE,
@@ -32,9 +31,6 @@ from finetune.runtime.text.standard_streams import (
     raised_interrupts,
 )
 from finetune.runtime.text.terminal import guarded_output, print_traceback, printable
-
-with lazily():  # only for several processes
-    from finetune.runtime.supervision import start_watch
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -82,9 +78,7 @@ def with_ranks(command: Callable[P, R]) -> Callable[P, R]:
         ranks = adopt_ranks(os.environ)
         if ranks is not None and ranks.rank == 0:
             print(ranks, file=sys.stderr, flush=True)
-        is_one_of_several = int(os.environ.get("WORLD_SIZE", "1")) > 1
-        with start_watch.watched_start(os.environ) if is_one_of_several else nullcontext():
-            return command(*args, **kwargs)
+        return command(*args, **kwargs)
 
     return run
 

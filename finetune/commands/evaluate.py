@@ -27,8 +27,7 @@ from finetune.model.loading.saved import SavedModel, inspect_model_folder, load_
 from finetune.report.reporter import RunLog
 from finetune.run.setup.accelerator import PreparedModel, make_accelerator
 from finetune.run.setup.components import make_evaluator
-from finetune.run.setup.model_problems import parameters_in
-from finetune.run.setup.padding_free import resolve_padding_free
+from finetune.run.setup.model_problems import parameters_in, resolve_padding_free
 from finetune.run.setup.precompute import attach_teacher, precompute_set
 from finetune.run.setup.strategy import launched_strategy
 from finetune.run.setup.training_data import make_encoding

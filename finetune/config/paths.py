@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 from finetune.config.formatting import truncate
 from finetune.config.section import RelativeToConfig, Section, join_key
 from finetune.errors import Problem
-from finetune.runtime.text.secret_patterns import unsigned_url
+from finetune.runtime.text.redact import unsigned_url
 
 S = TypeVar("S", bound=Section)
 

@@ -5,6 +5,7 @@ gathered: no copy of them stands between the training and the verification. A fa
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice, pairwise
@@ -13,7 +14,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 from torch import Tensor
 
@@ -47,13 +47,12 @@ from finetune.model.processing import Processing
 from finetune.registry.model_choices import ARITHMETIC
 from finetune.report.events import Noted
 from finetune.report.reporter import Reporter
-from finetune.run.context import RunPaths
 from finetune.run.setup.accelerator import PreparedModel
 from finetune.run.setup.build import BuiltRun
 from finetune.run.setup.components import make_weights
 from finetune.run.setup.model_problems import is_merged
 from finetune.run.setup.training_data import TrainingData
-from finetune.run.state.finished import FINAL_RECORD, input_stamps, is_exported, read_final_record
+from finetune.run.state.finished import FINAL_RECORD, is_exported, read_final_record
 from finetune.runtime import distributed
 from finetune.runtime.environment import package_versions
 from finetune.runtime.files import atomic
@@ -135,10 +134,10 @@ def export_final(
     `load_best` loads the best weights into the model, and returns the progress that they had.
     An adapter's base is written only if it exists nowhere else, or where the adapter is merged into it.
     """
-    paths, prepared = RunPaths(Path(loaded.config.run.folder)), built.prepared
-    is_there = distributed.is_main() and is_exported(paths.folder, step=progress.step, section=loaded.config.export)
+    folder, prepared = Path(loaded.config.run.folder), built.prepared
+    is_there = distributed.is_main() and is_exported(folder, step=progress.step, section=loaded.config.export)
     if distributed.broadcast_object(is_there):
-        reporter(Noted(progress.step, f"{paths.final} already holds the model of this step"))
+        reporter(Noted(progress.step, f"{folder / FINAL_FOLDER} already holds the model of this step"))
         return
     fault_point("export.begin", step=progress.step)
     last_step, progress = progress.step, progress if load_best is None else load_best()
@@ -173,7 +172,7 @@ def _write_final(
 ) -> None:
     """Export the gathered weights, verify them and record the step they are from. Not collective: for rank 0."""
     run_folder, training_data = Path(loaded.config.run.folder), built.training_data
-    final = RunPaths(run_folder).final
+    final = run_folder / FINAL_FOLDER
     free, dtype = free_bytes(run_folder), loaded.config.export.dtype
     num_bytes = sum(weight.numel() * (_ITEM_BYTES[dtype] if dtype else weight.itemsize) for weight in weights.values())
     if free < num_bytes:
@@ -210,10 +209,11 @@ def _write_final(
             report = export(staged, section=resolve_export_section(loaded.config), final=final)
             weights.clear()  # verifying needs the memory
             expected = expected_of_run(loaded.config, training_data, trained, unmerged=unmerged)
-            verified = verifier.check(report, expected, final=final)
+            verified = "not verified (`export.verify: false`)"
+            if verifier is not None:
+                verified = verifier.check(report, expected, final=final)
     sizes = {name: (final / name).stat().st_size for name in report.files}
     facts = {"step": progress.step, **ended, "export": loaded.config.export.model_dump(), "files": sizes}
-    facts |= {"inputs": input_stamps(loaded.config, before=psutil.Process().create_time())}
     atomic.write_json(run_folder / FINAL_RECORD, facts)
     exported = f"exported {report.num_tensors} tensors, {format_size(report.size_bytes)}, to {final}"
     for text in filter(None, (exported, verified, vllm_hint(final))):
@@ -335,25 +335,10 @@ def computed_in(config: RunConfig) -> Precision:
     return "tf32" if is_tf32 else "float32"
 
 
-@dataclass(frozen=True)
-class NoVerifier:
-    """Verifies nothing: `export.verify: false`."""
-
-    def __enter__(self) -> "NoVerifier":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Do nothing."""
-
-    def check(self, report: object, expected: object, *, final: object = None) -> str:
-        """Return that nothing was verified."""
-        return "not verified (`export.verify: false`)"
-
-
-def start_verifier(config: RunConfig, model: Any, *, head: str) -> ExportVerifier | NoVerifier:
+def start_verifier(config: RunConfig, model: Any, *, head: str) -> ExportVerifier | nullcontext[None]:
     """Start the process that verifies the folder; it imports libraries meanwhile. Not collective: for rank 0."""
     if not config.export.verify:
-        return NoVerifier()
+        return nullcontext()
     num_threads = usable_cores() if distributed.world() > 1 else torch.get_num_threads()
     facts = model_facts(
         model,

@@ -29,8 +29,8 @@ from finetune.errors import TrainingError, UserError
 from finetune.model.kernels.fused_layers import restored_rotary_functions
 from finetune.report.events import Event
 from finetune.report.reporter import RunLog
-from finetune.run.start import prefetch_checksums, preflight, use_expandable_segments
-from finetune.run.state.finished import RunResult, read_run_result
+from finetune.run.start import prefetch_checksums, use_expandable_segments
+from finetune.run.state.finished import RunResult
 from finetune.run.train import train_for_caller
 from finetune.runtime import distributed
 from finetune.runtime.processes import restored_environment, restored_parent_signal
@@ -60,8 +60,6 @@ def train_in_process(
         )
     with isolated_run():
         os.environ.update(launch_variables)
-        if preflight(loaded) is not None:
-            return read_run_result(Path(loaded.config.run.folder))
         use_expandable_segments()
         checksums = prefetch_checksums(loaded)
         if accelerate_file is not None:

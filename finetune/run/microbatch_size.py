@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NoReturn
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from finetune.config.rules.model import adapter_of
 from finetune.config.run_config import RunConfig, possible_microbatch_sizes
@@ -24,7 +24,7 @@ from finetune.memory.limits import (
 from finetune.memory.trial import Trial, later_host_bytes, missing_state_bytes, zero_buffer_bytes
 from finetune.run.context import RunContext
 from finetune.run.setup.build import BuiltRun, RestoredRun
-from finetune.run.setup.padding_free import resolve_padding_free
+from finetune.run.setup.model_problems import resolve_padding_free
 from finetune.runtime import distributed
 from finetune.runtime.files import atomic
 from finetune.runtime.files.read import read_regular
@@ -42,7 +42,7 @@ _LESS_SHARDED = ("single", "ddp", "zero1", "zero2")
 
 
 class MicrobatchRecord(BaseModel):
-    """The size that `auto` resolved to, and the settings that its memory depends on; kept in the run folder."""
+    """The size that `auto` resolved to, and where; kept in the run folder."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -50,10 +50,16 @@ class MicrobatchRecord(BaseModel):
     microbatch_size: int
     strategy: str
     processes: int
-    sequence_size: int = 1  # processes that share each row
-    tensor_size: int = 1  # processes that share every layer
     peaks: dict[str, int]  # by kind of memory, of the rank that used the most
-    settings: dict[str, str]
+
+    def still_holds(
+        self, strategy: str, limits: MemoryLimits, *, memories: Sequence[str], sizes: Sequence[int]
+    ) -> bool:
+        """Return whether the run is launched as it was when the size was found, and as much memory is free."""
+        world = distributed.world()
+        peaks = tuple(self.peaks.get(name, 0) for name in memories) * world
+        is_same = (self.strategy, self.processes) == (strategy, world)
+        return is_same and self.microbatch_size in sizes and limits.holds(peaks)
 
 
 @dataclass(frozen=True)
@@ -78,10 +84,7 @@ class _Tries:
     tried: dict[int, _Tried] = field(default_factory=dict)
 
     def run(self, size: int) -> _Tried:
-        """Try the longest batch of this size. Collective.
-
-        Raises UserError if it does not fit and parameters are sharded.
-        """
+        """Try the longest batch of this size. Collective."""
         longest = find_longest_batch(
             self.context.config,
             self.built.training_data.training,
@@ -200,16 +203,20 @@ def _choose(context: RunContext, built: BuiltRun, tries: _Tries, *, is_resumed: 
         device = built.prepared.accelerator.device.type
         raise UserError(f"{KEY}: auto needs to measure memory, which is not supported on `{device}`. Write a number.")
     sizes: Sequence[int] = _sizes(context.config)
-    record = distributed.run_on_rank_0(lambda: read_microbatch_record(context.paths.folder)) if is_resumed else None
-    if record is not None and _still_holds(record, context, tries, sizes=sizes):
-        context.log(f"{KEY}: auto: {record.microbatch_size}, as at the start of this run")
-        if tries.memories[0].name == "GPU memory":
-            tried = tries.run(record.microbatch_size)
-            if tried.peaks is None:
-                tries.refuse(record.microbatch_size, tried.longest)
-        return record.microbatch_size
+    record = distributed.run_on_rank_0(lambda: read_microbatch_record(context.folder)) if is_resumed else None
     if record is not None:
-        sizes = _sizes_after(record, context, sizes)
+        recorded, names = record.microbatch_size, [memory.name for memory in tries.memories]
+        if record.still_holds(context.strategy.name, tries.limits, memories=names, sizes=sizes):
+            context.log(f"{KEY}: auto: {recorded}, as at the start of this run")
+            if (tried := tries.run(recorded)).peaks is None:
+                tries.refuse(recorded, tried.longest)
+            return recorded
+        is_possible = recorded in sizes
+        sizes = [other for other in sizes if other <= recorded] if is_possible else sizes
+        context.log(
+            f"{KEY}: auto: {recorded} was found on {record.processes} processes under {record.strategy}; "
+            f"{'sizes up to it are' if is_possible else 'it cannot be used now, so all others are'} tried"
+        )
     measured: dict[int, Peaks | None] = {}  # of all ranks
     while (size := tries.limits.next_size(sizes, measured)) is not None:
         measured[size] = tries.run(size).peaks
@@ -225,44 +232,11 @@ def _choose(context: RunContext, built: BuiltRun, tries: _Tries, *, is_resumed: 
         microbatch_size=best,
         strategy=context.strategy.name,
         processes=distributed.world(),
-        sequence_size=sequence_group().size,
-        tensor_size=tensor_group().size,
         peaks=tries.by_name(peaks),
-        settings=dict(memory_settings(context.config)),
     )
-    distributed.run_on_rank_0(lambda: write_microbatch_record(context.paths.folder, found))
+    path = context.folder / MICROBATCH_FILE
+    distributed.run_on_rank_0(lambda: atomic.write_json(path, found.model_dump()))
     return best
-
-
-def _still_holds(record: MicrobatchRecord, context: RunContext, tries: _Tries, *, sizes: Sequence[int]) -> bool:
-    """Return whether the run is as it was when the size was found, and the memory that it took then is free."""
-    is_same = (record.strategy, record.processes, record.sequence_size, record.tensor_size, record.settings) == (
-        context.strategy.name,
-        distributed.world(),
-        sequence_group().size,
-        tensor_group().size,
-        dict(memory_settings(context.config)),
-    )
-    names = [memory.name for memory in tries.memories]
-    recorded = tuple(record.peaks.get(name, 0) for name in names) * distributed.world()
-    return is_same and record.microbatch_size in sizes and tries.limits.holds(recorded)
-
-
-def _sizes_after(record: MicrobatchRecord, context: RunContext, sizes: Sequence[int]) -> Sequence[int]:
-    """Return the sizes to try where the recorded one cannot be taken as it is: up to it, if it is one of them."""
-    size, world = record.microbatch_size, distributed.world()
-    if size not in sizes:
-        context.log(
-            f"{KEY}: auto: {size} was found on {record.processes} processes under {record.strategy} and cannot be used "
-            f"on {world}: {context.config.train.global_batch_size} / {world} is not a multiple of it. The search "
-            "starts again"
-        )
-        return sizes
-    context.log(
-        f"{KEY}: auto: {size} was found under {record.strategy} on {record.processes} processes with other settings or "
-        f"more free memory than now; it is tried again, and a smaller one is taken if it does not fit"
-    )
-    return [other for other in sizes if other <= size]
 
 
 def _sizes(config: RunConfig) -> tuple[int, ...]:
@@ -316,28 +290,9 @@ def _advice(config: RunConfig, strategy: str, smaller: Sequence[int]) -> Iterato
         yield "quantize the frozen base (QLoRA): model.quantization with model.lora"
 
 
-def memory_settings(config: RunConfig) -> Mapping[str, str]:
-    """Return the settings that a resume may change and on which the memory of a microbatch depends."""
-    model, train = config.model, config.train
-    values = {
-        "model.gradient_checkpointing": model.gradient_checkpointing,
-        "model.activation_offload": model.activation_offload,
-        "model.attention": model.attention,
-        "train.loss_kernel": train.loss_kernel,
-        "train.optimizer.in_backward": train.optimizer.in_backward,
-        "data.batching.padding_free": config.data.batching.padding_free,
-    }
-    return {name: str(value) for name, value in values.items()}
-
-
 def read_microbatch_record(folder: Path) -> MicrobatchRecord | None:
     """Return the record in the run folder; None without one that can be read."""
     try:
         return MicrobatchRecord.model_validate_json(read_regular(folder / MICROBATCH_FILE))
-    except (OSError, ValueError, ValidationError):
+    except (OSError, ValueError):  # a ValidationError is one
         return None
-
-
-def write_microbatch_record(folder: Path, record: MicrobatchRecord) -> None:
-    """Write the record; on one process."""
-    atomic.write_json(folder / MICROBATCH_FILE, record.model_dump())

@@ -30,8 +30,7 @@ from finetune.runtime.supervision.exit import (
 )
 from finetune.runtime.supervision.on_end import EndCommand
 from finetune.runtime.supervision.signals import ReceivedSignals, record_signals
-from finetune.runtime.supervision.start_watch import report_losses
-from finetune.runtime.supervision.status import StatusFile, exit_from_error, open_status_file, record_finished
+from finetune.runtime.supervision.status import StatusFile, exit_from_error, open_status_file
 from finetune.runtime.supervision.watchdog import Watchdog, keep_previous_reports, running_watchdog
 from finetune.train.stopping import FAILED_SAVE, FINAL_REASONS, SPOT_NOTICE
 
@@ -75,8 +74,9 @@ class Supervision:
     def end_finished(self, finished: FinishedRun, *, num_steps: int) -> int:
         """Report that there is nothing left to do, and return the exit code of a success."""
         self.on_end.call_off()  # who starts a finished run may want to look at it
-        path, reason = str(finished.checkpoint), finished.reason
-        return record_finished(self.status, finished.progress, path, reason, num_steps=num_steps)
+        self.status.checkpoint(str(finished.checkpoint))
+        self.status.run(finished.progress, num_steps=num_steps)
+        return self.end(finished.reason)
 
     @contextmanager
     def recording_first_error(self, refusal: type[FinetuneError] = UserError) -> Iterator[None]:
@@ -151,7 +151,6 @@ def supervised_run(
             leave: ProcessExit = RaisedExit(file, rank=rank, world=distributed.world())
         else:
             leave = ProcessExit(file, rank=rank, before_exit=on_end.run)
-        report_losses(lambda error: leave.after(exit_from_error(error, rank=rank)))
         watchdog = Watchdog(folder, status=file, ending=leave, note=received, rank=rank, world=distributed.world())
         folders = (folder, cache_folder(config.data))
         supervision = Supervision(received, file, leave, watchdog, startup, folders=folders, on_end=on_end)

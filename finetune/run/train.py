@@ -26,7 +26,7 @@ from finetune.report.phases import OPTIMIZER
 from finetune.report.profile import StepProfile
 from finetune.report.reporter import CallbackReporter, Reporter, RunLog
 from finetune.report.timing import StartupTimer
-from finetune.run.context import RunContext, make_context
+from finetune.run.context import RunContext
 from finetune.run.final_export import export_final, push_final
 from finetune.run.microbatch_size import resolve_microbatch_size
 from finetune.run.setup.accelerator import make_accelerator
@@ -56,10 +56,7 @@ from finetune.train.upstream import replace_engine_step, without_accelerate_wrap
 
 
 def train_from_config(loaded: LoadedConfig, checksums: ChecksumPrefetch | None = None) -> int:
-    """Train as the config says and return the exit code. Collective over all launched processes.
-
-    `checksums` is what `prefetch_checksums` has started.
-    """
+    """Train as the config says and return the exit code. Collective over all launched processes."""
     startup = StartupTimer.from_process_start()
     activate_options(loaded.config.plugin_options)
     context = validate(loaded)
@@ -103,9 +100,7 @@ def train_for_caller(
         code, reason, progress = _train(
             context, supervision, uploader=uploader, checksums=checksums, reporters=reporters
         )
-        result = distributed.run_on_rank_0(
-            lambda: result_of_run(context.paths.folder, reason=reason, progress=progress)
-        )
+        result = distributed.run_on_rank_0(lambda: result_of_run(context.folder, reason=reason, progress=progress))
         distributed.wait_for_devices()
     if (missing := uploader.upload_rest()) is not None:
         raise HubError(missing)
@@ -176,7 +171,7 @@ def validate(loaded: LoadedConfig) -> RunContext:
     """Return the context of the run; raises ConfigError, StrategyError or ModelError, on every rank alike."""
     quiet_libraries(is_main=distributed.is_main())
     loaded = with_local_folder(loaded)
-    context = make_context(loaded, launched_strategy(loaded))
+    context = RunContext(loaded, launched_strategy(loaded), RunLog(is_main=distributed.is_main()))
     strategy = context.strategy
     for line in check_model(CheckedJob(loaded, strategy), [Stage.JOB]):
         context.log(line)
@@ -222,7 +217,7 @@ def fit(restored: RestoredRun, *, reporter: CallbackReporter, supervision: Super
         if (section := config.report.profile) is not None:
             profile = StepProfile(
                 section,
-                folder=context.paths.folder / PROFILE_FOLDER,
+                folder=context.folder / PROFILE_FOLDER,
                 reporter=components.reporter,
                 device=components.accelerator.device,
                 attach=partial(_timed_optimizer, components),
@@ -296,7 +291,7 @@ def finish_run(restored: RestoredRun, fitted: TrainingOutcome, *, reporter: Repo
         if distributed.is_main() and (line := describe_exported(context.config, progress)) is not None:
             reporter(Noted(progress.step, line))
     if fitted.reason == STOP_FILE and distributed.is_main():
-        remove_stop_file(context.paths.stop_file, log=lambda text: reporter(Warned(progress.step, text)))
+        remove_stop_file(context.stop_file, log=lambda text: reporter(Warned(progress.step, text)))
     code = supervision.end(fitted.reason)
     reporter(
         RunEnded(
@@ -304,7 +299,7 @@ def finish_run(restored: RestoredRun, fitted: TrainingOutcome, *, reporter: Repo
             reason=fitted.reason,
             seconds=time.monotonic() - fitted.started,
             metrics=progress.last_metrics,
-            final_folder=str(context.paths.final) if is_final else None,
+            final_folder=str(context.final) if is_final else None,
             talks=TASKS[context.config.task.name].can_chat,
         )
     )

@@ -19,7 +19,6 @@ from torch.distributed import distributed_c10d
 
 from finetune.errors import CheckpointError, FinetuneError, StrategyError
 from finetune.runtime.processes import exit_process
-from finetune.runtime.supervision.start_watch import end_start_watch
 
 T = TypeVar("T")
 
@@ -35,10 +34,7 @@ class RankGroup:
 
 
 class Group(Enum):
-    """A process group of all ranks, in addition to torch's default one, which sends the tensors of training.
-
-    The collectives of different groups are independent.
-    """
+    """A process group of all ranks, in addition to torch's default one, which sends the tensors of training."""
 
     HOST = "host"  # gloo, for objects, counts and barriers: no host-device synchronization, its own timeout
     BACKGROUND = "background"  # for work in the background: gloo, with its own timeout
@@ -116,15 +112,12 @@ def reported_wait(*, seconds: float = 10.0) -> Iterator[None]:
     own, address = rank(), f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
     variables = f"RANK={own} and WORLD_SIZE={world()}"
     advice = "are set in the environment: unset them where no launcher has started this process"
-    others = [f"rank {other}" for other in range(world()) if other != own]
-    named = ", ".join(others if len(others) <= _MAX_NAMED_RANKS else [*others[:_MAX_NAMED_RANKS], "..."])
-    text = f"rank {own} has waited {seconds:g} s at {address} for {len(others)} of {world()} processes ({named})"
+    text = f"rank {own} has waited {seconds:g} s at {address} for the others of {world()} processes"
     timer = threading.Timer(seconds, lambda: print(f"{text}. {variables} {advice}.", file=sys.stderr, flush=True))
     timer.daemon = True
     timer.start()
     try:
         yield
-        end_start_watch()
     except dist.DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
             raise
@@ -134,9 +127,6 @@ def reported_wait(*, seconds: float = 10.0) -> Iterator[None]:
         ) from None  # not a lost contact
     finally:
         timer.cancel()
-
-
-_MAX_NAMED_RANKS = 8
 
 
 def barrier(group: Group = Group.HOST) -> None:
@@ -165,10 +155,7 @@ def sum_in_rank_order(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def gather_rows(tensor: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
-    """Return every rank's tensor, in rank order; `sizes` are their first dimensions, the others are equal. Collective.
-
-    Gradients do not flow through it.
-    """
+    """Return every rank's tensor, in rank order, without gradients; `sizes` are their first dimensions. Collective."""
     own = tensor.detach()
     if not is_distributed():
         return [own]
@@ -389,10 +376,7 @@ def run_on_all_ranks(function: Callable[[], T], *, group: Group = Group.HOST) ->
 
 
 def run_on_rank_0(function: Callable[[], T], *, group: Group = Group.HOST) -> T:
-    """Call `function` on rank 0 and return its value on all ranks; if it fails, raise its error on all. Collective.
-
-    No rank returns before rank 0 is done.
-    """
+    """Call `function` on rank 0 and return its value on all ranks; if it fails, raise its error on all. Collective."""
     with _watched_by_rank_0() if group is Group.HOST else nullcontext():
         value, failure = _attempt(function) if is_main() else (None, None)
         value, error = broadcast_object((value, error_text(failure) if failure is not None else None), group=group)

@@ -85,10 +85,7 @@ def launcher_variables(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def default_config(variables: Mapping[str, str]) -> dict[str, Any]:
-    """Return the path of the default config of `accelerate launch`, and whether the file exists.
-
-    Without `--config_file` it silently affects a run.
-    """
+    """Return the path of the default config of `accelerate launch`, and whether the file exists."""
     cache = Path(variables.get("XDG_CACHE_HOME", "~/.cache")) / "huggingface"
     folder = Path(variables.get("HF_HOME", str(cache))).expanduser() / "accelerate"
     files = [folder / "default_config.yaml", folder / "default_config.json"]

@@ -121,10 +121,7 @@ def gathered(part: Tensor, mesh: DeviceMesh, placement: Placement) -> Tensor:
 
 
 class SplitHead(nn.Linear):
-    """A head split by rows of the vocabulary over the ranks; its output is gathered from all of them.
-
-    A loss that needs no gathered logits reads the rows themselves (`task/lm_loss/head.py`).
-    """
+    """A head split by rows of the vocabulary over the ranks; its output is gathered from all of them."""
 
     weight: Any  # a DTensor
     mesh: DeviceMesh  # of the group

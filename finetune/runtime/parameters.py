@@ -62,10 +62,7 @@ def num_values(parameter: nn.Parameter) -> int:
 
 
 def local_rows(tensor: Tensor) -> tuple[int, int] | None:
-    """Return the first local row of this rank and their number; None if the tensor is not sharded by rows.
-
-    A tensor that is not a DTensor is unsharded.
-    """
+    """Return the first local row of this rank and their number; None if the tensor is not sharded by rows."""
     if not isinstance(tensor, DTensor) or not tensor.dim():
         return 0, tensor.shape[0] if tensor.dim() else 1
     is_by_rows = all(isinstance(placement, Replicate) or divides(placement, 0) for placement in tensor.placements)

@@ -169,10 +169,7 @@ _STUCK_MAIN_THREAD_SECONDS = 3.0
 
 
 def exit_process(code: int, *, seconds: float | None = None) -> NoReturn:
-    """Run the handlers registered with `atexit`, flush, and exit this process, after `seconds` at the latest.
-
-    These are the steps of the interpreter before its teardown, in the same order.
-    """
+    """Run the handlers registered with `atexit`, flush, and exit this process, after `seconds` at the latest."""
     is_main = threading.current_thread() is threading.main_thread()
     limit = seconds if seconds is not None else _EXIT_HANDLERS_SECONDS if is_main else _STUCK_MAIN_THREAD_SECONDS
 

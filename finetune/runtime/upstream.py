@@ -1,20 +1,10 @@
-"""Workarounds for torch, huggingface_hub and glibc that any part of a run needs. Imports no torch.
+"""Workarounds for torch, oneDNN, huggingface_hub and glibc that any part of a run needs. Imports no torch.
 
 **Locks of extensions.** torch waits for the lock of an extension that DeepSpeed compiles silently and forever, even if
 its owner is dead (pytorch#189245; fixed after 2.13 by pytorch#190543). It (`torch/utils/file_baton.py`) creates a file
-`lock` in the folder of a build, keeps it open while it compiles and removes it afterwards. So its owner is the process
-of this machine that has it open, and a lock that no process has open has no owner, unless a shared file system or a
-container hides it. A thread reports the lock that the run waits for, and removes the locks of dead builds. From torch
-2.14 on, the file remains after every build and blocks nobody, since the kernel holds the lock.
-
-**Retries of the hub.** huggingface_hub retries for most of a minute before it gives up on an unreachable hub.
-
-**Freed memory.** On CPUs torch allocates each tensor by `malloc`, and glibc returns large blocks to the kernel when
-they are freed, so every step pays for its pages again.
-
-**Dead loader processes.** torch's first DataLoader with workers in a process handles SIGCHLD from then on.
-
-**oneDNN's primitives.** On CPUs torch compiles a primitive for each new shape, and oneDNN keeps 1,024 of them.
+`lock` in the folder of a build, keeps it open while it compiles and removes it afterwards. A lock that no
+process of this machine has open was left by a killed build, unless a shared file system or a container hides its owner:
+it is removed. A thread reports the lock that the run waits for. From torch 2.14 on, the file blocks nobody.
 """
 
 import ctypes
@@ -35,38 +25,42 @@ from types import FrameType
 from urllib.parse import urlsplit
 
 import psutil
-from filelock import FileLock
 from huggingface_hub import constants
 
-BUILDING, ABANDONED, UNKNOWN = "building", "abandoned", "unknown"
+BUILDING, ABANDONED = "building", "abandoned"
 
 _SHARED_FILE_SYSTEM = re.compile(
     "nfs|cifs|smb|lustre|gpfs|beegfs|ceph|fuse|9p|afs|pvfs|weka|panfs|virtiofs|gfs|ocfs|orangefs|glusterfs"
 )
 """Beginnings of the names of file systems that other machines may write to."""
 
-_COMPILERS = ("ninja", "nvcc", "cicc", "ptxas", "cc1plus", "c++", "g++", "clang", "hipcc", "icpx", "ld")
 _CONTAINER_MARKS = (Path("/.dockerenv"), Path("/run/.containerenv"), Path("/var/run/secrets/kubernetes.io"))
-_RECHECK_SECONDS = 1.0
-"""Between two checks: an owner closes the file a moment before it removes it."""
+
+_MIN_AGE_SECONDS = 10.0  # of a lock that is removed: its owner may just be about to open it
+_CHECK_SECONDS = 5.0
+_LOG_SECONDS = 30.0
+
+Log = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class BuildLock:
-    """The lock of one build, and its owner."""
+    """The lock of one build, and the process of this machine that holds it."""
 
     path: Path
-    state: str  # BUILDING, ABANDONED or UNKNOWN
-    owner: str  # a process, or why it is unknown
+    owner: str | None
+
+    @property
+    def state(self) -> str:
+        """Return BUILDING or ABANDONED; on a shared file system an abandoned one may be another machine's."""
+        return ABANDONED if self.owner is None else BUILDING
 
     def __str__(self) -> str:
-        if self.state == BUILDING:
+        if self.owner is not None:
             return f"{self.path} is held by {self.owner}, which compiles this extension."
-        if self.state == ABANDONED:
-            return f"{self.path} was left by a build that was killed: every later run would wait for it."
         return (
-            f"the owner of {self.path} is unknown: {self.owner}. A run that needs this extension waits until the file "
-            "is gone. If nothing is compiling there, delete it."
+            f"no process of this machine holds {self.path}. Unless another machine compiles there, it was left by a "
+            "build that was killed: delete it, since every later run waits for it."
         )
 
 
@@ -89,33 +83,30 @@ def build_locks(folder: Path) -> list[BuildLock]:
 
 
 def inspect_lock(path: Path) -> BuildLock:
-    """Return the lock with the known facts about its owner.
-
-    That is a process that has the lock open, or that still compiles in its folder after its parent's death.
-    """
-    lock, folder = path.resolve(), path.parent.resolve()
+    """Return the lock with the process of this machine that has it open, if there is one."""
+    lock = path.resolve()
     for process in psutil.process_iter(["pid", "name"]):
-        try:
-            is_owner = any(Path(file.path) == lock for file in process.open_files())
-            name = str(process.info["name"])
-            if is_owner or (name.startswith(_COMPILERS) and Path(process.cwd()) == folder):
-                return BuildLock(path, BUILDING, f"process {process.pid} ({name})")
-        except (psutil.Error, OSError):  # it has ended, or belongs to another user
-            continue
-    if reason := _why_unknown(path):
-        return BuildLock(path, UNKNOWN, reason)
-    return BuildLock(path, ABANDONED, "nobody")
+        with suppress(psutil.Error, OSError):  # it has ended, or belongs to another user
+            if any(Path(file.path) == lock for file in process.open_files()):
+                return BuildLock(path, f"process {process.pid} ({process.info['name']})")
+    return BuildLock(path, None)
 
 
-def remove_abandoned(path: Path, *, pause: Callable[[float], None] = time.sleep) -> bool:
-    """Remove the lock if nobody holds it, checked twice; return whether this process removed it."""
-    with suppress(OSError), FileLock(path.with_name(".finetune-build.lock"), timeout=10):
-        seen = path.stat().st_ino
-        if inspect_lock(path).state == ABANDONED:
-            pause(_RECHECK_SECONDS)
-            if inspect_lock(path).state == ABANDONED and path.stat().st_ino == seen:
-                path.unlink()
-                return True
+def remove_abandoned_lock(lock: BuildLock, *, log: Log) -> bool:
+    """Remove the lock if its owner is dead for certain, log that, and return whether it was removed."""
+    path = lock.path.resolve()
+    mounts = [mount for mount in psutil.disk_partitions(all=True) if path.is_relative_to(mount.mountpoint)]
+    mount = max(mounts, key=lambda mount: len(mount.mountpoint), default=None)
+    if lock.owner is not None or mount is None or _SHARED_FILE_SYSTEM.match(mount.fstype):
+        return False
+    if mount.mountpoint != "/" and any(mark.exists() for mark in _CONTAINER_MARKS):
+        return False
+    with suppress(OSError):
+        facts, uid = path.stat(), os.geteuid()  # processes of other users cannot be inspected
+        if time.time() - facts.st_mtime > _MIN_AGE_SECONDS and uid in (0, facts.st_uid):
+            path.unlink()
+            log(f"removed {lock.path}, which was left by a build that was killed")
+            return True
     return False
 
 
@@ -129,46 +120,8 @@ def awaited_lock(frame: FrameType | None) -> Path | None:
     return None
 
 
-def _why_unknown(path: Path) -> str | None:
-    """Return why an owner could be hidden from this process; None if it would be visible."""
-    try:
-        uid = path.stat().st_uid
-    except OSError:
-        return "the file cannot be read"
-    if os.geteuid() not in (0, uid):
-        return "it belongs to another user, whose processes cannot be inspected"
-    mount, file_system = _mount(path)
-    if _SHARED_FILE_SYSTEM.match(file_system):
-        return f"it is on a {file_system} file system, which another machine may write to"
-    if mount != Path("/") and any(mark.exists() for mark in _CONTAINER_MARKS):
-        return f"it is on {mount}, which other containers may share"
-    return None
-
-
-def _mount(path: Path) -> tuple[Path, str]:
-    resolved = path.resolve()
-    mounts = [(Path(partition.mountpoint), partition.fstype) for partition in psutil.disk_partitions(all=True)]
-    containing = [(mount, file_system) for mount, file_system in mounts if resolved.is_relative_to(mount)]
-    return max(containing, key=lambda partition: len(partition[0].parts), default=(Path("/"), ""))
-
-
-_CHECK_SECONDS = 5.0
-_LOG_SECONDS = 30.0
-
-Log = Callable[[str], None]
-
-
-def clear_build_locks(*, log: Log) -> None:
-    """Remove the locks of killed builds and log that; warn about locks whose owner is unknown."""
-    for lock in build_locks(extensions_folder()):
-        if lock.state != ABANDONED:
-            log(f"{'note' if lock.state == BUILDING else 'warning'}: {lock}")
-        elif remove_abandoned(lock.path):
-            log(f"removed {lock}")
-
-
 class BuildLockWatcher(threading.Thread):
-    """Watches the main thread: while it waits for the lock of a build, the owner of the lock is logged."""
+    """Watches the main thread: while it waits for the lock of a build, that is logged with the lock's owner."""
 
     def __init__(self, *, log: Log, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(name="build locks", daemon=True)
@@ -185,17 +138,16 @@ class BuildLockWatcher(threading.Thread):
             self.look()
 
     def look(self) -> None:
-        """Check once: remove an abandoned lock, which ends the wait, and log any other."""
+        """Check once, and log the lock that the main thread waits for."""
         path = awaited_lock(sys._current_frames().get(self._main))
         if path is None:
             self._since.clear()
             return
-        now = self._clock()
+        lock, now = inspect_lock(path), self._clock()
+        if remove_abandoned_lock(lock, log=self._log):
+            return
         waited = now - self._since.setdefault(path, now)
-        lock = inspect_lock(path)
-        if lock.state == ABANDONED and remove_abandoned(path):
-            self._log(f"removed {lock}")
-        elif lock.state != ABANDONED and now - self._logged.get(path, float("-inf")) >= _LOG_SECONDS:
+        if now - self._logged.get(path, float("-inf")) >= _LOG_SECONDS:
             self._logged[path] = now
             self._log(f"waiting for an extension to be compiled, for {waited:.0f} s so far: {lock}")
 

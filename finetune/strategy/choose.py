@@ -25,7 +25,7 @@ from finetune.errors import StrategyError
 from finetune.registry.model_choices import ARITHMETIC
 from finetune.runtime.optional import require
 from finetune.runtime.parameters import InitContext
-from finetune.runtime.upstream import BuildLockWatcher, clear_build_locks, extensions_folder
+from finetune.runtime.upstream import BuildLockWatcher, build_locks, extensions_folder, remove_abandoned_lock
 from finetune.strategy.environment import LaunchEnvironment
 from finetune.strategy.gradient_sync import GradientReduction
 from finetune.strategy.protocol import ExpectedSetup, Sharded, Strategy, empty_weights
@@ -237,7 +237,8 @@ def _watch_builds() -> None:
     """Remove locks of killed builds and log waiting for others, in one process per machine."""
     local = int(os.environ.get("LOCAL_RANK", "0"))
     if local == 0:
-        clear_build_locks(log=_log)
+        for lock in build_locks(extensions_folder()):
+            remove_abandoned_lock(lock, log=_log)
     if local <= 1:  # rank 1 of the machine logs while rank 0 compiles
         BuildLockWatcher(log=_log).start()
 

@@ -18,7 +18,7 @@ from finetune.memory.predict import MemoryPredictor
 from finetune.memory.state import TrainingLayout
 from finetune.model.kernels import fused_layers
 from finetune.registry.optimizers import OPTIMIZERS
-from finetune.run.setup.padding_free import resolve_padding_free
+from finetune.run.setup.model_problems import resolve_padding_free
 from tests.memory.measured_jobs import COMBINATIONS, measure_peak, write_job
 
 SIZES = "hidden_size: 64, intermediate_size: 128, num_attention_heads: 4, num_key_value_heads: 2, vocab_size: 512"

@@ -1,7 +1,6 @@
 """The longest batch of a run is tried, `auto` becomes a number, and a resume keeps it where nothing has changed."""
 
 import json
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -13,35 +12,14 @@ from finetune.memory.trial import Trial
 from finetune.run.microbatch_size import (
     MICROBATCH_FILE,
     MicrobatchRecord,
-    _sizes_after,
-    _still_holds,
     read_microbatch_record,
-    write_microbatch_record,
 )
 from finetune.run.setup.precompute import samples_of_positions
 from finetune.run.train import train_from_config
 from tests.scenarios.trained import forget
 
 AUTO = ("train.microbatch_size=auto", "train.steps=6", "evaluate=null", "data.validation=null")
-RECORD = MicrobatchRecord(microbatch_size=4, strategy="single", processes=1, peaks={"memory": 500}, settings={})
-SIZES = (1, 2, 4, 8)
-
-
-def context_of(strategy="single"):
-    logged = []
-    config = SimpleNamespace(train=SimpleNamespace(global_batch_size=8))
-    return SimpleNamespace(strategy=SimpleNamespace(name=strategy), config=config, log=logged.append, logged=logged)
-
-
-def still_holds(record=RECORD, *, strategy="single", limit=1000, sizes=SIZES, monkeypatch, settings=()):
-    monkeypatch.setattr("finetune.run.microbatch_size.memory_settings", lambda _: dict(settings))
-    tries = SimpleNamespace(memories=[SimpleNamespace(name="memory")], limits=MemoryLimits((100,), (limit,)))
-    return _still_holds(record, context_of(strategy), tries, sizes=sizes)
-
-
-def test_a_written_record_can_be_read(tmp_path):
-    write_microbatch_record(tmp_path, RECORD)
-    assert read_microbatch_record(tmp_path) == RECORD
+RECORD = MicrobatchRecord(microbatch_size=4, strategy="single", processes=1, peaks={"memory": 500})
 
 
 @pytest.mark.parametrize("text", [None, "", "{}", "[1]", '{"microbatch_size": "many"}'])
@@ -51,35 +29,22 @@ def test_a_missing_or_damaged_record_is_ignored(tmp_path, text):
     assert read_microbatch_record(tmp_path) is None
 
 
-def test_a_resume_keeps_the_size_if_nothing_has_changed(monkeypatch):
-    assert still_holds(monkeypatch=monkeypatch)
-
-
 @pytest.mark.parametrize(
-    "changed",
+    ("changed", "holds"),
     [
-        {"strategy": "fsdp2"},
-        {"limit": 500},
-        {"sizes": (1, 3)},
-        {"settings": {"model.attention": "eager"}},
-        {"record": RECORD.model_copy(update={"processes": 2})},
-        {"record": RECORD.model_copy(update={"microbatch_size": 16})},
+        ({}, True),
+        ({"strategy": "fsdp2"}, False),
+        ({"limit": 500}, False),
+        ({"sizes": (1, 3)}, False),
+        ({"record": RECORD.model_copy(update={"processes": 2})}, False),
+        ({"record": RECORD.model_copy(update={"microbatch_size": 16})}, False),
     ],
 )
-def test_a_resume_does_not_keep_the_size_if_something_has_changed(monkeypatch, changed):
-    assert not still_holds(monkeypatch=monkeypatch, **changed)
-
-
-def test_a_resume_with_other_settings_tries_no_larger_sizes():
-    context = context_of("fsdp2")
-    assert _sizes_after(RECORD, context, SIZES) == [1, 2, 4]
-    assert "4 was found under single on 1 processes" in context.logged[0]
-
-
-def test_a_resume_tries_all_sizes_if_the_recorded_one_no_longer_divides():
-    context = context_of("ddp")
-    assert _sizes_after(RECORD, context, (1, 3)) == (1, 3)
-    assert "8 / 1 is not a multiple of it. The search starts again" in context.logged[0]
+def test_a_resume_keeps_the_size_only_if_the_launch_and_the_free_memory_are_the_same(changed, holds):
+    case = {"record": RECORD, "strategy": "single", "limit": 1000, "sizes": (1, 2, 4, 8), **changed}
+    limits = MemoryLimits((100,), (case["limit"],))
+    kept = case["record"].still_holds(case["strategy"], limits, memories=["memory"], sizes=case["sizes"])
+    assert kept == holds
 
 
 def test_a_written_size_that_does_not_fit_ends_the_run_and_names_the_rows(job, tmp_path):
@@ -106,7 +71,7 @@ def test_auto_finds_a_size_keeps_it_and_searches_again_with_another_number_of_pr
     assert alone.output.count(" per rank = ") == 1
     assert "memory: weights, gradients and optimizer state" in alone.output and "measured peak" in alone.output
     spread = launch("ddp", name="auto", overrides=[*AUTO, "train.stop_after_steps=4"])
-    assert "8 was found on 1 processes under single and cannot be used on 2" in spread.output
+    assert "8 was found on 1 processes under single; it cannot be used now" in spread.output
     assert "auto: 4, the most that the global batch allows" in spread.output
     again = launch("ddp", name="auto", overrides=AUTO)
     assert "auto: 4, as at the start of this run" in again.output

@@ -28,7 +28,7 @@ def test_a_wait_is_reported_with_address_ranks_and_variables(left_over, monkeypa
     with reported_wait(seconds=0.0):
         assert written.wait(10.0)
     text = "".join(said)
-    for part in (f"127.0.0.1:{left_over}", "2 of 3 processes (rank 1, rank 2)", "RANK=0 and WORLD_SIZE=3"):
+    for part in (f"127.0.0.1:{left_over}", "the others of 3 processes", "RANK=0 and WORLD_SIZE=3"):
         assert part in text
 
 

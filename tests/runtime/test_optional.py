@@ -93,21 +93,6 @@ def test_modules_imported_by_a_command_are_frozen_for_the_garbage_collector(pack
         gc.unfreeze()
 
 
-def test_garbage_collection_is_disabled_while_a_command_imports(package, tmp_path, figure):
-    (tmp_path / "slow" / "many.py").write_text("kept = [[] for _ in range(200_000)]")
-    collections = []
-    watch = lambda phase, info: collections.append(phase)  # noqa: E731
-    with lazily(freeze=True):
-        from slow import many
-    gc.callbacks.append(watch)
-    try:
-        assert len(many.kept) == 200_000
-        figure("garbage collections during an import of 200,000 objects", len(collections), at_most=0)
-    finally:
-        gc.callbacks.remove(watch)
-        gc.unfreeze()
-
-
 def test_frozen_objects_of_triton_cause_no_leak_report_at_exit():
     pytest.importorskip("triton")
     code = (

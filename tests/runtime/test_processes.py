@@ -131,14 +131,6 @@ def test_exit_handlers_run_from_another_thread_if_the_main_thread_is_stuck(ended
     assert "a handler fails" in complaint
 
 
-def test_an_exit_handler_that_needs_a_lock_of_the_stuck_thread_is_abandoned_soon(ended):
-    stuck = "lock = threading.Lock(); lock.acquire(); atexit.register(lock.acquire)\n"
-    ending = f"{stuck}threading.Thread(target=exit_process, args=(3,)).start(); time.sleep(60)"
-    code, said, complaint = ended(ending)
-    assert (code, said) == (3, ["at work"])
-    assert "took more than 3 s" in complaint
-
-
 def test_thread_pools_finish_before_exit_handlers_run(ended):
     pool = (
         "from concurrent.futures import ThreadPoolExecutor\n"

@@ -13,7 +13,6 @@ from finetune.runtime import run_folder
 from finetune.runtime.run_folder import (
     FILES,
     FOLDERS,
-    HANG_FOLDER,
     is_locked,
     lock_run_folder,
     mark_attempt,
@@ -22,7 +21,6 @@ from finetune.runtime.run_folder import (
     require_free_names,
     require_newest_attempt,
 )
-from finetune.runtime.supervision import status
 
 MAKE = {
     "is a folder, not a file": lambda path: path.mkdir(),
@@ -54,11 +52,6 @@ def test_files_of_a_run_and_symlinks_to_them_are_accepted(tmp_path):
     for name in FOLDERS:
         (tmp_path / name).mkdir()
     require_free_names(tmp_path)
-
-
-def test_locks_status_and_hang_files_are_among_the_reserved_names():
-    assert {run_folder.LOCK, status.STATUS_FILE, status._LOCK, "STOP"} <= {*run_folder.FILES}
-    assert HANG_FOLDER in FOLDERS
 
 
 def test_a_run_folder_below_a_file_is_rejected_with_the_file(tmp_path):

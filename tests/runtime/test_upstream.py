@@ -1,11 +1,13 @@
-"""Locks of killed builds are reported and removed, an unreachable hub is not retried, and freed memory is reused."""
+"""Locks of killed builds are removed, an unreachable hub is not retried, and freed memory is reused."""
 
 import inspect
+import os
 import platform
 import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from huggingface_hub import constants
@@ -14,12 +16,7 @@ from torch.utils.file_baton import FileBaton
 from finetune.runtime import upstream
 from finetune.runtime.upstream import (
     ABANDONED,
-    BUILDING,
-    UNKNOWN,
     BuildLockWatcher,
-    clear_build_locks,
-    inspect_lock,
-    remove_abandoned,
     without_hub_retries,
 )
 from tests.launching import capture
@@ -36,109 +33,46 @@ sys.stdin.read()
 @pytest.fixture
 def lock(tmp_path, monkeypatch):
     """Return the path of a build's lock on a local disk."""
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setattr(upstream, "_CONTAINER_MARKS", ())
-    monkeypatch.setattr(upstream, "torch_waits_for_locks", lambda: True)
     (tmp_path / "cpu_adam").mkdir()
     return tmp_path / "cpu_adam" / "lock"
 
 
-@pytest.fixture(scope="module")
-def owner_of():
-    """Start a process that holds the lock like torch, and return it."""
-    started = []
-
-    def start(path):
-        program = [sys.executable, "-c", OWNER, str(path)]
-        process = subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        started.append(process)
-        assert process.stdout.readline() == "compiling\n"
-        return process
-
-    yield start
-    for process in started:
-        process.kill()
-        process.wait()
-
-
-def test_a_lock_is_held_while_its_owner_lives_and_removed_once_it_was_killed(lock, owner_of):
-    owner, messages = owner_of(lock), []
-    assert inspect_lock(lock).state == BUILDING and f"process {owner.pid} (" in inspect_lock(lock).owner
-    clear_build_locks(log=messages.append)
-    assert lock.exists() and messages == [f"note: {inspect_lock(lock)}"]
-    assert not remove_abandoned(lock, pause=lambda seconds: None)
-    owner.kill()
-    owner.wait()
-    assert inspect_lock(lock).state == ABANDONED
-    clear_build_locks(log=messages.append)
-    assert not lock.exists()
-    assert messages[1] == f"removed {lock} was left by a build that was killed: every later run would wait for it."
-
-
-def test_a_compiler_that_outlives_its_parent_still_compiles(lock):
-    lock.touch()
-    compiler = subprocess.Popen(["/bin/sleep", "60"], cwd=lock.parent)
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(upstream, "_COMPILERS", ("sleep",))
-            assert inspect_lock(lock).state == BUILDING
-    finally:
-        compiler.kill()
-        compiler.wait()
-    assert inspect_lock(lock).state == ABANDONED
-
-
-@pytest.mark.parametrize("kind", ["nfs4", "fuse.juicefs", "lustre"])
-def test_a_lock_on_a_shared_file_system_is_reported_and_kept(lock, monkeypatch, kind):
-    lock.touch()
-    monkeypatch.setattr(upstream, "_mount", lambda path: (lock.parents[1], kind))
-    messages = []
-    clear_build_locks(log=messages.append)
-    assert inspect_lock(lock).state == UNKNOWN and lock.exists()
-    assert (
-        messages[0].startswith(f"warning: the owner of {lock} is unknown: it is on a {kind} file system")
-        and "delete it" in messages[0]
-    )
-
-
-def test_in_a_container_a_volume_may_be_shared(lock, monkeypatch):
-    lock.touch()
-    monkeypatch.setattr(upstream, "_CONTAINER_MARKS", (lock,))
-    monkeypatch.setattr(upstream, "_mount", lambda path: (lock.parents[1], "ext4"))
-    assert "which other containers may share" in inspect_lock(lock).owner
-
-
-def test_a_build_lock_acquired_again_between_two_checks_is_kept(lock):
-    lock.touch()
-
-    def taken_anew(seconds):
-        lock.rename(lock.with_name("old"))
-        lock.touch()
-
-    assert not remove_abandoned(lock, pause=taken_anew)
-    assert lock.exists()
-
-
-def test_a_thread_waiting_for_a_dead_build_is_released_and_waiting_for_a_running_build_is_logged(lock, owner_of):
-    owner, messages, now = owner_of(lock), [], [0.0]
+def test_a_thread_that_waits_for_a_lock_is_logged_with_its_owner_or_how_to_end_the_wait(lock):
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, str(lock)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     waiting = threading.Thread(target=FileBaton(str(lock), wait_seconds=0.01).wait)
+    messages, now = [], [0.0]
     watch = BuildLockWatcher(log=messages.append, clock=lambda: now[0])
-    watch.look()
-    assert messages == []  # the main thread waits for nothing
-    waiting.start()
-    watch._main = waiting.ident
-    until(lambda: upstream.awaited_lock(sys._current_frames().get(waiting.ident)) == lock)
-    for now[0] in (10.0, 20.0, 45.0):
+    try:
+        assert owner.stdout.readline() == b"compiling\n"
         watch.look()
-    assert messages == [
-        f"waiting for an extension to be compiled, for {seconds} s so far: {inspect_lock(lock)}" for seconds in (0, 35)
-    ]
-    owner.kill()
-    owner.wait()
+        assert messages == []  # the main thread waits for nothing
+        waiting.start()
+        watch._main = waiting.ident
+        until(lambda: upstream.awaited_lock(sys._current_frames().get(waiting.ident)) == lock)
+        for now[0] in (10.0, 20.0, 45.0):
+            watch.look()
+        held = f"{lock} is held by process {owner.pid} ("
+        assert [held in message for message in messages] == [True, True] and "for 35 s so far" in messages[1]
+    finally:
+        owner.kill()
+        owner.wait()
+    now[0] = 90.0
+    watch.look()
+    assert "delete it" in messages[2] and str(lock) in messages[2] and lock.exists(), "it may just have been made"
+    os.utime(lock, (0, 0))
     watch.look()
     waiting.join(timeout=10)
-    assert not waiting.is_alive() and not lock.exists()
-    assert messages[-1].startswith(f"removed {lock}")
+    assert not waiting.is_alive() and not lock.exists() and messages[-1].startswith(f"removed {lock}")
+
+
+@pytest.mark.parametrize("file_system", ["nfs4", "fuse.juicefs", "lustre"])
+def test_a_lock_that_another_machine_may_hold_is_kept(lock, monkeypatch, file_system):
+    lock.touch()
+    os.utime(lock, (0, 0))
+    mount = SimpleNamespace(mountpoint=str(lock.parent), fstype=file_system)
+    monkeypatch.setattr(upstream.psutil, "disk_partitions", lambda **_: [mount])
+    assert not upstream.remove_abandoned_lock(upstream.inspect_lock(lock), log=print) and lock.exists()
 
 
 def until(is_so):
@@ -157,7 +91,8 @@ def test_torch_before_2_14_waits_for_a_file_that_a_killed_build_leaves():
 
 def test_the_lock_file_of_a_build_is_ignored_if_torch_does_not_wait_for_it(lock, monkeypatch):
     lock.touch()
-    assert [each.path for each in upstream.build_locks(lock.parents[1])] == [lock]
+    monkeypatch.setattr(upstream, "torch_waits_for_locks", lambda: True)
+    assert [(each.path, each.state) for each in upstream.build_locks(lock.parents[1])] == [(lock, ABANDONED)]
     monkeypatch.setattr(upstream, "torch_waits_for_locks", lambda: False)
     assert upstream.build_locks(lock.parents[1]) == []
 

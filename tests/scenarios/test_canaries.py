@@ -94,6 +94,7 @@ class Session:
         ):
             patch.setattr(sys, "argv", ["finetune", *map(str, words)])
             patch.setattr(sys, "stdin", io.StringIO(lines))
+            patch.setattr(threading, "excepthook", threading.__excepthook__)  # pytest's collects them
             main()
         forget()
         self.codes[name] = int(ended.value.code or 0)

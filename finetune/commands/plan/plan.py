@@ -32,7 +32,7 @@ from finetune.memory.state import STRATEGIES, Method
 from finetune.model.loading.architecture import load_model_config
 from finetune.model.size import read_shapes
 from finetune.run.setup.model_checks import CheckedJob, Stage, changes_config, check_model
-from finetune.run.setup.padding_free import resolve_padding_free
+from finetune.run.setup.model_problems import resolve_padding_free
 from finetune.runtime.gpus import prices_of
 from finetune.runtime.text.terminal import quiet_libraries
 

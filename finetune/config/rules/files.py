@@ -17,7 +17,7 @@ from finetune.config.paths import is_path, is_url, local_run_folder
 from finetune.config.rules.sources import row_sources
 from finetune.config.run_config import RunConfig
 from finetune.errors import Problem
-from finetune.runtime.files.gguf import gguf_advice
+from finetune.runtime.files.read import gguf_advice
 
 _MAX_MATCHES = 1_000
 _TIMEOUT_SECONDS = 2.0

@@ -10,7 +10,7 @@ from finetune.config.run_config import RunConfig
 from finetune.config.section import KINDS_OF_KEYS, KINDS_WITH_POSITIONS, TABLE_KINDS, TEXT_KINDS
 from finetune.config.sections.data import SourceSection, TrainedSourceSection, ValidationSourceSection
 from finetune.errors import Problem
-from finetune.runtime.text.secret_patterns import without_query
+from finetune.runtime.text.redact import without_query
 
 SPLIT_KEYS = ("fraction", "hash_fraction")
 """Ways to split validation rows off the training rows."""

@@ -15,7 +15,7 @@ from finetune.data.sources.readers import TABLE_KINDS, TEXT_KINDS, rows_of
 from finetune.data.sources.tables import BoundedStream, ClassNames, num_parquet_rows, table_class_names
 from finetune.errors import DataError, FinetuneError
 from finetune.runtime.optional import require
-from finetune.runtime.text.secret_patterns import without_query
+from finetune.runtime.text.redact import without_query
 
 
 @dataclass(frozen=True)

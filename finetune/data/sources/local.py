@@ -34,7 +34,7 @@ from finetune.runtime.files.digests import file_digest, files_digest
 from finetune.runtime.files.read import open_regular, require_regular
 from finetune.runtime.files.remote import STORAGE_PACKAGES
 from finetune.runtime.optional import require
-from finetune.runtime.text.secret_patterns import REDACTED, unsigned_url, without_query
+from finetune.runtime.text.redact import REDACTED, unsigned_url, without_query
 from finetune.runtime.upstream import is_offline, without_hub_retries
 
 _SPLITS = frozenset({"train", "training", "test", "testing", "val", "valid", "validation", "dev", "eval"})

@@ -15,8 +15,7 @@ from tokenizers import NormalizedString, Regex, Tokenizer, normalizers
 from transformers import PreTrainedTokenizerBase
 
 from finetune.errors import FinetuneError, ModelError, NotAFile
-from finetune.runtime.files.gguf import gguf_advice
-from finetune.runtime.files.read import require_regular
+from finetune.runtime.files.read import gguf_advice, require_regular
 from finetune.runtime.upstream import is_offline
 
 

@@ -27,7 +27,7 @@ from finetune.model.loading.pretrained import (
     without_warnings,
 )
 from finetune.model.loading.rope import keep_positions_exact
-from finetune.runtime.files.gguf import gguf_advice
+from finetune.runtime.files.read import gguf_advice
 from finetune.runtime.run_folder import FINAL_FOLDER
 from finetune.runtime.upstream import is_offline, without_hub_retries
 

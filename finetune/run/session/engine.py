@@ -189,7 +189,7 @@ class StepEngine:
         self._require_no_gradient("save")
         self.components.save(self.progress)
         self.components.save.wait_for_writes()
-        return layout.step_folder(self._opened.restored.context.paths.checkpoints, self.progress.step)
+        return layout.step_folder(self._opened.restored.context.checkpoints, self.progress.step)
 
     def load(self, checkpoint: str | Path | None = None) -> int:
         """Load the newest checkpoint of the run, or that in the folder, and return its step."""
@@ -200,9 +200,9 @@ class StepEngine:
         config = context.config.model_copy(update={"checkpoint": section})
         if (
             checkpoint is None
-            and distributed.run_on_rank_0(partial(layout.newest_checkpoint, context.paths.checkpoints)) is None
+            and distributed.run_on_rank_0(partial(layout.newest_checkpoint, context.checkpoints)) is None
         ):
-            raise CheckpointError(f"load: there is no checkpoint in {context.paths.checkpoints}. Call `save` first.")
+            raise CheckpointError(f"load: there is no checkpoint in {context.checkpoints}. Call `save` first.")
         changed = replace(context, loaded=replace(context.loaded, config=config))
         fingerprint = self._opened.restored.fingerprint
         with self._changing():
@@ -216,7 +216,7 @@ class StepEngine:
         self._require_no_gradient("export")
         context, reporter = self._opened.restored.context, self._opened.reporter
         export_final(context.loaded, self._built, reporter, progress=self.progress, reason=SESSION_CLOSED)
-        return context.paths.final
+        return context.final
 
     def _group(self, rows: JobBatch | Rows) -> "_Group":
         if isinstance(rows, JobBatch):
@@ -349,36 +349,31 @@ def _by_row(batches: Sequence[Batch], per_target: Sequence[Tensor]) -> tuple[tup
 FOLLOW = "follow"
 
 
-@dataclass(frozen=True)
-class Call:
-    """One call on one rank: the method, and a short text for each argument, several for a list."""
+def agree(method: str, arguments: Mapping[str, Any]) -> tuple[str, bool]:
+    """Return rank 0's method, which is that of all ranks, or whether the others follow it. Collective.
 
-    method: str
-    arguments: Mapping[str, tuple[str, ...]]
-
-
-def agree(method: str, arguments: Mapping[str, Any]) -> tuple[Call, bool]:
-    """Return rank 0's call, which is that of all ranks, or whether the others follow it. Collective.
-
-    An argument is compared by itself, the elements of a list by their digests.
     Raises UserError naming the first difference on all ranks, LostContact where a rank is gone.
     """
-    call = Call(method, {name: _describe(value) for name, value in arguments.items()})
     try:
-        calls = distributed.gather_objects(call)
+        calls = distributed.gather_objects((method, {name: _digest(value) for name, value in arguments.items()}))
     except RuntimeError as error:
         if not is_broken_collective(error):
             raise
         raise LostContact(
             f"another process of the session is gone while this one calls `{method}`. Its own message says why."
         ) from error
-    first, others = calls[0], calls[1:]
-    if first.method == FOLLOW:
+    (first, digests), others = calls[0], calls[1:]
+    if first == FOLLOW:
         raise UserError("follow: rank 0 leads, so it must not follow. Call `follow` on the other ranks only.")
-    if others and all(other.method == FOLLOW for other in others):
+    if others and all(other == FOLLOW for other, _ in others):
         return first, True
-    for rank, other in enumerate(others, 1):
-        if difference := _difference(first, other, rank=rank):
+    for rank, (other, other_digests) in enumerate(others, 1):
+        difference = None
+        if other != first:
+            difference = f"rank 0 calls `{first}`, and rank {rank} calls `{other}`"
+        elif names := [name for name, digest in digests.items() if digest != other_digests[name]]:
+            difference = f"`{names[0]}` of `{first}` is not the same on rank 0 and rank {rank}"
+        if difference is not None:
             raise UserError(f"ranks call different things: {difference}. Every rank must make the same calls.")
     return first, False
 
@@ -406,27 +401,13 @@ def receive_call() -> tuple[str, dict[str, Any]]:
     return str(method), dict(arguments)
 
 
-def _describe(value: Any) -> tuple[str, ...]:
-    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
-        return (loss_name(value) if callable(value) else str(value),)
+def _digest(value: Any) -> str:
+    if callable(value):
+        return loss_name(value)
 
     def plain(item: Any) -> Any:
         return item.tolist() if isinstance(item, np.ndarray | np.generic | torch.Tensor) else repr(item)
 
-    texts = (json.dumps(element, default=plain, sort_keys=True) for element in value)
-    return tuple(hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).hexdigest() for text in texts)
-
-
-def _difference(first: Call, other: Call, *, rank: int) -> str | None:
-    if first.method != other.method:
-        return f"rank 0 calls `{first.method}`, and rank {rank} calls `{other.method}`"
-    for name, values in first.arguments.items():
-        others = other.arguments[name]
-        if len(values) != len(others):
-            counts = f"{len(values)} elements on rank 0 and {len(others)} on rank {rank}"
-            return f"`{first.method}` is called with {counts} in `{name}`"
-        for number, (one, another) in enumerate(zip(values, others, strict=True), 1):
-            if one != another:
-                where = f"element {number} of `{name}`" if len(values) > 1 else f"`{name}`"
-                return f"{where} of `{first.method}` is not the same on rank 0 and rank {rank}"
-    return None
+    value = list(value) if isinstance(value, Sequence) and not isinstance(value, str | bytes) else value
+    text = json.dumps(value, default=plain, sort_keys=True)
+    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).hexdigest()

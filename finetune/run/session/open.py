@@ -57,7 +57,7 @@ def open_run(loaded: LoadedConfig) -> Iterator[OpenedRun]:
     if written := [key for key in _LEFT_TO_CALLER if key in context.loaded.sources]:
         context.log(f"in a session the caller evaluates, saves and stops; without effect are {', '.join(written)}")
     log, is_main = context.log, distributed.is_main()
-    with lock_run_folder(context.paths.folder, log=log) if is_main else nullcontext():
+    with lock_run_folder(context.folder, log=log) if is_main else nullcontext():
         checksums = fetch_run_folder(context.loaded, None, log=log)
         restored = restore_for_steps(context, startup=startup, checksums=checksums)
         config = restored.context.config

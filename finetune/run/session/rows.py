@@ -70,7 +70,8 @@ class RowEncoder:
         for number, row in enumerate(rows):
             if number not in encoded:
                 encoded[number] = self._from_tokens(row, place=places[number])
-        return [self._numbered(encoded[number], number) for number in range(len(rows))]
+        ordered = (encoded[number] for number in range(len(rows)))
+        return [replace(row, features=replace(row.features, sample_id=number)) for number, row in enumerate(ordered)]
 
     def _encode_texts(self, rows: Mapping[int, Mapping[str, Any]]) -> list[EncodedRow]:
         """Return the rows, given by their number from 0, encoded like `data.train`."""
@@ -131,9 +132,6 @@ class RowEncoder:
         }
         features = Features({INPUT_IDS: np.array(ids, np.uint32), "is_target": is_target})
         return _without_unweighted(features, is_target, values, place=place)
-
-    def _numbered(self, row: EncodedRow, number: int) -> EncodedRow:
-        return EncodedRow(replace(row.features, sample_id=number), row.values)
 
 
 def _without_unweighted(

@@ -1,7 +1,7 @@
 """The Accelerator of a run: how it is built, and how it prepares a model and an optimizer."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -160,13 +160,9 @@ def make_accelerator(config: RunConfig, strategy: Strategy, *, log: RunLog) -> A
         seeds.use_deterministic_kernels()
     timeout = distributed.group_timeout(config.run.hang_after_seconds)
     accelerator = build_accelerator(strategy, precision=config.train.precision, timeout=timeout)
-    for line in set_tf32(
-        None if config.train.tf32 == "auto" else config.train.tf32,
-        accelerator.device,
-        is_deterministic=config.run.deterministic,
-        is_float32=config.train.precision == "fp32",
-    ):
-        log(line)
+    requested = None if config.train.tf32 == "auto" else config.train.tf32
+    if set_tf32(requested, accelerator.device, is_deterministic=config.run.deterministic):
+        log("tf32: on, products of float32 matrices have 10 bits of mantissa (`train.tf32: false` for all 23)")
     return accelerator
 
 
@@ -208,10 +204,8 @@ def prepare_model_and_optimizer(
     return prepared_model, prepared_optimizer
 
 
-def set_tf32(
-    requested: bool | None, device: torch.device, *, is_deterministic: bool, is_float32: bool
-) -> Iterator[str]:
-    """Switch TensorFloat-32 on or off for this process, and yield what to log.
+def set_tf32(requested: bool | None, device: torch.device, *, is_deterministic: bool) -> bool:
+    """Switch TensorFloat-32 on or off for this process, and return whether it is on.
 
     TF32 computes products of float32 matrices and convolutions on tensor cores, with 10 bits of mantissa. None: on
     where the GPU has it, off in deterministic runs. Raises UserError if it is requested and the device has none.
@@ -225,19 +219,11 @@ def set_tf32(
             f"train.tf32: `true` needs an NVIDIA GPU of compute capability 8.0 (Ampere) or newer, and this run is on "
             f"`{device}`, which has no TF32. Write `auto`, or remove the key."
         )
-    if not is_supported:
-        return
-    is_on = not is_deterministic if requested is None else requested
-    torch.set_float32_matmul_precision("high" if is_on else "highest")
-    torch.backends.cudnn.allow_tf32 = is_on
-    if is_on:
-        yield "tf32: on, products of float32 matrices have 10 bits of mantissa (`train.tf32: false` for all 23)"
-    elif is_float32:
-        reason = "run.deterministic" if requested is None else "train.tf32"
-        yield (
-            f"tf32: off ({reason}), so products of float32 matrices run at about a sixth of the speed of TF32. "
-            "Write `train.tf32: true`, or `train.precision: bf16`."
-        )
+    is_on = is_supported and (not is_deterministic if requested is None else requested)
+    if is_supported:
+        torch.set_float32_matmul_precision("high" if is_on else "highest")
+        torch.backends.cudnn.allow_tf32 = is_on
+    return is_on
 
 
 def has_tf32(device: torch.device) -> bool:

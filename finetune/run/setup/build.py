@@ -46,7 +46,6 @@ from finetune.task.router_loss import RoutedTask, Router, RoutingRecorder, find_
 from finetune.train.layer_outputs import RecordedTask
 from finetune.train.optim.optimizers import build_optimizer, slow_update_warning
 from finetune.train.optim.parameter_groups import (
-    NamedParameter,
     describe_groups,
     group_settings,
     list_parameters,
@@ -188,10 +187,7 @@ def _split_layers(draft: _Draft) -> None:
 
 
 def _plan_memory(draft: _Draft) -> None:
-    """Log the model's size and the memory that a rank needs; decide how it accumulates gradients. Collective.
-
-    With `train.microbatch_size: auto`, the memory is logged once the size is known.
-    """
+    """Log the model's size and the memory that a rank needs; decide how it accumulates gradients. Collective."""
     config, plan, size = draft.config, draft.plan, measure_model(draft.unwrapped_model)
     predict = partial(
         predict_memory,
@@ -221,14 +217,19 @@ def _plan_memory(draft: _Draft) -> None:
 
 
 def _make_optimizer(draft: _Draft) -> None:
-    named = list_parameters(draft.unwrapped_model)
-    draft.optimizer = make_optimizer(
-        draft.config,
+    train, named = draft.config.train, list_parameters(draft.unwrapped_model)
+    draft.optimizer = build_optimizer(
         named,
+        train.optimizer,
         learning_rate=draft.data.plan.schedule.peak,
-        log=draft.log,
+        unfreeze=train.unfreeze,
+        average=train.average,
+        seed=draft.config.run.seed,
     )
     draft.parameter_groups = group_settings(draft.optimizer.param_groups, named)
+    for line in (*describe_groups(draft.optimizer.param_groups, named), slow_update_warning(draft.optimizer)):
+        if line is not None:
+            draft.log(line)
 
 
 def _replace_forwards(draft: _Draft) -> None:
@@ -247,7 +248,9 @@ def _replace_forwards(draft: _Draft) -> None:
 
 
 def _read_layers(draft: _Draft) -> None:
-    draft.routers = _find_routers(draft.config, draft.unwrapped_model, log=draft.log)
+    config = draft.config
+    if config.train.router_aux_loss is not None or config.report.expert_load:
+        draft.routers = find_routers(unwrap_model(draft.unwrapped_model))
     if draft.plan is not None:
         attended = attended_tokens(draft.data.training_data.training, draft.plan)
         draft.flops_per_token = flops_per_token(unwrap_model(draft.unwrapped_model), attended=attended)
@@ -280,28 +283,8 @@ BUILD_STEPS: tuple[tuple[Callable[[_Draft], None], str], ...] = (
 """How a model is built, in order, with the reason for the place of each step."""
 
 
-def _find_routers(config: RunConfig, unwrapped: Any, *, log: RunLog) -> tuple[Router, ...]:
-    """Return the routers where a key is about them, log if they are frozen."""
-    if config.train.router_aux_loss is None and not config.report.expert_load:
-        return ()
-    inner = unwrap_model(unwrapped)
-    routers = find_routers(inner)
-    # Adapters insert parts into names; their parameters are siblings of the base.
-    prefixes = tuple(f"{router.name.replace('.base_layer', '')}." for router in routers)
-    trained = [name.replace(".base_layer", "") for name, weight in inner.named_parameters() if weight.requires_grad]
-    if config.train.router_aux_loss is not None and not any(name.startswith(prefixes) for name in trained):
-        log(
-            "train.router_aux_loss: the routers are frozen; the balance loss trains the layers below them, on whose "
-            "output their choice depends"
-        )
-    return routers
-
-
 def make_step_task(config: RunConfig, task: Task, prepared: PreparedModel) -> StepTask:
-    """Return the task, or with it what `train.router_aux_loss` adds to its loss and `report.expert_load` to the log.
-
-    With `run.record_layers`, its sums include the layers' outputs.
-    """
+    """Return the task, or with it what `train.router_aux_loss` adds to its loss and `report.expert_load` to the log."""
     step_task: StepTask = task
     inner = unwrap_model(prepared.unwrapped_model)
     if prepared.routers:
@@ -314,26 +297,6 @@ def make_step_task(config: RunConfig, task: Task, prepared: PreparedModel) -> St
 
 GRADIENT_BYTES = 4
 """Bytes per trained parameter of a gradient that is accumulated before it is reduced: float32."""
-
-
-def make_optimizer(
-    config: RunConfig, named_parameters: list[NamedParameter], *, learning_rate: float, log: RunLog
-) -> torch.optim.Optimizer:
-    """Return the optimizer of these parameters, not yet prepared; its parameter groups are logged."""
-    train = config.train
-    optimizer = build_optimizer(
-        named_parameters,
-        train.optimizer,
-        learning_rate=learning_rate,
-        unfreeze=train.unfreeze,
-        average=train.average,
-        seed=config.run.seed,
-    )
-    for line in describe_groups(optimizer.param_groups, named_parameters):
-        log(line)
-    if (warning := slow_update_warning(optimizer)) is not None:
-        log(warning)
-    return optimizer
 
 
 def plan_accumulation(

@@ -40,10 +40,10 @@ from finetune.run.setup.model_problems import (
     require_buildable,
     require_model_positions,
     require_valid_merge,
+    resolve_padding_free,
     router_problems,
     stored_method_note,
 )
-from finetune.run.setup.padding_free import resolve_padding_free
 from finetune.run.setup.patches import require_input_embeddings
 from finetune.run.setup.strategy import (
     require_exact_slices,
@@ -113,10 +113,7 @@ class CheckedJob:
 
     @cached_property
     def model(self) -> Any:
-        """Return the model with its adapters and frozen parameters, the run's or one on the meta device.
-
-        Raises ModelError if it cannot be built.
-        """
+        """Return the model with its adapters and frozen parameters, the run's or one on the meta device."""
         if self.unwrapped_model is not None:
             return self.unwrapped_model
         section, head = self.config.model, TASKS[self.config.task.name].head

@@ -218,10 +218,7 @@ def flops_per_token(model: nn.Module, *, attended: float) -> float | None:
 
 
 def attended_tokens(training: DatasetView, plan: StepPlan) -> float:
-    """Return the length of the sample that a token is in, on average over the tokens of the first positions.
-
-    Of a stream, whose samples arrive in windows, those are the first microbatch.
-    """
+    """Return the length of the sample that a token is in, on average over the tokens of the first positions."""
     lengths, _ = _first_lengths(training, plan)
     return float((lengths**2).sum() / max(1.0, lengths.sum()))
 

@@ -7,14 +7,13 @@ from it, so nothing is held twice; a resumed run must precompute before its chec
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import nn
@@ -59,8 +58,6 @@ _SHARED_FOLDER_TIMEOUT_SECONDS = 20.0
 _MAX_POSITIONS = 1 << 14
 """Of a forward pass whose size is not written: about 1 GB of a 7B model's widest layer."""
 _MAX_SAMPLES = 64
-
-SampleValues = Sequence[Mapping[str, np.ndarray]]
 
 
 @dataclass(frozen=True)
@@ -208,25 +205,27 @@ class _Precomputation:
         return folder.is_dir()
 
     def _compute(self, key: str, source: TokenCache, folder: Path, *, made_of: Mapping[str, Any]) -> float:
-        """Write the folder, completely or not at all, and return how many seconds it took. Collective."""
+        """Write the folder, completely or not at all, and return how many seconds it took. Collective.
+
+        Raises DataError on rank 0, with which the others end, where it cannot be written.
+        """
         started = time.monotonic()
-        writing = _StagedWriter(folder)
         model = self.scorer.model()
         was_training = model.training
         model.eval()
         try:
-            with torch.no_grad(), self.scorer.scoring_context():
-                self._score_samples(key, source, writing=writing)
+            with (
+                _write_on_rank_0(folder, made_of) as writer,
+                torch.no_grad(),
+                self.scorer.scoring_context(),
+            ):
+                self._score_samples(key, source, writer=writer)
         finally:
             model.train(was_training)
-        run_on_rank_0(partial(writing.finish, made_of))
         return time.monotonic() - started
 
-    def _score_samples(self, key: str, source: TokenCache, *, writing: "_StagedWriter") -> None:
-        """Share the samples among the ranks, round by round, and have rank 0 write their values. Collective.
-
-        Ranks that share layers score the same samples.
-        """
+    def _score_samples(self, key: str, source: TokenCache, *, writer: PrecomputedWriter | None) -> None:
+        """Share the samples among the ranks, round by round, and have rank 0 write their values. Collective."""
         size, logged_at, group = self._microbatch_size(source), time.monotonic(), tensor_group()
         for start in range(0, len(source), size * group.num_groups):
             first = start + group.number * size
@@ -234,7 +233,8 @@ class _Precomputation:
             batch = self.task.collate(features) if features else self.task.dummy_batch(source[0])
             values = self.precomputed.compute(self.scorer.model(), batch.to(self.prepared.accelerator.device))
             gathered = distributed.gather_objects(list(values[: len(features)]))[:: group.size]
-            writing.append([values_of_sample for of_rank in gathered for values_of_sample in of_rank])
+            if writer is not None:
+                writer.append([values_of_sample for of_rank in gathered for values_of_sample in of_rank])
             keep_alive()
             if time.monotonic() - logged_at > _SECONDS_BETWEEN_LOG_LINES:
                 logged_at = time.monotonic()
@@ -242,10 +242,7 @@ class _Precomputation:
                 self.log(f"{key}: {self.precomputed.title}: {done:,} of {len(source):,} samples")
 
     def _microbatch_size(self, source: TokenCache) -> int:
-        """Return the samples of a forward pass: as many as in an evaluation, at least two.
-
-        What `train.microbatch_size: auto` comes to is found later, when a checkpoint may be loaded.
-        """
+        """Return the samples of a forward pass: as many as in an evaluation, at least two."""
         evaluate, train = self.config.evaluate, self.config.train
         written = evaluate.microbatch_size if evaluate is not None else None
         if written is None and train.microbatch_size == "auto":
@@ -266,47 +263,25 @@ def _damage(folder: Path) -> DamagedSet | None:
     return None
 
 
-class _StagedWriter:
-    """Writes on rank 0; a failure is raised in `finish`, where all ranks learn of it."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._staging: Path | None = None
-        self._writer: PrecomputedWriter | None = None
-        self._failure: OSError | None = None
+@contextmanager
+def _write_on_rank_0(folder: Path, made_of: Mapping[str, Any]) -> Iterator[PrecomputedWriter | None]:
+    """Yield the writer of a hidden folder, on rank 0, which is moved into place at the end. Collective."""
+    staging, writer = temporary_path(folder), None
+    try:
         if distributed.is_main():
-            with self._keeping_failure():
-                folder.parent.mkdir(parents=True, exist_ok=True)
-                self._staging = temporary_path(folder)
-                self._staging.mkdir(mode=0o700)
-                self._writer = PrecomputedWriter(self._staging)
-
-    def append(self, arrays: SampleValues) -> None:
-        """Write the values of the next samples, on rank 0."""
-        if self._writer is not None and self._failure is None:
-            with self._keeping_failure():
-                self._writer.append(arrays)
-
-    def finish(self, made_of: Mapping[str, Any]) -> None:
-        """Move the folder into place, unless another job has written the same one. Raises DataError. On rank 0."""
-        if self._failure is None:
-            assert self._writer is not None and self._staging is not None
-            with self._keeping_failure():
-                self._writer.finish(made_of)
-                self._staging.chmod(0o755)
-                if not self._folder.is_dir():
-                    self._staging.rename(self._folder)
-        if self._staging is not None:
-            shutil.rmtree(self._staging, ignore_errors=True)
-        if self._failure is not None:
-            raise DataError(
-                f"data.cache_folder: {self._folder.parent} cannot be written: {self._failure}. Free some space, "
-                "or set another folder."
-            )
-
-    @contextmanager
-    def _keeping_failure(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            self._failure = error
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            staging.mkdir(mode=0o700)
+            writer = PrecomputedWriter(staging)
+        yield writer
+        with distributed.rank_0_works_alone():
+            if writer is not None:
+                writer.finish(made_of)
+                staging.chmod(0o755)
+                if not folder.is_dir():
+                    staging.rename(folder)
+    except OSError as error:
+        raise DataError(
+            f"data.cache_folder: {folder.parent} cannot be written: {error}. Free some space, or set another folder."
+        ) from error
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)

@@ -23,7 +23,7 @@ from finetune.model.tensor_parallel import splitting_problem
 from finetune.registry.model_choices import PEFT_TYPES, trainable_types
 from finetune.registry.tasks import TASKS
 from finetune.report.reporter import RunLog
-from finetune.run.setup.padding_free import resolve_padding_free, why_padded
+from finetune.run.setup.model_problems import resolve_padding_free, why_padded
 from finetune.runtime import distributed
 from finetune.runtime.parallel import sequence_group
 from finetune.strategy.choose import choose_strategy
@@ -44,10 +44,7 @@ def launched_strategy(loaded: LoadedConfig) -> Strategy:
 
 
 def strategy_of_file(loaded: LoadedConfig, accelerate_file: Path, *, num_processes: int | None) -> Strategy:
-    """Return the strategy of a launch with the accelerate file, by default on its own number of processes.
-
-    Raises ConfigError or StrategyError if it does not fit the job.
-    """
+    """Return the strategy of a launch with the accelerate file, by default on its own number of processes."""
     variables = launch_variables(accelerate_file, world=num_processes)
     use_fsdp2(variables)
     return _strategy(loaded, variables, has_device=variables.get("ACCELERATE_USE_CPU", "false").lower() != "true")

@@ -33,7 +33,7 @@ from finetune.registry.plugins import code_identity
 from finetune.registry.tasks import TASKS
 from finetune.report.reporter import RunLog
 from finetune.run.context import RunContext
-from finetune.run.setup.padding_free import format_padding_free, resolve_padding_free
+from finetune.run.setup.model_problems import format_padding_free, resolve_padding_free
 from finetune.runtime import distributed
 from finetune.runtime.files import atomic
 from finetune.runtime.seeds import derive_seed

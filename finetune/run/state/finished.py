@@ -1,10 +1,6 @@
-"""Whether a run is finished, and the result of one for a caller in Python, read as JSON alone, without torch.
+"""Whether a run is finished, and the result of one for a caller in Python, read as JSON alone, without torch."""
 
-The record next to `final/` names the step, the files with their sizes, and size and times of the input files.
-"""
-
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NotRequired
@@ -16,18 +12,13 @@ from finetune.checkpoint.format import layout
 from finetune.checkpoint.format.manifest import (
     Manifest,
     OtherFormatError,
-    RunFingerprint,
     first_file_problem,
     read_manifest_of_step,
     read_metadata,
 )
-from finetune.checkpoint.read.changes import check_changes
-from finetune.config.paths import is_path, is_url
-from finetune.config.rules.sources import row_sources
 from finetune.config.run_config import RunConfig
 from finetune.config.sections.export import ExportSection
 from finetune.errors import CheckpointError, FinetuneError, TrainingError, error_of_type
-from finetune.registry.tasks import TASKS
 from finetune.runtime.files.read import parse_as, read_json, read_regular
 from finetune.runtime.progress import Progress
 from finetune.runtime.run_folder import CHECKPOINTS_FOLDER, FINAL_FOLDER
@@ -35,71 +26,8 @@ from finetune.runtime.supervision.status import STATUS_FILE
 from finetune.runtime.text.redact import redact_known_values
 from finetune.train.stopping import EARLY_STOPPING, FINAL_REASONS, FINISHED, EarlyStopping
 
-Stamps = dict[str, list[int]]
-"""Of each file, by its path: inode, size, and the times in nanoseconds when it was written and changed."""
-
-_MAX_FILES = 1_000
-
-
-def input_stamps(config: RunConfig, *, before: float) -> Stamps | None:
-    """Return the stamps of all files that decide rows and tokens; None where not all of them are known.
-
-    That is so where something comes from a hub or a bucket, where rows name other files, where there are very many, and
-    where one was changed after `before` (unix seconds): what was read then may have been another.
-    """
-    if TASKS[config.task.name].has_images or None in (sources := list(_input_paths(config))):
-        return None
-    stamps: Stamps = {}
-    try:
-        for path in (file for source in sources if source is not None for file in _files(source)):
-            facts = path.stat()
-            if max(facts.st_mtime, facts.st_ctime) >= before or len(stamps) >= _MAX_FILES:
-                return None
-            stamps[str(path)] = [facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns]
-    except OSError:
-        return None
-    return stamps
-
-
-def are_inputs_unchanged(config: RunConfig, *, since: float) -> bool:
-    """Return whether no file on this machine of the run's data and base model was changed since (unix seconds).
-
-    What lies in a hub or a bucket is taken to be as it was.
-    """
-    paths = [path for path in _input_paths(config) if path is not None]
-    distillation = config.task.distillation
-    others = (config.model.name, config.model.adapter, None if distillation is None else distillation.teacher)
-    paths += [Path(name) for name in others if name is not None and is_path(name)]
-    try:
-        stats = [file.stat() for path in paths for file in _files(path)]
-    except OSError:
-        return False
-    return all(max(file.st_mtime, file.st_ctime) < since for file in stats)
-
-
-def _input_paths(config: RunConfig) -> Iterator[Path | None]:
-    """Yield files and folders that decide rows and tokens; None for what lies elsewhere."""
-    for _, source in row_sources(config):
-        is_here = source.path is not None and not is_url(source.path) and Path(source.path).exists()
-        yield Path(str(source.path)) if is_here else None  # a pattern is not followed
-    template, tokenizer = config.data.chat_template, config.model.tokenizer
-    if template is not None and is_path(template):
-        yield Path(template)
-    name = tokenizer.name if tokenizer is not None else config.model.name
-    if name is not None:
-        yield Path(name) if is_path(name) else None
-
-
-def _files(path: Path) -> Iterator[Path]:
-    if not path.is_dir():
-        yield path
-        return
-    for folder, _, names in os.walk(path):
-        yield from (Path(folder) / name for name in names)
-
-
 FINAL_RECORD = "final.json"
-"""Which step `final/` is from, why the run ended, its `export:` section, the sizes of its files, its inputs."""
+"""Which step `final/` is from, why the run ended, its `export:` section and the sizes of its files."""
 
 
 @with_config(ConfigDict(strict=True, extra="forbid"))
@@ -108,16 +36,13 @@ class _Record(TypedDict):
     reason: str
     export: dict[str, Any]
     files: dict[str, int]
-    inputs: NotRequired[dict[str, list[int]] | None]
+    inputs: NotRequired[Any]  # of earlier versions
     last_step: NotRequired[int]  # of the run, where `step` is its best
     pushed_to: NotRequired[str | None]
     push_problem: NotRequired[str | None]
 
 
 _RECORD: TypeAdapter[Any] = TypeAdapter(_Record)
-
-BEST_METRIC_KEYS = ("train.early_stopping", "train.early_stopping.metric", "train.early_stopping.goal")
-"""The state of early stopping is invalid once one of these keys has changed."""
 
 
 @dataclass(frozen=True)
@@ -149,23 +74,6 @@ def read_finished_run(config: RunConfig, *, num_steps: int) -> tuple[FinishedRun
     if reason is None or not is_exported(folder, step=progress.step, section=config.export):
         return None
     return FinishedRun(path, progress, reason), manifest
-
-
-def format_finished(
-    config: RunConfig, finished: FinishedRun, saved: RunFingerprint, *, current: RunFingerprint
-) -> list[str] | None:
-    """Return what to log about a finished run; None if it is not finished: its best is of another metric.
-
-    Raises CheckpointError where the config is no longer the one it was trained with.
-    """
-    if finished.reason == EARLY_STOPPING and any(
-        current.settings.get(key) != saved.settings.get(key) for key in BEST_METRIC_KEYS
-    ):
-        return None
-    sentences = check_changes(finished.checkpoint, saved, current=current, allowed=config.checkpoint.allow_changes)
-    final = Path(config.run.folder) / FINAL_FOLDER
-    step = finished.progress.step
-    return [*sentences, f"nothing to do: {finished.reason} at step {step}, and the model is in {final}"]
 
 
 def is_exported(run_folder: Path, *, step: int, section: ExportSection) -> bool:

@@ -21,12 +21,9 @@ from finetune.errors import DataError, ModelError
 from finetune.model.tokenizer import TOKENIZER_FILES
 from finetune.runtime.files.atomic import build_once, temporary_path
 from finetune.runtime.optional import no_op
-from finetune.runtime.resources import disk_errors, format_size, free_bytes
+from finetune.runtime.resources import disk_errors
 
 GIVEN_FOLDER = "given"
-
-_MIN_FREE_BYTES, _ROWS_BETWEEN_LOOKS = 1_000_000_000, 1_000
-"""What rows that do not end leave free on the disk."""
 
 _DIGITS = 16
 _SET_BY_SAVING = ("architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path")
@@ -74,9 +71,6 @@ def _write_lines(rows: Iterable[Any], path: Path, *, key: str) -> None:
     number = 0
     with disk_errors([path.parent], DataError), path.open("w", encoding="utf-8") as file:
         for number, row in enumerate(rows, start=1):
-            if number % _ROWS_BETWEEN_LOOKS == 0 and free_bytes(path.parent) < _MIN_FREE_BYTES:
-                free = f"{path.parent} has less than {format_size(_MIN_FREE_BYTES)} free"
-                raise DataError(f"{key}: after {number:,} rows {free}. End the iterable, or use a larger disk.")
             if not isinstance(row, Mapping):
                 raise DataError(f"{key}: row {number} is of type `{type(row).__name__}`, not a dict of its columns.")
             try:

@@ -10,7 +10,7 @@ from typing import Any
 
 from finetune.checkpoint.format import layout
 from finetune.checkpoint.format.manifest import RunFingerprint
-from finetune.checkpoint.read.changes import DATA, is_other_cache_version
+from finetune.checkpoint.read.changes import DATA, check_changes, is_other_cache_version
 from finetune.checkpoint.read.checksum_prefetch import ChecksumPrefetch
 from finetune.checkpoint.read.load import find_checkpoint, resume_checkpoint, verify_checkpoint
 from finetune.checkpoint.sharding.access import build_access
@@ -26,10 +26,10 @@ from finetune.model.loading.pretrained import adapter_digest
 from finetune.report.reporter import RunLog
 from finetune.run.context import RunContext
 from finetune.run.setup.build import BuiltRun, RestoredRun
-from finetune.run.setup.padding_free import recorded_layout
+from finetune.run.setup.model_problems import recorded_layout
 from finetune.run.setup.precompute import teacher_identity
 from finetune.run.setup.training_data import PreparedData, TrainingData, input_identity
-from finetune.run.state.finished import BEST_METRIC_KEYS, FinishedRun, format_finished, read_finished_run
+from finetune.run.state.finished import FinishedRun, read_finished_run
 from finetune.runtime import distributed
 from finetune.runtime.distributed import run_on_rank_0
 from finetune.runtime.optional import no_op
@@ -37,6 +37,7 @@ from finetune.runtime.progress import Progress
 from finetune.runtime.run_folder import CHECKPOINTS_FOLDER, FINAL_FOLDER
 from finetune.strategy.protocol import Strategy
 from finetune.strategy.upstream import warm_up_ddp_buckets
+from finetune.train.stopping import EARLY_STOPPING
 
 
 def find_finished(config: RunConfig, strategy: Strategy, data: PreparedData, *, log: RunLog) -> FinishedRun | None:
@@ -49,16 +50,20 @@ def find_finished(config: RunConfig, strategy: Strategy, data: PreparedData, *, 
     if finished_run is None:
         return None
     finished, manifest = finished_run
-    saved = manifest.run.identity
-    frozen = {name: saved[name] for name in _OF_THE_MODEL if name in saved}
+    saved = manifest.run
+    frozen = {name: saved.identity[name] for name in _OF_THE_MODEL if name in saved.identity}
     current = fingerprint_with(config, strategy, data.training_data, frozen=frozen)
-    lines = format_finished(config, finished, manifest.run, current=current)
-    if lines is not None and is_other_cache_version(manifest.run, current):
+    if finished.reason == EARLY_STOPPING and not has_comparable_best(saved, current=current):
+        return None
+    lines = check_changes(finished.checkpoint, saved, current=current, allowed=config.checkpoint.allow_changes)
+    if is_other_cache_version(saved, current):
         training, batch_size = data.training_data.training, config.train.global_batch_size
         require_same_samples(finished.checkpoint, finished.progress, pool=training, global_batch_size=batch_size)
-    for line in lines or ():
+    final = Path(config.run.folder) / FINAL_FOLDER
+    end = f"nothing to do: {finished.reason} at step {finished.progress.step}, and the model is in {final}"
+    for line in (*lines, end):
         log(line)
-    return finished if lines is not None else None
+    return finished
 
 
 def restore(
@@ -81,9 +86,7 @@ def restore(
     access = build_access(prepared.accelerator, prepared.model, prepared.optimizer)
     checksums = checksums or ChecksumPrefetch()
     section = config.checkpoint
-    checkpoint = find_checkpoint(
-        context.paths.checkpoints, resume=section.resume, log=log, checksum_of=checksums.checksum
-    )
+    checkpoint = find_checkpoint(context.checkpoints, resume=section.resume, log=log, checksum_of=checksums.checksum)
     if checkpoint is None:
         if section.allow_changes:
             log("checkpoint.allow_changes has no effect: there is no checkpoint to resume from")
@@ -109,7 +112,8 @@ def restore(
     if not takes_other_rows:
         require_same_samples(checkpoint.path, progress, pool=training_data.training, global_batch_size=batch_size)
     saved = checkpoint.manifest.run
-    reset_incomparable_best(progress, saved, current=fingerprint)
+    if not has_comparable_best(saved, current=fingerprint):
+        progress.best_metric, progress.evaluations_since_best = None, 0
     log(f"resumes from {checkpoint.path} after step {progress.step}")
     position = progress.step * batch_size
     was_scaled = saved.identity.get("train.precision") == fingerprint.identity["train.precision"]
@@ -151,29 +155,15 @@ def load_best(restored: RestoredRun) -> Progress:
 
 
 def describe_exported(config: RunConfig, progress: Progress) -> str | None:
-    """Return a line with the step of `final/` and the better or worse one that it is not; None for the best itself.
-
-    Which is better, `checkpoint.keep_best` says, else `train.early_stopping`. Not collective: for rank 0.
-    """
-    section = config.checkpoint.keep_best or config.train.early_stopping
-    last = None if section is None or progress.metrics_step != progress.step else progress.last_metrics
-    if section is None or last is None or section.metric not in last:
+    """Return a line about a better or worse step than that of `final/`; None where none is kept. Not collective."""
+    section, best = config.checkpoint.keep_best, best_checkpoint(config, last_step=progress.step)
+    if section is None or best is None or (step := layout.step_of(best[0])) == progress.step:
         return None
-    best, value = best_checkpoint(config, last_step=progress.step), last[section.metric]
-    final = Path(config.run.folder) / FINAL_FOLDER
-    end = f"the last, step {progress.step}, has {section.metric} {value:.4g}"
-    if best is not None and (step := layout.step_of(best[0])) != progress.step:
-        of_best = f"step {step}, has {section.metric} {best[1]:.4g}"
-        if config.export.checkpoint == "best":
-            return f"{final} is the best checkpoint, {of_best}; {end}"
-        run = config.run.folder
-        return f"{final} is {end.removeprefix('the ')}; the best, {of_best}: finetune export {run} --step {step}"
-    if best is None and progress.best_metric is not None and progress.evaluations_since_best:
-        return (
-            f"{final} is {end.removeprefix('the ')}; the best evaluation had {progress.best_metric:.4g}, and its "
-            "checkpoint was not kept. Write `checkpoint.keep_best` and `export.checkpoint: best` to export it."
-        )
-    return None
+    final, run = Path(config.run.folder) / FINAL_FOLDER, config.run.folder
+    of_best = f"the best checkpoint is of step {step}, with {section.metric} {best[1]:.4g}"
+    if config.export.checkpoint == "best":
+        return f"{final}: {of_best}, and is exported; the last is of step {progress.step}"
+    return f"{final} is of step {progress.step}; {of_best}: finetune export {run} --step {step}"
 
 
 def require_same_samples(path: Path, progress: Progress, *, pool: DatasetView, global_batch_size: int) -> None:
@@ -201,10 +191,12 @@ def matches_data_order(progress: Progress, *, pool: DatasetView, global_batch_si
     return True
 
 
-def reset_incomparable_best(progress: Progress, saved: RunFingerprint, *, current: RunFingerprint) -> None:
-    """Reset early stopping where the best so far is of another metric or goal."""
-    if any(saved.settings.get(name) != current.settings.get(name) for name in BEST_METRIC_KEYS):
-        progress.best_metric, progress.evaluations_since_best = None, 0
+_BEST_METRIC_KEYS = ("train.early_stopping", "train.early_stopping.metric", "train.early_stopping.goal")
+
+
+def has_comparable_best(saved: RunFingerprint, *, current: RunFingerprint) -> bool:
+    """Return whether the best evaluation so far is of the metric and goal that early stopping has now."""
+    return all(saved.settings.get(name) == current.settings.get(name) for name in _BEST_METRIC_KEYS)
 
 
 def format_restored(position: int, *, is_scaled: bool, was_scaled: bool) -> Iterator[str]:
@@ -219,24 +211,15 @@ def format_restored(position: int, *, is_scaled: bool, was_scaled: bool) -> Iter
 
 
 def format_strategy_change(saved: RunFingerprint, *, current: RunFingerprint) -> Iterator[str]:
-    """Yield how another strategy or number of processes changes the results; nothing if both are the same."""
-    there = saved.origin
-    if not there or all(there[name] == current.origin[name] for name in ("strategy", "processes")):
-        return
-    masks = ""
-    if there["processes"] != current.origin["processes"]:
-        masks = f"dropout masks are drawn for {_processes(current)}, and "
-    here = current.origin["strategy"]
-    yield (
-        f"the checkpoint was written under {there['strategy']} on {_processes(saved)}, and this run is under {here} on "
-        f"{_processes(current)}: {masks}sums are rounded in another order, so losses are equal within rounding, not "
-        "bitwise"
+    """Yield that losses are equal within rounding under another strategy or number of processes; else nothing."""
+    before, now = (
+        f"{run.origin.get('strategy')} (processes: {run.origin.get('processes')})" for run in (saved, current)
     )
-
-
-def _processes(facts: RunFingerprint) -> str:
-    count = facts.origin["processes"]
-    return f"{count} process{'' if count == '1' else 'es'}"
+    if saved.origin and before != now:
+        yield (
+            f"the checkpoint was written under {before}, and this run is under {now}: losses are equal within rounding "
+            "and dropout, not bitwise"
+        )
 
 
 def make_fingerprint(

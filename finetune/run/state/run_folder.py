@@ -35,7 +35,7 @@ from finetune.report.prometheus import PrometheusReporter, require_client
 from finetune.report.reporter import FanOut, Reporter, RunLog
 from finetune.report.trackers import TrackerReporter, check_trackers
 from finetune.run.setup.build import BuiltRun
-from finetune.run.setup.padding_free import resolve_padding_free
+from finetune.run.setup.model_problems import resolve_padding_free
 from finetune.run.setup.training_data import write_audit
 from finetune.run.state.finished import read_final_record
 from finetune.runtime import distributed
@@ -48,7 +48,7 @@ from finetune.runtime.files.atomic import (
     replace_folder,
     temporary_path,
 )
-from finetune.runtime.files.digests import digests_file, find_folder_damage, write_folder_digests
+from finetune.runtime.files.digests import DIGESTS_FILE, find_folder_damage, write_folder_digests
 from finetune.runtime.files.read import parse_as, read_regular
 from finetune.runtime.files.remote import RemoteFolder
 from finetune.runtime.optional import no_op
@@ -139,11 +139,10 @@ def load_run_inputs(run: Path, config: RunConfig) -> RunInputs:
 
 def _require_undamaged(folder: Path) -> None:
     """Raise UserError where a file is not as it was written; folders without recorded digests are accepted."""
-    recorded = digests_file(folder)
-    if recorded is not None and (damage := find_folder_damage(folder)) is not None:
+    if (folder / DIGESTS_FILE).is_file() and (damage := find_folder_damage(folder)) is not None:
         raise UserError(
             f"{folder}: {damage}. The files were damaged or changed after the run wrote them. Start the job again, "
-            f"which writes them again, or delete {recorded.name} to use them as they are."
+            f"which writes them again, or delete {DIGESTS_FILE} to use them as they are."
         )
 
 
@@ -158,10 +157,7 @@ def open_run_folder(
     log: RunLog,
     reporters: Sequence[Reporter] = (),
 ) -> FanOut:
-    """Write config, environment, inputs and audit of the run to its folder, and return its reporter. Collective.
-
-    Rank 0's passes all events to the `reporters`, too.
-    """
+    """Write config, environment, inputs and audit of the run to its folder, and return its reporter. Collective."""
     folder, training_data = Path(loaded.config.run.folder), built.training_data
     resources = machine_resources()
     loading = loader_settings(loaded.config.data, resources=resources, cost=training_data.task.samples.loading_cost)

@@ -9,13 +9,13 @@ import os
 import shutil
 import sys
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
 
 from finetune.checkpoint.format import layout
 from finetune.checkpoint.format.manifest import parse_manifest, read_manifest
@@ -31,11 +31,6 @@ from finetune.runtime.files.remote import RemoteFolder
 from finetune.runtime.run_folder import CHECKPOINTS_FOLDER, FAILED_FINAL_FOLDER, FINAL_FOLDER
 from finetune.runtime.supervision.heartbeat import fault_point
 
-T = TypeVar("T")
-
-RETRY_PAUSES_SECONDS = (1.0, 5.0, 20.0)
-"""Between the attempts to upload one file."""
-
 _LINKS = ".uploading"
 _NOT_UPLOADED = (
     CHECKPOINTS_FOLDER,
@@ -47,25 +42,20 @@ _NOT_UPLOADED = (
 class FolderSync:
     """Brings a run's URL up to its folder, one call after the other; all of it is in one thread's hands."""
 
-    def __init__(
-        self, folder: Path, remote: RemoteFolder, *, section: CheckpointSection, wait: Callable[[float], object]
-    ) -> None:
+    def __init__(self, folder: Path, remote: RemoteFolder, *, section: CheckpointSection) -> None:
         self.remote = remote
         self._folder = folder
         self._section = section
-        self._wait = wait
         self._up: dict[int, bytes] = {}  # the markers that are known to be up
         self._known: set[int] = set()  # steps whose checkpoints have been in the folder
         self._sent: dict[str, tuple[int, int]] = {}  # size and modification time of each uploaded file
-        self.repeated: list[str] = []
         shutil.rmtree(folder / _LINKS, ignore_errors=True)
 
     def sync(self, *, is_last: bool) -> list[str]:
         """Upload and delete files as needed; return failures as sentences. The last call also uploads `final/`."""
-        self.repeated = []
         failures: list[str] = []
         try:
-            sizes = self._with_retries(self.remote.sizes)
+            sizes = self.remote.sizes()
         except Exception as error:  # each storage has exceptions of its own
             return [f"{self.remote.url} cannot be listed: {error}"]
         for name, act in self._tasks(sizes, is_last=is_last):
@@ -93,7 +83,9 @@ class FolderSync:
             if not any(part.startswith(".") for part in name.split("/")):
                 yield name, partial(self._file, name)
         if is_last and (self._folder / FINAL_FOLDER).is_dir():
-            yield f"old files of {FINAL_FOLDER}", partial(self._delete_old_export, sizes)
+            exported = (name for name in sizes if name.startswith(f"{FINAL_FOLDER}/"))
+            old = [name for name in exported if not (self._folder / name).exists()]
+            yield f"old files of {FINAL_FOLDER}", partial(self.remote.delete, old)
 
     def _checkpoint(self, step: int, path: Path, sizes: dict[str, int]) -> None:
         remote_folder = f"{CHECKPOINTS_FOLDER}/{path.name}"
@@ -102,24 +94,21 @@ class FolderSync:
             if linked is None:
                 return
             text = (linked / layout.MANIFEST).read_bytes()
-            if marker in sizes and text in (self._up.get(step), self._with_retries(lambda: self.remote.read(marker))):
+            if marker in sizes and text in (self._up.get(step), self.remote.read(marker)):
                 self._up[step] = text
                 return
-            self._delete([marker] if marker in sizes else [])
+            self.remote.delete([marker] if marker in sizes else [])
             names = set(read_manifest(linked).files)
             for name in sorted(names):
                 self._upload(linked / name, f"{remote_folder}/{name}", point="upload.file", step=step)
             self._upload(linked / layout.MANIFEST, marker, point="upload.marker", step=step)
             self._up[step] = text
             ours = {marker, *(f"{remote_folder}/{name}" for name in names)}
-            self._delete(name for name in sizes if step_of_file(name) == step and name not in ours)
+            self.remote.delete(name for name in sizes if step_of_file(name) == step and name not in ours)
 
     @contextmanager
     def _linked(self, path: Path) -> Iterator[Path | None]:
-        """Hand out the checkpoint's files under names that stay while it is uploaded; None if it is gone already.
-
-        Retention continues meanwhile. Where the file system has no links, the files themselves are handed out.
-        """
+        """Hand out the checkpoint's files under names that stay while it is uploaded; None if it is gone already."""
         links = self._folder / _LINKS / path.name
         shutil.rmtree(links, ignore_errors=True)
         try:
@@ -133,10 +122,7 @@ class FolderSync:
             shutil.rmtree(self._folder / _LINKS, ignore_errors=True)
 
     def _delete_gone(self, local: dict[int, Path], sizes: dict[str, int]) -> None:
-        """Delete checkpoints that the folder has let go of, that were never finished, or that are of an abandoned end.
-
-        Checkpoints of an earlier machine that were never fetched are judged like the folder's own.
-        """
+        """Delete checkpoints that retention has removed, that were never finished, or that are of an abandoned end."""
         there = {step for name in sizes if (step := step_of_file(name)) is not None} - local.keys()
         marked = set(marked_steps(sizes))
         newest = max(local, default=-1)
@@ -145,14 +131,14 @@ class FolderSync:
         for step in sorted(there - staying):
             if local or step not in marked:
                 names = [name for name in sizes if step_of_file(name) == step]
-                self._delete(sorted(names, key=lambda name: not name.endswith(f"/{layout.MANIFEST}")))
+                self.remote.delete(sorted(names, key=lambda name: not name.endswith(f"/{layout.MANIFEST}")))
                 self._up.pop(step, None)
 
     def _removable(self, local: dict[int, Path], strangers: set[int]) -> list[int]:
         metrics: dict[int, Mapping[str, float]] = {step: checkpoint_metrics(path) for step, path in local.items()}
         for step in strangers:
             name = f"{CHECKPOINTS_FOLDER}/{layout.step_folder(Path(), step).name}/{layout.MANIFEST}"
-            marker = self._with_retries(partial(self.remote.read, name)) or b""
+            marker = self.remote.read(name) or b""
             try:
                 metrics[step] = parse_manifest(marker, path=Path(name)).metrics
             except CheckpointError:  # it is not there, or cannot be believed
@@ -164,11 +150,6 @@ class FolderSync:
             keep_every_steps=self._section.keep_every_steps,
             keep_best=self._section.keep_best,
             metrics=metrics,
-        )
-
-    def _delete_old_export(self, sizes: dict[str, int]) -> None:
-        self._delete(
-            name for name in sizes if name.startswith(f"{FINAL_FOLDER}/") and not (self._folder / name).exists()
         )
 
     def _file(self, name: str) -> None:
@@ -183,26 +164,12 @@ class FolderSync:
             self._sent[name] = seen
 
     def _upload(self, path: Path, name: str, *, point: str, step: int) -> None:
-        def attempt() -> None:
-            fault_point(point, step=step, path=path)
-            self.remote.upload(path, name)
+        fault_point(point, step=step, path=path)
+        self.remote.upload(path, name)
 
-        self._with_retries(attempt)
 
-    def _delete(self, names: Iterable[str]) -> None:
-        for name in names:
-            self._with_retries(partial(self.remote.delete, [name]))
-
-    def _with_retries(self, act: Callable[[], T]) -> T:
-        """Call `act` until it succeeds, a few times at most, and return its value; raises what the last one raised."""
-        for pause in RETRY_PAUSES_SECONDS:
-            try:
-                return act()
-            except Exception as error:  # each storage has exceptions of its own
-                self.repeated.append(f"{type(error).__name__}: {error}")
-                self._wait(pause)
-        return act()
-
+_LAST_PAUSE_SECONDS = 5.0
+"""Before the last upload is tried again: the storage may have failed for a moment, besides its client's retries."""
 
 _SECONDS_AFTER_ERROR = 20.0
 """For what is left to upload after an error: launchers end a process soon, and the next start uploads the rest."""
@@ -243,7 +210,7 @@ class BackgroundUploader(Uploader):
         self._folder = folder
         self._url = remote.url
         self._due, self._ending = threading.Event(), threading.Event()
-        self._uploads = FolderSync(folder, remote, section=section, wait=self._ending.wait)
+        self._uploads = FolderSync(folder, remote, section=section)
         self._failures: list[str] = []
         self._warnings: deque[str] = deque()  # from the thread to the reporter
         self._thread = threading.Thread(target=self._work, name="uploads", daemon=True)
@@ -301,14 +268,11 @@ class BackgroundUploader(Uploader):
             self._due.clear()
             is_last = self._ending.is_set()
             self._failures = self._uploads.sync(is_last=is_last)
-            if not (is_last and self._failures):  # `finish` reports those in full
-                self._queue_warnings()
-
-    def _queue_warnings(self) -> None:
-        if self._failures:
-            self._warnings.append(f"not uploaded, tried again at the next checkpoint: {'; '.join(self._failures)}")
-        elif self._uploads.repeated:
-            self._warnings.append(f"uploaded only when tried again: {'; '.join(self._uploads.repeated)}")
+            if is_last and self._failures:
+                time.sleep(_LAST_PAUSE_SECONDS)
+                self._failures = self._uploads.sync(is_last=True)
+            elif self._failures:
+                self._warnings.append(f"not uploaded, tried again at the next checkpoint: {'; '.join(self._failures)}")
 
 
 def make_uploader(loaded: LoadedConfig) -> Uploader:

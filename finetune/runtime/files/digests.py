@@ -41,10 +41,7 @@ def sha256_digest(path: Path) -> str:
 
 
 def files_digest(paths: Sequence[Path]) -> str:
-    """Return a digest of the files' contents in this order; that of large files is cached in the same way.
-
-    Raises OSError for a file that cannot be read.
-    """
+    """Return a digest of the files' contents in this order; that of large files is cached in the same way."""
     return _cached(
         paths, lambda: _BLAKE2B("\n".join(map(_read, paths)).encode()).hexdigest(), name="\n".join(map(str, paths))
     )
@@ -52,7 +49,7 @@ def files_digest(paths: Sequence[Path]) -> str:
 
 def _cached(paths: Sequence[Path], read: Callable[[], str], *, name: str) -> str:
     states = [_state(path) for path in paths]
-    if sum(state["size"] for state in states) < LARGE_BYTES:
+    if sum(size for _, _, size, _, _ in states) < LARGE_BYTES:
         return read()
     cache_digest = _BLAKE2B(name.encode("utf-8", "surrogateescape")).hexdigest()
     cache_file = Path(CACHE_FOLDER).expanduser() / f"{cache_digest}.json"
@@ -62,22 +59,17 @@ def _cached(paths: Sequence[Path], read: Callable[[], str], *, name: str) -> str
         if isinstance(known, dict) and known.get("state") == state and isinstance(known.get("digest"), str):
             return str(known["digest"])
     digest = read()
-    is_old_enough = time.time() - max(state["changed"] for state in states) / 1e9 > _MIN_AGE_SECONDS
+    is_old_enough = time.time() - max(changed for *_, changed in states) / 1e9 > _MIN_AGE_SECONDS
     if is_old_enough and [_state(path) for path in paths] == states:
         with suppress(OSError):  # the cache is optional
             write_json(cache_file, {"path": str(paths[0]), "state": state, "digest": digest}, exact=True)
     return digest
 
 
-def _state(path: Path) -> dict[str, int]:
+def _state(path: Path) -> tuple[int, ...]:
+    """Return device, inode, size, and the times in nanoseconds when the file was written and changed."""
     facts = path.stat()
-    return {
-        "device": facts.st_dev,
-        "inode": facts.st_ino,
-        "size": facts.st_size,
-        "written": facts.st_mtime_ns,
-        "changed": facts.st_ctime_ns,
-    }
+    return facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns
 
 
 def _read(path: Path, *, algorithm: Any = _BLAKE2B) -> str:
@@ -86,9 +78,6 @@ def _read(path: Path, *, algorithm: Any = _BLAKE2B) -> str:
 
 
 DIGESTS_FILE = "digests.json"
-_EARLIER_DIGESTS_FILE = "seal.json"
-"""The name of the same file in folders that were written before December 2026."""
-
 _DIGEST = "digest"
 
 
@@ -134,33 +123,24 @@ def require_undamaged_file(path: Path) -> None:
 
 def write_folder_digests(folder: Path) -> None:
     """Write the digests of all files of the folder into it."""
-    (folder / _EARLIER_DIGESTS_FILE).unlink(missing_ok=True)
     write_json_with_digest(folder / DIGESTS_FILE, {"files": _digests(folder)})
-
-
-def digests_file(folder: Path) -> Path | None:
-    """Return the file with the folder's digests, also of an earlier version; None without one."""
-    paths = (folder / DIGESTS_FILE, folder / _EARLIER_DIGESTS_FILE)
-    return next((path for path in paths if path.is_file()), None)
 
 
 def find_folder_damage(folder: Path) -> str | None:
     """Return a message with the damaged files of the folder; None if all match their digests."""
-    digests = digests_file(folder) or folder / DIGESTS_FILE
     try:
-        files = read_json_with_digest(digests).get("files")
+        files = read_json_with_digest(folder / DIGESTS_FILE).get("files")
         now = _digests(folder)
     except (OSError, ValueError) as error:
         return str(error)
     if not isinstance(files, dict):
-        return f"{digests.name} names no files"
+        return f"{DIGESTS_FILE} names no files"
     damaged = sorted(name for name in {*files, *now} if files.get(name) != now.get(name))
     return f"{', '.join(damaged)}: not as written" if damaged else None
 
 
 def _digests(folder: Path) -> dict[str, str]:
-    names = (DIGESTS_FILE, _EARLIER_DIGESTS_FILE)
-    paths = sorted(path for path in folder.rglob("*") if path.name not in names and not path.is_dir())
+    paths = sorted(path for path in folder.rglob("*") if path.name != DIGESTS_FILE and not path.is_dir())
     for path in paths:
         require_undamaged_file(path)
     return {path.relative_to(folder).as_posix(): xxhash.xxh3_128_hexdigest(path.read_bytes()) for path in paths}

@@ -64,10 +64,7 @@ def best_interval(*, save: float, write: float, between_failures: float) -> floa
 
 @dataclass(frozen=True)
 class IntervalAdvice:
-    """The best interval, by the measured times of a save and a step.
-
-    `every_steps` is that of the job; None: only at the end.
-    """
+    """The best interval, by the measured times of a save and a step."""
 
     save_seconds: float
     hours_between_interruptions: float

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from finetune.errors import FinetuneError, LostContact, StrategyError, UserError, error_of_type
 from finetune.runtime import distributed
 from finetune.runtime.optional import no_op
-from finetune.runtime.processes import STOP_SIGNALS, exit_process
+from finetune.runtime.processes import exit_process
 from finetune.runtime.supervision.status import STOPPED, RankExit, RankProcess, StatusFile, exit_from_error
 from finetune.runtime.text.terminal import format_traceback, printable
 
@@ -44,9 +44,6 @@ _BROKEN = ("gloo/", "Connection closed by peer", "Connection reset by peer", "Br
 """Messages of torch when a collective fails because another process has exited."""
 
 _PATIENCE_SECONDS = 3.0
-
-_FIRST_RANK_SECONDS = 10.0
-"""Time for rank 0 to print an error that all ranks have."""
 
 
 class ProcessExit:
@@ -78,8 +75,6 @@ class ProcessExit:
         own = exit_from_error(error, rank=self._rank)
         first = self._status.claim_exit(own)
         if first == own and own.state != STOPPED:
-            if self._rank > 0 and self._status.first() is None:  # the disk is full, so the first rank is unknown
-                _leave_it_to_rank_0()
             is_bug = not isinstance(error, FinetuneError)
             text = format_traceback(error) if is_bug else f"error: {printable(str(error))}"
             self._exit(own, message=self._prefix + text)
@@ -178,14 +173,6 @@ def error_of_exit(ended: RankExit, *, rank: int) -> FinetuneError:
     """Return the exception for an end that the status file names; of another rank, with its number."""
     message = ended.message if ended.rank == rank else f"{ended.message} (on rank {ended.rank})"
     return error_of_type(ended.type, message, exit_code=ended.exit_code)
-
-
-def _leave_it_to_rank_0() -> None:
-    """Wait until rank 0 has printed its error and the launcher has ended this process."""
-    if threading.current_thread() is threading.main_thread():
-        for number in STOP_SIGNALS:
-            signal.signal(number, signal.SIG_DFL)
-    time.sleep(_FIRST_RANK_SECONDS)
 
 
 def is_broken_collective(error: BaseException) -> bool:

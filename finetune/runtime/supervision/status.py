@@ -261,10 +261,7 @@ class StatusFile:
 
 
 def previous_end(status: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the end of the launch with these facts; if it never trained, that of the launch before it.
-
-    A launch without an end was killed.
-    """
+    """Return the end of the launch with these facts; if it never trained, that of the launch before it."""
     if status.get("num_steps") is None:
         before = status.get("previous")
         return dict(before) if isinstance(before, dict) else None
@@ -290,11 +287,3 @@ def open_status_file(folder: Path, *, rank: int) -> StatusFile:
     launch = launch_id(os.environ, host=me.host, pid=me.pid, parent=os.getppid())
     launch += f"#{num_launches}" if num_launches > 1 else ""
     return StatusFile(folder, rank=rank, me=me, launch=launch, since=psutil.Process().create_time() - 2)
-
-
-def record_finished(status: StatusFile, progress: Progress, checkpoint: str, reason: str, *, num_steps: int) -> int:
-    """Record that there was nothing left to do, and return the exit code of success."""
-    status.checkpoint(checkpoint)
-    status.run(progress, num_steps=num_steps)
-    status.end(FINISHED, reason=reason, exit_code=0)
-    return 0

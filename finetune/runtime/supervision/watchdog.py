@@ -2,18 +2,15 @@
 
 It checks every second, and ends the process even if the main thread is blocked in a collective forever.
 Rank 0 may work alone without heartbeats while all others wait for it: writing a large model takes longer than the limit
-of a step. Rank 0 then checks the CPU time of its main thread; the others check the status file, which rank 0 refreshes
-until it ends or detects that it hangs.
+of a step. Then all check the status file instead, which rank 0's watchdog refreshes, on the disk of the run.
 
-In a hang every rank writes a report, from which the ranks that the others wait for are determined:
+In a hang every rank writes a report, so that the ranks behind the others can be named:
 
 hang/rank-00000.txt   the stacks of all its threads
 hang/rank-00000.json  its last heartbeat, and the time since then
 """
 
-import ast
 import faulthandler
-import linecache
 import os
 import platform
 import shutil
@@ -23,9 +20,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from itertools import islice
 from pathlib import Path
-from types import FrameType
 
 from pydantic import TypeAdapter
 
@@ -39,17 +34,6 @@ from finetune.runtime.supervision.exit import ProcessExit, find_dead_peers, form
 from finetune.runtime.supervision.heartbeat import POINTS
 from finetune.runtime.supervision.signals import EXIT_CODES, ReceivedSignals
 from finetune.runtime.supervision.status import STOPPED, RankExit, StatusFile, exit_from_error
-
-LEAST_CPU_SECONDS = 0.01
-"""CPU time of a working main thread, also while writing to disk; waiting for a dead disk or a lock takes none."""
-
-
-def main_thread_seconds() -> float:
-    """Return the CPU time of the main thread; without a clock for it, the current time, as if it worked."""
-    if not hasattr(time, "pthread_getcpuclockid"):
-        return time.monotonic()
-    return time.clock_gettime(time.pthread_getcpuclockid(threading.main_thread().ident or 0))
-
 
 _TICK_SECONDS = 1.0
 _QUIET_SECONDS = 3.0  # without progress, after which the other ranks are checked
@@ -78,7 +62,7 @@ class Watchdog:
         self._armed_at = float("-inf")
         self._checked_at = time.monotonic()
         self._is_training = False
-        self._rank_0_seen = main_thread_seconds() if rank == 0 else None
+        self._rank_0_seen: float | None = None
         self._is_over = threading.Event()
 
     def detect_hangs(self, limit_seconds: float | None) -> None:
@@ -130,7 +114,7 @@ class Watchdog:
         if self._rank == 0:
             self._end_if_replaced()
         self._status.refresh()
-        if distributed.is_rank_0_alone and self.has_rank_0_worked():
+        if distributed.is_rank_0_alone and self.is_rank_0_alive():
             heartbeat.keep_alive()
         silent = now - max(heartbeat.last_heartbeat_at, self._watched_since)
         if silent > _QUIET_SECONDS or self._note.received:
@@ -145,16 +129,10 @@ class Watchdog:
             if silent > self._limit or (silent > _QUIET_SECONDS and (self._folder / HANG_FOLDER).exists()):
                 self._end_hang(silent)
 
-    def has_rank_0_worked(self) -> bool:
-        """Return whether rank 0 was active since the last call that returned True.
-
-        On rank 0 that is CPU time of the main thread; the others see that rank 0 refreshes the status file.
-        """
-        before, now = self._rank_0_seen, main_thread_seconds() if self._rank == 0 else self._status.refreshed_at()
-        if now is None or (before is not None and abs(now - before) < LEAST_CPU_SECONDS):
-            return False
-        self._rank_0_seen = now
-        return True
+    def is_rank_0_alive(self) -> bool:
+        """Return whether rank 0's watchdog has written the status file since the last call that returned True."""
+        before, self._rank_0_seen = self._rank_0_seen, self._status.refreshed_at()
+        return self._rank_0_seen not in (None, before)
 
     def _end_if_replaced(self) -> None:
         """End this process if a newer attempt has begun, whose ranks need its device."""
@@ -190,7 +168,7 @@ class Watchdog:
             time.sleep(_TICK_SECONDS)
         error = Hang(
             f"no progress for {silent:.0f} s (run.hang_after_seconds). "
-            f"{format_blocking_ranks(reports, world=self._world)} "
+            f"{format_late_ranks(reports, world=self._world)} "
             f"The stacks of every rank are in {self._folder / HANG_FOLDER}."
         )
         self._ending.after(exit_from_error(error, rank=self._rank))
@@ -212,14 +190,6 @@ _IN_A_STEP = ("data", "forward", "backward", "update.before", "update.after")
 _WAITING = ("torch/distributed/", "torch/autograd/graph.py", "deepspeed/comm/")
 """Code in which a rank waits for the others."""
 
-_WAIT = "wait"  # for a collective that was started before
-
-_AT_DEVICE = ("torch/cuda/", "torch/accelerator/")
-_READS_DEVICE = frozenset(
-    {"tolist", "item", "cpu", "to", "copy_", "numpy", "nonzero", "synchronize", "float", "int", "bool"}
-)
-"""Calls in which a rank waits for its device, whose queue may have a collective that waits for the others."""
-
 
 @dataclass(frozen=True)
 class HangReport:
@@ -232,16 +202,6 @@ class HangReport:
     step: int
     silent_seconds: float
     where: str  # file, line and function of the main thread's innermost frame
-    called: str = ""  # the function without a frame, such as `tolist`, that it has called
-
-    @property
-    def waits_for(self) -> str:
-        """Return "ranks" in a collective, "device" if the device may run one or a slow kernel, "" otherwise."""
-        if any(code in self.where for code in _AT_DEVICE):
-            return "device"
-        if self.called == _WAIT or any(code in self.where for code in _WAITING):
-            return "ranks"
-        return "device" if self.called in _READS_DEVICE else ""
 
     @property
     def progress(self) -> tuple[int, int, int]:
@@ -251,7 +211,7 @@ class HangReport:
     def __str__(self) -> str:
         return (
             f"rank {self.rank} (process {self.pid} on {self.host}), {self.silent_seconds:.0f} s after it passed "
-            f"`{self.point}` at step {self.step}, in {self.where}" + (f", calling {self.called}" if self.called else "")
+            f"`{self.point}` at step {self.step}, in {self.where}"
         )
 
 
@@ -265,10 +225,10 @@ def write_hang_report(folder: Path, *, rank: int, point: str, step: int, silent_
     with path.open("w", encoding="utf-8") as file:
         faulthandler.dump_traceback(file, all_threads=True)
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    where, called = "nowhere", ""
+    where = "nowhere"
     if frame is not None:
-        where, called = f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}", _called(frame)
-    report = HangReport(rank, platform.node(), os.getpid(), point, step, silent_seconds, where, called)
+        where = f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}"
+    report = HangReport(rank, platform.node(), os.getpid(), point, step, silent_seconds, where)
     atomic.write_json(path.with_suffix(".json"), asdict(report))
 
 
@@ -289,41 +249,16 @@ def keep_previous_reports(folder: Path) -> None:
         (folder / HANG_FOLDER).rename(older)
 
 
-def format_blocking_ranks(reports: Sequence[HangReport], *, world: int) -> str:
-    """Return a sentence that names the ranks that the others wait for, if they can be determined.
+def format_late_ranks(reports: Sequence[HangReport], *, world: int) -> str:
+    """Return a sentence with the ranks that the others seem to wait for, and where they are.
 
-    These are the ranks without a report, else those at an earlier point, else those outside of collectives. A rank that
-    waits for its device is late because of others, so it is not named.
+    These are the ranks without a report, else those at an earlier point, else those outside of collectives.
     """
-    silent = sorted(set(range(world)) - {report.rank for report in reports})
-    if silent:
+    if silent := sorted(set(range(world)) - {report.rank for report in reports}):
         return f"No report from {', '.join(f'rank {rank}' for rank in silent)}."
-    if world == 1:
-        return f"Last seen: {reports[0]}."
     furthest = max(report.progress for report in reports)
-    late = [report for report in reports if report.progress < furthest and report.waits_for != "device"]
-    idle = [report for report in reports if not report.waits_for]
-    if named := late or (idle if len(idle) < world else []):
-        return f"The others wait for {'; and '.join(map(str, named))}."
-    return "It cannot be determined which rank the others wait for."
-
-
-def _called(frame: FrameType) -> str:
-    """Return the name of the function that a frame's current instruction calls; empty if it does not call one.
-
-    Of `losses.sum().tolist()`, executed up to its second call, that is `tolist`.
-    """
-    position = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), None)
-    if position is None or None in position:
-        return ""
-    first, last, start, end = (int(number or 0) for number in position)
-    lines = [linecache.getline(frame.f_code.co_filename, number).encode() for number in range(first, last + 1)]
-    if not all(lines):
-        return ""
-    lines[-1] = lines[-1][:end]
-    lines[0] = lines[0][start:]
-    with suppress(SyntaxError, ValueError):
-        called = ast.parse(b"".join(lines).strip().decode(errors="replace"), mode="eval").body
-        if isinstance(called, ast.Call):
-            return getattr(called.func, "attr", getattr(called.func, "id", ""))
-    return ""
+    outside = [report for report in reports if not any(code in report.where for code in _WAITING)]
+    late = [report for report in reports if report.progress < furthest] or outside
+    if 0 < len(late) < len(reports):
+        return f"Behind the others: {'; and '.join(map(str, late))}."
+    return f"Last seen: {reports[0]}{', as all others at this point' if world > 1 else ''}."

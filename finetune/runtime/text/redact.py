@@ -10,6 +10,7 @@
 Imports no torch.
 """
 
+import functools
 import netrc
 import os
 import re
@@ -18,24 +19,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, quote_plus
+from urllib.parse import quote, unquote
 
-from finetune.runtime.text.secret_patterns import (
-    NO_VALUE,
-    REDACTED,
-    SECRET_WORD,
-    is_secret_name,
-    named_values,
-    redacted_urls,
-    secrets_in_urls,
-    unsigned_urls,
-    without_named,
-)
+from finetune.runtime.optional import lazily
+
+with lazily():
+    from ruamel import yaml
+
+REDACTED = "[redacted]"
 
 MIN_KNOWN_LENGTH = 8
 """Minimum length of a known value that is searched for in texts: shorter ones occur in ordinary words."""
-
-_MIN_LENGTH = len("sig=x")
 
 SECRET_VARIABLE = re.compile(
     r"(^|_)(API_?KEY|AUTH|AUTHORIZATION|BEARER|COOKIES?|CREDENTIALS?|JWT|KEYS?|PASS|PASSPHRASE|PASSWD|PASSWORD|PAT|PWD"
@@ -44,6 +38,65 @@ SECRET_VARIABLE = re.compile(
 )
 _NO_SECRET_VARIABLE = re.compile(r"^(OLD)?PWD$|_(PATH|FILE|DIR|FOLDER|SOCK|HOME|URL|ENDPOINT|NAME|TYPE|TTL)$", re.I)
 """Names of variables with the location of a secret; their values are not searched for elsewhere."""
+
+_SECRET_KEY = (
+    r"(?:[\w-]*(?:password|passwd|passphrase)|(?:\w+[_-])?(?:secrets?|credentials?|jwt))(?:[_-]\w+)?"
+    r"|(?:\w+[_-])?(?:api|access|private|secret|auth|signing|encryption|account|shared|storage)[_-]?keys?(?:[_-]id)?"
+    r"|(?:\w+[_-])?(?:auth|access|api|hf|hub|refresh|session|security|wandb|github|gitlab|secret|private|bearer)"
+    r"[_-]?tokens?"
+    r"|token|authorization|bearer|sig|signature"
+    r"|(?-i:(?:[A-Z0-9]+_)+(?:AUTH|COOKIE|KEY|PASS|PAT|PWD|SAS|SIG|SIGNATURE|TOKEN))"  # of environment variables
+)
+_SECRET_NAME = re.compile(_SECRET_KEY, re.IGNORECASE)
+_SECRET_PARAMETER = re.compile(
+    r"(?:^|[-_.])(?:sig|signature|signed|token|key|apikey|secret|credentials?|password|passwd|pwd|pass|auth|authorization"
+    r"|jwt|sas|session|sessionid|ticket|hmac|policy|assertion|code)$"
+    r"|^(?:awsaccesskeyid|googleaccessid|hdnea|hdnts|(?:access|auth|api|id|refresh|security|session|sas)_?token"
+    r"|(?:api|access|account|secret|private|subscription|client)_?(?:key|secret)(?:_?id)?|key-pair-id)$",
+    re.IGNORECASE,
+)
+_SIGNING_PARAMETER = re.compile(
+    r"^(?:x-(?:amz|goog|ms|oss|cos)-.*|expires?|e|exp|se|st|sp|spr|sv|sr|ss|srt|sip|si|sk(?:oid|tid|t|e|s|v)|policy"
+    r"|response-content-.*)$",
+    re.IGNORECASE,
+)
+"""Parameters of a URL that accompany a signature and change with it."""
+
+_SECRET_SHAPE = re.compile(
+    r"(?<![A-Za-z0-9])(?:"
+    r"(?:hf_|api_org_|npm_|gh[opusr]_|sk-|wandb_v1_)[A-Za-z0-9]{16,}[A-Za-z0-9_-]*"
+    r"|(?:sk-(?:proj|ant|or|svcacct|live|test)|[sr]k_(?:live|test)|github_pat|glpat|xox[abeprs]|dop_v1|pypi)[_-]"
+    r"[A-Za-z0-9_-]{12,}"
+    r"|(?:AKIA|ASIA)[A-Z0-9]{12,}|AIza[A-Za-z0-9_-]{30,}|ya29\.[A-Za-z0-9_-]{20,}|SG\.[\w-]{16,99}\.[\w-]{16,}"
+    r"|eyJ[\w-]{10,500}\.[\w-]{10,}(?:\.[\w-]+)?"
+    r")|-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)",
+    re.DOTALL,
+)
+
+NO_VALUE = re.compile(
+    r"|none|null|true|false|[01]|\.\.\.|\[redacted.*|<[^<>]*>|(?-i:\$\{?[A-Z_][A-Z0-9_]*\}?)",
+    re.IGNORECASE | re.DOTALL,
+)
+"""What stands for no value, or for one elsewhere."""
+
+
+@functools.lru_cache(maxsize=1024)
+def is_secret_name(name: str) -> bool:
+    """Return whether the value of a key or option with this name is secret; the last part of a dotted key decides."""
+    return bool(_SECRET_NAME.fullmatch(name[-128:].lstrip("-").rpartition(".")[2].strip()))
+
+
+def is_secret_variable(name: str, value: str) -> bool:
+    """Return whether the environment variable has a secret, not just its location or a number of tokens."""
+    is_number = name.upper().endswith("S") and value.isdecimal()
+    is_named = SECRET_VARIABLE.search(name) and not _NO_SECRET_VARIABLE.search(name)
+    return bool(is_named) and not is_number and not NO_VALUE.fullmatch(value)
+
+
+def is_secret_parameter(name: str) -> bool:
+    """Return whether a URL's parameter of this name holds a secret."""
+    return bool(_SECRET_PARAMETER.search(name.strip("_")))
+
 
 _ESCAPE = re.compile("%[0-9A-F]{2}")
 _ORDINARY = re.compile(r"\d{1,15}|(?=.{1,24}$)[a-z]+(?:[_ -][a-z]+)*")
@@ -89,13 +142,6 @@ class KnownSecrets:
         self.forms = tuple(sorted(forms, key=lambda form: (-len(form), form)))  # a longer one may contain a shorter one
 
 
-def is_secret_variable(name: str, value: str) -> bool:
-    """Return whether the environment variable has a secret, not just its location or a number of tokens."""
-    is_number = name.upper().endswith("S") and value.isdecimal()
-    is_named = SECRET_VARIABLE.search(name) and not _NO_SECRET_VARIABLE.search(name)
-    return bool(is_named) and not is_number and not NO_VALUE.fullmatch(value)
-
-
 def _login_tokens() -> Iterator[str]:
     """Yield the token of `hf auth login`, and the passwords in `.netrc`, where `wandb login` writes its key."""
     cache = Path(os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface")
@@ -118,42 +164,13 @@ def _is_searched_for(value: str) -> bool:
 def _forms(value: str) -> Iterator[str]:
     yield value
     if not value.isalnum():
-        for quoted in {
-            quote(value, safe="", errors="replace"),
-            quote(value, errors="replace"),
-            quote_plus(value, errors="replace"),
-        }:
+        for quoted in (quote(value, safe=safe, errors="replace") for safe in ("", "/")):
             yield from (quoted, _ESCAPE.sub(lambda escape: escape[0].lower(), quoted))
         yield repr(value)[1:-1]
         yield value.replace("\\", "\\\\").replace('"', '\\"')  # as in JSON
         yield from (line for line in value.splitlines() if _is_searched_for(line) and line != value)
 
 
-_YAML_LINE = re.compile(
-    rf"(?P<head>[ \t]*(?:-[ \t]+)*[\"']?(?:{SECRET_WORD})[\"']?[ \t]*:)"
-    r"(?P<value>[ \t]+(?:\"(?:[^\"\\]|\\.)*\"|'(?:[^']|'')*'|[^\s#].*?))?(?P<end>[ \t]*(?:[ \t]#.*)?)",
-    re.IGNORECASE,
-)
-_YAML_COMMENT = re.compile(
-    rf"(?P<head>#[ \t]*(?:-[ \t]+)*(?:{SECRET_WORD})[ \t]*:[ \t]+)(?P<value>\S.*)", re.IGNORECASE
-)
-_FLOW = re.compile(
-    rf"(?P<head>[{{,\[]\s*[\"']?(?:{SECRET_WORD})[\"']?[ \t]*:\s+)"
-    r"(?P<value>\"(?:[^\"\\\n]|\\.)*\"|'(?:[^'\n]|'')*'|\[[^\]\n]*\]|\{[^}\n]*\}|[^,}\]\n]+)",
-    re.IGNORECASE,
-)
-
-_START = r"(?:(?<![A-Za-z0-9])|(?<=%[0-9A-Fa-f][0-9A-Fa-f]))"
-_SECRET_SHAPE = re.compile(
-    rf"{_START}(?:"
-    r"(?:hf_|api_org_|npm_|gh[opusr]_|sk-|wandb_v1_)[A-Za-z0-9]{16,}[A-Za-z0-9_-]*"
-    r"|(?:sk-(?:proj|ant|or|svcacct|live|test)|[sr]k_(?:live|test)|github_pat|glpat|xox[abeprs]|dop_v1|pypi)[_-]"
-    r"[A-Za-z0-9_-]{12,}"
-    r"|(?:AKIA|ASIA)[A-Z0-9]{12,}|AIza[A-Za-z0-9_-]{30,}|ya29\.[A-Za-z0-9_-]{20,}|SG\.[\w-]{16,99}\.[\w-]{16,}"
-    r"|eyJ[\w-]{10,500}\.[\w-]{10,}(?:\.[\w-]+)?"
-    r")|-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)",
-    re.DOTALL,
-)
 _known = KnownSecrets()
 
 
@@ -167,15 +184,35 @@ def register_secrets(values: Any) -> None:
     _known.add(_secret_texts(values, name=""))
 
 
+def register_command(command: Sequence[str]) -> None:
+    """Register the secrets of our own command line, in which `--secret` only names one."""
+    for before, (_, word, name) in zip(["", *command], _named(command, ""), strict=False):
+        key, _, value = word.rpartition("=")
+        if "--secret" not in (before, key):
+            _known.add(_secret_texts(value, name=key) if is_secret_name(key) else _secret_texts(word, name=name))
+
+
+def _secret_texts(value: Any, *, name: str) -> Iterator[str]:
+    if isinstance(value, Mapping | list | tuple):
+        for key, item, own in _named(value, name):
+            yield from _secret_texts(item, name=own)
+            if isinstance(key, str):
+                yield from _secret_texts(key, name="")
+    elif is_secret_name(name):
+        yield str(value)
+    elif isinstance(value, str):
+        yield from secrets_in_urls(value) if "://" in value else ()
+        yield from (match[0] for match in _SECRET_SHAPE.finditer(value))
+        yield from (value[start:end] for start, end, _ in _named_values(value))
+
+
 def redact_known(text: str) -> str:
     """Return the message or the data without known secrets and secrets in URLs; all else is unchanged.
 
     The function is idempotent, also on its result within JSON.
     """
-    if len(text) < _MIN_LENGTH:
-        return text
     text = _known.redact(text)
-    return redacted_urls(text) if "://" in text or "%3" in text else text
+    return redacted_urls(text) if "://" in text else text
 
 
 def redact_known_values(value: Any) -> Any:
@@ -189,42 +226,7 @@ def redact_known_values(value: Any) -> Any:
 
 def redact_foreign(text: str) -> str:
     """Return a command, a script or a value of a job also without tokens by their shape and values of secret names."""
-    return without_named(_SECRET_SHAPE.sub(REDACTED, redact_known(text)))
-
-
-def comparable_text(text: str) -> str:
-    """Return the text without tokens, named secrets and signatures of URLs, regardless of the environment.
-
-    A new signature of a URL does not change it, so that it can be compared with that of an earlier start.
-    """
-    return without_named(_SECRET_SHAPE.sub(REDACTED, unsigned_urls(text) if "://" in text else text))
-
-
-def redacted_yaml(text: str) -> str:
-    """Return the text of a YAML file, also without values of secret names; the line numbers do not change."""
-    lines: list[str] = []
-    secret_column: int | None = None
-    key_number = 0  # a value continues as long as lines are indented more than its key
-    for number, line in enumerate(text.split("\n")):
-        column = len(line) - len(line.lstrip(" \t-"))
-        if secret_column is not None and (column > secret_column or not line.strip()):
-            lines.append("")
-            if line.strip() and REDACTED not in lines[key_number]:
-                lines[key_number] += f" '{REDACTED}'"
-            continue
-        match = _YAML_LINE.fullmatch(line)
-        secret_column, key_number = (None if match is None else column), number
-        if match is not None and match["value"] and not NO_VALUE.fullmatch(match["value"].strip(" \t\"'")):
-            line = f"{match['head']} '{REDACTED}'{match['end']}"
-        lines.append(_YAML_COMMENT.sub(_in_yaml, line) if "#" in line else line)
-    return redact_foreign(_FLOW.sub(_in_yaml, "\n".join(lines)))
-
-
-def redacted_variables(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return environment variables without values of secret names, and without secrets in other values."""
-    return {
-        name: REDACTED if SECRET_VARIABLE.search(name) else redact_foreign(value) for name, value in variables.items()
-    }
+    return _without_named(_SECRET_SHAPE.sub(REDACTED, redact_known(text)))
 
 
 def redacted_config(value: Any, *, name: str = "") -> Any:
@@ -233,23 +235,30 @@ def redacted_config(value: Any, *, name: str = "") -> Any:
 
 
 def comparable_config(value: Any, *, name: str = "") -> Any:
-    """Return nested plain values, redacted as by `comparable_text`, for comparison with an earlier start's."""
-    return _cleaned(value, name=name, clean=comparable_text)
+    """Return nested plain values without secrets and signatures of URLs, to be compared with an earlier start's.
+
+    They do not depend on the environment, and a new signature of a URL does not change them.
+    """
+
+    def clean(text: str) -> str:
+        unsigned = _URL.sub(lambda match: unsigned_url(match[0]), text)
+        return _without_named(_SECRET_SHAPE.sub(REDACTED, unsigned))
+
+    return _cleaned(value, name=name, clean=clean)
 
 
 def _cleaned(value: Any, *, name: str, clean: Callable[[str], str]) -> Any:
+    if isinstance(value, str | Mapping | list | tuple) and value and is_secret_name(name):
+        return REDACTED
     if isinstance(value, str):
-        return REDACTED if value and is_secret_name(name) else clean(value)
+        return clean(value)
     if isinstance(value, Mapping):
         named = ((clean(key) if isinstance(key, str) else key, item, own) for key, item, own in _named(value, name))
         return {key: _cleaned(item, name=own, clean=clean) for key, item, own in named}
     if isinstance(value, (list, tuple)):
         return [_cleaned(item, name=own, clean=clean) for _, item, own in _named(value, name)]
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return REDACTED if is_number and is_secret_name(name) and name not in _NAMES_OF_NUMBERS else value
-
-
-_NAMES_OF_NUMBERS = frozenset({"token", "bearer", "sig", "signature"})
+    return REDACTED if is_number and is_secret_name(name) and name not in ("token", "bearer", "sig") else value
 
 
 def _named(values: Mapping[Any, Any] | Sequence[Any], name: str) -> Iterator[tuple[Any, Any, str]]:
@@ -270,48 +279,172 @@ def _named(values: Mapping[Any, Any] | Sequence[Any], name: str) -> Iterator[tup
         before = item if isinstance(item, str) and item.startswith("-") and is_secret_name(item) else None
 
 
+def redacted_variables(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return environment variables without values of secret names, and without secrets in other values."""
+    return {
+        name: REDACTED if SECRET_VARIABLE.search(name) else redact_foreign(value) for name, value in variables.items()
+    }
+
+
+_ASSIGNED = re.compile(r"(?P<name>-{0,2}[\w.-]{1,128})(?P<sign>[:=]?\s+|=)(?P<value>.+)", re.DOTALL)
+
+
 def redacted_command(command: Sequence[str]) -> list[str]:
     """Return a command line without the values of secret options: `--hub-token X`, `--set a.password=X`."""
     redacted = []
     for _, word, option in _named(command, ""):
-        first = re.match(r"-{0,2}[\w.-]{1,128}(?=\s)", word)
-        *names, value = word.split("=")  # `--set=a.password=X` has two names
-        secret = next((n for n, name in enumerate(names, 1) if any(map(is_secret_name, name.split(".")))), None)
+        head, assigned = "", _ASSIGNED.fullmatch(word)
+        while assigned is not None and not any(map(is_secret_name, assigned["name"].split("."))):
+            head += word[len(head) : len(head) + assigned.start("value")]  # `--set=a.password=X` has two names
+            assigned = _ASSIGNED.fullmatch(assigned["value"])
         if is_secret_name(option):
             word = REDACTED
-        elif first is not None and is_secret_name(first[0]):  # `password X`, without the `=`
-            word = f"{first[0]} {REDACTED}"
-        elif secret is not None and not (secret == len(names) and NO_VALUE.fullmatch(value)):
-            word = f"{redact_foreign('='.join(names[:secret]))}={REDACTED}"
+        elif assigned is not None and not NO_VALUE.fullmatch(assigned["value"]):
+            word = f"{redact_foreign(head)}{assigned['name']}{assigned['sign']}{REDACTED}"
         else:
-            word = redacted_yaml(word) if ":" in word else redact_foreign(word)
+            word = redact_foreign(word)
         redacted.append(word)
     return redacted
 
 
-def register_command(command: Sequence[str]) -> None:
-    """Register the secrets of our own command line, in which `--secret` only names one."""
-    for before, (_, word, name) in zip(["", *command], _named(command, ""), strict=False):
-        key, _, value = word.rpartition("=")
-        if "--secret" not in (before, key):
-            _known.add(_secret_texts(value, name=key) if is_secret_name(key) else _secret_texts(word, name=name))
+_COMMENT = re.compile(rf"(#.*?(?<![\w-])(?:{_SECRET_KEY})[ \t]*:[ \t]+)\S.*", re.IGNORECASE)
 
 
-def _in_yaml(match: re.Match[str]) -> str:
-    return match[0] if NO_VALUE.fullmatch(match["value"].strip("\"' ")) else f"{match['head']}'{REDACTED}'"
+def redacted_yaml(text: str) -> str:
+    """Return the text of a YAML file, also without values of secret names; the line numbers do not change."""
+    with suppress(yaml.error.YAMLError, RecursionError, ValueError):
+        roots = list(yaml.YAML(typ="safe", pure=True).compose_all(text))
+        for node in sorted(_secret_nodes(roots), key=lambda node: -node.start_mark.index):
+            start, end = node.start_mark.index, node.end_mark.index
+            has_own_line = not text[:start].rpartition("\n")[2].strip(" ")  # it must be indented more than its key
+            newlines = "\n" * text.count("\n", start, end)
+            text = f"{text[:start]}{' ' * has_own_line}'{REDACTED}'{newlines}{text[end:]}"
+    return redact_foreign(_COMMENT.sub(rf"\1{REDACTED}", text))
 
 
-def _secret_texts(value: Any, *, name: str) -> Iterator[str]:
-    if isinstance(value, Mapping | list | tuple):
-        for key, item, own in _named(value, name):
-            yield from _secret_texts(item, name=own)
-            if isinstance(key, str):
-                yield from _secret_texts(key, name="")
-    elif isinstance(value, bool) or value is None:
-        return
-    elif is_secret_name(name):
-        yield str(value)
-    elif isinstance(value, str):
-        yield from secrets_in_urls(value) if "://" in value else ()
-        yield from (match[0] for match in _SECRET_SHAPE.finditer(value))
-        yield from (value[start:end] for start, end in named_values(value))
+def _secret_nodes(nodes: Iterable[Any]) -> Iterator[Any]:
+    """Yield the outermost nodes of YAML whose values are secret by their names."""
+    for node in nodes:
+        if isinstance(node, yaml.SequenceNode):
+            yield from _secret_nodes(node.value)
+        elif isinstance(node, yaml.MappingNode):
+            variable = next((item.value for key, item in node.value if key.value == "name"), "")
+            for key, item in node.value:
+                is_named = is_secret_name(str(key.value)) or (key.value == "value" and is_secret_name(str(variable)))
+                is_value = not isinstance(item, yaml.ScalarNode) or not NO_VALUE.fullmatch(item.value)
+                yield from (item,) if is_named and is_value else _secret_nodes((item,))
+
+
+_QUOTE = r"\\{0,8}[\"']"  # also of texts within texts
+_NAMED = re.compile(
+    r"(?<![A-Za-z0-9])(?P<name>[A-Za-z][\w-]{1,63}+)"
+    rf"(?P<quotes>(?:{_QUOTE}){{0,8}})(?:"
+    r"[ \t]{0,8}[:=]?=>?[ \t]{0,8}"  # name=value
+    r"|:[ \t]{1,4}(?:Bearer|Basic|Token)[ \t]{1,4}(?=\w)"  # of a header
+    rf"|[ \t]{{0,4}},?\s{{0,40}}(?:-\s)?(?:{_QUOTE})?value(?:{_QUOTE})?[ \t]{{0,4}}:[ \t]{{0,8}}"  # of a variable
+    r"|(?P<colon>[ \t]{0,8}:\s{0,8}))"  # "name": value
+    rf"|(?<![\w-])--?(?P<option>[A-Za-z][\w-]{{1,63}}+)(?:{_QUOTE}[ \t]{{0,4}},\s{{0,40}}|(?:[ \t]|\\\n){{1,8}})",
+    re.IGNORECASE,
+)
+"""A name and the text between it and its value; whether the name is secret is decided afterwards."""
+
+_VALUE = re.compile(
+    rf"(?:{_QUOTE}|`){{1,200}}+(?![\s,;:&)\]}}]|\Z)(?P<quoted>[^\"'`\\]{{0,2000}})|(?P<bare>[^\s,;&\"'`)\]}}\\]+)"
+)
+_LIST = re.compile(r"\[(?:[^][]|\[[^][]*\]){0,2000}\]|\{(?:[^}{]|\{[^}{]*\}){0,2000}\}")
+_SENTENCE = re.compile(r"[A-Za-z'.-]*[.:!?]*|[\d.:]+|[\[{(<*&|>].*", re.DOTALL)
+"""Text after `name:` in a sentence that is not its value."""
+
+
+def _without_named(text: str) -> str:
+    """Return the text without the values of secret names: `password=X`, `"password": "X"`, `--password X`."""
+    pieces, position = [], 0
+    for start, end, redacted in _named_values(text):
+        pieces += [text[position:start], redacted]
+        position = end
+    return "".join([*pieces, text[position:]])
+
+
+def _named_values(text: str) -> Iterator[tuple[int, int, str]]:
+    """Yield the start and end of each value of a secret name, and what takes its place."""
+    position = 0
+    for match in _NAMED.finditer(text):
+        if match.start() < position or not is_secret_name(match["name"] or match["option"]):
+            continue
+        is_sentence = match["colon"] is not None and not match["quotes"]
+        value, listed = _VALUE.match(text, match.end()), _LIST.match(text, match.end())
+        if listed is not None and not is_sentence and not NO_VALUE.fullmatch(listed[0]):
+            position = listed.end()
+            yield listed.start(), position, f"{match['quotes'] or ''}{REDACTED}{match['quotes'] or ''}"
+        elif value is not None and not NO_VALUE.fullmatch(found := value["quoted"] or value["bare"] or ""):
+            is_word = value["bare"] and (
+                _SENTENCE.fullmatch(found) if is_sentence else match["option"] and found.startswith("-")
+            )
+            if not is_word:
+                position = value.end()
+                yield position - len(found), position, REDACTED
+
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]{0,15}://[^\s\"'<>`]+")
+_USER = re.compile(r"^(?P<user>[^/?#@]*|[^/?#@:]*:(?!\d{1,5}(?:[/?#]|$))[^?#@\s]*)@")
+"""Everything before the `@`; a password may contain slashes, but text after a port is not a password."""
+
+_CONTAINERS = ("hf", "abfs", "abfss", "wasb", "wasbs")
+"""Schemes in which a word before an `@` is a container or a repository, not a user."""
+
+_PARAMETER = re.compile(r"(?P<lead>[?&;#]|&amp;)(?P<name>[^=&;#?\s]{1,80})=(?P<value>[^&;#\s\"'<>`]*)")
+
+
+def redacted_urls(text: str) -> str:
+    """Return the text without the users and the secret parameters in its URLs."""
+
+    def without_value(match: re.Match[str]) -> str:
+        value = match["value"]
+        if not value or value.startswith(REDACTED) or not is_secret_parameter(unquote(match["name"])):
+            return match[0]
+        end = value[len(value.rstrip(":,.)]}")) :]  # of the sentence
+        return f"{match['lead']}{match['name']}={REDACTED}{end}"
+
+    def redacted_url(match: re.Match[str]) -> str:
+        scheme, _, rest = match[0].partition("://")
+        if credentials := _USER.match(rest):
+            user = credentials["user"]
+            is_public = user == "git" or REDACTED in user or (scheme.lower() in _CONTAINERS and ":" not in user)
+            rest = rest if is_public else f"{REDACTED}@{rest[credentials.end() :]}"
+        return f"{scheme}://{_PARAMETER.sub(without_value, rest)}"
+
+    return _URL.sub(redacted_url, text)
+
+
+def unsigned_url(url: str) -> str:
+    """Return the URL without user, token and signature.
+
+    >>> unsigned_url("https://me:word@host/rows.jsonl?part=1&X-Amz-Date=2&X-Amz-Signature=3#end")
+    'https://host/rows.jsonl?part=1#end'
+    """
+    scheme, _, rest = url.partition("://")
+    rest = rest if scheme.lower() in _CONTAINERS and ":" not in rest.partition("@")[0] else _USER.sub("", rest)
+    rest, hash_, fragment = rest.partition("#")
+    address, mark, query = rest.partition("?")
+    parts = [(part, unquote(part.partition("=")[0])) for part in query.split("&") if mark]
+    kept = [part for part, name in parts if not is_secret_parameter(name)]
+    if len(kept) < len(parts):  # otherwise the parameters of signatures mean something else
+        kept = [part for part in kept if not _SIGNING_PARAMETER.search(unquote(part.partition("=")[0]))]
+    return f"{scheme}://{address}{'?' if kept else ''}{'&'.join(kept)}{hash_}{fragment}"
+
+
+def secrets_in_urls(text: str) -> Iterator[str]:
+    """Yield the secrets in the text's URLs, both encoded and decoded."""
+    for url in _URL.findall(text):
+        scheme, _, rest = url.partition("://")
+        user = _USER.match(rest)
+        secrets = [] if user is None or scheme.lower() in _CONTAINERS else [user["user"], *user["user"].split(":", 1)]
+        parameters = _PARAMETER.finditer(rest)
+        secrets += [match["value"] for match in parameters if is_secret_parameter(unquote(match["name"]))]
+        for secret in secrets:
+            yield from (secret, unquote(secret))
+
+
+def without_query(url: str) -> str:
+    """Return the URL without its query and fragment; a path is returned unchanged."""
+    return re.split(r"[?#]", url, maxsplit=1)[0] if re.match(r"https?://", url, re.IGNORECASE) else url

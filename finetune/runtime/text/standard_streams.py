@@ -32,10 +32,7 @@ def open_missing_streams() -> None:
 
 
 def exit_on_interrupt() -> None:
-    """Make Ctrl-C end the process at once from now on, since nothing has started yet or everything is done.
-
-    If SIGINT is ignored (`nohup`, a job in the background), it stays ignored.
-    """
+    """Make Ctrl-C end the process at once from now on, since nothing has started yet or everything is done."""
     if signal.getsignal(signal.SIGINT) in (signal.default_int_handler, _raise_interrupt):
         signal.signal(signal.SIGINT, _exit_at_once)
 

@@ -11,7 +11,6 @@ import logging
 import os
 import re
 import sys
-import threading
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
@@ -130,24 +129,22 @@ def write_file_to_stdout(text: str) -> None:
 
 @contextmanager
 def guarded_output() -> Iterator[None]:
-    """Guard standard output and error, and reports of errors in threads, in this context; nested calls do nothing."""
+    """Guard standard output and error in this context; nested calls do nothing."""
     if isinstance(sys.stdout, GuardedStream):
         yield
         return
-    before = sys.stdout, sys.stderr, threading.excepthook, sys.unraisablehook
+    before = sys.stdout, sys.stderr
     guard_process()
     try:
         yield
     finally:
-        sys.stdout, sys.stderr, threading.excepthook, sys.unraisablehook = before
+        sys.stdout, sys.stderr = before
 
 
 def guard_process() -> None:
-    """Guard standard output and error of this process until it ends, and the reports of errors in threads."""
+    """Guard standard output and error of this process until it ends, which reports of errors in threads use, too."""
     collect_environment_secrets()
     guard_streams()
-    threading.excepthook = _print_thread_error
-    sys.unraisablehook = _print_unraisable
 
 
 def guard_streams() -> None:
@@ -160,30 +157,14 @@ def guard_streams() -> None:
 
 def print_traceback(error: BaseException) -> None:
     """Print the traceback of an unexpected error and of its causes, printable."""
-    _print_error(format_traceback(error))
+    if sys.stderr is not None:
+        with suppress(OSError, ValueError):
+            print(format_traceback(error), file=sys.stderr, flush=True)
 
 
 def format_traceback(error: BaseException) -> str:
     """Return the traceback of an unexpected error and of its causes, printable."""
     return printable("".join(traceback.format_exception(error)).rstrip())
-
-
-def _print_thread_error(error: threading.ExceptHookArgs) -> None:
-    if error.exc_value is not None and not isinstance(error.exc_value, SystemExit):
-        name = error.thread.name if error.thread is not None else "?"
-        _print_error(f"Exception in thread {printable(name)}:\n{format_traceback(error.exc_value)}")
-
-
-def _print_unraisable(error: "sys.UnraisableHookArgs") -> None:
-    if error.exc_value is not None:
-        message = error.err_msg or f"Exception ignored in {error.object!r}"
-        _print_error(f"{printable(message)}:\n{format_traceback(error.exc_value)}")
-
-
-def _print_error(text: str) -> None:
-    if sys.stderr is not None:
-        with suppress(OSError, ValueError):
-            print(text, file=sys.stderr, flush=True)
 
 
 def _escape(match: re.Match[str]) -> str:
@@ -221,10 +202,7 @@ def _lacks(part: str, record: logging.LogRecord) -> bool:
 
 
 def quiet_libraries(*, is_main: bool) -> None:
-    """Keep the libraries' warnings on the main rank and only errors on the others; progress bars only at a terminal.
-
-    Also affects libraries that are imported later, but not the output of this package.
-    """
+    """Keep the libraries' warnings on the main rank and only errors on the others; progress bars only at a terminal."""
     level = logging.WARNING if is_main else logging.ERROR
     for library in QUIETED_LIBRARIES:
         logging.getLogger(library).setLevel(level)

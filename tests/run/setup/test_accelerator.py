@@ -46,27 +46,17 @@ def test_tf32_is_enabled_on_supported_gpus_unless_the_run_is_deterministic(
     monkeypatch, wanted, is_deterministic, is_on
 ):
     monkeypatch.setattr(accelerator, "has_tf32", lambda device: True)
-    lines = list(set_tf32(wanted, CPU, is_deterministic=is_deterministic, is_float32=True))
+    assert set_tf32(wanted, CPU, is_deterministic=is_deterministic) is is_on
     assert state() is is_on
-    assert len(lines) == 1
-    assert lines[0].startswith(f"tf32: {'on' if is_on else 'off'}")
-    if not is_on:
-        assert f"({'run.deterministic' if wanted is None else 'train.tf32'})" in lines[0]
-        assert "a sixth of the speed" in lines[0]
-
-
-def test_a_half_precision_run_logs_nothing_about_tf32(monkeypatch):
-    monkeypatch.setattr(accelerator, "has_tf32", lambda device: True)
-    assert list(set_tf32(False, CPU, is_deterministic=False, is_float32=False)) == []
 
 
 def test_tf32_on_a_device_without_it_is_rejected_and_auto_changes_nothing():
     before = torch.get_float32_matmul_precision()
     assert not has_tf32(CPU)
     for wanted in (None, False):
-        assert list(set_tf32(wanted, CPU, is_deterministic=False, is_float32=True)) == []
+        assert not set_tf32(wanted, CPU, is_deterministic=False)
     with refused(UserError, "train.tf32: `true`", "`cpu`", "`auto`"):
-        list(set_tf32(True, CPU, is_deterministic=False, is_float32=True))
+        set_tf32(True, CPU, is_deterministic=False)
     assert torch.get_float32_matmul_precision() == before
 
 
@@ -80,7 +70,7 @@ class TestOnGpu:
         one, other = (torch.randn(8192, 8192, device=device) for _ in range(2))
         seconds, results = {}, {}
         for wanted in (False, True):
-            list(set_tf32(wanted, device, is_deterministic=False, is_float32=True))
+            set_tf32(wanted, device, is_deterministic=False)
             one @ other
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()

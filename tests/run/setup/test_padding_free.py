@@ -7,7 +7,7 @@ from transformers import AutoConfig
 
 from finetune.checkpoint.format.manifest import Manifest, RunFingerprint, write_manifest
 from finetune.config.load import load_config
-from finetune.run.setup.padding_free import format_padding_free, recorded_layout, resolve_padding_free
+from finetune.run.setup.model_problems import format_padding_free, recorded_layout, resolve_padding_free
 
 JOB = """
 run: {folder: runs/job}

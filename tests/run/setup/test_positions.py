@@ -62,12 +62,12 @@ def test_lengths_within_the_positions_of_the_model_give_no_warning(folder, name,
     assert checked(folder, name, change, length) is None
 
 
-@pytest.mark.parametrize(("change", "length", "positions", "factor"), [("", 100, 64, 2), (YARN, 257, 256, 5)])
+@pytest.mark.parametrize(("change", "length", "positions"), [("", 100, 64), (YARN, 257, 256)])
 def test_lengths_beyond_the_positions_of_the_model_are_warned_about_with_the_setting_to_write(
-    folder, change, length, positions, factor
+    folder, change, length, positions
 ):
     warning = checked(folder, "llama", change, length)
-    pinned(warning, f"data.max_length is {length}", f"{positions} positions", f"factor: {factor}.0}}`")
+    pinned(warning, f"data.max_length is {length}", f"{positions} positions", "`model.rope_scaling`")
 
 
 @pytest.mark.parametrize(

@@ -1,3 +1,5 @@
+import time
+
 import pytest
 
 from finetune.config.load import load_config, with_local_folder
@@ -17,6 +19,12 @@ class Told(list):
         self.append(event)
 
 
+def until(is_so):
+    deadline = time.monotonic() + 10
+    while not is_so() and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
 @pytest.fixture
 def remote(request):
     return NotedRemote(f"memory://mirror/{request.node.name}")
@@ -24,7 +32,7 @@ def remote(request):
 
 @pytest.fixture
 def mirror(tmp_path, remote, monkeypatch):
-    monkeypatch.setattr(upload, "RETRY_PAUSES_SECONDS", (0.0, 0.0))
+    monkeypatch.setattr(upload, "_LAST_PAUSE_SECONDS", 0.0)
     return BackgroundUploader(tmp_path, remote, section=CheckpointSection())
 
 
@@ -63,10 +71,10 @@ def test_a_finished_run_uploads_files_missed_by_an_earlier_start(mirror, remote,
 def test_an_upload_failure_is_logged_with_the_next_event_and_no_error_if_a_retry_succeeds(mirror, remote, tmp_path):
     told = Told()
     checkpoint(tmp_path, 4)
-    remote.failing["model/0"] = 3
-    mirror._failures = mirror._uploads.sync(is_last=False)
-    mirror._queue_warnings()
-    mirror.watch_reporter(told)(Noted(5, "goes on"))
+    remote.failing["model/0"] = 1
+    with mirror:
+        until(lambda: mirror._warnings)
+        mirror.watch_reporter(told)(Noted(5, "goes on"))
     assert told[0] == Noted(5, "goes on")
     assert isinstance(told[1], Warned) and "not uploaded, tried again at the next checkpoint" in told[1].message
     assert mirror.finish(0) == 0

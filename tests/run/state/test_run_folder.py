@@ -33,17 +33,6 @@ def test_a_file_that_is_not_as_it_was_written_is_named(inputs):
         _require_undamaged(inputs)
 
 
-def test_a_folder_with_the_digests_of_an_earlier_version_is_checked(inputs):
-    (inputs / DIGESTS_FILE).rename(inputs / "seal.json")
-    _require_undamaged(inputs)
-    (inputs / "tokenizer.json").write_text('{"model": "bqe"}')
-    with refused(UserError, "tokenizer.json", "seal.json"):
-        _require_undamaged(inputs)
-    write_folder_digests(inputs)
-    assert not (inputs / "seal.json").exists()
-    _require_undamaged(inputs)
-
-
 @pytest.mark.parametrize("content", ["[]", "{", '{"tokenizer.json": 3}', "[" * 100_000])
 def test_digests_that_are_damaged_are_named(inputs, content):
     (inputs / DIGESTS_FILE).write_text(content)

@@ -8,7 +8,7 @@ from finetune.config.load import load_values
 from finetune.errors import ConfigError, ModelError
 from finetune.model.loading.hub import resolve_name
 from finetune.model.loading.saved import inspect_model_folder
-from finetune.runtime.files.gguf import gguf_advice
+from finetune.runtime.files.read import gguf_advice
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import platform
 import pytest
 
 from finetune.errors import CheckpointError
-from finetune.runtime.supervision import exit as exit_module
 from finetune.runtime.supervision.exit import ProcessExit, is_broken_collective
 from finetune.runtime.supervision.status import RankProcess, StatusFile, exit_from_error
 
@@ -42,17 +41,6 @@ def test_the_first_error_is_shown_and_the_broken_collective_of_the_others_is_not
     assert capsys.readouterr().err == "[rank 1] error: the disk is full\nin two lines\n"
     assert code_after(own, CLOSED) == 1
     assert capsys.readouterr().err == "", "a user's mistake is printed once"
-
-
-def test_rank_0_reports_the_error_if_the_disk_is_full_on_all_ranks(tmp_path, capsys, monkeypatch):
-    waited = []
-    monkeypatch.setattr(exit_module, "_leave_it_to_rank_0", lambda: waited.append(capsys.readouterr().err))
-    (_, own), (_, other) = ranks_of(tmp_path)
-    (tmp_path / "status.json").unlink()  # there was never room for it
-    assert code_after(other, CheckpointError("the disk is full")) == 2
-    assert waited == [""], "it waits before it prints anything"
-    assert code_after(own, CheckpointError("the disk is full")) == 2
-    assert len(waited) == 1
 
 
 def test_a_bug_in_this_package_keeps_its_traceback(tmp_path, capsys):

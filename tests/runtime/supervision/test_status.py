@@ -1,7 +1,6 @@
 """status.json has the state of a run, and keeps the first rank that ended it alone."""
 
 import json
-from dataclasses import asdict
 
 import pytest
 
@@ -137,15 +136,6 @@ def test_on_a_full_disk_the_end_is_written_into_the_padding_of_the_status_file(t
     assert (read(tmp_path)["state"], read(tmp_path)["exit_code"], read(tmp_path)["step"]) == ("failed", 1, 3)
     assert message.startswith(read(tmp_path)["error"]["message"])
     assert (tmp_path / "status.json").stat().st_size == size
-
-
-def test_the_end_of_a_run_of_many_processes_is_written_on_a_full_disk_without_their_names(tmp_path, disk_is_full):
-    StatusFile(tmp_path, rank=0, me=RankProcess(0, "here", 1), launch="now", since=0.0, clock=lambda: 100.0).start()
-    status = status_of(tmp_path)
-    disk_is_full()
-    status.add({"ranks": [asdict(RankProcess(rank, "a-host-with-a-long-name", rank)) for rank in range(1000)]})
-    status.end(STOPPED, reason="time limit", exit_code=0)
-    assert (read(tmp_path)["state"], read(tmp_path)["ranks"]) == ("stopped", [])
 
 
 DAMAGED = [b"[]", b"{", b"\xff", b"[" * 100_000, b'{"launch": "now", "ended_by": 1}']

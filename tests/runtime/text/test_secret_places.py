@@ -199,7 +199,7 @@ def test_a_mistake_in_an_override_does_not_repeat_its_secret(load, override, sec
         '{"pad_token": "<pad>", "token_type_ids": 5, "tokens": 1000, "bos_token_id": 1}',
         "export it: finetune export runs/a --to FOLDER",
         "password=$HUB_PASSWORD --token ${HF_TOKEN} -e API_KEY=$API_KEY",
-        "SORTING=a TOKENIZERS_PARALLELISM=false NCCL_DEBUG=INFO --secret is repeated, --token must be given",
+        "SORTING=a TOKENIZERS_PARALLELISM=false NCCL_DEBUG=INFO",
         "job.yaml, hub_token: there is no such key.",
         "tokens/s 1,234 | loss 2.1 | keys=4 | tokens_per_second=12.5",
     ],

@@ -46,7 +46,7 @@ def test_a_rank_that_hangs_is_named_with_everybodys_stacks(launch):
     error = run.status()["error"]
     assert run.code == 1
     assert error["type"] == "Hang"
-    assert "The others wait for rank 1 " in error["message"]
+    assert "Behind the others: rank 1 " in error["message"]
     assert "passed `data` at step 3" in error["message"]
     stacks = [(run.folder / "hang" / f"rank-{rank:05d}.txt").read_text() for rank in range(2)]
     assert "torch/distributed/" in stacks[0]  # waits

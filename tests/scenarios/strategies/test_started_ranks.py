@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests import launching
@@ -190,19 +189,6 @@ def test_sigterm_to_each_task_saves_and_ends_with_143_and_the_run_resumes(begin_
     )
     assert resumed.code == 0, resumed.output
     assert [event["step"] for event in resumed.events("StepTaken")] == list(range(1, step + 2))
-
-
-def test_a_task_that_is_killed_before_the_ranks_are_connected_ends_the_other(begin_tasks):
-    """`srun` without --kill-on-bad-exit, or ranks on two hosts that were started by hand."""
-    tasks = begin_tasks(of_srun, name="srun-dying", strategy="fsdp2")
-    tasks[0].until(lambda: (tasks[0].folder / "status.json").exists())
-    other = psutil.Process(tasks[1].process.pid)
-    tasks[1].until(lambda: any(each.status == psutil.CONN_ESTABLISHED for each in other.net_connections("tcp")))
-    other.kill()
-    assert [task.until_ended() for task in tasks] == [1, -signal.SIGKILL], tasks[0].output
-    assert f"lost contact with rank 1 (process {tasks[1].process.pid} on " in tasks[0].output
-    assert "has waited 10 s" not in tasks[0].output and "Traceback" not in tasks[0].output
-    assert tasks[0].status()["error"]["type"] == "LostContact"
 
 
 def test_a_mesh_for_another_number_of_processes_is_one_message(begin_tasks):
