@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from finetune.cli.exit_codes import handle_errors, with_ranks
+from finetune.cli.exit_codes import with_ranks
 from finetune.cli.options import (
     Dtype,
     ForEngine,
@@ -42,7 +42,6 @@ def add_after_training(app: typer.Typer) -> None:
         app.command()(command)
 
 
-@handle_errors
 def export(
     source: Source,
     step: Step = None,
@@ -115,7 +114,6 @@ General = Annotated[
 GatePage = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="With --against: also write a page.")]
 
 
-@handle_errors
 @with_ranks
 def evaluate(
     source: Source,
@@ -186,7 +184,6 @@ def _refuse(given: Mapping[str, Any]) -> None:
             raise UserError(f"--{name}: this evaluation is not a comparison by --against alone. Leave it out.")
 
 
-@handle_errors
 @with_ranks
 def generate(
     source: Source,
@@ -246,7 +243,6 @@ def generate(
     )
 
 
-@handle_errors
 def chat(
     source: Source,
     step: Step = None,
@@ -283,7 +279,6 @@ Price = Annotated[
 ]
 
 
-@handle_errors
 def report(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run, finished or not.")],
     png: Png = None,
@@ -296,7 +291,6 @@ def report(
     compare_command.report(run, png=png, price=price)
 
 
-@handle_errors
 def compare(
     runs: Runs,
     html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Also write a page with curves.")] = None,

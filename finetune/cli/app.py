@@ -7,7 +7,7 @@ import typer
 
 from finetune import __version__
 from finetune.cli import after_training, before_training, checkpoint, launch, verify
-from finetune.cli.exit_codes import handle_errors, with_ranks
+from finetune.cli.exit_codes import CommandGroup, with_ranks
 from finetune.cli.options import Config, OptionalAccelerateFile, Overrides
 from finetune.errors import UserError
 from finetune.runtime.optional import lazily
@@ -26,6 +26,7 @@ OptionalConfig = Annotated[Path | None, typer.Option("--config", metavar="JOB.ya
 
 app = typer.Typer(
     name="finetune",
+    cls=CommandGroup,
     help="Fine-tune transformer models on Hugging Face Accelerate: one job YAML, any strategy, the same loss.",
     no_args_is_help=True,
     add_completion=False,
@@ -54,7 +55,6 @@ def root(
 
 
 @app.command()
-@handle_errors
 @with_ranks
 def train(
     config: Config,
@@ -78,7 +78,6 @@ def train(
 
 
 @app.command()
-@handle_errors
 def check(
     job: Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job file.")],
     override: Overrides = None,
@@ -104,7 +103,6 @@ def check(
 
 
 @app.command()
-@handle_errors
 def prepare(config: Config, override: Overrides = None) -> None:
     """Tokenize the data now, on the CPU, and print its audit; training then uses the cached result.
 
@@ -114,7 +112,6 @@ def prepare(config: Config, override: Overrides = None) -> None:
 
 
 @app.command()
-@handle_errors
 def preview(
     file: Annotated[
         str | None,
@@ -152,7 +149,6 @@ def preview(
 
 
 @app.command()
-@handle_errors
 def reference(
     config: OptionalConfig = None,
     into: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Write a page per section here instead.")] = None,
@@ -167,14 +163,12 @@ def reference(
 
 
 @app.command()
-@handle_errors
 def agents() -> None:
     """Print how an agent writes, checks, plans, rehearses and runs a job."""
     print((Path(__file__).parents[1] / "AGENTS.md").read_text(encoding="utf-8"), end="")
 
 
 @app.command()
-@handle_errors
 def schema(config: OptionalConfig = None) -> None:
     """Print the JSON schema of a job file, for editors; with --config, with the keys of the job's plugins."""
     if config is not None:

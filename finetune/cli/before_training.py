@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from finetune.cli.exit_codes import handle_errors, with_ranks
+from finetune.cli.exit_codes import with_ranks
 from finetune.cli.options import AccelerateFile, Config, Overrides
 from finetune.errors import UserError
 from finetune.runtime.optional import lazily
@@ -44,7 +44,6 @@ def add_before_training(app: typer.Typer) -> None:
         app.command()(command)
 
 
-@handle_errors
 def init(
     name: Annotated[str | None, typer.Argument(help="The recipe, such as `quickstart`.")] = None,
     into: Annotated[
@@ -100,7 +99,6 @@ def init(
     return 0
 
 
-@handle_errors
 @with_ranks
 def doctor(
     config: Annotated[
@@ -140,7 +138,6 @@ def doctor(
     return doctor_command.examine(config, override or [], recorded=facts, as_json=json, wait_seconds=wait)
 
 
-@handle_errors
 def plan(
     config: Config,
     override: Overrides = None,
@@ -174,7 +171,6 @@ def plan(
     return plan_command.plan(config, override or [], options, as_json=json)
 
 
-@handle_errors
 def rehearse(
     config: Config,
     accelerate: AccelerateFile,

@@ -5,7 +5,6 @@ from typing import Annotated
 
 import typer
 
-from finetune.cli.exit_codes import handle_errors
 from finetune.cli.options import Dtype, Step, Trust, Verify
 from finetune.runtime.optional import lazily
 
@@ -37,7 +36,6 @@ def checkpoint() -> None:
 
 
 @app.command()
-@handle_errors
 def ls(
     run: Run,
     verify: Annotated[bool, typer.Option("--verify", help="Also verify the checksum of every file.")] = False,
@@ -51,7 +49,6 @@ def ls(
 
 
 @app.command()
-@handle_errors
 def show(run: Run, step: Step = None, json: Json = False) -> None:
     """Show the details of one checkpoint.
 
@@ -62,7 +59,6 @@ def show(run: Run, step: Step = None, json: Json = False) -> None:
 
 
 @app.command("verify")
-@handle_errors
 def verify_checkpoints(
     run: Run,
     step: Annotated[
@@ -77,7 +73,6 @@ def verify_checkpoints(
 
 
 @app.command()
-@handle_errors
 def prune(
     run: Run,
     keep_last: Annotated[int | None, typer.Option(min=1, metavar="N", help="Keep the N newest.")] = None,
@@ -103,7 +98,6 @@ def prune(
 
 
 @app.command("export")
-@handle_errors
 def export_checkpoint(
     run: Run,
     step: Step = None,

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from finetune.cli.exit_codes import handle_errors, with_ranks
+from finetune.cli.exit_codes import with_ranks
 from finetune.cli.options import Config, ConfigsFolder, Dtype, Overrides, Trust
 from finetune.errors import UserError
 from finetune.runtime.optional import lazily
@@ -27,7 +27,6 @@ def verify() -> None:
 
 
 @app.command()
-@handle_errors
 def parity(
     config: Config,
     strategies: Annotated[
@@ -64,7 +63,6 @@ def parity(
 
 
 @app.command()
-@handle_errors
 def resume(
     config: Config,
     stop_at: Annotated[int, typer.Option(min=1, metavar="K", help="Stop the second run after this step.")],
@@ -104,7 +102,6 @@ def resume(
 
 
 @app.command()
-@handle_errors
 @with_ranks
 def replay(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of the run.")],
@@ -140,7 +137,6 @@ def replay(
 
 
 @app.command()
-@handle_errors
 def serving(
     folder: Annotated[
         Path,
@@ -201,7 +197,6 @@ def plugins() -> None:
 
 
 @plugins_app.command("list")
-@handle_errors
 def list_plugins(config: Job = None, override: Overrides = None) -> None:
     """List the plugins that are installed, from where, and conflicts; with --config also what the job imports.
 
@@ -211,7 +206,6 @@ def list_plugins(config: Job = None, override: Overrides = None) -> None:
 
 
 @plugins_app.command()
-@handle_errors
 def test(
     name: Annotated[str, typer.Argument(metavar="NAME", help="The name that the plugin adds.")],
     config: Job = None,

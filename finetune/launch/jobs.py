@@ -1,21 +1,19 @@
 """The commands of a job's hosts, as shell text and YAML for schedulers.
 
 Nothing here has side effects: each function returns text. User input reaches a shell only through `quoted`, and YAML
-only through `yaml_text`, whose files mean the same in versions 1.1 and 1.2: `yes` and `010` stay strings.
+only through `yaml_text`, whose texts mean the same in versions 1.1 and 1.2: `yes` and `010` stay strings.
 """
 
-import io
+import json
 import re
 import shlex
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from ruamel.yaml import YAML
-from ruamel.yaml.scalarstring import DoubleQuotedScalarString, LiteralScalarString
 
 PORT = 29500
 """Default port of the rendezvous."""
@@ -157,15 +155,12 @@ def host_script(request: JobRequest, variables: Mapping[str, str]) -> str:
     if not request.is_at_url:
         logs = ShellText(f'{quoted(request.run_folder)}"/logs/host-$MACHINE_RANK"')
     rank = ShellText('"$MACHINE_RANK"')
-    return render_script(
+    return render(
         "host.sh.jinja",
-        assignments=[f"{name}={variables[name]}" for name in needed],
+        variables={name: variables[name] for name in needed},
         launch=command_line(launch_words(request, machine_rank="MACHINE_RANK", log_folder=logs)),
         next=command_line(next_words(request, run_folder=request.run_folder, code="code", machine_rank=rank)),
     )
-
-
-TEMPLATES = Path(__file__).parent / "templates"
 
 
 def quoted(word: Word) -> str:
@@ -185,54 +180,35 @@ def command_line(command: Iterable[Word]) -> str:
     return " ".join(map(quoted, command))
 
 
-def exports(variables: Mapping[str, str]) -> list[str]:
-    """Return the lines that export the variables."""
-    return [f"export {name}={quoted(value)}" for name, value in variables.items()]
-
-
-def render_script(template: str, **values: Any) -> str:
-    """Return the script of a template; `quoted` and `command_line` are filters in it."""
+def render(template: str, **values: Any) -> str:
+    """Return the job file of a template; `quoted`, `command_line`, `yaml` and `unexpanded` are filters in it."""
     environment = Environment(
-        loader=FileSystemLoader(TEMPLATES),
+        loader=FileSystemLoader(Path(__file__).parent / "templates"),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
-        autoescape=False,  # shell text; the filters quote user input
+        autoescape=False,  # shell text and YAML; the filters quote user input
     )
-    environment.filters |= {"quoted": quoted, "command_line": command_line}
+    environment.filters |= {
+        "quoted": quoted,
+        "command_line": command_line,
+        "yaml": yaml_text,
+        "unexpanded": unexpanded,
+    }
     return environment.get_template(template).render(**values)
 
 
-_PLAIN = re.compile(r"[A-Za-z/][A-Za-z0-9_./-]*")
-_WORDS = re.compile(r"y|n|yes|no|on|off|true|false|null", re.IGNORECASE)
-"""Words that YAML 1.1 does not read as strings."""
+def yaml_text(text: str, *, indent: int = 0) -> str:
+    """Return the text as a quoted string of YAML; several whole lines as a block, indented by `indent`."""
+    lines = text.split("\n")
+    is_block = len(lines) > 2 and not lines[-1] and lines[-2] and not lines[0].startswith(" ")
+    if is_block and lines[0] and all(line.isprintable() and line == line.rstrip() for line in lines):
+        return "\n".join(["|", *(f"{' ' * indent}{line}" if line else "" for line in lines[:-1])])
+    string = json.dumps(text, ensure_ascii=False)
+    return "".join(letter if letter.isprintable() else f"\\U{ord(letter):08x}" for letter in string)
 
 
-def yaml_text(documents: Sequence[Mapping[str, Any]], *, comment: str) -> str:
-    """Return the documents as one file that starts with the comment."""
-    writer = YAML()
-    writer.default_flow_style = False
-    writer.width = 1 << 20
-    writer.indent(mapping=2, sequence=4, offset=2)
-    stream = io.StringIO()
-    for number, document in enumerate(documents):
-        stream.write("---\n" if number else "".join(f"# {line}\n" for line in comment.splitlines()))
-        writer.dump(_styled(document), stream)
-    return stream.getvalue()
-
-
-def _styled(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {_styled(str(key)): _styled(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_styled(item) for item in value]
-    if not isinstance(value, str):
-        return value
-    if _PLAIN.fullmatch(value) and not _WORDS.fullmatch(value):
-        return value
-    lines = value.split("\n")
-    is_script = value.endswith("\n") and len(lines) > 2 and not value.startswith((" ", "\n"))
-    if is_script and all(line.isprintable() and line == line.rstrip() for line in lines):
-        return LiteralScalarString(value)
-    return DoubleQuotedScalarString(value)
+def unexpanded(text: str) -> str:
+    """Return the text so that Kubernetes, which expands `$(NAME)` and turns `$$` into `$`, leaves it as it was."""
+    return re.sub(r"\$(?=[$(])", "$$", text)

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from finetune.commands.rehearse.accelerate_file import AccelerateFile, for_world, read_accelerate_file
 from finetune.config.load import LoadedConfig, load_config, require_divisible_batch
@@ -19,13 +19,8 @@ from finetune.config.rules.files import read_paths
 from finetune.errors import StrategyError, UserError
 from finetune.launch.jobs import JobRequest, LaunchJob
 from finetune.runtime.files import atomic
-from finetune.runtime.optional import lazily
 from finetune.runtime.text.redact import is_secret_variable, redact_foreign, redacted_command
 from finetune.runtime.text.terminal import escape_controls, write_file_to_stdout
-
-with lazily():  # torch, only for --doctor FILE
-    from finetune.commands.doctor import checks as doctor_checks
-    from finetune.commands.doctor import network as doctor_network
 
 _LOCAL_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm", "/run", "/scratch/local")
 """Folders that are local to each host."""
@@ -44,17 +39,13 @@ class JobFileArguments:
     gpus_per_node: int
     override: tuple[str, ...] = ()
     name: str | None = None
-    doctor: Path | None = None  # facts of `finetune doctor --json`
     env: tuple[str, ...] = ()  # NAME=VALUE
     max_restarts: int = 3
     stop: int = 180
     cpu: bool = False
+    output: Path | None = None  # where the job file is written; None: it is printed
+    submit: bool = False
     elsewhere: tuple[Path, ...] = ()  # folders that exist only on the hosts
-
-    @property
-    def world(self) -> int:
-        """Return the number of ranks."""
-        return self.nodes * self.gpus_per_node
 
 
 def check_job(arguments: JobFileArguments) -> tuple[JobRequest, LoadedConfig]:
@@ -67,17 +58,15 @@ def check_job(arguments: JobFileArguments) -> tuple[JobRequest, LoadedConfig]:
         ranks_per_host=arguments.gpus_per_node,
         elsewhere=arguments.elsewhere,
     )
-    require_shared_batch(loaded, file, world=arguments.world, num_nodes=arguments.nodes)
-    variables = {}
-    if arguments.doctor is not None:
-        variables = network_variables(doctor_checks.read_facts(arguments.doctor), num_nodes=arguments.nodes)
+    world = arguments.nodes * arguments.gpus_per_node
+    require_shared_batch(loaded, file, world=world, num_nodes=arguments.nodes)
     run, name = loaded.config.run, arguments.name
     if name is not None and not re.fullmatch(rf"[a-z]([a-z0-9-]{{0,{_MAX_NAME - 2}}}[a-z0-9])?", name):
         raise UserError(
             f"--name {name}: write lowercase letters, digits and `-`, starting with a letter, at most {_MAX_NAME} "
             "characters."
         )
-    if name is None:  # one that is valid for Slurm, Kubernetes and SkyPilot
+    if name is None:  # one that is valid for Slurm and Kubernetes
         name = re.sub(r"[^a-z0-9]+", "-", Path(run.folder).name.lower()).strip("-")[: _MAX_NAME - 9].strip("-")
         name = name if name[:1].isalpha() else f"finetune-{name}".strip("-")
     request = JobRequest(
@@ -90,10 +79,7 @@ def check_job(arguments: JobFileArguments) -> tuple[JobRequest, LoadedConfig]:
         max_restarts=arguments.max_restarts,
         stop_seconds=arguments.stop,
         uses_gpus=not arguments.cpu,
-        environment={
-            **variables,
-            **read_pairs(arguments.env, option="--env", noun="variable", name=r"[A-Za-z_][A-Za-z0-9_]*"),
-        },
+        environment=read_pairs(arguments.env, option="--env", noun="variable", name=r"[A-Za-z_][A-Za-z0-9_]*"),
     )
     return request, loaded
 
@@ -178,12 +164,11 @@ def require_files(loaded: LoadedConfig, folders: Sequence[Path], *, advice: str)
 
 _IMAGE_USER = re.compile(r"(?:[a-z]+:(?://)?)?[^/@\s]+:[^/@\s]+@(?!sha256:)")
 _READ_BY_OTHERS = "this is a secret, and everyone who can read the job file could read it"
-INSIST = "Or pass --allow-secrets and --output FILE: only you can read that file (mode 0600)."
 _NAMES_OF_SECRETS = ("secret", "env_file")
 """Options that name secrets without their values."""
 
 
-def check_options(records: Iterable[Any], *, advice: str, allows_secrets: bool) -> None:
+def check_options(records: Iterable[Any], *, advice: str) -> None:
     """Raise UserError for an option with a secret or an invisible character; `advice` says how to pass secrets."""
     typed = [(field.name, getattr(record, field.name)) for record in records for field in fields(record)]
     texts = [(name, text) for name, value in typed for text in (value if isinstance(value, tuple) else (value,))]
@@ -194,11 +179,11 @@ def check_options(records: Iterable[Any], *, advice: str, allows_secrets: bool) 
                 f"{option} {escape_controls(text)}: it has a control character or an invisible one, shown here as its "
                 "escape, which a job file cannot contain. Remove it."
             )
-        if allows_secrets or name in _NAMES_OF_SECRETS:
-            continue
         variable, _, value = text.partition("=")
         user = _IMAGE_USER.match(text) if name in ("image", "container") else None
-        if name == "env" and is_secret_variable(variable, value):
+        if name in _NAMES_OF_SECRETS:
+            shown = text
+        elif name == "env" and is_secret_variable(variable, value):
             shown = f"{variable}=[redacted]"
         else:
             shown = f"[redacted]@{text[user.end() :]}" if user is not None else redacted_command([text])[0]
@@ -206,13 +191,10 @@ def check_options(records: Iterable[Any], *, advice: str, allows_secrets: bool) 
             raise UserError(f"{option} {shown}: {_READ_BY_OTHERS}. {advice}")
 
 
-def check_text(
-    text: str, *, source: str, advice: str, allows_secrets: bool, redact: Callable[[str], str] = redact_foreign
-) -> None:
+def check_text(text: str, *, source: str, advice: str, redact: Callable[[str], str] = redact_foreign) -> None:
     """Raise UserError where a text of a job file, named `source`, has a secret or an invisible character."""
     visible = escape_controls(text)
-    cleaned = visible if allows_secrets else redact(visible)
-    lines = zip(text.split("\n"), visible.split("\n"), cleaned.split("\n"), strict=False)  # a key has several lines
+    lines = zip(text.split("\n"), visible.split("\n"), redact(visible).split("\n"), strict=False)  # a key has several
     for number, (line, seen, shown) in enumerate(lines, start=1):
         if seen != line:
             raise UserError(f"{source}, line {number}: it has a control character or an invisible one: {shown.strip()}")
@@ -233,83 +215,21 @@ def read_pairs(texts: Sequence[str], *, option: str, noun: str, name: str) -> di
     return pairs
 
 
-@dataclass(frozen=True)
-class Destination:
-    """The destination of the job file: printed, written, or submitted."""
+def deliver(text: str, arguments: JobFileArguments, *, file: str, command: Sequence[str], advice: str) -> int:
+    """Print or write the job file, or submit it, and return the exit code. Raises UserError.
 
-    output: Path | None = None
-    submit: bool = False
-    suffix: str = ".yaml"
-    command: tuple[str, ...] = ()  # that submits the file: sbatch
-    allow_secrets: bool = False
-    advice: str = ""  # how to pass secrets to the ranks instead
-
-
-def deliver(text: str, destination: Destination, *, name: str) -> int:
-    """Print or write the job file, or submit it, and return the exit code. Raises UserError."""
-    check_text(text, source="the job file", advice=destination.advice, allows_secrets=destination.allow_secrets)
-    if destination.allow_secrets and destination.output is None and not destination.submit:
-        raise UserError("--allow-secrets: others may read the terminal's output. Write the file with --output FILE.")
-    if destination.submit and shutil.which(destination.command[0]) is None:
+    `file` is the name of a file that is submitted, without --output, and `command` the one that submits it.
+    """
+    check_text(text, source="the job file", advice=advice)
+    if arguments.submit and shutil.which(command[0]) is None:
         raise UserError(
-            f"--submit: `{destination.command[0]}` is not on the PATH of this machine. Write the file with --output "
-            f"and submit it from a machine that has it: {' '.join(destination.command)} FILE"
+            f"--submit: `{command[0]}` is not on the PATH of this machine. Write the file with --output and submit it "
+            f"from a machine that has it: {' '.join(command)} FILE"
         )
-    file = destination.output
-    if destination.submit and file is None:
-        file = Path(f"{name}{destination.suffix}")
-    if file is None:
+    if arguments.output is None and not arguments.submit:
         write_file_to_stdout(text)
         return 0
-    atomic.write_bytes(file.absolute(), text.encode(), is_private=destination.allow_secrets)
-    print(f"written: {file}", file=sys.stderr)
-    if not destination.submit:
-        return 0
-    return subprocess.run([*destination.command, str(file.absolute())], check=False).returncode
-
-
-_ELASTIC_FABRIC = ("efa", "rdmap")
-"""Prefixes of AWS's Elastic Fabric Adapters, which the kernel lists as InfiniBand and NCCL cannot use as such."""
-
-_WITHOUT_P2P = ("no-p2p", "p2p-iommu")
-"""Findings after which NCCL must not copy between GPUs directly: it would hang, or sums would be wrong."""
-
-T = TypeVar("T")
-
-
-def network_variables(facts: "doctor_checks.Facts", *, num_nodes: int) -> dict[str, str]:
-    """Return the variables that the ranks of such hosts need; empty where the defaults of NCCL and gloo are right."""
-    variables: dict[str, str] = {}
-    if num_nodes > 1:
-        name = _same_everywhere(facts, lambda host: host.network.default_interface)
-        if name is not None:
-            variables |= {"NCCL_SOCKET_IFNAME": f"={name}", "GLOO_SOCKET_IFNAME": name, "TP_SOCKET_IFNAME": name}
-        variables |= _adapters(facts)
-    if any(finding.key in _WITHOUT_P2P for finding in doctor_checks.check_facts(facts)):
-        variables["NCCL_P2P_DISABLE"] = "1"
-    return variables
-
-
-def _adapters(facts: "doctor_checks.Facts") -> dict[str, str]:
-    """Return the setting that limits NCCL to usable InfiniBand ports; by default it uses all of them."""
-    if any(port.device.startswith(_ELASTIC_FABRIC) for host in facts.hosts for port in host.network.infiniband):
-        return {"FI_PROVIDER": "efa"}
-    if not any(host.network.infiniband for host in facts.hosts):
-        return {}
-    if not all(_usable(host.network.infiniband) for host in facts.hosts):
-        return {"NCCL_IB_DISABLE": "1"}  # a host has none: all of them use TCP
-    chosen = _same_everywhere(facts, lambda host: _usable(host.network.infiniband))
-    has_others = any(len(_usable(host.network.infiniband)) < len(host.network.infiniband) for host in facts.hosts)
-    return {"NCCL_IB_HCA": f"={','.join(chosen)}"} if chosen is not None and has_others else {}
-
-
-def _usable(ports: "Iterable[doctor_network.InfinibandPort]") -> tuple[str, ...]:
-    """Return the ports with a link; where some are of InfiniBand, only those: others are for storage or ssh."""
-    active = [port for port in ports if port.state == "ACTIVE"]
-    fast = [port for port in active if port.link_layer == "InfiniBand"] or active
-    return tuple(f"{port.device}:{port.port}" for port in fast)
-
-
-def _same_everywhere(facts: "doctor_checks.Facts", of: "Callable[[doctor_checks.HostFacts], T | None]") -> T | None:
-    values = {of(host) for host in facts.hosts}
-    return values.pop() if len(values) == 1 else None
+    output = arguments.output or Path(file)
+    atomic.write_bytes(output.absolute(), text.encode())
+    print(f"written: {output}", file=sys.stderr)
+    return subprocess.run([*command, str(output.absolute())], check=False).returncode if arguments.submit else 0

@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 
-from finetune.launch.ray import HEAD_SETTINGS
+from finetune.commands.launch.ray import HEAD_SETTINGS
 from finetune.report.history import read_events
 from finetune.runtime.processes import free_loopback_port
 from finetune.runtime.supervision.heartbeat import VARIABLE
