@@ -85,35 +85,6 @@ def export(
     )
 
 
-Against = Annotated[
-    str | None,
-    typer.Option(
-        metavar="BASE_OR_FOLDER",
-        help="Compare with `base` (the model that the job starts from), a run or a model folder, row by row. The exit "
-        "code is 1 unless it is better.",
-    ),
-]
-Margin = Annotated[
-    float | None, typer.Option(min=0.0, metavar="NATS", help="With --against: the least gain in loss. Default: 0.01.")
-]
-MaxForgetting = Annotated[
-    float | None,
-    typer.Option(
-        min=0.0,
-        max=1.0,
-        metavar="SHARE",
-        help="With --against: how many tokens of the other model's answers to general rows may change. Default: 0.3.",
-    ),
-]
-General = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE", help="With --against: general rows, each with `text` or `messages`. Default: 40 of our own."
-    ),
-]
-GatePage = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="With --against: also write a page.")]
-
-
 @with_ranks
 def evaluate(
     source: Source,
@@ -129,11 +100,37 @@ def evaluate(
     lm_eval: Annotated[
         str | None, typer.Option("--lm-eval", metavar="TASKS", help="Run these tasks of lm-eval instead (a,b,c).")
     ] = None,
-    against: Against = None,
-    margin: Margin = None,
-    max_forgetting: MaxForgetting = None,
-    general: General = None,
-    html: GatePage = None,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            metavar="BASE_OR_FOLDER",
+            help="Compare with `base` (the model that the job starts from), a run or a model folder, row by row. "
+            "Exit code 1 unless it is better.",
+        ),
+    ] = None,
+    margin: Annotated[
+        float | None,
+        typer.Option(min=0.0, metavar="NATS", help="With --against: the least gain in loss. Default: 0.01."),
+    ] = None,
+    max_forgetting: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            max=1.0,
+            metavar="SHARE",
+            help="With --against: share of the tokens of the other model's general answers that may change. Default: "
+            "0.3.",
+        ),
+    ] = None,
+    general: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="With --against: general rows, each with `text` or `messages`. Default: 40 of our own."
+        ),
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="With --against: also write a page.")
+    ] = None,
     trust_remote_code: Trust = False,
 ) -> int:
     """Evaluate a checkpoint, a `final/` or any model folder on the validation data of a job.
@@ -269,7 +266,6 @@ def chat(
     )
 
 
-Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders; the first is the reference.")]
 Png = Annotated[
     Path | None, typer.Option("--png", metavar="FOLDER", help="Also write each chart as a PNG file (extra `plots`).")
 ]
@@ -292,7 +288,7 @@ def report(
 
 
 def compare(
-    runs: Runs,
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders; the first is the reference.")],
     html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Also write a page with curves.")] = None,
     png: Png = None,
     json: Annotated[bool, typer.Option("--json", help="Print the comparison as JSON.")] = False,

@@ -8,7 +8,7 @@ import typer
 from finetune import __version__
 from finetune.cli import after_training, before_training, checkpoint, launch, verify
 from finetune.cli.exit_codes import CommandGroup, with_ranks
-from finetune.cli.options import Config, OptionalAccelerateFile, Overrides
+from finetune.cli.options import Config, OptionalAccelerateFile, OptionalConfig, Overrides
 from finetune.errors import UserError
 from finetune.runtime.optional import lazily
 
@@ -21,8 +21,6 @@ with lazily(freeze=True):  # torch and pydantic: `--help` answers at once
     from finetune.config import load as config_load
     from finetune.config import schema as config_schema
     from finetune.run import start as train_command
-
-OptionalConfig = Annotated[Path | None, typer.Option("--config", metavar="JOB.yaml", help="A job that names plugins.")]
 
 app = typer.Typer(
     name="finetune",

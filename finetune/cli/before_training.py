@@ -19,24 +19,6 @@ with lazily(freeze=True):  # torch
     from finetune.commands.plan import plan as plan_command
     from finetune.commands.rehearse import rehearse as rehearse_command
 
-Gpus = Annotated[
-    str | None,
-    typer.Option(metavar="NxKIND", help="GPUs of each machine: 8xH100-80GB, several with commas. Default: its own."),
-]
-Nodes = Annotated[int | None, typer.Option(min=1, max=1 << 16, help="Number of such machines.")]
-Prices = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="YAML file of prices, in the form of the package's own.")
-]
-GpuTable = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="YAML file of further GPU models, in the same form.")
-]
-Network = Annotated[float | None, typer.Option(min=0.001, metavar="GBIT", help="Network of each machine in Gbit/s.")]
-Disk = Annotated[float, typer.Option(min=0.001, metavar="GB", help="GB/s that checkpoints are written with.")]
-Preemptions = Annotated[
-    float | None, typer.Option(min=0.001, metavar="HOURS", help="Mean time between two preemptions of the job.")
-]
-Restart = Annotated[float, typer.Option(min=0.0, metavar="MINUTES", help="From a preemption to the next step.")]
-
 
 def add_before_training(app: typer.Typer) -> None:
     """Add the commands to the app."""
@@ -141,15 +123,30 @@ def doctor(
 def plan(
     config: Config,
     override: Overrides = None,
-    gpus: Gpus = None,
-    nodes: Nodes = None,
+    gpus: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NxKIND", help="GPUs of each machine: 8xH100-80GB, several with commas. Default: its own."
+        ),
+    ] = None,
+    nodes: Annotated[int | None, typer.Option(min=1, max=1 << 16, help="Number of such machines.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
-    prices: Prices = None,
-    gpu_table: GpuTable = None,
-    network_gbit: Network = None,
-    disk: Disk = 1.0,
-    time_between_preemptions: Preemptions = None,
-    restart_minutes: Restart = 10.0,
+    prices: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="YAML file of prices, in the form of the package's own.")
+    ] = None,
+    gpu_table: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="YAML file of further GPU models, in the same form.")
+    ] = None,
+    network_gbit: Annotated[
+        float | None, typer.Option(min=0.001, metavar="GBIT", help="Network of each machine in Gbit/s.")
+    ] = None,
+    disk: Annotated[float, typer.Option(min=0.001, metavar="GB", help="GB/s that checkpoints are written with.")] = 1.0,
+    time_between_preemptions: Annotated[
+        float | None, typer.Option(min=0.001, metavar="HOURS", help="Mean time between two preemptions of the job.")
+    ] = None,
+    restart_minutes: Annotated[
+        float, typer.Option(min=0.0, metavar="MINUTES", help="From a preemption to the next step.")
+    ] = 10.0,
 ) -> int:
     """Plan a job before paying for GPUs: what fits, how long a step and the job take, and what they cost.
 

@@ -30,11 +30,6 @@ Run = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-@app.callback()
-def checkpoint() -> None:
-    """List, verify, prune and export the checkpoints of a run."""
-
-
 @app.command()
 def ls(
     run: Run,

@@ -24,9 +24,7 @@ Texts = list[str] | None
 
 Nodes = Annotated[int, typer.Option(min=1, max=1 << 16, metavar="N", help="Number of hosts.")]
 Gpus = Annotated[int, typer.Option(min=1, max=1024, metavar="G", help="GPUs of each host; one process for each.")]
-Name = Annotated[Text, typer.Option(help="Name of the job. Default: from the run folder.")]
 Output = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the job file here instead of printing it.")]
-Submit = Annotated[bool, typer.Option("--submit", help="Submit the job file; it is written first, see --output.")]
 Environment = Annotated[
     Texts, typer.Option("--env", metavar="NAME=VALUE", help="Environment variable of all ranks. Can be repeated.")
 ]
@@ -46,11 +44,6 @@ app = typer.Typer(
 )
 
 
-@app.callback()
-def launch() -> None:
-    """Launch a job on several hosts, or write its job file for a scheduler."""
-
-
 @app.command()
 def torchrun(
     config: Config,
@@ -65,16 +58,14 @@ def torchrun(
     return 0
 
 
-@app.command(short_help="Print or submit a batch script for Slurm.")
+@app.command(short_help="Print a batch script for Slurm.")
 def slurm(
     config: Config,
     accelerate: AccelerateFile,
     nodes: Nodes,
     gpus_per_node: Gpus,
     override: Overrides = None,
-    name: Name = None,
     output: Output = None,
-    submit: Submit = False,
     env: Environment = None,
     max_restarts: MaxRestarts = 3,
     stop: Stop = 180,
@@ -83,7 +74,6 @@ def slurm(
     account: Annotated[Text, typer.Option(help="Account that is charged.")] = None,
     time: Annotated[Text, typer.Option(metavar="[D-]H:M:S", help="Time limit; the job saves before it ends.")] = None,
     cpus_per_node: Annotated[int | None, typer.Option(min=1, help="CPU cores of each host.")] = None,
-    gpu_type: Annotated[Text, typer.Option(help="Type of the GPUs, as the cluster calls it.")] = None,
     sbatch: Annotated[Texts, typer.Option(metavar="--OPTION=VALUE", help="Further directive. Can be repeated.")] = None,
     setup: Annotated[
         Texts,
@@ -97,17 +87,13 @@ def slurm(
     container: Annotated[Text, typer.Option(metavar="IMAGE", help="Run the ranks in this image.")] = None,
     container_runtime: Annotated[Literal["apptainer", "pyxis"], typer.Option(help="Container runtime.")] = "apptainer",
     mount: Annotated[list[Path] | None, typer.Option(help="Further folder that the container sees.")] = None,
-    ranks: Annotated[Literal["accelerate", "srun"], typer.Option(help="How the ranks are started.")] = "accelerate",
-    log_folder: Annotated[Path | None, typer.Option(help="Logs of the ranks. Default: `logs/` of the run.")] = None,
 ) -> int:
     """Print a batch script: it saves before its time is over, is requeued, and resumes with the next sample."""
-    given = locals()
-    return slurm_command.launch_slurm(
-        _chosen(job_files.JobFileArguments, given), _chosen(slurm_command.SlurmArguments, given)
-    )
+    shared = _chosen(job_files.JobFileArguments, locals())
+    return slurm_command.launch_slurm(shared, _chosen(slurm_command.SlurmArguments, locals()))
 
 
-@app.command(short_help="Print or submit a JobSet.")
+@app.command(short_help="Print a JobSet for Kubernetes.")
 def kubernetes(
     config: Config,
     accelerate: AccelerateFile,
@@ -115,9 +101,7 @@ def kubernetes(
     gpus_per_node: Gpus,
     image: Annotated[str, typer.Option(help="Image of the ranks, with finetune in it.")],
     override: Overrides = None,
-    name: Name = None,
     output: Output = None,
-    submit: Submit = False,
     env: Environment = None,
     max_restarts: MaxRestarts = 3,
     stop: Stop = 180,
@@ -132,13 +116,10 @@ def kubernetes(
     gpu_resource: Annotated[str, typer.Option(help="What the cluster calls a GPU.")] = "nvidia.com/gpu",
     node_selector: Annotated[Texts, typer.Option(metavar="LABEL=VALUE", help="Label of the hosts.")] = None,
     service_account: Annotated[Text, typer.Option(help="Service account of the pods, for object storage.")] = None,
-    max_starts: Annotated[int, typer.Option(min=1, metavar="N", help="Maximum number of starts.")] = 100,
 ) -> int:
     """Print a JobSet, with the job's files: started again as a whole when a pod is lost."""
-    given = locals()
-    return kubernetes_command.launch_kubernetes(
-        _chosen(job_files.JobFileArguments, given), _chosen(kubernetes_command.KubernetesArguments, given)
-    )
+    shared = _chosen(job_files.JobFileArguments, locals())
+    return kubernetes_command.launch_kubernetes(shared, _chosen(kubernetes_command.KubernetesArguments, locals()))
 
 
 @app.command(short_help="Run a job on a Ray cluster whose hosts come and go.")
@@ -225,7 +206,6 @@ def sweep(
         typer.Option(min=1, metavar="N", help="Search with N runs (TPE, poor runs are pruned) instead of a grid."),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the search.")] = 0,
-    max_runs: Annotated[int, typer.Option(min=1, metavar="N", help="Maximum number of runs to start.")] = 100,
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Start runs that failed again.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check every run and print the commands.")] = False,
 ) -> int:
@@ -234,9 +214,8 @@ def sweep(
     The same command continues a sweep that was interrupted: finished runs are not repeated, others resume from their
     checkpoints, and further values add runs. Exit code 1 if a run has failed.
     """
-    given = locals()
     require("optuna", extra="sweep", purpose="`finetune sweep`")
-    return sweep_command.sweep(_chosen(sweep_command.SweepRequest, given))
+    return sweep_command.sweep(_chosen(sweep_command.SweepRequest, locals()))
 
 
 T = TypeVar("T")

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from finetune.cli.exit_codes import with_ranks
-from finetune.cli.options import Config, ConfigsFolder, Dtype, Overrides, Trust
+from finetune.cli.options import Config, ConfigsFolder, Dtype, OptionalConfig, Overrides, Trust
 from finetune.errors import UserError
 from finetune.runtime.optional import lazily
 
@@ -19,11 +19,6 @@ with lazily(freeze=True):
 HELP = "Test on your own job: the same losses under every strategy and after a resume, the same model when served."
 
 app = typer.Typer(help=HELP, no_args_is_help=True, rich_markup_mode=None)
-
-
-@app.callback()
-def verify() -> None:
-    """Test on your own job: the same losses under every strategy and after a resume, the same model when served."""
 
 
 @app.command()
@@ -186,18 +181,11 @@ def _number(word: str) -> int:
     return int(word)
 
 
-Job = Annotated[Path | None, typer.Option("--config", metavar="JOB.yaml", help="A job that names plugins.")]
-
 plugins_app = typer.Typer(help="List plugins, and test one.", no_args_is_help=True, rich_markup_mode=None)
 
 
-@plugins_app.callback()
-def plugins() -> None:
-    """List plugins, and test one."""
-
-
 @plugins_app.command("list")
-def list_plugins(config: Job = None, override: Overrides = None) -> None:
+def list_plugins(config: OptionalConfig = None, override: Overrides = None) -> None:
     """List the plugins that are installed, from where, and conflicts; with --config also what the job imports.
 
     An installed plugin is imported only where a job names it. See docs/how-to/plugins.md.
@@ -208,7 +196,7 @@ def list_plugins(config: Job = None, override: Overrides = None) -> None:
 @plugins_app.command()
 def test(
     name: Annotated[str, typer.Argument(metavar="NAME", help="The name that the plugin adds.")],
-    config: Job = None,
+    config: OptionalConfig = None,
     strategies: Annotated[
         str, typer.Option(metavar="A,B", help="Accelerate files: names such as fsdp2, or paths.")
     ] = "ddp,fsdp2,zero2,zero3",

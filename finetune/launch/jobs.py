@@ -63,7 +63,7 @@ def launch_command(job: LaunchJob, *, num_hosts: int, rank: int, address: str) -
         *(hybrid if job.is_hybrid else ()),
         *((("--deepspeed_multinode_launcher", "standard"),) if job.is_deepspeed else ()),
     )
-    launcher = [sys.executable, "-m", "finetune.launch.launcher"]
+    launcher = [sys.executable, "-m", "accelerate.commands.launch"]
     return [*launcher, *(word for option in options for word in option), *job.arguments]
 
 
@@ -84,11 +84,6 @@ class JobRequest:
     environment: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def ranks_per_node(self) -> int:
-        """Return the number of processes on each host."""
-        return self.job.ranks_per_host
-
-    @property
     def is_at_url(self) -> bool:
         """Return whether the run is kept in object storage."""
         return "://" in self.run_folder
@@ -106,7 +101,8 @@ def launch_words(request: JobRequest, *, machine_rank: str, log_folder: Word | N
     `machine_rank`, and MASTER_ADDR and MASTER_PORT.
     """
     if request.is_single:
-        return rank_words(request)
+        module, *rest = request.job.arguments[1:]
+        return ["python", "-m", module, "train", "--accelerate", str(request.job.accelerate_file), *rest]
     words = launch_command(request.job, num_hosts=request.num_nodes, rank=0, address="")[1:]
     options: list[Word] = list(words[: len(words) - len(request.job.arguments)])
     expanded = {
@@ -123,12 +119,6 @@ def launch_words(request: JobRequest, *, machine_rank: str, log_folder: Word | N
     if log_folder is not None:
         options += ["--tee", TEE, "--log_dir", log_folder]
     return ["python", *options, *request.job.arguments]
-
-
-def rank_words(request: JobRequest) -> list[Word]:
-    """Return the command of one rank that the scheduler starts without a launcher."""
-    module, *rest = request.job.arguments[1:]
-    return ["python", "-m", module, "train", "--accelerate", str(request.job.accelerate_file), *rest]
 
 
 def next_words(request: JobRequest, *, run_folder: Word, code: str, machine_rank: Word | None = None) -> list[Word]:

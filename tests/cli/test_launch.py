@@ -38,10 +38,10 @@ def words(job: Path) -> list[str]:
 
 def test_command_line_options_are_written_into_the_job_file(typed, words, monkeypatch):
     monkeypatch.setattr("finetune.commands.launch.job_files._LOCAL_FOLDERS", ("/no/such",))  # the job is in /tmp
-    url = ["--set", "run.folder=s3://bucket/run", "--log-folder", "/shared/logs", "--set", "run.local_folder=/shared/x"]
+    url = ["--set", "run.folder=s3://bucket/run", "--set", "run.local_folder=/shared/x"]
     code, out, _ = typed("launch", "slurm", *words, *url, "--partition", "gpu", "--time", "1:00:00", "--env", "A=b c")
     assert code == 0 and "#SBATCH --partition=gpu\n" in out and "export A='b c'\n" in out
-    assert "--local-folder /shared/x" in out and "logs=/shared/logs\n" in out
+    assert "--local-folder /shared/x" in out
 
 
 def test_mistakes_end_with_2_and_one_message(typed, words):

@@ -34,7 +34,6 @@ esac
 """,
     "scancel": 'read -r -a pids <"$FAKE/tasks"\nkill -TERM "${pids[@]}"',
     "squeue": "echo RUNNING",
-    "sbatch": 'cp "$1" "$FAKE/submitted"\necho Submitted batch job 4242',
 }
 
 

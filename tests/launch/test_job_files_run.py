@@ -3,7 +3,6 @@
 `srun` and the others are stand-ins; two "hosts" are two launchers on 127.0.0.2.
 """
 
-import inspect
 import json
 import os
 import signal
@@ -16,7 +15,6 @@ import psutil
 import pytest
 from ruamel.yaml import YAML
 
-from finetune.cli import app
 from finetune.commands.launch import job_files
 from finetune.commands.launch.attempt_end import AGAIN
 from finetune.commands.launch.job_files import JobFileArguments
@@ -147,16 +145,3 @@ def test_pods_are_stopped_and_start_again_as_one_run(project: Path, started) -> 
     assert read_status(run)["exit_code"] == 143
     assert [host.wait(120) for host in start_pods()] == [0, 0], log.read_text()
     require_every_step_once(run)
-
-
-@pytest.mark.skipif("accelerate" not in inspect.signature(app.train).parameters, reason="needs `train --accelerate`")
-def test_the_tasks_of_srun_are_the_ranks(project: Path, started) -> None:
-    fake, run, log = project / "fake", project / "a run", project / "slurm.log"
-    path = f"{fake_slurm.install(fake)}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-    script = project / "job.sbatch"
-    assert launch_slurm(words(project, script, "train.steps=20"), SlurmArguments(ranks="srun")) == 0
-    program = started(["bash", str(script)], {**fake_slurm.variables(fake, restart=0), "PATH": path}, log=log)
-    assert program.wait(120) == 0, log.read_text()
-    logs = [(run / "logs" / "4242-0" / f"rank-{rank}.log").read_text() for rank in (0, 1)]
-    assert "strategy ddp on 2 processes" in logs[0] and read_status(run)["state"] == "finished"
-    assert len(read_status(run)["ranks"]) == 2

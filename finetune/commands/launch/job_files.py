@@ -1,11 +1,9 @@
-"""Shared by all launchers: checks the job and its texts, and prints, writes or submits its job file.
+"""Shared by all launchers: checks the job and its texts, and prints or writes its job file.
 
 Secrets, which other users could read in a job file, are refused in it, and so are invisible characters.
 """
 
 import re
-import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -15,7 +13,6 @@ from typing import Any
 from finetune.commands.rehearse.accelerate_file import AccelerateFile, for_world, read_accelerate_file
 from finetune.config.load import LoadedConfig, load_config, require_divisible_batch
 from finetune.config.paths import is_url
-from finetune.config.rules.files import read_paths
 from finetune.errors import StrategyError, UserError
 from finetune.launch.jobs import JobRequest, LaunchJob
 from finetune.runtime.files import atomic
@@ -25,7 +22,7 @@ from finetune.runtime.text.terminal import escape_controls, write_file_to_stdout
 _LOCAL_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm", "/run", "/scratch/local")
 """Folders that are local to each host."""
 
-_MAX_NAME = 40
+_MAX_NAME = 31
 """Characters of a name: the pods of a JobSet add theirs, and a host name has 63."""
 
 
@@ -38,13 +35,11 @@ class JobFileArguments:
     nodes: int
     gpus_per_node: int
     override: tuple[str, ...] = ()
-    name: str | None = None
     env: tuple[str, ...] = ()  # NAME=VALUE
     max_restarts: int = 3
     stop: int = 180
     cpu: bool = False
     output: Path | None = None  # where the job file is written; None: it is printed
-    submit: bool = False
     elsewhere: tuple[Path, ...] = ()  # folders that exist only on the hosts
 
 
@@ -60,15 +55,10 @@ def check_job(arguments: JobFileArguments) -> tuple[JobRequest, LoadedConfig]:
     )
     world = arguments.nodes * arguments.gpus_per_node
     require_shared_batch(loaded, file, world=world, num_nodes=arguments.nodes)
-    run, name = loaded.config.run, arguments.name
-    if name is not None and not re.fullmatch(rf"[a-z]([a-z0-9-]{{0,{_MAX_NAME - 2}}}[a-z0-9])?", name):
-        raise UserError(
-            f"--name {name}: write lowercase letters, digits and `-`, starting with a letter, at most {_MAX_NAME} "
-            "characters."
-        )
-    if name is None:  # one that is valid for Slurm and Kubernetes
-        name = re.sub(r"[^a-z0-9]+", "-", Path(run.folder).name.lower()).strip("-")[: _MAX_NAME - 9].strip("-")
-        name = name if name[:1].isalpha() else f"finetune-{name}".strip("-")
+    run = loaded.config.run
+    # A name that is valid for Slurm and Kubernetes, from that of the run folder.
+    name = re.sub(r"[^a-z0-9]+", "-", Path(run.folder).name.lower()).strip("-")[:_MAX_NAME].strip("-")
+    name = name if name[:1].isalpha() else f"finetune-{name}".strip("-")
     request = JobRequest(
         name=name,
         job=replace(job, is_hybrid=job.is_hybrid and arguments.nodes > 1),
@@ -138,30 +128,6 @@ def require_shared_folder(folder: str, *, num_nodes: int, key: str = "run.folder
         )
 
 
-def require_kept(request: JobRequest, mounted: Sequence[Path], *, advice: str) -> None:
-    """Raise UserError where the run is written to a folder that is lost with its host, or is local to each host.
-
-    On one host a run at a URL may be written anywhere first: it is uploaded from there.
-    """
-    if request.is_at_url and request.num_nodes == 1:
-        return
-    key, folder = (
-        ("run.local_folder", request.local_folder) if request.is_at_url else ("run.folder", request.run_folder)
-    )
-    if folder is not None and any(Path(folder).is_relative_to(path) for path in mounted):
-        return
-    problem = "is not set" if folder is None else f"{folder} exists only on the host, and is lost with it"
-    url = "" if request.num_nodes > 1 else ", or write a URL: --set run.folder=s3://BUCKET/NAME"
-    raise UserError(f"{key}: {problem}. {advice}{url}.")
-
-
-def require_files(loaded: LoadedConfig, folders: Sequence[Path], *, advice: str) -> None:
-    """Raise UserError for a file that the job reads and that is in none of these folders, which the hosts have."""
-    for key, path in read_paths(loaded.config):
-        if not any(Path(path).is_relative_to(folder) for folder in folders):
-            raise UserError(f"{key}: {path} is only on this machine, not on the hosts. {advice}.")
-
-
 _IMAGE_USER = re.compile(r"(?:[a-z]+:(?://)?)?[^/@\s]+:[^/@\s]+@(?!sha256:)")
 _READ_BY_OTHERS = "this is a secret, and everyone who can read the job file could read it"
 _NAMES_OF_SECRETS = ("secret", "env_file")
@@ -215,21 +181,12 @@ def read_pairs(texts: Sequence[str], *, option: str, noun: str, name: str) -> di
     return pairs
 
 
-def deliver(text: str, arguments: JobFileArguments, *, file: str, command: Sequence[str], advice: str) -> int:
-    """Print or write the job file, or submit it, and return the exit code. Raises UserError.
-
-    `file` is the name of a file that is submitted, without --output, and `command` the one that submits it.
-    """
+def deliver(text: str, output: Path | None, *, advice: str) -> int:
+    """Print or write the job file, and return the exit code. Raises UserError for a secret in it."""
     check_text(text, source="the job file", advice=advice)
-    if arguments.submit and shutil.which(command[0]) is None:
-        raise UserError(
-            f"--submit: `{command[0]}` is not on the PATH of this machine. Write the file with --output and submit it "
-            f"from a machine that has it: {' '.join(command)} FILE"
-        )
-    if arguments.output is None and not arguments.submit:
+    if output is None:
         write_file_to_stdout(text)
-        return 0
-    output = arguments.output or Path(file)
-    atomic.write_bytes(output.absolute(), text.encode())
-    print(f"written: {output}", file=sys.stderr)
-    return subprocess.run([*command, str(output.absolute())], check=False).returncode if arguments.submit else 0
+    else:
+        atomic.write_bytes(output.absolute(), text.encode())
+        print(f"written: {output}", file=sys.stderr)
+    return 0

@@ -11,13 +11,12 @@ from finetune.commands.launch.job_files import (
     check_text,
     deliver,
     read_pairs,
-    require_files,
-    require_kept,
 )
 from finetune.commands.rehearse.accelerate_file import read_accelerate_file
 from finetune.config.load import LoadedConfig, read_text_file
+from finetune.config.rules.files import read_paths
 from finetune.errors import UserError
-from finetune.launch.jobs import PORT, host_script, render
+from finetune.launch.jobs import PORT, JobRequest, host_script, render
 from finetune.runtime.text.redact import redacted_yaml
 
 _FINAL_CODES = [1, 2, 126, 127, 130]
@@ -28,14 +27,10 @@ _DECIDING_SECONDS = 30
 
 _RESOURCE = r"([A-Za-z0-9.-]+/)?[A-Za-z0-9._-]+"
 _VARIABLE = r"[A-Za-z_][A-Za-z0-9_]*"
-_MAX_FILE_BYTES = 200_000
-"""Of the files together: a ConfigMap holds 1 MiB, and `kubectl apply` stores it in an annotation of 256 KiB."""
-
 _SECRETS = (
     "Create it with `kubectl create secret generic NAME --from-literal=KEY=...`, and write --secret NAME for variables "
     "of all its keys, or --secret VARIABLE=NAME:KEY for one (`secretKeyRef`)."
 )
-_MOUNT = "Mount a volume with --claim CLAIM:/PATH, or name a folder of the image with --in-image"
 
 
 @dataclass(frozen=True)
@@ -51,7 +46,6 @@ class KubernetesArguments:
     gpu_resource: str = "nvidia.com/gpu"
     node_selector: tuple[str, ...] = ()  # LABEL=VALUE
     service_account: str | None = None
-    max_starts: int = 100  # for any reason, preemptions included
 
 
 @dataclass(frozen=True)
@@ -64,14 +58,16 @@ class File:
 
 
 def launch_kubernetes(arguments: JobFileArguments, kubernetes: KubernetesArguments) -> int:
-    """Print, write or submit the objects, and return the exit code. Raises UserError, and ConfigError for the job."""
+    """Print or write the objects, and return the exit code. Raises UserError, and ConfigError for the job."""
     check_options((arguments, kubernetes), advice=_SECRETS)
-    claims = _read_claims(kubernetes.claim)
-    volumes = tuple(map(Path, claims))
+    claims = [text.partition(":")[::2] for text in kubernetes.claim]
+    for claim, path in claims:
+        if not claim or not path.startswith("/"):
+            raise UserError(f"--claim {claim}:{path}: write CLAIM:/PATH, a persistent volume claim and its mount path.")
+    volumes = tuple(Path(path) for _, path in claims)
     folders = (*volumes, *kubernetes.in_image)
     request, loaded = check_job(replace(arguments, elsewhere=folders))
-    require_kept(request, volumes, advice="Mount a volume that all pods can write: --claim CLAIM:/PATH")
-    require_files(loaded, folders, advice=_MOUNT)
+    _require_mounted(request, loaded, volumes=volumes, folders=folders)
     files = _job_files(arguments, loaded)
     for file in files:
         check_text(file.content, source=file.path, advice=_SECRETS, redact=redacted_yaml)
@@ -84,7 +80,7 @@ def launch_kubernetes(arguments: JobFileArguments, kubernetes: KubernetesArgumen
         secret_keys[variable] = name, key
     resources = read_pairs(kubernetes.resource, option="--resource", noun="resource", name=_RESOURCE)
     if request.uses_gpus:
-        resources[kubernetes.gpu_resource] = str(request.ranks_per_node)
+        resources[kubernetes.gpu_resource] = str(request.job.ranks_per_host)
     deepspeed = next((file.path for file in files if file.name == "deepspeed.json"), None)
     address = f"{request.name}-node-0-0.{request.name}"
     first_pod = {"MACHINE_RANK": '"$JOB_COMPLETION_INDEX"', "MASTER_ADDR": address, "MASTER_PORT": str(PORT)}
@@ -104,12 +100,35 @@ def launch_kubernetes(arguments: JobFileArguments, kubernetes: KubernetesArgumen
         secret_keys=secret_keys,
         resources=resources,
     )
-    command = ("kubectl", "apply", "-f")
-    return deliver(text, arguments, file=f"{request.name}.yaml", command=command, advice=_SECRETS)
+    return deliver(text, arguments.output, advice=_SECRETS)
+
+
+def _require_mounted(
+    request: JobRequest, loaded: LoadedConfig, *, volumes: Sequence[Path], folders: Sequence[Path]
+) -> None:
+    """Raise UserError where the run is written to a folder that is lost with its pod, or reads one that no pod has.
+
+    On one host a run at a URL may be written anywhere first: it is uploaded from there.
+    """
+    key, folder = (
+        ("run.local_folder", request.local_folder) if request.is_at_url else ("run.folder", request.run_folder)
+    )
+    is_kept = folder is not None and any(Path(folder).is_relative_to(path) for path in volumes)
+    if not is_kept and not (request.is_at_url and request.num_nodes == 1):
+        raise UserError(
+            f"{key}: {folder or 'it is not set, and the default'} exists only in the pod, and is lost with it. Mount a "
+            "volume that all pods can write: --claim CLAIM:/PATH"
+        )
+    for key, path in read_paths(loaded.config):
+        if not any(Path(path).is_relative_to(folder) for folder in folders):
+            raise UserError(
+                f"{key}: {path} is only on this machine, not on the hosts. Mount a volume with --claim CLAIM:/PATH, or "
+                "name a folder of the image with --in-image."
+            )
 
 
 def _job_files(arguments: JobFileArguments, loaded: LoadedConfig) -> tuple[File, ...]:
-    """Return the job, the accelerate file and its DeepSpeed config; raises UserError if they are too large."""
+    """Return the job, the accelerate file and its DeepSpeed config. Raises UserError."""
     values = read_accelerate_file(arguments.accelerate).values
     named = (values.get("deepspeed_config") or {}).get("deepspeed_config_file")
     try:
@@ -123,19 +142,4 @@ def _job_files(arguments: JobFileArguments, loaded: LoadedConfig) -> tuple[File,
         raise UserError(
             f"--accelerate {arguments.accelerate}: {named or 'the file'} cannot be read: {error}."
         ) from error
-    if sum(len(file.content.encode()) for file in files) > _MAX_FILE_BYTES:
-        raise UserError("--config: job, accelerate file and DeepSpeed config are too large for a ConfigMap.")
     return tuple(files)
-
-
-def _read_claims(texts: Sequence[str]) -> dict[str, str]:
-    """Return the persistent volume claim of each path; raises UserError."""
-    claims: dict[str, str] = {}
-    for text in texts:
-        claim, mark, path = text.partition(":")
-        if not mark or not claim or not path.startswith("/"):
-            raise UserError(f"--claim {text}: write CLAIM:/PATH, a persistent volume claim and its mount path.")
-        if path in claims or path == "/dev/shm":
-            raise UserError(f"--claim {text}: {path} is already a mount path.")
-        claims[path] = claim
-    return claims

@@ -1,10 +1,8 @@
-"""The results of the runs: the metric that ranks them, their progress, and the table with the best first."""
+"""The results of the runs: the metric that ranks them, and the table with the best first."""
 
 import math
-import shlex
-import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +10,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from finetune.commands.sweep.axes import Values, short_keys, shown_value
+from finetune.commands.sweep.axes import short_keys, shown_value
 from finetune.commands.sweep.runs import FAILED, FINISHED, PRUNED, RunOutcome, SweepRun
 from finetune.config.formatting import format_list
 from finetune.config.rules.checkpoint import evaluation_metrics
@@ -93,90 +91,49 @@ def measurements(history: RunHistory, metric: str) -> list[tuple[int, float]]:
     return [(history.step, loss_sum / float(targets.sum()) if targets.any() else math.nan)]
 
 
-SECONDS_BETWEEN_LINES = 30.0
-
-
-@dataclass
-class SweepLog:
-    """Lines about runs that start and end, and every 30 s about those that are active."""
-
-    num_runs: int
-    _shown_at: dict[str, float] = field(default_factory=dict)
-
-    def start_run(self, run: SweepRun) -> None:
-        """Print that a run was started, and its log file."""
-        self._shown_at[run.name] = time.monotonic()
-        log_line(f"[{len(self._shown_at)}/{self.num_runs}] {run.name}: started, log in {run.log}")
-
-    def update(self, run: SweepRun, history: RunHistory) -> None:
-        """Print the progress of an active run unless its line is recent."""
-        if time.monotonic() - self._shown_at[run.name] >= SECONDS_BETWEEN_LINES:
-            self._shown_at[run.name] = time.monotonic()
-            step = f"step {history.step}  loss {history.steps.losses[-1]:.4f}" if history.steps else "starting"
-            log_line(f"{run.name}: {step}")
-
-    def end_run(self, run: SweepRun, outcome: RunOutcome, history: RunHistory) -> None:
-        """Print how a run has ended, in one line, followed by the rest of the message of a run that failed."""
-        facts = [outcome.state]
-        if outcome.num_steps:
-            facts.append(f"step {outcome.step}/{outcome.num_steps}")
-        if history.evaluations:
-            facts.append(format_metrics(history.evaluations[-1].metrics))
-        elif history.steps:
-            facts.append(f"loss {history.steps.losses[-1]:.4f}")
-        first, *more = outcome.message.splitlines() or [""]
-        line = f"{run.name}: {'  '.join(facts)}{f'  ({first})' if first else ''}"
-        log_line("\n".join([line, *(f"  {text}" for text in more)]))
-
-
-def log_line(line: str) -> None:
-    """Print the line at once."""
-    print(line, flush=True)
+def describe_end(run: SweepRun, outcome: RunOutcome, history: RunHistory) -> str:
+    """Return how a run has ended, in one line, followed by the rest of the message of a run that failed."""
+    facts = [outcome.state]
+    if outcome.num_steps:
+        facts.append(f"step {outcome.step}/{outcome.num_steps}")
+    if history.evaluations:
+        facts.append(format_metrics(history.evaluations[-1].metrics))
+    elif history.steps:
+        facts.append(f"loss {history.steps.losses[-1]:.4f}")
+    first, *more = outcome.message.splitlines() or [""]
+    line = f"{run.name}: {'  '.join(facts)}{f'  ({first})' if first else ''}"
+    return "\n".join([line, *(f"  {text}" for text in more)])
 
 
 @dataclass(frozen=True)
 class SweepResult:
     """The result of one run so far; `final` and `best` are values of the objective's metric."""
 
-    name: str
-    values: Values
-    folder: Path
-    state: str
-    message: str
+    run: SweepRun
+    outcome: RunOutcome
     final: float | None
     best: float | None
     best_step: int | None
-    step: int
-    num_steps: int | None
 
 
 def read_sweep_result(run: SweepRun, outcome: RunOutcome, objective: Objective) -> SweepResult:
     """Return the result of a run from the events in its folder."""
-    history = history_so_far(run.folder)
-    measured = measurements(history, objective.metric)
+    measured = measurements(history_so_far(run.folder), objective.metric)
     best_step, best = min(measured, key=lambda pair: objective.sort_key(pair[1]), default=(None, None))
-    return SweepResult(
-        name=run.name,
-        values=run.values,
-        folder=run.folder,
-        state=outcome.state,
-        message=outcome.message,
-        final=measured[-1][1] if measured else None,
-        best=best,
-        best_step=best_step,
-        step=max(outcome.step, history.step),
-        num_steps=outcome.num_steps,
-    )
+    return SweepResult(run, outcome, measured[-1][1] if measured else None, best, best_step)
 
 
 def rank_results(results: Iterable[SweepResult], objective: Objective) -> list[SweepResult]:
     """Return finished runs first, then the others; among them the best final value first."""
-    return sorted(results, key=lambda result: (result.state != FINISHED, objective.sort_key(result.final), result.name))
+    return sorted(
+        results,
+        key=lambda result: (result.outcome.state != FINISHED, objective.sort_key(result.final), result.run.name),
+    )
 
 
 def best_of(ranked: Sequence[SweepResult]) -> SweepResult | None:
     """Return the best finished run; None if none has a value."""
-    finished = (result for result in ranked if result.state == FINISHED)
+    finished = (result for result in ranked if result.outcome.state == FINISHED)
     return next((result for result in finished if result.final is not None and not math.isnan(result.final)), None)
 
 
@@ -191,17 +148,18 @@ def results_table(results: Sequence[SweepResult], objective: Objective, *, swept
     for result in results:
         shown = {
             key: f"{value:.6g}" if isinstance(value, float) else shown_value(value)
-            for key, value in result.values.items()
+            for key, value in result.run.values.items()
         }
-        first = next(iter(result.message.splitlines()), "")
-        status = f"{result.state}: {first}" if first else result.state
+        outcome = result.outcome
+        first = next(iter(outcome.message.splitlines()), "")
+        status = f"{outcome.state}: {first}" if first else outcome.state
         table.add_row(
             *(shown.get(key, ABSENT) for key in swept),
             _number(result.final),
             _number(result.best),
             ABSENT if result.best_step is None else str(result.best_step),
-            f"{result.step}/{result.num_steps}" if result.num_steps else ABSENT,
-            Text(status, {FINISHED: "green", FAILED: "red"}.get(result.state, "")),
+            f"{outcome.step}/{outcome.num_steps}" if outcome.num_steps else ABSENT,
+            Text(status, {FINISHED: "green", FAILED: "red"}.get(outcome.state, "")),
         )
     return table
 
@@ -210,19 +168,19 @@ def _number(value: float | None) -> str:
     return ABSENT if value is None else f"{value:.4f}"
 
 
-def closing_lines(results: Sequence[SweepResult], objective: Objective, *, again: Sequence[str]) -> Iterator[str]:
-    """Yield the best run and where it is, failed runs and unfinished ones; `again` is the command that continues."""
+def closing_lines(results: Sequence[SweepResult], objective: Objective) -> Iterator[str]:
+    """Yield the best run and where it is, failed runs and the number of unfinished ones."""
     best = best_of(results)
     if best is not None:
-        yield f"best: {best.name}, {objective.metric} {_number(best.final)} after step {best.step}"
-        if best.best_step not in (None, best.step) and best.best != best.final:
+        yield f"best: {best.run.name}, {objective.metric} {_number(best.final)} after step {best.outcome.step}"
+        if best.best_step not in (None, best.outcome.step) and best.best != best.final:
             yield f"  it was {_number(best.best)} at step {best.best_step}"
-        yield f"  its model: {best.folder / 'final'}"
-    failed = [result for result in results if result.state == FAILED]
+        yield f"  its model: {best.run.folder / 'final'}"
+    failed = [result for result in results if result.outcome.state == FAILED]
     for result in failed:
-        yield f"failed: {result.name}: {result.message}"
+        yield f"failed: {result.run.name}: {result.outcome.message}"
     if failed:
-        yield f"after a fix, start the failed runs again: {shlex.join([*again, '--retry-failed'])}"
-    num_open = sum(result.state not in (FINISHED, FAILED, PRUNED) for result in results)
+        yield "after a fix, the same command with --retry-failed starts the failed runs again"
+    num_open = sum(result.outcome.state not in (FINISHED, FAILED, PRUNED) for result in results)
     if num_open:
-        yield f"{num_open} of {len(results)} runs are not finished; the same command continues: {shlex.join(again)}"
+        yield f"{num_open} of {len(results)} runs are not finished; the same command continues"

@@ -12,7 +12,7 @@ from finetune.config.resume_keys import COMPARED_BY_CONTENT, keys_that_may_diffe
 from finetune.config.run_config import RunConfig
 from finetune.config.section import parent_keys, with_location
 from finetune.config.yaml import MAX_LISTED
-from finetune.errors import ConfigError, Problem, UserError
+from finetune.errors import ConfigError, Problem
 from finetune.runtime.supervision import status as status_file
 
 RUNS_FOLDER, LOGS_FOLDER = "runs", "logs"
@@ -75,30 +75,22 @@ def own_overrides(run: SweepRun, loaded: LoadedConfig) -> list[str]:
     return texts
 
 
-def check_runs(job: Path, runs: Sequence[SweepRun], *, num_processes: int) -> dict[str, LoadedConfig]:
-    """Return the config of each run by its name; raises ConfigError with the problems of all runs."""
-    names_by_problem: dict[Problem, list[str]] = {}
-    configs = {}
+def check_runs(job: Path, runs: Sequence[SweepRun], *, num_processes: int) -> LoadedConfig:
+    """Return the config of the first run; raises ConfigError with the problems of all runs."""
+    runs_by_problem: dict[Problem, str] = {}
+    configs = []
     for run in runs:
         try:
-            configs[run.name] = load_run(job, run, num_processes=num_processes)
+            configs.append(load_run(job, run, num_processes=num_processes))
         except ConfigError as error:
             for problem in error.problems:
-                names_by_problem.setdefault(problem, []).append(run.name)
-    problems = []
-    for problem, names in names_by_problem.items():
-        if len(names) < len(runs):
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            problem = replace(problem, message=f"{problem.message} (run {names[0]}{more})")
-        problems.append(problem)
+                runs_by_problem.setdefault(problem, run.name)
+    problems = [
+        replace(problem, message=f"{problem.message} (run {name})") for problem, name in runs_by_problem.items()
+    ]
     if problems:
         raise ConfigError(problems[:MAX_LISTED], job.name, num_more=max(0, len(problems) - MAX_LISTED))
-    first_names: dict[str, str] = {}
-    for name, loaded in configs.items():
-        first = first_names.setdefault(loaded.config.model_dump_json(), name)
-        if first != name:  # such as with `1` and `1.0`
-            raise UserError(f"--set: the runs {first} and {name} are the same run. Remove one of the two values.")
-    return configs
+    return configs[0]
 
 
 def load_run(job: Path, run: SweepRun, *, num_processes: int) -> LoadedConfig:

@@ -10,8 +10,6 @@ import hashlib
 import json
 import math
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -30,7 +28,6 @@ from finetune.commands.sweep.results import TRAIN_LOSS, Objective, history_so_fa
 from finetune.commands.sweep.runs import (
     FAILED,
     FINISHED,
-    LOGS_FOLDER,
     PRUNED,
     RUNS_FOLDER,
     RecordedRun,
@@ -75,14 +72,14 @@ _STORED_FACTS, _STORED_RUN = TypeAdapter(SweepFacts), TypeAdapter(RecordedRun)
 class SweepStudy:
     """The runs of a sweep, in memory and in the journal, which is written at every change."""
 
-    def __init__(self, folder: Path, *, space: Space, seed: int = 0, journal: Path | None = None) -> None:
-        """Open the journal of the folder, or another one; raises UserError if it is damaged."""
+    def __init__(self, folder: Path, *, space: Space, seed: int = 0) -> None:
+        """Open the journal, which is created; raises UserError if it is damaged."""
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         self.folder, self.space, self._seed = folder, space, seed
         self.runs: dict[str, RecordedRun] = {}
         self._open_trials: dict[str, optuna.Trial] = {}  # of runs that have not ended, or can be continued
         self._facts: SweepFacts | None = None
-        path = journal or folder / JOURNAL_FILE
+        path = folder / JOURNAL_FILE
         try:
             if path.exists():
                 content = read_regular(path)
@@ -281,12 +278,8 @@ def _shown(text: str | None) -> str:
 
 
 @contextmanager
-def lock_sweep(folder: Path) -> Iterator[Path]:
-    """Hold the sweep's folder, which is created, and yield its journal.
-
-    Raises UserError if another sweep holds it, or if it has files of anything else.
-    """
-    _require_sweep_folder(folder)
+def lock_sweep(folder: Path) -> Iterator[None]:
+    """Hold the sweep's folder, which is created; raises UserError if another sweep holds it."""
     lock = FileLock(folder / LOCK_FILE)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -299,30 +292,6 @@ def lock_sweep(folder: Path) -> Iterator[Path]:
         reason = error.strerror or error
         raise UserError(f"--folder: {folder} cannot be written: {reason}. Choose another folder.") from error
     try:
-        yield folder / JOURNAL_FILE
+        yield
     finally:
         lock.release()
-
-
-@contextmanager
-def copied_journal(folder: Path) -> Iterator[Path]:
-    """Yield a copy of the folder's journal, or the path of a new one, which is deleted at the end."""
-    _require_sweep_folder(folder)
-    with tempfile.TemporaryDirectory() as copies:
-        journal = Path(copies, JOURNAL_FILE)
-        if (folder / JOURNAL_FILE).exists():
-            shutil.copyfile(folder / JOURNAL_FILE, journal)
-        yield journal
-
-
-def _require_sweep_folder(folder: Path) -> None:
-    """Raise UserError for a file, and for a folder with files but without a journal."""
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"--folder: {folder} is not a folder. Choose another.")
-    names = sorted(file.name for file in folder.iterdir()) if folder.is_dir() else []
-    foreign = [name for name in names if name not in (RUNS_FOLDER, LOGS_FOLDER) and not name.startswith(".")]
-    if foreign and JOURNAL_FILE not in names:
-        raise UserError(
-            f"--folder: {folder} is not the folder of a sweep: it has `{truncate(foreign[0])}` and no {JOURNAL_FILE}. "
-            "Choose a new folder, or that of the sweep to continue."
-        )

@@ -5,10 +5,8 @@ that Ctrl-C reaches only the sweep, and ends with the sweep.
 """
 
 import itertools
-import math
 import shlex
 import signal
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -21,10 +19,9 @@ from finetune.commands.sweep.axes import Axis, bounds_of, grid_points, is_inside
 from finetune.commands.sweep.launching import LaunchPlan, Start, StopSignals, plan_launch, recorded_signals
 from finetune.commands.sweep.results import (
     Objective,
-    SweepLog,
     choose_objective,
     closing_lines,
-    log_line,
+    describe_end,
     rank_results,
     read_sweep_result,
     results_table,
@@ -41,8 +38,7 @@ from finetune.commands.sweep.runs import (
     make_run,
     name_runs,
 )
-from finetune.commands.sweep.study import SweepStudy, copied_journal, lock_sweep
-from finetune.config.load import LoadedConfig
+from finetune.commands.sweep.study import SweepStudy, lock_sweep
 from finetune.config.paths import is_url
 from finetune.errors import UserError
 from finetune.launch.child import end_of_log, kill_child, start_child
@@ -51,9 +47,6 @@ from finetune.runtime.run_folder import is_locked
 from finetune.runtime.supervision.status import read_status
 from finetune.runtime.text.redact import redacted_command
 from finetune.runtime.text.terminal import printable
-
-MAX_RUNS = 100
-"""More have to be confirmed with `--max-runs`."""
 
 POLL_SECONDS, WATCH_SECONDS = 0.1, 1.0
 STOP_FILE = "STOP"
@@ -72,7 +65,6 @@ class SweepRequest:
     metric: str | None = None
     search: int | None = None
     seed: int = 0
-    max_runs: int = MAX_RUNS
     retry_failed: bool = False
     dry_run: bool = False
 
@@ -85,12 +77,6 @@ def sweep(request: SweepRequest, *, start: Start = start_child) -> int:
     """
     axes = parse_axes(request.override)
     space = parse_space(axes, is_search=request.search is not None)
-    count = math.prod(len(axis.values) for axis in axes)
-    if request.search is None and count > request.max_runs:
-        raise UserError(
-            f"--set: these values make {count:,} runs; at most {request.max_runs:,} are started. Remove values, or "
-            f"confirm with --max-runs {count}."
-        )
     points = grid_points(axes) if request.search is None else list(bounds_of(space, axes))
     plan = plan_launch(
         request.config.absolute(),
@@ -99,23 +85,25 @@ def sweep(request: SweepRequest, *, start: Start = start_child) -> int:
         at_once=request.at_once,
     )
     planned = name_runs(points, axes, swept=space, folder=Path(), names={})
-    configs = check_runs(request.config, planned, num_processes=plan.data_parallel_size)
-    first = configs[planned[0].name]
+    first = check_runs(request.config, planned, num_processes=plan.data_parallel_size)
     objective = choose_objective(request.metric, first.config)
     if request.folder is None and is_url(first.config.run.folder):
         raise UserError(
             "--folder: the job's run.folder is a URL, and a sweep is written to a folder of this machine. Name one."
         )
     folder = (request.folder or Path(f"{first.config.run.folder}-sweep")).absolute()
-    open_journal = copied_journal if request.dry_run else lock_sweep
-    with recorded_signals() as stop, open_journal(folder) as journal:
-        study = SweepStudy(folder, space=space, seed=request.seed, journal=journal)
+    if request.dry_run:
+        count = f"{len(planned)} runs" if request.search is None else f"search of {request.search} runs, at its bounds"
+        print(f"{count}, {plan.at_once} at once, in {folder}")
+        for run in name_runs(points, axes, swept=space, folder=folder, names={}):
+            state = read_status(run.folder).get("state", WAITING)
+            print(f"{run.name}: {state}\n  {shlex.join(redacted_command(plan.command(run, first)))}")
+        return 0
+    with recorded_signals() as stop, lock_sweep(folder):
+        study = SweepStudy(folder, space=space, seed=request.seed)
         study.begin(first.config, objective=objective, is_search=request.search is not None)
         runs = name_runs(points, axes, swept=study.facts.swept, folder=folder, names=study.names)
         session = SweepSession(request, plan, axes, objective, study, stop, start)
-        if request.dry_run:
-            session.print_plan(runs, first)
-            return 0
         session.wait_for_writers()
         if request.search is None:
             session.run_grid(runs)
@@ -150,20 +138,11 @@ class SweepSession:
     start: Start
     active: list[ActiveRun] = field(default_factory=list)
 
-    def print_plan(self, runs: Sequence[SweepRun], loaded: LoadedConfig) -> None:
-        """Print the commands that would be started; of a search, those at the bounds of its ranges."""
-        search = self.request.search
-        count = f"{len(runs)} runs" if search is None else f"search of {search} runs, checked at the bounds below"
-        print(f"{count}, {self.plan.at_once} at once, in {self.study.folder}")
-        for run in runs:
-            state = self.study.outcome(run.name).state if run.name in self.study.runs else WAITING
-            print(f"{run.name}: {state}\n  {shlex.join(redacted_command(self.plan.command(run, loaded)))}")
-
     def wait_for_writers(self) -> None:
         """Wait until processes of an earlier, killed call have saved and no longer write to the runs."""
         for run in self.recorded_runs():
             if is_locked(run.folder) and self.stop.first is None:
-                log_line(f"waiting for {run.folder}, to which a run of an earlier call still writes")
+                _log(f"waiting for {run.folder}, to which a run of an earlier call still writes")
             while is_locked(run.folder) and self.stop.first is None:
                 time.sleep(POLL_SECONDS)
 
@@ -172,48 +151,48 @@ class SweepSession:
         for run in runs:
             self.study.add(run)
         due = [run for run in runs if self._is_due(run)]
-        log_line(f"{len(runs)} runs, {len(due)} to do, {self.plan.at_once} at once, in {self.study.folder}")
-        self.run_all(iter(due), num_runs=len(due))
+        _log(f"{len(runs)} runs, {len(due)} to do, {self.plan.at_once} at once, in {self.study.folder}")
+        self.run_all(iter(due))
 
     def run_search(self, num_runs: int) -> None:
         """Continue the runs of earlier calls that are due, then start new ones up to this number of runs."""
         known = self.recorded_runs()
         due = [run for run in known if self._is_due(run) and is_inside(run.values, self.study.space)]
         num_left = len(due) + max(0, num_runs - len(known))
-        log_line(f"search of {num_runs} runs, {num_left} to do, in {self.study.folder}")
+        _log(f"search of {num_runs} runs, {num_left} to do, in {self.study.folder}")
         proposed = (self._as_run(self.study.propose()) for _ in range(num_runs - len(known)))
-        self.run_all(itertools.chain(due, proposed), num_runs=num_left)
+        self.run_all(itertools.chain(due, proposed))
 
     def _is_due(self, run: SweepRun) -> bool:
         """Return whether to start the run: failed ones only with `--retry-failed`."""
         state = self.study.outcome(run.name).state
         return state not in DONE and (state != FAILED or self.request.retry_failed)
 
-    def run_all(self, runs: Iterator[SweepRun], *, num_runs: int) -> None:
+    def run_all(self, runs: Iterator[SweepRun]) -> None:
         """Train the runs; return when all have ended or, after a signal, when the active ones have saved."""
-        log, watched_at = SweepLog(num_runs), 0.0
+        watched_at = 0.0
         try:
             while True:
                 while self.stop.first is None and len(self.active) < self.plan.at_once:
                     run = next(runs, None)
                     if run is None:
                         break
-                    self._start_run(run, log)
+                    self._start_run(run)
                 if not self.active:
                     return
                 time.sleep(POLL_SECONDS)
                 if self.stop.first is not None:
-                    self._forward_signal(self.stop.first, log)
-                self._collect_ended(log)
-                if time.monotonic() - watched_at >= WATCH_SECONDS:
+                    self._forward_signal(self.stop.first)
+                self._collect_ended()
+                if self.request.search is not None and time.monotonic() - watched_at >= WATCH_SECONDS:
                     watched_at = time.monotonic()
-                    self._watch(log)
+                    self._prune()
         except BaseException:
             for active in self.active:
                 active.process.send_signal(signal.SIGTERM)
             raise
 
-    def _start_run(self, run: SweepRun, log: SweepLog) -> None:
+    def _start_run(self, run: SweepRun) -> None:
         slot = min(set(range(self.plan.at_once)) - {active.slot for active in self.active})
         reader = HistoryReader(run.folder / EVENTS_FILE, keep_steps=True)
         self.study.start(run)
@@ -225,16 +204,16 @@ class SweepSession:
             started = time.time()
             process = self.start(command, log=run.log, environment=self.plan.environment(slot))
         except (UserError, OSError) as error:
-            log.end_run(run, self.study.end(run, reader.history, error=str(error)), reader.history)
+            self._end(run, reader, error=str(error))
             return
         self.active.append(ActiveRun(run, process, slot, reader, started))
-        log.start_run(run)
+        _log(f"{run.name}: started, log in {run.log}")
 
-    def _forward_signal(self, number: signal.Signals, log: SweepLog) -> None:
+    def _forward_signal(self, number: signal.Signals) -> None:
         to_stop = [active for active in self.active if not active.is_stopping]
         if to_stop:
             count = f"{len(to_stop)} run{'s' if len(to_stop) > 1 else ''}"
-            log_line(f"{number.name}: {count} will save and stop; the same command continues. Ctrl-C again kills.")
+            _log(f"{number.name}: {count} will save and stop; the same command continues. Ctrl-C again kills.")
         for active in to_stop:
             active.is_stopping = True
             active.process.send_signal(signal.SIGTERM)
@@ -242,7 +221,7 @@ class SweepSession:
             for active in self.active:
                 kill_child(active.process)
 
-    def _collect_ended(self, log: SweepLog) -> None:
+    def _collect_ended(self) -> None:
         """Record and print the runs that have ended."""
         for active in list(self.active):
             if active.exit_code is None:
@@ -250,28 +229,29 @@ class SweepSession:
             if active.exit_code is None or (is_locked(active.run.folder) and not self.stop.is_urgent):
                 continue  # a rank may outlive its launcher while it saves
             self.active.remove(active)
-            with suppress(OSError):
-                active.reader.read_new()
             written = read_status(active.run.folder).get("time")
             has_status = isinstance(written, int | float) and written >= active.started
             error = None
             if active.exit_code > 0 and not has_status:
                 error = printable(end_of_log(active.run.log)) or f"exit code {active.exit_code}"
-            history = active.reader.history
-            log.end_run(active.run, self.study.end(active.run, history, error=error), history)
+            self._end(active.run, active.reader, error=error)
 
-    def _watch(self, log: SweepLog) -> None:
-        """Read the new events of the runs, and prune the poor ones of a search."""
+    def _end(self, run: SweepRun, reader: HistoryReader, *, error: str | None) -> None:
+        """Record and print how a run has ended."""
+        with suppress(OSError):
+            reader.read_new()
+        _log(describe_end(run, self.study.end(run, reader.history, error=error), reader.history))
+
+    def _prune(self) -> None:
+        """Stop the poor runs of a search, by their new events."""
         for active in self.active:
             with suppress(OSError):
                 active.reader.read_new()
             history = active.reader.history
-            is_search = self.request.search is not None
-            if is_search and not active.is_stopping and self.study.should_prune(active.run.name, history):
+            if not active.is_stopping and self.study.should_prune(active.run.name, history):
                 active.is_stopping = True
                 (active.run.folder / STOP_FILE).touch()
-                log_line(f"{active.run.name}: pruned at step {history.step}; it will save and stop")
-            log.update(active.run, history)
+                _log(f"{active.run.name}: pruned at step {history.step}; it will save and stop")
 
     def recorded_runs(self) -> list[SweepRun]:
         """Return all runs that the sweep has ever had."""
@@ -293,9 +273,13 @@ class SweepSession:
         )
         print()
         print_table(results_table(results, self.objective, swept=self.study.facts.swept))
-        again = redacted_command(["finetune", *(word for word in sys.argv[1:] if word != "--retry-failed")])
-        for line in closing_lines(results, self.objective, again=again):
+        for line in closing_lines(results, self.objective):
             print(line)
         if self.stop.first is not None:
             return 128 + self.stop.first
-        return int(any(result.state in (FAILED, INTERRUPTED) for result in results))
+        return int(any(result.outcome.state in (FAILED, INTERRUPTED) for result in results))
+
+
+def _log(line: str) -> None:
+    """Print a line of progress at once."""
+    print(line, flush=True)

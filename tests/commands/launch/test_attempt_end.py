@@ -14,7 +14,7 @@ from finetune.commands.launch.attempt_end import (
     decide_restart,
     newest_step,
     print_decision,
-    read_run_end,
+    read_end,
 )
 
 
@@ -173,5 +173,7 @@ def test_a_job_is_never_restarted_in_a_row_more_often_than_allowed():
         ({}, AttemptEnd(None, "")),
     ],
 )
-def test_a_status_is_read_with_care(facts, expected):
-    assert read_run_end(facts) == expected
+def test_a_status_is_read_with_care(tmp_path, facts, expected):
+    (tmp_path / "status.json").write_text(json.dumps({"time": 1500.0, **facts}))
+    assert read_end(tmp_path, since=1000.0) == expected
+    assert read_end(tmp_path, since=2000.0) is None

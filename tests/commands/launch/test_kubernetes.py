@@ -98,9 +98,9 @@ def test_shellcheck_finds_nothing_in_any_script(words):
 
 
 def test_a_job_set_starts_again_as_a_whole_unless_the_run_is_over(words):
-    job_set = objects(words("fsdp2", stop=300, max_restarts=5), max_starts=50)[-1]
+    job_set = objects(words("fsdp2", stop=300, max_restarts=5))[-1]
     policy, job = job_set["spec"]["failurePolicy"], job_set["spec"]["replicatedJobs"][0]["template"]["spec"]
-    assert policy["maxRestarts"] == 49 and policy["rules"][0]["onJobFailureReasons"] == ["PodFailurePolicy"]
+    assert policy["maxRestarts"] == 99 and policy["rules"][0]["onJobFailureReasons"] == ["PodFailurePolicy"]
     assert job["backoffLimit"] == 0 and job["completionMode"] == "Indexed" and job["completions"] == 2
     disrupted, over = job["podFailurePolicy"]["rules"]
     assert disrupted["action"] == "Count" and over["action"] == "FailJob"
@@ -112,10 +112,10 @@ def test_a_job_set_starts_again_as_a_whole_unless_the_run_is_over(words):
 
 
 def test_ranks_meet_at_the_first_pod(words):
-    job_set = objects(words("ddp", name="first"))[-1]
+    job_set = objects(words("ddp"))[-1]
     network, script = job_set["spec"]["network"], script_of([job_set])
-    assert network["enableDNSHostnames"] and "MASTER_ADDR=first-node-0-0.first\n" in script
-    assert network["subdomain"] == "first" and 'MACHINE_RANK="$JOB_COMPLETION_INDEX"' in script
+    assert network["enableDNSHostnames"] and "MASTER_ADDR=run-node-0-0.run\n" in script
+    assert network["subdomain"] == "run" and 'MACHINE_RANK="$JOB_COMPLETION_INDEX"' in script
 
 
 def test_the_pod_mounts_the_files_of_the_job_at_their_local_paths(words, project):
@@ -154,8 +154,6 @@ def test_hostile_values_arrive_unchanged_or_are_refused(words, project, hostile)
         ({"in_image": ()}, "data.train.path"),
         ({"claim": ("data",)}, "--claim data"),
         ({"claim": ("data:relative",)}, "--claim data:relative"),
-        ({"claim": ("a:/data", "b:/data")}, "--claim b:/data"),
-        ({"claim": ("data:/dev/shm",)}, "--claim data:/dev/shm"),
         ({"secret": ("API_KEY=wandb",)}, "--secret API_KEY"),
         ({"node_selector": ("x",)}, "--node-selector"),
     ],
@@ -176,9 +174,3 @@ def test_a_run_that_is_lost_with_its_pod_is_refused(words, project):
         launch("run.folder=s3://bucket/run")
     assert launch("run.folder=s3://bucket/run", nodes=1) == 0
     assert launch("run.folder=s3://bucket/run", "run.local_folder=/data/stage") == 0
-
-
-def test_a_file_that_is_too_large_is_refused(words, project):
-    (project / "job.yaml").write_text((project / "job.yaml").read_text() + "# long\n" * 40_000)
-    with refused(UserError, "ConfigMap"):
-        objects(words("ddp"))

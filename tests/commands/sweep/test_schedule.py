@@ -75,7 +75,7 @@ def scheduling(job, folder, monkeypatch, capsys):
         monkeypatch.setattr(sweep, "load_run", load or (lambda *_, **__: loaded))
         request = SweepRequest(job)
         session = SweepSession(request, plan, [], loss, study, stop or StopSignals(), start)
-        session.run_all(iter(runs), num_runs=len(runs))
+        session.run_all(iter(runs))
         return [study.outcome(name).state for name in study.runs], capsys.readouterr().out
 
     run.started, run.num_alive = started, num_alive

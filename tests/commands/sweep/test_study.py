@@ -12,7 +12,7 @@ from optuna.distributions import CategoricalDistribution, FloatDistribution
 from finetune.commands.sweep.axes import contains, value_text
 from finetune.commands.sweep.results import Objective, history_so_far
 from finetune.commands.sweep.runs import FAILED, FINISHED, INTERRUPTED, WAITING, SweepRun
-from finetune.commands.sweep.study import SweepStudy, copied_journal, lock_sweep
+from finetune.commands.sweep.study import SweepStudy, lock_sweep
 from finetune.config.load import load_config
 from finetune.errors import UserError
 from tests.refusals import refused
@@ -190,27 +190,6 @@ def test_a_changed_job_is_refused_by_the_names_of_its_keys(opened):
     with refused(UserError, "train.steps: `10`", "`20`", "train.optimizer.weight_decay"):
         opened(overrides=["train.steps=20", "train.optimizer.weight_decay=0.3"])
     opened(space={**SPACE, "train.steps": choices(10, 20)}, overrides=["train.steps=20"])
-
-
-def test_a_dry_run_works_on_a_copy_of_the_journal(opened):
-    study = opened()
-    study.propose()
-    path = study.folder / "sweep.journal"
-    before = path.read_bytes()
-    with copied_journal(study.folder) as journal:
-        copy = SweepStudy(study.folder, space=SPACE, journal=journal)
-        assert copy.runs == study.runs
-    assert path.read_bytes() == before and not journal.exists()
-    with copied_journal(study.folder.parent / "new") as journal:
-        assert SweepStudy(study.folder.parent / "new", space=SPACE, journal=journal).runs == {}
-    assert not (study.folder.parent / "new").exists()
-
-
-def test_another_folder_is_refused(tmp_path):
-    (tmp_path / "thesis.tex").touch()
-    for folder, key in ((tmp_path, "`thesis.tex`"), (tmp_path / "thesis.tex", "--folder")):
-        with refused(UserError, key), lock_sweep(folder):
-            pass
 
 
 @pytest.mark.parametrize("text", ["{\n", "[]\n", '{"op_code": 1}\n', "null\n", "[" * 5000 + "\n", "\x00\n"])

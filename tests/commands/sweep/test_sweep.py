@@ -55,7 +55,6 @@ def test_a_sweep_with_an_invalid_setting_starts_no_run(job, tmp_path):  # noqa: 
     folder = tmp_path / "sweep"
     for overrides, settings, message in [
         (["train.learning_rate=1e-2,-1"], {}, "`-1` is not allowed"),
-        (["run.seed=" + ",".join(map(str, range(101)))], {}, "these values make 101 runs; at most 100"),
         (["run.seed=1..9"], {}, "a range needs --search N"),
         ([RATES], {"metric": "rouge"}, "no evaluation of the job measures it"),
         ([RATES], {"processes_per_run": 3}, "cannot be shared by 3 processes"),
@@ -86,10 +85,9 @@ def test_a_failing_run_ends_no_other_and_further_values_add_runs(job, tmp_path, 
     assert run(job, folder, broken, retry_failed=True) == 1
     assert len(started(capsys)) == 1
     wider = [broken.replace("null,", "null,{rank: 2, alpha: 4.0},")]
-    assert run(job, folder, *wider, json=True) == 1
-    facts = json.loads(capsys.readouterr().out)
-    assert sorted(each["state"] for each in facts["runs"]) == ["failed", "finished", "finished"]
-    assert [each["step"] for each in facts["runs"][:2]] == [8, 8] and facts["metric"] == "loss"
+    assert run(job, folder, *wider) == 1
+    table = capsys.readouterr().out.partition("status")[2]
+    assert table.count(" finished") == 2 and table.count("8/8") == 2 and " failed: " in table
     with pytest.raises(UserError, match=r"train.steps: `8` then, `9` now"):
         run(job, folder, *wider, "train.steps=9")
     assert run(job, folder, *wider, "report.log_every_steps=2") == 1  # it may differ on a resume
@@ -157,8 +155,6 @@ def test_a_killed_sweep_leaves_no_orphan_and_ends_as_an_undisturbed_one(job, tmp
     until(lambda: is_in_the_middle(second))
     os.kill(json.loads((second / "status.json").read_text())["pid"], signal.SIGKILL)
     assert process.wait() == 1  # the first run has ended, and the second is to be continued
-    log = (job.parent / f"{folder.name}.log").read_text()
-    assert f"sweep --config {job} --folder {folder} --set {RATES} --set {LONG[0]}" in log
 
     assert run(job, folder, RATES, *LONG) == 0
     for name in names:
