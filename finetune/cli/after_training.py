@@ -85,6 +85,35 @@ def export(
     )
 
 
+Against = Annotated[
+    str | None,
+    typer.Option(
+        metavar="BASE_OR_FOLDER",
+        help="Compare with `base` (the model that the job starts from), a run or a model folder, row by row. The exit "
+        "code is 1 unless it is better.",
+    ),
+]
+Margin = Annotated[
+    float | None, typer.Option(min=0.0, metavar="NATS", help="With --against: the least gain in loss. Default: 0.01.")
+]
+MaxForgetting = Annotated[
+    float | None,
+    typer.Option(
+        min=0.0,
+        max=1.0,
+        metavar="SHARE",
+        help="With --against: how many tokens of the other model's answers to general rows may change. Default: 0.3.",
+    ),
+]
+General = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE", help="With --against: general rows, each with `text` or `messages`. Default: 40 of our own."
+    ),
+]
+GatePage = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="With --against: also write a page.")]
+
+
 @with_ranks
 def evaluate(
     source: Source,
@@ -100,37 +129,11 @@ def evaluate(
     lm_eval: Annotated[
         str | None, typer.Option("--lm-eval", metavar="TASKS", help="Run these tasks of lm-eval instead (a,b,c).")
     ] = None,
-    against: Annotated[
-        str | None,
-        typer.Option(
-            metavar="BASE_OR_FOLDER",
-            help="Compare with `base` (the model that the job starts from), a run or a model folder, row by row. "
-            "Exit code 1 unless it is better.",
-        ),
-    ] = None,
-    margin: Annotated[
-        float | None,
-        typer.Option(min=0.0, metavar="NATS", help="With --against: the least gain in loss. Default: 0.01."),
-    ] = None,
-    max_forgetting: Annotated[
-        float | None,
-        typer.Option(
-            min=0.0,
-            max=1.0,
-            metavar="SHARE",
-            help="With --against: share of the tokens of the other model's general answers that may change. Default: "
-            "0.3.",
-        ),
-    ] = None,
-    general: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="With --against: general rows, each with `text` or `messages`. Default: 40 of our own."
-        ),
-    ] = None,
-    html: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="With --against: also write a page.")
-    ] = None,
+    against: Against = None,
+    margin: Margin = None,
+    max_forgetting: MaxForgetting = None,
+    general: General = None,
+    html: GatePage = None,
     trust_remote_code: Trust = False,
 ) -> int:
     """Evaluate a checkpoint, a `final/` or any model folder on the validation data of a job.

@@ -4,7 +4,6 @@ Nothing here has side effects: each function returns text. User input reaches a 
 only through `yaml_text`, whose texts mean the same in versions 1.1 and 1.2: `yes` and `010` stay strings.
 """
 
-import json
 import re
 import shlex
 import sys
@@ -195,8 +194,9 @@ def yaml_text(text: str, *, indent: int = 0) -> str:
     is_block = len(lines) > 2 and not lines[-1] and lines[-2] and not lines[0].startswith(" ")
     if is_block and lines[0] and all(line.isprintable() and line == line.rstrip() for line in lines):
         return "\n".join(["|", *(f"{' ' * indent}{line}" if line else "" for line in lines[:-1])])
-    string = json.dumps(text, ensure_ascii=False)
-    return "".join(letter if letter.isprintable() else f"\\U{ord(letter):08x}" for letter in string)
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    letters = (letter if letter.isprintable() else f"\\U{ord(letter):08x}" for letter in escaped)
+    return f'"{"".join(letters)}"'
 
 
 def unexpanded(text: str) -> str:

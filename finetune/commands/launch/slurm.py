@@ -14,7 +14,7 @@ from finetune.commands.launch.job_files import (
 )
 from finetune.config.rules.files import read_paths
 from finetune.errors import UserError
-from finetune.launch.jobs import JobRequest, ShellText, command_line, launch_words, next_words, render
+from finetune.launch.jobs import JobRequest, ShellText, Word, command_line, launch_words, next_words, render
 
 APPTAINER = "apptainer"
 LOGS_FOLDER = "logs"
@@ -46,11 +46,12 @@ def launch_slurm(arguments: JobFileArguments, slurm: SlurmArguments) -> int:
     check_options((arguments, slurm), advice=_SECRETS)
     request, loaded = check_job(arguments)
     folder = Path.cwd() if request.is_at_url else Path(request.run_folder)
-    inputs = [("--config", arguments.config), ("--accelerate", arguments.accelerate), *read_paths(loaded.config)]
+    files = [("--config", arguments.config), ("--accelerate", arguments.accelerate)]
     shared = [
         ("run.folder", str(folder)),
         ("run.local_folder", request.local_folder or ""),
-        *((key, str(Path(path).absolute())) for key, path in inputs),
+        *((key, str(path.absolute())) for key, path in files),
+        *((key, str(Path(path).absolute())) for key, path in read_paths(loaded.config)),
         ("the Python environment", sys.prefix if slurm.container is None else ""),
     ]
     for key, path in shared:
@@ -79,7 +80,7 @@ def _script(request: JobRequest, slurm: SlurmArguments, *, log_folder: Path, mou
     # A host whose ranks have ended must not end another that still saves or uploads: finetune itself ends failed runs.
     step = ["srun", "--kill-on-bad-exit=0", "--wait=0"]
     command = launch_words(request, machine_rank="SLURM_NODEID", log_folder=ShellText('"$LOGS/host-$SLURM_NODEID"'))
-    host = ["bash", "-c", f'LOGS="$1"; exec {command_line(command)}', "host", ShellText('"$logs"')]
+    host: list[Word] = ["bash", "-c", f'LOGS="$1"; exec {command_line(command)}', "host", ShellText('"$logs"')]
     image, alone = _container(slurm, mounts)
     has_own = sys.prefix != sys.base_prefix and slurm.container is None and not slurm.setup
     return render(

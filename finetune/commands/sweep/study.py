@@ -18,8 +18,9 @@ from typing import Any
 
 import optuna
 from filelock import FileLock, Timeout
-from optuna.distributions import CategoricalDistribution
+from optuna.distributions import BaseDistribution, CategoricalDistribution
 from optuna.storages.journal import JournalFileBackend
+from optuna.study import StudyDirection
 from optuna.trial import TrialState
 from pydantic import TypeAdapter
 
@@ -125,7 +126,7 @@ class SweepStudy:
                 f"--metric: this sweep was started with {before.metric}, and a search continues with the same metric. "
                 f"Write --metric {before.metric}, or choose another --folder."
             )
-        direction = "minimize" if before.is_minimized else "maximize"
+        direction = StudyDirection.MINIMIZE if before.is_minimized else StudyDirection.MAXIMIZE
         self._study = optuna.create_study(
             storage=self._storage, study_name=_NAME, direction=direction, pruner=_PRUNER, load_if_exists=True
         )
@@ -230,7 +231,7 @@ class SweepStudy:
             self._open_trials[run.name].set_user_attr(_RUN, stored)
             return
         params: dict[str, Any] = {}
-        distributions: dict[str, Distribution] = {}
+        distributions: dict[str, BaseDistribution] = {}
         for key, domain in self.space.items():
             if key in run.values and contains(domain, run.values[key]):
                 value, name = run.values[key], _parameter(key, domain)
