@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from finetune.cli.exit_codes import handle_errors, with_ranks
+from finetune.cli.exit_codes import with_ranks
 from finetune.cli.options import (
     Dtype,
     ForEngine,
@@ -42,7 +42,6 @@ def add_after_training(app: typer.Typer) -> None:
         app.command()(command)
 
 
-@handle_errors
 def export(
     source: Source,
     step: Step = None,
@@ -114,7 +113,6 @@ General = Annotated[
 ]
 
 
-@handle_errors
 @with_ranks
 def evaluate(
     source: Source,
@@ -168,7 +166,6 @@ def evaluate(
     )
 
 
-@handle_errors
 @with_ranks
 def generate(
     source: Source,
@@ -228,7 +225,6 @@ def generate(
     )
 
 
-@handle_errors
 def chat(
     source: Source,
     step: Step = None,
@@ -262,7 +258,6 @@ Price = Annotated[
 ]
 
 
-@handle_errors
 def report(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run, finished or not.")],
     price: Price = None,
@@ -274,9 +269,8 @@ def report(
     compare_command.report(run, price=price)
 
 
-@handle_errors
 def compare(
-    runs: Runs,
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders; the first is the reference.")],
     html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Also write a page with curves.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the comparison as JSON.")] = False,
 ) -> None:

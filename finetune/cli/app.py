@@ -7,8 +7,8 @@ import typer
 
 from finetune import __version__
 from finetune.cli import after_training, before_training, checkpoint, launch, verify
-from finetune.cli.exit_codes import handle_errors, with_ranks
-from finetune.cli.options import Config, OptionalAccelerateFile, Overrides
+from finetune.cli.exit_codes import CommandGroup, with_ranks
+from finetune.cli.options import Config, OptionalAccelerateFile, OptionalConfig, Overrides
 from finetune.errors import UserError
 from finetune.runtime.optional import lazily
 
@@ -22,10 +22,9 @@ with lazily(freeze=True):  # torch and pydantic: `--help` answers at once
     from finetune.config import schema as config_schema
     from finetune.run import start as train_command
 
-OptionalConfig = Annotated[Path | None, typer.Option("--config", metavar="JOB.yaml", help="A job that names plugins.")]
-
 app = typer.Typer(
     name="finetune",
+    cls=CommandGroup,
     help="Fine-tune transformer models on Hugging Face Accelerate: one job YAML, any strategy, the same loss.",
     no_args_is_help=True,
     add_completion=False,
@@ -54,7 +53,6 @@ def root(
 
 
 @app.command()
-@handle_errors
 @with_ranks
 def train(
     config: Config,
@@ -78,7 +76,6 @@ def train(
 
 
 @app.command()
-@handle_errors
 def check(
     job: Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job file.")],
     override: Overrides = None,
@@ -99,7 +96,6 @@ def check(
 
 
 @app.command()
-@handle_errors
 def prepare(config: Config, override: Overrides = None) -> None:
     """Tokenize the data now, on the CPU, and print its audit; training then uses the cached result.
 
@@ -109,7 +105,6 @@ def prepare(config: Config, override: Overrides = None) -> None:
 
 
 @app.command()
-@handle_errors
 def preview(
     file: Annotated[
         str | None,
@@ -144,7 +139,6 @@ def preview(
 
 
 @app.command()
-@handle_errors
 def reference(
     config: OptionalConfig = None,
     into: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Write a page per section here instead.")] = None,
@@ -159,14 +153,12 @@ def reference(
 
 
 @app.command()
-@handle_errors
 def agents() -> None:
     """Print how an agent writes, checks, plans, rehearses and runs a job."""
     print((Path(__file__).parents[1] / "AGENTS.md").read_text(encoding="utf-8"), end="")
 
 
 @app.command()
-@handle_errors
 def schema(config: OptionalConfig = None) -> None:
     """Print the JSON schema of a job file, for editors; with --config, with the keys of the job's plugins."""
     if config is not None:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from finetune.cli.exit_codes import handle_errors, with_ranks
+from finetune.cli.exit_codes import with_ranks
 from finetune.cli.options import AccelerateFile, Config, Overrides
 from finetune.errors import UserError
 from finetune.runtime.optional import lazily
@@ -41,7 +41,6 @@ def add_before_training(app: typer.Typer) -> None:
         app.command()(command)
 
 
-@handle_errors
 def init(
     name: Annotated[str | None, typer.Argument(help="The recipe, such as `quickstart`.")] = None,
     into: Annotated[
@@ -94,7 +93,6 @@ def init(
     return 0
 
 
-@handle_errors
 @with_ranks
 def doctor(
     config: Annotated[
@@ -134,12 +132,16 @@ def doctor(
     return doctor_command.examine(config, override or [], recorded=facts, as_json=json, wait_seconds=wait)
 
 
-@handle_errors
 def plan(
     config: Config,
     override: Overrides = None,
-    gpus: Gpus = None,
-    nodes: Nodes = None,
+    gpus: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NxKIND", help="GPUs of each machine: 8xH100-80GB, several with commas. Default: its own."
+        ),
+    ] = None,
+    nodes: Annotated[int | None, typer.Option(min=1, max=1 << 16, help="Number of such machines.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
     prices: Prices = None,
     gpu_table: GpuTable = None,
@@ -162,7 +164,6 @@ def plan(
     return plan_command.plan(config, override or [], options, as_json=json)
 
 
-@handle_errors
 def rehearse(
     config: Config,
     accelerate: AccelerateFile,

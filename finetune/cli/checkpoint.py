@@ -5,7 +5,6 @@ from typing import Annotated
 
 import typer
 
-from finetune.cli.exit_codes import handle_errors
 from finetune.cli.options import Dtype, Step, Trust, Verify
 from finetune.runtime.optional import lazily
 
@@ -31,13 +30,7 @@ Run = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-@app.callback()
-def checkpoint() -> None:
-    """List, verify, prune and export the checkpoints of a run."""
-
-
 @app.command()
-@handle_errors
 def ls(
     run: Run,
     verify: Annotated[bool, typer.Option("--verify", help="Also verify the checksum of every file.")] = False,
@@ -51,7 +44,6 @@ def ls(
 
 
 @app.command()
-@handle_errors
 def show(run: Run, step: Step = None) -> None:
     """Show the details of one checkpoint.
 
@@ -62,7 +54,6 @@ def show(run: Run, step: Step = None) -> None:
 
 
 @app.command("verify")
-@handle_errors
 def verify_checkpoints(
     run: Run,
     step: Annotated[
@@ -77,7 +68,6 @@ def verify_checkpoints(
 
 
 @app.command()
-@handle_errors
 def prune(
     run: Run,
     keep_last: Annotated[int | None, typer.Option(min=1, metavar="N", help="Keep the N newest.")] = None,
@@ -103,7 +93,6 @@ def prune(
 
 
 @app.command("export")
-@handle_errors
 def export_checkpoint(
     run: Run,
     step: Step = None,

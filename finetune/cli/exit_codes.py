@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import typer
+from typer.core import TyperGroup
 
 from finetune.errors import (
     FinetuneError,
@@ -41,18 +42,18 @@ _LAUNCHED = ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION")
 """torchrun and accelerate launch set one of them, and print a traceback of their own when a process fails."""
 
 
-def handle_errors(command: Callable[P, Any]) -> Callable[P, None]:
-    """Return the command with the exit codes 0 or its own, 2 for UserError and disk errors, 1 for TrainingError.
+class CommandGroup(TyperGroup):
+    """The commands with the exit codes 0 or their own, 2 for UserError and disk errors, 1 for TrainingError.
 
     An error is one message. Ctrl-C is one line and exit code 130. Anything else is a bug and keeps its traceback.
     """
 
-    @functools.wraps(command)
-    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; raises typer.Exit."""
         with guarded_output():
             try:
                 with raised_interrupts(), refused_exits():  # typer, which calls this, prints no message at Ctrl-C
-                    code = command(*args, **kwargs)
+                    code = super().invoke(ctx)
             except FinetuneError as error:
                 _print_error(error)
                 code = error.exit_code
@@ -63,8 +64,6 @@ def handle_errors(command: Callable[P, Any]) -> Callable[P, None]:
             except KeyboardInterrupt:
                 code = _end_by_interrupt()
         raise typer.Exit(code or 0)
-
-    return run
 
 
 def with_ranks(command: Callable[P, R]) -> Callable[P, R]:

@@ -7,16 +7,14 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import typer
 
-from finetune.cli.exit_codes import handle_errors, with_ranks
+from finetune.cli.exit_codes import with_ranks
 from finetune.cli.options import AccelerateFile, Config, OptionalAccelerateFile, Overrides
-from finetune.errors import UserError
 from finetune.runtime.optional import lazily, require
 
 with lazily(freeze=True):
-    from finetune.commands.launch import attempt_end, job_files, ray_submit
+    from finetune.commands.launch import attempt_end, job_files
     from finetune.commands.launch import kubernetes as kubernetes_command
     from finetune.commands.launch import ray as ray_command
-    from finetune.commands.launch import skypilot as skypilot_command
     from finetune.commands.launch import slurm as slurm_command
     from finetune.commands.launch import torchrun as torchrun_command
     from finetune.commands.sweep import sweep as sweep_command
@@ -26,22 +24,9 @@ Texts = list[str] | None
 
 Nodes = Annotated[int, typer.Option(min=1, max=1 << 16, metavar="N", help="Number of hosts.")]
 Gpus = Annotated[int, typer.Option(min=1, max=1024, metavar="G", help="GPUs of each host; one process for each.")]
-Name = Annotated[Text, typer.Option(help="Name of the job. Default: from the run folder.")]
 Output = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the job file here instead of printing it.")]
-Submit = Annotated[bool, typer.Option("--submit", help="Submit the job file; it is written first, see --output.")]
-Doctor = Annotated[
-    Path | None,
-    typer.Option(
-        "--doctor",
-        metavar="FACTS.json",
-        help="Output of `finetune doctor --json` on the hosts; NCCL and gloo are configured for their network.",
-    ),
-]
 Environment = Annotated[
     Texts, typer.Option("--env", metavar="NAME=VALUE", help="Environment variable of all ranks. Can be repeated.")
-]
-AllowSecrets = Annotated[
-    bool, typer.Option("--allow-secrets", help="Write a job file with secrets in it, which only you can read.")
 ]
 MaxRestarts = Annotated[
     int,
@@ -52,12 +37,6 @@ Stop = Annotated[
 ]
 Cpu = Annotated[bool, typer.Option("--cpu", help="Request no GPUs; --gpus-per-node then counts processes.")]
 
-
-HostRange = Annotated[str, typer.Option(metavar="N or MIN:MAX", help="Number of hosts, or minimum and maximum.")]
-StopSeconds = Annotated[
-    float, typer.Option(min=1.0, max=86400.0, metavar="SECONDS", help="Time for ranks to save when they are stopped.")
-]
-
 app = typer.Typer(
     help="Launch a job on several hosts, or write its job file for a scheduler.",
     no_args_is_help=True,
@@ -65,13 +44,7 @@ app = typer.Typer(
 )
 
 
-@app.callback()
-def launch() -> None:
-    """Launch a job on several hosts, or write its job file for a scheduler."""
-
-
 @app.command()
-@handle_errors
 def torchrun(
     config: Config,
     accelerate: AccelerateFile,
@@ -85,75 +58,54 @@ def torchrun(
     return 0
 
 
-@app.command(short_help="Print or submit a batch script for Slurm.")
-@handle_errors
+@app.command(short_help="Print a batch script for Slurm.")
 def slurm(
     config: Config,
     accelerate: AccelerateFile,
     nodes: Nodes,
     gpus_per_node: Gpus,
     override: Overrides = None,
-    name: Name = None,
     output: Output = None,
-    submit: Submit = False,
-    doctor: Doctor = None,
     env: Environment = None,
-    allow_secrets: AllowSecrets = False,
     max_restarts: MaxRestarts = 3,
     stop: Stop = 180,
     cpu: Cpu = False,
     partition: Annotated[Text, typer.Option(help="Partition.")] = None,
     account: Annotated[Text, typer.Option(help="Account that is charged.")] = None,
-    qos: Annotated[Text, typer.Option(help="Quality of service.")] = None,
-    constraint: Annotated[Text, typer.Option(help="Features that the hosts must have.")] = None,
     time: Annotated[Text, typer.Option(metavar="[D-]H:M:S", help="Time limit; the job saves before it ends.")] = None,
     cpus_per_node: Annotated[int | None, typer.Option(min=1, help="CPU cores of each host.")] = None,
-    gpu_type: Annotated[Text, typer.Option(help="Type of the GPUs, as the cluster calls it.")] = None,
     sbatch: Annotated[Texts, typer.Option(metavar="--OPTION=VALUE", help="Further directive. Can be repeated.")] = None,
-    module: Annotated[Texts, typer.Option(help="Environment module to load. Can be repeated.")] = None,
-    activate: Annotated[Path | None, typer.Option(help="Virtual environment. Default: that of this command.")] = None,
+    setup: Annotated[
+        Texts,
+        typer.Option(
+            metavar="LINE",
+            help="Line of the script, such as `module load cuda`; in "
+            "place of the virtual environment of this command. Can be repeated.",
+        ),
+    ] = None,
     env_file: Annotated[Path | None, typer.Option(metavar="FILE", help="NAME=VALUE lines of mode 0600.")] = None,
     container: Annotated[Text, typer.Option(metavar="IMAGE", help="Run the ranks in this image.")] = None,
     container_runtime: Annotated[Literal["apptainer", "pyxis"], typer.Option(help="Container runtime.")] = "apptainer",
     mount: Annotated[list[Path] | None, typer.Option(help="Further folder that the container sees.")] = None,
-    ranks: Annotated[Literal["accelerate", "srun"], typer.Option(help="How the ranks are started.")] = "accelerate",
-    log_folder: Annotated[Path | None, typer.Option(help="Logs of the ranks. Default: `logs/` of the run.")] = None,
-    sweep: Annotated[Texts, typer.Option(metavar="KEY=V1,V2,...", help="An array: a run for each combination.")] = None,
-    sweep_folder: Annotated[Path | None, typer.Option(help="Folder of its runs. Default: run.folder-sweep.")] = None,
-    at_once: Annotated[int | None, typer.Option(min=1, metavar="K", help="Runs of the array at once.")] = None,
 ) -> int:
     """Print a batch script: it saves before its time is over, is requeued, and resumes with the next sample."""
-    given = locals()
-    words = _chosen(slurm_command.SlurmArguments, given)
-    return slurm_command.launch_slurm(
-        _chosen(job_files.JobFileArguments, given), words, _chosen(job_files.Destination, given)
-    )
+    shared = _chosen(job_files.JobFileArguments, locals())
+    return slurm_command.launch_slurm(shared, _chosen(slurm_command.SlurmArguments, locals()))
 
 
-@app.command(short_help="Print or submit a JobSet, a TrainJob or a RayJob.")
-@handle_errors
+@app.command(short_help="Print a JobSet for Kubernetes.")
 def kubernetes(
     config: Config,
     accelerate: AccelerateFile,
-    nodes: HostRange,
+    nodes: Nodes,
     gpus_per_node: Gpus,
     image: Annotated[str, typer.Option(help="Image of the ranks, with finetune in it.")],
     override: Overrides = None,
-    name: Name = None,
     output: Output = None,
-    submit: Submit = False,
-    doctor: Doctor = None,
     env: Environment = None,
-    allow_secrets: AllowSecrets = False,
     max_restarts: MaxRestarts = 3,
     stop: Stop = 180,
     cpu: Cpu = False,
-    kind: Annotated[Literal["jobset", "trainjob"], typer.Option(help="A JobSet, or Kubeflow's TrainJob.")] = "jobset",
-    ray: Annotated[bool, typer.Option("--ray", help="A RayJob of KubeRay: `finetune launch ray` on its pods.")] = False,
-    redis: Annotated[
-        Text, typer.Option(metavar="HOST:PORT", help="With --ray: the Redis that keeps the state of Ray's head.")
-    ] = None,
-    redis_secret: Annotated[Text, typer.Option(metavar="NAME:KEY", help="Secret with the Redis password.")] = None,
     namespace: Annotated[Text, typer.Option(help="Namespace. Default: that of kubectl.")] = None,
     claim: Annotated[Texts, typer.Option(metavar="CLAIM:/PATH", help="Volume claim, and its mount path.")] = None,
     in_image: Annotated[list[Path] | None, typer.Option(metavar="FOLDER", help="Folder that is in the image.")] = None,
@@ -164,101 +116,39 @@ def kubernetes(
     gpu_resource: Annotated[str, typer.Option(help="What the cluster calls a GPU.")] = "nvidia.com/gpu",
     node_selector: Annotated[Texts, typer.Option(metavar="LABEL=VALUE", help="Label of the hosts.")] = None,
     service_account: Annotated[Text, typer.Option(help="Service account of the pods, for object storage.")] = None,
-    runtime: Annotated[Text, typer.Option(help="TrainJob: runtime of the cluster. Default: one of its own.")] = None,
-    max_starts: Annotated[int, typer.Option(min=1, metavar="N", help="Maximum number of starts.")] = 100,
 ) -> int:
-    """Print a JobSet or a TrainJob, with the job's files: started again as a whole when a pod is lost.
-
-    With --ray it is a RayJob: the run continues on the other pods, and one that comes takes part.
-    """
-    given = locals()
-    least, most = ray_command.read_limits(nodes)
-    given["nodes"], given["min_nodes"] = most, least if least < most else None
-    words = _chosen(kubernetes_command.KubernetesArguments, given)
-    return kubernetes_command.launch_kubernetes(
-        _chosen(job_files.JobFileArguments, given), words, _chosen(job_files.Destination, given)
-    )
-
-
-@app.command(short_help="Print or submit a managed job of SkyPilot.")
-@handle_errors
-def skypilot(
-    config: Config,
-    accelerate: AccelerateFile,
-    nodes: Nodes,
-    gpus_per_node: Gpus,
-    override: Overrides = None,
-    name: Name = None,
-    output: Output = None,
-    submit: Submit = False,
-    doctor: Doctor = None,
-    env: Environment = None,
-    allow_secrets: AllowSecrets = False,
-    max_restarts: MaxRestarts = 3,
-    stop: Stop = 180,
-    cpu: Cpu = False,
-    gpu: Annotated[Text, typer.Option(help="GPU of the machines, as SkyPilot calls it: H100.")] = None,
-    bucket: Annotated[Texts, typer.Option(metavar="/PATH=URL", help="Bucket that is mounted at a path.")] = None,
-    volume: Annotated[Texts, typer.Option(metavar="/PATH=NAME", help="Volume that is mounted at a path.")] = None,
-    setup: Annotated[Text, typer.Option(help="Command that installs finetune. Default: pip install.")] = None,
-    infra: Annotated[Text, typer.Option(help="Where: aws, gcp/us-central1. Default: the cheapest.")] = None,
-    image: Annotated[Text, typer.Option(help="Image of the machines, such as docker:IMAGE.")] = None,
-    spot: Annotated[bool, typer.Option("--spot/--no-spot", help="Use spot machines, which may be preempted.")] = True,
-    strategy: Annotated[Text, typer.Option(help="Recovery strategy of SkyPilot.")] = None,
-    disk_gb: Annotated[int | None, typer.Option(min=1, help="Disk of each machine.")] = None,
-    secret: Annotated[Texts, typer.Option(metavar="NAME", help="Variable whose value is sent as a secret.")] = None,
-) -> int:
-    """Print the task of a managed job: recovered when its machines are preempted, it resumes from its bucket."""
-    given = locals()
-    words = _chosen(skypilot_command.SkypilotArguments, given)
-    return skypilot_command.launch_skypilot(
-        _chosen(job_files.JobFileArguments, given), words, _chosen(job_files.Destination, given)
-    )
+    """Print a JobSet, with the job's files: started again as a whole when a pod is lost."""
+    shared = _chosen(job_files.JobFileArguments, locals())
+    return kubernetes_command.launch_kubernetes(shared, _chosen(kubernetes_command.KubernetesArguments, locals()))
 
 
 @app.command(short_help="Run a job on a Ray cluster whose hosts come and go.")
-@handle_errors
 def ray(
     config: Config,
     accelerate: AccelerateFile,
-    nodes: HostRange,
+    nodes: Annotated[str, typer.Option(metavar="N or MIN:MAX", help="Number of hosts, or minimum and maximum.")],
     gpus_per_node: Gpus,
     override: Overrides = None,
-    address: Annotated[
-        Text, typer.Option(metavar="HOST", help="Head of the cluster, or with --submit its dashboard. Default: here.")
-    ] = None,
+    address: Annotated[Text, typer.Option(metavar="HOST", help="Head of the cluster. Default: this host.")] = None,
     local: Annotated[bool, typer.Option("--local", help="Start Ray on this host, for this job alone.")] = False,
     cpu: Cpu = False,
-    stop: StopSeconds = 180.0,
+    stop: Annotated[
+        float, typer.Option(min=1.0, max=86400.0, metavar="SECONDS", help="Time for ranks to save when stopped.")
+    ] = 180.0,
     max_failures: Annotated[
         int,
         typer.Option(min=0, metavar="N", help="Give up after N failures or losses in a row without a new checkpoint."),
     ] = 10,
-    submit: Annotated[
-        bool, typer.Option("--submit", help="Run this command as a Ray job, and follow its log.")
-    ] = False,
-    working_dir: Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", help="With --submit: folder that is sent to the hosts. Default: they share it."),
-    ] = None,
-    detach: Annotated[bool, typer.Option("--detach", help="With --submit: do not follow the log.")] = False,
 ) -> int:
     """Run the job on a Ray cluster: when a host is lost the run continues without it, when one comes it takes part.
 
     The global batch, the order of the samples and the loss stay as they are on any number of hosts. Needs the extra
     `ray`.
     """
-    given = locals()
-    arguments = _chosen(ray_command.RayArguments, given)
-    if submit:
-        return ray_submit.submit_ray_job(arguments, _chosen(ray_submit.Submission, given))
-    if detach or working_dir is not None:
-        raise UserError("--detach and --working-dir are for a Ray job: add --submit, or leave them out.")
-    return ray_command.launch_ray(arguments)
+    return ray_command.launch_ray(_chosen(ray_command.RayArguments, locals()))
 
 
 @app.command(name="next", short_help="Decide if a job is started again.")
-@handle_errors
 def decide_next(
     run: Annotated[str, typer.Option(metavar="FOLDER", help="The run folder, or its URL.")],
     since: Annotated[float, typer.Option(metavar="SECONDS", help="When this attempt began: `date +%s.%N`.")],
@@ -281,6 +171,53 @@ def decide_next(
     )
 
 
+@with_ranks
+def sweep(
+    config: Config,
+    override: Annotated[
+        Texts,
+        typer.Option(
+            "--set",
+            metavar="KEY=V1,V2,...",
+            help="Values of a key; every combination is a run. Commas within brackets and quotes do not separate. "
+            "With --search also a range: 1e-5..1e-3, log:1..100. Can be repeated.",
+        ),
+    ] = None,
+    processes_per_run: Annotated[
+        int | None,
+        typer.Option(min=1, max=4096, metavar="N", help="Processes of each run. Default: 1, or as in the file."),
+    ] = None,
+    accelerate: OptionalAccelerateFile = None,
+    folder: Annotated[
+        Path | None, typer.Option(metavar="SWEEP", help="Folder of the sweep. Default: run.folder with `-sweep`.")
+    ] = None,
+    at_once: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=1024, metavar="K", help="Runs at once. Default: devices / processes; 1 without devices."
+        ),
+    ] = None,
+    metric: Annotated[
+        Text,
+        typer.Option(metavar="NAME", help="Metric that ranks the runs, such as accuracy, or rouge:maximize."),
+    ] = None,
+    search: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Search with N runs (TPE, poor runs are pruned) instead of a grid."),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the search.")] = 0,
+    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Start runs that failed again.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check every run and print the commands.")] = False,
+) -> int:
+    """Train a job once for each combination of values, and compare the runs.
+
+    The same command continues a sweep that was interrupted: finished runs are not repeated, others resume from their
+    checkpoints, and further values add runs. Exit code 1 if a run has failed.
+    """
+    require("optuna", extra="sweep", purpose="`finetune sweep`")
+    return sweep_command.sweep(_chosen(sweep_command.SweepRequest, locals()))
+
+
 T = TypeVar("T")
 
 
@@ -289,80 +226,3 @@ def _chosen(record: type[T], given: Mapping[str, Any]) -> T:
     names = {field.name for field in fields(record)}  # type: ignore[arg-type]
     values = {name: value for name, value in given.items() if name in names and value is not None}
     return record(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
-
-
-Values = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="KEY=V1,V2,...",
-        help="Values of a key; every combination is a run. Commas within brackets and quotes do not separate. "
-        "With --search also a range: 1e-5..1e-3, log:1..100. Can be repeated.",
-    ),
-]
-Processes = Annotated[
-    int | None,
-    typer.Option(min=1, max=4096, metavar="N", help="Processes of each run. Default: 1, or as in the file."),
-]
-SweepFolder = Annotated[
-    Path | None, typer.Option(metavar="SWEEP", help="Folder of the sweep. Default: run.folder with `-sweep`.")
-]
-AtOnce = Annotated[
-    int | None,
-    typer.Option(min=1, max=1024, metavar="K", help="Runs at once. Default: devices / processes; 1 without devices."),
-]
-Metric = Annotated[
-    str | None,
-    typer.Option(metavar="NAME", help="Metric that ranks the runs, such as accuracy, or rouge:maximize."),
-]
-Search = Annotated[
-    int | None,
-    typer.Option(min=1, metavar="N", help="Search with N runs (TPE, poor runs are pruned) instead of a grid."),
-]
-MaxRuns = Annotated[int, typer.Option(min=1, metavar="N", help="Maximum number of runs to start.")]
-
-
-@handle_errors
-@with_ranks
-def sweep(
-    config: Config,
-    override: Values = None,
-    processes_per_run: Processes = None,
-    accelerate: OptionalAccelerateFile = None,
-    folder: SweepFolder = None,
-    at_once: AtOnce = None,
-    metric: Metric = None,
-    search: Search = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the search.")] = 0,
-    max_runs: MaxRuns = 100,
-    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Start runs that failed again.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check every run and print the commands.")] = False,
-    ray: Annotated[
-        str | None,
-        typer.Option(metavar="ADDRESS", help="Run on a Ray cluster: the host of its head, `auto`, or `local`."),
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the results as JSON; progress goes to stderr.")] = False,
-) -> int:
-    """Train a job once for each combination of values, and compare the runs.
-
-    The same command continues a sweep that was interrupted: finished runs are not repeated, others resume from their
-    checkpoints, and further values add runs. Exit code 1 if a run has failed.
-    """
-    require("optuna", extra="sweep", purpose="`finetune sweep`")
-    request = sweep_command.SweepRequest(
-        job=config,
-        overrides=tuple(override or ()),
-        processes_per_run=processes_per_run,
-        accelerate=accelerate,
-        folder=folder,
-        at_once=at_once,
-        metric=metric,
-        search=search,
-        seed=seed,
-        max_runs=max_runs,
-        retries_failed=retry_failed,
-        is_dry_run=dry_run,
-        as_json=json,
-        ray=ray,
-    )
-    return sweep_command.sweep(request)

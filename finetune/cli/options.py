@@ -10,6 +10,8 @@ from finetune.registry.accelerate_files import find_accelerate_file
 
 Config = Annotated[Path, typer.Option("--config", metavar="JOB.yaml", help="The job file.")]
 
+OptionalConfig = Annotated[Path | None, typer.Option("--config", metavar="JOB.yaml", help="A job that names plugins.")]
+
 Overrides = Annotated[
     list[str] | None,
     typer.Option(

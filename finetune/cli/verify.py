@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from finetune.cli.exit_codes import handle_errors, with_ranks
-from finetune.cli.options import Config, ConfigsFolder, Dtype, Overrides, Trust
+from finetune.cli.exit_codes import with_ranks
+from finetune.cli.options import Config, ConfigsFolder, Dtype, OptionalConfig, Overrides, Trust
 from finetune.errors import UserError
 from finetune.runtime.optional import lazily
 
@@ -21,13 +21,7 @@ HELP = "Test on your own job: the same losses under every strategy and after a r
 app = typer.Typer(help=HELP, no_args_is_help=True, rich_markup_mode=None)
 
 
-@app.callback()
-def verify() -> None:
-    """Test on your own job: the same losses under every strategy and after a resume, the same model when served."""
-
-
 @app.command()
-@handle_errors
 def parity(
     config: Config,
     strategies: Annotated[
@@ -64,7 +58,6 @@ def parity(
 
 
 @app.command()
-@handle_errors
 def resume(
     config: Config,
     stop_at: Annotated[int, typer.Option(min=1, metavar="K", help="Stop the second run after this step.")],
@@ -104,7 +97,6 @@ def resume(
 
 
 @app.command()
-@handle_errors
 @with_ranks
 def replay(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of the run.")],
@@ -140,7 +132,6 @@ def replay(
 
 
 @app.command()
-@handle_errors
 def serving(
     folder: Annotated[
         Path,
@@ -190,19 +181,11 @@ def _number(word: str) -> int:
     return int(word)
 
 
-Job = Annotated[Path | None, typer.Option("--config", metavar="JOB.yaml", help="A job that names plugins.")]
-
 plugins_app = typer.Typer(help="List plugins, and test one.", no_args_is_help=True, rich_markup_mode=None)
 
 
-@plugins_app.callback()
-def plugins() -> None:
-    """List plugins, and test one."""
-
-
 @plugins_app.command("list")
-@handle_errors
-def list_plugins(config: Job = None, override: Overrides = None) -> None:
+def list_plugins(config: OptionalConfig = None, override: Overrides = None) -> None:
     """List the plugins that are installed, from where, and conflicts; with --config also what the job imports.
 
     An installed plugin is imported only where a job names it. See docs/how-to/plugins.md.
@@ -211,7 +194,6 @@ def list_plugins(config: Job = None, override: Overrides = None) -> None:
 
 
 @plugins_app.command()
-@handle_errors
 def test(
     name: Annotated[str, typer.Argument(metavar="NAME", help="The name that the plugin adds.")],
     config: Config,

@@ -1,21 +1,18 @@
 """The commands of a job's hosts, as shell text and YAML for schedulers.
 
 Nothing here has side effects: each function returns text. User input reaches a shell only through `quoted`, and YAML
-only through `yaml_text`, whose files mean the same in versions 1.1 and 1.2: `yes` and `010` stay strings.
+only through `yaml_text`, whose texts mean the same in versions 1.1 and 1.2: `yes` and `010` stay strings.
 """
 
-import io
 import re
 import shlex
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from ruamel.yaml import YAML
-from ruamel.yaml.scalarstring import DoubleQuotedScalarString, LiteralScalarString
 
 PORT = 29500
 """Default port of the rendezvous."""
@@ -65,7 +62,7 @@ def launch_command(job: LaunchJob, *, num_hosts: int, rank: int, address: str) -
         *(hybrid if job.is_hybrid else ()),
         *((("--deepspeed_multinode_launcher", "standard"),) if job.is_deepspeed else ()),
     )
-    launcher = [sys.executable, "-m", "finetune.launch.launcher"]
+    launcher = [sys.executable, "-m", "accelerate.commands.launch"]
     return [*launcher, *(word for option in options for word in option), *job.arguments]
 
 
@@ -86,11 +83,6 @@ class JobRequest:
     environment: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def ranks_per_node(self) -> int:
-        """Return the number of processes on each host."""
-        return self.job.ranks_per_host
-
-    @property
     def is_at_url(self) -> bool:
         """Return whether the run is kept in object storage."""
         return "://" in self.run_folder
@@ -108,7 +100,8 @@ def launch_words(request: JobRequest, *, machine_rank: str, log_folder: Word | N
     `machine_rank`, and MASTER_ADDR and MASTER_PORT.
     """
     if request.is_single:
-        return rank_words(request)
+        module, *rest = request.job.arguments[1:]
+        return ["python", "-m", module, "train", "--accelerate", str(request.job.accelerate_file), *rest]
     words = launch_command(request.job, num_hosts=request.num_nodes, rank=0, address="")[1:]
     options: list[Word] = list(words[: len(words) - len(request.job.arguments)])
     expanded = {
@@ -125,12 +118,6 @@ def launch_words(request: JobRequest, *, machine_rank: str, log_folder: Word | N
     if log_folder is not None:
         options += ["--tee", TEE, "--log_dir", log_folder]
     return ["python", *options, *request.job.arguments]
-
-
-def rank_words(request: JobRequest) -> list[Word]:
-    """Return the command of one rank that the scheduler starts without a launcher."""
-    module, *rest = request.job.arguments[1:]
-    return ["python", "-m", module, "train", "--accelerate", str(request.job.accelerate_file), *rest]
 
 
 def next_words(request: JobRequest, *, run_folder: Word, code: str, machine_rank: Word | None = None) -> list[Word]:
@@ -157,15 +144,12 @@ def host_script(request: JobRequest, variables: Mapping[str, str]) -> str:
     if not request.is_at_url:
         logs = ShellText(f'{quoted(request.run_folder)}"/logs/host-$MACHINE_RANK"')
     rank = ShellText('"$MACHINE_RANK"')
-    return render_script(
+    return render(
         "host.sh.jinja",
-        assignments=[f"{name}={variables[name]}" for name in needed],
+        variables={name: variables[name] for name in needed},
         launch=command_line(launch_words(request, machine_rank="MACHINE_RANK", log_folder=logs)),
         next=command_line(next_words(request, run_folder=request.run_folder, code="code", machine_rank=rank)),
     )
-
-
-TEMPLATES = Path(__file__).parent / "templates"
 
 
 def quoted(word: Word) -> str:
@@ -185,54 +169,36 @@ def command_line(command: Iterable[Word]) -> str:
     return " ".join(map(quoted, command))
 
 
-def exports(variables: Mapping[str, str]) -> list[str]:
-    """Return the lines that export the variables."""
-    return [f"export {name}={quoted(value)}" for name, value in variables.items()]
-
-
-def render_script(template: str, **values: Any) -> str:
-    """Return the script of a template; `quoted` and `command_line` are filters in it."""
+def render(template: str, **values: Any) -> str:
+    """Return the job file of a template; `quoted`, `command_line`, `yaml` and `unexpanded` are filters in it."""
     environment = Environment(
-        loader=FileSystemLoader(TEMPLATES),
+        loader=FileSystemLoader(Path(__file__).parent / "templates"),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
-        autoescape=False,  # shell text; the filters quote user input
+        autoescape=False,  # shell text and YAML; the filters quote user input
     )
-    environment.filters |= {"quoted": quoted, "command_line": command_line}
+    environment.filters |= {
+        "quoted": quoted,
+        "command_line": command_line,
+        "yaml": yaml_text,
+        "unexpanded": unexpanded,
+    }
     return environment.get_template(template).render(**values)
 
 
-_PLAIN = re.compile(r"[A-Za-z/][A-Za-z0-9_./-]*")
-_WORDS = re.compile(r"y|n|yes|no|on|off|true|false|null", re.IGNORECASE)
-"""Words that YAML 1.1 does not read as strings."""
+def yaml_text(text: str, *, indent: int = 0) -> str:
+    """Return the text as a quoted string of YAML; several whole lines as a block, indented by `indent`."""
+    lines = text.split("\n")
+    is_block = len(lines) > 2 and not lines[-1] and lines[-2] and not lines[0].startswith(" ")
+    if is_block and lines[0] and all(line.isprintable() and line == line.rstrip() for line in lines):
+        return "\n".join(["|", *(f"{' ' * indent}{line}" if line else "" for line in lines[:-1])])
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    letters = (letter if letter.isprintable() else f"\\U{ord(letter):08x}" for letter in escaped)
+    return f'"{"".join(letters)}"'
 
 
-def yaml_text(documents: Sequence[Mapping[str, Any]], *, comment: str) -> str:
-    """Return the documents as one file that starts with the comment."""
-    writer = YAML()
-    writer.default_flow_style = False
-    writer.width = 1 << 20
-    writer.indent(mapping=2, sequence=4, offset=2)
-    stream = io.StringIO()
-    for number, document in enumerate(documents):
-        stream.write("---\n" if number else "".join(f"# {line}\n" for line in comment.splitlines()))
-        writer.dump(_styled(document), stream)
-    return stream.getvalue()
-
-
-def _styled(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {_styled(str(key)): _styled(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_styled(item) for item in value]
-    if not isinstance(value, str):
-        return value
-    if _PLAIN.fullmatch(value) and not _WORDS.fullmatch(value):
-        return value
-    lines = value.split("\n")
-    is_script = value.endswith("\n") and len(lines) > 2 and not value.startswith((" ", "\n"))
-    if is_script and all(line.isprintable() and line == line.rstrip() for line in lines):
-        return LiteralScalarString(value)
-    return DoubleQuotedScalarString(value)
+def unexpanded(text: str) -> str:
+    """Return the text so that Kubernetes, which expands `$(NAME)` and turns `$$` into `$`, leaves it as it was."""
+    return re.sub(r"\$(?=[$(])", "$$", text)

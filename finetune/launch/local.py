@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
@@ -29,7 +29,7 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _POLL_SECONDS = 0.1
 
 
-def run_ranks(arguments: Sequence[str], *, num_processes: int, environment: Mapping[str, str] | None = None) -> int:
+def run_ranks(arguments: Sequence[str], *, num_processes: int) -> int:
     """Run `python WORDS` on this number of ranks of this host, and return how they ended as an exit code.
 
     It is 0, the code of the rank that failed first, or 128 + N for a rank that signal N has killed. In the main thread
@@ -43,7 +43,6 @@ def run_ranks(arguments: Sequence[str], *, num_processes: int, environment: Mapp
             **{name: os.environ.get(name, value) for name, value in TORCHRUN_DEFAULTS.items()},
             **Ranks(rank, num_processes, rank, num_processes, LOCALHOST, port, "finetune").variables(),
             **{"TORCHELASTIC_RUN_ID": run_id, "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0"},
-            **(environment or {}),
         }
         for rank in range(num_processes)
     }

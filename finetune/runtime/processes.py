@@ -83,7 +83,6 @@ def exit_with_parent() -> None:
 LAUNCHERS = frozenset({"accelerate", "accelerate-launch", "torchrun", "deepspeed"})
 LAUNCHER_MODULES = (
     "accelerate.commands",
-    "finetune.launch.launcher",
     "torch.distributed.run",
     "torch.distributed.launch",
     "deepspeed.launcher",

@@ -22,16 +22,23 @@ COMMANDS = (
     "verify",
     "checkpoint",
 )
-VERIFIED = (("verify", "parity"), ("verify", "resume"), ("verify", "replay"), ("verify", "serving"))
+GROUPS = {
+    "checkpoint": ("ls", "show", "verify", "prune", "export"),
+    "launch": ("torchrun", "slurm", "kubernetes", "ray", "next"),
+    "plugins": ("list", "test"),
+    "verify": ("parity", "resume", "replay", "serving"),
+}
 
 
 def test_help_names_every_command(typed):
     code, said, _ = typed("--help")
     assert code == 0
-    assert [name for name in COMMANDS if f"\n  {name} " not in said] == []
+    assert [name for name in (*COMMANDS, *GROUPS) if f"\n  {name} " not in said] == []
 
 
-@pytest.mark.parametrize("command", [*[(name,) for name in COMMANDS], *VERIFIED])
+@pytest.mark.parametrize(
+    "command", [*((name,) for name in COMMANDS), *((name, each) for name in GROUPS for each in GROUPS[name])]
+)
 def test_every_command_explains_itself(typed, command):
     code, said, _ = typed(*command, "--help")
     assert code == 0
@@ -120,55 +127,35 @@ def test_checksums_are_started_before_training_modules_are_imported(job, monkeyp
 
 
 @pytest.mark.parametrize(("agree", "code"), [(True, 0), (False, 1)])
-def test_verify_parity_runs_the_given_strategies_and_exits_1_when_they_differ(typed, job, calls, agree, code):
+@pytest.mark.parametrize(
+    ("words", "place", "named"),
+    [
+        (
+            ("parity", "--config", "X", "--strategies", "ddp, zero3", "--steps", 5, "--accumulations", "1,4"),
+            "runs:run_parity",
+            {"strategies": ["ddp", "zero3"], "processes": 2, "steps": 5, "tolerance": 1e-4, "accumulations": [1, 4]},
+        ),
+        (
+            ("resume", "--config", "X", "--stop-at", 4, "--from", "ddp:2", "--to", "zero3:4"),
+            "runs:run_resume",
+            {"stop_at": 4, "steps": None, "source": "ddp:2", "target": "zero3:4", "tolerance": 1e-4},
+        ),
+    ],
+)
+def test_verify_passes_its_options_and_exits_1_when_runs_differ(typed, calls, agree, code, words, place, named):
     calls.answer = agree
-    words = ("verify", "parity", "--config", job, "--strategies", "ddp, zero3", "--steps", 5, "--set", "run.seed=1")
-    words += ("--accumulations", "1,4", "--configs-folder", "elsewhere")
-    assert typed(*words)[0] == code
-    ((place, arguments, named),) = calls.made
-    assert (place, arguments) == ("finetune.commands.verify.runs:run_parity", (job,))
-    assert named == {
-        "overrides": ["run.seed=1"],
-        "strategies": ["ddp", "zero3"],
-        "processes": 2,
-        "steps": 5,
-        "tolerance": 1e-4,
-        "accumulations": [1, 4],
-        "configs_folder": Path("elsewhere"),
-    }
-
-
-@pytest.mark.parametrize(("agree", "code"), [(True, 0), (False, 1)])
-def test_resume_asks_for_the_stop_and_exits_1_when_the_runs_differ(typed, job, calls, agree, code):
-    calls.answer = agree
-    words = ("verify", "resume", "--config", job, "--stop-at", 4, "--from", "ddp:2", "--to", "zero3:4")
-    assert typed(*words, "--set", "run.seed=1")[0] == code
-    ((place, arguments, named),) = calls.made
-    assert (place, arguments) == ("finetune.commands.verify.runs:run_resume", (job,))
-    assert named == {
-        "overrides": ["run.seed=1"],
-        "stop_at": 4,
-        "steps": None,
-        "source": "ddp:2",
-        "target": "zero3:4",
-        "tolerance": 1e-4,
-        "configs_folder": Path("accelerate_configs"),
-    }
+    assert typed("verify", *words, "--set", "run.seed=1")[0] == code
+    common = {"overrides": ["run.seed=1"], "configs_folder": Path("accelerate_configs")}
+    assert calls.made == [(f"finetune.commands.verify.{place}", (Path("X"),), {**named, **common})]
 
 
 def test_verify_replay_passes_steps_checkpoint_and_layers_and_exits_1_when_the_steps_differ(typed, calls, tmp_path):
     calls.answer = 1
     words = ("verify", "replay", tmp_path, "--steps", 3, "--from", 400, "--layers", "--set", "train.microbatch_size=2")
     assert typed(*words)[0] == 1
-    ((place, arguments, named),) = calls.made
-    assert (place, arguments) == ("finetune.commands.verify.replay:run_replay", (tmp_path,))
-    assert named == {
-        "num_steps": 3,
-        "start": 400,
-        "layers": True,
-        "overrides": ["train.microbatch_size=2"],
-        "trust_remote_code": False,
-    }
+    named = {"num_steps": 3, "start": 400, "layers": True, "overrides": ["train.microbatch_size=2"]}
+    call = ("finetune.commands.verify.replay:run_replay", (tmp_path,), {**named, "trust_remote_code": False})
+    assert calls.made == [call]
 
 
 def test_verify_serving_passes_engine_and_limits_and_exits_1_when_the_models_differ(typed, calls, tmp_path):

@@ -4,22 +4,7 @@ from pathlib import Path
 
 import pytest
 
-COMMANDS = ("ls", "show", "verify", "prune", "export")
 RUN = Path("runs/first")
-
-
-def test_help_names_every_command(typed):
-    code, said, _ = typed("checkpoint", "--help")
-    assert code == 0
-    assert [name for name in COMMANDS if f"\n  {name} " not in said] == []
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_explains_itself(typed, command):
-    code, said, _ = typed("checkpoint", command, "--help")
-    assert code == 0
-    assert "Usage:" in said
-    assert "RUN" in said
 
 
 @pytest.mark.parametrize(

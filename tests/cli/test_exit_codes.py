@@ -3,22 +3,23 @@ import time
 import pytest
 import typer
 
-from finetune.cli.exit_codes import guarded_command_line, handle_errors
+from finetune.cli.exit_codes import CommandGroup, guarded_command_line
 from finetune.errors import CheckpointError, ConfigError, NonFiniteError, Problem, TrainingError
 
 
 def ended(error: BaseException | None = None, *, code: int | None = None) -> int:
     """Return the exit code of a command that raises or returns."""
 
-    @handle_errors
     def command() -> int | None:
         if error is not None:
             raise error
         return code
 
-    with pytest.raises(typer.Exit) as exit_:
-        command()
-    return int(exit_.value.exit_code)
+    app = typer.Typer(cls=CommandGroup, callback=lambda: None)
+    app.command("run")(command)
+    with pytest.raises(SystemExit) as exited:
+        app(["run"])
+    return int(exited.value.code or 0)
 
 
 @pytest.mark.parametrize(("code", "exit_code"), [(None, 0), (0, 0), (1, 1), (143, 143)])
@@ -42,12 +43,8 @@ def test_ctrl_c_is_exit_code_130_and_one_line(capsys):
 
 
 def test_a_fault_of_ours_keeps_its_traceback():
-    @handle_errors
-    def command() -> None:
-        raise ZeroDivisionError
-
     with pytest.raises(ZeroDivisionError):
-        command()
+        ended(ZeroDivisionError())
 
 
 def test_a_refusal_is_printed_by_rank_0_and_by_other_ranks_only_if_they_are_still_running(monkeypatch, capsys):

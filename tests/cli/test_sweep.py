@@ -20,13 +20,13 @@ def requests(monkeypatch):
 
 
 def test_the_options_of_sweep_become_one_request(typed, requests):
-    options = ["--processes-per-run", 2, "--folder", "s", "--at-once", 3, "--search", 20, "--retry-failed", "--json"]
+    options = ["--processes-per-run", 2, "--folder", "s", "--at-once", 3, "--search", 20, "--retry-failed"]
     code, _, _ = typed("sweep", "--config", "job.yaml", "--set", "run.seed=1,2", "--set", "train.steps=4", *options)
     (made,) = requests
     assert code == 0
-    assert (made.job, made.overrides, made.folder) == (Path("job.yaml"), ("run.seed=1,2", "train.steps=4"), Path("s"))
+    assert (made.config, made.override, made.folder) == (Path("job.yaml"), ("run.seed=1,2", "train.steps=4"), Path("s"))
     assert (made.processes_per_run, made.at_once, made.search) == (2, 3, 20)
-    assert made.retries_failed and made.as_json and not made.is_dry_run
+    assert made.retry_failed and not made.dry_run
 
 
 def test_mistakes_in_the_options_of_sweep_are_one_message(typed, job):

@@ -56,7 +56,6 @@ TYPED = {
     "launch ray": [(*JOB, *HOSTS, "--address", "127.0.0.1:1")],
     "launch slurm": [(*JOB, *HOSTS), (*JOB, *HOSTS, "--output", "/proc/x")],
     "launch kubernetes": [(*JOB, *HOSTS, "--image", "image")],
-    "launch skypilot": [(*JOB, *HOSTS, "--gpu", "H100")],
     "launch next": [("--run", "runs/job", "--since", "0", "--exit-code", "1")],
 }
 """What is typed to each command: something that works, and something that is refused."""

@@ -4,21 +4,10 @@ from pathlib import Path
 
 _PROGRAMS = {
     "srun": """
-while [[ $1 == --* ]]; do
-  [[ $1 == --output=* ]] && output="${1#--output=}"
-  shift
-done
+while [[ $1 == --* ]]; do shift; done
 pids=()
-tasks=$((SLURM_JOB_NUM_NODES * FAKE_TASKS_PER_NODE))
-for ((task = 0; task < tasks; task++)); do
-  export SLURM_NODEID=$((task / FAKE_TASKS_PER_NODE)) SLURM_PROCID=$task SLURM_LOCALID=$((task % FAKE_TASKS_PER_NODE))
-  export SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=$tasks SLURM_STEP_NODELIST=127.0.0.2
-  export SLURM_STEP_TASKS_PER_NODE="$FAKE_TASKS_PER_NODE(x$SLURM_JOB_NUM_NODES)"
-  if [[ -n ${output-} ]]; then
-    "$@" >"${output//%t/$task}" 2>&1 &
-  else
-    "$@" &
-  fi
+for ((host = 0; host < SLURM_JOB_NUM_NODES; host++)); do
+  SLURM_NODEID=$host "$@" &
   pids+=($!)
 done
 echo "${pids[@]}" >"$FAKE/tasks"
@@ -34,7 +23,6 @@ esac
 """,
     "scancel": 'read -r -a pids <"$FAKE/tasks"\nkill -TERM "${pids[@]}"',
     "squeue": "echo RUNNING",
-    "sbatch": 'cp "$1" "$FAKE/submitted"\necho Submitted batch job 4242',
 }
 
 
@@ -48,11 +36,10 @@ def install(folder: Path) -> Path:
     return programs
 
 
-def variables(folder: Path, *, restart: int, nodes: int = 2, tasks_per_node: int = 1) -> dict[str, str]:
+def variables(folder: Path, *, restart: int, nodes: int = 2) -> dict[str, str]:
     """Return what Slurm sets for a batch script."""
     return {
         "FAKE": str(folder),
-        "FAKE_TASKS_PER_NODE": str(tasks_per_node),
         "SLURM_JOB_ID": "4242",
         "SLURM_JOB_NODELIST": "host[0-1]",
         "SLURM_JOB_NUM_NODES": str(nodes),

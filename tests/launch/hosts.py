@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from finetune.launch.ray import HEAD_SETTINGS
+from finetune.commands.launch.ray import HEAD_SETTINGS
 from finetune.report.history import read_events
 from finetune.runtime.supervision import heartbeat
 from tests import launching

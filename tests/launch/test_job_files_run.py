@@ -3,7 +3,6 @@
 `srun` and the others are stand-ins; two "hosts" are two launchers on 127.0.0.2.
 """
 
-import inspect
 import json
 import os
 import signal
@@ -16,12 +15,10 @@ import psutil
 import pytest
 from ruamel.yaml import YAML
 
-from finetune.cli import app
 from finetune.commands.launch import job_files
 from finetune.commands.launch.attempt_end import AGAIN
-from finetune.commands.launch.job_files import Destination, JobFileArguments
+from finetune.commands.launch.job_files import JobFileArguments
 from finetune.commands.launch.kubernetes import KubernetesArguments, launch_kubernetes
-from finetune.commands.launch.skypilot import SkypilotArguments, launch_skypilot
 from finetune.commands.launch.slurm import SlurmArguments, launch_slurm
 from finetune.report.history import read_events
 from finetune.runtime.supervision import heartbeat
@@ -87,10 +84,9 @@ def started() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
             program.wait()
 
 
-def words(project: Path, *override: str) -> JobFileArguments:
-    return JobFileArguments(
-        project / "job.yaml", project / "ddp.yaml", nodes=2, gpus_per_node=1, cpu=True, override=override
-    )
+def words(project: Path, output: Path, *override: str) -> JobFileArguments:
+    files = (project / "job.yaml", project / "ddp.yaml")
+    return JobFileArguments(*files, nodes=2, gpus_per_node=1, cpu=True, override=override, output=output)
 
 
 def until_step(run: Path, step: int) -> None:
@@ -106,7 +102,7 @@ def test_a_slurm_job_is_stopped_requeued_and_finishes(project: Path, started) ->
     fake, run, log = project / "fake", project / "a run", project / "slurm.log"
     programs = fake_slurm.install(fake)
     script = project / "job.sbatch"
-    assert launch_slurm(words(project), SlurmArguments(), Destination(output=script)) == 0
+    assert launch_slurm(words(project, script), SlurmArguments()) == 0
     path = f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}"
 
     first = started(["bash", str(script)], {**fake_slurm.variables(fake, restart=0), "PATH": path}, log=log)
@@ -128,42 +124,24 @@ def test_a_slurm_job_is_stopped_requeued_and_finishes(project: Path, started) ->
     assert "restart the job from step" in text and "the job is over, exit code 0: finished" in text
 
 
-def test_pods_and_machines_of_skypilot_continue_one_run(project: Path, started) -> None:
+def test_pods_are_stopped_and_start_again_as_one_run(project: Path, started) -> None:
     run, log = project / "a run", project / "hosts.log"
     pods = project / "pods.yaml"
     kubernetes = KubernetesArguments("image", claim=(f"data:{project}",))
-    assert launch_kubernetes(words(project), kubernetes, Destination(output=pods)) == 0
+    assert launch_kubernetes(words(project, pods), kubernetes) == 0
     objects = list(YAML(typ="safe").load_all(pods.read_text()))
     (container,) = objects[1]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"]
     variables = {each["name"]: each["value"] for each in container["env"]}
     command = [as_kubernetes_expands(text, variables) for text in container["command"]]
     command[-1] = command[-1].replace("MASTER_ADDR=a-run-node-0-0.a-run", f"MASTER_ADDR={ADDRESS}")
-    hosts = [started(command, {**variables, "JOB_COMPLETION_INDEX": str(index)}, log=log) for index in (0, 1)]
+
+    def start_pods() -> list[subprocess.Popen[bytes]]:
+        return [started(command, {**variables, "JOB_COMPLETION_INDEX": str(index)}, log=log) for index in (0, 1)]
+
+    hosts = start_pods()
     until_step(run, 10)
     hosts[1].send_signal(signal.SIGTERM)
     assert [host.wait(60) for host in hosts] == [AGAIN, AGAIN], log.read_text()
     assert read_status(run)["exit_code"] == 143
-
-    task_file = project / "task.yaml"
-    sky = SkypilotArguments(volume=(f"{project.parent}=runs",))
-    assert launch_skypilot(words(project), sky, Destination(output=task_file)) == 0
-    task = YAML(typ="safe").load(task_file.read_text())
-    machines = {"SKYPILOT_NODE_IPS": f"{ADDRESS}\n127.0.0.3", "SKYPILOT_NUM_GPUS_PER_NODE": "0", **task["envs"]}
-    shell = ["bash", "-c", task["run"]]
-    hosts = [started(shell, {**machines, "SKYPILOT_NODE_RANK": str(rank)}, log=log) for rank in (0, 1)]
-    assert [host.wait(120) for host in hosts] == [0, 0], log.read_text()
+    assert [host.wait(120) for host in start_pods()] == [0, 0], log.read_text()
     require_every_step_once(run)
-
-
-@pytest.mark.skipif("accelerate" not in inspect.signature(app.train).parameters, reason="needs `train --accelerate`")
-def test_the_tasks_of_srun_are_the_ranks(project: Path, started) -> None:
-    fake, run, log = project / "fake", project / "a run", project / "slurm.log"
-    path = f"{fake_slurm.install(fake)}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-    script = project / "job.sbatch"
-    short = words(project, "train.steps=20")
-    assert launch_slurm(short, SlurmArguments(ranks="srun"), Destination(output=script)) == 0
-    program = started(["bash", str(script)], {**fake_slurm.variables(fake, restart=0), "PATH": path}, log=log)
-    assert program.wait(120) == 0, log.read_text()
-    logs = [(run / "logs" / "4242-0" / f"rank-{rank}.log").read_text() for rank in (0, 1)]
-    assert "strategy ddp on 2 processes" in logs[0] and read_status(run)["state"] == "finished"
-    assert len(read_status(run)["ranks"]) == 2

@@ -14,10 +14,9 @@ from pydantic import TypeAdapter
 
 from finetune.config.paths import is_url, local_run_folder
 from finetune.runtime.files import atomic
-from finetune.runtime.files.read import read_json
 from finetune.runtime.files.remote import RemoteFolder
 from finetune.runtime.run_folder import CHECKPOINTS_FOLDER
-from finetune.runtime.supervision.status import STATUS_FILE
+from finetune.runtime.supervision.status import read_status
 from finetune.runtime.text.terminal import format_json
 
 AGAIN = 75
@@ -44,16 +43,6 @@ class Decision:
     reason: str
     num_failures: int = 0  # attempts in a row, up to this one, without a checkpoint of a later step
     step: int = 0  # of the newest checkpoint
-
-
-def read_run_end(status: Mapping[str, Any]) -> AttemptEnd | None:
-    """Return the end that a `status.json` records; None where the file is damaged."""
-    code, error = status.get("exit_code"), status.get("error")
-    if code is not None and (isinstance(code, bool) or not isinstance(code, int)):
-        return None
-    message = error.get("message") if isinstance(error, Mapping) else None
-    state = None if code is None else status.get("state")  # of a process that was killed: what it last did
-    return AttemptEnd(code, str(message or status.get("reason") or state or ""))
 
 
 def decide_restart(
@@ -143,13 +132,14 @@ def newest_step(folder: Path) -> int:
 
 
 def read_end(folder: Path, *, since: float) -> AttemptEnd | None:
-    """Return how the run ended by its status file; None if nothing was written since then."""
-    try:
-        facts = read_json(folder / STATUS_FILE)
-        written = float(facts["time"])
-    except (OSError, ValueError, KeyError, TypeError):
+    """Return how the run ended by its status file; None if it is damaged, or nothing was written since then."""
+    status = read_status(folder)
+    code, error, written = status.get("exit_code"), status.get("error"), status.get("time")
+    if not isinstance(written, int | float) or written < since or type(code) not in (int, type(None)):
         return None
-    return read_run_end(facts) if written >= since else None
+    message = error.get("message") if isinstance(error, dict) else None
+    state = None if code is None else status.get("state")  # of a process that was killed: what it last did
+    return AttemptEnd(code, str(message or status.get("reason") or state or ""))
 
 
 def _read_record(folder: Path, store: RemoteFolder | None) -> tuple[float, Decision] | None:

@@ -1,37 +1,28 @@
-"""Shared by all launchers: checks the job and its texts, and prints, writes or submits its job file.
+"""Shared by all launchers: checks the job and its texts, and prints or writes its job file.
 
 Secrets, which other users could read in a job file, are refused in it, and so are invisible characters.
 """
 
 import re
-import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from finetune.commands.rehearse.accelerate_file import AccelerateFile, for_world, read_accelerate_file
 from finetune.config.load import LoadedConfig, load_config, require_divisible_batch
 from finetune.config.paths import is_url
-from finetune.config.rules.files import read_paths
 from finetune.errors import StrategyError, UserError
 from finetune.launch.jobs import JobRequest, LaunchJob
 from finetune.runtime.files import atomic
-from finetune.runtime.optional import lazily
 from finetune.runtime.text.redact import is_secret_variable, redact_foreign, redacted_command
 from finetune.runtime.text.terminal import escape_controls, write_file_to_stdout
-
-with lazily():  # torch, only for --doctor FILE
-    from finetune.commands.doctor import checks as doctor_checks
-    from finetune.commands.doctor import facts as doctor_facts
-    from finetune.commands.doctor import network as doctor_network
 
 _LOCAL_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm", "/run", "/scratch/local")
 """Folders that are local to each host."""
 
-_MAX_NAME = 40
+_MAX_NAME = 31
 """Characters of a name: the pods of a JobSet add theirs, and a host name has 63."""
 
 
@@ -44,18 +35,12 @@ class JobFileArguments:
     nodes: int
     gpus_per_node: int
     override: tuple[str, ...] = ()
-    name: str | None = None
-    doctor: Path | None = None  # facts of `finetune doctor --json`
     env: tuple[str, ...] = ()  # NAME=VALUE
     max_restarts: int = 3
     stop: int = 180
     cpu: bool = False
+    output: Path | None = None  # where the job file is written; None: it is printed
     elsewhere: tuple[Path, ...] = ()  # folders that exist only on the hosts
-
-    @property
-    def world(self) -> int:
-        """Return the number of ranks."""
-        return self.nodes * self.gpus_per_node
 
 
 def check_job(arguments: JobFileArguments) -> tuple[JobRequest, LoadedConfig]:
@@ -68,19 +53,12 @@ def check_job(arguments: JobFileArguments) -> tuple[JobRequest, LoadedConfig]:
         ranks_per_host=arguments.gpus_per_node,
         elsewhere=arguments.elsewhere,
     )
-    require_shared_batch(loaded, file, world=arguments.world, num_nodes=arguments.nodes)
-    variables = {}
-    if arguments.doctor is not None:
-        variables = network_variables(doctor_facts.read_facts(arguments.doctor), num_nodes=arguments.nodes)
-    run, name = loaded.config.run, arguments.name
-    if name is not None and not re.fullmatch(rf"[a-z]([a-z0-9-]{{0,{_MAX_NAME - 2}}}[a-z0-9])?", name):
-        raise UserError(
-            f"--name {name}: write lowercase letters, digits and `-`, starting with a letter, at most {_MAX_NAME} "
-            "characters."
-        )
-    if name is None:  # one that is valid for Slurm, Kubernetes and SkyPilot
-        name = re.sub(r"[^a-z0-9]+", "-", Path(run.folder).name.lower()).strip("-")[: _MAX_NAME - 9].strip("-")
-        name = name if name[:1].isalpha() else f"finetune-{name}".strip("-")
+    world = arguments.nodes * arguments.gpus_per_node
+    require_shared_batch(loaded, file, world=world, num_nodes=arguments.nodes)
+    run = loaded.config.run
+    # A name that is valid for Slurm and Kubernetes, from that of the run folder.
+    name = re.sub(r"[^a-z0-9]+", "-", Path(run.folder).name.lower()).strip("-")[:_MAX_NAME].strip("-")
+    name = name if name[:1].isalpha() else f"finetune-{name}".strip("-")
     request = JobRequest(
         name=name,
         job=replace(job, is_hybrid=job.is_hybrid and arguments.nodes > 1),
@@ -91,10 +69,7 @@ def check_job(arguments: JobFileArguments) -> tuple[JobRequest, LoadedConfig]:
         max_restarts=arguments.max_restarts,
         stop_seconds=arguments.stop,
         uses_gpus=not arguments.cpu,
-        environment={
-            **variables,
-            **read_pairs(arguments.env, option="--env", noun="variable", name=r"[A-Za-z_][A-Za-z0-9_]*"),
-        },
+        environment=read_pairs(arguments.env, option="--env", noun="variable", name=r"[A-Za-z_][A-Za-z0-9_]*"),
     )
     return request, loaded
 
@@ -153,38 +128,13 @@ def require_shared_folder(folder: str, *, num_nodes: int, key: str = "run.folder
         )
 
 
-def require_kept(request: JobRequest, mounted: Sequence[Path], *, advice: str) -> None:
-    """Raise UserError where the run is written to a folder that is lost with its host, or is local to each host.
-
-    On one host a run at a URL may be written anywhere first: it is uploaded from there.
-    """
-    if request.is_at_url and request.num_nodes == 1:
-        return
-    key, folder = (
-        ("run.local_folder", request.local_folder) if request.is_at_url else ("run.folder", request.run_folder)
-    )
-    if folder is not None and any(Path(folder).is_relative_to(path) for path in mounted):
-        return
-    problem = "is not set" if folder is None else f"{folder} exists only on the host, and is lost with it"
-    url = "" if request.num_nodes > 1 else ", or write a URL: --set run.folder=s3://BUCKET/NAME"
-    raise UserError(f"{key}: {problem}. {advice}{url}.")
-
-
-def require_files(loaded: LoadedConfig, folders: Sequence[Path], *, advice: str) -> None:
-    """Raise UserError for a file that the job reads and that is in none of these folders, which the hosts have."""
-    for key, path in read_paths(loaded.config):
-        if not any(Path(path).is_relative_to(folder) for folder in folders):
-            raise UserError(f"{key}: {path} is only on this machine, not on the hosts. {advice}.")
-
-
 _IMAGE_USER = re.compile(r"(?:[a-z]+:(?://)?)?[^/@\s]+:[^/@\s]+@(?!sha256:)")
 _READ_BY_OTHERS = "this is a secret, and everyone who can read the job file could read it"
-INSIST = "Or pass --allow-secrets and --output FILE: only you can read that file (mode 0600)."
 _NAMES_OF_SECRETS = ("secret", "env_file")
 """Options that name secrets without their values."""
 
 
-def check_options(records: Iterable[Any], *, advice: str, allows_secrets: bool) -> None:
+def check_options(records: Iterable[Any], *, advice: str) -> None:
     """Raise UserError for an option with a secret or an invisible character; `advice` says how to pass secrets."""
     typed = [(field.name, getattr(record, field.name)) for record in records for field in fields(record)]
     texts = [(name, text) for name, value in typed for text in (value if isinstance(value, tuple) else (value,))]
@@ -195,11 +145,11 @@ def check_options(records: Iterable[Any], *, advice: str, allows_secrets: bool) 
                 f"{option} {escape_controls(text)}: it has a control character or an invisible one, shown here as its "
                 "escape, which a job file cannot contain. Remove it."
             )
-        if allows_secrets or name in _NAMES_OF_SECRETS:
-            continue
         variable, _, value = text.partition("=")
         user = _IMAGE_USER.match(text) if name in ("image", "container") else None
-        if name == "env" and is_secret_variable(variable, value):
+        if name in _NAMES_OF_SECRETS:
+            shown = text
+        elif name == "env" and is_secret_variable(variable, value):
             shown = f"{variable}=[redacted]"
         else:
             shown = f"[redacted]@{text[user.end() :]}" if user is not None else redacted_command([text])[0]
@@ -207,13 +157,10 @@ def check_options(records: Iterable[Any], *, advice: str, allows_secrets: bool) 
             raise UserError(f"{option} {shown}: {_READ_BY_OTHERS}. {advice}")
 
 
-def check_text(
-    text: str, *, source: str, advice: str, allows_secrets: bool, redact: Callable[[str], str] = redact_foreign
-) -> None:
+def check_text(text: str, *, source: str, advice: str, redact: Callable[[str], str] = redact_foreign) -> None:
     """Raise UserError where a text of a job file, named `source`, has a secret or an invisible character."""
     visible = escape_controls(text)
-    cleaned = visible if allows_secrets else redact(visible)
-    lines = zip(text.split("\n"), visible.split("\n"), cleaned.split("\n"), strict=False)  # a key has several lines
+    lines = zip(text.split("\n"), visible.split("\n"), redact(visible).split("\n"), strict=False)  # a key has several
     for number, (line, seen, shown) in enumerate(lines, start=1):
         if seen != line:
             raise UserError(f"{source}, line {number}: it has a control character or an invisible one: {shown.strip()}")
@@ -234,83 +181,12 @@ def read_pairs(texts: Sequence[str], *, option: str, noun: str, name: str) -> di
     return pairs
 
 
-@dataclass(frozen=True)
-class Destination:
-    """The destination of the job file: printed, written, or submitted."""
-
-    output: Path | None = None
-    submit: bool = False
-    suffix: str = ".yaml"
-    command: tuple[str, ...] = ()  # that submits the file: sbatch
-    allow_secrets: bool = False
-    advice: str = ""  # how to pass secrets to the ranks instead
-
-
-def deliver(text: str, destination: Destination, *, name: str) -> int:
-    """Print or write the job file, or submit it, and return the exit code. Raises UserError."""
-    check_text(text, source="the job file", advice=destination.advice, allows_secrets=destination.allow_secrets)
-    if destination.allow_secrets and destination.output is None and not destination.submit:
-        raise UserError("--allow-secrets: others may read the terminal's output. Write the file with --output FILE.")
-    if destination.submit and shutil.which(destination.command[0]) is None:
-        raise UserError(
-            f"--submit: `{destination.command[0]}` is not on the PATH of this machine. Write the file with --output "
-            f"and submit it from a machine that has it: {' '.join(destination.command)} FILE"
-        )
-    file = destination.output
-    if destination.submit and file is None:
-        file = Path(f"{name}{destination.suffix}")
-    if file is None:
+def deliver(text: str, output: Path | None, *, advice: str) -> int:
+    """Print or write the job file, and return the exit code. Raises UserError for a secret in it."""
+    check_text(text, source="the job file", advice=advice)
+    if output is None:
         write_file_to_stdout(text)
-        return 0
-    atomic.write_bytes(file.absolute(), text.encode(), is_private=destination.allow_secrets)
-    print(f"written: {file}", file=sys.stderr)
-    if not destination.submit:
-        return 0
-    return subprocess.run([*destination.command, str(file.absolute())], check=False).returncode
-
-
-_ELASTIC_FABRIC = ("efa", "rdmap")
-"""Prefixes of AWS's Elastic Fabric Adapters, which the kernel lists as InfiniBand and NCCL cannot use as such."""
-
-_WITHOUT_P2P = ("no-p2p", "p2p-iommu")
-"""Findings after which NCCL must not copy between GPUs directly: it would hang, or sums would be wrong."""
-
-T = TypeVar("T")
-
-
-def network_variables(facts: "doctor_facts.Facts", *, num_nodes: int) -> dict[str, str]:
-    """Return the variables that the ranks of such hosts need; empty where the defaults of NCCL and gloo are right."""
-    variables: dict[str, str] = {}
-    if num_nodes > 1:
-        name = _same_everywhere(facts, lambda host: host.network.default_interface)
-        if name is not None:
-            variables |= {"NCCL_SOCKET_IFNAME": f"={name}", "GLOO_SOCKET_IFNAME": name, "TP_SOCKET_IFNAME": name}
-        variables |= _adapters(facts)
-    if any(finding.key in _WITHOUT_P2P for finding in doctor_checks.check_facts(facts)):
-        variables["NCCL_P2P_DISABLE"] = "1"
-    return variables
-
-
-def _adapters(facts: "doctor_facts.Facts") -> dict[str, str]:
-    """Return the setting that limits NCCL to usable InfiniBand ports; by default it uses all of them."""
-    if any(port.device.startswith(_ELASTIC_FABRIC) for host in facts.hosts for port in host.network.infiniband):
-        return {"FI_PROVIDER": "efa"}
-    if not any(host.network.infiniband for host in facts.hosts):
-        return {}
-    if not all(_usable(host.network.infiniband) for host in facts.hosts):
-        return {"NCCL_IB_DISABLE": "1"}  # a host has none: all of them use TCP
-    chosen = _same_everywhere(facts, lambda host: _usable(host.network.infiniband))
-    has_others = any(len(_usable(host.network.infiniband)) < len(host.network.infiniband) for host in facts.hosts)
-    return {"NCCL_IB_HCA": f"={','.join(chosen)}"} if chosen is not None and has_others else {}
-
-
-def _usable(ports: "Iterable[doctor_network.InfinibandPort]") -> tuple[str, ...]:
-    """Return the ports with a link; where some are of InfiniBand, only those: others are for storage or ssh."""
-    active = [port for port in ports if port.state == "ACTIVE"]
-    fast = [port for port in active if port.link_layer == "InfiniBand"] or active
-    return tuple(f"{port.device}:{port.port}" for port in fast)
-
-
-def _same_everywhere(facts: "doctor_facts.Facts", of: "Callable[[doctor_facts.HostFacts], T | None]") -> T | None:
-    values = {of(host) for host in facts.hosts}
-    return values.pop() if len(values) == 1 else None
+    else:
+        atomic.write_bytes(output.absolute(), text.encode())
+        print(f"written: {output}", file=sys.stderr)
+    return 0

@@ -4,12 +4,13 @@
 one next to that of the ranks, with GPU memory of its own, and its destruction waits 30 s for the peers of a lost host.
 """
 
+import os
 import re
 import signal
+import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,12 +32,36 @@ from finetune.commands.rehearse.accelerate_file import AccelerateFile, read_acce
 from finetune.config.load import LoadedConfig, load_config
 from finetune.config.paths import is_url, local_run_folder
 from finetune.errors import UserError
-from finetune.launch.ray import LOCAL, connect_to_ray
 from finetune.runtime.optional import require
 
 RESIZE_SECONDS = 30.0
 """How often Ray looks for hosts that have come."""
 
+WORKER_SETTINGS = {
+    # How long Ray waits for the hosts of a new group of workers. When a host is lost it first asks for as many workers
+    # as before, and waits for them; its default of 60 s is most of what a lost host costs.
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "5",
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "1",
+    # A worker that does not answer, on a host that is suspended or cut off; the default is 10 minutes.
+    "RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S": "30",
+    # Ranks of a host see all its GPUs and take that of LOCAL_RANK, as under torchrun.
+    "TRAIN_ENABLE_SHARE_CUDA_VISIBLE_DEVICES": "1",
+    # A worker that ends would kill its rank at once; without it the kernel sends the rank SIGTERM, and it saves.
+    "RAY_kill_child_processes_on_worker_exit": "0",
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",
+    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # prints each line twice
+    "RAY_DEDUP_LOGS": "0",  # would leave out lines of ranks that look alike
+    "RAY_COLOR_PREFIX": "0",  # would write an escape sequence before each line
+}
+"""Variables of Ray Train; variables that the user has set count."""
+
+HEAD_SETTINGS = {"health_check_period_ms": 1000, "health_check_timeout_ms": 3000, "health_check_failure_threshold": 3}
+"""Settings of Ray's head: after how long a host counts as lost, here 3 to 12 s, by default 15 to 60 s.
+
+`--local` sets them. A cluster is given them when its head is started: `RAY_health_check_period_ms=1000 ... ray start`.
+"""
+
+_CONNECT_SECONDS = 10.0
 _POLL_SECONDS = 1.0
 _GIVE_UP_SECONDS = 30.0  # after the time to save: Ray may be waiting for hosts, with no worker that could end
 
@@ -111,35 +136,55 @@ def launch_ray(arguments: RayArguments) -> int:
     """Run the job on a Ray cluster, and return the exit code of the run. Raises UserError before anything starts."""
     if arguments.local and arguments.address is not None:
         raise UserError("--local starts Ray on this machine, and --address names a cluster. Leave one of them out.")
-    job = check_ray_job(arguments)
+    least, most = (nodes * arguments.gpus_per_node for nodes in read_limits(arguments.nodes))
     loaded, started = load_config(arguments.config, arguments.override), time.time()
-    least, most = (nodes * arguments.gpus_per_node for nodes in read_limits(arguments.nodes))
-    address = LOCAL if arguments.local else arguments.address
-    ray = connect_to_ray(address, num_cpus=most, num_gpus=None if arguments.cpu else most, purpose=PURPOSE)
-    if len(job.worlds) < most - least + 1:
-        _log(f"the batch can be shared by {', '.join(map(str, job.worlds))} processes; other numbers are left out")
-    try:
-        code = _run(arguments, job)
-    finally:
-        ray.shutdown()
-    run_end_command(loaded, since=started, exit_code=code)
-    _log("; ".join([f"exit code {code}", *(f"{name} {value}" for name, value in read_metrics(job.run_folder).items())]))
-    return code
-
-
-def check_ray_job(arguments: RayArguments, *, elsewhere: Sequence[Path] = ()) -> RankJob:
-    """Return what each worker starts. Raises UserError; files in the folders `elsewhere` are not checked here."""
-    least, most = (nodes * arguments.gpus_per_node for nodes in read_limits(arguments.nodes))
-    loaded = load_config(arguments.config, arguments.override, elsewhere=elsewhere)
-    file = read_accelerate_file(arguments.accelerate)
-    worlds = fitting_worlds(loaded, file, least=least, most=most)
+    worlds = fitting_worlds(loaded, read_accelerate_file(arguments.accelerate), least=least, most=most)
     run = loaded.config.run
     if is_url(run.folder) and run.local_folder is None:
         raise UserError("run.local_folder: is not set. A run at a URL needs a folder that all hosts share here.")
     run_folder = local_run_folder(run.folder, run.local_folder).absolute()
     words = ["-m", "finetune", "train", "--config", str(arguments.config)]
     words += [word for override in arguments.override for word in ("--set", override)]
-    return RankJob(tuple(words), arguments.accelerate, Path.cwd(), run_folder, worlds, arguments.stop)
+    job = RankJob(tuple(words), arguments.accelerate, Path.cwd(), run_folder, worlds, arguments.stop)
+    ray = _connect(arguments, num_ranks=most)
+    if len(worlds) < most - least + 1:
+        _log(f"the batch can be shared by {', '.join(map(str, worlds))} processes; other numbers are left out")
+    try:
+        code = _run(arguments, job)
+    finally:
+        ray.shutdown()
+    run_end_command(loaded, since=started, exit_code=code)
+    _log("; ".join([f"exit code {code}", *(f"{name} {value}" for name, value in read_metrics(run_folder).items())]))
+    return code
+
+
+def _connect(arguments: RayArguments, *, num_ranks: int) -> Any:
+    """Return Ray after joining the cluster, or starting it here for this number of ranks. Raises UserError."""
+    settings = {name: os.environ.get(name, value) for name, value in WORKER_SETTINGS.items()}
+    os.environ.update(settings)  # Ray reads some when it is imported here
+    ray = require("ray", extra="ray", purpose=PURPOSE)
+    require("ray.train", extra="ray", purpose=PURPOSE)
+    options: dict[str, Any] = {"runtime_env": {"env_vars": settings}}
+    address = arguments.address
+    try:
+        if arguments.local:
+            num_gpus = None if arguments.cpu else num_ranks
+            ray.init("local", num_cpus=num_ranks, num_gpus=num_gpus, _system_config=HEAD_SETTINGS, **options)
+        elif address is None:  # that of RAY_ADDRESS, or of this machine's cluster
+            ray.init("auto", **options)
+        else:
+            address = address if ":" in address else f"{address}:6379"
+            if "://" not in address:  # Ray itself would try for minutes, with a line every 5 s
+                host, _, port = address.rpartition(":")
+                socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
+            ray.init(address, **options)
+    except (OSError, OverflowError, RuntimeError, ValueError) as error:
+        reason = str(error).splitlines()[0].removesuffix(".")
+        raise UserError(
+            f"{address or 'the cluster of this machine'}: Ray cannot be reached: {reason}. Start it with `ray start "
+            "--head`, or name the host of the cluster's head."
+        ) from error
+    return ray
 
 
 def _run(arguments: RayArguments, job: RankJob) -> int:

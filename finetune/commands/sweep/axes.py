@@ -81,15 +81,8 @@ def parse_axes(texts: Sequence[str]) -> list[Axis]:
             elif is_nested and (axis.is_swept or other.is_swept):
                 messages.append(f"the key overlaps with `{other.key}` of `{other.label}`. Sweep only one of them.")
         shown = [value_text(comparable_config(value, name=axis.key)) for value in axis.values]
-        for text in sorted({text for text in shown if shown.count(text) > 1}):
-            same = [value for value, other_text in zip(axis.values, shown, strict=True) if other_text == text]
-            if all(value == same[0] for value in same):
-                messages.append(f"the value {text} is written {len(same)} times.")
-            else:
-                messages.append(
-                    f"values differ only in their secrets, which names of runs do not contain: {text}. Write one of "
-                    "them."
-                )
+        repeated = sorted({text for text in shown if shown.count(text) > 1})
+        messages += [f"the value {text} is written {shown.count(text)} times." for text in repeated]
         problems += [Problem(axis.key, message, source=axis.label) for message in messages]
     if problems:
         raise ConfigError(problems, "the sweep")
@@ -135,18 +128,14 @@ def parse_space(axes: Sequence[Axis], *, is_search: bool) -> Space:
             space[axis.key] = distributions.CategoricalDistribution([value_text(value) for value in axis.values])
         elif ranges:
             low, high, scale = ranges[0]
-            if not low < high:
-                message = f"the range ends at {high:g} and begins at {low:g}. Write the smaller number first."
+            is_log = scale == "log" or (scale is None and low > 0 and high / low >= _LOG_RATIO)
+            if low >= high or (is_log and low <= 0):
+                message = f"{low:g}..{high:g}: write the smaller number first; on a logarithmic scale it is positive."
                 problems.append(Problem(axis.key, message, source=axis.label))
-            elif scale == "log" and low <= 0:
-                message = f"a logarithmic range cannot begin at {low:g}. Write a positive number."
-                problems.append(Problem(axis.key, message, source=axis.label))
+            elif isinstance(low, int) and isinstance(high, int):
+                space[axis.key] = distributions.IntDistribution(low, high, log=is_log)
             else:
-                is_log = scale == "log" or (scale is None and low > 0 and high / low >= _LOG_RATIO)
-                if isinstance(low, int) and isinstance(high, int):
-                    space[axis.key] = distributions.IntDistribution(low, high, log=is_log)
-                else:
-                    space[axis.key] = distributions.FloatDistribution(low, high, log=is_log)
+                space[axis.key] = distributions.FloatDistribution(low, high, log=is_log)
     if problems:
         raise ConfigError(problems, "the sweep")
     if is_search and not space:

@@ -5,8 +5,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import ConfigDict, with_config
-
 from finetune.commands.sweep.axes import Axis, Values, run_name, value_text
 from finetune.config.load import LoadedConfig, load_config, require_divisible_batch
 from finetune.config.overrides import override_text
@@ -14,10 +12,10 @@ from finetune.config.resume_keys import COMPARED_BY_CONTENT, keys_that_may_diffe
 from finetune.config.run_config import RunConfig
 from finetune.config.section import parent_keys, with_location
 from finetune.config.yaml import MAX_LISTED
-from finetune.errors import ConfigError, Problem, UserError
+from finetune.errors import ConfigError, Problem
 from finetune.runtime.supervision import status as status_file
 
-RUNS_FOLDER, LOGS_FOLDER, LOCK_FILE = "runs", "logs", ".sweep.lock"
+RUNS_FOLDER, LOGS_FOLDER = "runs", "logs"
 
 
 @dataclass(frozen=True)
@@ -77,30 +75,22 @@ def own_overrides(run: SweepRun, loaded: LoadedConfig) -> list[str]:
     return texts
 
 
-def check_runs(job: Path, runs: Sequence[SweepRun], *, num_processes: int) -> dict[str, LoadedConfig]:
-    """Return the config of each run by its name; raises ConfigError with the problems of all runs."""
-    names_by_problem: dict[Problem, list[str]] = {}
-    configs = {}
+def check_runs(job: Path, runs: Sequence[SweepRun], *, num_processes: int) -> LoadedConfig:
+    """Return the config of the first run; raises ConfigError with the problems of all runs."""
+    runs_by_problem: dict[Problem, str] = {}
+    configs = []
     for run in runs:
         try:
-            configs[run.name] = load_run(job, run, num_processes=num_processes)
+            configs.append(load_run(job, run, num_processes=num_processes))
         except ConfigError as error:
             for problem in error.problems:
-                names_by_problem.setdefault(problem, []).append(run.name)
-    problems = []
-    for problem, names in names_by_problem.items():
-        if len(names) < len(runs):
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            problem = replace(problem, message=f"{problem.message} (run {names[0]}{more})")
-        problems.append(problem)
+                runs_by_problem.setdefault(problem, run.name)
+    problems = [
+        replace(problem, message=f"{problem.message} (run {name})") for problem, name in runs_by_problem.items()
+    ]
     if problems:
         raise ConfigError(problems[:MAX_LISTED], job.name, num_more=max(0, len(problems) - MAX_LISTED))
-    first_names: dict[str, str] = {}
-    for name, loaded in configs.items():
-        first = first_names.setdefault(loaded.config.model_dump_json(), name)
-        if first != name:  # such as with `1` and `1.0`
-            raise UserError(f"--set: the runs {first} and {name} are the same run. Remove one of the two values.")
-    return configs
+    return configs[0]
 
 
 def load_run(job: Path, run: SweepRun, *, num_processes: int) -> LoadedConfig:
@@ -132,26 +122,6 @@ def is_within(key: str, keys: frozenset[str]) -> bool:
     return key in keys or any(outer in keys for outer in parent_keys(key))
 
 
-def data_facts(config: RunConfig) -> tuple[tuple[str, str], ...]:
-    """Return the keys that determine the tokenized data: runs with equal values share one cache."""
-    facts = {**keys_that_must_match(config), **keys_that_may_differ(config)}
-    return tuple(
-        (key, text)
-        for key, text in sorted(facts.items())
-        if key in COMPARED_BY_CONTENT or key.startswith(_DATA_KEYS) or key in ("task.name", "model.name")
-    )
-
-
-_DATA_KEYS = (
-    "data.validation",
-    "data.cache_folder",
-    "model.revision",
-    "model.new_tokens",
-    "model.image_processor",
-    "task.classification.labels",
-)
-
-
 WAITING = "waiting"
 FINISHED = "finished"
 STOPPED = "stopped"
@@ -166,16 +136,13 @@ _RESUMABLE_ERRORS = ("LostContact", "DiskError")
 """Errors of the machine, after which the run resumes from its checkpoint."""
 
 
-@with_config(ConfigDict(strict=True, extra="forbid"))
 @dataclass(frozen=True)
 class RecordedRun:
-    """The record of a run: its values, the exit of its last process, and whether it was pruned."""
+    """The record of a run in the journal; everything else is in its own files."""
 
     name: str
     values: Values = field(default_factory=dict)
-    started: float | None = None  # unix seconds
-    exit_code: int | None = None
-    message: str | None = None  # the end of the log of a process that failed
+    error: str | None = None  # of a process that failed before it wrote any status
     is_pruned: bool = False
 
 
@@ -191,29 +158,23 @@ class RunOutcome:
 
 def outcome_of(status: Mapping[str, Any], record: RecordedRun) -> RunOutcome:
     """Return the run's outcome; a process that exited unexpectedly counts as interrupted, and resumes."""
-    state, code, written = status.get("state"), record.exit_code, status.get("time")
-    is_older = record.started is None or not isinstance(written, int | float) or written < record.started
-    message = ""
-    if record.is_pruned and state != status_file.FINISHED:  # it may have finished before it read the STOP file
-        state = PRUNED
-    elif is_older and code is not None and code > 0:  # before it wrote any status
-        state, message = FAILED, record.message or f"exit code {code}"
-    elif state == status_file.FINISHED:
-        state = FINISHED
-    elif state == status_file.STOPPED:
+    written, error = status.get("state"), status.get("error")
+    error = error if isinstance(error, dict) else {}
+    if record.error is not None:
+        state, message = FAILED, record.error
+    elif record.is_pruned and written != status_file.FINISHED:  # it may have finished before it read the STOP file
+        state, message = PRUNED, ""
+    elif written == status_file.FINISHED:
+        state, message = FINISHED, ""
+    elif written == status_file.STOPPED:
         state, message = STOPPED, str(status.get("reason") or "")
-    elif state == status_file.FAILED:
-        error = status.get("error")
-        error = error if isinstance(error, dict) else {}
+    elif written == status_file.FAILED:
         state = INTERRUPTED if error.get("type") in _RESUMABLE_ERRORS else FAILED
-        message = str(error.get("message") or record.message or "")
-    elif code is not None:
-        how = f"killed by signal {-code}" if code < 0 else f"exited unexpectedly with exit code {code}"
-        state, message = INTERRUPTED, how
-    elif state is None:
-        state = WAITING
+        message = str(error.get("message") or "")
+    elif written is None:
+        state, message = WAITING, ""
     else:
-        state, message = INTERRUPTED, "its process was killed with the sweep"
+        state, message = INTERRUPTED, "its process was killed"
     step, num_steps = (
         count if isinstance(count, int) and not isinstance(count, bool) and count >= 0 else None
         for count in (status.get("step"), status.get("num_steps"))

@@ -10,8 +10,7 @@ import hashlib
 import json
 import math
 import os
-import sys
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -20,18 +19,16 @@ from typing import Any
 import optuna
 from filelock import FileLock, Timeout
 from optuna.distributions import BaseDistribution, CategoricalDistribution
-from optuna.storages.journal import BaseJournalBackend
+from optuna.storages.journal import JournalFileBackend
 from optuna.study import StudyDirection
 from optuna.trial import TrialState
-from pydantic import ConfigDict, TypeAdapter, with_config
+from pydantic import TypeAdapter
 
-from finetune.commands.sweep.axes import Space, contains, run_name, value_text
-from finetune.commands.sweep.results import PAGE, TRAIN_LOSS, Objective, history_so_far, measurements
+from finetune.commands.sweep.axes import Distribution, Space, contains, run_name, value_text
+from finetune.commands.sweep.results import TRAIN_LOSS, Objective, history_so_far, measurements
 from finetune.commands.sweep.runs import (
     FAILED,
     FINISHED,
-    LOCK_FILE,
-    LOGS_FOLDER,
     PRUNED,
     RUNS_FOLDER,
     RecordedRun,
@@ -49,13 +46,10 @@ from finetune.runtime.files.read import parse_as, parse_json, read_regular
 from finetune.runtime.supervision.status import read_status
 from finetune.runtime.text.redact import comparable_config
 
-JOURNAL_FILE = "sweep.journal"
-VERSION = 1
+JOURNAL_FILE, LOCK_FILE = "sweep.journal", ".sweep.lock"
 
 _NAME, _FACTS, _RUN = "sweep", "sweep", "run"
 """The study's name, and the user attributes of the study and of its trials."""
-
-_OWN_FILES = (RUNS_FOLDER, LOGS_FOLDER, LOCK_FILE, JOURNAL_FILE, PAGE)
 
 _NUM_RANDOM_TRIALS = 10
 """Trials before the estimator is used."""
@@ -63,13 +57,10 @@ _NUM_RANDOM_TRIALS = 10
 _PRUNER = optuna.pruners.MedianPruner(n_startup_trials=4)
 
 
-@with_config(ConfigDict(strict=True, extra="forbid"))
 @dataclass(frozen=True)
 class SweepFacts:
     """The facts that all runs share; `facts` are the keys of the first call's job, with values as JSON."""
 
-    version: int
-    job: str
     metric: str
     is_minimized: bool
     facts: Mapping[str, str] = field(default_factory=dict)
@@ -80,41 +71,30 @@ _STORED_FACTS, _STORED_RUN = TypeAdapter(SweepFacts), TypeAdapter(RecordedRun)
 
 
 class SweepStudy:
-    """The runs of a sweep, in memory and, once it is saved, in the journal, which is written at every change."""
+    """The runs of a sweep, in memory and in the journal, which is written at every change."""
 
     def __init__(self, folder: Path, *, space: Space, seed: int = 0) -> None:
-        """Read the journal; raises UserError if it is damaged, or the folder has files of anything but a sweep."""
+        """Open the journal, which is created; raises UserError if it is damaged."""
         optuna.logging.set_verbosity(optuna.logging.ERROR)
-        path = folder / JOURNAL_FILE
-        if folder.exists() and not folder.is_dir():
-            raise UserError(f"--folder: {folder} is not a folder. Choose another.")
-        names = sorted(file.name for file in folder.iterdir()) if folder.is_dir() else []
-        foreign = [name for name in names if name not in _OWN_FILES and not name.startswith((".", "prepare"))]
-        if foreign and JOURNAL_FILE not in names:
-            raise UserError(
-                f"--folder: {folder} is not the folder of a sweep: it has `{truncate(foreign[0])}` and no "
-                f"{JOURNAL_FILE}. Choose a new folder, or that of the sweep to continue."
-            )
         self.folder, self.space, self._seed = folder, space, seed
         self.runs: dict[str, RecordedRun] = {}
         self._open_trials: dict[str, optuna.Trial] = {}  # of runs that have not ended, or can be continued
-        self._parameters: dict[str, str] = {}  # the name of each key's parameter
         self._facts: SweepFacts | None = None
+        path = folder / JOURNAL_FILE
         try:
-            self._journal = SweepJournal(path)
-            self._storage = optuna.storages.JournalStorage(self._journal)
-            if self._storage.get_all_studies():
-                self._load()
+            if path.exists():
+                content = read_regular(path)
+                size = content.rfind(b"\n") + 1
+                for line in content[:size].splitlines():
+                    parse_json(line)  # Optuna skips the last line if it is damaged
+                os.truncate(path, size)  # a line that a kill has cut off
+            self._storage = optuna.storages.JournalStorage(JournalFileBackend(str(path)))
+            self._load()
         except Exception as error:  # replaying a damaged line can raise any error
             raise UserError(
                 f"{path}: the file is damaged: {error or type(error).__name__}. Delete it: the same command finds the "
                 "runs again by name."
             ) from error
-        if self._facts is not None and self._facts.version != VERSION:
-            raise UserError(
-                f"{path}: was written by another version of finetune (format {self._facts.version}; this one reads "
-                f"{VERSION}). Continue the sweep with that version, or choose another --folder."
-            )
 
     @property
     def facts(self) -> SweepFacts:
@@ -127,51 +107,35 @@ class SweepStudy:
         """Return the name of each run by the text of its values."""
         return {value_text(run.values): run.name for run in self.runs.values()}
 
-    def begin(self, config: RunConfig, *, job: Path, objective: Objective, is_search: bool = False) -> None:
+    def begin(self, config: RunConfig, *, objective: Objective, is_search: bool = False) -> None:
         """Start or continue the study; raises UserError if it belongs to another job, a search to another metric.
 
-        Earlier runs keep their names, with the first job's value of keys that are swept for the first time.
+        Earlier runs keep their names, with the first job's value of keys that are swept for the first time. Runs that
+        have ended since the sweep was killed are recorded.
         """
         swept = tuple(self.space)
-        if self._facts is None:
-            direction = StudyDirection.MINIMIZE if objective.is_minimized else StudyDirection.MAXIMIZE
-            self._study = optuna.create_study(
-                storage=self._storage, study_name=_NAME, direction=direction, pruner=_PRUNER
-            )
-            facts = job_facts(config, swept=swept)
-            self._facts = SweepFacts(VERSION, str(job), objective.metric, objective.is_minimized, facts)
-        union = tuple(dict.fromkeys([*self._facts.swept, *swept]))
-        is_new = union != self._facts.swept or not self._study.user_attrs
-        self._facts = replace(self._facts, swept=union)
+        before = self._facts or SweepFacts(
+            objective.metric, objective.is_minimized, job_facts(config, swept=swept), swept
+        )
+        union = tuple(dict.fromkeys([*before.swept, *swept]))
+        is_new = self._facts is None or union != before.swept
+        self._facts = replace(before, swept=union)
         self.require_same_job(config)
+        if is_search and objective != Objective(before.metric, before.is_minimized):
+            raise UserError(
+                f"--metric: this sweep was started with {before.metric}, and a search continues with the same metric. "
+                f"Write --metric {before.metric}, or choose another --folder."
+            )
+        direction = StudyDirection.MINIMIZE if before.is_minimized else StudyDirection.MAXIMIZE
+        self._study = optuna.create_study(
+            storage=self._storage, study_name=_NAME, direction=direction, pruner=_PRUNER, load_if_exists=True
+        )
         if is_new:
             self._study.set_user_attr(_FACTS, asdict(self._facts))
-        if is_search and objective != Objective(self._facts.metric, self._facts.is_minimized):
-            raise UserError(
-                f"--metric: this sweep was started with {self._facts.metric}, and a search continues with the same "
-                f"metric. Write --metric {self._facts.metric}, or choose another --folder."
-            )
-        former = {key: json.loads(self._facts.facts[key]) for key in union if key in self._facts.facts}
+        former = {key: json.loads(before.facts[key]) for key in union if key in before.facts}
         self.runs = {name: replace(run, values={**former, **run.values}) for name, run in self.runs.items()}
-
-        # A key with changed choices or scale gets a new parameter: Optuna refuses two such distributions under one
-        # name, but allows new bounds of a range.
-        used: dict[str, list[BaseDistribution]] = {}
-        for trial in self._study.get_trials(deepcopy=False):
-            for name, distribution in trial.distributions.items():
-                used.setdefault(name, []).append(distribution)
-        for key, domain in self.space.items():
-            is_choice = isinstance(domain, CategoricalDistribution)
-            parameter, number = key, 1
-            while not all(
-                earlier == domain
-                if is_choice or isinstance(earlier, CategoricalDistribution)
-                else type(earlier) is type(domain) and getattr(earlier, "log", None) == getattr(domain, "log", None)
-                for earlier in used.get(parameter, ())
-            ):
-                number += 1
-                parameter = f"{key} ({number})"
-            self._parameters[key] = parameter
+        for name in list(self._open_trials):
+            self._close_trial(name, self.outcome(name), history_so_far(self.folder / RUNS_FOLDER / name))
 
     def require_same_job(self, config: RunConfig) -> None:
         """Raise UserError that names each key of the job that has changed since the sweep was started."""
@@ -189,24 +153,22 @@ class SweepStudy:
                 "Restore the values to continue it, sweep the key with --set, or choose another --folder."
             )
 
-    def save(self) -> None:
-        """Write the journal, and every later change; raises OSError. Record the runs that ended after a kill."""
-        self._journal.save()
-        for name in list(self._open_trials):
-            self._close_trial(name, self.outcome(name), history_so_far(self.folder / RUNS_FOLDER / name))
-
     def add(self, run: SweepRun) -> None:
         """Record a run unless the sweep has it."""
         if run.name not in self.runs:
             self._record(RecordedRun(run.name, run.values))
 
-    def start(self, run: SweepRun, *, now: float) -> None:
+    def start(self, run: SweepRun) -> None:
         """Record that a process of the run is being started."""
-        self._record(replace(self.runs[run.name], started=now, exit_code=None, message=None))
+        self.add(run)
+        record = self.runs[run.name]
+        if record.error is not None or run.name not in self._open_trials:
+            self._record(replace(record, error=None))
 
-    def end(self, run: SweepRun, history: RunHistory, *, exit_code: int, message: str | None = None) -> RunOutcome:
-        """Record the exit of the run's process, and return the run's outcome."""
-        self._record(replace(self.runs[run.name], exit_code=exit_code, message=message))
+    def end(self, run: SweepRun, history: RunHistory, *, error: str | None = None) -> RunOutcome:
+        """Record that the run's process has ended, and with which error if its own files do not say so."""
+        if error is not None:
+            self._record(replace(self.runs[run.name], error=error))
         outcome = self.outcome(run.name)
         self._close_trial(run.name, outcome, history)
         return outcome
@@ -221,10 +183,10 @@ class SweepStudy:
         digest = hashlib.sha256(f"{self._seed}:{number}".encode()).digest()
         seed = int.from_bytes(digest[:4], "big")  # for this trial only, so an interruption has no effect
         self._study.sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=_NUM_RANDOM_TRIALS)
-        trial = self._study.ask({self._parameters[key]: domain for key, domain in self.space.items()})
+        trial = self._study.ask({_parameter(key, domain): domain for key, domain in self.space.items()})
         values = {}
         for key, domain in self.space.items():
-            value = trial.params[self._parameters[key]]
+            value = trial.params[_parameter(key, domain)]
             values[key] = json.loads(value) if isinstance(domain, CategoricalDistribution) else value
         rounded = {key: float(f"{value:.4g}") if isinstance(value, float) else value for key, value in values.items()}
         name = f"{number:03d},{run_name(rounded)}"
@@ -246,6 +208,9 @@ class SweepStudy:
         return is_poor
 
     def _load(self) -> None:
+        studies = self._storage.get_all_studies()
+        if not studies or _FACTS not in studies[0].user_attrs:  # it was killed while creating the study
+            return
         self._study = optuna.load_study(storage=self._storage, study_name=_NAME, pruner=_PRUNER)
         self._facts = parse_as(_STORED_FACTS, json.dumps(self._study.user_attrs[_FACTS]).encode())
         for trial in self._study.get_trials(deepcopy=False):
@@ -269,7 +234,7 @@ class SweepStudy:
         distributions: dict[str, BaseDistribution] = {}
         for key, domain in self.space.items():
             if key in run.values and contains(domain, run.values[key]):
-                value, name = run.values[key], self._parameters[key]
+                value, name = run.values[key], _parameter(key, domain)
                 params[name] = value_text(value) if isinstance(domain, CategoricalDistribution) else value
                 distributions[name] = domain
         trial = optuna.trial.create_trial(
@@ -302,58 +267,15 @@ class SweepStudy:
                 trial.report(value, step)
 
 
+def _parameter(key: str, domain: Distribution) -> str:
+    """Return Optuna's name for the key: it refuses other choices, or another scale, under the same name."""
+    if isinstance(domain, CategoricalDistribution):
+        return f"{key}: {', '.join(map(str, domain.choices))}"
+    return f"{key}: {type(domain).__name__}, {'log' if domain.log else 'linear'}"
+
+
 def _shown(text: str | None) -> str:
     return "not set" if text is None else f"`{truncate(text)}`"
-
-
-class SweepJournal(BaseJournalBackend):
-    """Optuna's journal in `sweep.journal`: one operation per line of JSON, as `optuna-dashboard` reads it.
-
-    Unlike Optuna's own file it tolerates a kill or a full disk: an incomplete line is dropped, and lines that cannot be
-    written are kept in memory and written later. Nothing is written before `save`, so a dry run leaves no files.
-    """
-
-    def __init__(self, path: Path) -> None:
-        """Read the file if it exists; raises OSError or ValueError."""
-        self._path = path
-        content = read_regular(path) if path.exists() else b""
-        self._size = content.rfind(b"\n") + 1  # bytes of whole lines
-        self._operations: list[dict[str, Any]] = [parse_json(line) for line in content[: self._size].splitlines()]
-        self._unwritten = b""
-        self._is_saved, self._has_warned = False, False
-
-    def read_logs(self, log_number_from: int) -> Generator[dict[str, Any], None, None]:
-        """Yield the operations from this number on."""
-        yield from self._operations[log_number_from:]
-
-    def append_logs(self, logs: list[dict[str, Any]]) -> None:
-        """Add operations; if they cannot be written, print one warning and try again with the next ones."""
-        lines = [json.dumps(operation, separators=(",", ":")) for operation in logs]
-        self._operations += map(json.loads, lines)
-        self._unwritten += "".join(f"{line}\n" for line in lines).encode()
-        if self._is_saved:
-            try:
-                self._write()
-            except OSError as error:
-                if not self._has_warned:
-                    self._has_warned = True
-                    print(f"warning: {self._path} cannot be written: {error}", file=sys.stderr, flush=True)
-
-    def save(self) -> None:
-        """Write all operations, and from now on each one as it is added; raises OSError."""
-        self._write()
-        self._is_saved = True
-
-    def _write(self) -> None:
-        number = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        with os.fdopen(number, "wb") as file:
-            file.truncate(self._size)  # an incomplete line
-            file.seek(self._size)
-            file.write(self._unwritten)
-            file.flush()
-            os.fsync(file.fileno())
-        self._size += len(self._unwritten)
-        self._unwritten = b""
 
 
 @contextmanager

@@ -123,17 +123,14 @@ def write_text(path: Path, text: str) -> None:
     write_bytes(path, text.encode("utf-8"))
 
 
-def write_bytes(path: Path, content: bytes, *, survives_power_cut: bool = True, is_private: bool = False) -> None:
-    """Write the file atomically; without surviving a power cut, this is much faster.
-
-    A private file can only ever be read by its owner.
-    """
-    with write_atomically(path, survives_power_cut=survives_power_cut, is_private=is_private) as file:
+def write_bytes(path: Path, content: bytes, *, survives_power_cut: bool = True) -> None:
+    """Write the file atomically; without surviving a power cut, this is much faster."""
+    with write_atomically(path, survives_power_cut=survives_power_cut) as file:
         file.write(content)
 
 
 @contextmanager
-def write_atomically(path: Path, *, survives_power_cut: bool = True, is_private: bool = False) -> Iterator[BinaryIO]:
+def write_atomically(path: Path, *, survives_power_cut: bool = True) -> Iterator[BinaryIO]:
     """Yield a file to write to, which becomes `path` at the end; after an error the old one is unchanged."""
     path.parent.mkdir(parents=True, exist_ok=True)
     staging = temporary_path(path)
@@ -144,7 +141,7 @@ def write_atomically(path: Path, *, survives_power_cut: bool = True, is_private:
             if survives_power_cut:
                 file.flush()
                 os.fsync(file.fileno())
-        staging.chmod(0o600 if is_private else 0o666 & ~UMASK)
+        staging.chmod(0o666 & ~UMASK)
         staging.replace(path)
     except BaseException:
         staging.unlink(missing_ok=True)

@@ -11,9 +11,8 @@ from typing import Any
 
 import psutil
 
-from finetune.launch.ray import HEAD_SETTINGS
+from finetune.commands.launch.ray import HEAD_SETTINGS
 from finetune.report.history import read_events
-from finetune.runtime.processes import free_loopback_port
 from finetune.runtime.supervision.heartbeat import VARIABLE
 from finetune.runtime.supervision.status import read_status
 from tests import launching
@@ -47,9 +46,7 @@ class RayHosts:
 
 
 @contextmanager
-def two_raylets(
-    folder: Path, *, pace_seconds: float, steps: int, dashboard_port: int | None = None
-) -> Iterator[RayHosts]:
+def two_raylets(folder: Path, *, pace_seconds: float, steps: int) -> Iterator[RayHosts]:
     """Start the raylets, whose ranks take at least this time for each step; all their processes end afterwards."""
     from ray.cluster_utils import Cluster
 
@@ -65,12 +62,6 @@ def two_raylets(
     launching.start_warm_server()  # which is not to end with the cluster
     started = {child.pid for child in psutil.Process().children()}
     head: dict[str, Any] = {"num_cpus": 1, "num_gpus": 0, "_system_config": HEAD_SETTINGS}
-    if dashboard_port is not None:
-        head |= {
-            "include_dashboard": True,
-            "dashboard_port": dashboard_port,
-            "dashboard_agent_listen_port": free_loopback_port(),
-        }
     cluster = Cluster(initialize_head=True, head_node_args=head)
     try:
         other = cluster.add_node(num_cpus=1, num_gpus=0)

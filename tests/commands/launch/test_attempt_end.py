@@ -14,7 +14,7 @@ from finetune.commands.launch.attempt_end import (
     decide_restart,
     newest_step,
     print_decision,
-    read_run_end,
+    read_end,
 )
 
 
@@ -56,13 +56,6 @@ def test_the_status_of_an_earlier_attempt_does_not(run, capsys):
     write_status(run, time=999.0, exit_code=0)
     assert run_next(run, code=1) == AGAIN
     assert "the launcher ended with exit code 1" in capsys.readouterr().out
-
-
-def test_a_damaged_or_missing_status_is_ignored(run):
-    for content in ("", "{", "[]", '{"time": "x"}', '{"time": 1500.0, "exit_code": "no"}'):
-        (run / "status.json").write_text(content)
-        assert run_next(run, code=2) == 2
-    assert run_next(run / "nowhere", code=2) == 2
 
 
 def test_failures_are_counted_until_a_step_is_gained(run, capsys):
@@ -171,7 +164,10 @@ def test_a_job_is_never_restarted_in_a_row_more_often_than_allowed():
         ({"exit_code": True}, None),
         ({"exit_code": 1, "error": "text"}, AttemptEnd(1, "")),
         ({}, AttemptEnd(None, "")),
+        ({"time": "x"}, None),
     ],
 )
-def test_a_status_is_read_with_care(facts, expected):
-    assert read_run_end(facts) == expected
+def test_a_status_is_read_with_care(tmp_path, facts, expected):
+    (tmp_path / "status.json").write_text(json.dumps({"time": 1500.0, **facts}))
+    assert read_end(tmp_path, since=1000.0) == expected
+    assert read_end(tmp_path, since=2000.0) is None

@@ -63,10 +63,6 @@ def test_other_numbers_of_hosts_are_refused(nodes: str) -> None:
         read_limits(nodes)
 
 
-def test_numbers_of_hosts() -> None:
-    assert read_limits("3") == (3, 3) and read_limits("1:4") == (1, 4)
-
-
 def test_failures_in_a_row_end_the_run_unless_a_later_step_was_saved(tmp_path: Path) -> None:
     limit = failure_limit(SimpleNamespace(UserCallback=object), tmp_path, max_failures=2)
     lost = {1: RankFailed("rank 1 ended with exit code 137: it was killed")}

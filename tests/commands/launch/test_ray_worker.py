@@ -9,14 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from finetune.commands.launch.ray_worker import Attempt, end_replaced_ranks, largest_world, place_rank, read_metrics
+from finetune.commands.launch.ray_worker import Attempt, end_replaced_ranks, place_rank, read_metrics
 from finetune.runtime.run_folder import mark_attempt
 
 ATTEMPT = Attempt(3, 6, "10.0.0.1", 29500, since=0.0)
-
-
-def test_the_largest_world_that_can_share_the_batch_is_taken() -> None:
-    assert [largest_world(count, [2, 4, 8]) for count in (2, 3, 7, 9)] == [2, 2, 4, 8]
 
 
 @pytest.mark.parametrize(("rank", "local_rank", "local_world"), [(0, 0, 4), (3, 3, 4), (4, 0, 2), (5, 1, 2)])

@@ -11,8 +11,6 @@ from finetune.commands.sweep.axes import (
     parse_axes,
     parse_space,
     run_name,
-    short_keys,
-    shown_value,
 )
 from finetune.config.overrides import override_text
 from finetune.config.yaml import read_yaml
@@ -70,12 +68,6 @@ def test_all_mistakes_in_the_options_are_reported_at_once():
     assert len(error.value.problems) == 3
 
 
-def test_values_are_shown_as_short_as_possible():
-    values = (1e-4, 2e-05, 0.1234567891, "cosine", "4", [1, 2], None)
-    texts = ["0.0001", "2e-05", "0.1234567891", "cosine", '"4"', "[1, 2]", "null"]
-    assert [shown_value(value) for value in values] == texts
-
-
 ODD_VALUES = [
     "a/b/c.jsonl",
     "x/b/c.jsonl",
@@ -111,11 +103,6 @@ def test_the_run_name_contains_the_swept_values():
     assert run_name({"train.learning_rate": 1e-4, "model.lora.rank": 8}) == "learning_rate=0.0001,rank=8"
     assert run_name({"data.train.path": "rows/short.jsonl"}).startswith("path=short.jsonl-")
     assert run_name({}) == "run"
-
-
-def test_keys_in_run_names_are_shortened_while_they_stay_unique():
-    assert short_keys(["train.optimizer.name", "train.schedule.name"])["train.schedule.name"] == "schedule.name"
-    assert short_keys(["name", "model.name"]) == {"name": "name", "model.name": "model.name"}
 
 
 def test_odd_values_give_safe_and_different_run_names():

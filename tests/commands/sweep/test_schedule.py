@@ -1,6 +1,5 @@
 """Slots, signals and failures of a sweep, with fake processes."""
 
-import itertools
 import json
 import signal
 import time
@@ -10,11 +9,11 @@ from optuna.distributions import CategoricalDistribution
 
 from finetune.commands.sweep import sweep
 from finetune.commands.sweep.axes import value_text
-from finetune.commands.sweep.launching import LOST_HOST, LaunchPlan, StopSignals
+from finetune.commands.sweep.launching import LaunchPlan, StopSignals
 from finetune.commands.sweep.results import Objective
 from finetune.commands.sweep.runs import SweepRun
-from finetune.commands.sweep.study import SweepJournal, SweepStudy
-from finetune.commands.sweep.sweep import MAX_LOST, SweepRequest, SweepSession
+from finetune.commands.sweep.study import SweepStudy
+from finetune.commands.sweep.sweep import SweepRequest, SweepSession
 from finetune.config.load import load_config
 from finetune.errors import UserError
 
@@ -55,14 +54,13 @@ def scheduling(job, folder, monkeypatch, capsys):
     monkeypatch.setattr(sweep, "POLL_SECONDS", 0.0)
     started, num_alive = [], []
 
-    def run(names, *, at_once=1, stop=None, load=None, on_start=None, codes=None, **settings):
+    def run(names, *, at_once=1, stop=None, load=None, on_start=None, **settings):
         runs = [SweepRun(name, {"run.seed": name}, (f"run.seed={name}",), folder) for name in names]
         processes = []
 
         def start(command, log, environment):
             run = next(run for run in runs if run.log == log)
-            code = {} if codes is None else {"code": next(codes)}
-            process = FakeProcess(run.folder, polls=3, **settings, **code)
+            process = FakeProcess(run.folder, polls=3, **settings)
             started.append((run.name, environment.get("CUDA_VISIBLE_DEVICES")))
             processes.append(process)
             num_alive.append(sum(process.polls > 0 and not process.signals for process in processes))
@@ -73,14 +71,12 @@ def scheduling(job, folder, monkeypatch, capsys):
         plan = LaunchPlan(job, 1, None, at_once=at_once, devices=("0", "1", "2")[:at_once], num_cores=1)
         loaded, loss = load_config(job), Objective("loss", True)
         study = SweepStudy(folder, space=SPACE)
-        study.begin(loaded.config, job=job, objective=loss)
-        study.save()
+        study.begin(loaded.config, objective=loss)
         monkeypatch.setattr(sweep, "load_run", load or (lambda *_, **__: loaded))
         request = SweepRequest(job)
-        session = SweepSession(request, plan, [], loss, study, runs, {}, stop or StopSignals(), start, kill=None)
-        session.run_all(iter(runs), num_runs=len(runs))
-        output, run.errors = capsys.readouterr()
-        return [study.outcome(name).state for name in study.runs], output
+        session = SweepSession(request, plan, [], loss, study, stop or StopSignals(), start)
+        session.run_all(iter(runs))
+        return [study.outcome(name).state for name in study.runs], capsys.readouterr().out
 
     run.started, run.num_alive = started, num_alive
     return run
@@ -91,7 +87,7 @@ def test_only_as_many_runs_as_slots_are_active_and_each_gets_its_own_device(sche
     assert states == ["finished"] * 5 and max(scheduling.num_alive) == 2
     assert [name for name, _ in scheduling.started] == list("12345")
     assert {device for _, device in scheduling.started[:2]} == {"0", "1"}
-    assert [record.exit_code for record in SweepStudy(folder, space=SPACE).runs.values()] == [0] * 5
+    assert list(SweepStudy(folder, space=SPACE).runs) == list("12345")
 
 
 def test_after_a_signal_no_run_is_started_and_active_runs_save(scheduling):
@@ -113,33 +109,4 @@ def test_runs_of_a_job_that_was_edited_meanwhile_fail_without_starting(schedulin
 def test_a_killed_run_does_not_end_the_others(scheduling):
     states, shown = scheduling("12", state="running", code=-9)
     assert states == ["interrupted", "interrupted"]
-    assert "killed by signal 9" in shown
-
-
-def test_a_run_whose_host_is_lost_is_started_again_before_the_others(scheduling):
-    lost = iter([LOST_HOST, 0, 0])
-    states, shown = scheduling("12", codes=lost)
-    assert states == ["finished", "finished"] and "1: its host is lost; it is started again, and resumes" in shown
-    assert len(scheduling.started) == 3
-
-
-def test_a_run_that_loses_every_host_is_given_up(scheduling):
-    states, shown = scheduling("1", state="running", codes=itertools.repeat(LOST_HOST))
-    assert states == ["interrupted"] and "killed by signal 9" in shown
-    assert len(scheduling.started) == MAX_LOST + 1
-
-
-def test_a_full_disk_does_not_end_the_sweep_and_its_records_are_written_later(scheduling, folder, monkeypatch):
-    write, num_failures = SweepJournal._write, []
-
-    def write_to_full_disk(journal):
-        if journal._is_saved and len(num_failures) < 3:
-            num_failures.append(1)
-            raise OSError(28, "No space left on device")
-        write(journal)
-
-    monkeypatch.setattr(SweepJournal, "_write", write_to_full_disk)
-    states, _ = scheduling("12")
-    assert states == ["finished", "finished"] and len(num_failures) == 3
-    assert scheduling.errors.count("No space left on device") == 1
-    assert [record.exit_code for record in SweepStudy(folder, space=SPACE).runs.values()] == [0, 0]
+    assert "its process was killed" in shown

@@ -35,10 +35,9 @@ def opened(job, tmp_path):
     """Return a function that opens the sweep's study as a new call of the command does."""
 
     def open_study(*, space=SPACE, overrides=(), objective=LOSS, is_search=False):
-        study = SweepStudy(tmp_path / "sweep", space=space, seed=3)
-        study.begin(load_config(job, overrides).config, job=job, objective=objective, is_search=is_search)
         (tmp_path / "sweep").mkdir(exist_ok=True)
-        study.save()
+        study = SweepStudy(tmp_path / "sweep", space=space, seed=3)
+        study.begin(load_config(job, overrides).config, objective=objective, is_search=is_search)
         return study
 
     return open_study
@@ -57,15 +56,15 @@ def write_events(run, losses):
     (run.folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
 
 
-def finish(study, name, losses, *, state="finished", code=0):
+def finish(study, name, losses, *, state="finished"):
     """Have the run end with these evaluations, by step; return its outcome."""
     run = run_of(study, name)
-    study.start(run, now=0.0)
+    study.start(run)
     write_events(run, losses)
     error = {"type": "NonFiniteError", "message": "it broke"}
     status = {"state": state, "time": time.time(), "step": 8, "num_steps": 8, "error": error}
     (run.folder / "status.json").write_text(json.dumps(status))
-    return study.end(run, history_so_far(run.folder), exit_code=code)
+    return study.end(run, history_so_far(run.folder))
 
 
 def search(study, *, num_runs):
@@ -87,7 +86,7 @@ def test_an_interrupted_search_proposes_the_same_runs_as_an_undisturbed_one(open
         search(study, num_runs=number)
         record = study.propose()
         name, values = record.name, record.values
-        study.start(run_of(study, name), now=0.0)  # and here the sweep is killed
+        study.start(run_of(study, name))  # and here the sweep is killed
         study = opened()
         assert study.outcome(name).state in (INTERRUPTED, WAITING)
         finish(study, name, {8: values["train.learning_rate"]})
@@ -97,7 +96,7 @@ def test_an_interrupted_search_proposes_the_same_runs_as_an_undisturbed_one(open
 def test_a_run_that_ended_while_the_sweep_was_killed_is_recorded_by_the_next_call(opened):
     study = opened()
     name = study.propose().name
-    study.start(run_of(study, name), now=0.0)
+    study.start(run_of(study, name))
     write_events(run_of(study, name), {4: 2.0, 8: 1.5})
     status = {"state": "finished", "time": time.time(), "step": 8, "num_steps": 8}
     (run_of(study, name).folder / "status.json").write_text(json.dumps(status))
@@ -117,7 +116,7 @@ def trials(folder):
 def test_a_failed_run_that_is_started_again_gets_a_new_trial_and_keeps_its_name(opened):
     study = opened()
     name = study.propose().name
-    assert finish(study, name, {}, state="failed", code=1).state == FAILED
+    assert finish(study, name, {}, state="failed").state == FAILED
     assert finish(study, name, {8: 1.0}).state == FINISHED
     study = opened()
     assert list(study.runs) == [name] and study.outcome(name).state == FINISHED
@@ -193,21 +192,6 @@ def test_a_changed_job_is_refused_by_the_names_of_its_keys(opened):
     opened(space={**SPACE, "train.steps": choices(10, 20)}, overrides=["train.steps=20"])
 
 
-def test_nothing_is_written_before_the_study_is_saved(job, tmp_path):
-    study = SweepStudy(tmp_path / "sweep", space=SPACE)
-    study.begin(load_config(job).config, job=job, objective=LOSS)
-    study.propose()
-    assert not (tmp_path / "sweep").exists()
-
-
-def test_another_folder_is_refused(tmp_path):
-    (tmp_path / "thesis.tex").touch()
-    with refused(UserError, "`thesis.tex`"):
-        SweepStudy(tmp_path, space=SPACE)
-    with refused(UserError):
-        SweepStudy(tmp_path / "thesis.tex", space=SPACE)
-
-
 @pytest.mark.parametrize("text", ["{\n", "[]\n", '{"op_code": 1}\n', "null\n", "[" * 5000 + "\n", "\x00\n"])
 def test_a_damaged_journal_is_rejected_with_a_remedy(tmp_path, text):
     (tmp_path / "sweep.journal").write_text(text)
@@ -215,14 +199,9 @@ def test_a_damaged_journal_is_rejected_with_a_remedy(tmp_path, text):
         SweepStudy(tmp_path, space=SPACE)
 
 
-def test_records_that_do_not_fit_are_damage_and_another_format_is_named(opened):
-    opened()
+def test_records_that_do_not_fit_are_damage(opened):
     path = opened().folder / "sweep.journal"
-    text = path.read_text()
-    path.write_text(text.replace('"job":"', '"jobs":"'))
-    with refused(UserError):
-        opened()
-    path.write_text(text.replace('"version":1', '"version":2'))
+    path.write_text(path.read_text().replace('"metric":"', '"metrics":"'))
     with refused(UserError):
         opened()
 

@@ -55,9 +55,8 @@ def test_a_sweep_with_an_invalid_setting_starts_no_run(job, tmp_path):  # noqa: 
     folder = tmp_path / "sweep"
     for overrides, settings, message in [
         (["train.learning_rate=1e-2,-1"], {}, "`-1` is not allowed"),
-        (["run.seed=" + ",".join(map(str, range(101)))], {}, "these values make 101 runs; at most 100"),
         (["run.seed=1..9"], {}, "a range needs --search N"),
-        ([RATES], {"metric": "rouge"}, "no evaluation measures it"),
+        ([RATES], {"metric": "rouge"}, "no evaluation of the job measures it"),
         ([RATES], {"processes_per_run": 3}, "cannot be shared by 3 processes"),
     ]:
         with pytest.raises(UserError, match=message):
@@ -66,7 +65,7 @@ def test_a_sweep_with_an_invalid_setting_starts_no_run(job, tmp_path):  # noqa: 
 
 
 def test_a_dry_run_prints_the_commands_and_writes_nothing(job, tmp_path, capsys):  # noqa: F811
-    assert run(job, tmp_path / "sweep", RATES, is_dry_run=True, processes_per_run=2) == 0
+    assert run(job, tmp_path / "sweep", RATES, dry_run=True, processes_per_run=2) == 0
     shown = capsys.readouterr().out
     assert "2 runs, 1 at once" in shown and "--nproc_per_node=2" in shown and "--set train.learning_rate=0.02" in shown
     assert not (tmp_path / "sweep").exists()
@@ -83,14 +82,12 @@ def test_a_failing_run_ends_no_other_and_further_values_add_runs(job, tmp_path, 
     assert "failed" in first and "no_such_module" in first and "best: lora=null" in first
     assert run(job, folder, broken) == 1  # nothing is due: one is finished, and one waits for --retry-failed
     assert started(capsys) == []
-    assert run(job, folder, broken, retries_failed=True) == 1
+    assert run(job, folder, broken, retry_failed=True) == 1
     assert len(started(capsys)) == 1
     wider = [broken.replace("null,", "null,{rank: 2, alpha: 4.0},")]
-    assert run(job, folder, *wider, as_json=True) == 1
-    facts = json.loads(capsys.readouterr().out)
-    assert sorted(each["state"] for each in facts["runs"]) == ["failed", "finished", "finished"]
-    assert [each["step"] for each in facts["runs"][:2]] == [8, 8] and facts["metric"] == "loss"
-    assert (folder / "sweep.html").exists() and facts["page"] == str(folder / "sweep.html")
+    assert run(job, folder, *wider) == 1
+    table = capsys.readouterr().out.partition("status")[2]
+    assert table.count(" finished") == 2 and table.count("8/8") == 2 and " failed: " in table
     with pytest.raises(UserError, match=r"train.steps: `8` then, `9` now"):
         run(job, folder, *wider, "train.steps=9")
     assert run(job, folder, *wider, "report.log_every_steps=2") == 1  # it may differ on a resume
@@ -158,8 +155,6 @@ def test_a_killed_sweep_leaves_no_orphan_and_ends_as_an_undisturbed_one(job, tmp
     until(lambda: is_in_the_middle(second))
     os.kill(json.loads((second / "status.json").read_text())["pid"], signal.SIGKILL)
     assert process.wait() == 1  # the first run has ended, and the second is to be continued
-    log = (job.parent / f"{folder.name}.log").read_text()
-    assert f"sweep --config {job} --folder {folder} --set {RATES} --set {LONG[0]}" in log
 
     assert run(job, folder, RATES, *LONG) == 0
     for name in names:
