@@ -13,8 +13,8 @@ from finetune.data.token_cache.cache import cache_folder
 from finetune.errors import ModelError
 from finetune.memory.state import Method
 from finetune.model.adapters.context import AdapterContext, adapter_config
-from finetune.model.freeze import freeze, train_only
 from finetune.model.kernels.fused_layers import are_wanted
+from finetune.model.layers import freeze, train_only
 from finetune.model.loading.architecture import SpecialTokenIds, model_build_errors
 from finetune.model.loading.load import load_empty_model
 from finetune.model.processing import load_processing

@@ -11,7 +11,7 @@ from finetune.config.sections.model import ModelSection
 from finetune.model.activations import offload_activations
 from finetune.model.adapters.context import AdapterContext, adapter_config
 from finetune.model.batch_norm import set_batch_norm
-from finetune.model.freeze import freeze, train_only
+from finetune.model.layers import freeze, train_only
 from finetune.model.loading.architecture import SpecialTokenIds
 from finetune.model.loading.load import load_model
 from finetune.model.quantize import unquantized_weights_folder

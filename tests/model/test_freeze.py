@@ -10,7 +10,7 @@ from finetune.config.sections.model import LoraSection
 from finetune.errors import ModelError
 from finetune.model.adapters.build import add_adapter
 from finetune.model.adapters.context import AdapterContext
-from finetune.model.freeze import freeze, peft_exclude_pattern, train_only, unused_modules
+from finetune.model.layers import freeze, peft_exclude_pattern, train_only, unused_modules
 from finetune.model.upstream import expose_hidden_size, keep_own_no_split_modules
 from tests.refusals import refused
 

@@ -34,10 +34,10 @@ from finetune.model.adapters.context import (
     is_conv1d,
     tied_modules,
 )
-from finetune.model.adapters.experts import group_expert_adapters
 from finetune.model.adapters.lora import init_lora, lora_config
+from finetune.model.adapters.products import group_expert_adapters
 from finetune.model.adapters.targets import keep_targets
-from finetune.model.freeze import peft_exclude_pattern
+from finetune.model.layers import peft_exclude_pattern
 from finetune.model.loading.architecture import new_head_modules
 from finetune.model.loading.hub import error_summary, loading_errors
 from finetune.model.loading.pretrained import (

@@ -41,7 +41,7 @@ from finetune.model.adapters.targets import (
     describe_targets,
     target_problems,
 )
-from finetune.model.freeze import peft_exclude_pattern
+from finetune.model.layers import peft_exclude_pattern
 from finetune.model.loading.architecture import new_head_modules
 from finetune.model.loading.hub import loading_errors
 from finetune.model.loading.load import as_cpu_float32

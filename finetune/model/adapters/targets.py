@@ -18,8 +18,7 @@ from transformers import PreTrainedModel
 from finetune.config.sections.model import LoraSection
 from finetune.errors import ModelError, Problem
 from finetune.model.adapters.context import is_conv1d, module_name
-from finetune.model.freeze import unused_modules
-from finetune.model.layers import layer_index, layer_lists
+from finetune.model.layers import layer_index, layer_lists, unused_modules
 from finetune.model.loading.architecture import new_head_modules
 from finetune.model.upstream import patched
 from finetune.runtime.parameters import full_shape

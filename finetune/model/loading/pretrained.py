@@ -261,13 +261,12 @@ def read_saved_adapter_config(folder: Path) -> dict[str, Any]:
 
 
 _POOLING_FILE = "1_Pooling/config.json"
-_NAMES = {"mean": "mean", "cls": "cls", "lasttoken": "last_token"}
-"""This package's names of pooling by the names of sentence-transformers 6."""
-_OLDER_KEYS = {
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_cls_token": "cls",
-    "pooling_mode_lasttoken": "last_token",
+POOLING_MODES = {
+    "cls": "pooling_mode_cls_token",
+    "mean": "pooling_mode_mean_tokens",
+    "last_token": "pooling_mode_lasttoken",
 }
+"""The keys of sentence-transformers before 6 by our names of pooling; 6 writes `pooling_mode: lasttoken`."""
 
 
 def pooling_warning(section: ModelSection, pooling: str) -> str | None:
@@ -295,11 +294,8 @@ def pooling_warning(section: ModelSection, pooling: str) -> str | None:
         return None
     if not isinstance(settings, dict):
         return None
-    if "pooling_mode" in settings:
-        mode = settings["pooling_mode"]
-        names = [_NAMES[mode]] if isinstance(mode, str) and mode in _NAMES else []
-    else:
-        names = [name for key, name in _OLDER_KEYS.items() if settings.get(key)]
+    mode = settings.get("pooling_mode")
+    names = [name for name, key in POOLING_MODES.items() if mode == name.replace("_", "") or settings.get(key)]
     if len(names) != 1 or names[0] == pooling:
         return None
     return (

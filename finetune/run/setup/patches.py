@@ -33,7 +33,7 @@ from finetune.model.kernels.compilation import (
     repeated_layers,
     why_not_compilable,
 )
-from finetune.model.kernels.frozen_float8 import casts_frozen_weights
+from finetune.model.kernels.float8 import casts_frozen_weights
 from finetune.model.size import read_shapes
 from finetune.model.upstream import is_grouped, missing_grouped_kernel
 from finetune.registry.model_choices import ARITHMETIC

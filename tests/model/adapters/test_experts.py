@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.config.sections.model import LoraSection
 from finetune.model.adapters import build
-from finetune.model.adapters.experts import GroupedExperts, group_expert_adapters
+from finetune.model.adapters.products import GroupedExperts, group_expert_adapters
 from finetune.model.upstream import adapters_disabled, grouped_product, missing_grouped_kernel
 from tests.model.moe_models import HYBRID_MODELS, MOE_MODELS
 

@@ -9,7 +9,7 @@ from finetune.config.sections.train import OptimizerSection
 from finetune.errors import ModelError
 from finetune.model.adapters.build import add_adapter
 from finetune.model.adapters.context import AdapterContext
-from finetune.model.freeze import freeze
+from finetune.model.layers import freeze
 from finetune.model.size import measure_model
 from finetune.train.optim.optimizers import build_optimizer
 from finetune.train.optim.parameter_groups import list_parameters

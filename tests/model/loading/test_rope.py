@@ -30,9 +30,8 @@ from finetune.export.save import Preprocessors, export_model
 from finetune.model.adapters.build import add_adapter
 from finetune.model.adapters.context import AdapterContext
 from finetune.model.loading.architecture import load_pretrained_config
-from finetune.model.loading.dry_run import dry_run_model
+from finetune.model.loading.dry_run import dry_run_model, rope_names, uses_scaling
 from finetune.model.loading.load import load_model
-from finetune.model.loading.rope import rope_names, uses_scaling
 from finetune.model.loading.saved import inspect_model_folder, load_saved_model
 from finetune.model.upstream import written_head_size
 from finetune.runtime.parameters import InitContext
@@ -162,7 +161,7 @@ REFUSED = {
     "gpt2": ({}, "`gpt2`"),
     "recurrent_gemma": ({}, "`recurrent_gemma`"),
     "gemma4_text": ({}, "`gemma4_text`"),
-    "phi3": ({}, "`longrope`"),
+    "phi3": ({}, "longrope"),
     "trained_with_yarn": ({"factor": 2.0}, "64 positions x 2 = 128"),
 }
 

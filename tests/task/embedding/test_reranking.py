@@ -9,7 +9,7 @@ from torch.nn.functional import binary_cross_entropy, cross_entropy
 from transformers import BertConfig, BertForSequenceClassification
 
 from finetune.errors import DataError
-from finetune.task.embedding.reranking import GROUP
+from finetune.task.embedding import GROUP
 from tests.refusals import pinned
 from tests.task.embedding.conftest import ROWS, SCORED, SIZES
 

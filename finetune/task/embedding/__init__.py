@@ -1,1 +1,0 @@
-"""Vectors of texts (`embedding`) and scores of queries and passages (`reranking`)."""
