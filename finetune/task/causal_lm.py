@@ -1,16 +1,18 @@
-"""Language models that predict the next token: from text, assistant turns (also with images), or a source text."""
+"""Language models that predict tokens: the next one of text, of turns (also with images) or of a target, or masked ones.
+
+Masked positions are drawn per sample, so they depend neither on the batch nor on the world size.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from finetune.config.sections.task import MaskedLmSection
-from finetune.data.batch import IGNORED, Batch, Targets
+from finetune.data.batch import IGNORED, Batch
 from finetune.data.encoding.conversation import ConversationEncoder
 from finetune.data.encoding.image_conversation import ImageConversationEncoder, ImageTextProcessor, images_of
 from finetune.data.encoding.text import MaskedTextEncoder, SourceTargetEncoder, TextEncoder
@@ -32,12 +34,12 @@ from finetune.task.model_inputs import (
     forward_inputs,
     is_padding_free,
     pad_rows,
+    padded_batch,
     unwrap_model,
 )
 from finetune.task.protocol import (
     BaseTask,
     GenerationPrompt,
-    RequireImageMessages,
     RequireMessages,
     RequireText,
     TaskContext,
@@ -110,16 +112,18 @@ class SftTask(CausalTask):
         self._encoder = self._make_encoder()
 
     def _make_encoder(self) -> Encode:
-        data = self.data
-        encode = ConversationEncoder(
-            self.tokenizer,
-            train_on=data.train_on,
-            system_prompt=data.system_prompt,
-            template=data.chat_template,
-            allow_special_tokens=data.allow_special_tokens,
-            train_on_reasoning=data.train_on_reasoning,
-        )
-        return RequireMessages(encode)
+        return RequireMessages(ConversationEncoder(self.tokenizer, **self._turns))
+
+    @property
+    def _turns(self) -> dict[str, Any]:
+        """Return how turns are encoded."""
+        return {
+            "train_on": self.data.train_on,
+            "system_prompt": self.data.system_prompt,
+            "template": self.data.chat_template,
+            "allow_special_tokens": self.data.allow_special_tokens,
+            "train_on_reasoning": self.data.train_on_reasoning,
+        }
 
     def prompt(self, features: Features) -> GenerationPrompt | None:
         """Return all tokens before the last answer, and that answer with its end-of-turn token."""
@@ -154,13 +158,8 @@ class VisionLanguageSftTask(SftTask):
         has_images = any(len(sample.arrays["image_sizes"]) for sample in features)
         rows = features if has_images else [*features, self._blank]
         batch = collate_padded(rows, pad_id=self.pad_id)
-        values_by_name = {}  # the model's other inputs per token, [batch, length], 0 at padding
-        for name in self._pictures.per_token:
-            values = np.zeros((len(rows), max(row.length for row in rows)), dtype=np.int64)
-            for index, row in enumerate(rows):
-                values[index, : row.length] = row.arrays[name]
-            values_by_name[name] = torch.from_numpy(values)
-        inputs = {**batch.inputs, **values_by_name, **self._pixels(rows)}
+        per_token = {name: pad_rows([row.arrays[name] for row in rows], 0) for name in self._pictures.per_token}
+        inputs = {**batch.inputs, **per_token, **self._pixels(rows)}
         num_tokens = sum(sample.length for sample in features)
         sample_ids = tuple(sample.sample_id for sample in features)
         return replace(batch, inputs=inputs, num_tokens=num_tokens, sample_ids=sample_ids)
@@ -183,16 +182,8 @@ class VisionLanguageSftTask(SftTask):
         return replace(prompt, inputs=self._pixels(rows), companion_ids=companion, per_token=per_token)
 
     def _make_encoder(self) -> Encode:
-        data = self.data
-        self._pictured = ImageConversationEncoder(
-            self._processor,
-            train_on=data.train_on,
-            system_prompt=data.system_prompt,
-            template=data.chat_template,
-            allow_special_tokens=data.allow_special_tokens,
-            train_on_reasoning=data.train_on_reasoning,
-        )
-        return RequireImageMessages(self._pictured)
+        self._pictured = ImageConversationEncoder(self._processor, **self._turns)
+        return RequireMessages(self._pictured, reads_images=True)
 
     def _pixels(self, rows: Sequence[Features]) -> dict[str, Tensor]:
         """Return the processor's inputs for the rows' images, batched by the processor."""
@@ -228,23 +219,9 @@ class Seq2SeqTask(TokenTask):
 
     def collate(self, features: Sequence[Features]) -> Batch:
         """Return sources and targets padded on the right; labels[b, t] is the target's token t."""
-        pairs = [_source_and_target(sample) for sample in features]
-        sources, targets = [source for source, _ in pairs], [target for _, target in pairs]
-        lengths = np.array([len(source) for source in sources])
-        mask = np.arange(lengths.max()) < lengths[:, None]
-        labels = pad_rows(targets, IGNORED)
-        return Batch(
-            inputs={
-                "input_ids": pad_rows(sources, self.pad_id),
-                "attention_mask": torch.from_numpy(mask.astype(np.int64)),
-            },
-            labels=labels,
-            num_targets=sum(map(len, targets)),
-            num_tokens=sum(sample.length for sample in features),
-            sample_ids=tuple(sample.sample_id for sample in features),
-            lengths=tuple(map(len, sources)),
-            targets=Targets.of(labels.numpy()),
-        )
+        sources, targets = zip(*map(_source_and_target, features), strict=True)
+        batch = padded_batch(features, sources, targets, pad_id=self.pad_id)
+        return replace(batch, lengths=tuple(map(len, sources)))
 
     def model_inputs(self, model: nn.Module, batch: Batch) -> Mapping[str, Any]:
         """Return the inputs with which the decoder predicts the labels.
@@ -342,26 +319,10 @@ class MaskedLmTask(TokenTask):
 
     def collate(self, features: Sequence[Features]) -> Batch:
         """Return the masked samples, padded or concatenated; labels[b, t] is the original token at a masked t."""
+        ids, labels = zip(*map(self._mask, features), strict=True)
         if is_padding_free(self.data.batching):
-            masked = [self._mask(sample) for sample in features]
-            token_labels = np.concatenate([labels for _, labels in masked])
-            return collate_row(features, {"input_ids": [ids for ids, _ in masked]}, token_labels=token_labels)
-        longest = max(sample.length for sample in features)
-        input_ids = np.full((len(features), longest), self.pad_id, dtype=np.int64)
-        attention_mask = np.zeros((len(features), longest), dtype=np.int64)
-        labels = np.full((len(features), longest), IGNORED, dtype=np.int64)
-        for row, sample in enumerate(features):
-            input_ids[row, : sample.length], labels[row, : sample.length] = self._mask(sample)
-            attention_mask[row, : sample.length] = 1
-        targets = Targets.of(labels)
-        return Batch(
-            inputs={"input_ids": torch.from_numpy(input_ids), "attention_mask": torch.from_numpy(attention_mask)},
-            labels=torch.from_numpy(labels),
-            num_targets=len(targets.labels),
-            num_tokens=int(attention_mask.sum()),
-            sample_ids=tuple(sample.sample_id for sample in features),
-            targets=targets,
-        )
+            return collate_row(features, {"input_ids": ids}, token_labels=np.concatenate(labels))
+        return padded_batch(features, ids, labels, pad_id=self.pad_id)
 
     def metrics(self, sums: Mapping[str, float], records: Tensor | None = None) -> Mapping[str, float]:
         """Return `loss`, `perplexity` and `masked_accuracy`, over the masked tokens."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     GenerationConfig,
     GenerationMixin,
@@ -223,11 +224,8 @@ def _inputs(
         rows.append(first.companion_ids)
 
     def pad(rows: Sequence[Sequence[int]], value: int) -> Tensor:
-        longest = max(map(len, rows))
-        padding = [[value] * (longest - len(row)) for row in rows]
-        if pads_right:
-            return torch.tensor([[*row, *pads] for row, pads in zip(rows, padding, strict=True)])
-        return torch.tensor([[*pads, *row] for row, pads in zip(rows, padding, strict=True)])
+        side = "right" if pads_right else "left"
+        return pad_sequence([torch.tensor(row) for row in rows], True, value, padding_side=side)
 
     inputs = {"input_ids": pad(rows, pad_id), "attention_mask": pad([[1] * len(row) for row in rows], 0)}
     inputs |= {name: pad(values, 0) for name, values in first.per_token.items()}

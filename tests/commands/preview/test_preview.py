@@ -11,7 +11,7 @@ from finetune.commands.preview.batches import Piece, PreviewBatch, PreviewPositi
 from finetune.commands.preview.preview import forward_rows, plain_text, preview
 from finetune.data.features import Features
 from finetune.errors import UserError
-from finetune.model.tokenizer import train_or_load_tokenizer
+from finetune.model.processing import train_or_load_tokenizer
 
 JOB = """
 run: {folder: run, seed: 3}
