@@ -1,4 +1,4 @@
-"""Language models that predict tokens: the next one of text, of turns (also with images) or of a target, or masked ones.
+"""Language models that predict tokens: the next one of text, of turns (also with images), of a target, or masked ones.
 
 Masked positions are drawn per sample, so they depend neither on the batch nor on the world size.
 """

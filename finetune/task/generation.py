@@ -26,7 +26,7 @@ from finetune.runtime.supervision.heartbeat import fault_point
 from finetune.task.causal_lm import pad_id
 from finetune.task.model_inputs import unwrap_model
 from finetune.task.protocol import GenerationPrompt
-from finetune.task.upstream import throttle_generate_sync, through_wrappers
+from finetune.task.upstream import through_wrappers
 
 Metric = Callable[[Sequence[str], Sequence[str]], float]
 
@@ -172,11 +172,7 @@ def generate_tokens(
         stops = torch.tensor(sorted(stop_ids), dtype=input_ids.dtype, device=input_ids.device)
         return torch.isin(input_ids[0, -1], stops).expand(len(input_ids))
 
-    with (
-        _without_own_settings(inner),
-        through_wrappers(model, inner, dropped=dropped),
-        throttle_generate_sync(inner, max_new_tokens=max_new_tokens),
-    ):
+    with _without_own_settings(inner), through_wrappers(model, inner, dropped=dropped):
         sequences = inner.generate(
             **inputs,
             generation_config=settings,

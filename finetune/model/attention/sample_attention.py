@@ -290,23 +290,15 @@ def missing_kernel_warning(*, is_half: bool, has_sinks: bool = False, of_flash_a
     if not torch.cuda.is_available() or not is_half:
         return None  # no such kernel supports float32
     detect_kernels()
-    if not _available.is_capable:
-        return (
-            "attention: packed rows are computed sample by sample, which is slow: this GPU supports no varlen kernel."
-        )
-    if _available.flash is None and _available.torch_varlen is None:
-        return (
-            "attention: packed rows are computed sample by sample, which is slow: flash attention is not installed, "
-            "and this torch has no varlen kernel. Install `flash-attn`, or torch 2.11 or newer."
-        )
-    if has_sinks:
-        return "attention: packed rows are computed sample by sample: no varlen kernel supports attention sinks."
-    if of_flash_alone and _available.flash is None:
-        return (
-            "attention: packed rows are computed sample by sample, which is slow: torch's varlen kernel has no "
-            f"{of_flash_alone}. Install `flash-attn`."
-        )
-    return None
+    reasons = {
+        "this GPU supports no varlen kernel.": not _available.is_capable,
+        "no varlen kernel supports attention sinks.": has_sinks,
+        f"torch's varlen kernel has no {of_flash_alone}. Install `flash-attn`.": (
+            bool(of_flash_alone) and _available.flash is None
+        ),
+    }
+    reason = next((text for text, applies in reasons.items() if applies), None)
+    return reason and f"attention: packed rows are computed sample by sample: {reason}"
 
 
 def _flash_varlen(qkv: QueryKeyValue, edges: Tensor, longest: int, settings: AttentionSettings) -> Tensor:
