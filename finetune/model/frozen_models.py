@@ -4,7 +4,6 @@ Each has a digest, by which a resume and a cache of its outputs detect other wei
 """
 
 import hashlib
-import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -30,14 +29,12 @@ from finetune.model.loading.pretrained import (
 )
 from finetune.model.upstream import adapters_disabled
 from finetune.runtime.files.digests import sha256_digest
-from finetune.runtime.resources import format_size
 from finetune.runtime.upstream import is_offline, without_hub_retries
 
 WEIGHT_FILES = ("*.safetensors", "*.bin")
 """Patterns of weight files, the preferred format first; if both exist, the other one is not read."""
 
 _NUM_THREADS = 8
-_LOG_AFTER_SECONDS = 2.0
 
 
 def base_digest(
@@ -68,7 +65,7 @@ def weights_digest(
     was loaded, found offline. May read every byte of a folder's weights: call it on one rank.
     """
     if is_local_path(name):
-        return folder_digest(Path(resolve_name(name, key=key)), log=log)
+        return folder_digest(Path(resolve_name(name, key=key)))
     commit = getattr(getattr(model, "config", None), "_commit_hash", None)
     if commit is None:  # the folder of a cached config.json is named after its commit
         path = try_to_load_from_cache(name, CONFIG, cache_dir=section.cache_folder, revision=revision)
@@ -78,12 +75,11 @@ def weights_digest(
     return f"commit {commit or 'unknown'}"
 
 
-def folder_digest(folder: Path, *, log: Callable[[str], None]) -> str:
+def folder_digest(folder: Path) -> str:
     """Return a digest over the digests of the files of weights and configs by name; raises ModelError.
 
     They are listed as `sha256sum` would. Reads every file that is new since the last time: call it on one rank.
     """
-    started = time.monotonic()
     files = [path for path in (folder / CONFIG, folder / ADAPTER_CONFIG) if path.exists()]
     for pattern in WEIGHT_FILES:
         if weights := list(folder.glob(pattern)):
@@ -93,15 +89,10 @@ def folder_digest(folder: Path, *, log: Callable[[str], None]) -> str:
     try:
         with ThreadPoolExecutor(_NUM_THREADS) as threads:  # hashing releases the GIL
             digests = list(threads.map(sha256_digest, files))
-        size = sum(path.stat().st_size for path in files)
     except OSError as error:
         raise ModelError(f"model.name: {error.filename or folder} cannot be read: {error.strerror}.") from error
     listed = "".join(f"{digest}  {path.name}\n" for path, digest in zip(files, digests, strict=True))
-    whole = hashlib.sha256(listed.encode()).hexdigest()
-    seconds = time.monotonic() - started
-    if seconds > _LOG_AFTER_SECONDS:
-        log(f"base weights {whole[:12]}: hashed {format_size(size)} in {folder} in {seconds:.0f} s")
-    return f"sha256 {whole}"
+    return f"sha256 {hashlib.sha256(listed.encode()).hexdigest()}"
 
 
 _INITS_FROM_BASE = ("pissa", "olora", "loftq")
@@ -157,7 +148,7 @@ def reference_identity(
     if section.name is None or "lora" in identity or section.new_tokens is not None:
         identity["seed"] = seed
     if section.adapter is not None:
-        identity["adapter"] = folder_digest(Path(resolve_name(str(section.adapter), key="model.adapter")), log=log)
+        identity["adapter"] = folder_digest(Path(resolve_name(str(section.adapter), key="model.adapter")))
     return identity
 
 

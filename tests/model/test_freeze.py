@@ -37,12 +37,6 @@ def test_only_matching_parameters_are_trainable_and_a_tied_weight_matches_both_n
     assert learning(model) == ["embed.weight"]
 
 
-def test_every_parameter_is_trainable_without_patterns():
-    model = Tied()
-    train_only(model, ())
-    assert learning(model) == ["embed.weight", "layer.weight", "layer.bias"]
-
-
 def test_matching_parameters_are_frozen():
     model = Tied()
     assert freeze(model, ("layer.*", "layer.bias")) == ("layer.weight", "layer.bias")

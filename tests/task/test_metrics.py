@@ -123,14 +123,6 @@ def test_ranks_and_ndcg_equal_those_of_scikit_learn():
     assert found["mrr_at_10"] == pytest.approx(np.mean([1 / rank if rank <= 10 else 0 for rank in first]))
 
 
-def test_chunks_change_nothing(monkeypatch):
-    queries, candidates = torch.randn(7, 3), torch.randn(5, 3)
-    right = [[0], [1, 2], [3], [4], [0, 4], [2], [1]]
-    whole = list(ranks_among(queries, candidates, right))
-    monkeypatch.setattr(metrics, "_MAX_SCORES", 10)
-    assert list(ranks_among(queries, candidates, right)) == whole
-
-
 def test_the_earlier_of_equal_scores_ranks_first():
     assert ranks_in(torch.tensor([0.5, 0.5, 0.9, 0.5]), [0, 1, 3]) == [2, 3, 4]
 

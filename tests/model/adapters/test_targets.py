@@ -5,15 +5,13 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from finetune.config.load import load_config
 from finetune.config.sections.model import FromConfigSection, LoraSection, ModelSection
-from finetune.errors import ConfigError, ModelError
+from finetune.errors import ModelError
 from finetune.model.adapters.build import add_adapter
 from finetune.model.adapters.context import AdapterContext
 from finetune.model.adapters.lora import adapter_summary
 from finetune.model.adapters.targets import find_experts, rewritten_names, router_names, shortest_names, target_problems
 from finetune.model.loading.dry_run import meta_model
-from finetune.run.setup.model_problems import expert_target_problems
 from tests.model.moe_models import HYBRID_MODELS, MOE_MODELS
 from tests.refusals import refused
 
@@ -144,30 +142,6 @@ def test_unsupported_adapter_settings_of_experts_are_found_without_weights(adapt
     assert problem.key == key
     with refused(ModelError, key):
         adapt(model_type, **keys)
-
-
-def test_unsupported_expert_adapters_are_rejected_with_their_line_before_any_row_is_read(tmp_path):
-    job = f"""
-run: {{folder: run}}
-model:
-  from_config: {{model_type: mixtral, values: {MOE_MODELS["mixtral"]}}}
-  tokenizer: {{train: {{vocabulary_size: 320}}}}
-  lora:
-    dropout: 0.05
-    dora: true
-data: {{train: {{path: absent.jsonl}}, max_length: 32}}
-task: {{name: sft}}
-train: {{global_batch_size: 2, microbatch_size: 1, steps: 1, learning_rate: 1e-3}}
-"""
-    (tmp_path / "job.yaml").write_text(job)
-    (tmp_path / "absent.jsonl").write_text("")
-    loaded = load_config(tmp_path / "job.yaml")
-    with refused(ConfigError, "line 8, model.lora.dora: "):
-        loaded.refuse(expert_target_problems(loaded.config))
-    plain = load_config(tmp_path / "job.yaml", ["model.lora.dora=false"]).config
-    without_experts = load_config(tmp_path / "job.yaml", ["model.lora.experts=false"]).config
-    for config in (plain, without_experts):
-        assert not list(expert_target_problems(config))
 
 
 def test_names_of_expert_matrices_are_hinted_at(adapt):

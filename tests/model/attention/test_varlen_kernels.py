@@ -1,7 +1,6 @@
 """The varlen kernel computes the attention of each sample, forward and backward, deterministically if requested."""
 
 import gc
-from collections import defaultdict
 from contextlib import contextmanager
 from itertools import accumulate
 from types import ModuleType, SimpleNamespace
@@ -9,7 +8,6 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 from torch import Tensor
-from transformers.modeling_flash_attention_utils import _process_flash_attention_kwargs
 
 from finetune.model.attention import sample_attention
 from finetune.model.attention.implementation import per_sample_attention
@@ -258,13 +256,6 @@ def test_an_old_flash_attention_that_cannot_repeat_itself_is_not_used_in_a_deter
     assert varlen_kernel(qkv, AttentionSettings()) is sample_attention._torch_varlen
     torch.use_deterministic_algorithms(False)
     assert varlen_kernel(qkv, AttentionSettings()) is sample_attention._flash_varlen
-
-
-@pytest.mark.usefixtures("deterministic")
-def test_flash_attention_by_transformers_is_deterministic_too():
-    supported = defaultdict(bool, deterministic=True)
-    named = _process_flash_attention_kwargs(1, 1, 0.0, supports_mapping=supported)
-    assert named["deterministic"] is True
 
 
 class TestOnGpu:

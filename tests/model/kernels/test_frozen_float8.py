@@ -58,12 +58,6 @@ def test_a_product_and_the_gradient_of_its_inputs_are_within_the_rounding_of_3_b
     assert 0 < (one - other).norm() < 0.05 * other.norm()
 
 
-def test_rows_without_values_and_of_very_different_sizes_keep_their_own_scale():
-    rows = torch.stack([torch.zeros(16), torch.full((16,), 1e-6), torch.full((16,), 1e4)])
-    values, scales = float8.cast_rows(rows)
-    assert torch.allclose(values.float() * scales, rows, rtol=1e-6)
-
-
 def test_the_weight_is_cast_once_and_again_after_a_change(monkeypatch):
     layer, rows, cast = frozen_layer(bias=False), torch.randn(4, 48), float8.cast_rows
     shapes = []
