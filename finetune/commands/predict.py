@@ -22,8 +22,8 @@ from finetune.data.rows import FAULTS_OF_VALUES, RawRow, Row
 from finetune.data.sources.local import find_local
 from finetune.data.token_cache.counts import Counts
 from finetune.errors import DataError, UserError
-from finetune.model.loading.pretrained import POOLING_MODES
 from finetune.model.loading.saved import SavedModel, load_saved_model
+from finetune.registry.model_choices import POOLING_MODES
 from finetune.registry.tasks import TASKS
 from finetune.runtime.distributed import local_device
 from finetune.runtime.optional import no_op

@@ -14,10 +14,10 @@ from finetune.errors import ModelError
 from finetune.model.activations import offload_activations
 from finetune.model.adapters.context import AdapterContext, adapter_config
 from finetune.model.batch_norm import set_batch_norm
+from finetune.model.frozen_models import unquantized_weights_folder
 from finetune.model.layers import freeze, train_only
 from finetune.model.loading.architecture import SpecialTokenIds
 from finetune.model.loading.load import load_model
-from finetune.model.quantize import unquantized_weights_folder
 from finetune.runtime.optional import lazily
 from finetune.runtime.parameters import InitContext
 from finetune.runtime.seeds import derive_seed

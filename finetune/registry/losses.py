@@ -163,7 +163,7 @@ EMBEDDING_LOSSES = Table(
             name="infonce",
             description="of rows with an anchor and a positive; all passages of the global batch are candidates (van "
             "den Oord et al., 2018, arXiv:1807.03748)",
-            implementation="finetune.task.similarity_losses:InfoNce",
+            implementation="finetune.task.embedding.similarity_losses:InfoNce",
             compares_rows=True,
             reads=frozenset({"symmetric", "temperature"}),
         ),
@@ -171,7 +171,7 @@ EMBEDDING_LOSSES = Table(
             name="cosent",
             description="of scored pairs; compares every two pairs of the global batch (Su, 2022, "
             "https://kexue.fm/archives/8847)",
-            implementation="finetune.task.similarity_losses:Cosent",
+            implementation="finetune.task.embedding.similarity_losses:Cosent",
             scores=_ANY_SCORE,
             compares_rows=True,
             reads=frozenset({"temperature"}),
@@ -192,24 +192,24 @@ RERANKING_LOSSES = Table(
             name="listwise",
             description="of rows with negatives; the softmax over a row's passages (Gao et al., 2021, "
             "arXiv:2101.08751)",
-            implementation="finetune.task.embedding:listwise",
+            implementation="finetune.task.embedding.embedding:listwise",
         ),
         PairLossEntry(
             name="pairwise",
             description="of rows with negatives; the positive against each negative (RankNet; Burges et al., 2005)",
-            implementation="finetune.task.embedding:pairwise",
+            implementation="finetune.task.embedding.embedding:pairwise",
         ),
         PairLossEntry(
             name="bce",
             description="of scored pairs; the binary cross-entropy with a score from 0 to 1",
-            implementation="finetune.task.embedding:binary_cross_entropy",
+            implementation="finetune.task.embedding.embedding:binary_cross_entropy",
             scores=(0.0, 1.0),
             is_logit=True,
         ),
         PairLossEntry(
             name="mse",
             description="of scored pairs; the squared error",
-            implementation="finetune.task.embedding:squared_error",
+            implementation="finetune.task.embedding.embedding:squared_error",
             scores=_ANY_SCORE,
         ),
     ),

@@ -270,7 +270,7 @@ TASKS = Table(
         TaskEntry(
             name="embedding",
             description="a vector for each text",
-            implementation=f"{_PACKAGE}.embedding:EmbeddingTask",
+            implementation=f"{_PACKAGE}.embedding.embedding:EmbeddingTask",
             head="embedding",
             formats=("pairs", "retrieval", "scored_pairs"),
             metrics=("loss", "recall_at_1", "recall_at_5", "recall_at_10", "ndcg_at_10", "mrr_at_10"),
@@ -282,7 +282,7 @@ TASKS = Table(
         TaskEntry(
             name="reranking",
             description="a score for a query and a passage",
-            implementation=f"{_PACKAGE}.embedding:RerankingTask",
+            implementation=f"{_PACKAGE}.embedding.embedding:RerankingTask",
             head="sequence_classification",
             formats=("retrieval", "pairs", "scored_pairs"),
             metrics=("loss", "recall_at_1", "recall_at_5", "recall_at_10", "ndcg_at_10", "mrr_at_10"),

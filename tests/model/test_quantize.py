@@ -10,15 +10,15 @@ from finetune.errors import MissingPackage, ModelError
 from finetune.model import quantize
 from finetune.model.adapters.build import add_adapter
 from finetune.model.adapters.context import AdapterContext
-from finetune.model.loading.architecture import load_pretrained_config
-from finetune.model.loading.load import load_empty_model
-from finetune.model.quantize import (
+from finetune.model.frozen_models import (
     dequantize_while_loading,
     quantization_config,
     stored_method,
     stored_problems,
     unquantized_weights_folder,
 )
+from finetune.model.loading.architecture import load_pretrained_config
+from finetune.model.loading.load import load_empty_model
 from finetune.model.size import measure_model
 from tests.model.stored_weights import WRITERS, write_config
 

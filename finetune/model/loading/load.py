@@ -17,6 +17,7 @@ from finetune.config.sections.model import ModelSection
 from finetune.errors import ModelError
 from finetune.model.activations import enable_gradient_checkpointing
 from finetune.model.attention.implementation import default_attention, requested_attention
+from finetune.model.frozen_models import dequantize_while_loading, quantization_config, stored_method
 from finetune.model.layers import unused_modules
 from finetune.model.loading.architecture import (
     HEAD_PARAMETERS_IN_BODY,
@@ -34,7 +35,6 @@ from finetune.model.loading.architecture import (
 )
 from finetune.model.loading.hub import is_local_path, loading_errors
 from finetune.model.loading.pretrained import build_from_config, check_no_missing_weights, load_weights, placed_on
-from finetune.model.quantize import dequantize_while_loading, quantization_config, stored_method
 from finetune.model.upstream import (
     allow_missing_embeddings,
     disable_cpu_repacking,

@@ -34,6 +34,7 @@ from finetune.model.loading.hub import (
     resolve_name,
 )
 from finetune.model.upstream import data_only_loading
+from finetune.registry.model_choices import POOLING_MODES
 from finetune.runtime.optional import lazily
 from finetune.runtime.upstream import is_offline, without_hub_retries
 
@@ -261,12 +262,6 @@ def read_saved_adapter_config(folder: Path) -> dict[str, Any]:
 
 
 _POOLING_FILE = "1_Pooling/config.json"
-POOLING_MODES = {
-    "cls": "pooling_mode_cls_token",
-    "mean": "pooling_mode_mean_tokens",
-    "last_token": "pooling_mode_lasttoken",
-}
-"""The keys of sentence-transformers before 6 by our names of pooling; 6 writes `pooling_mode: lasttoken`."""
 
 
 def pooling_warning(section: ModelSection, pooling: str) -> str | None:

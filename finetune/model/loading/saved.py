@@ -12,7 +12,6 @@ from safetensors import safe_open
 from transformers import AutoConfig, PreTrainedConfig
 
 from finetune.errors import ModelError
-from finetune.model.adapters.context import TASK_TYPES
 from finetune.model.attention.implementation import default_attention
 from finetune.model.layers import unused_modules
 from finetune.model.loading.architecture import HEADS, NEW_HEADS
@@ -39,6 +38,11 @@ CONFIG_FOLDER = "config"
 A config.json next to adapter_config.json would make transformers look for a whole model there.
 """
 
+_HEADS_BY_TASK_TYPE = {
+    "SEQ_CLS": "sequence_classification",
+    "TOKEN_CLS": "token_classification",
+    "FEATURE_EXTRACTION": "embedding",
+}
 _EMBEDDING_NAME = re.compile(r"\.(embed_tokens|wte|word_embeddings|embed_in|shared|lm_head)\.(base_layer\.)?weight$")
 _CLASSIFIER_NAME = re.compile(r"\.(score|classifier|classification_head)(\.\w+)*\.weight$")
 
@@ -200,9 +204,8 @@ _NO_VALUES = frozenset({
 
 def _infer_head(config: PreTrainedConfig, adapter: Mapping[str, Any] | None) -> str:
     """Return the head for which the adapter was trained, else the head of the saved class."""
-    for head in ("sequence_classification", "token_classification", "embedding") if adapter is not None else ():
-        if adapter.get("task_type") == TASK_TYPES[head]:
-            return head
+    if adapter is not None and adapter.get("task_type") in _HEADS_BY_TASK_TYPE:
+        return _HEADS_BY_TASK_TYPE[adapter["task_type"]]
     classes = list(getattr(config, "architectures", None) or ())
     if adapter is not None and isinstance(adapter.get("auto_mapping"), dict):
         classes.insert(0, adapter["auto_mapping"].get("base_model_class"))

@@ -17,11 +17,11 @@ from finetune.errors import CheckpointError, ModelError, Problem
 from finetune.model.attention.sample_attention import missing_kernel_warning
 from finetune.model.attention.supported_models import has_sinks, needs_flash_attention
 from finetune.model.build import computes_from_weights
+from finetune.model.frozen_models import stored_method, stored_problems
 from finetune.model.loading.architecture import load_model_config
 from finetune.model.loading.config_values import positions_of
 from finetune.model.loading.dry_run import dry_run_model, may_have_experts, meta_model, table_size
 from finetune.model.loading.pretrained import base_mismatch_warning
-from finetune.model.quantize import stored_method, stored_problems
 from finetune.model.size import precision_warnings
 from finetune.registry.tasks import TASKS
 from finetune.run.setup.padding_free import resolve_padding_free

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finetune.task.similarity_losses import masked_pairs
+from finetune.task.embedding.similarity_losses import masked_pairs
 
 TEXTS = st.integers(0, 5)
 STEPS = st.tuples(st.lists(st.tuples(TEXTS, TEXTS), min_size=1, max_size=8), st.lists(TEXTS, max_size=5))

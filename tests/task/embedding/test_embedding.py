@@ -13,7 +13,7 @@ from finetune.data.encoding.tokenizer import append_eos, ends_with_eos
 from finetune.errors import DataError
 from finetune.model.activations import enable_gradient_checkpointing
 from finetune.runtime import seeds
-from finetune.task.embedding import pooled_vectors
+from finetune.task.embedding.embedding import pooled_vectors
 from tests.refusals import pinned
 from tests.task.embedding.conftest import ROWS, SCORED
 

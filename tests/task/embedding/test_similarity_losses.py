@@ -3,8 +3,8 @@ import pytest
 import torch
 
 from finetune.config.sections.task import EmbeddingSection
-from finetune.task import similarity_losses
-from finetune.task.similarity_losses import InfoNce, Similarity, cosent
+from finetune.task.embedding import similarity_losses
+from finetune.task.embedding.similarity_losses import InfoNce, Similarity, cosent
 
 
 @pytest.mark.parametrize("scores", [[0.1, 0.9, 0.5, 0.5, 0.0], [0.3] * 5, [5.0, 4.0, 3.0, 2.0, 1.0]])

@@ -30,14 +30,14 @@ from finetune.data.features import LENGTHS_OF_SEQUENCES, Features
 from finetune.data.formats.unlabeled import read_passages_to_rank, read_texts_to_embed
 from finetune.data.rows import Row
 from finetune.data.token_cache.lengths import sequence_bounds
-from finetune.model.loading.pretrained import POOLING_MODES
 from finetune.registry.losses import EMBEDDING_LOSSES, RERANKING_LOSSES
+from finetune.registry.model_choices import POOLING_MODES
 from finetune.runtime.seeds import keep_random_state
 from finetune.task.classes import TextPadding
+from finetune.task.embedding.similarity_losses import Cosent, InfoNce, LossOfStep, Similarity
 from finetune.task.metrics import ranking_metrics, ranks_among, ranks_in, regression_metrics
 from finetune.task.model_inputs import forward_inputs, forward_logits
 from finetune.task.protocol import BaseTask, EvaluationOutput, Predictor, TaskContext
-from finetune.task.similarity_losses import Cosent, InfoNce, LossOfStep, Similarity
 
 Pooling = Literal["mean", "cls", "last_token"]
 

@@ -1,0 +1,1 @@
+"""Vectors of texts (`embedding`) and scores of queries and passages (`reranking`)."""
