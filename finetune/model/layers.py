@@ -1,4 +1,8 @@
-"""A model's layer stacks: finding them, comparing their layers, and building a copy with fewer layers."""
+"""A model's layer stacks: finding them, comparing their layers, and building a copy with fewer layers.
+
+And its parameters that are not trained, by name patterns or because their module's output is unused: they get no
+gradients, for which DDP would wait forever.
+"""
 
 import copy
 import re
@@ -201,7 +205,7 @@ def _set(model: nn.Module, name: str, layers: nn.Module) -> None:
     setattr(_owner(model, name), name.rpartition(".")[2], layers)
 
 
-KEY, ONLY = "model.freeze", "model.train_only"
+FREEZE_KEY, TRAIN_ONLY_KEY = "model.freeze", "model.train_only"
 
 
 def train_only(model: nn.Module, patterns: Sequence[str]) -> None:
@@ -210,7 +214,9 @@ def train_only(model: nn.Module, patterns: Sequence[str]) -> None:
     Raises ModelError for a pattern that matches nothing.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    matching = {name for pattern in patterns for name in matched_parameters(pattern, list(parameters), key=ONLY)}
+    matching = {
+        name for pattern in patterns for name in matched_parameters(pattern, list(parameters), key=TRAIN_ONLY_KEY)
+    }
     trained = {parameters[name] for name in matching}
     for parameter in parameters.values() if patterns else ():
         parameter.requires_grad_(parameter in trained)
@@ -224,11 +230,11 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
     parameters = dict(model.named_parameters(remove_duplicate=False))
     frozen: list[str] = []
     for pattern in patterns:
-        frozen.extend(matched_parameters(pattern, list(parameters), key=KEY))
+        frozen.extend(matched_parameters(pattern, list(parameters), key=FREEZE_KEY))
     for name in frozen:
         parameters[name].requires_grad_(False)
     if patterns and not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ModelError(f"{KEY}: every parameter is frozen, so nothing would be trained. Remove some patterns.")
+        raise ModelError(f"{FREEZE_KEY}: every parameter is frozen, so nothing would be trained. Remove some patterns.")
     return tuple(dict.fromkeys(frozen))
 
 

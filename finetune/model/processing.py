@@ -176,18 +176,22 @@ def load_processing(
         if section is not None and section.name is None:
             processor = build_image_processor(section)
         elif section is not None:
-            processor = _load_pretrained(
-                AutoImageProcessor, section.name, key="model.image_processor.name", model=model
-            )
+            key = "model.image_processor.name"
+            processor = load_named(AutoImageProcessor, str(section.name), key=key, section=model)
         elif model.name is not None:
-            processor = _load_pretrained(AutoImageProcessor, model.name, key="model.name", model=model)
+            processor = load_named(
+                AutoImageProcessor, model.name, key="model.name", section=model, revision=model.revision
+            )
         else:
             raise ModelError(
                 "model.image_processor: a model built `from_config` has no image processor. Write `size` or `name`."
             )
         return Processing(processor=processor if images.size is None else with_image_size(processor, images.size))
     name = (model.tokenizer and model.tokenizer.name) or model.name
-    processor = _load_pretrained(AutoProcessor, name, key="model.name", model=model)
+    if name is None:
+        raise ModelError("model.tokenizer: a model built `from_config` has no processor. Write `name`.")
+    revision = model.revision if name == model.name else None
+    processor = load_named(AutoProcessor, name, key="model.name", section=model, revision=revision)
     if getattr(processor, "tokenizer", None) is None:
         raise ModelError("model.name: its processor has no tokenizer. Use a model for images and text.")
     if hasattr(processor, "image_processor"):
@@ -313,7 +317,7 @@ def load_tokenizer(
     elif tokenizer_section is not None and tokenizer_section.name is not None:
         tokenizer = _load_tokenizer(tokenizer_section.name, key="model.tokenizer.name", model=model)
     elif model.name is not None:
-        tokenizer = _load_tokenizer(model.name, key="model.name", model=model)
+        tokenizer = _load_tokenizer(model.name, key="model.name", model=model, revision=model.revision)
     else:
         raise ModelError("model.tokenizer: a model built `from_config` has no tokenizer. Write `train` or `name`.")
     if tokenizer_section is not None:
@@ -359,23 +363,17 @@ def ensure_padding(tokenizer: PreTrainedTokenizerBase, *, log: Callable[[str], N
     )
 
 
-def _load_tokenizer(name: str, *, key: str, model: ModelSection) -> PreTrainedTokenizerBase:
+def _load_tokenizer(
+    name: str, *, key: str, model: ModelSection, revision: str | None = None
+) -> PreTrainedTokenizerBase:
     source = resolve_name(name, key=key)
     if is_local_path(name) and not has_processing(Path(source), reads="text"):
         raise ModelError(
             f"{key}: the folder {source} contains no tokenizer (none of {', '.join(TOKENIZER_FILES)}). "
             "Write `model.tokenizer.name` (a hub name or a folder with one) or `model.tokenizer.train`."
         )
-    tokenizer: PreTrainedTokenizerBase = _load_pretrained(AutoTokenizer, name, key=key, model=model)
+    tokenizer: PreTrainedTokenizerBase = load_named(AutoTokenizer, name, key=key, section=model, revision=revision)
     return tokenizer
-
-
-def _load_pretrained(auto_class: Any, name: str | None, *, key: str, model: ModelSection) -> Any:
-    """Return what the Auto class loads by this name, for the model itself of its revision."""
-    if name is None:
-        raise ModelError("model.tokenizer: a model built `from_config` has no processor. Write `name`.")
-    revision = model.revision if name == model.name else None
-    return load_named(auto_class, name, key=key, section=model, revision=revision)
 
 
 def add_tokens(tokenizer: PreTrainedTokenizerBase, section: NewTokensSection) -> None:

@@ -1,4 +1,10 @@
-"""The products of LoRA layers, with backward passes that keep and write little: used by `single_pass.py`."""
+"""The products of LoRA layers and of routed experts, with backward passes that keep and write little.
+
+LoRA on the matrices of routed experts is computed as grouped products over the tokens sorted by expert. peft's
+ParamWrapper computes `W + BA` of every expert in each forward pass and the gradient of that sum, which is as large as
+that of full training. Here a token of an expert costs `W x + B (A x)`, as on a linear layer: no matrix of the experts'
+size is computed or stored. Parameters, their names, merging and saving remain peft's.
+"""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Text embedding maps related texts to nearby vectors.
+"""Text embedding maps related texts to nearby vectors; reranking scores a query and a passage read together.
 
 The loss of an embedding is that of the global batch (GradCache: Gao et al., 2021, arXiv:2101.06983). A step of several
 microbatches runs each of them twice: first without gradients to compute all vectors, then with gradients for its share
