@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -78,16 +78,23 @@ def _check_changes(model: PreTrainedModel, section: ModelSection, *, head: str) 
     """Raise ModelError for values of `model.config` that the pre-trained weights do not fit, or the code ignores."""
     if not section.config_changes:
         return
-    config = load_pretrained_config(section.model_copy(update={"config": {}, "rope_scaling": None}))
-    with torch.device("meta"):
-        unchanged = _build(section, config, head=head)
-    shapes = [{name: weight.shape for name, weight in built.named_parameters()} for built in (unchanged, model)]
-    if shapes[0] != shapes[1]:
-        names = list(section.config_changes)
-        key = f"{CONFIG_KEY}.{names[0]}" if len(names) == 1 else CONFIG_KEY
+
+    def built_with(values: Mapping[str, Any]) -> PreTrainedModel:
+        config = load_pretrained_config(section.model_copy(update={"config": dict(values), "rope_scaling": None}))
+        with torch.device("meta"):
+            return _build(section, config, head=head)
+
+    unchanged = built_with({})
+    if _shapes(model) != _shapes(unchanged):
+        for name, value in section.config_changes.items():
+            key = f"{CONFIG_KEY}.{name}"
+            with suppress(Exception):  # where the model cannot even be built with only this value
+                if _shapes(built_with({name: value})) == _shapes(unchanged):
+                    continue
+            break
         raise ModelError(
-            f"{key}: {', '.join(f'`{name}`' for name in names)} changes the number or the shapes of the weights, so "
-            "that the pre-trained ones do not fit. Remove it, or build a new model with `model.from_config`."
+            f"{key}: it changes the number or the shapes of the weights, so that the pre-trained ones do not fit. "
+            "Remove it, or build a new model with `model.from_config`."
         )
     names = rope_names(section.config_changes)
     if not names or is_remote_code(model):
@@ -96,6 +103,10 @@ def _check_changes(model: PreTrainedModel, section: ModelSection, *, head: str) 
     if parameters[0] != parameters[1] and not uses_scaling(model, unchanged):
         key = CONFIG_KEY if section.rope_scaling is None else "model"
         raise ModelError(f"{key}.{names[0]}: it has no effect on `{model.config.model_type}`. Remove it.")
+
+
+def _shapes(model: PreTrainedModel) -> dict[str, torch.Size]:
+    return {name: weight.shape for name, weight in model.named_parameters()}
 
 
 def meta_model(section: ModelSection, *, head: str) -> PreTrainedModel:
