@@ -71,6 +71,13 @@ def test_an_adapter_of_another_model_is_refused(from_config, build, adapted, sav
         adapted(build(from_config()), folder)
 
 
+def test_a_folder_without_an_adapter_is_rejected(from_config, build, adapted, tmp_path):
+    with refused(ModelError, tmp_path, "adapter_config.json"):
+        adapted(build(from_config()), tmp_path)
+    with refused(ModelError, "adapter_model.safetensors"):
+        adapter_digest(str(tmp_path))
+
+
 def test_an_adapter_of_another_base_is_warned_about_or_rejected(tmp_path):
     (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "org/one"}))
     assert base_mismatch_warning(str(tmp_path), name="org/one") is None
