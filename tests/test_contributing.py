@@ -14,7 +14,7 @@ from finetune.config.sections.data import DataSection, TrainingSourceSection
 from finetune.config.sections.report import ReportSection
 from finetune.config.sections.task import TaskSection
 from finetune.data.sources import readers
-from finetune.model.tokenizer import train_or_load_tokenizer
+from finetune.model.processing import train_or_load_tokenizer
 from finetune.registry.tasks import TASKS
 from finetune.report.events import Evaluated, RunStarted
 from finetune.report.trackers import TrackerReporter

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from finetune.data.token_cache.store import TokenCache
-from finetune.model.tokenizer import train_or_load_tokenizer
+from finetune.model.processing import train_or_load_tokenizer
 
 from comparison.data import Documents
 from comparison.jobs import write_job

@@ -23,11 +23,11 @@ from finetune.data.sources.local import find_local
 from finetune.data.token_cache.counts import Counts
 from finetune.errors import DataError, UserError
 from finetune.model.loading.saved import SavedModel, load_saved_model
+from finetune.registry.model_choices import POOLING_MODES
 from finetune.registry.tasks import TASKS
 from finetune.runtime.distributed import local_device
 from finetune.runtime.optional import no_op
 from finetune.task.classes import PROBABILITIES
-from finetune.task.embedding.embedding import POOLING_MODES
 from finetune.task.protocol import Predictor, Task, TaskContext, build_task
 
 PREDICTION = "prediction"

@@ -13,9 +13,9 @@ from finetune.data.token_cache.cache import cache_folder
 from finetune.errors import ModelError
 from finetune.memory.state import Method
 from finetune.model.adapters.context import AdapterContext, adapter_config
-from finetune.model.freeze import freeze, train_only
 from finetune.model.kernels.fused_layers import are_wanted
-from finetune.model.loading.architecture import SpecialTokenIds, model_build_errors
+from finetune.model.layers import freeze, train_only
+from finetune.model.loading.architecture import SpecialTokenIds, config_value_errors, values_key
 from finetune.model.loading.load import load_empty_model
 from finetune.model.processing import load_processing
 from finetune.runtime.optional import lazily, no_op
@@ -56,7 +56,7 @@ def empty_model(config: RunConfig, section: ModelSection, *, task: Task) -> Any:
             processing = load_processing(config.model, reads="text", texts=lambda: (), cache_folder=cache, log=no_op)
             vocabulary_size = len(processing.tokenizer)
     name = section.from_config.model_type if section.from_config is not None else str(section.name)
-    with model_build_errors(section, model_type=name):
+    with config_value_errors(name, key=values_key(section)):
         return load_empty_model(
             section,
             head=task.head,

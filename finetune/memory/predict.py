@@ -41,7 +41,7 @@ from finetune.memory.trace import (
     traced_parts,
     zero_parts,
 )
-from finetune.model.kernels.frozen_float8 import casts_frozen_weights
+from finetune.model.kernels.float8 import casts_frozen_weights
 from finetune.model.kernels.fused_layers import fuse_layers
 from finetune.model.layers import (
     KeptLayers,

@@ -292,21 +292,14 @@ _MATMUL_OPERATORS = frozenset({
     "aten::_scaled_grouped_mm", "transformers::grouped_mm_fallback", "bitsandbytes::gemm_4bit",
     "bitsandbytes::int8_scaled_mm", "bitsandbytes::int8_mixed_scaled_mm", "finetune::linear_plus_product",
 })
+_ATTENTION_OPERATORS = frozenset({
+    "aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_cudnn_attention",
+    "aten::_scaled_dot_product_fused_attention_overrideable", "aten::_flash_attention_forward",
+    "aten::_efficient_attention_forward", "aten::_cudnn_attention_forward", "torch_attn::_varlen_attn",
+    "flex_attention",
+})
 # fmt: on
-_ATTENTION_OPERATORS = frozenset(
-    {
-        "aten::_scaled_dot_product_flash_attention",
-        "aten::_scaled_dot_product_flash_attention_for_cpu",
-        "aten::_scaled_dot_product_efficient_attention",
-        "aten::_scaled_dot_product_cudnn_attention",
-        "aten::_scaled_dot_product_fused_attention_overrideable",
-        "aten::_flash_attention_forward",
-        "aten::_efficient_attention_forward",
-        "aten::_cudnn_attention_forward",
-        "torch_attn::_varlen_attn",
-        "flex_attention",
-    }
-)
 _FLASH_ATTENTION_OPERATORS = re.compile(r"_?(vllm_)?flash_attn\w*::(_flash_attn_)?(varlen_)?(fwd|forward)")
 """Operators of the packages `flash_attn` (2 and 3) and of their hub builds, whose names end with a digest."""
 
@@ -360,8 +353,7 @@ def is_saved(operator: str) -> bool:
     Operators are compared by name, since some are registered only when attention first runs.
     """
     name = operator.partition(".")[0]
-    is_listed = name in _MATMUL_OPERATORS or name in _ATTENTION_OPERATORS
-    return is_listed or _FLASH_ATTENTION_OPERATORS.fullmatch(name) is not None
+    return name in _MATMUL_OPERATORS | _ATTENTION_OPERATORS or bool(_FLASH_ATTENTION_OPERATORS.fullmatch(name))
 
 
 def _policy(_: Any, operator: Any, *__: Any, **___: Any) -> CheckpointPolicy:

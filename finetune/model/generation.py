@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     GenerationConfig,
     LogitsProcessor,
@@ -44,12 +45,10 @@ def generate_batch(
     """
     is_encoder = bool(getattr(model.config, "is_encoder_decoder", False))
     longest = max(map(len, prompts))
-    rows, mask = [], []
-    for prompt in prompts:
-        fill, ones = [0] * (longest - len(prompt)), [1] * len(prompt)
-        pads = [pad_id] * len(fill)
-        rows.append([*prompt, *pads] if is_encoder else [*pads, *prompt])  # the answer follows its prompt directly
-        mask.append([*ones, *fill] if is_encoder else [*fill, *ones])
+    side = "right" if is_encoder else "left"  # the answer follows its prompt directly
+    rows = [torch.tensor(list(prompt)) for prompt in prompts]
+    ids = pad_sequence(rows, True, pad_id, padding_side=side)
+    mask = pad_sequence([torch.ones_like(row) for row in rows], True, 0, padding_side=side)
     settings = GenerationConfig(
         do_sample=False,  # sampling is done by the logits processors below
         max_new_tokens=sampling.max_new_tokens,
@@ -58,8 +57,8 @@ def generate_batch(
     )
     try:
         generated = model.generate(
-            input_ids=torch.tensor(rows, device=model.device),
-            attention_mask=torch.tensor(mask, device=model.device),
+            input_ids=ids.to(model.device),
+            attention_mask=mask.to(model.device),
             generation_config=settings,
             logits_processor=logits_processors(sampling, seeds),
             streamer=streamer,

@@ -192,24 +192,24 @@ RERANKING_LOSSES = Table(
             name="listwise",
             description="of rows with negatives; the softmax over a row's passages (Gao et al., 2021, "
             "arXiv:2101.08751)",
-            implementation="finetune.task.embedding.reranking:listwise",
+            implementation="finetune.task.embedding.embedding:listwise",
         ),
         PairLossEntry(
             name="pairwise",
             description="of rows with negatives; the positive against each negative (RankNet; Burges et al., 2005)",
-            implementation="finetune.task.embedding.reranking:pairwise",
+            implementation="finetune.task.embedding.embedding:pairwise",
         ),
         PairLossEntry(
             name="bce",
             description="of scored pairs; the binary cross-entropy with a score from 0 to 1",
-            implementation="finetune.task.embedding.reranking:binary_cross_entropy",
+            implementation="finetune.task.embedding.embedding:binary_cross_entropy",
             scores=(0.0, 1.0),
             is_logit=True,
         ),
         PairLossEntry(
             name="mse",
             description="of scored pairs; the squared error",
-            implementation="finetune.task.embedding.reranking:squared_error",
+            implementation="finetune.task.embedding.embedding:squared_error",
             scores=_ANY_SCORE,
         ),
     ),

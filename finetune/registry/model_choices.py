@@ -185,3 +185,10 @@ ARITHMETIC = {
 fp8 runs with Accelerate's bf16, and the layers are converted before `prepare`: Accelerate's own fp8 (1.15) has no
 emulation, converts the head's neighbors, and under FSDP2 refuses to load the weights on rank 0 alone.
 """
+
+POOLING_MODES = {
+    "cls": "pooling_mode_cls_token",
+    "mean": "pooling_mode_mean_tokens",
+    "last_token": "pooling_mode_lasttoken",
+}
+"""The keys of sentence-transformers before 6 by our names of pooling; 6 writes `pooling_mode: lasttoken`."""

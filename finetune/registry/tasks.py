@@ -154,7 +154,7 @@ TASKS = Table(
         TaskEntry(
             name="masked_lm",
             description="predict masked tokens",
-            implementation=f"{_PACKAGE}.masked_lm:MaskedLmTask",
+            implementation=f"{_PACKAGE}.causal_lm:MaskedLmTask",
             head="masked_lm",
             formats=("text",),
             metrics=("loss", "perplexity", "masked_accuracy"),
@@ -282,7 +282,7 @@ TASKS = Table(
         TaskEntry(
             name="reranking",
             description="a score for a query and a passage",
-            implementation=f"{_PACKAGE}.embedding.reranking:RerankingTask",
+            implementation=f"{_PACKAGE}.embedding.embedding:RerankingTask",
             head="sequence_classification",
             formats=("retrieval", "pairs", "scored_pairs"),
             metrics=("loss", "recall_at_1", "recall_at_5", "recall_at_10", "ndcg_at_10", "mrr_at_10"),

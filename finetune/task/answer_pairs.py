@@ -28,7 +28,7 @@ from finetune.task.model_inputs import (
     pad_samples,
     sample_logits,
 )
-from finetune.task.protocol import BaseTask, DataFacts, Predictor, TaskContext
+from finetune.task.protocol import BaseTask, Predictor, TaskContext
 
 PAIR_WEIGHTS = "pair_weights"
 NUM_PAIRS = "num_pairs"
@@ -201,17 +201,6 @@ class RewardTask(AnswerPairsTask):
         super().__init__(context, margin=self.section.use_margin)
         # the model finds the last token before the padding by this token when it computes the score
         self.head_values = {"num_labels": 1, "pad_token_id": self.pad_id}
-        (outcome,) = self.encode([_SAMPLE])
-        if isinstance(outcome, Features):  # else the template cannot render such a conversation
-            start, end = next(sequence_bounds(outcome))
-            ids = outcome.arrays["input_ids"][start:end].tolist()
-            while len(ids) > 1 and ids[-1] == self.pad_id:  # treated as padding by the model
-                ids.pop()
-            before, last = (
-                repr(context.tokenizer.decode([token])) for token in (ids[-2:] if len(ids) > 1 else ids * 2)
-            )
-            line = f"reward: a conversation is scored at its last token, {last} (token {ids[-1]}) after {before}"
-            self.data_facts = DataFacts(lines=(line,))
 
     @property
     def predictor(self) -> Predictor:
@@ -259,11 +248,3 @@ def scores(model: nn.Module, batch: Batch) -> Tensor:
     """Return the model's score of each sequence, float32 [sequences]."""
     logits = forward_logits(model, batch) if batch.cumulative_lengths is None else sample_logits(model, batch)
     return logits.squeeze(-1).float()
-
-
-_SAMPLE = {
-    "prompt": [{"role": "user", "content": "a"}],
-    "chosen": [{"role": "assistant", "content": "b"}],
-    "rejected": [{"role": "assistant", "content": "c"}],
-    MARGIN: 0.0,
-}

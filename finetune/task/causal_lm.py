@@ -1,40 +1,45 @@
-"""Language models that predict the next token: from text, assistant turns (also with images), or a source text."""
+"""Language models that predict tokens: the next one of text, of turns (also with images), of a target, or masked ones.
+
+Masked positions are drawn per sample, so they depend neither on the batch nor on the world size.
+"""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from finetune.data.batch import IGNORED, Batch, Targets
+from finetune.config.sections.task import MaskedLmSection
+from finetune.data.batch import IGNORED, Batch
 from finetune.data.encoding.conversation import ConversationEncoder
 from finetune.data.encoding.image_conversation import ImageConversationEncoder, ImageTextProcessor, images_of
-from finetune.data.encoding.text import SourceTargetEncoder, TextEncoder
-from finetune.data.encoding.tokenizer import num_special_tokens_around
+from finetune.data.encoding.text import MaskedTextEncoder, SourceTargetEncoder, TextEncoder
+from finetune.data.encoding.tokenizer import TextTokenizer, num_special_tokens_around
 from finetune.data.features import Features
 from finetune.data.templates.chat_template import require_chat_template
 from finetune.data.token_cache.chunks import Encode
-from finetune.data.token_cache.lengths import SourceTargetLengthLimit
+from finetune.data.token_cache.lengths import SampleLengthLimit, SourceTargetLengthLimit
 from finetune.errors import DataError
+from finetune.runtime.seeds import derive_seed
 from finetune.task.lm_loss.target_loss import PluginLoss, TargetLoss
 from finetune.task.lm_loss.token_loss import TokenLoss
 from finetune.task.metrics import token_metrics
 from finetune.task.model_inputs import (
     collate_padded,
     collate_padding_free,
+    collate_row,
     decoder_input_ids,
     forward_inputs,
     is_padding_free,
     pad_rows,
+    padded_batch,
     unwrap_model,
 )
 from finetune.task.protocol import (
     BaseTask,
     GenerationPrompt,
-    RequireImageMessages,
     RequireMessages,
     RequireText,
     TaskContext,
@@ -107,16 +112,18 @@ class SftTask(CausalTask):
         self._encoder = self._make_encoder()
 
     def _make_encoder(self) -> Encode:
-        data = self.data
-        encode = ConversationEncoder(
-            self.tokenizer,
-            train_on=data.train_on,
-            system_prompt=data.system_prompt,
-            template=data.chat_template,
-            allow_special_tokens=data.allow_special_tokens,
-            train_on_reasoning=data.train_on_reasoning,
-        )
-        return RequireMessages(encode)
+        return RequireMessages(ConversationEncoder(self.tokenizer, **self._turns))
+
+    @property
+    def _turns(self) -> dict[str, Any]:
+        """Return how turns are encoded."""
+        return {
+            "train_on": self.data.train_on,
+            "system_prompt": self.data.system_prompt,
+            "template": self.data.chat_template,
+            "allow_special_tokens": self.data.allow_special_tokens,
+            "train_on_reasoning": self.data.train_on_reasoning,
+        }
 
     def prompt(self, features: Features) -> GenerationPrompt | None:
         """Return all tokens before the last answer, and that answer with its end-of-turn token."""
@@ -151,13 +158,8 @@ class VisionLanguageSftTask(SftTask):
         has_images = any(len(sample.arrays["image_sizes"]) for sample in features)
         rows = features if has_images else [*features, self._blank]
         batch = collate_padded(rows, pad_id=self.pad_id)
-        values_by_name = {}  # the model's other inputs per token, [batch, length], 0 at padding
-        for name in self._pictures.per_token:
-            values = np.zeros((len(rows), max(row.length for row in rows)), dtype=np.int64)
-            for index, row in enumerate(rows):
-                values[index, : row.length] = row.arrays[name]
-            values_by_name[name] = torch.from_numpy(values)
-        inputs = {**batch.inputs, **values_by_name, **self._pixels(rows)}
+        per_token = {name: pad_rows([row.arrays[name] for row in rows], 0) for name in self._pictures.per_token}
+        inputs = {**batch.inputs, **per_token, **self._pixels(rows)}
         num_tokens = sum(sample.length for sample in features)
         sample_ids = tuple(sample.sample_id for sample in features)
         return replace(batch, inputs=inputs, num_tokens=num_tokens, sample_ids=sample_ids)
@@ -180,16 +182,8 @@ class VisionLanguageSftTask(SftTask):
         return replace(prompt, inputs=self._pixels(rows), companion_ids=companion, per_token=per_token)
 
     def _make_encoder(self) -> Encode:
-        data = self.data
-        self._pictured = ImageConversationEncoder(
-            self._processor,
-            train_on=data.train_on,
-            system_prompt=data.system_prompt,
-            template=data.chat_template,
-            allow_special_tokens=data.allow_special_tokens,
-            train_on_reasoning=data.train_on_reasoning,
-        )
-        return RequireImageMessages(self._pictured)
+        self._pictured = ImageConversationEncoder(self._processor, **self._turns)
+        return RequireMessages(self._pictured, reads_images=True)
 
     def _pixels(self, rows: Sequence[Features]) -> dict[str, Tensor]:
         """Return the processor's inputs for the rows' images, batched by the processor."""
@@ -225,23 +219,9 @@ class Seq2SeqTask(TokenTask):
 
     def collate(self, features: Sequence[Features]) -> Batch:
         """Return sources and targets padded on the right; labels[b, t] is the target's token t."""
-        pairs = [_source_and_target(sample) for sample in features]
-        sources, targets = [source for source, _ in pairs], [target for _, target in pairs]
-        lengths = np.array([len(source) for source in sources])
-        mask = np.arange(lengths.max()) < lengths[:, None]
-        labels = pad_rows(targets, IGNORED)
-        return Batch(
-            inputs={
-                "input_ids": pad_rows(sources, self.pad_id),
-                "attention_mask": torch.from_numpy(mask.astype(np.int64)),
-            },
-            labels=labels,
-            num_targets=sum(map(len, targets)),
-            num_tokens=sum(sample.length for sample in features),
-            sample_ids=tuple(sample.sample_id for sample in features),
-            lengths=tuple(map(len, sources)),
-            targets=Targets.of(labels.numpy()),
-        )
+        sources, targets = zip(*map(_source_and_target, features), strict=True)
+        batch = padded_batch(features, sources, targets, pad_id=self.pad_id)
+        return replace(batch, lengths=tuple(map(len, sources)))
 
     def model_inputs(self, model: nn.Module, batch: Batch) -> Mapping[str, Any]:
         """Return the inputs with which the decoder predicts the labels.
@@ -261,3 +241,91 @@ class Seq2SeqTask(TokenTask):
 def _source_and_target(features: Features) -> tuple[np.ndarray, np.ndarray]:
     ids, is_target = features.arrays["input_ids"].astype(np.int64), features.arrays["is_target"]
     return ids[~is_target], ids[is_target]
+
+
+@dataclass(frozen=True)
+class TokenMasker:
+    """Masks tokens as BERT does (Devlin et al., 2018, arXiv:1810.04805)."""
+
+    section: MaskedLmSection
+    mask_id: int
+    ordinary_ids: np.ndarray  # random replacement tokens: all but the special ones
+
+    def __call__(self, features: Features) -> tuple[np.ndarray, np.ndarray]:
+        """Return the masked input ids and the labels, both int64 [length], drawn from the sample's seed and id.
+
+        Of n maskable tokens, `fraction * n` are masked, rounded, and at least one. With whole words, words are drawn
+        until no other fits into that number; the first one is always masked.
+        """
+        draw = np.random.default_rng(derive_seed(features.seed, "hiding", features.sample_id))
+        ids = features.arrays["input_ids"].astype(np.int64)
+        positions = np.flatnonzero(features.arrays["is_target"])
+        num_masked = max(1, round(self.section.fraction * len(positions)))
+        if self.section.whole_words:
+            words = np.cumsum(features.arrays["is_word_start"])[positions]  # the word number of every token
+            numbers, sizes = np.unique(words, return_counts=True)
+            order = draw.permutation(len(numbers))
+            chosen, num_chosen = [order[0]], int(sizes[order[0]])
+            for word in order[1:]:
+                if num_chosen + sizes[word] <= num_masked:
+                    chosen.append(word)
+                    num_chosen += int(sizes[word])
+            masked = positions[np.isin(words, numbers[chosen])]
+        else:
+            masked = np.sort(draw.choice(positions, num_masked, replace=False))
+        labels = np.full(len(ids), IGNORED, np.int64)
+        labels[masked] = ids[masked]
+        drawn = draw.random(len(masked))
+        random_fraction, kept_fraction = self.section.random_fraction, self.section.kept_fraction
+        replaced = masked[drawn < random_fraction]
+        ids[replaced] = draw.choice(self.ordinary_ids, len(replaced))
+        ids[masked[drawn >= random_fraction + kept_fraction]] = self.mask_id
+        return ids, labels
+
+
+MASK_TOKENS = ("<mask>", "[MASK]")
+"""Names of the mask token in tokenizers that do not declare it, such as a token added by the job."""
+
+
+class MaskedLmTask(TokenTask):
+    """Predict masked tokens (Devlin et al., 2018, arXiv:1810.04805); raises DataError without a mask token.
+
+    Masked positions are redrawn at every step; evaluations always mask the same ones.
+    """
+
+    head = "masked_lm"
+
+    def __init__(self, context: TaskContext) -> None:
+        super().__init__(context)
+        section, data, tokenizer = context.section.masked_lm, self.data, self.tokenizer
+        if tokenizer.mask_token_id is None:
+            vocabulary = tokenizer.get_vocab()
+            tokenizer.mask_token = next((name for name in MASK_TOKENS if name in vocabulary), None)
+        if tokenizer.mask_token_id is None:
+            raise DataError(
+                "task.masked_lm: the tokenizer has no mask token. Write `model.new_tokens: {special: ['<mask>']}`, or "
+                "use the tokenizer of a masked language model."
+            )
+        special = TextTokenizer(tokenizer).special
+        ordinary = np.array([i for i in sorted(tokenizer.get_vocab().values()) if i not in special], np.int64)
+        self._mask = TokenMasker(section, int(tokenizer.mask_token_id), ordinary)
+        frame = num_special_tokens_around(tokenizer)  # around every part of a split text
+        if data.longest <= sum(frame):
+            raise DataError(f"data.max_length: {data.longest} leaves no room for text between the special tokens.")
+        encode = MaskedTextEncoder(tokenizer, words=section.whole_words, allow_special_tokens=data.allow_special_tokens)
+        self._encoder = RequireText(encode, task="masked_lm")
+        self._length_limit = SampleLengthLimit(data.longest, data.over_length, data.truncate_side, frame)
+        self._identity = {"words": section.whole_words}
+
+    def collate(self, features: Sequence[Features]) -> Batch:
+        """Return the masked samples, padded or concatenated; labels[b, t] is the original token at a masked t."""
+        ids, labels = zip(*map(self._mask, features), strict=True)
+        if is_padding_free(self.data.batching):
+            return collate_row(features, {"input_ids": ids}, token_labels=np.concatenate(labels))
+        return padded_batch(features, ids, labels, pad_id=self.pad_id)
+
+    def metrics(self, sums: Mapping[str, float], records: Tensor | None = None) -> Mapping[str, float]:
+        """Return `loss`, `perplexity` and `masked_accuracy`, over the masked tokens."""
+        measured = token_metrics(sums)
+        measured["masked_accuracy"] = measured.pop("token_accuracy")
+        return measured

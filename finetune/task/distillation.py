@@ -156,22 +156,19 @@ class DistillationTask(SftTask):
         self, rows: Tensor, head: LmHead, *, labels: Tensor, teacher_targets: tuple[Tensor, Tensor | None]
     ) -> Tensor:
         """Return the sums over hidden states: loss, cross-entropy, divergence and number correct, [4]."""
-        teacher, top_k_ids = teacher_targets
-        of_targets = (labels, teacher) if top_k_ids is None else (labels, teacher, top_k_ids)
-        sums = map_chunks(partial(self._sums, head), head, rows, *of_targets, logit_bytes=LOGIT_BYTES)
-        return torch.stack(sums).sum(dim=0)
-
-    def _sums(
-        self, head: LmHead, rows: Tensor, labels: Tensor, teacher: Tensor, top_k_ids: Tensor | None = None
-    ) -> Tensor:
         weight, temperature = self.section.cross_entropy_weight, self.section.temperature
-        logits = head.logits(rows)
-        student = self._log_probabilities(logits)
-        compared = student if top_k_ids is None else reduce_to_top_k(student, top_k_ids)
-        divergence_sum = divergence(teacher, compared, self.section).sum()
-        cross_entropy = functional.cross_entropy(logits, labels, reduction="sum")
-        loss = (1 - weight) * temperature**2 * divergence_sum + weight * cross_entropy
-        return torch.stack([loss, cross_entropy, divergence_sum, (logits.argmax(dim=-1) == labels).sum()])
+
+        def chunk_sums(rows: Tensor, labels: Tensor, teacher: Tensor, top_k_ids: Tensor | None = None) -> Tensor:
+            logits = head.logits(rows)
+            student = self._log_probabilities(logits)
+            compared = student if top_k_ids is None else reduce_to_top_k(student, top_k_ids)
+            divergence_sum = divergence(teacher, compared, self.section).sum()
+            cross_entropy = functional.cross_entropy(logits, labels, reduction="sum")
+            loss = (1 - weight) * temperature**2 * divergence_sum + weight * cross_entropy
+            return torch.stack([loss, cross_entropy, divergence_sum, (logits.argmax(dim=-1) == labels).sum()])
+
+        of_targets = (labels, *(values for values in teacher_targets if values is not None))
+        return torch.stack(map_chunks(chunk_sums, head, rows, *of_targets, logit_bytes=LOGIT_BYTES)).sum(dim=0)
 
     @torch.no_grad()
     def _score_targets(self, teacher: nn.Module, batch: Batch) -> tuple[Tensor, Tensor | None]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     GenerationConfig,
     GenerationMixin,
@@ -25,7 +26,7 @@ from finetune.runtime.supervision.heartbeat import fault_point
 from finetune.task.causal_lm import pad_id
 from finetune.task.model_inputs import unwrap_model
 from finetune.task.protocol import GenerationPrompt
-from finetune.task.upstream import throttle_generate_sync, through_wrappers
+from finetune.task.upstream import through_wrappers
 
 Metric = Callable[[Sequence[str], Sequence[str]], float]
 
@@ -171,11 +172,7 @@ def generate_tokens(
         stops = torch.tensor(sorted(stop_ids), dtype=input_ids.dtype, device=input_ids.device)
         return torch.isin(input_ids[0, -1], stops).expand(len(input_ids))
 
-    with (
-        _without_own_settings(inner),
-        through_wrappers(model, inner, dropped=dropped),
-        throttle_generate_sync(inner, max_new_tokens=max_new_tokens),
-    ):
+    with _without_own_settings(inner), through_wrappers(model, inner, dropped=dropped):
         sequences = inner.generate(
             **inputs,
             generation_config=settings,
@@ -223,11 +220,8 @@ def _inputs(
         rows.append(first.companion_ids)
 
     def pad(rows: Sequence[Sequence[int]], value: int) -> Tensor:
-        longest = max(map(len, rows))
-        padding = [[value] * (longest - len(row)) for row in rows]
-        if pads_right:
-            return torch.tensor([[*row, *pads] for row, pads in zip(rows, padding, strict=True)])
-        return torch.tensor([[*pads, *row] for row, pads in zip(rows, padding, strict=True)])
+        side = "right" if pads_right else "left"
+        return pad_sequence([torch.tensor(row) for row in rows], True, value, padding_side=side)
 
     inputs = {"input_ids": pad(rows, pad_id), "attention_mask": pad([[1] * len(row) for row in rows], 0)}
     inputs |= {name: pad(values, 0) for name, values in first.per_token.items()}

@@ -11,7 +11,7 @@ gains of 0 and 1; of equal scores, the earlier candidate ranks first.
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from types import ModuleType
 
@@ -77,12 +77,8 @@ def multi_label_metrics(labels: Tensor, predicted: Tensor) -> dict[str, float]:
     subset_accuracy = float((targets == classes).all(dim=1).double().mean())
     if targets.shape[1] == 1:  # torchmetrics requires at least two: a duplicated class has the same F1
         targets, classes = targets.expand(-1, 2), classes.expand(-1, 2)
-    scores = {
-        f"{average}_f1": float(
-            library.multilabel_f1_score(classes, targets, num_labels=targets.shape[1], average=average)
-        )
-        for average in ("macro", "micro")
-    }
+    f1 = partial(library.multilabel_f1_score, classes, targets, num_labels=targets.shape[1])
+    scores = {f"{average}_f1": float(f1(average=average)) for average in ("macro", "micro")}
     return {"subset_accuracy": subset_accuracy, **scores}
 
 
@@ -114,10 +110,6 @@ def _library(part: str) -> ModuleType:
 TOP_K = 5
 """The number of most likely classes that count as correct in `top5_accuracy`."""
 
-
-Entity = tuple[int, int, str]
-"""First and last word of an entity, and its type."""
-
 OUTSIDE = "O"
 _TAG = re.compile(r"[BIES]-.+", re.DOTALL)
 
@@ -128,8 +120,8 @@ def are_entity_tags(names: Iterable[str]) -> bool:
     return all(_TAG.fullmatch(name) for name in inside) and any(name.startswith("B-") for name in inside)
 
 
-def find_entities(tags: Sequence[str]) -> Iterator[Entity]:
-    """Yield the entities of one sentence in order.
+def find_entities(tags: Sequence[str]) -> Iterator[tuple[int, int, str]]:
+    """Yield the entities of one sentence in order: first and last word, and type.
 
     An entity starts at `B` and `S`, at a change of type, and at an `I` or `E` that follows `O`, `E` or `S`.
     """
@@ -144,40 +136,23 @@ def find_entities(tags: Sequence[str]) -> Iterator[Entity]:
         previous = current
 
 
-@dataclass(frozen=True)
-class EntityScores:
-    """Exact-match scores of entities: the same words and the same type."""
+def entity_metrics(records: Tensor, names: Sequence[str]) -> dict[str, float]:
+    """Return precision, recall and F1 over the entities of records [words, 3] in order: sample, class, prediction.
 
-    precision: float
-    recall: float
-    f1: float
-
-
-def entity_scores(sentences: Iterable[tuple[Sequence[str], Sequence[str]]]) -> EntityScores:
-    """Return precision, recall and F1 over the entities of all sentences, given as pairs of true and predicted tags.
-
-    A score is 0 if its denominator is 0.
+    An entity is correct if its words and its type are. A score is 0 if its denominator is 0.
     """
     num_correct = num_predicted = num_true = 0
-    for tags, predicted in sentences:
-        true_entities, predicted_entities = set(find_entities(tags)), set(find_entities(predicted))
+    for _, words in groupby(records.long().tolist(), key=lambda record: record[0]):
+        labels = zip(*((names[label], names[predicted]) for _, label, predicted in words), strict=True)
+        true_entities, predicted_entities = (set(find_entities(tags)) for tags in labels)
         num_true += len(true_entities)
         num_predicted += len(predicted_entities)
         num_correct += len(true_entities & predicted_entities)
-    precision = num_correct / num_predicted if num_predicted else 0.0
-    recall = num_correct / num_true if num_true else 0.0
-    f1 = 2 * num_correct / (num_predicted + num_true) if num_correct else 0.0
-    return EntityScores(precision, recall, f1)
-
-
-def entity_metrics(records: Tensor, names: Sequence[str]) -> dict[str, float]:
-    """Return the `entity_scores` of records [words, 3] in order: sample, class and predicted class."""
-    sentences = groupby(records.long().tolist(), key=lambda record: record[0])
-    pairs = ([(label, predicted) for _, label, predicted in words] for _, words in sentences)
-    scores = entity_scores(
-        ([names[label] for label, _ in words], [names[predicted] for _, predicted in words]) for words in pairs
-    )
-    return {"entity_f1": scores.f1, "entity_precision": scores.precision, "entity_recall": scores.recall}
+    return {
+        "entity_f1": 2 * num_correct / max(1, num_predicted + num_true),
+        "entity_precision": num_correct / max(1, num_predicted),
+        "entity_recall": num_correct / max(1, num_true),
+    }
 
 
 RECALL_AT = (1, 5, 10)

@@ -28,21 +28,22 @@ def is_padding_free(batching: BatchingSection) -> bool:
 
 def collate_padded(features: Sequence[Features], *, pad_id: int) -> Batch:
     """Return the samples padded on the right; labels[b, t] is the token at t + 1 if it is a target."""
-    longest = max(sample.length for sample in features)
-    input_ids = np.full((len(features), longest), pad_id, dtype=np.int64)
-    attention_mask = np.zeros((len(features), longest), dtype=np.int64)
-    labels = np.full((len(features), longest), IGNORED, dtype=np.int64)
-    for row, sample in enumerate(features):
-        input_ids[row, : sample.length] = sample.arrays["input_ids"]
-        attention_mask[row, : sample.length] = 1
-        labels[row, : sample.length] = _labels(sample)
-    targets = Targets.of(labels)
-    inputs = {"input_ids": torch.from_numpy(input_ids), "attention_mask": torch.from_numpy(attention_mask)}
+    ids = [sample.arrays["input_ids"] for sample in features]
+    return padded_batch(features, ids, [_labels(sample) for sample in features], pad_id=pad_id)
+
+
+def padded_batch(
+    features: Sequence[Features], ids: Sequence[np.ndarray], labels: Sequence[np.ndarray], *, pad_id: int
+) -> Batch:
+    """Return the samples with these input ids and labels, padded on the right."""
+    padded_labels = pad_rows(labels, IGNORED)
+    targets = Targets.of(padded_labels.numpy())
+    mask = pad_rows([np.ones(len(row), np.int64) for row in ids], 0)
     return Batch(
-        inputs=inputs,
-        labels=torch.from_numpy(labels),
+        inputs={"input_ids": pad_rows(ids, pad_id), "attention_mask": mask},
+        labels=padded_labels,
         num_targets=len(targets.labels),
-        num_tokens=int(attention_mask.sum()),
+        num_tokens=sum(sample.length for sample in features),
         sample_ids=tuple(sample.sample_id for sample in features),
         targets=targets,
     )

@@ -116,80 +116,55 @@ class DataFacts:
     lines: tuple[str, ...] = ()  # log lines about them
 
 
+_NOT_TURNS = {
+    "chosen": "a preference pair. To train on the chosen answer, set `format: prompt_completion` with "
+    "`columns: {completion: chosen}`, or write a `template`.",
+    "label": "a labeled text. To train on the label as an answer, set `format: prompt_completion` with "
+    "`template: {prompt: '{{ text }}', completion: '{{ label }}'}`.",
+}
+"""What a row with this column is instead of turns, and what to do."""
+
+
 @dataclass(frozen=True)
 class RequireMessages:
     """Encodes rows with `messages`; the error of other rows advises how to map them."""
 
-    encode: Callable[[Sequence[Row]], Sequence[Outcome]]
+    encode: Encode
+    reads_images: bool = False
 
     def __call__(self, rows: Sequence[Row]) -> Sequence[Outcome]:
         """Return the features or the error of each row."""
         if any("messages" not in row for row in rows):  # all rows of a source have one format
-            content, remedy = "plain text", "Use task `pretrain`, or another format."
-            if "chosen" in rows[0]:
-                content, remedy = (
-                    "a preference pair",
-                    (
-                        "To train on the chosen answer, set `format: prompt_completion` with "
-                        "`columns: {completion: chosen}`, or write a `template`."
-                    ),
-                )
-            elif "label" in rows[0]:
-                content, remedy = (
-                    "a labeled text",
-                    (
-                        "To train on the label as an answer, set `format: prompt_completion` with "
-                        "`template: {prompt: '{{ text }}', completion: '{{ label }}'}`."
-                    ),
-                )
-            return [DataError(f"task `sft` trains on turns, but the row is {content}. {remedy}")] * len(rows)
-        if any(row.get("images") for row in rows):
+            plain = "plain text. Use task `pretrain`, or another format."
+            content = next((text for column, text in _NOT_TURNS.items() if column in rows[0]), plain)
+            task = "vision_language_sft" if self.reads_images else "sft"
+            return [DataError(f"task `{task}` trains on turns, but the row is {content}")] * len(rows)
+        if not self.reads_images and any(row.get("images") for row in rows):
             message = (
                 "the row has images, but this task only reads text. Write `task.name: vision_language_sft` with a "
                 "model that reads images."
             )
             return [DataError(message)] * len(rows)
-        unread = [row.get(UNREAD_IMAGE) for row in rows]
-        unread = [
-            column if column and PLACEHOLDER in str(row["messages"]) else None
-            for row, column in zip(rows, unread, strict=True)
+        remedy = "" if self.reads_images else " and `task.name: vision_language_sft`"
+        has_image = [self.reads_images or PLACEHOLDER in str(row["messages"]) for row in rows]
+        unread = [row.get(UNREAD_IMAGE) if has else None for row, has in zip(rows, has_image, strict=True)]
+        encoded = iter(self.encode([row for row, column in zip(rows, unread, strict=True) if not column]))
+        return [
+            DataError(
+                f"has images in the column `{column}`, which are not read. Write `columns: {{images: {column}}}`"
+                f"{remedy}."
+            )
+            if column
+            else next(encoded)
+            for column in unread
         ]
-        return _encoded_but(rows, unread, self.encode, remedy=" and `task.name: vision_language_sft`")
-
-
-def _encoded_but(
-    rows: Sequence[Row], unread: Sequence[str | None], encode: Encode, *, remedy: str = ""
-) -> Sequence[Outcome]:
-    """Return the outcome of each row, for those with images in a column that is not read the error."""
-    encoded = iter(encode([row for row, column in zip(rows, unread, strict=True) if not column]))
-    return [
-        DataError(
-            f"has images in the column `{column}`, which are not read. Write `columns: {{images: {column}}}`{remedy}."
-        )
-        if column
-        else next(encoded)
-        for column in unread
-    ]
-
-
-@dataclass(frozen=True)
-class RequireImageMessages:
-    """Encodes rows with `messages`, optionally with images."""
-
-    encode: Callable[[Sequence[Row]], Sequence[Outcome]]
-
-    def __call__(self, rows: Sequence[Row]) -> Sequence[Outcome]:
-        """Return the features or the error of each row."""
-        if any("messages" not in row for row in rows):
-            return [DataError("the row has no turns. Write `messages`, or another format of turns.")] * len(rows)
-        return _encoded_but(rows, [row.get(UNREAD_IMAGE) for row in rows], self.encode)
 
 
 @dataclass(frozen=True)
 class RequireText:
     """Encodes rows with only a text; the error of other rows advises how to map them."""
 
-    encode: Callable[[Sequence[Row]], Sequence[Outcome]]
+    encode: Encode
     task: str = "pretrain"
 
     def __call__(self, rows: Sequence[Row]) -> Sequence[Outcome]:

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from finetune import ConfigError, DataError, Job, ModelError, UserError, check, load_job, train
 from finetune.config.load import load_config
 from finetune.config.sections.train import TrainSection
-from finetune.model.tokenizer import train_or_load_tokenizer
+from finetune.model.processing import train_or_load_tokenizer
 from tests.api.jobs import rows, sections
 from tests.small_job import write_job
 

@@ -17,7 +17,7 @@ from finetune.data.templates.rendering import render_chat
 from finetune.errors import UserError
 from finetune.model.generation import SamplingParams
 from finetune.model.loading.saved import inspect_model_folder
-from finetune.model.tokenizer import train_or_load_tokenizer
+from finetune.model.processing import train_or_load_tokenizer
 from tests.small_models import SMALL
 
 

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from contextlib import nullcontext
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from finetune.config.sections.model import LoraSection
@@ -151,27 +149,6 @@ def test_no_activation_is_offloaded_twice_and_no_weight_at_all(
         assert [number for number in copies.moved.values() if number > 1] == []
 
 
-def saved_by_torch(model, ids):
-    """Return the bytes that torch's own `save_on_cpu`, which offloads every saved tensor, would copy."""
-    found = []
-    with (
-        saved_tensors_hooks(lambda tensor: (found.append(tensor.nbytes), tensor)[1], lambda tensor: tensor),
-        torch.autocast("cpu", torch.bfloat16),
-    ):
-        model(input_ids=ids, labels=ids)
-    return sum(found)
-
-
-def test_far_less_is_moved_than_by_torchs_own_offloading(from_config, build):
-    model, ids = build(from_config()).train(), torch.arange(80).reshape(2, 40)
-    theirs = saved_by_torch(model, ids)
-    copies = offloaded(model)
-    with torch.autocast("cpu", torch.bfloat16):
-        model(input_ids=ids, labels=ids)
-    ours = sum(len(each) * number for each, number in copies.moved.items())
-    assert 0 < ours < 0.6 * theirs
-
-
 @pytest.fixture
 def group_of_one():
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
@@ -263,14 +240,6 @@ def test_few_copies_are_under_way_and_none_is_used_or_freed_before_its_end(from_
     assert not copies._arriving
     waited = [event for who, _, event in streams.log if who == "current"]
     assert sorted(set(waited)) == list(range(1, streams.num_events + 1))  # of every copy, there and back
-
-
-def test_unused_prefetched_activations_are_waited_for_before_the_next_pass(streams):
-    copies = OnNotedStreams()
-    arrival = copies.to_device(torch.ones(3), torch.device("cpu"))
-    copies.finish()
-    assert streams.log[-1] == ("current", "waits for", arrival.event)
-    assert not copies._arriving
 
 
 def llama(device):
@@ -441,30 +410,6 @@ def test_the_results_of_every_attention_library_are_saved(name):
     assert is_saved(name)
     assert is_saved(f"{name}.default")
     assert not is_saved(name.replace("fwd", "bwd").replace("forward", "backward").replace("attn", "attn_backward"))
-
-
-def test_an_operator_of_flash_attention_that_is_registered_later_is_called_once(monkeypatch):
-    """`flash_attn` is imported when the first layer runs, after checkpointing was enabled."""
-    calls = []
-    weight = torch.ones(4, 4, requires_grad=True)
-    context = partial(create_selective_checkpoint_contexts, activations._policy)
-    with torch.library._scoped_library("flash_attn", "FRAGMENT") as library:
-        library.define("_flash_attn_varlen_forward(Tensor q) -> Tensor")
-        library.impl("_flash_attn_varlen_forward", lambda q: calls.append(1) or q.clone(), "CompositeExplicitAutograd")
-
-        class Flash(torch.autograd.Function):
-            @staticmethod
-            def forward(context, q):
-                return torch.ops.flash_attn._flash_attn_varlen_forward(q)
-
-            @staticmethod
-            def backward(context, gradient):
-                return gradient
-
-        result = checkpoint(lambda q: Flash.apply(q * 2).sin(), weight, use_reentrant=False, context_fn=context)
-        result.sum().backward()
-    assert len(calls) == 1
-    assert weight.grad is not None
 
 
 def test_checkpointing_every_nth_layer_needs_n_layers(from_config, build):

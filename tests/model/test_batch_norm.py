@@ -91,18 +91,6 @@ def test_batch_norm_statistics_of_two_ranks_equal_those_of_one_process(monkeypat
         torch.testing.assert_close(ranks[0].state_dict()[name], value)
 
 
-def test_synchronizing_batch_norm_between_steps_changes_nothing():
-    often, once = grouped(), grouped()
-    for step in range(3):
-        for model in (often, once):
-            model(SAMPLES + step)
-            update_running_statistics(model)
-        sync_batch_norm(often)
-    sync_batch_norm(once)
-    for name, value in once.state_dict().items():
-        torch.testing.assert_close(often.state_dict()[name], value)
-
-
 def test_non_finite_activations_do_not_change_batch_norm_statistics():
     model = grouped()
     model(SAMPLES * float("nan"))

@@ -10,7 +10,7 @@ from finetune.config.sections.model import LoraSection
 from finetune.errors import ModelError
 from finetune.model.adapters.build import add_adapter
 from finetune.model.adapters.context import AdapterContext
-from finetune.model.freeze import freeze, peft_exclude_pattern, train_only, unused_modules
+from finetune.model.layers import freeze, peft_exclude_pattern, train_only, unused_modules
 from finetune.model.upstream import expose_hidden_size, keep_own_no_split_modules
 from tests.refusals import refused
 
@@ -35,12 +35,6 @@ def test_only_matching_parameters_are_trainable_and_a_tied_weight_matches_both_n
     model = Tied()
     train_only(model, (pattern,))
     assert learning(model) == ["embed.weight"]
-
-
-def test_every_parameter_is_trainable_without_patterns():
-    model = Tied()
-    train_only(model, ())
-    assert learning(model) == ["embed.weight", "layer.weight", "layer.bias"]
 
 
 def test_matching_parameters_are_frozen():

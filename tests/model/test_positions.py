@@ -18,7 +18,9 @@ from transformers import (
 )
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from finetune.model.loading.rope import Positions, keep_positions_exact, positions_of, table_size
+from finetune.model.loading.config_values import Positions, positions_of
+from finetune.model.loading.dry_run import table_size
+from finetune.model.loading.load import keep_positions_exact
 from tests.devices import EVERY_DEVICE
 
 SIZES = {

@@ -7,18 +7,18 @@ from safetensors.torch import load_file
 
 from finetune.config.sections.model import LoraSection, ModelSection, QuantizationSection
 from finetune.errors import MissingPackage, ModelError
-from finetune.model import quantize
+from finetune.model import frozen_models
 from finetune.model.adapters.build import add_adapter
 from finetune.model.adapters.context import AdapterContext
-from finetune.model.loading.architecture import load_pretrained_config
-from finetune.model.loading.load import load_empty_model
-from finetune.model.quantize import (
+from finetune.model.frozen_models import (
     dequantize_while_loading,
     quantization_config,
     stored_method,
     stored_problems,
     unquantized_weights_folder,
 )
+from finetune.model.loading.architecture import load_pretrained_config
+from finetune.model.loading.load import load_empty_model
 from finetune.model.size import measure_model
 from tests.model.stored_weights import WRITERS, write_config
 
@@ -49,7 +49,7 @@ def test_a_missing_package_is_named_with_its_install_command(from_config, monkey
     def absent(module, *, extra, purpose):
         raise MissingPackage(f"{purpose} needs `{module}`: pip install 'finetune-accelerate[{extra}]'")
 
-    monkeypatch.setattr(quantize, "require", absent)
+    monkeypatch.setattr(frozen_models, "require", absent)
     with pytest.raises(
         MissingPackage, match=r"needs `bitsandbytes`: pip install 'finetune-accelerate\[quantization\]'"
     ):

@@ -155,12 +155,6 @@ def test_dora_is_refused_on_a_layer_whose_features_are_gathered(group):
         split_layers(model.get_base_model(), group)
 
 
-def test_a_range_of_columns_is_cut_from_whole_rows():
-    rows = torch.arange(12.0)
-    assert ShardRange(0, 3, 4, 2, 4).of(rows).tolist() == [2, 3, 6, 7, 10, 11]
-    assert ShardRange(3, 9).of(rows[3:9]).tolist() == [3, 4, 5, 6, 7, 8]
-
-
 def test_transformers_sums_the_gradient_of_a_head_norm_again_for_every_microbatch(group, monkeypatch):
     """The sum of two ranks doubles: here by a patched all-reduce. Ours is summed once, at the end of the step."""
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, **_: tensor.mul_(2))

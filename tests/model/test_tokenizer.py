@@ -18,7 +18,8 @@ from finetune.data.encoding.tokenizer import tokenizer_identity
 from finetune.errors import ModelError
 from finetune.model.adapters.build import add_adapter
 from finetune.model.adapters.context import AdapterContext
-from finetune.model.tokenizer import add_embedding_rows, add_tokens, load_tokenizer, new_token_ids
+from finetune.model.build import add_embedding_rows, new_token_ids
+from finetune.model.processing import add_tokens, load_tokenizer
 from finetune.runtime.parameters import InitContext
 from tests.refusals import refused
 from tests.small_models import byte_tokenizer

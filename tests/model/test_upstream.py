@@ -47,15 +47,6 @@ def test_an_image_model_has_no_embeddings_and_reports_it():
     assert model.get_input_embeddings() is None  # what Accelerate's FSDP2 asks
 
 
-def test_a_model_of_text_keeps_its_own():
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=5))
-    allow_missing_embeddings(model)
-    assert isinstance(model.get_input_embeddings(), nn.Embedding)
-    assert input_embeddings(model) is model.model.embed_tokens
-    assert output_embeddings(model) is model.lm_head
-
-
 SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
 
 
@@ -67,19 +58,6 @@ def test_the_head_that_shares_the_bias_replaces_its_decoder_in_the_context():
         assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
     assert model.get_output_embeddings() is decoder
     assert not hasattr(model.cls.predictions, "weight")
-
-
-def test_a_separate_output_head_is_left_unchanged():
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=30, **SIZES))
-    with head_as_one_unit(model):
-        assert model.get_output_embeddings() is model.lm_head
-
-
-def test_the_output_head_is_restored_after_an_error():
-    model = BertForMaskedLM(BertConfig(vocab_size=30, **SIZES))
-    with pytest.raises(OSError), head_as_one_unit(model):
-        raise OSError
-    assert model.get_output_embeddings() is model.cls.predictions.decoder
 
 
 def t5(**values):

@@ -114,10 +114,3 @@ def test_metrics_are_means_over_pairs(tokenizer, data, scorer):
     metrics = task.metrics({name: value.item() for name, value in sums.items()})
     assert set(metrics) == {"loss", "preference_accuracy", "reward_margin", "reward_chosen", "reward_rejected"}
     assert metrics["reward_margin"] == pytest.approx(metrics["reward_chosen"] - metrics["reward_rejected"], abs=1e-5)
-
-
-def test_the_start_logs_the_token_at_which_the_score_is_read(tokenizer, data):
-    (line,) = task_of(tokenizer, data, "reward").data_facts.lines
-    (newline,) = tokenizer.encode("\n", add_special_tokens=False)
-    assert line.endswith(f"a conversation is scored at its last token, '\\n' (token {newline}) after '<|im_end|>'")
-    assert task_of(tokenizer, data, "reward", use_margin=True).data_facts.lines == (line,)

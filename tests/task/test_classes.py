@@ -201,10 +201,3 @@ def test_rows_of_nan_do_not_count_and_give_no_gradient(loss_sum):
     loss_sum(outputs, torch.tensor([[1.0, 0.0], [torch.nan, torch.nan]])).backward()
     assert outputs.grad[1].tolist() == [0.0, 0.0]
     assert outputs.grad[0, 0] != 0.0
-
-
-def test_the_sum_is_the_same_however_the_rows_are_cut():
-    labels, weights = torch.tensor([0, 1, 2]), torch.tensor([0.2, 1.0, 4.0])
-    whole = class_loss_sum(RESULTS, labels, weights=weights)
-    parts = [class_loss_sum(RESULTS[n : n + 1], labels[n : n + 1], weights=weights) for n in range(3)]
-    assert sum(parts) == pytest.approx(float(whole))

@@ -60,17 +60,6 @@ def test_distillation_from_an_equal_teacher_has_zero_loss_and_gradient(name):
     assert float(logits.grad.abs().max()) < 1e-12
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_gradients_are_right(name):
-    teacher = log_probabilities(3, shape=(3, 6))
-    logits = torch.randn(3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(4), requires_grad=True)
-    kept = teacher.topk(2, dim=1).indices
-    assert torch.autograd.gradcheck(lambda z: named(name)(teacher, z.log_softmax(-1)), [logits])
-    assert torch.autograd.gradcheck(
-        lambda z: named(name)(reduce_to_top_k(teacher, kept), reduce_to_top_k(z.log_softmax(-1), kept)), [logits]
-    )
-
-
 def test_kept_tokens_and_the_rest_are_a_distribution():
     whole = log_probabilities(5)
     kept = whole.topk(3, dim=1).indices
@@ -78,13 +67,6 @@ def test_kept_tokens_and_the_rest_are_a_distribution():
     assert few.shape == (7, 4)
     torch.testing.assert_close(few.sum(dim=1), torch.ones(7, dtype=torch.float64))
     torch.testing.assert_close(few[:, :3], whole.exp().gather(1, kept))
-
-
-def test_the_divergence_of_few_categories_is_never_above_that_of_all():
-    teacher, student = log_probabilities(6), log_probabilities(7)
-    kept = teacher.topk(4, dim=1).indices
-    for of in (named("forward_kl"), named("reverse_kl")):
-        assert bool((of(reduce_to_top_k(teacher, kept), reduce_to_top_k(student, kept)) <= of(teacher, student)).all())
 
 
 def test_a_token_that_the_teacher_rules_out_costs_nothing_forwards():
@@ -162,17 +144,6 @@ def test_kept_answers_give_the_loss_and_gradient_of_live_ones(tokenizer, data, s
         gradients.append(student.lm_head.weight.grad.clone())
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("top_k", [None, 5])
-@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd"])
-def test_a_student_that_is_its_teacher_has_nothing_to_learn(tokenizer, data, student, divergence, top_k):
-    task = made(tokenizer, data, divergence=divergence, top_k=top_k).attach_teacher(student)
-    student.zero_grad()
-    loss = task.loss_sums(student, task.collate(samples(task)))["loss_sum"]
-    loss.backward()
-    assert abs(float(loss)) < 1e-5
-    assert max(float(each.grad.abs().max()) for each in student.parameters()) < 1e-5
 
 
 def test_a_filler_counts_nothing_and_knows_nothing(tokenizer, data, student, teacher):

@@ -14,7 +14,7 @@ from finetune.config.sections.task import MaskedLmSection, TaskSection
 from finetune.data.batch import IGNORED
 from finetune.data.encoding.text import MaskedTextEncoder
 from finetune.errors import DataError
-from finetune.task.masked_lm import MaskedLmTask
+from finetune.task.causal_lm import MaskedLmTask
 from finetune.task.protocol import TaskContext
 from tests.refusals import pinned, refused
 

@@ -12,7 +12,7 @@ from finetune.task import metrics
 from finetune.task.metrics import (
     are_entity_tags,
     class_metrics,
-    entity_scores,
+    entity_metrics,
     find_entities,
     multi_label_metrics,
     ranks_among,
@@ -87,17 +87,16 @@ def test_entities_are_found(tags):
     assert list(find_entities(tags.split())) == FOUND[tags]
 
 
-def test_the_scores_of_seqevals_example():
-    """The README of seqeval gives F1 0.50 for these: of 2 entities, of which 2 are predicted, 1 is right."""
-    true = [["O", "O", "O", "B-MISC", "I-MISC", "I-MISC", "O"], ["B-PER", "I-PER", "O"]]
-    predicted = [["O", "O", "B-MISC", "I-MISC", "I-MISC", "I-MISC", "O"], ["B-PER", "I-PER", "O"]]
-    scores = entity_scores(zip(true, predicted, strict=True))
-    assert (scores.precision, scores.recall, scores.f1) == (0.5, 0.5, 0.5)
-
-
-def test_entity_scores_without_predictions_are_zero():
-    scores = entity_scores([(["B-A", "O"], ["O", "O"])])
-    assert (scores.precision, scores.recall, scores.f1) == (0.0, 0.0, 0.0)
+@pytest.mark.parametrize(
+    ("true", "predicted", "score"),
+    [("OOOBIIO BIO", "OOBIIIO BIO", 0.5), ("BO", "OO", 0.0)],  # the first is the example of seqeval's README
+)
+def test_entities_are_scored_like_seqevals(true, predicted, score):
+    sentences = enumerate(zip(true.split(), predicted.split(), strict=True))
+    records = [
+        (row, "OBI".index(one), "OBI".index(other)) for row, pair in sentences for one, other in zip(*pair, strict=True)
+    ]
+    assert set(entity_metrics(torch.tensor(records), ["O", "B-A", "I-A"]).values()) == {score}
 
 
 @pytest.mark.parametrize(
@@ -122,14 +121,6 @@ def test_ranks_and_ndcg_equal_those_of_scikit_learn():
     assert found["recall_at_5"] == pytest.approx(np.mean([np.mean(np.array(each) <= 5) for each in ranks]))
     first = [min(each) for each in ranks]
     assert found["mrr_at_10"] == pytest.approx(np.mean([1 / rank if rank <= 10 else 0 for rank in first]))
-
-
-def test_chunks_change_nothing(monkeypatch):
-    queries, candidates = torch.randn(7, 3), torch.randn(5, 3)
-    right = [[0], [1, 2], [3], [4], [0, 4], [2], [1]]
-    whole = list(ranks_among(queries, candidates, right))
-    monkeypatch.setattr(metrics, "_MAX_SCORES", 10)
-    assert list(ranks_among(queries, candidates, right)) == whole
 
 
 def test_the_earlier_of_equal_scores_ranks_first():

@@ -74,15 +74,3 @@ def test_only_flash_attention_gets_sample_boundaries(attention):
         assert told["cu_seq_lens_q"].tolist() == told["cu_seq_lens_k"].tolist() == [0, 4, 6, 7]
         assert told["cu_seq_lens_q"].dtype == torch.int32
         assert told["max_length_q"] == told["max_length_k"] == 4
-
-
-def test_a_padded_batch_gives_flash_attention_no_boundaries():
-    model = Recording("flash_attention_2")
-    forward_logits(model, collate_padded(SAMPLES, pad_id=0))
-    assert set(model.given) == {"input_ids", "attention_mask", "use_cache"}
-
-
-def test_a_batch_takes_its_boundaries_along():
-    moved = collate_padding_free(SAMPLES).to(torch.device("meta"))
-    assert moved.cumulative_lengths.device.type == moved.labels.device.type == "meta"
-    assert moved.inputs["position_ids"].device.type == "meta"

@@ -21,10 +21,7 @@ from finetune.task.protocol import TaskContext
 from finetune.task.router_loss import (
     RoutedTask,
     RoutingRecorder,
-    expert_load_metrics,
-    expert_probabilities,
     find_routers,
-    load_balancing_loss,
 )
 from tests.refusals import refused
 from tests.train.test_syncs import waits_of
@@ -194,27 +191,6 @@ def test_the_pass_before_the_step_draws_the_same_random_numbers_and_leaves_them(
     assert Step(mixture("mixtral"), num_batches=4).loss != plain.loss  # there is something to draw
 
 
-def test_a_frozen_router_balances_the_layers_below_it():
-    model = mixture("mixtral")
-    for router in find_routers(model):
-        router.module.requires_grad_(False)
-    balanced, plain = Step(model), Step(model, coefficient=None)
-    assert not any("gate.weight" in name for name in balanced.gradients)
-    assert relative(balanced.gradients, plain.gradients) > 1e-3
-
-
-def test_a_formula_that_can_be_done_in_the_head():
-    tokens = torch.tensor([6.0, 2.0])  # of four tokens in one pool, two experts each
-    sums = torch.tensor([3.0, 1.0])
-    # N = 8 / 2 = 4; f = [1.5, 0.5]; P = [0.75, 0.25]; 2 * (1.125 + 0.125)
-    assert float(load_balancing_loss(tokens, sums, top_k=2)) == 2.5
-    assert float(load_balancing_loss(torch.full((4,), 5.0), torch.full((4,), 2.5), top_k=2)) == 2.0  # balance
-
-
-def test_the_load_of_the_busiest_expert_and_the_idle_ones():
-    assert expert_load_metrics([[4, 4, 4, 4], [8, 8, 0, 0]]) == {"expert_load_max": 2.0, "experts_unused": 2.0}
-
-
 def test_metrics_of_a_step_are_the_task_s_and_the_routers():
     model = mixture("mixtral")
     routed = RoutedTask(causal_task(), RoutingRecorder(model, find_routers(model)), 0.1, lambda batch: None)
@@ -273,12 +249,6 @@ def test_weights_that_zero3_has_partitioned_are_not_needed():
     for parameter in model.parameters():
         parameter.ds_shape, parameter.data = parameter.shape, torch.empty(0)
     assert [each.score_function for each in find_routers(model)] == ["sigmoid"]
-
-
-def test_the_scores_of_a_sigmoid_are_divided_by_their_sum():
-    logits = torch.tensor([[0.0, torch.inf, -torch.inf]])
-    assert expert_probabilities(logits, "sigmoid").tolist() == [pytest.approx([1 / 3, 2 / 3, 0.0])]
-    assert expert_probabilities(torch.zeros(1, 4), "softmax").tolist() == [[0.25] * 4]
 
 
 class Replayed:

@@ -27,7 +27,7 @@ from finetune.runtime.text.terminal import quiet_libraries
 with lazily(freeze=True):  # torch
     import torch
 
-    from finetune.model import tokenizer as tokenizers
+    from finetune.model import processing
     from finetune.model.loading import architecture
 
 JOB_FILE = "job.yaml"
@@ -164,7 +164,7 @@ def _pretrained_job(recipe: str, written: str) -> tuple[str, list[tuple[str, str
     try:
         section = ModelSection(name=name)
         config = architecture.load_pretrained_config(section)
-        has_template = tokenizers.load_tokenizer(section, texts=list, cache_folder=Path(), log=no_op).chat_template
+        has_template = processing.load_tokenizer(section, texts=list, cache_folder=Path(), log=no_op).chat_template
     except ModelError as error:
         raise UserError(f"--model {written}: {error}") from error
     job = recipe.replace(f"name: {RECIPE_MODEL}", f"name: {yaml_value(name)}")

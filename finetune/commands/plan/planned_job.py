@@ -9,7 +9,7 @@ from finetune.data.token_cache.cache import NotPrepared
 from finetune.errors import FinetuneError
 from finetune.memory.state import Method, method_of
 from finetune.model.activations import CheckpointingMode
-from finetune.model.kernels.frozen_float8 import casts_frozen_weights
+from finetune.model.kernels.float8 import casts_frozen_weights
 from finetune.model.size import Shapes
 from finetune.registry.model_choices import ARITHMETIC
 from finetune.report.reporter import RunLog

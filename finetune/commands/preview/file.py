@@ -24,7 +24,7 @@ from finetune.data.sources.source import Source, find_origin, open_source, texts
 from finetune.data.templates.rendering import render_chat
 from finetune.errors import DataError, FinetuneError, UserError
 from finetune.migration.draft import yaml_value
-from finetune.model.tokenizer import load_tokenizer
+from finetune.model.processing import load_tokenizer
 from finetune.registry.formats import FORMATS
 from finetune.registry.tasks import TASKS
 from finetune.runtime.optional import no_op

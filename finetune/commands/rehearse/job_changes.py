@@ -25,7 +25,7 @@ from finetune.config.rules.unused_keys import unused_keys
 from finetune.config.run_config import RunConfig, smallest_microbatch_size
 from finetune.errors import ModelError
 from finetune.model.adapters.context import check_module_names
-from finetune.model.freeze import freeze, matched_parameters, train_only
+from finetune.model.layers import freeze, matched_parameters, train_only
 from finetune.registry.losses import LOSS_KERNELS
 from finetune.registry.optimizers import OPTIMIZERS
 from finetune.registry.tasks import TASKS

@@ -22,7 +22,7 @@ from finetune.errors import DataError, FinetuneError, UserError
 from finetune.export.verify.rows import CONVERSATIONS
 from finetune.model.generation import SamplingParams, generate_batch
 from finetune.model.loading.saved import SavedModel, inspect_model_folder, load_saved_model
-from finetune.model.tokenizer import HOSTILE_TEXTS
+from finetune.model.processing import HOSTILE_TEXTS
 from finetune.runtime.optional import no_op
 from finetune.task.causal_lm import pad_id
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from finetune.export.save import Preprocessors
-from finetune.model.tokenizer import HOSTILE_TEXTS
+from finetune.model.processing import HOSTILE_TEXTS
 
 NUM_ROWS = 4
 MAX_ROW_TOKENS = 256

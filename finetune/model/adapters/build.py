@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +33,12 @@ from finetune.model.adapters.context import (
     is_conv1d,
     tied_modules,
 )
-from finetune.model.adapters.experts import group_expert_adapters
 from finetune.model.adapters.lora import init_lora, lora_config
+from finetune.model.adapters.products import group_expert_adapters
 from finetune.model.adapters.targets import keep_targets
-from finetune.model.freeze import peft_exclude_pattern
+from finetune.model.layers import peft_exclude_pattern
 from finetune.model.loading.architecture import new_head_modules
+from finetune.model.loading.config_values import suggestion
 from finetune.model.loading.hub import error_summary, loading_errors
 from finetune.model.loading.pretrained import (
     ADAPTER_KEY,
@@ -58,16 +58,14 @@ def peft_config(model: PreTrainedModel, section: PeftSection, context: AdapterCo
     classes = {str(kind.value).lower(): config for kind, config in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
     if section.type not in classes:
         known = sorted(name for name in classes if name not in PEFT_TYPES or not PEFT_TYPES[name].refusal)
-        near = get_close_matches(section.type, known, n=1)
-        hint = f"Did you mean `{near[0]}`?" if near else f"It has {', '.join(known)}."
-        raise ModelError(f"{_KEY}.type: the installed peft has no `{section.type}`. {hint}")
+        hint = suggestion(section.type, known) or f" It has {', '.join(known)}."
+        raise ModelError(f"{_KEY}.type: the installed peft has no `{section.type}`.{hint}")
     config_class: Any = classes[section.type]
-    arguments = {field.name for field in dataclasses.fields(config_class)}
+    arguments = sorted(field.name for field in dataclasses.fields(config_class))
     for name in section.values:
         if name not in arguments:
-            near = get_close_matches(name, arguments, n=1)
-            hint = f"Did you mean `{near[0]}`?" if near else f"It has {', '.join(sorted(arguments))}."
-            raise ModelError(f"{_KEY}.values: {config_class.__name__} has no `{name}`. {hint}")
+            hint = suggestion(name, arguments) or f" It has {', '.join(arguments)}."
+            raise ModelError(f"{_KEY}.values: {config_class.__name__} has no `{name}`.{hint}")
     targets = section.values.get("target_modules")
     if isinstance(targets, list):
         check_module_names(model, targets, key=f"{_KEY}.values.target_modules")
@@ -121,11 +119,14 @@ def saved_adapter_config(model: PreTrainedModel, folder: Path, context: AdapterC
     expected = TASK_TYPES.get(context.head)
     if config.task_type not in (expected, None):
         raise ModelError(f"{ADAPTER_KEY}: {folder} was trained for {config.task_type}, but this task needs {expected}.")
-    config.inference_mode = False
-    if hasattr(config, "init_lora_weights"):
-        config.init_lora_weights = True  # the base must not change, however the adapter was initialized
-    if hasattr(config, "prompt_tuning_init"):
-        config.prompt_tuning_init = PromptTuningInit.RANDOM  # others would load the tokenizer named in the config
+    values = {
+        "inference_mode": False,
+        "init_lora_weights": True,  # the base must not change, however the adapter was initialized
+        "prompt_tuning_init": PromptTuningInit.RANDOM,  # others would load the tokenizer named in the config
+    }
+    for name, value in values.items():
+        if hasattr(config, name):
+            setattr(config, name, value)
     return config
 
 

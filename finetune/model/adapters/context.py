@@ -6,7 +6,6 @@ Does not import peft, which takes seconds.
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from finetune.config.sections.model import LoraSection, ModelSection, PeftSection
 from finetune.errors import ModelError
+from finetune.model.loading.config_values import suggestion
 from finetune.runtime.parameters import InitContext
 
 AdapterConfig = LoraSection | PeftSection | Path
@@ -81,13 +81,11 @@ def check_module_names(model: nn.Module, targets: Sequence[str], *, key: str) ->
     names = [name for name, _ in model.named_modules()]
     for target in targets:
         if not any(is_named(name, target) for name in names):
-            near = get_close_matches(target, {name.rpartition(".")[2] for name in names}, n=1)
-            hint = f" Did you mean `{near[0]}`?" if near else ""
-            if any(name.rpartition(".")[2] == "experts" for name in names):
-                experts = " Write `model.lora.experts: true` for the matrices of routed experts."
-            else:
-                experts = ""
-            raise ModelError(f"{key}: no module is named `{target}`.{hint} {format_candidates(model)}{experts}")
+            last_names = {name.rpartition(".")[2] for name in names}
+            hint = suggestion(target, sorted(last_names))
+            experts = " Write `model.lora.experts: true` for the matrices of routed experts."
+            candidates = format_candidates(model) + (experts if "experts" in last_names else "")
+            raise ModelError(f"{key}: no module is named `{target}`.{hint} {candidates}")
 
 
 def check_trained_once(model: nn.Module, targets: Collection[str], saved: Collection[str], *, key: str) -> None:

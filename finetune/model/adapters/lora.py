@@ -41,19 +41,11 @@ from finetune.model.adapters.targets import (
     describe_targets,
     target_problems,
 )
-from finetune.model.freeze import peft_exclude_pattern
+from finetune.model.layers import peft_exclude_pattern
 from finetune.model.loading.architecture import new_head_modules
 from finetune.model.loading.hub import loading_errors
 from finetune.model.loading.load import as_cpu_float32
 from finetune.runtime.seeds import derive_seed
-
-_PEFT_INITS: dict[str, Any] = {
-    "default": True,
-    "gaussian": "gaussian",
-    "pissa": "pissa",
-    "olora": "olora",
-    "loftq": True,
-}
 
 
 def lora_config(model: PreTrainedModel, lora: LoraSection, context: AdapterContext) -> LoraConfig:
@@ -80,26 +72,22 @@ def lora_config(model: PreTrainedModel, lora: LoraSection, context: AdapterConte
     saved, is_saved_tied = _modules_to_save(model, lora, context)
     setattr(model, _SUMMARY, describe_targets(model, lora, targets))
     has_parameters = targets is not None and bool(targets.parameters)
-    if targets is not None:
-        target_modules: str | list[str] = list(targets.modules)
-    elif not isinstance(lora.target_modules, str):
-        target_modules = list(lora.target_modules)
-    else:
-        target_modules = lora.target_modules
-    # on the meta device, factors cannot be computed from uninitialized weights
-    is_uninitialized = context.init_context.on_meta_device and lora.init in INITS_FROM_BASE
+    target_modules: Any = lora.target_modules if targets is None else targets.modules
+    init: Any = lora.init if lora.init in ("gaussian", *INITS_FROM_BASE) else True
+    if context.init_context.on_meta_device and lora.init in INITS_FROM_BASE:
+        init = True  # factors cannot be computed from uninitialized weights
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
         lora_dropout=0.0 if has_parameters else lora.dropout,  # peft refuses dropout of parameters; see `init_lora`
-        target_modules=target_modules,
+        target_modules=target_modules if isinstance(target_modules, str) else list(target_modules),
         target_parameters=list(targets.parameters) if targets and has_parameters else None,
         exclude_modules=peft_exclude_pattern(model),
         modules_to_save=saved or None,
         ensure_weight_tying=is_saved_tied,
         use_rslora=lora.rslora,
         use_dora=lora.dora,
-        init_lora_weights=True if is_uninitialized else _PEFT_INITS[lora.init],
+        init_lora_weights=init,
         layers_to_transform=list(lora.layers) or None if targets is None else None,  # of an older checkpoint
         rank_pattern=dict(lora.rank_pattern),
         alpha_pattern=dict(lora.alpha_pattern),

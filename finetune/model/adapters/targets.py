@@ -18,8 +18,7 @@ from transformers import PreTrainedModel
 from finetune.config.sections.model import LoraSection
 from finetune.errors import ModelError, Problem
 from finetune.model.adapters.context import is_conv1d, module_name
-from finetune.model.freeze import unused_modules
-from finetune.model.layers import layer_index, layer_lists
+from finetune.model.layers import layer_index, layer_lists, unused_modules
 from finetune.model.loading.architecture import new_head_modules
 from finetune.model.upstream import patched
 from finetune.runtime.parameters import full_shape
@@ -149,11 +148,8 @@ def choose_targets(model: PreTrainedModel, lora: LoraSection, *, head: str) -> L
             if name not in dict(left_out)
             and not any(name == module or name.startswith(f"{module}.") for module in unadapted)
         ]
-    parameters = (
-        [f"{layer.name}.{local_name}" for layer in experts for local_name in layer.parameters]
-        if adapts_experts(lora)
-        else []
-    )
+    adapted_experts = experts if adapts_experts(lora) else []
+    parameters = [f"{layer.name}.{local_name}" for layer in adapted_experts for local_name in layer.parameters]
     if lora.router:
         router_modules, router_parameters = _router_targets(model, routers)
         modules = [*modules, *(name for name in router_modules if name not in modules)]
@@ -245,10 +241,7 @@ def describe_targets(model: PreTrainedModel, lora: LoraSection, targets: LoraTar
     if routed:
         without = ", without dropout" if lora.dropout else ""
         names = ", ".join(sorted({local_name for layer in routed for local_name in layer.parameters}))
-        lists = layer_lists(model)
-        num_layers = len({layer_index(layer.name, lists) for layer in routed})
-        layers = f"{num_layers} layer{'' if num_layers == 1 else 's'}"
-        parts.append(f"{max(layer.num_experts for layer in routed)} routed experts in {layers} ({names}{without})")
+        parts.append(f"{max(layer.num_experts for layer in routed)} routed experts ({names}{without})")
     elif experts and not adapts_experts(lora):
         others.append("routed experts (`model.lora.experts: true` adapts them)")
     if experts and not lora.router:

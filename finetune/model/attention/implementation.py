@@ -311,10 +311,8 @@ _SLICE_TOLERANCE = {"float32": 1e-4, "half": 0.1}
 
 def require_equal_logits(whole: Tensor, slices: Tensor, *, config: Any, size: int) -> None:
     """Raise StrategyError unless slices of a row give the same logits as the whole row, [tokens, vocabulary]."""
-    scale = whole.float().abs().max().clamp(min=1e-6)
-    difference = float(torch.nan_to_num((slices.float() - whole.float()).abs().max() / scale, nan=torch.inf))
-    is_exact = difference <= _SLICE_TOLERANCE["float32" if whole.dtype == torch.float32 else "half"]
-    if not is_exact:
+    difference = _difference(slices, whole, scale=whole.float().abs().max())
+    if difference > _SLICE_TOLERANCE["float32" if whole.dtype == torch.float32 else "half"]:
         raise StrategyError(
             f"{SETTING}: {size}: `{config.model_type}` gives different logits for slices of a row and for the whole "
             f"row ({difference:.1e} of the largest): a layer mixes tokens outside our attention. Launch without it."

@@ -262,7 +262,6 @@ class AvailableKernels:
     supports_gqa: bool = False  # whether that one groups heads by itself (torch 2.12)
     device_type: str = "cuda"
     is_flash_repeatable: bool = True  # whether the package can be asked for a deterministic backward pass (2.4.1)
-    newer_flash: str | None = None  # FlashAttention 3 or 4, which torch's own kernel then calls
 
 
 _available = AvailableKernels()
@@ -278,8 +277,6 @@ def varlen_kernel(qkv: QueryKeyValue, settings: AttentionSettings) -> Kernel | N
         return None
     is_deterministic = torch.are_deterministic_algorithms_enabled()
     is_plain = settings.dropout == 0 and settings.softcap is None and width % 8 == 0
-    if _available.newer_flash is not None and is_plain and _available.torch_varlen is not None:
-        return _torch_varlen
     if _available.flash is not None and (_available.is_flash_repeatable or not is_deterministic):
         return _flash_varlen
     return _torch_varlen if is_plain and _available.torch_varlen is not None else None
@@ -293,27 +290,20 @@ def missing_kernel_warning(*, is_half: bool, has_sinks: bool = False, of_flash_a
     if not torch.cuda.is_available() or not is_half:
         return None  # no such kernel supports float32
     detect_kernels()
-    if not _available.is_capable:
-        return (
-            "attention: packed rows are computed sample by sample, which is slow: this GPU supports no varlen kernel."
-        )
-    if _available.flash is None and _available.torch_varlen is None:
-        return (
-            "attention: packed rows are computed sample by sample, which is slow: flash attention is not installed, "
-            "and this torch has no varlen kernel. Install `flash-attn`, or torch 2.11 or newer."
-        )
-    if has_sinks:
-        return "attention: packed rows are computed sample by sample: no varlen kernel supports attention sinks."
-    if of_flash_alone and _available.flash is None:
-        return (
-            "attention: packed rows are computed sample by sample, which is slow: torch's varlen kernel has no "
-            f"{of_flash_alone}. Install `flash-attn`."
-        )
-    return None
+    reasons = {
+        "this GPU supports no varlen kernel.": not _available.is_capable,
+        "no varlen kernel supports attention sinks.": has_sinks,
+        f"torch's varlen kernel has no {of_flash_alone}. Install `flash-attn`.": (
+            bool(of_flash_alone) and _available.flash is None
+        ),
+    }
+    reason = next((text for text, applies in reasons.items() if applies), None)
+    return reason and f"attention: packed rows are computed sample by sample: {reason}"
 
 
 def _flash_varlen(qkv: QueryKeyValue, edges: Tensor, longest: int, settings: AttentionSettings) -> Tensor:
     assert _available.flash is not None  # checked by varlen_kernel
+    repeatable = {"deterministic": True} if torch.are_deterministic_algorithms_enabled() else {}  # torch's asks itself
     output: Tensor = _available.flash.flash_attn_varlen_func(
         *_as_varlen_inputs(qkv),
         edges,
@@ -325,9 +315,7 @@ def _flash_varlen(qkv: QueryKeyValue, edges: Tensor, longest: int, settings: Att
         causal=settings.is_causal,
         window_size=_window_size(settings),
         softcap=settings.softcap or 0.0,
-        **(
-            {"deterministic": True} if torch.are_deterministic_algorithms_enabled() else {}
-        ),  # torch's kernel asks itself
+        **repeatable,
     )
     return output[None]
 
@@ -387,43 +375,7 @@ def detect_kernels() -> None:
         kernel if {"scale", "window_size"} <= known else None,  # torch 2.10 has neither
         supports_gqa="enable_gqa" in known,
         is_flash_repeatable="deterministic" in _parameters(getattr(flash, "flash_attn_varlen_func", None)),
-        newer_flash=_active_flash(),
     )
-
-
-NEWER_FLASH = (
-    ("FA3", "flash_attn_interface", (9,), MAX_HEAD_DIM),
-    ("FA4", "flash_attn.cute.interface", (9, 10), 128),
-)
-"""Newer versions of FlashAttention: torch's name, the module of the package, the major compute capabilities on which
-torch 2.13 calls them, and the widest heads of their backward pass."""
-
-
-def activate_newer_flash(*, head_dim: int | None) -> str | None:
-    """Make torch's kernels call FlashAttention 3 or 4 where package, GPU and torch allow it; return its name.
-
-    None, and torch's own: for heads of unknown width, and in a deterministic run.
-    """
-    attention: Any = torch.nn.attention
-    if _active_flash() is not None:  # for another model of this process
-        attention.restore_flash_attention_impl()
-    is_possible = torch.cuda.is_available() and hasattr(attention, "activate_flash_attention_impl")
-    if is_possible and head_dim is not None and not torch.are_deterministic_algorithms_enabled():
-        for name, module, majors, widest in NEWER_FLASH:
-            is_fit = torch.cuda.get_device_capability()[0] in majors and head_dim <= widest and head_dim % 8 == 0
-            if is_fit and _import_if_installed(module) is not None:
-                try:
-                    attention.activate_flash_attention_impl(name)
-                except (ValueError, RuntimeError):  # not in this torch, or a package without the kernels
-                    continue
-                break
-    detect_kernels()
-    return _active_flash()
-
-
-def _active_flash() -> str | None:
-    current: Callable[[], str | None] | None = getattr(torch.nn.attention, "current_flash_attention_impl", None)
-    return None if current is None else current()
 
 
 def _parameters(function: Callable[..., Tensor] | None) -> frozenset[str]:

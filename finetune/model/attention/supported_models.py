@@ -84,8 +84,6 @@ PACKING_ENCODER_TYPES = frozenset({
 # fmt: on
 """Values of `model_type`. Others compute attention in code of their own, or from relative positions of a whole row."""
 
-ENCODER_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
-
 
 def has_sinks(config: Any) -> bool:
     """Return whether layers of this model have attention sinks."""
@@ -110,7 +108,7 @@ def padding_reason(config: Any) -> str | None:
     is_encoder = (
         config.model_type in PACKING_ENCODER_TYPES
         and type(config).__module__.startswith("transformers.models.")
-        and ENCODER_LAYER_TYPES.issuperset(getattr(config, "layer_types", None) or ())
+        and SUPPORTED_LAYER_TYPES.issuperset(getattr(config, "layer_types", None) or ())
         and not getattr(config, "is_decoder", False)
         and not getattr(config, "add_cross_attention", False)
     )

@@ -4,7 +4,7 @@ Every value of `model.from_config` is checked by name.
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,9 +31,8 @@ from finetune.errors import FinetuneError, ModelError
 from finetune.model.loading.config_values import (
     CONFIG_KEY,
     DECODER_START_TOKEN,
-    DEDICATED_KEYS,
     ROPE_SCALING_KEY,
-    known_names,
+    check_names,
     sub_config_class,
     sub_configs,
     suggestion,
@@ -44,15 +43,16 @@ from finetune.model.loading.pretrained import ADAPTER_CONFIG, load_auto_class, r
 from finetune.runtime.upstream import is_offline, without_hub_retries
 
 HEADS: Mapping[str, Any] = {
-    "causal_lm": AutoModelForCausalLM,
-    "seq2seq_lm": AutoModelForSeq2SeqLM,
-    "masked_lm": AutoModelForMaskedLM,
     "sequence_classification": AutoModelForSequenceClassification,
     "token_classification": AutoModelForTokenClassification,
     "image_classification": AutoModelForImageClassification,
     "image_text_to_text": AutoModelForImageTextToText,
+    "seq2seq_lm": AutoModelForSeq2SeqLM,
+    "masked_lm": AutoModelForMaskedLM,
+    "causal_lm": AutoModelForCausalLM,
     "embedding": AutoModel,
 }
+"""In the order in which the head of a saved model is inferred from its class."""
 
 NEW_HEADS = frozenset({"sequence_classification", "token_classification", "image_classification"})
 """Heads that pre-trained weights may lack: they are initialized from the seed and trained."""
@@ -109,16 +109,17 @@ def build_model_config(
         near = suggestion(section.model_type, list(CONFIG_MAPPING.keys()))
         raise ModelError(f"{FROM_CONFIG_KEY}.model_type: transformers has no model type `{section.model_type}`.{near}")
     config_class = CONFIG_MAPPING[section.model_type]
-    _check_values(config_class, section.values, model_type=section.model_type, key=f"{FROM_CONFIG_KEY}.values")
-    values = dict(section.values)
+    check_names(config_class, section.values, key=f"{FROM_CONFIG_KEY}.values", is_new=True)
+    values, key = dict(section.values), f"{FROM_CONFIG_KEY}.values"
     if vocabulary_size is not None and TEXT_CONFIG in sub_configs(config_class):
         text = values.get(TEXT_CONFIG) or {}
-        key = f"{FROM_CONFIG_KEY}.values.{TEXT_CONFIG}"
         text_class = sub_config_class(config_class, TEXT_CONFIG, text)
-        values[TEXT_CONFIG] = _with_vocabulary(text, text_class, vocabulary_size, special_ids, key=key)
+        values[TEXT_CONFIG] = _with_vocabulary(
+            text, text_class, vocabulary_size, special_ids, key=f"{key}.{TEXT_CONFIG}"
+        )
     elif vocabulary_size is not None:
-        values = _with_vocabulary(values, config_class, vocabulary_size, special_ids, key=f"{FROM_CONFIG_KEY}.values")
-    with config_value_errors(section.model_type, key=f"{FROM_CONFIG_KEY}.values"):
+        values = _with_vocabulary(values, config_class, vocabulary_size, special_ids, key=key)
+    with config_value_errors(section.model_type, key=key):
         config = AutoConfig.for_model(section.model_type, **values)
         if vocabulary_size is not None and config.is_encoder_decoder and DECODER_START_TOKEN not in values:
             # A decoder starts with EOS or BOS if it does in the default config, else with padding.
@@ -129,11 +130,6 @@ def build_model_config(
             first = next((token for token in same if token is not None), special_ids.pad)
             setattr(config, DECODER_START_TOKEN, first)
         return config
-
-
-def model_build_errors(section: ModelSection, *, model_type: str) -> AbstractContextManager[None]:
-    """Turn any error while the model of this section is built from its config into one ModelError."""
-    return config_value_errors(model_type, key=values_key(section))
 
 
 def values_key(section: ModelSection) -> str:
@@ -180,21 +176,6 @@ def _with_vocabulary(
             f"Remove it, or write at least {vocabulary_size}."
         )
     return values
-
-
-def _check_values(config_class: Any, values: Mapping[str, Any], *, model_type: str, key: str) -> None:
-    known, parts = known_names(config_class), sub_configs(config_class)
-    for name, value in values.items():
-        if name in DEDICATED_KEYS:
-            raise ModelError(f"{key}.{name}: write `{DEDICATED_KEYS[name]}` instead.")
-        if name not in known:
-            near = suggestion(name, sorted(known))
-            raise ModelError(f"{key}.{name}: the config of `{model_type}` has no such value.{near}")
-        if name in parts and isinstance(value, Mapping):
-            part = sub_config_class(config_class, name, value)
-            others = {key: inner for key, inner in value.items() if key != "model_type"}
-            if part is not None:
-                _check_values(part, others, model_type=part.model_type, key=f"{key}.{name}")
 
 
 def load_model_config(section: ModelSection) -> PreTrainedConfig:

@@ -1,6 +1,8 @@
 """Values of a model's config: which can be set, and the job's changes, checked and merged into the config.
 
 Among them the scaling of rotary positions, for a pre-trained model (`model.config`, `model.rope_scaling`) or a new one.
+transformers keeps its base, type and factor in `rope_parameters`, in one mapping or in one per layer type;
+`rope_scaling` and `rope_theta` are older names for parts of it.
 """
 
 import inspect
@@ -8,6 +10,7 @@ import logging
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
@@ -18,7 +21,6 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from finetune.config.sections.model import RopeScalingSection
 from finetune.errors import ModelError
-from finetune.model.loading.rope import ROPE
 from finetune.model.upstream import written_head_size
 
 ROPE_VALUES = frozenset({"rope_theta", "rope_scaling", "partial_rotary_factor"})
@@ -128,18 +130,25 @@ def with_config_values(
     return new
 
 
-def check_names(config_class: Any, values: Mapping[str, Any], *, key: str) -> None:
-    """Raise ModelError for a value that the config does not have or that is set by another key."""
-    known = known_names(config_class)
-    for name in values:
-        if name in _SET_ELSEWHERE:
-            raise ModelError(f"{key}.{name}: write `{_SET_ELSEWHERE[name]}` instead.")
-        if name in _NOT_OF_THE_MODEL:
+def check_names(config_class: Any, values: Mapping[str, Any], *, key: str, is_new: bool = False) -> None:
+    """Raise ModelError for a value that the config does not have or that another key sets.
+
+    For a new model (`is_new`), also in sub-configs.
+    """
+    known, model_type = known_names(config_class), getattr(config_class, "model_type", "") or config_class.__name__
+    elsewhere = DEDICATED_KEYS if is_new else _SET_ELSEWHERE
+    for name, value in values.items():
+        if name in elsewhere:
+            raise ModelError(f"{key}.{name}: write `{elsewhere[name]}` instead.")
+        if not is_new and name in _NOT_OF_THE_MODEL:
             raise ModelError(f"{key}.{name}: it does not affect the model's computation. Remove it.")
         if name not in known:
             hint = suggestion(name, sorted(known))
-            model_type = getattr(config_class, "model_type", "") or config_class.__name__
             raise ModelError(f"{key}.{name}: the config of `{model_type}` has no such value.{hint}")
+        if is_new and name in sub_configs(config_class) and isinstance(value, Mapping):
+            inner = {part: inner_value for part, inner_value in value.items() if part != "model_type"}
+            if (inner_class := sub_config_class(config_class, name, value)) is not None:
+                check_names(inner_class, inner, key=f"{key}.{name}", is_new=True)
 
 
 def _merged(
@@ -190,27 +199,17 @@ def _config_errors(model_type: str, values: Mapping[str, Any], *, has_rope_scali
         logger.removeFilter(collect)
         logger.setLevel(level)
     if failure is not None:
-        text = " ".join(line.strip() for line in str(failure).partition("Errors:")[0].splitlines() if line.strip())
-        text = text.strip('".')
+        text = " ".join(line.strip() for line in str(failure).partition("Errors:")[0].splitlines()).strip(' ".')
         message = f"the value is invalid for `{model_type}`: {text}"
     elif ignored:
         message = text = ignored[0].rstrip(".")
     else:
         return
-    if "rope" in text and has_rope_scaling:
-        key = ROPE_SCALING_KEY
-    else:
-        names = [name for name in values if re.search(rf"['`]{re.escape(name)}['`]", text)]
-        if not names and "rope" in text:
-            names = list(rope_values(values))
-        key = f"{CONFIG_KEY}.{names[0]}" if names else CONFIG_KEY
-    # The error may name another `rope_type` than the job: "missing for 'rope_type'='longrope'" for phi3's `yarn`.
-    used = re.search(r"'rope_type'='(\w+)'", text)
-    scaling = values.get("rope_scaling", values.get(ROPE))
-    written = scaling.get("rope_type", scaling.get("type")) if isinstance(scaling, Mapping) else None
-    is_other = used is not None and isinstance(written, str) and written != used[1]
-    rewritten = f" `{model_type}` treats `rope_type: {written}` as `{used[1]}`." if used and is_other else ""
-    raise ModelError(f"{key}: {message}.{rewritten}") from failure
+    names = [name for name in values if re.search(rf"['`]{re.escape(name)}['`]", text)]
+    names = names or (list(rope_values(values)) if "rope" in text else [])
+    key = f"{CONFIG_KEY}.{names[0]}" if names else CONFIG_KEY
+    key = ROPE_SCALING_KEY if "rope" in text and has_rope_scaling else key
+    raise ModelError(f"{key}: {message}.") from failure
 
 
 _ORIGIN = "original_max_position_embeddings"
@@ -231,13 +230,13 @@ _FULL_ATTENTION, _SLIDING_ATTENTION = "full_attention", "sliding_attention"
 
 def rope_values(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values for rotary embeddings."""
-    return {name: value for name, value in values.items() if name == ROPE or name in ROPE_VALUES}
+    return {name: value for name, value in values.items() if name in (ROPE, *ROPE_VALUES)}
 
 
 def merged_rope(config: PreTrainedConfig, values: Mapping[str, Any], *, key: str) -> dict[str, Any]:
     """Return `rope_parameters` with a new scaling; other values are kept unless they are given."""
     old: dict[str, Any] = dict(getattr(config, ROPE, None) or {})
-    nested = _by_layer(old)
+    nested = by_layer(old)
     written = [name for name in ("rope_scaling", ROPE) if name in values]
     if len(written) > 1:
         raise ModelError(f"{key}.rope_scaling: `rope_parameters` sets the same. Keep only one of them.")
@@ -255,10 +254,6 @@ def merged_rope(config: PreTrainedConfig, values: Mapping[str, Any], *, key: str
     for name, scaling in (given or {}).items():
         old[name] = _scaled(config, nested[name], scaling, replaces=True, key=full_key)
     return old
-
-
-def _by_layer(parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    return {name: inner for name, inner in parameters.items() if isinstance(inner, dict)}
 
 
 def _scaled(
@@ -301,7 +296,7 @@ def require_as_written(config: PreTrainedConfig, values: Mapping[str, Any], *, k
     for name, value in rope_values(values).items():
         written = value if isinstance(value, Mapping) else {name: value}
         full_key = f"{key}.{name}" if key != ROPE_SCALING_KEY else key
-        for layer_type, scaling in _by_layer(written).items() or [("", written)]:
+        for layer_type, scaling in by_layer(written).items() or [("", written)]:
             actual = built.get(layer_type, {}) if layer_type else built
             for part, expected in scaling.items():
                 field = "rope_type" if part == "type" else part
@@ -322,7 +317,7 @@ def rope_scaling_values(config: PreTrainedConfig, section: RopeScalingSection) -
     if ROPE not in known_names(type(text)):
         raise ModelError(f"{ROPE_SCALING_KEY}: `{text.model_type}` has no rotary position embedding. Remove it.")
     old: dict[str, Any] = getattr(text, ROPE, None) or {}
-    nested = _by_layer(old)
+    nested = by_layer(old)
     if nested and not nested.keys() <= {_FULL_ATTENTION, _SLIDING_ATTENTION}:
         raise ModelError(
             f"{ROPE_SCALING_KEY}: `{text.model_type}` has one for each of {', '.join(nested)}. Write `rope_scaling` in "
@@ -348,3 +343,44 @@ def rope_scaling_values(config: PreTrainedConfig, section: RopeScalingSection) -
         if getattr(config, name, None) is text:
             return {name: values}
     raise ModelError(f"{ROPE_SCALING_KEY}: `{config.model_type}` is not supported. Write it in `model.config`.")
+
+
+ROPE = "rope_parameters"
+BY_LENGTH = ("dynamic", "longrope")
+"""Scaling types whose frequencies depend on the longest sample of a forward pass."""
+
+
+def by_layer(parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the parameters of rotary embeddings by layer type; empty if all layers have the same."""
+    return {name: inner for name, inner in parameters.items() if isinstance(inner, dict)}
+
+
+@dataclass(frozen=True)
+class Positions:
+    """The positions of a model according to its config."""
+
+    number: int  # the number of positions that the model supports
+    trained: int  # the number in pre-training, before scaling
+    is_rotary: bool  # computed, and thus unlimited; otherwise they may be a table
+    by_length: str | None = None  # the scaling type if its frequencies depend on the longest sample of a batch
+    same_up_to: int = 0  # the length up to which these frequencies do not change
+
+
+def positions_of(config: PreTrainedConfig) -> Positions | None:
+    """Return the positions of the text model; None if its config has none."""
+    text = config.get_text_config()
+    number = getattr(text, "max_position_embeddings", None)
+    if not isinstance(number, int) or isinstance(number, bool) or number < 1 or getattr(text, "alibi", False) is True:
+        return None
+    parameters: dict[str, Any] = getattr(text, ROPE, None) or {}
+    scalings = [*by_layer(parameters).values()] or ([parameters] if parameters else [])
+    trained = number
+    for scaling in scalings:
+        origin = scaling.get("original_max_position_embeddings")
+        trained = min(trained, origin) if isinstance(origin, int) else trained
+        if scaling.get("rope_type") in BY_LENGTH:
+            short = origin if isinstance(origin, int) and scaling["rope_type"] == "longrope" else number
+            return Positions(number, trained, True, str(scaling["rope_type"]), short)
+        if isinstance(origin, int) and isinstance(scaling.get("factor"), int | float):
+            number = max(number, int(origin * scaling["factor"]))
+    return Positions(number, trained, bool(scalings))

@@ -1,11 +1,12 @@
 """A dry run of the model: it is built on the meta device and called once, to detect invalid config values early."""
 
+import inspect
 import logging
 import signal
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -23,13 +24,12 @@ from finetune.model.loading.architecture import (
     SpecialTokenIds,
     build_model_config,
     check_decoder_start,
+    config_value_errors,
     load_pretrained_config,
-    model_build_errors,
     values_key,
 )
-from finetune.model.loading.config_values import CONFIG_KEY
+from finetune.model.loading.config_values import BY_LENGTH, CONFIG_KEY, ROPE
 from finetune.model.loading.pretrained import build_from_config
-from finetune.model.loading.rope import ROPE, is_remote_code, rope_names, uses_scaling
 
 _MAX_MODULES = 300_000
 _MAX_PARAMETERS = 10**13
@@ -66,65 +66,47 @@ def dry_run_model(section: ModelSection, *, head: str) -> None:
                 f"{auto_class.__name__} builds only the text part of this model, `{model.config.model_type}`, and "
                 "transformers cannot load that from an exported folder. Use another model."
             )
-        _check_same_shapes(model, section, head=head)
-        _check_rope_is_used(model, section, head=head)
+        _check_changes(model, section, head=head)
         error = forward_error(model)
-        if error is None:
-            return
-        # Some code does not support the meta device: a small model is built with real values, and a large one is
-        # compared with the default config on the meta device.
-        if total <= _MAX_REAL_PARAMETERS:
+        if error is not None and total <= _MAX_REAL_PARAMETERS:  # some code does not support the meta device
             error = forward_error(_build(section, config, head=head))
-        else:
-            with torch.device("meta"):
-                default_config = type(config)()
-                default_config.pad_token_id = config.pad_token_id  # if set, the model searches `input_ids` for it
-                default = _build(section, default_config, head=head)
-            error = error if forward_error(default) is None else None
-        if error is not None:
-            raise error
+            if error is not None:
+                raise error
 
 
-def _check_same_shapes(model: PreTrainedModel, section: ModelSection, *, head: str) -> None:
-    """Raise ModelError for a value of `model.config` with which the pre-trained weights would not fit."""
-    values = section.config_changes
-    if not values:
+def _check_changes(model: PreTrainedModel, section: ModelSection, *, head: str) -> None:
+    """Raise ModelError for values of `model.config` that the pre-trained weights do not fit, or the code ignores."""
+    if not section.config_changes:
         return
 
-    def shapes_with(values: Mapping[str, Any]) -> dict[str, torch.Size]:
+    def built_with(values: Mapping[str, Any]) -> PreTrainedModel:
         config = load_pretrained_config(section.model_copy(update={"config": dict(values), "rope_scaling": None}))
         with torch.device("meta"):
-            built = _build(section, config, head=head)
-        return {name: parameter.shape for name, parameter in built.named_parameters()}
+            return _build(section, config, head=head)
 
-    unchanged = shapes_with({})
-    if unchanged == {name: parameter.shape for name, parameter in model.named_parameters()}:
-        return
-    for name, value in values.items():
-        try:
-            fits = shapes_with({name: value}) == unchanged
-        except Exception:  # the model cannot even be built with only this value
-            fits = False
-        if not fits:
-            raise ModelError(
-                f"{CONFIG_KEY}.{name}: it changes the number or the shapes of the weights, so that the pre-trained "
-                "ones do not fit. Remove it, or build a new model with `model.from_config`."
-            )
-    raise ModelError(f"{CONFIG_KEY}: these values together change the shapes of the weights. Remove them.")
-
-
-def _check_rope_is_used(model: PreTrainedModel, section: ModelSection, *, head: str) -> None:
-    """Raise ModelError for a scaling of rotary embeddings that the model's code ignores."""
+    unchanged = built_with({})
+    if _shapes(model) != _shapes(unchanged):
+        for name, value in section.config_changes.items():
+            key = f"{CONFIG_KEY}.{name}"
+            with suppress(Exception):  # where the model cannot even be built with only this value
+                if _shapes(built_with({name: value})) == _shapes(unchanged):
+                    continue
+            break
+        raise ModelError(
+            f"{key}: it changes the number or the shapes of the weights, so that the pre-trained ones do not fit. "
+            "Remove it, or build a new model with `model.from_config`."
+        )
     names = rope_names(section.config_changes)
     if not names or is_remote_code(model):
         return
-    config = load_pretrained_config(section.model_copy(update={"config": {}, "rope_scaling": None}))
-    with torch.device("meta"):
-        unscaled = _build(section, config, head=head)
-    parameters = [getattr(built.config.get_text_config(), ROPE, None) for built in (unscaled, model)]
-    if parameters[0] != parameters[1] and not uses_scaling(model, unscaled):
+    parameters = [getattr(built.config.get_text_config(), ROPE, None) for built in (unchanged, model)]
+    if parameters[0] != parameters[1] and not uses_scaling(model, unchanged):
         key = CONFIG_KEY if section.rope_scaling is None else "model"
         raise ModelError(f"{key}.{names[0]}: it has no effect on `{model.config.model_type}`. Remove it.")
+
+
+def _shapes(model: PreTrainedModel) -> dict[str, torch.Size]:
+    return {name: weight.shape for name, weight in model.named_parameters()}
 
 
 def meta_model(section: ModelSection, *, head: str) -> PreTrainedModel:
@@ -231,7 +213,7 @@ def _build_limits(section: ModelSection) -> Iterator[None]:
         previous_timer = signal.setitimer(signal.ITIMER_REAL, _TIMEOUT_SECONDS, _ALARM_INTERVAL_SECONDS)
     name = str(section.name) if section.from_config is None else section.from_config.model_type
     try:
-        with model_build_errors(section, model_type=name), torch.random.fork_rng(devices=()):
+        with config_value_errors(name, key=key), torch.random.fork_rng(devices=()):
             yield
     finally:
         if has_alarm:
@@ -239,3 +221,54 @@ def _build_limits(section: ModelSection) -> Iterator[None]:
             signal.signal(signal.SIGALRM, previous_handler)
             signal.setitimer(signal.ITIMER_REAL, *previous_timer)
         handle.remove()
+
+
+def table_size(model: PreTrainedModel) -> int | None:
+    """Return the number of learned positions; None if positions are not learned."""
+    sizes = []
+    for name, module in model.named_modules():
+        last = name.rpartition(".")[2]
+        is_position = ("position" in last and "relative" not in last) or last == "wpe"
+        if isinstance(module, nn.Embedding) and is_position and not ("vision" in name or "visual" in name):
+            first = getattr(module, "offset", 0) or (0 if module.padding_idx is None else module.padding_idx + 1)
+            sizes.append(module.num_embeddings - first)
+    return min(sizes, default=None)
+
+
+def rope_names(values: Mapping[str, Any]) -> list[str]:
+    """Return the names of the values that change rotary embeddings, including those in a text config."""
+    inner = [name for value in values.values() if isinstance(value, Mapping) for name in rope_names(value)]
+    return [name for name in values if name in ("rope_scaling", ROPE, "rope_theta")] or inner
+
+
+def is_remote_code(model: PreTrainedModel) -> bool:
+    """Return whether the model's code came with its weights."""
+    return not type(model).__module__.startswith("transformers.")
+
+
+def uses_scaling(model: PreTrainedModel, unscaled: PreTrainedModel) -> bool:
+    """Return whether the rotary embeddings of the models differ; both may be on the meta device."""
+    if getattr(model.config, "alibi", False) is True:  # biases attention scores instead of rotating
+        return False
+    scaled = _frequencies(model)
+    types = [values["rope_type"] for values in scaled.values()]
+    used = [one for types_of in types for one in (types_of.values() if isinstance(types_of, dict) else [types_of])]
+    return scaled != _frequencies(unscaled) or any(rope_type in BY_LENGTH for rope_type in used)
+
+
+def _frequencies(model: PreTrainedModel) -> dict[str, dict[str, Any]]:
+    """Return frequencies, scale and type of each rotary embedding."""
+    frequencies: dict[str, dict[str, Any]] = {}
+    for name, module in model.named_modules():
+        buffers = [buffer for buffer, _ in module.named_buffers(recurse=False) if "inv_freq" in buffer]
+        config = getattr(module, "config", None)
+        if not buffers or not isinstance(config, PreTrainedConfig):
+            continue
+        if "config" not in inspect.signature(type(module).__init__).parameters:
+            continue
+        with torch.device("cpu"):
+            real = type(module)(config=config)
+        values = {buffer: getattr(real, buffer).tolist() for buffer in buffers}
+        values |= {key: value for key, value in vars(real).items() if key.endswith("attention_scaling")}
+        frequencies[name] = {**values, "rope_type": getattr(real, "rope_type", None)}
+    return frequencies

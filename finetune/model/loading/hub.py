@@ -148,15 +148,12 @@ def check_model_files(folder: Path) -> None:
         for key, value in part.items() if isinstance(part, dict) else ():
             if isinstance(value, int) and ("layer" in key or "expert" in key):
                 counts[key] = value
-    largest = max(counts.values(), default=0)
-    if largest <= MAX_LAYERS:
-        return
+    key, largest = max(counts.items(), key=lambda item: item[1], default=("", 0))
     num_tensors = 0
-    for path in folder.glob("*.safetensors"):
+    for path in folder.glob("*.safetensors") if largest > MAX_LAYERS else ():
         with suppress(SafetensorError, OSError), safe_open(path, framework="pt") as file:
             num_tensors += len(file.keys())
-    if largest > num_tensors:
-        key = next(key for key, value in counts.items() if value == largest)
+    if largest > max(MAX_LAYERS, num_tensors):
         raise ModelError(
             f"{folder / CONFIG}: `{key}` is {largest:,}, but the weights in the folder have {num_tensors:,} tensors. "
             "The file is damaged: copy it again from its source."
@@ -170,9 +167,7 @@ def read_json_settings(path: Path) -> dict[str, Any]:
             raise ValueError(f"it has more than {MAX_SETTINGS_BYTES:,} bytes")
         settings = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(settings, dict):
-            names = {list: "a list", str: "a string", type(None): "`null`", bool: "a boolean"}
-            type_name = names.get(type(settings), "a number")
-            raise ValueError(f"it contains {type_name} instead of a JSON object (`{{...}}`)")
+            raise ValueError(f"it contains `{json.dumps(settings):.40}` instead of a JSON object (`{{...}}`)")
         level: list[Any] = [settings]
         for _ in range(MAX_NESTING):
             for text in level + [key for value in level if isinstance(value, dict) for key in value]:
@@ -181,17 +176,15 @@ def read_json_settings(path: Path) -> dict[str, Any]:
             level = [inner for value in level for inner in _children(value)]
         if level:
             raise ValueError(f"it is nested more than {MAX_NESTING} deep")
-    except UnicodeError as error:
-        raise ModelError(
-            f"{path}: the file is damaged: it is not valid UTF-8, or has an unpaired surrogate. Copy it again from "
-            "its source."
-        ) from error
-    except RecursionError as error:
-        raise ModelError(f"{path}: the file is damaged: it is nested more than {MAX_NESTING} deep.") from error
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error.strerror}.") from error
-    except ValueError as error:
-        raise ModelError(f"{path}: the file is damaged: {error}. Copy it again from its source.") from error
+    except (ValueError, RecursionError) as error:
+        reason = str(error)
+        if isinstance(error, UnicodeError):
+            reason = "it is not valid UTF-8, or has an unpaired surrogate"
+        elif isinstance(error, RecursionError):
+            reason = f"it is nested more than {MAX_NESTING} deep"
+        raise ModelError(f"{path}: the file is damaged: {reason}. Copy it again from its source.") from error
     return settings
 
 
@@ -278,8 +271,6 @@ def _first_line(error: BaseException) -> str:
     return lines[0][:200] if lines else type(error).__name__
 
 
-MAX_INSERTED = 256
-"""The maximum number of characters that a tokenizer's rule may insert for a match; known rules insert at most 30."""
 MAX_GROWTH = 64
 """The maximum factor by which a normalizer may lengthen a text; NFKC can expand one character to 18."""
 MAX_ADDED_TOKENS = 1_000
@@ -307,27 +298,19 @@ def check_tokenizer(loaded: Any, source: str) -> None:
 def _tokenizer_problem(backend: Any) -> str | None:
     """Return the reason why the tokenizer cannot be used; exceptions from encoding plain text propagate.
 
-    Each rule is checked first; then the normalizer's rules are applied one by one to a text with all patterns, so that
-    every step is fast.
+    The normalizer's rules are applied one by one to a text with all patterns, so that every step is fast.
     """
     if backend.num_special_tokens_to_add(False) > MAX_ADDED_TOKENS:
         return f"its post-processor adds more than {MAX_ADDED_TOKENS:,} special tokens to each text"
     text = _PROBE
-    for part in ("normalizer", "pre_tokenizer"):
-        for rule in _rules(json.loads(getattr(backend, part).__getstate__()) if getattr(backend, part) else None):
-            pattern = rule.get("pattern")
-            if rule.get("type") == "Replace" and rule.get("content"):
-                # Encoding panics where a rule inserts at the start of a text (tokenizers 0.23); Python's `re` does not
-                # know this dialect of patterns.
-                written = pattern.get("Regex") if isinstance(pattern, dict) else None
-                regex = Regex(written) if isinstance(written, str) else None
-                split = [NormalizedString(character).split(regex, "isolated") for character in _PROBE if regex]
-                if pattern == {"String": ""} or any(pieces[0].original == "" for pieces in split):
-                    return f"a rule of its {part} matches the empty text"
-            for key in ("content", "prepend", "replacement"):
-                if isinstance(rule.get(key), str) and len(rule[key]) > MAX_INSERTED:
-                    return f"a rule of its {part} inserts {len(rule[key]):,} characters for each match"
-            text += str(pattern.get("String", "")) if isinstance(pattern, dict) else ""
+    for rule in _rules(json.loads(backend.normalizer.__getstate__()) if backend.normalizer else None):
+        pattern = rule["pattern"] if isinstance(rule.get("pattern"), dict) else {}
+        if isinstance(written := pattern.get("Regex"), str) and rule.get("content"):
+            # Encoding panics where a rule inserts at the start of a text (tokenizers 0.23).
+            split = [NormalizedString(character).split(Regex(written), "isolated") for character in _PROBE]
+            if any(pieces[0].original == "" for pieces in split):
+                return "a rule of its normalizer matches the empty text"
+        text += str(pattern.get("String", ""))
     text = text[:10_000]
     allowed = MAX_GROWTH * len(text)
     for step in _steps(backend.normalizer):

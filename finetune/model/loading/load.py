@@ -17,7 +17,8 @@ from finetune.config.sections.model import ModelSection
 from finetune.errors import ModelError
 from finetune.model.activations import enable_gradient_checkpointing
 from finetune.model.attention.implementation import default_attention, requested_attention
-from finetune.model.freeze import unused_modules
+from finetune.model.frozen_models import dequantize_while_loading, quantization_config, stored_method
+from finetune.model.layers import unused_modules
 from finetune.model.loading.architecture import (
     HEAD_PARAMETERS_IN_BODY,
     HEADS,
@@ -26,15 +27,14 @@ from finetune.model.loading.architecture import (
     SpecialTokenIds,
     build_model_config,
     check_decoder_start,
+    config_value_errors,
     load_pretrained_config,
-    model_build_errors,
     pretrained_arguments,
     set_config_values,
+    values_key,
 )
 from finetune.model.loading.hub import is_local_path, loading_errors
-from finetune.model.loading.pretrained import build_from_config, load_weights, placed_on
-from finetune.model.loading.rope import keep_positions_exact
-from finetune.model.quantize import dequantize_while_loading, quantization_config, stored_method
+from finetune.model.loading.pretrained import build_from_config, check_no_missing_weights, load_weights, placed_on
 from finetune.model.upstream import (
     allow_missing_embeddings,
     disable_cpu_repacking,
@@ -109,7 +109,7 @@ def _build_model(
     """
     dtype = getattr(torch, section.dtype)
     with (
-        model_build_errors(section, model_type=config.model_type),
+        config_value_errors(config.model_type, key=values_key(section)),
         torch.random.fork_rng(devices=()),
         init_context.context(),
         skip_weight_init(),
@@ -202,12 +202,7 @@ def _load_pretrained(
         if name.startswith(unused)
         or (may_be_new and (not name.startswith(body) or name.removeprefix(body).startswith(HEAD_PARAMETERS_IN_BODY)))
     )
-    missing = sorted(absent - new)
-    if missing:
-        raise ModelError(
-            f"model.name: the weights of `{section.name}` lack {len(missing)} of the model's parameters "
-            f"({', '.join(missing[:3])}, ...), which would be random. Use a model that was saved with this head."
-        )
+    check_no_missing_weights({"missing_keys": absent - new}, name, key="model.name")
     return model, new
 
 
@@ -290,3 +285,30 @@ def _children_first(
         child_owner = child if isinstance(child, PreTrainedModel) else owner
         yield from _children_first(child, name=f"{name}.{child_name}" if name else child_name, owner=child_owner)
     yield name, module, owner
+
+
+def keep_positions_exact(model: nn.Module) -> None:
+    """Compute the angles of rotary positions without TF32, which represents few positions above 2,048 exactly.
+
+    transformers computes them as a float32 matrix product of frequencies and positions, to which TF32 would apply.
+    """
+    for module in model.modules():
+        if type(module).__name__.endswith("RotaryEmbedding"):
+            switch = _ExactProducts()
+            module.register_forward_pre_hook(switch.enter)
+            module.register_forward_hook(switch.leave, always_call=True)
+
+
+class _ExactProducts:
+    """Disables TF32 during a module's forward."""
+
+    _previous = "highest"
+
+    def enter(self, *_: Any) -> None:
+        self._previous = torch.get_float32_matmul_precision()
+        if self._previous != "highest":
+            torch.set_float32_matmul_precision("highest")
+
+    def leave(self, *_: Any) -> None:
+        if self._previous != "highest":
+            torch.set_float32_matmul_precision(self._previous)

@@ -34,6 +34,7 @@ from finetune.model.loading.hub import (
     resolve_name,
 )
 from finetune.model.upstream import data_only_loading
+from finetune.registry.model_choices import POOLING_MODES
 from finetune.runtime.optional import lazily
 from finetune.runtime.upstream import is_offline, without_hub_retries
 
@@ -261,13 +262,6 @@ def read_saved_adapter_config(folder: Path) -> dict[str, Any]:
 
 
 _POOLING_FILE = "1_Pooling/config.json"
-_NAMES = {"mean": "mean", "cls": "cls", "lasttoken": "last_token"}
-"""This package's names of pooling by the names of sentence-transformers 6."""
-_OLDER_KEYS = {
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_cls_token": "cls",
-    "pooling_mode_lasttoken": "last_token",
-}
 
 
 def pooling_warning(section: ModelSection, pooling: str) -> str | None:
@@ -295,11 +289,8 @@ def pooling_warning(section: ModelSection, pooling: str) -> str | None:
         return None
     if not isinstance(settings, dict):
         return None
-    if "pooling_mode" in settings:
-        mode = settings["pooling_mode"]
-        names = [_NAMES[mode]] if isinstance(mode, str) and mode in _NAMES else []
-    else:
-        names = [name for key, name in _OLDER_KEYS.items() if settings.get(key)]
+    mode = settings.get("pooling_mode")
+    names = [name for name, key in POOLING_MODES.items() if mode == name.replace("_", "") or settings.get(key)]
     if len(names) != 1 or names[0] == pooling:
         return None
     return (

@@ -13,9 +13,10 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from finetune.errors import ModelError
 from finetune.model.attention.implementation import default_attention
-from finetune.model.freeze import unused_modules
+from finetune.model.layers import unused_modules
 from finetune.model.loading.architecture import HEADS, NEW_HEADS
 from finetune.model.loading.hub import CONFIG, is_local_path, loading_errors, read_json_settings
+from finetune.model.loading.load import keep_positions_exact
 from finetune.model.loading.pretrained import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -26,7 +27,6 @@ from finetune.model.loading.pretrained import (
     read_adapter_config,
     without_warnings,
 )
-from finetune.model.loading.rope import keep_positions_exact
 from finetune.runtime.files.read import gguf_advice
 from finetune.runtime.run_folder import FINAL_FOLDER
 from finetune.runtime.upstream import is_offline, without_hub_retries
@@ -43,16 +43,6 @@ _HEADS_BY_TASK_TYPE = {
     "TOKEN_CLS": "token_classification",
     "FEATURE_EXTRACTION": "embedding",
 }
-_HEADS_BY_PRIORITY = (
-    "sequence_classification",
-    "token_classification",
-    "image_classification",
-    "image_text_to_text",
-    "seq2seq_lm",
-    "masked_lm",
-    "causal_lm",
-    "embedding",
-)
 _EMBEDDING_NAME = re.compile(r"\.(embed_tokens|wte|word_embeddings|embed_in|shared|lm_head)\.(base_layer\.)?weight$")
 _CLASSIFIER_NAME = re.compile(r"\.(score|classifier|classification_head)(\.\w+)*\.weight$")
 
@@ -219,8 +209,8 @@ def _infer_head(config: PreTrainedConfig, adapter: Mapping[str, Any] | None) -> 
     classes = list(getattr(config, "architectures", None) or ())
     if adapter is not None and isinstance(adapter.get("auto_mapping"), dict):
         classes.insert(0, adapter["auto_mapping"].get("base_model_class"))
-    for head in _HEADS_BY_PRIORITY:
-        names = HEADS[head]._model_mapping._model_mapping.get(config.model_type, ())
+    for head, auto_class in HEADS.items():
+        names = auto_class._model_mapping._model_mapping.get(config.model_type, ())
         if set(classes) & set((names,) if isinstance(names, str) else names):
             return head
     return "causal_lm"

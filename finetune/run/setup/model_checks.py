@@ -24,13 +24,12 @@ from finetune.errors import ModelError
 from finetune.model.adapters.context import AdapterContext
 from finetune.model.attention.implementation import check_isolation, require_position_ids
 from finetune.model.attention.supported_models import carries_state, check_padding, randomness
-from finetune.model.build import make_trainable
+from finetune.model.build import make_trainable, new_token_ids
 from finetune.model.loading.architecture import load_model_config
+from finetune.model.loading.config_values import positions_of
 from finetune.model.loading.dry_run import meta_model
 from finetune.model.loading.pretrained import pooling_warning
-from finetune.model.loading.rope import positions_of
 from finetune.model.processing import Processing, check_image_shape, load_processing
-from finetune.model.tokenizer import new_token_ids
 from finetune.registry.tasks import TASKS, ModelHead
 from finetune.run.setup.accelerator import PreparedModel
 from finetune.run.setup.model_problems import (

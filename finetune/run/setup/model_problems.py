@@ -29,12 +29,11 @@ from finetune.model.attention.supported_models import (
     text_config,
 )
 from finetune.model.build import computes_from_weights
-from finetune.model.frozen_models import TEACHER_KEY
+from finetune.model.frozen_models import TEACHER_KEY, stored_method, stored_problems
 from finetune.model.loading.architecture import load_model_config
-from finetune.model.loading.dry_run import dry_run_model, may_have_experts, meta_model
+from finetune.model.loading.config_values import positions_of
+from finetune.model.loading.dry_run import dry_run_model, may_have_experts, meta_model, table_size
 from finetune.model.loading.pretrained import ADAPTER_CONFIG, base_mismatch_warning, load_named, read_adapter_config
-from finetune.model.loading.rope import positions_of, table_size
-from finetune.model.quantize import stored_method, stored_problems
 from finetune.model.size import precision_warnings
 from finetune.registry.model_choices import ATTENTIONS, is_prompt_type
 from finetune.registry.tasks import TASKS

@@ -23,8 +23,6 @@ from finetune.config.sections.train import Fp8Section, TrainSection
 from finetune.data.batch import Batch
 from finetune.data.order.order import DatasetView
 from finetune.errors import ModelError, UserError
-from finetune.model.attention.sample_attention import activate_newer_flash
-from finetune.model.attention.supported_models import needs_flash_attention
 from finetune.model.kernels import float8, fused_layers
 from finetune.model.kernels.compilation import (
     compile_model,
@@ -32,12 +30,11 @@ from finetune.model.kernels.compilation import (
     repeated_layers,
     why_not_compilable,
 )
-from finetune.model.kernels.frozen_float8 import casts_frozen_weights
+from finetune.model.kernels.float8 import casts_frozen_weights
 from finetune.model.size import read_shapes
 from finetune.model.upstream import is_grouped, missing_grouped_kernel
 from finetune.registry.model_choices import ARITHMETIC
 from finetune.report.reporter import RunLog
-from finetune.run.setup.model_problems import computes_in_half
 from finetune.runtime.gpus import find_gpu, lowest, prices_of
 from finetune.runtime.parameters import num_values
 from finetune.runtime.seeds import derive_seed
@@ -57,8 +54,6 @@ def replace_forwards(
     log: RunLog,
 ) -> None:
     """Fuse layers, convert them to 8-bit products and compile them, as the job says; raises UserError if impossible."""
-    if device.type == "cuda" and (name := activate_newer_flash(head_dim=_plain_head_dim(model, config))) is not None:
-        log(f"attention: torch's kernels call {name}, the newest FlashAttention that is installed for this GPU")
     missing = missing_grouped_kernel(device, precision=config.train.precision)
     if missing is not None and any(map(is_grouped, model.modules())):
         log(
@@ -78,15 +73,6 @@ def replace_forwards(
         )
     elif compiled != "off":  # before a strategy wraps or shards the model
         compile_model(model, compiled, log=log)
-
-
-def _plain_head_dim(model: Any, config: RunConfig) -> int | None:
-    """Return the width of heads; None where attention is not left to us, or needs more than plain products in bf16."""
-    text, shapes = model.config.get_text_config(decoder=True), read_shapes(model.config)
-    is_plain = text is model.config and not hasattr(text, "kv_lora_rank") and not needs_flash_attention(model.config)
-    if shapes is None or not is_plain or config.model.attention != "auto" or not computes_in_half(config):
-        return None
-    return shapes.queries // shapes.heads
 
 
 def _chosen_compilation(

@@ -18,7 +18,7 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 
 from finetune.errors import DataError, ModelError
-from finetune.model.tokenizer import TOKENIZER_FILES
+from finetune.model.processing import TOKENIZER_FILES
 from finetune.runtime.files.atomic import build_once, temporary_path
 from finetune.runtime.optional import no_op
 from finetune.runtime.resources import disk_errors

@@ -58,12 +58,8 @@ LossOfStep = Callable[[Tensor, Sequence[Batch]], StepLoss]
 """From the vectors of this rank's microbatches, [texts, dimensions], to that over all rows of the step. Collective."""
 
 
-@dataclass(frozen=True)
-class MaskedPairs:
-    """Pairs of a row and a candidate that are excluded from the loss."""
-
-    rows: np.ndarray  # int64 [pairs], ascending
-    candidates: np.ndarray  # int64 [pairs]
+MaskedPairs = np.ndarray
+"""Pairs of a row and a candidate that are excluded from the loss, int64 [2, pairs], ascending by row."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +99,7 @@ class InfoNce:
         own_negatives = both[first : first + num_negatives[rank]]
         own_gradient = torch.cat([own_anchors, own_positives, own_negatives])
         (gradient,) = torch.autograd.grad(sorted_vectors, leaf, own_gradient)
-        return StepLoss(losses, gradient, num_masked=len(masked[0].rows))
+        return StepLoss(losses, gradient, num_masked=masked[0].shape[1])
 
     def of_all(self, vectors: Tensor, ids: np.ndarray, *, num_rows: int) -> Tensor:
         """Return the loss of every row for the texts of all ranks, ordered by role."""
@@ -139,9 +135,9 @@ class InfoNce:
 
     def _cross_entropy(self, texts: Tensor, candidates: Tensor, *, rows: range, masked: MaskedPairs) -> Tensor:
         logits = texts[rows.start : rows.stop] @ candidates.T / self.section.temperature  # [rows, candidates]
-        first, last = np.searchsorted(masked.rows, [rows.start, rows.stop])
+        first, last = np.searchsorted(masked[0], [rows.start, rows.stop])
         if first < last:
-            pairs = torch.from_numpy(np.stack([masked.rows[first:last] - rows.start, masked.candidates[first:last]]))
+            pairs = torch.from_numpy(masked[:, first:last] - np.array([[rows.start], [0]]))
             if logits.is_cuda:
                 pairs = pairs.pin_memory()
             indices = tuple(pairs.to(logits.device, non_blocking=True))
@@ -190,8 +186,7 @@ def masked_pairs(ids: np.ndarray, candidates: np.ndarray, rows: range) -> Masked
         for row in chosen:
             same = (index for text in relevant[int(ids[row])] for index in indices[text] if index != row)
             pairs.extend((row, index) for index in sorted(same))
-    columns = np.array(pairs, np.int64).reshape(-1, 2)
-    return MaskedPairs(columns[:, 0], columns[:, 1])
+    return np.array(pairs, np.int64).reshape(-1, 2).T
 
 
 @dataclass(frozen=True)

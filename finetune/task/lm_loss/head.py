@@ -8,7 +8,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -197,29 +197,25 @@ def compute_at_targets(
     with head.intercept(request.compute_in_head):
         placeholder: Tensor = model(**inputs).logits
     if request.was_served:
-        result: Tensor = _FetchResult.apply(placeholder, request.slot)  # type: ignore[no-untyped-call]  # torch has no types for it
+        result: Tensor = _FetchResult.apply(placeholder, request)  # type: ignore[no-untyped-call]  # torch has no types for it
         return result
     return function(_select_targets(placeholder, batch), LmHead.of_logits())
 
 
 @dataclass
-class _ResultSlot:
-    """Carries the result around the model's outputs, which may be cast to half precision, and its gradient back."""
-
-    value: Tensor | None = None
-    gradient: Tensor | None = None
-
-
-@dataclass
 class _Request:
-    """The computation of one forward pass."""
+    """The computation of one forward pass.
+
+    It carries the result around the model's outputs, which may be cast to half precision, and its gradient back.
+    """
 
     targets: Targets
     shape: tuple[int, ...]  # of the labels
     head: LmHead | None = None
     function: TargetFunction | None = None
-    slot: _ResultSlot = field(default_factory=_ResultSlot)
     was_served: bool = False
+    result: Tensor | None = None
+    gradient: Tensor | None = None
 
     def select(self, hidden: Tensor, forward: Callable[[Tensor], Tensor]) -> Tensor:
         """Return the head's output at the targets, [1, targets, vocabulary]; at all positions for an unknown shape."""
@@ -232,8 +228,8 @@ class _Request:
         if rows is None:
             return forward(hidden)
         assert self.function is not None and self.head is not None
-        result: Tensor = _StoreResult.apply(self.function(rows, self.head), self.slot)  # type: ignore[no-untyped-call]  # likewise
-        return result
+        placeholder: Tensor = _StoreResult.apply(self.function(rows, self.head), self)  # type: ignore[no-untyped-call]  # likewise
+        return placeholder
 
     def _rows(self, hidden: Tensor) -> Tensor | None:
         num_rows, length = self.shape
@@ -247,30 +243,30 @@ class _Request:
 
 
 class _StoreResult(torch.autograd.Function):
-    """Puts the result into the slot and sends a zero through the model in its place."""
+    """Puts the result into the request and sends a zero through the model in its place."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, slot: _ResultSlot) -> Tensor:
-        slot.value, ctx.slot = value, slot
+    def forward(ctx: Any, value: Tensor, request: _Request) -> Tensor:
+        request.result, ctx.request = value, request
         return value.new_zeros(1, 1, 1)
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, None]:
-        return ctx.slot.gradient, None
+        return ctx.request.gradient, None
 
 
 class _FetchResult(torch.autograd.Function):
-    """Takes the result out of the slot where the zero comes out of the model."""
+    """Takes the result out of the request where the zero comes out of the model."""
 
     @staticmethod
-    def forward(ctx: Any, placeholder: Tensor, slot: _ResultSlot) -> Tensor:
-        assert slot.value is not None
-        ctx.slot, ctx.placeholder = slot, placeholder.new_zeros(()).expand(placeholder.shape)
-        return slot.value.clone()
+    def forward(ctx: Any, placeholder: Tensor, request: _Request) -> Tensor:
+        assert request.result is not None
+        ctx.request, ctx.placeholder = request, placeholder.new_zeros(()).expand(placeholder.shape)
+        return request.result.clone()
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None]:
-        (ctx.slot.gradient,) = upstream
+        (ctx.request.gradient,) = upstream
         return ctx.placeholder, None
 
 

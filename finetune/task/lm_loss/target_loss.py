@@ -276,29 +276,29 @@ def fallback_warning(model: nn.Module, model_head: ModelHead, kernel: LossKernel
     if model_head not in HEADS_OVER_VOCABULARY or kernel == "plain":
         return None
     head, name = find_lm_head(model), type(unwrap_model(model)).__name__
-    prefix = "" if kernel == "auto" else f"train.loss_kernel: `{kernel}` cannot be used: "
+    entry, single_layer = LOSS_KERNELS[kernel], "a single linear layer (adapters, quantization)"
     if head is None:
         problem = f"the head of {name} cannot be located: the loss holds the logits of all positions at once"
-        return f"warning: {prefix}{problem}, which needs more memory"
-    if head.transform is None:
+    elif head.transform is None:
         positions = "target positions" if head.is_rowwise else "positions"
-        return (
-            f"warning: {prefix}{name} transforms the output of its head in a way not described by its config: the loss "
-            f"holds the logits of all {positions} of a microbatch at once, which needs more memory"
+        problem = (
+            f"{name} transforms the output of its head in a way not described by its config: the loss holds the logits "
+            f"of all {positions} of a microbatch at once"
         )
-    entry, unsupported = LOSS_KERNELS[kernel], None
-    if entry.module is not None:
-        if not head.is_linear:
-            unsupported = "a head that is not a single linear layer (adapters, quantization)"
-        elif head.part is not None:
-            unsupported = "a vocabulary that ranks share"
-        elif getattr(head.module, "bias", None) is not None and not entry.takes_bias:
-            unsupported = "a head with a bias"
-    if unsupported is not None:
-        return f"warning: train.loss_kernel: `{kernel}` does not support {unsupported}; `chunked` is used"
-    if head.is_partitioned and not head.is_linear and list(head.module.parameters()):
-        return (
-            f"warning: {prefix}the head of {name} is not a single linear layer (adapters, quantization), and ZeRO-3 "
-            "gathers it once: the loss holds the logits of all targets of a microbatch at once, which needs more memory"
+    else:
+        unsupported = {
+            f"a head that is not {single_layer}": not head.is_linear,
+            "a vocabulary that ranks share": head.part is not None,
+            "a head with a bias": getattr(head.module, "bias", None) is not None and not entry.takes_bias,
+        }
+        reason = next((text for text, is_so in unsupported.items() if is_so), None)
+        if entry.module is not None and reason is not None:
+            return f"warning: train.loss_kernel: `{kernel}` does not support {reason}; `chunked` is used"
+        if not head.is_partitioned or head.is_linear or not list(head.module.parameters()):
+            return None
+        problem = (
+            f"the head of {name} is not {single_layer}, and ZeRO-3 gathers it once: the loss holds the logits of all "
+            "targets of a microbatch at once"
         )
-    return None
+    prefix = "" if kernel == "auto" else f"train.loss_kernel: `{kernel}` cannot be used: "
+    return f"warning: {prefix}{problem}, which needs more memory"

@@ -12,7 +12,7 @@ from finetune.commands.preview.file import preview_file
 from finetune.config.load import load_config
 from finetune.data.sources.source import open_source
 from finetune.errors import DataError, UserError
-from finetune.model.tokenizer import train_or_load_tokenizer
+from finetune.model.processing import train_or_load_tokenizer
 from tests.refusals import refused
 from tests.small_models import byte_tokenizer
 

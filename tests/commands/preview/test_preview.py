@@ -8,7 +8,7 @@ import pytest
 
 from finetune.commands.preview.preview import Piece, pieces_of, plain_text, preview, visible
 from finetune.data.features import Features
-from finetune.model.tokenizer import train_or_load_tokenizer
+from finetune.model.processing import train_or_load_tokenizer
 
 JOB = """
 run: {folder: run, seed: 3}

@@ -3,7 +3,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
 from finetune.config.sections.model import LoraSection, PeftSection
 from finetune.errors import ModelError
@@ -224,24 +224,6 @@ def test_layers_are_those_of_encoder_and_decoder_and_no_other_numbers(
     names = {name.removeprefix("base_model.model.") for name in trained(made)}
     assert {".".join(name.split(".")[:3]) for name in names} == adapted_blocks
     assert any(".DenseReluDense.wi." in name for name in names)
-
-
-@pytest.mark.parametrize("target_modules", [("q_proj", "v_proj"), "all-linear"])
-def test_layers_of_a_model_without_a_head_are_counted_as_those_of_one_with_a_head(target_modules, from_config, build):
-    section = LoraSection(rank=2, layers=(1,), target_modules=target_modules)
-    bare = add_adapter(build(from_config()).model, section, AdapterContext(seed=1, head="embedding"))
-    whole = add_adapter(build(from_config()), section, AdapterContext(seed=1))
-    names = {name.replace(".model.model.", ".model.") for name in trained(whole)}
-    assert names == set(trained(bare)) and len(names) == (2 if target_modules != "all-linear" else 7) * 2
-
-
-@pytest.mark.parametrize("keys", [{}, {"target_modules": ("q_proj",)}])
-def test_a_layer_that_a_mixture_of_experts_does_not_have_is_named(keys):
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_experts": 2, "moe_intermediate_size": 8, "vocab_size": 40}
-    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", **sizes))
-    with refused(ModelError, "layer 3.", "`model.layers` 2"):
-        add_adapter(model, LoraSection(rank=2, layers=(0, 3), **keys), AdapterContext(seed=1))
 
 
 def test_layers_and_patterns_choose_modules_and_ranks(from_config, build, adapted):

@@ -11,8 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.config.sections.model import LoraSection
 from finetune.model.adapters import build
-from finetune.model.adapters.experts import GroupedExperts, group_expert_adapters
-from finetune.model.upstream import adapters_disabled, grouped_product, missing_grouped_kernel
+from finetune.model.adapters.products import GroupedExperts, group_expert_adapters
+from finetune.model.upstream import adapters_disabled, missing_grouped_kernel
 from tests.model.moe_models import HYBRID_MODELS, MOE_MODELS
 
 MODELS = {**MOE_MODELS, "granitemoehybrid": HYBRID_MODELS["granitemoehybrid"]}
@@ -94,12 +94,6 @@ def test_experts_that_are_not_grouped_and_routers_remain_peft_s(adapted):
     assert wrappers_of(eager, ParamWrapper) and not wrappers_of(eager, GroupedExperts)
     routed = adapted(plain_model("mixtral"), LoraSection(rank=2, experts=False, router=True))
     assert wrappers_of(routed, ParamWrapper) and group_expert_adapters(routed) == 0
-
-
-def test_a_grouped_product_multiplies_each_group_by_its_matrix():
-    inputs, matrices = torch.randn(5, 8), torch.randn(3, 8, 16)
-    product = grouped_product(inputs, matrices, torch.tensor([2, 2, 5], dtype=torch.int32))
-    assert torch.allclose(product, torch.cat([inputs[:2] @ matrices[0], inputs[2:] @ matrices[2]]), atol=1e-5)
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "mixtral"])

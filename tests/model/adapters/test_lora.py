@@ -1,7 +1,5 @@
 import pytest
 import torch
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from finetune.config.sections.model import LoraSection
@@ -9,7 +7,6 @@ from finetune.config.sections.train import OptimizerSection
 from finetune.errors import ModelError
 from finetune.model.adapters.build import add_adapter
 from finetune.model.adapters.context import AdapterContext
-from finetune.model.freeze import freeze
 from finetune.model.size import measure_model
 from finetune.train.optim.optimizers import build_optimizer
 from finetune.train.optim.parameter_groups import list_parameters
@@ -75,25 +72,12 @@ def test_adapters_on_a_bfloat16_base_are_float32_with_the_same_values(from_confi
     assert mixed.get_input_embeddings().weight.dtype == torch.bfloat16
 
 
-def test_the_gradient_reaches_the_first_adapter_through_recomputed_layers(from_config, build):
-    adapted = add_adapter(build(from_config(gradient_checkpointing=True)), LoraSection(rank=2), AdapterContext(seed=1))
-    adapted(input_ids=BATCH, labels=BATCH).loss.backward()
-    assert adapted.get_parameter("base_model.model.model.layers.0.self_attn.q_proj.lora_B.default.weight").grad.any()
-
-
 @pytest.mark.parametrize(
     "keys", [{"target_modules": ("q_proj", "v_prj")}, {"modules_to_save": ("head",)}, {"target_modules": ("mlp",)}]
 )
 def test_an_unknown_target_module_is_rejected_even_next_to_a_known_one(from_config, build, keys):
     with refused(ModelError):
         add_adapter(build(from_config()), LoraSection(**keys), AdapterContext(seed=1))
-
-
-def test_freeze_rejects_a_pattern_without_a_match_and_a_model_without_trained_parameters(from_config, build):
-    with refused(ModelError, "`model.layer.0.*`", "model.layers"):
-        freeze(build(from_config()), ["model.layer.0.*"])
-    with refused(ModelError):
-        freeze(build(from_config()), ["*"])
 
 
 class Casts(TorchDispatchMode):
@@ -133,24 +117,3 @@ def alone(tmp_path):
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()
-
-
-@pytest.mark.usefixtures("alone")
-def test_ddp_reduces_the_adapters_alone(from_config, build):
-    model = add_adapter(build(from_config()), LoraSection(rank=2), AdapterContext(seed=1))
-    reduced = DistributedDataParallel(model)._get_ddp_logging_data()["total_parameter_size_bytes"]
-    assert reduced == sum(4 * parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-
-
-@pytest.mark.usefixtures("alone")
-def test_fsdp2_keeps_a_frozen_base_in_the_type_that_it_has(from_config, build):
-    model = add_adapter(build(from_config(dtype="bfloat16")), LoraSection(rank=2), AdapterContext(seed=1))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    mesh = torch.distributed.init_device_mesh("cpu", (1,))
-    for layer in model.base_model.model.model.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
-    model(input_ids=BATCH, labels=BATCH).loss.backward()
-    for name, each in model.named_parameters():
-        assert each.dtype == (torch.float32 if each.requires_grad else torch.bfloat16), name
-        assert (each.grad is not None) == each.requires_grad, name

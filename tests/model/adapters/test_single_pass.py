@@ -9,18 +9,16 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners import lora
 from torch import Tensor, nn
-from torch.autograd import gradcheck
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from finetune.config.sections.model import LoraSection, QuantizationSection
 from finetune.memory.tracer import LiveBytes
 from finetune.model.activations import enable_gradient_checkpointing
-from finetune.model.adapters.products import AddProduct, InputGradient, LinearPlusProduct, MultiplyA
+from finetune.model.adapters.products import MultiplyA
 from finetune.model.adapters.single_pass import SinglePassLayer, use_single_pass
 from finetune.model.kernels import compilation
 from finetune.model.upstream import adapters_disabled
-from tests.devices import EVERY_DEVICE
 
 BATCH = torch.arange(96).view(4, 24)
 DROPOUT = LoraSection(rank=4, alpha=8, dropout=0.2)
@@ -80,20 +78,6 @@ def single_pass_layers(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if isinstance(module, SinglePassLayer)]
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.4])
-@pytest.mark.parametrize("num_factors", [1, 3])
-def test_gradients_of_the_product_with_a_are_those_of_finite_differences(dropout, num_factors):
-    rows = torch.randn(7, 8, dtype=torch.float64, requires_grad=True)
-    factors = [torch.randn(2 + index, 8, dtype=torch.float64, requires_grad=True) for index in range(num_factors)]
-
-    def multiply(*tensors: Tensor) -> tuple[Tensor, ...]:
-        torch.manual_seed(0)  # the same mask each time
-        products: tuple[Tensor, ...] = MultiplyA.apply(tensors[0], 1.7, dropout, (0, 1), None, None, *tensors[1:])
-        return products
-
-    assert gradcheck(multiply, (rows, *factors))
-
-
 def test_masks_of_the_parts_of_an_input_are_those_of_the_whole_one():
     """Also what is drawn next is the same."""
     rows, factor = torch.randn(7, 6, dtype=torch.float64), torch.randn(3, 6, dtype=torch.float64)
@@ -108,33 +92,6 @@ def test_masks_of_the_parts_of_an_input_are_those_of_the_whole_one():
     parts = [multiply(part, 3) for part in range(3)]
     torch.testing.assert_close(sum(product for product, _ in parts), whole)
     assert all(other == drawn for _, other in parts)
-
-
-@pytest.mark.parametrize("in_place", [False, True])
-def test_gradients_of_the_sum_are_those_of_finite_differences(in_place):
-    shapes = ((7, 5), (7, 2), (5, 2))
-    tensors = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
-    assert gradcheck(lambda output, *others: AddProduct.apply(output.clone(), *others, None, in_place), tensors)
-
-
-@pytest.mark.parametrize("dropout", [0.0, 0.4])
-def test_layers_with_a_common_input_add_their_gradients_into_one(dropout):
-    """The second layer gets no gradient for its input by itself."""
-    shapes = ((7, 8), (2, 8), (3, 8), (5, 2), (4, 3))
-    tensors = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
-    weights = torch.randn(5, 8, dtype=torch.float64), torch.randn(4, 8, dtype=torch.float64)
-    bias = torch.randn(5, dtype=torch.float64)
-
-    def layers(rows: Tensor, *factors: Tensor) -> tuple[Tensor, ...]:
-        torch.manual_seed(0)
-        common = InputGradient()
-        products = MultiplyA.apply(rows, 1.7, dropout, (0, 1), None, common, *factors[:2])
-        return tuple(
-            LinearPlusProduct.apply(rows, weight, each_bias, product, factor, None, common)
-            for weight, each_bias, product, factor in zip(weights, (bias, None), products, factors[2:], strict=True)
-        )
-
-    assert gradcheck(layers, tensors)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -222,14 +179,6 @@ def test_rounding_in_bfloat16_is_no_larger_than_that_of_peft(from_config, build,
             gradients = step(each, autocast=True)[1]
             errors[index] += sum((gradients[name] - reference[name]).norm() for name in reference)
     assert 0 < errors[0] < 1.1 * errors[1]
-
-
-def test_without_autocast_the_output_has_the_dtype_of_the_base(from_config, build, adapted):
-    model = adapted(build(from_config(dtype="bfloat16")), SECTIONS["plain"]).train()
-    use_single_pass(model, in_place=True)
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16, torch.float32}
-    loss, gradients = step(model)
-    assert loss.isfinite() and {gradient.dtype for gradient in gradients.values()} == {torch.float32}
 
 
 def test_disabled_merged_and_several_adapters_run_as_in_peft(from_config, build, adapted):
@@ -466,18 +415,3 @@ def test_without_autocast_products_have_the_dtype_of_half_precision_inputs(from_
     (loss, gradients), (expected, others) = results
     assert float(loss) == pytest.approx(float(expected), abs=1e-2)
     assert largest_difference(gradients, others) < 0.1
-
-
-@EVERY_DEVICE
-def test_fewer_operations_than_with_peft(from_config, build, adapted, device):
-    counts = []
-    for is_single_pass in (True, False):
-        model = adapted(build(from_config()), DROPOUT, noise=0.1).train().to(device)
-        if is_single_pass:
-            use_single_pass(model, in_place=True)
-        step(model)
-        with torch.profiler.profile() as profile:
-            step(model)
-        matched = ("aten::mm", "aten::addmm", "aten::addmm_")
-        counts.append(sum(event.count for event in profile.key_averages() if event.key in matched))
-    assert counts[0] < 0.9 * counts[1]

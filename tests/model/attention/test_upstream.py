@@ -14,10 +14,8 @@ from finetune.model.attention.upstream import (
     ROW_FUNCTIONS,
     ScanInputs,
     convolve_samples,
-    group_by_length,
     modeling_file,
     patch_row_functions,
-    sample_index,
     scan_samples,
 )
 from finetune.runtime.parallel import SAMPLE_LENGTHS, SampleLengths
@@ -57,16 +55,6 @@ OF_TRANSFORMERS = {
     "create_causal_mask",
     "create_sliding_window_causal_mask",
 }
-
-
-def test_functions_are_wrapped_once_and_unchanged_without_lengths():
-    config = tiny_config("lfm2")
-    patch_row_functions(config)
-    told = modeling_file(config).causal_conv1d_fn
-    patch_row_functions(config)
-    assert modeling_file(config).causal_conv1d_fn is told
-    row, weight = torch.randn(1, 3, 5), torch.randn(3, 4)
-    assert torch.equal(told(row, weight), function_of("lfm2", "causal_conv1d_fn")(row, weight))
 
 
 @pytest.mark.parametrize(
@@ -118,10 +106,6 @@ def test_a_kernel_without_the_argument_for_boundaries_is_not_used():
     assert upstream._takes("torch", "cumsum_of_samples", "seq_idx") is False
     assert upstream._takes("no_such_package.ops", "scan", "seq_idx") is False
     assert upstream._takes("finetune.model.attention.upstream", "sample_index", "edges") is True
-
-
-def test_the_number_of_a_tokens_sample_comes_from_the_edges():
-    assert sample_index(EDGES, SampleLengths((2, 3))).tolist() == [[0, 0, 1, 1, 1]]
 
 
 def test_mamba_2_still_drops_keyword_arguments_of_its_head():
@@ -189,11 +173,3 @@ def test_a_scan_runs_over_groups_of_similar_length_in_blocks_no_longer_than_they
     ours, theirs = (torch.autograd.grad(each.square().sum(), (values, decay)) for each in (row, expected))
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other)
-
-
-@pytest.mark.parametrize(
-    ("lengths", "groups"),
-    [((5,), [[0]]), ((9, 9, 9), [[0, 1, 2]]), ((1, 17, 18), [[2, 1], [0]]), ((100, 76, 74, 400), [[3], [0, 1], [2]])],
-)
-def test_a_group_pads_no_more_than_a_quarter_or_a_few_tokens(lengths, groups):
-    assert group_by_length(lengths) == groups

@@ -1,18 +1,13 @@
 """The varlen kernel computes the attention of each sample, forward and backward, deterministically if requested."""
 
 import gc
-from collections import defaultdict
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import partial
 from itertools import accumulate
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention import _registry
-from transformers.modeling_flash_attention_utils import _process_flash_attention_kwargs
 
 from finetune.model.attention import sample_attention
 from finetune.model.attention.implementation import per_sample_attention
@@ -20,7 +15,6 @@ from finetune.model.attention.sample_attention import (
     AttentionSettings,
     AvailableKernels,
     QueryKeyValue,
-    activate_newer_flash,
     detect_kernels,
     varlen_kernel,
 )
@@ -240,51 +234,6 @@ def test_a_package_without_the_kernel_is_not_used(monkeypatch):
         assert sample_attention._available.flash is (package if package is flash.package else None)
 
 
-@pytest.mark.parametrize(
-    ("packages", "capability", "head_dim", "expected"),
-    [
-        ({"flash_attn_interface", "flash_attn.cute.interface"}, (9, 0), 128, "FA3"),
-        ({"flash_attn.cute.interface"}, (9, 0), 128, "FA4"),
-        ({"flash_attn_interface", "flash_attn.cute.interface"}, (10, 0), 128, "FA4"),
-        ({"flash_attn_interface", "flash_attn.cute.interface"}, (8, 0), 128, None),
-        ({"flash_attn.cute.interface"}, (10, 0), 256, None),
-        ({"flash_attn_interface"}, (9, 0), 100, None),
-        ({"flash_attn_interface"}, (9, 0), None, None),
-        (set(), (9, 0), 128, None),
-        ({"broken", "flash_attn_interface"}, (9, 0), 128, None),
-    ],
-)
-def test_torch_calls_the_newest_flash_attention_of_package_and_gpu(
-    monkeypatch, packages, capability, head_dim, expected
-):
-    """The next model of the process, whose attention needs more, gets torch's own kernel back."""
-    calls, flash = [], flash_package()
-
-    def register(name):
-        if "broken" in packages:
-            raise RuntimeError(f"Module does not expose {name} kernels")
-        return SimpleNamespace(remove=lambda: calls.append(f"not {name}"))
-
-    for name in ("FA3", "FA4"):
-        monkeypatch.setitem(_registry._FLASH_ATTENTION_IMPLS, name, partial(register, name))
-    found = {"flash_attn": flash.package} | dict.fromkeys(packages, ModuleType("found"))
-    found["torch.nn.attention.varlen"] = SimpleNamespace(varlen_attn=lambda query, scale, window_size: query)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    monkeypatch.setattr(sample_attention, "_available", AvailableKernels())
-    monkeypatch.setattr(sample_attention, "_import_if_installed", found.get)
-    try:
-        assert activate_newer_flash(head_dim=head_dim) == expected
-        monkeypatch.setattr(sample_attention, "_available", replace(sample_attention._available, device_type="cpu"))
-        qkv = QueryKeyValue(*inputs((3,), heads=2, key_heads=2, width=8, dtype=torch.bfloat16, device="cpu"))
-        used = sample_attention._flash_varlen if expected is None else sample_attention._torch_varlen
-        assert varlen_kernel(qkv, AttentionSettings()) is used
-        assert varlen_kernel(qkv, AttentionSettings(softcap=2.0)) is sample_attention._flash_varlen
-    finally:
-        assert activate_newer_flash(head_dim=None) is None
-    assert calls == ([] if expected is None else [f"not {expected}"])
-
-
 @pytest.mark.parametrize("is_asked", [False, True])
 def test_flash_attention_is_asked_for_a_deterministic_backward_pass(monkeypatch, request, is_asked):
     if is_asked:
@@ -309,33 +258,10 @@ def test_an_old_flash_attention_that_cannot_repeat_itself_is_not_used_in_a_deter
     assert varlen_kernel(qkv, AttentionSettings()) is sample_attention._flash_varlen
 
 
-@pytest.mark.usefixtures("deterministic")
-def test_flash_attention_by_transformers_is_deterministic_too():
-    supported = defaultdict(bool, deterministic=True)
-    named = _process_flash_attention_kwargs(1, 1, 0.0, supports_mapping=supported)
-    assert named["deterministic"] is True
-
-
 class TestOnGpu:
-    """Results are bitwise equal; those of a newer FlashAttention up to the rounding of bfloat16."""
+    """Results are bitwise equal."""
 
     pytestmark = ON_GPU
-
-    def test_a_newer_flash_attention_has_the_results_of_torchs_own(self):
-        lengths = (1, 7, 4096, 2048)
-        qkv = inputs(lengths, heads=16, key_heads=2, width=128, dtype=torch.bfloat16, device="cuda")
-        with kernels("cuda"):
-            expected, gradients = ours(qkv, lengths)
-        name = activate_newer_flash(head_dim=128)
-        try:
-            if name is None:
-                pytest.skip("needs FlashAttention 3 or 4, and a GPU that it runs on")
-            assert varlen_kernel(QueryKeyValue(*qkv), AttentionSettings()) is sample_attention._torch_varlen
-            output, others = ours(qkv, lengths)
-        finally:
-            activate_newer_flash(head_dim=None)
-        for one, other in ((output, expected), *zip(others, gradients, strict=True)):
-            torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
 
     @pytest.mark.usefixtures("deterministic")
     def test_a_deterministic_run_repeats_gradients_bit_for_bit(self):

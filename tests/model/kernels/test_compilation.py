@@ -9,15 +9,13 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from finetune.data.features import Features
 from finetune.model.activations import enable_gradient_checkpointing
 from finetune.model.adapters.build import add_adapter
 from finetune.model.adapters.context import AdapterContext, adapter_config
 from finetune.model.kernels import compilation
 from finetune.model.kernels.compilation import compile_model, repeated_layers
 from finetune.runtime.parameters import InitContext
-from finetune.task.lm_loss.head import logits_at_targets
-from finetune.task.model_inputs import collate_padding_free, unwrap_model
+from finetune.task.model_inputs import unwrap_model
 from tests.devices import ON_GPU
 from tests.model.attention.flash_on_cpu import flash_on_cpu
 from tests.model.attention.small_models import row_of, tiny_model, tokens
@@ -104,42 +102,6 @@ def test_a_compiled_model_trains_like_the_plain_one(model, how, wish):
     before = num_graphs()
     assert_alike(losses_and_gradients(quick, shapes=SHAPES[:1]), losses_and_gradients(plain, shapes=SHAPES[:1]))
     assert num_graphs() > before
-
-
-@pytest.mark.full
-def test_equal_layers_are_compiled_once_and_lengths_that_vary_a_few_times(model, monkeypatch):
-    monkeypatch.setattr(compilation, "BACKEND", "eager")
-    quick, counts = model("qwen3 tied"), []
-    assert len(list(repeated_layers(quick))) == 2
-    compile_model(quick, "regional", log=lambda _: None)
-    before = num_graphs()
-    for shape in SHAPES:
-        losses_and_gradients(quick, shapes=[shape])
-        counts.append(num_graphs() - before)
-    # the first shape; any length; any number of rows; one row alone
-    assert counts == [1, 2, 2, 3, 4, 4, 4, 4]
-
-
-@pytest.mark.full
-def test_packed_rows_are_compiled_once_for_any_content(model, monkeypatch):
-    monkeypatch.setattr(compilation, "BACKEND", "eager")
-    plain, quick, counts = model("qwen3 tied"), model("qwen3 tied"), []
-    compile_model(quick, "regional", log=lambda _: None)
-    for lengths in [(5,), (9, 3), (4, 4, 7), (6, 2, 2, 8), (3, 9), (7, 5, 4)]:
-        row = collate_padding_free([sample(length, number) for number, length in enumerate(lengths)])
-        losses = []
-        for each in (plain, quick):
-            logits = logits_at_targets(each, row)
-            losses.append(nn.functional.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.long)))
-            losses[-1].backward()
-        assert losses[1].item() == pytest.approx(losses[0].item(), rel=1e-6)
-        counts.append(num_graphs())
-    assert len(set(counts[1:])) == 1, counts
-
-
-def sample(length, number):
-    ids = np.arange(length, dtype=np.int64) + number
-    return Features({"input_ids": ids, "is_target": np.ones(length, dtype=bool)}, sample_id=number)
 
 
 def test_evaluation_runs_uncompiled(model):

@@ -30,13 +30,6 @@ SMALL = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_
 DISTIL = {"dim": 8, "hidden_dim": 8, "n_layers": 1, "n_heads": 2, "vocab_size": 16}
 
 
-def test_class_names_and_padding_token_are_set_in_the_config():
-    config = BertConfig()
-    names = {0: "cold", 1: "luke", 2: "warm"}
-    set_config_values(config, {"num_labels": 3, "id2label": names, "pad_token_id": 7})
-    assert (config.num_labels, config.id2label, config.pad_token_id) == (3, names, 7)
-
-
 def test_the_padding_token_is_set_in_the_text_config_of_a_composite_model():
     config = Gemma3Config(text_config={"hidden_size": 8}, vision_config={"hidden_size": 8})
     set_config_values(config, {"pad_token_id": 7, "num_labels": 3})

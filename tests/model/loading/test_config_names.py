@@ -23,13 +23,6 @@ def test_a_value_that_the_config_class_does_not_declare_can_be_written(kind):
     assert "head_dim" in known_names(CONFIG_MAPPING[kind])
 
 
-@pytest.mark.parametrize("kind", ["qwen3_moe", "glm4_moe", "olmoe"])
-def test_an_undeclared_value_is_in_the_config_that_the_model_is_built_from(kind):
-    section = FromConfigSection(model_type=kind, values={"head_dim": 24, "hidden_size": 64})
-    config = build_model_config(section, vocabulary_size=300, special_ids=SpecialTokenIds(eos=0))
-    assert config.head_dim == 24
-
-
 @pytest.mark.parametrize(
     "kind", [*BY_GETATTR, "llama", "mixtral", "gpt_oss", "deepseek_v3", "bert", "t5", "modernbert"]
 )

@@ -111,13 +111,6 @@ def test_plain_transformers_gives_the_logits_of_the_trained_model(tmp_path, base
     assert not torch.allclose(logits(before), logits(model), atol=1e-4)  # the change is one
 
 
-def test_yarn_counts_from_the_length_of_pre_training_and_not_from_the_new_one(bases):
-    config = load_pretrained_config(section(bases, "llama", **CHANGES["yarn, longer"]))
-    assert config.rope_parameters["original_max_position_embeddings"] == 128
-    assert config.max_position_embeddings == 512
-    assert config.rope_parameters["rope_theta"] == CONFIGS["llama"].rope_parameters["rope_theta"]
-
-
 def test_a_model_of_several_kinds_of_layers_scales_one_of_them(bases):
     scaled = {"rope_scaling": {"full_attention": SCALING["linear"]}}
     config = load_pretrained_config(section(bases, "gemma3", **scaled))

@@ -1,10 +1,9 @@
 from contextlib import contextmanager
 
 import torch
-from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from finetune.model.loading.load import as_cpu_float32, initialize_weights
+from finetune.model.loading.load import initialize_weights
 from finetune.model.upstream import skip_weight_init
 from finetune.runtime.parameters import InitContext
 
@@ -73,31 +72,6 @@ def test_parameters_that_are_empty_until_gathered_get_the_same_weights(architect
     for name, parameter in partitioned.named_parameters():
         assert torch.equal(parts[parameter], expected.get_parameter(name)), name
     assert max(num_gathered) < len(parts) / 2  # never the whole model at once
-
-
-def test_values_written_in_the_context_arrive_in_the_parameter_s_own_storage():
-    parameter = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
-    address = parameter.data_ptr()
-    with torch.no_grad(), as_cpu_float32([parameter]):
-        assert parameter.dtype == torch.float32
-        parameter.fill_(1.5)
-    assert (parameter.dtype, parameter.data_ptr(), parameter.tolist()) == (torch.bfloat16, address, [1.5] * 3)
-
-
-def test_weights_are_not_initialized_twice(monkeypatch):
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
-    )
-    torch.manual_seed(0)
-    before = torch.get_rng_state()
-    with skip_weight_init():
-        model = LlamaForCausalLM(config)
-    assert torch.equal(torch.get_rng_state(), before)
-    initialize_weights(model, seed=7, gather=InitContext().gather)
-    usual = LlamaForCausalLM(config)
-    initialize_weights(usual, seed=7, gather=InitContext().gather)
-    for (name, weight), other in zip(model.named_parameters(), usual.parameters(), strict=True):
-        assert torch.equal(weight, other), name
 
 
 def test_a_matrix_for_which_the_model_has_no_rule_is_drawn_as_torch_does(monkeypatch):

@@ -1,5 +1,4 @@
 import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +8,6 @@ from transformers import AutoConfig, AutoModel, AutoModelForSeq2SeqLM
 from finetune.config.sections.model import ModelSection
 from finetune.errors import ModelError
 from finetune.model.attention.implementation import requested_attention
-from finetune.model.loading.hub import is_local_path, resolve_name
 from finetune.model.loading.load import load_model
 from finetune.runtime import upstream
 from finetune.runtime.parameters import InitContext
@@ -128,9 +126,3 @@ def test_a_hub_that_does_not_answer_counts_as_offline(monkeypatch):
     upstream.is_offline.cache_clear()
     assert upstream.is_offline()
     upstream.is_offline.cache_clear()
-
-
-def test_hub_names_and_folders_are_distinguished():
-    assert [is_local_path(name) for name in ("org/name", "./here", "/there", "~/home")] == [False, True, True, True]
-    assert resolve_name("org/name", key="model.name") == "org/name"
-    assert Path(resolve_name("/", key="model.name")) == Path("/")

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, dynamic_module_utils
 
 from finetune.errors import ModelError
-from finetune.model.loading.hub import check_matrix_sizes, loading_errors, read_json_settings
+from finetune.model.loading.hub import loading_errors, read_json_settings
 from finetune.model.loading.pretrained import load_auto_class
 from finetune.model.loading.saved import inspect_model_folder, load_saved_base
 from finetune.model.upstream import data_only_loading, loading_patches
@@ -116,13 +116,6 @@ def test_settings_files_are_one_object_of_limited_depth(tmp_path):
     path.write_text('{"a": ' + "[" * 64 + "]" * 64 + "}")
     with refused(ModelError, "config.json", "64 deep"):
         read_json_settings(path)
-
-
-def test_matrices_beyond_the_weights_are_refused(tmp_path):
-    (tmp_path / "model.safetensors").write_bytes(bytes(1000))
-    check_matrix_sizes(tmp_path, LlamaConfig(hidden_size=4096, intermediate_size=16_384, vocab_size=65_000))
-    with refused(ModelError, "config.json: `hidden_size` 8,000,000"):
-        check_matrix_sizes(tmp_path, LlamaConfig(hidden_size=8_000_000, vocab_size=257))
 
 
 def test_heads_beyond_the_weights_are_refused_before_a_model_is_built(tmp_path, monkeypatch):

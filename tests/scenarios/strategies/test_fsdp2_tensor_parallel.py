@@ -43,26 +43,6 @@ def test_a_run_resumes_under_and_after_two_groups_of_two_ranks(launch):
     assert len(run.losses()) == 8
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        ("data.batching={by: packs, tokens: 128}", "model.gradient_checkpointing=true", "train.optimizer.name=sgd"),
-        (
-            "model.from_config.values={hidden_size: 36, intermediate_size: 66, num_hidden_layers: 2, "
-            "num_attention_heads: 6, num_key_value_heads: 2, head_dim: 6}",
-            "model.freeze=['*embed*', '*q_norm*']",
-        ),
-    ],
-    ids=["packs and checkpointing", "uneven shards and frozen parameters"],
-)
-def test_settings_have_the_losses_of_one_process(launch, settings, request):
-    overrides = [*SMALL, "model.from_config.model_type=qwen3", *settings]
-    name = request.node.callspec.id.replace(" ", "-")
-    alone = launch(None, name=f"fsdp2-tp-alone-{name}", overrides=overrides)
-    run = launch(STRATEGY, name=f"fsdp2-tp-{name}", processes=4, overrides=overrides)
-    assert_equal(run, alone)
-
-
 def test_adapters_have_the_losses_and_the_export_of_one_process(launch):
     """Also resumed: from tensor parallelism alone, and from FSDP2 alone; adapters are on routed experts, too."""
     overrides = [*SMALL, *LORA, "export.merge=true", *settings_of("qwen3_moe")]

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from finetune.model.tensor_parallel import TENSOR_PARALLEL_TYPES
 from finetune.registry.losses import PREFERENCE_LOSSES
 from tests import launching
-from tests.scenarios.conftest import Ended, launch_in_turn
+from tests.scenarios.conftest import Ended
 from tests.small_job import reversal, write_rows
 
 pytestmark = pytest.mark.distributed
@@ -126,30 +126,55 @@ def test_every_model_type_has_the_losses_and_the_export_of_one_process(job, tmp_
         assert_same_export(run, alone, tolerance=2e-4)
 
 
-@full
-@pytest.mark.parametrize(
-    "settings",
-    [
-        ("train.global_batch_size=6", "train.microbatch_size=1", "train.max_gradient_norm=0.1"),
-        ("data.batching={by: packs, tokens: 128}", "model.gradient_checkpointing=true", "train.optimizer.name=sgd"),
-        (
-            "model.from_config.values={hidden_size: 36, intermediate_size: 64, num_hidden_layers: 2, "
+def settings_jobs(folder):
+    """Return the overrides of runs with other settings, and of one from the weights of another run, by their names."""
+    unfrozen = (
+        "train.average={decay: 0.5, after_steps: 2}",
+        "train.unfreeze=[{patterns: ['*mlp*', '*embed*'], after_steps: 3}]",
+    )
+    jobs = {
+        "accumulation": ("train.global_batch_size=6", "train.microbatch_size=1", "train.max_gradient_norm=0.1"),
+        "packs": (
+            "data.batching={by: packs, tokens: 128}",
+            "model.gradient_checkpointing=true",
+            "train.optimizer.name=sgd",
+        ),
+        "uneven": (
+            "model.from_config.values={hidden_size: 36, intermediate_size: 66, num_hidden_layers: 2, "
             "num_attention_heads: 6, num_key_value_heads: 2, head_dim: 6}",
             "model.freeze=['*embed*', '*q_norm*']",
         ),
-        (
-            "train.average={decay: 0.5, after_steps: 2}",
-            "train.unfreeze=[{patterns: ['*mlp*', '*embed*'], after_steps: 3}]",
-            "evaluate.generate={num_samples: 5, max_new_tokens: 12, batch_size: 2}",
+        "unfrozen": unfrozen,
+        "bf16": ("train.microbatch_size=2", "train.precision=bf16"),
+        "base": (),
+        "answers": (
+            *unfrozen,
+            "train.microbatch_size=auto",
+            "model.from_config=null",
+            "model.tokenizer=null",
+            f"model.name={folder}/alone/base/final",
+            "evaluate.generate={num_samples: 5, max_new_tokens: 12, batch_size: 2, show: 5}",
         ),
-    ],
-    ids=["accumulation and clipping", "packs and checkpointing", "frozen embedding and norm", "average and answers"],
-)
-def test_settings_under_tensor_parallelism_have_the_losses_of_one_process(launch, settings, request):
-    overrides = [*SETTINGS, "model.from_config.model_type=qwen3", *settings]
-    name = request.node.callspec.id.replace(" ", "-")
-    alone = launch(None, name=f"tp-alone-{name}", overrides=overrides)
-    assert_equal(launch("tensor_parallel", name=f"tp-{name}", overrides=overrides), alone)
+    }
+    return {name: [*SETTINGS, "model.from_config.model_type=qwen3", *words] for name, words in jobs.items()}
+
+
+@full
+def test_settings_have_the_losses_of_one_process(job, tmp_path):
+    """On two ranks and on four; of `answers` rank 0 alone reads the weights, and the microbatch is the largest."""
+    jobs = settings_jobs(tmp_path)
+    alone = train_all(job, jobs, "alone", tmp_path)
+    for launched in ("split", "sharded"):
+        runs = train_all(job, jobs, launched, tmp_path)
+        assert runs["bf16"].losses() == pytest.approx(alone["bf16"].losses(), rel=0.01)
+        assert runs["bf16"].losses()[-1] < 0.95 * runs["bf16"].losses()[0]
+        for name in jobs.keys() - {"bf16"}:
+            assert_equal(runs[name], alone[name])
+        answers, wanted = (
+            [event["answer"] for event in ended["answers"].events("Answered")] for ended in (runs, alone)
+        )
+        assert answers == wanted and len(set(answers)) > 1 and all(answers)
+        assert "train.microbatch_size: auto: " in (tmp_path / f"{launched}.log").read_text()
 
 
 RANDOM_JOBS = {
@@ -228,15 +253,6 @@ def test_every_preference_loss_has_the_values_of_one_process(job, tmp_path):
 
 
 @full
-def test_adapters_resume_under_and_after_tensor_parallelism(launch):
-    overrides = [*SETTINGS, *LORA]
-    wanted = launch(None, name="tp-lora-wanted", overrides=overrides)
-    stages = (("tensor_parallel", 2, 3), ("fsdp2", 2, 5), ("tensor_parallel", 2, 8))
-    run = launch_in_turn(launch, name="tp-lora-resumed", overrides=overrides, stages=stages)
-    assert_equal(run, wanted)
-
-
-@full
 def test_two_copies_of_a_group_have_the_losses_of_one_process(launch):
     """Four ranks without FSDP2; then the same run goes on under one group, and under two again."""
     overrides = [*SETTINGS, "train.max_gradient_norm=0.5", "model.from_config.model_type=qwen3"]
@@ -250,74 +266,6 @@ def test_two_copies_of_a_group_have_the_losses_of_one_process(launch):
         run.output
     )
     assert_equal(run, alone)
-
-
-@full
-@pytest.mark.parametrize(("strategy", "processes"), [("tensor_parallel", 2), ("fsdp2_tensor_parallel", 4)])
-def test_loaded_weights_are_averaged_unfrozen_and_answer_as_in_one_process(launch, strategy, processes):
-    """From files that rank 0 alone reads; the microbatch is the largest that fits, in the memory of all ranks."""
-    base = launch(None, name="tp-base", overrides=["train.steps=8", "model.from_config.model_type=qwen3"])
-    overrides = [
-        *SETTINGS,
-        "train.microbatch_size=auto",
-        "model.from_config=null",
-        "model.tokenizer=null",
-        f"model.name={base.folder / 'final'}",
-        "train.average={decay: 0.5, after_steps: 2}",
-        "train.unfreeze=[{patterns: ['*mlp*', '*embed*'], after_steps: 3}]",
-        "evaluate.generate={num_samples: 5, max_new_tokens: 12, batch_size: 2, show: 5}",
-    ]
-    alone = launch(None, name="tp-alone-answers", overrides=overrides)
-    run = launch(strategy, name=f"{strategy}-answers", processes=processes, overrides=overrides)
-    assert_equal(run, alone)
-    answers, wanted = ([event["answer"] for event in ended.events("Answered")] for ended in (run, alone))
-    assert answers == wanted
-    assert len(set(answers)) > 1 and all(answers)
-    assert "train.microbatch_size: auto: " in run.output
-
-
-@full
-@pytest.mark.parametrize(("strategy", "processes"), [("tensor_parallel", 2), ("fsdp2_tensor_parallel", 4)])
-def test_bf16_under_tensor_parallelism_has_the_losses_of_one_process_up_to_its_precision(launch, strategy, processes):
-    overrides = [*SETTINGS, "train.microbatch_size=2", "train.precision=bf16"]
-    alone = launch(None, name="tp-alone-bf16", overrides=overrides)
-    run = launch(strategy, name=f"{strategy}-bf16", processes=processes, overrides=overrides)
-    assert run.code == 0, run.output
-    assert run.losses() == pytest.approx(alone.losses(), rel=0.01)
-    assert run.losses()[-1] < 0.95 * run.losses()[0]
-
-
-@full
-def test_a_run_resumes_under_and_after_tensor_parallelism_with_the_very_next_samples(launch):
-    """Two steps on one process, two on two tensor-parallel ranks, two under FSDP2, two tensor parallel again."""
-    overrides = [*SETTINGS, "checkpoint.every_steps=2"]
-    wanted = launch(None, name="tp-resumed-wanted", overrides=overrides)
-    stages = ((None, 1, 2), ("tensor_parallel", 2, 4), ("fsdp2", 2, 6), ("tensor_parallel", 2, 8))
-    run = launch_in_turn(launch, name="tp-resumed", overrides=overrides, stages=stages)
-    assert "the checkpoint was written under fsdp2 on 2 processes" in run.output
-    assert_equal(run, wanted)
-    assert run.samples() == wanted.samples()
-    assert len(run.samples()) == 8
-
-
-@full
-def test_two_runs_under_tensor_parallelism_write_the_same_checkpoints(launch):
-    """Also where one of them is resumed: bitwise on the same layout."""
-    overrides = [*SETTINGS, "checkpoint.every_steps=4"]
-    whole = launch("tensor_parallel", name="tp-whole", overrides=overrides)
-    launch("tensor_parallel", name="tp-parts", overrides=[*overrides, "train.stop_after_steps=4"])
-    parts = launch("tensor_parallel", name="tp-parts", overrides=overrides)
-    assert (whole.code, parts.code) == (0, 0), parts.output
-    assert parts.losses() == whole.losses()
-    digests = [
-        {
-            file.name: file.read_bytes()
-            for file in sorted((run.folder / "checkpoints/step-000008").rglob("*.safetensors"))
-        }
-        for run in (whole, parts)
-    ]
-    assert digests[0] == digests[1]
-    assert len(digests[0]) >= 2
 
 
 @full

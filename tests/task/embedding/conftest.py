@@ -7,8 +7,7 @@ import torch
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaModel
 
 from finetune.config.sections.task import EmbeddingSection, RerankingSection, TaskSection
-from finetune.task.embedding.embedding import EmbeddingTask
-from finetune.task.embedding.reranking import RerankingTask
+from finetune.task.embedding.embedding import EmbeddingTask, RerankingTask
 from finetune.task.protocol import TaskContext
 from tests.small_models import SMALL
 

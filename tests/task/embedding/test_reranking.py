@@ -9,7 +9,6 @@ from torch.nn.functional import binary_cross_entropy, cross_entropy
 from transformers import BertConfig, BertForSequenceClassification
 
 from finetune.errors import DataError
-from finetune.task.embedding.reranking import GROUP
 from tests.refusals import pinned
 from tests.task.embedding.conftest import ROWS, SCORED, SIZES
 
@@ -54,21 +53,6 @@ def test_a_row_is_compared_with_its_own_negatives(reranking, tokenizer, model, l
         parts = [task.loss_sums(model, task.collate(cut))["loss_sum"] for cut in (samples[:1], samples[1:])]
     assert whole.item() == pytest.approx(expected.item(), rel=1e-4)
     assert sum(parts).item() == pytest.approx(expected.item(), rel=1e-4)
-
-
-def test_the_gradient_is_that_of_the_softmax(reranking, model):
-    task = reranking()
-    batch = task.collate(encoded(task, GROUPS))
-    model.zero_grad()
-    task.loss_sums(model, batch)["loss_sum"].backward()
-    found = model.classifier.weight.grad.clone()
-    model.zero_grad()
-    scores = model(**batch.inputs).logits[:, 0]
-    owners = batch.extras[GROUP].tolist()
-    groups = [[place for place, owner in enumerate(owners) if owner == group] for group in range(len(GROUPS))]
-    assert sorted(map(len, groups)) == [2, 2, 2, 3]
-    sum(cross_entropy(scores[places][None], torch.tensor([0])) for places in groups).backward()
-    torch.testing.assert_close(found, model.classifier.weight.grad)
 
 
 def test_metrics_rank_a_positive_after_equal_scores(reranking, tokenizer, model):

@@ -1,9 +1,10 @@
+import numpy as np
 import pytest
 import torch
 
 from finetune.config.sections.task import EmbeddingSection
 from finetune.task.embedding import similarity_losses
-from finetune.task.embedding.similarity_losses import InfoNce, MaskedPairs, Similarity, cosent
+from finetune.task.embedding.similarity_losses import InfoNce, Similarity, cosent
 
 
 @pytest.mark.parametrize("scores", [[0.1, 0.9, 0.5, 0.5, 0.0], [0.3] * 5, [5.0, 4.0, 3.0, 2.0, 1.0]])
@@ -25,7 +26,7 @@ def test_cosent_is_the_sum_over_all_pairs_of_other_scores(scores):
 def test_chunks_of_rows_change_nothing(monkeypatch, symmetric):
     torch.manual_seed(0)
     loss = InfoNce(Similarity(sizes=(2,)), EmbeddingSection(temperature=0.1, symmetric=symmetric)).row_losses
-    masked = tuple(MaskedPairs(*torch.tensor([[0, 0, 5], [1, 5, 2]]).numpy()) for _ in range(2))
+    masked = (np.array([[0, 0, 5], [1, 5, 2]]),) * 2
     vectors = torch.randn(6, 4), torch.randn(9, 4)
     results = []
     for most in (1 << 26, 20):

@@ -8,10 +8,10 @@ import torch
 import transformers as hf
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from finetune.data.batch import IGNORED, Targets
+from finetune.data.batch import IGNORED
 from finetune.data.features import Features
 from finetune.task.lm_loss import chunked_loss, target_loss
-from finetune.task.lm_loss.head import LmHead, find_lm_head, logits_at_targets
+from finetune.task.lm_loss.head import LmHead, find_lm_head
 from finetune.task.lm_loss.logit_transform import LogitTransform, find_logit_transform, is_rowwise
 from finetune.task.lm_loss.target_loss import TargetLoss, log_probabilities_at_targets
 from finetune.task.lm_loss.token_loss import TokenLoss
@@ -185,13 +185,6 @@ def test_a_batch_without_targets_has_a_gradient_of_zeros_everywhere():
     assert all(gradient is not None and not gradient.any() for gradient in gradients.values())
 
 
-def test_logits_at_targets_are_those_of_the_targets():
-    for name in ("llama", "cohere", "bart"):
-        model, batch = made(name), collate_padded(samples(9, 4, 21), pad_id=0)
-        wanted = forward_logits(model, batch)[batch.labels != IGNORED]
-        torch.testing.assert_close(logits_at_targets(model, batch), wanted, rtol=1e-6, atol=1e-6)
-
-
 @pytest.mark.parametrize("least", [8, 512])
 def test_log_probabilities_may_weigh_on_a_loss_one_by_one(least, monkeypatch):
     monkeypatch.setattr(chunked_loss, "MIN_CHUNK_ROWS", least)  # slabs that are worked out again, and one that is kept
@@ -331,14 +324,6 @@ def test_a_head_is_itself_again_after_a_pass_that_failed():
 def test_a_model_without_a_head_over_a_vocabulary_has_none():
     assert find_lm_head(torch.nn.Linear(2, 2)) is None
     assert LmHead.of_logits().logits(torch.ones(2, 3)).shape == (2, 3)
-
-
-def test_targets_of_selected_rows_get_new_positions():
-    targets = Targets.of(np.array([[5, IGNORED, 6], [IGNORED, 7, IGNORED], [8, IGNORED, IGNORED]]))
-    assert targets.positions.tolist() == [0, 2, 4, 6]
-    below = targets.rows(1, 3, begin=3)
-    assert (below.positions.tolist(), below.labels.tolist(), below.per_row) == ([1, 3], [7, 8], (1, 1))
-    assert (targets.none.positions.tolist(), targets.none.per_row) == ([], (0, 0, 0))
 
 
 class _Largest(TorchDispatchMode):
