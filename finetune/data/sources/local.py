@@ -2,7 +2,6 @@
 
 import glob
 import hashlib
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,11 +21,9 @@ from finetune.data.sources.files import (
     OriginShard,
     format_not_read,
     is_readable,
-    kind_of,
     require_readable,
     select_one_kind,
 )
-from finetune.data.sources.readers import TEXT_KINDS
 from finetune.data.sources.tables import ClassNames, class_names, without_fillers
 from finetune.data.upstream import set_datasets_offline
 from finetune.errors import DataError, FinetuneError, NotAFile
@@ -156,30 +153,10 @@ def find_local(section: SourceSection, *, key: str, log: Callable[[str], None]) 
         raise DataError(f"{path}: there is no such file. A relative path is resolved against the config file's folder.")
     for file in files:
         require_readable(str(file))
-        _require_no_hole(file)
     if base is not None and not section.follow_links:
         _refuse_links_out(files, base, key=key)
     local_files = tuple(LocalFile(str(file)) for file in files)
     return Files(section.path, local_files, image_folders=(base or path.parent,))
-
-
-_HOLE_BYTES = 1 << 20
-
-
-def _require_no_hole(path: Path) -> None:
-    """Raise DataError if a text file has a hole, which reads as zero bytes.
-
-    A terabyte of zero bytes takes no disk space and hours to read.
-    """
-    with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        hole = os.lseek(file.fileno(), 0, os.SEEK_HOLE) if size > _HOLE_BYTES else size
-        if size - hole > _HOLE_BYTES and kind_of(path.name)[0] in TEXT_KINDS:
-            file.seek(hole)
-            if not file.read(_HOLE_BYTES).strip(b"\0"):
-                raise DataError(
-                    f"{path}: has only zero bytes from byte {hole:,} on: the file was not written completely."
-                )
 
 
 def _refuse_links_out(files: list[Path], base: Path, *, key: str) -> None:

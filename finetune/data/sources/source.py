@@ -21,9 +21,9 @@ from finetune.data.formats.columns import column_hint, require_column_positions,
 from finetune.data.formats.row_format import ALREADY_READ, RowFormat, UnknownFormat, choose_format
 from finetune.data.images import ImageRoot
 from finetune.data.rows import RawRow, Row, describe, require_shallow
-from finetune.data.sources.decoding import read_options
 from finetune.data.sources.files import Files, Origin, kind_of
 from finetune.data.sources.local import find_local, find_remote, load_hub_dataset
+from finetune.data.sources.readers import read_options
 from finetune.data.sources.slices import Exclusion, SliceShard, SourceSlice, Split, ValidationContents
 from finetune.errors import DataError
 from finetune.registry.formats import SOURCES
