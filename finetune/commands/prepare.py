@@ -17,7 +17,7 @@ from finetune.data.audit import Audit, Histogram, SourceAudit, Streamed
 from finetune.data.token_cache.counts import REMEDY
 from finetune.errors import DataError
 from finetune.report.reporter import RunLog, print_line
-from finetune.run.setup.training_data import audit_training_data, make_run_plan, make_training_data, verify_sets
+from finetune.run.setup.training_data import audit_training_data, make_run_plan, make_training_data
 from finetune.runtime.text import rich_console
 from finetune.runtime.text.terminal import quiet_libraries
 
@@ -65,7 +65,6 @@ def tokenize_data(loaded: LoadedConfig) -> Audit:
                 on_progress=on_progress,
                 locations=loaded.sources,
             )
-            verify_sets(training_data)
     except KeyboardInterrupt:
         print("Progress is saved. Run the same command to resume.", file=sys.stderr)
         raise

@@ -165,13 +165,9 @@ class Samples(ABC):
         """Return the checksum (uint64) of each sample's precomputed arrays; 0 without such arrays."""
         return np.zeros(len(sample_ids), np.uint64)
 
-    def problem(self) -> str | None:
-        """Return the damage found so far."""
-        return None
-
     @abstractmethod
     def refuse(self, damaged: np.ndarray) -> tuple[str, ...]:
-        """Return messages about samples that the loader delivered damaged, or about a `problem`.
+        """Return messages about samples that the loader delivered damaged.
 
         Sets that are also damaged on disk have been quarantined when this returns.
         """

@@ -255,10 +255,7 @@ class StreamOrder(Order):
 
 @dataclass(frozen=True)
 class StreamSamples(Samples):
-    """Encoded samples by id; waits until a deleted window has been prepared again.
-
-    They have no precomputed arrays, and no known damage: a window is verified when it is opened.
-    """
+    """Encoded samples by id, without precomputed arrays; waits until a deleted window has been prepared again."""
 
     windows: Windows
 

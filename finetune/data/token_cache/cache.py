@@ -33,7 +33,8 @@ from finetune.runtime.optional import no_op
 from finetune.runtime.supervision.heartbeat import fault_point
 
 VERIFIED_AT_ONCE_BYTES = 256 << 20
-"""Sets up to this size are verified before use, which takes well under a second; larger ones in the background."""
+"""Sets up to this size are verified before use, which takes well under a second. Of any set, each sample is verified
+before a step uses it."""
 
 _MAX_ATTEMPTS = 3
 
@@ -48,7 +49,7 @@ def open_verified(
 ) -> tuple[TokenCache, bool]:
     """Return the set, and whether `build` has just built it; raises DataError if it is damaged repeatedly.
 
-    `build` builds the folder unless it exists. Verification of a large set continues in the background.
+    `build` builds the folder unless it exists.
     """
     for _ in range(_MAX_ATTEMPTS):
         is_new = build()
@@ -56,22 +57,15 @@ def open_verified(
             prepared = _open(folder, identity)
         except DamagedSet as damage:
             last_damage: DamagedSet = damage
-            _quarantine(damage, partial(_is_damaged, folder, identity), key=key, log=log)
+            quarantined = quarantine_set(folder, partial(_is_damaged, folder, identity), log=log)
+            if quarantined is not None:
+                log(f"warning: {key}: {damage}. It is renamed to {quarantined.name} and rebuilt.")
             continue
         if copies := sorted(folder.parent.glob(f".damaged-{folder.name}-*")):
             log(
                 f"warning: {key}: its prepared set was damaged and has been rebuilt; the damaged one is kept as "
                 f"{', '.join(map(str, copies))}. Check the disk and the memory of this machine, then delete it."
             )
-        if prepared.verification.size_bytes > VERIFIED_AT_ONCE_BYTES:
-            prepared.verification.start()
-
-        def rebuild(former: TokenCache) -> TokenCache:
-            damage = DamagedSet(folder, former.verification.problem or "")
-            _quarantine(damage, former.is_still_damaged, key=key, log=log)
-            return open_verified(folder, build, identity=identity, key=key, log=log)[0]
-
-        prepared.rebuild = rebuild
         return prepared, is_new
     raise DataError(
         f"{key}: {last_damage}, and the rebuilt sets were damaged, too. Check the disk and the memory of this machine, "
@@ -79,18 +73,11 @@ def open_verified(
     )
 
 
-def repair(prepared: TokenCache, *, seconds: float | None) -> None:
-    """Wait at most `seconds` for the verification; a damaged set is rebuilt and replaced by the new one."""
-    prepared.verification.wait(seconds)
-    if prepared.verification.problem and prepared.rebuild is not None:
-        prepared.reopen(prepared.rebuild(prepared))
-
-
 def _open(folder: Path, identity: Identity) -> TokenCache:
     prepared = TokenCache(folder, shards=identity.shards)
     if prepared.fingerprint != identity.fingerprint:
         raise DamagedSet(folder, "it was made from other data or settings")
-    if prepared.verification.size_bytes <= VERIFIED_AT_ONCE_BYTES:
+    if prepared.stored.size_bytes <= VERIFIED_AT_ONCE_BYTES:
         prepared.verify()
     return prepared
 
@@ -101,12 +88,6 @@ def _is_damaged(folder: Path, identity: Identity) -> bool:
     except DamagedSet:
         return True
     return False
-
-
-def _quarantine(damage: DamagedSet, is_damaged: Callable[[], bool], *, key: str, log: Log) -> None:
-    quarantined = quarantine_set(damage.folder, is_damaged, log=log)
-    if quarantined is not None:
-        log(f"warning: {key}: {damage}. It is renamed to {quarantined.name} and rebuilt.")
 
 
 DEFAULT_FOLDER = "~/.cache/finetune"

@@ -48,7 +48,6 @@ class EncodingPlan:
     length: LengthLimit
     unknown_ids: frozenset[int] = frozenset()  # tokens for text unknown to the tokenizer
     over_length: tuple[str, ...] = ("drop",)  # the values of `data.over_length` that make longer rows fit
-    max_token_characters: int | None = None  # None: a token can stand for any length of text
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,6 @@ class Encoding:
     section: DataSection
     identity: Mapping[str, str]  # the inputs of `encode` and `length`: digests of tokenizer and template, the task
     unknown_ids: frozenset[int] = frozenset()
-    max_token_characters: int | None = None
     length: LengthLimit | None = None  # overrides the section's policy for long rows
     over_length: tuple[str, ...] = ("drop",)  # of the task
 
@@ -67,14 +65,7 @@ class Encoding:
         """Return the plan for rows of this format."""
         section = self.section
         policy = self.length or SampleLengthLimit(section.longest, section.over_length, section.truncate_side)
-        return EncodingPlan(
-            row_format,
-            self.encode,
-            policy,
-            self.unknown_ids,
-            over_length=self.over_length,
-            max_token_characters=self.max_token_characters,
-        )
+        return EncodingPlan(row_format, self.encode, policy, self.unknown_ids, over_length=self.over_length)
 
 
 @dataclass(frozen=True)
@@ -95,7 +86,6 @@ def encode_chunk(plan: EncodingPlan, raws: Sequence[RawRow]) -> EncodedChunk:
     """Return the samples of the rows; raises DataError naming the row that cannot be encoded."""
     noted = [plan.format.read(raw) for raw in raws]
     rows = [{name: row[name] for name in row if name != NOTES} if NOTES in row else row for row in noted]
-    _refuse_long_texts(plan, raws, rows)
     outcomes = _outcomes(plan.encode, rows)
     encoded: list[tuple[int, Features]] = []  # the samples with the indices of their rows
     for row_index, (raw, outcome) in enumerate(zip(raws, outcomes, strict=True)):
@@ -152,33 +142,6 @@ def _is_blank(row: Row) -> bool:
     """Return whether no turn of the row has content, or of a row without turns, no column."""
     turns = row.get("messages")
     return not any([turn.get("content") for turn in turns] if isinstance(turns, Sequence) else row.values())
-
-
-_NORMALIZED = 4
-"""How many characters of a text may become one by Unicode normalization."""
-
-_CHECKED_CHARACTERS = 1 << 20
-
-
-def _refuse_long_texts(plan: EncodingPlan, raws: Sequence[RawRow], rows: Sequence[Row]) -> None:
-    """Raise DataError for a text whose characters alone show that it is too long, without tokenizing it.
-
-    Blanks, which special tokens may absorb, are not counted, nor texts that a chat template may shorten.
-    """
-    policy = plan.length
-    if not isinstance(policy, SampleLengthLimit) or policy.over_length != "refuse" or not plan.max_token_characters:
-        return
-    limit = _NORMALIZED * policy.max_length * plan.max_token_characters
-    for raw, row in zip(raws, rows, strict=True):
-        turns = row.get("messages") or ()
-        for text in (row.get("text"), *(turn.get("content") for turn in turns if turn.get("role") == "user")):
-            if not isinstance(text, str) or len(text) <= max(limit, _CHECKED_CHARACTERS):
-                continue
-            if (count := len("".join(text.split()))) > limit:
-                raise DataError(
-                    f"{raw.location}: has a text of {count:,} characters without blanks, which are too many tokens for "
-                    f"{policy.limits}. Split it, or set data.over_length: {' or '.join(plan.over_length)}."
-                )
 
 
 def _outcomes(encode: Encode, rows: Sequence[Row]) -> Sequence[Outcome]:

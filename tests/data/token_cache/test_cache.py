@@ -13,7 +13,7 @@ import pytest
 from finetune.config.sections.data import DataSection, ValidationSourceSection
 from finetune.data.sources.source import open_source, open_sources
 from finetune.data.token_cache import cache, chunks, samples
-from finetune.data.token_cache.cache import prepare_set, repair
+from finetune.data.token_cache.cache import prepare_set
 from finetune.data.token_cache.chunks import Encoding
 from finetune.data.token_cache.integrity import DamagedSet
 from finetune.data.token_cache.samples import SAMPLES_FILE, chunk_name, write_array_file
@@ -62,12 +62,6 @@ def prepare(write_rows, make_section):
 
 def texts_of(prepared):
     return [bytes(sample.arrays["input_ids"].astype(np.uint8)).decode() for sample in prepared]
-
-
-@pytest.fixture
-def verify_in_background(monkeypatch):
-    """Treat no set as small: all are verified in the background."""
-    monkeypatch.setattr(cache, "VERIFIED_AT_ONCE_BYTES", -1)
 
 
 def flip(path, *, every=40, start=128, stop=None):
@@ -179,29 +173,6 @@ def test_a_disk_that_damages_every_rebuilt_cache_is_reported(prepare, monkeypatc
         prepare()
 
 
-def test_damage_found_in_the_background_is_repaired_in_the_open_cache(prepare, verify_in_background):
-    flip(prepare().folder / CHUNK, stop=1000)  # tokens
-    prepared = prepare()
-    repair(prepared, seconds=None)
-    assert texts_of(prepared) == TEXTS
-    assert len(aside(prepared)) == 1
-    repair(prepared, seconds=None)
-    assert texts_of(prepared) == TEXTS
-
-
-def test_a_rank_with_damaged_files_open_switches_to_the_cache_rebuilt_by_another(prepare, verify_in_background):
-    flip(prepare().folder / CHUNK, stop=1000)  # tokens
-    ranks = [prepare() for _ in range(3)]
-    encoded = []
-    for rank in ranks:
-        prepare.encoded = 0
-        repair(rank, seconds=None)
-        encoded.append(prepare.encoded)
-        assert texts_of(rank) == TEXTS
-    assert encoded == [len(TEXTS), 0, 0], "one makes it again"
-    assert len(aside(ranks[0])) == 1
-
-
 def test_a_sample_that_is_read_alone_is_compared_with_its_mark(prepare):
     prepared = prepare()
     assert bytes(prepared.intact(3).arrays["input_ids"].astype(np.uint8)).decode() == TEXTS[3]
@@ -214,7 +185,6 @@ def test_a_copy_in_another_process_reads_the_files_and_not_their_digests(prepare
     sent = pickle.dumps(prepare())
     assert len(sent) < 600
     monkeypatch.setattr(samples.ArrayFile, "verify", None)  # would be needed to verify
-    monkeypatch.setattr(samples.ArrayFile, "verify_block", None)
     copy = pickle.loads(sent)
     assert texts_of(copy) == TEXTS
 

@@ -15,9 +15,7 @@ from finetune.data.rows import RawRow
 from finetune.data.token_cache import chunks
 from finetune.data.token_cache.chunks import EncoderPool, EncodingPlan, WorkersLost, cut_into_chunks, encode_chunk
 from finetune.data.token_cache.lengths import SampleLengthLimit
-from finetune.errors import DataError
 from tests.data.byte_encoding import AsWritten, EncodeForever, encode_bytes, encode_in_the_main_process_only
-from tests.refusals import refused
 
 
 def rows(number, *, text="a>b"):
@@ -122,27 +120,3 @@ def read_when_ready(descriptor):
     waiting.register(descriptor, select.POLLIN)
     assert waiting.poll(30_000), "nothing came"
     return os.read(descriptor, 100)
-
-
-def plan_of_characters(over_length, *, max_token_characters=4):
-    policy = SampleLengthLimit(1000, over_length)
-    return EncodingPlan(AsWritten(), encode_bytes, policy, max_token_characters=max_token_characters)
-
-
-def test_a_text_of_too_many_characters_is_refused_before_it_is_tokenized(monkeypatch):
-    monkeypatch.setattr(chunks, "_outcomes", None)  # calling it would raise
-    with refused(DataError, "row 1", "2,000,002 characters", "data.max_length: 1000"):
-        encode_chunk(plan_of_characters("refuse"), list(rows(1, text="a>" + "b" * 2_000_000)))
-
-
-@pytest.mark.parametrize(
-    ("plan", "text"),
-    [
-        (plan_of_characters("drop"), "a>" + "b" * 2_000_000),
-        (plan_of_characters("refuse", max_token_characters=None), "a>" + "b" * 2_000_000),
-        (plan_of_characters("refuse"), "a>b" + " " * 2_000_000),
-    ],
-    ids=["dropped", "an unknown token for any text", "blanks"],
-)
-def test_other_long_texts_are_tokenized_as_ever(plan, text):
-    assert encode_chunk(plan, list(rows(1, text=text))).counts.rows == 1
