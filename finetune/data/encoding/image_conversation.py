@@ -202,7 +202,6 @@ class ImageConversationEncoder(ConversationEncoder):
             chat.may_be_open,
             expansion,
             images,
-            turns=chat.turns,
             has_control_names=chat.has_control_names,
             findings=chat.findings,
         )
