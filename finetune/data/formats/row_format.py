@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from finetune.config.sections.data import SourceSection
 from finetune.data.formats.attached_images import attach_images
-from finetune.data.formats.columns import NOTES, ColumnNames, Columns, quoted_list
+from finetune.data.formats.columns import NOTES, PREVIEW, ColumnNames, Columns, quoted_list
 from finetune.data.formats.layouts import layout_hint, meaning_of, unread_meanings
 from finetune.data.formats.prompts import read_exchange, turns_of, with_system
 from finetune.data.formats.value_kinds import is_empty
@@ -83,10 +83,6 @@ class RowFormat:
 
 
 ALREADY_READ = RowFormat()
-
-
-class UnknownFormat(DataError):
-    """The columns of the first row match no format."""
 
 
 @dataclass(frozen=True)
@@ -237,15 +233,15 @@ def _detect(section: SourceSection, first: RawRow, rows: Sequence[Row], *, key: 
         has_required = all(name in available for yours in names for name in yours)
         if has_required and all(column in form.columns for column in (*section.mapped, *section.template)):
             return form.name
-    if hint := layout_hint(rows):
-        columns = quoted_list(available)
-        raise UnknownFormat(f"{first.location}: cannot tell the format from its columns {columns}. {hint}")
-    choices = "; ".join(f"{form.name}: {quoted_list(form.required)}" for form in FORMATS)
-    raise UnknownFormat(
-        f"{first.location}: cannot tell the format from its columns {quoted_list(available)}. Set {key}.format and map "
-        f"its columns with {key}.columns (for example {{prompt: question, completion: answer}}), or write a "
-        f"{key}.template. Formats are {choices}."
-    )
+    listed = quoted_list(available)
+    hint = layout_hint(rows)
+    if not hint:
+        choices = "; ".join(f"{form.name}: {quoted_list(form.required)}" for form in FORMATS)
+        hint = (
+            f"Set {key}.format and map its columns with {key}.columns (for example {{prompt: question, completion: "
+            f"answer}}), or write a {key}.template. Formats are {choices}. {PREVIEW}"
+        )
+    raise DataError(f"{first.location}: cannot tell the format from its columns {listed}. {hint}")
 
 
 def _available(section: SourceSection, row: Row) -> tuple[str, ...]:

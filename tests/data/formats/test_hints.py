@@ -14,17 +14,8 @@ JSONL = b'{"text": "a"}\n{"text": "b"}\n'
 CSV = b"label,text\n1,a\n2,b\n"
 
 HINTS = {
-    "no header": ("rows.csv", b"3,Wall Street\n4,bears\n", {}, "`columns: {label: 0, text: 1}`"),
-    "no header, known format": (
-        "rows.csv",
-        b"3,Wall Street\n4,bears\n",
-        {"format": "prompt_completion"},
-        "`prompt`, `completion`",
-    ),
-    "semicolons": ("rows.csv", b"label;text\n1;a\n", {}, "`;`"),
-    "pipes": ("rows.csv", b"label|text\n1|a\n", {"format": "labelled"}, '`delimiter: "|"`'),
-    "tabs in a csv": ("rows.csv", b"label\ttext\n1\ta\n", {}, '`delimiter: "\\t"`'),
-    "commas in a tsv": ("rows.tsv", b"label,text\n1,a\n", {}, '`delimiter: ","`'),
+    "no header": ("rows.csv", b"3,Wall Street\n4,bears\n", {}, "`finetune preview FILE`"),
+    "pipes": ("rows.csv", b"label|text\n1|a\n", {"format": "labelled"}, "`finetune preview FILE`"),
     "a position too far": ("rows.csv", b"3,a\n", {"columns": {"text": 2}}, "position 2"),
     "positions in json": ("rows.jsonl", JSONL, {"columns": {"text": 0}}, "data.train.columns"),
     "a delimiter in json": ("rows.json", b"[]", {"delimiter": ";"}, "data.train.delimiter"),

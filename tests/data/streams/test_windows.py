@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from finetune.data.rows import RawRow
-from finetune.data.streams.folder import START, Cursor, StreamPlan, WindowRows
+from finetune.data.streams.windows import START, Cursor, StreamPlan, WindowRows
 from finetune.errors import DataError
 from tests.refusals import refused
 
