@@ -105,8 +105,8 @@ WRITTEN = [
     (FileChecksum, "size_bytes sha256"),
     (Counts, "rows samples tokens targets truncated_rows truncated_tokens truncated_targets long_rows "
      "rows_without_target dropped_tokens dropped_targets split_rows excluded_rows empty_rows unknown_tokens "
-     "control_rows turn_mark_rows longest longest_place first_without_target answers long_answers repeated_tokens "
-     "argument_rows override_rows dropped_reasoning_rows cut_answer_rows lost_answer_rows empty_answers "
+     "control_rows longest longest_place first_without_target answers repeated_tokens "
+     "argument_rows dropped_reasoning_rows empty_answers "
      "first_empty_answer unread_keys unlabeled_rows own_prompt_rows first_own_prompt same_prompt_rows unread_rows "
      "lacking_rows"),
     (Audit, "sources total validation padding template exceeded classes num_sequences"),
@@ -129,9 +129,9 @@ def test_records_written_field_by_field_keep_their_keys(kind, names):
 
 
 def test_a_check_of_a_template_is_written_with_the_same_keys():
-    check = TemplateCheck("`qwen`", "markers", "", (), True, "", (), {}, (), ())
+    check = TemplateCheck("`qwen`", "markers", "", (), True, "", (), {}, (), False)
     assert " ".join(check.as_json()) == (
-        "template targets_by end_of_turn end_of_turn_tokens is_end_learnt begins_with learnt refused differences notes "
+        "template targets_by end_of_turn end_of_turn_tokens is_end_learnt begins_with learnt refused differences wants_parts "
         "arguments default_system"
     )
 

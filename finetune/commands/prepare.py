@@ -216,7 +216,6 @@ def _source_lines(audit: SourceAudit) -> Iterator[str]:
     if counts.truncated_rows:
         lost = f"{counts.truncated_tokens:,} tokens cut off, {counts.truncated_targets:,} of them targets"
         yield f"{audit.key}: truncated {counts.truncated_rows:,} rows: {lost}"
-        yield from (f"{audit.key}: {line}" for line in counts.answer_lines)
     if counts.split_rows:
         dropped = f"; {counts.dropped_tokens:,} tokens were in windows without a target" * bool(counts.dropped_tokens)
         yield f"{audit.key}: split {counts.split_rows:,} rows into windows{dropped}"

@@ -37,10 +37,8 @@ from finetune.data.templates.rendering import (
     Arguments,
     ConversationRefused,
     Tools,
-    arguments_of,
     known_words,
     own_arguments,
-    plain_turn_marks,
     readable_names,
     render_chat,
     turn_tokens,
@@ -79,7 +77,6 @@ class ConversationEncoder:
         self._words = known_words(tokenizer)
         self._is_key_read: dict[str, bool] = {}
         self._control = ControlTokens(tokenizer, turn_marks=turn_tokens(tokenizer), allowed=allow_special_tokens)
-        self._turn_marks = plain_turn_marks(tokenizer, self._control.names)
 
     def __call__(self, rows: Sequence[Row]) -> list[Outcome]:
         """Return the features of each row's `messages`, with its `tools` and `chat_template_kwargs` if present.
@@ -153,14 +150,8 @@ class ConversationEncoder:
                 )
         if chat is None:
             return None
-        has_overrides = not arguments_of(self._tokenizer).keys().isdisjoint(arguments)
-        flags = {
-            "argument_rows": bool(arguments),
-            "override_rows": has_overrides,
-            "turn_mark_rows": self._turn_marks is not None and any(map(self._turn_marks.search, texts_in(texts))),
-        }
         own = Findings(
-            frozenset(name for name, is_set in flags.items() if is_set),
+            frozenset({"argument_rows"} if arguments else ()),
             unread_keys=frozenset(self._unread_keys(row, arguments)),
         )
         return replace(chat, findings=chat.findings.plus(own))

@@ -218,9 +218,9 @@ class StreamFolder:
             path.unlink(missing_ok=True)
             self.delete_window(number)
             raise DamagedSet(path, str(damage), title="the record") from damage
-        facts = file.metadata
-        start, following = Cursor(*facts["start"]), Cursor(*facts["next"])
-        return WindowRecord(start, following, Counts(**facts["counts"]), file.arrays["lengths"], file.arrays["marks"])
+        start, following = Cursor(*file.metadata["start"]), Cursor(*file.metadata["next"])
+        counts = Counts.read(file.metadata["counts"])
+        return WindowRecord(start, following, counts, file.arrays["lengths"], file.arrays["marks"])
 
     def record(self, number: int) -> Path:
         """Return the file of the window's record, which may not exist."""

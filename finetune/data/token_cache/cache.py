@@ -358,7 +358,7 @@ class TokenCacheWriter:
                     shutil.rmtree(path)
                 else:
                     path.unlink()
-        self.counts = Counts(**chunks[-1].metadata["counts"]) if chunks else Counts()
+        self.counts = Counts.read(chunks[-1].metadata["counts"]) if chunks else Counts()
         self._origins = [(start, origin) for chunk in chunks for start, origin in chunk.metadata["origins"]]
         self._num_written_origins = len(self._origins)
         self._writer = SampleWriter(folder, COLUMNS, chunks=chunks)

@@ -133,8 +133,6 @@ def encode_chunk(plan: EncodingPlan, raws: Sequence[RawRow]) -> EncodedChunk:
             longest_of[row_index] = max(sample.length, longest_of.get(row_index, 0))
         repeated = sum(sample.length for _, sample in encoded) - sum(longest_of.values())
         counts = replace(counts, answers=len(encoded), repeated_tokens=repeated)
-    else:
-        lost = replace(lost, long_answers=0)
     return _assemble_chunk(plan, [(raws[row_index], sample) for row_index, sample in trainable], counts.plus(lost))
 
 
@@ -178,7 +176,7 @@ def _shortened(
         for name, row_indices in affected.items():
             if getattr(counts, name):
                 row_indices.add(row_index)
-        lost = lost.plus(replace(counts, long_answers=counts.long_rows, **counted))
+        lost = lost.plus(replace(counts, **counted))
     return within, affected["long_rows"], lost
 
 

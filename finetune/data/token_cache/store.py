@@ -96,7 +96,7 @@ class TokenCache(Samples):
         for name in LOCATIONS:
             origin, comma, row = counts.get(name, "").rpartition(",")
             counts[name] = f"{self._current_names.get(origin, origin)}{comma}{row}"
-        self.counts = Counts(**counts)
+        self.counts = Counts.read(counts)
         if precomputed is not None and precomputed.num_samples != len(self):
             raise DataError(
                 f"{precomputed.folder} has {precomputed.num_samples} samples, but the set {folder} has {len(self)}. "

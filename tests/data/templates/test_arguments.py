@@ -49,7 +49,7 @@ def test_a_jobs_arguments_and_a_rows_own_reach_the_template(tokenizer):
     own = {**ROW, "chat_template_kwargs": {"mood": "sad"}}
     assert text(tokenizer, own).startswith("<|mood|>sad<|user|>")
     (features,) = ConversationEncoder(tokenizer)([own])
-    assert features.findings.flags == {"argument_rows", "override_rows"}
+    assert features.findings.flags == {"argument_rows"}
     whole = tokenizer.apply_chat_template(ROW["messages"], tokenize=True, return_dict=False, mood="sad", brief=True)
     assert features.arrays["input_ids"].tolist() == whole
     absent = {**ROW, "chat_template_kwargs": {"mood": None, "custom_instructions": ""}}

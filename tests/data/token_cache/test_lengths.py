@@ -101,23 +101,6 @@ def test_ends_are_cut_from_each_answer_that_is_too_long():
     assert (counts.truncated_rows, counts.truncated_tokens, counts.truncated_targets) == (1, 2, 2)
 
 
-@pytest.mark.parametrize(
-    ("policy", "answers", "cut", "lost"),
-    [
-        (SequencesLengthLimit(5, "truncate"), (1, 4), 1, 0),
-        (SequencesLengthLimit(3, "truncate"), (1, 4), 0, 1),  # the prompt alone is left
-        (SequencesLengthLimit(5, "truncate", "start"), (1, 4), 0, 0),
-        (SequencesLengthLimit(3, "truncate", "start"), (3, 5), 0, 1),  # the other is all cut off
-        (SequencesLengthLimit(4, "truncate", "start"), (5, 5), 1, 0),
-    ],
-)
-def test_answers_that_are_cut_and_those_that_are_cut_away_are_counted(policy, answers, cut, lost):
-    _, counts = policy.shorten(pair(3, *answers))
-    assert (counts.cut_answer_rows, counts.lost_answer_rows) == (cut, lost)
-    assert len(counts.answer_lines) == cut + lost
-    assert all(line in counts.lines() for line in counts.answer_lines)
-
-
 def test_both_answers_of_a_pair_lose_the_same_start_and_keep_one_prompt():
     (kept,), counts = SequencesLengthLimit(5, "truncate", "start").shorten(pair(3, 1, 4))
     assert told(kept) == [[2, 100], [2, 100, 101, 102, 103]]
