@@ -89,33 +89,17 @@ def num_prepare_workers(section: DataSection, *, resources: MachineResources | N
 def format_loader_settings(
     section: DataSection, settings: LoaderSettings, *, resources: MachineResources
 ) -> str | None:
-    """Return a sentence with the resolved `auto` values of the loader; None if there are none to report.
+    """Return a sentence with the values of the loader, in which `auto` is resolved; None if there are none to report.
 
-    A default `auto` is only reported if it enables something or disables an explicit setting.
+    Defaults are only reported if one of them enables something.
     """
     autos = [name for name in _NAMES if getattr(section, name) == "auto"]
-    reported = [name for name in autos if name in section.model_fields_set or getattr(settings, name)]
-    requested = {
-        "persistent_workers": section.persistent_workers is True,
-        "prefetch_factor": isinstance(section.prefetch_factor, int),
-    }
-    names = [f"`{name}`" for name, is_requested in requested.items() if is_requested]
-    if settings.num_workers or not names:
-        without_effect = ""
-    else:
-        without_effect = f"; {' and '.join(names)} {'has' if len(names) == 1 else 'have'} no effect without workers"
-    if not reported and without_effect:
-        reported = ["num_workers"]
-    if not reported:
+    is_reported = not section.model_fields_set.isdisjoint(_NAMES) or any(getattr(settings, name) for name in autos)
+    if not autos or not is_reported:
         return None
+    values = ", ".join(f"{name}: {json.dumps(getattr(settings, name))}" for name in _NAMES)
     device = "a GPU" if resources.has_device else "no GPU"
-    machine = f"{_count(resources.num_cores, 'core')} for {_count(resources.local_world, 'rank')}, {device}"
-    values = ", ".join(f"{name}: {json.dumps(getattr(settings, name))}" for name in reported)
-    return f"loading: {values} ({machine}){without_effect}"
+    return f"loading: {values} (cores: {resources.num_cores}, ranks: {resources.local_world}, {device})"
 
 
 _NAMES = ("num_workers", "pin_memory", "persistent_workers", "prefetch_factor")
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"

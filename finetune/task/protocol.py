@@ -19,8 +19,8 @@ from finetune.config.sections.task import TaskSection
 from finetune.config.sections.train import LossKernel
 from finetune.data.batch import IGNORED, Batch
 from finetune.data.features import Features, Outcome, Unlabeled, result_or_error
-from finetune.data.formats.attached_images import PLACEHOLDER, UNREAD_IMAGE
 from finetune.data.formats.columns import Columns
+from finetune.data.formats.conversations import PLACEHOLDER, UNREAD_IMAGE
 from finetune.data.rows import Row
 from finetune.data.token_cache.chunks import Encode
 from finetune.data.token_cache.lengths import LengthLimit

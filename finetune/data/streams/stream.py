@@ -9,7 +9,7 @@ import tempfile
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -299,8 +299,7 @@ def stream_view(
         folder=StreamFolder(folder),
         key=source.key,
         plan=plan,
-        encoding_plan=encoding.plan(source.format),
-        section=section,
+        encoding=replace(encoding, format=source.format),
         num_ahead=stream.num_ahead,
         identity=identity,
     )
@@ -336,7 +335,7 @@ class WindowOrders:
 
         Raises DataError after a whole pass without samples.
         """
-        plan, section = self.windows.job.plan, self.windows.job.section
+        plan, section = self.windows.job.plan, self.windows.job.encoding.section
         record = self.windows.record(window)
         order = None
         if len(record.lengths):
@@ -357,7 +356,7 @@ class WindowOrders:
                 f"{job.key}: a whole pass over the stream leaves no sample: {'; '.join(self.counts.lines())}."
             )
         if window >= self.num_logged:
-            batching = job.section.batching
+            batching = section.batching
             grouped = () if order is None or batching.by == "samples" else (f"{order.num_positions:,} {batching.unit}",)
             self.log(f"{job.key}: window {window}: {'; '.join((*record.counts.lines(), *grouped))}")
             if self.num_counted & (self.num_counted - 1) == 0 and window:  # after 2, 4, 8, ... windows

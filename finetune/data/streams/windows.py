@@ -21,12 +21,11 @@ from uuid import uuid4
 
 import numpy as np
 
-from finetune.config.sections.data import DataSection
 from finetune.data.order.order import permutation
 from finetune.data.rows import RawRow
 from finetune.data.sources.slices import SliceShard
 from finetune.data.token_cache.cache import build_set, refuse_counts, refuse_shares
-from finetune.data.token_cache.chunks import EncoderPool, EncodingPlan
+from finetune.data.token_cache.chunks import EncoderPool, Encoding
 from finetune.data.token_cache.counts import Counts
 from finetune.data.token_cache.integrity import DamagedSet
 from finetune.data.token_cache.samples import ArrayFile, write_array_file
@@ -242,15 +241,14 @@ class StreamJob:
     folder: StreamFolder
     key: str  # of the source in the job YAML
     plan: StreamPlan
-    encoding_plan: EncodingPlan
-    section: DataSection
+    encoding: Encoding
     num_ahead: int
     identity: Identity
 
     @cached_property
     def encoders(self) -> EncoderPool:
         """Return the pool that encodes rows; its workers are kept across windows."""
-        return EncoderPool(self.encoding_plan, num_workers=num_prepare_workers(self.section))
+        return EncoderPool(self.encoding, num_workers=num_prepare_workers(self.encoding.section))
 
 
 def main() -> None:
@@ -326,12 +324,12 @@ def make_window(job: StreamJob, window: int) -> None:
             staging, _with_heartbeat(rows, folder), job.encoders, identity, num_left_out=lambda: rows.num_left_out
         )
         key = f"{job.key}: window {window}"
-        refuse_counts(counts, job.section, key=key, plan=job.encoding_plan)
+        refuse_counts(counts, job.encoding, key=key)
         try:
             prepared = TokenCache(staging)
         except DamagedSet as damage:
             raise DataError(f"{key}: {damage}, just after writing. Check the disk of data.cache_folder.") from damage
-        refuse_shares(prepared, job.section.audit, key=key)
+        refuse_shares(prepared, job.encoding.section.audit, key=key)
         record = WindowRecord(start, rows.next, counts, prepared.lengths, prepared.checksums)
         if not folder.record(window).exists():
             folder.write_record(window, record)

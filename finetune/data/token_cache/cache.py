@@ -9,7 +9,7 @@ import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache, partial
 from itertools import islice
 from pathlib import Path
@@ -20,7 +20,7 @@ import numpy as np
 from finetune.config.sections.data import AuditSection, DataSection
 from finetune.data.rows import RawRow
 from finetune.data.sources.source import Source
-from finetune.data.token_cache.chunks import EncodedChunk, EncoderPool, Encoding, EncodingPlan, WorkersLost
+from finetune.data.token_cache.chunks import EncodedChunk, EncoderPool, Encoding, WorkersLost
 from finetune.data.token_cache.counts import REMEDY, Counts, exceeded_shares, num_duplicates
 from finetune.data.token_cache.integrity import DamagedSet, quarantine_set
 from finetune.data.token_cache.samples import CHUNK_BYTES, ArrayFile, SampleArrays, SampleWriter, chunk_name
@@ -128,11 +128,9 @@ def prepare_set(
     folder = set_folder(section, "prepared", identity, key=source.key, log=log)
     if not builds and not folder.is_dir():
         raise NotPrepared(f"{source.key}: is not prepared. Run `finetune prepare --config JOB.yaml`.")
-    plan = encoding.plan(source.format)
+    encoding = replace(encoding, format=source.format)
     progress = _progress(source, on_progress, log=log)
-    build_staged = partial(
-        _build, source=source, plan=plan, identity=identity, section=section, advance=progress, log=log
-    )
+    build_staged = partial(_build, source=source, encoding=encoding, identity=identity, advance=progress, log=log)
 
     def build() -> bool:
         try:
@@ -157,23 +155,16 @@ def prepare_set(
     return prepared
 
 
-def refuse_counts(
-    counts: Counts,
-    section: DataSection,
-    *,
-    key: str,
-    plan: EncodingPlan,
-    mapped: Iterable[Any] | None = None,
-) -> None:
+def refuse_counts(counts: Counts, encoding: Encoding, *, key: str, mapped: Iterable[Any] | None = None) -> None:
     """Raise DataError with all problems: refused rows and, unless `mapped` is None, no samples, and absent columns."""
-    problems = []
+    problems, section = [], encoding.section
     if counts.long_rows and section.over_length == "refuse":
-        *others, last = plan.over_length
+        *others, last = encoding.over_length
         instead = f"{', '.join(others)} or {last}" if others else last
         problems.append(
-            f"{counts.long_rows:,} of {counts.rows:,} rows are longer than {plan.length.limits} "
+            f"{counts.long_rows:,} of {counts.rows:,} rows are longer than {encoding.limit.limits} "
             f"(the longest has {counts.longest:,} tokens: {counts.longest_place}). "
-            f"Set data.over_length: {instead}, or {plan.length.advice.format(longest=counts.longest)}."
+            f"Set data.over_length: {instead}, or {encoding.limit.advice.format(longest=counts.longest)}."
         )
     if counts.rows_without_target and section.no_target == "refuse":
         cut = ", some of them because they were truncated" if counts.truncated_targets else ""
@@ -238,9 +229,8 @@ def _build(
     staging: Path,
     *,
     source: Source,
-    plan: EncodingPlan,
+    encoding: Encoding,
     identity: Identity,
-    section: DataSection,
     advance: OnProgress,
     log: Log,
 ) -> None:
@@ -253,7 +243,7 @@ def _build(
         log(f"warning: {source.key}: earlier tokenized rows are damaged ({reason}); rebuilding from {start}")
 
     try:
-        with closing(EncoderPool(plan, num_workers=num_prepare_workers(section))) as encoders:
+        with closing(EncoderPool(encoding, num_workers=num_prepare_workers(encoding.section))) as encoders:
             counts = build_set(
                 staging,
                 source.rows(),
@@ -263,7 +253,7 @@ def _build(
                 num_left_out=lambda: source.num_left_out,
                 on_damage=log_damage,
             )
-        refuse_counts(counts, section, key=source.key, plan=plan, mapped=source.section.mapped.values())
+        refuse_counts(counts, encoding, key=source.key, mapped=source.section.mapped.values())
     except WorkersLost:
         raise
     except DataError:

@@ -111,9 +111,7 @@ def encoded(tokenizer, rows, *, max_length=1000, over_length="drop"):
         identity={},
         length=SampleLengthLimit(max_length, over_length),
     )
-    return encode_chunk(
-        encoding.plan(ALREADY_READ), [RawRow("rows.jsonl", n, row) for n, row in enumerate(rows, start=1)]
-    )
+    return encode_chunk(encoding, [RawRow("rows.jsonl", n, row) for n, row in enumerate(rows, start=1)])
 
 
 def test_rows_and_their_answers_are_counted(tokenizer):
@@ -147,7 +145,7 @@ def test_each_answer_has_its_own_length(tokenizer):
 def test_a_row_encoded_as_one_sample_counts_no_answers(tokenizer):
     set_chat_template(tokenizer, "chatml")
     section = DataSection(train=TrainingSourceSection(path="/nowhere.jsonl"), max_length=8, over_length="drop")
-    plan = Encoding(ConversationEncoder(tokenizer), section, identity={}).plan(ALREADY_READ)
+    plan = Encoding(ConversationEncoder(tokenizer), section, identity={}, format=ALREADY_READ)
     counts = encode_chunk(plan, [RawRow("rows.jsonl", 1, {"messages": TALK})]).counts
     assert (counts.long_rows, counts.answers, counts.repeated_tokens) == (1, 0, 0)
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from finetune.config.sections.data import SourceSection
-from finetune.data.formats.attached_images import UNREAD_IMAGE
 from finetune.data.formats.columns import NOTES
+from finetune.data.formats.conversations import UNREAD_IMAGE
 from finetune.data.formats.row_format import UNREAD, choose_format
 from finetune.data.rows import RawRow
 from finetune.data.sources.source import texts

@@ -39,7 +39,7 @@ def encode(path, tokenizer, make=TextEncoder, **keys):
     """Encode the rows of the file as a preparing process does it."""
     section = DataSection(train={"path": str(path), **keys}, max_length=10**6)
     (source,) = open_sources(section, seed=1, log=lambda sentence: None).train
-    return encode_chunk(Encoding(make(tokenizer), section, identity={}).plan(source.format), list(source.rows()))
+    return encode_chunk(Encoding(make(tokenizer), section, identity={}, format=source.format), list(source.rows()))
 
 
 @pytest.mark.parametrize("kind", LINES)

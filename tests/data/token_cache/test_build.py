@@ -34,7 +34,7 @@ class Build:
     def __call__(self, folder, *, made_of=MADE_OF):
         self.encoded, self.progress, self.damage = 0, [], []
         folder.mkdir(exist_ok=True)
-        plan = Encoding(self.encode, self.section, identity={}).plan(self.source.format)
+        plan = Encoding(self.encode, self.section, identity={}, format=self.source.format)
         rows = self.source.rows()
         return build_set(
             folder,

@@ -10,10 +10,10 @@ import pytest
 
 from finetune.data.features import UNLABELED
 from finetune.data.formats.columns import NOTES
-from finetune.data.formats.prompts import OWN_PROMPT
+from finetune.data.formats.conversations import OWN_PROMPT
 from finetune.data.rows import RawRow
 from finetune.data.token_cache import chunks
-from finetune.data.token_cache.chunks import EncoderPool, EncodingPlan, WorkersLost, cut_into_chunks, encode_chunk
+from finetune.data.token_cache.chunks import EncoderPool, Encoding, WorkersLost, cut_into_chunks, encode_chunk
 from finetune.data.token_cache.lengths import SampleLengthLimit
 from tests.data.byte_encoding import AsWritten, EncodeForever, encode_bytes, encode_in_the_main_process_only
 
@@ -23,7 +23,7 @@ def rows(number, *, text="a>b"):
 
 
 def recipe(encode):
-    return EncodingPlan(AsWritten(), encode, SampleLengthLimit(100, "refuse"))
+    return Encoding(encode, None, {}, length=SampleLengthLimit(100, "refuse"), format=AsWritten())
 
 
 def assume_device(rows, encode, *, num_workers):
@@ -57,7 +57,8 @@ def test_notes_of_formats_and_unlabeled_rows_are_counted():
         assert not any(NOTES in row for row in given)
         return [UNLABELED, *encode_bytes(given[1:])]
 
-    counts = encode_chunk(EncodingPlan(Noting(), encode, SampleLengthLimit(100, "refuse")), list(rows(4))).counts
+    encoding = Encoding(encode, None, {}, length=SampleLengthLimit(100, "refuse"), format=Noting())
+    counts = encode_chunk(encoding, list(rows(4))).counts
     assert (counts.rows, counts.samples, counts.unlabeled_rows, counts.rows_without_target) == (4, 3, 1, 0)
     assert (counts.lacking_rows, counts.own_prompt_rows, counts.first_own_prompt) == ({"ctx": 3}, 2, "f, row 2")
     twice = counts.plus(counts)

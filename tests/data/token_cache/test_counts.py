@@ -7,10 +7,9 @@ import pytest
 
 from finetune.data.encoding.conversation import ConversationEncoder
 from finetune.data.encoding.preference import PreferenceEncoder
-from finetune.data.formats.row_format import ALREADY_READ
 from finetune.data.rows import RawRow
 from finetune.data.templates.chat_template import set_chat_template
-from finetune.data.token_cache.chunks import EncodingPlan, encode_chunk
+from finetune.data.token_cache.chunks import Encoding, encode_chunk
 from finetune.data.token_cache.counts import Counts, total_counts
 from finetune.data.token_cache.lengths import SampleLengthLimit
 
@@ -23,7 +22,7 @@ def answered(content="Four.", **keys):
 
 def counted(encoder, *rows):
     """Return the counts of the rows, each encoded as a chunk of its own."""
-    plan = EncodingPlan(ALREADY_READ, encoder, SampleLengthLimit(500, "refuse"))
+    plan = Encoding(encoder, None, {}, length=SampleLengthLimit(500, "refuse"))
     chunks = [encode_chunk(plan, [RawRow("rows.jsonl", number, row)]) for number, row in enumerate(rows, start=1)]
     return total_counts(chunk.counts for chunk in chunks)
 
