@@ -13,6 +13,7 @@ from finetune.checkpoint.format.manifest import FileChecksum, Manifest, RunFinge
 from finetune.config.sections.data import DataSection, TrainingSourceSection
 from finetune.data.audit import Audit, Exceeded, Histogram, Padding, SourceAudit
 from finetune.data.encoding.text import TextEncoder
+from finetune.data.loader import LoaderSettings
 from finetune.data.sources.source import open_source
 from finetune.data.template_check import PromptMismatch, TemplateCheck
 from finetune.data.token_cache.cache import identify
@@ -20,7 +21,6 @@ from finetune.data.token_cache.chunks import Encoding
 from finetune.data.token_cache.counts import Counts, Share
 from finetune.data.token_cache.store import CACHE_VERSION, TokenCacheManifest
 from finetune.data.token_cache.store import PrecomputedManifest as KnownManifest
-from finetune.data.workers import LoaderSettings
 from finetune.model.generation import SamplingParams
 from finetune.model.processing import Processing
 from finetune.registry.tasks import TASKS
@@ -131,8 +131,8 @@ def test_records_written_field_by_field_keep_their_keys(kind, names):
 def test_a_check_of_a_template_is_written_with_the_same_keys():
     check = TemplateCheck("`qwen`", "markers", "", (), True, "", (), {}, (), False)
     assert " ".join(check.as_json()) == (
-        "template targets_by end_of_turn end_of_turn_tokens is_end_learnt begins_with learnt refused differences wants_parts "
-        "arguments default_system"
+        "template targets_by end_of_turn end_of_turn_tokens is_end_learnt begins_with learnt refused differences "
+        "wants_parts arguments default_system"
     )
 
 

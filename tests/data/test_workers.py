@@ -3,7 +3,7 @@
 import pytest
 
 from finetune.config.sections.data import DataSection, TrainingSourceSection
-from finetune.data.workers import (
+from finetune.data.loader import (
     LoaderSettings,
     MachineResources,
     format_loader_settings,

@@ -9,8 +9,7 @@ from typing import Any, cast
 from finetune.config.sections.data import SourceSection
 from finetune.data.formats.columns import NOTES, PREVIEW, ColumnNames, Columns, quoted_list
 from finetune.data.formats.conversations import attach_images, read_exchange, turns_of, with_system
-from finetune.data.formats.layouts import layout_hint, meaning_of, unread_meanings
-from finetune.data.formats.value_kinds import is_empty
+from finetune.data.formats.layouts import is_empty, layout_hint, meaning_of, unread_meanings
 from finetune.data.images import ImageRoot
 from finetune.data.rows import (
     ARGUMENTS,

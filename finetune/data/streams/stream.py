@@ -17,13 +17,14 @@ import numpy as np
 
 from finetune.data.audit import Streamed
 from finetune.data.features import Features
-from finetune.data.order.grouping import set_order, token_budget
 from finetune.data.order.order import (
     DatasetView,
     Order,
     Samples,
     fingerprint_of,
+    set_order,
     split_stream_index,
+    token_budget,
     window_offset,
 )
 from finetune.data.sources.source import Source, stream_of

@@ -21,6 +21,7 @@ from uuid import uuid4
 
 import numpy as np
 
+from finetune.data.loader import num_prepare_workers
 from finetune.data.order.order import permutation
 from finetune.data.rows import RawRow
 from finetune.data.sources.slices import SliceShard
@@ -30,7 +31,6 @@ from finetune.data.token_cache.counts import Counts
 from finetune.data.token_cache.integrity import DamagedSet
 from finetune.data.token_cache.samples import ArrayFile, write_array_file
 from finetune.data.token_cache.store import Identity, TokenCache
-from finetune.data.workers import num_prepare_workers
 from finetune.errors import DataError
 from finetune.runtime.files.atomic import write_bytes
 from finetune.runtime.files.digests import Damaged

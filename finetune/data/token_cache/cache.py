@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from finetune.config.sections.data import AuditSection, DataSection
+from finetune.data.loader import num_prepare_workers
 from finetune.data.rows import RawRow
 from finetune.data.sources.source import Source
 from finetune.data.token_cache.chunks import EncodedChunk, EncoderPool, Encoding, WorkersLost
@@ -25,7 +26,6 @@ from finetune.data.token_cache.counts import REMEDY, Counts, exceeded_shares, nu
 from finetune.data.token_cache.integrity import DamagedSet, quarantine_set
 from finetune.data.token_cache.samples import CHUNK_BYTES, ArrayFile, SampleArrays, SampleWriter, chunk_name
 from finetune.data.token_cache.store import CACHE_VERSION, MANIFEST, Identity, TokenCache
-from finetune.data.workers import num_prepare_workers
 from finetune.errors import DataError
 from finetune.runtime.files.atomic import build_once
 from finetune.runtime.files.digests import Damaged, write_json_with_digest

@@ -15,8 +15,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from finetune.config.sections.data import BatchingSection, DataSection
 from finetune.data.features import Features
-from finetune.data.order.grouping import LengthGroupedOrder, set_order, token_budget
-from finetune.data.order.order import DatasetView, Samples, fingerprint_of
+from finetune.data.order.order import DatasetView, LengthGroupedOrder, Samples, fingerprint_of, set_order, token_budget
 from finetune.data.rows import row_location
 from finetune.data.token_cache.counts import LOCATIONS, Counts
 from finetune.data.token_cache.integrity import DamagedSet, format_damage, sample_checksum, sample_checksums

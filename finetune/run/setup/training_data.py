@@ -19,9 +19,8 @@ from finetune.data.audit import Audit, Streamed, audit_sources, measure_padding,
 from finetune.data.encoding.labelled import LABEL
 from finetune.data.encoding.tokenizer import prepare_tokenizer, tokenizer_identity, unknown_ids
 from finetune.data.features import LENGTHS_OF_SEQUENCES, Features
-from finetune.data.order.grouping import token_budget
 from finetune.data.order.mixing import mixed_view
-from finetune.data.order.order import DatasetView, fingerprint_of, steps_for_tokens
+from finetune.data.order.order import DatasetView, fingerprint_of, steps_for_tokens, token_budget
 from finetune.data.sources.source import open_sources, rows_read, stream_of, texts
 from finetune.data.streams.stream import stream_view
 from finetune.data.template_check import check_template

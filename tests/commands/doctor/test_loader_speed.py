@@ -15,7 +15,7 @@ from finetune.commands.doctor.loader_speed import (
     yaml_lines,
 )
 from finetune.config.sections.data import DataSection, TrainingSourceSection
-from finetune.data.workers import LoaderSettings, MachineResources
+from finetune.data.loader import LoaderSettings, MachineResources
 
 
 def measured(num_workers, tokens_per_second, *, prefetch_factor=2, pin_memory=False):

@@ -6,14 +6,15 @@ import numpy as np
 import pytest
 
 from finetune.config.sections.data import BatchingSection
-from finetune.data.order.grouping import (
+from finetune.data.order.order import (
     GroupedOrder,
     LengthGroupedOrder,
+    SetOrder,
     batches_by_tokens,
     best_fit_decreasing,
     set_order,
+    steps_for_tokens,
 )
-from finetune.data.order.order import SetOrder, steps_for_tokens
 
 
 def lists(groups):

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from finetune.config.sections.data import BatchingSection, StreamSection, TrainingSourceSection
-from finetune.data.order.grouping import set_order
-from finetune.data.order.order import SetOrder, split_stream_index, window_offset
+from finetune.data.order.order import SetOrder, set_order, split_stream_index, window_offset
 from finetune.data.sources.source import open_source
 from finetune.data.streams import windows as stream_maker
 from finetune.data.streams.stream import _COMMAND, StreamOrder, stream_view

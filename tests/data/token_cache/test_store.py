@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from finetune.config.sections.data import BatchingSection, DataSection, TrainingSourceSection
-from finetune.data.order.grouping import LengthGroupedOrder
+from finetune.data.order.order import LengthGroupedOrder
 from finetune.data.token_cache.cache import TokenCacheWriter
 from finetune.data.token_cache.chunks import EncodedChunk
 from finetune.data.token_cache.counts import Counts
