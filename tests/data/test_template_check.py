@@ -79,10 +79,3 @@ def test_a_template_without_end_of_turn_ends_with_end_of_sequence():
     check, lines = checked(form + "{% if add_generation_prompt %}assistant:{% endif %}")
     assert "end of turn: none, so end-of-sequence follows the last answer, a target" in lines
     assert check.trained_cases[:2] == ("one answer", "several answers")
-
-
-def test_a_template_without_trainable_tokens_is_reported():
-    check, lines = checked("{{ raise_exception('not today') }}")
-    assert check.trained_cases == ()
-    assert "trainable: nothing" in lines
-    assert "not trainable: one answer: the chat template refuses the conversation (user, assistant): not today" in lines

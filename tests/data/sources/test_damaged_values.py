@@ -118,11 +118,6 @@ def test_a_wide_table_is_read_soon_and_its_columns_are_not_all_listed(tmp_path, 
         encode(tmp_path / "twice.csv", tokenizer)
 
 
-def test_a_long_field_is_a_text(tmp_path, tokenizer):
-    (tmp_path / "long.csv").write_text("text\n" + "x" * 200_000 + "\n")
-    assert encode(tmp_path / "long.csv", tokenizer).counts.rows == 1
-
-
 def test_column_types_without_a_json_equivalent_are_rejected_by_name(tmp_path, tokenizer):
     nested = pa.int64()
     value = 1

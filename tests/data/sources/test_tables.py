@@ -1,11 +1,6 @@
 """The names that a dataset gives to whole numbers are found in its files."""
 
-import contextlib
-import io
 import json
-import os
-import random
-from collections.abc import Callable, Iterator
 
 import pyarrow as pa
 import pyarrow.ipc
@@ -15,8 +10,7 @@ import pytest
 from finetune.config.sections.data import SourceSection
 from finetune.data.sources.local import find_local
 from finetune.data.sources.source import open_source
-from finetune.data.sources.tables import arrow_rows, class_names, class_names_in, parquet_rows
-from finetune.errors import DataError
+from finetune.data.sources.tables import class_names, class_names_in
 
 LABEL = {"names": ["bad", "good"], "_type": "ClassLabel"}
 FEATURES = {"text": {"dtype": "string", "_type": "Value"}, "label": LABEL}
@@ -59,37 +53,3 @@ def test_rows_of_such_a_file_have_the_names(tmp_path):
     pa.parquet.write_table(NAMED, tmp_path / "rows.parquet")
     source = open_source(SourceSection(path=str(tmp_path / "rows.parquet")), key="data.train", log=print)
     assert [source.format.read(raw)["label"] for raw in source.rows()] == ["good", "bad"]
-
-
-@pytest.mark.parametrize("kind", ["stream", "file", "parquet"])
-def test_no_flipped_bit_of_a_table_ends_the_process(kind: str):
-    """Before each batch was validated, one file of six ended with a segmentation fault."""
-    draw = random.Random(3)
-    rows = [{"text": "ab\u00e9 " * (i % 9), "turns": [{"content": "x" * (i % 5)}] * (i % 3)} for i in range(600)]
-    table, written = pa.Table.from_pylist(rows), io.BytesIO()
-    if kind == "parquet":
-        pa.parquet.write_table(table, written)
-    else:
-        with (pa.ipc.new_stream if kind == "stream" else pa.ipc.new_file)(written, table.schema) as writer:
-            writer.write_table(table, max_chunksize=200)
-    outcomes = []
-    for _ in range(40):
-        damaged = bytearray(written.getvalue())
-        for _ in range(8):
-            damaged[draw.randrange(len(damaged))] ^= 1 << draw.randrange(8)
-        outcomes.append(_outcome_in_a_fork(bytes(damaged), parquet_rows if kind == "parquet" else arrow_rows))
-    assert set(outcomes) <= {"read", "refused"} and "refused" in outcomes
-
-
-def _outcome_in_a_fork(content: bytes, read: Callable[..., Iterator[object]]) -> str:
-    pid = os.fork()
-    if pid == 0:
-        code = 9
-        with contextlib.suppress(BaseException):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-            try:
-                code = 0 if sum(1 for _ in read(io.BytesIO(content), "rows", 0)) >= 0 else 9
-            except DataError:
-                code = 2
-        os._exit(code)
-    return {0: "read", 2: "refused"}.get(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), "crashed")

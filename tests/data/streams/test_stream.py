@@ -9,14 +9,14 @@ import fsspec
 import numpy as np
 import pytest
 
-from finetune.config.sections.data import BatchingSection, StreamSection, TrainingSourceSection
-from finetune.data.order.order import SetOrder, set_order, split_stream_index, window_offset
+from finetune.config.sections.data import StreamSection, TrainingSourceSection
+from finetune.data.order.order import SetOrder, split_stream_index, window_offset
 from finetune.data.sources.source import open_source
 from finetune.data.streams import windows as stream_maker
 from finetune.data.streams.stream import _COMMAND, StreamOrder, stream_view
 from finetune.data.streams.windows import NUM_KEPT_WINDOWS, make_window, prepare_next
 from finetune.data.token_cache.chunks import Encoding
-from finetune.data.token_cache.integrity import digest_of_step_ids, sample_checksum
+from finetune.data.token_cache.integrity import sample_checksum
 from finetune.errors import DataError
 from tests.data.byte_encoding import encode_bytes
 
@@ -60,39 +60,6 @@ def test_a_stream_order_can_start_at_any_position():
         whole[11:19].tolist(),
         [whole[19]],
     ]
-
-
-def test_no_window_is_asked_for_before_its_turn():
-    arranged = Arranged()
-    order = StreamOrder(arranged)
-    order.samples(0, 5)
-    assert arranged.asked == [0]
-    order.samples(5, 6)
-    assert arranged.asked == [0, 1, 2]
-    assert order.num_positions is None
-
-
-def test_the_digest_of_consumed_samples_can_be_recomputed_from_the_order():
-    digest = digest_of_step_ids(StreamOrder(Arranged()), 6, global_batch_size=4)
-    assert digest == digest_of_step_ids(StreamOrder(Arranged()), 6, global_batch_size=4)
-    assert digest != digest_of_step_ids(StreamOrder(Arranged([5, 0, 3, 6, 2])), 6, global_batch_size=4)
-
-
-def test_packs_stay_within_their_window():
-    lengths = [np.array([5, 9, 3, 1, 7]), np.array([2, 2, 2, 8])]
-
-    def arrange(window):
-        batching = BatchingSection(by="packs", tokens=10)
-        return set_order(lengths[window % 2], seed=window, shuffle=True, batching=batching, max_length=10)
-
-    order = StreamOrder(arrange)
-    packs = [places(pack) for pack in order.cut(0, 10, 1)]
-    assert len(packs) == 10
-    for pack in packs:
-        assert len({window for window, _ in pack}) == 1
-        assert sum(lengths[window % 2][index] for window, index in pack) <= 10
-    ids = [place for pack in packs for place in pack]
-    assert sorted(ids[:9]) == [(0, i) for i in range(5)] + [(1, i) for i in range(4)]
 
 
 IDENTITY = {"tokenizer": "t1"}
@@ -266,14 +233,6 @@ def test_rows_that_the_section_refuses_are_named_with_their_window(streams, no_p
     streams.write(["a>1", "b>2", "c>3", "d>4"], ["a>1", "b>long"])
     make_window(job_of(pool), 0)
     with pytest.raises(DataError, match=r"^data\.train: window 1: 1 of 3 rows are longer than data\.max_length: 4"):
-        make_window(job_of(pool), 1)
-
-
-def test_files_that_change_under_a_stream_are_noticed(streams, no_process):
-    pool = prepared(streams.open(shuffle=False), 0, 1)
-    job_of(pool).folder.delete_window(1)
-    streams.write(["a>0", "a>1", "a>2", "other>3"])
-    with pytest.raises(DataError, match="has different rows than when it was first prepared"):
         make_window(job_of(pool), 1)
 
 

@@ -72,20 +72,6 @@ def test_notes_of_formats_and_unlabeled_rows_are_counted():
     )
 
 
-def test_a_small_set_starts_no_process(monkeypatch):
-    monkeypatch.setattr(chunks, "ProcessPoolExecutor", None)  # calling it would raise
-    encoded = assume_device(rows(500), encode_bytes, num_workers=4)
-    assert sum(chunk.counts.samples for chunk in encoded) == 500
-
-
-def test_the_main_process_encodes_until_a_worker_is_ready(monkeypatch):
-    monkeypatch.setattr(chunks, "ROWS_PER_CHUNK", 1)
-    monkeypatch.setattr(chunks, "CHUNKS_BEFORE_WORKERS", 1)
-    encoded = assume_device(rows(5), encode_in_the_main_process_only, num_workers=1)
-    assert [chunk.row_numbers.tolist() for chunk in encoded] == [[1], [2], [3], [4], [5]]
-    assert active_children() == []
-
-
 def test_workers_are_kept_from_call_to_call(only_workers):
     with closing(EncoderPool(recipe(encode_bytes), num_workers=1)) as encoders:
         list(encoders.encode(rows(5)))

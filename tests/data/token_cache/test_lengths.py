@@ -57,11 +57,6 @@ def test_windows_without_a_target_are_left_out_and_their_tokens_counted():
     assert counts == Counts(split_rows=1, dropped_tokens=6)
 
 
-def test_a_row_without_any_target_does_not_count_as_split():
-    silent = Features({"input_ids": np.arange(9, dtype=np.uint32), "is_target": np.zeros(9, bool)})
-    assert SampleLengthLimit(4, "split").shorten(silent) == ((), Counts())
-
-
 @pytest.mark.parametrize("length", range(5, 40))
 @pytest.mark.parametrize("max_length", [2, 3, 4])
 def test_splitting_loses_no_target_for_any_length(length, max_length):
