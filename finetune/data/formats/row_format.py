@@ -247,16 +247,10 @@ def _available(section: SourceSection, row: Row) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*section.template, *row)))
 
 
-def read_messages(columns: Columns) -> Row:
-    """Return the turns."""
-    turns = read_turns(columns.json_value("messages"), title=columns.title("messages"), with_images=True)
-    return with_tools(attach_images({"messages": with_system(turns, columns)}, columns), columns)
-
-
-def read_conversations(columns: Columns) -> Row:
-    """Return the turns of a ShareGPT conversation, after the row's `system` text."""
-    value, title = columns.json_value("conversations"), columns.title("conversations")
-    turns = read_turns(value, title=title, with_images=True)
+def read_conversation(columns: Columns) -> Row:
+    """Return the turns of the column `messages`, or `conversations`, after the row's `system` text."""
+    (name,) = FORMATS[columns.names.format].required
+    turns = read_turns(columns.json_value(name), title=columns.title(name), with_images=True)
     return with_tools(attach_images({"messages": with_system(turns, columns)}, columns), columns)
 
 
