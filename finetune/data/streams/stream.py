@@ -145,7 +145,8 @@ class Windows:
     def _request(self, window: int) -> bool:
         """Request the window; return whether the process that prepares windows, which holds a lock, was started now."""
         if self._starter != os.getpid():  # this is a forked copy
-            self._starter, self._producers, self._log = os.getpid(), [], no_op
+            self._starter, self._log = os.getpid(), no_op
+            self._producers, self._num_failed_starts = [], 0
         folder = self.job.folder
         folder.request(window)
         lock = os.open(folder.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
