@@ -69,8 +69,8 @@ class DroppedContentCheck:
             if is_dropped:
                 what = _NAMES[part.kind].format(role=part.role, detail=part.detail)
                 raise DataError(
-                    f"the chat template ({self.finder.template}) drops {what} Change the rows, or set "
-                    "data.chat_template to one that writes it."
+                    f"the chat template ({self.finder.template}) drops {what} Set data.chat_template to one that "
+                    "writes it, or change the rows."
                 )
         _check_written(turns, text=text, template=self.finder.template)
 
