@@ -109,8 +109,9 @@ def _as_utf8(stream: BinaryIO, *, encoding: str | None, origin: str) -> io.Buffe
         encoding = next((name for mark, name in _MARKS if start.startswith(mark)), "utf-8")
         if encoding == "utf-8" and 0 in start[:2]:
             raise DataError(
-                f"{origin}: begins with a zero byte. If it is UTF-16 without a byte order mark, write `encoding: "
-                f"utf-16-{'be' if start[:1] == bytes(1) else 'le'}` next to its path."
+                f"{origin}: has a zero byte at its start. If it is UTF-16 without a byte order mark, write "
+                f"`encoding: utf-16-{'be' if start[:1] == bytes(1) else 'le'}` next to its path; else it was not "
+                "written completely."
             )
     if codecs.lookup(encoding).name != "utf-8":
         text = io.BufferedReader(_Transcoded(text, encoding, origin), _CHUNK_BYTES)
