@@ -433,7 +433,7 @@ def assert_no_circle(graph: dict[str, set[str]]) -> None:
 
 
 def inner_folder(name: str) -> str:
-    """Return the folder of a module: `finetune.data.order` for `finetune.data.order.grouping`."""
+    """Return the folder of a module: `finetune.data.order` for `finetune.data.order.order`."""
     return name if (ROOT / name.replace(".", "/")).is_dir() else name.rpartition(".")[0]
 
 

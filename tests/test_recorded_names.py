@@ -13,6 +13,7 @@ from finetune.checkpoint.format.manifest import FileChecksum, Manifest, RunFinge
 from finetune.config.sections.data import DataSection, TrainingSourceSection
 from finetune.data.audit import Audit, Exceeded, Histogram, Padding, SourceAudit
 from finetune.data.encoding.text import TextEncoder
+from finetune.data.loader import LoaderSettings
 from finetune.data.sources.source import open_source
 from finetune.data.template_check import PromptMismatch, TemplateCheck
 from finetune.data.token_cache.cache import identify
@@ -20,7 +21,6 @@ from finetune.data.token_cache.chunks import Encoding
 from finetune.data.token_cache.counts import Counts, Share
 from finetune.data.token_cache.store import CACHE_VERSION, TokenCacheManifest
 from finetune.data.token_cache.store import PrecomputedManifest as KnownManifest
-from finetune.data.workers import LoaderSettings
 from finetune.model.generation import SamplingParams
 from finetune.model.processing import Processing
 from finetune.registry.tasks import TASKS
@@ -105,8 +105,8 @@ WRITTEN = [
     (FileChecksum, "size_bytes sha256"),
     (Counts, "rows samples tokens targets truncated_rows truncated_tokens truncated_targets long_rows "
      "rows_without_target dropped_tokens dropped_targets split_rows excluded_rows empty_rows unknown_tokens "
-     "control_rows turn_mark_rows longest longest_place first_without_target answers long_answers repeated_tokens "
-     "argument_rows override_rows dropped_reasoning_rows cut_answer_rows lost_answer_rows empty_answers "
+     "control_rows longest longest_place first_without_target answers repeated_tokens "
+     "argument_rows dropped_reasoning_rows empty_answers "
      "first_empty_answer unread_keys unlabeled_rows own_prompt_rows first_own_prompt same_prompt_rows unread_rows "
      "lacking_rows"),
     (Audit, "sources total validation padding template exceeded classes num_sequences"),
@@ -129,10 +129,10 @@ def test_records_written_field_by_field_keep_their_keys(kind, names):
 
 
 def test_a_check_of_a_template_is_written_with_the_same_keys():
-    check = TemplateCheck("`qwen`", "markers", "", (), True, "", (), {}, (), ())
+    check = TemplateCheck("`qwen`", "markers", "", (), True, "", (), {}, (), False)
     assert " ".join(check.as_json()) == (
-        "template targets_by end_of_turn end_of_turn_tokens is_end_learnt begins_with learnt refused differences notes "
-        "arguments default_system"
+        "template targets_by end_of_turn end_of_turn_tokens is_end_learnt begins_with learnt refused differences "
+        "wants_parts arguments default_system"
     )
 
 

@@ -18,7 +18,7 @@ from finetune.config.run_config import RunConfig
 from finetune.data.sources.source import Source, open_source, open_sources
 from finetune.data.templates.chat_template import set_chat_template
 from finetune.data.templates.rendering import use_arguments
-from finetune.data.token_cache.cache import prepare_set, repair
+from finetune.data.token_cache.cache import prepare_set
 from finetune.data.token_cache.store import TokenCache
 from finetune.errors import UserError
 from finetune.model.build import build_model
@@ -283,7 +283,6 @@ def prepare_evaluation(target: EvaluationTarget) -> EvaluationSetup:
     encoding = make_encoding(config.data, target.run_inputs.processing, task, name=config.task.name)
     source = _source(config, log=log)
     rows = prepare_set(source, encoding, log=log)
-    repair(rows, seconds=None)
     # Before the model: quantized weights are loaded to the device that it chooses.
     return EvaluationSetup(config, task, source, rows, make_accelerator(config, strategy, log=log), log)
 

@@ -15,7 +15,7 @@ from finetune.data.audit import Audit, Histogram, SourceAudit, Streamed
 from finetune.data.token_cache.counts import REMEDY
 from finetune.errors import DataError
 from finetune.report.reporter import RunLog, print_line
-from finetune.run.setup.training_data import audit_training_data, make_run_plan, make_training_data, verify_sets
+from finetune.run.setup.training_data import audit_training_data, make_run_plan, make_training_data
 from finetune.runtime.text.terminal import quiet_libraries
 
 HEAD = (
@@ -61,7 +61,6 @@ def tokenize_data(loaded: LoadedConfig) -> Audit:
             on_progress=ProgressLines(),
             locations=loaded.sources,
         )
-        verify_sets(training_data)
     except KeyboardInterrupt:
         print("Progress is saved. Run the same command to resume.", file=sys.stderr)
         raise
@@ -209,7 +208,6 @@ def _source_lines(audit: SourceAudit) -> Iterator[str]:
     if counts.has_tokens:
         yield f"{audit.key}: longest row {counts.longest:,} tokens: {counts.longest_place}"
     yield from (f"{audit.key}: {note.format(counts)}" for name, note in _NOTES.items() if getattr(counts, name))
-    yield from (f"{audit.key}: {line}" for line in counts.answer_lines if counts.truncated_rows)
     if audit.in_validation:
         yield f"{audit.key}: {audit.in_validation:,} samples are also in the validation data"
 

@@ -1,9 +1,8 @@
 """Rows as a source yields them, and the parts of their turns that are images."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeGuard
 
 from finetune.errors import DataError
@@ -61,19 +60,12 @@ class RawRow:
         return row
 
 
-def not_utf8(error: UnicodeDecodeError, *, num_before: int = 0) -> str:
-    """Return a message about bytes that are not valid UTF-8; `num_before` bytes stand before the error's."""
-    content: bytes = error.object
-    position = num_before + error.start + 1
-    others = {character for character in content.decode("utf-8", "replace") if not character.isascii()} - {"\ufffd"}
-    what = f"not UTF-8 text: byte 0x{content[error.start]:02x} at position {position:,} ({error.reason})."
-    if others:
-        return f"{what} Other characters in it are valid UTF-8: fix this one."
-    try:
-        content.decode("cp1252")
-    except UnicodeDecodeError:
-        return f"{what} Write the file's `encoding` next to its path, such as `encoding: latin-1`."
-    return f"{what} If the file is from Windows or Excel, write `encoding: cp1252` next to its path."
+def not_utf8(error: UnicodeDecodeError) -> str:
+    """Return a message about bytes that are not valid UTF-8."""
+    return (
+        f"not UTF-8 text: byte 0x{error.object[error.start]:02x} at position {error.start + 1:,} ({error.reason}). Fix "
+        "it, or write the file's encoding next to its path, such as `encoding: cp1252` of Windows and Excel."
+    )
 
 
 def parse_row_json(text: str | bytes) -> Any:
@@ -82,19 +74,18 @@ def parse_row_json(text: str | bytes) -> Any:
     Raises JSONDecodeError or UnicodeDecodeError for invalid JSON, and DataError for unusable values: excessive nesting,
     numbers with thousands of digits, duplicate names in an object.
     """
-    value = _decoded(_loads, text)
+    try:
+        value = json.loads(text, object_pairs_hook=_object)
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        raise
+    except RecursionError as error:
+        raise DataError(_TOO_DEEP) from error
+    except ValueError as error:  # Python limits the number of digits of an integer
+        raise DataError("contains a number with thousands of digits. Write it as text, or remove it.") from error
     num_opened = text.count(b"[") + text.count(b"{") if isinstance(text, bytes) else text.count("[") + text.count("{")
     if num_opened > MAX_DEPTH:
         require_shallow(value)
     return value
-
-
-def parse_json_at(text: str, start: int) -> tuple[Any, int]:
-    """Return the value that starts there, and the position after it; raises what `parse_row_json` raises."""
-    value, end = _decoded(_raw_decode, text, start)
-    if text.count("[", start, end) + text.count("{", start, end) > MAX_DEPTH:
-        require_shallow(value)
-    return value, end
 
 
 def require_shallow(value: Any) -> None:
@@ -118,21 +109,6 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         duplicate = next(name for name in names if names.count(name) > 1)
         raise DataError(f"has `{shortened(duplicate)}` twice in one object. Keep one of them.")
     return value
-
-
-_loads = partial(json.loads, object_pairs_hook=_object)
-_raw_decode = json.JSONDecoder(object_pairs_hook=_object).raw_decode
-
-
-def _decoded(decode: Callable[..., Any], *arguments: Any) -> Any:
-    try:
-        return decode(*arguments)
-    except (json.JSONDecodeError, UnicodeDecodeError):
-        raise
-    except RecursionError as error:
-        raise DataError(_TOO_DEEP) from error
-    except ValueError as error:  # Python limits the number of digits of an integer
-        raise DataError("contains a number with thousands of digits. Write it as text, or remove it.") from error
 
 
 def shortened(text: str) -> str:

@@ -1,6 +1,6 @@
 """Check of a chat template with its tokenizer: encodes small conversations, once per prepared dataset."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
@@ -13,7 +13,7 @@ from finetune.data.encoding.conversation import ConversationEncoder
 from finetune.data.encoding.target_spans import first_difference
 from finetune.data.features import Features, Outcome, Unlabeled
 from finetune.data.rows import Row
-from finetune.data.templates.chat_template import EndOfTurn, end_of_turn, is_special, tokenize
+from finetune.data.templates.chat_template import end_of_turn, is_special, tokenize
 from finetune.data.templates.rendering import arguments_of, has_markers, render_chat
 from finetune.errors import DataError
 from finetune.runtime.text.terminal import format_json
@@ -67,7 +67,7 @@ class TemplateCheck:
     trained_cases: tuple[str, ...]  # cases with targets
     refused: Mapping[str, str]  # the other cases, with the reason
     differences: tuple[PromptMismatch, ...]
-    notes: tuple[str, ...]
+    wants_parts: bool  # it renders content only as a list of parts
     arguments: Mapping[str, Any] = field(default_factory=dict)  # passed to the template for every conversation
     default_system: str = ""  # the system prompt that the template adds where a conversation has none
 
@@ -97,7 +97,8 @@ class TemplateCheck:
             yield f"    tokens {list(difference.prompt_tokens)} vs. {list(difference.trained_tokens)}"
         if self.trained_cases and not self.differences:
             yield "  prompts at inference are prefixes of the training samples"
-        yield from (f"  {note}" for note in self.notes)
+        if self.wants_parts:
+            yield '  content must be a list of parts: [{"type": "text", "text": "..."}]'
 
     def default_system_line(self) -> str:
         """Return the sentence about the template's own system prompt."""
@@ -160,7 +161,7 @@ def check_template(tokenizer: PreTrainedTokenizerBase, section: DataSection) -> 
         trained_cases=tuple(encoded),
         refused=refused,
         differences=tuple(differences),
-        notes=tuple(_notes(samples, ending, tokenizer)) + (_WANTS_PARTS if rows is not CASES else ()),
+        wants_parts=rows is not CASES,
         arguments=dict(arguments_of(tokenizer)),
         default_system=_default_system(tokenizer, rows),
     )
@@ -184,9 +185,6 @@ def _last(outcome: Outcome) -> Features | DataError | None:
     return None if isinstance(last, Unlabeled) else last
 
 
-_WANTS_PARTS = ('content must be a list of parts: [{"type": "text", "text": "..."}]',)
-
-
 @dataclass(frozen=True)
 class _Sample:
     """A small conversation encoded for training."""
@@ -207,25 +205,3 @@ class _Sample:
         return tokenize(
             self.tokenizer, render_chat(self.tokenizer, turns, tools=tools, add_generation_prompt=True).text
         )
-
-
-def _notes(samples: Sequence[_Sample], ending: EndOfTurn, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
-    bos = tokenizer.bos_token_id
-    for sample in samples[:1]:
-        start, end = int(np.flatnonzero(sample.features.arrays["is_target"])[0]), len(sample.prompt)
-        between = repr(tokenizer.decode(sample.ids[min(start, end) : max(start, end)]))
-        if sample.ids[:end] == sample.prompt and start != 1:  # else a mismatch, or all tokens are targets
-            if start < end:
-                yield f"{between}, the end of the prompt, is a target, too: the markers start before it"
-            if start > end:
-                yield (
-                    f"{between}, which a model has to write after the prompt, is not a target: the markers start after "
-                    "it"
-                )
-        if bos is not None and sample.ids[0] != bos and list(tokenizer("a")["input_ids"][:1]) == [bos]:
-            yield f"the template does not write {tokenizer.bos_token}, which the tokenizer prepends to plain texts"
-        rendering = render_chat(tokenizer, sample.row["messages"])
-        if rendering.marked and not rendering.text[: rendering.marked[-1][1]].rstrip().endswith(ending.special):
-            yield "the markers end before the end of turn, which is still a target"
-    if "strftime_now" in str(tokenizer.get_chat_template()):
-        yield "the template writes the date: a dataset prepared on another day has different prompts"

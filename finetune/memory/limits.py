@@ -20,8 +20,7 @@ from finetune.config.run_config import RunConfig
 from finetune.config.sections.data import BatchingSection
 from finetune.data.batch import Batch
 from finetune.data.loader import training_batch
-from finetune.data.order.grouping import LengthGroupedOrder
-from finetune.data.order.order import DatasetView
+from finetune.data.order.order import DatasetView, LengthGroupedOrder
 from finetune.runtime.resources import available_bytes, resident_bytes
 from finetune.task.model_inputs import is_padding_free
 from finetune.task.protocol import Task

@@ -38,7 +38,7 @@ FORMATS = Table(
         FormatEntry(
             name="messages",
             description="role/content turns, `system`, `tools`, `images`",
-            implementation="finetune.data.formats.row_format:read_messages",
+            implementation="finetune.data.formats.row_format:read_conversation",
             required=("messages",),
             optional=_OF_TURNS,
             usual_task="sft",
@@ -46,7 +46,7 @@ FORMATS = Table(
         FormatEntry(
             name="conversations",
             description="from/value turns, `tools`, `images`, `system`",
-            implementation="finetune.data.formats.row_format:read_conversations",
+            implementation="finetune.data.formats.row_format:read_conversation",
             required=("conversations",),
             optional=_OF_TURNS,
             usual_task="sft",

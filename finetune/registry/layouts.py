@@ -42,7 +42,7 @@ class LayoutEntry(Entry):
 
     `roles` has `KIND: NAMES` for each role of a column: the column has one of the names (in lowercase, with `_` for
     other characters; `*` is any text; not one after `-`), and all of its values are of this kind (`KINDS` of
-    `data.formats.value_kinds`; `a|b` is either of two). A `?` before the kind: rows may lack it; a `+`: all columns of
+    `data.formats.layouts`; `a|b` is either of two). A `?` before the kind: rows may lack it; a `+`: all columns of
     these names have the role, at least as many as the digit after it. Rows without readings are not training rows, and
     `remedy` says what to make of them.
     """

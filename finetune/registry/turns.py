@@ -81,9 +81,3 @@ WEIGHTS: Mapping[str, bool | None] = {
     **dict.fromkeys(("mask", "train_detail", "training_detail"), None),
 }
 """Keys that say whether a turn counts in the loss: whether 1 means that it does; None where tools differ on that."""
-
-KNOWN_KEYS = (
-    *("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "thinking", "reasoning"),
-    *WEIGHTS,
-)
-"""The keys of turns that are read, by this package or by chat templates; others may be misspellings of these."""

@@ -19,12 +19,12 @@ from finetune.config.sections.task import TaskSection
 from finetune.config.sections.train import LossKernel
 from finetune.data.batch import IGNORED, Batch
 from finetune.data.features import Features, Outcome, Unlabeled, result_or_error
-from finetune.data.formats.attached_images import PLACEHOLDER, UNREAD_IMAGE
 from finetune.data.formats.columns import Columns
+from finetune.data.formats.conversations import PLACEHOLDER, UNREAD_IMAGE
+from finetune.data.loader import LoadingCost
 from finetune.data.rows import Row
 from finetune.data.token_cache.chunks import Encode
 from finetune.data.token_cache.lengths import LengthLimit
-from finetune.data.workers import LoadingCost
 from finetune.errors import DataError
 from finetune.registry.losses import PREFERENCE_LOSSES
 from finetune.registry.table import import_attribute, options_of

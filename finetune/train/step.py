@@ -157,7 +157,7 @@ def start_step_counts(
             sum(batch.num_targets for batch in group),
             sum(batch.num_tokens for batch in group),
             *split_uint64(delivery.checksum),
-            len(delivery.damaged) + int(delivery.problem is not None),
+            len(delivery.damaged),
             int(components.update.has_news),
             int(is_slow),
             *components.stop_sources.counts(),
@@ -167,9 +167,8 @@ def start_step_counts(
     def wait() -> StepCounts:
         num_targets, num_tokens, low, high, num_damaged, num_news, num_slow, *stop_counts = wait_for_sums()
         if num_damaged:  # the damaged samples of all ranks are named, and their cache is set aside
-            is_damaged = delivery.damaged or delivery.problem
             gathered = distributed.gather_objects(
-                components.sample_verifier.explain(delivery.damaged) if is_damaged else ()
+                components.sample_verifier.explain(delivery.damaged) if delivery.damaged else ()
             )
             lines = dict.fromkeys(line for of_rank in gathered for line in of_rank)
             raise TrainingError(f"step {step + 1} is not taken because its data is damaged:\n" + "\n".join(lines))

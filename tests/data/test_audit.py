@@ -11,11 +11,8 @@ from finetune.config.sections.data import AuditSection
 from finetune.data.audit import (
     Streamed,
     audit_sources,
-    histogram,
     length_histogram,
     measure_padding,
-    plain_computed,
-    quantiles,
     refuse_exceeded,
 )
 from finetune.data.batch import Batch
@@ -37,15 +34,6 @@ def test_long_lengths_share_bars_of_whole_tokens():
     assert len(found.bars) <= 32 and sum(found.bars) == 2
     assert found.edges[1] == 32.0
     assert found.edges[-1] > 1000
-
-
-def test_everything_is_in_a_bar():
-    assert histogram(np.array([0.0, 0.5, 1.0]), upper=1.0, num_bars=4).bars == (1, 0, 1, 1)
-
-
-def test_a_quantile_is_a_length_that_occurs():
-    assert quantiles(np.array([7, 1, 9]))["p50"] == 7
-    assert quantiles(np.array([], np.int64)) == {}
 
 
 @dataclass(frozen=True)
@@ -145,11 +133,6 @@ def test_an_audit_is_plain_json():
     assert plain["validation"]["counts"]["rows"] == 1
 
 
-def test_the_audit_of_an_empty_source_has_shares_of_zero():
-    audit = audit_sources({"data.train": counted("")})
-    assert audit.total.length_quantiles == {} and audit.as_json()["total"]["shares"]["truncated_rows"] == 0.0
-
-
 @dataclass(frozen=True)
 class Samples:
     """Samples of these lengths."""
@@ -213,12 +196,3 @@ def test_padding_of_encoder_decoder_batches_counts_encoder_positions():
 def test_a_token_budget_reports_the_share_of_filled_positions():
     assert measured(end_to_end, budget=10).filled == pytest.approx(40 / 80)
     assert measured(end_to_end).filled is None
-
-
-def test_a_set_smaller_than_a_step_is_looked_at_all_the_same():
-    assert measured(padded, lengths=(5, 5)).num_samples == 4  # one step takes both samples twice
-
-
-def test_plain_batches_are_those_of_the_same_samples():
-    assert plain_computed(np.array([4, 4, 4]), microbatch_size=2) == 12
-    assert plain_computed(np.array([1, 9]), microbatch_size=2) == 18

@@ -2,7 +2,6 @@
 
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -26,8 +25,6 @@ from finetune.data.order.order import DatasetView, SetOrder
 from finetune.data.sources.source import open_source
 from finetune.data.token_cache.cache import prepare_set
 from finetune.data.token_cache.chunks import Encoding
-from finetune.runtime.distributed import RankGroup
-from finetune.task.model_inputs import collate_padding_free
 from tests.devices import EVERY_DEVICE
 
 
@@ -105,11 +102,6 @@ def test_resume_continues_with_the_very_next_sample():
     assert list(make_sampler(first_step=5)) == list(make_sampler())[5 * 4 :]
 
 
-def test_a_group_that_cannot_be_divided_is_rejected():
-    with pytest.raises(ValueError, match="a global batch of 8 cannot be split into microbatches of 3"):
-        make_sampler(microbatch_size=3)
-
-
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("num_samples", [1, 3, 7, 8, 9])
 def test_evaluation_sees_each_row_once_and_every_rank_equally_many_batches(num_samples, world):
@@ -183,18 +175,6 @@ def test_evaluation_packs_rows_like_training(prepared_and_section):
     loader = evaluation_loader(prepared, Collate(), dummy_batch=fill, microbatch_size=2, world=2, section=packed)
     batches = [batch.sample_ids for batch in loader]
     assert batches == [(0, 1, 2, 3, 4, 5, 6, 7), (8, 9)]  # ten rows of one token
-
-
-def test_padded_rows_of_an_evaluation_share_a_forward_pass_with_rows_as_long(prepared_and_section):
-    _, section = prepared_and_section
-    lengths = np.array([1, 9, 2, 8, 3, 7, 4, 6, 5, 5])
-    samples = SimpleNamespace(lengths=lengths)
-    padded = section.model_copy(update={"batching": BatchingSection(padding_free=False)})
-    loader = evaluation_loader(samples, Collate(), dummy_batch=fill, microbatch_size=4, world=1, section=padded)
-    assert [lengths[ids].tolist() for ids in loader.batch_sampler] == [[9, 8, 7, 6], [5, 5, 4, 3], [2, 1]]
-    in_one_row = section.model_copy(update={"batching": BatchingSection(padding_free=True)})
-    loader = evaluation_loader(samples, Collate(), dummy_batch=fill, microbatch_size=4, world=1, section=in_one_row)
-    assert list(loader.batch_sampler) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
 
 
 def test_loading_draws_nothing_from_the_global_generator(prepared_and_section):
@@ -295,14 +275,6 @@ def test_an_error_of_the_loader_is_raised_when_the_previous_group_is_requested()
     handed = iter(StepLoader(failing(), 1, CPU, stream=Diary()))
     with pytest.raises(ValueError, match="not full"):
         next(handed)
-
-
-def test_the_groups_can_be_read_again_and_hold_this_ranks_slices():
-    columns = {"input_ids": np.array([1, 2, 3, 4], dtype=np.uint32), "is_target": np.ones(4, dtype=bool)}
-    row = collate_padding_free([Features(columns, sample_id=0)])
-    groups = StepLoader([row, row], 1, CPU, sequence=RankGroup(2, 1))
-    for _ in range(2):
-        assert [batch.inputs["input_ids"].tolist() for (batch,) in groups] == [[[3, 4]]] * 2
 
 
 def test_a_step_ends_when_the_next_group_is_requested():

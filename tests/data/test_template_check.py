@@ -17,7 +17,7 @@ def checked(template, **keys):
     """Return the check and its lines as one text."""
     section = DataSection(train=TrainingSourceSection(path="/nowhere.jsonl"), max_length=64, **keys)
     check = check_template(tokenizer_for(TEMPLATES.get(template, template)), section)
-    assert json.loads(json.dumps(asdict(check)))["notes"] == list(check.notes)
+    assert json.loads(json.dumps(asdict(check)))["template"] == check.template
     return check, "\n".join(check.lines())
 
 
@@ -54,18 +54,6 @@ def test_a_prompt_that_differs_from_training_is_shown_as_text_and_tokens():
     assert "?<|bot|><think>' but the model was trained on '" in lines
 
 
-def test_generation_markers_that_do_not_start_at_the_end_of_the_prompt_are_reported():
-    form = "{% for m in messages %}{% if m.role == 'user' %}<|user|>{{ m.content }}{% else %}BODY</s>{% endif %}"
-    form += "{% endfor %}{% if add_generation_prompt %}<|bot|>{% endif %}"
-    early = form.replace("BODY", "{% generation %}<|bot|>{{ m.content }}{% endgeneration %}")
-    assert "'<|bot|>', the end of the prompt, is a target, too" in checked(early)[1]
-    late = form.replace("BODY", "<|bot|>final:{% generation %}{{ m.content }}{% endgeneration %}")
-    check, lines = checked(late)
-    assert "'final:', which a model has to write after the prompt, is not a target" in lines
-    assert "the markers end before the end of turn, which is still a target" in lines
-    assert check.trains_on_end
-
-
 def test_the_system_prompt_that_a_template_adds_is_reported():
     turns = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     added = "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are Ann.<|im_end|>\n{% endif %}"
@@ -86,19 +74,8 @@ def test_a_template_that_wants_parts_gets_parts():
     assert check.trains_on_end
 
 
-def test_a_template_that_reads_the_date_is_reported():
-    assert "the template writes the date" in checked("{{ strftime_now('%Y') }}" + TEMPLATES["chatml"])[1]
-
-
 def test_a_template_without_end_of_turn_ends_with_end_of_sequence():
     form = "{% for m in messages %}{{ m.role }}: {{ m.content + '\n' }}{% endfor %}"
     check, lines = checked(form + "{% if add_generation_prompt %}assistant:{% endif %}")
     assert "end of turn: none, so end-of-sequence follows the last answer, a target" in lines
     assert check.trained_cases[:2] == ("one answer", "several answers")
-
-
-def test_a_template_without_trainable_tokens_is_reported():
-    check, lines = checked("{{ raise_exception('not today') }}")
-    assert check.trained_cases == ()
-    assert "trainable: nothing" in lines
-    assert "not trainable: one answer: the chat template refuses the conversation (user, assistant): not today" in lines

@@ -29,11 +29,6 @@ def test_nulls_that_a_table_fills_in_are_left_out():
     assert turn == ASKED
 
 
-def test_one_part_of_text_is_that_text():
-    (turn,) = read_turns([{"role": "user", "content": [{"type": "text", "text": "Hi."}]}], title="`messages`")
-    assert turn["content"] == "Hi."
-
-
 def call(name, arguments, **identity):
     return {**identity, "type": "function", "function": {"name": name, "arguments": arguments}}
 
@@ -76,10 +71,6 @@ SAME = {
 @pytest.mark.parametrize("shape", SAME)
 def test_the_shapes_of_other_tools_are_the_same_conversation(shape):
     assert read_turns(SAME[shape], title="`messages`") == [ASKED, WARM]
-
-
-def test_a_single_turn_needs_no_list():
-    assert read_turns({"from": "gpt", "value": "Yes."}, title="`chosen`") == [WARM]
 
 
 RESULT = {"role": "tool", "content": "30 degrees", "tool_call_id": "1"}

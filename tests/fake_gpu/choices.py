@@ -12,7 +12,7 @@ from unittest.mock import patch
 import torch
 
 from finetune.config.load import load_config
-from finetune.data.workers import loader_settings
+from finetune.data.loader import loader_settings
 from finetune.model.attention import sample_attention
 from finetune.registry.model_choices import PER_SAMPLE_ATTENTION
 from finetune.run import start

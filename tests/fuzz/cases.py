@@ -29,7 +29,7 @@ HARMLESS_PROGRAMS = ("git", "uname", "nvidia-smi", "gcc", "ldconfig")
 """Asked by us or by libraries while they look around; none of them comes from a case."""
 
 MODEL = "runs/job/final/model.safetensors"
-OWN_WORKERS = ("finetune.data.streams.producer", "torch.cuda.device_count()")
+OWN_WORKERS = ("finetune.data.streams.windows", "torch.cuda.device_count()")
 """What prepares the rows of a stream; what counts GPUs for a sweep."""
 
 STARTING_SECONDS = 15.0

@@ -5,8 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from finetune.data.order.grouping import GroupedOrder, LengthGroupedOrder, best_fit_decreasing
-from finetune.data.order.order import SetOrder
+from finetune.data.order.order import GroupedOrder, LengthGroupedOrder, SetOrder, best_fit_decreasing
 from finetune.memory.limits import MARGIN, MemoryLimits, _longest_of_groups, _longest_of_samples, is_out_of_memory
 
 

@@ -8,7 +8,7 @@ from finetune.config.sections.data import DataSection, TrainingSourceSection
 from finetune.config.sections.task import TaskSection
 from finetune.data.batch import IGNORED
 from finetune.data.encoding.image_conversation import images_of
-from finetune.data.formats.attached_images import UNREAD_IMAGE
+from finetune.data.formats.conversations import UNREAD_IMAGE
 from finetune.data.images import StoredImage
 from finetune.errors import DataError
 from finetune.task.generation import generate_tokens

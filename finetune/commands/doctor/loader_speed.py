@@ -17,8 +17,7 @@ from finetune.commands.printing import number_table, print_table
 from finetune.config.load import load_config
 from finetune.config.run_config import RunConfig
 from finetune.data.batch import Batch
-from finetune.data.loader import train_loader
-from finetune.data.workers import machine_resources
+from finetune.data.loader import machine_resources, train_loader
 from finetune.report.history import EVENTS_FILE, read_history
 from finetune.report.reporter import RunLog
 from finetune.run.setup.training_data import TrainingData, make_training_data

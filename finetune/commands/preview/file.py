@@ -16,8 +16,7 @@ from finetune.config.section import DELIMITED_KINDS, TEXT_KINDS
 from finetune.config.sections.data import TrainingSourceSection
 from finetune.config.sections.model import ModelSection, TokenizerSection
 from finetune.data.formats.columns import DELIMITERS, quoted_list
-from finetune.data.formats.layouts import JobKeys, MatchedLayout, describe_unused, recognize_all
-from finetune.data.formats.value_kinds import is_prose
+from finetune.data.formats.layouts import JobKeys, MatchedLayout, describe_unused, is_prose, recognize_all
 from finetune.data.rows import ARGUMENTS, RawRow, Row, record_paths, shortened
 from finetune.data.sources.files import DataFile, Files, kind_of
 from finetune.data.sources.source import Source, find_origin, open_source, texts_of

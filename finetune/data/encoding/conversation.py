@@ -12,9 +12,15 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from finetune.data.encoding.control_tokens import ControlTokens, texts_in
-from finetune.data.encoding.remedies import boundary_remedy, explain_refusal
-from finetune.data.encoding.target_spans import REASONING, RenderedChat, TargetFinder, TrainOn, split_reasoning, text_of
-from finetune.data.encoding.template_support import DroppedContentCheck, content_hint, role_hint, with_known_roles
+from finetune.data.encoding.target_spans import (
+    OTHER_TEMPLATES,
+    REASONING,
+    RenderedChat,
+    TargetFinder,
+    TrainOn,
+    split_reasoning,
+)
+from finetune.data.encoding.template_support import DroppedContentCheck, with_known_roles
 from finetune.data.encoding.tokenizer import EncodedText, TextTokenizer, has_double_bos, require_eos_id
 from finetune.data.features import CONTROL_NAMES, Features, Findings, Outcome, result_or_error
 from finetune.data.rows import (
@@ -31,10 +37,8 @@ from finetune.data.templates.rendering import (
     Arguments,
     ConversationRefused,
     Tools,
-    arguments_of,
     known_words,
     own_arguments,
-    plain_turn_marks,
     readable_names,
     render_chat,
     turn_tokens,
@@ -42,9 +46,6 @@ from finetune.data.templates.rendering import (
 from finetune.data.turns import read_turns
 from finetune.errors import DataError
 from finetune.registry.turns import WEIGHTS, standard_word
-
-_WHOLE = "whole"
-"""The key, in a row that has become the beginning of a conversation, of all its turns."""
 
 
 class ConversationEncoder:
@@ -76,7 +77,6 @@ class ConversationEncoder:
         self._words = known_words(tokenizer)
         self._is_key_read: dict[str, bool] = {}
         self._control = ControlTokens(tokenizer, turn_marks=turn_tokens(tokenizer), allowed=allow_special_tokens)
-        self._turn_marks = plain_turn_marks(tokenizer, self._control.names)
 
     def __call__(self, rows: Sequence[Row]) -> list[Outcome]:
         """Return the features of each row's `messages`, with its `tools` and `chat_template_kwargs` if present.
@@ -89,7 +89,7 @@ class ConversationEncoder:
             return self._encoded(rows)
         conversations = [
             [  # for each answer after the row's prompt, the conversation up to it: the answer is its only target
-                {**row, "messages": row["messages"][:number], _WHOLE: row["messages"]}
+                {**row, "messages": row["messages"][:number]}
                 for number, turn in enumerate(row["messages"], start=1)
                 if turn["role"] == "assistant" and number > row.get("num_context_turns", 0)
             ]
@@ -150,14 +150,8 @@ class ConversationEncoder:
                 )
         if chat is None:
             return None
-        has_overrides = not arguments_of(self._tokenizer).keys().isdisjoint(arguments)
-        flags = {
-            "argument_rows": bool(arguments),
-            "override_rows": has_overrides,
-            "turn_mark_rows": self._turn_marks is not None and any(map(self._turn_marks.search, texts_in(texts))),
-        }
         own = Findings(
-            frozenset(name for name, is_set in flags.items() if is_set),
+            frozenset({"argument_rows"} if arguments else ()),
             unread_keys=frozenset(self._unread_keys(row, arguments)),
         )
         return replace(chat, findings=chat.findings.plus(own))
@@ -187,15 +181,17 @@ class ConversationEncoder:
         context = row.get("num_context_turns", 0) + len(turns) - len(row["messages"])
         try:
             chat = self._finder.rendered_chat(turns, tools, arguments=arguments, num_context_turns=context)
-        except DataError as error:
-            if isinstance(error, ConversationRefused):
-                whole = self._turns({**row, "messages": row.get(_WHOLE, row["messages"])})
-                train_on = self._finder.train_on if self._finder.chooses_turns else None
-                error = explain_refusal(
-                    error, whole, tools=tools, arguments=arguments, tokenizer=self._tokenizer, train_on=train_on
-                )
-            hint = role_hint(self._finder, turns) or content_hint(turns, self._words)
-            raise (DataError(f"{str(error).rstrip('.')}. {hint}") if hint else error) from error.__cause__
+        except ConversationRefused as refusal:
+            if refusal.num_turns >= len(turns):
+                raise
+            render_chat(self._tokenizer, turns, tools=tools, arguments=arguments)  # is the conversation refused, too?
+            before, _, reason = str(refusal).partition("refuses the conversation ")
+            is_other = self._finder.chooses_turns and self._finder.train_on != "last_assistant"
+            instead = "data.train_on: last_assistant, or " if is_other else ""
+            raise DataError(
+                f"{before}renders the conversation, but refuses it when it stops after turn {refusal.num_turns} "
+                f"{reason.rstrip('.')}. Set {instead}data.chat_template to {OTHER_TEMPLATES}."
+            ) from refusal.__cause__
         if chat is not None:
             require_valid_unicode(chat.text)
             dropped.check(turns, tools, arguments)
@@ -223,12 +219,12 @@ class ConversationEncoder:
             for offset in (span.start, span.end):
                 num_tokens = encoded.num_tokens_of(offset)
                 if num_tokens is None:
-                    text, contents = encoded.text, list(map(text_of, chat.turns))
-                    edge = f"{text[max(0, offset - 12) : offset]!r} before {text[offset : offset + 12]!r}"
+                    before, after = encoded.text[max(0, offset - 12) : offset], encoded.text[offset : offset + 12]
                     raise DataError(
-                        f"a token crosses the boundary of {span.what} ({edge}): the model would be trained on "
-                        "different tokens than it sees at inference. "
-                        + boundary_remedy(text, offset, contents=contents, is_start=offset == span.start)
+                        f"a token crosses the boundary of {span.what} ({before!r} before {after!r}): the model would "
+                        "be trained on different tokens than it sees at inference. Remove whitespace there from the "
+                        "row, or move it to the start of the answer; or set data.chat_template to one that writes a "
+                        "single-token marker there."
                     )
                 edges.append(num_tokens)
             start, end = edges

@@ -17,7 +17,7 @@ from finetune.data.encoding.target_spans import LAST_ALONE, RenderedChat, Span, 
 from finetune.data.encoding.template_support import DroppedContentCheck
 from finetune.data.encoding.tokenizer import EncodedText
 from finetune.data.features import Features
-from finetune.data.formats.attached_images import PLACEHOLDER
+from finetune.data.formats.conversations import PLACEHOLDER
 from finetune.data.images import decode_image
 from finetune.data.rows import Row, Turn
 from finetune.data.templates.chat_template import is_special
@@ -202,7 +202,6 @@ class ImageConversationEncoder(ConversationEncoder):
             chat.may_be_open,
             expansion,
             images,
-            turns=chat.turns,
             has_control_names=chat.has_control_names,
             findings=chat.findings,
         )

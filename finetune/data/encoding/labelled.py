@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import cached_property
 from pathlib import PurePath
 from typing import Any
@@ -37,10 +36,8 @@ class Classes:
         if index is None:
             more = len(self.names) - _MAX_LISTED
             listed = quoted_list(self.names[:_MAX_LISTED]) + (f" and {more} more" if more > 0 else "")
-            near = get_close_matches(name, self.names, n=1)
-            hint = f"Did you mean `{near[0]}`? " if near else ""
             raise DataError(
-                f"there is no class `{name}`; the classes are {listed}. {hint}Fix the label, or add the class to "
+                f"there is no class `{name}`; the classes are {listed}. Fix the label, or add the class to "
                 "`task.classification.labels`."
             )
         return index
@@ -204,17 +201,12 @@ def read_label_list(label: Any) -> list[Any] | Mapping[str, Any] | None:
     if isinstance(value, Mapping):
         return None if value and all(bit is None or str(bit) in NO_LABELS for bit in value.values()) else value
     if value is not None and not isinstance(value, list):
-        separator = next((mark for mark in _SEPARATORS if isinstance(label, str) and mark in label), ",")
         raise DataError(
             f"the label must be a list of classes ([] for none), but is {describe(label)}. Write "
-            '["a", "b"], or `task.classification.kind: single_label`. Texts such as '
-            f"`a{separator}b` become lists by `template: {{label: \"{{{{ (label.split('{separator}') if label else [])"
-            ' | tojson }}"}`, where `label` is the name of your column.'
+            '["a", "b"], or `task.classification.kind: single_label`. Texts such as `a,b` become lists by `template: '
+            "{label: \"{{ (label.split(',') if label else []) | tojson }}\"}`, where `label` is your column's name."
         )
     return value
-
-
-_SEPARATORS = ("|", ";", ",", " ")
 
 
 def are_bits(values: Iterable[Any]) -> bool:
@@ -250,10 +242,11 @@ def _number(value: Any) -> float:
     except (ValueError, OverflowError):
         number = math.nan
     if not abs(number) <= _LARGEST:
-        limit = f" of at most {_LARGEST:g}" if type(value) is int or math.isfinite(number) else ""
         actual = f"`{shortened(value)}`" if isinstance(value, str) else describe(value)
-        kind = "finite number" if isinstance(value, float) and not math.isfinite(value) else "number"
-        raise DataError(f"the label must be a {kind}{limit}, but is {actual}. Fix it, or write another `kind`.")
+        raise DataError(
+            f"the label must be a finite number of at most {_LARGEST:g}, but is {actual}. Fix it, or write another "
+            "`kind`."
+        )
     return number
 
 

@@ -8,13 +8,27 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from finetune.data.encoding.remedies import OTHER_TEMPLATES, REMEDY, REMEDY_OF_GENERATION_PROMPT
 from finetune.data.features import NOTHING_FOUND, Findings
 from finetune.data.rows import Turn
 from finetune.data.templates.chat_template import EndOfTurn, after_content
 from finetune.data.templates.rendering import Arguments, Rendering, Tools, render_chat
 from finetune.errors import DataError
 from finetune.registry.turns import WEIGHTS, standard_word
+
+OTHER_TEMPLATES = (
+    "`chatml` or to a Jinja file that marks the answers with {% generation %} (the `_training` variants that TRL ships "
+    "do)"
+)
+_REMEDY = (
+    "Set data.train_on: each_assistant, which makes each answer a sample of its own, rendered as the model will be "
+    "asked; or last_assistant, which trains on the last answer alone; or data.chat_template to "
+    f"{OTHER_TEMPLATES}."
+)
+_REMEDY_OF_GENERATION_PROMPT = (
+    "The prompt at inference would differ from training. Give the turn the content that the generation prompt opens "
+    "(such as its reasoning_content); or pass the argument that changes the prompt (data.chat_template_arguments: "
+    f"{{enable_thinking: ...}}); or set data.chat_template to {OTHER_TEMPLATES}."
+)
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """The field names of reasoning in a turn."""
@@ -143,7 +157,6 @@ class RenderedChat:
     text: str
     spans: tuple[Span, ...]
     may_be_open: bool  # append end-of-sequence to the last span unless a special token ends it
-    turns: Sequence[Turn] = field(default=(), kw_only=True)  # as they were rendered
     has_control_names: bool = field(default=False, kw_only=True)  # the text contains placeholders: see control_tokens
     findings: Findings = field(default=NOTHING_FOUND, kw_only=True)
 
@@ -180,7 +193,7 @@ class TargetFinder:
         if self.train_on == "all":
             text = render_chat(self.tokenizer, turns, tools=tools, arguments=arguments).text
             spans = (Span(0, len(text.rstrip()), "the conversation"),)
-            return RenderedChat(text, spans, may_be_open=True, turns=turns)
+            return RenderedChat(text, spans, may_be_open=True)
         if self.train_on in LAST_ALONE:
             turns = turns[: targets[-1] + 1]  # later turns have no targets and may change how the answer is rendered
         return _Conversation(self, turns, tools, arguments).rendered_chat(targets)
@@ -285,7 +298,7 @@ class _Conversation:
         end = len(_common_prefix(self.whole.text, other))
         start = self.whole.text.rfind(generation_prompt, 0, end)
         if generation_prompt == prompt or start < 0:
-            raise self._difference(prompt, what=f"the prompt of turn {index + 1}", remedy=REMEDY_OF_GENERATION_PROMPT)
+            raise self._difference(prompt, what=f"the prompt of turn {index + 1}", remedy=_REMEDY_OF_GENERATION_PROMPT)
         return replace(self, given=Rendering(prompt + self.whole.text[start + len(generation_prompt) :]))
 
     def _chat(self, targets: Sequence[int], *, marked: list[Span] | None) -> RenderedChat:
@@ -305,7 +318,7 @@ class _Conversation:
             is_empty = is_end or not any((*split_reasoning(turn), text_of(turn).strip(), turn.get("tool_calls")))
             num_empty += turn["role"] == "assistant" and is_empty
         findings = Findings(frozenset({"dropped_reasoning_rows"} if is_dropped else ()), num_empty)
-        return RenderedChat(text, tuple(spans), may_be_open=is_last, findings=findings, turns=self.turns)
+        return RenderedChat(text, tuple(spans), may_be_open=is_last, findings=findings)
 
     def _without_reasoning(self, spans: Sequence[Span], targets: Sequence[int]) -> list[Span]:
         """Return the spans without the reasoning at the start of answers; raises DataError if it cannot be located."""
@@ -375,9 +388,9 @@ class _Conversation:
             return len(without_end)
         is_last = generation_prompt and num_turns == len(self.turns) - 1
         is_generation_prompt = is_last and self.whole.text.startswith(self._render(num_turns).text)
-        remedy = REMEDY if self.finder.chooses_turns else f"Set data.chat_template to {OTHER_TEMPLATES}."
+        remedy = _REMEDY if self.finder.chooses_turns else f"Set data.chat_template to {OTHER_TEMPLATES}."
         raise self._difference(
-            beginning, what=what, remedy=REMEDY_OF_GENERATION_PROMPT if is_generation_prompt else remedy
+            beginning, what=what, remedy=_REMEDY_OF_GENERATION_PROMPT if is_generation_prompt else remedy
         )
 
     def _difference(self, beginning: str, *, what: str, remedy: str) -> DataError:

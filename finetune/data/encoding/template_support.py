@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from finetune.data.encoding.target_spans import REASONING, TargetFinder
-from finetune.data.rows import Turn, has_images
-from finetune.data.templates.rendering import Arguments, TemplateWords, Tools, render_chat
+from finetune.data.rows import Turn
+from finetune.data.templates.rendering import Arguments, Tools, render_chat
 from finetune.errors import DataError
 from finetune.registry.turns import ROLES, STANDARD_ROLES, find_role
 
@@ -67,9 +67,11 @@ class DroppedContentCheck:
             except DataError:  # the template requires the part
                 is_dropped = False
             if is_dropped:
-                hint = role_hint(self.finder, turns, dropped=part.role) if part.kind == "content" else ""
-                what = hint or _NAMES[part.kind](part)
-                raise DataError(f"the chat template ({self.finder.template}) drops {what}")
+                what = _NAMES[part.kind].format(role=part.role, detail=part.detail)
+                raise DataError(
+                    f"the chat template ({self.finder.template}) drops {what} Set data.chat_template to one that "
+                    "writes it, or change the rows."
+                )
         _check_written(turns, text=text, template=self.finder.template)
 
 
@@ -82,7 +84,7 @@ def parts_of(turns: Sequence[Turn], tools: Tools | None) -> Iterator[Part]:
         if content and not (isinstance(content, str) and content.isspace()):
             yield Part("content", turn["role"], "texts" if len(_texts(content)) > 1 else type(content).__name__)
         if turn.get("tool_calls"):
-            yield Part("tool_calls", turn["role"], "with content" if content else "")
+            yield Part("tool_calls", turn["role"], " with content" if content else "")
     if turns and any(turns[-1].get(name) for name in REASONING):  # templates omit earlier reasoning by design
         yield Part("reasoning", turns[-1]["role"])
 
@@ -115,70 +117,10 @@ def _texts(content: Any) -> list[str]:
 
 _ANOTHER = "Xyzzy"
 _FIELDS = {"tool_calls": ("tool_calls",), "reasoning": REASONING}
-_OTHER = "Set data.chat_template to one that writes it, or leave it out of the rows."
 _NAMES = {
-    "tools": lambda part: f"the `tools` of the row: the model would not see them. {_OTHER}",
-    "content": lambda part: (
-        f"the content of `{part.role}` turns: the rendered conversation does not depend on it. "
-        + ("It may require a list of parts: " if part.detail == "str" else "It may require text, not a list of parts: ")
-        + ('[{"type": "text", "text": ...}].' if part.detail == "str" else '"content": "...".')
-    ),
-    "tool_calls": lambda part: f"`tool_calls` of {part.role} turns{f' {part.detail}' if part.detail else ''}. {_OTHER}",
-    "reasoning": lambda part: f"the reasoning of the last turn. {_OTHER}",
+    "tools": "the `tools` of the row: the model would not see them.",
+    "content": "the content of `{role}` turns: the rendered conversation does not depend on it. It may lack this role, "
+    'or require text, "content": "...", or a list of parts, [{{"type": "text", "text": ...}}].',
+    "tool_calls": "`tool_calls` of {role} turns{detail}.",
+    "reasoning": "the reasoning of the last turn.",
 }
-
-_ASKED: Turn = {"role": "user", "content": "a"}
-_ANSWERED: Turn = {"role": "assistant", "content": "b"}
-_CALL = {"id": "call00001", "type": "function", "function": {"name": "double", "arguments": {"a": 2}}}
-_CALLING: Turn = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
-
-
-def role_hint(finder: TargetFinder, turns: Sequence[Turn], *, dropped: str = "") -> str:
-    """Return a hint listing the roles that the template renders if the turns have another role, else an empty string.
-
-    With `dropped`, a role that the template silently drops, the hint starts with its content.
-    """
-    roles = tuple(role for role in STANDARD_ROLES if _is_rendered(finder, role))
-    others = [role for role in dict.fromkeys(turn["role"] for turn in turns) if role not in roles]
-    if not roles or not others or (dropped and dropped not in others):
-        return ""
-    named = ", ".join(f"`{role}`" for role in roles)
-    role = dropped or others[0]
-    instead = _INSTEAD.get(role, "Rename it in the rows")
-    head = f"the content of `{role}` turns: it writes" if dropped else f"It has no `{role}`; it writes"
-    return f"{head} turns of {named}. {instead}, or set data.chat_template to one that has this role."
-
-
-_INSTEAD = {
-    "developer": "`developer` is what gpt-oss and OpenAI's API call the system message: rename it to `system` in the "
-    "rows",
-    "system": "Put the text in front of the first user turn",
-}
-
-
-def _is_rendered(finder: TargetFinder, role: str) -> bool:
-    turn: Turn = {"role": role, "content": _ANOTHER, "name": "double", "tool_call_id": "call00001"}
-    turns = {
-        "user": [turn, _ANSWERED],
-        "assistant": [_ASKED, turn],
-        "tool": [_ASKED, _CALLING, turn, _ANSWERED],
-    }.get(role, [turn, _ASKED, _ANSWERED])
-    in_parts = [{**each, "content": [{"type": "text", "text": each["content"]}]} for each in turns]
-    for shown in (turns, in_parts):
-        try:
-            if _ANOTHER in render_chat(finder.tokenizer, shown).text:
-                return True
-        except DataError:
-            continue
-    return False
-
-
-def content_hint(turns: Sequence[Turn], words: TemplateWords) -> str:
-    """Return a hint about what a template with these words cannot write, else an empty string."""
-    for number, turn in enumerate(turns, start=1):
-        content = turn.get("content")
-        if turn.get("tool_calls") and "tool_calls" not in words.keys:
-            return f"It does not write the tool calls of turn {number}. {_OTHER}"
-        if isinstance(content, list) and len(content) > 1 and not has_images(content):
-            return f"Turn {number} has {len(content)} texts, which tools join differently: join them in the rows."
-    return ""

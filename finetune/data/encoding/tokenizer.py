@@ -58,11 +58,6 @@ def unknown_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     return frozenset(map(int, unknown))
 
 
-def max_token_characters(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Return the most characters that a token stands for; None if an unknown token may stand for any number."""
-    return None if unknown_ids(tokenizer) or drops_unknown_text(tokenizer) else max(map(len, tokenizer.get_vocab()))
-
-
 def drops_unknown_text(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Return whether text outside the vocabulary produces no token at all, so that it cannot be counted."""
     rare = ("\U00012000", "\U0001d11e", "\ua66e", "\u2603")  # cuneiform, a clef, an eye, a snowman

@@ -3,16 +3,14 @@
 import json
 import math
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from finetune.config.section import DELIMITED_KINDS
 from finetune.config.sections.data import SourceSection
 from finetune.data.images import ImageRoot, StoredImage, folder_of, looks_like_images, stored_image
-from finetune.data.rows import RawRow, Row, describe, parse_row_json, record_paths, shortened
-from finetune.data.templates.row_template import WHOLE_ROW, columns_used, render_template
+from finetune.data.rows import RawRow, Row, describe, parse_row_json, shortened
+from finetune.data.templates.row_template import render_template
 from finetune.errors import DataError
 from finetune.registry.formats import FORMATS
 
@@ -68,7 +66,7 @@ class Columns:
         if name not in self.row:
             key = f"{self.names.key}.columns"
             is_mapped = column in self.names.columns or column in self.names.joined
-            remedy = f"Map it with {key}: {{{column}: NAME OF YOUR COLUMN}}."
+            remedy = f"Map it with {key}: {{{column}: NAME OF YOUR COLUMN}}. {PREVIEW}"
             if is_mapped:
                 remedy = f"`{key}.{column}` names it. Fix the row, or name another column."
             raise DataError(f"has no column `{name}`; its columns are {quoted_list(self.row)}. {remedy}")
@@ -199,29 +197,7 @@ _MAX_LISTED = 40
 
 DELIMITERS = (";", "\t", "|", ",")
 
-
-def column_hint(section: SourceSection, row: Row, *, suffix: str) -> str:
-    """Return advice for a file with this suffix whose row has unexpected columns; empty if there is none."""
-    if suffix == ".json" and section.records is None and (paths := record_paths(row)):
-        return f" If the file's rows are in `{paths[0]}`, write `records: {paths[0]}` next to its path."
-    if suffix not in DELIMITED_KINDS or section.has_positions:
-        return ""
-    # a header that was not split at its delimiter is a single column
-    delimiters = Counter(character for character in next(iter(row)) if character in DELIMITERS) if len(row) == 1 else {}
-    if delimiters:
-        delimiter = max(delimiters, key=lambda character: delimiters[character])
-        quoted = {"\t": '"\\t"'}.get(delimiter, f'"{delimiter}"')
-        return (
-            f" The header is a single column that contains {'tabs' if delimiter == chr(9) else f'`{delimiter}`'}: if "
-            f"that separates the columns, write `delimiter: {quoted}` next to the path."
-        )
-    form = section.format or "labelled"
-    required = ("label", "text") if form == "labelled" else FORMATS[form].required
-    positions = ", ".join(f"{column}: {position}" for position, column in enumerate(required))
-    return (
-        " If the file has no header and its first row is data, map positions next to its path: "
-        f"`columns: {{{positions}}}`."
-    )
+PREVIEW = "`finetune preview FILE` prints the lines that read a file."
 
 
 def require_column_positions(section: SourceSection, first: RawRow, *, key: str) -> None:
@@ -232,23 +208,4 @@ def require_column_positions(section: SourceSection, first: RawRow, *, key: str)
         raise DataError(
             f"{key}.columns: there is no column at position {max(positions)} in {first.origin}: it has {width} "
             f"columns, 0 to {width - 1}."
-        )
-
-
-def require_columns(section: SourceSection, form: str, first: RawRow, *, key: str, suffix: str) -> None:
-    """Raise DataError, with advice, if the first row of a delimited file lacks a column of its format.
-
-    All rows of such a file have the same columns, so none of them could be read.
-    """
-    row = first.parse()
-    if suffix not in DELIMITED_KINDS or any(WHOLE_ROW in columns_used(text) for text in section.template.values()):
-        return
-    expected = [column for column in FORMATS[form].required if column not in section.template]
-    mapped = {column: section.mapped.get(column, (column,)) for column in (*expected, *section.mapped)}
-    missing = {name: column for column, names in mapped.items() for name in names if name not in row}
-    if missing:
-        raise DataError(
-            f"{first.location}: has no column {quoted_list(missing)} for format `{form}`; its columns are "
-            f"{quoted_list(row)}. Map yours with {key}.columns: {{{next(iter(missing.values()))}: NAME OF YOUR COLUMN}}"
-            f".{column_hint(section, row, suffix=suffix)}"
         )

@@ -7,11 +7,9 @@ from itertools import chain
 from typing import Any, cast
 
 from finetune.config.sections.data import SourceSection
-from finetune.data.formats.attached_images import attach_images
-from finetune.data.formats.columns import NOTES, ColumnNames, Columns, quoted_list
-from finetune.data.formats.layouts import layout_hint, meaning_of, unread_meanings
-from finetune.data.formats.prompts import read_exchange, turns_of, with_system
-from finetune.data.formats.value_kinds import is_empty
+from finetune.data.formats.columns import NOTES, PREVIEW, ColumnNames, Columns, quoted_list
+from finetune.data.formats.conversations import attach_images, read_exchange, turns_of, with_system
+from finetune.data.formats.layouts import is_empty, layout_hint, meaning_of, unread_meanings
 from finetune.data.images import ImageRoot
 from finetune.data.rows import (
     ARGUMENTS,
@@ -83,10 +81,6 @@ class RowFormat:
 
 
 ALREADY_READ = RowFormat()
-
-
-class UnknownFormat(DataError):
-    """The columns of the first row match no format."""
 
 
 @dataclass(frozen=True)
@@ -237,15 +231,15 @@ def _detect(section: SourceSection, first: RawRow, rows: Sequence[Row], *, key: 
         has_required = all(name in available for yours in names for name in yours)
         if has_required and all(column in form.columns for column in (*section.mapped, *section.template)):
             return form.name
-    if hint := layout_hint(rows):
-        columns = quoted_list(available)
-        raise UnknownFormat(f"{first.location}: cannot tell the format from its columns {columns}. {hint}")
-    choices = "; ".join(f"{form.name}: {quoted_list(form.required)}" for form in FORMATS)
-    raise UnknownFormat(
-        f"{first.location}: cannot tell the format from its columns {quoted_list(available)}. Set {key}.format and map "
-        f"its columns with {key}.columns (for example {{prompt: question, completion: answer}}), or write a "
-        f"{key}.template. Formats are {choices}."
-    )
+    listed = quoted_list(available)
+    hint = layout_hint(rows)
+    if not hint:
+        choices = "; ".join(f"{form.name}: {quoted_list(form.required)}" for form in FORMATS)
+        hint = (
+            f"Set {key}.format and map its columns with {key}.columns (for example {{prompt: question, completion: "
+            f"answer}}), or write a {key}.template. Formats are {choices}. {PREVIEW}"
+        )
+    raise DataError(f"{first.location}: cannot tell the format from its columns {listed}. {hint}")
 
 
 def _available(section: SourceSection, row: Row) -> tuple[str, ...]:
@@ -253,16 +247,10 @@ def _available(section: SourceSection, row: Row) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*section.template, *row)))
 
 
-def read_messages(columns: Columns) -> Row:
-    """Return the turns."""
-    turns = read_turns(columns.json_value("messages"), title=columns.title("messages"), with_images=True)
-    return with_tools(attach_images({"messages": with_system(turns, columns)}, columns), columns)
-
-
-def read_conversations(columns: Columns) -> Row:
-    """Return the turns of a ShareGPT conversation, after the row's `system` text."""
-    value, title = columns.json_value("conversations"), columns.title("conversations")
-    turns = read_turns(value, title=title, with_images=True)
+def read_conversation(columns: Columns) -> Row:
+    """Return the turns of the column `messages`, or `conversations`, after the row's `system` text."""
+    (name,) = FORMATS[columns.names.format].required
+    turns = read_turns(columns.json_value(name), title=columns.title(name), with_images=True)
     return with_tools(attach_images({"messages": with_system(turns, columns)}, columns), columns)
 
 

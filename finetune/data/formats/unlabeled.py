@@ -1,7 +1,7 @@
 """Rows to predict, which need no label: the columns that a model reads, by the names that the job gives them."""
 
 from finetune.data.formats.columns import Columns, quoted_list
-from finetune.data.formats.prompts import read_exchange, turns_of, with_system
+from finetune.data.formats.conversations import read_exchange, turns_of, with_system
 from finetune.data.formats.row_format import read_negatives, read_tokens, with_tools
 from finetune.data.formats.spans import words_of
 from finetune.data.rows import Row, describe

@@ -163,17 +163,12 @@ class MixedSamples(Samples):
         """Return the checksum (uint64) of each sample's precomputed arrays."""
         return self._read_by_source(sample_ids, np.uint64, lambda source, ids: source.precomputed_checksums_of(ids))
 
-    def problem(self) -> str | None:
-        """Return the damage found in a source so far."""
-        problems = (source.problem() for source in self.sources)
-        return next((problem for problem in problems if problem), None)
-
     def refuse(self, damaged: np.ndarray) -> tuple[str, ...]:
         """Return messages about the damage in each source; sets that are damaged on disk are quarantined."""
         lines: list[str] = []
         for number, source in enumerate(self.sources):
             ids = damaged[sources_of(damaged) == number] - source_offset(number)
-            if len(ids) or source.problem():
+            if len(ids):
                 lines += source.refuse(ids)
         return tuple(lines)
 

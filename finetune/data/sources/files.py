@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, ClassVar, cast
 
 from finetune.data.rows import RawRow
-from finetune.data.sources.decoding import DEFAULT_OPTIONS, ReadOptions
-from finetune.data.sources.readers import TABLE_KINDS, TEXT_KINDS, rows_of
-from finetune.data.sources.tables import BoundedStream, ClassNames, num_parquet_rows, table_class_names
+from finetune.data.sources.readers import DEFAULT_OPTIONS, TABLE_KINDS, TEXT_KINDS, ReadOptions, rows_of
+from finetune.data.sources.tables import ClassNames, num_parquet_rows, table_class_names
 from finetune.errors import DataError, FinetuneError
 from finetune.runtime.optional import require
 from finetune.runtime.text.redact import without_query
@@ -106,8 +105,7 @@ class DataFile(OriginShard):
                 yield stream
                 return
             arrow = require("pyarrow", extra="dev", purpose="Reading compressed files")
-            bounded = BoundedStream(arrow.CompressedInputStream(stream, compression), stream, self.name)
-            yield cast(BinaryIO, bounded)
+            yield cast(BinaryIO, arrow.CompressedInputStream(stream, compression))
 
 
 @dataclass(frozen=True)

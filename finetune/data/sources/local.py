@@ -2,7 +2,6 @@
 
 import glob
 import hashlib
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,11 +21,9 @@ from finetune.data.sources.files import (
     OriginShard,
     format_not_read,
     is_readable,
-    kind_of,
     require_readable,
     select_one_kind,
 )
-from finetune.data.sources.readers import TEXT_KINDS
 from finetune.data.sources.tables import ClassNames, class_names, without_fillers
 from finetune.data.upstream import set_datasets_offline
 from finetune.errors import DataError, FinetuneError, NotAFile
@@ -156,30 +153,10 @@ def find_local(section: SourceSection, *, key: str, log: Callable[[str], None]) 
         raise DataError(f"{path}: there is no such file. A relative path is resolved against the config file's folder.")
     for file in files:
         require_readable(str(file))
-        _require_no_hole(file)
     if base is not None and not section.follow_links:
         _refuse_links_out(files, base, key=key)
     local_files = tuple(LocalFile(str(file)) for file in files)
     return Files(section.path, local_files, image_folders=(base or path.parent,))
-
-
-_HOLE_BYTES = 1 << 20
-
-
-def _require_no_hole(path: Path) -> None:
-    """Raise DataError if a text file has a hole, which reads as zero bytes.
-
-    A terabyte of zero bytes takes no disk space and hours to read.
-    """
-    with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        hole = os.lseek(file.fileno(), 0, os.SEEK_HOLE) if size > _HOLE_BYTES else size
-        if size - hole > _HOLE_BYTES and kind_of(path.name)[0] in TEXT_KINDS:
-            file.seek(hole)
-            if not file.read(_HOLE_BYTES).strip(b"\0"):
-                raise DataError(
-                    f"{path}: has only zero bytes from byte {hole:,} on: the file was not written completely."
-                )
 
 
 def _refuse_links_out(files: list[Path], base: Path, *, key: str) -> None:
@@ -269,50 +246,41 @@ def find_remote(section: SourceSection, *, key: str, log: Callable[[str], None])
 
 
 @dataclass(frozen=True)
-class HubSplit(Origin):
-    """A split of a hub dataset: data files are read, and code is never run."""
+class HubDataset(Origin):
+    """A split of a hub dataset, downloaded or read over the network: data files are read, and code is never run."""
 
-    dataset: Any  # datasets.Dataset or IterableDataset
+    dataset: Any  # datasets.Dataset, or IterableDataset if it is streamed
     version: str  # the fingerprint of `datasets`; of a stream the version of the files on the hub, which are not read
+    is_streamed: bool = False
+
+    def rows(self, start: int = 0) -> Iterator[RawRow]:
+        """Yield the rows of a downloaded split in the dataset's order, without the first `start`."""
+        kept = range(min(start, len(self.dataset)), len(self.dataset))
+        for number, row in enumerate(self.dataset.select(kept), start=start + 1):
+            yield RawRow(self.name, number, without_fillers(row))
+
+    def num_rows(self, at_most: int) -> int:
+        """Return the number of rows of a downloaded split, but at most `at_most`."""
+        return min(at_most, len(self.dataset))
+
+    def shards(self) -> Sequence[OriginShard]:
+        """Return the shards that `datasets` makes of a streamed split's files."""
+        numbers = range(self.dataset.num_shards if self.is_streamed else 0)
+        return tuple(HubShard(f"{self.name}, shard {number}", self.dataset, number) for number in numbers) or (self,)
 
     @cached_property
     def digest(self) -> str:
         """Return the version, which requires no reading."""
         return self.version
 
-    def class_names(self) -> ClassNames:
-        """Return the names of its `ClassLabel` columns, if the dataset describes its columns."""
-        features = getattr(self.dataset, "features", None)  # unknown of some streams
-        return class_names(features.to_dict()) if features else {}
-
-
-@dataclass(frozen=True)
-class HubDataset(HubSplit):
-    """A downloaded split of a hub dataset, which can be read from any row on."""
-
-    def rows(self, start: int = 0) -> Iterator[RawRow]:
-        """Yield the rows in the dataset's order, without the first `start`."""
-        kept = range(min(start, len(self.dataset)), len(self.dataset))
-        for number, row in enumerate(self.dataset.select(kept), start=start + 1):
-            yield RawRow(self.name, number, without_fillers(row))
-
-    def num_rows(self, at_most: int) -> int:
-        """Return the number of rows, but at most `at_most`."""
-        return min(at_most, len(self.dataset))
-
-
-@dataclass(frozen=True)
-class HubStream(HubSplit):
-    """A split of a hub dataset that is read over the network, shard by shard."""
-
     def listing(self) -> Any:
         """Return name and version."""
         return [self.name, self.version]
 
-    def shards(self) -> Sequence["HubShard"]:
-        """Return the shards that `datasets` makes of the split's files."""
-        numbers = range(self.dataset.num_shards)
-        return tuple(HubShard(f"{self.name}, shard {number}", self.dataset, number) for number in numbers)
+    def class_names(self) -> ClassNames:
+        """Return the names of its `ClassLabel` columns, if the dataset describes its columns."""
+        features = getattr(self.dataset, "features", None)  # unknown of some streams
+        return class_names(features.to_dict()) if features else {}
 
 
 @dataclass(frozen=True)
@@ -363,9 +331,8 @@ def load_hub_dataset(source: SourceSection) -> Origin:
             folders = [Path(folder).expanduser() for folder in downloads]
             if Path(source.name).is_dir():
                 folders.insert(0, Path(source.name).absolute())
-            if is_streamed:
-                return HubStream(title, dataset, str(builder.hash), image_folders=tuple(folders))
-            return HubDataset(title, dataset, str(dataset._fingerprint), image_folders=tuple(folders))
+            version = str(builder.hash if is_streamed else dataset._fingerprint)
+            return HubDataset(title, dataset, version, is_streamed, image_folders=tuple(folders))
     except Exception as error:  # `datasets` raises many exception types for a bad name
         raise DataError(f"hub dataset {title} cannot be loaded: {_reason(error)}") from error
 

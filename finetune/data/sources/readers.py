@@ -1,41 +1,76 @@
 """Read rows from open files: JSON lines, JSON, CSV, TSV, plain text, CoNLL, Parquet and Arrow."""
 
+import codecs
 import csv
 import io
 import json
-import re
-import sys
+import string
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import islice
+from types import MappingProxyType
 from typing import Any, BinaryIO, Literal
 
-from finetune.config.section import CONLL_KINDS
-from finetune.data.rows import RawRow, not_utf8, parse_json_at, parse_row_json, record_paths, shortened
-from finetune.data.sources.decoding import DEFAULT_OPTIONS, ReadOptions, as_utf8, decode_line, decoded_chunks
-from finetune.data.sources.tables import MAX_ROW_BYTES, arrow_rows, parquet_rows
+from finetune.config.section import CONLL_KINDS, KINDS_OF_KEYS, KINDS_WITH_POSITIONS
+from finetune.config.sections.data import SourceSection
+from finetune.data.rows import RawRow, not_utf8, parse_row_json, shortened
+from finetune.data.sources.tables import arrow_rows, parquet_rows
 from finetune.errors import DataError
 
 MAX_JSON_BYTES = 2 << 30
-"""The limit of a JSON file with one object, which is held in memory; arrays and JSON lines have no limit."""
+"""The limit of a JSON file with one array or object, which is held in memory; JSON lines have no limit."""
 
-MAX_SENTENCE_BYTES = 256 << 20
-"""The limit of a sentence."""
+MAX_ROW_BYTES = 256 << 20
+"""The limit of a line, and of a field of a CSV file."""
 
 _DOCUMENT_START = "-DOCSTART-"
-
-_MAX_BLANK_LINES = 1_000_000
-_MAX_BLANK_CHARACTERS = 4 << 20
-"""Between two elements of an array."""
-_ARRAY_CHUNK = 1 << 20
-_SEPARATOR = re.compile(r"[ \t\r\n]*([],]?)[ \t\r\n]*")
-_LONGEST_TOKEN = 16
-"""Characters from where the decoder stops in a text that was cut, unless within a string, to its end."""
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-_LINE_PATTERN = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
 _DELIMITER_NAMES = {",": "comma", "\t": "tab", ";": "semicolon", "|": "pipe"}
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+    """The defaults read every file as UTF-8, with the delimiter of its extension and a header."""
+
+    delimiter: str | None = None
+    quotes: bool | None = None
+    encoding: str | None = None
+    records: str | None = None
+    has_header: bool = True
+    names: tuple[tuple[int, str], ...] = ()  # of columns by position, without a header
+
+    def identity(self) -> Mapping[str, Any]:
+        """Return the options that differ from the defaults, as JSON values."""
+        return {name: value for name, value in asdict(self).items() if value != getattr(DEFAULT_OPTIONS, name)}
+
+    def column_name(self, position: int) -> str:
+        """Return the name of a column without a header: the configured name, or else its position."""
+        return dict(self.names).get(position, str(position))
+
+
+DEFAULT_OPTIONS = ReadOptions()
+
+
+def read_options(section: SourceSection, endings: Iterable[str], *, key: str) -> ReadOptions:
+    """Return the options for files with these extensions; raises DataError for an option that they do not have."""
+    limited = {
+        name: (allowed, "it is") for name, allowed in KINDS_OF_KEYS.items() if getattr(section, name) is not None
+    }
+    if section.has_positions:
+        limited = {"columns": (KINDS_WITH_POSITIONS, "columns by position are"), **limited}
+    for name, (allowed, what) in limited.items():
+        if others := sorted(set(endings) - set(allowed)):
+            kinds = ", ".join(allowed)
+            raise DataError(f"{key}.{name}: {what} read in {kinds} files only, not in {others[0]} files. Remove it.")
+    return ReadOptions(
+        section.delimiter,
+        section.quotes,
+        section.encoding,
+        section.records,
+        has_header=not section.has_positions,
+        names=tuple(sorted(section.named_positions.items())),
+    )
 
 
 def rows_of(
@@ -48,109 +83,137 @@ def rows_of(
     if kind in _TABLES:
         yield from _TABLES[kind](stream, origin, start)
     else:
-        raw: Any = stream  # decompressors and downloads implement `readinto`, which is sufficient
-        buffered = stream if isinstance(stream, io.BufferedReader) else io.BufferedReader(raw, 1 << 20)
-        text = as_utf8(buffered, encoding=options.encoding, origin=origin)
+        text = _as_utf8(stream, encoding=options.encoding, origin=origin)
         yield from islice(_TEXTS[kind](text, origin, options), start, None)
 
 
-def _json_lines(stream: io.BufferedReader, origin: str, options: ReadOptions) -> Iterator[RawRow]:
-    for number, line in _lines(stream, origin):
-        yield RawRow(origin, number, line)
+_MARKS = (
+    (codecs.BOM_UTF32_LE, "utf-32"),
+    (codecs.BOM_UTF32_BE, "utf-32"),
+    (codecs.BOM_UTF16_LE, "utf-16"),
+    (codecs.BOM_UTF16_BE, "utf-16"),
+)
+_CHUNK_BYTES = 1 << 20
 
 
-def _plain_lines(stream: io.BufferedReader, origin: str, options: ReadOptions) -> Iterator[RawRow]:
-    for number, line in _lines(stream, origin, keep_blanks_around=True):
-        if line.startswith(b"\0") and not line.strip(b"\0"):
-            raise DataError(f"{origin}, line {number}: has only zero bytes: the file was not written completely.")
-        yield RawRow(origin, number, {"text": decode_line(line, origin=origin, number=number)})
+def _as_utf8(stream: BinaryIO, *, encoding: str | None, origin: str) -> io.BufferedReader:
+    """Return the stream as UTF-8 without a byte order mark.
+
+    It is transcoded if an encoding is configured or a byte order mark indicates one. Raises DataError if it looks like
+    UTF-16 without a byte order mark.
+    """
+    raw: Any = stream  # decompressors and downloads implement `readinto`, which is sufficient
+    text = stream if isinstance(stream, io.BufferedReader) else io.BufferedReader(raw, _CHUNK_BYTES)
+    if encoding is None:
+        start = text.peek(4)[:4]
+        encoding = next((name for mark, name in _MARKS if start.startswith(mark)), "utf-8")
+        if encoding == "utf-8" and 0 in start[:2]:
+            raise DataError(
+                f"{origin}: has a zero byte at its start. If it is UTF-16 without a byte order mark, write "
+                f"`encoding: utf-16-{'be' if start[:1] == bytes(1) else 'le'}` next to its path; else it was not "
+                "written completely."
+            )
+    if codecs.lookup(encoding).name != "utf-8":
+        text = io.BufferedReader(_Transcoded(text, encoding, origin), _CHUNK_BYTES)
+    if text.peek(3).startswith(codecs.BOM_UTF8):
+        text.read(3)
+    return text
 
 
-def _lines(stream: io.BufferedReader, origin: str, *, keep_blanks_around: bool = False) -> Iterator[tuple[int, bytes]]:
-    """Yield the non-blank lines with their numbers; raises DataError for an endless run of blank lines."""
-    last = 0
+class _Transcoded(io.RawIOBase):
+    """Reads text in any encoding as UTF-8; raises DataError naming the line of an invalid byte."""
+
+    def __init__(self, stream: BinaryIO, encoding: str, origin: str) -> None:
+        self._stream, self._encoding, self._origin = stream, encoding, origin
+        self._decoder: Any = codecs.getincrementaldecoder(encoding)()
+        self._pending = b""
+        self._line = 1  # of the next byte
+
+    def readable(self) -> bool:
+        """Return true."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill the buffer with UTF-8 and return the number of bytes; 0 at the end."""
+        while not self._pending:
+            chunk = self._stream.read(_CHUNK_BYTES)
+            try:
+                self._pending = self._decoder.decode(chunk, final=not chunk).encode("utf-8")
+            except UnicodeError as error:
+                line, reason = self._line, str(error)
+                if isinstance(error, UnicodeDecodeError):
+                    before = error.object[: error.start].decode(error.encoding, errors="ignore")
+                    line += before.count("\n")
+                    reason = f"byte 0x{error.object[error.start]:02x} ({error.reason})"
+                raise DataError(
+                    f"{self._origin}, line {line}: not {self._encoding}: {reason}. Write another `encoding` (without a "
+                    "byte order mark `utf-16-le` or `utf-16-be`), or fix the line."
+                ) from error
+            self._line += self._pending.count(b"\n")
+            if not chunk:
+                break
+        output = self._pending[: len(buffer)]
+        buffer[: len(output)] = output
+        self._pending = self._pending[len(output) :]
+        return len(output)
+
+
+def _lines(stream: io.BufferedReader, origin: str) -> Iterator[tuple[int, bytes]]:
+    """Yield all lines with their numbers; raises DataError for one that is too long."""
     for number, line in enumerate(iter(partial(stream.readline, MAX_ROW_BYTES + 1), b""), start=1):
         if len(line) > MAX_ROW_BYTES:
             raise DataError(f"{origin}, line {number}: has more than {MAX_ROW_BYTES >> 20} MB: this is not a row.")
-        content = line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line
-        stripped = content.strip()
-        if stripped:
-            last = number
-            yield number, content.rstrip(b"\r\n") if keep_blanks_around else stripped
-        elif number - last > _MAX_BLANK_LINES:
-            raise DataError(f"{origin}, line {last + 1}: more than {_MAX_BLANK_LINES:,} blank lines start here.")
+        yield number, line
+
+
+def _texts(stream: io.BufferedReader, origin: str) -> Iterator[tuple[int, str]]:
+    """Yield all lines as text with their numbers; raises DataError naming line and byte of invalid UTF-8."""
+    for number, line in _lines(stream, origin):
+        try:
+            yield number, line.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise DataError(f"{origin}, line {number}: {not_utf8(error)}") from error
+
+
+def _json_lines(stream: io.BufferedReader, origin: str, options: ReadOptions) -> Iterator[RawRow]:
+    return (RawRow(origin, number, line.strip()) for number, line in _lines(stream, origin) if line.strip())
+
+
+def _plain_lines(stream: io.BufferedReader, origin: str, options: ReadOptions) -> Iterator[RawRow]:
+    for number, line in _texts(stream, origin):
+        if line.startswith("\0") and not line.strip("\0"):
+            raise DataError(f"{origin}, line {number}: has only zero bytes: the file was not written completely.")
+        if line.strip(string.whitespace):
+            yield RawRow(origin, number, {"text": line.rstrip("\r\n")})
 
 
 def _json(stream: io.BufferedReader, origin: str, options: ReadOptions) -> Iterator[RawRow]:
     """Yield the objects of one array; a file whose first line is a complete value is read as JSON lines."""
-    if options.records is not None:
-        value, names = _parsed(_whole(stream, origin), origin), options.records.split(".")
-        records = _records(value, names, origin, path="", carried={})
+    is_array = stream.peek(4096).lstrip().startswith(b"[")
+    if is_array or options.records is not None:
+        names = options.records.split(".") if options.records is not None else []
+        records = _records(_parsed(_whole(stream, origin), origin), names, origin)
         yield from (RawRow(origin, number, record) for number, record in enumerate(records, start=1))
         return
-    if stream.peek(4096).removeprefix(_BYTE_ORDER_MARK).lstrip().startswith(b"["):
-        yield from _array(stream, origin)
-        return
-    for index, (number, line) in enumerate(_lines(stream, origin)):
-        is_cut = False
-        if index == 0:
-            try:
-                json.loads(line)
-            except (json.JSONDecodeError, UnicodeDecodeError):
-                is_cut = True
-            except (RecursionError, ValueError):
-                pass  # reported where the row is read
-        if is_cut:
-            paths = record_paths(_parsed(line + b"\n" + _whole(stream, origin), origin))
-            if paths:
-                advice = f"its rows seem to be in `{paths[0]}`. Write `records: {paths[0]}` next to its path."
-            else:
-                advice = "it contains no list of objects. Write its rows as an array, or as one object per line."
-            raise DataError(f"{origin}: is one object, not an array of objects; {advice}")
-        yield RawRow(origin, number, line)
+    for index, raw in enumerate(_json_lines(stream, origin, options)):
+        line = raw.content
+        if index == 0 and isinstance(line, bytes) and not _is_complete(line):
+            _parsed(line + b"\n" + _whole(stream, origin), origin)
+            raise DataError(
+                f"{origin}: is one object, not an array of objects. If its rows are in a list inside of it, write "
+                "`records: KEY` next to its path (`finetune preview FILE` finds it)."
+            )
+        yield raw
 
 
-def _array(stream: io.BufferedReader, origin: str) -> Iterator[RawRow]:
-    """Yield the objects of the array; no more than one of them and a chunk of the file is in memory."""
-    chunks = decoded_chunks(stream, num_bytes=_ARRAY_CHUNK, origin=origin)
-    text = next(chunks)
-    while "[" not in text:
-        text += next(chunks)
-    start = text.index("[") + 1
-    line, column = 1, 1  # of the first character of the text
-    num_rows = 0
-    while (separator := _SEPARATOR.match(text, start)) and separator[1] != "]":
-        try:
-            if separator[1] != ("," if num_rows else ""):
-                missing = "',' or ']'" if num_rows else "value"
-                raise json.JSONDecodeError(f"Expecting {missing}", text, separator.start(1))
-            if text[separator.end() : separator.end() + 1] not in ("{", "]", ""):
-                raise DataError("each element of the array must be an object with columns.")
-            value, end = parse_json_at(text, separator.end())
-        except DataError as error:
-            raise DataError(f"{origin}, row {num_rows + 1}: {error}") from error
-        except json.JSONDecodeError as error:
-            if separator.end() == len(text) and len(text) - start > _MAX_BLANK_CHARACTERS:
-                blanks = f"more than {_MAX_BLANK_CHARACTERS:,} blank characters start here."
-                raise DataError(f"{origin}, row {num_rows + 1}: {blanks}") from error
-            may_be_cut = error.msg.startswith("Unterminated") or error.pos > len(text) - _LONGEST_TOKEN
-            num_chunks = 1 + (len(text) - start) // _ARRAY_CHUNK if may_be_cut else 0
-            more = "".join(islice(chunks, num_chunks))  # doubled, so that a long row is parsed a few times at most
-            if not more:
-                before = column - 1 if error.lineno == 1 else 0
-                error.lineno, error.colno = error.lineno + line - 1, error.colno + before
-                raise _not_valid(error, origin) from error
-            if len(text) - start > MAX_ROW_BYTES:
-                size = f"has more than {MAX_ROW_BYTES >> 20} MB: this is not a row."
-                raise DataError(f"{origin}, row {num_rows + 1}: {size}") from error
-            num_newlines = text.count("\n", 0, start)
-            column = start - text.rfind("\n", 0, start) if num_newlines else column + start
-            line, text, start = line + num_newlines, text[start:] + more, 0
-        else:
-            num_rows, start = num_rows + 1, end
-            yield RawRow(origin, num_rows, value)
-    if text[start:].strip() != "]" or any(chunk.strip() for chunk in chunks):
-        raise DataError(f"{origin}: not valid JSON: there is text after the end of the array.")
+def _is_complete(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        return False
+    except (RecursionError, ValueError):
+        pass  # reported where the row is read
+    return True
 
 
 def _whole(stream: io.BufferedReader, origin: str) -> bytes:
@@ -162,28 +225,31 @@ def _whole(stream: io.BufferedReader, origin: str) -> bytes:
 
 def _parsed(content: bytes, origin: str) -> Any:
     try:
-        return parse_row_json(content.removeprefix(_BYTE_ORDER_MARK))
+        return parse_row_json(content)
     except DataError as error:
         raise DataError(f"{origin}: {error}") from error
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
         raise DataError(f"{origin}, line {line}: {not_utf8(error)}") from error
     except json.JSONDecodeError as error:
-        raise _not_valid(error, origin) from error
-
-
-def _not_valid(error: json.JSONDecodeError, origin: str) -> DataError:
-    return DataError(
-        f"{origin}, line {error.lineno}: not valid JSON: {error.msg.removesuffix(' at')} at column {error.colno}. "
-        "The file must be an array of objects, or one object per line."
-    )
+        raise DataError(
+            f"{origin}, line {error.lineno}: not valid JSON: {error.msg.removesuffix(' at')} at column {error.colno}. "
+            "The file must be an array of objects, or one object per line."
+        ) from error
 
 
 def _records(
-    value: Any, names: Sequence[str], origin: str, *, path: str, carried: Mapping[str, Any], number: int = 0
+    value: Any,
+    names: Sequence[str],
+    origin: str,
+    *,
+    path: str = "",
+    carried: Mapping[str, Any] = MappingProxyType({}),
+    number: int = 0,
 ) -> Iterator[dict[str, Any]]:
+    """Yield the objects of the list under these names; other values on the way are added to each of them."""
     where = f"`{path}`" if path else "the file"
-    if isinstance(value, list) and path:
+    if isinstance(value, list) and (path or not names):
         for index, record in enumerate(value, start=1):
             if not isinstance(record, dict):
                 raise DataError(f"{origin}: element {index:,} of {where} is not an object with columns.")
@@ -194,22 +260,17 @@ def _records(
                 yield {**carried, **record}
         return
     if not names:
-        raise DataError(f"{origin}: `records: {path}` is not a list of objects.{_paths_advice(value, f'{path}.')}")
+        raise DataError(f"{origin}: `records: {path}` is not a list of objects. Name the list.")
     if not isinstance(value, dict):
         raise DataError(f"{origin}: is already an array, or a single value. Remove `records`.")
     if names[0] not in value:
         at = f" of element {number:,}" if number else ""
-        raise DataError(f"{origin}: `records`: there is no `{names[0]}` in {where}{at}.{_paths_advice(value, '')}")
+        raise DataError(f"{origin}: `records`: there is no `{names[0]}` in {where}{at}.")
     inner_path = f"{path}.{names[0]}" if path else names[0]
     yield from _records(value[names[0]], names[1:], origin, path=inner_path, carried=carried)
 
 
-def _paths_advice(value: Any, prefix: str) -> str:
-    paths = record_paths(value, prefix=prefix)
-    return f" Lists of objects are in {', '.join(f'`{path}`' for path in paths)}." if paths else ""
-
-
-def conll_rows(stream: io.BufferedReader, origin: str, options: ReadOptions) -> Iterator[RawRow]:
+def _conll_rows(stream: io.BufferedReader, origin: str, options: ReadOptions) -> Iterator[RawRow]:
     """Yield a row per sentence: `tokens` and `tags` from the first and the last column, or columns by position.
 
     Each line has a word and its tags, and a blank line ends a sentence (Tjong Kim Sang & De Meulder, 2003,
@@ -229,18 +290,13 @@ def conll_rows(stream: io.BufferedReader, origin: str, options: ReadOptions) -> 
 def _sentences(stream: io.BufferedReader, origin: str) -> Iterator[list[list[str]]]:
     """Yield the words and tags of each sentence, all with the same number of columns."""
     sentence: list[list[str]] = []
-    width = num_bytes = 0
-    for number, line in enumerate(iter(partial(stream.readline, MAX_SENTENCE_BYTES + 1), b""), start=1):
-        if len(line) > MAX_SENTENCE_BYTES:
-            raise DataError(
-                f"{origin}, line {number}: has more than {MAX_SENTENCE_BYTES >> 20} MB: this is not a word."
-            )
-        text = decode_line(line, origin=origin, number=number)
-        text = text.removeprefix("\ufeff" if number == 1 else "").strip("\r\n")
+    width = 0
+    for number, line in _texts(stream, origin):
+        text = line.strip("\r\n")
         if not text.strip():
             if sentence:
                 yield sentence
-            sentence, num_bytes = [], 0
+            sentence = []
             continue
         fields = text.split("\t") if "\t" in text else text.split()
         # a comment before a sentence's first word, such as `# text = ...`, and not the word `#`
@@ -258,51 +314,22 @@ def _sentences(stream: io.BufferedReader, origin: str) -> Iterator[list[list[str
                 f"{origin}, line {number}: has {len(fields)} column{'s' * (len(fields) != 1)}, but the lines before "
                 f"it have {width}. Each line is a word and its tags; a blank line ends a sentence."
             )
-        num_bytes += len(text)
-        if num_bytes > MAX_SENTENCE_BYTES:
-            raise DataError(f"{origin}, line {number}: the sentence has more than {MAX_SENTENCE_BYTES >> 20} MB.")
         sentence.append(fields)
     if sentence:
         yield sentence
 
 
-@dataclass
-class _DelimitedLines:
-    """The lines of the file, and the position of the current row."""
-
-    stream: io.BufferedReader
-    origin: str
-    num_bytes: int = 0  # of the current row
-    number: int = 0  # of lines read
-    first: int = 1  # first line of the current row
-
-    def __iter__(self) -> Iterator[str]:
-        for line in iter(partial(self.stream.readline, MAX_ROW_BYTES + 1), b""):
-            self.num_bytes += len(line)
-            if self.num_bytes > MAX_ROW_BYTES:
-                raise DataError(
-                    f"{self.origin}, line {self.first}: the row has more than {MAX_ROW_BYTES >> 20} MB: a quotation "
-                    "mark in it is never closed, or this is not a CSV file. `quotes: false` reads them as characters."
-                )
-            text = decode_line(line, origin=self.origin, number=self.number + 1)
-            if self.number == 0:
-                text = text.removeprefix("\ufeff")
-            for part in _LINE_PATTERN.findall(text) if "\r" in text else (text,):
-                self.number += 1
-                yield part
-
-
-def delimited_rows(stream: io.BufferedReader, origin: str, options: ReadOptions, *, delimiter: str) -> Iterator[RawRow]:
+def _delimited_rows(
+    stream: io.BufferedReader, origin: str, options: ReadOptions, *, delimiter: str
+) -> Iterator[RawRow]:
     """Yield the rows of a CSV file: those below the header line, or all if columns have positions.
 
     Raises DataError with the line of a row that has more or fewer fields, or of damaged quotes or bytes.
     """
-    csv.field_size_limit(sys.maxsize)  # the default limit is 128 KiB
     delimiter = options.delimiter or delimiter
-    lines = _DelimitedLines(stream, origin)
     names: Sequence[str] | None = None
     number = 0
-    for fields in _parsed_fields(lines, origin, delimiter=delimiter, quotes=options.quotes):
+    for line, fields in _parsed_fields(stream, origin, delimiter=delimiter, quotes=options.quotes):
         if names is None:
             if options.has_header:
                 # all but the first column without a name are named by their position
@@ -319,50 +346,51 @@ def delimited_rows(stream: io.BufferedReader, origin: str, options: ReadOptions,
         if len(fields) != len(names):
             first = "the header" if options.has_header else "the first row"
             raise DataError(
-                f"{origin}, row {number} (line {lines.number}): has {len(fields)} fields, but {first} has "
+                f"{origin}, row {number} (line {line}): has {len(fields)} fields, but {first} has "
                 f"{len(names)}. A {_DELIMITER_NAMES.get(delimiter, f'`{delimiter}`')} inside a text must be "
                 "quoted."
             )
         yield RawRow(origin, number, dict(zip(names, fields, strict=True)))
 
 
-def _parsed_fields(lines: _DelimitedLines, origin: str, *, delimiter: str, quotes: bool | None) -> Iterator[list[str]]:
-    """Yield the fields of each row that is not a blank line."""
+def _parsed_fields(
+    stream: io.BufferedReader, origin: str, *, delimiter: str, quotes: bool | None
+) -> Iterator[tuple[int, list[str]]]:
+    """Yield the fields of each row that is not a blank line, and the number of its last line."""
     quoting: Literal[0, 3] = csv.QUOTE_NONE if quotes is False else csv.QUOTE_MINIMAL
-    reader = csv.reader(iter(lines), delimiter=delimiter, strict=True, quoting=quoting)
+    csv.field_size_limit(MAX_ROW_BYTES)  # the default limit is 128 KiB
+    # lines may also end with a carriage return alone
+    lines = (line for _, text in _texts(stream, origin) for line in io.StringIO(text, newline=""))
+    reader = csv.reader(lines, delimiter=delimiter, strict=True, quoting=quoting)
     while True:
-        lines.first, lines.num_bytes = lines.number + 1, 0
+        first = reader.line_num + 1
         try:
             fields = next(reader, None)
         except csv.Error as error:
-            advice = "A quotation mark inside of quotes is written twice; `quotes: false` reads them as characters."
-            problem = f"{error}. {advice}"
-            if "unexpected end of data" in str(error):
-                problem = (
-                    "a quotation mark in the row that starts here is not closed before the end of the file (line "
-                    f"{lines.number}). Close it, or write `quotes: false` if quotation marks are ordinary characters."
-                )
-            raise DataError(f"{origin}, line {lines.first}: not valid CSV: {problem}") from error
+            raise DataError(
+                f"{origin}, line {first}: not valid CSV: {error} (line {reader.line_num}). Close every quotation mark, "
+                "and write one inside of quotes twice; `quotes: false` reads them as ordinary characters."
+            ) from error
         if fields is None:
             return
-        may_be_merged = lines.number > lines.first and delimiter == "\t" and quotes is None
+        may_be_merged = reader.line_num > first and delimiter == "\t" and quotes is None
         if may_be_merged and any("\t" in field and ("\n" in field or "\r" in field) for field in fields):
             raise DataError(
-                f"{origin}, lines {lines.first} to {lines.number}: are one row, since a quotation mark at the start of "
+                f"{origin}, lines {first} to {reader.line_num}: are one row, since a quotation mark at the start of "
                 "a field is closed several lines later, with tabs in between. Write `quotes: false` next to the path "
                 "if quotation marks are ordinary characters, `quotes: true` if this is one row."
             )
         if fields:
-            yield fields
+            yield reader.line_num, fields
 
 
 _TEXTS: Mapping[str, Callable[[io.BufferedReader, str, ReadOptions], Iterator[RawRow]]] = {
     ".jsonl": _json_lines,
     ".json": _json,
-    ".csv": partial(delimited_rows, delimiter=","),
-    ".tsv": partial(delimited_rows, delimiter="\t"),
+    ".csv": partial(_delimited_rows, delimiter=","),
+    ".tsv": partial(_delimited_rows, delimiter="\t"),
     ".txt": _plain_lines,
-    **dict.fromkeys(CONLL_KINDS, conll_rows),
+    **dict.fromkeys(CONLL_KINDS, _conll_rows),
 }
 _TABLES: Mapping[str, Callable[[BinaryIO, str, int], Iterator[RawRow]]] = {
     ".parquet": parquet_rows,

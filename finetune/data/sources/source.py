@@ -17,13 +17,13 @@ from finetune.config.sections.data import (
     TrainedSourceSection,
     ValidationSourceSection,
 )
-from finetune.data.formats.columns import column_hint, require_column_positions, require_columns
-from finetune.data.formats.row_format import ALREADY_READ, RowFormat, UnknownFormat, choose_format
+from finetune.data.formats.columns import require_column_positions
+from finetune.data.formats.row_format import ALREADY_READ, RowFormat, choose_format
 from finetune.data.images import ImageRoot
 from finetune.data.rows import RawRow, Row, describe, require_shallow
-from finetune.data.sources.decoding import read_options
 from finetune.data.sources.files import Files, Origin, kind_of
 from finetune.data.sources.local import find_local, find_remote, load_hub_dataset
+from finetune.data.sources.readers import read_options
 from finetune.data.sources.slices import Exclusion, SliceShard, SourceSlice, Split, ValidationContents
 from finetune.errors import DataError
 from finetune.registry.formats import SOURCES
@@ -208,17 +208,10 @@ def _open(section: SourceSection, *, key: str, log: Log) -> SourceSlice:
         after = f" after skip: {section.skip}" if section.skip else ""
         raise DataError(f"{key}: {origin.name} has no rows{after}.")
     root = image_root(section, origin.image_folders, key=key)
-    kind = origin.kind if isinstance(origin, Files) else ""
     if section.has_positions:
         require_column_positions(section, first, key=key)
     rows = _first_rows(chain([first], raws))
-    try:
-        form = choose_format(
-            section, first, rows=rows, key=key, log=log, class_names=origin.class_names, image_root=root
-        )
-    except UnknownFormat as error:
-        raise DataError(f"{error}{column_hint(section, first.parse(), suffix=kind)}") from error
-    require_columns(section, form.names.format, first, key=key, suffix=kind)
+    form = choose_format(section, first, rows=rows, key=key, log=log, class_names=origin.class_names, image_root=root)
     return replace(unread, format=form)
 
 

@@ -9,26 +9,26 @@ import tempfile
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from finetune.data.audit import Streamed
 from finetune.data.features import Features
-from finetune.data.order.grouping import set_order, token_budget
 from finetune.data.order.order import (
     DatasetView,
     Order,
     Samples,
     fingerprint_of,
+    set_order,
     split_stream_index,
+    token_budget,
     window_offset,
 )
 from finetune.data.sources.source import Source, stream_of
-from finetune.data.streams.folder import NOTHING, StreamFolder, StreamPlan, StreamReader, WindowRecord
-from finetune.data.streams.producer import NUM_KEPT_WINDOWS, StreamJob
+from finetune.data.streams.windows import NUM_KEPT_WINDOWS, StreamFolder, StreamJob, StreamPlan, WindowRecord
 from finetune.data.token_cache.cache import identify, set_folder
 from finetune.data.token_cache.chunks import Encoding
 from finetune.data.token_cache.counts import Counts, total_counts
@@ -46,7 +46,7 @@ import sys
 from finetune.runtime.processes import exit_with_pipe, ignore_run_signals
 ignore_run_signals()
 exit_with_pipe(int(sys.argv[1]))
-from finetune.data.streams.producer import main
+from finetune.data.streams.windows import main
 main()
 """
 """The program of a producer: before torch is imported, which takes seconds, it ends when it should."""
@@ -59,16 +59,23 @@ _MAX_STARTS = 3
 _OPEN_WINDOWS = NUM_KEPT_WINDOWS + 2
 
 
-@dataclass(eq=False)
 class Windows:
     """The windows of a stream, for any process of a run; starts the process that prepares them if there is none.
 
     A forked or pickled copy requests and waits on its own. Processes wait for files, never in a collective.
     """
 
-    job: StreamJob
-    log: Callable[[str], None]
-    _reader: "_ReaderState | None" = None
+    def __init__(self, job: StreamJob, log: Callable[[str], None]) -> None:
+        self.job = job
+        self.prepared = lru_cache(maxsize=_OPEN_WINDOWS)(self._open)
+        self.record = lru_cache(maxsize=_OPEN_WINDOWS)(self._read)
+        self._log = log
+        self._starter = os.getpid()
+        self._producers: list[ProducerProcess] = []  # that this process has started
+        self._num_failed_starts = 0  # since the last window
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Windows, (self.job, no_op)
 
     def open(self) -> int:
         """Request the first window unless it has ever been prepared; return the number of windows that have been."""
@@ -77,68 +84,56 @@ class Windows:
         except OSError as error:
             raise DataError(f"data.cache_folder: {self.job.folder.path} cannot be written: {error}.") from error
         num_records = self.job.folder.num_records()
-        self._own_reader().request(NOTHING if num_records else 0)
+        if not num_records:
+            self._request(0)
         return num_records
 
-    def record(self, window: int) -> WindowRecord:
-        """Return the window's record; waits until it has been prepared, raises DataError if that fails."""
-        return self._own_reader().record(window)
-
-    def prepared(self, window: int) -> TokenCache:
-        """Return the window's samples; waits until it has been prepared, raises DataError if that fails."""
-        return self._own_reader().opened(window)
-
     def if_prepared(self, window: int) -> TokenCache | None:
-        """Return the window's samples if it is prepared; does not wait and requests nothing."""
-        return _open_if_prepared(self.job, window, log=self.log)
+        """Return the window's samples if it is prepared, verified; a damaged one is deleted. Requests nothing."""
+        path = self.job.folder.window(window)
+        try:
+            if not path.exists():
+                return None
+            prepared = TokenCache(path)
+            prepared.verify()
+            return prepared
+        except DamagedSet as damage:
+            if path.exists():  # otherwise deleted while it was being opened
+                self.job.folder.delete_window(window)
+                self._log(f"warning: {self.job.key}: window {window}: {damage}. It will be prepared again.")
+            return None
 
     def close(self) -> None:
-        """Withdraw the request and end the process that this one started."""
-        if self._reader is not None and self._reader.pid == os.getpid():
-            self._reader.close()
-        self._reader = None
+        """End the processes that this one started."""
+        for producer in self._producers if self._starter == os.getpid() else ():
+            producer.end()
+        self._producers = []
 
-    def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_reader": None, "log": no_op}
+    def _open(self, window: int) -> TokenCache:
+        """Return the window's samples; waits until it has been prepared, raises DataError if that fails."""
+        self._request(window)  # even if it is prepared: the following ones are prefetched
+        return self._wait(window, lambda: self.if_prepared(window))
 
-    def _own_reader(self) -> "_ReaderState":
-        if self._reader is None or self._reader.pid != os.getpid():
-            is_copy = self._reader is not None
-            self._reader = _ReaderState(self.job, log=no_op if is_copy else self.log)
-        return self._reader
+    def _read(self, window: int) -> WindowRecord:
+        """Return the window's record; waits until it has been prepared, raises DataError if that fails."""
+        folder = self.job.folder
+        while True:
+            self._wait(window, lambda: folder.record(window).exists() or None)
+            try:
+                return folder.read_record(window)
+            except DamagedSet as damage:
+                self._log(f"warning: {self.job.key}: {damage}. Its window will be prepared again.")
 
-
-class _ReaderState:
-    """The state of one process: its registration as a reader, its open windows, and the producers it started."""
-
-    def __init__(self, job: StreamJob, *, log: Callable[[str], None]) -> None:
-        self.pid = os.getpid()
-        self.opened = lru_cache(maxsize=_OPEN_WINDOWS)(self._open)
-        self.record = lru_cache(maxsize=_OPEN_WINDOWS)(self._read)
-        self._job = job
-        self._log = log
-        self._reader = StreamReader(job.folder.readers)
-        self._producers: list[ProducerProcess] = []
-        self._num_failed_starts = 0  # since the last window
-
-    def request(self, window: int) -> None:
-        """Request a window and the following ones without waiting."""
-        self._reader.request(window)
-        self._ensure_producer()
-
-    def wait(self, window: int, read: Callable[[], T | None]) -> T:
+    def _wait(self, window: int, read: Callable[[], T | None]) -> T:
         """Return the result of `read` once it is not None; raises DataError if preparing the window fails."""
-        result = read()
-        if result is None:
-            self.request(window)
         start, is_logged, last_heartbeat = time.monotonic(), False, 0
-        while result is None and (result := read()) is None:
-            self._reader.raise_error()
-            self._ensure_producer()
+        while (result := read()) is None:
+            if not self._request(window):
+                self.job.folder.raise_failure(window)
             if not is_logged and time.monotonic() - start > _QUIET_SECONDS:
                 is_logged = True
-                self._log(f"{self._job.key}: waiting for window {window} to be prepared")
-            path = self._job.folder.heartbeat
+                self._log(f"{self.job.key}: waiting for window {window} to be prepared")
+            path = self.job.folder.heartbeat
             heartbeat = path.stat().st_mtime_ns if path.exists() else 0
             if heartbeat != last_heartbeat:
                 keep_alive()
@@ -147,40 +142,32 @@ class _ReaderState:
         self._num_failed_starts = 0
         return result
 
-    def close(self) -> None:
-        """Unregister the reader and end the producers that were started here."""
-        self._reader.close()
-        for producer in self._producers:
-            producer.end()
-
-    def _read(self, window: int) -> WindowRecord:
-        folder = self._job.folder
-        while True:
-            self.wait(window, lambda: folder.has_record(window) or None)
-            try:
-                return folder.read_record(window)
-            except DamagedSet as damage:
-                self._log(f"warning: {self._job.key}: {damage}. Its window will be prepared again.")
-
-    def _open(self, window: int) -> TokenCache:
-        self.request(window)  # even if it is prepared: the following ones are prefetched
-        return self.wait(window, lambda: _open_if_prepared(self._job, window, log=self._log))
-
-    def _ensure_producer(self) -> None:
-        """Start the process that prepares windows unless one is running, which holds the lock until it exits."""
-        lock = os.open(self._job.folder.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    def _request(self, window: int) -> bool:
+        """Request the window; return whether the process that prepares windows, which holds a lock, was started now."""
+        if self._starter != os.getpid():  # this is a forked copy
+            self._starter, self._log = os.getpid(), no_op
+            self._producers, self._num_failed_starts = [], 0
+        folder = self.job.folder
+        folder.request(window)
+        lock = os.open(folder.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if self._num_failed_starts >= _MAX_STARTS:
                 code = self._producers[-1].process.poll()
                 raise DataError(
-                    f"{self._job.key}: the process that prepares windows exited {_MAX_STARTS} times, most recently "
+                    f"{self.job.key}: the process that prepares windows exited {_MAX_STARTS} times, most recently "
                     f"with code {code} (-9: killed, perhaps out of memory). Its output is above."
                 )
-            self._producers.append(ProducerProcess(self._job, lock=lock))
+            folder.failure.unlink(missing_ok=True)  # of an earlier run
+            self._producers.append(ProducerProcess(self.job, lock=lock))
             self._num_failed_starts += 1
+            return True
         except BlockingIOError:
-            return
+            return False
+        except OSError as error:
+            raise DataError(
+                f"{folder.path} does not support file locks ({error}). Set data.cache_folder to a local disk."
+            ) from error
         finally:
             os.close(lock)  # the child keeps its copy
 
@@ -205,21 +192,6 @@ class ProducerProcess:
         """Make it exit and wait for it."""
         os.close(self._pipe)
         self.process.wait()
-
-
-def _open_if_prepared(job: StreamJob, window: int, *, log: Callable[[str], None]) -> TokenCache | None:
-    """Return the window, verified; a damaged one is quarantined, so that it is prepared again."""
-    path = job.folder.window(window)
-    try:
-        if not path.exists():
-            return None
-        prepared = TokenCache(path)
-        prepared.verify()
-        return prepared
-    except DamagedSet as damage:
-        if path.exists() and job.folder.quarantine(path):  # otherwise deleted while it was being opened
-            log(f"warning: {job.key}: window {window}: {damage}. It will be prepared again.")
-        return None
 
 
 _KEPT_ORDERS = 4
@@ -255,10 +227,7 @@ class StreamOrder(Order):
 
 @dataclass(frozen=True)
 class StreamSamples(Samples):
-    """Encoded samples by id; waits until a deleted window has been prepared again.
-
-    They have no precomputed arrays, and no known damage: a window is verified when it is opened.
-    """
+    """Encoded samples by id, without precomputed arrays; waits until a deleted window has been prepared again."""
 
     windows: Windows
 
@@ -287,17 +256,12 @@ class StreamSamples(Samples):
         """Return messages about samples that the loader delivered damaged; their windows are prepared again."""
         locations = "; ".join(self.location(sample_id) for sample_id in damaged[:MAX_NAMED].tolist())
         windows = sorted({split_stream_index(sample_id)[0] for sample_id in damaged.tolist()})
-        quarantined = [window for window in windows if self.windows.if_prepared(window) is None]
-        if quarantined:
-            remedy = (
-                f"Quarantined windows: {', '.join(map(str, quarantined))}. Run the same command again: it prepares "
-                "them again and resumes from the last checkpoint."
-            )
+        deleted = [window for window in windows if self.windows.if_prepared(window) is None]
+        remedy = "Run the same command again: it resumes from the last checkpoint."
+        if deleted:
+            remedy = f"Deleted windows: {', '.join(map(str, deleted))}; they are prepared again. {remedy}"
         else:
-            remedy = (
-                "The copy on disk is intact: the sample was corrupted in the memory of a process. Run the same "
-                "command again: it resumes from the last checkpoint."
-            )
+            remedy = f"The copy on disk is intact: the sample was corrupted in the memory of a process. {remedy}"
         return f"{locations}: differs from the prepared sample", remedy
 
     def _recorded(
@@ -337,8 +301,7 @@ def stream_view(
         folder=StreamFolder(folder),
         key=source.key,
         plan=plan,
-        encoding_plan=encoding.plan(source.format),
-        section=section,
+        encoding=replace(encoding, format=source.format),
         num_ahead=stream.num_ahead,
         identity=identity,
     )
@@ -350,11 +313,6 @@ def stream_view(
         f"{job.key}: a stream of {len(plan.shards):,} files or shards {passes}, in windows of {plan.window_rows:,} rows"
         f"{shuffled}; prefetched windows: {job.num_ahead}"
     )
-    if damaged := job.folder.damaged():
-        log(
-            f"warning: {job.key}: {len(damaged)} damaged windows or records were prepared again; the damaged ones are "
-            f"in {damaged[0].parent}. Check the disk and the memory of this machine, then delete that folder."
-        )
     if num_before:
         log(f"{job.key}: {num_before:,} windows were prepared earlier; needed ones are prepared again")
     order = StreamOrder(WindowOrders(windows, log, num_logged=num_before))
@@ -379,7 +337,7 @@ class WindowOrders:
 
         Raises DataError after a whole pass without samples.
         """
-        plan, section = self.windows.job.plan, self.windows.job.section
+        plan, section = self.windows.job.plan, self.windows.job.encoding.section
         record = self.windows.record(window)
         order = None
         if len(record.lengths):
@@ -399,10 +357,10 @@ class WindowOrders:
             raise DataError(
                 f"{job.key}: a whole pass over the stream leaves no sample: {'; '.join(self.counts.lines())}."
             )
-        if record.window >= self.num_logged:
-            batching = job.section.batching
+        if window >= self.num_logged:
+            batching = section.batching
             grouped = () if order is None or batching.by == "samples" else (f"{order.num_positions:,} {batching.unit}",)
-            self.log(f"{job.key}: window {record.window}: {'; '.join((*record.counts.lines(), *grouped))}")
-            if self.num_counted & (self.num_counted - 1) == 0 and record.window:  # after 2, 4, 8, ... windows
+            self.log(f"{job.key}: window {window}: {'; '.join((*record.counts.lines(), *grouped))}")
+            if self.num_counted & (self.num_counted - 1) == 0 and window:  # after 2, 4, 8, ... windows
                 self.log(f"{job.key}: {self.num_counted:,} windows so far: {'; '.join(self.counts.lines())}")
         return order

@@ -228,8 +228,6 @@ _PROBES = ("Xyzzy one", "Plugh two", "Xyzzy three", "Plugh four", "Xyzzy five")
 _OF_CONTENT = re.compile("think|thought|reason|tool|function|call|image|video|audio", re.IGNORECASE)
 """Added tokens with such names mark parts of a turn's content, which rows may write themselves."""
 
-_IN_BRACKETS = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]|<<?/?[A-Z]+>>?")
-
 
 def turn_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
     """Return the added tokens, other than special ones, with which the chat template starts or ends turns."""
@@ -239,21 +237,6 @@ def turn_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
         return frozenset()
     around_turns = "\n".join(text for rendered in _renderings(tokenizer) for text in _around(rendered))
     return frozenset(name for name in added if name.strip() and name in around_turns)
-
-
-def plain_turn_marks(tokenizer: PreTrainedTokenizerBase, names: frozenset[str]) -> re.Pattern[str] | None:
-    """Return a pattern for plain-text turn marks such as `### Assistant:`; None if the template has none.
-
-    `names` are the names of control tokens: a mark that contains one of them cannot be forged by plain text.
-    """
-    marks: set[str] = set()
-    for rendered in _renderings(tokenizer) if tokenizer.chat_template else ():
-        for text in _around(rendered):
-            mark = text.strip()
-            if len(mark) > 1 and not mark.isalnum() and not any(name in mark for name in names):
-                marks.add(r"\s+".join(map(re.escape, mark.split())))
-                marks.update(map(re.escape, _IN_BRACKETS.findall(mark)))
-    return re.compile("|".join(sorted(marks))) if marks else None
 
 
 def _renderings(tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:

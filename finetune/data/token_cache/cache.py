@@ -9,7 +9,7 @@ import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache, partial
 from itertools import islice
 from pathlib import Path
@@ -18,14 +18,14 @@ from typing import Any
 import numpy as np
 
 from finetune.config.sections.data import AuditSection, DataSection
+from finetune.data.loader import num_prepare_workers
 from finetune.data.rows import RawRow
 from finetune.data.sources.source import Source
-from finetune.data.token_cache.chunks import EncodedChunk, EncoderPool, Encoding, EncodingPlan, WorkersLost
+from finetune.data.token_cache.chunks import EncodedChunk, EncoderPool, Encoding, WorkersLost
 from finetune.data.token_cache.counts import REMEDY, Counts, exceeded_shares, num_duplicates
 from finetune.data.token_cache.integrity import DamagedSet, quarantine_set
 from finetune.data.token_cache.samples import CHUNK_BYTES, ArrayFile, SampleArrays, SampleWriter, chunk_name
 from finetune.data.token_cache.store import CACHE_VERSION, MANIFEST, Identity, TokenCache
-from finetune.data.workers import num_prepare_workers
 from finetune.errors import DataError
 from finetune.runtime.files.atomic import build_once
 from finetune.runtime.files.digests import Damaged, write_json_with_digest
@@ -33,7 +33,8 @@ from finetune.runtime.optional import no_op
 from finetune.runtime.supervision.heartbeat import fault_point
 
 VERIFIED_AT_ONCE_BYTES = 256 << 20
-"""Sets up to this size are verified before use, which takes well under a second; larger ones in the background."""
+"""Sets up to this size are verified before use, which takes well under a second. Of any set, each sample is verified
+before a step uses it."""
 
 _MAX_ATTEMPTS = 3
 
@@ -48,7 +49,7 @@ def open_verified(
 ) -> tuple[TokenCache, bool]:
     """Return the set, and whether `build` has just built it; raises DataError if it is damaged repeatedly.
 
-    `build` builds the folder unless it exists. Verification of a large set continues in the background.
+    `build` builds the folder unless it exists.
     """
     for _ in range(_MAX_ATTEMPTS):
         is_new = build()
@@ -56,22 +57,15 @@ def open_verified(
             prepared = _open(folder, identity)
         except DamagedSet as damage:
             last_damage: DamagedSet = damage
-            _quarantine(damage, partial(_is_damaged, folder, identity), key=key, log=log)
+            quarantined = quarantine_set(folder, partial(_is_damaged, folder, identity), log=log)
+            if quarantined is not None:
+                log(f"warning: {key}: {damage}. It is renamed to {quarantined.name} and rebuilt.")
             continue
         if copies := sorted(folder.parent.glob(f".damaged-{folder.name}-*")):
             log(
                 f"warning: {key}: its prepared set was damaged and has been rebuilt; the damaged one is kept as "
                 f"{', '.join(map(str, copies))}. Check the disk and the memory of this machine, then delete it."
             )
-        if prepared.verification.size_bytes > VERIFIED_AT_ONCE_BYTES:
-            prepared.verification.start()
-
-        def rebuild(former: TokenCache) -> TokenCache:
-            damage = DamagedSet(folder, former.verification.problem or "")
-            _quarantine(damage, former.is_still_damaged, key=key, log=log)
-            return open_verified(folder, build, identity=identity, key=key, log=log)[0]
-
-        prepared.rebuild = rebuild
         return prepared, is_new
     raise DataError(
         f"{key}: {last_damage}, and the rebuilt sets were damaged, too. Check the disk and the memory of this machine, "
@@ -79,18 +73,11 @@ def open_verified(
     )
 
 
-def repair(prepared: TokenCache, *, seconds: float | None) -> None:
-    """Wait at most `seconds` for the verification; a damaged set is rebuilt and replaced by the new one."""
-    prepared.verification.wait(seconds)
-    if prepared.verification.problem and prepared.rebuild is not None:
-        prepared.reopen(prepared.rebuild(prepared))
-
-
 def _open(folder: Path, identity: Identity) -> TokenCache:
     prepared = TokenCache(folder, shards=identity.shards)
     if prepared.fingerprint != identity.fingerprint:
         raise DamagedSet(folder, "it was made from other data or settings")
-    if prepared.verification.size_bytes <= VERIFIED_AT_ONCE_BYTES:
+    if prepared.stored.size_bytes <= VERIFIED_AT_ONCE_BYTES:
         prepared.verify()
     return prepared
 
@@ -101,12 +88,6 @@ def _is_damaged(folder: Path, identity: Identity) -> bool:
     except DamagedSet:
         return True
     return False
-
-
-def _quarantine(damage: DamagedSet, is_damaged: Callable[[], bool], *, key: str, log: Log) -> None:
-    quarantined = quarantine_set(damage.folder, is_damaged, log=log)
-    if quarantined is not None:
-        log(f"warning: {key}: {damage}. It is renamed to {quarantined.name} and rebuilt.")
 
 
 DEFAULT_FOLDER = "~/.cache/finetune"
@@ -147,11 +128,9 @@ def prepare_set(
     folder = set_folder(section, "prepared", identity, key=source.key, log=log)
     if not builds and not folder.is_dir():
         raise NotPrepared(f"{source.key}: is not prepared. Run `finetune prepare --config JOB.yaml`.")
-    plan = encoding.plan(source.format)
+    encoding = replace(encoding, format=source.format)
     progress = _progress(source, on_progress, log=log)
-    build_staged = partial(
-        _build, source=source, plan=plan, identity=identity, section=section, advance=progress, log=log
-    )
+    build_staged = partial(_build, source=source, encoding=encoding, identity=identity, advance=progress, log=log)
 
     def build() -> bool:
         try:
@@ -176,23 +155,16 @@ def prepare_set(
     return prepared
 
 
-def refuse_counts(
-    counts: Counts,
-    section: DataSection,
-    *,
-    key: str,
-    plan: EncodingPlan,
-    mapped: Iterable[Any] | None = None,
-) -> None:
+def refuse_counts(counts: Counts, encoding: Encoding, *, key: str, mapped: Iterable[Any] | None = None) -> None:
     """Raise DataError with all problems: refused rows and, unless `mapped` is None, no samples, and absent columns."""
-    problems = []
+    problems, section = [], encoding.section
     if counts.long_rows and section.over_length == "refuse":
-        *others, last = plan.over_length
+        *others, last = encoding.over_length
         instead = f"{', '.join(others)} or {last}" if others else last
         problems.append(
-            f"{counts.long_rows:,} of {counts.rows:,} rows are longer than {plan.length.limits} "
+            f"{counts.long_rows:,} of {counts.rows:,} rows are longer than {encoding.limit.limits} "
             f"(the longest has {counts.longest:,} tokens: {counts.longest_place}). "
-            f"Set data.over_length: {instead}, or {plan.length.advice.format(longest=counts.longest)}."
+            f"Set data.over_length: {instead}, or {encoding.limit.advice.format(longest=counts.longest)}."
         )
     if counts.rows_without_target and section.no_target == "refuse":
         cut = ", some of them because they were truncated" if counts.truncated_targets else ""
@@ -257,9 +229,8 @@ def _build(
     staging: Path,
     *,
     source: Source,
-    plan: EncodingPlan,
+    encoding: Encoding,
     identity: Identity,
-    section: DataSection,
     advance: OnProgress,
     log: Log,
 ) -> None:
@@ -272,7 +243,7 @@ def _build(
         log(f"warning: {source.key}: earlier tokenized rows are damaged ({reason}); rebuilding from {start}")
 
     try:
-        with closing(EncoderPool(plan, num_workers=num_prepare_workers(section))) as encoders:
+        with closing(EncoderPool(encoding, num_workers=num_prepare_workers(encoding.section))) as encoders:
             counts = build_set(
                 staging,
                 source.rows(),
@@ -282,7 +253,7 @@ def _build(
                 num_left_out=lambda: source.num_left_out,
                 on_damage=log_damage,
             )
-        refuse_counts(counts, section, key=source.key, plan=plan, mapped=source.section.mapped.values())
+        refuse_counts(counts, encoding, key=source.key, mapped=source.section.mapped.values())
     except WorkersLost:
         raise
     except DataError:
@@ -377,7 +348,7 @@ class TokenCacheWriter:
                     shutil.rmtree(path)
                 else:
                     path.unlink()
-        self.counts = Counts(**chunks[-1].metadata["counts"]) if chunks else Counts()
+        self.counts = Counts.read(chunks[-1].metadata["counts"]) if chunks else Counts()
         self._origins = [(start, origin) for chunk in chunks for start, origin in chunk.metadata["origins"]]
         self._num_written_origins = len(self._origins)
         self._writer = SampleWriter(folder, COLUMNS, chunks=chunks)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate, pairwise
 from multiprocessing import get_context
 from typing import Any
@@ -20,8 +21,8 @@ import numpy as np
 from finetune.config.sections.data import DataSection
 from finetune.data.features import NOTHING_FOUND, Features, Findings, Outcome, Unlabeled
 from finetune.data.formats.columns import NOTES
-from finetune.data.formats.prompts import OWN_PROMPT
-from finetune.data.formats.row_format import UNREAD, RowFormat
+from finetune.data.formats.conversations import OWN_PROMPT
+from finetune.data.formats.row_format import ALREADY_READ, UNREAD, RowFormat
 from finetune.data.rows import FAULTS_OF_VALUES, RawRow, Row
 from finetune.data.token_cache.counts import Counts
 from finetune.data.token_cache.integrity import sample_checksums
@@ -40,41 +41,22 @@ Encode = Callable[[Sequence[Row]], Sequence[Outcome]]
 
 
 @dataclass(frozen=True)
-class EncodingPlan:
-    """How raw rows become samples."""
-
-    format: RowFormat
-    encode: Encode
-    length: LengthLimit
-    unknown_ids: frozenset[int] = frozenset()  # tokens for text unknown to the tokenizer
-    over_length: tuple[str, ...] = ("drop",)  # the values of `data.over_length` that make longer rows fit
-    max_token_characters: int | None = None  # None: a token can stand for any length of text
-
-
-@dataclass(frozen=True)
 class Encoding:
-    """How a job encodes rows, whatever their source."""
+    """How raw rows of a format become samples of a job."""
 
     encode: Encode
     section: DataSection
     identity: Mapping[str, str]  # the inputs of `encode` and `length`: digests of tokenizer and template, the task
-    unknown_ids: frozenset[int] = frozenset()
-    max_token_characters: int | None = None
+    unknown_ids: frozenset[int] = frozenset()  # tokens for text unknown to the tokenizer
     length: LengthLimit | None = None  # overrides the section's policy for long rows
-    over_length: tuple[str, ...] = ("drop",)  # of the task
+    over_length: tuple[str, ...] = ("drop",)  # the values of `data.over_length` that make longer rows fit
+    format: RowFormat = ALREADY_READ
 
-    def plan(self, row_format: RowFormat) -> EncodingPlan:
-        """Return the plan for rows of this format."""
+    @cached_property
+    def limit(self) -> LengthLimit:
+        """Return the policy for long rows."""
         section = self.section
-        policy = self.length or SampleLengthLimit(section.longest, section.over_length, section.truncate_side)
-        return EncodingPlan(
-            row_format,
-            self.encode,
-            policy,
-            self.unknown_ids,
-            over_length=self.over_length,
-            max_token_characters=self.max_token_characters,
-        )
+        return self.length or SampleLengthLimit(section.longest, section.over_length, section.truncate_side)
 
 
 @dataclass(frozen=True)
@@ -91,19 +73,18 @@ class EncodedChunk:
     counts: Counts
 
 
-def encode_chunk(plan: EncodingPlan, raws: Sequence[RawRow]) -> EncodedChunk:
+def encode_chunk(encoding: Encoding, raws: Sequence[RawRow]) -> EncodedChunk:
     """Return the samples of the rows; raises DataError naming the row that cannot be encoded."""
-    noted = [plan.format.read(raw) for raw in raws]
+    noted = [encoding.format.read(raw) for raw in raws]
     rows = [{name: row[name] for name in row if name != NOTES} if NOTES in row else row for row in noted]
-    _refuse_long_texts(plan, raws, rows)
-    outcomes = _outcomes(plan.encode, rows)
+    outcomes = _outcomes(encoding.encode, rows)
     encoded: list[tuple[int, Features]] = []  # the samples with the indices of their rows
     for row_index, (raw, outcome) in enumerate(zip(raws, outcomes, strict=True)):
         if isinstance(outcome, DataError):
             raise DataError(f"{raw.location}: {outcome}") from outcome
         if outcome is not None and not isinstance(outcome, Unlabeled):
             encoded += [(row_index, sample) for sample in (outcome if isinstance(outcome, tuple) else (outcome,))]
-    cut, is_long, lost = _shortened(encoded, plan.length)
+    cut, is_long, lost = _shortened(encoded, encoding.limit)
     trainable = [(row_index, sample) for row_index, sample in cut if sample.num_targets > 0]
     with_sample = {row_index for row_index, _ in trainable}
     unlabeled = {row_index for row_index, outcome in enumerate(outcomes) if isinstance(outcome, Unlabeled)}
@@ -143,42 +124,13 @@ def encode_chunk(plan: EncodingPlan, raws: Sequence[RawRow]) -> EncodedChunk:
             longest_of[row_index] = max(sample.length, longest_of.get(row_index, 0))
         repeated = sum(sample.length for _, sample in encoded) - sum(longest_of.values())
         counts = replace(counts, answers=len(encoded), repeated_tokens=repeated)
-    else:
-        lost = replace(lost, long_answers=0)
-    return _assemble_chunk(plan, [(raws[row_index], sample) for row_index, sample in trainable], counts.plus(lost))
+    return _assemble_chunk(encoding, [(raws[row_index], sample) for row_index, sample in trainable], counts.plus(lost))
 
 
 def _is_blank(row: Row) -> bool:
     """Return whether no turn of the row has content, or of a row without turns, no column."""
     turns = row.get("messages")
     return not any([turn.get("content") for turn in turns] if isinstance(turns, Sequence) else row.values())
-
-
-_NORMALIZED = 4
-"""How many characters of a text may become one by Unicode normalization."""
-
-_CHECKED_CHARACTERS = 1 << 20
-
-
-def _refuse_long_texts(plan: EncodingPlan, raws: Sequence[RawRow], rows: Sequence[Row]) -> None:
-    """Raise DataError for a text whose characters alone show that it is too long, without tokenizing it.
-
-    Blanks, which special tokens may absorb, are not counted, nor texts that a chat template may shorten.
-    """
-    policy = plan.length
-    if not isinstance(policy, SampleLengthLimit) or policy.over_length != "refuse" or not plan.max_token_characters:
-        return
-    limit = _NORMALIZED * policy.max_length * plan.max_token_characters
-    for raw, row in zip(raws, rows, strict=True):
-        turns = row.get("messages") or ()
-        for text in (row.get("text"), *(turn.get("content") for turn in turns if turn.get("role") == "user")):
-            if not isinstance(text, str) or len(text) <= max(limit, _CHECKED_CHARACTERS):
-                continue
-            if (count := len("".join(text.split()))) > limit:
-                raise DataError(
-                    f"{raw.location}: has a text of {count:,} characters without blanks, which are too many tokens for "
-                    f"{policy.limits}. Split it, or set data.over_length: {' or '.join(plan.over_length)}."
-                )
 
 
 def _outcomes(encode: Encode, rows: Sequence[Row]) -> Sequence[Outcome]:
@@ -215,11 +167,11 @@ def _shortened(
         for name, row_indices in affected.items():
             if getattr(counts, name):
                 row_indices.add(row_index)
-        lost = lost.plus(replace(counts, long_answers=counts.long_rows, **counted))
+        lost = lost.plus(replace(counts, **counted))
     return within, affected["long_rows"], lost
 
 
-def _assemble_chunk(plan: EncodingPlan, trainable: Sequence[tuple[RawRow, Features]], counts: Counts) -> EncodedChunk:
+def _assemble_chunk(encoding: Encoding, trainable: Sequence[tuple[RawRow, Features]], counts: Counts) -> EncodedChunk:
     samples = [sample for _, sample in trainable]
     names = list(samples[0].arrays) if samples else []
     values = {name: np.concatenate([sample.arrays[name] for sample in samples]) for name in names}
@@ -234,7 +186,7 @@ def _assemble_chunk(plan: EncodingPlan, trainable: Sequence[tuple[RawRow, Featur
         samples=len(samples),
         tokens=len(tokens),
         targets=int(num_targets.sum()),
-        unknown_tokens=sum(int(np.count_nonzero(tokens == token)) for token in plan.unknown_ids),
+        unknown_tokens=sum(int(np.count_nonzero(tokens == token)) for token in encoding.unknown_ids),
     )
     return EncodedChunk(
         values=values,
@@ -273,13 +225,13 @@ class WorkersLost(DataError):
 
 
 class EncoderPool:
-    """Encodes rows with one plan, in this process or in workers that are kept until `close` (`contextlib.closing`).
+    """Encodes rows in this process or in workers that are kept until `close` (`contextlib.closing`).
 
     Starting workers takes time, so the first chunks are encoded in this process; small sets need no workers.
     """
 
-    def __init__(self, plan: EncodingPlan, *, num_workers: int) -> None:
-        self._plan = plan
+    def __init__(self, encoding: Encoding, *, num_workers: int) -> None:
+        self._encoding = encoding
         self._num_workers = num_workers
         self._chunks_before_workers = CHUNKS_BEFORE_WORKERS if num_workers else sys.maxsize
         self._pool: ProcessPoolExecutor | None = None
@@ -295,9 +247,9 @@ class EncoderPool:
             for raws in cut_into_chunks(rows):
                 pool = self._ready_pool()
                 if pool is None:
-                    yield encode_chunk(self._plan, raws)
+                    yield encode_chunk(self._encoding, raws)
                     continue
-                pending.append(pool.submit(_encode_with_plan, raws))
+                pending.append(pool.submit(_encode_in_worker, raws))
                 if len(pending) > 2 * self._num_workers:
                     yield pending.popleft().result()
             while pending:
@@ -322,8 +274,8 @@ class EncoderPool:
             self._pool = ProcessPoolExecutor(
                 self._num_workers,
                 get_context("spawn"),
-                initializer=_set_plan,
-                initargs=(loaded_plugins(), pickle.dumps((self._plan, options_in_use()))),
+                initializer=_set_encoding,
+                initargs=(loaded_plugins(), pickle.dumps((self._encoding, options_in_use()))),
             )
             self._starting = [self._pool.submit(bool) for _ in range(self._num_workers)]
         return self._pool if self._is_worker_ready() else None
@@ -351,19 +303,19 @@ def cut_into_chunks(rows: Iterator[RawRow]) -> Iterator[list[RawRow]]:
         yield complete + chunk
 
 
-_plans: list[EncodingPlan] = []
-"""The plan of this worker process, sent once."""
+_encodings: list[Encoding] = []
+"""What this worker process was sent once."""
 
 
-def _set_plan(plugins: Sequence[Plugin], pickled: bytes) -> None:
+def _set_encoding(plugins: Sequence[Plugin], pickled: bytes) -> None:
     guard_process()
     ignore_run_signals()
     exit_with_parent()
-    load_again(plugins)  # the plan may refer to their code
-    plan, options = pickle.loads(pickled)
+    load_again(plugins)  # the encoding may refer to their code
+    encoding, options = pickle.loads(pickled)
     use_options(options)
-    _plans[:] = [plan]
+    _encodings[:] = [encoding]
 
 
-def _encode_with_plan(raws: Sequence[RawRow]) -> EncodedChunk:
-    return encode_chunk(_plans[0], raws)
+def _encode_in_worker(raws: Sequence[RawRow]) -> EncodedChunk:
+    return encode_chunk(_encodings[0], raws)

@@ -1,6 +1,5 @@
 """Counts of rows that were kept, truncated or dropped; `data.audit` limits their shares."""
 
-import difflib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -10,7 +9,6 @@ import numpy as np
 
 from finetune.config.sections.data import AuditSection
 from finetune.data.rows import shortened
-from finetune.registry.turns import KNOWN_KEYS, standard_word
 
 
 @dataclass(frozen=True)
@@ -33,18 +31,13 @@ class Counts:
     empty_rows: int = 0  # of rows_without_target: no tokens at all
     unknown_tokens: int = 0  # tokens for text unknown to the tokenizer
     control_rows: int = 0  # with names of control tokens in their texts, encoded as plain text
-    turn_mark_rows: int = 0  # with the chat template's plain-text turn marks in their texts
     longest: int = 0  # tokens of the longest row, before truncation
     longest_place: str = ""  # its location
     first_without_target: str = ""  # location of the first row without a target
     answers: int = 0  # of rows whose answers are separate samples
-    long_answers: int = 0  # of answers, longer than max_length and dropped
     repeated_tokens: int = 0  # of all samples of a row but the longest
     argument_rows: int = 0  # with their own chat template arguments
-    override_rows: int = 0  # of argument_rows, with other values than the job's
     dropped_reasoning_rows: int = 0  # with reasoning in a target turn that the chat template drops
-    cut_answer_rows: int = 0  # truncated rows with several answers and one truncated answer
-    lost_answer_rows: int = 0  # such rows in which an answer was cut off entirely; counted in rows_without_target
     empty_answers: int = 0  # with nothing but the end of the turn as a target
     first_empty_answer: str = ""  # location of the first row with one
     unread_keys: Mapping[str, int] = field(default_factory=dict)  # rows by the keys of turns that nothing reads
@@ -54,6 +47,11 @@ class Counts:
     same_prompt_rows: int = 0  # whose mismatched answers, which KTO compares with, are of the same prompt
     unread_rows: int = 0  # with a value in a column that changes their meaning and is not read
     lacking_rows: Mapping[str, int] = field(default_factory=dict)  # by mapped optional column that they do not have
+
+    @classmethod
+    def read(cls, values: Mapping[str, Any]) -> "Counts":
+        """Return recorded counts, without those that this version does not count."""
+        return cls(**{each.name: values[each.name] for each in fields(cls) if each.name in values})
 
     def plus(self, other: "Counts") -> "Counts":
         """Return the sum of both; of two equally long rows, the first is the longest."""
@@ -87,7 +85,7 @@ class Counts:
         """Return the counts as lines for the user; zero counts have no line."""
         share = self.targets / self.tokens if self.tokens else 0.0
         dropped = f"{self.dropped_tokens:,} tokens dropped"
-        long_rows = f"{self.long_answers:,} answers in " * bool(self.answers) + f"{self.long_rows:,} rows"
+        unread = [f"`{shortened(key)}` in {num:,} rows" for key, num in self.unread_keys.items()]
         lines = {
             f"{self.rows:,} rows -> {self.samples:,} samples": True,
             f"{self.tokens:,} tokens, of which {self.targets:,} targets ({share:.1%})": self.has_tokens,
@@ -96,9 +94,9 @@ class Counts:
             f"longest row: {self.longest:,} tokens ({self.longest_place})": self.has_tokens,
             f"truncated: {self.truncated_rows:,} rows, {self.truncated_tokens:,} tokens cut off, "
             f"{self.truncated_targets:,} of them targets": self.truncated_rows,
-            **dict.fromkeys(self.answer_lines, True),
             f"split into windows: {self.split_rows:,} rows, {dropped} in windows without a target": self.split_rows,
-            f"dropped as too long: {long_rows}, {dropped}, {self.dropped_targets:,} of them targets": (self.long_rows),
+            f"dropped as too long: {self.long_rows:,} rows, {dropped}, "
+            f"{self.dropped_targets:,} of them targets": self.long_rows,
             f"dropped without a target: {self.rows_without_target:,} rows": self.rows_without_target,
             f"left out without a label: {self.unlabeled_rows:,} rows": self.unlabeled_rows,
             **{f"without the column `{name}`: {num:,} rows": True for name, num in self.lacking_rows.items()},
@@ -107,36 +105,18 @@ class Counts:
             f"unknown to the tokenizer: the text of {self.unknown_tokens:,} tokens": self.unknown_tokens,
             f"names of control tokens in the texts of {self.control_rows:,} rows: encoded as plain text "
             "(data.allow_special_tokens: true encodes them as control tokens)": self.control_rows,
-            f"plain-text turn marks of the chat template in the texts of {self.turn_mark_rows:,} rows: "
-            "the model cannot distinguish these from turns of the conversation": self.turn_mark_rows,
             f"warning: {self.unread_rows:,} rows have a value in a column that changes what they mean and is not read "
             "(`finetune preview FILE` prints the lines that read it)": self.unread_rows,
-            f"chat template arguments in {self.argument_rows:,} rows (`chat_template_kwargs`), which override "
-            f"data.chat_template_arguments in {self.override_rows:,}": self.argument_rows,
+            f"chat template arguments in {self.argument_rows:,} rows (`chat_template_kwargs`)": self.argument_rows,
             f"warning: the chat template drops the reasoning of answers in {self.dropped_reasoning_rows:,} rows: "
             "the model will not be trained on it": self.dropped_reasoning_rows,
             f"warning: answers of which only the end of the turn is a target: {self.empty_answers:,}, the first in "
             f"{self.first_empty_answer}: the model is trained to answer nothing": self.empty_answers,
-            f"unread keys of turns: {', '.join(map(self._unread_key, self.unread_keys))}": self.unread_keys,
+            f"unread keys of turns: {', '.join(unread)}": unread,
             f"warning: the answers of {self.own_prompt_rows:,} rows begin with a question of their own, which is not "
             f"exactly `prompt` (the first: {self.first_own_prompt}): the model sees both": self.own_prompt_rows,
             f"warning: the mismatched answers of {self.same_prompt_rows:,} rows are of the same prompt, since all rows "
             "near them have it: KTO's reference point will be too low": self.same_prompt_rows,
-        }
-        return tuple(line for line, happened in lines.items() if happened)
-
-    def _unread_key(self, key: str) -> str:
-        near = difflib.get_close_matches(standard_word(key), KNOWN_KEYS, n=1, cutoff=0.8)
-        hint = f" (did you mean `{near[0]}`?)" if near else ""
-        return f"`{shortened(key)}` in {self.unread_keys[key]:,} rows{hint}"
-
-    @property
-    def answer_lines(self) -> tuple[str, ...]:
-        """Return lines about truncated answers of truncated rows."""
-        lines = {
-            f"answers truncated: one in each of {self.cut_answer_rows:,} of these rows": self.cut_answer_rows,
-            f"answers cut off entirely: in {self.lost_answer_rows:,} of these rows, which therefore have no target "
-            "(`data.truncate_side: start` cuts prompts first)": self.lost_answer_rows,
         }
         return tuple(line for line, happened in lines.items() if happened)
 

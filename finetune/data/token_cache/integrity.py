@@ -174,7 +174,6 @@ class Delivery:
 
     checksum: int  # of their ids and contents
     damaged: tuple[int, ...] = ()  # ids of samples that differ from the prepared ones
-    problem: str | None = None  # other known damage
 
 
 @dataclass(frozen=True)
@@ -199,7 +198,7 @@ class SampleVerifier:
         damaged = (*_differing(samples, ids, checksums), *_differing(samples, partners, partner_checksums))
         is_counted = not any(batch.slice_number or batch.is_copy for batch in group)
         checksum = samples_checksum(ids, checksums - precomputed) if is_counted else 0
-        return Delivery(checksum, damaged, samples.problem())
+        return Delivery(checksum, damaged)
 
     def explain(self, damaged: Sequence[int]) -> tuple[str, ...]:
         """Return messages about the damage; sets that are damaged on disk are quarantined."""

@@ -188,10 +188,7 @@ class SequencesLengthLimit:
         after: np.ndarray = before & keep
         if excess:  # the first token of a sequence cut at the start is not a target
             after[[first for first in firsts if first < len(after)]] = False
-        answers = [(before[start:end].sum(), after[start:end].sum()) for start, end in bounds]
-        is_lost = any(num_targets and not num_kept for num_targets, num_kept in answers)
-        is_cut = any(num_kept < num_targets for num_targets, num_kept in answers)
-        if not all(num_kept for _, num_kept in answers):
+        if not all(after[start:end].any() for start, end in bounds):
             after[:] = False
         arrays = {
             **features.arrays,
@@ -200,8 +197,7 @@ class SequencesLengthLimit:
             LENGTHS_OF_SEQUENCES: np.array([keep[start:end].sum() for start, end in bounds], np.int32),
         }
         shorter = Features(arrays, features.sample_id)
-        lost = Counts(cut_answer_rows=int(is_cut and not is_lost), lost_answer_rows=int(is_lost))
-        return (shorter,), truncation_counts(features, shorter).plus(lost)
+        return (shorter,), truncation_counts(features, shorter)
 
 
 def sequence_bounds(features: Features) -> Iterator[tuple[int, int]]:

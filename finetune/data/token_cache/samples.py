@@ -11,8 +11,6 @@ types and lengths of the arrays, the digests of their blocks, and a digest of it
 
 import json
 import os
-import threading
-import time
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,13 +25,11 @@ import xxhash
 from finetune.runtime.files.atomic import write_atomically
 from finetune.runtime.files.digests import Damaged, check_digest, require_undamaged_file, with_digest
 from finetune.runtime.files.read import parse_json
-from finetune.runtime.resources import usable_cores
 
 BLOCK_BYTES = 4 << 20
 _DIGEST_DIGITS = 32  # of 128 bits in hexadecimal
 _ALIGNMENT = 64
 _LENGTH_BYTES = 8  # of the footer's length, at the end of the file
-_READ_BYTES = 256 << 10  # fits into the private cache of a core
 
 ArrayPieces = tuple[np.dtype[Any], Iterable[np.ndarray]]
 """The dtype of an array, and its values in consecutive pieces."""
@@ -108,7 +104,6 @@ class ArrayFile:
         except (OSError, ValueError, RuntimeError) as error:
             raise Damaged(f"{path.name} cannot be read: {error}") from error
         mapped.flags.writeable = False
-        self._inode = (state.st_dev, state.st_ino)
         self._digests: str = footer["digests"]
         self.metadata: dict[str, Any] = footer["facts"]
         self.content_digest = xxhash.xxh3_128_hexdigest(json.dumps([footer["arrays"], self._digests]).encode())
@@ -121,85 +116,17 @@ class ArrayFile:
         if start != self.content_bytes:
             raise Damaged(f"{path.name} has {self.content_bytes:,} bytes of arrays, but {start:,} were written")
 
-    @property
-    def num_blocks(self) -> int:
-        """Return the number of blocks; each can be verified separately."""
-        return -(-self.content_bytes // BLOCK_BYTES)
-
     def verify(self) -> None:
         """Raise Damaged if a block has changed since it was written."""
-        for number in range(self.num_blocks):
-            self.verify_block(number)
-
-    def verify_block(self, number: int) -> None:
-        """Raise Damaged if the block has changed since it was written; thread-safe."""
-        start = number * BLOCK_BYTES
-        stop = min(start + BLOCK_BYTES, self.content_bytes)
-        written = self._digests[number * _DIGEST_DIGITS : (number + 1) * _DIGEST_DIGITS]
-        digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(_READ_BYTES))
         try:
             with self._path.open("rb") as file:  # read, not mapped: a bad sector then raises instead of SIGBUS
-                state = os.fstat(file.fileno())
-                if (state.st_dev, state.st_ino) != self._inode:
-                    raise OSError("it was replaced after it was opened")
-                offset = start
-                while offset < stop:
-                    num_read = os.preadv(file.fileno(), [buffer[: min(stop - offset, _READ_BYTES)]], offset)
-                    if num_read == 0:
-                        raise OSError("it was truncated after it was opened")
-                    digest.update(buffer[:num_read])
-                    offset += num_read
+                for number, start in enumerate(range(0, self.content_bytes, BLOCK_BYTES)):
+                    stop = min(start + BLOCK_BYTES, self.content_bytes)
+                    written = self._digests[number * _DIGEST_DIGITS : (number + 1) * _DIGEST_DIGITS]
+                    if xxhash.xxh3_128_hexdigest(file.read(stop - start)) != written:
+                        raise Damaged(f"{self._path.name} has changed between bytes {start:,} and {stop:,}")
         except OSError as error:
             raise Damaged(f"{self._path.name} cannot be read: {error}") from error
-        if digest.hexdigest() != written:
-            raise Damaged(f"{self._path.name} has changed between bytes {start:,} and {stop:,}")
-
-
-MAX_THREADS = 4
-"""Hashing is limited by memory bandwidth: more threads are not faster."""
-
-
-class Verification:
-    """Reads all blocks of the files once, and stops at the first damaged one."""
-
-    def __init__(self, files: Sequence[ArrayFile]) -> None:
-        self._blocks = [(file, number) for file in files for number in range(file.num_blocks)]
-        self._remaining: Iterator[int] = iter(range(len(self._blocks)))
-        self._lock = threading.Lock()
-        self._threads: list[threading.Thread] = []
-        self.size_bytes = sum(file.content_bytes for file in files)
-        self.problem: str | None = None  # the damage found so far
-        self.damaged_block = -1
-
-    def verify_block(self, index: int) -> None:
-        """Read one block; raises Damaged."""
-        file, number = self._blocks[index]
-        file.verify_block(number)
-
-    def run(self) -> None:
-        """Read all blocks in this thread."""
-        while self.problem is None:
-            with self._lock:
-                index = next(self._remaining, None)
-            if index is None:
-                return
-            try:
-                self.verify_block(index)
-            except Damaged as damage:
-                self.damaged_block, self.problem = index, str(damage)
-
-    def start(self) -> None:
-        """Read all blocks in background threads."""
-        num_threads = max(1, min(MAX_THREADS, usable_cores() - 1))
-        self._threads = [threading.Thread(target=self.run, daemon=True) for _ in range(num_threads)]
-        for thread in self._threads:
-            thread.start()
-
-    def wait(self, seconds: float | None = None) -> None:
-        """Wait until all blocks are verified or one is damaged, for at most `seconds`."""
-        end = None if seconds is None else time.monotonic() + seconds
-        for thread in self._threads:
-            thread.join(None if end is None else max(0.0, end - time.monotonic()))
 
 
 CHUNK_BYTES = 64 << 20
@@ -298,8 +225,8 @@ class SampleWriter:
 class StoredSamples:
     """The arrays of the samples of a folder by index, memory-mapped; raises Damaged.
 
-    Columns and offsets are verified here unless another process has done so (`is_verified`); `verification` verifies
-    the values.
+    Columns and offsets are verified here unless another process has done so (`is_verified`); `verify` verifies the
+    values.
     """
 
     def __init__(
@@ -313,7 +240,8 @@ class StoredSamples:
         if not is_verified:
             index.verify()
         self.columns = index.arrays
-        self.verification = Verification(list(opened.values()))
+        self._chunk_files = list(opened.values())
+        self.size_bytes = sum(file.content_bytes for file in self._chunk_files)
         offsets = [index.arrays[f"{name}{_OFFSETS}"] for name in names]
         chunks = [chunk.arrays for chunk in opened.values() if any(name.endswith(_VALUES) for name in chunk.arrays)]
         self._starts = list(accumulate((len(arrays[f"{names[0]}{_NUM_VALUES}"]) for arrays in chunks), initial=0))
@@ -330,6 +258,11 @@ class StoredSamples:
             name: values[offsets.item(index) - start : offsets.item(index + 1) - start]
             for name, values, start, offsets in self._chunks[bisect_right(self._starts, index) - 1]
         }
+
+    def verify(self) -> None:
+        """Read the values once; raises Damaged if they have changed since they were written."""
+        for file in self._chunk_files:
+            file.verify()
 
     def pieces(self, name: str) -> list[np.ndarray]:
         """Return the concatenated array of all samples, in one piece per chunk."""

@@ -15,8 +15,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from finetune.config.sections.data import BatchingSection, DataSection
 from finetune.data.features import Features
-from finetune.data.order.grouping import LengthGroupedOrder, set_order, token_budget
-from finetune.data.order.order import DatasetView, Samples, fingerprint_of
+from finetune.data.order.order import DatasetView, LengthGroupedOrder, Samples, fingerprint_of, set_order, token_budget
 from finetune.data.rows import row_location
 from finetune.data.token_cache.counts import LOCATIONS, Counts
 from finetune.data.token_cache.integrity import DamagedSet, format_damage, sample_checksum, sample_checksums
@@ -64,8 +63,7 @@ class TokenCache(Samples):
 
     `shards` are the current names of its source files, for messages. Samples include the `precomputed` arrays. The
     index (lengths, targets, checksums) is verified here unless another process has done so (`is_verified`); `verify`
-    verifies the samples, `verification` does so in the background. Raises DamagedSet, and DataError if the number of
-    precomputed samples differs.
+    verifies the samples. Raises DamagedSet, and DataError if the number of precomputed samples differs.
     """
 
     def __init__(
@@ -79,7 +77,6 @@ class TokenCache(Samples):
         self.folder = folder
         self.shards = tuple(shards)
         self.precomputed = precomputed
-        self.rebuild: Callable[[TokenCache], TokenCache] | None = None  # after quarantining the damaged folder
         try:
             manifest = TokenCacheManifest.model_validate(read_json_with_digest(folder / MANIFEST))
             self.stored = StoredSamples(folder, manifest.files, manifest.names, is_verified=is_verified)
@@ -87,8 +84,7 @@ class TokenCache(Samples):
             raise DamagedSet(folder, str(damage)) from damage
         except ValidationError as error:
             raise DamagedSet(folder, f"{MANIFEST}: {first_problem(error)}") from error
-        self.fingerprint, self.files, self._origins = manifest.fingerprint, manifest.files, manifest.origins
-        self.verification = self.stored.verification
+        self.fingerprint, self._origins = manifest.fingerprint, manifest.origins
         self.lengths = self.stored.columns["lengths"]
         self.num_targets_each = self.stored.columns["num_targets"]
         self.digests = self.stored.columns["digests"]
@@ -99,7 +95,7 @@ class TokenCache(Samples):
         for name in LOCATIONS:
             origin, comma, row = counts.get(name, "").rpartition(",")
             counts[name] = f"{self._current_names.get(origin, origin)}{comma}{row}"
-        self.counts = Counts(**counts)
+        self.counts = Counts.read(counts)
         if precomputed is not None and precomputed.num_samples != len(self):
             raise DataError(
                 f"{precomputed.folder} has {precomputed.num_samples} samples, but the set {folder} has {len(self)}. "
@@ -125,9 +121,10 @@ class TokenCache(Samples):
 
     def verify(self) -> None:
         """Read the samples' arrays once; raises DamagedSet if they have changed since they were written."""
-        self.verification.run()
-        if self.verification.problem:
-            raise DamagedSet(self.folder, self.verification.problem)
+        try:
+            self.stored.verify()
+        except Damaged as damage:
+            raise DamagedSet(self.folder, str(damage)) from damage
 
     def lengths_of(self, sample_ids: np.ndarray) -> np.ndarray:
         """Return the number of tokens of each sample."""
@@ -143,42 +140,19 @@ class TokenCache(Samples):
             return np.zeros(len(sample_ids), np.uint64)
         return np.asarray(self.precomputed.checksums[sample_ids])
 
-    def problem(self) -> str | None:
-        """Return the damage found by the verification so far."""
-        problem = self.verification.problem
-        return None if problem is None else str(DamagedSet(self.folder, problem))
-
     def refuse(self, damaged: np.ndarray) -> tuple[str, ...]:
-        """Return messages about samples that the loader delivered damaged, or else about the `problem`.
+        """Return messages about samples that the loader delivered damaged.
 
         A set that is also damaged on disk has been quarantined when this returns.
         """
-        damage = self.problem() or ""
-        if len(damaged):
-            locations = [self.location(index) for index in damaged[:MAX_NAMED].tolist()]
-            more = f" and {len(damaged) - MAX_NAMED:,} more" if len(damaged) > MAX_NAMED else ""
-            damage = f"{'; '.join(locations)}{more}: differs from the prepared sample in {self.folder}"
-        has_damaged = partial(_has_damaged, partial(TokenCache, self.folder), damaged)
-        stores = [(self.folder, has_damaged if len(damaged) else self.is_still_damaged)]
+        locations = [self.location(index) for index in damaged[:MAX_NAMED].tolist()]
+        more = f" and {len(damaged) - MAX_NAMED:,} more" if len(damaged) > MAX_NAMED else ""
+        damage = f"{'; '.join(locations)}{more}: differs from the prepared sample in {self.folder}"
+        stores = [(self.folder, partial(_has_damaged, partial(TokenCache, self.folder), damaged))]
         if self.precomputed is not None:
             folder = self.precomputed.folder
             stores.append((folder, partial(_has_damaged, partial(PrecomputedArrays, folder), damaged)))
         return format_damage(damage, stores)
-
-    def is_still_damaged(self) -> bool:
-        """Return whether the current files have the damage that the verification found."""
-        try:
-            current = TokenCache(self.folder)
-            current.verification.verify_block(self.verification.damaged_block)
-        except (DamagedSet, Damaged):
-            return True
-        return False
-
-    def reopen(self, other: "TokenCache") -> None:
-        """Read from the files of another copy from now on; raises DataError if its samples differ."""
-        if other.files != self.files:
-            raise DataError(f"the prepared set {self.folder} was rebuilt with other content. Start the run again.")
-        self.__dict__.update(vars(other))
 
     def location(self, index: int) -> str:
         """Return the location of the sample's row for messages, with the current name of its file."""
@@ -272,9 +246,10 @@ class PrecomputedArrays:
 
     def verify(self) -> None:
         """Read all values once; raises DamagedSet if they have changed since they were written."""
-        self.stored.verification.run()
-        if problem := self.stored.verification.problem:
-            raise DamagedSet(self.folder, problem, title="the folder of precomputed arrays")
+        try:
+            self.stored.verify()
+        except Damaged as damage:
+            raise DamagedSet(self.folder, str(damage), title="the folder of precomputed arrays") from damage
 
 
 class PrecomputedWriter:

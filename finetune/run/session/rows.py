@@ -82,8 +82,8 @@ class RowEncoder:
             for number, row in rows.items()
         ]
         section = SourceSection() if self._data.train.mix else self._data.train
-        plan = self._encoding.plan(choose_format(section, raws[0], key="data.train", log=no_op))
-        outcomes = plan.encode([plan.format.read(raw) for raw in raws])
+        row_format = choose_format(section, raws[0], key="data.train", log=no_op)
+        outcomes = self._encoding.encode([row_format.read(raw) for raw in raws])
         encoded = []
         for row, raw, outcome in zip(rows.values(), raws, outcomes, strict=True):
             place = raw.location
@@ -93,11 +93,12 @@ class RowEncoder:
                 raise DataError(f"{place}: becomes {len(outcome)} samples. Pass a row for each of its answers.")
             if outcome is None or isinstance(outcome, Unlabeled):
                 raise DataError(f"{place}: has no target, so there is nothing to train on. Leave it out.")
-            shorter = (outcome,) if plan.length.fits(outcome) else plan.length.shorten(outcome)[0]
+            limit = self._encoding.limit
+            shorter = (outcome,) if limit.fits(outcome) else limit.shorten(outcome)[0]
             if len(shorter) != 1:
                 raise DataError(
-                    f"{place}: has {outcome.longest} tokens, more than {plan.length.limits}. Shorten it, or write "
-                    f"{plan.length.advice.format(longest=outcome.longest)}."
+                    f"{place}: has {outcome.longest} tokens, more than {limit.limits}. Shorten it, or write "
+                    f"{limit.advice.format(longest=outcome.longest)}."
                 )
             encoded.append(self._with_values(shorter[0], row, place=place))
         return encoded

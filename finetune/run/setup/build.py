@@ -32,7 +32,7 @@ from finetune.run.setup.model_checks import CheckedJob, Stage, check_model
 from finetune.run.setup.model_problems import own_router_coefficient, recorded_parameters
 from finetune.run.setup.patches import add_embedding_noise, attended_tokens, flops_per_token, replace_forwards
 from finetune.run.setup.precompute import add_frozen_models
-from finetune.run.setup.training_data import VERIFY_TIMEOUT_SECONDS, PreparedData, TrainingData, verify_sets
+from finetune.run.setup.training_data import PreparedData, TrainingData
 from finetune.runtime import distributed
 from finetune.runtime.optional import lazily, no_op
 from finetune.runtime.parallel import tensor_group
@@ -95,8 +95,6 @@ def build(
     job = CheckedJob(context.loaded, context.strategy, data=training_data, prepared=prepared)
     for line in check_model(job, [Stage.PREPARED]):
         context.log(line)
-    is_all_verified = training_data.task.precomputed is not None  # for all samples, which must be intact
-    verify_sets(training_data, seconds=None if is_all_verified else VERIFY_TIMEOUT_SECONDS)
     startup.end("model")
     on_model()
     training_data = add_frozen_models(config, training_data, prepared, log=context.log)

@@ -17,15 +17,14 @@ from finetune.config.section import KeyLocations
 from finetune.config.sections.data import DataSection
 from finetune.data.audit import Audit, Streamed, audit_sources, measure_padding, refuse_exceeded
 from finetune.data.encoding.labelled import LABEL
-from finetune.data.encoding.tokenizer import max_token_characters, prepare_tokenizer, tokenizer_identity, unknown_ids
+from finetune.data.encoding.tokenizer import prepare_tokenizer, tokenizer_identity, unknown_ids
 from finetune.data.features import LENGTHS_OF_SEQUENCES, Features
-from finetune.data.order.grouping import token_budget
 from finetune.data.order.mixing import mixed_view
-from finetune.data.order.order import DatasetView, fingerprint_of, steps_for_tokens
+from finetune.data.order.order import DatasetView, fingerprint_of, steps_for_tokens, token_budget
 from finetune.data.sources.source import open_sources, rows_read, stream_of, texts
 from finetune.data.streams.stream import stream_view
 from finetune.data.template_check import check_template
-from finetune.data.token_cache.cache import OnSourceProgress, cache_folder, prepare_set, repair
+from finetune.data.token_cache.cache import OnSourceProgress, cache_folder, prepare_set
 from finetune.data.token_cache.chunks import Encoding
 from finetune.data.token_cache.store import TokenCache, dataset_view, grouped_by_length
 from finetune.model.processing import Processing, load_processing
@@ -154,7 +153,6 @@ def make_encoding(data: DataSection, processing: Processing, task: Task, *, name
         data,
         identity=identity | ({"task code": " ".join(code)} if code else {}),
         unknown_ids=unknown_ids(tokenizer) if tokenizer is not None else frozenset(),
-        max_token_characters=max_token_characters(tokenizer) if tokenizer is not None else None,
         length=task.samples.length_limit,
         over_length=TASKS[name].over_length,
     )
@@ -193,17 +191,6 @@ def make_run_plan(loaded: LoadedConfig, training_data: TrainingData, *, sequence
     )
     loaded.refuse(step_problems(config, num_steps=plan.num_steps))
     return replace(plan, arithmetic=(*plan.arithmetic, *training.lines(plan.num_steps * batch)))
-
-
-VERIFY_TIMEOUT_SECONDS = 10.0
-"""For a large set; each sample is also verified before a step trains on it."""
-
-
-def verify_sets(training_data: TrainingData, *, seconds: float | None = None) -> None:
-    """Wait until all sets are verified, at most `seconds` for each; damaged ones are rebuilt."""
-    for prepared in (*training_data.sources.values(), training_data.validation_set):
-        if isinstance(prepared, TokenCache):
-            repair(prepared, seconds=seconds)
 
 
 AUDIT_FILE = "audit.json"

@@ -20,8 +20,8 @@ from finetune.config.load import LoadedConfig
 from finetune.config.run_config import RunConfig
 from finetune.config.sections.data import DataSection
 from finetune.config.sections.report import ReportSection
+from finetune.data.loader import format_loader_settings, loader_settings, machine_resources
 from finetune.data.token_cache.cache import cache_folder
-from finetune.data.workers import format_loader_settings, loader_settings, machine_resources
 from finetune.errors import CheckpointError, FinetuneError, UserError
 from finetune.model.processing import Processing, load_saved_processing
 from finetune.registry.observers import REPORTERS

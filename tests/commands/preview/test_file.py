@@ -148,7 +148,7 @@ REFUSED = {
     "rows.xlsx": (b"PK", ""),
     "empty.csv": (b"", ""),
     "half.jsonl": (b'{"text": "a"}\n{"te', "line 2"),
-    "zeros.txt": (bytes(100), "line 1"),
+    "zeros.txt": (bytes(100), "zero byte"),
     "cut.csv.gz": (gzip.compress(CSV.format(d=",").encode())[:-9], ""),
     "never.csv": (b'text\n"a\nb\n', "line 2"),
 }

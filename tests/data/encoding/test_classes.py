@@ -27,11 +27,6 @@ def test_an_unknown_label_is_named_with_the_known_ones():
         classes.index("postive")
 
 
-def test_an_unknown_label_lists_only_the_first_of_many_classes():
-    with refused(DataError, "`19`", "80 more"):
-        Classes(tuple(map(str, range(100)))).index("x")
-
-
 def test_numbers_are_sorted_by_size_and_texts_as_texts():
     assert sort_names(["10", "9", "-1"]) == ["-1", "9", "10"]
     assert sort_names(["b", "10", "9"]) == ["10", "9", "b"]

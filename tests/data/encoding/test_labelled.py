@@ -115,10 +115,6 @@ def test_a_row_without_a_label_is_left_out_as_such(bert, labels, label):
     assert LabelledTextEncoder(bert, labels)([{"text": "a", "label": label}]) == [UNLABELED]
 
 
-def test_a_class_may_be_called_minus_one():
-    assert ClassLabelEncoder(Classes(("-1", "1")))(-1).tolist() == [0]
-
-
 WRONG = [
     (ClassLabelEncoder(CLASSES), "-1"),
     (ClassLabelEncoder(NUMBERS), -2),
@@ -172,11 +168,6 @@ def test_the_first_token_of_a_word_carries_its_tag(encoder):
     assert shown(sample, WORDS) == "[CLS] play/O ##ing new/B-LOC york/I-LOC !/O [SEP]"
     assert next(iter(sample.arrays)) == "input_ids"
     assert sample.num_targets == 4
-
-
-def test_the_same_word_twice_is_two_words(encoder):
-    (sample,) = encoder([{"tokens": ["a", "a"], "tags": ["O", "B-LOC"]}])
-    assert shown(sample, WORDS) == "[CLS] a/O a/B-LOC [SEP]"
 
 
 def test_a_word_without_tokens_becomes_the_unknown_token(encoder):

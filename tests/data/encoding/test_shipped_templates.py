@@ -9,7 +9,6 @@ from functools import cache
 import pytest
 
 from finetune.data.encoding.conversation import ConversationEncoder
-from finetune.data.encoding.tokenizer import TextTokenizer
 from finetune.data.template_check import CASES
 from finetune.errors import DataError
 from tests.data.template_tokenizers import END, shipped_templates, targets, tokenizer_for
@@ -178,22 +177,3 @@ def test_only_answers_and_their_end_tokens_are_targets_in_every_shipped_template
         whole = tokenizer.apply_chat_template(row["messages"], tools=row.get("tools"), tokenize=True, return_dict=False)
         ids = outcome.arrays["input_ids"].tolist()
         assert ids == whole or ids[:-1] == whole[: len(ids) - 1]  # ended with end-of-sequence
-
-
-@pytest.mark.full
-def test_remembered_tails_and_whole_beginnings_give_the_same(monkeypatch):
-    def encoded(is_fast):
-        monkeypatch.setattr(TextTokenizer, "cuts_at_seams", is_fast)
-        outcomes = {name: ConversationEncoder(tokenizer)(rows_for(name)) for name, tokenizer in tokenizers.items()}
-        return {name: [as_plain(each) for each in found] for name, found in outcomes.items()}
-
-    def as_plain(outcome):
-        if isinstance(outcome, DataError):
-            return str(outcome)
-        return [outcome.arrays[name].tolist() for name in ("input_ids", "is_target")]
-
-    tokenizers = {name: tokenizer_of(name) for name in TEMPLATES}
-    assert all(TextTokenizer(tokenizer).cuts_at_seams for tokenizer in tokenizers.values())
-    fast = encoded(True)
-    assert sum(isinstance(each, list) for found in fast.values() for each in found) > 100
-    assert fast == encoded(False)

@@ -201,25 +201,22 @@ PLAIN = (
 
 
 @pytest.mark.parametrize(
-    ("template", "asked", "answered", "owner", "cure"),
+    ("asked", "answered", "cure"),
     [
-        (PLAIN, "Two and two? ", "is four", "The prompt ends with a space (turn 1)", ("Two and two?", " is four")),
-        (PLAIN, "Two?\n", "\n\nis", "The prompt ends with a line end (turn 1)", ("Two?", "\n\n\nis")),
-        (PLAIN, "T", "wo and two", "Nothing separates the two texts", ("T", " wo and two")),
-        (PLAIN.replace("{% gen", "{{ ' ' }}{% gen"), "Two and two?", "is four", "that of the chat template", None),
-        (PLAIN.replace("{% gen", "{{ '\n' }}{% gen"), "Two?", "\n\nis", "Turn 2 starts with a line end", None),
+        ("Two and two? ", "is four", ("Two and two?", " is four")),
+        ("Two?\n", "\n\nis", ("Two?", "\n\n\nis")),
+        ("T", "wo and two", ("T", " wo and two")),
     ],
 )
-def test_a_token_across_a_boundary_is_reported_with_the_owner_of_the_whitespace(template, asked, answered, owner, cure):
+def test_a_token_across_a_boundary_is_reported_with_a_remedy_that_is_accepted(asked, answered, cure):
     tokenizer = byte_tokenizer(["Two is Two is a\n\n\nb\n\n\n"] * 9, special=["</s>"])
-    tokenizer.chat_template = template
+    tokenizer.chat_template = PLAIN
     said = refused([turn("user", asked), turn("assistant", answered)], tokenizer=tokenizer)
     assert "crosses the boundary of the text that the template marks" in said
-    assert owner in said
-    if cure is not None:  # what the message advises is accepted
-        prompt, answer = cure
-        trained = outcome([turn("user", prompt), turn("assistant", answer)], tokenizer=tokenizer)
-        assert targets(trained, tokenizer) == [f"{answer}</s>"]
+    assert "move it to the start of the answer" in said
+    prompt, answer = cure
+    trained = outcome([turn("user", prompt), turn("assistant", answer)], tokenizer=tokenizer)
+    assert targets(trained, tokenizer) == [f"{answer}</s>"]
 
 
 WANTS_A_QUESTION = (
@@ -230,25 +227,12 @@ WANTS_A_QUESTION = (
 
 def test_a_template_that_refuses_a_beginning_of_a_conversation_is_reported_with_what_works():
     greeted = [turn("system", "Be kind."), turn("assistant", "Hello!"), ASKED, ANSWERED]
-    for mode in ("assistant", "each_assistant", "per_message"):
+    for mode in ("assistant", "per_message"):
         said = refused(greeted, WANTS_A_QUESTION, train_on=mode)
         assert "refuses it when it stops after turn 1 (system): No user query found. Set data.train_on: last_" in said
     assert target_texts(greeted, WANTS_A_QUESTION, train_on="last_assistant") == [f"Four.{END}"]
     marked = WANTS_A_QUESTION.replace(CHATML, MARKED)
     assert target_texts(greeted[1:], marked, train_on="last_assistant") == ["Four.<|end|>"]
-    assert "data.train_on: assistant together with data.chat_template" in refused(
-        greeted, WANTS_A_QUESTION, train_on="each_assistant"
-    )
-
-
-def test_a_refused_beginning_has_no_remedy_that_fails_or_that_the_task_does_not_read():
-    ends_with_an_answer = "{% if messages[-1].role == 'user' %}{{ raise_exception('open') }}{% endif %}" + CHATML
-    for mode in ("assistant", "last_assistant"):  # the prompt of the last answer is refused, too
-        said = refused(TALK, ends_with_an_answer, train_on=mode)
-        assert "renders the conversation, but refuses it when it stops after turn" in said
-        assert "data.train_on" not in said and "{% generation %}" in said
-    assert target_texts(TALK, "{% if messages[-1].role == 'user' %}{{ raise_exception('open') }}{% endif %}" + MARKED)
-    greeted = [turn("system", "Be kind."), turn("assistant", "Hello!"), ASKED, ANSWERED]
     assert "data.train_on" not in refused(greeted, WANTS_A_QUESTION, chooses_turns=False)
 
 
@@ -287,25 +271,8 @@ def test_content_that_a_template_drops_is_reported():
     thinking = [ASKED, turn("assistant", "Four.", reasoning_content="Twice two.")]
     assert "drops the reasoning of the last turn" in refused(thinking)
     no_system = "{% for m in messages if m.role != 'system' %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"
-    assert "drops the content of `system` turns: it writes turns of `developer`, `user`, `assistant`, `tool`. Put" in (
-        refused([turn("system", "Be brief."), *TALK], no_system)
-    )
+    assert "drops the content of `system` turns" in refused([turn("system", "Be brief."), *TALK], no_system)
     assert target_texts(TALK, no_system)[0].endswith("Four.</s>")
-
-
-@pytest.mark.skipif(not shipped_templates(), reason="trl, whose chat templates are the test data, is not installed")
-def test_the_roles_that_a_template_takes_are_named_where_a_row_has_another():
-    templates, turns = shipped_templates(), [turn("developer", "Be brief."), *TALK]
-    said = refused(turns[:3], templates["qwen3"])
-    assert "drops the content of `developer` turns: it writes turns of `system`, `user`, `assistant`, `tool`. " in said
-    assert "`developer` is what gpt-oss and OpenAI's API call the system message: rename it to `system`" in said
-    said = refused(turns[:3], templates["qwen3_5_think"])
-    assert "Unexpected message role. It has no `developer`; it writes turns of `system`, `user`, `assistant`" in said
-    assert "It has no `system`; it writes turns of `user`, `assistant`. Put the text in front" in refused(
-        [turn("system", "Be brief."), *TALK], templates["gemma"]
-    )
-    for name in ("gptoss_training", "gemma4_v5"):
-        assert target_texts(turns, templates[name])[0].strip("<>|")
 
 
 def test_a_content_that_the_template_cannot_write_is_named():
@@ -314,7 +281,7 @@ def test_a_content_that_the_template_cannot_write_is_named():
     as_code = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"
     assert "writes the content of turn 1, a list of parts, as Python code" in refused(parts, as_code)
     wants_parts = "{% for m in messages %}<|{{ m.role }}|>{{ m.content[0].text }}</s>{% endfor %}"
-    assert "It may require a list of parts" in refused(TALK, wants_parts)
+    assert "or a list of parts" in refused(TALK, wants_parts)
 
 
 def test_arguments_that_would_be_quoted_twice_are_named():

@@ -3,7 +3,7 @@
 import pytest
 
 from finetune.config.sections.data import SourceSection
-from finetune.data.formats.columns import NOTES, require_columns
+from finetune.data.formats.columns import NOTES
 from finetune.data.formats.row_format import choose_format
 from finetune.data.rows import RawRow
 from finetune.errors import DataError
@@ -33,13 +33,6 @@ def test_a_missing_required_column_that_is_mapped_does_not_ask_for_the_mapping()
     with refused(DataError, "`question`", "`data.train.columns.prompt`") as caught:
         read({"completion": "a", "q": "b"}, format="prompt_completion", columns={"prompt": "question"})
     assert "NAME OF YOUR COLUMN" not in str(caught.value)
-
-
-def test_a_delimited_file_without_a_mapped_optional_column_is_refused_at_its_first_row():
-    section = SourceSection(path="rows.csv", columns={"input": "ctx"})
-    row = RawRow("rows.csv", 1, {"instruction": "a", "output": "b"})
-    with refused(DataError, "rows.csv, row 1", "`ctx`", "`instruction`"):
-        require_columns(section, "instruction", row, key=KEY, suffix=".csv")
 
 
 def test_several_columns_of_negatives_are_one_list_without_the_blank_ones():

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from finetune.config.sections.data import SourceSection
-from finetune.data.formats.attached_images import UNREAD_IMAGE
 from finetune.data.formats.columns import NOTES
+from finetune.data.formats.conversations import UNREAD_IMAGE
 from finetune.data.formats.row_format import UNREAD, choose_format
 from finetune.data.rows import RawRow
 from finetune.data.sources.source import texts
@@ -89,16 +89,6 @@ def test_images_stand_where_the_row_shows_them(kind):
     assert [image.path for image in found["images"]] == [Path("/rows") / name for name in names]
 
 
-def test_a_row_without_images_stays_as_it_is():
-    assert read({"messages": [asked("What is <image>?"), ANSWER], "images": []}) == {
-        "messages": [asked("What is <image>?"), ANSWER]
-    }
-
-
-def test_bytes_are_images():
-    assert read({"messages": [asked("What?"), ANSWER], "images": [b"\x89PNG"]})["images"][0].content == b"\x89PNG"
-
-
 WRONG = {
     "too few places": {"messages": [asked("<image>?"), ANSWER], "images": ["a.png", "b.png"]},
     "too few images": {"messages": [asked([IMAGE, IMAGE]), ANSWER], "images": ["a.png"]},
@@ -142,11 +132,6 @@ def test_a_tokenizer_is_trained_on_the_texts_between_the_images():
 def test_a_column_of_images_that_the_job_does_not_read_is_noted(value):
     row = {"messages": [asked("What?"), ANSWER], "photo": value}
     assert read(row) == {"messages": row["messages"], UNREAD_IMAGE: "photo", NOTES: (UNREAD,)}
-
-
-@pytest.mark.parametrize("value", ["a sentence on a .png file", "", None, [], {"path": None}, {"path": "a", "x": 1}, 3])
-def test_other_columns_are_not_images(value):
-    assert UNREAD_IMAGE not in read({"messages": [asked("What?"), ANSWER], "photo": value})
 
 
 def test_a_row_without_the_image_that_the_job_maps_has_none():

@@ -9,7 +9,7 @@ from finetune import register
 from finetune.config.sections.data import AuditSection, TrainingSourceSection
 from finetune.data.formats.layouts import describe_unused, recognize_all
 from finetune.data.sources.source import open_source
-from finetune.data.token_cache.chunks import EncodingPlan, encode_chunk
+from finetune.data.token_cache.chunks import Encoding, encode_chunk
 from finetune.data.token_cache.counts import exceeded_shares
 from finetune.data.token_cache.lengths import SampleLengthLimit
 from finetune.errors import DataError, RegistryError
@@ -159,7 +159,9 @@ def test_a_job_that_trains_judged_answers_as_good_ones_is_warned_and_the_rows_ar
     rows = [{"prompt": Q, "completion": A, "label": value} for value in (True, False, None)]
     source, warnings = opened(tmp_path, rows, format="prompt_completion")
     assert [("`label`" in line, "judged" in line) for line in warnings] == [(True, True), (False, True)]
-    encoding = EncodingPlan(source.format, lambda read: [None for _ in read], SampleLengthLimit(8, "refuse", "end"))
+    encoding = Encoding(
+        lambda read: [None for _ in read], None, {}, length=SampleLengthLimit(8, "refuse"), format=source.format
+    )
     counts = encode_chunk(encoding, list(source.rows())).counts
     assert counts.unread_rows == 2
     assert any("2 rows" in line for line in counts.lines())

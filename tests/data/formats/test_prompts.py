@@ -5,7 +5,7 @@ import json
 import pytest
 
 from finetune.data.formats.columns import NOTES
-from finetune.data.formats.prompts import OWN_PROMPT
+from finetune.data.formats.conversations import OWN_PROMPT
 from finetune.errors import DataError
 from tests.data.formats.test_row_format import read
 from tests.refusals import refused

@@ -145,15 +145,6 @@ def test_mapped_columns_and_templates_decide_the_format():
     assert read(row, template={"text": "{{ chosen }}"}) == {"text": "Once."}
 
 
-@pytest.mark.parametrize("absent", [None, "", [], "[]"])
-def test_absent_and_empty_tools_are_left_out(absent):
-    assert read({"messages": [USER], "tools": absent}) == {"messages": [USER]}
-
-
-def test_tools_are_handed_on():
-    assert read({"messages": [USER], "tools": [WEATHER]})["tools"] == [WEATHER]
-
-
 def test_functions_are_tools_without_the_wrapper():
     bare = WEATHER["function"]
     assert read({"messages": [USER], "functions": [bare, WEATHER]})["tools"] == [WEATHER, WEATHER]
@@ -241,11 +232,3 @@ def test_a_label_that_has_no_name_in_the_dataset_is_none_or_refused(none):
     assert with_class_names({"tokens": ["a", "b"], "tags": [1, none]}, names)["tags"] == ["B-PER", None]
     with refused(DataError, "row 1", "`label`", "2,", "2 classes"):
         with_class_names({"text": "a", "label": -2}, names)
-
-
-def test_class_names_are_part_of_the_format_identity():
-    section, raw = SourceSection(path="rows.parquet"), RawRow("rows.parquet", 1, {"text": "a", "label": 0})
-    forms = [
-        choose_format(section, raw, key=KEY, log=print, class_names=lambda n=n: n) for n in ({}, {"label": ("x",)})
-    ]
-    assert forms[0].identity() != forms[1].identity()

@@ -6,14 +6,15 @@ import numpy as np
 import pytest
 
 from finetune.config.sections.data import BatchingSection
-from finetune.data.order.grouping import (
+from finetune.data.order.order import (
     GroupedOrder,
     LengthGroupedOrder,
+    SetOrder,
     batches_by_tokens,
     best_fit_decreasing,
     set_order,
+    steps_for_tokens,
 )
-from finetune.data.order.order import SetOrder, steps_for_tokens
 
 
 def lists(groups):
@@ -62,13 +63,6 @@ def test_how_many_packs_there_are_follows_from_the_lengths_alone():
     assert batches_by_tokens(lengths, budget=64).num_groups == batches_by_tokens(shuffled, budget=64).num_groups
 
 
-def test_a_million_samples_are_nearly_free_of_waste():
-    lengths = np.minimum(np.random.default_rng(0).lognormal(5.5, 0.8, 1_000_000).astype(np.int64) + 1, 4096)
-    packs = best_fit_decreasing(lengths, budget=4096)
-    assert lengths.sum() / (packs.num_groups * 4096) > 0.999
-    assert np.add.reduceat(lengths[packs.members], packs.starts[:-1]).max() <= 4096
-
-
 def test_a_sample_beyond_the_budget_is_an_error_of_ours():
     with pytest.raises(ValueError, match="a sample of 11 tokens in packs of 10"):
         best_fit_decreasing(np.array([3, 11]), budget=10)
@@ -81,11 +75,6 @@ def test_a_batch_by_tokens_is_within_its_budget_when_padded_and_no_other_sample_
     assert sorted(i for batch in batches for i in batch) == list(range(300))
     assert all(len(batch) * lengths[batch].max() <= 64 for batch in batches)
     assert all((len(batch) + 1) * lengths[batch].max() > 64 for batch in batches[:-1])
-
-
-def test_no_samples_make_no_groups():
-    nothing = np.zeros(0, np.int64)
-    assert best_fit_decreasing(nothing, budget=8).num_groups == batches_by_tokens(nothing, budget=8).num_groups == 0
 
 
 def test_a_sample_longer_than_the_budget_is_a_batch_of_its_own():
@@ -134,13 +123,6 @@ def test_from_any_position_the_rest_is_the_same(window_samples):
         assert positions(made(window_samples=window_samples), start, 2 * num + 3) == whole[start:]
 
 
-def test_pieces_hold_whole_groups_in_their_order():
-    order = made()
-    singles = positions(order, 5, 12)
-    threes = [tuple(ids.tolist()) for ids in order.cut(5, 12, 3)]
-    assert threes == [sum(singles[0:3], ()), sum(singles[3:6], ()), singles[6]]
-
-
 def test_unshuffled_packs_follow_their_first_samples():
     order = made(shuffle=False)
     firsts = [min(group) for group in positions(order, 0, order.num_positions)]
@@ -174,10 +156,6 @@ def test_a_budget_of_tokens_is_counted_over_packs_too(tokens):
     assert count(epoch_tokens=int(LENGTHS.sum())) == count(epoch_tokens=None) == step
 
 
-def test_a_set_without_samples_has_no_position():
-    assert set_order(np.zeros(0, np.int64), seed=1, shuffle=True, batching=BatchingSection(by="packs"), max_length=8)
-
-
 LENGTHS_by_length = np.random.default_rng(5).integers(1, 100, 50)
 PLAIN = SetOrder(seed=2, num_positions=50)
 
@@ -197,11 +175,6 @@ def spread(steps):
 def test_a_window_of_one_step_alters_no_step():
     assert [sorted(ids) for ids in steps_of(made_by_length(1))] == [sorted(ids) for ids in steps_of(PLAIN)]
     assert steps_of(made_by_length(1)) != steps_of(PLAIN)
-
-
-def test_a_step_begins_with_its_longest_sample():
-    for ids in steps_of(made_by_length(1), stop=6):  # within the first epoch
-        assert LENGTHS_by_length[ids].tolist() == sorted(LENGTHS_by_length[ids].tolist(), reverse=True)
 
 
 def test_a_wider_window_makes_steps_of_similar_lengths_not_in_the_order_of_length():
@@ -225,11 +198,3 @@ def test_the_grouped_order_is_the_same_from_any_position_in_any_pieces(steps):
         whole[at:] for at in range(0, 120, 11)
     ]
     assert [i for ids in made_by_length(steps).cut(0, 120, 2) for i in ids.tolist()] == whole
-
-
-def test_an_order_of_unknown_length_is_sorted_all_the_same():
-    class Endless:
-        num_positions = None
-        samples = PLAIN.samples
-
-    assert sorted(made_by_length(2, order=Endless()).samples(0, 16).tolist()) == sorted(PLAIN.samples(0, 16).tolist())

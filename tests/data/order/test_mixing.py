@@ -41,10 +41,6 @@ def test_from_any_position_the_rest_is_the_same(counts):
         assert np.array_equal(mix([50, 20, 9], counts).samples(start, 4000), whole[start:])
 
 
-def test_another_seed_is_another_order():
-    assert mix([5, 5], [1, 1]).samples(0, 50).tolist() != mix([5, 5], [1, 1], seed=2).samples(0, 50).tolist()
-
-
 def test_positions_that_hold_packs_stay_whole():
     order = MixedOrder([packs(seed=3), SetOrder(seed=1, num_positions=30)], [1, 2], seed=1, until="first")
     own = packs(seed=3).cut(0, 100, 1)
@@ -75,12 +71,6 @@ def within(ids, source):
 
 def test_a_mix_without_weights_takes_every_sample_once_per_pass():
     assert mix([50, 20], [50, 40], until=None).num_positions == 90
-
-
-def test_draws_are_counted_without_going_through_them():
-    order = mix([50, 20, 9], [5, 3, 2])
-    for num in (0, 1, 7, 1024, 3333):
-        assert order.num_draws(num) == np.bincount(sources_of(order.samples(0, num)), minlength=3).tolist()
 
 
 def test_a_mix_with_a_stream_has_no_known_end():

@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import signal
 import time
 
@@ -10,15 +9,14 @@ import fsspec
 import numpy as np
 import pytest
 
-from finetune.config.sections.data import BatchingSection, StreamSection, TrainingSourceSection
-from finetune.data.order.grouping import set_order
+from finetune.config.sections.data import StreamSection, TrainingSourceSection
 from finetune.data.order.order import SetOrder, split_stream_index, window_offset
 from finetune.data.sources.source import open_source
-from finetune.data.streams import producer as stream_maker
-from finetune.data.streams.producer import NUM_KEPT_WINDOWS, make_window, serve
+from finetune.data.streams import windows as stream_maker
 from finetune.data.streams.stream import _COMMAND, StreamOrder, stream_view
+from finetune.data.streams.windows import NUM_KEPT_WINDOWS, make_window, prepare_next
 from finetune.data.token_cache.chunks import Encoding
-from finetune.data.token_cache.integrity import digest_of_step_ids, sample_checksum
+from finetune.data.token_cache.integrity import sample_checksum
 from finetune.errors import DataError
 from tests.data.byte_encoding import encode_bytes
 
@@ -62,39 +60,6 @@ def test_a_stream_order_can_start_at_any_position():
         whole[11:19].tolist(),
         [whole[19]],
     ]
-
-
-def test_no_window_is_asked_for_before_its_turn():
-    arranged = Arranged()
-    order = StreamOrder(arranged)
-    order.samples(0, 5)
-    assert arranged.asked == [0]
-    order.samples(5, 6)
-    assert arranged.asked == [0, 1, 2]
-    assert order.num_positions is None
-
-
-def test_the_digest_of_consumed_samples_can_be_recomputed_from_the_order():
-    digest = digest_of_step_ids(StreamOrder(Arranged()), 6, global_batch_size=4)
-    assert digest == digest_of_step_ids(StreamOrder(Arranged()), 6, global_batch_size=4)
-    assert digest != digest_of_step_ids(StreamOrder(Arranged([5, 0, 3, 6, 2])), 6, global_batch_size=4)
-
-
-def test_packs_stay_within_their_window():
-    lengths = [np.array([5, 9, 3, 1, 7]), np.array([2, 2, 2, 8])]
-
-    def arrange(window):
-        batching = BatchingSection(by="packs", tokens=10)
-        return set_order(lengths[window % 2], seed=window, shuffle=True, batching=batching, max_length=10)
-
-    order = StreamOrder(arrange)
-    packs = [places(pack) for pack in order.cut(0, 10, 1)]
-    assert len(packs) == 10
-    for pack in packs:
-        assert len({window for window, _ in pack}) == 1
-        assert sum(lengths[window % 2][index] for window, index in pack) <= 10
-    ids = [place for pack in packs for place in pack]
-    assert sorted(ids[:9]) == [(0, i) for i in range(5)] + [(1, i) for i in range(4)]
 
 
 IDENTITY = {"tokenizer": "t1"}
@@ -154,7 +119,7 @@ def job_of(pool):
 
 
 def maker_of(pool):
-    return pool.samples.windows._own_reader()._producers[-1]
+    return pool.samples.windows._producers[-1]
 
 
 def test_every_pass_has_every_row_and_the_disk_holds_a_few_windows(streams):
@@ -170,7 +135,7 @@ def test_every_pass_has_every_row_and_the_disk_holds_a_few_windows(streams):
     assert all(sorted(each) == rows for each in passes)
     assert len({tuple(each) for each in passes}) == 4
     assert most <= NUM_KEPT_WINDOWS + 1 + 1  # behind, in use, ahead
-    assert len(pool.samples.windows._own_reader()._producers) == 2
+    assert len(pool.samples.windows._producers) == 2
     said = "\n".join(streams.said)
     assert "in windows of 3 rows, shuffled within each window; prefetched windows: 1" in said
     assert "data.train: window 4: 1 rows -> 1 samples" in said  # the last of a pass
@@ -271,14 +236,6 @@ def test_rows_that_the_section_refuses_are_named_with_their_window(streams, no_p
         make_window(job_of(pool), 1)
 
 
-def test_files_that_change_under_a_stream_are_noticed(streams, no_process):
-    pool = prepared(streams.open(shuffle=False), 0, 1)
-    job_of(pool).folder.delete_window(1)
-    streams.write(["a>0", "a>1", "a>2", "other>3"])
-    with pytest.raises(DataError, match="has different rows than when it was first prepared"):
-        make_window(job_of(pool), 1)
-
-
 def test_a_full_disk_is_reported_and_the_partial_window_is_removed(streams, no_process, monkeypatch):
     pool = streams.open()
 
@@ -307,12 +264,15 @@ def test_storage_that_does_not_answer_is_asked_again(streams, no_process, monkey
     assert waited == pauses
 
 
-def test_the_stream_process_exits_when_there_are_no_readers(streams, no_process):
-    job = job_of(streams.open())
-    shutil.rmtree(job.folder.readers)
-    job.folder.make()
-    serve(job)
-    assert job.folder.windows() == set()
+def test_windows_around_the_requested_one_are_prepared_and_others_deleted(streams, no_process):
+    job = job_of(streams.open(num_ahead=1))
+    prepared = []
+    for requested in (0, 4, 3):
+        job.folder.request(requested)
+        while prepare_next(job):
+            pass
+        prepared.append(job.folder.windows())
+    assert prepared == [{0, 1}, {2, 3, 4, 5}, {2, 3, 4}]
 
 
 def test_a_process_that_ends_again_and_again_is_given_up(streams, monkeypatch):
@@ -323,7 +283,7 @@ def test_a_process_that_ends_again_and_again_is_given_up(streams, monkeypatch):
 
 
 def test_a_stream_process_that_is_still_importing_exits_with_its_starter(streams, monkeypatch):
-    importing = _COMMAND.replace("from finetune.data.streams.producer import main", "import time; time.sleep(60)")
+    importing = _COMMAND.replace("from finetune.data.streams.windows import main", "import time; time.sleep(60)")
     assert "sleep" in importing
     monkeypatch.setattr("finetune.data.streams.stream._COMMAND", importing)
     pool = streams.open()
@@ -341,16 +301,13 @@ def flip(path, *, offset=-1):
         file.write(content)
 
 
-def test_a_window_that_is_damaged_is_set_aside_and_prepared_again(streams):
+def test_a_window_that_is_damaged_is_prepared_again(streams):
     texts = texts_of(streams.open(shuffle=False), 0, 3)
     folder = job_of(streams.opened[0]).folder
     streams.opened[0].samples.windows.close()
     flip(folder.window(0) / "chunk-000000.bin")
     assert texts_of(streams.open(shuffle=False), 0, 3) == texts
     assert any("window 0: the prepared set" in line and "is damaged" in line for line in streams.said)
-    assert [path.name[:6] for path in folder.damaged()] == ["000000"]
-    streams.open(shuffle=False)
-    assert "data.train: 1 damaged windows or records were prepared again" in "\n".join(streams.said)
 
 
 @pytest.mark.full
@@ -360,12 +317,12 @@ def test_a_record_that_is_damaged_is_made_again_with_its_window(streams):
     marks = first.samples.checksums_of(ids)
     folder = job_of(first).folder
     first.samples.windows.close()
-    flip(folder.path / "records" / "000001.marks.npy")
+    flip(folder.path / "records" / "000001.bin")
     again = streams.open(shuffle=False)
     assert texts_of(again, 0, 7) == texts
     assert again.samples.checksums_of(ids).tolist() == marks.tolist()
     assert any("Its window will be prepared again" in line for line in streams.said)
-    assert folder.has_record(1)
+    assert folder.record(1).exists()
 
 
 def test_damage_to_a_window_during_reading_is_found_in_the_delivered_samples(streams):
@@ -378,7 +335,7 @@ def test_damage_to_a_window_during_reading_is_found_in_the_delivered_samples(str
     assert sample_checksum(pool.samples[int(ids[2])].arrays) != int(pool.samples.checksums_of(ids)[2])
     what, then = pool.samples.refuse(ids[2:])
     assert re.search(r"sample 2 of window 0 \(starting at .*part-0\.jsonl .*: differs from the prepared sample", what)
-    assert "Quarantined windows: 0. Run the same command again: it prepares them again" in then
+    assert "Deleted windows: 0; they are prepared again. Run the same command again" in then
     assert 0 not in folder.windows()
 
 

@@ -7,7 +7,6 @@ from transformers import AutoTokenizer
 
 from finetune.config.section import KeyLocation
 from finetune.data.encoding.conversation import ConversationEncoder, prompt_ids, read_prompt
-from finetune.data.encoding.tokenizer import tokenizer_identity
 from finetune.data.rows import RawRow
 from finetune.data.templates.rendering import (
     arguments_of,
@@ -49,7 +48,7 @@ def test_a_jobs_arguments_and_a_rows_own_reach_the_template(tokenizer):
     own = {**ROW, "chat_template_kwargs": {"mood": "sad"}}
     assert text(tokenizer, own).startswith("<|mood|>sad<|user|>")
     (features,) = ConversationEncoder(tokenizer)([own])
-    assert features.findings.flags == {"argument_rows", "override_rows"}
+    assert features.findings.flags == {"argument_rows"}
     whole = tokenizer.apply_chat_template(ROW["messages"], tokenize=True, return_dict=False, mood="sad", brief=True)
     assert features.arrays["input_ids"].tolist() == whole
     absent = {**ROW, "chat_template_kwargs": {"mood": None, "custom_instructions": ""}}
@@ -91,15 +90,6 @@ def test_names_of_control_tokens_in_a_rows_arguments_are_text(tokenizer):
     assert "control_rows" in features.findings.flags
     assert ids.count(tokenizer.eos_token_id) == 2  # of the turns
     assert tokenizer.decode(ids).startswith("<|mood|></s><|long|><|user|>Two")
-
-
-def test_unset_arguments_leave_identities_as_they_were(tokenizer):
-    before = tokenizer_identity(tokenizer)
-    set_template_arguments(tokenizer, {"mood": "sad"})
-    other = tokenizer_identity(tokenizer)
-    assert {**before, "chat_template_arguments": other["chat_template_arguments"]} == other
-    set_template_arguments(tokenizer, {})
-    assert tokenizer_identity(tokenizer) == before
 
 
 def test_template_arguments_are_saved_and_loaded_with_the_tokenizer(tokenizer, tmp_path):

@@ -39,16 +39,6 @@ def read(template, row=ROW, **keys):
     return pickle.loads(pickle.dumps(form)).read(raw)
 
 
-def test_a_text_column_is_the_text_that_its_template_makes():
-    row = read({"prompt": "Q: {{ question }}\n", "completion": "{{ answer }}{{ row['my column'] }}"})
-    assert [turn["content"] for turn in row["messages"]] == ["Q: 2 + 2?", "4 < 5odd"]
-
-
-def test_a_column_without_a_template_is_read_unchanged():
-    row = read({"prompt": "{{ question }}"}, columns={"completion": "answer"})
-    assert row["messages"][1]["content"] == "4 < 5"
-
-
 def test_turns_are_a_list_of_texts_or_one_text_that_gives_json():
     turns = [
         {"role": "user", "content": "{{ question }}"},

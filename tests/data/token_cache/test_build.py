@@ -15,7 +15,6 @@ from finetune.data.token_cache.chunks import EncoderPool, Encoding
 from finetune.data.token_cache.samples import chunk_name
 from finetune.data.token_cache.store import Identity, TokenCache
 from finetune.errors import DataError
-from finetune.runtime.files.atomic import temporary_path
 from finetune.runtime.supervision.heartbeat import VARIABLE
 from tests.data.byte_encoding import encode_bytes
 from tests.refusals import refused
@@ -34,7 +33,7 @@ class Build:
     def __call__(self, folder, *, made_of=MADE_OF):
         self.encoded, self.progress, self.damage = 0, [], []
         folder.mkdir(exist_ok=True)
-        plan = Encoding(self.encode, self.section, identity={}).plan(self.source.format)
+        plan = Encoding(self.encode, self.section, identity={}, format=self.source.format)
         rows = self.source.rows()
         return build_set(
             folder,
@@ -101,16 +100,6 @@ def test_a_killed_build_resumes_and_its_result_is_bitwise_identical(build_here, 
     assert len(content_of(whole)) == 8  # six chunks, the columns and the manifest
 
 
-def test_a_build_may_be_killed_again_and_again(build_here, tmp_path, monkeypatch):
-    whole, cut_off = tmp_path / "whole", tmp_path / "cut_off"
-    build_here(whole)
-    written = []
-    while in_a_process(monkeypatch, "prepare.saved do=kill", lambda: build_here(cut_off)) != 0:
-        written.append(num_written_rows(cut_off))
-    assert written == [10, 20, 30, 40, 50]
-    assert content_of(cut_off) == content_of(whole)
-
-
 def test_a_complete_set_is_not_built_again(build_here, tmp_path):
     counts = build_here(tmp_path / "set")
     assert build_here(tmp_path / "set") == counts
@@ -123,17 +112,6 @@ def cut_off_after(num_rows, folder, build_here, monkeypatch):
         build_here(folder)
     monkeypatch.delenv(VARIABLE)
     assert num_written_rows(folder) == num_rows
-
-
-def test_a_file_that_a_kill_left_half_written_is_removed(build_here, tmp_path, monkeypatch):
-    whole, torn = tmp_path / "whole", tmp_path / "torn"
-    build_here(whole)
-    cut_off_after(30, torn, build_here, monkeypatch)
-    temporary_path(torn / chunk_name(3)).write_bytes(b"half")
-    build_here(torn)
-    assert build_here.encoded == NUM_ROWS - 30
-    assert build_here.damage == []
-    assert content_of(torn) == content_of(whole)
 
 
 def flip_first_byte(path):
@@ -162,16 +140,6 @@ def test_rows_from_the_first_damaged_file_on_are_encoded_again(build_here, tmp_p
     assert first_row == 11
     assert given.startswith(f"{chunk_name(1)} {reason}")
     assert content_of(damaged) == content_of(whole)
-
-
-def test_a_file_is_not_taken_for_another_of_the_same_build(build_here, tmp_path, monkeypatch):
-    whole, swapped = tmp_path / "whole", tmp_path / "swapped"
-    build_here(whole)
-    cut_off_after(30, swapped, build_here, monkeypatch)
-    (swapped / chunk_name(1)).write_bytes((swapped / chunk_name(0)).read_bytes())
-    build_here(swapped)
-    assert build_here.encoded == NUM_ROWS - 10
-    assert content_of(swapped) == content_of(whole)
 
 
 def test_a_file_is_written_when_its_samples_have_enough_bytes(build_here, tmp_path, monkeypatch):

@@ -13,11 +13,11 @@ import pytest
 from finetune.config.sections.data import DataSection, ValidationSourceSection
 from finetune.data.sources.source import open_source, open_sources
 from finetune.data.token_cache import cache, chunks, samples
-from finetune.data.token_cache.cache import prepare_set, repair
+from finetune.data.token_cache.cache import prepare_set
 from finetune.data.token_cache.chunks import Encoding
 from finetune.data.token_cache.integrity import DamagedSet
 from finetune.data.token_cache.samples import SAMPLES_FILE, chunk_name, write_array_file
-from finetune.data.token_cache.store import CACHE_VERSION, Identity
+from finetune.data.token_cache.store import CACHE_VERSION
 from finetune.errors import DataError
 from finetune.runtime.supervision.heartbeat import VARIABLE
 from tests.data.byte_encoding import encode_bytes
@@ -62,12 +62,6 @@ def prepare(write_rows, make_section):
 
 def texts_of(prepared):
     return [bytes(sample.arrays["input_ids"].astype(np.uint8)).decode() for sample in prepared]
-
-
-@pytest.fixture
-def verify_in_background(monkeypatch):
-    """Treat no set as small: all are verified in the background."""
-    monkeypatch.setattr(cache, "VERIFIED_AT_ONCE_BYTES", -1)
 
 
 def flip(path, *, every=40, start=128, stop=None):
@@ -172,36 +166,6 @@ def test_a_damaged_cache_that_cannot_be_set_aside_is_one_message(prepare, monkey
         prepare()
 
 
-def test_a_disk_that_damages_every_rebuilt_cache_is_reported(prepare, monkeypatch):
-    prepare()
-    monkeypatch.setattr(cache, "_open", lambda folder, identity: (_ for _ in ()).throw(DamagedSet(folder, "rot")))
-    with refused(DataError):
-        prepare()
-
-
-def test_damage_found_in_the_background_is_repaired_in_the_open_cache(prepare, verify_in_background):
-    flip(prepare().folder / CHUNK, stop=1000)  # tokens
-    prepared = prepare()
-    repair(prepared, seconds=None)
-    assert texts_of(prepared) == TEXTS
-    assert len(aside(prepared)) == 1
-    repair(prepared, seconds=None)
-    assert texts_of(prepared) == TEXTS
-
-
-def test_a_rank_with_damaged_files_open_switches_to_the_cache_rebuilt_by_another(prepare, verify_in_background):
-    flip(prepare().folder / CHUNK, stop=1000)  # tokens
-    ranks = [prepare() for _ in range(3)]
-    encoded = []
-    for rank in ranks:
-        prepare.encoded = 0
-        repair(rank, seconds=None)
-        encoded.append(prepare.encoded)
-        assert texts_of(rank) == TEXTS
-    assert encoded == [len(TEXTS), 0, 0], "one makes it again"
-    assert len(aside(ranks[0])) == 1
-
-
 def test_a_sample_that_is_read_alone_is_compared_with_its_mark(prepare):
     prepared = prepare()
     assert bytes(prepared.intact(3).arrays["input_ids"].astype(np.uint8)).decode() == TEXTS[3]
@@ -214,7 +178,6 @@ def test_a_copy_in_another_process_reads_the_files_and_not_their_digests(prepare
     sent = pickle.dumps(prepare())
     assert len(sent) < 600
     monkeypatch.setattr(samples.ArrayFile, "verify", None)  # would be needed to verify
-    monkeypatch.setattr(samples.ArrayFile, "verify_block", None)
     copy = pickle.loads(sent)
     assert texts_of(copy) == TEXTS
 
@@ -242,16 +205,6 @@ def test_damage_before_an_interrupted_build_resumes_does_not_get_into_the_set(
     assert prepare.encoded == len(TEXTS) - 10 * number
     assert [f"rebuilding from {start}" in line for line in prepare.warnings] == [True]
     made.verify()
-
-
-def test_a_link_in_an_interrupted_build_is_not_written_through(prepare, staging_of_20_rows, tmp_path):
-    precious = tmp_path / "precious"
-    precious.write_text("mine")
-    (staging_of_20_rows / CHUNK).unlink()
-    (staging_of_20_rows / CHUNK).symlink_to(precious)
-    assert texts_of(prepare()) == TEXTS
-    assert precious.read_text() == "mine"
-    assert "is not a regular file" in prepare.warnings[0]
 
 
 def test_a_set_of_an_older_version_is_prepared_again_with_one_line(prepare):
@@ -308,11 +261,6 @@ def test_every_setting_that_changes_samples_makes_a_new_cache(prepare, change):
     other = prepare(["a>b", "c>d"], **CHANGES[change])
     assert prepare.encoded > 0
     assert other.fingerprint != first.fingerprint
-
-
-def test_changed_rows_make_a_new_set(prepare):
-    first = prepare(["a>b"])
-    assert prepare(["a>c"]).fingerprint != first.fingerprint
 
 
 def test_settings_that_do_not_change_samples_reuse_the_cache(prepare):
@@ -410,11 +358,6 @@ def test_a_row_that_a_worker_cannot_encode_is_named(write_rows, make_section, on
         )
 
 
-def test_a_chunk_in_which_nothing_is_kept_does_no_harm(prepare, monkeypatch):
-    monkeypatch.setattr(chunks, "ROWS_PER_CHUNK", 1)
-    assert texts_of(prepare(["", "a>b", "", "c>d", ""], no_target="drop")) == ["a>b", "c>d"]
-
-
 def test_a_folder_that_cannot_be_written_is_named(prepare, tmp_path):
     (tmp_path / "file").write_text("")
     with refused(DataError, "data.cache_folder"):
@@ -440,34 +383,6 @@ def test_a_rejected_source_leaves_no_folder_in_the_cache(prepare, tmp_path):
     with refused(DataError):
         prepare(["a>b", "poison"])
     assert [path for path in (tmp_path / "cache" / "prepared").iterdir() if path.is_dir()] == []
-
-
-def test_the_log_distinguishes_a_prepared_cache_from_a_reused_one(prepare):
-    folder = prepare(["a>b"]).folder
-    assert prepare.said[-1] == f"data.train: prepared in {folder}"
-    prepare(["a>b"])
-    assert prepare.said[-1] == f"data.train: already prepared in {folder}"
-
-
-def test_the_next_version_of_the_cache_makes_a_new_set_and_leaves_the_old_one_in_peace(prepare, monkeypatch):
-    first = prepare(["a>b"])
-    monkeypatch.setattr(cache, "CACHE_VERSION", cache.CACHE_VERSION + 1)
-    identity = Identity(first.fingerprint, {})
-    folder = cache.set_folder(prepare.section, "prepared", identity, key="data.train", log=print)
-    assert folder.name == f"{first.fingerprint}-{cache.CACHE_VERSION}" != first.folder.name
-    assert texts_of(first) == ["a>b"]
-
-
-def test_places_name_the_file_as_it_is_now(prepare, tmp_path):
-    assert prepare(["a>b", "c>dd"]).location(1) == f"{tmp_path}/rows.jsonl, row 2"
-    moved = prepare(["a>b", "c>dd"], source={"name": "moved.jsonl"})
-    assert prepare.encoded == 0
-    assert moved.location(1) == f"{tmp_path}/moved.jsonl, row 2"
-    assert f"data.train: longest row: 4 tokens ({tmp_path}/moved.jsonl, row 2)" in prepare.said
-
-
-def test_the_keys_that_make_no_new_set_exist():
-    assert set(DataSection.model_fields) >= cache.WITHOUT_EFFECT
 
 
 def test_a_share_above_its_limit_stops_before_training_and_keeps_the_set(prepare):

@@ -10,14 +10,12 @@ import pytest
 
 from finetune.data.features import UNLABELED
 from finetune.data.formats.columns import NOTES
-from finetune.data.formats.prompts import OWN_PROMPT
+from finetune.data.formats.conversations import OWN_PROMPT
 from finetune.data.rows import RawRow
 from finetune.data.token_cache import chunks
-from finetune.data.token_cache.chunks import EncoderPool, EncodingPlan, WorkersLost, cut_into_chunks, encode_chunk
+from finetune.data.token_cache.chunks import EncoderPool, Encoding, WorkersLost, cut_into_chunks, encode_chunk
 from finetune.data.token_cache.lengths import SampleLengthLimit
-from finetune.errors import DataError
 from tests.data.byte_encoding import AsWritten, EncodeForever, encode_bytes, encode_in_the_main_process_only
-from tests.refusals import refused
 
 
 def rows(number, *, text="a>b"):
@@ -25,7 +23,7 @@ def rows(number, *, text="a>b"):
 
 
 def recipe(encode):
-    return EncodingPlan(AsWritten(), encode, SampleLengthLimit(100, "refuse"))
+    return Encoding(encode, None, {}, length=SampleLengthLimit(100, "refuse"), format=AsWritten())
 
 
 def assume_device(rows, encode, *, num_workers):
@@ -59,7 +57,8 @@ def test_notes_of_formats_and_unlabeled_rows_are_counted():
         assert not any(NOTES in row for row in given)
         return [UNLABELED, *encode_bytes(given[1:])]
 
-    counts = encode_chunk(EncodingPlan(Noting(), encode, SampleLengthLimit(100, "refuse")), list(rows(4))).counts
+    encoding = Encoding(encode, None, {}, length=SampleLengthLimit(100, "refuse"), format=Noting())
+    counts = encode_chunk(encoding, list(rows(4))).counts
     assert (counts.rows, counts.samples, counts.unlabeled_rows, counts.rows_without_target) == (4, 3, 1, 0)
     assert (counts.lacking_rows, counts.own_prompt_rows, counts.first_own_prompt) == ({"ctx": 3}, 2, "f, row 2")
     twice = counts.plus(counts)
@@ -71,20 +70,6 @@ def test_notes_of_formats_and_unlabeled_rows_are_counted():
         "the answers of 4 rows begin with a question of their own, which is not exactly `prompt` (the first: f, row 2)"
         in lines
     )
-
-
-def test_a_small_set_starts_no_process(monkeypatch):
-    monkeypatch.setattr(chunks, "ProcessPoolExecutor", None)  # calling it would raise
-    encoded = assume_device(rows(500), encode_bytes, num_workers=4)
-    assert sum(chunk.counts.samples for chunk in encoded) == 500
-
-
-def test_the_main_process_encodes_until_a_worker_is_ready(monkeypatch):
-    monkeypatch.setattr(chunks, "ROWS_PER_CHUNK", 1)
-    monkeypatch.setattr(chunks, "CHUNKS_BEFORE_WORKERS", 1)
-    encoded = assume_device(rows(5), encode_in_the_main_process_only, num_workers=1)
-    assert [chunk.row_numbers.tolist() for chunk in encoded] == [[1], [2], [3], [4], [5]]
-    assert active_children() == []
 
 
 def test_workers_are_kept_from_call_to_call(only_workers):
@@ -122,27 +107,3 @@ def read_when_ready(descriptor):
     waiting.register(descriptor, select.POLLIN)
     assert waiting.poll(30_000), "nothing came"
     return os.read(descriptor, 100)
-
-
-def plan_of_characters(over_length, *, max_token_characters=4):
-    policy = SampleLengthLimit(1000, over_length)
-    return EncodingPlan(AsWritten(), encode_bytes, policy, max_token_characters=max_token_characters)
-
-
-def test_a_text_of_too_many_characters_is_refused_before_it_is_tokenized(monkeypatch):
-    monkeypatch.setattr(chunks, "_outcomes", None)  # calling it would raise
-    with refused(DataError, "row 1", "2,000,002 characters", "data.max_length: 1000"):
-        encode_chunk(plan_of_characters("refuse"), list(rows(1, text="a>" + "b" * 2_000_000)))
-
-
-@pytest.mark.parametrize(
-    ("plan", "text"),
-    [
-        (plan_of_characters("drop"), "a>" + "b" * 2_000_000),
-        (plan_of_characters("refuse", max_token_characters=None), "a>" + "b" * 2_000_000),
-        (plan_of_characters("refuse"), "a>b" + " " * 2_000_000),
-    ],
-    ids=["dropped", "an unknown token for any text", "blanks"],
-)
-def test_other_long_texts_are_tokenized_as_ever(plan, text):
-    assert encode_chunk(plan, list(rows(1, text=text))).counts.rows == 1

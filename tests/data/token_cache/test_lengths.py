@@ -57,11 +57,6 @@ def test_windows_without_a_target_are_left_out_and_their_tokens_counted():
     assert counts == Counts(split_rows=1, dropped_tokens=6)
 
 
-def test_a_row_without_any_target_does_not_count_as_split():
-    silent = Features({"input_ids": np.arange(9, dtype=np.uint32), "is_target": np.zeros(9, bool)})
-    assert SampleLengthLimit(4, "split").shorten(silent) == ((), Counts())
-
-
 @pytest.mark.parametrize("length", range(5, 40))
 @pytest.mark.parametrize("max_length", [2, 3, 4])
 def test_splitting_loses_no_target_for_any_length(length, max_length):
@@ -99,23 +94,6 @@ def test_ends_are_cut_from_each_answer_that_is_too_long():
     (kept,), counts = SequencesLengthLimit(5, "truncate").shorten(pair(3, 1, 4))
     assert told(kept) == [[0, 1, 2, 100], [0, 1, 2, 100, 101]]
     assert (counts.truncated_rows, counts.truncated_tokens, counts.truncated_targets) == (1, 2, 2)
-
-
-@pytest.mark.parametrize(
-    ("policy", "answers", "cut", "lost"),
-    [
-        (SequencesLengthLimit(5, "truncate"), (1, 4), 1, 0),
-        (SequencesLengthLimit(3, "truncate"), (1, 4), 0, 1),  # the prompt alone is left
-        (SequencesLengthLimit(5, "truncate", "start"), (1, 4), 0, 0),
-        (SequencesLengthLimit(3, "truncate", "start"), (3, 5), 0, 1),  # the other is all cut off
-        (SequencesLengthLimit(4, "truncate", "start"), (5, 5), 1, 0),
-    ],
-)
-def test_answers_that_are_cut_and_those_that_are_cut_away_are_counted(policy, answers, cut, lost):
-    _, counts = policy.shorten(pair(3, *answers))
-    assert (counts.cut_answer_rows, counts.lost_answer_rows) == (cut, lost)
-    assert len(counts.answer_lines) == cut + lost
-    assert all(line in counts.lines() for line in counts.answer_lines)
 
 
 def test_both_answers_of_a_pair_lose_the_same_start_and_keep_one_prompt():

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from finetune.data.token_cache import cache, chunks
+from finetune.data.token_cache import chunks
 from finetune.errors import CheckpointError, TrainingError
 from finetune.report.history import read_events
 from finetune.train import loop
@@ -69,16 +69,6 @@ def test_damage_before_a_start_is_made_again_and_the_losses_are_those_of_the_und
     assert "resumes from" in said
     assert got == wanted
     assert asides(job) == 6
-
-
-def test_damage_in_a_large_cache_is_found_in_the_background_and_repaired_before_the_first_step(run, job, monkeypatch):
-    wanted, _ = run("whole")
-    monkeypatch.setattr(cache, "VERIFIED_AT_ONCE_BYTES", -1)
-    flip(job)
-    got, said = run("damaged")
-    assert got == wanted
-    assert asides(job) == 2
-    assert said.count("is renamed to .damaged-") == 2
 
 
 def test_damage_during_training_stops_the_run_before_the_step_and_the_same_command_resumes(run, job, monkeypatch):

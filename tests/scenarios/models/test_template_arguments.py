@@ -97,7 +97,7 @@ def test_each_answer_is_counted_in_the_audit(job):
     counts = audit["total"]["counts"]
     assert (counts["rows"], counts["samples"], counts["answers"]) == (NUM_ROWS, 2 * NUM_ROWS, 2 * NUM_ROWS)
     assert counts["repeated_tokens"] > 0
-    assert (counts["argument_rows"], counts["override_rows"], counts["dropped_reasoning_rows"]) == (1, 1, 0)
+    assert (counts["argument_rows"], counts["dropped_reasoning_rows"]) == (1, 0)
     assert audit["template"]["arguments"] == {"effort": "low"}
     assert "several answers" in audit["template"]["learnt"]
     assert audit["template"]["differences"] == []

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from finetune.data.rows import RawRow
-from finetune.data.streams.folder import START, Cursor, StreamPlan, WindowRows
+from finetune.data.streams.windows import START, Cursor, StreamPlan, WindowRows
 from finetune.errors import DataError
 from tests.refusals import refused
 
@@ -48,11 +48,6 @@ def test_windows_go_through_the_shards_in_their_order_where_nothing_is_shuffled(
     assert cursors == [Cursor(0, 0, 0), Cursor(0, 0, 2), Cursor(0, 1, 1), Cursor(0, 2, 1)]
 
 
-def test_a_window_never_spans_two_passes():
-    letters, _ = windows_of(plan_of("abc", "de", window_rows=4, shuffle=False), 4)
-    assert letters == ["abcd", "e", "abcd", "e"]
-
-
 def test_every_pass_holds_every_row_once_with_the_shards_in_another_order():
     names = ["ab", "cde", "f", "ghij", "kl", "mn"]
     letters, _ = windows_of(plan_of(*names, window_rows=5), 9)
@@ -68,11 +63,6 @@ def test_reading_can_begin_at_any_window():
     letters, cursors = windows_of(plan, 8)
     for window, cursor in enumerate(cursors):
         assert windows_of(plan, 8 - window, cursor)[0] == letters[window:]
-
-
-def test_empty_shards_are_passed_over():
-    letters, _ = windows_of(plan_of("", "ab", "", window_rows=2, shuffle=False), 3)
-    assert letters == ["ab", "ab", "ab"]
 
 
 def test_left_out_rows_of_a_stream_are_counted_once_from_any_start():
