@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from finetune.checkpoint.write.saver import Saver
-from finetune.data import workers
+from finetune.data import loader
 from finetune.data.token_cache.integrity import SampleVerifier
 from finetune.model.attention import sample_attention
 from finetune.run import train as run_train
@@ -89,7 +89,7 @@ def walk(
         stack.enter_context(isolated_run())
         os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # a mode of torch holds for one thread
         num_cores = MACHINES[machine].cores_per_gpu * launch.num_gpus
-        stack.enter_context(patch.object(workers, "usable_cores", lambda: num_cores))
+        stack.enter_context(patch.object(loader, "usable_cores", lambda: num_cores))
         stack.enter_context(
             patch.object(sample_attention, "_available", sample_attention._available)
         )  # is detected anew

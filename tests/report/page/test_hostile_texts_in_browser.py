@@ -6,8 +6,6 @@ from pathlib import Path
 import pytest
 
 from finetune.commands.compare.compare import write_comparison
-from finetune.commands.sweep.results import SweepResult, write_sweep_page
-from finetune.commands.sweep.runs import FINISHED, RUNS_FOLDER, RunOutcome, SweepRun
 from tests.browser import Browser
 from tests.report.page.events import answered, ended, evaluated, started, taken, write_run
 from tests.report.page.test_in_browser import report_of
@@ -82,14 +80,7 @@ def test_texts_of_a_run_stay_texts_in_its_report(browser: Browser, tmp_path: Pat
 
 
 @pytest.mark.parametrize("text", TEXTS.values(), ids=list(TEXTS))
-def test_texts_of_runs_stay_texts_in_a_comparison_and_the_page_of_a_sweep(browser: Browser, tmp_path: Path, text: str):
-    folder = tmp_path / RUNS_FOLDER
-    runs = [hostile_run(folder / f"{number} {as_name(text)}", text, seed=number) for number in range(2)]
+def test_texts_of_runs_stay_texts_in_a_comparison(browser: Browser, tmp_path: Path, text: str):
+    runs = [hostile_run(tmp_path / f"{number} {as_name(text)}", text, seed=number) for number in range(2)]
     write_comparison(runs, tmp_path / "compare.html")
     require_only_text(browser, tmp_path / "compare.html", text)
-    outcome = RunOutcome(FINISHED, text, 30, 30)
-    named = [SweepRun(run.name, {text: text}, (text,), tmp_path) for run in runs]
-    results = [SweepResult(run, outcome, 1.0, 1.0, 4, 30, 1.0, 1.0) for run in named]
-    page = write_sweep_page(results, tmp_path)
-    assert page is not None
-    require_only_text(browser, page, text)
