@@ -40,9 +40,14 @@ class ForkedProgram:
         self._server = socket.socket(socket.AF_UNIX)
         self._server.connect(str(address))
 
-    def communicate(self, line: bytes) -> None:
-        """Send the request."""
+    def communicate(self, line: bytes, *, timeout: float) -> None:
+        """Send the request and wait for the end; raises TimeoutExpired."""
         self._server.sendall(line)
+        self._server.settimeout(timeout)
+        try:
+            self.wait()
+        except TimeoutError:
+            raise subprocess.TimeoutExpired("verify", timeout) from None
 
     def poll(self) -> int | None:
         """Return the exit code; None before the end."""

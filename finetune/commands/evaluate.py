@@ -187,7 +187,7 @@ def evaluate(
     Collective over all launched processes; each of them holds the whole model.
     """
     quiet_libraries(is_main=distributed.is_main())
-    require_writable(json)
+    require_result_file(json)
     job, trusts = None if config is None else load_config(config, overrides), trust_remote_code
     target = find_evaluation_target(source, step=step, job=job, overrides=overrides, trust_remote_code=trusts)
     measured = measure_metrics(target)
@@ -204,7 +204,7 @@ def evaluate(
     return distributed.shut_down(0)
 
 
-def require_writable(json: Path | None) -> None:
+def require_result_file(json: Path | None) -> None:
     """Raise OSError on rank 0 if there is to be a file, and it cannot be written."""
     if json is not None and distributed.is_main():
         atomic.require_writable(json)

@@ -66,7 +66,7 @@ def test_an_override_that_cannot_be_done_is_named(written):
     [
         ("train.stepps=4", "--set train.stepps=4"),
         ("a.api_key=c0ffee", "--set a.api_key=[redacted]"),
-        ("a={n: 1, api_key: c0ffee}", "--set a={n: 1, api_key: '[redacted]'}"),
+        ("a={n: 1, api_key: c0ffee}", "--set a={n: 1, api_key: [redacted]}"),
         ("a=https://h/?sig=c0ffee", "--set a=https://h/?sig=[redacted]"),
     ],
 )

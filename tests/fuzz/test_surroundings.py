@@ -133,19 +133,20 @@ import os, signal, sys, time
 from types import SimpleNamespace
 import typer
 from finetune.cli import program
-from finetune.cli.exit_codes import handle_errors
+from finetune.cli.exit_codes import CommandGroup
 from finetune.runtime.optional import lazily
 sys.path.insert(0, ".")
 with lazily(freeze=True):
     import slow
 def parse(value): {parse}; return value
-app = typer.Typer()
+app = typer.Typer(cls=CommandGroup)
+@app.callback()
+def root(): pass
 @app.command()
-@handle_errors
 def run(value: str = typer.Option("a", callback=parse)): {run}
 program.command_line = SimpleNamespace(app=app)
-sys.argv[1:] = ["--value", "b"]
-program.NOT_TRAIN += ("--value",)
+sys.argv[1:] = ["run", "--value", "b"]
+program.NOT_TRAIN += ("run",)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 program.main()
 """

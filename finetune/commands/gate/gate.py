@@ -14,7 +14,7 @@ from finetune.commands.evaluate import (
     find_evaluation_target,
     prepare_evaluation,
     report_on_rank_0,
-    require_writable,
+    require_result_file,
 )
 from finetune.commands.gate.comparison import ComparedModels, Comparison, compare_models
 from finetune.commands.printing import print_facts, print_rows
@@ -53,7 +53,7 @@ def evaluate_against(
     holds a whole model.
     """
     quiet_libraries(is_main=distributed.is_main())
-    require_writable(options.json)
+    require_result_file(options.json)
     job, trusts = None if config is None else load_config(config, overrides), trust_remote_code
     tuned = find_evaluation_target(source, step=step, job=job, overrides=overrides, trust_remote_code=trusts)
     entry = TASKS[tuned.config.task.name]

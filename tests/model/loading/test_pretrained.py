@@ -21,7 +21,7 @@ VERIFIER = "export/verify/program.py"
 """Loads what this package has just written, safetensors alone, in a process that must share none of its code."""
 
 OWN_PICKLES = {
-    "data/streams/producer.py": "its standard input, an unnamed file that its own parent has written",
+    "data/streams/windows.py": "its standard input, an unnamed file that its own parent has written",
     "run/session/engine.py": "a call that rank 0 of the same run has sent",
     "data/token_cache/chunks.py": "the arguments of a worker process, which its own parent has sent",
 }
