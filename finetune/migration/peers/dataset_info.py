@@ -4,7 +4,7 @@ The rules come from its data/parser.py, data/converter.py and data/loader.py.
 """
 
 import keyword
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from finetune.config.paths import absolute_path, is_url
 from finetune.errors import UserError
 from finetune.migration.complete import put_source, renamed, source_of
 from finetune.migration.draft import Draft, renamed_turns
-from finetune.migration.source import Leaf, PeerFile, is_present, read_peer_file
+from finetune.migration.source import Leaf, is_present, read_peer_file
 from finetune.registry.formats import FORMATS
 
 FILE = "dataset_info.json"
@@ -41,21 +41,23 @@ class _DatasetLeaf(Leaf):
     position: int = 0
 
 
-def read_info(draft: Draft, names: Sequence[str]) -> PeerFile | None:
-    """Return dataset_info.json, None without it, and add the keys of these datasets to the draft's.
+def read_datasets(draft: Draft, names: Iterable[str]) -> dict[str, "Dataset"]:
+    """Return these datasets of dataset_info.json, none without that file, and add their keys to the draft's.
 
     Raises UserError for a dataset that is not in the file, and ConfigError for a file that cannot be read.
     """
     places = [folder / draft.get("dataset_dir", "data") / FILE for folder in (Path(), draft.file.path.parent)]
     info = next((read_peer_file(place) for place in places if is_present(place)), None)
     if info is None:
-        return None
+        return {}
     leaves: dict[str, Leaf] = {}
+    datasets = {}
     for position, name in enumerate(names):
         values = info.values.get(name)
         if not isinstance(values, Mapping) or not values:
             near = did_you_mean(name, info.values.keys() - {name})
             raise UserError(f"{info.path}: there is no dataset `{name}`. {near}".rstrip())
+        datasets[name] = Dataset(draft, info.path.parent.absolute(), values, position)
         for leaf in info.leaves.values():
             key = leaf.key.removeprefix(f"{name}.")
             if key != leaf.key and any(f"{key}.".startswith(f"{own}.") for own in values):
@@ -63,7 +65,7 @@ def read_info(draft: Draft, names: Sequence[str]) -> PeerFile | None:
                 leaves[named] = _DatasetLeaf(named, leaf.line, leaf.value, f"{FILE}[].{key}", position)
     draft.file = replace(draft.file, leaves={**draft.file.leaves, **leaves})
     draft.apply(leaves.values())
-    return info
+    return datasets
 
 
 @dataclass(frozen=True)
@@ -118,16 +120,18 @@ class Dataset:
         form = {"pt": "text", "dpo": "preference", "rm": "preference", "kto": "judged"}.get(stage, "sft")
         if bool(self._get("ranking")) != (form == "preference"):
             kind = "with" if form == "preference" else "without"
-            advice = f"stage {stage} needs rows {kind} `ranking`: LLaMA-Factory refuses it, too."
-            self._refuse(advice, "ranking", *_ADDRESSES)
-        form, cells = self._alpaca(form) if self._get("formatting") in (None, "alpaca") else self._chat(form)
+            self._refuse(f"stage {stage} needs rows {kind} `ranking`, as in LLaMA-Factory.", "ranking", *_ADDRESSES)
+        is_alpaca = self._get("formatting") in (None, "alpaca")
+        form, cells = self._alpaca(form) if is_alpaca else self._chat(form)
         if form == "judged":
             cells["label"] = self._column("kto_tag")
-        elif form != "text":
+        elif form == "text":
+            advice = "stage pt of LLaMA-Factory reads the first question alone: write a template of `text`."
+            self._refuse(advice, "columns.history" if is_alpaca else "formatting")
+        else:
             self._refuse("LLaMA-Factory leaves out rows with it: `stage: kto` reads it.", "columns.kto_tag")
         if missing := [name for name, cell in cells.items() if not cell]:
-            advice = f"it names no column for `{missing[0]}`: LLaMA-Factory leaves the rows out."
-            self._refuse(advice, "ranking", *_ADDRESSES)
+            self._refuse(f"it names no column for `{missing[0]}`, which the stage needs.", "ranking", *_ADDRESSES)
         for name in ("system", "tools", "images") if form != "text" else ():
             if name in FORMATS[form].optional:
                 cells[name] = self._column(name)
@@ -145,15 +149,15 @@ class Dataset:
             spoken = f"[{spoken}, {_variable(query)} | default('')] | select | join('\\n')"
             question = f"{{{{ {spoken} }}}}"
         if form == "text":
-            self._refuse("stage pt of LLaMA-Factory reads its first question: write a template.", "columns.history")
             return form, {"text": question}
-        history, response = self._column("history"), self._column("response")
+        history = self._column("history")
         if history and question:
             pair = f"{_turn('user', 'question')}, {_turn('assistant', 'answer')}, "
             loop = f"{{% for question, answer in {_variable(history)} | default([], true) %}}{pair}{{% endfor %}}"
             question = f"[{loop}{_turn('user', spoken)}]"
         if form == "preference":
             return form, {"prompt": question, "chosen": self._column("chosen"), "rejected": self._column("rejected")}
+        response = self._column("response")
         if form == "sft" and history and question and response:
             return "messages", {"messages": f"{question[:-1]}, {_turn('assistant', _variable(response))}]"}
         return "prompt_completion" if form == "sft" else form, {"prompt": question, "completion": response}
@@ -162,7 +166,6 @@ class Dataset:
         """Return the format and its columns: turns in other words than usual get the usual ones by a template."""
         turns = self._column("messages")
         if form == "text":
-            self._refuse("stage pt of LLaMA-Factory reads the first turn: write a template of `text`.", "formatting")
             return form, {"text": turns}
         tags = {tag: self._get(f"tags.{tag}") if "tags" in self.values else usual[0] for tag, usual in _TAGS.items()}
         is_usual = all(word in (None, "", *_TAGS[tag]) for tag, word in tags.items())

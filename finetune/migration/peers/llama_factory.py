@@ -1,13 +1,12 @@
 """LLaMA-Factory: its keys and stages, the datasets of dataset_info.json, its templates and defaults."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 from finetune.migration.complete import put_source, source_of
 from finetune.migration.draft import BUILT_IN, CHAT_NAMES, Draft, PeerTrainer
-from finetune.migration.peers.dataset_info import Dataset, read_info
+from finetune.migration.peers.dataset_info import Dataset, read_datasets
 from finetune.migration.peers.trainer import finish_arguments, prepare_arguments
 from finetune.migration.rules import ONLINE, path
-from finetune.migration.source import PeerFile
 from finetune.registry.losses import PREFERENCE_LOSSES
 
 _STAGES = {"sft": "sft", "pt": "pretrain", "dpo": "preference", "kto": "preference", "rm": "reward"}
@@ -17,11 +16,10 @@ _OFT = ("oft_block_size", "oft_target", "module_dropout")
 def _prepare(draft: Draft) -> None:
     """Write the task, the adapter, the rows and the template."""
     prepare_arguments(draft)
-    names = list(dict.fromkeys([*draft.get("dataset", []), *draft.get("eval_dataset", [])]))
-    info = read_info(draft, names)
+    datasets = read_datasets(draft, dict.fromkeys([*draft.get("dataset", []), *draft.get("eval_dataset", [])]))
     _task(draft)
     _adapter(draft)
-    _rows(draft, names, info)
+    _rows(draft, datasets)
     _targets(draft)
     if draft.get("uses_muon"):
         draft.entries.pop("train.optimizer.name", None)
@@ -100,11 +98,11 @@ def _adapter(draft: Draft) -> None:
             draft.note("LLaMA-Factory adapts the language model alone; `all-linear` here includes the image encoder.")
 
 
-def _rows(draft: Draft, names: Sequence[str], info: PeerFile | None) -> None:
+def _rows(draft: Draft, datasets: Mapping[str, Dataset]) -> None:
     trained, evaluated = draft.get("dataset", []), draft.get("eval_dataset", [])
     keys = [f"data.train.mix.{index}" for index in range(len(trained))] if len(trained) > 1 else ["data.train"]
     for key, name in zip(keys, trained, strict=False):
-        _put_source(draft, key, name, names, info, "dataset")
+        _put_source(draft, key, name, datasets, "dataset")
         if len(trained) > 1:
             draft.put(f"{key}.epochs", 1, comment="all rows of every source")
         if draft.get("streaming"):
@@ -112,23 +110,22 @@ def _rows(draft: Draft, names: Sequence[str], info: PeerFile | None) -> None:
     if draft.get("mix_strategy", "concat") != "concat" and len(trained) > 1:
         draft.refuse("write `weight` in place of `epochs` at each source.", "mix_strategy", "probabilities")
     for name in evaluated[:1]:
-        _put_source(draft, "data.validation", name, names, info, *(["eval_dataset"] if len(evaluated) == 1 else []))
+        _put_source(draft, "data.validation", name, datasets, *(["eval_dataset"] if len(evaluated) == 1 else []))
     draft.refuse("validation rows are one source: the first is written. Join the files.", "eval_dataset")
-    if info is None and names and draft.get("dataset_dir") != "ONLINE":
+    if (names := dict.fromkeys([*trained, *evaluated])) and not datasets and draft.get("dataset_dir") != "ONLINE":
         draft.note(
             f"{', '.join(names)}: names of dataset_info.json in {draft.get('dataset_dir', 'data')}, which is not here: "
             "write the names on the hub, or paths. With that folder next to the file, they are looked up."
         )
 
 
-def _put_source(draft: Draft, key: str, name: str, names: Sequence[str], info: PeerFile | None, *facts: str) -> None:
+def _put_source(draft: Draft, key: str, name: str, datasets: Mapping[str, Dataset], *facts: str) -> None:
     comment = f"`{name}` of dataset_info.json"
-    if info is None:
+    if name in datasets:
+        datasets[name].put(key, *facts, comment=comment)
+    else:
         values = source_of(name, draft.file.path.parent) | {"take": draft.get("take")}
         put_source(draft, key, values, *facts, "take", comment=comment)
-    else:
-        dataset = Dataset(draft, info.path.parent.absolute(), info.values[name], names.index(name))
-        dataset.put(key, *facts, comment=comment)
     if draft.get("media_dir") and draft.value("task.name") == "vision_language_sft":
         draft.put(f"{key}.image_root", path(draft.get("media_dir")), "media_dir")
 

@@ -134,28 +134,6 @@ def test_calls_and_results_in_words_of_their_own_are_calls_and_results(convert):
 
 
 @pytest.mark.parametrize(
-    ("entry", "stage", "expected"),
-    [
-        (SHAREGPT, "sft", {"format": "conversations"}),
-        ({**SHAREGPT, "tags": ROLES}, "sft", {"format": "messages", "columns": {"messages": "conversations"}}),
-        (PAIRED, "dpo", {"format": "preference", "columns": {"prompt": "talk", "chosen": "good", "rejected": "bad"}}),
-        (
-            {**SHAREGPT, "columns": {"messages": "talk", "kto_tag": "ok"}},
-            "kto",
-            {
-                "format": "judged",
-                "columns": {"label": "ok"},
-                "template": {"prompt": "{{ talk[:-1] | tojson }}", "completion": "{{ talk[-1:] | tojson }}"},
-            },
-        ),
-    ],
-)
-def test_turns_in_usual_words_are_read_as_they_are(convert, tmp_path, entry, stage, expected):
-    path = str(tmp_path / "rows.json")
-    assert job_of(convert(entry, stage=stage))["data"]["train"] == {"path": path, **expected}
-
-
-@pytest.mark.parametrize(
     ("entry", "stage", "key", "words"),
     [
         ({**ALPACA, "ranking": True}, "sft", "ranking", "ranking"),
@@ -166,7 +144,7 @@ def test_turns_in_usual_words_are_read_as_they_are(convert, tmp_path, entry, sta
         ({**SHAREGPT, "columns": {"messages": "m", "videos": "v"}}, "sft", "columns.videos", "not read here"),
         ({**PAIRED, "columns": {**PAIRED["columns"], "images": "i"}}, "dpo", "columns.images", "no `images`"),
         ({**ALPACA, "formatting": "alpacca"}, "sft", "formatting", "refuses it, too"),
-        (SHAREGPT, "pt", "formatting", "reads the first turn"),
+        (SHAREGPT, "pt", "formatting", "first question"),
         ({**ALPACA, "columns": {"prompt": "q", "history": "h"}}, "pt", "columns.history", "first question"),
         ({**ALPACA, "split": "test"}, "sft", "split", "no splits"),
         ({"hf_hub_url": "org/rows", "folder": "en"}, "sft", "folder", "hf://datasets/org/rows"),
@@ -203,9 +181,11 @@ def test_keys_without_effect_and_unknown_keys_are_named_with_their_line(convert,
         ),
         ({**ALPACA, "split": "train[:40]"}, {"take": 20}),
         ({**ALPACA, "num_samples": 5}, {"take": 5}),
+        (SHAREGPT, {"format": "conversations"}),
+        ({**SHAREGPT, "tags": ROLES}, {"format": "messages", "columns": {"messages": "conversations"}}),
     ],
 )
-def test_a_dataset_keeps_subset_split_and_number(convert, entry, expected):
+def test_a_dataset_keeps_subset_split_number_and_turns_in_usual_words(convert, entry, expected):
     migration = convert(entry, more="max_samples: 20\n")
     assert expected.items() <= job_of(migration)["data"]["train"].items() and not is_lost(migration)
 
