@@ -181,8 +181,8 @@ def _chat(draft: Draft, position: int, *, is_sharegpt: bool) -> dict[str, Any]:
         weights.append(f"weight=1 if {choice} else 0")
         comment = "turns that are targets in axolotl have `weight: 1`"
         draft.put("data.train_on", "per_message", "train_on_inputs", comment=comment)
-    text = renamed_turns(turns, role, content, speakers, *weights)
-    return {"format": "messages", "template": {"messages": text}}
+    template = {"messages": renamed_turns(turns, role, content, speakers, *weights)}
+    return {"format": "messages", "columns": renamed({"tools": get("field_tools")}), "template": template}
 
 
 def _is_prompt(draft: Draft, position: int) -> bool:

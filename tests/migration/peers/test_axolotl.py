@@ -216,10 +216,11 @@ def test_prompts_as_targets_are_contents_there_and_the_whole_conversation_here(m
 )
 def test_turns_that_are_targets_have_a_weight(migrate, keys, weights):
     lines = "".join(f"    {key}: {value}\n" for key, value in keys.items())
-    migration = migrate(CHAT.replace("    split:", f"{lines}    split:"))
+    migration = migrate(CHAT.replace("    split:", f"{lines}    field_tools: functions_of_row\n    split:"))
     turns = [("system", "S", None), ("human", "Q", None), ("gpt", "A", False), ("gpt", "B", True)]
     rows = rendered(migration, [{"role": role, "content": text, "train": train} for role, text, train in turns])
     assert job_of(migration)["data"]["train_on"] == "per_message"
+    assert job_of(migration)["data"]["train"]["columns"] == {"tools": "functions_of_row"}
     assert [turn["weight"] for turn in rows] == weights
     assert [turn["role"] for turn in rows] == ["system", "user", "assistant", "assistant"]
     assert {fate_of(migration, f"datasets.0.{key}")[0] for key in keys} == {"mapped"}
