@@ -127,7 +127,7 @@ def put_source(draft: Draft, key: str, values: dict[str, Any], *facts: str, comm
                 draft.refuse("its rows are in another split of the same files: write `data.validation`.", *facts)
                 return
         elif rows[1]:
-            values["take"] = int(rows[1])
+            values["take"] = min(int(rows[1]), values.get("take") or int(rows[1]))
         else:
             draft.drop("a file is one split", *splits)
     facts = tuple(name for name in facts if name in draft.facts and not (name in splits and draft.is_named(name)))

@@ -4,7 +4,7 @@ And what the peers' rows and prompts have in common.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -73,9 +73,9 @@ class Draft:
         reasons = {self.outcomes[key].text for key in self.keys_of("not_possible")}
         return next((name for reason, name in OUT_OF_SCOPE.items() if reason in reasons), "")
 
-    def apply(self) -> None:
-        """Look up every leaf in the peer's table: write its key, keep its fact, or name it."""
-        for leaf in self.file.leaves.values():
+    def apply(self, leaves: Iterable[Leaf]) -> None:
+        """Look up leaves of the file in the peer's table: write its key, keep its fact, or name it."""
+        for leaf in leaves:
             rule = self.peer.table.find(leaf.pattern)
             if rule is None:
                 hint = did_you_mean(leaf.pattern, self.peer.table.known_keys) or "Look for it in docs/reference/job/."
@@ -298,6 +298,15 @@ ALPACA_TEXT = (
 """The prompt of Stanford Alpaca, as a template of a row."""
 
 ALPACA_ROWS = {"prompt": ALPACA_TEXT, "completion": "{{ output }}"}
+
+
+def renamed_turns(turns: str, role: str, content: str, speakers: Mapping[str, str], *more: str) -> str:
+    """Return turns as JSON in a template, with our words for these keys and speakers; `more` are keys to add."""
+    others = f"turn.items() | rejectattr(0, 'in', {[role, content]})"
+    parts = [f"role={speakers}.get(turn[{role!r}], turn[{role!r}])", f"content=turn[{content!r}]", *more]
+    turn = f"{{{{ ', ' if not loop.first }}}}{{{{ dict({others}, {', '.join(parts)}) | tojson }}}}"
+    return f"[{{% for turn in {turns} %}}{turn}{{% endfor %}}]"
+
 
 CHAT_NAMES = re.compile(r"instruct|chat|-it\b|phi|qwen", re.IGNORECASE)
 """In the name of a model whose tokenizer has a chat template."""

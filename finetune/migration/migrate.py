@@ -155,7 +155,7 @@ def migrate_file(path: Path, *, peer: str | None = None, gpus: int | None = None
     file = read_peer_file(path)
     source = detect(file, peer)
     draft = Draft(file, gpus or 0, source)
-    draft.apply()
+    draft.apply(file.leaves.values())
     draft.assume(*source.table.defaults)
     source.prepare(draft)
     complete(draft)

@@ -3,13 +3,13 @@
 from typing import Any
 
 from finetune.migration.complete import put_source, renamed, source_of, source_with_files
-from finetune.migration.draft import ALPACA_ROWS, Draft, KeyOutcome, PeerTrainer, version_of
+from finetune.migration.draft import ALPACA_ROWS, Draft, KeyOutcome, PeerTrainer, renamed_turns, version_of
 from finetune.migration.rules import ONLINE, read_defaults, read_file
 
 _TEMPLATES = {"mistral_v1": "mistral", **{name: name for name in ("chatml", "llama3", "gemma", "zephyr", "mistral")}}
 _LOSSES = {"dpo": "sigmoid", **{name: name for name in ("ipo", "orpo", "simpo", "kto")}}
 _CHATS = ("chat_template", "sharegpt", "sharegpt_simple", "chat", "messages")
-_OF_CHATS = ("roles_assistant", "roles_user", "roles_system", "roles_to_train", "drop_system")
+_OF_CHATS = ("roles_assistant", "roles_user", "roles_system", "roles_to_train", "field_training", "drop_system")
 _PROMPTS = ("alpaca", "alpaca_instruct", "alpaca.load")
 _KNOWN_TOKENS = ("<s>", "</s>", "<|endoftext|>", "<|end_of_text|>", "<|begin_of_text|>", "<|eot_id|>", "<bos>", "<eos>")
 
@@ -38,7 +38,7 @@ def _prepare(draft: Draft) -> None:
     if draft.get("packing") and task in ("sft", "pretrain"):
         draft.put("data.batching.by", "packs", "packing")
         draft.note("packed samples do not attend to each other here; in axolotl, only flash attention isolates them.")
-    if draft.get("train_on_inputs") and task in ("sft", "vision_language_sft"):
+    if draft.get("train_on_inputs") and not draft.has("data.train_on") and task in ("sft", "vision_language_sft"):
         draft.put("data.train_on", "all", "train_on_inputs")
         if any(str(draft.get(f"type.{position}", "chat_template")).startswith(_CHATS) for position in positions):
             draft.note(
@@ -122,7 +122,7 @@ def _source(draft: Draft, position: int, key: str) -> None:
         draft.refuse(advice, f"type.{position}")
     unread = {"turn_ends", "turn_ends_too"}
     unread |= set(_OF_CHATS) - ({"drop_system"} if get("drop_system") else set())
-    unread -= set(_OF_CHATS[:3]) if kind.partition(".")[0] in _CHATS else set()
+    unread -= set(_OF_CHATS[:5]) if kind.partition(".")[0] in _CHATS else set()
     own = [name for name in draft.facts if name.endswith(f".{position}") and not name.startswith("test_")]
     facts = [name for name in own if name.partition(".")[0] not in unread and not draft.is_named(name)]
     put_source(draft, key, values, *facts)
@@ -166,17 +166,23 @@ def _chat(draft: Draft, position: int, *, is_sharegpt: bool) -> dict[str, Any]:
     field = draft.facts.get(f"field_messages.{position}", ("conversations" if is_sharegpt else "messages",))[0]
     speakers = {name: target for target in ("assistant", "user", "system") for name in get(f"roles_{target}", ())}
     speakers = {**_USUAL, **{name: target for name, target in speakers.items() if name != target}}
-    if {speakers.get(name, name) for name in get("roles_to_train")} != {"assistant"}:
-        advice = "write `weight` of 1 or 0 in the turns, and `data.train_on: per_message`."
-        draft.refuse(advice, f"roles_to_train.{position}")
+    flag, trained = get("field_training"), {speakers.get(name, name) for name in get("roles_to_train")}
+    has_choice = flag is not None or trained != {"assistant"}
     is_usual = (role, content) in (("role", "content"), ("from", "value")) and speakers == _USUAL
-    if is_usual and not get("drop_system"):
+    if is_usual and not has_choice and not get("drop_system"):
         return {"format": form, "columns": renamed({form: field, "tools": get("field_tools")})}
     turns = f"row['{field}']" + (f" | rejectattr('{role}', 'equalto', 'system')" if get("drop_system") else "")
-    others = f"turn.items() | rejectattr(0, 'in', {[role, content]})"
-    parts = f"role={speakers}.get(turn['{role}'], turn['{role}']), content=turn['{content}']"
-    turn = f"{{{{ ', ' if not loop.first }}}}{{{{ dict({others}, {parts}) | tojson }}}}"
-    return {"format": "messages", "template": {"messages": f"[{{% for turn in {turns} %}}{turn}{{% endfor %}}]"}}
+    weights = []
+    if has_choice:
+        speaker = f"{speakers}.get(turn['{role}'], turn['{role}'])"
+        choice = "true" if draft.get("train_on_inputs") else f"{speaker} in {sorted(trained)}"
+        if flag is not None:
+            choice = f"(turn['{flag}'] if turn['{flag}'] is defined and turn['{flag}'] is not none else {choice})"
+        weights.append(f"weight=1 if {choice} else 0")
+        comment = "turns that are targets in axolotl have `weight: 1`"
+        draft.put("data.train_on", "per_message", "train_on_inputs", comment=comment)
+    template = {"messages": renamed_turns(turns, role, content, speakers, *weights)}
+    return {"format": "messages", "columns": renamed({"tools": get("field_tools")}), "template": template}
 
 
 def _is_prompt(draft: Draft, position: int) -> bool:

@@ -1,16 +1,12 @@
-"""LLaMA-Factory: its keys and stages, the files that dataset_info.json names, its templates and defaults."""
+"""LLaMA-Factory: its keys and stages, the datasets of dataset_info.json, its templates and defaults."""
 
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping
 
-from finetune.config.formatting import did_you_mean
-from finetune.config.paths import absolute_path
-from finetune.errors import UserError
 from finetune.migration.complete import put_source, source_of
 from finetune.migration.draft import BUILT_IN, CHAT_NAMES, Draft, PeerTrainer
+from finetune.migration.peers.dataset_info import Dataset, read_datasets
 from finetune.migration.peers.trainer import finish_arguments, prepare_arguments
 from finetune.migration.rules import ONLINE, path
-from finetune.migration.source import is_present, read_peer_file
 from finetune.registry.losses import PREFERENCE_LOSSES
 
 _STAGES = {"sft": "sft", "pt": "pretrain", "dpo": "preference", "kto": "preference", "rm": "reward"}
@@ -20,9 +16,10 @@ _OFT = ("oft_block_size", "oft_target", "module_dropout")
 def _prepare(draft: Draft) -> None:
     """Write the task, the adapter, the rows and the template."""
     prepare_arguments(draft)
+    datasets = read_datasets(draft, dict.fromkeys([*draft.get("dataset", []), *draft.get("eval_dataset", [])]))
     _task(draft)
     _adapter(draft)
-    _rows(draft)
+    _rows(draft, datasets)
     _targets(draft)
     if draft.get("uses_muon"):
         draft.entries.pop("train.optimizer.name", None)
@@ -37,7 +34,9 @@ def _prepare(draft: Draft) -> None:
 
 def _task(draft: Draft) -> None:
     stage = str(draft.get("stage", "sft")).lower()
-    is_vision = bool({"media_dir", "freezes_vision"} & draft.facts.keys()) or draft.has("data.images")
+    signs = ("media_dir", "freezes_vision", "columns.images")
+    sees = any(name.startswith(signs) and draft.get(name) != "" for name in draft.facts)
+    is_vision = sees or draft.has("data.images")
     task = "vision_language_sft" if is_vision and stage == "sft" else _STAGES.get(stage, "sft")
     draft.put("task.name", task, *(("stage",) if stage in _STAGES else ()))
     if stage not in _STAGES:
@@ -99,11 +98,11 @@ def _adapter(draft: Draft) -> None:
             draft.note("LLaMA-Factory adapts the language model alone; `all-linear` here includes the image encoder.")
 
 
-def _rows(draft: Draft) -> None:
+def _rows(draft: Draft, datasets: Mapping[str, Dataset]) -> None:
     trained, evaluated = draft.get("dataset", []), draft.get("eval_dataset", [])
     keys = [f"data.train.mix.{index}" for index in range(len(trained))] if len(trained) > 1 else ["data.train"]
     for key, name in zip(keys, trained, strict=False):
-        _put_source(draft, key, name, "dataset")
+        _put_source(draft, key, name, datasets, "dataset")
         if len(trained) > 1:
             draft.put(f"{key}.epochs", 1, comment="all rows of every source")
         if draft.get("streaming"):
@@ -111,44 +110,24 @@ def _rows(draft: Draft) -> None:
     if draft.get("mix_strategy", "concat") != "concat" and len(trained) > 1:
         draft.refuse("write `weight` in place of `epochs` at each source.", "mix_strategy", "probabilities")
     for name in evaluated[:1]:
-        _put_source(draft, "data.validation", name, *(["eval_dataset"] if len(evaluated) == 1 else []))
+        _put_source(draft, "data.validation", name, datasets, *(["eval_dataset"] if len(evaluated) == 1 else []))
     draft.refuse("validation rows are one source: the first is written. Join the files.", "eval_dataset")
+    if (names := dict.fromkeys([*trained, *evaluated])) and not datasets and draft.get("dataset_dir") != "ONLINE":
+        draft.note(
+            f"{', '.join(names)}: names of dataset_info.json in {draft.get('dataset_dir', 'data')}, which is not here: "
+            "write the names on the hub, or paths. With that folder next to the file, they are looked up."
+        )
 
 
-def _put_source(draft: Draft, key: str, name: str, *facts: str) -> None:
-    values = _location(draft, name) | {"take": draft.get("take")}
-    put_source(draft, key, values, *facts, "take", comment=f"`{name}` of dataset_info.json")
+def _put_source(draft: Draft, key: str, name: str, datasets: Mapping[str, Dataset], *facts: str) -> None:
+    comment = f"`{name}` of dataset_info.json"
+    if name in datasets:
+        datasets[name].put(key, *facts, comment=comment)
+    else:
+        values = source_of(name, draft.file.path.parent) | {"take": draft.get("take")}
+        put_source(draft, key, values, *facts, "take", comment=comment)
     if draft.get("media_dir") and draft.value("task.name") == "vision_language_sft":
         draft.put(f"{key}.image_root", path(draft.get("media_dir")), "media_dir")
-
-
-def _location(draft: Draft, name: str) -> dict[str, Any]:
-    """Return where the rows of a dataset are by dataset_info.json; without that file, its own name.
-
-    Raises UserError for a dataset that is not in the file, and ConfigError for a file that cannot be read.
-    """
-    folder = draft.get("dataset_dir", "data")
-    for place in (Path(folder) / "dataset_info.json", draft.file.path.parent / folder / "dataset_info.json"):
-        if is_present(place):
-            break
-    else:
-        if folder != "ONLINE":
-            draft.note(
-                f"{name}: a name of dataset_info.json in {folder}, which is not here: write the name on the hub, or a "
-                "path. With that folder next to the file, it is looked up."
-            )
-        return source_of(name, draft.file.path.parent)
-    datasets = read_peer_file(place).values
-    entry = datasets.get(name)
-    if not isinstance(entry, dict) or not (entry.get("hf_hub_url") or entry.get("file_name")):
-        near = did_you_mean(name, datasets.keys() - {name})
-        raise UserError(f"{place}: there is no dataset `{name}` with a `file_name` or `hf_hub_url`. {near}".rstrip())
-    draft.note(
-        f"the columns of {name} in dataset_info.json are not read: `finetune preview` prints the lines for them."
-    )
-    if entry.get("hf_hub_url"):
-        return {"name": entry["hf_hub_url"], "config": entry.get("subset"), "split": entry.get("split")}
-    return {"path": absolute_path(str(entry["file_name"]), place.parent.absolute())}
 
 
 def _targets(draft: Draft) -> None:

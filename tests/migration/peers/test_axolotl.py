@@ -206,6 +206,26 @@ def test_prompts_as_targets_are_contents_there_and_the_whole_conversation_here(m
     assert "headers that the chat template writes" in " ".join(migration.job.replace("#", " ").split())
 
 
+@pytest.mark.parametrize(
+    ("keys", "weights"),
+    [
+        ({"roles_to_train": "[]", "message_field_training": "train"}, [0, 0, 0, 1]),
+        ({"roles_to_train": "[human, assistant]"}, [0, 1, 1, 1]),
+        ({"message_field_training": "train"}, [0, 0, 0, 1]),
+    ],
+)
+def test_turns_that_are_targets_have_a_weight(migrate, keys, weights):
+    lines = "".join(f"    {key}: {value}\n" for key, value in keys.items())
+    migration = migrate(CHAT.replace("    split:", f"{lines}    field_tools: functions_of_row\n    split:"))
+    turns = [("system", "S", None), ("human", "Q", None), ("gpt", "A", False), ("gpt", "B", True)]
+    rows = rendered(migration, [{"role": role, "content": text, "train": train} for role, text, train in turns])
+    assert job_of(migration)["data"]["train_on"] == "per_message"
+    assert job_of(migration)["data"]["train"]["columns"] == {"tools": "functions_of_row"}
+    assert [turn["weight"] for turn in rows] == weights
+    assert [turn["role"] for turn in rows] == ["system", "user", "assistant", "assistant"]
+    assert {fate_of(migration, f"datasets.0.{key}")[0] for key in keys} == {"mapped"}
+
+
 def test_keys_and_speakers_of_turns_are_renamed(migrate):
     keys = "    message_property_mappings: {role: who, content: text}\n    roles: {assistant: [bot], user: [me]}\n"
     migration = migrate(CHAT.replace("    split:", f"{keys}    split:"))
@@ -218,12 +238,10 @@ def test_keys_and_speakers_of_turns_are_renamed(migrate):
     ("key", "value"),
     [
         ("message_field_training_detail", "detail"),
-        ("message_field_training", "train"),
-        ("roles_to_train", "[human, assistant]"),
         ("split_thinking", "true"),
     ],
 )
-def test_targets_by_turn_or_within_one_are_not_possible(migrate, key, value):
+def test_targets_within_a_turn_are_not_possible(migrate, key, value):
     migration = migrate(CHAT.replace("    split:", f"    {key}: {value}\n    split:"))
     assert fate_of(migration, f"datasets.0.{key}")[0] == "not_possible"
 
