@@ -21,7 +21,7 @@ from finetune.report.page.facts import (
     format_count,
     format_duration,
 )
-from finetune.report.page.page import PageReporter, report_page, script_json, write_report
+from finetune.report.page.page import PageReporter, report_page, write_report
 from finetune.report.reporter import FanOut
 from tests.report.page.events import answered, ended, started, taken, whole_run, write_run
 
@@ -162,12 +162,6 @@ def test_samples_of_a_skipped_step_are_folded(tmp_path: Path):
     page = page_of(write_run(tmp_path, [started(), taken(1, "nan"), {**skipped, "rows": "a.jsonl, rows 8 and 9"}]))
     assert "<details><summary>2 samples of step 1</summary>" in page
     assert "0 resumes; 1 skipped step<" in page
-
-
-def test_json_within_a_script_ends_neither_script_nor_line():
-    written = str(script_json({"text": HOSTILE}))
-    assert not set("<>&\u2028") & set(written)
-    assert json.loads(written) == {"text": HOSTILE.replace("\u2028", "\\u2028")}
 
 
 def test_invisible_characters_of_names_and_values_are_escapes_in_pages_and_charts(tmp_path: Path):
