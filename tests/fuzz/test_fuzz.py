@@ -25,7 +25,6 @@ NAMES = (
     "models",
     "hostile models",
     "pages",
-    "plans",
     "continued",
     "streams",
     "sweeps",

@@ -152,13 +152,6 @@ def test_a_parallel_size_that_accelerate_ignores_is_found_only_in_the_file(tmp_p
     assert f"{next(iter(unsupported_in_file(values)))[0]}: `2`" in message or name == "no such size"
 
 
-@pytest.mark.parametrize("name", ["TPU", "SageMaker"])
-def test_accelerate_launch_itself_fails_on_these_unsupported_files(tmp_path, name):
-    file = written(tmp_path, BEFORE_ACCELERATE[name][0])
-    with pytest.raises((ImportError, AttributeError)):
-        launch_command(launch_command_parser().parse_args(["--config_file", str(file), "job.py"]))
-
-
 @pytest.mark.parametrize("values", [FSDP2, DDP, sized("dp_replicate"), sized("sp"), sized("tp", 1), TENSOR, COPIES])
 def test_supported_accelerate_files_are_accepted(tmp_path, monkeypatch, values):
     assert list(unsupported_in_file(values)) == []
