@@ -1,16 +1,12 @@
 """The page for agents names only commands that exist, its job loads, and `finetune agents` prints it."""
 
-import re
-import shlex
 from pathlib import Path
 
 import pytest
-from typer.main import get_command
 from typer.testing import CliRunner
 
 import finetune
 from finetune.cli.app import app
-from finetune.config.load import load_config
 
 ROOT = Path(__file__).parents[1]
 PAGE = (Path(finetune.__file__).parent / "AGENTS.md").read_text(encoding="utf-8")

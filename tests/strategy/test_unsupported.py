@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from accelerate import Accelerator
-from accelerate.commands.launch import _validate_launch_command, launch_command, launch_command_parser
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
 from ruamel.yaml import YAML
 from transformers.integrations import tensor_parallel
