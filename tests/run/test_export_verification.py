@@ -144,13 +144,3 @@ def test_the_process_is_a_fresh_one_that_knows_nothing_of_this_package(tmp_path)
     code = "import sys, runpy; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__'); "
     code += "assert not [name for name in sys.modules if name.split('.')[0] == 'finetune']"
     subprocess.run([sys.executable, "-P", "-c", code, *words[2:]], input=b"\n", check=True, timeout=120)
-
-
-@pytest.mark.full
-def test_a_verifier_process_that_dies_fails_the_export(trained, tmp_path, monkeypatch):
-    def die(words, *, log):
-        return subprocess.Popen([sys.executable, "-c", "raise SystemExit('no memory')"], stdin=-1, stderr=log)
-
-    monkeypatch.setattr(verifier, "start_program", die)
-    with pytest.raises(ExportError, match="exited with exit code 1: no memory"):
-        export(trained("full"), step=None, to=tmp_path / "out", dtype=None, merge=False, push_to_hub=None, verify=True)

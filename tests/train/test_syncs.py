@@ -19,7 +19,6 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from peft import LoraConfig, get_peft_model
 from torch.distributed.fsdp import FSDPModule
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from finetune.config.sections.data import BatchingSection, DataSection, TrainingSourceSection
@@ -57,11 +56,11 @@ from tests.train.deferred_checks import defer_finite_checks
 LENGTHS = (5, 3, 7, 4)
 
 
-def llama(attention: str) -> LlamaForCausalLM:
+def llama() -> LlamaForCausalLM:
     register_per_sample()
     torch.manual_seed(0)
     config = LlamaConfig(**{**TINY, "num_hidden_layers": 2}, vocab_size=64, num_key_value_heads=1)
-    return LlamaForCausalLM._from_config(config, attn_implementation=attention)
+    return LlamaForCausalLM._from_config(config, attn_implementation="per_sample")
 
 
 def group_of(task: Any, *, num_batches: int) -> tuple[Batch, ...]:
@@ -80,7 +79,6 @@ def group_of(task: Any, *, num_batches: int) -> tuple[Batch, ...]:
 def second_step(
     accelerator: Accelerator,
     *,
-    is_free: bool = True,
     lora: bool = False,
     num_batches: int = 1,
     limit: float | None = 1.0,
@@ -88,11 +86,10 @@ def second_step(
     **section: Any,
 ) -> Callable[[], object]:
     """Return a function that takes a step, after the first step has created the optimizer's state."""
-    batching = BatchingSection(padding_free=is_free)
-    data = DataSection(train=TrainingSourceSection(path="rows.jsonl"), batching=batching)
+    data = DataSection(train=TrainingSourceSection(path="rows.jsonl"), batching=BatchingSection(padding_free=True))
     tokenizer = SimpleNamespace(pad_token_id=0, eos_token_id=1)
     task = CausalTask(TaskContext(TaskSection(name="pretrain"), data, tokenizer))
-    model: Any = llama("per_sample" if is_free else "sdpa")
+    model: Any = llama()
     if lora:
         model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.1))
     settings = OptimizerSection(**section)
@@ -114,9 +111,6 @@ def second_step(
     return take
 
 
-KINDS = {"single": 0, "fsdp2": 1, "fsdp2 on 2 ranks": 2}
-"""Ways to spread a model, with the ranks of their group; the second rank of two is not there, and sends nothing."""
-
 LAUNCHED = {
     "ACCELERATE_USE_FSDP": "true",
     "FSDP_VERSION": "2",
@@ -124,7 +118,7 @@ LAUNCHED = {
     "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
     "FSDP_RESHARD_AFTER_FORWARD": "true",
     "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
-    **{"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"},
+    **{"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"},
 }
 """What `accelerate launch` sets under accelerate_configs/fsdp2.yaml."""
 
@@ -132,16 +126,14 @@ LAUNCHED = {
 @contextmanager
 def accelerator_of(device: str, kind: str, *, precision: str = "fp32") -> Iterator[Accelerator]:
     """Yield an Accelerator; its process group and launch settings end with the context."""
-    world, has_device = KINDS[kind], device == "cuda"
-    launched = {**LAUNCHED, "WORLD_SIZE": str(world), "MASTER_PORT": str(free_loopback_port())} if world else {}
+    has_device = device == "cuda"
+    launched = {**LAUNCHED, "MASTER_PORT": str(free_loopback_port())} if kind == "fsdp2" else {}
     if not has_device:
         launched |= {"ACCELERATE_TORCH_DEVICE": "cpu", "DS_ACCELERATOR": "cpu"}
     AcceleratorState._reset_state(reset_partial_state=True)
     with pytest.MonkeyPatch.context() as patch:
         for name, value in launched.items():
             patch.setenv(name, value)
-        if world > 1:
-            dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
         strategy = choose_strategy(
             read_environment(os.environ, has_device=has_device),
             JobSettings(strategy=None, precision=precision, microbatch_size=1, max_gradient_norm=None),
