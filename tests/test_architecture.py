@@ -212,60 +212,6 @@ NOT_IN_TEST_NAMES = {
 RIDDLES = ("what", "whoever", "whatever", "it", "they", "or", "so")
 """A test's name stands alone in a log: it does not begin with one of these, its subject does."""
 
-REFUSED_NAMES = {
-    "machine": "prepared_model",
-    "make_machine": "prepare_model",
-    "prior": "precomputed",
-    "priors": "precomputed",
-    "work_out": "compute",
-    "kept": "run_inputs",
-    "subject": "evaluation_target",
-    "agreed": "agree_across_ranks",
-    "materials": "task_context",
-    "give_places": "materialize",
-    "ground": "adapter_context",
-    "held": "by what it holds",
-    "weights_as_held": "keep_bf16_parameters",
-    "apart": "unsharded",
-    "adding_up": "accumulate_gradients",
-    "fill_buckets": "complete_zero_config",
-    "behind": "background",
-    "open_line_behind": "open_background_group",
-    "close_line_behind": "close_background_group",
-    "ahead": "prefetch",
-    "look_ahead": "prepare_step",
-    "together": "by what it holds",
-    "main_does": "run_on_rank_0",
-    "all_do": "run_on_all_ranks",
-    "Placement": "StateLayout",
-    "reach": "heartbeat, fault_point",
-    "construction": "init_context",
-    "Stretch": "Span",
-    "cue": "generation_prompt",
-    "Kind": "ProblemType",
-    "kinds": "problem_types",
-    "OneOfMany": "SingleLabel",
-    "SomeOfMany": "MultiLabel",
-    "Finish": "LogitTransform",
-    "HeadOutput": "LogitTransform",
-    "head_output": "logit_transform",
-    "listening": "intercept",
-    "ask": "loss_spec",
-    "room": "logits_buffer",
-    "wide": "fp32_buffer",
-    "Seeing": "*DecodeState",
-    "Rewriting": "*DecodeState",
-    "filler": "dummy_batch",
-    "seat": "worker",
-    "Pool": "dataset view",
-    "portions": "slice",
-    "known": "precomputed",
-    "growing": "appendable_array",
-    "expecting": "by what it holds",
-    "entities": "by what it holds",
-}
-"""Names that mislead as a whole, though others may have their words; with a capital, of a class alone."""
-
 
 @dataclass(frozen=True)
 class Module:
@@ -569,9 +515,7 @@ def empty_file_names(module: Module) -> Iterator[str]:
 
 def home_made_words(module: Module) -> Iterator[str]:
     for where, name in names_in(module):
-        whole = name.lstrip("_")
         found = {word: REFUSED_WORDS[word] for word in words_of(name) if word in REFUSED_WORDS}
-        found |= {each: REFUSED_NAMES[each] for each in (whole, whole.lower()) if each in REFUSED_NAMES}
         for word, term in found.items():
             yield f"{where} {name}: `{word}` is a word of our own; the field says: {term}"
 

@@ -38,17 +38,6 @@ def test_views_and_in_place_changes_of_existing_tensors_add_no_live_bytes():
         assert live.peak == 0
 
 
-def test_a_storage_that_is_emptied_and_filled_again_counts_as_long_as_it_is_full():
-    with LiveBytes() as live:
-        shard = ones(2)
-        shard.untyped_storage().resize_(0)
-        assert live.now == 0
-        shard.untyped_storage().resize_(MEGABYTE)
-        assert live.now == MEGABYTE
-        del shard
-        assert live.now == 0
-
-
 @EVERY_DEVICE
 def test_a_backward_pass_holds_what_it_has_saved_and_the_gradients(device):
     weight = ones(4, device).requires_grad_()

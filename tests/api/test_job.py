@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from finetune import ConfigError, DataError, Job, ModelError, UserError, check, load_job, train
+from finetune import ConfigError, DataError, Job, ModelError, UserError, check, load_job
 from finetune.config.load import load_config
 from finetune.config.sections.train import TrainSection
 from finetune.model.processing import train_or_load_tokenizer
@@ -28,6 +28,11 @@ def files(job: Job) -> list[Path]:
     """Return the files with rows that the job writes."""
     path = Path(str(job.load().config.data.train.path))
     return sorted(path.parent.glob("rows-*"))
+
+
+def small_llama() -> LlamaForCausalLM:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=320, **sizes))
 
 
 def test_every_problem_of_a_python_job_is_reported_at_once(tmp_path):
@@ -141,10 +146,7 @@ def test_an_object_that_is_no_iterable_is_refused_when_the_job_is_made(tmp_path)
 
 
 def test_a_model_object_is_written_once_under_the_digest_of_its_content(tmp_path):
-    small = LlamaConfig(
-        vocab_size=320, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4
-    )
-    model = LlamaForCausalLM(small).to(torch.bfloat16)
+    model = small_llama().to(torch.bfloat16)
     tokenizer = {"train": {"vocabulary_size": 320}}
     job = Job(**sections(tmp_path, model={"name": model, "tokenizer": tokenizer}))
     path = Path(str(job.load().config.model.name))
@@ -157,10 +159,7 @@ def test_a_model_object_is_written_once_under_the_digest_of_its_content(tmp_path
 
 
 def test_a_section_that_stands_for_a_name_may_be_the_object_itself(tmp_path):
-    small = LlamaConfig(
-        vocab_size=320, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4
-    )
-    job = Job(**sections(tmp_path, model=LlamaForCausalLM(small)))
+    job = Job(**sections(tmp_path, model=small_llama()))
     assert str(job.load().config.model.name).startswith(str(tmp_path / "run" / "given" / "model-"))
 
 
@@ -171,10 +170,7 @@ def test_a_model_alone_has_the_tokenizer_that_it_was_loaded_with(tmp_path, monke
         cache = tmp_path / "hub"
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
         folder = cache / "models--org--small" / "snapshots" / "c0ffee"
-    small = LlamaConfig(
-        vocab_size=320, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4
-    )
-    LlamaForCausalLM(small).save_pretrained(folder)
+    small_llama().save_pretrained(folder)
     tokenizer = train_or_load_tokenizer(
         lambda: ["a. b."], vocabulary_size=300, cache_folder=tmp_path, log=lambda _: None
     )
@@ -189,17 +185,3 @@ def test_a_model_alone_has_the_tokenizer_that_it_was_loaded_with(tmp_path, monke
     (folder / "tokenizer.json").unlink()
     (folder / "tokenizer_config.json").unlink()
     assert Job(**sections(tmp_path, model=model)).config.model.tokenizer is None
-
-
-def test_a_model_alone_trains_with_the_tokenizer_that_it_was_loaded_with(tmp_path):
-    small = LlamaConfig(
-        vocab_size=320, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4
-    )
-    LlamaForCausalLM(small).save_pretrained(tmp_path / "saved")
-    tokenizer = train_or_load_tokenizer(
-        lambda: ["reverse: red green blue amber"], vocabulary_size=320, cache_folder=tmp_path, log=lambda _: None
-    )
-    tokenizer.save_pretrained(tmp_path / "saved")
-    result = train(sections(tmp_path, model=LlamaForCausalLM.from_pretrained(tmp_path / "saved")))
-    assert result.is_finished and result.num_steps == 4
-    assert (result.final / "tokenizer.json").is_file()

@@ -181,10 +181,7 @@ def plain_optimizer(variant: str, trained: list) -> torch.optim.Optimizer:
     matrices = [each for each in trained if each.dim() > 1]
     vectors = [each for each in trained if each.dim() < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    groups = [group for group in groups if group["params"]]
-    if variant == "sgd":
-        return torch.optim.SGD(groups, lr=1e-2, momentum=0.9)
-    return torch.optim.AdamW(groups, lr=1e-2)
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=1e-2)
 
 
 def build_accelerator(strategy: str, *, precision: str) -> Accelerator:

@@ -5,14 +5,11 @@ import json
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from finetune.config.sections.model import LoraSection, PeftSection
-from finetune.errors import TrainingError
 from finetune.model.adapters.build import add_adapter
 from finetune.model.adapters.context import AdapterContext
-from tests.refusals import refused
 
 pytestmark = pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
 
@@ -79,19 +76,3 @@ def test_a_base_built_from_a_config_is_written_into_the_adapter_folder(build, ex
     base = AutoModelForCausalLM.from_pretrained(report.folder / "base")
     loaded = PeftModel.from_pretrained(base, report.folder)
     assert torch.allclose(logits_of(loaded, batch), logits_of(model, batch), atol=1e-5)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_adapter_of_any_kind_is_whole_or_refused(build, load_folder, export, tmp_path, adapted, kind):
-    build().save_pretrained(tmp_path / "original")
-    model = adapted(load_folder(tmp_path / "original"), kind)
-    weights = trained_of(model)
-    report = export(model, weights)
-    written = load_file(report.folder / "adapter_model.safetensors")
-    assert len(written) == len(weights) == report.num_tensors
-    assert all(tensor.numel() for tensor in written.values())
-    first = next(iter(weights))
-    with refused(TrainingError, first):
-        export(model, {**weights, first: torch.empty(0)})
-    with refused(TrainingError, f"1 of {len(weights)} weights"):
-        export(model, {name: value for name, value in weights.items() if name != first})

@@ -29,9 +29,7 @@ class Machine:
 
 MACHINES = {
     "H100": Machine("NVIDIA H100 80GB HBM3", (9, 0), 85_017_493_504, 132, 26),
-    "H200": Machine("NVIDIA H200", (9, 0), 150_110_011_392, 132, 24),
     "A100": Machine("NVIDIA A100-SXM4-80GB", (8, 0), 85_097_971_712, 108, 12),
-    "L40S": Machine("NVIDIA L40S", (8, 9), 47_675_277_312, 142, 16),
     "RTX4090": Machine("NVIDIA GeForce RTX 4090", (8, 9), 25_386_352_640, 128, 16),
     "T4": Machine("Tesla T4", (7, 5), 15_655_829_504, 40, 4),
 }

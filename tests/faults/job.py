@@ -42,8 +42,6 @@ export: {{verify: false}}
 
 ADAPTER = "model.lora={rank: 4, alpha: 8.0, dropout: 0.1}"
 
-PROGRAM = ("-m", "finetune")
-
 
 def write_job(folder: Path) -> Path:
     """Write job and rows into the folder; return the job's path."""
@@ -63,9 +61,9 @@ def overrides(chain: Chain, place: Place) -> list[str]:
     return found
 
 
-def launch_command(job: Path, place: Place, changes: list[str], *, program: tuple[str, ...] = PROGRAM) -> list[str]:
+def launch_command(job: Path, place: Place, changes: list[str]) -> list[str]:
     """Return the command of an attempt, run in the folder of the checkout."""
-    words = [*program, "--config", str(job)]
+    words = ["-m", "finetune", "--config", str(job)]
     for change in (f"run.folder={job.parent / 'run'}", f"data.cache_folder={job.parent / 'cache'}", *changes):
         words += ["--set", change]
     if place.strategy == "single":

@@ -18,7 +18,7 @@ from tests.faults.evidence import LATE, Attempted, Run
 from tests.faults.inject import disk, signals
 from tests.faults.inject.damage import damage
 from tests.faults.inject.moments import StepWatch, wait_until
-from tests.faults.job import PROGRAM, SHUTDOWN_SECONDS, launch_command, overrides, write_job
+from tests.faults.job import SHUTDOWN_SECONDS, launch_command, overrides, write_job
 from tests.faults.processes import Launched
 from tests.faults.schedule import ANY, BETWEEN, Attempt, Chain, Fault, Place
 
@@ -29,8 +29,6 @@ ACTIONS: Mapping[str, str] = {
     **{"kill": "kill", "terminate": "terminate", "hang": "stop", "no space": "no_space", "bit rot": "flip"}
 }
 """What a kind is called at a point, see finetune/runtime/supervision/heartbeat.py."""
-
-Environment = Mapping[str, str]
 
 
 @dataclass
@@ -49,10 +47,8 @@ class Outcome:
 class Ground:
     """Where chains run, and the undisturbed runs with which they are compared, each made once."""
 
-    def __init__(self, folder: Path, *, program: tuple[str, ...] = PROGRAM, environment: Environment | None = None):
+    def __init__(self, folder: Path):
         self.folder = folder
-        self._program = program
-        self._environment = dict(environment or {})
         folder.mkdir(parents=True, exist_ok=True)
 
     def reference(self, chain: Chain, place: Place) -> Run:
@@ -83,7 +79,7 @@ class Ground:
                     return outcome
                 stack.enter_context(disk.own_disk(place))
             job = write_job(place)
-            ChainRun(self, chain, job, outcome, program=self._program, environment=self._environment).run()
+            ChainRun(self, chain, job, outcome).run()
             outcome.seconds = time.monotonic() - began
             if outcome.violations and chain.has_own_disk:
                 shutil.copytree(place, folder / "copy", dirs_exist_ok=True)
@@ -95,18 +91,8 @@ class Ground:
 class ChainRun:
     """One chain while it runs."""
 
-    def __init__(
-        self,
-        ground: Ground,
-        chain: Chain,
-        job: Path,
-        outcome: Outcome,
-        *,
-        program: tuple[str, ...],
-        environment: Environment,
-    ) -> None:
+    def __init__(self, ground: Ground, chain: Chain, job: Path, outcome: Outcome) -> None:
         self._ground, self._chain, self._job, self._outcome = ground, chain, job, outcome
-        self._program, self._environment = program, environment
         self._run = Run(job.parent / "run")
         self._draw = random.Random(f"damage {chain.seed}/{chain.number}")
 
@@ -179,8 +165,8 @@ class ChainRun:
     def _launch(self, attempt: Attempt, log: Path) -> Launched:
         log.parent.mkdir(parents=True, exist_ok=True)
         points = "; ".join(_at_point(fault) for fault in attempt.faults if fault.moment.point)
-        variables = {**{VARIABLE: points, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_SECONDS)}, **self._environment}
-        command = launch_command(self._job, attempt.place, overrides(self._chain, attempt.place), program=self._program)
+        variables = {**{VARIABLE: points, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_SECONDS)}}
+        command = launch_command(self._job, attempt.place, overrides(self._chain, attempt.place))
         return Launched(command, log=log, environment=variables, is_cold=attempt.is_cold, ranks=attempt.place.ranks)
 
     def _damage(self, attempt: Attempt) -> list[str]:

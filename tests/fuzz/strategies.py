@@ -498,32 +498,6 @@ def pages(draw: st.DrawFn, ground: Ground) -> Case:
     return Case(draw(st.sampled_from(shows)), files)
 
 
-_COUNTS = st.sampled_from((0, 1, 3, 8, 63, 10**6, 10**9, 10**12, 10**18, -1, 2**63, 10**30, "x", "1e9", "", "nan"))
-_GPUS = st.builds(
-    "{}x{}".format, _COUNTS, st.sampled_from(("H100-80GB", "A100", "T4-16GB", "H1000", "", "x", "\u202e", "80GB"))
-) | st.sampled_from(("8xH100-80GB,", ",", "H100-80GB", "8x", "8xH100-80GB," * 500, "8xH100-80GB,1000000000xA100-80GB"))
-_EXTREME_KEYS = (
-    *("data.max_length", "train.global_batch_size", "train.microbatch_size", "train.steps", "train.learning_rate"),
-    *("model.from_config.values.hidden_size", "model.from_config.values.num_hidden_layers"),
-    *("model.from_config.values.vocab_size", "model.from_config.values.num_attention_heads"),
-)
-
-
-@st.composite
-def plans(draw: st.DrawFn) -> Case:
-    """Plans for machines that nobody has, and for jobs of any size."""
-    words = ["plan", "--config", "job.yaml"]
-    if draw(st.integers(0, 3)):
-        words += ["--gpus", draw(_GPUS)]
-    for option in draw(st.lists(st.sampled_from(("nodes", "network-gbit", "time-between-preemptions")), max_size=2)):
-        words += [f"--{option}", str(draw(_COUNTS))]
-    for key in draw(st.lists(st.sampled_from(_EXTREME_KEYS), max_size=2, unique=True)):
-        words += ["--set", f"{key}={draw(_COUNTS)}"]
-    if draw(st.booleans()):
-        words.append("--json")
-    return Case(tuple(words))
-
-
 @st.composite
 def continued(draw: st.DrawFn, ground: Ground) -> Case:
     """Answers of a killed `generate` with something wrong in them, met by the same command again."""
@@ -616,7 +590,7 @@ def kinds(ground: Ground) -> dict[str, tuple[int, Strategy]]:
     return {
         "job structures": (16, job_structures()),
         "job texts": (12, job_texts()),
-        "overrides": (6, overrides()),
+        "overrides": (9, overrides()),
         "rows": (14, rows(ground)),
         "files": (4, files()),
         "templates": (4, templates()),
@@ -625,7 +599,6 @@ def kinds(ground: Ground) -> dict[str, tuple[int, Strategy]]:
         "models": (10, models(ground)),
         "hostile models": (4, hostile_models(ground)),
         "pages": (5, pages(ground)),
-        "plans": (3, plans()),
         "continued": (2, continued(ground)),
         "streams": (1, streams(ground)),
         "sweeps": (2, sweeps(ground)),

@@ -1,7 +1,6 @@
 """Whatever lies in a job file, in rows, on the disk or in a model folder, a command ends as it should.
 
-2,000 cases in all (FINETUNE_FUZZ_CASES), the same ones every time. `explore.py` runs others, and collects what it
-finds.
+2,000 cases in all (FINETUNE_FUZZ_CASES), the same ones every time; FINETUNE_FUZZ_SEED draws others.
 """
 
 import os
@@ -13,6 +12,7 @@ from tests.fuzz.cases import Case, Ground
 from tests.fuzz.strategies import kinds
 
 NUM_CASES = int(os.environ.get("FINETUNE_FUZZ_CASES", "2000"))
+SEED = int(os.environ.get("FINETUNE_FUZZ_SEED", "0"))
 NAMES = (
     "job structures",
     "job texts",
@@ -25,7 +25,6 @@ NAMES = (
     "models",
     "hostile models",
     "pages",
-    "plans",
     "continued",
     "streams",
     "sweeps",
@@ -40,7 +39,7 @@ def test_every_case_ends_with_0_or_2_and_one_message(name: str, ground: Ground):
     share, strategy = kinds(ground)[name]
     num_run = 0
 
-    @seed(0)
+    @seed(SEED)
     @settings(
         max_examples=NUM_CASES * share // 100,
         deadline=None,

@@ -146,15 +146,6 @@ def test_non_finite_numbers_are_written_as_text(tmp_path, take_step, value, text
     assert "NaN" not in path.read_text() and "Infinity" not in path.read_text()
 
 
-def test_a_resumed_run_appends_to_the_same_event_log(tmp_path, take_step):
-    path = tmp_path / "events.jsonl"
-    for step in (1, 2):
-        reporter = JsonlReporter(path)
-        reporter(take_step(step))
-        reporter.close()
-    assert [event["step"] for event in read_events(path)] == [1, 2]
-
-
 def test_a_line_torn_by_a_killed_run_costs_only_itself(tmp_path, take_step):
     path = tmp_path / "events.jsonl"
     path.write_text('{"event": "StepTaken", "step": 1}\n{"event": "StepTak')

@@ -114,15 +114,6 @@ def test_only_new_lines_are_read(tmp_path: Path):
     assert reader.history.tokens == 1200
 
 
-def test_damaged_lines_are_left_out(tmp_path: Path):
-    path = write_run(tmp_path, [started()]) / "events.jsonl"
-    with path.open("ab") as file:
-        file.write(b'{"event": "StepTaken", "st\n\xff\xfe\n[1]\n7\n' + json.dumps(taken(1, 1.0)).encode() + b"\n")
-    reader = HistoryReader(path)
-    reader.read_new()
-    assert reader.history.step == 1
-
-
 def test_a_file_that_was_replaced_is_read_from_its_start(tmp_path: Path):
     path = write_run(tmp_path, [started(), *(taken(step, 1.0) for step in range(1, 9))]) / "events.jsonl"
     reader = HistoryReader(path)
@@ -130,12 +121,6 @@ def test_a_file_that_was_replaced_is_read_from_its_start(tmp_path: Path):
     write_run(tmp_path, [started(), taken(1, 1.0)])
     reader.read_new()
     assert reader.history.step == 1
-
-
-def test_a_run_without_events_has_an_empty_history(tmp_path: Path):
-    reader = HistoryReader(tmp_path / "events.jsonl")
-    reader.read_new()
-    assert reader.history.step == 0
 
 
 def test_every_step_and_evaluation_is_kept_on_request(tmp_path: Path):

@@ -94,13 +94,6 @@ def test_a_step_that_is_taken_a_third_time_counts_twice():
     assert (restart_facts(history)["restarts"], restart_facts(history)["steps_redone"]) == (2, 4)
 
 
-def test_events_in_pieces_give_the_same():
-    whole, pieces = history_of(*killed_and_resumed(**PRICED)), RunHistory()
-    for event in killed_and_resumed(**PRICED):
-        pieces.add([event])
-    assert restart_rows(pieces) == restart_rows(whole)
-
-
 @pytest.mark.parametrize(
     "previous", [{"step": 10**30, "time": 1e300}, {"step": "9", "time": "now"}, {"step": True}, {"reason": ["x"]}]
 )

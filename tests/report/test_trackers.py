@@ -9,7 +9,7 @@ from finetune.registry.observers import TRACKERS, TrackerEntry
 from finetune.report.events import Evaluated, RunEnded
 from finetune.report.history import read_events
 from finetune.report.reporter import FanOut
-from finetune.report.trackers import TrackerReporter, check_trackers, flatten_config, tracker_options
+from finetune.report.trackers import TrackerReporter, check_trackers, tracker_options
 from finetune.run.state.run_folder import build_reporter
 
 
@@ -196,15 +196,6 @@ def test_a_tracker_whose_package_is_missing_names_the_extra():
         pytest.skip("every tracker is installed here")
     with pytest.raises(MissingPackage, match=r"finetune-accelerate\[tracking\]"):
         check_trackers(missing[:1])
-
-
-def test_nested_config_is_flattened_under_dotted_keys():
-    assert flatten_config({"train": {"steps": 3, "schedule": {"name": "cosine"}}, "a": [1, 2], "b": None}) == {
-        "train.steps": 3,
-        "train.schedule.name": "cosine",
-        "a": "[1, 2]",
-        "b": "None",
-    }
 
 
 def test_the_main_rank_writes_events_and_console(tmp_path, capsys, started, take_step):

@@ -4,24 +4,18 @@ import json
 import subprocess
 import sys
 
-import numpy as np
 import pytest
-import torch
 
 from finetune.commands.export import export
 from finetune.config.load import load_config
 from finetune.config.sections.export import ExportSection
-from finetune.data.features import Features
 from finetune.errors import ExportError
 from finetune.export import save
 from finetune.export.verify import program, verifier
-from finetune.export.verify.rows import verification_row
-from finetune.run import final_export
 from finetune.run.state.finished import is_exported
 from finetune.run.train import train_from_config
 from finetune.runtime import distributed
 from finetune.runtime.files.atomic import UMASK
-from finetune.task.model_inputs import collate_padded, collate_padding_free
 from tests.scenarios.trained import forget, stay
 
 QUICK = ["train.steps=4", "checkpoint.every_steps=4", "train.microbatch_size=2", "export.verify=true"]
@@ -144,49 +138,9 @@ def test_an_export_that_was_not_verified_is_made_again_where_that_is_wanted(tmp_
     assert is_exported(tmp_path, step=4, section=ExportSection())  # older versions recorded no such key
 
 
-def features(length):
-    return Features({"input_ids": np.arange(1, length + 1, dtype=np.uint32), "is_target": np.ones(length, bool)})
-
-
-def test_samples_are_taken_out_of_the_row_that_they_share():
-    batch = collate_padding_free([features(3), features(5)])
-    first, second = final_export._inputs(batch, None, head="causal_lm")
-    assert first["input_ids"].tolist() == [[1, 2, 3]] and second["input_ids"].tolist() == [[1, 2, 3, 4, 5]]
-    assert second["attention_mask"].tolist() == [[1] * 5]
-
-
-def test_positions_are_those_of_tokens_and_long_rows_are_cut():
-    batch = collate_padded([features(2), features(4)], pad_id=0)
-    row = verification_row(batch.inputs, head="causal_lm")
-    assert row.positions.tolist() == [0, 1, 4, 5, 6, 7]
-    long = verification_row({"input_ids": torch.ones(1, 1000).long()}, head="causal_lm")
-    assert long.inputs["input_ids"].shape == (1, 256) and len(long.positions) == 32
-    assert verification_row({"pixel_values": torch.zeros(1, 3, 8, 8)}, head="image_classification").positions is None
-
-
-def test_a_merge_is_compared_unmerged_where_rounding_would_hide_a_fault(job):
-    def asks(*overrides):
-        return final_export.needs_unmerged(load_config(job, ["export.verify=true", *overrides]).config)
-
-    assert not asks() and not asks(LORA) and not asks(LORA, "export.merge=true")
-    assert asks(LORA, "export={merge: true, dtype: bfloat16}") and asks(
-        LORA, "export.merge=true", "train.precision=bf16"
-    )
-
-
 @pytest.mark.full
 def test_the_process_is_a_fresh_one_that_knows_nothing_of_this_package(tmp_path):
     words = [sys.executable, "-P", program.__file__, "AutoModelForCausalLM", "peft"]
     code = "import sys, runpy; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__'); "
     code += "assert not [name for name in sys.modules if name.split('.')[0] == 'finetune']"
     subprocess.run([sys.executable, "-P", "-c", code, *words[2:]], input=b"\n", check=True, timeout=120)
-
-
-@pytest.mark.full
-def test_a_verifier_process_that_dies_fails_the_export(trained, tmp_path, monkeypatch):
-    def die(words, *, log):
-        return subprocess.Popen([sys.executable, "-c", "raise SystemExit('no memory')"], stdin=-1, stderr=log)
-
-    monkeypatch.setattr(verifier, "start_program", die)
-    with pytest.raises(ExportError, match="exited with exit code 1: no memory"):
-        export(trained("full"), step=None, to=tmp_path / "out", dtype=None, merge=False, push_to_hub=None, verify=True)

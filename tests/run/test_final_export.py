@@ -69,11 +69,6 @@ def test_adapters_that_correct_the_quantization_are_not_merged_into_the_unquanti
     require_valid_merge(config(LORA, FEW_BITS, "export.merge=true"))
 
 
-def test_the_merged_config_has_no_quantization(trained):
-    config = json.loads((trained("merged") / "final" / "config.json").read_text())
-    assert "quantization_config" not in config
-
-
 def test_an_adapter_that_would_untie_a_weight_is_rejected_before_any_strategy_sees_it(config, trained):
     run = trained("full")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from accelerate import Accelerator
-from accelerate.commands.launch import _validate_launch_command, launch_command, launch_command_parser
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
 from ruamel.yaml import YAML
 from transformers.integrations import tensor_parallel
@@ -150,13 +150,6 @@ def test_a_parallel_size_that_accelerate_ignores_is_found_only_in_the_file(tmp_p
     variables = launcher_environment(written(tmp_path, values), monkeypatch)
     assert unsupported_by_environment(variables, {}) == ()  # once this fails, a rank can be told as well
     assert f"{next(iter(unsupported_in_file(values)))[0]}: `2`" in message or name == "no such size"
-
-
-@pytest.mark.parametrize("name", ["TPU", "SageMaker"])
-def test_accelerate_launch_itself_fails_on_these_unsupported_files(tmp_path, name):
-    file = written(tmp_path, BEFORE_ACCELERATE[name][0])
-    with pytest.raises((ImportError, AttributeError)):
-        launch_command(launch_command_parser().parse_args(["--config_file", str(file), "job.py"]))
 
 
 @pytest.mark.parametrize("values", [FSDP2, DDP, sized("dp_replicate"), sized("sp"), sized("tp", 1), TENSOR, COPIES])

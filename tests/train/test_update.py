@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from finetune.config.sections.train import AverageSection, OptimizerSection, UnfreezeSection
 from finetune.train.optim.optimizers import begin_step, build_optimizer
-from finetune.train.optim.parameter_groups import describe_groups, list_parameters
+from finetune.train.optim.parameter_groups import list_parameters
 from finetune.train.update import Update, UpdateInBackward
 from tests.devices import EVERY_DEVICE
 from tests.train.deferred_checks import defer_finite_checks
@@ -156,13 +156,3 @@ def test_a_nonfinite_gradient_prevents_later_updates_in_the_backward_pass():
     assert changed == {"layers.0.2.weight", "layers.0.2.bias"}
     assert "has not changed the weights" in one.nonfinite_effect
     assert "it has changed the weights whose gradients came first" in one.nonfinite_effect
-
-
-def test_parameter_groups_of_one_tensor_are_logged_together():
-    model, optimizer, _ = made(in_backward=True, layer_decay=0.5)
-    assert len(optimizer.param_groups) == 5
-    assert [line for line in describe_groups(optimizer.param_groups, list_parameters(model)) if "rate x" in line] == [
-        "  rate x 0.25     decay 0.1: 1,280 parameters in 1 tensor, such as embedding.weight",
-        "  rate x 0.5      decay 0.1: 2,048 parameters in 2 tensors, such as layers.0.0.weight",
-        "  rate x 0.5      decay 0: 64 parameters in 2 tensors, such as layers.0.0.bias",
-    ]

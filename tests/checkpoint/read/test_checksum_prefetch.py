@@ -1,9 +1,7 @@
-import hashlib
-
 import pytest
 import torch
 
-from finetune.checkpoint.format.manifest import FileChecksum, file_checksum
+from finetune.checkpoint.format.manifest import file_checksum
 from finetune.checkpoint.read import checksum_prefetch as checksum_prefetch
 from finetune.checkpoint.read.checksum_prefetch import ChecksumPrefetch, start_checksum_prefetch
 from finetune.checkpoint.sharding.state_layout import create_empty_state, create_state_by_step
@@ -13,13 +11,6 @@ from tests.checkpoint.small_run import Run
 def written(path, content=b"a" * 3_000_000):
     path.write_bytes(content)
     return path
-
-
-def test_a_digest_equals_sha256sum_with_and_without_prefetching(tmp_path):
-    path = written(tmp_path / "file")
-    expected = FileChecksum(3_000_000, hashlib.sha256(path.read_bytes()).hexdigest())
-    assert file_checksum(path) == expected
-    assert ChecksumPrefetch([path]).checksum(path) == ChecksumPrefetch().checksum(path) == expected
 
 
 def test_prefetched_checksums_are_not_computed_again(tmp_path, monkeypatch):
@@ -37,26 +28,6 @@ def test_a_file_that_has_changed_since_is_read_again(tmp_path):
     prefetch._futures[path].result()
     written(path, b"other")
     assert prefetch.checksum(path) == file_checksum(path)
-
-
-def test_a_digest_is_handed_out_once(tmp_path):
-    path = written(tmp_path / "file")
-    prefetch = ChecksumPrefetch([path])
-    prefetch.checksum(path)
-    written(path, b"b" * 3_000_000)
-    assert prefetch.checksum(path) == file_checksum(path)
-
-
-def test_a_missing_file_raises_when_its_checksum_is_requested(tmp_path):
-    with pytest.raises(FileNotFoundError):
-        ChecksumPrefetch([tmp_path / "gone"]).checksum(tmp_path / "gone")
-
-
-def test_checksums_of_the_newest_checkpoint_are_prefetched(folder):
-    Run(folder).train(range(2))
-    futures = start_checksum_prefetch(folder, resume="auto")._futures
-    assert {path.parent.name for path in futures} >= {"model", "optimizer"}
-    assert all("step-000002" in path.parts for path in futures)
 
 
 def test_no_checksum_is_prefetched_when_the_run_does_not_resume(folder):

@@ -1,8 +1,5 @@
 """What a save leaves on disk and reports, and when the run stops because of one that failed."""
 
-import json
-import os
-import subprocess
 import threading
 from concurrent.futures import wait
 from unittest.mock import patch
@@ -12,7 +9,6 @@ import torch
 
 from finetune.checkpoint.format.manifest import read_manifest
 from finetune.checkpoint.read.load import verify_checkpoint
-from finetune.checkpoint.sharding.state_layout import expected_state_keys
 from finetune.checkpoint.write.saver import SavedCheckpoint, require_host_memory, require_space_for_saves
 from finetune.config.sections.checkpoint import CheckpointSection
 from finetune.errors import CheckpointError, NonFiniteError
@@ -263,30 +259,6 @@ def test_the_state_that_the_optimizer_will_make_is_counted_in(folder):
     assert sizes[0] == sizes[1] == 4 * 3 * trained + 4 * 2 * 4 + 8
 
 
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        torch.optim.AdamW,
-        lambda parameters: torch.optim.AdamW(parameters, amsgrad=True),
-        torch.optim.SGD,
-        lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
-        torch.optim.RMSprop,
-        torch.optim.Adagrad,
-        torch.optim.Adadelta,
-        torch.optim.NAdam,
-        torch.optim.RAdam,
-    ],
-)
-def test_optimizer_state_is_predicted_before_the_first_step(optimizer):
-    weight = torch.nn.Parameter(torch.ones(3, 2))
-    made = optimizer([weight])
-    expected = expected_state_keys(made)
-    weight.grad = torch.ones(3, 2)
-    made.step()
-    kept = [key for key, value in made.state[weight].items() if getattr(value, "shape", None) == weight.shape]
-    assert sorted(kept) == sorted(expected)
-
-
 def test_memory_is_counted_machine_by_machine():
     shares = [("a", 3 * GB, 10 * GB), ("a", 4 * GB, 9 * GB), ("b", 3 * GB, 20 * GB)]
     require_host_memory(shares)
@@ -308,37 +280,3 @@ def test_a_container_may_allow_less_memory_than_the_machine_has(tmp_path):
     (tmp_path / "memory.max").write_text("max\n")
     assert available_bytes(tmp_path) > 3000
     assert available_bytes(tmp_path / "nowhere") > 3000
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A disk of its own of 2 MB."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(place)]
-    if os.geteuid() != 0 or subprocess.run(command, capture_output=True).returncode != 0:
-        pytest.skip("mounting a small disk needs root")
-    yield place
-    subprocess.run(["umount", str(place)], check=True)
-
-
-def test_a_disk_that_is_full_for_real_ends_in_a_clear_error_with_the_old_checkpoints_whole(small_disk, fail):
-    fail()  # no faults: the disk itself; tries follow one another at once
-    folder = small_disk / "checkpoints"
-    with (
-        patch("finetune.checkpoint.write.writer.SLACK_BYTES", 0),
-        patch("finetune.checkpoint.write.saver.SLACK_BYTES", 0),
-    ):
-        run = Run(folder, width=16384).train(range(1))  # 1.5 MB, so the next does not fit beside it
-        with refused(CheckpointError, "1.5 MB", varies=True):
-            run.train(range(1, 2))
-        with (
-            patch("finetune.checkpoint.write.writer.require_disk_space"),
-            refused(CheckpointError, "No space left", varies=True),
-        ):
-            run.train(range(1, 2))
-        with refused(CheckpointError, "2 more", varies=True):
-            run.saver.rehearse(num_saves=5)
-    assert [path.name for path in folder.iterdir()] == ["step-000001"]
-    assert Run(folder, width=16384).find().step == 1
-    assert json.loads((folder / "step-000001" / "progress.json").read_text())["step"] == 1

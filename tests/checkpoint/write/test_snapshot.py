@@ -1,13 +1,11 @@
 """Copies of the state take the memory that is planned for them, not the next power of two."""
 
 import gc
-import math
 from types import SimpleNamespace
 
 import psutil
 import torch
 
-from finetune.checkpoint.format.tensor_file import TensorRecord
 from finetune.checkpoint.sharding.gather import plan_files
 from finetune.checkpoint.write import writer
 from finetune.checkpoint.write.writer import PAGE_BYTES, PinnedMemory, StateSource, host_memory_bytes, pinned_size
@@ -15,27 +13,6 @@ from finetune.errors import CheckpointError
 from tests.checkpoint.small_run import Run
 from tests.devices import EVERY_DEVICE
 from tests.refusals import refused
-
-LAYERS = 28
-SHAPES = {"matrix": (3072, 8192), "narrow": (1024, 3072), "norm": (3072,)}
-
-
-def records():
-    """Return those of a model whose files are filled to odd sizes: 9.5 GB with its optimizer's state."""
-    return [
-        TensorRecord(name=f"layers.{layer}.{name}", key=key, shape=shape, dtype="F32")
-        for layer in range(LAYERS)
-        for name, shape in SHAPES.items()
-        for key in ("parameter", "exp_avg", "exp_avg_sq")
-    ]
-
-
-def test_whole_pages_are_planned_and_powers_of_two_would_be_over_the_limit():
-    planned = plan_files(records(), world=1)
-    sizes = [sum(record.size_bytes for record in file.records) for file in planned]
-    assert len(sizes) >= 2
-    assert host_memory_bytes(planned) <= 1.001 * sum(sizes)
-    assert sum(2 ** math.ceil(math.log2(size)) for size in sizes) > 1.1 * sum(sizes)
 
 
 class Driver:

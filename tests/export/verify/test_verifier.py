@@ -261,14 +261,6 @@ def test_a_wrong_value_exceeds_the_tolerance_of_rounding(verify, deep_mixture):
         verify(deep_mixture, dtype_trained="bfloat16", damage=damage)
 
 
-@pytest.mark.full
-def test_a_later_correct_export_removes_the_failed_one(verify, build, tmp_path):
-    with refused(ExportError, varies=True):
-        verify(build(), damage=truncated)
-    assert verify(build())
-    assert not failed_folder(tmp_path / "final").exists()
-
-
 @pytest.fixture
 def mixture():
     """Return a mixture of experts with an adapter on its experts that does something."""
@@ -302,11 +294,6 @@ def merge_without_one_expert(monkeypatch):
     monkeypatch.setattr(save.merging, "merge", merge)
 
 
-@pytest.mark.full
-def test_a_merge_is_compared_with_the_adapter(verify, mixture):
-    assert "logits of 4 rows within" in verify(mixture, merge=True)
-
-
 def test_a_merge_that_lacks_the_adapter_of_one_expert_is_found(verify, mixture, merge_without_one_expert):
     with refused(ExportError, "(merging", varies=True):
         verify(mixture, merge=True)
@@ -316,11 +303,6 @@ def test_a_merge_that_lacks_the_adapter_of_one_expert_is_found(verify, mixture, 
 def test_rounding_does_not_hide_a_merge_without_the_adapter_of_one_expert(verify, mixture, merge_without_one_expert):
     with refused(ExportError, "layers.1.mlp.experts.down_proj", varies=True):
         verify(mixture, merge=True, dtype="bfloat16")
-
-
-@pytest.mark.full
-def test_a_merge_rounded_to_bfloat16_is_verified(verify, mixture):
-    assert "logits of 4 rows within" in verify(mixture, merge=True, dtype="bfloat16")
 
 
 PARENT = """

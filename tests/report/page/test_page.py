@@ -18,10 +18,8 @@ from finetune.report.page.facts import (
     AuditedSource,
     AuditSummary,
     config_lines,
-    format_count,
-    format_duration,
 )
-from finetune.report.page.page import PageReporter, report_page, script_json, write_report
+from finetune.report.page.page import PageReporter, report_page
 from finetune.report.reporter import FanOut
 from tests.report.page.events import answered, ended, started, taken, whole_run, write_run
 
@@ -164,12 +162,6 @@ def test_samples_of_a_skipped_step_are_folded(tmp_path: Path):
     assert "0 resumes; 1 skipped step<" in page
 
 
-def test_json_within_a_script_ends_neither_script_nor_line():
-    written = str(script_json({"text": HOSTILE}))
-    assert not set("<>&\u2028") & set(written)
-    assert json.loads(written) == {"text": HOSTILE.replace("\u2028", "\\u2028")}
-
-
 def test_invisible_characters_of_names_and_values_are_escapes_in_pages_and_charts(tmp_path: Path):
     hidden = "a\u202eb\u200bc\u2028d"
     evaluated = {"event": "Evaluated", "time": 3, "step": 1, "metrics": {"loss": 1.0, hidden: 2.0}, "seconds": 1.0}
@@ -209,14 +201,6 @@ def test_a_run_that_has_taken_no_step_has_a_page(tmp_path: Path):
     assert data_of(page)["charts"] == []
 
 
-def test_the_page_replaces_the_one_before(tmp_path: Path):
-    folder = write_run(tmp_path, list(whole_run(5)))
-    reader = HistoryReader(folder / "events.jsonl")
-    reader.read_new()
-    assert write_report(folder, reader.history) == write_report(folder, reader.history) == folder / "report.html"
-    assert {path.name for path in folder.iterdir()} == {"events.jsonl", "report.html"}
-
-
 def test_phases_are_shares_of_the_wall_time(tmp_path: Path):
     profile = {"event": "Profiled", "time": 0, "step": 8, "first_step": 5, "num_steps": 4, "wall_seconds": 2.0}
     phases = {"seconds": {"forward": 0.5, "backward": 1.5}, "trace": "t.json"}
@@ -237,11 +221,6 @@ def test_the_data_table_has_a_row_for_each_source():
 def test_a_config_value_that_looks_like_a_source_is_not_parsed_as_one():
     (line,) = config_lines('  prompt: "a  # b"' + " " * 40 + "  # job.yaml line 7")
     assert (line.text, line.source, line.is_set) == ('  prompt: "a  # b"', "job.yaml line 7", True)
-
-
-def test_numbers_are_short():
-    assert [format_duration(each) for each in (0.25, 59, 3723, 200_000)] == ["0.2 s", "59 s", "1 h 2 min", "2 d 7 h"]
-    assert [format_count(each) for each in (999, 12_345, 1_234_567, 3.2e12)] == ["999", "12.3 k", "1.23 M", "3.2 T"]
 
 
 START = RunStarted(0, 100, "single on 1 process", ("batch: 64 = 1 process x 64",), {})

@@ -5,8 +5,7 @@ import shutil
 
 import pytest
 
-from finetune.commands import evaluate as evaluating
-from finetune.commands.evaluate import EvaluationTarget, evaluate
+from finetune.commands.evaluate import evaluate
 from finetune.commands.export import export
 from finetune.errors import ConfigError, ModelError, UserError
 from finetune.report.history import read_events
@@ -92,20 +91,3 @@ def test_a_folder_that_cannot_be_evaluated_is_rejected(trained, measured, job, t
         measured(run / "final", step=2)
     with pytest.raises(ModelError, match="does not exist"):
         measured(tmp_path / "nothing")
-
-
-@pytest.mark.parametrize("name", ["full", "lora"])
-def test_the_device_is_chosen_before_a_model_is_loaded_to_it(trained, measured, monkeypatch, name):
-    order = []
-
-    def note(owner, attribute, what):
-        original = getattr(owner, attribute)
-        monkeypatch.setattr(
-            owner, attribute, lambda *given, **named: (order.append(what), original(*given, **named))[1]
-        )
-
-    note(evaluating, "make_accelerator", "device")
-    note(EvaluationTarget, "initial_model", "model")
-    run = trained(name)
-    assert measured(run)["metrics"] == told(run)[4]
-    assert order == ["device", "model"]

@@ -7,11 +7,11 @@ import pytest
 import torch
 from ruamel.yaml import YAML
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from finetune.commands.export import export
 from finetune.config.load import RESOLVED_NAME
-from finetune.errors import HubError, ModelError, UserError
+from finetune.errors import HubError, UserError
 from finetune.export import save
 
 PLAIN = {"step": None, "to": None, "dtype": None, "merge": False, "push_to_hub": None}
@@ -39,32 +39,21 @@ def test_run_checkpoint_and_folder_merge_to_the_same_bits(trained, tmp_path):
 
 @pytest.fixture
 def quantized(trained, tmp_path):
-    """Return a function that copies the run as if it had trained on a quantized base, held in bfloat16."""
-
-    def copied(**lora):
-        run = tmp_path / "run"
-        shutil.copytree(trained("lora"), run)
-        values = YAML(typ="safe").load((run / RESOLVED_NAME).read_text())
-        values["model"] |= {"name": str(run / "final" / "base"), "from_config": None, "tokenizer": None}
-        values["model"] |= {"quantization": {"bits": 4}, "dtype": "bfloat16"}
-        values["model"]["lora"] |= lora
-        with (run / RESOLVED_NAME).open("w") as file:
-            YAML(typ="safe").dump(values, file)
-        return run / "final"
-
-    return copied
+    """Return the `final/` of a run as if it had trained on a quantized base, held in bfloat16."""
+    run = tmp_path / "run"
+    shutil.copytree(trained("lora"), run)
+    values = YAML(typ="safe").load((run / RESOLVED_NAME).read_text())
+    values["model"] |= {"name": str(run / "final" / "base"), "from_config": None, "tokenizer": None}
+    values["model"] |= {"quantization": {"bits": 4}, "dtype": "bfloat16"}
+    with (run / RESOLVED_NAME).open("w") as file:
+        YAML(typ="safe").dump(values, file)
+    return run / "final"
 
 
 def test_the_final_folder_of_a_quantized_run_is_merged_as_the_run_would(quantized, tmp_path, capsys):
-    export(quantized(), **{**PLAIN, "merge": True, "to": tmp_path / "merged"})
+    export(quantized, **{**PLAIN, "merge": True, "to": tmp_path / "merged"})
     assert "is merged into the unquantized one" in capsys.readouterr().out
     assert {each.dtype for each in weights(tmp_path / "merged").values()} == {torch.bfloat16}
-
-
-def test_the_final_folder_of_a_loftq_run_is_not_merged(quantized, tmp_path):
-    with pytest.raises(ModelError, match="`init: loftq` corrects the quantization error"):
-        export(quantized(init="loftq"), **{**PLAIN, "merge": True, "to": tmp_path / "merged"})
-    assert not (tmp_path / "merged").exists()
 
 
 def test_an_adapter_of_an_unreadable_run_is_merged_in_the_dtype_of_its_base(trained, tmp_path, capsys):
@@ -85,13 +74,6 @@ def test_an_adapter_that_vllm_would_change_is_named(trained, tmp_path, capsys, m
     wanted = [f"`{key}`" for key in keys]
     out = capsys.readouterr().out
     assert all(each in out for each in wanted) and ("vLLM" in out) == bool(wanted)
-
-
-def test_a_moved_adapter_finds_the_base_in_its_folder(trained, tmp_path):
-    shutil.copytree(trained("lora") / "final", tmp_path / "moved")
-    export(tmp_path / "moved", **{**PLAIN, "merge": True, "dtype": "bfloat16"})
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "moved-merged")
-    assert model.dtype == torch.bfloat16
 
 
 def test_an_earlier_step_of_a_merging_run_is_merged_too(trained, tmp_path):

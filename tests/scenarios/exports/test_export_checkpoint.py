@@ -80,12 +80,6 @@ def test_an_earlier_step_is_another_model_of_the_type_that_was_asked_for(moved):
     assert AutoModelForCausalLM.from_pretrained(out).config.vocab_size > 0
 
 
-def test_export_of_a_checkpoint_never_overwrites_an_existing_folder(moved):
-    run = moved("full")
-    with pytest.raises(UserError, match="already exists"):
-        export_checkpoint(run, step=None, to=run / "final", dtype=None)
-
-
 def test_a_model_that_trains_something_else_is_refused_by_name(moved, tmp_path):
     run = moved("lora")
     path = run / "resolved.yaml"

@@ -1,7 +1,6 @@
 """Every row of a file is answered once, in order; neither batches nor processes nor a kill alter the answers."""
 
 import json
-import os
 from dataclasses import replace
 
 import pytest
@@ -162,20 +161,3 @@ def test_an_output_that_is_there_is_not_written_over(trained, tmp_path):
     (tmp_path / "answers.jsonl").write_text("mine")
     with pytest.raises(UserError, match="already exists"):
         generate_file(trained("full"), rows=tmp_path, output=tmp_path / "answers.jsonl", options=OPTIONS)
-
-
-def test_processes_meet_without_a_strategy():
-    assert "WORLD_SIZE" not in os.environ
-    generating.distributed.init_cpu_process_group()  # alone there is nobody to meet
-    assert not generating.distributed.is_distributed()
-
-
-def test_the_device_is_chosen_before_the_model_is_loaded_to_it(trained, answered, monkeypatch):
-    order = []
-    device, load = generating.local_device, generating.load_saved_model
-    monkeypatch.setattr(generating, "local_device", lambda: (order.append("device"), device())[1])
-    monkeypatch.setattr(
-        generating, "load_saved_model", lambda *given, **named: (order.append("model"), load(*given, **named))[1]
-    )
-    assert len(answered(trained("full") / "final")) == len(ROWS)
-    assert order[-2:] == ["device", "model"]

@@ -4,7 +4,6 @@ Rows need no label. Each kind of task is trained once, in a run of a few steps.
 """
 
 import json
-from functools import partial
 
 import numpy as np
 import pytest
@@ -24,8 +23,7 @@ from finetune.commands.generate import GenerationOptions, generate_file
 from finetune.errors import DataError, UserError
 from tests.scenarios.trained import stay
 from tests.task_cases import classification, embedding, images, masked_lm, preference
-from tests.task_cases.case import Case
-from tests.task_cases.classification import BERT, exported, held_out, job
+from tests.task_cases.classification import exported, held_out
 from tests.task_cases.preference import SIDES, rows_of, tokens_of
 from tests.task_cases.runs import launch, prepare
 
@@ -36,14 +34,7 @@ CLASS, PAIRED, SEVERAL, NUMBER, DECODER, TAGS = classification.CASES
 PAIRS, SCORED, CANDIDATES = embedding.CASES
 REWARD = next(case for case in preference.CASES if case.name == "reward")
 IMAGES, MASKED = images.CASES[0], masked_lm.CASES[0]
-LOGITS = Case(
-    "reranking_logits",
-    job("logits", BERT, "{name: reranking, reranking: {loss: bce}}"),
-    partial(embedding.write, kind="scored"),
-    "loss",
-    lambda *_: 0.0,
-)
-CASES = (*classification.CASES, *embedding.CASES, REWARD, IMAGES, MASKED, LOGITS)
+CASES = (*classification.CASES, *embedding.CASES, REWARD, IMAGES, MASKED)
 ADAPTED = (CLASS, TAGS, PAIRS)
 
 
@@ -206,15 +197,6 @@ def test_passages_are_scored_and_sorted_as_by_a_cross_encoder(runs, predicted, f
             assert [found["scores"][i] for i in found["order"]] == pytest.approx(
                 [float(r["score"]) for r in ranked], abs=1e-6
             )
-
-
-def test_scores_that_are_trained_as_logits_are_probabilities(runs, predicted, folder, tmp_path):
-    run, rows = runs[LOGITS.name, "full"], without(held_out(folder / LOGITS.name), "score")
-    theirs = library.CrossEncoder(str(run.final), device="cpu").predict([tuple(row.values()) for row in rows])
-    export(run.folder, step=None, to=tmp_path / "model", dtype=None, merge=False, push_to_hub=None)
-    for source in (run.final, tmp_path / "model"):
-        found = [each["scores"] for each in predictions(predicted(source, rows))]
-        assert found == [[pytest.approx(float(score), abs=1e-6)] for score in theirs]
 
 
 def test_answers_are_scored_by_a_reward_model(runs, predicted, folder, tmp_path):

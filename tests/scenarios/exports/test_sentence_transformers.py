@@ -1,10 +1,7 @@
 """sentence-transformers loads what a run exports, and its own evaluators measure what the run has measured."""
 
-import json
-
 import pytest
 import torch
-from transformers import AutoModel, AutoTokenizer
 
 from finetune.commands.evaluate import find_evaluation_target, measure_metrics
 from finetune.commands.export import export
@@ -107,14 +104,3 @@ def test_an_export_is_evaluated_as_its_run_was(runs, case, variant):
     run = runs[case.name, variant]
     target = find_evaluation_target(run.final, step=None, job=None, overrides=())
     assert measure_metrics(target).metrics == pytest.approx(dict(run.metrics), rel=1e-5, nan_ok=True)
-
-
-def test_plain_transformers_loads_the_same_folder(runs):
-    final = runs[PAIRS.name, "full"].final
-    config = json.loads((final / "config.json").read_text())
-    assert config["architectures"] == ["BertModel"]
-    text = AutoTokenizer.from_pretrained(final)("query: red blue", return_tensors="pt")
-    with torch.no_grad():
-        vector = AutoModel.from_pretrained(final).eval()(**text).last_hidden_state[0].mean(dim=0)
-    theirs = library.SentenceTransformer(str(final), device="cpu").encode("red blue", prompt_name="query")
-    torch.testing.assert_close(torch.nn.functional.normalize(vector, dim=0), torch.from_numpy(theirs))

@@ -9,7 +9,6 @@ from transformers import dynamic_module_utils
 
 from finetune.commands.evaluate import evaluate
 from finetune.commands.export import export
-from finetune.commands.source import with_trust
 from finetune.config.load import load_resolved
 from finetune.errors import ModelError, UserError
 
@@ -53,12 +52,6 @@ def test_a_run_s_record_does_not_let_code_run_and_the_caller_does(given, tmp_pat
     for command in commands.values():
         assert command(trust_remote_code=True) in (0, None, tmp_path / "out")
     assert (tmp_path / "canary").exists()
-
-
-def test_the_callers_trust_setting_replaces_the_recorded_one(given):
-    loaded = load_resolved(given)
-    assert not with_trust(loaded, trust_remote_code=False).config.model.trust_remote_code
-    assert with_trust(loaded, trust_remote_code=True).config == loaded.config
 
 
 def test_functions_that_only_the_record_of_a_run_names_are_not_called(trained, tmp_path):

@@ -25,7 +25,6 @@ QUIET = ["evaluate=null", "data.validation=null", "checkpoint.every_steps=2", "t
     ("name", "overrides", "faults", "expected_code"),
     [
         ("success", [], "", 0),
-        ("error", [], "forward step=3 rank=1 do=raise", 1),
         ("hang", ["run.hang_after_seconds=4"], "data step=3 rank=1 do=sleep", 1),
     ],
 )

@@ -59,7 +59,6 @@ ON_ONE_GPU = {"hidden": 512, "inner": 1024, "layers": 4, "heads": 8, "head": 64,
 
 STRATEGIES = [
     ("cpu", "fsdp2", 2),
-    *(pytest.param("cpu", *each, marks=full) for each in (("zero3", 2), ("hsdp", 4))),
     *(pytest.param("cuda", name, 1, marks=ON_GPU) for name in ("single", "ddp", "fsdp2", "zero3")),
 ]
 """With the device and the number of processes: NCCL takes one of a GPU."""

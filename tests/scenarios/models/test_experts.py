@@ -73,8 +73,6 @@ PAIRS = [
 CLASSES = [{"text": f"{word} is a color", "label": word} for word in ("red", "blue", "green", "pink")]
 TASKS = {
     "kto": (PAIRS, ["task={name: preference, preference: {loss: kto}}", "train.global_batch_size=8"]),
-    "dpo": (PAIRS, ["task={name: preference}"]),
-    "reward": (PAIRS, ["task={name: reward}"]),
     "text_classification": (CLASSES, ["task={name: text_classification}", "data.chat_template=null"]),
 }
 

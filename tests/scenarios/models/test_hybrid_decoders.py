@@ -1,6 +1,6 @@
 """Hybrid, sink and latent attention decoders: padding-free batches have the losses of padded ones everywhere.
 
-The jobs of one strategy share a launch. The slow tier takes every architecture under every strategy.
+The jobs of one strategy share a launch.
 """
 
 import json
@@ -41,7 +41,7 @@ SPREAD = {
     "zero2": {"deepseek_v3": "free", "lfm2_moe": "free"},
     "zero3": {"qwen3_next": "free", "mamba2": "free", "lfm2_moe": "packs"},
 }
-"""Which variant a strategy takes by default; the slow tier takes all."""
+"""Which architectures a strategy trains, and the variant of each."""
 
 
 def case(kind: str) -> Case:
@@ -54,17 +54,6 @@ def case(kind: str) -> Case:
 
 
 CASES = {kind: case(kind) for kind in OF_SINGLE}
-RUNS = [
-    pytest.param(
-        *(kind, variant, strategy),
-        id=f"{kind}-{variant}-{strategy}",
-        marks=[] if SPREAD[strategy].get(kind) == variant else [pytest.mark.slow],
-    )
-    for strategy in SPREAD
-    for kind, variants in OF_SINGLE.items()
-    for variant in variants
-    if variant != "padded"
-]
 
 
 @pytest.fixture(scope="module")
@@ -80,24 +69,6 @@ def single(folder):
     return launch(None, [(CASES[kind], each) for kind, variants in OF_SINGLE.items() for each in variants], folder)
 
 
-@pytest.fixture(scope="module")
-def spread(folder):
-    """The runs of a strategy on two processes in a tier; each tier is launched once."""
-    launched = {}
-
-    def of(strategy, *, slow):
-        if (strategy, slow) not in launched:
-            chosen = [
-                (CASES[run.values[0]], run.values[1])
-                for run in RUNS
-                if run.values[2] == strategy and bool(run.marks) is slow
-            ]
-            launched[strategy, slow] = launch(strategy, chosen, folder, name=f"{strategy}-{slow}")
-        return launched[strategy, slow]
-
-    return of
-
-
 @pytest.mark.parametrize("kind", OF_SINGLE)
 def test_batches_without_padding_have_the_losses_of_padded_ones(single, folder, kind):
     ours, theirs = single[kind, "free"], single[kind, "padded"]
@@ -111,12 +82,14 @@ def test_batches_without_padding_have_the_losses_of_padded_ones(single, folder, 
     assert "samples are padded: " not in log
 
 
-@pytest.mark.parametrize(("kind", "variant", "strategy"), RUNS)
-def test_every_strategy_has_the_losses_of_one_process(single, spread, request, kind, variant, strategy):
-    is_slow = any(mark.name == "slow" for mark in request.node.own_markers)
-    one, many = single[kind, variant], spread(strategy, slow=is_slow)[kind, variant]
-    assert one.error is None
-    assert many.error is None
-    assert len(many.losses) == 4
-    assert many.losses == pytest.approx(one.losses, rel=1e-4)
-    assert many.metrics["loss"] == pytest.approx(one.metrics["loss"], rel=1e-4)
+@pytest.mark.parametrize("strategy", SPREAD)
+def test_every_strategy_has_the_losses_of_one_process(single, folder, strategy):
+    spread = launch(strategy, [(CASES[kind], variant) for kind, variant in SPREAD[strategy].items()], folder)
+    assert len(spread) == len(SPREAD[strategy])
+    for (kind, variant), many in spread.items():
+        one = single[kind, variant]
+        assert one.error is None
+        assert many.error is None
+        assert len(many.losses) == 4
+        assert many.losses == pytest.approx(one.losses, rel=1e-4), kind
+        assert many.metrics["loss"] == pytest.approx(one.metrics["loss"], rel=1e-4), kind

@@ -1,18 +1,11 @@
 """A run that is killed or stopped and goes on is, bit by bit, the run that was never stopped."""
 
-import hashlib
-import json
-import os
-import random
-import signal
 import sys
-import time
 
 import pytest
 
 from finetune.checkpoint.format.layout import steps
 from finetune.checkpoint.format.manifest import read_manifest
-from finetune.report.history import read_events
 from tests.launching import capture
 from tests.sample_records import read_samples
 
@@ -113,63 +106,3 @@ def test_three_epochs_with_two_stops_on_1_2_and_4_processes_consume_the_samples_
 def in_order(ranks):
     """Return a step's sample ids in the order of the data: rank r is handed every world-th microbatch from r on."""
     return [sample for microbatches in zip(*ranks, strict=True) for each in microbatches for sample in each]
-
-
-NUM_KILLS = 3
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero3"])
-def test_kills_at_random_moments_leave_no_trace(launch, begin, strategy):
-    """`kill -9` hits one rank or all while the run steps or saves; once a checkpoint is damaged, too."""
-    draw = random.Random(strategy)
-    overrides = [*NOTHING_ELSE, "data.train.take=22", "train.microbatch_size=2", "train.steps=40"]
-    overrides += ["checkpoint.every_steps=1"]
-    straight = launch(strategy, name=f"kills-{strategy}-straight", overrides=overrides)
-    assert straight.code == 0, straight.output
-    for number in range(NUM_KILLS):
-        folder = straight.folder.with_name(f"kills-{strategy}")
-        newest = newest_whole(folder)
-        run = begin(strategy, name=folder.name, overrides=overrides)
-        steps = run.steps() + draw.randint(1, 10)
-        run.until(lambda run=run, steps=steps: run.steps() >= steps or run.process.poll() is not None)
-        time.sleep(draw.uniform(0.0, 0.2))
-        assert run.process.poll() is None, run.output
-        for pid in run.pids() if draw.random() < 0.5 else [draw.choice(run.pids())]:
-            os.kill(pid, signal.SIGKILL)
-        run.until_ended()
-        run.until_gone(run.pids())
-        *_, started = (event for event in read_events(folder / "events.jsonl") if event["event"] == "RunStarted")
-        assert started["step"] == (int(newest.name[-6:]) if newest else 0)
-        if number == NUM_KILLS - 2:
-            flip_a_byte(newest_whole(folder))
-    whole = launch(strategy, name=f"kills-{strategy}", overrides=overrides)
-    assert whole.code == 0, whole.output
-    wanted, got = facts_by_step(straight), facts_by_step(whole)
-    assert list(got) == list(wanted) == list(range(1, 41))
-    assert all(fact == wanted[step][0] for step, facts in got.items() for fact in facts)
-    assert state_of(whole) == state_of(straight)
-    assert any(path.name.startswith(".bad-") for path in (whole.folder / "checkpoints").iterdir())  # the damaged one
-
-
-def newest_whole(folder):
-    """Return the newest checkpoint of which every file has the digest in the manifest, without asking the product."""
-    return max((path for path in (folder / "checkpoints").glob("step-*") if is_whole(path)), default=None)
-
-
-def is_whole(checkpoint):
-    try:
-        files = json.loads((checkpoint / "manifest.json").read_text())["files"]
-        digests = {name: hashlib.sha256((checkpoint / name).read_bytes()).hexdigest() for name in files}
-    except (OSError, ValueError):  # it is deleted meanwhile
-        return False
-    return all(digests[name] == facts["sha256"] for name, facts in files.items())
-
-
-def flip_a_byte(checkpoint):
-    largest = max(checkpoint.rglob("*.safetensors"), key=lambda path: path.stat().st_size)
-    content = bytearray(largest.read_bytes())
-    content[-1] ^= 1
-    largest.write_bytes(content)

@@ -22,12 +22,10 @@ from finetune.task.model_inputs import collate_padding_free
 from tests.live_bytes import peak_memory
 from tests.model.attention.small_models import tiny_model
 
-LENGTH, DEGREE = 1024, 4
+LENGTH, DEGREE = 512, 4
 SIZES = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 8}
 CASES = {
-    "llama": {"num_key_value_heads": 4, "head_dim": 16},
     "llama checkpointed": {"num_key_value_heads": 4, "head_dim": 16},
-    "mistral": {"num_key_value_heads": 4, "head_dim": 16, "sliding_window": 256},
     "gpt_oss": {"num_key_value_heads": 4, "head_dim": 16, "layer_types": ["sliding_attention", "full_attention"] * 2},
 }
 

@@ -24,16 +24,13 @@ from tests.model.attention.small_models import tiny_model
 ROWS = ((11, 3, 17, 2, 8), (3,), (9, 9, 9), (1, 1, 23), (2,))
 """Lengths of the samples of each row, none of which 4 ranks can share evenly but the last but one."""
 
-HEADS = {"num_attention_heads": 4}
-CHANGED = "checkpointed", "adapted", "keys-of-one", "three-heads"
+CHANGED = "checkpointed", "adapted", "keys-of-one"
 """What is done to a Llama model besides: kinds of their own."""
 
 
 def model_of(kind):
     if kind == "keys-of-one":
         return tiny_model("llama", num_key_value_heads=1)
-    if kind == "three-heads":
-        return tiny_model("qwen3", num_attention_heads=12, num_key_value_heads=4, hidden_size=96)
     if kind not in CHANGED:
         return tiny_model(kind)
     model = tiny_model("llama")

@@ -20,29 +20,6 @@ SMALL = (*SETTINGS, "train.microbatch_size=2")
 FILES = Path(__file__).parents[3] / "accelerate_configs"
 
 
-def test_a_run_resumes_under_and_after_two_groups_of_two_ranks(launch):
-    """Two steps on one process, two on four ranks, two on two ranks of one group, two on four again.
-
-    With the losses, the accumulated and clipped gradients and the samples of one process.
-    """
-    overrides = [
-        *SETTINGS,
-        "train.microbatch_size=1",
-        "train.max_gradient_norm=0.5",
-        "model.from_config.model_type=qwen3",
-        "checkpoint.every_steps=2",
-    ]
-    wanted = launch(None, name="fsdp2-tp-wanted", overrides=overrides)
-    stages = ((None, 1, 2), (STRATEGY, 4, 4), ("tensor_parallel", 2, 6), (STRATEGY, 4, 8))
-    run = launch_in_turn(launch, name="fsdp2-tp-resumed", overrides=overrides, stages=stages)
-    assert "fsdp2 on 4 processes splits parameters, gradients and optimizer state, shares layers over groups of 2" in (
-        run.output
-    )
-    assert_equal(run, wanted)
-    assert run.samples() == wanted.samples()
-    assert len(run.losses()) == 8
-
-
 def test_adapters_have_the_losses_and_the_export_of_one_process(launch):
     """Also resumed: from tensor parallelism alone, and from FSDP2 alone; adapters are on routed experts, too."""
     overrides = [*SMALL, *LORA, "export.merge=true", *settings_of("qwen3_moe")]
@@ -68,19 +45,6 @@ def test_checkpoints_resume_under_other_strategies_and_bitwise_under_the_same(la
     )
     assert first == second
     assert len(first) >= 4
-
-
-def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all_four(launch):
-    run = launch(
-        STRATEGY,
-        name="fsdp2-tp-nan",
-        processes=4,
-        overrides=[*SMALL, "train.nonfinite.action=skip", "train.steps=4"],
-        faults="forward step=2 rank=1 do=nan",
-    )
-    assert run.code == 0, run.output
-    (skipped,) = run.events("StepSkipped")
-    assert skipped["step"] == 3
 
 
 def test_copies_of_two_groups_have_the_losses_of_one_process(launch, tmp_path):

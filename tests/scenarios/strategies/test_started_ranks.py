@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from tests import launching
-from tests.devices import needs
 from tests.scenarios.conftest import TIMEOUT_SECONDS, Ended
 from tests.scenarios.running import Running
 
@@ -103,31 +102,27 @@ def assert_same(run: Ended, wanted: Ended, *, strategy: str) -> None:
     assert f"{strategy} on 2 processes" in run.output and f"{strategy} on 2 processes" in wanted.output
 
 
-@pytest.mark.parametrize("strategy", ["fsdp2"])
-def test_srun_tasks_have_the_losses_of_accelerate_launch(begin_tasks, accelerated, strategy):
-    run = ended(begin_tasks(of_srun, name=f"srun-{strategy}", strategy=strategy))
-    assert_same(run, accelerated(strategy), strategy=strategy)
+def test_srun_tasks_have_the_losses_of_accelerate_launch(begin_tasks, accelerated):
+    run = ended(begin_tasks(of_srun, name="srun", strategy="fsdp2"))
+    assert_same(run, accelerated("fsdp2"), strategy="fsdp2")
     assert "2 processes by srun (step" in run.output
     assert run.environment()["launcher"]["WORLD_SIZE"] == "2"
 
 
-@pytest.mark.parametrize("strategy", ["fsdp2"])
-def test_torchrun_with_an_accelerate_file_has_the_losses_of_accelerate_launch(job, accelerated, strategy):
-    folder, log = (job.parent / kind / f"torchrun-{strategy}" for kind in ("runs", "logs"))
-    command = launching.torchrun_command(*words_of(job, folder, SHORT, strategy))
+def test_torchrun_with_an_accelerate_file_has_the_losses_of_accelerate_launch(job, accelerated):
+    folder, log = (job.parent / kind / "torchrun" for kind in ("runs", "logs"))
+    command = launching.torchrun_command(*words_of(job, folder, SHORT, "fsdp2"))
     code = launching.run(command, log=log, timeout_seconds=TIMEOUT_SECONDS)
-    assert_same(Ended(code, log.read_text(), folder), accelerated(strategy), strategy=strategy)
+    assert_same(Ended(code, log.read_text(), folder), accelerated("fsdp2"), strategy="fsdp2")
 
 
-@pytest.mark.parametrize("strategy", ["fsdp2", pytest.param("zero2", marks=needs("zero2"))])
-def test_train_with_processes_has_the_losses_of_accelerate_launch(job, accelerated, strategy, tmp_path):
+def test_train_with_processes_has_the_losses_of_accelerate_launch(job, accelerated, tmp_path):
     """By name, and from a folder without accelerate files."""
-    folder, log = (job.parent / kind / f"processes-{strategy}" for kind in ("runs", "logs"))
-    words = words_of(job, folder, SHORT, strategy)[:-1]
-    command = [sys.executable, *words, strategy, "--processes", "2"]
+    folder, log = (job.parent / kind / "processes" for kind in ("runs", "logs"))
+    words = words_of(job, folder, SHORT, "fsdp2")[:-1]
+    command = [sys.executable, *words, "fsdp2", "--processes", "2"]
     code = launching.run(command, log=log, timeout_seconds=TIMEOUT_SECONDS, folder=tmp_path)
-    assert_same(Ended(code, log.read_text(), folder), accelerated(strategy), strategy=strategy)
-    assert ("reading " in log.read_text()) == (strategy == "zero2")  # where the DeepSpeed config was found
+    assert_same(Ended(code, log.read_text(), folder), accelerated("fsdp2"), strategy="fsdp2")
 
 
 def test_sigterm_to_train_with_processes_saves_and_ends_with_143(job):

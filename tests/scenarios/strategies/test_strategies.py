@@ -16,15 +16,12 @@ from finetune.run.setup.training_data import make_training_data
 ROOT = Path(__file__).parents[3]
 LORA = "model.lora={rank: 4, alpha: 8}"
 full = pytest.mark.full
-STRATEGIES = [
-    ("ddp", 2),
-    ("fsdp2", 2),
-    ("zero2", 2),
-    ("zero3", 2),
-    *(pytest.param(name, 2, marks=full) for name in ("zero1", "zero2_offload", "zero3_offload")),
-    pytest.param("hsdp", 4, marks=full),
-]
 KINDS = {"full": [], "lora": [LORA]}
+STRATEGIES = [
+    *((strategy, 2, kind) for strategy in ("ddp", "fsdp2", "zero2", "zero3") for kind in KINDS),
+    *(pytest.param(strategy, 2, "full", marks=full) for strategy in ("zero1", "zero2_offload", "zero3_offload")),
+    pytest.param("hsdp", 4, "lora", marks=full),
+]
 
 
 @pytest.fixture(scope="module")
@@ -81,8 +78,7 @@ def test_a_run_keeps_the_audit_of_its_data_and_how_it_was_loaded(straight):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("strategy", "processes"), STRATEGIES)
+@pytest.mark.parametrize(("strategy", "processes", "kind"), STRATEGIES)
 def test_losses_norms_and_export_equal_one_process(launch, straight, job, strategy, processes, kind):
     accumulated = "train.microbatch_size=1" if kind == "full" else f"train.microbatch_size={8 // processes}"
     run = launch(strategy, name=f"{strategy}-{kind}", processes=processes, overrides=[*KINDS[kind], accumulated])
@@ -98,16 +94,14 @@ def test_losses_norms_and_export_equal_one_process(launch, straight, job, strate
 
 @full
 @pytest.mark.distributed
-@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-5), ("bf16", 1e-3)])
-def test_adapters_with_dropout_have_the_same_losses_under_every_strategy(launch, precision, tolerance):
+def test_adapters_with_dropout_have_the_same_losses_under_every_strategy(launch):
     """Each rank draws its own masks, one for the layers that read the same tensor."""
-    short = ["model.lora={rank: 4, alpha: 8, dropout: 0.2}", "train.steps=4", f"train.precision={precision}"]
-    names = ("ddp", "fsdp2", "zero2", "zero3")
-    runs = {name: launch(name, name=f"{name}-dropout-{precision}", overrides=short) for name in names}
+    short = ["model.lora={rank: 4, alpha: 8, dropout: 0.2}", "train.steps=4"]
+    runs = {name: launch(name, name=f"{name}-dropout", overrides=short) for name in ("ddp", "fsdp2", "zero2", "zero3")}
     for run in runs.values():
         assert run.code == 0, run.output
-        assert run.losses() == pytest.approx(runs["ddp"].losses(), abs=tolerance)
-        assert run.norms() == pytest.approx(runs["ddp"].norms(), rel=10 * tolerance)
+        assert run.losses() == pytest.approx(runs["ddp"].losses(), abs=1e-5)
+        assert run.norms() == pytest.approx(runs["ddp"].norms(), rel=1e-4)
     assert len(runs["ddp"].losses()) == 4
 
 
@@ -124,17 +118,15 @@ def test_fresh_interpreters_give_the_very_losses_of_forked_ranks(launch):
 
 @full
 @pytest.mark.distributed
-@pytest.mark.parametrize("kind", KINDS)
-def test_layers_kept_whole_and_asked_for_early_change_no_number(launch, straight, tmp_path, kind):
+def test_layers_kept_whole_and_asked_for_early_change_no_number(launch, straight, tmp_path):
     """Three of four microbatches of a rank are no step's last: layers stay whole through them."""
     written = (ROOT / "accelerate_configs" / "fsdp2.yaml").read_text()
     asked = written.replace("fsdp_reshard_after_forward: true", "fsdp_reshard_after_forward: false")
     (tmp_path / "kept.yaml").write_text(f"{asked}\n  fsdp_forward_prefetch: true\n")
-    accumulated = [*KINDS[kind], "train.microbatch_size=1"]
-    run = launch(str(tmp_path / "kept"), name=f"fsdp2-kept-{kind}", overrides=accumulated)
+    run = launch(str(tmp_path / "kept"), name="fsdp2-kept", overrides=["train.microbatch_size=1"])
     assert run.code == 0, run.output
-    assert run.losses() == pytest.approx(straight[kind].losses(), rel=1e-4)
-    assert run.norms() == pytest.approx(straight[kind].norms(), rel=1e-4)
+    assert run.losses() == pytest.approx(straight["full"].losses(), rel=1e-4)
+    assert run.norms() == pytest.approx(straight["full"].norms(), rel=1e-4)
 
 
 @full

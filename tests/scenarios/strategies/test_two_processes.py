@@ -10,7 +10,7 @@ import psutil
 import pytest
 import torch
 
-from tests.devices import NEEDS_DEEPSPEED, SELDOM_ON_CPU
+from tests.devices import SELDOM_ON_CPU
 from tests.scenarios.running import has_process
 from tests.scenarios.strategies.tiny_timeout_program import LOADING
 from tests.scenarios.strategies.tiny_timeout_program import VARIABLE as TIMEOUT
@@ -43,11 +43,10 @@ def test_two_processes_have_the_losses_of_one_and_wait_for_an_export_beyond_the_
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("strategy", ["fsdp2", pytest.param("zero2", marks=NEEDS_DEEPSPEED)])
 @pytest.mark.skipif(torch.cuda.is_available(), reason="two processes share a GPU under DDP only")
-def test_ranks_outwait_a_rank_0_that_loads_past_the_groups_timeout(launch, strategy):
+def test_ranks_outwait_a_rank_0_that_loads_past_the_groups_timeout(launch):
     settings, variables = [*QUIET, "train.steps=4"], {TIMEOUT: "8", LOADING: "14"}
-    run = launch(strategy, name=f"loading-{strategy}", overrides=settings, environment=variables, program=PROGRAM)
+    run = launch("fsdp2", name="loading", overrides=settings, environment=variables, program=PROGRAM)
     assert run.code == 0, run.output
 
 

@@ -188,17 +188,9 @@ ADAPTERS = {  # the trained parameters of a layer's adapter by the end of their 
             "lora_magnitude_vector.default.weight": False,
         },
     ),
-    "oft": (
-        PeftSection(type="oft", values={"oft_block_size": 4, "target_modules": list(LINEAR)}),
-        {"oft_R.default.weight": True},
-    ),
     "boft": (
         PeftSection(type="boft", values={"boft_block_size": 4, "target_modules": ["q_proj"]}),
         {"boft_R.default": True, "boft_s.default": False},
-    ),
-    "vera": (
-        PeftSection(type="vera", values={"r": 4, "target_modules": ["q_proj"]}),
-        {"vera_lambda_b.default": False, "vera_lambda_d.default": False},
     ),
     "loha": (
         PeftSection(type="loha", values={"r": 1, "target_modules": ["q_proj"]}),
