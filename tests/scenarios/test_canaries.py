@@ -131,7 +131,7 @@ def _train_and_look(session: Session, address: str, patch: pytest.MonkeyPatch) -
     _write_job(job, address, date="20270707")
     session.type("resume", "train", "--config", job)
     session.type("train again", "train", "--config", job)
-    for words in ("ls", "ls --json", "show", "show --json", "verify", "prune --keep-last 1"):
+    for words in ("ls", "ls --json", "show", "verify", "prune --keep-last 1"):
         command, *options = words.split()
         session.type(f"checkpoint {words}", "checkpoint", command, session.run, *options)
     session.type("evaluate by a job", "evaluate", session.run, "--config", job)
