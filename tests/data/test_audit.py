@@ -23,12 +23,6 @@ from finetune.errors import DataError
 from tests.refusals import refused
 
 
-def test_short_lengths_have_a_bar_each():
-    found = length_histogram(np.array([1, 1, 3]))
-    assert found.edges == (0.0, 1.0, 2.0, 3.0, 4.0)
-    assert found.bars == (0, 2, 0, 1)
-
-
 def test_long_lengths_share_bars_of_whole_tokens():
     found = length_histogram(np.array([10, 1000]), max_bars=32)
     assert len(found.bars) <= 32 and sum(found.bars) == 2

@@ -45,11 +45,6 @@ def two_pixels(*colors, mode: str = "RGB") -> Image.Image:
     return image
 
 
-def test_a_png_keeps_its_pixels():
-    image = decode_image(encoded(two_pixels((255, 0, 0), (0, 0, 255))))
-    assert np.asarray(image).tolist() == [[[255, 0, 0], [0, 0, 255]]]
-
-
 def test_an_image_is_rotated_by_its_exif_orientation():
     exif = Image.Exif()
     exif[0x0112] = 6  # the camera was turned: the first column is the top row, seen from the right
@@ -203,14 +198,6 @@ def test_decoding_postscript_starts_no_external_program():
 
 
 CONTENT = bytes(range(256))
-
-
-def test_a_relative_path_counts_from_the_folder(tmp_path):
-    (tmp_path / "one.png").write_bytes(CONTENT)
-    image = stored_image("one.png", folder=tmp_path)
-    assert image.read() == CONTENT
-    assert image.name == str(tmp_path / "one.png")
-    assert stored_image(str(tmp_path / "one.png"), folder=None).read() == CONTENT
 
 
 @pytest.mark.parametrize(

@@ -260,13 +260,6 @@ def test_each_group_is_yielded_once_after_the_next_one_is_copied():
     assert diary.lines == ["copy", "take over 0", "copy", "take over 1", "copy", "take over 2"]
 
 
-def test_batches_are_yielded_uncopied_on_a_cpu():
-    one, two = batch_of(0), batch_of(1)
-    ((first, second),) = StepLoader([one, two], 2, CPU)
-    assert first is one
-    assert second is two
-
-
 def test_an_error_of_the_loader_is_raised_when_the_previous_group_is_requested():
     def failing():
         yield batch_of(0)

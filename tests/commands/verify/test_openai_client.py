@@ -45,11 +45,6 @@ def test_a_server_that_is_not_there_is_one_message_with_the_remedy(tmp_path):
         client("http://127.0.0.1:9/v1", name="vllm").choose(None, folder=tmp_path)
 
 
-def test_a_url_without_scheme_is_refused():
-    with pytest.raises(ServingError, match="write a URL such as http://"):
-        client("localhost:8000")
-
-
 def test_a_slow_server_ends_with_the_time_limit(tmp_path):
     started = time.monotonic()
     text = message_of({CHAT: lambda: time.sleep(1.5)}, tmp_path, seconds=0.4)

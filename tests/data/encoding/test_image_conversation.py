@@ -72,13 +72,6 @@ def test_an_image_takes_the_image_tokens_of_the_model_and_has_no_target(name):
     assert features.arrays["is_target"][~places].sum() > 20
 
 
-def test_the_images_are_kept_as_they_are_encoded():
-    features = encoded(llava(), TALK)
-    assert [image.size for image in images_of(features)] == [(60, 40), (30, 20)]
-    assert features.arrays["image_sizes"].tolist() == [len(image.content) for image in TALK["images"]]
-    assert features.arrays["images"].tobytes() == b"".join(image.content for image in TALK["images"])
-
-
 def test_a_row_without_images_is_a_conversation():
     features = encoded(llava(), row("hello", "hi"))
     assert images_of(features) == []

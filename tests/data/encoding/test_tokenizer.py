@@ -102,11 +102,6 @@ def test_special_tokens_that_strip_whitespace_do_not_change_incremental_tokeniza
         assert agrees(tokenizer_of(kind, marks), conversations(40))
 
 
-def test_tokenizers_that_can_be_cut_at_special_tokens_use_the_fast_path():
-    assert TextTokenizer(tokenizer_of("byte level")).cuts_at_seams
-    assert TextTokenizer(tokenizer_of("a word mark at the first word")).cuts_at_seams
-
-
 def test_tokenizers_without_usable_special_tokens_encode_every_prefix():
     assert not TextTokenizer(
         tokenizer_of("lower case", [AddedToken(mark, normalized=True) for mark in MARKS])

@@ -56,18 +56,6 @@ def test_the_packs_are_those_of_the_textbook(kind, size):
     assert sorted(64 - lengths[pack].sum() for pack in packs) == plainly(lengths.tolist(), 64)
 
 
-def test_how_many_packs_there_are_follows_from_the_lengths_alone():
-    lengths = lengths_of("spread", 500)
-    shuffled = np.random.default_rng(1).permutation(lengths)
-    assert best_fit_decreasing(lengths, budget=64).num_groups == best_fit_decreasing(shuffled, budget=64).num_groups
-    assert batches_by_tokens(lengths, budget=64).num_groups == batches_by_tokens(shuffled, budget=64).num_groups
-
-
-def test_a_sample_beyond_the_budget_is_an_error_of_ours():
-    with pytest.raises(ValueError, match="a sample of 11 tokens in packs of 10"):
-        best_fit_decreasing(np.array([3, 11]), budget=10)
-
-
 @pytest.mark.parametrize("kind", ["spread", "few", "short"])
 def test_a_batch_by_tokens_is_within_its_budget_when_padded_and_no_other_sample_fits(kind):
     lengths = lengths_of(kind, 300)

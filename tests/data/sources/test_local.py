@@ -147,12 +147,6 @@ def test_a_source_folder_reads_all_row_files_and_logs_what_it_skips(folder):
     assert said == [f"{KEY}.path: {folder} also has README.md, old/, which are not read"]
 
 
-def test_a_folder_holds_files_of_one_kind(folder):
-    (folder / "d.csv").touch()
-    with refused(DataError, "1 .csv, 2 .jsonl", "/*.csv"):
-        found(folder)
-
-
 def test_a_folder_without_row_files_is_rejected_with_its_content(tmp_path):
     with refused(DataError, "/**/*.jsonl"):
         found(tmp_path)

@@ -33,10 +33,6 @@ def asked(rows):
     return [row["messages"][0]["content"] for row in rows]
 
 
-def test_skip_and_take_cut_a_window(write_rows):
-    assert asked(read(write_rows(ROWS, skip=1, take=2))) == ["question 2", "question 3"]
-
-
 def test_the_digest_is_of_content_and_not_of_names(tmp_path, write_rows):
     first = opened(write_rows(ROWS, name="a.jsonl")).identity()
     assert opened(write_rows(ROWS, name="b.jsonl")).identity() == first

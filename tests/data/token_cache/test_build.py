@@ -100,12 +100,6 @@ def test_a_killed_build_resumes_and_its_result_is_bitwise_identical(build_here, 
     assert len(content_of(whole)) == 8  # six chunks, the columns and the manifest
 
 
-def test_a_complete_set_is_not_built_again(build_here, tmp_path):
-    counts = build_here(tmp_path / "set")
-    assert build_here(tmp_path / "set") == counts
-    assert build_here.encoded == 0
-
-
 def cut_off_after(num_rows, folder, build_here, monkeypatch):
     monkeypatch.setenv(VARIABLE, f"prepare.saved step={num_rows // 10} do=raise")
     with pytest.raises(RuntimeError):

@@ -182,31 +182,6 @@ def test_a_copy_in_another_process_reads_the_files_and_not_their_digests(prepare
     assert texts_of(copy) == TEXTS
 
 
-@pytest.fixture
-def staging_of_20_rows(prepare, monkeypatch):
-    """The folder of a build that was interrupted when it had written two files of 10 rows."""
-    monkeypatch.setattr(chunks, "ROWS_PER_CHUNK", 5)
-    monkeypatch.setattr(cache, "CHUNKS_PER_FILE", 2)
-    monkeypatch.setenv(VARIABLE, "prepare.saved step=2 do=raise")
-    with pytest.raises(RuntimeError):
-        prepare()
-    monkeypatch.delenv(VARIABLE)
-    (staging,) = Path(prepare.section.cache_folder).glob("prepared/.*.making")
-    return staging
-
-
-@pytest.mark.parametrize(("number", "start"), [(0, "the first row"), (1, "row 11")])
-def test_damage_before_an_interrupted_build_resumes_does_not_get_into_the_set(
-    prepare, staging_of_20_rows, number, start
-):
-    flip(staging_of_20_rows / chunk_name(number), every=10**9, start=140)  # one bit
-    made = prepare()
-    assert texts_of(made) == TEXTS
-    assert prepare.encoded == len(TEXTS) - 10 * number
-    assert [f"rebuilding from {start}" in line for line in prepare.warnings] == [True]
-    made.verify()
-
-
 def test_a_set_of_an_older_version_is_prepared_again_with_one_line(prepare):
     folder = prepare().folder
     folder.rename(folder.with_name(folder.name.rpartition("-")[0] + f"-{CACHE_VERSION - 1}"))
@@ -314,11 +289,6 @@ def test_a_source_without_any_remaining_sample_is_an_error(prepare):
         prepare(["a", ""], no_target="drop")
 
 
-def test_a_row_that_cannot_be_encoded_is_named(prepare):
-    with refused(DataError, "rows.jsonl, row 2"):
-        prepare(["a>b", "poison"])
-
-
 def test_the_validation_source_is_named_as_such(write_rows, make_section):
     train, validation = write_rows([{"text": "a>b"}]), write_rows([], name="none.jsonl")
     section = make_section(train, validation=ValidationSourceSection(path=validation.path))
@@ -375,14 +345,6 @@ def test_a_full_disk_is_one_message_and_the_next_start_resumes(prepare, monkeypa
     assert texts_of(prepare(texts)) == texts
     assert prepare.encoded == 2
     assert "data.train: 2 rows are already tokenized; resuming from there" in prepare.said
-
-
-def test_a_rejected_source_leaves_no_folder_in_the_cache(prepare, tmp_path):
-    with refused(DataError):
-        prepare(["a>b", "abcdefgh>i"], max_length=5)
-    with refused(DataError):
-        prepare(["a>b", "poison"])
-    assert [path for path in (tmp_path / "cache" / "prepared").iterdir() if path.is_dir()] == []
 
 
 def test_a_share_above_its_limit_stops_before_training_and_keeps_the_set(prepare):
