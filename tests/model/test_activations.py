@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -30,7 +29,7 @@ from finetune.model.kernels import compilation
 from finetune.model.kernels.compilation import compile_model
 from finetune.task.model_inputs import unwrap_model
 from tests.devices import EVERY_DEVICE
-from tests.live_bytes import peak_memory
+from tests.live_bytes import peak_memory, saved_bytes
 from tests.model.attention.flash_on_cpu import flash_on_cpu
 from tests.model.attention.small_models import row_of, tiny_model, tokens
 from tests.refusals import refused
@@ -283,23 +282,6 @@ def test_the_third_step_takes_six_tenths_of_the_memory(device, figure):
     assert found == pytest.approx(expected, rel=1e-6)
 
 
-def saved_bytes(model):
-    """Return the bytes that the forward pass saves for the backward pass, without the weights."""
-    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    found = {}
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            found[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = model(input_ids=IDS, labels=IDS).loss
-    assert loss.requires_grad
-    return sum(found.values())
-
-
 @pytest.mark.parametrize("mode", [True, 2, "selective"])
 def test_recomputation_does_not_change_loss_or_gradients_with_dropout(from_config, build, mode):
     plain, recomputing = build(from_config()), build(from_config(gradient_checkpointing=mode))
@@ -314,7 +296,8 @@ def test_recomputation_does_not_change_loss_or_gradients_with_dropout(from_confi
 
 
 def test_every_second_layer_saves_less_than_every_one(from_config, build):
-    plain, half, full = (saved_bytes(build(from_config(gradient_checkpointing=mode))) for mode in (False, 2, True))
+    models = (build(from_config(gradient_checkpointing=mode)) for mode in (False, 2, True))
+    plain, half, full = (saved_bytes(each, lambda model: model(input_ids=IDS, labels=IDS).loss) for each in models)
     assert full < half < plain
     model = build(from_config(gradient_checkpointing=2))
     assert [layer.gradient_checkpointing for layer in model.model.layers] == [True, False]

@@ -15,7 +15,6 @@ from finetune.model.frozen_models import (
     quantization_config,
     stored_method,
     stored_problems,
-    unquantized_weights_folder,
 )
 from finetune.model.loading.architecture import load_pretrained_config
 from finetune.model.loading.load import load_empty_model
@@ -106,12 +105,6 @@ def test_loftq_recovers_part_of_the_quantization_error(load, folder, from_config
 def test_loftq_without_the_original_weights_is_rejected(load, tmp_path):
     with pytest.raises(ModelError, match="is not in the base's safetensors files"):
         add_adapter(load(quantization=NF4), LoraSection(init="loftq"), AdapterContext(seed=1, base=str(tmp_path)))
-
-
-def test_unquantized_weights_are_located_only_if_needed(from_config, folder):
-    section = from_config().model_copy(update={"from_config": None, "name": str(folder)})
-    assert unquantized_weights_folder(section) is None
-    assert unquantized_weights_folder(section.model_copy(update={"lora": LoraSection(init="loftq")})) == str(folder)
 
 
 @needs_torchao

@@ -103,17 +103,6 @@ def test_the_same_texts_train_the_same_tokenizer_and_other_texts_a_different_one
     assert digest_of(trained(vocabulary_size=301)) != digest
 
 
-def test_the_digest_sees_the_chat_template_and_the_special_tokens_and_not_padding_settings(trained):
-    tokenizer = trained()
-    digest = digest_of(tokenizer)
-    tokenizer(["a", "a b c"], padding=True, truncation=True, max_length=2)
-    assert digest_of(tokenizer) == digest
-    tokenizer.chat_template = "{{ messages }}"
-    with_template = digest_of(tokenizer)
-    tokenizer.pad_token = tokenizer.eos_token
-    assert len({digest, with_template, digest_of(tokenizer)}) == 3
-
-
 def test_training_a_tokenizer_needs_a_text(trained):
     with refused(ModelError):
         trained([])

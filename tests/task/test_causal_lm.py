@@ -103,15 +103,6 @@ def test_the_loss_is_that_of_transformers(sft, model):
     assert sft.loss_sums(model, batch)["loss_sum"].item() / 12 == pytest.approx(theirs.item(), rel=1e-5)
 
 
-def test_metric_sums_add_up_to_the_metrics_of_the_whole(sft, model):
-    samples = [features(range(10, 10 + n), set(range(1, n))) for n in (3, 9, 5)]
-    whole = sft.metric_sums(model, sft.collate(samples))
-    parts = [sft.metric_sums(model, sft.collate([each])) for each in samples]
-    added = {name: sum(part[name].item() for part in parts) for name in whole}
-    assert added["num_targets"] == 14
-    assert sft.metrics(added) == pytest.approx(sft.metrics({k: v.item() for k, v in whole.items()}), rel=1e-5)
-
-
 def test_a_prompt_is_everything_before_the_last_answer(sft, tokenizer):
     encoded = sft.encode_row(conversation("What is two?", "Two.", "And four?", "Two and two is four."))
     prompt = sft.prompt(encoded)
@@ -131,13 +122,6 @@ def test_a_pre_training_text_is_all_targets_and_has_no_prompt(pretrain):
     encoded = pretrain.encode_row({"text": "Two and two is four."})
     assert encoded.num_targets == encoded.length - 1
     assert pretrain.prompt(encoded) is None
-
-
-def test_each_task_refuses_the_others_rows_with_a_remedy(sft, pretrain):
-    with refused(DataError, "`pretrain`"):
-        sft.encode_row({"text": "Two"})
-    with refused(DataError, "`sft`"):
-        pretrain.encode_row(conversation("What?", "Two."))
 
 
 def test_sft_without_a_chat_template_is_refused_at_once(tokenizer, data, monkeypatch):

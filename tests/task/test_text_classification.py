@@ -61,15 +61,6 @@ def test_texts_are_padded_with_their_types_and_labels(data):
     assert (batch.num_targets, batch.num_tokens, batch.sample_ids) == (2, 8, (0, 1))
 
 
-def test_the_config_of_the_model_knows_the_classes_and_the_padding(data):
-    values = task_of("single_label", bert_tokenizer(), data)[0].head_values
-    config = BertConfig()
-    for name, value in values.items():
-        setattr(config, name, value)
-    assert (config.num_labels, config.id2label, config.label2id["z"]) == (3, {0: "x", 1: "y", 2: "z"}, 2)
-    assert (config.problem_type, config.pad_token_id) == ("single_label_classification", 0)
-
-
 MEASURED = {
     "single_label": ["loss", "accuracy", "macro_f1", "micro_f1", "mcc"],
     "multi_label": ["loss", "subset_accuracy", "macro_f1", "micro_f1"],
@@ -200,14 +191,6 @@ def test_truncated_texts_are_counted_and_keep_their_special_tokens(tmp_path):
     assert prepared[0].arrays["input_ids"].tolist() == [2, 4, 5, 3]
     assert (counts.truncated_rows, counts.truncated_tokens, counts.truncated_targets, counts.longest) == (1, 2, 0, 6)
     assert (counts.samples, counts.tokens, counts.targets) == (2, 7, 2)
-
-
-def test_facts_build_the_task_without_rows(data):
-    task, _ = task_of("regression", bert_tokenizer(), data, found=[[1, 2]] * 5)
-    settings = TaskSection(name="text_classification", classification=ClassificationSection(kind="regression"))
-    again = build_task(TaskContext(settings, data, bert_tokenizer(), facts=task.data_facts.values))
-    assert again.head_values == task.head_values
-    assert again.samples.identity == task.samples.identity
 
 
 def test_regression_rows_without_a_numeric_label_are_rejected(data):

@@ -1,14 +1,12 @@
 """The findings on recorded machines, and on those with a fault; each has its texts and a row on the page."""
 
-import json
 import re
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from finetune.commands.doctor.checks import HOST_CHECKS, LAUNCH_CHECKS, chosen_interfaces
-from finetune.commands.doctor.facts import Facts, read_facts
 from finetune.commands.doctor.findings import Severity, finding_texts
 from finetune.commands.doctor.job_facts import HubName, JobFacts
 from finetune.commands.doctor.network import HubFacts, InfinibandPort
@@ -46,13 +44,6 @@ def test_a_recorded_machine_has_exactly_the_expected_findings(name):
     findings = findings_of(host_of(name))
     assert findings.keys() == EXPECTED[name].keys()
     assert [key for key, fix in EXPECTED[name].items() if fix not in findings[key].fix] == []
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_facts_written_as_json_are_read_back_unchanged(tmp_path, name):
-    facts = Facts((host_of(name),))
-    (tmp_path / "facts.json").write_text(json.dumps({"facts": asdict(facts), "findings": []}))
-    assert read_facts(tmp_path / "facts.json") == facts
 
 
 def with_gpu(index=2, **changes):

@@ -16,7 +16,7 @@ from finetune.commands.doctor.doctor import examine, time_limit
 from finetune.runtime.processes import free_loopback_port
 from tests.commands.doctor.recorded import FOLDER
 from tests.commands.doctor.test_facts import ANSWERS, FakeNvml, program, write_job
-from tests.launching import accelerate_command, begin, capture, run
+from tests.launching import accelerate_command, begin, run
 
 Sabotage = Callable[[Path, pytest.MonkeyPatch], Path | None]
 
@@ -101,18 +101,6 @@ def test_facts_printed_as_json_can_be_checked_on_another_machine(tmp_path, monke
     (tmp_path / "lock").unlink()
     assert examine(None, [], recorded=tmp_path / "facts.json") == 1
     assert "was left by a build that was killed" in capsys.readouterr().out
-
-
-@pytest.mark.full
-def test_a_low_limit_on_open_files_is_reported_with_the_number_needed():
-    limited = (
-        "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (500, 500)); "
-        "sys.argv = ['finetune', 'doctor']; runpy.run_module('finetune', run_name='__main__')"
-    )
-    done = capture([sys.executable, "-c", limited])
-    assert done.returncode == 1
-    assert "FIX: a process may open 500 files and sockets" in done.stdout
-    assert "--ulimit nofile=515" in done.stdout
 
 
 pytestmark = pytest.mark.distributed

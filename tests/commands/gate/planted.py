@@ -58,8 +58,6 @@ class PlantedRuns:
         new = [row for row in rows if instructions(row) in NEW_SKILLS]
         self.old = [row for row in rows if instructions(row) not in NEW_SKILLS]
         self.held_out, self.new = new[:100], new[100:]
-        self.new_rows = folder / "new_rows.jsonl"
-        write_rows(self.new_rows, self.new[1_400:])
         self.general = folder / "general.jsonl"
         write_rows(self.general, self.old[:40])
 
@@ -83,12 +81,6 @@ class PlantedRuns:
         """Return the run of this name, a key of RUNS."""
         rows, steps, rate, overrides = RUNS[name](self)
         return self.train(name, rows, *overrides, model=f"{{name: {self.base}}}", steps=steps, rate=rate)
-
-    def again(self, name: str, *, seed: int) -> Path:
-        """Return the run of this name, trained with another seed."""
-        rows, steps, rate, overrides = RUNS[name](self)
-        seeded = (*overrides, f"run.seed={seed}")
-        return self.train(f"{name} {seed}", rows, *seeded, model=f"{{name: {self.base}}}", steps=steps, rate=rate)
 
 
 def good_rows(planted: PlantedRuns) -> list[Row]:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from finetune.commands.rehearse.small_model import from_config_values, kept_layers, shrink_architecture
+from finetune.commands.rehearse.small_model import from_config_values, shrink_architecture
 from finetune.commands.rehearse.widths import Sizes, shrunk_values
 from finetune.config.sections.model import FromConfigSection, ModelSection
 from finetune.errors import ModelError
@@ -119,11 +119,3 @@ def test_a_value_that_the_config_computes_is_not_written_into_the_job():
     made = shrink_architecture(ModelSection(from_config=written), head="causal_lm", sizes=Sizes())
     assert "qk_head_dim" in made.config.to_dict()
     assert "qk_head_dim" not in from_config_values(written, made)
-
-
-def test_every_kind_of_layer_is_kept_at_least_once():
-    assert kept_layers(["dense", *["moe"] * 60], can_pick=False) == (0, 1)
-    late = [*["global"] * 30, "local"]
-    assert kept_layers(late, can_pick=True) == (0, 30)
-    assert kept_layers(late, can_pick=False) == tuple(range(31))
-    assert kept_layers(["only"], can_pick=False) == (0,)

@@ -100,14 +100,3 @@ def test_ids_are_transformers_own_and_targets_the_answers(case):
     refused = {kind for kind in KINDS if found[kind, "each_assistant"][2]}
     assert refused == REFUSED[case]
     assert all(equal > 0 for (kind, mode), (equal, *_) in found.items() if mode == MODES[2] and kind not in refused)
-
-
-@shipped
-@with_data
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", sorted(name for name in TEMPLATES if not name.startswith(("idefics", "smolvlm", "llava")))
-)
-def test_a_thousand_rows_of_every_template(name):
-    for (kind, mode), (equal, num_rows, reasons) in compare(name, {}, num_rows=1000).items():
-        print(f"{name:32} {kind:20} {mode:16} {equal:4} of {num_rows:4}  {reasons[0][0][:90] if reasons else ''}")

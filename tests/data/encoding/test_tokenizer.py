@@ -125,11 +125,6 @@ def test_a_tokenizer_that_adds_something_in_python_is_asked_itself():
     assert tokens.encode(["Two"])[0].ids.tolist() == polite("Two")["input_ids"]
 
 
-def test_texts_begin_as_the_tokenizer_begins_them():
-    tokenizer = tokenizer_of("byte level")
-    assert TextTokenizer(tokenizer).begun(["Two and two", ""]) == [tokenizer("Two and two")["input_ids"], []]
-
-
 def test_truncation_that_somebody_else_has_set_cuts_nothing():
     tokenizer = tokenizer_of("byte level")
     tokens = TextTokenizer(tokenizer)

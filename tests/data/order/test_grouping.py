@@ -43,10 +43,6 @@ def lengths_of(kind, size):
     }[kind]
 
 
-def test_samples_share_a_pack_where_the_least_room_is_left():
-    assert lists(best_fit_decreasing(np.array([6, 5, 5, 3, 1]), budget=10)) == [[0, 3, 4], [1, 2]]
-
-
 @pytest.mark.parametrize("kind", ["spread", "few", "short"])
 @pytest.mark.parametrize("size", [1, 10, 500])
 def test_the_packs_are_those_of_the_textbook(kind, size):
@@ -158,11 +154,6 @@ def steps_of(order, stop=20):
 
 def spread(steps):
     return np.mean([np.ptp(LENGTHS_by_length[ids]) for ids in steps])
-
-
-def test_a_window_of_one_step_alters_no_step():
-    assert [sorted(ids) for ids in steps_of(made_by_length(1))] == [sorted(ids) for ids in steps_of(PLAIN)]
-    assert steps_of(made_by_length(1)) != steps_of(PLAIN)
 
 
 def test_a_wider_window_makes_steps_of_similar_lengths_not_in_the_order_of_length():

@@ -156,16 +156,6 @@ def test_a_source_with_fewer_rows_than_were_tokenized_is_refused(build_here, tmp
         build_here(tmp_path / "set")
 
 
-def test_a_sample_knows_where_its_row_stands(build_here, tmp_path):
-    folder = tmp_path / "set"
-    build_here(folder)
-    prepared = TokenCache(folder)
-    file = build_here.source.section.path
-    assert prepared.location(0) == f"{file}, row 1"
-    assert prepared.location(len(prepared) - 1) == f"{file}, row {NUM_ROWS}"
-    assert len(prepared) < NUM_ROWS  # some rows have lost all of their targets
-
-
 def test_a_set_without_a_sample_can_be_opened(write_rows, make_section, tmp_path):
     source = write_rows([{"text": ""}], format="text")
     section = make_section(source, no_target="drop")

@@ -109,11 +109,3 @@ def test_a_frozen_base_has_no_gradients_no_optimizer_state_and_in_bfloat16_no_co
     assert len(optimizer.state) == len(trained)
     assert {model.get_parameter(name).dtype for name in trained} == {torch.float32}
     assert casts.seen - {""} <= trained
-
-
-@pytest.fixture
-def alone(tmp_path):
-    """A process group of one."""
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()

@@ -7,12 +7,6 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from finetune.errors import ModelError
 from finetune.model.attention.implementation import default_attention
 from finetune.model.attention.supported_models import (
-    HYBRID_MODEL_TYPES,
-    LAYER_TYPES_OF,
-    OWN_ATTENTION_TYPES,
-    PACKED_FROM_THE_FIRST,
-    PACKING_MODEL_TYPES,
-    carries_state,
     check_padding,
     padding_reason,
     randomness,
@@ -69,20 +63,6 @@ def test_logits_are_those_of_a_sample_alone_and_gradients_those_of_a_padded_batc
     assert_same(of_row, gradients(model, model(**inputs).logits[is_token][None]))
 
 
-@pytest.mark.parametrize("kind", sorted(PACKING_MODEL_TYPES))
-def test_the_test_model_has_every_supported_layer_type(kind):
-    config = tiny_config(kind)
-    layers = set(getattr(config, "layer_types", None) or ())
-    assert padding_reason(config) is None
-    if kind in HYBRID_MODEL_TYPES:
-        assert carries_state(config)
-        assert text_config(config).model_type in OWN_ATTENTION_TYPES
-        assert layers & {"linear_attention", "conv", "hybrid"}
-    elif kind in LAYER_TYPES_OF:
-        assert layers == LAYER_TYPES_OF[kind]
-    assert (text_config(config).model_type in PACKED_FROM_THE_FIRST) == (kind in PACKED_FROM_THE_FIRST)
-
-
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
@@ -118,12 +98,6 @@ def test_a_vision_language_model_built_as_its_text_part_is_checked_as_a_text_mod
     assert padding_reason(config) is None
     assert default_attention(config) == "per_sample"
     assert text_config(AutoConfig.for_model("gemma3")).model_type == "gemma3"
-
-
-def test_samples_are_padded_if_transformers_lacks_functions_that_accept_lengths(monkeypatch):
-    config = tiny_config("lfm2")
-    monkeypatch.setattr("finetune.model.attention.supported_models.modeling_file", lambda _: object())
-    assert padding_reason(config) == "`lfm2`: this transformers has no `causal_conv1d_fn`"
 
 
 def test_a_model_built_with_its_vision_part_is_reported():
