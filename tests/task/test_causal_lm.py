@@ -18,7 +18,7 @@ from finetune.data.templates.chat_template import set_chat_template
 from finetune.data.token_cache.cache import prepare_set
 from finetune.data.token_cache.chunks import Encoding
 from finetune.errors import DataError
-from finetune.task.causal_lm import PretrainTask, SftTask, pad_id
+from finetune.task.causal_lm import PretrainTask, SftTask
 from finetune.task.protocol import TaskContext, build_task
 from tests.refusals import pinned, refused
 from tests.small_models import byte_tokenizer
@@ -147,11 +147,6 @@ def test_the_end_of_turn_stays_a_target_where_it_is_the_padding_token_too(data):
     assert batch.labels[0, short.length - 1 :].unique().tolist() == [IGNORED]
     answers = ("b", "b", "a long answer")
     assert batch.num_targets == sum(len(tokenizer(answer)["input_ids"]) + 1 for answer in answers)
-
-
-def test_padding_falls_back_to_end_of_sequence(tokenizer):
-    assert tokenizer.pad_token_id is None
-    assert pad_id(tokenizer) == tokenizer.eos_token_id
 
 
 UNFIT = [

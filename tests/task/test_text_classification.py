@@ -106,17 +106,6 @@ def test_a_number_that_looks_ignored_counts(data):
     assert task.loss_sums(bert(1), task.dummy_batch(samples[1]))["loss_sum"] == 0.0
 
 
-def test_an_evaluation_has_neither_weights_nor_smoothing(data):
-    weighted, samples = task_of("single_label", bert_tokenizer(), data, class_weights="balanced")
-    plain, _ = task_of("single_label", bert_tokenizer(), data)
-    model, batch = bert(3), weighted.collate(samples)
-    with torch.no_grad():
-        assert float(weighted.loss_sums(model, batch)["loss_sum"]) != pytest.approx(
-            float(plain.loss_sums(model, batch)["loss_sum"])
-        )
-    assert weighted.evaluate_batch(model, batch).sums == plain.evaluate_batch(model, batch).sums
-
-
 DECODERS = {
     "llama": (
         LlamaForSequenceClassification,

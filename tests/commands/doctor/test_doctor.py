@@ -27,11 +27,6 @@ def leave_a_lock(folder, patch):
     (folder / "lock").touch()
 
 
-def close_the_hub(folder, patch):
-    patch.delenv("HF_HUB_OFFLINE", raising=False)
-    patch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-
-
 def name_a_model_that_is_not_cached(folder, patch):
     patch.setenv("HF_HUB_OFFLINE", "1")
     write_job(folder)
@@ -49,10 +44,6 @@ def name_a_model_that_fills_the_disk(folder, patch):
     return folder / "job.yaml"
 
 
-def choose_the_loopback_interface(folder, patch):
-    patch.setenv("NCCL_SOCKET_IFNAME", "lo")
-
-
 def put_in_two_cards(folder, patch):
     """Two RTX 4090 under a driver that claims P2P, and an `nvidia-smi` that prints their matrix."""
     patch.setattr(gpus, "pynvml", FakeNvml())
@@ -64,10 +55,8 @@ def put_in_two_cards(folder, patch):
 
 SABOTAGED: tuple[tuple[Sabotage, str, str, str], ...] = (
     (leave_a_lock, "build-lock", "must_fix", "rm "),
-    (close_the_hub, "hub", "note", "HF_HUB_OFFLINE=1"),
     (name_a_model_that_is_not_cached, "not-cached", "must_fix", "hf download nobody/has-this-model"),
     (name_a_model_that_fills_the_disk, "disk-room", "must_fix", "checkpoint.keep_last"),
-    (choose_the_loopback_interface, "socket-interface", "must_fix", "export NCCL_SOCKET_IFNAME="),
     (put_in_two_cards, "no-p2p", "must_fix", "export NCCL_P2P_DISABLE=1 NCCL_IB_DISABLE=1"),
 )
 

@@ -58,6 +58,8 @@ class PlantedRuns:
         new = [row for row in rows if instructions(row) in NEW_SKILLS]
         self.old = [row for row in rows if instructions(row) not in NEW_SKILLS]
         self.held_out, self.new = new[:100], new[100:]
+        self.new_rows = folder / "new_rows.jsonl"
+        write_rows(self.new_rows, self.new[1_400:])
         self.general = folder / "general.jsonl"
         write_rows(self.general, self.old[:40])
 

@@ -3,12 +3,14 @@
 import json
 from contextlib import ExitStack
 
+import numpy as np
 import pytest
 
 from finetune.commands.evaluate import evaluate
 from finetune.commands.export import export
 from finetune.commands.gate import gate as release_gate
 from finetune.commands.gate.comparison import compare_models
+from finetune.commands.gate.differences import loss_difference
 from finetune.errors import UserError
 from finetune.runtime import distributed
 from tests.commands.gate.conftest import Gate
@@ -130,3 +132,20 @@ def test_a_model_with_another_vocabulary_is_refused(planted, gate: Gate):
     other = planted.train("other vocabulary", planted.new[:64], small, model=FROM_CONFIG, steps=2, rate=1e-3)
     with pytest.raises(UserError, match=r"another vocabulary \(\d+ tokens in place of \d+\)"):
         gate(planted.run("untrained"), against=other)
+
+
+@pytest.mark.full
+def test_at_most_5_percent_of_models_without_a_difference_are_called_better_or_worse(planted, gate: Gate):
+    rows = gate(planted.run("good"), f"data.validation.path={planted.new_rows}")[1]["rows"]
+    assert len(rows) == 500
+    num_targets = np.array([float(row["num_targets"]) for row in rows])
+    baseline, tuned = (np.array([row[name] for row in rows]) for name in ("baseline_loss", "tuned_loss"))
+    tuned += ((baseline - tuned) * num_targets).sum() / num_targets.sum()  # the same mean over all rows
+    verdicts = []
+    for seed in range(20):
+        random = np.random.default_rng(seed)
+        for _ in range(10):  # 20 verdicts alone could not tell 5% from 10%
+            drawn = random.choice(len(rows), 100, replace=False)
+            sums = [losses[drawn] * num_targets[drawn] for losses in (baseline, tuned)]
+            verdicts.append(loss_difference(*sums, num_targets[drawn]).verdict(0.01))
+    assert len(verdicts) == 200 and sum(verdict in ("better", "worse") for verdict in verdicts) <= 10

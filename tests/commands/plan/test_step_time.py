@@ -62,13 +62,6 @@ def test_fsdp2_gathers_twice_and_reduces_for_each_microbatch():
     assert found.parts["update"] == pytest.approx(0.036 / 8)
 
 
-def test_communication_that_exceeds_the_computation_is_exposed():
-    """At 1 GB/s, 4 GB x 7/4 take 7 s; nine tenths of a backward pass of 0.4667 s can hide some of it."""
-    slow = Cluster(8, 8, 1e9, 1e9)
-    found = step_time("ddp", WORK, device=DEVICE, cluster=slow)
-    assert found.parts["communication"] == pytest.approx(7.0 - 0.9 * PASS * 2 / 3, rel=2e-3)
-
-
 def test_zero2_reduces_after_each_microbatch_and_gathers_updated_weights():
     """Both all-reduce as DDP does; the gathering of 2 GB, 17.5 ms, is not hidden; ZeRO-1 reduces once."""
     ddp, one, two = (step_time(name, WORK, device=DEVICE, cluster=EIGHT) for name in ("ddp", "zero1", "zero2"))

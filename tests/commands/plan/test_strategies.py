@@ -123,37 +123,18 @@ def test_the_accelerate_file_exists(strategy: str, nodes: int, file: str, pytest
 LAYOUT = TrainingLayout("fsdp2", 8, "full", False, 1)
 
 
-class Counted:
-    """Predicts 10 bytes and so many more per sample, and notes what it was asked."""
-
-    def __init__(self, *, each: float, bend: float = 0.0) -> None:
-        self.asked: list[int] = []
-        self._each, self._bend = each, bend
-
-    def __call__(self, layout: TrainingLayout) -> Prediction:
-        self.asked.append(layout.microbatch_size)
-        size = 10 + self._each * layout.microbatch_size + self._bend * layout.microbatch_size**2
-        return Prediction(round(size), {"activations": round(size)})
-
-
-SIZES = (1, 2, 4, 8, 16, 32, 64)
-
-
 def test_the_largest_fitting_size_is_searched_by_linear_interpolation():
     """10 + 3 n <= 40: 10 samples, of the sizes 8; one step above it is tried, too."""
-    predict = Counted(each=3)
-    assert largest_fit(predict, LAYOUT, usable_bytes=40, sizes=SIZES) == 8
-    assert predict.asked == [1, 64, 8, 16]
+    asked = []
 
+    def predict(layout: TrainingLayout) -> Prediction:
+        asked.append(layout.microbatch_size)
+        size = 10 + 3 * layout.microbatch_size
+        return Prediction(size, {"activations": size})
 
-@pytest.mark.parametrize(
-    ("usable", "sizes", "size", "asked"),
-    [(5, SIZES, None, [1]), (999, SIZES, 64, [1, 64]), (14, (1, 2), 1, [1, 2]), (99, (1,), 1, [1])],
-)
-def test_the_ends_take_fewer_predictions(usable: int, sizes: tuple[int, ...], size: int | None, asked: list[int]):
-    predict = Counted(each=3)
-    assert largest_fit(predict, LAYOUT, usable_bytes=usable, sizes=sizes) == size
-    assert predict.asked == asked
+    assert largest_fit(predict, LAYOUT, usable_bytes=40, sizes=(1, 2, 4, 8, 16, 32, 64)) == 8
+    assert asked == [1, 64, 8, 16]
+    assert largest_fit(predict, LAYOUT, usable_bytes=5, sizes=(1, 2)) is None
 
 
 def test_where_there_are_fewer_samples_than_gpus_groups_of_gpus_share_layers(planned: Planned):

@@ -102,6 +102,10 @@ def plant_rope(monkeypatch: pytest.MonkeyPatch) -> None:
     wrap_init(monkeypatch, modeling_llama.LlamaRotaryEmbedding, change, before=True)
 
 
+def plant_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrap_init(monkeypatch, modeling_llama.LlamaAttention, lambda layer: setattr(layer, "scaling", layer.scaling * 1.01))
+
+
 def plant_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
     wrap_init(monkeypatch, modeling_llama.LlamaAttention, lambda layer: setattr(layer, "attention_dropout", 0.1))
 
@@ -159,6 +163,13 @@ def test_a_loss_that_averages_per_row_differs_although_no_layer_does(run, judge,
     assert code == 1
     assert "step 1: loss " in output and "output of" not in output
     assert "outputs of 4 of 4 modules compared at step 1, 4 of them bitwise equal" in output
+
+
+@pytest.mark.full
+def test_another_attention_scale_is_named_at_its_layer(run, judge, monkeypatch):
+    plant_scale(monkeypatch)
+    code, output = judge(run)
+    assert code == 1 and "step 1: output of model.layers.0: " in output
 
 
 @pytest.mark.full

@@ -135,12 +135,8 @@ def test_a_model_that_mixes_padding_into_its_samples_is_refused_by_name(model_ty
         check(model_type, **values)
 
 
-@pytest.mark.parametrize("model_type", ["bert", "roberta"])
-def test_masked_attention_does_not_read_padding(model_type):
-    check(model_type)
-
-
-def test_a_causal_model_does_not_read_padding():
+def test_masked_and_causal_attention_do_not_read_padding():
+    check("bert")
     check("llama", AutoModelForCausalLM, "logits", num_key_value_heads=2)
 
 
