@@ -2,7 +2,6 @@
 
 from collections import Counter
 from contextlib import nullcontext
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,12 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from finetune.config.sections.model import LoraSection
 from finetune.errors import ModelError
-from finetune.model import activations
 from finetune.model.activations import (
-    MAX_LEAVING,
-    NUM_PREFETCHED,
     Arrival,
-    CudaStreamCopies,
     enable_gradient_checkpointing,
     is_saved,
     offload_activations,
@@ -170,75 +165,6 @@ def test_gathered_parameters_are_not_offloaded_as_activations(from_config, build
     assert copies.num_to_host == copies.num_to_device > 5
     assert not weights.intersection(copies.moved)
     assert all(parameter.grad is not None for parameter in model.parameters())
-
-
-class Streams:
-    """Two streams that only record which waits for which."""
-
-    def __init__(self):
-        self.log, self.num_events = [], 0
-
-    def stream(self, name):
-        def record_event():
-            self.num_events += 1
-            return self.num_events
-
-        return SimpleNamespace(
-            wait_stream=lambda other: self.log.append((name, "waits for", other.name)),
-            wait_event=lambda event: self.log.append((name, "waits for", event)),
-            record_event=record_event,
-            name=name,
-        )
-
-
-class OnNotedStreams(CudaStreamCopies):
-    device_type = "cpu"
-
-    def _pinned(self, tensor):
-        return torch.empty_like(tensor)
-
-
-@pytest.fixture
-def streams(monkeypatch):
-    made = Streams()
-    current = made.stream("current")
-    cuda = SimpleNamespace(
-        Stream=lambda: made.stream("copies"), current_stream=lambda: current, stream=lambda _: nullcontext()
-    )
-    noted = SimpleNamespace(**{**vars(torch), "cuda": cuda})
-    monkeypatch.setattr(activations, "torch", noted)
-    return made
-
-
-def test_few_copies_are_under_way_and_none_is_used_or_freed_before_its_end(from_config, build, streams):
-    plain, offloading = build(from_config()), build(from_config())
-    copies, most_leaving, most_arriving = OnNotedStreams(), [0], [0]
-    used = []
-    to_host, wait = copies.to_host, copies.wait
-
-    def noted_to_host(tensor):
-        host = to_host(tensor)
-        most_leaving.append(len(copies._leaving))
-        return host
-
-    def noted_wait(arrival):
-        most_arriving.append(len(copies._arriving))
-        wait(arrival)
-        used.append(arrival.event)
-        assert streams.log[-1] == ("current", "waits for", arrival.event)
-
-    copies.to_host, copies.wait = noted_to_host, noted_wait
-    offload_activations(offloading, copies=lambda: copies, smallest_bytes=SMALLEST)
-    (loss, expected), (again, found) = gradients(plain), gradients(offloading)
-    assert torch.equal(again, loss)
-    assert all(map(torch.equal, found, expected))
-    assert max(most_leaving) == MAX_LEAVING
-    assert 1 <= max(most_arriving) <= 2 * NUM_PREFETCHED + 1
-    assert len(used) > 10
-    assert not copies._leaving
-    assert not copies._arriving
-    waited = [event for who, _, event in streams.log if who == "current"]
-    assert sorted(set(waited)) == list(range(1, streams.num_events + 1))  # of every copy, there and back
 
 
 def llama(device):
