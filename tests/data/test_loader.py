@@ -199,24 +199,6 @@ def fresh_accelerate():
     GradientState._reset_state()
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_a_loader_prepared_by_accelerate_splits_each_step_over_the_ranks(prepared_and_section, fresh_accelerate, world):
-    prepared, section = prepared_and_section
-    order = SetOrder(seed=7, num_positions=len(prepared))
-    sizes = {"global_batch_size": 4, "microbatch_size": 1, "first_step": 2, "num_steps": 5}
-    device = torch.device("cpu")
-    shares = []
-    for rank in range(world):
-        loader = train_loader(DatasetView(prepared, order, ""), Collate(), section=section, **sizes)
-        share = {"num_processes": world, "process_index": rank, "even_batches": False}
-        ready = prepare_data_loader(loader, device, put_on_device=True, **share)
-        shares.append(
-            [[i for b in group for i in b.sample_ids] for group in StepLoader(ready, 4 // world, torch.device("cpu"))]
-        )
-    steps = [sorted(i for share in step for i in share) for step in zip(*shares, strict=True)]
-    assert steps == [sorted(order.samples(4 * s, 4 * s + 4).tolist()) for s in (2, 3, 4)]
-
-
 def test_worker_settings_of_the_loader_survive_accelerate_prepare(prepared_and_section, fresh_accelerate):
     prepared, section = prepared_and_section
     pool = DatasetView(prepared, SetOrder(seed=0, num_positions=len(prepared)), "")

@@ -10,27 +10,8 @@ from finetune.model.loading.architecture import SpecialTokenIds, build_model_con
 from tests.model.moe_models import HYBRID_MODELS, MOE_MODELS
 
 DECODERS = [
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "gemma",
-    "gemma2",
-    "gemma3_text",
-    "gpt2",
-    "gpt_neox",
-    "gpt_neo",
-    "phi3",
-    "falcon",
-    "opt",
-    "olmo2",
-    "smollm3",
-    "granite",
-    "cohere2",
-    "recurrent_gemma",
-    "jamba",
-    "llama4_text",
-    "mamba",
+    *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "gpt_neo", "phi3"),
+    *("falcon", "opt", "olmo2", "smollm3", "granite", "cohere2", "recurrent_gemma", "jamba", "llama4_text", "mamba"),
 ]
 NEEDS_VALUES = {"lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8, "num_hidden_layers": 32}}
 OTHERS = {
