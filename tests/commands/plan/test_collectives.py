@@ -46,10 +46,3 @@ def test_the_latency_of_a_ring_grows_with_the_ranks_and_that_of_a_tree_with_the_
     many = Cluster(4096, 8, 100e9, 10e9)
     assert all_gather_seconds(0.0, many) == pytest.approx(LAUNCH_SECONDS + 3584 * HOP + 511 * NETWORK_HOP_SECONDS)
     assert all_reduce_seconds(0.0, many) == pytest.approx(LAUNCH_SECONDS + 2 * (7 * HOP + 9 * NETWORK_HOP_SECONDS))
-
-
-@pytest.mark.parametrize("collective", [all_gather_seconds, all_reduce_seconds])
-def test_more_ranks_or_a_slower_network_never_make_a_collective_faster(collective):
-    times = [collective(1e9, Cluster(1 << power, 8, 100e9, 10e9)) for power in range(13)]
-    assert times == sorted(times) and len(set(times)) == 13
-    assert collective(1e9, Cluster(64, 8, 100e9, 5e9)) > collective(1e9, Cluster(64, 8, 100e9, 10e9))
