@@ -260,15 +260,6 @@ def test_the_whole_image_cut_and_mirrored_is_normalized_alike(processor):
     torch.testing.assert_close(drawn[mirrored[0]].flip(-1), plain, atol=1e-6, rtol=0)
 
 
-def test_a_drawn_part_has_the_size_and_depends_on_chance_alone(processor):
-    views = ImageTransform(processor, ImagesSection(crop_scale=(0.1, 1.0), flip=True))
-    image = noise(37, 29, views.mode)
-    one, again, other = (views.augmented(image, Random(seed)) for seed in (1, 1, 2))
-    assert one.shape == views.plain(image).shape
-    assert torch.equal(one, again)
-    assert not torch.equal(one, other)
-
-
 def test_a_random_part_lies_within_and_has_a_share_of_the_area():
     chance = Random(5)
     for _ in range(200):

@@ -29,40 +29,19 @@ MOE_MODELS: dict[str, dict[str, Any]] = {
     "glm4_moe": {**_DEEPSEEK, **_SPARSE},
     "olmoe": {**_SIZES, **_TOP_2, "num_experts": 4, "intermediate_size": 16},
     "granitemoe": {**_LOCAL, "intermediate_size": 16},
-    "lfm2_moe": {
-        **_SIZES,
-        **_TOP_2,
-        "num_experts": 4,
-        "moe_intermediate_size": 16,
-        "intermediate_size": 64,
-        "num_dense_layers": 1,
-        "layer_types": ["conv", "full_attention"],
-    },
+    "lfm2_moe": {**_QWEN, "num_dense_layers": 1, "layer_types": ["conv", "full_attention"]},
 }
 """Values of the config by model type."""
 
 HYBRID_MODELS: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {
-        **_LOCAL,
-        "intermediate_size": 16,
-        "shared_intermediate_size": 16,
+        **{**_LOCAL, **_MAMBA, "intermediate_size": 16, "shared_intermediate_size": 16},
         "layer_types": ["mamba", "attention"],
-        **_MAMBA,
     },
-    "falcon_h1": {
-        **_SIZES,
-        "intermediate_size": 64,
-        "mamba_d_ssm": 64,
-        **_MAMBA,
-    },
+    "falcon_h1": {**_SIZES, **_MAMBA, "intermediate_size": 64, "mamba_d_ssm": 64},
     "mamba2": {
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_heads": 4,
-        "head_dim": 16,
-        "state_size": 8,
-        "n_groups": 1,
-        "expand": 2,
+        **{"hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4, "head_dim": 16, "state_size": 8},
+        **{"n_groups": 1, "expand": 2},
     },
 }
 """Models with layers that a kernel computes as a whole."""

@@ -72,14 +72,6 @@ def test_adapters_on_a_bfloat16_base_are_float32_with_the_same_values(from_confi
     assert mixed.get_input_embeddings().weight.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize(
-    "keys", [{"target_modules": ("q_proj", "v_prj")}, {"modules_to_save": ("head",)}, {"target_modules": ("mlp",)}]
-)
-def test_an_unknown_target_module_is_rejected_even_next_to_a_known_one(from_config, build, keys):
-    with refused(ModelError):
-        add_adapter(build(from_config()), LoraSection(**keys), AdapterContext(seed=1))
-
-
 class Casts(TorchDispatchMode):
     """Records which parameters are converted to another dtype."""
 
