@@ -11,7 +11,6 @@ from finetune.commands.plan.step_time import Cluster, Device, Work, step_time
 DEVICE = Device(flops=100e12, memory_bandwidth=1e12 / module.MEMORY_SHARE, pcie_bandwidth=20e9, host_bandwidth=30e9)
 ONE = Cluster(1, 1, 100e9, 10e9)
 EIGHT = Cluster(8, 8, 100e9, 10e9)
-TWO_NODES = Cluster(16, 8, 100e9, 10e9)
 
 WORK = Work(
     num_tokens=10_000,
@@ -68,15 +67,6 @@ def test_zero2_reduces_after_each_microbatch_and_gathers_updated_weights():
     assert one.parts["communication"] - ddp.parts["communication"] == pytest.approx(0.0175, rel=1e-2)
     assert two.parts["communication"] - one.parts["communication"] == pytest.approx(ddp.parts["communication"])
     assert two.hidden_seconds == pytest.approx(2 * one.hidden_seconds)
-
-
-def test_hsdp_over_all_ranks_is_fsdp2_and_fewer_shards_send_more_between_copies():
-    times = {
-        shards: step_time("hsdp", WORK, device=DEVICE, cluster=TWO_NODES, hsdp_shards=shards) for shards in (4, 8, 16)
-    }
-    sharded = step_time("fsdp2", WORK, device=DEVICE, cluster=TWO_NODES)
-    assert times[16].seconds == pytest.approx(sharded.seconds, rel=1e-2)  # but for hooks on the host
-    assert [each.parts["update"] for each in times.values()] == pytest.approx([0.009, 0.0045, 0.00225])
 
 
 def test_an_offloaded_optimizer_updates_on_the_host_and_moves_gradients_and_weights():

@@ -72,12 +72,6 @@ def test_an_image_takes_the_image_tokens_of_the_model_and_has_no_target(name):
     assert features.arrays["is_target"][~places].sum() > 20
 
 
-def test_a_row_without_images_is_a_conversation():
-    features = encoded(llava(), row("hello", "hi"))
-    assert images_of(features) == []
-    assert targets(features, llava().tokenizer) == ["hi<|im_end|>"]
-
-
 def test_the_processor_is_asked_which_tokens_are_of_images():
     features = encoded(qwen(), TALK)
     told = features.arrays["mm_token_type_ids"]
@@ -135,10 +129,3 @@ def test_a_processor_without_an_image_token_is_refused():
     processor.image_token = None
     with refused(DataError, "LlavaProcessor"):
         ImageConversationEncoder(processor)
-
-
-def test_a_blank_sample_shows_an_image_and_has_no_target():
-    blank = ImageConversationEncoder(qwen()).blank()
-    assert len(images_of(blank)) == 1
-    assert blank.num_targets == 0
-    assert blank.length == 4
