@@ -115,7 +115,7 @@ def test_the_model_s_folder_brings_its_tokenizer_and_the_end_of_text_pads(load, 
     assert said == ["the tokenizer has no padding token: <end> is used for padding, which never counts in the loss"]
 
 
-def test_torch_extensions_dir_sets_the_folder_of_build_locks(load, said, tmp_path):
+def test_a_tokenizer_with_padding_of_its_own_keeps_it(load, said, tmp_path):
     word_tokenizer(eos_token="<end>", pad_token="b").save_pretrained(tmp_path / "other")
     tokenizer = load(name="org/model", tokenizer=TokenizerSection(name=str(tmp_path / "other")))
     assert tokenizer.pad_token == "b"

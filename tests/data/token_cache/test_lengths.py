@@ -44,7 +44,7 @@ LEFT_OUT = Counts(long_rows=1, dropped_tokens=10, dropped_targets=5)
         ),
     ],
 )
-def test_what_is_left_out_or_cut_off_is_counted(policy, left, counts):
+def test_tokens_that_are_left_out_or_cut_off_are_counted(policy, left, counts):
     samples, found = SampleLengthLimit(*policy).shorten(TEN)
     assert ([shown(sample) for sample in samples], found) == (left, counts)
     assert [sample.arrays["label"].tolist() for sample in samples] == [[7]] * len(left)
