@@ -1,10 +1,12 @@
 """How much memory tensors take at most: counted on a CPU, as the caching allocator of a GPU counts it there."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from finetune.memory.tracer import LiveBytes
 
@@ -31,3 +33,18 @@ def peak_memory(device: str | torch.device) -> Iterator[PeakMemory]:
     yield found
     torch.cuda.synchronize()
     found.peak = torch.cuda.max_memory_allocated() - before
+
+
+def saved_bytes(model: nn.Module, loss_of: Callable[[nn.Module], Tensor]) -> int:
+    """Return the bytes that the forward pass keeps for the backward pass, without the parameters."""
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    saved: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = loss_of(model)
+    assert loss.requires_grad
+    return sum(tensor.untyped_storage().nbytes() for address, tensor in saved.items() if address not in weights)

@@ -12,7 +12,7 @@ from transformers import (
 )
 
 from finetune.commands.chat import chat, load_chat_model
-from finetune.data.templates.chat_template import set_chat_template, stop_ids, tokenize
+from finetune.data.templates.chat_template import set_chat_template, tokenize
 from finetune.data.templates.rendering import render_chat
 from finetune.errors import UserError
 from finetune.model.generation import SamplingParams
@@ -67,25 +67,9 @@ def test_piped_lines_are_answered_each_on_its_own(final, monkeypatch, capsys):
     assert capsys.readouterr().out.split() == ["moon", "star", "moon"]
 
 
-def test_exit_ends(final, monkeypatch, capsys):
-    monkeypatch.setattr("sys.stdin", io.StringIO("say star\nexit\nsay moon\n"))
-    chat(final)
-    assert capsys.readouterr().out.split() == ["star"]
-
-
 def speaker_of(folder):
     saved = inspect_model_folder(folder, key="chat")
     return load_chat_model(saved, SamplingParams(256), adapters={}, trust_remote_code=False)
-
-
-def test_the_run_folder_serves_as_well(final):
-    assert speaker_of(final.parent).answer([{"role": "user", "content": "say star"}]) == "star"
-
-
-def test_an_answer_ends_with_the_templates_end_of_turn(final, tokenizer):
-    speaker = speaker_of(final)
-    assert tokenizer.convert_tokens_to_ids("<|im_end|>") in stop_ids(speaker.tokenizer)
-    assert speaker.answer([{"role": "user", "content": "say moon"}]) == "moon"
 
 
 def test_a_conversation_longer_than_the_model_forgets_its_oldest_turns(final, capsys):

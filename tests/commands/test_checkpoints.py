@@ -195,27 +195,27 @@ def five(run, write):
     return run
 
 
-def test_prune_deletes_nothing_unless_requested(five, capsys):
-    assert pruned(five, keep_last=2, does_delete=False) == [2, 4, 6, 8, 10]
-    assert "3 would be deleted, " in capsys.readouterr().out
-
-
-def test_the_newest_the_every_and_the_best_stay(five, capsys):
-    assert pruned(five, keep_last=1, keep_every=8, keep_best="loss") == [4, 8, 10]
-    said = " ".join(capsys.readouterr().out.split())
-    for reason in ("kept: best loss", "kept: every 8", "kept: newest good", "deleted 2, "):
-        assert reason in said
+@pytest.mark.parametrize(
+    ("damaged", "keeps", "left", "said"),
+    [
+        (None, {"keep_last": 2, "does_delete": False}, [2, 4, 6, 8, 10], ["3 would be deleted, "]),
+        (
+            None,
+            {"keep_last": 1, "keep_every": 8, "keep_best": "loss"},
+            [4, 8, 10],
+            ["kept: best loss", "kept: every 8", "kept: newest good", "deleted 2, "],
+        ),
+        (None, {"keep_last": 1, "keep_best": "loss:maximize:2"}, [2, 8, 10], []),
+        ("step-000004", {"keep_last": 1, "keep_best": "loss"}, [4, 6, 10], ["kept: bad, not deleted"]),
+    ],
+)
+def test_the_newest_the_every_and_the_best_that_verify_stay(five, capsys, damaged, keeps, left, said):
+    if damaged is not None:
+        damage(five / "checkpoints" / damaged)
+    assert pruned(five, **keeps) == left
+    printed = " ".join(capsys.readouterr().out.split())
+    assert [reason for reason in said if reason not in printed] == []
     assert list((five / "checkpoints").glob(".*")) == []
-
-
-def test_the_best_by_the_larger_value(five):
-    assert pruned(five, keep_last=1, keep_best="loss:maximize:2") == [2, 8, 10]
-
-
-def test_a_best_one_that_does_not_verify_gives_its_place_to_the_next(five, capsys):
-    damage(five / "checkpoints" / "step-000004")
-    assert pruned(five, keep_last=1, keep_best="loss") == [4, 6, 10]
-    assert "kept: bad, not deleted" in capsys.readouterr().out
 
 
 def test_prune_removes_partially_deleted_checkpoints(five):

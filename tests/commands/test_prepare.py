@@ -63,14 +63,6 @@ def test_both_sets_are_made_and_then_found(prepared, tmp_path):
     assert not any(": prepared in" in line for line in said)
 
 
-def test_a_changed_template_makes_another_set(prepared, tmp_path):
-    prepared()
-    template = tmp_path / "mine.jinja"
-    template.write_text("{% for m in messages %}<|im_start|>{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}")
-    assert any(": prepared in" in line for line in prepared("data.chat_template=./mine.jinja"))
-    assert not any(": prepared in" in line for line in prepared("data.chat_template=./mine.jinja"))
-
-
 COUNTS = [
     ("train.schedule={warmup_steps: 9}", "train.schedule.warmup_steps"),
     ("train.average={after_steps: 9}", "train.average.after_steps"),

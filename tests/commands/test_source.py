@@ -26,9 +26,7 @@ def run(tmp_path):
     "name",
     [
         "checkpoints/step-000004/exported",
-        "checkpoints/step-000004/model/deep/er",
         "checkpoints/step-000008",
-        "final/merged",
         "../adapter/merged",
         "../link/exported",
         "exports/../final/merged",

@@ -50,3 +50,12 @@ class AsWritten:
 
     def read(self, raw):
         return raw.parse()
+
+
+def flip(path, *, every=40, start=128, stop=None):
+    """Flip a bit of one in so many bytes of the file, in its place, where others may have mapped it."""
+    content = bytearray(path.read_bytes())
+    for offset in range(start, stop or len(content), every):
+        content[offset] ^= 1
+    with path.open("r+b") as file:
+        file.write(content)

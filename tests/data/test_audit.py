@@ -23,12 +23,6 @@ from finetune.errors import DataError
 from tests.refusals import refused
 
 
-def test_short_lengths_have_a_bar_each():
-    found = length_histogram(np.array([1, 1, 3]))
-    assert found.edges == (0.0, 1.0, 2.0, 3.0, 4.0)
-    assert found.bars == (0, 2, 0, 1)
-
-
 def test_long_lengths_share_bars_of_whole_tokens():
     found = length_histogram(np.array([10, 1000]), max_bars=32)
     assert len(found.bars) <= 32 and sum(found.bars) == 2
@@ -149,12 +143,6 @@ class Samples:
         return np.array(self.lengths)[sample_ids]
 
 
-def padded(features):
-    """Stack samples as rows that are as long as the longest."""
-    longest = max(each.length for each in features)
-    return batch_of(features, rows=len(features), columns=longest)
-
-
 def end_to_end(features):
     return batch_of(features, rows=1, columns=sum(each.length for each in features))
 
@@ -167,13 +155,6 @@ def batch_of(features, *, rows, columns):
 def measured(collate, lengths=(1, 9, 2, 8, 3, 7, 4, 6), **named):
     pool = DatasetView(Samples(lengths), SetOrder(seed=0, num_positions=len(lengths), shuffle=False), "print")
     return measure_padding(pool, collate, global_batch_size=4, microbatch_size=2, **named)
-
-
-def test_padded_batches_compute_as_much_as_their_longest_samples():
-    found = measured(padded)
-    assert (found.num_batches, found.num_samples, found.tokens) == (4, 8, 40)
-    assert found.computed == 2 * (9 + 8 + 7 + 6)
-    assert found.share == pytest.approx(1 - 40 / 60)
 
 
 def test_samples_end_to_end_have_no_padding():

@@ -45,11 +45,6 @@ def two_pixels(*colors, mode: str = "RGB") -> Image.Image:
     return image
 
 
-def test_a_png_keeps_its_pixels():
-    image = decode_image(encoded(two_pixels((255, 0, 0), (0, 0, 255))))
-    assert np.asarray(image).tolist() == [[[255, 0, 0], [0, 0, 255]]]
-
-
 def test_an_image_is_rotated_by_its_exif_orientation():
     exif = Image.Exif()
     exif[0x0112] = 6  # the camera was turned: the first column is the top row, seen from the right
@@ -205,14 +200,6 @@ def test_decoding_postscript_starts_no_external_program():
 CONTENT = bytes(range(256))
 
 
-def test_a_relative_path_counts_from_the_folder(tmp_path):
-    (tmp_path / "one.png").write_bytes(CONTENT)
-    image = stored_image("one.png", folder=tmp_path)
-    assert image.read() == CONTENT
-    assert image.name == str(tmp_path / "one.png")
-    assert stored_image(str(tmp_path / "one.png"), folder=None).read() == CONTENT
-
-
 @pytest.mark.parametrize(
     "value",
     [
@@ -271,15 +258,6 @@ def test_the_whole_image_cut_and_mirrored_is_normalized_alike(processor):
     mirrored = [seed for seed, each in enumerate(drawn) if not torch.allclose(each, plain, atol=1e-6)]
     assert 0 < len(mirrored) < 8
     torch.testing.assert_close(drawn[mirrored[0]].flip(-1), plain, atol=1e-6, rtol=0)
-
-
-def test_a_drawn_part_has_the_size_and_depends_on_chance_alone(processor):
-    views = ImageTransform(processor, ImagesSection(crop_scale=(0.1, 1.0), flip=True))
-    image = noise(37, 29, views.mode)
-    one, again, other = (views.augmented(image, Random(seed)) for seed in (1, 1, 2))
-    assert one.shape == views.plain(image).shape
-    assert torch.equal(one, again)
-    assert not torch.equal(one, other)
 
 
 def test_a_random_part_lies_within_and_has_a_share_of_the_area():

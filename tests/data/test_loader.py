@@ -199,24 +199,6 @@ def fresh_accelerate():
     GradientState._reset_state()
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_a_loader_prepared_by_accelerate_splits_each_step_over_the_ranks(prepared_and_section, fresh_accelerate, world):
-    prepared, section = prepared_and_section
-    order = SetOrder(seed=7, num_positions=len(prepared))
-    sizes = {"global_batch_size": 4, "microbatch_size": 1, "first_step": 2, "num_steps": 5}
-    device = torch.device("cpu")
-    shares = []
-    for rank in range(world):
-        loader = train_loader(DatasetView(prepared, order, ""), Collate(), section=section, **sizes)
-        share = {"num_processes": world, "process_index": rank, "even_batches": False}
-        ready = prepare_data_loader(loader, device, put_on_device=True, **share)
-        shares.append(
-            [[i for b in group for i in b.sample_ids] for group in StepLoader(ready, 4 // world, torch.device("cpu"))]
-        )
-    steps = [sorted(i for share in step for i in share) for step in zip(*shares, strict=True)]
-    assert steps == [sorted(order.samples(4 * s, 4 * s + 4).tolist()) for s in (2, 3, 4)]
-
-
 def test_worker_settings_of_the_loader_survive_accelerate_prepare(prepared_and_section, fresh_accelerate):
     prepared, section = prepared_and_section
     pool = DatasetView(prepared, SetOrder(seed=0, num_positions=len(prepared)), "")
@@ -258,13 +240,6 @@ def test_each_group_is_yielded_once_after_the_next_one_is_copied():
     assert diary.lines == ["copy", "take over 0", "copy"]
     assert [group[0].sample_ids[0] for group in handed] == [1, 2]
     assert diary.lines == ["copy", "take over 0", "copy", "take over 1", "copy", "take over 2"]
-
-
-def test_batches_are_yielded_uncopied_on_a_cpu():
-    one, two = batch_of(0), batch_of(1)
-    ((first, second),) = StepLoader([one, two], 2, CPU)
-    assert first is one
-    assert second is two
 
 
 def test_an_error_of_the_loader_is_raised_when_the_previous_group_is_requested():

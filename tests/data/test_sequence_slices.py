@@ -56,11 +56,6 @@ def test_padding_that_evens_out_slices_is_a_separate_sample():
     assert (last.num_tokens, last.num_slices, last.slice_number) == (0, 4, 3)
 
 
-def test_one_rank_alone_has_the_row_itself():
-    row = collate_padding_free(features(5, 1))
-    assert slice_batch(row, RankGroup()) is row
-
-
 def test_slicing_a_padded_batch_is_rejected_with_the_setting_to_write():
     with refused(StrategyError):
         slice_batch(collate_padded(features(5, 1), pad_id=0), RankGroup(2, 0))

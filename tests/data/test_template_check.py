@@ -72,10 +72,3 @@ def test_a_template_that_wants_parts_gets_parts():
     check, lines = checked("{% for m in messages %}<|{{ m.role }}|>{{ m.content[0].text }}</s>{% endfor %}")
     assert 'content must be a list of parts: [{"type": "text", "text": "..."}]' in lines
     assert check.trains_on_end
-
-
-def test_a_template_without_end_of_turn_ends_with_end_of_sequence():
-    form = "{% for m in messages %}{{ m.role }}: {{ m.content + '\n' }}{% endfor %}"
-    check, lines = checked(form + "{% if add_generation_prompt %}assistant:{% endif %}")
-    assert "end of turn: none, so end-of-sequence follows the last answer, a target" in lines
-    assert check.trained_cases[:2] == ("one answer", "several answers")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from finetune.data.turns import read_turns, turn_keys
+from finetune.data.turns import read_turns
 from finetune.errors import DataError
 from tests.refusals import refused
 
@@ -202,19 +202,3 @@ BAD = [
 def test_an_invalid_turn_is_rejected_by_name(turns, message):
     with refused(DataError, message):
         read_turns(turns, title="`messages`")
-
-
-def test_the_shape_of_turns_is_known_by_the_keys_of_the_first_turn():
-    keys = [turn_keys(turns) for turns in (*SAME.values(), "a", [1], [], [{"type": "function", "function": {}}])]
-    assert keys == [
-        ("role", "message"),
-        ("speaker", "text"),
-        ("role", "parts"),
-        ("role", "content"),
-        ("input", "output"),
-        ("assistant", "user", "system"),
-        ("human",),
-        (),
-        ("role", "text"),
-        *[()] * 4,
-    ]

@@ -27,13 +27,6 @@ def test_token_loading_defaults_to_no_workers_on_a_cpu_and_two_with_a_gpu():
     assert loader_settings(section(), resources=SERVER, cost="heavy").num_workers == 7
 
 
-def test_defaults_are_reported_only_if_one_enables_something():
-    default = section()
-    assert format_loader_settings(default, loader_settings(default, resources=LAPTOP), resources=LAPTOP) is None
-    on = format_loader_settings(default, loader_settings(default, resources=SERVER), resources=SERVER)
-    assert on.startswith("loading: num_workers: 2, pin_memory: true, ")
-
-
 @pytest.mark.parametrize(
     ("room", "expected"),
     [

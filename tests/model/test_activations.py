@@ -2,23 +2,17 @@
 
 from collections import Counter
 from contextlib import nullcontext
-from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from finetune.config.sections.model import LoraSection
 from finetune.errors import ModelError
-from finetune.model import activations
 from finetune.model.activations import (
-    MAX_LEAVING,
-    NUM_PREFETCHED,
     Arrival,
-    CudaStreamCopies,
     enable_gradient_checkpointing,
     is_saved,
     offload_activations,
@@ -30,7 +24,7 @@ from finetune.model.kernels import compilation
 from finetune.model.kernels.compilation import compile_model
 from finetune.task.model_inputs import unwrap_model
 from tests.devices import EVERY_DEVICE
-from tests.live_bytes import peak_memory
+from tests.live_bytes import peak_memory, saved_bytes
 from tests.model.attention.flash_on_cpu import flash_on_cpu
 from tests.model.attention.small_models import row_of, tiny_model, tokens
 from tests.refusals import refused
@@ -173,75 +167,6 @@ def test_gathered_parameters_are_not_offloaded_as_activations(from_config, build
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-class Streams:
-    """Two streams that only record which waits for which."""
-
-    def __init__(self):
-        self.log, self.num_events = [], 0
-
-    def stream(self, name):
-        def record_event():
-            self.num_events += 1
-            return self.num_events
-
-        return SimpleNamespace(
-            wait_stream=lambda other: self.log.append((name, "waits for", other.name)),
-            wait_event=lambda event: self.log.append((name, "waits for", event)),
-            record_event=record_event,
-            name=name,
-        )
-
-
-class OnNotedStreams(CudaStreamCopies):
-    device_type = "cpu"
-
-    def _pinned(self, tensor):
-        return torch.empty_like(tensor)
-
-
-@pytest.fixture
-def streams(monkeypatch):
-    made = Streams()
-    current = made.stream("current")
-    cuda = SimpleNamespace(
-        Stream=lambda: made.stream("copies"), current_stream=lambda: current, stream=lambda _: nullcontext()
-    )
-    noted = SimpleNamespace(**{**vars(torch), "cuda": cuda})
-    monkeypatch.setattr(activations, "torch", noted)
-    return made
-
-
-def test_few_copies_are_under_way_and_none_is_used_or_freed_before_its_end(from_config, build, streams):
-    plain, offloading = build(from_config()), build(from_config())
-    copies, most_leaving, most_arriving = OnNotedStreams(), [0], [0]
-    used = []
-    to_host, wait = copies.to_host, copies.wait
-
-    def noted_to_host(tensor):
-        host = to_host(tensor)
-        most_leaving.append(len(copies._leaving))
-        return host
-
-    def noted_wait(arrival):
-        most_arriving.append(len(copies._arriving))
-        wait(arrival)
-        used.append(arrival.event)
-        assert streams.log[-1] == ("current", "waits for", arrival.event)
-
-    copies.to_host, copies.wait = noted_to_host, noted_wait
-    offload_activations(offloading, copies=lambda: copies, smallest_bytes=SMALLEST)
-    (loss, expected), (again, found) = gradients(plain), gradients(offloading)
-    assert torch.equal(again, loss)
-    assert all(map(torch.equal, found, expected))
-    assert max(most_leaving) == MAX_LEAVING
-    assert 1 <= max(most_arriving) <= 2 * NUM_PREFETCHED + 1
-    assert len(used) > 10
-    assert not copies._leaving
-    assert not copies._arriving
-    waited = [event for who, _, event in streams.log if who == "current"]
-    assert sorted(set(waited)) == list(range(1, streams.num_events + 1))  # of every copy, there and back
-
-
 def llama(device):
     sizes = {"hidden_size": 64, "intermediate_size": 176, "num_attention_heads": 4, "num_key_value_heads": 2}
     if device == "cuda":
@@ -283,23 +208,6 @@ def test_the_third_step_takes_six_tenths_of_the_memory(device, figure):
     assert found == pytest.approx(expected, rel=1e-6)
 
 
-def saved_bytes(model):
-    """Return the bytes that the forward pass saves for the backward pass, without the weights."""
-    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    found = {}
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            found[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = model(input_ids=IDS, labels=IDS).loss
-    assert loss.requires_grad
-    return sum(found.values())
-
-
 @pytest.mark.parametrize("mode", [True, 2, "selective"])
 def test_recomputation_does_not_change_loss_or_gradients_with_dropout(from_config, build, mode):
     plain, recomputing = build(from_config()), build(from_config(gradient_checkpointing=mode))
@@ -314,7 +222,8 @@ def test_recomputation_does_not_change_loss_or_gradients_with_dropout(from_confi
 
 
 def test_every_second_layer_saves_less_than_every_one(from_config, build):
-    plain, half, full = (saved_bytes(build(from_config(gradient_checkpointing=mode))) for mode in (False, 2, True))
+    models = (build(from_config(gradient_checkpointing=mode)) for mode in (False, 2, True))
+    plain, half, full = (saved_bytes(each, lambda model: model(input_ids=IDS, labels=IDS).loss) for each in models)
     assert full < half < plain
     model = build(from_config(gradient_checkpointing=2))
     assert [layer.gradient_checkpointing for layer in model.model.layers] == [True, False]

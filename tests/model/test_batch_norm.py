@@ -111,10 +111,3 @@ def test_a_batch_with_an_incomplete_group_is_normalized_as_in_evaluation():
 def test_invalid_batch_norm_settings_are_rejected(model, how, is_new):
     with refused(ModelError):
         set_batch_norm(model, how, is_new=is_new)
-
-
-def test_a_model_without_norms_is_left_alone():
-    model = nn.Linear(2, 2)
-    set_batch_norm(model, None, is_new=True)
-    sync_batch_norm(model)
-    assert type(model) is nn.Linear

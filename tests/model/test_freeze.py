@@ -4,13 +4,13 @@ import pytest
 import torch
 from peft.tuners.lora import LoraLayer
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 from finetune.config.sections.model import LoraSection
 from finetune.errors import ModelError
 from finetune.model.adapters.build import add_adapter
 from finetune.model.adapters.context import AdapterContext
-from finetune.model.layers import freeze, peft_exclude_pattern, train_only, unused_modules
+from finetune.model.layers import freeze, train_only, unused_modules
 from finetune.model.upstream import expose_hidden_size, keep_own_no_split_modules
 from tests.refusals import refused
 
@@ -87,13 +87,6 @@ def test_unused_layers_are_those_without_a_gradient():
     unused = tuple(f"{name}." for name in unused_modules(model))
     assert without == {name for name, _ in model.named_parameters() if name.startswith(unused)}
     assert len(without) > 10
-
-
-def test_a_language_model_has_no_unused_modules():
-    config = AutoConfig.for_model("llama", num_hidden_layers=1, vocab_size=32, **SMALL)
-    model = AutoModelForCausalLM.from_config(config)
-    assert unused_modules(model) == ()
-    assert peft_exclude_pattern(model) is None
 
 
 def test_unused_layers_get_no_adapter():

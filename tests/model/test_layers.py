@@ -42,10 +42,6 @@ def test_layers_of_other_widths_are_alike_only_without_sizes(with_sizes, num_kin
     assert len(set(stack.kinds)) == num_kinds
 
 
-def test_lists_without_parameters_are_not_layers():
-    assert find_stacks(model_of(nn.ReLU(), nn.ReLU()), with_sizes=False) == ()
-
-
 def test_the_index_of_a_layer_is_that_of_the_outermost_list():
     model = nn.Module()
     model.encoder, model.decoder, model.lists = model_of(Layer(0), Layer(1)), model_of(Layer(0)), nn.ModuleList()

@@ -103,17 +103,6 @@ def test_the_same_texts_train_the_same_tokenizer_and_other_texts_a_different_one
     assert digest_of(trained(vocabulary_size=301)) != digest
 
 
-def test_the_digest_sees_the_chat_template_and_the_special_tokens_and_not_padding_settings(trained):
-    tokenizer = trained()
-    digest = digest_of(tokenizer)
-    tokenizer(["a", "a b c"], padding=True, truncation=True, max_length=2)
-    assert digest_of(tokenizer) == digest
-    tokenizer.chat_template = "{{ messages }}"
-    with_template = digest_of(tokenizer)
-    tokenizer.pad_token = tokenizer.eos_token
-    assert len({digest, with_template, digest_of(tokenizer)}) == 3
-
-
 def test_training_a_tokenizer_needs_a_text(trained):
     with refused(ModelError):
         trained([])
@@ -126,7 +115,7 @@ def test_the_model_s_folder_brings_its_tokenizer_and_the_end_of_text_pads(load, 
     assert said == ["the tokenizer has no padding token: <end> is used for padding, which never counts in the loss"]
 
 
-def test_torch_extensions_dir_sets_the_folder_of_build_locks(load, said, tmp_path):
+def test_a_tokenizer_with_padding_of_its_own_keeps_it(load, said, tmp_path):
     word_tokenizer(eos_token="<end>", pad_token="b").save_pretrained(tmp_path / "other")
     tokenizer = load(name="org/model", tokenizer=TokenizerSection(name=str(tmp_path / "other")))
     assert tokenizer.pad_token == "b"

@@ -123,11 +123,6 @@ def test_accelerate_still_makes_the_output_embeddings_a_unit_of_fsdp2():
     assert model.cls.predictions.bias is model.get_output_embeddings().bias
 
 
-def test_bert_still_names_the_layer_with_its_embeddings_as_one_not_to_split():
-    model = BertForMaskedLM(BertConfig(vocab_size=30, **SIZES))
-    assert type(model.bert.embeddings).__name__ in model._no_split_modules
-
-
 def test_t5_still_has_one_embedding_module_for_each_stack():
     sizes = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
     model = T5ForConditionalGeneration(T5Config(vocab_size=9, **sizes))

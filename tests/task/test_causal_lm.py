@@ -18,7 +18,7 @@ from finetune.data.templates.chat_template import set_chat_template
 from finetune.data.token_cache.cache import prepare_set
 from finetune.data.token_cache.chunks import Encoding
 from finetune.errors import DataError
-from finetune.task.causal_lm import PretrainTask, SftTask, pad_id
+from finetune.task.causal_lm import PretrainTask, SftTask
 from finetune.task.protocol import TaskContext, build_task
 from tests.refusals import pinned, refused
 from tests.small_models import byte_tokenizer
@@ -103,15 +103,6 @@ def test_the_loss_is_that_of_transformers(sft, model):
     assert sft.loss_sums(model, batch)["loss_sum"].item() / 12 == pytest.approx(theirs.item(), rel=1e-5)
 
 
-def test_metric_sums_add_up_to_the_metrics_of_the_whole(sft, model):
-    samples = [features(range(10, 10 + n), set(range(1, n))) for n in (3, 9, 5)]
-    whole = sft.metric_sums(model, sft.collate(samples))
-    parts = [sft.metric_sums(model, sft.collate([each])) for each in samples]
-    added = {name: sum(part[name].item() for part in parts) for name in whole}
-    assert added["num_targets"] == 14
-    assert sft.metrics(added) == pytest.approx(sft.metrics({k: v.item() for k, v in whole.items()}), rel=1e-5)
-
-
 def test_a_prompt_is_everything_before_the_last_answer(sft, tokenizer):
     encoded = sft.encode_row(conversation("What is two?", "Two.", "And four?", "Two and two is four."))
     prompt = sft.prompt(encoded)
@@ -131,13 +122,6 @@ def test_a_pre_training_text_is_all_targets_and_has_no_prompt(pretrain):
     encoded = pretrain.encode_row({"text": "Two and two is four."})
     assert encoded.num_targets == encoded.length - 1
     assert pretrain.prompt(encoded) is None
-
-
-def test_each_task_refuses_the_others_rows_with_a_remedy(sft, pretrain):
-    with refused(DataError, "`pretrain`"):
-        sft.encode_row({"text": "Two"})
-    with refused(DataError, "`sft`"):
-        pretrain.encode_row(conversation("What?", "Two."))
 
 
 def test_sft_without_a_chat_template_is_refused_at_once(tokenizer, data, monkeypatch):
@@ -163,11 +147,6 @@ def test_the_end_of_turn_stays_a_target_where_it_is_the_padding_token_too(data):
     assert batch.labels[0, short.length - 1 :].unique().tolist() == [IGNORED]
     answers = ("b", "b", "a long answer")
     assert batch.num_targets == sum(len(tokenizer(answer)["input_ids"]) + 1 for answer in answers)
-
-
-def test_padding_falls_back_to_end_of_sequence(tokenizer):
-    assert tokenizer.pad_token_id is None
-    assert pad_id(tokenizer) == tokenizer.eos_token_id
 
 
 UNFIT = [

@@ -4,10 +4,9 @@ import pytest
 import torch
 
 from finetune.config.sections.task import ClassificationSection, TaskSection
-from finetune.data.batch import IGNORED
 from finetune.data.encoding.labelled import label_name
 from finetune.errors import DataError
-from finetune.task.classes import class_loss_sum, find_classes, multi_label_loss_sum, regression_loss_sum
+from finetune.task.classes import find_classes, multi_label_loss_sum, regression_loss_sum
 from finetune.task.protocol import TaskContext
 from tests.refusals import refused
 
@@ -65,10 +64,6 @@ def test_recorded_classes_rebuild_the_encoder_without_rows(data):
 def test_labels_that_do_not_form_classes_are_rejected(data, labels, fact):
     with refused(DataError, fact):
         find_classes(materials(labels, data), of_row)
-
-
-def test_an_invalid_label_is_left_to_the_encoder_that_knows_its_row(data):
-    assert find_classes(materials(["a", None, "b"], data), of_row).classes.names == ("a", "b")
 
 
 def several(found, data, **section):
@@ -164,24 +159,6 @@ def test_minus_one_is_a_class_if_it_is_written(data):
 def test_rows_without_any_label_are_refused(data):
     with refused(DataError, "0 classes", "`-1`", "2 times"):
         find_classes(materials([-1, -1, None], data), of_row)
-
-
-def test_the_cross_entropy_is_the_formula_with_weights_and_smoothing():
-    labels, weights, share = torch.tensor([0, IGNORED, 2]), torch.tensor([0.5, 2.0, 3.0]), 0.3
-    logs = RESULTS.log_softmax(dim=-1)
-    expected = sum(
-        -((1 - share) * weights[label] * logs[row, label] + share / 3 * (weights * logs[row]).sum())
-        for row, label in ((0, 0), (2, 2))
-    )
-    assert class_loss_sum(RESULTS, labels, weights=weights, label_smoothing=share) == pytest.approx(float(expected))
-
-
-def test_labels_may_be_probabilities():
-    shares = torch.tensor([[0.75, 0.25, 0.0]], dtype=torch.float64)
-    expected = 0.75 * class_loss_sum(RESULTS[:1], torch.tensor([0])) + 0.25 * class_loss_sum(
-        RESULTS[:1], torch.tensor([1])
-    )
-    assert class_loss_sum(RESULTS[:1], shares) == pytest.approx(float(expected))
 
 
 def test_the_loss_of_several_classes_is_the_formula():

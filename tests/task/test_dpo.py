@@ -6,7 +6,6 @@ import torch
 
 from finetune.errors import DataError
 from finetune.registry.losses import PAIRS_TASK, PREFERENCE_LOSSES
-from finetune.task.preference import REFERENCE
 from tests.refusals import pinned
 from tests.task.pairs_of_words import PAIRS, encoded, judged, nudged, pair, task_of
 
@@ -76,14 +75,6 @@ def test_only_losses_with_a_reference_ask_for_one(tokenizer, data):
         for loss in ("sigmoid", "hinge", "ipo", "robust", "kto", "orpo", "simpo", "cpo")
     }
     assert [loss for loss, does in asks.items() if does] == ["sigmoid", "hinge", "ipo", "robust", "kto"]
-
-
-def test_reference_log_probabilities_are_stored_with_each_sample(tokenizer, data, model):
-    task = task_of(tokenizer, data, "preference")
-    together = encoded(task, PAIRS, model)
-    alone = [encoded(task, [row], model)[0] for row in PAIRS]
-    for one, other in zip(together, alone, strict=True):
-        assert one.arrays[REFERENCE].tolist() == pytest.approx(other.arrays[REFERENCE].tolist(), abs=1e-3)
 
 
 def test_a_single_judged_answer_is_rejected_by_preference_tasks_with_the_right_task(tokenizer, data):

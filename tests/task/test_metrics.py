@@ -42,11 +42,6 @@ def test_multi_label_metrics_equal_those_of_scikit_learn():
     assert metrics["micro_f1"] == pytest.approx(f1_score(labels, predicted, average="micro"))
 
 
-def test_multi_label_metrics_of_one_class_have_micro_f1_one_half():
-    labels, predicted = torch.tensor([[1], [1], [0], [0]]), torch.tensor([[1], [0], [1], [0]])
-    assert multi_label_metrics(labels, predicted) == {"subset_accuracy": 0.5, "macro_f1": 0.5, "micro_f1": 0.5}
-
-
 def test_numbers_are_correlated_as_by_scipy_ties_included():
     labels = torch.tensor([[0.0], [1.0], [1.0], [3.0], [4.5], [2.0]], dtype=torch.float64)
     predicted = torch.tensor([[0.5], [0.5], [2.0], [2.5], [4.0], [3.0]], dtype=torch.float64)

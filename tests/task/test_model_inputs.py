@@ -30,12 +30,6 @@ def test_packed_samples_restart_positions_and_have_no_label_across_samples():
     assert (batch.num_targets, batch.num_tokens, batch.sample_ids, batch.longest) == (3, 7, (4, 2, 3), 4)
 
 
-def test_packed_and_padded_batches_hold_the_same_samples():
-    one, other = collate_padding_free(SAMPLES), collate_padded(SAMPLES, pad_id=0)
-    assert (one.num_targets, one.num_tokens, one.sample_ids) == (other.num_targets, other.num_tokens, other.sample_ids)
-    assert one.labels[one.labels != IGNORED].tolist() == other.labels[other.labels != IGNORED].tolist()
-
-
 @pytest.mark.parametrize(
     ("batching", "rows"), [({}, 3), ({"padding_free": True}, 1), ({"by": "packs"}, 1), ({"by": "tokens"}, 3)]
 )

@@ -18,7 +18,7 @@ from finetune.config.sections.data import DataSection, TrainingSourceSection
 from finetune.config.sections.task import TaskSection
 from finetune.data.encoding.preference import IS_GOOD, MARGIN
 from finetune.data.features import LENGTHS_OF_SEQUENCES, Features
-from finetune.task.answer_pairs import sequence_log_probabilities, split_by_sample
+from finetune.task.answer_pairs import sequence_log_probabilities
 from finetune.task.preference import REFERENCE
 from finetune.task.protocol import TaskContext, build_task
 from tests.small_models import SMALL
@@ -261,19 +261,3 @@ def test_a_reward_is_that_of_trl(models, tokenizer, centering):
     with torch.no_grad():
         loss = trainer.compute_loss(model, batch)
     assert ours(task, model, features) == pytest.approx(loss.item(), abs=1e-6)
-
-
-def test_reference_log_probabilities_are_those_of_trl(models, tokenizer):
-    _, reference = models
-    task, features = task_of(tokenizer, loss="sigmoid"), pairs()
-    batch = theirs(features, 0, 1)
-    labels = batch["input_ids"].masked_fill(batch["completion_mask"] == 0, -100)
-    with torch.no_grad():
-        of_trl = reference(
-            input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], labels=labels, fused_lm_head=True
-        ).log_probs.sum(dim=1)
-        collated = task.collate(features)
-        own = sequence_log_probabilities(reference, collated)
-    torch.testing.assert_close(own, of_trl, atol=1e-6, rtol=1e-6)
-    arrays = task.precomputed.compute(reference, collated)
-    assert [each[REFERENCE].tolist() for each in arrays] == [each.tolist() for each in split_by_sample(own, collated)]

@@ -42,11 +42,6 @@ def test_robust_dpo_is_unbiased_where_pairs_are_flipped():
     close((1 - share) * noisy[0] + share * noisy[1], of_margins(losses.dpo, MARGINS, beta=0.3).tolist())
 
 
-def test_the_reference_point_is_a_mean_that_is_never_negative():
-    assert losses.reference_point(doubles(6.0), doubles(4.0)).item() == 1.5
-    assert losses.reference_point(doubles(-6.0), doubles(4.0)).item() == 0.0
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_log_one_minus_exp_has_a_finite_gradient_at_both_ends(dtype):
     x = torch.tensor([0.0, -1e-9, -0.5, -0.7, -90.0], dtype=dtype, requires_grad=True)

@@ -3,11 +3,10 @@
 import pytest
 import torch
 from peft import PrefixTuningConfig, PromptTuningConfig, get_peft_model
-from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from finetune.data.batch import Batch
-from finetune.task.generation import generate_tokens, has_prompt_learning
+from finetune.task.generation import generate_tokens
 from finetune.task.lm_loss.head import logits_everywhere
 from finetune.task.protocol import GenerationPrompt
 
@@ -51,14 +50,3 @@ def greedy_without_cache(model, prompt, *, num_tokens):
         batch = Batch({"input_ids": ids, "attention_mask": torch.ones_like(ids)}, ids, ids.shape[1], ids.shape[1], (0,))
         ids = torch.cat([ids, logits_everywhere(model, batch)[:, -1:].argmax(-1)], 1)
     return ids[0, len(prompt) :].tolist()
-
-
-def test_prompt_learning_is_found_inside_wrappers_only_if_present(model):
-    class Wrapper(nn.Module):
-        def __init__(self, module):
-            super().__init__()
-            self.module = module
-
-    assert has_prompt_learning(Wrapper(model))
-    assert not has_prompt_learning(model.get_base_model())
-    assert not has_prompt_learning(Wrapper(nn.Linear(2, 2)))

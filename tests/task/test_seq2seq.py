@@ -16,33 +16,14 @@ from finetune.task.protocol import TaskContext
 from tests.refusals import pinned
 
 SIZE = 320
+T5 = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2, "initializer_factor": 2.0}
+BART = {f"{part}_{name}": 1 for part in ("encoder", "decoder") for name in ("layers", "attention_heads")}
+BART |= {"d_model": 16, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "init_std": 0.3}
 MODELS = {
     "t5": lambda: T5ForConditionalGeneration(
-        T5Config(
-            vocab_size=SIZE,
-            d_model=16,
-            d_kv=8,
-            d_ff=32,
-            num_layers=1,
-            num_heads=2,
-            dropout_rate=0.0,
-            initializer_factor=2.0,
-            decoder_start_token_id=0,
-        )
+        T5Config(vocab_size=SIZE, **T5, dropout_rate=0.0, decoder_start_token_id=0)
     ),
-    "bart": lambda: BartForConditionalGeneration(
-        BartConfig(
-            vocab_size=SIZE,
-            d_model=16,
-            encoder_layers=1,
-            decoder_layers=1,
-            encoder_attention_heads=2,
-            decoder_attention_heads=2,
-            encoder_ffn_dim=32,
-            decoder_ffn_dim=32,
-            init_std=0.3,
-        )
-    ),
+    "bart": lambda: BartForConditionalGeneration(BartConfig(vocab_size=SIZE, **BART)),
 }
 
 

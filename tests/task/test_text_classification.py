@@ -61,15 +61,6 @@ def test_texts_are_padded_with_their_types_and_labels(data):
     assert (batch.num_targets, batch.num_tokens, batch.sample_ids) == (2, 8, (0, 1))
 
 
-def test_the_config_of_the_model_knows_the_classes_and_the_padding(data):
-    values = task_of("single_label", bert_tokenizer(), data)[0].head_values
-    config = BertConfig()
-    for name, value in values.items():
-        setattr(config, name, value)
-    assert (config.num_labels, config.id2label, config.label2id["z"]) == (3, {0: "x", 1: "y", 2: "z"}, 2)
-    assert (config.problem_type, config.pad_token_id) == ("single_label_classification", 0)
-
-
 MEASURED = {
     "single_label": ["loss", "accuracy", "macro_f1", "micro_f1", "mcc"],
     "multi_label": ["loss", "subset_accuracy", "macro_f1", "micro_f1"],
@@ -113,17 +104,6 @@ def test_a_number_that_looks_ignored_counts(data):
     assert task.collate(samples[1:2]).labels.tolist() == [[IGNORED]]
     assert task.loss_sums(bert(1), task.collate(samples[1:2]))["loss_sum"] > 9000
     assert task.loss_sums(bert(1), task.dummy_batch(samples[1]))["loss_sum"] == 0.0
-
-
-def test_an_evaluation_has_neither_weights_nor_smoothing(data):
-    weighted, samples = task_of("single_label", bert_tokenizer(), data, class_weights="balanced")
-    plain, _ = task_of("single_label", bert_tokenizer(), data)
-    model, batch = bert(3), weighted.collate(samples)
-    with torch.no_grad():
-        assert float(weighted.loss_sums(model, batch)["loss_sum"]) != pytest.approx(
-            float(plain.loss_sums(model, batch)["loss_sum"])
-        )
-    assert weighted.evaluate_batch(model, batch).sums == plain.evaluate_batch(model, batch).sums
 
 
 DECODERS = {
@@ -200,14 +180,6 @@ def test_truncated_texts_are_counted_and_keep_their_special_tokens(tmp_path):
     assert prepared[0].arrays["input_ids"].tolist() == [2, 4, 5, 3]
     assert (counts.truncated_rows, counts.truncated_tokens, counts.truncated_targets, counts.longest) == (1, 2, 0, 6)
     assert (counts.samples, counts.tokens, counts.targets) == (2, 7, 2)
-
-
-def test_facts_build_the_task_without_rows(data):
-    task, _ = task_of("regression", bert_tokenizer(), data, found=[[1, 2]] * 5)
-    settings = TaskSection(name="text_classification", classification=ClassificationSection(kind="regression"))
-    again = build_task(TaskContext(settings, data, bert_tokenizer(), facts=task.data_facts.values))
-    assert again.head_values == task.head_values
-    assert again.samples.identity == task.samples.identity
 
 
 def test_regression_rows_without_a_numeric_label_are_rejected(data):

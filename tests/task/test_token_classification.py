@@ -11,7 +11,6 @@ from finetune.data.features import Features
 from finetune.data.sources.source import open_source
 from finetune.data.token_cache.cache import prepare_set
 from finetune.data.token_cache.chunks import Encoding
-from finetune.task.metrics import entity_metrics
 from finetune.task.protocol import TaskContext, build_task
 from tests.data.encoding.word_pieces import WORDS, bert_tokenizer
 from tests.small_models import TINY
@@ -71,13 +70,6 @@ def test_metrics_of_uneven_ranks_equal_those_of_one(task, samples, model):
     together = task.metrics({name: float(value) for name, value in whole.sums.items()}, whole.records)
     assert apart == pytest.approx(together, rel=1e-5)
     assert len(records) == 10
-
-
-def test_entities_do_not_reach_across_sentences():
-    names = ("O", "B-X", "I-X")
-    records = torch.tensor([[0, 0, 0], [0, 1, 1], [1, 2, 2], [1, 0, 2]], dtype=torch.float64)
-    found = entity_metrics(records, names)  # right: X in sentence 0; sentence 1 has one word of X, two are predicted
-    assert found == {"entity_f1": 0.5, "entity_precision": 0.5, "entity_recall": 0.5}
 
 
 def test_tags_without_entities_have_no_entity_metrics(data):

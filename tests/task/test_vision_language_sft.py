@@ -17,29 +17,13 @@ from tests.data.picture_processors import llava, picture, qwen, smolvlm
 from tests.refusals import pinned, refused
 
 PROCESSORS = {"llava": llava, "qwen": qwen, "smolvlm": smolvlm}
-TEXT = {
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 280,
-    "initializer_range": 0.3,
-    "pad_token_id": 0,
-}
+SIZES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+TEXT = {**SIZES, "num_key_value_heads": 2, "vocab_size": 280, "initializer_range": 0.3, "pad_token_id": 0}
 CONFIGS = {
     "llava": {
         "model_type": "llava",
         "text_config": {"model_type": "llama", **TEXT},
-        "vision_config": {
-            "model_type": "clip_vision_model",
-            "hidden_size": 32,
-            "intermediate_size": 32,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "image_size": 16,
-            "patch_size": 8,
-        },
+        "vision_config": {"model_type": "clip_vision_model", **SIZES, "image_size": 16, "patch_size": 8},
     },
     "qwen": {
         "model_type": "qwen2_vl",
@@ -49,14 +33,7 @@ CONFIGS = {
     "smolvlm": {
         "model_type": "idefics3",
         "text_config": {"model_type": "llama", **TEXT},
-        "vision_config": {
-            "hidden_size": 32,
-            "intermediate_size": 32,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "image_size": 16,
-            "patch_size": 2,
-        },
+        "vision_config": {**SIZES, "image_size": 16, "patch_size": 2},
         "scale_factor": 4,
     },
 }

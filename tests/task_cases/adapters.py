@@ -1,17 +1,15 @@
 """Every kind of adapter on one tiny `sft` job, a base in 4 bits, and new tokens."""
 
-import json
 from pathlib import Path
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 from transformers.utils import is_bitsandbytes_available
 
 from tests.small_models import byte_tokenizer
 from tests.task_cases.case import Case
-from tests.task_cases.language import REST, conversations
+from tests.task_cases.language import REST, conversations, mean_loss
 
 JOB = f"""
 run: {{folder: runs/adapters, seed: 7}}
@@ -57,11 +55,11 @@ def loss_of_adapter(final: Path, folder: Path) -> float:
     """Return the mean loss over the answers' tokens, from the base as it was and what the run has exported."""
     tokenizer = AutoTokenizer.from_pretrained(final)
     if not (final / "adapter_config.json").exists():
-        return _loss(AutoModelForCausalLM.from_pretrained(final), tokenizer, folder)
+        return mean_loss(AutoModelForCausalLM.from_pretrained(final), tokenizer, folder)
     model = AutoModelForCausalLM.from_pretrained(folder / "base")
     if model.config.vocab_size < len(tokenizer):
         model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-    return _loss(PeftModel.from_pretrained(model, final), tokenizer, folder)
+    return mean_loss(PeftModel.from_pretrained(model, final), tokenizer, folder)
 
 
 def loss_in_4_bits(final: Path, folder: Path) -> float:
@@ -74,26 +72,7 @@ def loss_in_4_bits(final: Path, folder: Path) -> float:
         bnb_4bit_quant_storage=torch.float32,
     )
     model = AutoModelForCausalLM.from_pretrained(folder / "base", quantization_config=kind, dtype=torch.float32)
-    return _loss(PeftModel.from_pretrained(model, final), AutoTokenizer.from_pretrained(final), folder)
-
-
-def _loss(model: torch.nn.Module, tokenizer: object, folder: Path) -> float:
-    total, count = 0.0, 0
-    for line in (folder / "held_out.jsonl").read_text().splitlines():
-        row = json.loads(line)
-        start, ids = _rendered(tokenizer, row)
-        with torch.no_grad():
-            logits = model.eval()(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0, -ids.shape[1] :]
-        total += cross_entropy(logits[start - 1 : -1].double(), ids[0, start:], reduction="sum").item()
-        count += ids.shape[1] - start
-    return total / count
-
-
-def _rendered(tokenizer: object, row: dict) -> tuple[int, torch.Tensor]:
-    """Return where the answer begins, and the tokens up to and with the one that ends it."""
-    asked = f"<|im_start|>user\n{row['prompt']}<|im_end|>\n<|im_start|>assistant\n"
-    whole = tokenizer(f"{asked}{row['completion']}<|im_end|>")["input_ids"]
-    return len(tokenizer(asked)["input_ids"]), torch.tensor([whole])
+    return mean_loss(PeftModel.from_pretrained(model, final), AutoTokenizer.from_pretrained(final), folder)
 
 
 LORA = {

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from tests.small_job import WORDS
 from tests.task_cases.case import Case
@@ -82,7 +82,11 @@ def loss_of_text(final: Path, folder: Path) -> float:
 
 def loss_of_answers(final: Path, folder: Path) -> float:
     """Return the mean loss over the answers' tokens and the one that ends each."""
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(final), AutoTokenizer.from_pretrained(final)
+    return mean_loss(AutoModelForCausalLM.from_pretrained(final), AutoTokenizer.from_pretrained(final), folder)
+
+
+def mean_loss(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, folder: Path) -> float:
+    """Return the same of a model, which may read something before the tokens."""
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     total, count = 0.0, 0
     for line in (folder / "held_out.jsonl").read_text().splitlines():
@@ -91,8 +95,8 @@ def loss_of_answers(final: Path, folder: Path) -> float:
         start = len(tokenizer(asked)["input_ids"])
         ids = torch.tensor([[*tokenizer(asked + row["completion"])["input_ids"], end]])
         with torch.no_grad():
-            logits = model.eval()(ids).logits[0, start - 1 : -1]
-        total += cross_entropy(logits.double(), ids[0, start:], reduction="sum").item()
+            logits = model.eval()(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0, -ids.shape[1] :]
+        total += cross_entropy(logits[start - 1 : -1].double(), ids[0, start:], reduction="sum").item()
         count += ids.shape[1] - start
     assert math.isfinite(total)
     return total / count

@@ -1,21 +1,18 @@
 """The findings on recorded machines, and on those with a fault; each has its texts and a row on the page."""
 
-import json
 import re
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from finetune.commands.doctor.checks import HOST_CHECKS, LAUNCH_CHECKS, chosen_interfaces
-from finetune.commands.doctor.facts import Facts, read_facts
 from finetune.commands.doctor.findings import Severity, finding_texts
-from finetune.commands.doctor.gpus import parse_links
 from finetune.commands.doctor.job_facts import HubName, JobFacts
 from finetune.commands.doctor.network import HubFacts, InfinibandPort
 from finetune.commands.doctor.ranks import AllReduceSpeed, LinkFacts, PairSpeed
 from finetune.commands.doctor.system import Lock
-from tests.commands.doctor.recorded import FOLDER, NAMES, findings_of, host_of, ranks_of
+from tests.commands.doctor.recorded import NAMES, findings_of, host_of, ranks_of
 
 H100, A10, RTX, CPU = "h100_nvswitch", "a10_two_sockets", "rtx4090_pair", "cpu_node"
 PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "before-a-run.md"
@@ -47,18 +44,6 @@ def test_a_recorded_machine_has_exactly_the_expected_findings(name):
     findings = findings_of(host_of(name))
     assert findings.keys() == EXPECTED[name].keys()
     assert [key for key, fix in EXPECTED[name].items() if fix not in findings[key].fix] == []
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_facts_written_as_json_are_read_back_unchanged(tmp_path, name):
-    facts = Facts((host_of(name),))
-    (tmp_path / "facts.json").write_text(json.dumps({"facts": asdict(facts), "findings": []}))
-    assert read_facts(tmp_path / "facts.json") == facts
-
-
-@pytest.mark.parametrize("name", [H100, A10, RTX])
-def test_the_recorded_links_equal_the_parsed_output_of_nvidia_smi(name):
-    assert parse_links((FOLDER / f"{name}.topo.txt").read_text()) == host_of(name).gpus.links
 
 
 def with_gpu(index=2, **changes):

@@ -84,12 +84,6 @@ class PlantedRuns:
         rows, steps, rate, overrides = RUNS[name](self)
         return self.train(name, rows, *overrides, model=f"{{name: {self.base}}}", steps=steps, rate=rate)
 
-    def again(self, name: str, *, seed: int) -> Path:
-        """Return the run of this name, trained with another seed."""
-        rows, steps, rate, overrides = RUNS[name](self)
-        seeded = (*overrides, f"run.seed={seed}")
-        return self.train(f"{name} {seed}", rows, *seeded, model=f"{{name: {self.base}}}", steps=steps, rate=rate)
-
 
 def good_rows(planted: PlantedRuns) -> list[Row]:
     """Return rows of the new instructions among rows of the old ones, which keeps these."""

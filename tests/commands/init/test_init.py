@@ -1,11 +1,3 @@
-import os
-import subprocess
-import sys
-import threading
-from contextlib import contextmanager
-from hashlib import sha256
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-
 import pytest
 import torch
 from transformers import LlamaConfig
@@ -75,50 +67,6 @@ def test_the_quickstart_is_written_for_a_pretrained_model(pretrained, tmp_path, 
     assert ("the model's own" if has_own else "chatml, because the model has none") in capsys.readouterr().out
     assert (config.model.dtype, config.train.precision) == (("bfloat16", "bf16") if has_gpu else ("float32", "fp32"))
     assert config.train.learning_rate == 1e-3
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("pretrained", ["instruct"], indirect=True)
-def test_a_hub_name_is_read_from_the_hub_and_no_weights_are(pretrained, tmp_path):
-    with hub_of(pretrained, name="org/tiny") as (endpoint, asked):
-        offline = {"HF_HUB_OFFLINE": "0", "TRANSFORMERS_OFFLINE": "0", "NO_PROXY": "127.0.0.1"}
-        variables = {**os.environ, **offline, "HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "cache")}
-        command = [sys.executable, "-m", "finetune", "init", "quickstart", "--model", "org/tiny", "--into", "job"]
-        done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stderr
-    assert {"config.json", "tokenizer.json"} <= asked and not [name for name in asked if "safetensors" in name]
-    config = load_config(tmp_path / "job" / "job.yaml").config
-    assert (config.model.name, config.data.chat_template) == ("org/tiny", None)
-
-
-@contextmanager
-def hub_of(folder, *, name):
-    """Serve the folder as the repository `name` of a hub; yields its address and the files that were asked for."""
-    asked = set()
-
-    class Hub(BaseHTTPRequestHandler):
-        def do_GET(self):
-            file = self.path.partition("?")[0].removeprefix(f"/{name}/resolve/main/")
-            content = (folder / file).read_bytes() if (folder / file).is_file() else b""
-            asked.update([file] if content else [])
-            self.send_response(200 if content else 404)
-            headers = {"ETag": f'"{sha256(content).hexdigest()}"'} if content else {"X-Error-Code": "EntryNotFound"}
-            for key, value in {**headers, "X-Repo-Commit": "0" * 40, "Content-Length": len(content)}.items():
-                self.send_header(key, str(value))
-            self.end_headers()
-            if self.command == "GET":
-                self.wfile.write(content)
-
-        def do_HEAD(self):
-            self.do_GET()
-
-        def log_message(self, *_):
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}", asked
-        server.shutdown()
 
 
 def test_a_large_model_gets_a_smaller_learning_rate(pretrained, tmp_path):

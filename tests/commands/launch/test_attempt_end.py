@@ -127,17 +127,6 @@ def test_without_a_status_of_this_attempt_the_exit_code_of_the_launcher_counts(c
     assert decision.exit_code == expected and f"exit code {code}" in decision.reason
 
 
-@pytest.mark.parametrize("restarts", [0, 1, 3])
-@pytest.mark.parametrize("ended", [1, 143, None])
-def test_a_job_that_gains_nothing_is_given_up(restarts, ended):
-    last, codes = None, []
-    for _ in range(restarts + 1):
-        last = decide_restart(AttemptEnd(ended), code=1, step=0, last=last, max_restarts=restarts)
-        codes.append(last.exit_code)
-    assert codes == [AGAIN] * restarts + [1]
-    assert f"{restarts + 1} attempts in a row" in last.reason
-
-
 def test_a_job_is_never_restarted_in_a_row_more_often_than_allowed():
     """All sequences of 5 ends, with and without a step gained."""
     num_sequences = 0

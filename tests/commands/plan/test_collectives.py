@@ -26,22 +26,12 @@ def test_an_all_gather_sends_all_but_the_own_share():
     assert reduce_scatter_seconds(8e9, ONE_NODE) == all_gather_seconds(8e9, ONE_NODE)
 
 
-def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather():
-    """2 (n - 1) / n of the bytes: NCCL's factor from algorithm to bus bandwidth, 1.75 for 8 ranks."""
-    assert all_reduce_seconds(8e9, ONE_NODE) == pytest.approx(8e9 * 1.75 / 100e9, rel=1e-3)
-
-
 def test_between_machines_the_slower_of_link_and_network_counts():
     """Of 16 GB, 15/16 pass each link, 150 ms at 100 GB/s, and leave each machine, 188 ms at 8 x 10 GB/s."""
     latency = LAUNCH_SECONDS + 14 * HOP + NETWORK_HOP_SECONDS
     assert all_gather_seconds(16e9, TWO_NODES) == pytest.approx(15e9 / 80e9 + latency)
     fast = Cluster(16, 8, link_bandwidth=100e9, network_bandwidth=50e9)
     assert all_gather_seconds(16e9, fast) == pytest.approx(15e9 / 100e9 + latency)
-
-
-def test_one_network_card_for_eight_ranks_is_eight_times_slower_than_one_each():
-    shared = Cluster(16, 8, link_bandwidth=100e9, network_bandwidth=10e9 / 8)
-    assert all_gather_seconds(16e9, shared) == pytest.approx(8 * all_gather_seconds(16e9, TWO_NODES), rel=1e-3)
 
 
 def test_copies_on_two_machines_speak_pairwise():
@@ -52,21 +42,7 @@ def test_copies_on_two_machines_speak_pairwise():
     assert TWO_NODES.shard_group(8) == ONE_NODE
 
 
-def test_a_copy_may_take_a_part_of_a_machine_or_several():
-    """16 ranks: copies of 4 ranks are two to a machine; copies of 16 have no partner."""
-    assert (TWO_NODES.replica_group(4).num_ranks, TWO_NODES.replica_group(4).num_nodes) == (4, 2)
-    assert TWO_NODES.replica_group(16).num_ranks == 1
-    assert TWO_NODES.shard_group(16) == TWO_NODES
-
-
 def test_the_latency_of_a_ring_grows_with_the_ranks_and_that_of_a_tree_with_the_logarithm_of_the_machines():
     many = Cluster(4096, 8, 100e9, 10e9)
     assert all_gather_seconds(0.0, many) == pytest.approx(LAUNCH_SECONDS + 3584 * HOP + 511 * NETWORK_HOP_SECONDS)
     assert all_reduce_seconds(0.0, many) == pytest.approx(LAUNCH_SECONDS + 2 * (7 * HOP + 9 * NETWORK_HOP_SECONDS))
-
-
-@pytest.mark.parametrize("collective", [all_gather_seconds, all_reduce_seconds])
-def test_more_ranks_or_a_slower_network_never_make_a_collective_faster(collective):
-    times = [collective(1e9, Cluster(1 << power, 8, 100e9, 10e9)) for power in range(13)]
-    assert times == sorted(times) and len(set(times)) == 13
-    assert collective(1e9, Cluster(64, 8, 100e9, 5e9)) > collective(1e9, Cluster(64, 8, 100e9, 10e9))

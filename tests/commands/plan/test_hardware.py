@@ -38,13 +38,6 @@ def test_the_network_bandwidth_comes_from_the_option_or_the_table():
     assert parse_hardware("8xH100", num_nodes=2, network_gbit=100).gpu.network_bandwidth == 100e9 / 8 / 8
 
 
-def test_more_gpus_of_a_kind_are_on_whole_machines():
-    one = parse_hardware("1xH100", num_nodes=None)
-    assert (one.with_gpus(4).gpus_per_node, one.with_gpus(4).num_nodes) == (4, 1)
-    assert (one.with_gpus(64).gpus_per_node, one.with_gpus(64).num_nodes) == (8, 8)
-    assert one.with_gpus(64).num_gpus == 64
-
-
 def test_the_gpus_of_this_machine_are_taken_with_their_own_memory(gpus: Callable[..., None]):
     gpus("NVIDIA A100-SXM4-80GB", "NVIDIA A100-SXM4-80GB", memory=79 << 30)
     found = own_hardware(num_nodes=None, gpu_table=None)

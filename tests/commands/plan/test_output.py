@@ -62,19 +62,6 @@ def test_the_chosen_line_comes_first_and_no_line_is_wider_than_the_terminal(
         assert any(words[:1] == [word] for words in rows), word
 
 
-@pytest.mark.usefixtures("no_gpu")
-def test_several_machines_get_a_line_each(
-    planned: Planned, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setenv("COLUMNS", "100")
-    print_plan(planned("8b"))
-    lines = capsys.readouterr().out.splitlines()
-    assert any(line.startswith("1x RTX4090") and "No strategy" in line for line in lines)
-    (row,) = (line.split() for line in lines if line.startswith("8x H100-80GB"))
-    assert row[2] == "fsdp2" and float(row[-1]) > 10, "dollars at the cheapest provider"
-    assert any("This machine has no GPU" in line for line in lines)
-
-
 def test_a_plan_without_a_fitting_strategy_suggests_what_would_fit(
     planned: Planned, capsys: pytest.CaptureFixture[str]
 ):

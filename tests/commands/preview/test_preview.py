@@ -72,11 +72,6 @@ def test_the_pieces_together_are_the_text_and_the_tokens(tokenizer):
     assert sum(len(piece.ids) for piece in parts if piece.is_target) == len(ids) - 4
 
 
-def test_bytes_that_only_together_are_a_character_are_one_piece(tokenizer):
-    (cup,) = [piece for piece in pieces("☕", tokenizer, target_from=9) if piece.text == "☕"]
-    assert len(cup.ids) == 3
-
-
 def test_tokens_of_one_character_with_different_target_flags_are_previewed_separately(tokenizer):
     first, *others = pieces("☕", tokenizer, target_from=1)
     assert not first.is_target and len(first.ids) == 1

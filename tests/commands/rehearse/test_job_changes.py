@@ -64,11 +64,6 @@ def test_kernels_and_paged_moments_of_a_gpu_are_rehearsed_without(job):
     assert tuple(again.train.optimizer.betas) == (0.9, 0.98)
 
 
-def test_a_value_that_needs_no_change_is_not_listed(job):
-    changes = changes_of(job)
-    assert "train.tf32" not in changes and "model.compile" not in changes and "export.verify" not in changes
-
-
 def test_the_rehearsal_accumulates_if_the_job_does(job):
     config = load_config(job, ["train.global_batch_size=512"]).config
     with_it = plan_schedule(config, steps=5, processes=3, real_processes=16)

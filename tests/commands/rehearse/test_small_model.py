@@ -2,7 +2,7 @@
 
 import pytest
 
-from finetune.commands.rehearse.small_model import from_config_values, kept_layers, shrink_architecture
+from finetune.commands.rehearse.small_model import from_config_values, shrink_architecture
 from finetune.commands.rehearse.widths import Sizes, shrunk_values
 from finetune.config.sections.model import FromConfigSection, ModelSection
 from finetune.errors import ModelError
@@ -10,27 +10,8 @@ from finetune.model.loading.architecture import SpecialTokenIds, build_model_con
 from tests.model.moe_models import HYBRID_MODELS, MOE_MODELS
 
 DECODERS = [
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "gemma",
-    "gemma2",
-    "gemma3_text",
-    "gpt2",
-    "gpt_neox",
-    "gpt_neo",
-    "phi3",
-    "falcon",
-    "opt",
-    "olmo2",
-    "smollm3",
-    "granite",
-    "cohere2",
-    "recurrent_gemma",
-    "jamba",
-    "llama4_text",
-    "mamba",
+    *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "gpt_neo", "phi3"),
+    *("falcon", "opt", "olmo2", "smollm3", "granite", "cohere2", "recurrent_gemma", "jamba", "llama4_text", "mamba"),
 ]
 NEEDS_VALUES = {"lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8, "num_hidden_layers": 32}}
 OTHERS = {
@@ -119,11 +100,3 @@ def test_a_value_that_the_config_computes_is_not_written_into_the_job():
     made = shrink_architecture(ModelSection(from_config=written), head="causal_lm", sizes=Sizes())
     assert "qk_head_dim" in made.config.to_dict()
     assert "qk_head_dim" not in from_config_values(written, made)
-
-
-def test_every_kind_of_layer_is_kept_at_least_once():
-    assert kept_layers(["dense", *["moe"] * 60], can_pick=False) == (0, 1)
-    late = [*["global"] * 30, "local"]
-    assert kept_layers(late, can_pick=True) == (0, 30)
-    assert kept_layers(late, can_pick=False) == tuple(range(31))
-    assert kept_layers(["only"], can_pick=False) == (0,)

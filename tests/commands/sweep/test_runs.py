@@ -52,11 +52,6 @@ def test_problems_of_all_runs_are_reported_at_once_with_a_run_that_has_them(job)
     assert "`-1` is not allowed" in text and "(run learning_rate=-1,global_batch_size=8)" in text
 
 
-def test_a_global_batch_size_not_divisible_by_the_processes_is_refused(job):
-    with pytest.raises(ConfigError, match="cannot be shared by 3 processes"):
-        check_runs(job, runs_of("run.seed=1,2"), num_processes=3)
-
-
 def test_job_facts_leave_out_swept_keys_and_keys_that_may_differ(job):
     config = check_runs(job, runs_of("train.learning_rate=1e-4,2e-4"), num_processes=1).config
     facts = job_facts(config, swept=["train.learning_rate"])

@@ -199,13 +199,6 @@ def test_a_damaged_journal_is_rejected_with_a_remedy(tmp_path, text):
         SweepStudy(tmp_path, space=SPACE)
 
 
-def test_records_that_do_not_fit_are_damage(opened):
-    path = opened().folder / "sweep.journal"
-    path.write_text(path.read_text().replace('"metric":"', '"metrics":"'))
-    with refused(UserError):
-        opened()
-
-
 def test_a_name_that_leads_out_of_the_folder_is_damage(opened):
     study = opened()
     search(study, num_runs=1)

@@ -93,17 +93,6 @@ def test_a_failing_run_ends_no_other_and_further_values_add_runs(job, tmp_path, 
     assert run(job, folder, *wider, "report.log_every_steps=2") == 1  # it may differ on a resume
 
 
-@pytest.mark.full
-@pytest.mark.distributed
-def test_a_search_is_continued_to_a_larger_number_of_runs(job, tmp_path, capsys):  # noqa: F811
-    space = ["train.learning_rate=1e-4..1e-1", "train.schedule.name=cosine,constant", "train.steps=4"]
-    assert run(job, tmp_path / "search", *space, search=2) == 0
-    assert run(job, tmp_path / "search", *space, search=3, at_once=2) == 0
-    output = capsys.readouterr().out
-    assert output.count(": started, log in ") == 3 and "search of 3 runs, 1 to do" in output
-    assert (tmp_path / "search" / "sweep.journal").exists()
-
-
 def begin_cold(job, folder, *overrides, at_once=1):  # noqa: F811
     words = [word for text in overrides for word in ("--set", text)]
     command = [sys.executable, "-m", "finetune", "sweep", "--config", str(job), "--folder", str(folder)]

@@ -45,11 +45,6 @@ def test_a_server_that_is_not_there_is_one_message_with_the_remedy(tmp_path):
         client("http://127.0.0.1:9/v1", name="vllm").choose(None, folder=tmp_path)
 
 
-def test_a_url_without_scheme_is_refused():
-    with pytest.raises(ServingError, match="write a URL such as http://"):
-        client("localhost:8000")
-
-
 def test_a_slow_server_ends_with_the_time_limit(tmp_path):
     started = time.monotonic()
     text = message_of({CHAT: lambda: time.sleep(1.5)}, tmp_path, seconds=0.4)
@@ -57,19 +52,25 @@ def test_a_slow_server_ends_with_the_time_limit(tmp_path):
     assert time.monotonic() - started < 5
 
 
-def test_a_server_error_is_shown_with_the_first_words_of_its_answer(tmp_path):
-    assert "answered /chat/completions with 500" in message_of({CHAT: 500}, tmp_path)
+TWO_MODELS = {"/v1/models": {"data": [{"id": "a"}, {"id": "b"}]}}
 
 
-def test_a_broken_answer_is_shown(tmp_path):
-    assert 'with invalid JSON: {"choices": [' in message_of({CHAT: b'{"choices": ['}, tmp_path)
-    assert "with invalid JSON: <html>" in message_of({"/v1/models": b"<html>"}, tmp_path)
-
-
-def test_an_answer_without_choices_is_shown(tmp_path):
-    assert 'without `choices.0.message.content`: {"model": "model"}' in message_of({CHAT: {"model": "model"}}, tmp_path)
-    assert "is not a JSON object" in message_of({CHAT: []}, tmp_path)
-    assert "does not list its models" in message_of({"/v1/models": {"data": [1]}}, tmp_path)
+@pytest.mark.parametrize(
+    ("answers", "model", "message"),
+    [
+        ({CHAT: 500}, None, "answered /chat/completions with 500"),
+        ({CHAT: b'{"choices": ['}, None, 'with invalid JSON: {"choices": ['),
+        ({"/v1/models": b"<html>"}, None, "with invalid JSON: <html>"),
+        ({CHAT: {"model": "model"}}, None, 'without `choices.0.message.content`: {"model": "model"}'),
+        ({CHAT: []}, None, "is not a JSON object"),
+        ({"/v1/models": {"data": [1]}}, None, "does not list its models"),
+        ({CHAT: {"model": "other", "choices": []}}, None, "the model `other`, although `model` was requested"),
+        (TWO_MODELS, None, "serves `a`, `b`, and not the model in "),
+        (TWO_MODELS, "c", "serves `a`, `b`, and not `c`"),
+    ],
+)
+def test_a_broken_answer_and_another_model_are_shown(tmp_path, answers, model, message):
+    assert message in message_of(answers, tmp_path, model=model)
 
 
 @pytest.mark.parametrize(
@@ -78,17 +79,6 @@ def test_an_answer_without_choices_is_shown(tmp_path):
 def test_log_probabilities_that_are_not_numbers_are_refused(scores, tmp_path):
     choice = {"message": {"content": "a"}, "logprobs": scores or [1]}
     assert "log-probabilities that are not numbers" in message_of({CHAT: {"choices": [choice]}}, tmp_path)
-
-
-def test_an_answer_of_another_model_is_refused(tmp_path):
-    text = message_of({CHAT: {"model": "other", "choices": []}}, tmp_path)
-    assert "answered with the model `other`, although `model` was requested" in text
-
-
-def test_a_server_of_other_models_lists_them(tmp_path):
-    two = {"data": [{"id": "a"}, {"id": "b"}]}
-    assert "serves `a`, `b`, and not the model in " in message_of({"/v1/models": two}, tmp_path)
-    assert "serves `a`, `b`, and not `c`" in message_of({"/v1/models": two}, tmp_path, model="c")
 
 
 def test_the_model_of_the_folder_is_chosen_among_several(tmp_path):

@@ -25,41 +25,30 @@ STRAIGHT = CompletedRun(steps(), starts=(0,), state_sha256="f0")
 RESUMED = replace(STRAIGHT, starts=(0, 2))
 
 
-def list_differences(*, tolerance, **changes):
-    return list(run_differences(STRAIGHT, replace(RESUMED, **changes), stop_at=2, tolerance=tolerance))
+ANEW, SHORTER = "the second start resumed from step 0, not 2", "straight took 3 steps, resumed 2"
+NEARLY = steps(losses=(4.0, 3.0, 2.0000000000000004))
 
 
-def test_equal_runs_have_no_differences():
-    assert list_differences(tolerance=None) == []
-
-
-def test_a_difference_in_the_last_bit_counts_only_without_a_tolerance():
-    nearly = steps(losses=(4.0, 3.0, 2.0000000000000004))
-    assert list_differences(steps=nearly, tolerance=None) == ["another loss at step 3"]
-    assert list_differences(steps=nearly, tolerance=1e-4) == []
-
-
-def test_a_nan_loss_is_never_equal():
-    assert list_differences(steps=steps(losses=(4.0, 3.0, float("nan"))), tolerance=1e-4) == ["another loss at step 3"]
-
-
-def test_other_samples_are_never_within_the_tolerance():
-    assert list_differences(steps=steps(samples=("aa", "bc", "cc")), tolerance=1e-4) == ["other samples from step 2 on"]
-
-
-def test_a_different_checkpoint_state_counts_only_without_a_tolerance():
-    assert list_differences(state_sha256="f1", tolerance=None) == ["another state in the last checkpoint"]
-    assert list_differences(state_sha256="f1", tolerance=1e-4) == []
-
-
-def test_a_second_start_from_step_0_is_not_a_resume():
-    assert list_differences(starts=(0, 0), tolerance=1e-4) == ["the second start resumed from step 0, not 2"]
-
-
-def test_fewer_steps_are_a_difference():
-    assert list_differences(steps=steps(SAMPLES[:2], LOSSES[:2]), tolerance=1e-4) == [
-        "straight took 3 steps, resumed 2"
-    ]
+@pytest.mark.parametrize(
+    ("changes", "exactly", "within_tolerance"),
+    [
+        ({}, [], []),
+        ({"steps": NEARLY}, ["another loss at step 3"], []),
+        ({"steps": steps(losses=(4.0, 3.0, float("nan")))}, ["another loss at step 3"], ["another loss at step 3"]),
+        (
+            {"steps": steps(samples=("aa", "bc", "cc"))},
+            ["other samples from step 2 on"],
+            ["other samples from step 2 on"],
+        ),
+        ({"state_sha256": "f1"}, ["another state in the last checkpoint"], []),
+        ({"starts": (0, 0)}, [ANEW], [ANEW]),
+        ({"steps": steps(SAMPLES[:2], LOSSES[:2])}, [SHORTER], [SHORTER]),
+    ],
+)
+def test_each_difference_counts_and_rounding_only_without_a_tolerance(changes, exactly, within_tolerance):
+    for tolerance, expected in ((None, exactly), (1e-4, within_tolerance)):
+        resumed = replace(RESUMED, **changes)
+        assert list(run_differences(STRAIGHT, resumed, stop_at=2, tolerance=tolerance)) == expected
 
 
 def test_the_microbatch_size_of_the_job_is_kept_where_the_processes_can_share_it(job):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from finetune.commands.serving_files import write_serving_files
 from finetune.commands.verify.expected import ExpectedModel, ServingError, compute_expected
@@ -143,7 +143,6 @@ SCALED: dict[str, tuple[str, dict[str, Any]]] = {
     "linear": ("llama", {"factor": 4.0}),
     "yarn": ("qwen3", {"factor": 4.0, "original_max_position_embeddings": 128}),
 }
-NUM_GREEDY = 200
 
 
 def written(folder: Path, model: Any, tokenizer: Any, *, dtype: str = "f16") -> Path:
@@ -164,30 +163,9 @@ def report_of(folder: Path) -> dict[str, Any]:
     return report
 
 
-def num_greedy_tokens_that_agree(folder: Path) -> tuple[int, float]:
-    """Return how many of 200 greedy tokens llama.cpp chooses as transformers does in float32, and the largest error."""
-    served = LlamaCppModel(folder)
-    served.prepare({}, num_tokens=300)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    ids = list(AutoTokenizer.from_pretrained(folder)("The quick brown fox jumps over the lazy dog,")["input_ids"])
-    generated = model.generate(
-        torch.tensor([ids]), max_new_tokens=NUM_GREEDY, min_new_tokens=NUM_GREEDY, do_sample=False
-    )
-    row = generated[0].tolist()
-    logits = served._logits(row)[len(ids) - 1 : -1].log_softmax(-1)
-    with torch.no_grad():
-        expected = model(generated).logits[0, len(ids) - 1 : -1].log_softmax(-1)
-    chosen = torch.tensor(row[len(ids) :])
-    index = torch.arange(NUM_GREEDY)
-    ends = sorted(stop_ids(AutoTokenizer.from_pretrained(folder)))
-    logits[:, ends] = -torch.inf  # generation was forced to go on
-    error = (logits[index, chosen] - expected[index, chosen]).abs().max()
-    return int((logits.argmax(-1) == chosen).sum()), float(error)
-
-
 @needs_llama_cpp
 @pytest.mark.parametrize("model_type", sorted(ARCHITECTURES))
-def test_llama_cpp_serves_the_folder_in_float16(model_type, tmp_path, record_property):
+def test_llama_cpp_serves_the_folder_in_float16(model_type, tmp_path):
     tokenizer = make_tokenizer()
     values = OTHERS.get(model_type, FAMILIES.get(model_type))
     assert values is not None
@@ -196,9 +174,6 @@ def test_llama_cpp_serves_the_folder_in_float16(model_type, tmp_path, record_pro
     report = report_of(folder)
     assert (report["problems"], report["log-probabilities"]["dtype"]) == ([], "float16")
     assert report["log-probabilities"]["median"] < 3e-3
-    num_equal, error = num_greedy_tokens_that_agree(folder)
-    print(f"{model_type}: {num_equal} of {NUM_GREEDY} greedy tokens, log-probabilities within {error:.1e}")
-    assert num_equal >= NUM_GREEDY - 2  # of two tokens that are nearly as likely, rounding may choose the other one
 
 
 @needs_llama_cpp

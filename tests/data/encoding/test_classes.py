@@ -2,9 +2,7 @@
 
 import pytest
 
-from finetune.data.encoding.labelled import Classes, balanced_weights, label_name, positive_weights, sort_names
-from finetune.errors import DataError
-from tests.refusals import refused
+from finetune.data.encoding.labelled import balanced_weights, label_name, positive_weights, sort_names
 
 
 @pytest.mark.parametrize(
@@ -12,19 +10,6 @@ from tests.refusals import refused
 )
 def test_a_label_has_a_name(label, name):
     assert label_name(label) == name
-
-
-@pytest.mark.parametrize("label", [0.5, " ", None])
-def test_a_value_that_is_not_a_label_is_rejected(label):
-    with refused(DataError):
-        label_name(label)
-
-
-def test_an_unknown_label_is_named_with_the_known_ones():
-    classes = Classes(("negative", "positive"))
-    assert classes.index("positive") == 1
-    with refused(DataError, "`postive`", "`negative`, `positive`", "`positive`"):
-        classes.index("postive")
 
 
 def test_numbers_are_sorted_by_size_and_texts_as_texts():

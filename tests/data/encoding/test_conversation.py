@@ -2,7 +2,6 @@
 
 import json
 
-import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -40,13 +39,6 @@ def encode_text(text, tokenizer):
 
 ASKED = turn("user", "What is two and two?")
 ANSWERED = turn("assistant", "Two and two is four.")
-
-
-def test_only_the_answer_and_its_end_of_turn_are_targets(tokenizer):
-    features = encode_turns([ASKED, ANSWERED], tokenizer)
-    assert targets(features, tokenizer) == ["Two and two is four.<|im_end|>"]
-    assert features.arrays["input_ids"].dtype == np.uint32
-    assert features.arrays["is_target"].dtype == bool
 
 
 def test_encoded_tokens_equal_those_of_the_rendered_conversation(tokenizer):
@@ -120,12 +112,6 @@ def test_a_token_across_the_edge_of_the_prompt_is_refused(tokenizer):
         encode_turns([ASKED, turn("assistant", "wo and two is four.")], tokenizer)
 
 
-def test_an_error_raised_by_a_template_is_reported_with_its_message(tokenizer):
-    tokenizer.chat_template = "{{ raise_exception('System role not supported') }}"
-    with refused(DataError):
-        encode_turns([ASKED, ANSWERED], tokenizer)
-
-
 def test_the_system_prompt_is_for_those_that_have_none():
     assert with_system_prompt([ASKED], "Be brief.") == [turn("system", "Be brief."), ASKED]
     own = [turn("system", "Be long."), ASKED]
@@ -154,10 +140,6 @@ def test_half_a_character_is_named_and_spoils_no_other_row(tokenizer):
 def test_a_tokenizer_without_end_of_sequence_is_rejected_for_plain_text(make_tokenizer):
     with refused(DataError):
         encode_text("Two", make_tokenizer(eos_token=None))
-
-
-def test_an_answer_may_be_stopped_by_either_end(tokenizer):
-    assert stop_ids(tokenizer) == {tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")}
 
 
 def test_the_identity_changes_with_template_and_vocabulary_and_not_with_use(tokenizer, make_tokenizer):

@@ -4,7 +4,6 @@ import pytest
 
 from finetune.config.sections.data import DataSection, TrainingSourceSection
 from finetune.data.encoding.conversation import ConversationEncoder
-from finetune.data.formats.row_format import ALREADY_READ
 from finetune.data.rows import RawRow
 from finetune.data.template_check import check_template
 from finetune.data.templates.chat_template import set_chat_template
@@ -140,14 +139,6 @@ def test_each_answer_has_its_own_length(tokenizer):
     assert split.counts.split_rows == 2
     cut = encoded(tokenizer, rows, max_length=short, over_length="truncate")
     assert cut.counts.truncated_rows == 2
-
-
-def test_a_row_encoded_as_one_sample_counts_no_answers(tokenizer):
-    set_chat_template(tokenizer, "chatml")
-    section = DataSection(train=TrainingSourceSection(path="/nowhere.jsonl"), max_length=8, over_length="drop")
-    plan = Encoding(ConversationEncoder(tokenizer), section, identity={}, format=ALREADY_READ)
-    counts = encode_chunk(plan, [RawRow("rows.jsonl", 1, {"messages": TALK})]).counts
-    assert (counts.long_rows, counts.answers, counts.repeated_tokens) == (1, 0, 0)
 
 
 @shipped

@@ -72,19 +72,6 @@ def test_an_image_takes_the_image_tokens_of_the_model_and_has_no_target(name):
     assert features.arrays["is_target"][~places].sum() > 20
 
 
-def test_the_images_are_kept_as_they_are_encoded():
-    features = encoded(llava(), TALK)
-    assert [image.size for image in images_of(features)] == [(60, 40), (30, 20)]
-    assert features.arrays["image_sizes"].tolist() == [len(image.content) for image in TALK["images"]]
-    assert features.arrays["images"].tobytes() == b"".join(image.content for image in TALK["images"])
-
-
-def test_a_row_without_images_is_a_conversation():
-    features = encoded(llava(), row("hello", "hi"))
-    assert images_of(features) == []
-    assert targets(features, llava().tokenizer) == ["hi<|im_end|>"]
-
-
 def test_the_processor_is_asked_which_tokens_are_of_images():
     features = encoded(qwen(), TALK)
     told = features.arrays["mm_token_type_ids"]
@@ -142,10 +129,3 @@ def test_a_processor_without_an_image_token_is_refused():
     processor.image_token = None
     with refused(DataError, "LlavaProcessor"):
         ImageConversationEncoder(processor)
-
-
-def test_a_blank_sample_shows_an_image_and_has_no_target():
-    blank = ImageConversationEncoder(qwen()).blank()
-    assert len(images_of(blank)) == 1
-    assert blank.num_targets == 0
-    assert blank.length == 4

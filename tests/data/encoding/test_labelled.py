@@ -163,13 +163,6 @@ def shown(features, words):
     return " ".join(f"{words[i]}/{TAGS.names[label]}" if is_target else words[i] for i, is_target, label in tokens)
 
 
-def test_the_first_token_of_a_word_carries_its_tag(encoder):
-    (sample,) = encoder([{"tokens": ["playing", "New", "York", "!"], "tags": ["O", "B-LOC", "I-LOC", "O"]}])
-    assert shown(sample, WORDS) == "[CLS] play/O ##ing new/B-LOC york/I-LOC !/O [SEP]"
-    assert next(iter(sample.arrays)) == "input_ids"
-    assert sample.num_targets == 4
-
-
 def test_a_word_without_tokens_becomes_the_unknown_token(encoder):
     (sample,) = encoder([{"tokens": ["a", "\u200b", "b"], "tags": ["O", "B-LOC", "O"]}])
     assert shown(sample, WORDS) == "[CLS] a/O [UNK]/B-LOC b/O [SEP]"

@@ -45,16 +45,6 @@ def test_a_preference_pair_is_two_conversations_with_their_answers_as_targets(en
     assert [target.removesuffix("\n") for _, target in found] == ["yes<|im_end|>", "no<|im_end|>"]
 
 
-def test_assistant_turns_in_a_preference_prompt_are_not_targets(encoder, tokenizer):
-    asked = {"prompt": [turn("user", "a?"), turn("assistant", "hm"), turn("user", "b?")]}
-    (features,) = PreferenceEncoder(encoder, "`t`")([row("", "yes", "no") | asked])
-    assert [target for _, target in texts(features, tokenizer)] == ["yes<|im_end|>", "no<|im_end|>"]
-
-
-def test_equal_answers_teach_nothing(encoder):
-    assert PreferenceEncoder(encoder, "`t`")([row("a?", "yes", "yes")]) == [None]
-
-
 def test_judged_answers_come_with_the_next_rows_answer(encoder, tokenizer):
     rows = [judged("a?", "one", True), judged("b?", "two", False), row("c?", "three", "four")]
     first, second, third = PreferenceEncoder(encoder, "`t`", judged=True)(rows)
@@ -108,10 +98,3 @@ def test_a_row_without_an_answer_pair_is_rejected_with_the_format_to_write(encod
     assert isinstance(wrong, DataError)
     assert str(wrong).startswith("`task.name: reward` trains on pairs of answers")
     assert "`format: preference`" in str(wrong)
-
-
-def test_a_row_that_the_template_cannot_render_is_wrong_alone(encoder):
-    broken = row("a?", "yes", "no") | {"chosen": [{"role": "assistant", "content": "x", "weight": 3}]}
-    outcomes = PreferenceEncoder(encoder, "`t`")([broken, row("b?", "yes", "no")])
-    assert isinstance(outcomes[0], DataError)
-    assert not isinstance(outcomes[1], DataError)

@@ -4,7 +4,6 @@ import pytest
 
 from finetune.data.encoding.conversation import ConversationEncoder
 from finetune.data.encoding.target_spans import split_reasoning
-from finetune.data.templates.chat_template import set_chat_template
 from finetune.errors import DataError
 from tests.data.template_rows import trained_tokenizer
 from tests.data.template_tokenizers import shipped_templates, targets, tokenizer_for
@@ -120,21 +119,6 @@ def test_an_answer_whose_reasoning_is_left_out_is_counted():
     assert dropped("lfm2_2_5", "last_assistant", reasoning_content="I see.") == [False]  # the turn is no target
     assert dropped("lfm2_2_5", "each_assistant", reasoning_content="I see.") == [False, False]
     assert dropped("qwen3_training", reasoning_content="I see.") == [False]
-
-
-def test_reasoning_in_the_content_that_is_left_out_is_counted():
-    form = "{% for m in messages %}<|{{ m.role }}|>{{ m.content.split('</think>')[-1] }}</s>{% endfor %}"
-    tokenizer = tokenizer_for(form + "{% if add_generation_prompt %}<|assistant|>{% endif %}")
-    row = {"messages": [ASKED, {"role": "assistant", "content": "<think>I see.</think>Four."}]}
-    (features,) = ConversationEncoder(tokenizer, allow_special_tokens=True)([row])
-    assert "dropped_reasoning_rows" in features.findings.flags
-    assert targets(features, tokenizer) == ["Four.</s>"]
-
-
-def test_a_row_without_reasoning_is_encoded_the_same_for_both_settings(tokenizer):
-    set_chat_template(tokenizer, "chatml")
-    answer = {"role": "assistant", "content": "I see. Four."}
-    assert said(tokenizer, answer, reasons=False) == said(tokenizer, answer, reasons=True) == "I see. Four.<|im_end|>"
 
 
 def test_reasoning_that_the_template_does_not_delimit_is_rejected():

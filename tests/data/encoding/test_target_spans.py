@@ -183,16 +183,6 @@ def test_every_marked_span_is_a_target_and_the_last_answer_is_found_by_its_own_s
     assert target_texts(TALK, twice, train_on="last_assistant") == ["Six.!<|end|>"]
 
 
-def test_a_token_across_the_beginning_of_a_marker_is_refused(make_tokenizer):
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ 'T' if m.role == 'assistant' }}"
-        "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% endfor %}"
-    )
-    said = refused([ASKED, turn("assistant", "wo and two is four.")], tokenizer=tokenizer)
-    assert "a token crosses the boundary of the text that the template marks with {% generation %}" in said
-
-
 PLAIN = (
     "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{{ eos_token }}"
     "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
@@ -290,12 +280,3 @@ def test_arguments_that_would_be_quoted_twice_are_named():
     talk = [ASKED, turn("assistant", "", tool_calls=[call])]
     assert "writes the arguments of the tool call in turn 2, which are text, in quotes" in refused(talk, quoting)
     assert target_texts(talk, QWEN) == [f'<tool_call>\n{{"name": "add", "arguments": {{"a": 2}}}}\n</tool_call>{END}']
-
-
-def test_one_bad_row_does_not_spoil_the_others():
-    rows = [{"messages": TALK}, {"messages": [ANSWERED]}, {"messages": [ASKED]}, {"messages": TALK}]
-    encoder = ConversationEncoder(tokenizer_for(CHATML))
-    first, wrong, nothing, last = encoder(rows)
-    assert "starts with an assistant turn" in str(wrong)
-    assert nothing is None
-    assert first.arrays["input_ids"].tolist() == last.arrays["input_ids"].tolist()

@@ -102,11 +102,6 @@ def test_special_tokens_that_strip_whitespace_do_not_change_incremental_tokeniza
         assert agrees(tokenizer_of(kind, marks), conversations(40))
 
 
-def test_tokenizers_that_can_be_cut_at_special_tokens_use_the_fast_path():
-    assert TextTokenizer(tokenizer_of("byte level")).cuts_at_seams
-    assert TextTokenizer(tokenizer_of("a word mark at the first word")).cuts_at_seams
-
-
 def test_tokenizers_without_usable_special_tokens_encode_every_prefix():
     assert not TextTokenizer(
         tokenizer_of("lower case", [AddedToken(mark, normalized=True) for mark in MARKS])
@@ -128,11 +123,6 @@ def test_a_tokenizer_that_adds_something_in_python_is_asked_itself():
     assert not tokens.cuts_at_seams
     assert tokens.begun(["Two", ""]) == [polite("Two")["input_ids"], []]
     assert tokens.encode(["Two"])[0].ids.tolist() == polite("Two")["input_ids"]
-
-
-def test_texts_begin_as_the_tokenizer_begins_them():
-    tokenizer = tokenizer_of("byte level")
-    assert TextTokenizer(tokenizer).begun(["Two and two", ""]) == [tokenizer("Two and two")["input_ids"], []]
 
 
 def test_truncation_that_somebody_else_has_set_cuts_nothing():

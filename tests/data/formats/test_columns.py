@@ -62,12 +62,6 @@ def test_one_column_for_each_class_is_a_label():
         read({"comment": "a", "toxic": 1}, format="labelled", columns=columns)
 
 
-def test_joined_columns_may_be_positions():
-    section = SourceSection(path="rows.csv", columns={"text": 0, "label": [2, 1]})
-    assert (section.has_positions, section.positions) == (True, [0, 2, 1])
-    assert section.mapped == {"text": ("0",), "label": ("2", "1")}
-
-
 def test_joined_columns_and_notes_are_part_of_what_a_row_is_but_not_of_its_content():
     row = RawRow("f", 1, {"text": "a", "x": 1, "y": 0})
     forms = [

@@ -140,13 +140,6 @@ def test_a_layout_of_a_plugin_comes_first():
         LayoutEntry(name="empty", description="nothing", roles={})
 
 
-@pytest.mark.parametrize(
-    "rows", [[{}], [{"x": None}], [{"text": None}], [{"messages": []}], [{"prompt": 1, "label": []}]]
-)
-def test_rows_without_anything_to_read_have_no_layout(rows):
-    assert first_reading(rows) == (None, None)
-
-
 def opened(tmp_path, rows, **keys):
     """Return the log of opening rows as a job does."""
     path, log = tmp_path / "rows.jsonl", []

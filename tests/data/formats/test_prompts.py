@@ -143,11 +143,6 @@ def test_other_text_that_a_template_renders_stays_text(text):
     assert [turn["content"] for turn in row["messages"]] == [text, text]
 
 
-def test_json_of_turns_in_a_column_stays_text_as_only_templates_render_it():
-    text = json.dumps([user("Hi.")])
-    assert read({"prompt": "Write a chat.", "completion": text})["messages"][1] == assistant(text)
-
-
 TEMPLATES = {
     "the better of two": (
         {"history": "Q", "human_ref_A": "a", "human_ref_B": "b", "labels": 0},

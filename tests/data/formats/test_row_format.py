@@ -84,15 +84,6 @@ def test_the_users_columns_are_mapped_and_the_unread_are_named():
     assert said[1:] == [f"{KEY}: unused columns: `id`"]
 
 
-def test_a_column_is_logged_as_read_or_unused_but_not_both():
-    said, row = [], {"messages": [USER, ASSISTANT], "chat_template_kwargs": {"enable_thinking": False}, "id": 7}
-    assert read(row, said) == {"messages": [USER, ASSISTANT], "chat_template_kwargs": {"enable_thinking": False}}
-    assert said == [
-        f"{KEY}.format is not set: the columns `messages`, `chat_template_kwargs` are read as `messages`",
-        f"{KEY}: unused columns: `id`",
-    ]
-
-
 @pytest.mark.parametrize(
     "row",
     [

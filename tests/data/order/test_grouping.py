@@ -43,10 +43,6 @@ def lengths_of(kind, size):
     }[kind]
 
 
-def test_samples_share_a_pack_where_the_least_room_is_left():
-    assert lists(best_fit_decreasing(np.array([6, 5, 5, 3, 1]), budget=10)) == [[0, 3, 4], [1, 2]]
-
-
 @pytest.mark.parametrize("kind", ["spread", "few", "short"])
 @pytest.mark.parametrize("size", [1, 10, 500])
 def test_the_packs_are_those_of_the_textbook(kind, size):
@@ -54,18 +50,6 @@ def test_the_packs_are_those_of_the_textbook(kind, size):
     packs = lists(best_fit_decreasing(lengths, budget=64))
     assert sorted(i for pack in packs for i in pack) == list(range(size))
     assert sorted(64 - lengths[pack].sum() for pack in packs) == plainly(lengths.tolist(), 64)
-
-
-def test_how_many_packs_there_are_follows_from_the_lengths_alone():
-    lengths = lengths_of("spread", 500)
-    shuffled = np.random.default_rng(1).permutation(lengths)
-    assert best_fit_decreasing(lengths, budget=64).num_groups == best_fit_decreasing(shuffled, budget=64).num_groups
-    assert batches_by_tokens(lengths, budget=64).num_groups == batches_by_tokens(shuffled, budget=64).num_groups
-
-
-def test_a_sample_beyond_the_budget_is_an_error_of_ours():
-    with pytest.raises(ValueError, match="a sample of 11 tokens in packs of 10"):
-        best_fit_decreasing(np.array([3, 11]), budget=10)
 
 
 @pytest.mark.parametrize("kind", ["spread", "few", "short"])
@@ -170,11 +154,6 @@ def steps_of(order, stop=20):
 
 def spread(steps):
     return np.mean([np.ptp(LENGTHS_by_length[ids]) for ids in steps])
-
-
-def test_a_window_of_one_step_alters_no_step():
-    assert [sorted(ids) for ids in steps_of(made_by_length(1))] == [sorted(ids) for ids in steps_of(PLAIN)]
-    assert steps_of(made_by_length(1)) != steps_of(PLAIN)
 
 
 def test_a_wider_window_makes_steps_of_similar_lengths_not_in_the_order_of_length():

@@ -69,10 +69,6 @@ def within(ids, source):
     return {i for i in ids if split_sample_id(i).source == source}
 
 
-def test_a_mix_without_weights_takes_every_sample_once_per_pass():
-    assert mix([50, 20], [50, 40], until=None).num_positions == 90
-
-
 def test_a_mix_with_a_stream_has_no_known_end():
     class Stream:
         num_positions = None

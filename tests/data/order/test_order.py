@@ -42,12 +42,6 @@ def test_the_order_is_the_same_on_every_machine_and_version():
 PINNED = [9, 2, 8, 7, 0, 5, 6, 1, 3, 4]
 
 
-def test_an_order_cannot_be_changed_by_those_who_read_it():
-    order = SetOrder(seed=3, num_positions=10)
-    order.samples(0, 10)[:] = 0
-    assert sorted(order.samples(0, 10).tolist()) == list(range(10))
-
-
 def count_steps(lengths, order, tokens):
     epoch_tokens = int(lengths.sum())
     return steps_for_tokens(order, lengths.__getitem__, epoch_tokens=epoch_tokens, global_batch_size=4, tokens=tokens)

@@ -1,7 +1,5 @@
 """CSV files as people have them: other delimiters, no header, quotes that are none, and rows of other lengths."""
 
-import itertools
-
 import pytest
 
 from finetune.config.sections.data import SourceSection
@@ -82,14 +80,6 @@ def test_columns_without_a_name_are_called_by_their_position(tmp_path):
         section(tmp_path, b"text;label;;\na;1;;\n", delimiter=";"), key="data.train", log=lambda _: None
     ).rows()
     assert raw.parse() == {"text": "a", "label": "1", "": "", "3": ""}
-
-
-def test_every_position_is_read_from_the_column_that_is_there(tmp_path):
-    """All mappings of three columns onto two, against the cells themselves."""
-    for label, text in itertools.permutations(range(3), 2):
-        cells = ["3", "Wall Street, down", "x"]
-        (first, _) = read(tmp_path, NO_HEADER, columns={"label": label, "text": text})
-        assert first == {"label": cells[label], "text": cells[text]}
 
 
 def test_source_keys_change_the_identity_and_defaults_do_not(tmp_path):

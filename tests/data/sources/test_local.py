@@ -54,16 +54,6 @@ def test_the_sub_folders_are_the_labels(photos):
     assert "read as `image_label`" in said[0]
 
 
-def test_rows_are_skipped_taken_and_held_out(photos):
-    sources, _ = opened(photos, train={"path": str(photos), "skip": 2, "take": 2})
-    assert labels(sources.train[0]) == ["cat", "dog"]
-    sources, _ = opened(photos, validation={"hash_fraction": 0.5})
-    held_out, kept = labels(sources.validation), labels(sources.train[0])
-    assert sorted(held_out + kept) == ["cat", "cat", "cat", "dog", "dog"]
-    assert held_out
-    assert kept
-
-
 def test_equal_images_are_never_on_both_sides(photos):
     (photos / "cat" / "4.png").write_bytes(png(1))
     for share in (0.3, 0.5):
@@ -145,12 +135,6 @@ def test_a_source_folder_reads_all_row_files_and_logs_what_it_skips(folder):
     said = []
     assert found(folder, said) == ["a.jsonl.gz", "b.jsonl"]
     assert said == [f"{KEY}.path: {folder} also has README.md, old/, which are not read"]
-
-
-def test_a_folder_holds_files_of_one_kind(folder):
-    (folder / "d.csv").touch()
-    with refused(DataError, "1 .csv, 2 .jsonl", "/*.csv"):
-        found(folder)
 
 
 def test_a_folder_without_row_files_is_rejected_with_its_content(tmp_path):

@@ -5,7 +5,6 @@ import json
 import pytest
 
 from finetune.config.sections.data import SourceSection
-from finetune.data.rows import record_paths
 from finetune.data.sources.source import open_source
 from finetune.errors import DataError
 from tests.refusals import refused
@@ -55,10 +54,3 @@ REFUSED = [
 def test_a_wrong_records_key_is_named(tmp_path, value, records, fact):
     with refused(DataError, "rows.json", fact):
         rows(tmp_path, value, 1, **({"records": records} if records else {}))
-
-
-def test_the_outer_lists_are_named_first_and_few(tmp_path):
-    value = {"a": {"b": ITEMS}, "c": ITEMS, "d": [1], "e": {f"x{n}": ITEMS for n in range(20)}}
-    places = record_paths(value)
-    assert places[:3] == ["c", "a.b", "e.x0"]
-    assert len(places) == 8

@@ -78,11 +78,6 @@ def test_a_missing_remote_file_is_named(folder):
         opened(f"{folder}/rows")
 
 
-def test_a_bucket_that_is_not_there_is_named(bucket):
-    with pytest.raises(DataError, match=r"s3://no-such-bucket/a.jsonl: there is no such file, folder or bucket"):
-        opened("s3://no-such-bucket/a.jsonl")
-
-
 def test_a_storage_without_credentials_is_reported(monkeypatch):
     def refuse(*_, **__):
         raise RuntimeError("Unable to locate credentials")

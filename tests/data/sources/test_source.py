@@ -29,23 +29,10 @@ def read(section, said=None):
     return [source.format.read(raw) for raw in source.rows()]
 
 
-def asked(rows):
-    return [row["messages"][0]["content"] for row in rows]
-
-
-def test_skip_and_take_cut_a_window(write_rows):
-    assert asked(read(write_rows(ROWS, skip=1, take=2))) == ["question 2", "question 3"]
-
-
 def test_the_digest_is_of_content_and_not_of_names(tmp_path, write_rows):
     first = opened(write_rows(ROWS, name="a.jsonl")).identity()
     assert opened(write_rows(ROWS, name="b.jsonl")).identity() == first
     assert opened(write_rows(ROWS[:4], name="b.jsonl")).identity() != first
-
-
-def test_texts_are_all_that_the_format_reads(write_rows):
-    section = write_rows([{"instruction": "Add.", "input": "1 2", "output": "3", "id": "not read"}])
-    assert list(texts([opened(section)])) == ["Add.\n\n1 2", "3"]
 
 
 def test_a_place_that_cannot_be_read_is_named_with_its_key(tmp_path):

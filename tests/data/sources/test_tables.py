@@ -9,7 +9,6 @@ import pytest
 
 from finetune.config.sections.data import SourceSection
 from finetune.data.sources.local import find_local
-from finetune.data.sources.source import open_source
 from finetune.data.sources.tables import class_names, class_names_in
 
 LABEL = {"names": ["bad", "good"], "_type": "ClassLabel"}
@@ -47,9 +46,3 @@ def test_class_names_are_read_from_parquet_and_both_arrow_formats(tmp_path):
     for section in paths.values():
         assert find_local(section, key="k", log=print).class_names() == {"label": ("bad", "good")}
     assert find_local(SourceSection(path=str(tmp_path / "rows.jsonl")), key="k", log=print).class_names() == {}
-
-
-def test_rows_of_such_a_file_have_the_names(tmp_path):
-    pa.parquet.write_table(NAMED, tmp_path / "rows.parquet")
-    source = open_source(SourceSection(path=str(tmp_path / "rows.parquet")), key="data.train", log=print)
-    assert [source.format.read(raw)["label"] for raw in source.rows()] == ["good", "bad"]

@@ -18,7 +18,7 @@ from finetune.data.streams.windows import NUM_KEPT_WINDOWS, make_window, prepare
 from finetune.data.token_cache.chunks import Encoding
 from finetune.data.token_cache.integrity import sample_checksum
 from finetune.errors import DataError
-from tests.data.byte_encoding import encode_bytes
+from tests.data.byte_encoding import encode_bytes, flip
 
 SIZES = [5, 0, 3, 7, 2]
 
@@ -294,18 +294,11 @@ def test_a_stream_process_that_is_still_importing_exits_with_its_starter(streams
     assert time.monotonic() - started < 30
 
 
-def flip(path, *, offset=-1):
-    content = bytearray(path.read_bytes())
-    content[offset] ^= 1
-    with path.open("r+b") as file:
-        file.write(content)
-
-
 def test_a_window_that_is_damaged_is_prepared_again(streams):
     texts = texts_of(streams.open(shuffle=False), 0, 3)
     folder = job_of(streams.opened[0]).folder
     streams.opened[0].samples.windows.close()
-    flip(folder.window(0) / "chunk-000000.bin")
+    flip(folder.window(0) / "chunk-000000.bin", start=0)
     assert texts_of(streams.open(shuffle=False), 0, 3) == texts
     assert any("window 0: the prepared set" in line and "is damaged" in line for line in streams.said)
 
@@ -317,7 +310,7 @@ def test_a_record_that_is_damaged_is_made_again_with_its_window(streams):
     marks = first.samples.checksums_of(ids)
     folder = job_of(first).folder
     first.samples.windows.close()
-    flip(folder.path / "records" / "000001.bin")
+    flip(folder.path / "records" / "000001.bin", start=0)
     again = streams.open(shuffle=False)
     assert texts_of(again, 0, 7) == texts
     assert again.samples.checksums_of(ids).tolist() == marks.tolist()
@@ -331,7 +324,7 @@ def test_damage_to_a_window_during_reading_is_found_in_the_delivered_samples(str
     sample = pool.samples[int(ids[0])]
     folder = job_of(pool).folder
     assert sample_checksum(sample.arrays) == int(pool.samples.checksums_of(ids)[0])
-    flip(folder.window(0) / "chunk-000000.bin", offset=24)  # the first token of the third sample
+    flip(folder.window(0) / "chunk-000000.bin", start=24, stop=25)  # the first token of the third sample
     assert sample_checksum(pool.samples[int(ids[2])].arrays) != int(pool.samples.checksums_of(ids)[2])
     what, then = pool.samples.refuse(ids[2:])
     assert re.search(r"sample 2 of window 0 \(starting at .*part-0\.jsonl .*: differs from the prepared sample", what)

@@ -79,9 +79,3 @@ def test_left_out_rows_of_a_stream_are_counted_once_from_any_start():
 def test_a_stream_without_a_row_is_an_error():
     with refused(DataError):
         windows_of(plan_of("", "", window_rows=2), 1)
-
-
-def test_a_stream_cursor_has_a_readable_description():
-    plan = plan_of("abc", "de", window_rows=2, shuffle=False)
-    assert plan.describe(Cursor(0, 1, 1)) == "de after 1 of its rows"
-    assert plan.describe(Cursor(4, 2, 0)) == "the end of pass 5"

@@ -53,13 +53,6 @@ def test_turns_are_a_list_of_texts_or_one_text_that_gives_json():
     assert as_list["messages"][1] == {"role": "assistant", "content": "4 < 5", "weight": 1}
 
 
-def test_columns_unused_by_row_templates_are_logged():
-    said = []
-    section = SourceSection(path="x", template={"text": "{{ question }}"})
-    choose_format(section, RawRow("f", 1, ROW), key=KEY, log=said.append)
-    assert said[1] == f"{KEY}: unused columns: `answer`, `my column`, `tags`"
-
-
 BAD = [
     ({"text": "a\n{{ qestion }}"}, "row 3"),
     ({"text": "{{ question + 1 }}"}, "line 1"),

@@ -100,12 +100,6 @@ def test_a_killed_build_resumes_and_its_result_is_bitwise_identical(build_here, 
     assert len(content_of(whole)) == 8  # six chunks, the columns and the manifest
 
 
-def test_a_complete_set_is_not_built_again(build_here, tmp_path):
-    counts = build_here(tmp_path / "set")
-    assert build_here(tmp_path / "set") == counts
-    assert build_here.encoded == 0
-
-
 def cut_off_after(num_rows, folder, build_here, monkeypatch):
     monkeypatch.setenv(VARIABLE, f"prepare.saved step={num_rows // 10} do=raise")
     with pytest.raises(RuntimeError):
@@ -160,16 +154,6 @@ def test_a_source_with_fewer_rows_than_were_tokenized_is_refused(build_here, tmp
     monkeypatch.setattr(build_here.source, "rows", lambda: iter(()))
     with refused(DataError, "30 rows"):
         build_here(tmp_path / "set")
-
-
-def test_a_sample_knows_where_its_row_stands(build_here, tmp_path):
-    folder = tmp_path / "set"
-    build_here(folder)
-    prepared = TokenCache(folder)
-    file = build_here.source.section.path
-    assert prepared.location(0) == f"{file}, row 1"
-    assert prepared.location(len(prepared) - 1) == f"{file}, row {NUM_ROWS}"
-    assert len(prepared) < NUM_ROWS  # some rows have lost all of their targets
 
 
 def test_a_set_without_a_sample_can_be_opened(write_rows, make_section, tmp_path):

@@ -20,13 +20,17 @@ from finetune.data.token_cache.samples import SAMPLES_FILE, chunk_name, write_ar
 from finetune.data.token_cache.store import CACHE_VERSION
 from finetune.errors import DataError
 from finetune.runtime.supervision.heartbeat import VARIABLE
-from tests.data.byte_encoding import encode_bytes
+from tests.data.byte_encoding import encode_bytes, flip
 from tests.refusals import refused
 
 TEXTS = [f"{'question ' * (number % 5 + 1)}{number}>answer {number}" for number in range(40)]
 
 
 IDENTITY = {"tokenizer": "t1", "chat_template": "c1"}
+
+
+def prepared_of(source, encoding, *, log=lambda _: None, **keys):
+    return prepare_set(open_source(source, key="data.train", log=log), encoding, log=log, **keys)
 
 
 class Prepare:
@@ -42,9 +46,8 @@ class Prepare:
         self.encoded = 0
         written = self.write_rows([{"text": text} for text in texts], **(source or {}))
         self.section = self.make_section(written, **keys)
-        source = open_source(written, key="data.train", log=self.said.append)
         encoding = Encoding(self.encode, self.section, identity=identity, over_length=remedies)
-        return prepare_set(source, encoding, log=self.said.append)
+        return prepared_of(written, encoding, log=self.said.append)
 
     def encode(self, rows):
         self.encoded += len(rows)
@@ -62,14 +65,6 @@ def prepare(write_rows, make_section):
 
 def texts_of(prepared):
     return [bytes(sample.arrays["input_ids"].astype(np.uint8)).decode() for sample in prepared]
-
-
-def flip(path, *, every=40, start=128, stop=None):
-    content = bytearray(path.read_bytes())
-    for offset in range(start, stop or len(content), every):
-        content[offset] ^= 1
-    with path.open("r+b") as file:
-        file.write(content)
 
 
 def aside(prepared):
@@ -182,31 +177,6 @@ def test_a_copy_in_another_process_reads_the_files_and_not_their_digests(prepare
     assert texts_of(copy) == TEXTS
 
 
-@pytest.fixture
-def staging_of_20_rows(prepare, monkeypatch):
-    """The folder of a build that was interrupted when it had written two files of 10 rows."""
-    monkeypatch.setattr(chunks, "ROWS_PER_CHUNK", 5)
-    monkeypatch.setattr(cache, "CHUNKS_PER_FILE", 2)
-    monkeypatch.setenv(VARIABLE, "prepare.saved step=2 do=raise")
-    with pytest.raises(RuntimeError):
-        prepare()
-    monkeypatch.delenv(VARIABLE)
-    (staging,) = Path(prepare.section.cache_folder).glob("prepared/.*.making")
-    return staging
-
-
-@pytest.mark.parametrize(("number", "start"), [(0, "the first row"), (1, "row 11")])
-def test_damage_before_an_interrupted_build_resumes_does_not_get_into_the_set(
-    prepare, staging_of_20_rows, number, start
-):
-    flip(staging_of_20_rows / chunk_name(number), every=10**9, start=140)  # one bit
-    made = prepare()
-    assert texts_of(made) == TEXTS
-    assert prepare.encoded == len(TEXTS) - 10 * number
-    assert [f"rebuilding from {start}" in line for line in prepare.warnings] == [True]
-    made.verify()
-
-
 def test_a_set_of_an_older_version_is_prepared_again_with_one_line(prepare):
     folder = prepare().folder
     folder.rename(folder.with_name(folder.name.rpartition("-")[0] + f"-{CACHE_VERSION - 1}"))
@@ -314,11 +284,6 @@ def test_a_source_without_any_remaining_sample_is_an_error(prepare):
         prepare(["a", ""], no_target="drop")
 
 
-def test_a_row_that_cannot_be_encoded_is_named(prepare):
-    with refused(DataError, "rows.jsonl, row 2"):
-        prepare(["a>b", "poison"])
-
-
 def test_the_validation_source_is_named_as_such(write_rows, make_section):
     train, validation = write_rows([{"text": "a>b"}]), write_rows([], name="none.jsonl")
     section = make_section(train, validation=ValidationSourceSection(path=validation.path))
@@ -333,13 +298,7 @@ def test_several_processes_write_the_same_bytes(write_rows, make_section, tmp_pa
     sets = []
     for workers in (0, 2):
         section = make_section(source, prepare_workers=workers, cache_folder=str(tmp_path / f"cache{workers}"))
-        sets.append(
-            prepare_set(
-                open_source(source, key="data.train", log=print),
-                Encoding(encode_bytes, section, identity=IDENTITY),
-                log=lambda _: None,
-            )
-        )
+        sets.append(prepared_of(source, Encoding(encode_bytes, section, identity=IDENTITY)))
     files = [sorted(path.name for path in prepared.folder.iterdir()) for prepared in sets]
     assert files[0] == files[1]
     assert files[0] == [CHUNK, "counts.json", SAMPLES_FILE]
@@ -351,11 +310,7 @@ def test_a_row_that_a_worker_cannot_encode_is_named(write_rows, make_section, on
     source = write_rows([{"text": "a>b"}, {"text": "poison"}])
     section = make_section(source, prepare_workers=1)
     with refused(DataError, "rows.jsonl, row 2"):
-        prepare_set(
-            open_source(source, key="data.train", log=print),
-            Encoding(encode_bytes, section, identity=IDENTITY),
-            log=lambda _: None,
-        )
+        prepared_of(source, Encoding(encode_bytes, section, identity=IDENTITY))
 
 
 def test_a_folder_that_cannot_be_written_is_named(prepare, tmp_path):
@@ -377,14 +332,6 @@ def test_a_full_disk_is_one_message_and_the_next_start_resumes(prepare, monkeypa
     assert "data.train: 2 rows are already tokenized; resuming from there" in prepare.said
 
 
-def test_a_rejected_source_leaves_no_folder_in_the_cache(prepare, tmp_path):
-    with refused(DataError):
-        prepare(["a>b", "abcdefgh>i"], max_length=5)
-    with refused(DataError):
-        prepare(["a>b", "poison"])
-    assert [path for path in (tmp_path / "cache" / "prepared").iterdir() if path.is_dir()] == []
-
-
 def test_a_share_above_its_limit_stops_before_training_and_keeps_the_set(prepare):
     texts = ["a>b", "a>bcdefgh", "c>d", "e>f"]
     keys = {"max_length": 5, "over_length": "truncate"}
@@ -398,12 +345,8 @@ def test_the_progress_callback_gets_rows_done_and_total(prepare, write_rows, mak
     monkeypatch.setattr(chunks, "ROWS_PER_CHUNK", 2)
     source = write_rows([{"text": "a>b"}] * 5, format="text")
     told = []
-    prepare_set(
-        open_source(source, key="data.train", log=print),
-        Encoding(encode_bytes, make_section(source), identity=IDENTITY),
-        log=lambda _: None,
-        on_progress=lambda *seen: told.append(seen),
-    )
+    encoding = Encoding(encode_bytes, make_section(source), identity=IDENTITY)
+    prepared_of(source, encoding, on_progress=lambda *seen: told.append(seen))
     assert told == [("data.train", rows, 5) for rows in (0, 2, 4, 5)]
 
 
@@ -438,9 +381,7 @@ class Processes:
                 waits.set()
 
         section = DataSection(train=self.source, max_length=64, cache_folder=str(self.tmp_path / "cache"))
-        prepared = prepare_set(
-            open_source(self.source, key="data.train", log=print), Encoding(encode, section, identity=IDENTITY), log=say
-        )
+        prepared = prepared_of(self.source, Encoding(encode, section, identity=IDENTITY), log=say)
         self.done.put((name, prepared.fingerprint, texts_of(prepared)))
 
 

@@ -4,7 +4,6 @@ import multiprocessing
 import os
 import select
 from contextlib import closing
-from multiprocessing import active_children
 
 import pytest
 
@@ -39,14 +38,6 @@ def test_a_chunk_is_full_by_rows_or_by_bytes(monkeypatch):
     assert list(cut_into_chunks(rows(0))) == []
 
 
-def test_a_small_last_chunk_joins_the_one_before_it(monkeypatch):
-    monkeypatch.setattr(chunks, "ROWS_PER_CHUNK", 16)
-    assert [len(chunk) for chunk in cut_into_chunks(rows(33))] == [16, 17]
-    assert [len(chunk) for chunk in cut_into_chunks(rows(34))] == [16, 16, 2]
-    assert [len(chunk) for chunk in cut_into_chunks(rows(16))] == [16]
-    assert [len(chunk) for chunk in cut_into_chunks(rows(1))] == [1]
-
-
 def test_notes_of_formats_and_unlabeled_rows_are_counted():
     class Noting(AsWritten):
         def read(self, raw):
@@ -70,16 +61,6 @@ def test_notes_of_formats_and_unlabeled_rows_are_counted():
         "the answers of 4 rows begin with a question of their own, which is not exactly `prompt` (the first: f, row 2)"
         in lines
     )
-
-
-def test_workers_are_kept_from_call_to_call(only_workers):
-    with closing(EncoderPool(recipe(encode_bytes), num_workers=1)) as encoders:
-        list(encoders.encode(rows(5)))
-        workers = active_children()
-        assert sum(chunk.counts.samples for chunk in encoders.encode(rows(7))) == 7
-        assert active_children() == workers
-        assert len(workers) == 1
-    assert active_children() == []
 
 
 def test_an_abruptly_ended_worker_is_reported_with_the_setting_to_lower(only_workers):

@@ -30,7 +30,7 @@ from finetune.data.token_cache.integrity import (
 from finetune.data.token_cache.samples import ArrayFile
 from finetune.data.token_cache.store import PrecomputedArrays, PrecomputedWriter, TokenCache
 from finetune.errors import DataError
-from tests.data.byte_encoding import encode_bytes
+from tests.data.byte_encoding import encode_bytes, flip
 
 
 @dataclass(frozen=True)
@@ -101,6 +101,7 @@ def test_a_mark_is_the_same_on_every_machine_and_in_every_year():
 
 
 NUM_ROWS, STEP = 12, 4
+CHUNK = "chunk-000000.bin"
 
 
 @pytest.fixture
@@ -139,14 +140,6 @@ def known_of(prepared, folder):
     return TokenCache(prepared.folder, PrecomputedArrays(folder), shards=prepared.shards)
 
 
-def flip(path, *, start=128, stop=None):
-    content = bytearray(path.read_bytes())
-    for offset in range(start, stop or len(content)):
-        content[offset] ^= 1
-    with path.open("r+b") as file:
-        file.write(content)
-
-
 def asides(folder):
     return [path.name for path in folder.parent.iterdir() if path.name.startswith(".damaged-")]
 
@@ -167,7 +160,7 @@ def test_intact_samples_have_the_checksum_expected_by_the_order(prepare, workers
 def test_damage_on_the_disk_after_the_start_is_found_in_the_samples_and_set_aside(prepare):
     prepared, section = prepare()
     pool = pool_of_delivery(prepared)
-    flip(prepared.folder / "chunk-000000.bin")
+    flip(prepared.folder / CHUNK, every=1)
     one, two, *_ = batches(pool, section)
     sample_verifier = SampleVerifier(pool, STEP)
     delivery = sample_verifier.received([one, two])
@@ -203,7 +196,7 @@ def test_damage_in_the_memory_of_a_process_sets_nothing_aside(prepare, monkeypat
 
 def test_damage_that_makes_collation_fail_is_reported_as_damage(prepare):
     prepared, section = prepare()
-    flip(prepared.folder / "chunk-000000.bin")
+    flip(prepared.folder / CHUNK, every=1)
 
     def fails(features):
         raise IndexError("a sample without a token")
@@ -223,17 +216,17 @@ def test_damage_that_makes_collation_fail_is_reported_as_damage(prepare):
 
 def test_a_label_that_has_changed_is_as_bad_as_a_token(prepare):
     prepared, section = prepare()
-    path = prepared.folder / "chunk-000000.bin"
+    path = prepared.folder / CHUNK
     arrays = ArrayFile(path).arrays
     start = arrays["is_target.values"].ctypes.data - arrays["input_ids.values"].ctypes.data
-    flip(path, start=start, stop=start + arrays["is_target.values"].nbytes)
+    flip(path, every=1, start=start, stop=start + arrays["is_target.values"].nbytes)
     delivery = SampleVerifier(pool_of_delivery(prepared), STEP).received(batches(pool_of_delivery(prepared), section))
     assert delivery.damaged
 
 
 def test_only_the_damaged_source_of_a_mix_is_named_and_set_aside(prepare):
     (first, _), (second, _) = prepare("first"), prepare("second")
-    flip(second.folder / "chunk-000000.bin")
+    flip(second.folder / CHUNK, every=1)
     samples = MixedSamples((first, second))
     ids = [3, source_offset(1) + 5]
     batch = train_batch(samples, ids)
@@ -257,7 +250,7 @@ def test_precomputed_arrays_are_verified_and_not_part_of_the_digest_of_consumed_
     delivery = SampleVerifier(pool, STEP).received(batches(pool, section)[:2])
     assert delivery.damaged == ()
     assert delivery.checksum == SampleVerifier(pool_of_delivery(prepared), STEP).expected(0)
-    flip(tmp_path / "known" / "chunk-000000.bin", start=0)
+    flip(tmp_path / "known" / CHUNK, every=1, start=0)
     damaged = batches(pool, section)[0]
     with pytest.raises(DataError, match=r"known is damaged and was renamed to \.damaged-known-1"):
         require_intact(known, damaged.sample_ids, damaged.checksums)

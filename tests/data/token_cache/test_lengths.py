@@ -23,24 +23,31 @@ def shown(features):
     return " ".join(f"[{token}]" if is_target else str(token) for token, is_target in pairs)
 
 
-@pytest.mark.parametrize("over_length", ["refuse", "drop"])
-def test_left_out_rows_and_tokens_are_counted(over_length):
-    samples, counts = SampleLengthLimit(6, over_length).shorten(TEN)
-    assert samples == ()
-    assert counts == Counts(long_rows=1, dropped_tokens=10, dropped_targets=5)
+LEFT_OUT = Counts(long_rows=1, dropped_tokens=10, dropped_targets=5)
 
 
-def test_the_end_is_cut_off():
-    (sample,), counts = SampleLengthLimit(6, "truncate", "end").shorten(TEN)
-    assert shown(sample) == "0 1 [2] [3] 4 [5]"
-    assert sample.arrays["label"].tolist() == [7]
-    assert counts == Counts(truncated_rows=1, truncated_tokens=4, truncated_targets=2)
-
-
-def test_the_first_remaining_token_is_not_a_target_after_truncating_the_start():
-    (sample,), counts = SampleLengthLimit(5, "truncate", "start").shorten(TEN)
-    assert shown(sample) == "5 6 7 [8] [9]"
-    assert counts == Counts(truncated_rows=1, truncated_tokens=5, truncated_targets=3)
+@pytest.mark.parametrize(
+    ("policy", "left", "counts"),
+    [
+        ((6, "refuse"), [], LEFT_OUT),
+        ((6, "drop"), [], LEFT_OUT),
+        (
+            (6, "truncate", "end"),
+            ["0 1 [2] [3] 4 [5]"],
+            Counts(truncated_rows=1, truncated_tokens=4, truncated_targets=2),
+        ),
+        # the first of those that are left cannot be a target
+        (
+            (5, "truncate", "start"),
+            ["5 6 7 [8] [9]"],
+            Counts(truncated_rows=1, truncated_tokens=5, truncated_targets=3),
+        ),
+    ],
+)
+def test_tokens_that_are_left_out_or_cut_off_are_counted(policy, left, counts):
+    samples, found = SampleLengthLimit(*policy).shorten(TEN)
+    assert ([shown(sample) for sample in samples], found) == (left, counts)
+    assert [sample.arrays["label"].tolist() for sample in samples] == [[7]] * len(left)
     assert shown(TEN) == "0 1 [2] [3] 4 [5] 6 7 [8] [9]"  # the sample itself is as it was
 
 

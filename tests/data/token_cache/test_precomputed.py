@@ -53,13 +53,6 @@ def folder(tmp_path):
     return place
 
 
-def test_precomputed_arrays_are_read_by_sample_index(folder):
-    known = PrecomputedArrays(folder)
-    assert known.num_samples == 3
-    assert [known.stored[index]["a"].tolist() for index in range(3)] == [[1, 2], [], [3]]
-    assert [known.stored[index]["b"].tolist() for index in range(3)] == [[0], [1], [2]]
-
-
 def test_a_damaged_folder_of_precomputed_arrays_is_reported(folder):
     (folder / "known.json").write_text("{")
     with refused(DataError, "known.json"):

@@ -41,14 +41,6 @@ def write(tmp_path):
     return write
 
 
-def test_samples_are_found_by_position(write):
-    prepared = TokenCache(write([chunk_of(100, length=3, origins=((0, "a.jsonl"),))] * 2))
-    assert len(prepared) == 200
-    assert prepared[57].arrays["input_ids"].tolist() == prepared[157].arrays["input_ids"].tolist() == [171, 172, 173]
-    assert prepared[157].sample_id == 157
-    assert prepared.lengths_of(np.array([3, 199])).tolist() == [3, 3]
-
-
 def test_places_are_those_of_the_files_as_they_are_named_now(write):
     origins = ((0, "a.jsonl"), (2, "b, row 3.jsonl"))
     folder = write([chunk_of(4, length=3, origins=origins)], shards=("a.jsonl", "b, row 3.jsonl"))

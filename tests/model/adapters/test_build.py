@@ -178,6 +178,9 @@ REFUSED = [
     ("gpt2 tied", LoraSection(init="olora")),
     ("llama untied", peft("oft", oft_block_size=24, target_modules="all-linear")),
     ("llama untied", peft("ia3", target_modules=["k_prj"])),
+    ("llama untied", LoraSection(target_modules=("q_proj", "v_prj"))),
+    ("llama untied", LoraSection(modules_to_save=("head",))),
+    ("llama untied", LoraSection(target_modules=("mlp",))),
     ("llama untied", LoraSection(layers=(1, 2))),
     ("llama untied", LoraSection(rank_pattern={"q_prj": 2})),
 ]

@@ -1,6 +1,5 @@
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from finetune.config.sections.model import LoraSection
 from finetune.config.sections.train import OptimizerSection
@@ -72,48 +71,16 @@ def test_adapters_on_a_bfloat16_base_are_float32_with_the_same_values(from_confi
     assert mixed.get_input_embeddings().weight.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize(
-    "keys", [{"target_modules": ("q_proj", "v_prj")}, {"modules_to_save": ("head",)}, {"target_modules": ("mlp",)}]
-)
-def test_an_unknown_target_module_is_rejected_even_next_to_a_known_one(from_config, build, keys):
-    with refused(ModelError):
-        add_adapter(build(from_config()), LoraSection(**keys), AdapterContext(seed=1))
-
-
-class Casts(TorchDispatchMode):
-    """Records which parameters are converted to another dtype."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.names = {each.untyped_storage().data_ptr(): name for name, each in model.named_parameters()}
-        self.seen = set()
-
-    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
-        if function is torch.ops.aten._to_copy.default:
-            self.seen.add(self.names.get(arguments[0].untyped_storage().data_ptr(), ""))
-        return function(*arguments, **(keywords or {}))
-
-
-def test_a_frozen_base_has_no_gradients_no_optimizer_state_and_in_bfloat16_no_copies(from_config, build):
+def test_a_frozen_base_has_no_gradients_and_no_optimizer_state(from_config, build):
     model = add_adapter(build(from_config(dtype="bfloat16")), LoraSection(rank=2), AdapterContext(seed=1))
     optimizer = build_optimizer(list_parameters(model), OptimizerSection(), learning_rate=0.1)
     ids = torch.arange(24).reshape(2, 12)
-    with Casts(model) as casts:
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
     optimizer.step()
     trained = {name for name, each in model.named_parameters() if each.requires_grad}
     assert trained
     assert {name for name, each in model.named_parameters() if each.grad is not None} == trained
     assert len(optimizer.state) == len(trained)
     assert {model.get_parameter(name).dtype for name in trained} == {torch.float32}
-    assert casts.seen - {""} <= trained
-
-
-@pytest.fixture
-def alone(tmp_path):
-    """A process group of one."""
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()

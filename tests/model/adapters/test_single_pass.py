@@ -9,7 +9,6 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners import lora
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from finetune.config.sections.model import LoraSection, QuantizationSection
@@ -19,6 +18,7 @@ from finetune.model.adapters.products import MultiplyA
 from finetune.model.adapters.single_pass import SinglePassLayer, use_single_pass
 from finetune.model.kernels import compilation
 from finetune.model.upstream import adapters_disabled
+from tests.live_bytes import saved_bytes
 
 BATCH = torch.arange(96).view(4, 24)
 DROPOUT = LoraSection(rank=4, alpha=8, dropout=0.2)
@@ -67,6 +67,16 @@ def step(model: Any, *, seed: int = 3, autocast: bool = False) -> tuple[Tensor, 
         loss = model(input_ids=batch, labels=batch, use_cache=False).loss
     loss.backward()
     return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def loss_of(model: Any) -> Tensor:
+    return model(input_ids=BATCH, labels=BATCH, use_cache=False).loss
+
+
+def require_same(one: tuple[Tensor, dict[str, Tensor]], other: tuple[Tensor, dict[str, Tensor]]) -> None:
+    """Require the same loss and gradients, as `step` returns them, but for rounding."""
+    assert float(one[0]) == pytest.approx(float(other[0]), abs=1e-6)
+    assert largest_difference(one[1], other[1]) < 1e-5
 
 
 def largest_difference(some: dict[str, Tensor], others: dict[str, Tensor]) -> float:
@@ -149,9 +159,7 @@ def test_a_model_has_the_loss_and_gradients_it_has_with_peft(from_config, build,
     layers = [name for name, module in plain.named_modules() if isinstance(module, lora.LoraLayer)]
     assert single_pass_layers(model) == layers and len(layers) >= 4
     assert [name for name, _ in model.named_parameters()] == names
-    (loss, gradients), (expected, others) = step(model), step(plain)
-    assert float(loss) == pytest.approx(float(expected), abs=1e-6)
-    assert largest_difference(gradients, others) < 1e-5
+    require_same(step(model), step(plain))
 
 
 def test_a_copy_of_a_model_uses_its_own_weights(from_config, build, adapted):
@@ -164,21 +172,6 @@ def test_a_copy_of_a_model_uses_its_own_weights(from_config, build, adapted):
             parameter.zero_()
     loss, gradients = step(clone)
     assert torch.equal(loss, before) and largest_difference(gradients, own) == 0
-
-
-def test_rounding_in_bfloat16_is_no_larger_than_that_of_peft(from_config, build, adapted):
-    errors = torch.zeros(2)
-    for seed in range(4):
-        plain = adapted(build(from_config(), seed=seed), SECTIONS["plain"], noise=0.1).bfloat16().train()
-        model, exact = copy.deepcopy(plain), copy.deepcopy(plain).float()
-        use_single_pass(model, in_place=True)
-        for parameter in (p for each in (plain, model) for p in each.parameters() if p.requires_grad):
-            parameter.data = parameter.data.float()
-        reference = step(exact)[1]
-        for index, each in enumerate((model, plain)):
-            gradients = step(each, autocast=True)[1]
-            errors[index] += sum((gradients[name] - reference[name]).norm() for name in reference)
-    assert 0 < errors[0] < 1.1 * errors[1]
 
 
 def test_disabled_merged_and_several_adapters_run_as_in_peft(from_config, build, adapted):
@@ -211,28 +204,13 @@ def test_dora_and_experts_keep_the_forward_pass_of_peft(from_config, build, adap
     assert single_pass_layers(model) == []
 
 
-def saved_bytes(model: Any) -> int:
-    """Return the memory that a forward pass keeps for the backward pass, without parameters."""
-    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    saved: dict[int, Tensor] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        saved[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = model(input_ids=BATCH, labels=BATCH, use_cache=False).loss
-    assert loss.requires_grad
-    return sum(tensor.untyped_storage().nbytes() for address, tensor in saved.items() if address not in weights)
-
-
 def test_dropout_keeps_no_copy_of_the_inputs_and_one_bit_of_mask_per_element(from_config, build, adapted):
     sizes = {}
     for section in (SECTIONS["plain"], DROPOUT):
         plain = adapted(build(from_config()), section, noise=0.1).train()
         model = copy.deepcopy(plain)
         use_single_pass(model, in_place=True)
-        sizes[section.dropout] = saved_bytes(model), saved_bytes(plain)
+        sizes[section.dropout] = saved_bytes(model, loss_of), saved_bytes(plain, loss_of)
     rows, inputs = BATCH.numel(), 2 * (3 * 32 + 64)  # of two layers: q/k/v, o, gate/up; down
     assert sizes[0.0][0] == sizes[0.0][1]
     assert sizes[0.2][0] == sizes[0.0][0] + rows * inputs // 8
@@ -245,7 +223,7 @@ def test_frozen_weights_keep_no_casts_for_the_backward_pass(from_config, build, 
     model = copy.deepcopy(plain)
     use_single_pass(model, in_place=True)
     with torch.autocast("cpu", torch.bfloat16):
-        kept = [saved_bytes(each) for each in (plain, model)]
+        kept = [saved_bytes(each, loss_of) for each in (plain, model)]
     frozen = [module.base_layer.weight for module in model.modules() if isinstance(module, SinglePassLayer)]
     assert len(frozen) == 14 and kept[0] - kept[1] >= 2 * sum(weight.numel() for weight in frozen)
 
@@ -254,11 +232,9 @@ def test_frozen_weights_keep_no_casts_for_the_backward_pass(from_config, build, 
 def test_recomputation_changes_no_number(from_config, build, adapted, mode):
     model = adapted(build(from_config()), DROPOUT, noise=0.1).train()
     use_single_pass(model, in_place=mode != "selective")
-    expected, others = step(model)
+    expected = step(model)
     enable_gradient_checkpointing(model.get_base_model(), mode)
-    loss, gradients = step(model)
-    assert float(loss) == pytest.approx(float(expected), abs=1e-6)
-    assert largest_difference(gradients, others) < 1e-5
+    require_same(step(model), expected)
 
 
 @pytest.mark.parametrize(
@@ -267,7 +243,7 @@ def test_recomputation_changes_no_number(from_config, build, adapted, mode):
 def test_layers_compile_into_as_many_graphs_as_with_peft(from_config, build, adapted, monkeypatch, checkpointing):
     monkeypatch.setattr(compilation, "BACKEND", "aot_eager")
     plain = adapted(build(from_config()), SECTIONS["plain"], noise=0.1).train()
-    expected, others = step(plain)
+    expected = step(plain)
     num_graphs = []
     for is_single_pass in (False, True):
         model = copy.deepcopy(plain)
@@ -279,9 +255,7 @@ def test_layers_compile_into_as_many_graphs_as_with_peft(from_config, build, ada
         torch._dynamo.utils.counters.clear()
         lines: list[str] = []
         compilation.compile_model(model.get_base_model(), "regional", log=lines.append)
-        loss, gradients = step(model)
-        assert float(loss) == pytest.approx(float(expected), abs=1e-6)
-        assert largest_difference(gradients, others) < 1e-5
+        require_same(step(model), expected)
         assert not [line for line in lines if line.startswith("warning")]
         assert not torch._dynamo.utils.counters["graph_break"]
         num_graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
@@ -313,7 +287,7 @@ def test_selective_checkpointing_saves_one_output_per_layer(from_config, build, 
         model = adapted(build(from_config()), SECTIONS["plain"], noise=0.1).train()
         use_single_pass(model, in_place=False)
         enable_gradient_checkpointing(model.get_base_model(), "selective")
-        loss = model(input_ids=BATCH, labels=BATCH, use_cache=False).loss
+        loss = loss_of(model)
         forward = backward.counts["finetune::linear_plus_product"]
         loss.backward()
     assert backward.counts["finetune::linear_plus_product"] == forward == 14
@@ -348,7 +322,7 @@ class Calls(TorchDispatchMode):
 def calls(model: Any) -> tuple[Counter[str], Counter[str]]:
     """Return how often the forward and the backward pass call each operator."""
     with Calls() as forward:
-        loss = model(input_ids=BATCH, labels=BATCH, use_cache=False).loss
+        loss = loss_of(model)
     with Calls() as backward:
         loss.backward()
     return forward.counts, backward.counts

@@ -10,7 +10,7 @@ from finetune.errors import ModelError
 from finetune.model.adapters.build import add_adapter
 from finetune.model.adapters.context import AdapterContext
 from finetune.model.adapters.lora import adapter_summary
-from finetune.model.adapters.targets import find_experts, rewritten_names, router_names, shortest_names, target_problems
+from finetune.model.adapters.targets import rewritten_names, target_problems
 from finetune.model.loading.dry_run import meta_model
 from tests.model.moe_models import HYBRID_MODELS, MOE_MODELS
 from tests.refusals import refused
@@ -73,10 +73,6 @@ def test_all_linear_adapts_routed_experts_and_leaves_the_router_alone(adapt, mod
         for name, parameter in model.named_parameters():
             if ".lora_A." in name and ".experts." in name:
                 assert parameter.shape[0] == 2 * 4, name  # the rank as it was written, for each of four experts
-
-
-def test_a_dense_model_has_no_line_on_its_experts(build, from_config):
-    assert adapter_summary(add_adapter(build(from_config()), LoraSection(rank=2), AdapterContext(seed=1))) is None
 
 
 def test_experts_router_names_and_layers_select_the_adapted_modules(adapt):
@@ -149,26 +145,6 @@ def test_names_of_expert_matrices_are_hinted_at(adapt):
         adapt("qwen3_moe", target_modules=("q_proj", "gate_proj"))
 
 
-@pytest.mark.parametrize("model_type", MOE_MODELS)
-def test_every_layer_s_experts_and_router_are_found(model_type):
-    model = meta_model(section_of(model_type), head="causal_lm")
-    experts = find_experts(model)
-    assert len(experts) == (1 if model_type in ("deepseek_v3", "glm4_moe", "lfm2_moe") else 2)
-    assert {(expert.num_experts, expert.parameters) for expert in experts} == {(4, ("gate_up_proj", "down_proj"))}
-    assert len(router_names(model, experts)) == len(experts)
-
-
-def test_experts_that_are_a_list_of_modules_are_adapted_as_modules_or_left_out():
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.gate = nn.Linear(8, 2)
-            self.experts = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
-
-    (experts,) = find_experts(nn.ModuleDict({"mlp": Block()}))
-    assert (experts.name, experts.num_experts, experts.parameters) == ("mlp.experts", 2, ())
-
-
 JETMOE = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2, "num_key_value_heads": 2}
 JETMOE |= {"kv_channels": 8, "num_local_experts": 4, "num_experts_per_tok": 2}
 
@@ -182,13 +158,6 @@ def test_experts_next_to_their_router_are_adapted_and_the_router_is_not(build):
     assert "4 routed experts (input_linear.weight, output_linear.weight)" in adapter_summary(model)
     bare = add_adapter(build(section), LoraSection(rank=2, experts=False), AdapterContext(seed=1))
     assert adapted_names(bare) == {"kv_proj"}
-
-
-def test_names_are_as_short_as_they_can_be():
-    names = ["layers.0.mlp.up", "layers.1.mlp.up", "layers.1.mlp.shared.up"]
-    assert shortest_names(names[:2], names) == ["mlp.up"]
-    assert shortest_names(names[:1], names) == ["layers.0.mlp.up"]
-    assert shortest_names(names[2:], names) == ["mlp.shared.up"]
 
 
 def test_peft_still_rewrites_targets_and_overlooks_mixers(build):

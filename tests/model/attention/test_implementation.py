@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from finetune.data.features import Features
 from finetune.errors import ModelError
@@ -17,15 +17,13 @@ from finetune.model.attention.implementation import (
     attend_sample_by_sample,
     check_isolation,
     default_attention,
-    register_per_sample,
     requested_attention,
     require_position_ids,
 )
 from finetune.model.attention.sample_attention import AttentionSettings, QueryKeyValue, causal_attention
 from finetune.model.attention.supported_models import PACKING_MODEL_TYPES, needs_flash_attention, padding_reason
 from finetune.runtime.parallel import SampleLengths
-from finetune.task.lm_loss.token_loss import cross_entropy_sum
-from finetune.task.model_inputs import collate_padded, collate_padding_free, forward_logits
+from finetune.task.model_inputs import collate_padding_free, forward_logits
 from tests.model.attention.small_models import LENGTHS, row_of, tiny_config, tiny_model, tokens
 from tests.refusals import refused
 
@@ -249,103 +247,6 @@ def test_soft_caps_and_dropout_of_attention_need_flash_attention(settings, neede
     assert needs_flash_attention(PretrainedConfig(**settings)) == needed
 
 
-SMALL = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "initializer_range": 0.3,
-}
-TOKENS = {"bos_token_id": 0, "eos_token_id": 0}
-GPT2 = {
-    "vocab_size": 97,
-    "n_embd": 32,
-    "n_layer": 3,
-    "n_head": 4,
-    "n_positions": 24,
-    "initializer_range": 0.3,
-    **TOKENS,
-}
-MODELS = {
-    "llama": SMALL,
-    "qwen3": SMALL,
-    "mistral": {**SMALL, "sliding_window": 6},
-    "gemma2": {**SMALL, "sliding_window": 6, "query_pre_attn_scalar": 8},
-    "gemma3_text": {**SMALL, "sliding_window": 6, "query_pre_attn_scalar": 8},
-    "gpt2": GPT2,
-}
-ON_CPU = [
-    *((kind, "eager") for kind in MODELS),
-    *((kind, "sdpa") for kind in MODELS if kind != "gemma2"),
-    *((kind, "per_sample") for kind in MODELS),
-]
-"""Gemma 2 caps its attention scores, which sdpa cannot; gpt2 has no flex attention in transformers."""
-SAMPLE_LENGTHS = (11, 3, 17, 2, 1, 8)
-
-
-def build(kind, attention):
-    register_per_sample()
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(kind, **MODELS[kind])
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
-    assert model.config._attn_implementation == attention
-    return model
-
-
-def samples_isolation():
-    draw = np.random.default_rng(0)
-    return [
-        Features(
-            {"input_ids": draw.integers(0, 97, length).astype(np.uint32), "is_target": draw.random(length) < 0.7}, n
-        )
-        for n, length in enumerate(SAMPLE_LENGTHS)
-    ]
-
-
-def per_token(model, batch):
-    """Return the logits and the loss of every target in the order of the samples."""
-    logits = forward_logits(model, batch)
-    losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), batch.labels, reduction="none")
-    return logits, losses[batch.labels != -100]
-
-
-def gradients(model, batches):
-    model.zero_grad()
-    sum(cross_entropy_sum(forward_logits(model, batch), batch.labels) for batch in batches).backward()
-    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
-
-
-@torch.no_grad()
-def assert_each_is_as_alone(model, row, alone):
-    logits, losses = per_token(model, row)
-    of_each = [per_token(model, batch) for batch in alone]
-    torch.testing.assert_close(logits[0], torch.cat([one[0] for one, _ in of_each]), rtol=0, atol=1e-5)
-    torch.testing.assert_close(losses, torch.cat([loss for _, loss in of_each]), rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize(("kind", "attention"), ON_CPU)
-def test_a_sample_in_a_row_is_the_sample_alone(kind, attention):
-    model, row = build(kind, attention), collate_padding_free(samples_isolation())
-    alone = [collate_padded([each], pad_id=0) for each in samples_isolation()]
-    assert_each_is_as_alone(model, row, alone)
-    together, apart = gradients(model, [row]), gradients(model, alone)
-    assert ((together - apart).norm() / apart.norm()).item() < 1e-5
-
-
-@pytest.mark.slow  # it is compiled first
-@pytest.mark.parametrize("kind", [kind for kind in MODELS if kind != "gpt2"])
-def test_flex_attention_isolates_samples(kind):
-    """Only its forward pass runs on a CPU; the backward pass uses the same mask."""
-    assert_each_is_as_alone(
-        build(kind, "flex_attention"),
-        collate_padding_free(samples_isolation()),
-        [collate_padded([each], pad_id=0) for each in samples_isolation()],
-    )
-
-
 def prove(model):
     def of_row(row):
         each = [Features({"input_ids": np.array(ids), "is_target": np.ones(len(ids), bool)}) for ids in row]
@@ -354,24 +255,25 @@ def prove(model):
     check_isolation(of_row, config=model.config, vocabulary_size=97, is_half=False)
 
 
-@pytest.mark.parametrize(("kind", "attention"), ON_CPU)
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["llama", "mistral", "gemma3_text"])
+@pytest.mark.parametrize(
+    "attention",
+    ["eager", "sdpa", "per_sample", pytest.param("flex_attention", marks=pytest.mark.slow)],  # it is compiled first
+)
 def test_models_that_isolate_samples_are_accepted(kind, attention):
-    prove(build(kind, attention))
+    prove(tiny_model(kind, attention))
 
 
 def test_a_recurrent_model_without_sample_isolation_is_rejected_by_name():
     torch.manual_seed(0)
-    kinds = ["linear_attention", "full_attention"]
-    linear = {"linear_num_key_heads": 2, "linear_num_value_heads": 2}
-    heads = {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
-    values = {**SMALL, **linear, **heads, "num_hidden_layers": 2, "layer_types": kinds, "num_experts": 0}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_next", **values)).eval()
+    model = AutoModelForCausalLM.from_config(tiny_config("qwen3_next", num_experts=0)).eval()
     with refused(ModelError, "`qwen3_next`", "full_attention, linear_attention", "`by: tokens`"):
         prove(model)
 
 
 def test_a_model_that_ignores_positions_is_refused():
-    model = build("gpt2", "sdpa")
+    model = tiny_model("gpt2", "sdpa")
     given = model.forward
 
     def from_zero_to_end(position_ids, input_ids, **others):
@@ -390,9 +292,9 @@ def test_positions_that_are_not_reset_between_samples_are_detected():
         return table[:num_tokens]
 
     with refused(ModelError, "`gpt2`"):
-        check_isolation(by_place_in_the_row, config=build("gpt2", "sdpa").config, vocabulary_size=97, is_half=False)
+        check_isolation(by_place_in_the_row, config=tiny_config("gpt2"), vocabulary_size=97, is_half=False)
 
 
 def test_a_model_without_positions_is_refused_before_any_forward_pass():
     with refused(ModelError, "`gpt2`", "`position_ids`"):
-        require_position_ids(frozenset({"input_ids", "attention_mask"}), config=build("gpt2", "sdpa").config)
+        require_position_ids(frozenset({"input_ids", "attention_mask"}), config=tiny_config("gpt2"))

@@ -24,7 +24,6 @@ from finetune.model.attention.sample_attention import (
     QueryKeyValue,
     bidirectional_attention,
     causal_attention,
-    is_bidirectional,
     padded_attention,
 )
 from finetune.model.attention.supported_models import (
@@ -220,14 +219,6 @@ def test_bidirectional_attention_over_a_padded_batch_equals_attention_per_sample
         found.append([output, *torch.autograd.grad((output * weights).sum(), qkv)])
     for one, other in zip(*found, strict=True):
         assert torch.allclose(one, other, atol=1e-5)
-
-
-def test_causality_comes_from_the_layer_and_can_be_overridden_by_an_argument():
-    layer = torch.nn.Module()
-    assert not is_bidirectional(layer, {})
-    layer.is_causal = False
-    assert is_bidirectional(layer, {})
-    assert not is_bidirectional(layer, {"is_causal": True})
 
 
 def prove(model, *, is_half=False):

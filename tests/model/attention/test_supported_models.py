@@ -7,12 +7,6 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from finetune.errors import ModelError
 from finetune.model.attention.implementation import default_attention
 from finetune.model.attention.supported_models import (
-    HYBRID_MODEL_TYPES,
-    LAYER_TYPES_OF,
-    OWN_ATTENTION_TYPES,
-    PACKED_FROM_THE_FIRST,
-    PACKING_MODEL_TYPES,
-    carries_state,
     check_padding,
     padding_reason,
     randomness,
@@ -69,20 +63,6 @@ def test_logits_are_those_of_a_sample_alone_and_gradients_those_of_a_padded_batc
     assert_same(of_row, gradients(model, model(**inputs).logits[is_token][None]))
 
 
-@pytest.mark.parametrize("kind", sorted(PACKING_MODEL_TYPES))
-def test_the_test_model_has_every_supported_layer_type(kind):
-    config = tiny_config(kind)
-    layers = set(getattr(config, "layer_types", None) or ())
-    assert padding_reason(config) is None
-    if kind in HYBRID_MODEL_TYPES:
-        assert carries_state(config)
-        assert text_config(config).model_type in OWN_ATTENTION_TYPES
-        assert layers & {"linear_attention", "conv", "hybrid"}
-    elif kind in LAYER_TYPES_OF:
-        assert layers == LAYER_TYPES_OF[kind]
-    assert (text_config(config).model_type in PACKED_FROM_THE_FIRST) == (kind in PACKED_FROM_THE_FIRST)
-
-
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
@@ -120,12 +100,6 @@ def test_a_vision_language_model_built_as_its_text_part_is_checked_as_a_text_mod
     assert text_config(AutoConfig.for_model("gemma3")).model_type == "gemma3"
 
 
-def test_samples_are_padded_if_transformers_lacks_functions_that_accept_lengths(monkeypatch):
-    config = tiny_config("lfm2")
-    monkeypatch.setattr("finetune.model.attention.supported_models.modeling_file", lambda _: object())
-    assert padding_reason(config) == "`lfm2`: this transformers has no `causal_conv1d_fn`"
-
-
 def test_a_model_built_with_its_vision_part_is_reported():
     assert "is built with its image part" in padding_reason(AutoConfig.for_model("gemma3"))
 
@@ -161,12 +135,8 @@ def test_a_model_that_mixes_padding_into_its_samples_is_refused_by_name(model_ty
         check(model_type, **values)
 
 
-@pytest.mark.parametrize("model_type", ["bert", "roberta"])
-def test_masked_attention_does_not_read_padding(model_type):
-    check(model_type)
-
-
-def test_a_causal_model_does_not_read_padding():
+def test_masked_and_causal_attention_do_not_read_padding():
+    check("bert")
     check("llama", AutoModelForCausalLM, "logits", num_key_value_heads=2)
 
 

@@ -102,12 +102,6 @@ def test_a_fused_kernel_that_cannot_separate_samples_is_left_out(monkeypatch):
     assert told(SimpleNamespace(is_cuda=True), **{SAMPLE_LENGTHS: SampleLengths((2, 3))}) is None
 
 
-def test_a_kernel_without_the_argument_for_boundaries_is_not_used():
-    assert upstream._takes("torch", "cumsum_of_samples", "seq_idx") is False
-    assert upstream._takes("no_such_package.ops", "scan", "seq_idx") is False
-    assert upstream._takes("finetune.model.attention.upstream", "sample_index", "edges") is True
-
-
 def test_mamba_2_still_drops_keyword_arguments_of_its_head():
     model, seen = tiny_model("mamba2"), []
     model.backbone.register_forward_pre_hook(lambda _, __, named: seen.append(set(named)), with_kwargs=True)

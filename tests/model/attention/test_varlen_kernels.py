@@ -43,7 +43,7 @@ def inputs(lengths, *, heads, key_heads, width, dtype, device, seed=0):
     return [row.to(dtype).transpose(1, 2).detach().requires_grad_() for row in rows]
 
 
-def ours(qkv, lengths, *, window=None, scale=None, softcap=None, gradient=None):
+def ours(qkv, lengths, *, window=None, scale=None, gradient=None):
     """Return the output of our attention, [tokens, heads, width], and the gradients."""
     edges = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=qkv[0].device)
     output, _ = per_sample_attention(
@@ -51,7 +51,6 @@ def ours(qkv, lengths, *, window=None, scale=None, softcap=None, gradient=None):
         *qkv,
         None,
         scaling=scale,
-        softcap=softcap,
         sliding_window=window,
         sample_lengths=SampleLengths(lengths),
         cu_seq_lens_q=edges,
@@ -144,35 +143,17 @@ def test_the_kernel_computes_each_samples_attention(device, dtype, width, key_he
 
 @EVERY_DEVICE
 @pytest.mark.parametrize("window", [None, 5])
-@pytest.mark.parametrize("softcap", [None, 20.0])
-def test_without_a_kernel_each_samples_attention_is_the_same(device, window, softcap, figure):
-    """No varlen kernel supports float32, and torch's does not support soft-capped scores."""
+def test_without_a_kernel_each_samples_attention_is_the_same(device, window, figure):
+    """No varlen kernel supports float32."""
     lengths = (1, 7, 300)
     sizes = {"heads": 8, "key_heads": 1, "width": 64, "dtype": torch.float32, "device": device}
     qkv = inputs(lengths, **sizes)
-    assert varlen_kernel(QueryKeyValue(*qkv), AttentionSettings(window=window, softcap=softcap)) is None
+    assert varlen_kernel(QueryKeyValue(*qkv), AttentionSettings(window=window)) is None
     gradient = torch.randn_like(qkv[0][0].transpose(0, 1))
-    output, gradients = ours(qkv, lengths, window=window, softcap=softcap, gradient=gradient)
-    if softcap is None:
-        exact, exact_gradients = reference(qkv, lengths, window=window, gradient=gradient)
-    else:
-        exact, exact_gradients = capped(qkv, lengths, window=window, softcap=softcap, gradient=gradient)
+    output, gradients = ours(qkv, lengths, window=window, gradient=gradient)
+    exact, exact_gradients = reference(qkv, lengths, window=window, gradient=gradient)
     worst = max(error(*each) for each in zip((output, *gradients), (exact, *exact_gradients), strict=True))
-    figure(f"error of attention by sample, window {window}, cap {softcap} ({device})", worst, at_most=1e-4)
-
-
-def capped(qkv, lengths, *, window, softcap, gradient):
-    exact = [tensor.detach().double().requires_grad_() for tensor in qkv]
-    outputs = []
-    edges = [0, *accumulate(lengths)]
-    for start, length in zip(edges, lengths, strict=False):
-        q, k, v = (each[0][:, start : start + length] for each in exact)
-        scores = torch.tanh(q @ k.repeat(8, 1, 1).transpose(1, 2) * 64**-0.5 / softcap) * softcap
-        back = torch.arange(length)[:, None] - torch.arange(length)[None]
-        is_seen = ((back >= 0) & (back < (window or length + 1))).to(scores.device)
-        outputs.append((scores.masked_fill(~is_seen, -torch.inf).softmax(-1) @ v.repeat(8, 1, 1)).transpose(0, 1))
-    output = torch.cat(outputs)
-    return output, torch.autograd.grad(output, exact, gradient.double())
+    figure(f"error of attention by sample, window {window} ({device})", worst, at_most=1e-4)
 
 
 @EVERY_DEVICE

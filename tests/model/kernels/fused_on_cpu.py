@@ -15,7 +15,6 @@ from torch.nn import functional
 from tests.model.kernels import triton_on_cpu  # noqa: F401  # before triton is imported
 
 # isort: split
-from liger_kernel import ops
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.memory.tracer import LiveBytes
@@ -77,54 +76,6 @@ def steps_of(model_type: str) -> dict[str, Any]:
     }
 
 
-def kernel_errors() -> dict[str, float]:
-    """Return the largest error of outputs and gradients against float64, over odd shapes and dtypes."""
-    errors: dict[str, float] = {}
-    for dtype in (torch.float32, torch.float16):  # the interpreter multiplies the bits of two bfloat16
-        for rows, width in ((1, 1), (3, 7), (5, 48), (17, 130), (2, 1025)):
-            torch.manual_seed(rows)
-            x, y, w = torch.randn(rows, width), torch.randn(rows, width), torch.randn(width)
-            for casting, offset in (("llama", 0.0), ("gemma", 1.0)):
-                arguments = (1e-6, offset, casting, False)
-                error = _error(
-                    lambda x, w, given=arguments: ops.LigerRMSNormFunction.apply(x, w, *given),
-                    lambda x, w, offset=offset: x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * (w + offset),
-                    (x, w),
-                    dtype,
-                )
-                errors[f"{casting} norm {rows}x{width} {dtype}"] = error
-            gelu = lambda a, b: functional.gelu(a, approximate="tanh") * b  # noqa: E731
-            errors[f"swiglu {rows}x{width} {dtype}"] = _error(
-                ops.LigerSiLUMulFunction.apply, lambda a, b: functional.silu(a) * b, (x, y), dtype
-            )
-            errors[f"swiglu of halves {rows}x{width} {dtype}"] = _error(
-                lambda both: ops.LigerFusedGateUpSiLUMulFunction.apply(both.clone(), True),
-                lambda both: functional.silu(both.chunk(2, -1)[0]) * both.chunk(2, -1)[1],
-                (torch.cat((x, y), -1),),
-                dtype,
-            )
-            errors[f"geglu {rows}x{width} {dtype}"] = _error(ops.LigerGELUMulFunction.apply, gelu, (x, y), dtype)
-        for heads, others, length, width in ((1, 1, 1, 2), (6, 2, 5, 6), (3, 3, 7, 64)):
-            q, k = torch.randn(2, heads, length, width), torch.randn(2, others, length, width)
-            angles = torch.randn(2, length, width // 2).repeat(1, 1, 2)
-            cos, sin = angles.cos(), angles.sin()
-
-            def rotated(q: Tensor, k: Tensor, cos: Tensor = cos, sin: Tensor = sin) -> Tensor:
-                halves = [states.chunk(2, -1) for states in (q, k)]
-                swapped = [torch.cat((-second, first), -1) for first, second in halves]
-                turned = (
-                    states * cos[:, None] + other * sin[:, None] for states, other in zip((q, k), swapped, strict=True)
-                )
-                return torch.cat([states.flatten() for states in turned])
-
-            def kernel(q: Tensor, k: Tensor, cos: Tensor = cos, sin: Tensor = sin) -> Tensor:
-                turned = ops.LigerRopeFunction.apply(q.clone(), k.clone(), cos.to(q.dtype), sin.to(q.dtype))
-                return torch.cat([one.flatten() for one in turned])
-
-            errors[f"rotary {heads}/{others}x{length}x{width} {dtype}"] = _error(kernel, rotated, (q, k), dtype)
-    return errors
-
-
 def loss_of_chunks() -> dict[str, float]:
     """Return the relative differences between the chunked loss with liger's kernel and without, and in float64."""
     torch.manual_seed(3)
@@ -152,21 +103,6 @@ def loss_of_chunks() -> dict[str, float]:
     }
 
 
-def _error(kernel: Any, reference: Any, values: tuple[Tensor, ...], dtype: torch.dtype) -> float:
-    """Return the largest error in units of the dtype's precision and the largest value."""
-    results = []
-    for function, kind in ((kernel, dtype), (reference, torch.float64)):
-        inputs = [value.detach().to(dtype).to(kind, copy=True).requires_grad_() for value in values]
-        output = function(*inputs)
-        output.backward(torch.linspace(-1, 1, output.numel()).reshape(output.shape).to(dtype).to(kind))
-        results.append([output.detach().double(), *(value.grad.double() for value in inputs)])
-    scale = torch.finfo(dtype).eps
-    return max(
-        float((one - other).abs().max() / (scale * other.abs().max().clamp(min=1.0)))
-        for one, other in zip(*results, strict=True)
-    )
-
-
 class Odd(nn.Module):
     """Looks like a gated MLP, but computes something else."""
 
@@ -183,7 +119,6 @@ if __name__ == "__main__":
         json.dumps(
             {
                 "models": {name: steps_of(name) for name in sys.argv[1:]},
-                "kernels": kernel_errors(),
                 "chunks": loss_of_chunks(),
                 "odd": dict(fused_layers.fuse_layers(Odd())),
             }

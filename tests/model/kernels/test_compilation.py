@@ -7,13 +7,12 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from torch import nn
 
 from finetune.model.activations import enable_gradient_checkpointing
 from finetune.model.adapters.build import add_adapter
 from finetune.model.adapters.context import AdapterContext, adapter_config
 from finetune.model.kernels import compilation
-from finetune.model.kernels.compilation import compile_model, repeated_layers
+from finetune.model.kernels.compilation import compile_model
 from finetune.runtime.parameters import InitContext
 from finetune.task.model_inputs import unwrap_model
 from tests.devices import ON_GPU
@@ -152,10 +151,6 @@ def test_a_missing_c_compiler_is_detected(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr("torch._inductor.config.cpp.cxx", (None, "/nowhere/g++"))
     assert "/nowhere/g++" in compilation.why_not_compilable()
-
-
-def test_a_model_without_repeated_layers_has_nothing_to_compile():
-    assert list(repeated_layers(nn.Sequential(nn.Linear(2, 2), nn.ModuleList([nn.Linear(2, 2), nn.ReLU()])))) == []
 
 
 LENGTHS = [(5, 9, 1), (3, 3), (12,), (1, 2, 3, 4, 5)]

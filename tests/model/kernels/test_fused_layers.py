@@ -54,13 +54,6 @@ def test_a_model_with_kernels_has_the_loss_and_gradients_of_the_model_without(fo
 
 
 @pytest.mark.full
-def test_every_kernel_agrees_with_float64_to_rounding(found: dict[str, Any]):
-    """Errors are in units of the dtype's precision, over widths of 1 to 1,025 and odd numbers of heads."""
-    assert len(found["kernels"]) == 56
-    assert {name: error for name, error in found["kernels"].items() if error > 4} == {}
-
-
-@pytest.mark.full
 def test_chunks_of_the_loss_have_the_sums_and_gradients_of_our_own_operations(found: dict[str, Any]):
     assert len(found["chunks"]) == 8
     assert {name: error for name, error in found["chunks"].items() if error > 2e-6} == {}

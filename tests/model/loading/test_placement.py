@@ -72,8 +72,3 @@ def test_loading_to_a_device_leaves_nothing_in_host_memory(tmp_path, device, fig
     assert {parameter.device.type for parameter in model.parameters()} == {place}
     taken = (anonymous_bytes() - before) / size
     figure("loading straight to a device: host memory, share of the model", taken, at_most=0.3)
-
-
-def test_a_model_is_loaded_to_the_cpu_by_default(tmp_path):
-    model = loaded(saved(tmp_path, "small"), None)
-    assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}

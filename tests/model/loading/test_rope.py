@@ -6,7 +6,6 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
-    FalconConfig,
     Gemma3Config,
     Gemma3TextConfig,
     Gemma4TextConfig,
@@ -23,7 +22,7 @@ from transformers import (
 from finetune.config.sections.model import ModelSection, RopeScalingSection
 from finetune.errors import ModelError
 from finetune.model.loading.architecture import load_pretrained_config
-from finetune.model.loading.dry_run import dry_run_model, uses_scaling
+from finetune.model.loading.dry_run import dry_run_model
 from finetune.model.upstream import written_head_size
 from tests.refusals import refused
 
@@ -188,21 +187,6 @@ def on_meta(config, scaling):
     config = type(config).from_dict({**config.to_dict(), "rope_parameters": scaling})
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config)
-
-
-@pytest.mark.parametrize(
-    ("config", "is_used"),
-    [
-        (LlamaConfig(**TINY, intermediate_size=64), True),
-        (FalconConfig(**TINY), True),
-        (FalconConfig(**TINY, alibi=True), False),
-        (RecurrentGemmaConfig(**TINY, intermediate_size=64, lru_width=32), False),
-    ],
-)
-def test_rope_scaling_is_detected_by_its_frequencies(config, is_used):
-    usual = on_meta(config, {"rope_type": "default", "rope_theta": 1e4})
-    assert not uses_scaling(usual, usual)
-    assert uses_scaling(on_meta(config, LINEAR), usual) == is_used
 
 
 def test_yarn_still_needs_a_head_size_in_the_config():

@@ -26,7 +26,3 @@ def test_pooling_files_without_information_give_no_warning(tmp_path, content):
     (tmp_path / "1_Pooling" / "config.json").write_text(content)
     assert pooling_warning(ModelSection(name=str(tmp_path)), "mean") is None
     assert pooling_warning(ModelSection(name=str(tmp_path / "1_Pooling")), "mean") is None
-
-
-def test_a_missing_model_gives_no_pooling_warning():
-    assert pooling_warning(ModelSection(name="nobody/nothing"), "mean") is None

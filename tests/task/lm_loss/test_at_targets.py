@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from finetune.data.batch import IGNORED
 from finetune.data.features import Features
 from finetune.task.lm_loss import chunked_loss, target_loss
-from finetune.task.lm_loss.head import LmHead, find_lm_head
+from finetune.task.lm_loss.head import find_lm_head
 from finetune.task.lm_loss.logit_transform import LogitTransform, find_logit_transform, is_rowwise
 from finetune.task.lm_loss.target_loss import TargetLoss, log_probabilities_at_targets
 from finetune.task.lm_loss.token_loss import TokenLoss
@@ -102,25 +102,26 @@ def assert_same(one, other):
             assert float((gradients[name] - gradient).abs().max()) <= 2e-6 * largest, name
 
 
+def assert_same_as_from_all_logits(model, batch, loss=PLAIN, inputs=None):
+    assert_same(
+        sums_and_gradients(TargetLoss(loss), model, batch, inputs),
+        sums_and_gradients(TargetLoss(loss, "plain"), model, batch, inputs),
+    )
+
+
 @pytest.mark.parametrize("loss", [PLAIN, SMOOTHED], ids=["plain", "smoothed"])
 @pytest.mark.parametrize("name", CAUSAL)
 def test_losses_and_gradients_are_those_of_all_logits(name, loss):
     model = made(name)
     assert find_lm_head(model).transform is not None
     for batch in (collate_padded(samples(9, 4, 21), pad_id=0), collate_padded(samples(5, share=1.0), pad_id=0)):
-        assert_same(
-            sums_and_gradients(TargetLoss(loss), model, batch),
-            sums_and_gradients(TargetLoss(loss, "plain"), model, batch),
-        )
+        assert_same_as_from_all_logits(model, batch, loss)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
 def test_loss_at_targets_equals_the_plain_loss_in_packed_rows(name):
     model, batch = made(name), collate_padding_free(samples(9, 4, 21))
-    assert_same(
-        sums_and_gradients(TargetLoss(PLAIN), model, batch),
-        sums_and_gradients(TargetLoss(PLAIN, "plain"), model, batch),
-    )
+    assert_same_as_from_all_logits(model, batch)
 
 
 @pytest.mark.parametrize("loss", [PLAIN, SMOOTHED], ids=["plain", "smoothed"])
@@ -130,10 +131,7 @@ def test_loss_at_targets_equals_the_plain_loss_in_other_models(name, loss):
     inputs = {**batch.inputs, "use_cache": False} if name != "bert" else dict(batch.inputs)
     if name != "bert":
         inputs["decoder_input_ids"] = batch.inputs["input_ids"]
-    assert_same(
-        sums_and_gradients(TargetLoss(loss), model, batch, inputs),
-        sums_and_gradients(TargetLoss(loss, "plain"), model, batch, inputs),
-    )
+    assert_same_as_from_all_logits(model, batch, loss, inputs)
     assert (find_lm_head(model).transform is None) == (
         name == "bart"
     )  # to whose logits a bias is added: they are picked
@@ -145,34 +143,22 @@ def test_loss_at_targets_equals_the_plain_loss_with_adapters(modules):
     torch.manual_seed(0)
     model = peft.get_peft_model(made("llama"), peft.LoraConfig(target_modules=modules, init_lora_weights=False))
     batch = collate_padded(samples(9, 4, 21), pad_id=0)
-    assert_same(
-        sums_and_gradients(TargetLoss(PLAIN), model, batch),
-        sums_and_gradients(TargetLoss(PLAIN, "plain"), model, batch),
-    )
+    assert_same_as_from_all_logits(model, batch)
     saved = peft.get_peft_model(made("gemma2"), peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]))
-    assert_same(
-        sums_and_gradients(TargetLoss(PLAIN), saved, batch),
-        sums_and_gradients(TargetLoss(PLAIN, "plain"), saved, batch),
-    )
+    assert_same_as_from_all_logits(saved, batch)
 
 
 def test_trained_prompt_tokens_before_the_text_are_not_targets():
     peft = pytest.importorskip("peft")
     kind = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     model, batch = peft.get_peft_model(made("llama"), kind), collate_padded(samples(9, 4, 21), pad_id=0)
-    assert_same(
-        sums_and_gradients(TargetLoss(PLAIN), model, batch),
-        sums_and_gradients(TargetLoss(PLAIN, "plain"), model, batch),
-    )
+    assert_same_as_from_all_logits(model, batch)
 
 
 def test_a_frozen_head_gets_no_gradient():
     model, batch = made("llama"), collate_padded(samples(9, 4, 21), pad_id=0)
     model.lm_head.requires_grad_(False)
-    assert_same(
-        sums_and_gradients(TargetLoss(PLAIN), model, batch),
-        sums_and_gradients(TargetLoss(PLAIN, "plain"), model, batch),
-    )
+    assert_same_as_from_all_logits(model, batch)
     assert model.lm_head.weight.grad is None
 
 
@@ -303,10 +289,7 @@ def test_a_model_that_does_something_else_with_its_logits_is_asked_for_all_of_th
     torch.manual_seed(0)
     model, batch = Odd(hf.LlamaConfig(**DECODER)), collate_padded(samples(9, 4, 21), pad_id=0)
     assert find_lm_head(model).transform is None and not find_lm_head(model).is_rowwise
-    assert_same(
-        sums_and_gradients(TargetLoss(PLAIN), model, batch),
-        sums_and_gradients(TargetLoss(PLAIN, "plain"), model, batch),
-    )
+    assert_same_as_from_all_logits(model, batch)
 
 
 def test_a_head_is_itself_again_after_a_pass_that_failed():
@@ -319,11 +302,6 @@ def test_a_head_is_itself_again_after_a_pass_that_failed():
         TargetLoss(PLAIN).sums(model, batch)
     assert "forward" not in model.lm_head.__dict__
     assert forward_logits(model, batch).shape == (1, 9, VOCABULARY)
-
-
-def test_a_model_without_a_head_over_a_vocabulary_has_none():
-    assert find_lm_head(torch.nn.Linear(2, 2)) is None
-    assert LmHead.of_logits().logits(torch.ones(2, 3)).shape == (2, 3)
 
 
 class _Largest(TorchDispatchMode):

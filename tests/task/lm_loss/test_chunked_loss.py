@@ -91,19 +91,6 @@ def test_the_loss_of_a_large_vocabulary_is_exact_and_small(device, figure):
     figure("error of the weights' gradient", _error(head.module.weight.grad, of_weight), at_most=5e-3)
 
 
-def test_a_gradient_in_half_precision_takes_the_place_of_the_logits():
-    rows, weight, _ = _inputs(40, 101, hidden=8, dtype=torch.bfloat16, device="cpu")
-    spec = LossSpec(TokenLoss(), CAPPED, torch.bfloat16, rows=16)
-    found = [(part, chunk) for part, chunk in chunked_loss.iterate_chunks(rows.detach(), weight, None, spec)]
-    assert [part.stop - part.start for part, _ in found] == [16, 16, 8]
-    _, chunk = found[0]
-    gradient = torch.randn(16, 101)
-    assert chunk.cast(gradient).data_ptr() == chunk.logits_buffer.data_ptr()
-    assert torch.equal(chunk.cast(gradient), gradient.bfloat16())
-    without = chunked_loss.LogitsChunk.without_buffers(rows.detach(), weight, spec)
-    assert torch.equal(without.cast(gradient), gradient.bfloat16())
-
-
 def test_the_documented_bytes_per_logit_are_those_counted():
     assert {name: size / 1e6 for name, size in CHUNK_BYTES.items()} == pytest.approx(CHUNK_MEGABYTES, rel=2e-3)
     on_gpu, plain = torch.device("cuda"), LogitTransform()
