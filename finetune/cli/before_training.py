@@ -101,10 +101,6 @@ def doctor(
     ] = None,
     override: Overrides = None,
     json: Annotated[bool, typer.Option("--json", help="Print facts and findings as JSON.")] = False,
-    facts: Annotated[
-        Path | None,
-        typer.Option("--facts", metavar="FILE.json", help="Check the facts that --json printed on another machine."),
-    ] = None,
     wait: Annotated[
         float, typer.Option(min=1.0, metavar="SECONDS", help="Launched: how long to wait for the other ranks.")
     ] = 60.0,
@@ -122,14 +118,12 @@ def doctor(
     """
     if data and config is None:
         raise UserError("--data: add --config JOB.yaml, the job whose data loader is measured.")
-    if data and (json or facts is not None):
-        raise UserError("--data: --json and --facts are for the check of a machine. Leave them out.")
-    if facts is not None and (config is not None or override):
-        raise UserError("--facts: the file has the facts of the job, too. Leave --config and --set out.")
+    if data and json:
+        raise UserError("--data: --json is for the check of a machine. Leave it out.")
     if data and config is not None:
         doctor_data.examine_loader(config, override or [], num_rounds=rounds, seconds=seconds)
         return 0
-    return doctor_command.examine(config, override or [], recorded=facts, as_json=json, wait_seconds=wait)
+    return doctor_command.examine(config, override or [], as_json=json, wait_seconds=wait)
 
 
 def plan(

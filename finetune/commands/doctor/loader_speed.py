@@ -18,19 +18,14 @@ from finetune.config.load import load_config
 from finetune.config.run_config import RunConfig
 from finetune.data.batch import Batch
 from finetune.data.loader import machine_resources, train_loader
-from finetune.report.history import EVENTS_FILE, read_history
 from finetune.report.reporter import RunLog
 from finetune.run.setup.training_data import TrainingData, make_training_data
-from finetune.runtime.files.read import read_json
 from finetune.runtime.text.terminal import quiet_libraries
 
-MAX_WAITING_SHARE = 0.02
-"""Share of a step that may be spent waiting: saving less does not justify another worker."""
-
 NEARLY_FASTEST = 0.9
-"""Share of the fastest rate that counts as equally fast, if the speed of the model is unknown."""
+"""Share of the fastest rate that counts as equally fast."""
 
-WARM_UP_STEPS, MIN_BATCHES = 2, 4
+MIN_BATCHES = 4
 
 MakeLoader = Callable[..., "DataLoader[Batch]"]
 """From a number of workers and `first_step` to an endless loader of one rank's batches."""
@@ -49,8 +44,7 @@ class LoaderMeasurement:
 def examine_loader(path: Path, overrides: Sequence[str], *, num_rounds: int, seconds: float) -> None:
     """Print samples and tokens per second of the job's loader by number of workers, and the key to write.
 
-    Tokenizes first, as training does. Where the job's run folder has events of an earlier run, the answer is based on
-    the rate at which that run consumed tokens. Raises ConfigError and DataError as training does.
+    Tokenizes first, as training does. Raises ConfigError and DataError as training does.
     """
     quiet_libraries(is_main=True)
     loaded = load_config(path, overrides)
@@ -60,31 +54,19 @@ def examine_loader(path: Path, overrides: Sequence[str], *, num_rounds: int, sec
     make_loader = partial(_loader, config, training_data)
     log = partial(print, file=sys.stderr, flush=True)
     measurements = measure_loaders(make_loader, numbers, num_rounds=num_rounds, seconds=seconds, log=log)
-    consumed = tokens_per_second_of_a_rank(Path(config.run.folder))
     device = "copied to the GPU" if resources.has_device else "no GPU"
     print(f"one rank's loader alone, {resources.num_cores} cores, {device}; medians")
-    table = number_table("num_workers", "samples/s", "tokens/s", "first batch", "a step waits")
+    table = number_table("num_workers", "samples/s", "tokens/s", "first batch")
     for measured in measurements:
         table.add_row(
             str(measured.num_workers),
             f"{measured.samples_per_second:,.0f}",
             f"{measured.tokens_per_second:,.0f}",
             f"{measured.first_seconds:.2f} s",
-            "" if consumed is None else f"{waiting_share(measured, consumed):.1%}",
         )
     print_table(table)
-    best = choose_measurement(measurements, consumed)
-    if consumed is None:
-        print(
-            f"num_workers: {best.num_workers} is the smallest number that is about as fast as the fastest. "
-            f"{config.run.folder} has no run that shows the speed of the model: train a few steps and repeat this "
-            "command for a better answer."
-        )
-    else:
-        print(
-            f"a rank of the run in {config.run.folder} consumes {consumed:,.0f} tokens/s while it computes: with "
-            f"num_workers: {best.num_workers} a step waits {waiting_share(best, consumed):.1%} of its time"
-        )
+    best = choose_measurement(measurements)
+    print(f"num_workers: {best.num_workers} is the smallest number that is about as fast as the fastest")
     print(f"\nWrite in {path.name}:\n\ndata:\n  num_workers: {best.num_workers}")
 
 
@@ -144,36 +126,8 @@ def _measure_once(loader: "DataLoader[Batch]", *, seconds: float) -> tuple[float
     return first - started, samples / elapsed, tokens / elapsed
 
 
-def waiting_share(measured: LoaderMeasurement, consumed_per_second: float) -> float:
-    """Return the share of a step that a rank waits if it consumes this number of tokens per second of computing.
-
-    Without workers a batch is loaded before it is used; with workers, during the computation of the previous one.
-    """
-    loaded = measured.tokens_per_second
-    if measured.num_workers == 0:
-        return consumed_per_second / (consumed_per_second + loaded)
-    return max(0.0, 1.0 - loaded / consumed_per_second)
-
-
-def choose_measurement(
-    measurements: Sequence[LoaderMeasurement], consumed_per_second: float | None
-) -> LoaderMeasurement:
-    """Return the one with the fewest workers that are fast enough; if none are, the one that waits least."""
-    if consumed_per_second is None:
-        best = max(measured.tokens_per_second for measured in measurements)
-        enough = [measured for measured in measurements if measured.tokens_per_second >= NEARLY_FASTEST * best]
-        return min(enough, key=lambda measured: measured.num_workers)
-    shares = {measured: waiting_share(measured, consumed_per_second) for measured in measurements}
-    return min(measurements, key=lambda measured: (max(MAX_WAITING_SHARE, shares[measured]), measured.num_workers))
-
-
-def tokens_per_second_of_a_rank(run_folder: Path) -> float | None:
-    """Return the tokens that one rank of the run has consumed per second of computing; None without events."""
-    if not (run_folder / EVENTS_FILE).is_file():
-        return None
-    rates = read_history(run_folder).steps.compute_rates(num_warm_up=WARM_UP_STEPS)
-    try:
-        world = int(read_json(run_folder / "environment.json")["launcher"].get("WORLD_SIZE", "1"))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        world = 1
-    return median(rates.tolist()) / world if len(rates) else None
+def choose_measurement(measurements: Sequence[LoaderMeasurement]) -> LoaderMeasurement:
+    """Return the one with the fewest workers that is about as fast as the fastest."""
+    best = max(measured.tokens_per_second for measured in measurements)
+    enough = [measured for measured in measurements if measured.tokens_per_second >= NEARLY_FASTEST * best]
+    return min(enough, key=lambda measured: measured.num_workers)

@@ -27,8 +27,6 @@ class SystemFacts:
     available_bytes: int = 0
     shared_memory_bytes: int | None = None  # of /dev/shm
     max_open_files: int = 1 << 30  # the hard limit
-    is_virtual: bool = False
-    translates_addresses: bool = False  # the IOMMU, for devices
 
 
 def gather_system() -> SystemFacts:
@@ -42,21 +40,7 @@ def gather_system() -> SystemFacts:
         available_bytes=int(memory.available),
         shared_memory_bytes=shutil.disk_usage(shared_memory).total if shared_memory.is_dir() else None,
         max_open_files=file_limit()[1],
-        is_virtual=" hypervisor" in _text(Path("/proc/cpuinfo")),
-        translates_addresses=translates_addresses(Path("/sys/kernel/iommu_groups")),
     )
-
-
-def translates_addresses(groups: Path) -> bool:
-    """Return whether the IOMMU translates the addresses that devices use, and does not pass them through."""
-    return any(_text(file).startswith("DMA") for file in groups.glob("*/type"))
-
-
-def _text(file: Path) -> str:
-    try:
-        return file.read_text(errors="replace")
-    except OSError:
-        return ""
 
 
 @dataclass(frozen=True)
