@@ -107,8 +107,7 @@ def doctor(
     data: Annotated[
         bool, typer.Option("--data", help="Measure the job's data loader and recommend its settings.")
     ] = False,
-    rounds: Annotated[int, typer.Option(min=1, help="With --data: rounds of measurements; medians are shown.")] = 5,
-    seconds: Annotated[float, typer.Option(min=0.01, help="With --data: duration of each measurement.")] = 0.5,
+    seconds: Annotated[float, typer.Option(min=0.01, help="With --data: duration of each measurement.")] = 3.0,
 ) -> int:
     """Print what this machine has and what must be fixed before a run. Exit code 1 if anything must be fixed.
 
@@ -121,7 +120,7 @@ def doctor(
     if data and json:
         raise UserError("--data: --json is for the check of a machine. Leave it out.")
     if data and config is not None:
-        doctor_data.examine_loader(config, override or [], num_rounds=rounds, seconds=seconds)
+        doctor_data.examine_loader(config, override or [], seconds=seconds)
         return 0
     return doctor_command.examine(config, override or [], as_json=json, wait_seconds=wait)
 

@@ -57,10 +57,8 @@ def test_doctor_rejects_a_loader_measurement_as_json(typed, calls, job):
 
 
 def test_a_loader_is_measured_of_a_job(typed, calls, job):
-    assert typed("doctor", "--data", "--config", job, "--rounds", 3)[0] == 0
-    assert calls.made == [
-        ("finetune.commands.doctor.loader_speed:examine_loader", (job, []), {"num_rounds": 3, "seconds": 0.5})
-    ]
+    assert typed("doctor", "--data", "--config", job, "--seconds", 0.5)[0] == 0
+    assert calls.made == [("finetune.commands.doctor.loader_speed:examine_loader", (job, []), {"seconds": 0.5})]
 
 
 def test_a_loader_without_a_job_is_a_mistake(typed, calls):

@@ -18,20 +18,15 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from finetune.commands.rehearse.report import Change
-from finetune.commands.rehearse.widths import Sizes, Values, changed_values, is_count, shrunk_values
+from finetune.commands.rehearse.widths import Values, changed_values, is_count, shrunk_values
 from finetune.config.sections.model import FromConfigSection, ModelSection
 from finetune.errors import ModelError
-from finetune.model.adapters.context import AdapterContext
 from finetune.model.layers import LAYER_COUNTS, MIN_LAYERS, LayerStack, find_stacks
 from finetune.model.loading.architecture import HEADS, load_model_config, pretrained_arguments
 from finetune.model.loading.config_values import known_names
 from finetune.model.loading.dry_run import forward_error, meta_model
 from finetune.model.loading.hub import is_local_path, loading_errors
 from finetune.model.loading.pretrained import build_from_config
-from finetune.runtime.optional import lazily
-
-with lazily():  # peft
-    from finetune.model.adapters import build as adapters
 
 SMALL_PARAMETERS = 3_000_000
 """A model with fewer parameters is not reduced."""
@@ -73,7 +68,7 @@ class Architecture:
         return find_stacks(self.small, with_sizes=False)
 
 
-def shrink_architecture(section: ModelSection, *, head: str, sizes: Sizes) -> Architecture:
+def shrink_architecture(section: ModelSection, *, head: str) -> Architecture:
     """Return the real architecture and the small one; raises ModelError if it cannot be built or reduced."""
     real, config = meta_model(section, head=head), load_model_config(section)
     vars(config).pop("quantization_config", None)  # the small model's weights are plain
@@ -94,7 +89,7 @@ def shrink_architecture(section: ModelSection, *, head: str, sizes: Sizes) -> Ar
     errors = []
     for level in (0, 1, 2):
         try:
-            small = type(config).from_dict(shrunk_values(values, layers=layers, level=level, sizes=sizes))
+            small = type(config).from_dict(shrunk_values(values, layers=layers, level=level))
             with torch.device("meta"):
                 built = build_small(small, section, head=head)
             changes = [
@@ -208,18 +203,6 @@ def write_model_copy(
         if target != folder / "config.json":
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, target)
-
-
-def write_new_adapter(
-    section: ModelSection, architecture: Architecture, *, base: Path, head: str, folder: Path
-) -> None:
-    """Write an adapter like that of `model.adapter`, with new values, for the small model."""
-    model = build_small(architecture.config, section, head=head)
-    real = Path(str(section.adapter))
-    adapters.save_untrained_copy(model, real, AdapterContext(seed=0, head=head, base=str(base)), folder=folder)
-    for path in _small_files(real):
-        if path.name != "adapter_config.json":
-            shutil.copyfile(path, folder / path.name)
 
 
 def _small_files(folder: Path) -> Iterator[Path]:

@@ -20,7 +20,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "before-a-run.md"
 
 EXPECTED = {
     "h100_nvswitch": {},
-    "a10_two_sockets": {"driver-too-old": "for CUDA 12.8"},
+    "a10_two_sockets": {"driver-too-old": "for CUDA 12.4"},
     "laptop_4060": {"disk-full": "finetune checkpoint prune", "hub": "HF_HUB_OFFLINE=1"},
     "cpu_node": {"shared-memory": "--shm-size=8g"},
 }

@@ -2,17 +2,11 @@
 
 import json
 
-from finetune.commands.doctor.loader_speed import (
-    LoaderMeasurement,
-    choose_measurement,
-    examine_loader,
-)
+from finetune.commands.doctor.loader_speed import choose_number, examine_loader
 
 
 def test_the_smallest_number_of_workers_that_is_nearly_the_fastest_is_chosen():
-    speeds = {0: 10_000, 1: 4_000, 2: 8_000, 4: 16_000, 8: 17_000}
-    measurements = [LoaderMeasurement(number, 0.1, speed / 100, speed) for number, speed in speeds.items()]
-    assert choose_measurement(measurements).num_workers == 4
+    assert choose_number({0: 10_000, 1: 4_000, 2: 8_000, 4: 16_000, 8: 17_000}) == 4
 
 
 def test_the_loader_of_a_job_is_measured_and_settings_are_recommended(tmp_path, capsys):
@@ -29,8 +23,8 @@ task: {name: sft}
 train: {global_batch_size: 4, microbatch_size: 2, steps: 2, learning_rate: 1e-3}
 """
     )
-    examine_loader(tmp_path / "job.yaml", [], num_rounds=1, seconds=0.01)
+    examine_loader(tmp_path / "job.yaml", [], seconds=0.01)
     printed = capsys.readouterr().out
     lines = printed.splitlines()
-    assert next(line for line in lines if "num_workers" in line).split()[:2] == ["num_workers", "samples/s"]
+    assert next(line for line in lines if "num_workers" in line).split()[:2] == ["num_workers", "tokens/s"]
     assert "Write in job.yaml:\n\ndata:\n  num_workers: " in printed
