@@ -92,26 +92,18 @@ def chosen_interfaces(value: str, interfaces: Sequence[Interface]) -> list[Inter
     return [interface for interface in interfaces if matches(interface) != value.startswith("^")]
 
 
-def _usable_interfaces(host: HostFacts) -> list[str]:
-    """Return the interfaces that other machines may reach, the one of the default route first."""
-    default, interfaces = host.network.default_interface, host.network.interfaces
-    usable = [link.name for link in interfaces if link.is_up and not link.name.startswith(_VIRTUAL)]
-    return list(dict.fromkeys([*([default] if default else []), *usable])) or ["eth0"]
-
-
 def _socket_interface(host: HostFacts, _: Facts) -> Iterator[Values]:
-    usable, interfaces = _usable_interfaces(host), host.network.interfaces
+    interfaces = host.network.interfaces
     for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         value = host.variables.get(variable)
         if value and interfaces:
-            chosen = [interface.name for interface in chosen_interfaces(value, interfaces)]
-            if not set(chosen) & set(usable):
+            chosen = chosen_interfaces(value, interfaces)
+            if not any(each.is_up and not each.name.startswith(_VIRTUAL) for each in chosen):
                 yield {
                     "variable": variable,
                     "value": value,
-                    "chosen": chosen or ["no interface"],
                     "existing": [interface.name for interface in interfaces],
-                    "better": usable[0],
+                    "better": host.network.default_interface or "eth0",
                 }
 
 
@@ -120,7 +112,7 @@ def _gloo_loopback(host: HostFacts, facts: Facts) -> Iterator[Values]:
     is_launched_on_several = variables.get("WORLD_SIZE", "1") != variables.get("LOCAL_WORLD_SIZE", "1")
     is_loopback = address.startswith("127.") and "GLOO_SOCKET_IFNAME" not in variables
     if is_loopback and (is_launched_on_several or len(facts.hosts) > 1):
-        yield {"address": address, "better": _usable_interfaces(host)[0]}
+        yield {"address": address, "better": host.network.default_interface or "eth0"}
 
 
 def _absent_names(host: HostFacts, facts: Facts) -> list[HubName]:

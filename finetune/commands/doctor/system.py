@@ -64,7 +64,6 @@ class Lock:
 class SoftwareFacts:
     """Versions, and the locks of builds."""
 
-    python: str = ""
     packages: Mapping[str, str] = field(default_factory=dict)
     torch_cuda: str | None = None  # None: a build for CPUs
     num_torch_devices: int = 0
@@ -76,7 +75,6 @@ def gather_software() -> SoftwareFacts:
     """Return versions and locks."""
     locks = [lock for lock in build_locks(extensions_folder()) if lock.state != BUILDING]
     return SoftwareFacts(
-        python=platform.python_version(),
         packages=package_versions(),
         torch_cuda=torch.version.cuda,
         num_torch_devices=torch.cuda.device_count(),

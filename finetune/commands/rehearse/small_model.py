@@ -34,9 +34,6 @@ SMALL_PARAMETERS = 3_000_000
 MAX_PARAMETERS = 300_000_000
 """A model that cannot be reduced below this size is refused: a few steps would take too long on a CPU."""
 
-MAX_PREFIX = 16
-"""Limit on kept layers if the config lists its layers, from which others can be picked."""
-
 MAX_FILE_BYTES = 256 << 20
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ckpt", ".index.json", ".npz")
 _DOWNLOADED = ["*.json", "*.txt", "*.model", "*.jinja", "*.py", "*.tiktoken", "1_*/*.json", "2_*/*.json"]
@@ -82,10 +79,8 @@ def shrink_architecture(section: ModelSection, *, head: str) -> Architecture:
         counts = {part[key] for key in LAYER_COUNTS if is_count(part.get(key))}
         counted = [stack for stack in whole.real_stacks if len(stack.kinds) in counts]
         own = [stack for stack in counted if ("vision" in name) == ("vis" in stack.name)] or counted
-        lists = {len(value) for value in part.values() if isinstance(value, list)}
-        chosen = [kept_layers(stack.kinds, can_pick=len(stack.kinds) in lists) for stack in own]
-        if chosen:
-            layers[name] = max(chosen, key=len)
+        if own:
+            layers[name] = range(max(num_kept_layers(stack.kinds) for stack in own))
     errors = []
     for level in (0, 1, 2):
         try:
@@ -116,19 +111,14 @@ def _num_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def kept_layers(layer_kinds: Sequence[Hashable], *, can_pick: bool) -> tuple[int, ...]:
-    """Return the layers to keep: the shortest prefix with every layer type, at least two.
+def num_kept_layers(layer_kinds: Sequence[Hashable]) -> int:
+    """Return the length of the shortest prefix with every layer type, at least two.
 
-    If this is too long and the config lists its layers, the first layer of each type is picked.
-
-    >>> kept_layers("aaaa", can_pick=False), kept_layers("a" * 40 + "b", can_pick=True)
-    ((0, 1), (0, 40))
+    >>> num_kept_layers("aaaa"), num_kept_layers("aaab")
+    (2, 4)
     """
-    firsts = sorted(layer_kinds.index(kind) for kind in set(layer_kinds))
-    num_needed = max(firsts[-1] + 1, MIN_LAYERS)
-    if num_needed > MAX_PREFIX and can_pick:
-        return tuple(firsts if len(firsts) >= MIN_LAYERS else [*firsts, firsts[-1] + 1])
-    return tuple(range(min(num_needed, len(layer_kinds))))
+    firsts = [layer_kinds.index(kind) for kind in set(layer_kinds)]
+    return min(max(*firsts, MIN_LAYERS - 1) + 1, len(layer_kinds))
 
 
 def _check(architecture: Architecture, section: ModelSection, *, head: str) -> None:
