@@ -74,6 +74,12 @@ class AccelerateFile:
         return self.num_processes // (self.sequence_size * self.tensor_size)
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """Return a sentence on what becomes of settings for FSDP1, where the file has any."""
+        translation = fsdp1_in_file(self.values)
+        return () if translation is None else (translation.sentence,)
+
+    @property
     def text(self) -> str:
         """Return strategy, machines and processes in words."""
         machines = f"{self.num_machines} machine{'s' * (self.num_machines > 1)}"

@@ -143,7 +143,7 @@ class _Phases:
         is_fp16 = loaded.config.train.precision == "fp16"
         local_file, changes = for_this_machine(file, processes=self._request.processes, is_fp16=is_fp16)
         self._report.replaced += changes
-        self._report.passed("job", f"{file.text}; global batch {loaded.config.train.global_batch_size}")
+        self._report.passed("job", f"{file.text}; global batch {loaded.config.train.global_batch_size}", *file.notes)
         return loaded, file, local_file
 
     def _shrink_model(self, loaded: LoadedConfig) -> None:
@@ -172,7 +172,8 @@ class _Phases:
         )
 
     def _copy_model(self, section: ModelSection, architecture: Architecture, *, head: str) -> None:
-        folder, in_config, rope = self._folder / "model", "it is in the small model's config", section.rope_scaling
+        folder, in_config = self._folder / "model", "it is in the small model's config"
+        rope = section.rope_scaling
         write_model_copy(architecture, section, head=head, folder=folder)
         changes = [
             Change("model.name", section.name, str(folder), "the small model, with random weights"),
@@ -250,7 +251,6 @@ def _write(
     """Write the chosen rows of the source; return the values of its section and a description of the rows."""
     try:
         text = "".join(json.dumps(row) + "\n" for row in rows)
-        text.encode()
     except (TypeError, ValueError):
         text = ""
     if section.has_positions or origin.class_names() or not text:

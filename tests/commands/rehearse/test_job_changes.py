@@ -66,7 +66,7 @@ def test_the_rehearsal_accumulates_if_the_job_does(job):
     assert without.global_batch_size == 6
 
 
-def test_ranks_and_vectors_are_at_most_as_wide_as_the_small_model(job):
+def test_a_rank_is_small_enough_for_the_small_model(job):
     assert changes_of(job, "model.lora={rank: 128, init: pissa}")["model.lora.rank"].now == 8
 
 
