@@ -87,8 +87,7 @@ def launch_and_resume(launch: Launch, schedule: RehearsalSteps, *, report: Rehea
             shutil.move(path, uninterrupted / CHECKPOINTS_FOLDER / path.name)
     shutil.rmtree(run / FINAL_FOLDER, ignore_errors=True)
     with phase("checkpoint"):
-        problems, bad = find_problems(read_entry(saved[step]), read_all=True)
-        if problems or bad:
+        if problems := find_problems(read_entry(saved[step]), read_all=True):
             raise CheckpointError(f"{saved[step]}: {'; '.join(problems)}")
         files = [file for file in saved[step].rglob("*") if file.is_file()]
         size = format_size(sum(file.stat().st_size for file in files))
