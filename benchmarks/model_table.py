@@ -42,7 +42,6 @@ from transformers.models.auto import modeling_auto  # noqa: E402
 from transformers.pytorch_utils import Conv1D  # noqa: E402
 
 from finetune.commands.rehearse.small_model import from_config_values, shrink_architecture  # noqa: E402
-from finetune.commands.rehearse.widths import Sizes  # noqa: E402
 from finetune.config.sections.model import (  # noqa: E402
     FromConfigSection,
     ModelSection,
@@ -315,7 +314,7 @@ def tiny_values(model_type: str, *, head: str) -> tuple[dict[str, Any], int]:
         None if head == "image_classification" else TokenizerSection(train=TrainTokenizerSection(vocabulary_size=320))
     )
     try:
-        made = shrink_architecture(ModelSection(from_config=section, tokenizer=tokenizer), head=head, sizes=Sizes())
+        made = shrink_architecture(ModelSection(from_config=section, tokenizer=tokenizer), head=head)
     except FinetuneError as error:  # the job with the type's own sizes says so, too, or meets the limits
         print(f"NOT SMALL: {error}")
         return dict(given), 32

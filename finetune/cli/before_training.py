@@ -101,18 +101,13 @@ def doctor(
     ] = None,
     override: Overrides = None,
     json: Annotated[bool, typer.Option("--json", help="Print facts and findings as JSON.")] = False,
-    facts: Annotated[
-        Path | None,
-        typer.Option("--facts", metavar="FILE.json", help="Check the facts that --json printed on another machine."),
-    ] = None,
     wait: Annotated[
         float, typer.Option(min=1.0, metavar="SECONDS", help="Launched: how long to wait for the other ranks.")
     ] = 60.0,
     data: Annotated[
         bool, typer.Option("--data", help="Measure the job's data loader and recommend its settings.")
     ] = False,
-    rounds: Annotated[int, typer.Option(min=1, help="With --data: rounds of measurements; medians are shown.")] = 5,
-    seconds: Annotated[float, typer.Option(min=0.01, help="With --data: duration of each measurement.")] = 0.5,
+    seconds: Annotated[float, typer.Option(min=0.01, help="With --data: duration of each measurement.")] = 3.0,
 ) -> int:
     """Print what this machine has and what must be fixed before a run. Exit code 1 if anything must be fixed.
 
@@ -122,14 +117,12 @@ def doctor(
     """
     if data and config is None:
         raise UserError("--data: add --config JOB.yaml, the job whose data loader is measured.")
-    if data and (json or facts is not None):
-        raise UserError("--data: --json and --facts are for the check of a machine. Leave them out.")
-    if facts is not None and (config is not None or override):
-        raise UserError("--facts: the file has the facts of the job, too. Leave --config and --set out.")
+    if data and json:
+        raise UserError("--data: --json is for the check of a machine. Leave it out.")
     if data and config is not None:
-        doctor_data.examine_loader(config, override or [], num_rounds=rounds, seconds=seconds)
+        doctor_data.examine_loader(config, override or [], seconds=seconds)
         return 0
-    return doctor_command.examine(config, override or [], recorded=facts, as_json=json, wait_seconds=wait)
+    return doctor_command.examine(config, override or [], as_json=json, wait_seconds=wait)
 
 
 def plan(

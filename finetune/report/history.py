@@ -155,13 +155,6 @@ class Steps:
         """Return a field of StepTaken at each step; NaN if it is missing."""
         return np.array(self._values[name], float)
 
-    def compute_rates(self, *, num_warm_up: int) -> np.ndarray:
-        """Return the tokens per second of each step but the first few, the wait for data not counted."""
-        seconds = (self.values("seconds") - self.values("data_seconds"))[num_warm_up:]
-        is_known = seconds > 0
-        rates: np.ndarray = self.values("num_tokens")[num_warm_up:][is_known] / seconds[is_known]
-        return rates
-
     def add(self, event: EventFields) -> None:
         """Add a step, and remove earlier entries from its number on."""
         if self._numbers and event["step"] <= self._numbers[-1]:

@@ -1,7 +1,5 @@
 """The commands about data are one call each, with the words as they were typed."""
 
-from pathlib import Path
-
 import pytest
 
 
@@ -40,12 +38,10 @@ def test_a_machine_is_examined_with_or_without_a_job(typed, calls, job):
     calls.answer = 0
     assert typed("doctor")[0] == 0
     assert typed("doctor", "--config", job, "--json", "--wait", 5)[0] == 0
-    assert typed("doctor", "--facts", "facts.json")[0] == 0
-    place, usual = "finetune.commands.doctor.doctor:examine", {"recorded": None, "as_json": False, "wait_seconds": 60.0}
+    place, usual = "finetune.commands.doctor.doctor:examine", {"as_json": False, "wait_seconds": 60.0}
     assert calls.made == [
         (place, (None, []), usual),
         (place, (job, []), {**usual, "as_json": True, "wait_seconds": 5.0}),
-        (place, (None, []), {**usual, "recorded": Path("facts.json")}),
     ]
 
 
@@ -54,18 +50,15 @@ def test_a_machine_to_fix_is_an_exit_code(typed, calls):
     assert typed("doctor")[0] == 1
 
 
-@pytest.mark.parametrize("words", [("--data", "--json"), ("--data", "--facts", "f.json"), ("--facts", "f.json")])
-def test_doctor_rejects_a_loader_measurement_combined_with_recorded_facts(typed, calls, job, words):
-    code, _, complaint = typed("doctor", *words, "--config", job)
+def test_doctor_rejects_a_loader_measurement_as_json(typed, calls, job):
+    code, _, complaint = typed("doctor", "--data", "--json", "--config", job)
     assert (code, calls.made) == (2, [])
     assert "Leave" in complaint
 
 
 def test_a_loader_is_measured_of_a_job(typed, calls, job):
-    assert typed("doctor", "--data", "--config", job, "--rounds", 3)[0] == 0
-    assert calls.made == [
-        ("finetune.commands.doctor.loader_speed:examine_loader", (job, []), {"num_rounds": 3, "seconds": 0.5})
-    ]
+    assert typed("doctor", "--data", "--config", job, "--seconds", 0.5)[0] == 0
+    assert calls.made == [("finetune.commands.doctor.loader_speed:examine_loader", (job, []), {"seconds": 0.5})]
 
 
 def test_a_loader_without_a_job_is_a_mistake(typed, calls):

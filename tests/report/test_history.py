@@ -14,7 +14,6 @@ from finetune.report.history import (
     Curve,
     HistoryReader,
     RunHistory,
-    Steps,
     read_history,
 )
 from tests.report.page.events import answered, ended, evaluated, started, taken, write_run
@@ -134,13 +133,6 @@ def test_every_step_and_evaluation_is_kept_on_request(tmp_path: Path):
     (evaluation,) = history.evaluations
     assert evaluation.step == 2 and math.isnan(evaluation.metrics["accuracy"])
     assert history.num_damaged_lines == 1
-
-
-def test_rates_leave_out_the_first_steps_and_the_wait_for_data():
-    steps = Steps()
-    for number, seconds in enumerate((90.0, 2.5, 2.5, 0.5), start=1):
-        steps.add({"step": number, "num_tokens": 4000, "seconds": seconds, "data_seconds": 0.5})
-    assert steps.compute_rates(num_warm_up=1).tolist() == [2000.0, 2000.0]  # nothing was computed in the last one
 
 
 def test_a_history_without_steps_needs_an_events_file(tmp_path: Path):

@@ -1,16 +1,13 @@
 """The checks of the facts: for each finding of `findings.toml`, a function and a row of a table."""
 
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 from typing import Any
 
-from finetune.commands.doctor.facts import Facts, HostFacts
+from finetune.commands.doctor.facts import Facts, HostFacts, HubName
 from finetune.commands.doctor.findings import Finding, make_finding
-from finetune.commands.doctor.gpus import GpuFacts
-from finetune.commands.doctor.job_facts import HubName
 from finetune.commands.doctor.network import Interface
 from finetune.commands.doctor.ranks import AllReduceSpeed
 from finetune.runtime.resources import files_needed
@@ -42,41 +39,25 @@ Values = Mapping[str, Any]
 
 def _torch_build(host: HostFacts, _: Facts) -> Iterator[Values]:
     if (host.gpus.gpus or host.gpus.has_driver) and host.software.torch_cuda is None:
-        yield {"torch": host.software.packages.get("torch", ""), "wheel": _wheel(host.gpus)}
+        yield {"torch": host.software.packages.get("torch", ""), "gpus": host.gpus}
 
 
 def _driver_too_old(host: HostFacts, _: Facts) -> Iterator[Values]:
     built, driver = host.software.torch_cuda, host.gpus.driver_cuda
-    is_older = built is not None and driver is not None and _numbers(built)[0] > _numbers(driver)[0]
+    is_older = built is not None and driver is not None and _major(built) > _major(driver)
     if is_older and host.software.num_torch_devices == 0:  # cuda-compat makes it work
-        yield {"torch_cuda": built, "gpus": host.gpus, "wheel": _wheel(host.gpus)}
+        yield {"torch_cuda": built, "gpus": host.gpus}
 
 
-_WHEELS = ((13, 0), (12, 8), (12, 6))
-"""Versions of CUDA for which download.pytorch.org has builds of torch, the newest first."""
-
-
-def _wheel(gpus: GpuFacts) -> str:
-    """Return the newest build of torch that the driver runs."""
-    offered = _numbers(gpus.driver_cuda or "13.0")
-    major, minor = next((version for version in _WHEELS if version <= offered), _WHEELS[-1])
-    return f"cu{major}{minor}"
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", version))
+def _major(version: str) -> int:
+    return int(version.partition(".")[0])
 
 
 def _torch_sees_no_gpu(host: HostFacts, facts: Facts) -> Iterator[Values]:
-    is_explained = any((*_torch_build(host, facts), *_driver_too_old(host, facts), *_hidden_gpus(host, facts)))
+    is_explained = any((*_torch_build(host, facts), *_driver_too_old(host, facts)))
     if host.gpus.gpus and host.software.num_torch_devices == 0 and not is_explained:
-        yield {"num_gpus": len(host.gpus.gpus)}
-
-
-def _hidden_gpus(host: HostFacts, _: Facts) -> Iterator[Values]:
-    visible = host.variables.get("CUDA_VISIBLE_DEVICES", "all").strip()
-    if host.gpus.gpus and (visible == "" or visible.startswith("-")):
-        yield {"visible": visible, "num_gpus": len(host.gpus.gpus)}
+        visible = host.variables.get("CUDA_VISIBLE_DEVICES", "unset")
+        yield {"num_gpus": len(host.gpus.gpus), "visible": visible}
 
 
 BUSY_SHARE = 0.05  # of the memory: more than drivers and a desktop need
@@ -89,43 +70,9 @@ def _gpu_in_use(host: HostFacts, _: Facts) -> Iterator[Values]:
             yield {"gpu": gpu, "processes": processes or ["unknown"]}
 
 
-# Links between the GPUs of a machine
-
-_ADA_DRIVER = (550, 40, 7)
-"""The first driver that reports that the RTX 40 series has no P2P (accelerate: `check_cuda_p2p_ib_support`)."""
-
-
-def _no_p2p(host: HostFacts, _: Facts) -> Iterator[Values]:
-    driver, gpus = host.gpus.driver, host.gpus.gpus
-    is_ada = len(gpus) > 1 and any("RTX 40" in gpu.name for gpu in gpus)
-    if is_ada and driver is not None and _numbers(driver) < _ADA_DRIVER and not _is_p2p_off(host):
-        yield {"driver": driver}
-
-
-def _is_p2p_off(host: HostFacts) -> bool:
-    return host.variables.get("NCCL_P2P_DISABLE") == "1"
-
-
-def _p2p_pairs(host: HostFacts, facts: Facts, *, links: Sequence[str]) -> list[str]:
-    """Return the pairs of GPUs with such links between which NCCL may use P2P."""
-    if _is_p2p_off(host) or any(_no_p2p(host, facts)):
-        return []
-    return [pair for pair, link in host.gpus.links.items() if link in links and pair not in host.gpus.without_p2p]
-
-
-def _p2p_across_sockets(host: HostFacts, facts: Facts) -> Iterator[Values]:
-    if pairs := _p2p_pairs(host, facts, links=("SYS",)):
-        yield {"pairs": pairs}
-
-
-def _p2p_iommu(host: HostFacts, facts: Facts) -> Iterator[Values]:
-    pairs = _p2p_pairs(host, facts, links=("PIX", "PXB", "PHB", "NODE"))
-    if pairs and host.system.translates_addresses and not host.system.is_virtual:
-        yield {"pairs": pairs}
-
-
 def _p2p_off(host: HostFacts, _: Facts) -> Iterator[Values]:
-    if _is_p2p_off(host) and any(link.startswith("NV") for link in host.gpus.links.values()):
+    has_nvlink = any(link.startswith("NV") for link in host.gpus.links.values())
+    if has_nvlink and host.variables.get("NCCL_P2P_DISABLE") == "1":
         yield {}
 
 
@@ -145,26 +92,18 @@ def chosen_interfaces(value: str, interfaces: Sequence[Interface]) -> list[Inter
     return [interface for interface in interfaces if matches(interface) != value.startswith("^")]
 
 
-def _usable_interfaces(host: HostFacts) -> list[str]:
-    """Return the interfaces that other machines may reach, the one of the default route first."""
-    default, interfaces = host.network.default_interface, host.network.interfaces
-    usable = [link.name for link in interfaces if link.is_up and not link.name.startswith(_VIRTUAL)]
-    return list(dict.fromkeys([*([default] if default else []), *usable])) or ["eth0"]
-
-
 def _socket_interface(host: HostFacts, _: Facts) -> Iterator[Values]:
-    usable, interfaces = _usable_interfaces(host), host.network.interfaces
+    interfaces = host.network.interfaces
     for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         value = host.variables.get(variable)
         if value and interfaces:
-            chosen = [interface.name for interface in chosen_interfaces(value, interfaces)]
-            if not set(chosen) & set(usable):
+            chosen = chosen_interfaces(value, interfaces)
+            if not any(each.is_up and not each.name.startswith(_VIRTUAL) for each in chosen):
                 yield {
                     "variable": variable,
                     "value": value,
-                    "chosen": chosen or ["no interface"],
                     "existing": [interface.name for interface in interfaces],
-                    "better": usable[0],
+                    "better": host.network.default_interface or "eth0",
                 }
 
 
@@ -173,26 +112,14 @@ def _gloo_loopback(host: HostFacts, facts: Facts) -> Iterator[Values]:
     is_launched_on_several = variables.get("WORLD_SIZE", "1") != variables.get("LOCAL_WORLD_SIZE", "1")
     is_loopback = address.startswith("127.") and "GLOO_SOCKET_IFNAME" not in variables
     if is_loopback and (is_launched_on_several or len(facts.hosts) > 1):
-        yield {"address": address, "better": _usable_interfaces(host)[0]}
-
-
-def _infiniband_down(host: HostFacts, facts: Facts) -> Iterator[Values]:
-    down = [port for port in host.network.infiniband if port.state != "ACTIVE"]
-    if down and (len(facts.hosts) > 1 or len(down) < len(host.network.infiniband)):
-        yield {"ports": down}
-
-
-def _infiniband_off(host: HostFacts, _: Facts) -> Iterator[Values]:
-    active = [port for port in host.network.infiniband if port.state == "ACTIVE"]
-    if active and host.variables.get("NCCL_IB_DISABLE") == "1":
-        yield {"num_active": len(active), "rate": active[0].rate}
+        yield {"address": address, "better": host.network.default_interface or "eth0"}
 
 
 def _absent_names(host: HostFacts, facts: Facts) -> list[HubName]:
     """Return what the job would load from a hub that does not answer."""
     if host.hub is None or host.hub.problem is None:
         return []
-    return [name for name in facts.job.names if not name.is_cached]
+    return [name for name in facts.job if not name.is_cached]
 
 
 def _not_cached(host: HostFacts, facts: Facts) -> Iterator[Values]:
@@ -227,12 +154,6 @@ def _shared_memory(host: HostFacts, _: Facts) -> Iterator[Values]:
         yield {"size": size}
 
 
-def _disk_room(host: HostFacts, facts: Facts) -> Iterator[Values]:
-    for disk in host.disks:
-        if disk.key == "run.folder" and facts.job.bytes_to_write > disk.free_bytes:
-            yield {"disk": disk, "needed": facts.job.bytes_to_write}
-
-
 _ON, _OFF, _ANY = ("1", "true", "yes", "on"), ("0", "false", "no", "off"), ()
 
 VARIABLES: Mapping[str, tuple[tuple[str, ...], str]] = {
@@ -241,6 +162,7 @@ VARIABLES: Mapping[str, tuple[tuple[str, ...], str]] = {
     "TORCH_DISTRIBUTED_DEBUG": (("detail",), "every collective is checked first"),
     "TORCH_NCCL_BLOCKING_WAIT": (_ON, "the host waits for every collective"),
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": (_OFF, "a rank that has failed leaves the others hanging"),
+    "NCCL_IB_DISABLE": (_ON, "InfiniBand is not used: traffic between machines goes over TCP"),
     "NCCL_SHM_DISABLE": (_ON, "GPUs without P2P then communicate over TCP"),
     "NCCL_ALGO": (_ANY, "NCCL no longer chooses the algorithm by size and topology"),
     "NCCL_PROTO": (_ANY, "NCCL no longer chooses the protocol by size and topology"),
@@ -264,9 +186,6 @@ def _variable(host: HostFacts, _: Facts) -> Iterator[Values]:
 # Ranks and the links between them
 
 MAX_CLOCK_SECONDS = 1.0
-
-SLOW_RANK = 0.7
-"""Share of the median speed below which a rank slows down the others."""
 
 SLOW_PAIR = 0.5
 """Share of the median speed of pairs within a machine, or across machines."""
@@ -293,23 +212,6 @@ def _clock(facts: Facts) -> Iterator[Values]:
     for hostname, seconds in {rank.hostname: rank.clock_offset_seconds for rank in facts.ranks}.items():
         if abs(seconds) > MAX_CLOCK_SECONDS:
             yield {"hostname": hostname, "seconds": seconds}
-
-
-def _rank_devices(facts: Facts) -> Iterator[Values]:
-    devices = {rank.rank: rank.device for rank in facts.ranks}
-    if len(set(devices.values())) > 1:
-        yield {"ranks_by_value": _ranks_by_value(devices)}
-
-
-def _slow_rank(facts: Facts) -> Iterator[Values]:
-    speeds: dict[str, float] = {}
-    for rank in facts.ranks:  # ranks on one CPU share its time: the fastest of a machine counts
-        name = rank.hostname if rank.device == "cpu" else f"rank {rank.rank} ({rank.hostname})"
-        speeds[name] = max(speeds.get(name, 0.0), rank.flops_per_second)
-    typical = median(speeds.values())
-    for name, speed in speeds.items():
-        if speed < SLOW_RANK * typical:
-            yield {"name": name, "share": speed / typical}
 
 
 def _slow_pair(facts: Facts) -> Iterator[Values]:
@@ -350,24 +252,16 @@ HOST_CHECKS: Mapping[str, Callable[[HostFacts, Facts], Iterable[Values]]] = {
     "torch-build": _torch_build,
     "driver-too-old": _driver_too_old,
     "torch-sees-no-gpu": _torch_sees_no_gpu,
-    "hidden-gpus": _hidden_gpus,
     "ecc": lambda host, _: ({"gpu": gpu} for gpu in host.gpus.gpus if gpu.has_bad_memory),
-    "throttled": lambda host, _: ({"gpu": gpu} for gpu in host.gpus.gpus if gpu.throttle_reasons),
     "gpu-in-use": _gpu_in_use,
-    "no-p2p": _no_p2p,
-    "p2p-across-sockets": _p2p_across_sockets,
-    "p2p-iommu": _p2p_iommu,
     "p2p-off": _p2p_off,
     "socket-interface": _socket_interface,
     "gloo-loopback": _gloo_loopback,
-    "infiniband-down": _infiniband_down,
-    "infiniband-off": _infiniband_off,
     "not-cached": _not_cached,
     "hub": _hub,
     "open-files": _open_files,
     "shared-memory": _shared_memory,
     "disk-full": lambda host, _: ({"disk": disk} for disk in host.disks if disk.free_bytes < FULL_BYTES),
-    "disk-room": _disk_room,
     "build-lock": lambda host, _: ({"lock": lock} for lock in host.software.locks),
     "variable": _variable,
 }
@@ -376,8 +270,6 @@ HOST_CHECKS: Mapping[str, Callable[[HostFacts, Facts], Iterable[Values]]] = {
 LAUNCH_CHECKS: Mapping[str, Callable[[Facts], Iterable[Values]]] = {
     "versions": _versions,
     "clock": _clock,
-    "rank-devices": _rank_devices,
-    "slow-rank": _slow_rank,
     "slow-pair": _slow_pair,
     "nvlink-unused": _nvlink_unused,
 }

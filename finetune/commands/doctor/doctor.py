@@ -11,9 +11,8 @@ from pathlib import Path
 
 from finetune.commands.doctor import ranks
 from finetune.commands.doctor.checks import bus_bandwidth, check_facts
-from finetune.commands.doctor.facts import Facts, HostFacts, gather_host, read_facts
+from finetune.commands.doctor.facts import Facts, HostFacts, gather_host, gather_names
 from finetune.commands.doctor.findings import Severity
-from finetune.commands.doctor.job_facts import gather_job
 from finetune.commands.doctor.ranks import LinkFacts
 from finetune.commands.printing import number_table, print_facts, print_json, print_table
 from finetune.config.load import LoadedConfig, load_config, with_local_folder
@@ -43,21 +42,14 @@ _LINK_HANGS = (
 
 
 def examine(
-    path: Path | None,
-    overrides: Sequence[str],
-    *,
-    recorded: Path | None = None,
-    as_json: bool = False,
-    wait_seconds: float = WAIT_SECONDS,
+    path: Path | None, overrides: Sequence[str], *, as_json: bool = False, wait_seconds: float = WAIT_SECONDS
 ) -> int:
     """Print facts and findings, and return 1 where something must be fixed before a run, else 0.
 
-    With a job, its folders, models and datasets are also checked. `recorded` facts are checked instead of this machine.
-    With several processes, the facts include measurements between them, and rank 0 prints. Raises ConfigError for a
-    mistake in the job, and LostContact when a rank does not arrive. Collective.
+    With a job, its folders, models and datasets are also checked. With several processes, the facts include
+    measurements between them, and rank 0 prints. Raises ConfigError for a mistake in the job, and LostContact when a
+    rank does not arrive. Collective.
     """
-    if recorded is not None:
-        return _report(read_facts(recorded), None, as_json=as_json)
     loaded = with_local_folder(load_config(path, overrides)) if path else None
     variables = dict(os.environ)  # libraries set some when they are imported
     quiet_libraries(is_main=distributed.is_main())
@@ -99,10 +91,10 @@ def _end_hang(message: str) -> None:
 def _report(facts: Facts, loaded: LoadedConfig | None, *, as_json: bool) -> int:
     """Print the facts, including the job's, and the findings; return the exit code."""
     if loaded is not None:
-        facts = replace(facts, job=gather_job(loaded))
+        facts = replace(facts, job=gather_names(loaded.config))
     findings = check_facts(facts)
     code = int(any(finding.severity is Severity.MUST_FIX for finding in findings))
-    if as_json:  # what `--facts` reads
+    if as_json:
         listed = [asdict(finding) | {"severity": finding.severity.name.lower()} for finding in findings]
         print_json({"facts": asdict(facts), "findings": listed}, indent=1)
         return code
@@ -110,8 +102,6 @@ def _report(facts: Facts, loaded: LoadedConfig | None, *, as_json: bool) -> int:
         if len(facts.hosts) > 1:
             print(printable(f"{host.hostname}:"))
         print_facts(((name, text) for name, text in _host_lines(host) if text), indent=20)
-    if facts.job.problem is not None:
-        print_facts([("job", facts.job.problem)], indent=20)
     if facts.link is not None:
         _print_link(facts, facts.link)
     print()
@@ -136,7 +126,6 @@ def _host_lines(host: HostFacts) -> Iterator[tuple[str, str]]:
     yield "links", ", ".join(f"{count} x {link}" for link, count in Counter(gpus.links.values()).items())
     interfaces = host.network.interfaces
     yield "interfaces", ", ".join(f"{each.name} {each.address}{'' if each.is_up else ' (down)'}" for each in interfaces)
-    yield "InfiniBand", ", ".join(f"{port} {port.rate}" for port in host.network.infiniband)
     if hub is not None:
         yield "hub", f"{hub.endpoint}: {hub.problem or f'answers in {hub.seconds or 0:.2f} s'}"
     for disk in host.disks:

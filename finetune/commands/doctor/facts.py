@@ -1,4 +1,4 @@
-"""The facts of all machines, ranks and a job, as `doctor --json` prints them and `--facts` reads them."""
+"""The facts of all machines, ranks and a job, as `doctor --json` prints them."""
 
 import platform
 from collections.abc import Mapping
@@ -6,10 +6,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from pydantic import TypeAdapter, ValidationError
+from huggingface_hub import constants
 
 from finetune.commands.doctor.gpus import GpuFacts, gather_gpus, read_links
-from finetune.commands.doctor.job_facts import JobFacts
 from finetune.commands.doctor.network import HubFacts, NetworkFacts, gather_hub, gather_network
 from finetune.commands.doctor.ranks import LinkFacts, RankFacts
 from finetune.commands.doctor.system import (
@@ -21,9 +20,9 @@ from finetune.commands.doctor.system import (
     gather_variables,
 )
 from finetune.config.load import LoadedConfig
+from finetune.config.run_config import RunConfig
 from finetune.data.token_cache.cache import DEFAULT_FOLDER, cache_folder
-from finetune.errors import UserError
-from finetune.runtime.files.read import first_problem, read_json
+from finetune.model.loading.hub import is_local_path
 from finetune.runtime.resources import free_bytes
 
 
@@ -42,13 +41,26 @@ class HostFacts:
 
 
 @dataclass(frozen=True)
+class HubName:
+    """A model, tokenizer or dataset of the job that comes from the hub."""
+
+    key: str
+    name: str
+    kind: str  # "model" or "dataset"
+    is_cached: bool
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.name}"
+
+
+@dataclass(frozen=True)
 class Facts:
     """All machines and ranks of a launch; without a launch, this machine."""
 
     hosts: tuple[HostFacts, ...]
     ranks: tuple[RankFacts, ...] = ()
     link: LinkFacts | None = None
-    job: JobFacts = field(default_factory=JobFacts)
+    job: tuple[HubName, ...] = ()
 
     @property
     def world(self) -> int:
@@ -56,17 +68,23 @@ class Facts:
         return max(1, len(self.ranks))
 
 
-_FACTS: TypeAdapter[Facts] = TypeAdapter(Facts)
+def gather_names(config: RunConfig) -> tuple[HubName, ...]:
+    """Return what the job loads from the hub."""
+    model, data = config.model, config.data
+    models = {"model.name": model.name, "model.tokenizer.name": getattr(model.tokenizer, "name", None)}
+    datasets = {"data.train.name": data.train.name, "data.validation.name": getattr(data.validation, "name", None)}
+    datasets |= {f"data.train.mix.{number}.name": source.name for number, source in enumerate(data.train.mix)}
+    return tuple(
+        HubName(key, name, kind, _is_cached(kind, name))
+        for kind, sources in (("model", models), ("dataset", datasets))
+        for key, name in sources.items()
+        if name is not None and not is_local_path(name)
+    )
 
 
-def read_facts(path: Path) -> Facts:
-    """Return the facts that `doctor --json` printed; raises UserError for any other file."""
-    try:
-        content = read_json(path)
-        return _FACTS.validate_python(content.get("facts", content) if isinstance(content, dict) else content)
-    except (OSError, ValueError) as error:
-        reason = first_problem(error) if isinstance(error, ValidationError) else f"it cannot be read ({error})"
-        raise UserError(f"--facts {path}: {reason}. Give a file that `doctor --json` wrote.") from error
+def _is_cached(kind: str, name: str) -> bool:
+    folder = Path(constants.HF_HUB_CACHE, f"{kind}s--{name.replace('/', '--')}", "snapshots")
+    return folder.is_dir() and any(folder.iterdir())
 
 
 def gather_host(loaded: LoadedConfig | None, variables: Mapping[str, str]) -> HostFacts:

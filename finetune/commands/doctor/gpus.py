@@ -5,7 +5,6 @@ import re
 import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,6 @@ class Gpu:
     uncorrected_errors: int = 0  # since the driver was loaded
     is_remap_pending: bool = False  # of damaged rows of memory, until a reset
     has_failed_remap: bool = False
-    throttle_reasons: tuple[str, ...] = ()
     processes: Mapping[int, str] = field(default_factory=dict)  # names by process id
 
     @property
@@ -46,17 +44,10 @@ class GpuFacts:
     driver_cuda: str | None = None  # the newest CUDA that the driver runs
     gpus: tuple[Gpu, ...] = ()
     links: Mapping[str, str] = field(default_factory=dict)  # of pairs of GPUs: {"0-1": "NV18"}
-    without_p2p: tuple[str, ...] = ()  # pairs
     problem: str | None = None  # the reason why NVML does not answer
 
 
 DRIVER_MARKS = (Path("/proc/driver/nvidia/version"), Path("/dev/nvidiactl"), Path("/dev/dxg"))  # dxg: under WSL
-_THROTTLE_REASONS = {
-    0x8: "hardware slowdown",
-    0x20: "software thermal slowdown",
-    0x40: "hardware thermal slowdown",
-    0x80: "hardware power brake",
-}
 
 
 def gather_gpus() -> GpuFacts:
@@ -74,11 +65,6 @@ def gather_gpus() -> GpuFacts:
             driver=_query(pynvml.nvmlSystemGetDriverVersion),
             driver_cuda=None if cuda is None else f"{cuda // 1000}.{cuda % 1000 // 10}",
             gpus=tuple(_gather_gpu(index, handle) for index, handle in enumerate(handles)),
-            without_p2p=tuple(
-                f"{first}-{second}"
-                for (first, one), (second, other) in combinations(enumerate(handles), 2)
-                if _query(pynvml.nvmlDeviceGetP2PStatus, one, other, pynvml.NVML_P2P_CAPS_INDEX_READ)  # 0: it works
-            ),
         )
     finally:
         pynvml.nvmlShutdown()
@@ -97,7 +83,6 @@ def _gather_gpu(index: int, handle: Any) -> Gpu:
     memory = _query(pynvml.nvmlDeviceGetMemoryInfo, handle)
     ecc_counter = (pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC)
     _, _, is_remap_pending, has_failed_remap = _query(pynvml.nvmlDeviceGetRemappedRows, handle) or (0, 0, 0, 0)
-    reasons = _query(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0
     processes = _query(pynvml.nvmlDeviceGetComputeRunningProcesses, handle) or ()
     return Gpu(
         index=index,
@@ -107,7 +92,6 @@ def _gather_gpu(index: int, handle: Any) -> Gpu:
         uncorrected_errors=_query(pynvml.nvmlDeviceGetTotalEccErrors, handle, *ecc_counter) or 0,
         is_remap_pending=bool(is_remap_pending),
         has_failed_remap=bool(has_failed_remap),
-        throttle_reasons=tuple(text for bit, text in _THROTTLE_REASONS.items() if reasons & bit),
         processes={process.pid: _process_name(process.pid) for process in processes if process.pid != os.getpid()},
     )
 

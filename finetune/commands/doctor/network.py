@@ -25,20 +25,6 @@ class Interface:
 
 
 @dataclass(frozen=True)
-class InfinibandPort:
-    """A port of an InfiniBand or RoCE adapter."""
-
-    device: str
-    port: int
-    state: str  # "ACTIVE", "DOWN", "INIT"
-    rate: str = ""
-    link_layer: str = "InfiniBand"
-
-    def __str__(self) -> str:
-        return f"{self.device}/{self.port} ({self.state})"
-
-
-@dataclass(frozen=True)
 class HubFacts:
     """Whether the Hugging Face hub answers."""
 
@@ -50,16 +36,15 @@ class HubFacts:
 
 @dataclass(frozen=True)
 class NetworkFacts:
-    """Interfaces and InfiniBand."""
+    """The interfaces of a machine."""
 
     interfaces: tuple[Interface, ...] = ()
     default_interface: str | None = None
     host_address: str | None = None  # to which the hostname resolves
-    infiniband: tuple[InfinibandPort, ...] = ()
 
 
 def gather_network() -> NetworkFacts:
-    """Return interfaces, the address of the hostname, and InfiniBand."""
+    """Return the interfaces and the address of the hostname."""
     host_address = None  # the one that gloo would use
     with suppress(OSError):
         host_address = socket.gethostbyname(socket.gethostname())
@@ -72,7 +57,6 @@ def gather_network() -> NetworkFacts:
         interfaces=tuple(interfaces),
         default_interface=read_default_interface(Path("/proc/net/route")),
         host_address=host_address,
-        infiniband=read_infiniband(Path("/sys/class/infiniband")),
     )
 
 
@@ -83,20 +67,6 @@ def read_default_interface(file: Path) -> str | None:
     except OSError:
         return None
     return next((row[0] for row in rows if len(row) > 1 and row[1] == "00000000"), None)
-
-
-def read_infiniband(folder: Path) -> tuple[InfinibandPort, ...]:
-    """Return the ports of all adapters, as the kernel describes them."""
-    ports = []
-    for port in sorted(folder.glob("*/ports/*")):
-        texts = dict.fromkeys(("state", "rate", "link_layer"), "")
-        for name in texts:
-            with suppress(OSError):
-                texts[name] = (port / name).read_text().strip()
-        texts["state"] = texts["state"].rpartition(":")[2].strip()  # `4: ACTIVE`
-        texts["link_layer"] = texts["link_layer"] or "InfiniBand"
-        ports.append(InfinibandPort(port.parts[-3], int(port.name), **texts))
-    return tuple(ports)
 
 
 HUB_SECONDS = 4.0

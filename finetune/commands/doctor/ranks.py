@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from itertools import combinations
-from statistics import median
 from typing import Any
 
 import torch
@@ -29,8 +28,6 @@ class RankFacts:
     local_rank: int = 0
     clock_offset_seconds: float = 0.0  # of its machine, relative to rank 0
     versions: Mapping[str, str] = field(default_factory=dict)
-    device: str = "cpu"
-    flops_per_second: float = 0.0  # of a matrix product
 
 
 @dataclass(frozen=True)
@@ -87,13 +84,7 @@ def connect(variables: Mapping[str, str], *, seconds: float) -> None:
 
 
 def gather_rank() -> RankFacts:
-    """Return the facts of this rank, with the offset of its clock and its speed in a matrix product. Collective."""
-    device = _device()
-    size, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (512, torch.float32)
-    matrix = torch.ones(size, size, dtype=dtype, device=device)
-    multiply = partial(torch.mm, matrix, matrix)
-    _timed(multiply, repeats=_WARM_UP)
-    seconds = median(_timed(multiply, repeats=4) for _ in range(5))
+    """Return the facts of this rank, with the offset of its clock. Collective."""
     builds = {"python": platform.python_version(), "CUDA of torch": torch.version.cuda, "NCCL": nccl_version()}
     return RankFacts(
         rank=distributed.rank(),
@@ -101,8 +92,6 @@ def gather_rank() -> RankFacts:
         local_rank=int(os.environ.get("LOCAL_RANK", "0")),
         clock_offset_seconds=_measure_clock_offset(),
         versions=package_versions() | {name: str(version) for name, version in builds.items()},
-        device=torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        flops_per_second=2 * size**3 / seconds,
     )
 
 

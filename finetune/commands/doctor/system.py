@@ -27,8 +27,6 @@ class SystemFacts:
     available_bytes: int = 0
     shared_memory_bytes: int | None = None  # of /dev/shm
     max_open_files: int = 1 << 30  # the hard limit
-    is_virtual: bool = False
-    translates_addresses: bool = False  # the IOMMU, for devices
 
 
 def gather_system() -> SystemFacts:
@@ -42,21 +40,7 @@ def gather_system() -> SystemFacts:
         available_bytes=int(memory.available),
         shared_memory_bytes=shutil.disk_usage(shared_memory).total if shared_memory.is_dir() else None,
         max_open_files=file_limit()[1],
-        is_virtual=" hypervisor" in _text(Path("/proc/cpuinfo")),
-        translates_addresses=translates_addresses(Path("/sys/kernel/iommu_groups")),
     )
-
-
-def translates_addresses(groups: Path) -> bool:
-    """Return whether the IOMMU translates the addresses that devices use, and does not pass them through."""
-    return any(_text(file).startswith("DMA") for file in groups.glob("*/type"))
-
-
-def _text(file: Path) -> str:
-    try:
-        return file.read_text(errors="replace")
-    except OSError:
-        return ""
 
 
 @dataclass(frozen=True)
@@ -80,7 +64,6 @@ class Lock:
 class SoftwareFacts:
     """Versions, and the locks of builds."""
 
-    python: str = ""
     packages: Mapping[str, str] = field(default_factory=dict)
     torch_cuda: str | None = None  # None: a build for CPUs
     num_torch_devices: int = 0
@@ -92,7 +75,6 @@ def gather_software() -> SoftwareFacts:
     """Return versions and locks."""
     locks = [lock for lock in build_locks(extensions_folder()) if lock.state != BUILDING]
     return SoftwareFacts(
-        python=platform.python_version(),
         packages=package_versions(),
         torch_cuda=torch.version.cuda,
         num_torch_devices=torch.cuda.device_count(),

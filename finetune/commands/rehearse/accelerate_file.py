@@ -22,8 +22,18 @@ from finetune.strategy.environment import (
 
 DISTRIBUTED_TYPES = ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED")
 
-_MACHINE_PREFIXES = ("main_process_", "rdzv_", "gpu_ids", "enable_cpu_affinity", "same_network", "tpu_")
-_DEEPSPEED_PREFIXES = tuple(f"deepspeed_{name}" for name in ("hostfile", "multinode", "exclusion", "inclusion"))
+_REAL_MACHINES = (
+    "main_process_",
+    "rdzv_",
+    "gpu_ids",
+    "enable_cpu_affinity",
+    "same_network",
+    "tpu_",
+    "deepspeed_hostfile",
+    "deepspeed_multinode",
+    "deepspeed_exclusion",
+    "deepspeed_inclusion",
+)
 """Beginnings of the keys that hold for the real machines alone."""
 
 _COPIES, _SHARDS = "parallelism_config_dp_replicate_size", "parallelism_config_dp_shard_size"
@@ -237,11 +247,9 @@ def for_this_machine(file: AccelerateFile, *, processes: int, is_fp16: bool) -> 
         "distributed_type": file.distributed_type,
         "use_cpu": is_single,
     }
-    for name, prefixes in (("", _MACHINE_PREFIXES), ("deepspeed_config", _DEEPSPEED_PREFIXES)):
-        section = (values.get(name) or {}) if name else values
-        for key in [key for key in section if key.startswith(prefixes)]:
-            if (was := section.pop(key)) not in (None, True, False, "static", "standard"):
-                changes.append(Change(f"{name}.{key}".lstrip("."), was, None, "only for the real machines"))
+    for section in (values, values.get("deepspeed_config") or {}):
+        for key in [key for key in section if key.startswith(_REAL_MACHINES)]:
+            changes.append(Change(key, section.pop(key), None, "only for the real machines"))
     changes += _share_processes(values, processes, was=file.num_processes)
     if (values.get("fsdp_config") or {}).get("fsdp_offload_params") is True:
         values["fsdp_config"]["fsdp_offload_params"] = False

@@ -1,27 +1,18 @@
 """The phases of a rehearsal in order: each ends with its evidence or with an error."""
 
 import json
-import random
 import shutil
 import signal
 import tempfile
-import threading
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from finetune.commands.rehearse.accelerate_file import AccelerateFile, for_this_machine, read_accelerate_file
-from finetune.commands.rehearse.job_changes import (
-    check_targets,
-    job_changes,
-    match_targets,
-    not_verified,
-    plan_schedule,
-    required_sizes,
-)
+from finetune.commands.rehearse.job_changes import job_changes, match_targets, plan_schedule
 from finetune.commands.rehearse.report import Change, Rehearsal
 from finetune.commands.rehearse.runs import Launch, PhaseError, launch_and_resume, phase, template_evidence
 from finetune.commands.rehearse.small_model import (
@@ -29,7 +20,6 @@ from finetune.commands.rehearse.small_model import (
     from_config_values,
     shrink_architecture,
     write_model_copy,
-    write_new_adapter,
 )
 from finetune.config.load import LoadedConfig, load_config, require_divisible_batch
 from finetune.config.overrides import override_text
@@ -45,13 +35,10 @@ from finetune.run.setup.model_checks import CheckedJob, Stage, check_model
 from finetune.run.setup.training_data import make_training_data
 from finetune.runtime.files import atomic
 from finetune.runtime.optional import no_op
-from finetune.runtime.resources import available_bytes, format_size
 from finetune.runtime.text.terminal import quiet_libraries
 
 _CHARACTERS_PER_TOKEN = 4
 _MIN_FIRST_ROWS = 32
-_PROCESS_BYTES = 400 << 20
-"""Memory of a process with its libraries and the smallest model."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +66,8 @@ def rehearse(request: RehearseRequest, *, is_json: bool) -> int:
             raise UserError(f"--keep {keep}: the folder is not empty. Name another one.")
         keep.mkdir(parents=True, exist_ok=True)
     temporary = tempfile.TemporaryDirectory(prefix="finetune-rehearse-", ignore_cleanup_errors=True)
-    with _interrupted_by_sigterm(), temporary if keep is None else nullcontext(keep) as folder:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends like Ctrl-C, and leaves no process or folder
+    with temporary if keep is None else nullcontext(keep) as folder:
         try:
             _Phases(request, Path(folder).resolve(), report).run()
         except PhaseError as error:
@@ -93,19 +81,6 @@ def rehearse(request: RehearseRequest, *, is_json: bool) -> int:
             return error.exit_code
     report.finish()
     return 0
-
-
-@contextmanager
-def _interrupted_by_sigterm() -> Iterator[None]:
-    """Make SIGTERM end the rehearsal like Ctrl-C, without leaving a process or a folder."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    earlier = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, earlier)
 
 
 class _Phases:
@@ -148,7 +123,7 @@ class _Phases:
             loaded = load_config(self._request.config, self._overrides())
         with phase("template"):
             data = make_training_data(loaded.config, RunLog(is_main=True, write=no_op))
-            self._report.passed("template", *template_evidence(loaded.config.data, data))
+            self._report.passed("template", *template_evidence(data))
         launch = Launch(
             self._folder / "accelerate.json",
             local_file.num_processes,
@@ -158,38 +133,24 @@ class _Phases:
             deadline=self._deadline,
         )
         atomic.write_json(launch.accelerate, local_file.values)
-        launch_and_resume(launch, schedule, merges=loaded.config.export.merge, report=self._report)
+        launch_and_resume(launch, schedule, report=self._report)
 
     def _read_job(self) -> tuple[LoadedConfig, AccelerateFile, AccelerateFile]:
         """Read both files and check them for the real number of processes."""
         loaded = load_config(self._request.config, self._request.overrides)
         file = read_accelerate_file(self._request.accelerate)
         require_divisible_batch(loaded, num_processes=file.data_parallel_size)
-        processes, free = self._request.processes, available_bytes()
-        if processes > 1 and processes * _PROCESS_BYTES > free:  # the libraries alone do not fit
-            raise UserError(
-                f"--processes {processes}: each takes at least {format_size(_PROCESS_BYTES)}, and {format_size(free)} "
-                f"are free on this machine. Write --processes {max(1, free // _PROCESS_BYTES)} or fewer."
-            )
-        train, world = loaded.config.train, file.data_parallel_size
-        is_fp16 = train.precision == "fp16"
-        local_file, changes = for_this_machine(file, processes=processes, is_fp16=is_fp16)
+        is_fp16 = loaded.config.train.precision == "fp16"
+        local_file, changes = for_this_machine(file, processes=self._request.processes, is_fp16=is_fp16)
         self._report.replaced += changes
-        batch = f"global batch {train.global_batch_size}"
-        if isinstance(train.microbatch_size, int):
-            accumulation = train.global_batch_size // (world * train.microbatch_size)
-            batch += f" = {world} x {train.microbatch_size} x {accumulation} accumulated"
-        else:
-            batch += f" on {world} processes, with the largest microbatch that fits"
-        self._report.passed("job", f"{file.text}; {batch}", *file.notes)
+        self._report.passed("job", f"{file.text}; global batch {loaded.config.train.global_batch_size}", *file.notes)
         return loaded, file, local_file
 
     def _shrink_model(self, loaded: LoadedConfig) -> None:
         """Match the job's names with the real architecture, and write the small model."""
         config, head = loaded.config, TASKS[loaded.config.task.name].head
-        check_model(CheckedJob(loaded), [Stage.CONFIG])
-        architecture = shrink_architecture(config.model, head=head, sizes=required_sizes(config))
-        matched = list(check_targets(config, architecture))
+        lines = check_model(CheckedJob(loaded), [Stage.CONFIG, Stage.MODEL])
+        architecture = shrink_architecture(config.model, head=head)
         self._report.replaced += architecture.changes
         self._replace(match_targets(config, architecture))
         if config.model.from_config is None:
@@ -199,51 +160,50 @@ class _Phases:
         if config.task.distillation is not None:
             name, folder = config.task.distillation.teacher, self._folder / "teacher"
             section = ModelSection(name=name, trust_remote_code=config.model.trust_remote_code)
-            teacher = shrink_architecture(section, head="causal_lm", sizes=required_sizes(config))
+            teacher = shrink_architecture(section, head="causal_lm")
             # Other weights than the student's, or the loss would be 0.
             write_model_copy(teacher, section, head="causal_lm", folder=folder, seed=1)
             self._replace([Change("task.distillation.teacher", name, str(folder), "a small model, like the student")])
-        facts = [f"{architecture.config.model_type} with {architecture.num_parameters:,} parameters"]
-        for stack in architecture.real_stacks[:2]:
-            num_kinds = len(set(stack.kinds))
-            facts.append(f"{stack.name}: {len(stack.kinds)} layers of {num_kinds} kind{'s' * (num_kinds > 1)}")
-        model, *stacks = facts
-        self._report.passed("model", f"{model}; {', '.join(stacks)}" if stacks else model, *matched)
+        self._report.passed(
+            "model",
+            f"{architecture.config.model_type} with {architecture.num_parameters:,} parameters",
+            *(f"{stack.name}: {len(stack.kinds)} layers" for stack in architecture.real_stacks),
+            *lines,
+        )
 
     def _copy_model(self, section: ModelSection, architecture: Architecture, *, head: str) -> None:
         folder, in_config = self._folder / "model", "it is in the small model's config"
+        rope = section.rope_scaling
         write_model_copy(architecture, section, head=head, folder=folder)
         changes = [
             Change("model.name", section.name, str(folder), "the small model, with random weights"),
             Change("model.revision", section.revision, None, "it is a folder"),
+            Change("model.config", dict(section.config), {}, in_config),
+            Change("model.rope_scaling", rope and rope.model_dump(), None, in_config),
         ]
-        if section.config:
-            changes.append(Change("model.config", section.config, {}, in_config))
-        if section.rope_scaling is not None:
-            changes.append(Change("model.rope_scaling", section.rope_scaling.model_dump(), None, in_config))
         if section.adapter is not None:
-            adapter = self._folder / "adapter"
-            write_new_adapter(section, architecture, base=folder, head=head, folder=adapter)
-            why = "its weights do not fit the small model"
-            changes.append(Change("model.adapter", str(section.adapter), str(adapter), why))
+            why = "the weights of the saved adapter do not fit the small model"
+            changes.append(Change("model.adapter", str(section.adapter), None, why))
+            changes.append(Change("model.lora", None, {"rank": 8}, why))
         self._replace(changes)
 
     def _replace(self, changes: Iterable[Change]) -> None:
         changed = [change for change in changes if change.was != change.now]
         self._report.replaced += changed
-        self._report.unverified += not_verified(changed)
         self._values |= {change.key: change.now for change in changed}
 
     def _overrides(self) -> tuple[str, ...]:
         return (*self._request.overrides, *(override_text(key, value) for key, value in self._values.items()))
 
 
-NUM_LONGEST, NUM_DRAWN = 16, 16
+NUM_LONGEST = 16
 MAX_READ_ROWS, MAX_READ_SECONDS = 50_000, 20.0
 MAX_ROWS, MAX_TAKEN = 5_000, 256
 IMAGES_PER_CLASS = 16
 _IMAGE_COLUMNS = ("image", "images")
-_WRITTEN_AS_JSON = ("delimiter", "quotes", "encoding", "records", "name", "config", "revision", "take")
+_SOURCE_ONLY = dict.fromkeys(("delimiter", "quotes", "encoding", "records", "name", "config", "revision", "take"))
+_SOURCE_ONLY |= {"skip": 0, "split": "train"}
+"""Keys of a source that do not hold for the file with the chosen rows, with the value that they then have."""
 
 
 def choose_rows(
@@ -278,55 +238,41 @@ def choose_rows(
             values: dict[str, Any] = {"path": str(folder / key)}
             rows = f"{len(chosen):,} of {len(origin.files):,} images, of all {len(classes)} classes"
         else:
-            read, num_read, is_all = _read(source, num_first=num_first, num_characters=num_characters)
-            total = f"{num_read:,} rows{'' if is_all else ' (the beginning)'}"
-            values, rows = _write(read, section, origin, folder=folder / key, total=total, is_all=len(read) == num_read)
+            read, total = _read(source, num_first=num_first, num_characters=num_characters)
+            values, rows = _write(read, section, origin, folder=folder / key, total=total)
         overrides |= {f"{key}.{name}": value for name, value in values.items()}
         changes.append(Change(key, str(section.path or section.name), rows, "enough for a few steps"))
     return overrides, changes
 
 
 def _write(
-    rows: list[Any], section: SourceSection, origin: Origin, *, folder: Path, total: str, is_all: bool
+    rows: list[Any], section: SourceSection, origin: Origin, *, folder: Path, total: str
 ) -> tuple[dict[str, Any], str]:
     """Write the chosen rows of the source; return the values of its section and a description of the rows."""
-    taken = min(len(rows), MAX_TAKEN)
-    if section.has_positions or origin.class_names():
-        why = "columns by position and class names do not allow a selection"
-        return {"take": taken}, f"the first {taken:,} rows ({why})"
+    try:
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+    except (TypeError, ValueError):
+        text = ""
+    if section.has_positions or origin.class_names() or not text:
+        taken = max(1, min(len(rows), MAX_TAKEN))
+        return {"take": taken}, f"the first {taken:,} rows, as they cannot be written as JSON Lines with named columns"
     folder.mkdir(parents=True)
     path = folder / "rows.jsonl"
-    try:
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    except (TypeError, ValueError, UnicodeEncodeError):
-        path.unlink(missing_ok=True)
-        return {"take": taken}, f"the first {taken:,} rows (JSON cannot represent them, so rows cannot be selected)"
+    path.write_text(text, encoding="utf-8")
     values: dict[str, Any] = {"path": str(path)}
-    values |= {name: None for name in _WRITTEN_AS_JSON if getattr(section, name, None) is not None}
-    if section.skip:
-        values["skip"] = 0
-    if section.split != "train":
-        values["split"] = "train"
+    values |= {name: usual for name, usual in _SOURCE_ONLY.items() if getattr(section, name, usual) != usual}
     folders = origin.image_folders
-    if section.image_root is None and folders and rows:
-        columns = {*rows[0], *section.columns}
-        if any(name in columns for name in _IMAGE_COLUMNS):
-            values["image_root"] = str(folders[0])
-    if is_all:
-        return values, f"all {len(rows):,} rows"
+    if section.image_root is None and folders and {*rows[0], *section.columns} & {*_IMAGE_COLUMNS}:
+        values["image_root"] = str(folders[0])
     longest = max(len(str(row)) for row in rows)
-    return values, (
-        f"{len(rows):,} of {total} read: the first, the {NUM_LONGEST} longest (up to {longest:,} characters), "
-        f"{NUM_DRAWN} drawn"
-    )
+    return values, f"{len(rows):,} of {total} read: the first and the longest (up to {longest:,} characters)"
 
 
-def _read(source: Source, *, num_first: int, num_characters: int) -> tuple[list[Any], int, bool]:
-    """Return the chosen rows, the number of rows that were read, and whether those are all."""
+def _read(source: Source, *, num_first: int, num_characters: int) -> tuple[list[Any], str]:
+    """Return the first rows and the longest of the others, and how many were read."""
     first: list[Any] = []
     longest: list[tuple[int, int, Any]] = []
-    drawn: list[tuple[int, Any]] = []
-    characters, number, draw, is_whole = 0, 0, random.Random(0), True
+    characters = number = 0
     deadline = time.monotonic() + MAX_READ_SECONDS
     for number, raw in enumerate(source.rows(), start=1):
         row = dict(raw.parse())
@@ -335,13 +281,7 @@ def _read(source: Source, *, num_first: int, num_characters: int) -> tuple[list[
             characters += len(str(row))
             continue
         longest = sorted([*longest, (len(str(row)), number, row)], key=lambda entry: entry[:2])[-NUM_LONGEST:]
-        replaced = draw.randrange(number)
-        if len(drawn) < NUM_DRAWN:
-            drawn.append((number, row))
-        elif replaced < NUM_DRAWN:
-            drawn[replaced] = (number, row)
         if number >= MAX_READ_ROWS or time.monotonic() > deadline:
-            is_whole = False
-            break
-    others = {number: row for _, number, row in longest} | dict(drawn)
-    return [*first, *(others[number] for number in sorted(others))], number, is_whole
+            return [*first, *(row for _, _, row in longest)], f"the first {number:,} rows"
+    rows = [*first, *(row for _, _, row in longest)]
+    return rows, f"{number:,} rows"

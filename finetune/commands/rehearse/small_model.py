@@ -18,29 +18,21 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from finetune.commands.rehearse.report import Change
-from finetune.commands.rehearse.widths import Sizes, Values, changed_values, is_count, shrunk_values
+from finetune.commands.rehearse.widths import Values, changed_values, is_count, shrunk_values
 from finetune.config.sections.model import FromConfigSection, ModelSection
 from finetune.errors import ModelError
-from finetune.model.adapters.context import AdapterContext
 from finetune.model.layers import LAYER_COUNTS, MIN_LAYERS, LayerStack, find_stacks
 from finetune.model.loading.architecture import HEADS, load_model_config, pretrained_arguments
 from finetune.model.loading.config_values import known_names
 from finetune.model.loading.dry_run import forward_error, meta_model
 from finetune.model.loading.hub import is_local_path, loading_errors
 from finetune.model.loading.pretrained import build_from_config
-from finetune.runtime.optional import lazily
-
-with lazily():  # peft
-    from finetune.model.adapters import build as adapters
 
 SMALL_PARAMETERS = 3_000_000
 """A model with fewer parameters is not reduced."""
 
 MAX_PARAMETERS = 300_000_000
 """A model that cannot be reduced below this size is refused: a few steps would take too long on a CPU."""
-
-MAX_PREFIX = 16
-"""Limit on kept layers if the config lists its layers, from which others can be picked."""
 
 MAX_FILE_BYTES = 256 << 20
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ckpt", ".index.json", ".npz")
@@ -73,7 +65,7 @@ class Architecture:
         return find_stacks(self.small, with_sizes=False)
 
 
-def shrink_architecture(section: ModelSection, *, head: str, sizes: Sizes) -> Architecture:
+def shrink_architecture(section: ModelSection, *, head: str) -> Architecture:
     """Return the real architecture and the small one; raises ModelError if it cannot be built or reduced."""
     real, config = meta_model(section, head=head), load_model_config(section)
     vars(config).pop("quantization_config", None)  # the small model's weights are plain
@@ -87,14 +79,12 @@ def shrink_architecture(section: ModelSection, *, head: str, sizes: Sizes) -> Ar
         counts = {part[key] for key in LAYER_COUNTS if is_count(part.get(key))}
         counted = [stack for stack in whole.real_stacks if len(stack.kinds) in counts]
         own = [stack for stack in counted if ("vision" in name) == ("vis" in stack.name)] or counted
-        lists = {len(value) for value in part.values() if isinstance(value, list)}
-        chosen = [kept_layers(stack.kinds, can_pick=len(stack.kinds) in lists) for stack in own]
-        if chosen:
-            layers[name] = max(chosen, key=len)
+        if own:
+            layers[name] = range(max(num_kept_layers(stack.kinds) for stack in own))
     errors = []
     for level in (0, 1, 2):
         try:
-            small = type(config).from_dict(shrunk_values(values, layers=layers, level=level, sizes=sizes))
+            small = type(config).from_dict(shrunk_values(values, layers=layers, level=level))
             with torch.device("meta"):
                 built = build_small(small, section, head=head)
             changes = [
@@ -121,19 +111,14 @@ def _num_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def kept_layers(layer_kinds: Sequence[Hashable], *, can_pick: bool) -> tuple[int, ...]:
-    """Return the layers to keep: the shortest prefix with every layer type, at least two.
+def num_kept_layers(layer_kinds: Sequence[Hashable]) -> int:
+    """Return the length of the shortest prefix with every layer type, at least two.
 
-    If this is too long and the config lists its layers, the first layer of each type is picked.
-
-    >>> kept_layers("aaaa", can_pick=False), kept_layers("a" * 40 + "b", can_pick=True)
-    ((0, 1), (0, 40))
+    >>> num_kept_layers("aaaa"), num_kept_layers("aaab")
+    (2, 4)
     """
-    firsts = sorted(layer_kinds.index(kind) for kind in set(layer_kinds))
-    num_needed = max(firsts[-1] + 1, MIN_LAYERS)
-    if num_needed > MAX_PREFIX and can_pick:
-        return tuple(firsts if len(firsts) >= MIN_LAYERS else [*firsts, firsts[-1] + 1])
-    return tuple(range(min(num_needed, len(layer_kinds))))
+    firsts = [layer_kinds.index(kind) for kind in set(layer_kinds)]
+    return min(max(*firsts, MIN_LAYERS - 1) + 1, len(layer_kinds))
 
 
 def _check(architecture: Architecture, section: ModelSection, *, head: str) -> None:
@@ -208,18 +193,6 @@ def write_model_copy(
         if target != folder / "config.json":
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, target)
-
-
-def write_new_adapter(
-    section: ModelSection, architecture: Architecture, *, base: Path, head: str, folder: Path
-) -> None:
-    """Write an adapter like that of `model.adapter`, with new values, for the small model."""
-    model = build_small(architecture.config, section, head=head)
-    real = Path(str(section.adapter))
-    adapters.save_untrained_copy(model, real, AdapterContext(seed=0, head=head, base=str(base)), folder=folder)
-    for path in _small_files(real):
-        if path.name != "adapter_config.json":
-            shutil.copyfile(path, folder / path.name)
 
 
 def _small_files(folder: Path) -> Iterator[Path]:

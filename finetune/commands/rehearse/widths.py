@@ -6,7 +6,6 @@ Only the config's values are changed, and `changed_values` reports every change.
 import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from finetune.commands.rehearse.report import Change
@@ -49,25 +48,17 @@ STATE_HEADS = (("mamba_n_heads", "mamba_d_head", "mamba_d_ssm"), ("mamba_num_hea
 LINEAR_ATTENTION = ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
 PROJECTED = ("out_hidden_size", "projection_dim", "embedding_size", "cross_attention_dim")
 """Keys with the width of another component of the model."""
-LAYER_VALUES = "per_layer_config"
-"""Key of values for single layers, by the indices of the layers."""
-
 MAX_HEADS, MAX_EXPERTS, MAX_INNER, MIN_WIDTH = 16, 8, 256, 64
-_SMALL_HEAD, _HEAD, _MULTIPLE = 8, 16, 16
+_SMALL_HEAD, _HEAD = 8, 16
+MULTIPLE = 32
+"""Divisor of the widths: the default size of a block of OFT adapters."""
 
 Values = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Requirements of the job: the minimum width of the small model, and the divisor of its widths."""
-
-    min_width: int = MIN_WIDTH
-    multiple_of: int = _MULTIPLE
-
-    def rounded(self, size: int) -> int:
-        """Return the next multiple of `multiple_of`, at least one."""
-        return max(1, -(-size // self.multiple_of)) * self.multiple_of
+def rounded(size: int) -> int:
+    """Return the next multiple of `MULTIPLE`, at least one."""
+    return max(1, -(-size // MULTIPLE)) * MULTIPLE
 
 
 def is_count(value: Any) -> bool:
@@ -79,13 +70,13 @@ def changed_values(before: Mapping[str, Any], after: Mapping[str, Any], prefix: 
     """Yield every value that differs, with its dotted name."""
     for name in {**before, **after}:
         old, new = before.get(name), after.get(name)
-        if isinstance(old, dict) and isinstance(new, dict) and name != LAYER_VALUES:
+        if isinstance(old, dict) and isinstance(new, dict):
             yield from changed_values(old, new, f"{prefix}{name}.")
         elif old != new:
             yield Change(f"{prefix}{name}", old, new, "to fit a CPU")
 
 
-def shrunk_values(values: Values, *, layers: Mapping[str, Sequence[int]], level: int, sizes: Sizes) -> Values:
+def shrunk_values(values: Values, *, layers: Mapping[str, Sequence[int]], level: int) -> Values:
     """Return the values of a smaller config.
 
     `layers` has the layers to keep by the dotted name of the part of the config, "" for the whole. Level 0 shrinks all
@@ -96,9 +87,9 @@ def shrunk_values(values: Values, *, layers: Mapping[str, Sequence[int]], level:
     widths: dict[int, int] = {}
     for name, part, real in _parts(small, values):
         if level == 0:
-            _shrink_widths(part, widths, sizes)
+            _shrink_widths(part, widths)
         if level <= 1:
-            _shrink_inner(part, real, sizes)
+            _shrink_inner(part, real)
             # At most eight experts, in the same number of groups; at most half of them are chosen for a token.
             for experts in (key for key in EXPERTS if is_count(part.get(key))):
                 limit = max(MAX_EXPERTS, 2 * (part.get("n_group") or 1))
@@ -111,19 +102,9 @@ def shrunk_values(values: Values, *, layers: Mapping[str, Sequence[int]], level:
         kept = layers.get(name, layers.get("", ()))
         if kept and counts:
             shorten_config(part, kept, lengths=counts)
-    for name, part, real in _parts(small, values):
+    for _, part, _ in _parts(small, values):
         projected = (*PROJECTED, "hidden_size") if "embed_dim" in part else PROJECTED
         part |= {key: widths[part[key]] for key in projected if is_count(part.get(key)) and part[key] in widths}
-        kept = layers.get(name, layers.get("", ()))
-        if kept and isinstance(part.get(LAYER_VALUES), dict):  # values of single layers, scaled like that of all
-            own_values = {
-                kept.index(int(key)): dict(own) for key, own in part[LAYER_VALUES].items() if int(key) in kept
-            }
-            for own in own_values.values():
-                for key, value in own.items():
-                    if is_count(value) and is_count(part.get(key)) and real[key] > part[key]:
-                        own[key] = max(value * part[key] // real[key], 1)
-            part[LAYER_VALUES] = own_values
     return small
 
 
@@ -147,7 +128,7 @@ def _limit(part: Values, limits: Mapping[str, int]) -> None:
     part |= {name: min(part[name], limit) for name, limit in limits.items() if is_count(part.get(name))}
 
 
-def _shrink_widths(part: Values, widths: dict[int, int], sizes: Sizes) -> None:
+def _shrink_widths(part: Values, widths: dict[int, int]) -> None:
     """Shrink hidden size and heads; the ratio of query heads to key-value heads is kept if possible."""
     hidden_key = "embed_dim" if is_count(part.get("embed_dim")) else _first(part, HIDDEN)
     heads_key, kv_key, size_key = _first(part, HEADS), _first(part, KV_HEADS), _first(part, HEAD_SIZES)
@@ -155,15 +136,15 @@ def _shrink_widths(part: Values, widths: dict[int, int], sizes: Sizes) -> None:
         return
     hidden = part[hidden_key]
     has_attention = heads_key is not None and "state_size" not in part
-    width, head_size = sizes.rounded(sizes.min_width), 0
+    width, head_size = rounded(MIN_WIDTH), 0
     if has_attention and heads_key is not None:
         heads = part[heads_key]
         num_kv, num_heads = small_heads(heads, part[kv_key] if kv_key else heads)
         own_size = part[size_key] if size_key else hidden // heads
         head_size = min(_SMALL_HEAD if num_heads > 4 else _HEAD, own_size)
-        while num_heads * head_size < sizes.min_width or (num_heads * head_size) % sizes.multiple_of:
-            head_size += 2 if sizes.multiple_of % 4 else 4
-        width = num_heads * head_size if own_size * heads == hidden else sizes.rounded(max(sizes.min_width, 96))
+        while num_heads * head_size < MIN_WIDTH or (num_heads * head_size) % MULTIPLE:
+            head_size += 4
+        width = num_heads * head_size if own_size * heads == hidden else rounded(max(MIN_WIDTH, 96))
         if width >= hidden:
             return
         _set_all(part, HEADS, num_heads)
@@ -233,14 +214,14 @@ def _shrink_states(part: Values, *, hidden: int, width: int) -> None:
         part |= dict(zip(LINEAR_ATTENTION, (2, 2 * ratio, _SMALL_HEAD, _SMALL_HEAD), strict=True))
 
 
-def _shrink_inner(part: Values, real: Values, sizes: Sizes) -> None:
+def _shrink_inner(part: Values, real: Values) -> None:
     """Keep the ratio of feed-forward to hidden size, and at most 256."""
     hidden = _first(real, HIDDEN)
     if hidden is None:
         return
 
     def shrunk(size: int) -> int:
-        return min(size, sizes.rounded(min(size * part[hidden] // real[hidden], MAX_INNER)))
+        return min(size, rounded(min(size * part[hidden] // real[hidden], MAX_INNER)))
 
     for name in INNER:
         size = part.get(name)

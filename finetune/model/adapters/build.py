@@ -175,22 +175,6 @@ def peft_state_dict_names(model: PeftModel, trained: Mapping[str, Any]) -> dict[
     return by_name if prompt is None else {**by_name, _PROMPT_KEY: prompt}
 
 
-def save_untrained_copy(model: PreTrainedModel, adapter: Path, context: AdapterContext, *, folder: Path) -> None:
-    """Write an untrained adapter with the config of a saved one for this model, which may have fewer layers."""
-    config: Any = saved_adapter_config(model, adapter, context)
-    layers = getattr(config, "layers_to_transform", None)
-    if layers is not None:
-        last = model.config.get_text_config().num_hidden_layers - 1
-        config.layers_to_transform = sorted(
-            {min(layer, last) for layer in ([layers] if isinstance(layers, int) else layers)}
-        )
-    try:
-        adapted = get_peft_model(model, config, adapter_name=ADAPTER_NAME)
-    except (ValueError, TypeError) as error:
-        raise ModelError(f"{ADAPTER_KEY}: {error_summary(error)} {format_candidates(model)}") from error
-    adapted.save_pretrained(folder)
-
-
 def add_adapter(model: PreTrainedModel, adapter: AdapterConfig, context: AdapterContext) -> PeftModel:
     """Return the model with a frozen base and float32 adapters.
 

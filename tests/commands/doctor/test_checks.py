@@ -7,32 +7,27 @@ from pathlib import Path
 import pytest
 
 from finetune.commands.doctor.checks import HOST_CHECKS, LAUNCH_CHECKS, chosen_interfaces
+from finetune.commands.doctor.facts import HubName
 from finetune.commands.doctor.findings import Severity, finding_texts
-from finetune.commands.doctor.job_facts import HubName, JobFacts
-from finetune.commands.doctor.network import HubFacts, InfinibandPort
+from finetune.commands.doctor.network import HubFacts
 from finetune.commands.doctor.ranks import AllReduceSpeed, LinkFacts, PairSpeed
 from finetune.commands.doctor.system import Lock
 from tests.commands.doctor.recorded import NAMES, findings_of, host_of, ranks_of
 
-H100, A10, RTX, CPU = "h100_nvswitch", "a10_two_sockets", "rtx4090_pair", "cpu_node"
+H100, A10, CPU = "h100_nvswitch", "a10_two_sockets", "cpu_node"
 PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "before-a-run.md"
 
 EXPECTED = {
     "h100_nvswitch": {},
-    "a10_two_sockets": {
-        "driver-too-old": "whl/cu126",
-        "p2p-across-sockets": "export NCCL_P2P_DISABLE=1",
-        "p2p-iommu": "iommu=pt",
-    },
-    "rtx4090_pair": {"no-p2p": "export NCCL_P2P_DISABLE=1 NCCL_IB_DISABLE=1", "gpu-in-use": "kill"},
-    "laptop_4060": {"disk-full": "finetune checkpoint prune", "throttled": "fans", "hub": "HF_HUB_OFFLINE=1"},
+    "a10_two_sockets": {"driver-too-old": "for CUDA 12.4"},
+    "laptop_4060": {"disk-full": "finetune checkpoint prune", "hub": "HF_HUB_OFFLINE=1"},
     "cpu_node": {"shared-memory": "--shm-size=8g"},
 }
 
 
 def test_every_finding_has_its_texts_and_a_row_on_the_page():
     keys = {*HOST_CHECKS, *LAUNCH_CHECKS}
-    assert len(keys) > 25 and keys == finding_texts().keys()
+    assert len(keys) > 15 and keys == finding_texts().keys()
     assert all(texts.keys() == {"what", "why", "fix"} and all(texts.values()) for _, texts in finding_texts().values())
     section = PAGE.read_text().split("\n## Check the machine\n")[1]
     rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
@@ -53,7 +48,6 @@ def with_gpu(index=2, **changes):
     return {"gpus": {"gpus": tuple(gpus)}}
 
 
-MIXED_PORTS = (InfinibandPort("mlx5_0", 1, "ACTIVE"), InfinibandPort("mlx5_1", 1, "DOWN"))
 HIDDEN = {"variables": {"CUDA_VISIBLE_DEVICES": ""}, "software": {"num_torch_devices": 0}}
 LOCK = {"software": {"locks": (Lock("/x/lock", "/x/lock was left by a build that was killed"),)}}
 
@@ -62,23 +56,21 @@ LOCK = {"software": {"locks": (Lock("/x/lock", "/x/lock was left by a build that
     ("changes", "key", "fix"),
     [
         ({"gpus": {"problem": "Driver/library version mismatch"}}, "driver", "reboot"),
-        ({"software": {"torch_cuda": None}}, "torch-build", "whl/cu128"),
+        ({"software": {"torch_cuda": None}}, "torch-build", "pytorch.org"),
         ({"software": {"num_torch_devices": 0}}, "torch-sees-no-gpu", "--gpus all"),
-        (HIDDEN, "hidden-gpus", "unset CUDA_VISIBLE_DEVICES"),
+        (HIDDEN, "torch-sees-no-gpu", "unset CUDA_VISIBLE_DEVICES"),
         (with_gpu(uncorrected_errors=3), "ecc", "--gpu-reset -i 2"),
         (with_gpu(has_failed_remap=True), "ecc", "replaced"),
-        (with_gpu(throttle_reasons=("hardware power brake",)), "throttled", "power cables"),
         (with_gpu(memory_used_bytes=30 << 30), "gpu-in-use", "nvidia-smi"),
         ({"variables": {"NCCL_P2P_DISABLE": "1"}}, "p2p-off", "unset NCCL_P2P_DISABLE"),
         ({"variables": {"NCCL_SOCKET_IFNAME": "docker0"}}, "socket-interface", "export NCCL_SOCKET_IFNAME=bond0"),
         ({"variables": {"GLOO_SOCKET_IFNAME": "eth9"}}, "socket-interface", "export GLOO_SOCKET_IFNAME=bond0"),
-        ({"variables": {"NCCL_IB_DISABLE": "1"}}, "infiniband-off", "unset NCCL_IB_DISABLE"),
-        ({"network": {"infiniband": MIXED_PORTS}}, "infiniband-down", "ibstat"),
         ({"system": {"max_open_files": 500}}, "open-files", "nofile=515"),
         ({"system": {"shared_memory_bytes": 64 << 20}}, "shared-memory", "--shm-size=8g"),
         (LOCK, "build-lock", "rm /x/lock"),
         ({"variables": {"CUDA_LAUNCH_BLOCKING": "1"}}, "variable", "unset CUDA_LAUNCH_BLOCKING"),
         ({"variables": {"NCCL_ALGO": "Ring"}}, "variable", "unset NCCL_ALGO"),
+        ({"variables": {"NCCL_IB_DISABLE": "1"}}, "variable", "unset NCCL_IB_DISABLE"),
     ],
 )
 def test_each_fault_of_a_server_is_reported_with_its_fix(changes, key, fix):
@@ -86,11 +78,8 @@ def test_each_fault_of_a_server_is_reported_with_its_fix(changes, key, fix):
     assert list(findings) == [key] and fix in findings[key].fix
 
 
-def test_no_finding_contradicts_a_variable_that_follows_from_it():
-    without_p2p = {"variables": {"NCCL_P2P_DISABLE": "1"}}
-    assert findings_of(host_of(A10, **without_p2p)).keys() == {"driver-too-old"}
-    assert findings_of(host_of(RTX, **without_p2p)).keys() == {"gpu-in-use"}
-    assert "driver-too-old" not in findings_of(host_of(A10, software={"num_torch_devices": 4}))
+def test_a_driver_that_runs_a_newer_cuda_through_cuda_compat_is_not_too_old():
+    assert findings_of(host_of(A10, software={"num_torch_devices": 4})) == {}
 
 
 def test_a_finding_of_some_machines_names_them():
@@ -114,15 +103,9 @@ def test_an_unreachable_hub_must_be_fixed_only_if_the_job_needs_it():
         HubName("model.name", "Qwen/Qwen3-8B", "model", True),
         HubName("data.train.name", "tatsu-lab/alpaca", "dataset", False),
     )
-    assert findings_of(host, job=JobFacts(names[:1]))["hub"].severity is Severity.NOTE
-    finding = findings_of(host, job=JobFacts(names))["not-cached"]
+    assert findings_of(host, job=names[:1])["hub"].severity is Severity.NOTE
+    finding = findings_of(host, job=names)["not-cached"]
     assert "hf download tatsu-lab/alpaca --repo-type dataset" in finding.fix and "Qwen" not in finding.what
-
-
-def test_a_job_that_writes_more_than_is_free_must_be_fixed():
-    disks = tuple(replace(disk, free_bytes=200_000_000_000) for disk in host_of(H100).disks)
-    finding = findings_of(host_of(H100, disks=disks), job=JobFacts(bytes_to_write=294_000_000_000))["disk-room"]
-    assert "294.0 GB" in finding.what and "200.0 GB are free" in finding.what and "keep_last" in finding.fix
 
 
 @pytest.mark.parametrize(
@@ -134,12 +117,10 @@ def test_a_job_that_writes_more_than_is_free_must_be_fixed():
             "torch differs between ranks: 2.13.0 on rank 0, 1, 2; 2.11.0",
         ),
         ({"clock_offset_seconds": -42.5}, "clock", "b differs from rank 0's by -42.5 s"),
-        ({"device": "NVIDIA A10"}, "rank-devices", "NVIDIA A10 on rank 3"),
-        ({"flops_per_second": 3e14}, "slow-rank", "rank 3 (b) computes at 43%"),
     ],
 )
 def test_a_rank_that_differs_from_the_others_is_reported(changes, key, what):
-    *same, last = ranks_of("a", "a", "b", "b", device="NVIDIA H100", flops_per_second=7e14)
+    *same, last = ranks_of("a", "a", "b", "b")
     assert findings_of(host_of(H100), ranks=(*same, last)) == {}
     findings = findings_of(host_of(H100), ranks=(*same, replace(last, **changes)))
     assert list(findings) == [key] and what in findings[key].what
@@ -150,7 +131,7 @@ def link(seconds, *pairs, backend="nccl"):
 
 
 def test_a_slow_pair_of_ranks_is_reported_with_its_link():
-    ranks = ranks_of(*4 * ("rack-7",), device="NVIDIA A10", flops_per_second=6e13)
+    ranks = ranks_of(*4 * ("rack-7",))
     pairs = [PairSpeed(0, 1, 2e10), PairSpeed(0, 2, 3e9), PairSpeed(2, 3, 2e10)]
     finding = findings_of(host_of(A10), ranks=ranks, link=link(0.02, *pairs))["slow-pair"]
     assert "rank 0 (rack-7) and rank 2 (rack-7) exchange 3.0 GB/s over SYS, other pairs 20.0 GB/s" in finding.what
@@ -160,12 +141,12 @@ def test_a_slow_pair_of_ranks_is_reported_with_its_link():
 def test_pairs_across_machines_are_compared_only_with_each_other_and_processes_of_one_cpu_are_not(places, slow):
     pairs = [PairSpeed(0, 1, 9e9), PairSpeed(0, 2, 1e9), PairSpeed(1, 3, 1e9), PairSpeed(1, 2, 2e8)]
     hosts = [host_of(CPU, hostname=name) for name in ("a", "b")]
-    facts = {"ranks": ranks_of(*places, flops_per_second=1e12), "link": link(0.5, *pairs, backend="gloo")}
+    facts = {"ranks": ranks_of(*places), "link": link(0.5, *pairs, backend="gloo")}
     finding = findings_of(*hosts, **facts).get("slow-pair")
     assert (finding is not None and "rank 1 (a) and rank 2 (b)" in finding.what and "ethtool" in finding.fix) is slow
 
 
 def test_unused_nvlink_is_detected_by_the_speed_of_all_reduces():
-    ranks = ranks_of(*8 * ("dgx-01",), device="NVIDIA H100", flops_per_second=7e14)
+    ranks = ranks_of(*8 * ("dgx-01",))
     assert "nvlink-unused" not in findings_of(host_of(H100), ranks=ranks, link=link(0.001))
     assert "fabricmanager" in findings_of(host_of(H100), ranks=ranks, link=link(0.1))["nvlink-unused"].fix

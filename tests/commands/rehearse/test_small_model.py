@@ -3,7 +3,6 @@
 import pytest
 
 from finetune.commands.rehearse.small_model import from_config_values, shrink_architecture
-from finetune.commands.rehearse.widths import Sizes, shrunk_values
 from finetune.config.sections.model import FromConfigSection, ModelSection
 from finetune.errors import ModelError
 from finetune.model.loading.architecture import SpecialTokenIds, build_model_config
@@ -22,9 +21,9 @@ OTHERS = {
 }
 
 
-def small(model_type, head="causal_lm", sizes=None, **values):
+def small(model_type, head="causal_lm", **values):
     section = ModelSection(from_config=FromConfigSection(model_type=model_type, values=values))
-    return shrink_architecture(section, head=head, sizes=sizes or Sizes())
+    return shrink_architecture(section, head=head)
 
 
 @pytest.mark.parametrize("model_type", [*MOE_MODELS, *HYBRID_MODELS, *DECODERS, *OTHERS])
@@ -69,11 +68,6 @@ def test_a_model_below_three_million_parameters_is_not_changed():
     assert not found.changes and found.config.hidden_size == 32
 
 
-def test_a_job_that_needs_a_wider_model_gets_one():
-    config = small("bert", "embedding", sizes=Sizes(min_width=256, multiple_of=32)).config
-    assert config.hidden_size >= 256 and config.hidden_size % 32 == 0
-
-
 def test_every_changed_value_is_listed_and_builds_the_small_config():
     written = FromConfigSection(model_type="gpt2", values={"hidden_size": 1024, "n_layer": 24, "n_head": 16})
     found = small("gpt2", **written.values)
@@ -88,15 +82,8 @@ def test_a_model_that_cannot_be_made_small_is_refused_with_the_reason():
         small("zamba2")
 
 
-def test_values_of_single_layers_are_kept_with_their_layers():
-    layers = {3: {"head_dim": 256}, 1: {"head_dim": 256}}
-    values = {"hidden_size": 1024, "num_attention_heads": 8, "num_hidden_layers": 4, "head_dim": 128}
-    small = shrunk_values({**values, "per_layer_config": layers}, layers={"": (0, 3)}, level=0, sizes=Sizes())
-    assert (small["head_dim"], small["per_layer_config"]) == (16, {1: {"head_dim": 32}})
-
-
 def test_a_value_that_the_config_computes_is_not_written_into_the_job():
     written = FromConfigSection(model_type="axk1", values={})
-    made = shrink_architecture(ModelSection(from_config=written), head="causal_lm", sizes=Sizes())
+    made = shrink_architecture(ModelSection(from_config=written), head="causal_lm")
     assert "qk_head_dim" in made.config.to_dict()
     assert "qk_head_dim" not in from_config_values(written, made)
