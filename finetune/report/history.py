@@ -339,7 +339,7 @@ class RunHistory:
             values["mfu"] = rate * _number(per_token) / _number(peak)
         for group in ("metrics", "device"):
             values |= {f"{group}/{name}": value for name, value in (event.get(group) or {}).items()}
-        values |= {"tokens": self.tokens, "seconds": self.seconds, "device_seconds": self.device_seconds}
+        values |= {"tokens": self.tokens, "seconds": self.seconds}
         self._add_values(event["step"], values)
 
     def _add_values(self, step: int, values: EventFields) -> None:

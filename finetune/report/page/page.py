@@ -26,7 +26,7 @@ from finetune.report.page.facts import (
     format_time,
     interval_advice,
     read_run_files,
-    restart_rows,
+    restart_line,
     run_state,
     tiles,
 )
@@ -111,22 +111,14 @@ SMOOTHING = 0.6
 """Initial position of the smoothing slider."""
 
 
-RELOAD_SECONDS = 30
-"""Interval at which an open page of a running run reloads; it is also written at this interval."""
-
-
-def report_page(folder: Path, history: RunHistory, *, price: float | None = None, now: float | None = None) -> str:
-    """Return the page of the run in the folder; `price` is in USD per device hour."""
+def report_page(folder: Path, history: RunHistory, *, now: float | None = None) -> str:
+    """Return the page of the run in the folder."""
     now = time.time() if now is None else now
-    if price is not None:
-        history.restarts.set_price(price, source="--price")
     files = read_run_files(folder)
     state, sentence = run_state(history, files.status, now=now)
     start = history.starts[-1] if history.starts else {}
     hours = ((start.get("config") or {}).get("run") or {}).get("hours_between_interruptions")
     hours = float(hours) if isinstance(hours, int | float) else None
-    source = history.restarts.price_source
-    cost = f" Cost: start-up and repeated steps, by the price of {source}." if source else ""
     return render_page(
         "report.html.jinja",
         folder=TEMPLATES,
@@ -135,8 +127,6 @@ def report_page(folder: Path, history: RunHistory, *, price: float | None = None
             "runs": [{"name": folder.name, "scales": step_scales(history), "color": 0}],
             "skipped": [event["step"] for event in history.skipped],
             "resumed": [event["step"] for event in history.starts[1:]],
-            "price": price,
-            "reload_seconds": RELOAD_SECONDS,
             "unit": history.unit,
         },
         title=folder.resolve().name,
@@ -146,14 +136,9 @@ def report_page(folder: Path, history: RunHistory, *, price: float | None = None
         subtitle=[start.get("strategy", ""), f"page written {format_time(now)}"],
         arithmetic=start.get("arithmetic", ()),
         tiles=list(tiles(history)),
-        device_hours=history.device_seconds / 3600,
-        price=price,
         smoothing=SMOOTHING,
-        reload_seconds=RELOAD_SECONDS if state in ("starting", "running") else None,
         profiles=list(history.profiles),
-        restarts=restart_rows(history),
-        restart_note=f"Waiting is the time in which no process of the run existed.{cost}",
-        advice=advice_line(interval_advice(history, hours_stated=hours)),
+        interruptions=[restart_line(history), advice_line(interval_advice(history, hours_stated=hours))],
         checkpoints=list(history.checkpoints)[-SHOWN_CHECKPOINTS:],
         skipped=list(history.skipped),
         num_skipped=history.num_skipped,
@@ -169,10 +154,10 @@ def report_page(folder: Path, history: RunHistory, *, price: float | None = None
     )
 
 
-def write_report(folder: Path, history: RunHistory, *, price: float | None = None) -> Path:
+def write_report(folder: Path, history: RunHistory) -> Path:
     """Write the page into the folder atomically, and return its path."""
     path = folder / REPORT_FILE
-    page = report_page(folder, history, price=price)
+    page = report_page(folder, history)
     atomic.write_bytes(path, page.encode("utf-8", errors="backslashreplace"), survives_power_cut=False)
     return path
 

@@ -7,7 +7,7 @@
   const dark = window.matchMedia("(prefers-color-scheme: dark)");
   const narrow = window.matchMedia("(max-width: 760px)");
   const printing = window.matchMedia("print");
-  const controls = { x: byId("x-axis"), smoothing: byId("smoothing"), log: byId("log"), price: byId("price"), raw: byId("raw"), reload: byId("reload") };
+  const controls = { x: byId("x-axis"), smoothing: byId("smoothing"), log: byId("log"), raw: byId("raw") };
   const nonce = document.currentScript.nonce;
   const plots = [];
   let isPrinting = printing.matches;
@@ -15,7 +15,6 @@
   function byId(name) { return document.getElementById(name); }
   function details() { return [...document.querySelectorAll("details")]; }
   function plain(text) { return String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;"); }
-  function price() { const value = controls.price ? parseFloat(controls.price.value) : NaN; return value >= 0 ? value : null; }
 
   // The value of a rising curve between its points; steps outside it are held at its ends.
   function lookUp(curve, x) {
@@ -29,9 +28,8 @@
 
   const X_AXES = {
     step: { title: "step" },
-    tokens: { title: data.unit, curve: "tokens", scale: () => 1 },
+    tokens: { title: data.unit, curve: "tokens" },
     seconds: { title: "training time", curve: "seconds", unit: "time" },
-    money: { title: "USD", curve: "device_seconds", scale: run => run.price ?? price() ?? 0 },
   };
   function timeScale() {  // one unit for the page: that of the longest run
     const longest = Math.max(0, ...data.runs.map(run => run.scales.seconds ? run.scales.seconds.y.at(-1) : 0));
@@ -41,7 +39,7 @@
     const axis = X_AXES[controls.x.value], curve = axis.curve && run.scales[axis.curve];
     if (!axis.curve) return steps;
     if (!curve) return steps.map(() => null);
-    const scale = axis.unit === "time" ? timeScale()[0] : axis.scale(run);
+    const scale = axis.unit === "time" ? timeScale()[0] : 1;
     return steps.map(step => lookUp(curve, step) * scale);
   }
 
@@ -70,7 +68,7 @@
       const raw = { ...base, x, y: series.y, mode: "lines", line: { color, dash, width: isSmooth ? 1 : 1.5 }, opacity: isSmooth ? 0.42 : 1, showlegend: base.showlegend && !isSmooth, hoverinfo: isSmooth ? "skip" : undefined };
       if (isSmooth) delete raw.hovertemplate;
       const line = { ...base, x: xValues(means.x, run), y: smooth(means.y, amount), customdata: means.x, mode: "lines", line: { color, dash, width: 2 } };
-      return isSmooth ? [...(controls.raw && !controls.raw.checked ? [] : [raw]), line] : [raw];
+      return isSmooth ? [...(!controls.raw.checked ? [] : [raw]), line] : [raw];
     });
   }
 
@@ -104,15 +102,8 @@
       Plotly.react(place, traces(chart), layout(chart), { responsive: true, displaylogo: false, displayModeBar: !narrow.matches,
         modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"], toImageButtonOptions: { filename: chart.id, scale: 2 } });
     }
-    showCost();
     const shown = byId("smoothing-value");
     if (shown) shown.textContent = parseFloat(controls.smoothing.value).toFixed(2);
-  }
-  function showCost() {
-    for (const place of document.querySelectorAll("[data-device-hours]")) {
-      const own = parseFloat(place.dataset.price), each = Number.isNaN(own) ? price() : own;
-      place.textContent = each === null ? "–" : written(each * parseFloat(place.dataset.deviceHours));
-    }
   }
 
   // Plotly lies in the page as gzip in base64. The script that it becomes runs because it bears the page's nonce, too.
@@ -125,22 +116,6 @@
     document.head.append(script);
   }
 
-  // What the reader has set stays when the page is loaded again; the browser itself keeps the place, as the figures have their heights at once.
-  function keep() {
-    const set = Object.entries(controls).filter(([, control]) => control).map(([name, { checked, value }]) => [name, { checked, value }]);
-    history.replaceState({ set, open: details().filter(each => each.open).map(each => each.firstElementChild.textContent) }, "");
-  }
-  function restore() {
-    for (const [name, { checked, value }] of history.state?.set ?? []) if (controls[name]) Object.assign(controls[name], { checked, value });
-    for (const each of details()) each.open ||= Boolean(history.state?.open.includes(each.firstElementChild.textContent));
-  }
-  function reload() {
-    if (!controls.reload.checked || document.hidden) return;
-    keep();
-    location.reload();
-  }
-
-  function written(cost) { return "$" + cost.toFixed(cost >= 0.1 || cost === 0 ? 2 : 4); }
   function start() {
     const grid = byId("charts");
     data.charts.forEach((chart, number) => {
@@ -157,12 +132,10 @@
       grid.append(figure);
       plots.push([chart, place]);
     });
-    restore();
-    if (controls.reload) setInterval(reload, 1000 * data.reload_seconds);
     openLibrary().then(show, complain);
   }
   function show() {
-    for (const control of Object.values(controls)) if (control) control.addEventListener("input", () => { keep(); draw(); });
+    for (const control of Object.values(controls)) control.addEventListener("input", draw);
     dark.addEventListener("change", draw);
     narrow.addEventListener("change", draw);
     printing.addEventListener("change", event => { isPrinting = event.matches; draw(); resize(); });
