@@ -251,9 +251,6 @@ def chat(
     )
 
 
-Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders; the first is the reference.")]
-
-
 def report(run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run, finished or not.")]) -> None:
     """Write report.html of a run again: one page with its curves, answers, data and config.
 

@@ -154,17 +154,12 @@ def _number(value: float | None) -> str:
 
 
 def closing_lines(results: Sequence[SweepResult], objective: Objective) -> Iterator[str]:
-    """Yield the best run and where it is, failed runs and the number of unfinished ones."""
+    """Yield the best run and where it is, how to start failed runs, and the number of unfinished ones."""
     best = best_of(results)
     if best is not None:
         yield f"best: {best.run.name}, {objective.metric} {_number(best.final)} after step {best.outcome.step}"
-        if best.best_step not in (None, best.outcome.step) and best.best != best.final:
-            yield f"  it was {_number(best.best)} at step {best.best_step}"
         yield f"  its model: {best.run.folder / 'final'}"
-    failed = [result for result in results if result.outcome.state == FAILED]
-    for result in failed:
-        yield f"failed: {result.run.name}: {result.outcome.message}"
-    if failed:
+    if any(result.outcome.state == FAILED for result in results):
         yield "after a fix, the same command with --retry-failed starts the failed runs again"
     num_open = sum(result.outcome.state not in (FINISHED, FAILED) for result in results)
     if num_open:

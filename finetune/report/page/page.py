@@ -22,7 +22,6 @@ from finetune.report.page.charts import charts_of, step_scales
 from finetune.report.page.facts import (
     advice_line,
     config_lines,
-    format_duration,
     format_time,
     interval_advice,
     read_run_files,
@@ -105,7 +104,6 @@ def _plotly() -> Markup:
 
 
 REPORT_FILE = "report.html"
-SHOWN_CHECKPOINTS = 12
 
 SMOOTHING = 0.6
 """Initial position of the smoothing slider."""
@@ -137,20 +135,15 @@ def report_page(folder: Path, history: RunHistory, *, now: float | None = None) 
         arithmetic=start.get("arithmetic", ()),
         tiles=list(tiles(history)),
         smoothing=SMOOTHING,
-        profiles=list(history.profiles),
         interruptions=[restart_line(history), advice_line(interval_advice(history, hours_stated=hours))],
-        checkpoints=list(history.checkpoints)[-SHOWN_CHECKPOINTS:],
         skipped=list(history.skipped),
         num_skipped=history.num_skipped,
         answers=list(history.answers.values()),
-        num_prompts_left_out=history.num_prompts_left_out,
         messages=list(history.messages.values()),
-        startup=(history.startup or {}).get("seconds", {}),
         audit=files.audit.rows(),
         environment=redact_foreign(format_json(files.environment, indent=2)) if files.environment else "",
         config=config_lines(files.config),
         missing=(*files.missing, *history.damaged),
-        duration=format_duration,
     )
 
 

@@ -31,7 +31,6 @@ FOREIGN = f"""return [...document.querySelectorAll("{ELEMENTS}")]
 def hostile_run(folder: Path, text: str, *, seed: int = 0) -> Path:
     """Write a run in which every text that a user, a plugin or a row decides is this one."""
     skipped = {"event": "StepSkipped", "time": 0, "step": 1, "reason": text, "sample_ids": [1], "rows": text}
-    profiled = {"event": "Profiled", "time": 0, "step": 9, "first_step": 5, "num_steps": 4, "wall_seconds": 2.0}
     write_run(
         folder,
         [
@@ -43,7 +42,6 @@ def hostile_run(folder: Path, text: str, *, seed: int = 0) -> Path:
             {"event": "Warned", "time": 0, "step": 1, "message": text},
             {"event": "Noted", "time": 0, "step": 1, "message": text},
             skipped,
-            {**profiled, "seconds": {text: 2.0}, "trace": text},
             ended(30, text),
         ],
     )

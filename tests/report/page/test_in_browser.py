@@ -29,9 +29,8 @@ def report_of(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    profile = {"event": "Profiled", "time": 0, "step": 9, "first_step": 5, "num_steps": 4, "wall_seconds": 2.0}
-    odd = [answered(20, HOSTILE, prompt="p" * 500), {**profile, "seconds": {"forward": 2.0}, "trace": ""}]
-    folder = write_run(tmp_path_factory.mktemp("runs") / "a-run-of-a-long-name", [*whole_run(), *odd])
+    odd = answered(20, HOSTILE, prompt="p" * 500)
+    folder = write_run(tmp_path_factory.mktemp("runs") / "a-run-of-a-long-name", [*whole_run(), odd])
     (folder / "environment.json").write_text(json.dumps({"command": ["x" * 300], HOSTILE: HOSTILE}))
     (folder / "resolved.yaml").write_text(f"key: {json.dumps('y' * 300)}  # {HOSTILE}\n")
     counts = {"rows": 10**9, "samples": 10**9, "tokens": 10**12, "targets": 10**12}

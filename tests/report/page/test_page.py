@@ -21,7 +21,7 @@ from finetune.report.page.facts import (
     format_count,
     format_duration,
 )
-from finetune.report.page.page import PageReporter, report_page, script_json, write_report
+from finetune.report.page.page import PageReporter, report_page, write_report
 from finetune.report.reporter import FanOut
 from tests.report.page.events import answered, ended, started, taken, whole_run, write_run
 
@@ -158,12 +158,6 @@ def test_samples_of_a_skipped_step_are_folded(tmp_path: Path):
     assert "0 resumes; 1 skipped step<" in page
 
 
-def test_json_within_a_script_ends_neither_script_nor_line():
-    written = str(script_json({"text": HOSTILE}))
-    assert not set("<>&\u2028") & set(written)
-    assert json.loads(written) == {"text": HOSTILE.replace("\u2028", "\\u2028")}
-
-
 def test_invisible_characters_of_names_and_values_are_escapes_in_pages_and_charts(tmp_path: Path):
     hidden = "a\u202eb\u200bc\u2028d"
     evaluated = {"event": "Evaluated", "time": 3, "step": 1, "metrics": {"loss": 1.0, hidden: 2.0}, "seconds": 1.0}
@@ -209,14 +203,6 @@ def test_the_page_replaces_the_one_before(tmp_path: Path):
     reader.read_new()
     assert write_report(folder, reader.history) == write_report(folder, reader.history) == folder / "report.html"
     assert {path.name for path in folder.iterdir()} == {"events.jsonl", "report.html"}
-
-
-def test_phases_are_shares_of_the_wall_time(tmp_path: Path):
-    profile = {"event": "Profiled", "time": 0, "step": 8, "first_step": 5, "num_steps": 4, "wall_seconds": 2.0}
-    phases = {"seconds": {"forward": 0.5, "backward": 1.5}, "trace": "t.json"}
-    page = page_of(write_run(tmp_path, [started(), taken(8, 1.0), {**profile, **phases}]))
-    text = " ".join(" ".join(Tags(without_library(page)).texts).split())
-    assert "Steps 5 to 8: 500.0 ms per step forward 125.00 ms 25.0% backward 375.00 ms 75.0% trace t.json" in text
 
 
 def test_the_data_table_has_a_row_for_each_source():
