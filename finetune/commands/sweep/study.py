@@ -110,8 +110,8 @@ class SweepStudy:
         self._facts = before
         if set(swept) != set(before.swept):
             raise UserError(
-                f"{self.folder}: this sweep was started with several values of {format_list(before.swept)}. Sweep the "
-                "same keys, or choose another --folder."
+                f"{self.folder}: this sweep was started with several values of "
+                f"{format_list(before.swept) or 'no key'}. Sweep the same keys, or choose another --folder."
             )
         self.require_same_job(config)
         if is_search and objective != Objective(before.metric, before.is_minimized):

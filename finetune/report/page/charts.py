@@ -114,7 +114,7 @@ def format_chart(chart: ChartKind, runs: Sequence[tuple[str, Mapping[str, Curve]
 
 def step_scales(history: RunHistory) -> dict[str, Any]:
     """Return tokens and seconds as functions of the step, as points of piecewise linear curves."""
-    by_scale = {}
+    by_scale: dict[str, Any] = {}
     for name in ("tokens", "seconds"):
         if name in history.curves:
             points = history.curves[name].points()
