@@ -251,22 +251,12 @@ def chat(
     )
 
 
-Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders; the first is the reference.")]
-Price = Annotated[
-    float | None,
-    typer.Option("--price", min=0.0, metavar="USD_PER_GPU_HOUR", help="Price of one device for an hour, in USD."),
-]
-
-
-def report(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run, finished or not.")],
-    price: Price = None,
-) -> None:
+def report(run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run, finished or not.")]) -> None:
     """Write report.html of a run again: one page with its curves, answers, data and config.
 
     Training writes it, too, while it runs. See docs/how-to/reports.md.
     """
-    compare_command.report(run, price=price)
+    compare_command.report(run)
 
 
 def compare(

@@ -18,11 +18,6 @@ with lazily(freeze=True):  # torch
     from finetune.commands.plan import plan as plan_command
     from finetune.commands.rehearse import rehearse as rehearse_command
 
-Gpus = Annotated[
-    str | None,
-    typer.Option(metavar="NxKIND", help="GPUs of each machine: 8xH100-80GB, several with commas. Default: its own."),
-]
-Nodes = Annotated[int | None, typer.Option(min=1, max=1 << 16, help="Number of such machines.")]
 Prices = Annotated[
     Path | None, typer.Option(metavar="FILE", help="YAML file of prices, in the form of the package's own.")
 ]

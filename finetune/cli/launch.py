@@ -203,7 +203,7 @@ def sweep(
     ] = None,
     search: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="Search with N runs (TPE, poor runs are pruned) instead of a grid."),
+        typer.Option(min=1, metavar="N", help="Search with N runs (TPE) instead of a grid."),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the search.")] = 0,
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Start runs that failed again.")] = False,

@@ -204,7 +204,6 @@ class RunHistory:
         self.curves: dict[str, Curve] = {}
         self.starts: list[EventFields] = []
         self.ended: EventFields | None = None  # RunEnded of the last start
-        self.startup: EventFields | None = None
         self.last_step: EventFields = {}
         self.updated = 0.0  # unix seconds of the last event
         self.num_processes = 1
@@ -213,9 +212,7 @@ class RunHistory:
         self.skipped: deque[EventFields] = deque(maxlen=MAX_ROWS)
         self.num_skipped = 0
         self.checkpoints: deque[EventFields] = deque(maxlen=MAX_ROWS)
-        self.profiles: deque[EventFields] = deque(maxlen=MAX_ROWS)
         self.answers: dict[tuple[str, str], PromptAnswers] = {}
-        self.num_prompts_left_out = 0
         self.tokens = self.seconds = self.device_seconds = 0.0
         self.startup_seconds = 0.0
         self.restarts = RestartHistory()
@@ -259,7 +256,6 @@ class RunHistory:
             case "RunStarted":
                 self._start(event)
             case "StartedUp":
-                self.startup = event
                 self.restarts.started_up(event)
                 self.startup_seconds += sum(map(_number, event["seconds"].values()))
             case "StepSkipped":
@@ -278,8 +274,6 @@ class RunHistory:
                 self._add_values(
                     event["step"], {"stall_seconds": event["stall_seconds"], "save_seconds": event["seconds"]}
                 )
-            case "Profiled":
-                self.profiles.append(event)
             case "Noted" | "Warned":
                 self._add_message(event)
             case "RunEnded":
@@ -307,7 +301,7 @@ class RunHistory:
         self.last_step = {**self.last_step, "step": step}
         self.recent.clear()
         self.num_skipped -= sum(row["step"] > step for row in self.skipped)
-        for rows in (self.skipped, self.checkpoints, self.profiles):
+        for rows in (self.skipped, self.checkpoints):
             for row in [row for row in rows if row["step"] > step]:
                 rows.remove(row)
         for answers in self.answers.values():
@@ -332,7 +326,7 @@ class RunHistory:
             values["mfu"] = rate * _number(per_token) / _number(peak)
         for group in ("metrics", "device"):
             values |= {f"{group}/{name}": value for name, value in (event.get(group) or {}).items()}
-        values |= {"tokens": self.tokens, "seconds": self.seconds, "device_seconds": self.device_seconds}
+        values |= {"tokens": self.tokens, "seconds": self.seconds}
         self._add_values(event["step"], values)
 
     def _add_values(self, step: int, values: EventFields) -> None:
@@ -349,7 +343,6 @@ class RunHistory:
     def _add_answer(self, event: EventFields) -> None:
         prompt, reference, answer = (str(event[name])[:MAX_CHARACTERS] for name in ("prompt", "reference", "answer"))
         if (prompt, reference) not in self.answers and len(self.answers) >= MAX_PROMPTS:
-            self.num_prompts_left_out += 1
             return
         answers = self.answers.setdefault((prompt, reference), PromptAnswers(prompt, reference))
         answers.by_step[event["step"]] = answer

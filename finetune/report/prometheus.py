@@ -1,7 +1,7 @@
 """`/metrics` for Prometheus: the state of the run after its latest events, served by threads of the main process."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from finetune.errors import UserError
@@ -9,7 +9,6 @@ from finetune.report.events import (
     CheckpointSaved,
     Evaluated,
     Event,
-    Profiled,
     RunEnded,
     RunStarted,
     StepSkipped,
@@ -44,33 +43,39 @@ _COUNTERS: Mapping[str, str] = {
     "checkpoints": "Checkpoints written since this start.",
     "warnings": "Warnings since this start.",
 }
-_LABELLED: Mapping[str, tuple[str, str]] = {
-    "evaluation": ("metric", "Metrics of the last evaluation."),
-    "step_metric": ("metric", "Metrics that the task logs with each step."),
-    "profile_seconds": ("phase", "Time of a profiled step by phase, of the main rank."),
-}
 
 
 class PrometheusReporter:
-    """Serves `/metrics` from the start of the run to its end."""
+    """Serves `/metrics` from the start of the run to its end; a gauge without a known value is not served."""
 
     def __init__(self, port: int, *, address: str, name: str, world: int) -> None:
         """`name` and `world` are labels of `finetune_run_info`. Nothing is served before the first event."""
         self._client = require_client()
         self._port, self._address = port, address
         self._labels = {"name": name, "world": str(world)}
-        self._given = {"namespace": "finetune", "registry": self._client.CollectorRegistry()}
-        self._gauges: dict[str, Any] = {}  # only those with a known value
-        self._counters = {key: self._client.Counter(key, text, **self._given) for key, text in _COUNTERS.items()}
-        self._labelled = {
-            key: self._client.Gauge(key, text, [label], **self._given) for key, (label, text) in _LABELLED.items()
-        }
-        self._skipped = self._client.Counter("skipped_steps", "Steps without an update.", ["reason"], **self._given)
-        self._seconds = self._client.Histogram("step_seconds", "Time of a step.", buckets=STEP_SECONDS, **self._given)
-        self._info = self._client.Info("run", "The run that is served here.", **self._given)
+        self._registry = self._client.CollectorRegistry()
+        self._registry.register(self)
+        shared = {"namespace": "finetune", "registry": self._registry}
+        self._counters = {key: self._client.Counter(key, text, **shared) for key, text in _COUNTERS.items()}
+        self._skipped = self._client.Counter("skipped_steps", "Steps without an update.", ["reason"], **shared)
+        self._seconds = self._client.Histogram("step_seconds", "Time of a step.", buckets=STEP_SECONDS, **shared)
+        self._evaluation = self._client.Gauge("evaluation", "Metrics of the last evaluation.", ["metric"], **shared)
+        self._metrics = self._client.Gauge("step_metric", "Metrics of the task at each step.", ["metric"], **shared)
+        self._info = self._client.Info("run", "The run that is served here.", **shared)
+        self._run_gauges: Mapping[str, float] = {}
+        self._step_gauges: Mapping[str, float] = {}
+        self._saved_at: float | None = None
         self._server: Any = None
         self._meter = ThroughputMeter(0)
         self._flops: tuple[float, float] | None = None
+
+    def collect(self) -> Iterator[Any]:
+        """Yield the gauges; the client calls this in its own thread for each request."""
+        values = {**self._run_gauges, **self._step_gauges}
+        if self._saved_at is not None:
+            values["last_checkpoint_age_seconds"] = time.time() - self._saved_at
+        for name, value in values.items():
+            yield self._client.metrics_core.GaugeMetricFamily(f"finetune_{name}", _GAUGES[name], value=value)
 
     def __call__(self, event: Event) -> None:
         """Update the metrics; raises UserError if the port cannot be served."""
@@ -82,18 +87,15 @@ class PrometheusReporter:
             case StepSkipped():
                 self._skipped.labels(event.reason).inc()
             case Evaluated():
-                self._set_labelled("evaluation", event.metrics)
-            case Profiled():
-                per_step = {phase: seconds / event.num_steps for phase, seconds in event.seconds.items()}
-                self._set_labelled("profile_seconds", per_step)
+                for metric, value in event.metrics.items():
+                    self._evaluation.labels(metric).set(value)
             case CheckpointSaved():
                 self._counters["checkpoints"].inc()
-                saved_at = time.time()
-                self._gauge("last_checkpoint_age_seconds").set_function(lambda: time.time() - saved_at)
+                self._saved_at = time.time()
             case Warned():
                 self._counters["warnings"].inc()
             case RunEnded():
-                self._gauge("running").set(0)
+                self._run_gauges = {**self._run_gauges, "running": 0}
 
     def close(self) -> None:
         """Stop serving."""
@@ -106,13 +108,12 @@ class PrometheusReporter:
 
     def _start(self, event: RunStarted) -> None:
         self._info.info(self._labels | {"strategy": event.strategy.split()[0]})
-        for name, value in (("num_steps", event.num_steps), ("step", event.step), ("running", 1)):
-            self._gauge(name).set(value)
+        self._run_gauges = {"num_steps": event.num_steps, "step": event.step, "running": 1}
         self._meter = ThroughputMeter(event.num_steps)
         if event.flops_per_token and event.peak_flops_per_second:
             self._flops = event.flops_per_token, event.peak_flops_per_second
         try:
-            self._server = self._client.start_http_server(self._port, self._address, self._given["registry"])
+            self._server = self._client.start_http_server(self._port, self._address, self._registry)
         except OSError as error:
             raise UserError(
                 f"report.prometheus: port {self._port} of {self._address} cannot be served: {error.strerror}. Another "
@@ -121,7 +122,7 @@ class PrometheusReporter:
 
     def _take_step(self, event: StepTaken) -> None:
         self._meter.add(event)
-        values = {
+        gauges = {
             "step": event.step,
             "loss": event.loss,
             "learning_rate": event.learning_rate,
@@ -134,25 +135,13 @@ class PrometheusReporter:
         }
         if self._flops is not None and event.seconds > 0:
             per_token, peak = self._flops
-            values["mfu_ratio"] = event.num_tokens * per_token / event.seconds / peak
-        for name, value in values.items():
-            self._gauge(name).set(value)
-        for name in (set(COLUMNS) & self._gauges.keys()) - event.device.keys():  # the GPU fell off the bus
-            self._given["registry"].unregister(self._gauges.pop(name))
+            gauges["mfu_ratio"] = event.num_tokens * per_token / event.seconds / peak
+        self._step_gauges = gauges
         self._counters["tokens"].inc(event.num_tokens)
         self._counters["targets"].inc(event.num_targets)
         self._seconds.observe(event.seconds)
-        self._set_labelled("step_metric", event.metrics)
-
-    def _gauge(self, name: str) -> Any:
-        """Return the gauge, which is served from its first use on."""
-        if name not in self._gauges:
-            self._gauges[name] = self._client.Gauge(name, _GAUGES[name], **self._given)
-        return self._gauges[name]
-
-    def _set_labelled(self, name: str, values: Mapping[str, float]) -> None:
-        for label, value in values.items():
-            self._labelled[name].labels(label).set(value)
+        for metric, value in event.metrics.items():
+            self._metrics.labels(metric).set(value)
 
 
 def require_client() -> Any:

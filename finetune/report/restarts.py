@@ -19,14 +19,11 @@ PLANNED = frozenset(
 class Restart:
     """A start after the first. While no process ran, time was lost but no device was paid for."""
 
-    number: int  # of the start; the first restart is start 2
     reason: str  # why the previous start ended
-    step: int  # at which it resumed
     last_step: int  # the highest step taken before
     began: float  # unix seconds at which its process started; until its first step ends, at which training started
     ended: float  # unix seconds of the last event of the previous start
     num_devices: int
-    usd_per_device_hour: float | None = None
     startup_seconds: float = 0.0
     steps_redone: int = 0
     redone_seconds: float = 0.0
@@ -37,10 +34,9 @@ class Restart:
         return max(0.0, self.began - self.ended)
 
     @property
-    def usd(self) -> float | None:
-        """Return the price of start-up and repeated steps on all devices; None if the price of a device is unknown."""
-        hours = (self.startup_seconds + self.redone_seconds) * self.num_devices / 3600
-        return None if self.usd_per_device_hour is None else hours * self.usd_per_device_hour
+    def device_hours(self) -> float:
+        """Return the time of start-up and repeated steps on all devices."""
+        return (self.startup_seconds + self.redone_seconds) * self.num_devices / 3600
 
 
 @dataclass(frozen=True)
@@ -66,6 +62,7 @@ class RestartHistory:
     """Reads events in the order in which they were written."""
 
     listed: list[Restart] = field(default_factory=list)
+    usd_per_device_hour: float | None = None  # as of the last start
     price_source: str = ""
     _starts: int = 0
     _highest_step: int = 0
@@ -85,17 +82,15 @@ class RestartHistory:
                 self._highest_step = max(self._highest_step, top)  # the status is written more often than events
             price = event.get("device_price") or {}
             usd = price.get("usd_per_hour")
+            self.usd_per_device_hour = float(usd) if isinstance(usd, int | float) else None
             self.price_source = str(price.get("source") or self.price_source)
             self.listed.append(
                 Restart(
-                    number=self._starts,
                     reason=self._reason or str(previous.get("reason") or KILLED),
-                    step=step,
                     last_step=self._highest_step,
                     began=time,
                     ended=min(self._last_seen, time),
                     num_devices=num_devices,
-                    usd_per_device_hour=float(usd) if isinstance(usd, int | float) else None,
                 )
             )
         self._highest_step, self._reason = max(self._highest_step, step), None
@@ -123,15 +118,9 @@ class RestartHistory:
         self._reason = str(event.get("reason"))
         self._record_time(_finite(event.get("time")))
 
-    def set_price(self, usd_per_device_hour: float, *, source: str) -> None:
-        """Apply this price to all restarts."""
-        self.price_source = source
-        for restart in self.listed:
-            restart.usd_per_device_hour = usd_per_device_hour
-
     def totals(self) -> RestartTotals:
         """Return the sums."""
-        prices = [restart.usd for restart in self.listed if restart.usd is not None]
+        price = self.usd_per_device_hour
         return RestartTotals(
             restarts=len(self.listed),
             interruptions=sum(restart.reason not in PLANNED for restart in self.listed),
@@ -139,7 +128,7 @@ class RestartHistory:
             down_seconds=sum(restart.down_seconds for restart in self.listed),
             startup_seconds=sum(restart.startup_seconds for restart in self.listed),
             redone_seconds=sum(restart.redone_seconds for restart in self.listed),
-            usd=sum(prices) if prices else None,
+            usd=None if price is None else price * sum(restart.device_hours for restart in self.listed),
         )
 
     def _record_time(self, time: float) -> None:

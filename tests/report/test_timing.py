@@ -45,13 +45,6 @@ def test_one_slow_step_does_not_sway_the_pace(take_step):
     assert meter.seconds_left == pytest.approx(90 * 2.0)
 
 
-def test_only_the_window_counts(take_step):
-    meter = ThroughputMeter(100, window=3)
-    for step, seconds in enumerate([9.0, 9.0, 9.0, 1.0, 1.0, 1.0], start=1):
-        meter.add(take_step(step, num_tokens=10, seconds=seconds))
-    assert meter.tokens_per_second == pytest.approx(10.0)
-
-
 @pytest.mark.parametrize(("num_steps", "step", "seconds_left"), [(100, 91, 9 * 2.0), (20, 20, 0.0)])
 def test_only_the_steps_that_are_left_take_time(take_step, num_steps, step, seconds_left):
     meter = ThroughputMeter(num_steps)

@@ -45,12 +45,12 @@ from finetune.report.page.page import SMOOTHING, render_page, write_report
 from finetune.runtime.files import atomic
 
 
-def report(run: Path, *, price: float | None = None) -> None:
+def report(run: Path) -> None:
     """Write the page of the run."""
     require_events(run)
     reader = HistoryReader(run / EVENTS_FILE)
     reader.read_new()
-    print(f"wrote {write_report(run, reader.history, price=price)}")
+    print(f"wrote {write_report(run, reader.history)}")
 
 
 def require_events(run: Path) -> None:
@@ -298,9 +298,7 @@ def write_comparison(folders: Sequence[Path], target: Path) -> None:
             if result.missing
         ],
         others=list(zip(runs[1:], comparison.agreements, strict=True)),
-        price=None,
         smoothing=SMOOTHING,
-        reload_seconds=None,
     )
     atomic.write_bytes(target, page.encode("utf-8", errors="backslashreplace"))
 

@@ -7,7 +7,7 @@ import hashlib
 import itertools
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -80,7 +80,7 @@ def parse_axes(texts: Sequence[str]) -> list[Axis]:
                 messages.append(f"the key is also in `{other.label}`. Write all its values in one `--set`.")
             elif is_nested and (axis.is_swept or other.is_swept):
                 messages.append(f"the key overlaps with `{other.key}` of `{other.label}`. Sweep only one of them.")
-        shown = [value_text(comparable_config(value, name=axis.key)) for value in axis.values]
+        shown = [shown_value(comparable_config(value, name=axis.key)) for value in axis.values]
         repeated = sorted({text for text in shown if shown.count(text) > 1})
         messages += [f"the value {text} is written {shown.count(text)} times." for text in repeated]
         problems += [Problem(axis.key, message, source=axis.label) for message in messages]
@@ -103,9 +103,10 @@ def _read_values(text: str) -> tuple[Any, ...]:
 
 
 def grid_points(axes: Sequence[Axis]) -> list[Values]:
-    """Return every combination of the values; the last key changes fastest."""
-    combinations = itertools.product(*(axis.values for axis in axes))
-    return [dict(zip((axis.key for axis in axes), values, strict=True)) for values in combinations]
+    """Return every combination of the values of the swept keys; the last key changes fastest."""
+    swept = [axis for axis in axes if axis.is_swept]
+    combinations = itertools.product(*(axis.values for axis in swept))
+    return [dict(zip((axis.key for axis in swept), values, strict=True)) for values in combinations]
 
 
 _RANGE = re.compile(r"(?:(log|linear):)?([^.].*?)\.\.([^.].*)")
@@ -209,8 +210,8 @@ _MAX_VALUE_LENGTH, _MAX_NAME_LENGTH = 40, 120
 _UNSAFE = re.compile(r"[^A-Za-z0-9._+-]+")
 
 
-def run_name(values: Mapping[str, Any], *, taken: Collection[str] = ()) -> str:
-    """Return the name of the run with these values of the swept keys: safe as a folder name, and not in `taken`.
+def run_name(values: Values) -> str:
+    """Return the name of the run with these values of the swept keys, which is safe as a folder name.
 
     >>> run_name({"train.learning_rate": 1e-4, "model.lora.rank": 8})
     'learning_rate=0.0001,rank=8'
@@ -229,10 +230,9 @@ def run_name(values: Mapping[str, Any], *, taken: Collection[str] = ()) -> str:
         if text != texts[key]:  # characters were removed
             texts[key] = "-".join(part for part in (text, _digest(value)[:6]) if part)
     name = ",".join(f"{labels[key]}={text}" for key, text in texts.items())
-    digest = _digest(dict(values))
     if len(name) > _MAX_NAME_LENGTH:
-        name = f"{name[: _MAX_NAME_LENGTH - 7]}-{digest[:6]}"
-    return name if name not in taken else f"{name}-{digest[:12]}"
+        return f"{name[: _MAX_NAME_LENGTH - 7]}-{_digest(dict(values))[:6]}"
+    return name
 
 
 def short_keys(keys: Sequence[str]) -> dict[str, str]:

@@ -11,13 +11,12 @@ from rich.table import Table
 from rich.text import Text
 
 from finetune.commands.sweep.axes import short_keys, shown_value
-from finetune.commands.sweep.runs import FAILED, FINISHED, PRUNED, RunOutcome, SweepRun
+from finetune.commands.sweep.runs import FAILED, FINISHED, RunOutcome, SweepRun
 from finetune.config.formatting import format_list
 from finetune.config.rules.checkpoint import evaluation_metrics
 from finetune.config.run_config import RunConfig
 from finetune.errors import UserError
 from finetune.registry.tasks import METRICS
-from finetune.report.console import format_metrics
 from finetune.report.history import RunHistory, read_history
 
 TRAIN_LOSS = "train_loss"
@@ -91,20 +90,6 @@ def measurements(history: RunHistory, metric: str) -> list[tuple[int, float]]:
     return [(history.step, loss_sum / float(targets.sum()) if targets.any() else math.nan)]
 
 
-def describe_end(run: SweepRun, outcome: RunOutcome, history: RunHistory) -> str:
-    """Return how a run has ended, in one line, followed by the rest of the message of a run that failed."""
-    facts = [outcome.state]
-    if outcome.num_steps:
-        facts.append(f"step {outcome.step}/{outcome.num_steps}")
-    if history.evaluations:
-        facts.append(format_metrics(history.evaluations[-1].metrics))
-    elif history.steps:
-        facts.append(f"loss {history.steps.losses[-1]:.4f}")
-    first, *more = outcome.message.splitlines() or [""]
-    line = f"{run.name}: {'  '.join(facts)}{f'  ({first})' if first else ''}"
-    return "\n".join([line, *(f"  {text}" for text in more)])
-
-
 @dataclass(frozen=True)
 class SweepResult:
     """The result of one run so far; `final` and `best` are values of the objective's metric."""
@@ -169,18 +154,13 @@ def _number(value: float | None) -> str:
 
 
 def closing_lines(results: Sequence[SweepResult], objective: Objective) -> Iterator[str]:
-    """Yield the best run and where it is, failed runs and the number of unfinished ones."""
+    """Yield the best run and where it is, how to start failed runs, and the number of unfinished ones."""
     best = best_of(results)
     if best is not None:
         yield f"best: {best.run.name}, {objective.metric} {_number(best.final)} after step {best.outcome.step}"
-        if best.best_step not in (None, best.outcome.step) and best.best != best.final:
-            yield f"  it was {_number(best.best)} at step {best.best_step}"
         yield f"  its model: {best.run.folder / 'final'}"
-    failed = [result for result in results if result.outcome.state == FAILED]
-    for result in failed:
-        yield f"failed: {result.run.name}: {result.outcome.message}"
-    if failed:
+    if any(result.outcome.state == FAILED for result in results):
         yield "after a fix, the same command with --retry-failed starts the failed runs again"
-    num_open = sum(result.outcome.state not in (FINISHED, FAILED, PRUNED) for result in results)
+    num_open = sum(result.outcome.state not in (FINISHED, FAILED) for result in results)
     if num_open:
         yield f"{num_open} of {len(results)} runs are not finished; the same command continues"

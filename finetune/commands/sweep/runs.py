@@ -1,11 +1,11 @@
 """The runs of a sweep: every combination of the values, each checked as `finetune check` does before any starts."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from finetune.commands.sweep.axes import Axis, Values, run_name, value_text
+from finetune.commands.sweep.axes import Axis, Values, run_name
 from finetune.config.load import LoadedConfig, load_config, require_divisible_batch
 from finetune.config.overrides import override_text
 from finetune.config.resume_keys import COMPARED_BY_CONTENT, keys_that_may_differ, keys_that_must_match
@@ -38,27 +38,10 @@ class SweepRun:
         return self.sweep_folder / LOGS_FOLDER / f"{self.name}.log"
 
 
-def make_run(values: Values, axes: Sequence[Axis], *, name: str, folder: Path) -> SweepRun:
+def make_run(values: Values, axes: Sequence[Axis], *, folder: Path, name: str | None = None) -> SweepRun:
     """Return the run with these values of swept keys and the only value of every other key, in the written order."""
     overrides = tuple(override_text(axis.key, values.get(axis.key, axis.values[0])) for axis in axes)
-    return SweepRun(name, values, overrides, folder)
-
-
-def name_runs(
-    points: Sequence[Values], axes: Sequence[Axis], *, swept: Iterable[str], folder: Path, names: Mapping[str, str]
-) -> list[SweepRun]:
-    """Return the runs of the points, named after their values of the swept keys.
-
-    `names` are the names of earlier calls by the text of their values: their runs keep them.
-    """
-    keys, taken = frozenset(swept), set(names.values())
-    runs = []
-    for point in points:
-        values = {key: value for key, value in point.items() if key in keys}
-        name = names.get(value_text(values)) or run_name(values, taken=taken)
-        taken.add(name)
-        runs.append(make_run(values, axes, name=name, folder=folder))
-    return runs
+    return SweepRun(name or run_name(values), values, overrides, folder)
 
 
 def own_overrides(run: SweepRun, loaded: LoadedConfig) -> list[str]:
@@ -106,20 +89,14 @@ def load_run(job: Path, run: SweepRun, *, num_processes: int) -> LoadedConfig:
     return loaded
 
 
-def job_facts(config: RunConfig, *, swept: Iterable[str]) -> dict[str, str]:
+def job_facts(config: RunConfig, *, swept: Collection[str]) -> dict[str, str]:
     """Return the keys that all runs of a job share and that must not change, with their values as JSON.
 
     These are the keys that a resume must match and the keys that locate the data, without swept keys.
     """
-    varied = frozenset(swept)
     content = {key: text for key, text in keys_that_may_differ(config).items() if key in COMPARED_BY_CONTENT}
     facts = {**keys_that_must_match(config), **content}
-    return {key: text for key, text in facts.items() if not is_within(key, varied)}
-
-
-def is_within(key: str, keys: frozenset[str]) -> bool:
-    """Return whether the key is one of the keys or inside one of them."""
-    return key in keys or any(outer in keys for outer in parent_keys(key))
+    return {key: text for key, text in facts.items() if not {key, *parent_keys(key)} & set(swept)}
 
 
 WAITING = "waiting"
@@ -127,10 +104,6 @@ FINISHED = "finished"
 STOPPED = "stopped"
 INTERRUPTED = "interrupted"
 FAILED = "failed"
-PRUNED = "pruned"
-
-DONE = (FINISHED, PRUNED)
-"""States of runs that are not started again."""
 
 _RESUMABLE_ERRORS = ("LostContact", "DiskError")
 """Errors of the machine, after which the run resumes from its checkpoint."""
@@ -143,7 +116,6 @@ class RecordedRun:
     name: str
     values: Values = field(default_factory=dict)
     error: str | None = None  # of a process that failed before it wrote any status
-    is_pruned: bool = False
 
 
 @dataclass(frozen=True)
@@ -162,8 +134,6 @@ def outcome_of(status: Mapping[str, Any], record: RecordedRun) -> RunOutcome:
     error = error if isinstance(error, dict) else {}
     if record.error is not None:
         state, message = FAILED, record.error
-    elif record.is_pruned and written != status_file.FINISHED:  # it may have finished before it read the STOP file
-        state, message = PRUNED, ""
     elif written == status_file.FINISHED:
         state, message = FINISHED, ""
     elif written == status_file.STOPPED:

@@ -2,8 +2,8 @@
 
 A grid's runs are added as trials in the order of the grid; Optuna's GridSampler would shuffle them, and repeat them all
 when values are added. A search asks the tree-structured Parzen estimator (Bergstra et al., 2011) for the values of the
-next run, and prunes by the median. Trial N depends on the seed, on N and on the results before it, not on
-interruptions. Results are in the folders of the runs.
+next run. Trial N depends on the seed, on N and on the results before it, not on interruptions. Results are in the
+folders of the runs.
 """
 
 import hashlib
@@ -25,23 +25,20 @@ from optuna.trial import TrialState
 from pydantic import TypeAdapter
 
 from finetune.commands.sweep.axes import Distribution, Space, contains, run_name, value_text
-from finetune.commands.sweep.results import TRAIN_LOSS, Objective, history_so_far, measurements
+from finetune.commands.sweep.results import Objective, history_so_far, measurements
 from finetune.commands.sweep.runs import (
     FAILED,
     FINISHED,
-    PRUNED,
     RUNS_FOLDER,
     RecordedRun,
     RunOutcome,
     SweepRun,
-    is_within,
     job_facts,
     outcome_of,
 )
-from finetune.config.formatting import truncate
+from finetune.config.formatting import format_list, truncate
 from finetune.config.run_config import RunConfig
 from finetune.errors import UserError
-from finetune.report.history import RunHistory
 from finetune.runtime.files.read import parse_as, parse_json, read_regular
 from finetune.runtime.supervision.status import read_status
 from finetune.runtime.text.redact import comparable_config
@@ -54,12 +51,10 @@ _NAME, _FACTS, _RUN = "sweep", "sweep", "run"
 _NUM_RANDOM_TRIALS = 10
 """Trials before the estimator is used."""
 
-_PRUNER = optuna.pruners.MedianPruner(n_startup_trials=4)
-
 
 @dataclass(frozen=True)
 class SweepFacts:
-    """The facts that all runs share; `facts` are the keys of the first call's job, with values as JSON."""
+    """What no later call may change; `facts` are the keys of the first call's job, with values as JSON."""
 
     metric: str
     is_minimized: bool
@@ -102,24 +97,22 @@ class SweepStudy:
         assert self._facts is not None
         return self._facts
 
-    @property
-    def names(self) -> dict[str, str]:
-        """Return the name of each run by the text of its values."""
-        return {value_text(run.values): run.name for run in self.runs.values()}
-
     def begin(self, config: RunConfig, *, objective: Objective, is_search: bool = False) -> None:
-        """Start or continue the study; raises UserError if it belongs to another job, a search to another metric.
+        """Start or continue the study; raises UserError if it has another job or other keys, a search another metric.
 
-        Earlier runs keep their names, with the first job's value of keys that are swept for the first time. Runs that
-        have ended since the sweep was killed are recorded.
+        Runs that have ended since the sweep was killed are recorded.
         """
         swept = tuple(self.space)
+        is_new = self._facts is None
         before = self._facts or SweepFacts(
             objective.metric, objective.is_minimized, job_facts(config, swept=swept), swept
         )
-        union = tuple(dict.fromkeys([*before.swept, *swept]))
-        is_new = self._facts is None or union != before.swept
-        self._facts = replace(before, swept=union)
+        self._facts = before
+        if set(swept) != set(before.swept):
+            raise UserError(
+                f"{self.folder}: this sweep was started with several values of "
+                f"{format_list(before.swept) or 'no key'}. Sweep the same keys, or choose another --folder."
+            )
         self.require_same_job(config)
         if is_search and objective != Objective(before.metric, before.is_minimized):
             raise UserError(
@@ -128,20 +121,16 @@ class SweepStudy:
             )
         direction = StudyDirection.MINIMIZE if before.is_minimized else StudyDirection.MAXIMIZE
         self._study = optuna.create_study(
-            storage=self._storage, study_name=_NAME, direction=direction, pruner=_PRUNER, load_if_exists=True
+            storage=self._storage, study_name=_NAME, direction=direction, load_if_exists=True
         )
         if is_new:
-            self._study.set_user_attr(_FACTS, asdict(self._facts))
-        former = {key: json.loads(before.facts[key]) for key in union if key in before.facts}
-        self.runs = {name: replace(run, values={**former, **run.values}) for name, run in self.runs.items()}
+            self._study.set_user_attr(_FACTS, asdict(before))
         for name in list(self._open_trials):
-            self._close_trial(name, self.outcome(name), history_so_far(self.folder / RUNS_FOLDER / name))
+            self._close_trial(name, self.outcome(name))
 
     def require_same_job(self, config: RunConfig) -> None:
         """Raise UserError that names each key of the job that has changed since the sweep was started."""
-        varied = frozenset(self.facts.swept)
-        before = {key: text for key, text in self.facts.facts.items() if not is_within(key, varied)}
-        now = job_facts(config, swept=varied)
+        before, now = self.facts.facts, job_facts(config, swept=self.facts.swept)
         lines = [
             f"  {key}: {_shown(before.get(key))} then, {_shown(now.get(key))} now"
             for key in sorted({*before, *now})
@@ -165,12 +154,12 @@ class SweepStudy:
         if record.error is not None or run.name not in self._open_trials:
             self._record(replace(record, error=None))
 
-    def end(self, run: SweepRun, history: RunHistory, *, error: str | None = None) -> RunOutcome:
+    def end(self, run: SweepRun, *, error: str | None = None) -> RunOutcome:
         """Record that the run's process has ended, and with which error if its own files do not say so."""
         if error is not None:
             self._record(replace(self.runs[run.name], error=error))
         outcome = self.outcome(run.name)
-        self._close_trial(run.name, outcome, history)
+        self._close_trial(run.name, outcome)
         return outcome
 
     def outcome(self, name: str) -> RunOutcome:
@@ -194,24 +183,11 @@ class SweepStudy:
         self._record(RecordedRun(name, values))
         return self.runs[name]
 
-    def should_prune(self, name: str, history: RunHistory) -> bool:
-        """Return whether the run is worse than the median of the others at the step of its last evaluation.
-
-        That it is pruned is recorded: it is not continued.
-        """
-        if self.facts.metric == TRAIN_LOSS or not measurements(history, self.facts.metric):
-            return False
-        self._report(name, history)
-        is_poor = self._open_trials[name].should_prune()
-        if is_poor:
-            self._record(replace(self.runs[name], is_pruned=True))
-        return is_poor
-
     def _load(self) -> None:
         studies = self._storage.get_all_studies()
         if not studies or _FACTS not in studies[0].user_attrs:  # it was killed while creating the study
             return
-        self._study = optuna.load_study(storage=self._storage, study_name=_NAME, pruner=_PRUNER)
+        self._study = optuna.load_study(storage=self._storage, study_name=_NAME)
         self._facts = parse_as(_STORED_FACTS, json.dumps(self._study.user_attrs[_FACTS]).encode())
         for trial in self._study.get_trials(deepcopy=False):
             if _RUN not in trial.user_attrs:  # the sweep was killed while choosing the values
@@ -244,27 +220,17 @@ class SweepStudy:
         trial_id = self._storage.create_new_trial(study_id, template_trial=trial)
         self._open_trials[run.name] = optuna.Trial(self._study, trial_id)
 
-    def _close_trial(self, name: str, outcome: RunOutcome, history: RunHistory) -> None:
+    def _close_trial(self, name: str, outcome: RunOutcome) -> None:
         """End the run's trial, unless the run can be continued."""
-        if outcome.state not in (FINISHED, PRUNED, FAILED):
+        if outcome.state not in (FINISHED, FAILED):
             return
-        self._report(name, history)
         trial = self._open_trials.pop(name)
-        measured = measurements(history, self.facts.metric)
+        measured = measurements(history_so_far(self.folder / RUNS_FOLDER / name), self.facts.metric)
         value = measured[-1][1] if measured else math.nan
-        if outcome.state == PRUNED:
-            self._study.tell(trial, state=TrialState.PRUNED)
-        elif outcome.state == FAILED or math.isnan(value):
+        if outcome.state == FAILED or math.isnan(value):
             self._study.tell(trial, state=TrialState.FAIL)
         else:
             self._study.tell(trial, value)
-
-    def _report(self, name: str, history: RunHistory) -> None:
-        trial = self._open_trials[name]
-        known = self._storage.get_trial(trial._trial_id).intermediate_values
-        for step, value in measurements(history, self.facts.metric):
-            if step not in known:
-                trial.report(value, step)
 
 
 def _parameter(key: str, domain: Distribution) -> str:

@@ -9,8 +9,7 @@ import shlex
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +20,13 @@ from finetune.commands.sweep.results import (
     Objective,
     choose_objective,
     closing_lines,
-    describe_end,
     rank_results,
     read_sweep_result,
     results_table,
 )
 from finetune.commands.sweep.runs import (
-    DONE,
     FAILED,
+    FINISHED,
     INTERRUPTED,
     WAITING,
     RecordedRun,
@@ -36,20 +34,17 @@ from finetune.commands.sweep.runs import (
     check_runs,
     load_run,
     make_run,
-    name_runs,
 )
 from finetune.commands.sweep.study import SweepStudy, lock_sweep
 from finetune.config.paths import is_url
 from finetune.errors import UserError
 from finetune.launch.child import end_of_log, kill_child, start_child
-from finetune.report.history import EVENTS_FILE, HistoryReader
 from finetune.runtime.run_folder import is_locked
 from finetune.runtime.supervision.status import read_status
 from finetune.runtime.text.redact import redacted_command
 from finetune.runtime.text.terminal import printable
 
-POLL_SECONDS, WATCH_SECONDS = 0.1, 1.0
-STOP_FILE = "STOP"
+POLL_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
@@ -84,7 +79,7 @@ def sweep(request: SweepRequest, *, start: Start = start_child) -> int:
         accelerate_config=request.accelerate,
         at_once=request.at_once,
     )
-    planned = name_runs(points, axes, swept=space, folder=Path(), names={})
+    planned = [make_run(point, axes, folder=Path()) for point in points]
     first = check_runs(request.config, planned, num_processes=plan.data_parallel_size)
     objective = choose_objective(request.metric, first.config)
     if request.folder is None and is_url(first.config.run.folder):
@@ -92,17 +87,17 @@ def sweep(request: SweepRequest, *, start: Start = start_child) -> int:
             "--folder: the job's run.folder is a URL, and a sweep is written to a folder of this machine. Name one."
         )
     folder = (request.folder or Path(f"{first.config.run.folder}-sweep")).absolute()
+    runs = [replace(run, sweep_folder=folder) for run in planned]
     if request.dry_run:
-        count = f"{len(planned)} runs" if request.search is None else f"search of {request.search} runs, at its bounds"
+        count = f"{len(runs)} runs" if request.search is None else f"search of {request.search} runs, at its bounds"
         print(f"{count}, {plan.at_once} at once, in {folder}")
-        for run in name_runs(points, axes, swept=space, folder=folder, names={}):
+        for run in runs:
             state = read_status(run.folder).get("state", WAITING)
             print(f"{run.name}: {state}\n  {shlex.join(redacted_command(plan.command(run, first)))}")
         return 0
     with recorded_signals() as stop, lock_sweep(folder):
         study = SweepStudy(folder, space=space, seed=request.seed)
         study.begin(first.config, objective=objective, is_search=request.search is not None)
-        runs = name_runs(points, axes, swept=study.facts.swept, folder=folder, names=study.names)
         session = SweepSession(request, plan, axes, objective, study, stop, start)
         session.wait_for_writers()
         if request.search is None:
@@ -119,7 +114,6 @@ class ActiveRun:
     run: SweepRun
     process: Any
     slot: int
-    reader: HistoryReader
     started: float
     exit_code: int | None = None
     is_stopping: bool = False
@@ -166,11 +160,10 @@ class SweepSession:
     def _is_due(self, run: SweepRun) -> bool:
         """Return whether to start the run: failed ones only with `--retry-failed`."""
         state = self.study.outcome(run.name).state
-        return state not in DONE and (state != FAILED or self.request.retry_failed)
+        return state != FINISHED and (state != FAILED or self.request.retry_failed)
 
     def run_all(self, runs: Iterator[SweepRun]) -> None:
         """Train the runs; return when all have ended or, after a signal, when the active ones have saved."""
-        watched_at = 0.0
         try:
             while True:
                 while self.stop.first is None and len(self.active) < self.plan.at_once:
@@ -184,9 +177,6 @@ class SweepSession:
                 if self.stop.first is not None:
                     self._forward_signal(self.stop.first)
                 self._collect_ended()
-                if self.request.search is not None and time.monotonic() - watched_at >= WATCH_SECONDS:
-                    watched_at = time.monotonic()
-                    self._prune()
         except BaseException:
             for active in self.active:
                 active.process.send_signal(signal.SIGTERM)
@@ -194,19 +184,17 @@ class SweepSession:
 
     def _start_run(self, run: SweepRun) -> None:
         slot = min(set(range(self.plan.at_once)) - {active.slot for active in self.active})
-        reader = HistoryReader(run.folder / EVENTS_FILE)
         self.study.start(run)
         try:
             loaded = load_run(self.request.config, run, num_processes=self.plan.data_parallel_size)
             self.study.require_same_job(loaded.config)
             command = self.plan.command(run, loaded)
-            (run.folder / STOP_FILE).unlink(missing_ok=True)  # of an earlier process that ended before it read the file
             started = time.time()
             process = self.start(command, log=run.log, environment=self.plan.environment(slot))
         except (UserError, OSError) as error:
-            self._end(run, reader, error=str(error))
+            self._end(run, error=str(error))
             return
-        self.active.append(ActiveRun(run, process, slot, reader, started))
+        self.active.append(ActiveRun(run, process, slot, started))
         _log(f"{run.name}: started, log in {run.log}")
 
     def _forward_signal(self, number: signal.Signals) -> None:
@@ -234,24 +222,20 @@ class SweepSession:
             error = None
             if active.exit_code > 0 and not has_status:
                 error = printable(end_of_log(active.run.log)) or f"exit code {active.exit_code}"
-            self._end(active.run, active.reader, error=error)
+            self._end(active.run, error=error)
 
-    def _end(self, run: SweepRun, reader: HistoryReader, *, error: str | None) -> None:
+    def _end(self, run: SweepRun, *, error: str | None) -> None:
         """Record and print how a run has ended."""
-        with suppress(OSError):
-            reader.read_new()
-        _log(describe_end(run, self.study.end(run, reader.history, error=error), reader.history))
-
-    def _prune(self) -> None:
-        """Stop the poor runs of a search, by their new events."""
-        for active in self.active:
-            with suppress(OSError):
-                active.reader.read_new()
-            history = active.reader.history
-            if not active.is_stopping and self.study.should_prune(active.run.name, history):
-                active.is_stopping = True
-                (active.run.folder / STOP_FILE).touch()
-                _log(f"{active.run.name}: pruned at step {history.step}; it will save and stop")
+        outcome = self.study.end(run, error=error)
+        facts = [outcome.state]
+        if outcome.num_steps:
+            facts.append(f"step {outcome.step}/{outcome.num_steps}")
+        final = read_sweep_result(run, outcome, self.objective).final
+        if final is not None:
+            facts.append(f"{self.objective.metric} {final:.4f}")
+        if outcome.message:
+            facts.append(f"({outcome.message})")
+        _log(f"{run.name}: {'  '.join(facts)}")
 
     def recorded_runs(self) -> list[SweepRun]:
         """Return all runs that the sweep has ever had."""

@@ -10,9 +10,6 @@ from finetune.migration.rules import OWN_LOSS, path, read_file
 from finetune.migration.source import is_present
 from finetune.registry.losses import PREFERENCE_LOSSES
 
-ARGUMENTS = "transformers TrainingArguments"
-"""The group of the defaults of all trainers that share these arguments."""
-
 
 def prepare_arguments(draft: Draft) -> None:
     """Write what only Trainer's arguments have; run it before the common part."""

@@ -59,7 +59,7 @@ def chart_kinds(names: set[str]) -> list[ChartKind]:
     """Return the charts for curves of these names: the loss, then the evaluated metrics, then the others."""
     fixed = [chart for chart in (*FIXED, *DEVICE) if names & chart.curves.keys()]
     used = {name for chart in fixed for name in chart.curves}
-    others = names - used - {"tokens", "seconds", "device_seconds", "epoch"}
+    others = names - used - {"tokens", "seconds", "epoch"}
     evaluated_first = sorted(others, key=lambda name: (not name.startswith("evaluation/"), name))
     own = []
     for name in evaluated_first:
@@ -113,12 +113,12 @@ def format_chart(chart: ChartKind, runs: Sequence[tuple[str, Mapping[str, Curve]
 
 
 def step_scales(history: RunHistory) -> dict[str, Any]:
-    """Return tokens, seconds and device hours as functions of the step, as points of piecewise linear curves."""
-    by_scale = {}
-    for name, scale in (("tokens", 1.0), ("seconds", 1.0), ("device_seconds", 1 / 3600)):
+    """Return tokens and seconds as functions of the step, as points of piecewise linear curves."""
+    by_scale: dict[str, Any] = {}
+    for name in ("tokens", "seconds"):
         if name in history.curves:
             points = history.curves[name].points()
-            by_scale[name] = {"x": rounded(points.steps, digits=9), "y": rounded(points.values * scale, digits=9)}
+            by_scale[name] = {"x": rounded(points.steps, digits=9), "y": rounded(points.values, digits=9)}
     return by_scale
 
 

@@ -16,7 +16,6 @@ from pydantic import BaseModel, TypeAdapter
 
 from finetune.registry.tasks import METRICS
 from finetune.report.history import RunHistory
-from finetune.report.restarts import Restart, RestartTotals
 from finetune.runtime.files.read import parse_as, read_regular
 from finetune.runtime.supervision.checkpoint_interval import IntervalAdvice, advise_interval
 from finetune.runtime.text.redact import redact_foreign
@@ -164,6 +163,7 @@ def tiles(history: RunHistory) -> Iterator[Tile]:
         yield Tile(
             f"{history.unit} per second", f"{rates[len(rates) // 2]:,.0f}", f"median of the last {len(rates)} steps"
         )
+    yield Tile("device hours", f"{history.device_seconds / 3600:.3g}", "in steps, evaluations and waiting for saves")
     counts = {"resume": max(len(history.starts) - 1, 0), "skipped step": history.num_skipped}
     notes = [f"{count:,} {noun}{'' if count == 1 else 's'}" for noun, count in counts.items()]
     warnings = sum(message.is_warning for message in history.messages.values())
@@ -225,9 +225,6 @@ def format_duration(seconds: float) -> str:
 def format_time(seconds: float) -> str:
     """Return a time of day, in UTC."""
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
-
-
-_LONGEST_REASON, _SHOWN_RESTARTS = 60, 100
 
 
 class InterruptionCosts:
@@ -316,29 +313,6 @@ def advice_line(advice: IntervalAdvice | None) -> str:
         f"{measured}, save every {best:,} steps (now {now}): saving then adds {advice.save_share(best):.1%}, an "
         f"interruption loses {lost} of steps on average"
     )
-
-
-def restart_rows(history: RunHistory) -> list[list[str]]:
-    """Return a table: a row of names, then one for each restart, and their sums."""
-    restarts, totals = history.restarts.listed, history.restarts.totals()
-    if not restarts:
-        return []
-    head = ["start, after", "resumed from step", "steps again", "waiting", "start-up", "steps again took", "cost"]
-    rows: list[tuple[str, str, Restart | RestartTotals]] = [
-        (f"{restart.number:,}, {restart.reason[:_LONGEST_REASON]}", f"{restart.step:,}", restart)
-        for restart in restarts[-_SHOWN_RESTARTS:]
-    ]
-    rows.append((f"all, {totals.interruptions:,} of them interruptions", "", totals))
-    return [head] + [
-        [
-            name,
-            step,
-            f"{costs.steps_redone:,}",
-            *map(_minutes, (costs.down_seconds, costs.startup_seconds, costs.redone_seconds)),
-            "-" if costs.usd is None else f"${costs.usd:,.2f}",
-        ]
-        for name, step, costs in rows
-    ]
 
 
 def _minutes(seconds: float) -> str:

@@ -22,11 +22,10 @@ from finetune.report.page.charts import charts_of, step_scales
 from finetune.report.page.facts import (
     advice_line,
     config_lines,
-    format_duration,
     format_time,
     interval_advice,
     read_run_files,
-    restart_rows,
+    restart_line,
     run_state,
     tiles,
 )
@@ -105,28 +104,19 @@ def _plotly() -> Markup:
 
 
 REPORT_FILE = "report.html"
-SHOWN_CHECKPOINTS = 12
 
 SMOOTHING = 0.6
 """Initial position of the smoothing slider."""
 
 
-RELOAD_SECONDS = 30
-"""Interval at which an open page of a running run reloads; it is also written at this interval."""
-
-
-def report_page(folder: Path, history: RunHistory, *, price: float | None = None, now: float | None = None) -> str:
-    """Return the page of the run in the folder; `price` is in USD per device hour."""
+def report_page(folder: Path, history: RunHistory, *, now: float | None = None) -> str:
+    """Return the page of the run in the folder."""
     now = time.time() if now is None else now
-    if price is not None:
-        history.restarts.set_price(price, source="--price")
     files = read_run_files(folder)
     state, sentence = run_state(history, files.status, now=now)
     start = history.starts[-1] if history.starts else {}
     hours = ((start.get("config") or {}).get("run") or {}).get("hours_between_interruptions")
     hours = float(hours) if isinstance(hours, int | float) else None
-    source = history.restarts.price_source
-    cost = f" Cost: start-up and repeated steps, by the price of {source}." if source else ""
     return render_page(
         "report.html.jinja",
         folder=TEMPLATES,
@@ -135,8 +125,6 @@ def report_page(folder: Path, history: RunHistory, *, price: float | None = None
             "runs": [{"name": folder.name, "scales": step_scales(history), "color": 0}],
             "skipped": [event["step"] for event in history.skipped],
             "resumed": [event["step"] for event in history.starts[1:]],
-            "price": price,
-            "reload_seconds": RELOAD_SECONDS,
             "unit": history.unit,
         },
         title=folder.resolve().name,
@@ -146,33 +134,23 @@ def report_page(folder: Path, history: RunHistory, *, price: float | None = None
         subtitle=[start.get("strategy", ""), f"page written {format_time(now)}"],
         arithmetic=start.get("arithmetic", ()),
         tiles=list(tiles(history)),
-        device_hours=history.device_seconds / 3600,
-        price=price,
         smoothing=SMOOTHING,
-        reload_seconds=RELOAD_SECONDS if state in ("starting", "running") else None,
-        profiles=list(history.profiles),
-        restarts=restart_rows(history),
-        restart_note=f"Waiting is the time in which no process of the run existed.{cost}",
-        advice=advice_line(interval_advice(history, hours_stated=hours)),
-        checkpoints=list(history.checkpoints)[-SHOWN_CHECKPOINTS:],
+        interruptions=[restart_line(history), advice_line(interval_advice(history, hours_stated=hours))],
         skipped=list(history.skipped),
         num_skipped=history.num_skipped,
         answers=list(history.answers.values()),
-        num_prompts_left_out=history.num_prompts_left_out,
         messages=list(history.messages.values()),
-        startup=(history.startup or {}).get("seconds", {}),
         audit=files.audit.rows(),
         environment=redact_foreign(format_json(files.environment, indent=2)) if files.environment else "",
         config=config_lines(files.config),
         missing=(*files.missing, *history.damaged),
-        duration=format_duration,
     )
 
 
-def write_report(folder: Path, history: RunHistory, *, price: float | None = None) -> Path:
+def write_report(folder: Path, history: RunHistory) -> Path:
     """Write the page into the folder atomically, and return its path."""
     path = folder / REPORT_FILE
-    page = report_page(folder, history, price=price)
+    page = report_page(folder, history)
     atomic.write_bytes(path, page.encode("utf-8", errors="backslashreplace"), survives_power_cut=False)
     return path
 

@@ -18,28 +18,17 @@ _CHEAP = 0.005
 """Share of the steps' time below which the cost of frequent saves does not matter."""
 
 
-def young_interval(*, save: float, between_failures: float) -> float:
-    """Return the interval of computation with the smallest loss: `sqrt(2 save x between_failures)`.
-
-    >>> round(young_interval(save=5, between_failures=1440))  # minutes: a day between failures, 5 to save
-    120
-    """
-    return math.sqrt(2.0 * save * between_failures)
-
-
 def daly_interval(*, save: float, between_failures: float) -> float:
-    """Return the interval by Daly's equation 37, which also holds for saves that take long relative to the failures.
+    """Return the interval by Daly's equation 37: Young's, for saves that may take long relative to the failures.
 
-    >>> round(daly_interval(save=5, between_failures=1440), 1)
+    >>> round(daly_interval(save=5, between_failures=1440), 1)  # minutes: a day between failures, 5 to save
     116.7
     """
     if save >= 2.0 * between_failures:
         return between_failures
+    young = math.sqrt(2.0 * save * between_failures)
     ratio = save / (2.0 * between_failures)
-    return (
-        young_interval(save=save, between_failures=between_failures) * (1.0 + math.sqrt(ratio) / 3.0 + ratio / 9.0)
-        - save
-    )
+    return young * (1.0 + math.sqrt(ratio) / 3.0 + ratio / 9.0) - save
 
 
 def expected_time(work: float, *, interval: float, save: float, restart: float, between_failures: float) -> float:

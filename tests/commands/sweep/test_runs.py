@@ -9,14 +9,13 @@ from finetune.commands.sweep.runs import (
     FAILED,
     FINISHED,
     INTERRUPTED,
-    PRUNED,
     STOPPED,
     WAITING,
     RecordedRun,
     SweepRun,
     check_runs,
     job_facts,
-    name_runs,
+    make_run,
     outcome_of,
     own_overrides,
 )
@@ -24,10 +23,9 @@ from finetune.config.load import load_config
 from finetune.errors import ConfigError
 
 
-def runs_of(*texts, names=None):
+def runs_of(*texts):
     axes = parse_axes(texts)
-    swept = [axis.key for axis in axes if axis.is_swept]
-    return name_runs(grid_points(axes), axes, swept=swept, folder=Path("/sweep"), names=names or {})
+    return [make_run(point, axes, folder=Path("/sweep")) for point in grid_points(axes)]
 
 
 def test_every_combination_is_a_run_and_fixed_keys_are_in_no_name():
@@ -36,11 +34,6 @@ def test_every_combination_is_a_run_and_fixed_keys_are_in_no_name():
     assert len(runs) == 6
     assert runs[5].overrides == ("train.learning_rate=0.0002", "train.steps=20", "run.seed=3")
     assert runs[0].folder == Path("/sweep/runs/learning_rate=0.0001,seed=1")
-
-
-def test_a_run_keeps_the_name_that_it_was_given():
-    (first, _) = runs_of("run.seed=1,2", names={'{"run.seed": 1}': "older"})
-    assert first.name == "older"
 
 
 def test_problems_of_all_runs_are_reported_at_once_with_a_run_that_has_them(job):
@@ -85,9 +78,7 @@ def status(state, *, error_type=None):
     [
         ({}, {}, WAITING, ""),
         (status("finished"), {}, FINISHED, ""),
-        (status("finished"), {"is_pruned": True}, FINISHED, ""),  # before it read the STOP file
         (status("stopped"), {}, STOPPED, "signal SIGTERM"),
-        (status("stopped"), {"is_pruned": True}, PRUNED, ""),
         (status("failed", error_type="NonFiniteError"), {}, FAILED, "it broke"),
         (status("failed", error_type="LostContact"), {}, INTERRUPTED, "it broke"),
         (status("failed", error_type="DiskError"), {}, INTERRUPTED, "it broke"),

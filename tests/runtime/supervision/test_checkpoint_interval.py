@@ -1,4 +1,4 @@
-"""Young's and Daly's intervals equal hand calculations and lose the least time."""
+"""Daly's interval equals a hand calculation and loses the least time."""
 
 import math
 
@@ -9,13 +9,7 @@ from finetune.runtime.supervision.checkpoint_interval import (
     best_interval,
     daly_interval,
     expected_time,
-    young_interval,
 )
-
-
-def test_youngs_interval_is_the_root_of_twice_the_product():
-    """2 x 5 minutes x 24 hours: sqrt(14,400) is 120 minutes (Young, 1974, equation 9)."""
-    assert young_interval(save=5.0, between_failures=1440.0) == 120.0
 
 
 def test_dalys_interval_by_hand():
@@ -39,7 +33,6 @@ def test_daly_s_interval_loses_the_least_time(save: float, between: float):
     grid = [save * 0.05 * 1.02**power for power in range(800)]
     least = min(total(interval) for interval in grid)
     assert total(daly_interval(save=save, between_failures=between)) < 1.01 * least
-    assert total(young_interval(save=save, between_failures=between)) < 1.05 * least
 
 
 def test_expected_time_by_hand():

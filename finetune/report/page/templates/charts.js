@@ -6,16 +6,12 @@
                    dark: ["#7db0ff", "#ffab5c", "#5fd39b", "#dd8fe6", "#e3c24a", "#5fd0e0", "#ff8f97", "#c3b39c"] };
   const dark = window.matchMedia("(prefers-color-scheme: dark)");
   const narrow = window.matchMedia("(max-width: 760px)");
-  const printing = window.matchMedia("print");
-  const controls = { x: byId("x-axis"), smoothing: byId("smoothing"), log: byId("log"), price: byId("price"), raw: byId("raw"), reload: byId("reload") };
+  const controls = { x: byId("x-axis"), smoothing: byId("smoothing"), log: byId("log"), raw: byId("raw") };
   const nonce = document.currentScript.nonce;
   const plots = [];
-  let isPrinting = printing.matches;
 
   function byId(name) { return document.getElementById(name); }
-  function details() { return [...document.querySelectorAll("details")]; }
   function plain(text) { return String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;"); }
-  function price() { const value = controls.price ? parseFloat(controls.price.value) : NaN; return value >= 0 ? value : null; }
 
   // The value of a rising curve between its points; steps outside it are held at its ends.
   function lookUp(curve, x) {
@@ -29,9 +25,8 @@
 
   const X_AXES = {
     step: { title: "step" },
-    tokens: { title: data.unit, curve: "tokens", scale: () => 1 },
+    tokens: { title: data.unit, curve: "tokens" },
     seconds: { title: "training time", curve: "seconds", unit: "time" },
-    money: { title: "USD", curve: "device_seconds", scale: run => run.price ?? price() ?? 0 },
   };
   function timeScale() {  // one unit for the page: that of the longest run
     const longest = Math.max(0, ...data.runs.map(run => run.scales.seconds ? run.scales.seconds.y.at(-1) : 0));
@@ -41,7 +36,7 @@
     const axis = X_AXES[controls.x.value], curve = axis.curve && run.scales[axis.curve];
     if (!axis.curve) return steps;
     if (!curve) return steps.map(() => null);
-    const scale = axis.unit === "time" ? timeScale()[0] : axis.scale(run);
+    const scale = axis.unit === "time" ? timeScale()[0] : 1;
     return steps.map(step => lookUp(curve, step) * scale);
   }
 
@@ -58,7 +53,7 @@
   }
 
   function traces(chart) {
-    const palette = COLORS[isDark() ? "dark" : "light"], amount = chart.smooths ? parseFloat(controls.smoothing.value) : 0, several = data.runs.length > 1;
+    const palette = COLORS[dark.matches ? "dark" : "light"], amount = chart.smooths ? parseFloat(controls.smoothing.value) : 0, several = data.runs.length > 1;
     return chart.series.flatMap(series => {
       const run = data.runs[series.run], x = xValues(series.x, run);
       const color = palette[(several ? run.color : series.style) % palette.length];
@@ -70,13 +65,12 @@
       const raw = { ...base, x, y: series.y, mode: "lines", line: { color, dash, width: isSmooth ? 1 : 1.5 }, opacity: isSmooth ? 0.42 : 1, showlegend: base.showlegend && !isSmooth, hoverinfo: isSmooth ? "skip" : undefined };
       if (isSmooth) delete raw.hovertemplate;
       const line = { ...base, x: xValues(means.x, run), y: smooth(means.y, amount), customdata: means.x, mode: "lines", line: { color, dash, width: 2 } };
-      return isSmooth ? [...(controls.raw && !controls.raw.checked ? [] : [raw]), line] : [raw];
+      return isSmooth ? [...(controls.raw.checked ? [raw] : []), line] : [raw];
     });
   }
 
-  function isDark() { return dark.matches && !isPrinting; }
   function layout(chart) {
-    const ink = isDark() ? "#c3cad3" : "#444c56", grid = isDark() ? "#2b333d" : "#e7eaee", axis = X_AXES[controls.x.value];
+    const ink = dark.matches ? "#c3cad3" : "#444c56", grid = dark.matches ? "#2b333d" : "#e7eaee", axis = X_AXES[controls.x.value];
     const xTitle = axis.unit === "time" ? `${axis.title} (${timeScale()[1]})` : axis.title;
     const isLog = controls.log.checked && chart.logs, isLoss = chart === data.charts[0];
     const lines = (steps, color) => !isLoss || data.runs.length > 1 ? [] : xValues(steps, data.runs[0]).map(x => (
@@ -85,12 +79,12 @@
       margin: { l: 52, r: 10, t: 8, b: 38 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { color: ink, size: 12, family: "system-ui, sans-serif" },
       hovermode: "x unified", dragmode: narrow.matches ? false : "zoom", showlegend: chart.series.length > 1, uirevision: controls.x.value + isLog,
       legend: { orientation: "h", x: 1, xanchor: "right", y: 1, yanchor: "bottom", bgcolor: "rgba(0,0,0,0)", itemsizing: "constant" },
-      hoverlabel: { bgcolor: isDark() ? "#242b34" : "#ffffff", font: { color: isDark() ? "#e3e7ec" : "#1b1f24" } },
+      hoverlabel: { bgcolor: dark.matches ? "#242b34" : "#ffffff", font: { color: dark.matches ? "#e3e7ec" : "#1b1f24" } },
       xaxis: { rangemode: "tozero", title: { text: xTitle, standoff: 6 }, gridcolor: grid, zeroline: false, linecolor: grid, automargin: false, nticks: narrow.matches ? 5 : 8, exponentformat: "SI" },
       yaxis: { gridcolor: grid, zeroline: false, linecolor: grid, type: isLog ? "log" : "linear", rangemode: chart.zero && !isLog ? "tozero" : chart.series.every(series => series.y.every(value => !(value < 0))) ? "nonnegative" : "normal", tickformat: chart.share ? "~p" : undefined, exponentformat: "SI", nticks: 7,
         dtick: isLog && spansDecades(chart) ? 1 : undefined, minexponent: 4 },
       modebar: { bgcolor: "rgba(0,0,0,0)", color: grid, activecolor: ink, orientation: "h" },
-      shapes: [...lines(data.resumed || [], ink), ...lines(data.skipped || [], isDark() ? "#ff8a80" : "#b3261e")],
+      shapes: [...lines(data.resumed || [], ink), ...lines(data.skipped || [], dark.matches ? "#ff8a80" : "#b3261e")],
     };
   }
   function spansDecades(chart) {
@@ -104,15 +98,8 @@
       Plotly.react(place, traces(chart), layout(chart), { responsive: true, displaylogo: false, displayModeBar: !narrow.matches,
         modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"], toImageButtonOptions: { filename: chart.id, scale: 2 } });
     }
-    showCost();
     const shown = byId("smoothing-value");
     if (shown) shown.textContent = parseFloat(controls.smoothing.value).toFixed(2);
-  }
-  function showCost() {
-    for (const place of document.querySelectorAll("[data-device-hours]")) {
-      const own = parseFloat(place.dataset.price), each = Number.isNaN(own) ? price() : own;
-      place.textContent = each === null ? "–" : written(each * parseFloat(place.dataset.deviceHours));
-    }
   }
 
   // Plotly lies in the page as gzip in base64. The script that it becomes runs because it bears the page's nonce, too.
@@ -125,22 +112,6 @@
     document.head.append(script);
   }
 
-  // What the reader has set stays when the page is loaded again; the browser itself keeps the place, as the figures have their heights at once.
-  function keep() {
-    const set = Object.entries(controls).filter(([, control]) => control).map(([name, { checked, value }]) => [name, { checked, value }]);
-    history.replaceState({ set, open: details().filter(each => each.open).map(each => each.firstElementChild.textContent) }, "");
-  }
-  function restore() {
-    for (const [name, { checked, value }] of history.state?.set ?? []) if (controls[name]) Object.assign(controls[name], { checked, value });
-    for (const each of details()) each.open ||= Boolean(history.state?.open.includes(each.firstElementChild.textContent));
-  }
-  function reload() {
-    if (!controls.reload.checked || document.hidden) return;
-    keep();
-    location.reload();
-  }
-
-  function written(cost) { return "$" + cost.toFixed(cost >= 0.1 || cost === 0 ? 2 : 4); }
   function start() {
     const grid = byId("charts");
     data.charts.forEach((chart, number) => {
@@ -157,17 +128,12 @@
       grid.append(figure);
       plots.push([chart, place]);
     });
-    restore();
-    if (controls.reload) setInterval(reload, 1000 * data.reload_seconds);
     openLibrary().then(show, complain);
   }
   function show() {
-    for (const control of Object.values(controls)) if (control) control.addEventListener("input", () => { keep(); draw(); });
+    for (const control of Object.values(controls)) control.addEventListener("input", draw);
     dark.addEventListener("change", draw);
     narrow.addEventListener("change", draw);
-    printing.addEventListener("change", event => { isPrinting = event.matches; draw(); resize(); });
-    window.addEventListener("beforeprint", () => { isPrinting = true; for (const each of details()) each.open = true; draw(); resize(); });
-    window.addEventListener("afterprint", () => { isPrinting = false; draw(); resize(); });
     draw();
     document.documentElement.dataset.drawn = String(plots.length);
   }
@@ -175,6 +141,5 @@
     byId("not-drawn").textContent = `The curves cannot be drawn: ${error.message}.`;
     byId("not-drawn").hidden = false;
   }
-  function resize() { for (const [, place] of plots) Plotly.Plots.resize(place); }
   start();
 })();
