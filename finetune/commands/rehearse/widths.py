@@ -56,7 +56,7 @@ MULTIPLE = 32
 Values = dict[str, Any]
 
 
-def rounded(size: int) -> int:
+def rounded_width(size: int) -> int:
     """Return the next multiple of `MULTIPLE`, at least one."""
     return max(1, -(-size // MULTIPLE)) * MULTIPLE
 
@@ -136,7 +136,7 @@ def _shrink_widths(part: Values, widths: dict[int, int]) -> None:
         return
     hidden = part[hidden_key]
     has_attention = heads_key is not None and "state_size" not in part
-    width, head_size = rounded(MIN_WIDTH), 0
+    width, head_size = rounded_width(MIN_WIDTH), 0
     if has_attention and heads_key is not None:
         heads = part[heads_key]
         num_kv, num_heads = small_heads(heads, part[kv_key] if kv_key else heads)
@@ -144,7 +144,7 @@ def _shrink_widths(part: Values, widths: dict[int, int]) -> None:
         head_size = min(_SMALL_HEAD if num_heads > 4 else _HEAD, own_size)
         while num_heads * head_size < MIN_WIDTH or (num_heads * head_size) % MULTIPLE:
             head_size += 4
-        width = num_heads * head_size if own_size * heads == hidden else rounded(max(MIN_WIDTH, 96))
+        width = num_heads * head_size if own_size * heads == hidden else rounded_width(max(MIN_WIDTH, 96))
         if width >= hidden:
             return
         _set_all(part, HEADS, num_heads)
@@ -221,7 +221,7 @@ def _shrink_inner(part: Values, real: Values) -> None:
         return
 
     def shrunk(size: int) -> int:
-        return min(size, rounded(min(size * part[hidden] // real[hidden], MAX_INNER)))
+        return min(size, rounded_width(min(size * part[hidden] // real[hidden], MAX_INNER)))
 
     for name in INNER:
         size = part.get(name)
