@@ -84,6 +84,7 @@ def _names_files(config: pytest.Config) -> bool:
 @pytest.fixture(autouse=True)
 def launch_variables_as_before() -> Iterator[None]:
     """Remove what Accelerate has written into the environment: the next test may start processes, which inherit it."""
+    os.environ.pop("COLUMNS", None)  # without a terminal, tables are not cut
     before = set(os.environ)
     yield
     for name in os.environ.keys() - before:

@@ -20,9 +20,8 @@ Write = Callable[..., Path]
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of a run; tables are as wide as without a terminal."""
-    monkeypatch.delenv("COLUMNS", raising=False)  # some library may have set it
+def run(tmp_path: Path) -> Path:
+    """The folder of a run."""
     folder = tmp_path / "runs" / "first"
     (folder / "checkpoints").mkdir(parents=True)
     return folder

@@ -107,7 +107,7 @@ def test_a_run_resumes_under_other_degrees_with_the_very_next_samples(launch, al
     stages = ((sharing("ddp", 4), 4, 2), (sharing("fsdp2", 2), 4, 4), (None, 1, 6))
     overrides = [*PACKS, "train.microbatch_size=1", "checkpoint.every_steps=2"]
     run = launch_in_turn(launch, name="rows-resumed", overrides=overrides, stages=stages, num_steps=6)
-    assert "the checkpoint was written under fsdp2 with rows shared by 2 on 4 processes" in run.output
+    assert "the checkpoint was written under fsdp2 with rows shared by 2 (processes: 4)" in run.output
     assert_equal(run, wanted)
     assert run.samples() == wanted.samples()
     assert len(run.samples()) == 6
