@@ -30,30 +30,36 @@ class DataWaitMonitor:
     """Measures one rank's time spent waiting for data in consecutive windows, and warns once."""
 
     def __init__(self) -> None:
-        self._window: list[tuple[float, float]] | None = None  # seconds waited and in all; None before the first step
+        self._is_first = True
         self._has_warned = False
+        self._num_steps = 0
+        self._waited_seconds = 0.0
+        self._seconds = 0.0
 
     def add(self, waited_seconds: float, *, of_seconds: float) -> None:
         """Add a step; the first one waits for the loader to start and does not count."""
-        if self._window is None:
-            self._window = []
-        elif not self._has_warned:
-            self._window.append((waited_seconds, of_seconds))
+        if self._is_first:
+            self._is_first = False
+            return
+        self._num_steps += 1
+        self._waited_seconds += waited_seconds
+        self._seconds += of_seconds
 
     def warning(self) -> str | None:
         """Return a warning if too much of a full window was spent waiting, else None; a full window is reset."""
-        steps = self._window or []
-        seconds = sum(of for _, of in steps)
-        if self._has_warned or len(steps) < WINDOW_STEPS or seconds < WINDOW_SECONDS:
+        if self._has_warned or self._num_steps < WINDOW_STEPS or self._seconds < WINDOW_SECONDS:
             return None
-        self._window = []
-        share = sum(waited for waited, _ in steps) / seconds
-        self._has_warned = share >= MAX_WAIT_SHARE
-        advice = (
-            f"{share:.0%} of the last {len(steps)} steps was spent waiting for data. `finetune doctor --data "
+        share, num_steps = self._waited_seconds / self._seconds, self._num_steps
+        self._num_steps = 0
+        self._waited_seconds = 0.0
+        self._seconds = 0.0
+        if share < MAX_WAIT_SHARE:
+            return None
+        self._has_warned = True
+        return (
+            f"{share:.0%} of the last {num_steps} steps was spent waiting for data. `finetune doctor --data "
             "--config JOB.yaml` measures the loader and recommends its settings (data.num_workers and others)."
         )
-        return advice if self._has_warned else None
 
 
 @dataclass(frozen=True)
